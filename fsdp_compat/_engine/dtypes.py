@@ -1,0 +1,73 @@
+"""Casts of nested values, and the dtypes in which a unit computes and communicates."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+__all__ = ["Precision", "cast_floats", "map_tensors", "move_to", "tensors_in"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Precision:
+    """In which dtypes one group travels: ``gather`` is what modules compute in, ``reduce`` what gradients are sent in."""
+
+    gather: torch.dtype
+    reduce: torch.dtype
+
+
+def tensors_in(value: object) -> Iterator[torch.Tensor]:
+    """Yield the tensors of nested tuples, lists, sets, mappings and dataclasses."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from tensors_in(item)
+    elif isinstance(value, (tuple, list, set, frozenset)):
+        for item in value:
+            yield from tensors_in(item)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            yield from tensors_in(getattr(value, field.name))
+
+
+def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """Return ``value`` with its tensors changed; containers keep their types, and one in which nothing changes is kept itself."""
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    if isinstance(value, dict):
+        items = {key: map_tensors(item, change) for key, item in value.items()}
+        if all(items[key] is item for key, item in value.items()):
+            return value
+        try:
+            return type(value)(items)
+        except TypeError:  # a mapping whose constructor wants something else (defaultdict)
+            changed = value.copy()
+            changed.update(items)
+            return changed
+    if isinstance(value, (tuple, list)):
+        values = [map_tensors(item, change) for item in value]
+        if all(new is old for new, old in zip(values, value, strict=True)):
+            return value
+        return type(value)(*values) if hasattr(value, "_fields") else type(value)(values)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        changes = {
+            field.name: new
+            for field in dataclasses.fields(value)
+            if field.init and (new := map_tensors(old := getattr(value, field.name), change)) is not old
+        }
+        return dataclasses.replace(value, **changes) if changes else value
+    return value
+
+
+def cast_floats(value: Any, dtype: torch.dtype) -> Any:
+    """Return ``value`` with its floating-point tensors in ``dtype``."""
+    return map_tensors(value, lambda t: t.to(dtype) if t.is_floating_point() and t.dtype != dtype else t)
+
+
+def move_to(value: Any, device: torch.device) -> Any:
+    """Return ``value`` with its tensors on ``device``."""
+    return map_tensors(value, lambda t: t if t.device == device else t.to(device, non_blocking=True))

@@ -1,0 +1,130 @@
+"""Before a module is sharded: meta tensors get memory and values, buffers their device, all ranks the same values."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Collection, Iterable
+
+import torch
+from torch import nn
+
+from ..errors import UsageError, explain
+from . import torch_private
+from .collectives import communicator
+from .mesh import Mesh
+
+__all__ = ["broadcast_states", "materialize", "move_buffers"]
+
+
+def materialize(
+    root: nn.Module,
+    init: Callable[[nn.Module], None] | None,
+    device: torch.device,
+    skip: Collection[nn.Module],
+) -> bool:
+    """Give every module with tensors on the meta device memory on ``device`` and initial values; return True if there were any.
+
+    ``init`` (param_init_fn) is called for each such module; without it, ``to_empty`` and the module's ``reset_parameters``.
+    Modules of ``skip`` are left alone.
+    """
+    ties = _ties(root)
+    modules = [m for m in root.modules() if m not in skip and any(t.is_meta for t in _own_tensors(m))]
+    for module in modules:
+        if init is not None:
+            init(module)
+            continue
+        reset = getattr(module, "reset_parameters", None)
+        if not callable(reset):
+            raise UsageError(
+                explain(
+                    "A module on the meta device cannot be given its initial values.",
+                    expected="a method reset_parameters() that fills the module's own parameters and buffers",
+                    got=f"{type(module).__name__} without one, with "
+                    f"{[name for name, t in _named_own_tensors(module) if t.is_meta]} on the meta device",
+                    where=_name_of(root, module),
+                    fix="pass param_init_fn=, or give the class a reset_parameters method",
+                )
+            )
+        with torch.no_grad():
+            module.to_empty(device=device, recurse=False)
+            reset()
+    _restore_ties(ties)
+    left = [name for name, tensor in _all_named_tensors(root, skip) if tensor.is_meta]
+    if modules and left:
+        raise UsageError(
+            explain(
+                "Tensors are still on the meta device after initialisation.",
+                expected="param_init_fn to materialise every parameter and buffer of the module it is given",
+                got=f"{left[:5]}{' and more' if len(left) > 5 else ''}",
+                where=type(root).__name__,
+                fix="call module.to_empty(device=..., recurse=False) and fill the values in param_init_fn",
+            )
+        )
+    return bool(modules)
+
+
+def move_buffers(root: nn.Module, device: torch.device, skip: Collection[nn.Module]) -> None:
+    """Move buffers to ``device``. Parameters need not move: a store copies its own part of each to where its shard is."""
+    for module in root.modules():
+        if module not in skip:
+            for name, buffer in module.named_buffers(recurse=False):
+                if buffer.device != device:
+                    setattr(module, name, buffer.to(device))
+
+
+def broadcast_states(parameters: Iterable[torch.Tensor], buffers: Iterable[torch.Tensor], mesh: Mesh, device: torch.device) -> None:
+    """Overwrite parameters and buffers (non-persistent ones too) with those of the mesh's first rank.
+
+    Collective: all ranks of the mesh. Along the replica axis first, which gives the first replica's values to every shard rank's
+    first one, then along the shard axis. Tensors elsewhere than on ``device`` travel by way of it, one at a time.
+    """
+    tensors = {id(tensor): tensor.detach() for tensor in itertools.chain(parameters, buffers)}
+    with torch.no_grad():
+        for axis in (mesh.replica, mesh.shard):
+            if axis.ranks == 1:
+                continue
+            wire = communicator(axis)
+            for tensor in tensors.values():
+                packed = tensor.to(device).contiguous()
+                wire.broadcast([packed], "the first rank's parameters and buffers")
+                if packed is not tensor:
+                    tensor.copy_(packed)
+
+
+def _own_tensors(module: nn.Module) -> Iterable[torch.Tensor]:
+    return (tensor for _, tensor in _named_own_tensors(module))
+
+
+def _named_own_tensors(module: nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
+    yield from module.named_parameters(recurse=False)
+    yield from module.named_buffers(recurse=False)
+
+
+def _all_named_tensors(root: nn.Module, skip: Collection[nn.Module]) -> Iterable[tuple[str, torch.Tensor]]:
+    for prefix, module in root.named_modules():
+        if module not in skip:
+            for name, tensor in _named_own_tensors(module):
+                yield f"{prefix}.{name}".lstrip("."), tensor
+
+
+def _ties(root: nn.Module) -> list[list[tuple[nn.Module, str]]]:
+    """Return, for every parameter that several modules hold, where."""
+    slots: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
+    for module in root.modules():
+        for name, parameter in torch_private.parameters_of(module).items():
+            if parameter is not None:
+                slots.setdefault(parameter, []).append((module, name))
+    return [places for places in slots.values() if len(places) > 1]
+
+
+def _restore_ties(ties: list[list[tuple[nn.Module, str]]]) -> None:
+    """Materialising modules one by one gives each its own parameter; tie them to the first one's again."""
+    for (first, first_name), *others in ties:
+        parameter = torch_private.parameters_of(first)[first_name]
+        for module, name in others:
+            if torch_private.parameters_of(module)[name] is not parameter:
+                torch_private.parameters_of(module)[name] = parameter
+
+
+def _name_of(root: nn.Module, module: nn.Module) -> str:
+    return next((name for name, m in root.named_modules() if m is module), "") or type(root).__name__

@@ -1,0 +1,154 @@
+"""The two axes over which a unit is spread: ranks that split one copy, and copies that repeat it."""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from ..errors import UsageError, explain
+
+__all__ = [
+    "Axis",
+    "Mesh",
+    "mesh_from_device_mesh",
+    "mesh_from_group",
+    "mesh_from_groups",
+    "mesh_node_by_node",
+    "replicated",
+    "the_group",
+]
+
+
+@dataclasses.dataclass(frozen=True)
+class Axis:
+    """One mesh axis as this process sees it: the process group that communicates along it, and this rank's place in it."""
+
+    group: dist.ProcessGroup | None  # None: an axis of one rank, which never communicates
+    rank: int
+    ranks: int
+    members: tuple[int, ...]  # global ranks, in the order of the axis
+
+    def __post_init__(self) -> None:
+        if len(self.members) != self.ranks or not 0 <= self.rank < self.ranks:
+            raise ValueError(f"rank {self.rank} of {self.ranks} does not fit members {self.members}")
+        if self.group is None and self.ranks != 1:
+            raise ValueError(f"an axis of {self.ranks} ranks needs a process group")
+
+
+@dataclasses.dataclass(frozen=True)
+class Mesh:
+    """``shard`` ranks split one copy of the parameters, ``replica`` ranks hold the copies."""
+
+    shard: Axis
+    replica: Axis
+
+    @property
+    def ranks(self) -> int:
+        return self.shard.ranks * self.replica.ranks
+
+
+def the_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    """Return ``group``, or the default one; raises UsageError if torch.distributed is not initialised."""
+    if not dist.is_available() or not dist.is_initialized():
+        raise UsageError(
+            explain(
+                "There is no process group to shard over.",
+                expected="torch.distributed initialised before a module is wrapped, with one process as well",
+                got="no default process group",
+                where="FullyShardedDataParallel(...), on this process",
+                fix="call torch.distributed.init_process_group(...) first; with torchrun: "
+                "init_process_group('gloo' on CPU, 'nccl' on CUDA)",
+            )
+        )
+    found = dist.group.WORLD if group is None else group
+    if found is None or dist.get_rank(found) < 0:
+        raise UsageError(
+            explain(
+                "This process does not belong to the process group it was given.",
+                expected="a process group that this process is a member of",
+                got=f"a group without global rank {dist.get_rank()}",
+                where=f"process_group=, global rank {dist.get_rank()}",
+                fix="wrap the module only on the ranks of the group, or pass another group",
+            )
+        )
+    return found
+
+
+def _axis(group: dist.ProcessGroup) -> Axis:
+    members = tuple(dist.get_process_group_ranks(group))
+    ranks = len(members)
+    return Axis(group if ranks > 1 else None, dist.get_rank(group), ranks, members)
+
+
+def _alone() -> Axis:
+    return Axis(None, 0, 1, (dist.get_rank(),))
+
+
+def mesh_from_group(group: dist.ProcessGroup | None) -> Mesh:
+    """All ranks of one group split one copy."""
+    return Mesh(_axis(the_group(group)), _alone())
+
+
+def replicated(mesh: Mesh) -> Mesh:
+    """The same ranks, each with a whole copy. ``mesh`` has one replica, or one shard rank already."""
+    if mesh.shard.ranks > 1 and mesh.replica.ranks > 1:
+        raise ValueError("a mesh of two real axes has no single group to replicate over")
+    return mesh if mesh.shard.ranks == 1 else Mesh(_alone(), mesh.shard)
+
+
+def mesh_from_groups(shard: dist.ProcessGroup, replica: dist.ProcessGroup) -> Mesh:
+    """The two groups that a hybrid strategy was given."""
+    return Mesh(_axis(the_group(shard)), _axis(the_group(replica)))
+
+
+def mesh_from_device_mesh(mesh: DeviceMesh, *, hybrid: bool, strategy: str) -> Mesh:
+    """A 1-D mesh splits; a 2-D mesh is (replica, shard), as torch has it."""
+    if mesh.ndim == 1 and not hybrid:
+        return Mesh(_axis(mesh.get_group()), _alone())
+    if mesh.ndim == 2 and hybrid:
+        return Mesh(_axis(mesh.get_group(1)), _axis(mesh.get_group(0)))
+    raise UsageError(
+        explain(
+            "The device mesh does not fit the sharding strategy.",
+            expected="a 2-D mesh (replica, shard) for a hybrid strategy, a 1-D mesh for any other",
+            got=f"a mesh of {mesh.ndim} dimension(s) for {strategy}",
+            where="device_mesh=",
+            fix="init_device_mesh(device_type, (num_nodes, ranks_per_node)) for HYBRID_SHARD, (num_ranks,) otherwise",
+        )
+    )
+
+
+# The groups of each default group, by ranks per node: (shard, replica).
+_node_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, tuple[dist.ProcessGroup, dist.ProcessGroup]]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def mesh_node_by_node(ranks_per_node: int) -> Mesh:
+    """Split inside of each node of ``ranks_per_node``, replicate across nodes.
+
+    Collective: every rank of the default group, the first time; later calls use the same groups.
+    """
+    default = the_group(None)
+    world = dist.get_world_size(default)
+    if world % ranks_per_node:
+        raise UsageError(
+            explain(
+                "The ranks do not fill whole nodes.",
+                expected=f"a world size that is a multiple of the {ranks_per_node} ranks of a node",
+                got=f"{world} ranks",
+                where="a hybrid sharding strategy without device_mesh and process_group",
+                fix="pass device_mesh=init_device_mesh(device_type, (replicas, shard_ranks))",
+            )
+        )
+    known = _node_groups.setdefault(default, {})
+    if ranks_per_node not in known:
+        nodes = [list(range(start, start + ranks_per_node)) for start in range(0, world, ranks_per_node)]
+        shard, _ = dist.new_subgroups_by_enumeration(nodes)
+        replica, _ = dist.new_subgroups_by_enumeration([list(column) for column in zip(*nodes, strict=True)])
+        known[ranks_per_node] = shard, replica
+    shard, replica = known[ranks_per_node]
+    return Mesh(_axis(shard), _axis(replica))

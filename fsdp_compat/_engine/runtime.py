@@ -1,0 +1,361 @@
+"""The runtime of one root: what happens when a forward enters and exits a unit, and when backward passes it.
+
+One event ends a unit's backward, *leave*: start the reduction, free the parameters. Every forward call has two ticks, enter and
+exit. At the first pre-backward of a call c, every unit whose calls all entered after c exited is left, at the end of backward the
+rest. It holds because autograd runs ready nodes newest first: when the gradient of a call's output is complete, everything that
+was recorded after that output has run. No hooks on inputs and no counts of outstanding calls are needed.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import itertools
+import typing
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from ..errors import StateError, explain
+from . import hooks, torch_private
+from .collectives import Communicator
+from .dtypes import cast_floats, move_to, tensors_in
+from .schedule import Order, Prefetch
+from .unit import Call, Group, Residency, Unit, Zeroed
+
+__all__ = ["Runtime", "RuntimeOptions"]
+
+REDUCTIONS_IN_FLIGHT = 2  # reduce buffers that travel before the oldest is waited for
+
+
+@dataclasses.dataclass(frozen=True)
+class RuntimeOptions:
+    """What the root was asked to do, resolved."""
+
+    forward_prefetch: bool
+    backward_prefetch: Prefetch
+    uneven: bool  # ranks may use different units
+
+
+class Backward:
+    """One outermost graph task. Only the callback queued at its end holds it: a dead reference means that the task is gone."""
+
+    _serials = itertools.count()
+
+    def __init__(self) -> None:
+        self.serial = next(self._serials)
+        self.entered: list[Unit] = []  # whose pre-backward ran and that were not left
+        self.reduced: set[Group] = set()
+        self.keep = False  # create_graph: the gradients' own graph may read parameters without passing an output hook
+
+
+class Runtime:
+    """All units below one root, and what they are doing now."""
+
+    def __init__(self, root: Unit, units: Sequence[Unit], names: Sequence[str], options: RuntimeOptions) -> None:
+        """units: the root first, then those below it, taken over from the runtimes they had. names: theirs, for errors."""
+        self.root, self.units, self.options = root, list(units), options
+        self.sync = True  # False inside of no_sync
+        for unit, name in zip(self.units, names, strict=True):
+            if unit.runtime is not None:
+                unit.runtime.rest()
+            unit.runtime, unit.name, unit.is_root = self, name, unit is root
+            for group in unit.groups:
+                group.name = f"unit {name!r}"
+        self.groups = [group for unit in self.units for group in unit.groups]
+        self._wires: list[Communicator] = list(
+            {id(wire): wire for group in self.groups for wire in (group.shard, group.replica) if wire.ranks > 1}.values()
+        )
+        self._ticks = itertools.count()
+        self._stack: list[Call] = []
+        self._forward_order, self._backward_order = Order(), Order()
+        self._reductions: collections.deque[Group] = collections.deque()  # oldest first
+        self._backward: Callable[[], Backward | None] = _nothing  # weak
+        self._open = False  # a backward was begun and not ended
+        self._notes_open = False  # some group has collected gradients that were not reduced
+
+    # -- forward
+
+    @property
+    def in_forward(self) -> bool:
+        return bool(self._stack)
+
+    @property
+    def in_backward(self) -> bool:
+        return self._open and self._backward() is not None
+
+    def enter(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
+        """A forward call of ``unit`` begins. Returns its inputs, moved and cast, or None if they stay as they are."""
+        recomputing = torch_private.in_graph_task()
+        outermost = not recomputing and (unit.is_root or not self._stack)
+        if outermost:
+            self._begin_forward()
+        unit.running += 1
+        self._stack.append(Call(unit, next(self._ticks)))
+        self._use(unit, self._backward_order if recomputing else self._forward_order, recomputing)
+        return self._inputs(unit, args, kwargs, outermost)
+
+    @staticmethod
+    def _inputs(unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any], outermost: bool) -> tuple[Any, Any] | None:
+        new_args, new_kwargs = args, kwargs
+        options = unit.options
+        if outermost:
+            new_args, new_kwargs = move_to(new_args, options.device), move_to(new_kwargs, options.device)
+        if options.cast_inputs or (outermost and options.cast_root_inputs):
+            new_args, new_kwargs = cast_floats(new_args, options.compute_dtype), cast_floats(new_kwargs, options.compute_dtype)
+        return None if new_args is args and new_kwargs is kwargs else (new_args, new_kwargs)
+
+    def _begin_forward(self) -> None:
+        """The outermost forward. Legal from every state, as an exception may have left any. What was kept full is stale by now."""
+        if self._open:
+            self._discard()
+        self._stack.clear()
+        for unit in self.units:
+            unit.running = 0
+            unit.free()
+            if unit.lent:
+                continue
+            for group in unit.groups:
+                stray = group.stray_gradient()
+                if stray is not None:
+                    self._refuse_stray(unit, group, stray)
+                group.store.check(group.name)
+                group.follow_requires_grad(lambda group, index, unit=unit: hooks.on_gradient_of_leaf(unit, group, index))  # type: ignore[misc]
+        self._forward_order.restart(self.units)
+
+    def _use(self, unit: Unit, order: Order, backward: bool) -> None:
+        """Make ``unit`` full and shown.
+
+        Collective. With uneven use all ranks gather all units in one fixed order, each at the latest when it needs a later one or
+        when the pass ends, so that a rank which skips a unit still serves it.
+        """
+        uneven = self.options.uneven
+        if uneven:
+            while unit in order.to_issue:
+                order.to_issue.pop(0).gather()
+        unit.gather()
+        following = order.advance(unit)
+        if following is not None and not uneven and self._prefetches(backward):
+            following.gather()
+        unit.wait()
+        unit.show(True)
+
+    def _prefetches(self, backward: bool) -> bool:
+        return self.options.backward_prefetch is Prefetch.PRE if backward else self.options.forward_prefetch
+
+    def exit(self, unit: Unit, output: object) -> None:
+        """A forward call has ended, with None where it raised. A recomputation frees nothing: backward is about to use it."""
+        if not self._stack:
+            return
+        call = self._stack.pop()
+        while call.unit is not unit:
+            call = self._stack.pop()
+        unit.running = max(unit.running - 1, 0)
+        call.exit, in_graph = next(self._ticks), False
+        if torch.is_grad_enabled():
+            for tensor in itertools.chain(tensors_in(output), unit.attributes()):
+                if tensor.requires_grad and tensor.grad_fn is not None:
+                    hooks.on_gradient_of_output(tensor, call)
+                    in_graph = True
+        if torch_private.in_graph_task() or unit.running:
+            return
+        unit.show(False)
+        if not (in_graph and self._keeps(unit)):
+            unit.free()
+        if not self._stack:
+            self._end_forward()
+
+    def _keeps(self, unit: Unit) -> bool:
+        """What backward uses first is not freed."""
+        if unit.is_root or not unit.options.reshard_after_forward:
+            return True
+        return not self.options.uneven and unit is self._backward_order.first_after_root()
+
+    def _end_forward(self) -> None:
+        """Sends never outlive the pass that posted them: after it, somebody may write the shards."""
+        self._issue_rest(self._forward_order)
+        for unit in self.units:
+            if unit.residency is Residency.GATHERING:  # gathered for others, or on a wrong guess
+                unit.free()
+        self._drain("parameters that this rank has sent")
+
+    def _issue_rest(self, order: Order) -> None:
+        while self.options.uneven and order.to_issue:
+            order.to_issue.pop(0).gather()
+
+    def _drain(self, what: str) -> None:
+        for wire in self._wires:
+            wire.drain(what)
+
+    # -- backward
+
+    def _current_backward(self) -> Backward:
+        """The Backward of this graph task; it begins at the first pre-backward or the first gradient."""
+        current = self._backward()
+        if current is None:
+            if self._open:
+                self._discard()
+            current, self._open = Backward(), True
+            self._drop_zeroed()
+            self._backward = weakref.ref(current)
+            hooks.on_end_of_backward(lambda: self._end_backward(current))
+            self._backward_order.restart(list(reversed(self.units)))
+        return current
+
+    def pre_backward(self, call: Call) -> None:
+        """The gradient of one of the call's outputs is complete: everything recorded after the call has run."""
+        backward = self._current_backward()
+        if call.seen_by == backward.serial:  # several outputs, one event
+            return
+        call.seen_by = backward.serial
+        backward.keep |= torch.is_grad_enabled()
+        if self.options.backward_prefetch is Prefetch.POST and not self.options.uneven:
+            call.unit.gather()
+        for unit in list(backward.entered):
+            if unit is not call.unit and all(other.enter > call.exit for other in unit.calls):
+                self._leave(unit, backward)
+        if not call.unit.calls:
+            backward.entered.append(call.unit)
+        call.unit.calls.append(call)
+        self._use(call.unit, self._backward_order, backward=True)
+
+    def on_gradient(self, group: Group, index: int) -> None:
+        """A large leaf's gradient was accumulated."""
+        self._current_backward()
+        group.take(index)
+
+    def _leave(self, unit: Unit, backward: Backward) -> None:
+        """Start the reduction and free. A gradient that comes later starts a further reduction, which adds."""
+        unit.calls.clear()
+        if unit in backward.entered:
+            backward.entered.remove(unit)
+        for group in unit.groups:
+            group.collect()
+        if self.sync:
+            for group in unit.groups:
+                if group.has_gradients:
+                    self._reduce(group, backward)
+        if not backward.keep:
+            unit.free()
+
+    def _reduce(self, group: Group, backward: Backward) -> None:
+        backward.reduced.add(group)
+        while len(self._reductions) >= REDUCTIONS_IN_FLIGHT and not self.options.uneven:
+            self._reductions.popleft().finish_reduction()
+        group.start_reduction()
+        self._reductions.append(group)
+
+    def _end_backward(self, backward: Backward) -> None:
+        """The graph task has ended: leave every unit, finish every reduction."""
+        with torch.no_grad():
+            self._issue_rest(self._backward_order)
+            for unit in self.units:
+                self._leave(unit, backward)
+                for group in unit.groups:
+                    if group.has_gradients:  # no_sync
+                        group.note_unreduced()
+                        self._notes_open = True
+            if self.options.uneven and self.sync:
+                self._reduce_what_others_reduced(backward)
+            for _ in range(3):  # every stage for all groups, before the next for any
+                for group in self._reductions:
+                    if group.reduction is not None:
+                        group.reduction.advance()
+            while self._reductions:
+                self._reductions.popleft().finish_reduction()
+            self._drain("gradients and parameters that this rank has sent")
+        self._backward, self._open = _nothing, False
+
+    def _reduce_what_others_reduced(self, backward: Backward) -> None:
+        """One byte per group and backward: a rank without gradients supplies zeros; a group used nowhere keeps ``.grad`` None."""
+        flags = torch.tensor([group in backward.reduced for group in self.groups], dtype=torch.uint8)
+        for wire in self._wires:
+            flags = wire.any_of(flags.to(self.root.options.device)).cpu()
+        for group, used in zip(self.groups, flags.tolist(), strict=True):
+            if used and group not in backward.reduced:
+                self._reduce(group, backward)
+
+    def _drop_zeroed(self) -> None:
+        """What zero_grad has cleared since a backward without communication is dropped from what was collected, too.
+
+        Replaced gradients (``set_to_none``) are plain to see. One that was written to, was zero and still is, tells nothing: then
+        other gradients decide, on all ranks together, whether the write was a zero_grad or a change of scale.
+        """
+        if not self._notes_open:
+            return
+        self._notes_open = False
+        noted = [group for group in self.groups if group.unreduced]
+        found = {group: group.was_zeroed() for group in noted}
+        cleared = True
+        if any(group.was_written() for group in noted):  # alike on all ranks: they run the same program
+            scaled = torch.tensor([any(group.scaled() for group in noted)], dtype=torch.uint8, device=self.root.options.device)
+            for wire in self._wires:
+                scaled = wire.any_of(scaled)
+            cleared = not bool(scaled)
+        for group, answers in found.items():
+            group.drop_unreduced([a is Zeroed.YES or (a is Zeroed.UNCLEAR and cleared) for a in answers])
+
+    def _discard(self) -> None:
+        """After a backward that raised: wait for what travels, drop partial gradients."""
+        self._reductions.clear()
+        for unit in self.units:
+            unit.calls.clear()
+            for group in unit.groups:
+                group.discard()
+            unit.free()
+        self._drain("what this rank has sent before an exception")
+        self._backward, self._open = _nothing, False
+
+    # -- between steps
+
+    def rest(self) -> None:
+        """Bring every unit to its sharded form, from whatever an exception or a forward without backward has left."""
+        if self._open and self._backward() is None:
+            self._discard()
+        if self._stack and not self.in_backward:
+            self._stack.clear()
+            for unit in self.units:
+                unit.running = 0
+        for unit in self.units:
+            unit.free()
+
+    def require_idle(self, what: str) -> None:
+        """Raise StateError if ``what`` is called from inside of forward or backward."""
+        if torch_private.in_graph_task() or any(unit.running for unit in self.units):
+            raise StateError(
+                explain(
+                    f"{what} was called while the model runs.",
+                    expected="a call between steps",
+                    got="a call from inside of forward or backward",
+                    where=f"unit {self.root.name!r}",
+                    fix="call it before forward, or after backward has returned",
+                )
+            )
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        before, self.sync = self.sync, False
+        try:
+            yield
+        finally:
+            self.sync = before
+
+    @staticmethod
+    def _refuse_stray(unit: Unit, group: Group, index: int) -> typing.NoReturn:
+        group.discard()
+        raise StateError(
+            explain(
+                "A gradient came past every hook, so it was never reduced over the ranks.",
+                expected="backward from the outputs of a unit's forward, or from tensors its modules keep as attributes",
+                got=f"a gradient on parameter {index} (shape {tuple(group.leaves[index].shape)}) left by an earlier backward",
+                where=group.name,
+                fix="return the tensor that the loss is made of from forward, or keep it as an attribute of a module of the unit",
+            )
+        )
+
+
+def _nothing() -> None:
+    return None

@@ -1,0 +1,81 @@
+"""The only code that allocates or frees the memory of parameters and gradient buffers: storages that are emptied and refilled
+under tensors that stay."""
+
+from __future__ import annotations
+
+import torch
+
+from . import torch_private
+from .store import ParamStore
+
+__all__ = ["GroupMemory", "Storage"]
+
+
+class Storage:
+    """A storage object that stays, and whose memory comes and goes. Views of it, saved by autograd too, stay valid."""
+
+    __slots__ = ("nbytes", "untyped")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.untyped = tensor.untyped_storage()
+        self.nbytes = self.untyped.nbytes()
+
+    def allocate(self) -> None:
+        if self.untyped.nbytes() != self.nbytes:
+            self.untyped.resize_(self.nbytes)
+
+    def free(self) -> None:
+        if self.untyped.nbytes():
+            self.untyped.resize_(0)
+
+    @property
+    def resident_nbytes(self) -> int:
+        return self.untyped.nbytes()
+
+
+class GroupMemory:
+    """The full form of one group: the gathered buffer, the leaves that modules show while full, and what lies between them.
+
+    With one rank and no cast the leaves view the shard itself (``aliased``), and nothing is ever allocated, copied or freed.
+    """
+
+    def __init__(self, store: ParamStore, ranks: int, dtype: torch.dtype, device: torch.device) -> None:
+        """dtype: of what is gathered, and so of the leaves."""
+        self.aliased = ranks == 1 and dtype == store.dtype
+        numel = ranks * store.numel
+        self.full = store.outgoing(dtype) if self.aliased else torch.empty(numel, dtype=dtype, device=device)  # [ranks * S]
+        self.segments = list(self.full.chunk(ranks))  # [S] each
+        self.leaves = store.make_leaves(self.full)
+        self._buffer = Storage(self.full)
+        self._own_storages: list[Storage] = []  # of leaves that do not view `full`
+        self._fill: tuple[list[torch.Tensor], list[torch.Tensor]] | None = None
+        if self.leaves and not torch_private.same_storage(self.leaves[0], self.full):
+            self._own_storages = list({torch_private.storage_key(leaf): Storage(leaf) for leaf in self.leaves}.values())
+            # `.data`: neither a gather nor a fill may move the version counters that autograd has noted.
+            pieces = [piece for i, leaf in enumerate(self.leaves) for piece in store.split(i, leaf.data)]
+            places = [place for of_leaf in store.places(self.full)[:-1] for place in of_leaf]
+            self._fill = pieces, places
+        self.free()
+
+    def allocate(self) -> None:
+        """Make room for a gather."""
+        self._buffer.allocate()
+
+    def fill_leaves(self) -> None:
+        """A gather has arrived: make the leaves readable. Leaves that view the buffer are so already."""
+        if self._fill is not None:
+            for storage in self._own_storages:
+                storage.allocate()
+            torch_private.copy_together(*self._fill)
+            self._buffer.free()
+
+    def free(self) -> None:
+        if not self.aliased:
+            self._buffer.free()
+            for storage in self._own_storages:
+                storage.free()
+
+    @property
+    def resident_nbytes(self) -> int:
+        """Bytes beyond the shard that are held now."""
+        return 0 if self.aliased else sum(s.resident_nbytes for s in (self._buffer, *self._own_storages))

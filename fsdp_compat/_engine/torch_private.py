@@ -1,0 +1,85 @@
+"""Every private name of torch that the package uses, each with the reason why no public one will do."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+__all__ = [
+    "copy_together",
+    "default_device_of_backend",
+    "group_timeout",
+    "in_graph_task",
+    "on_end_of_backward",
+    "parameters_of",
+    "refresh_rnn_weights",
+    "same_storage",
+    "scale_together",
+    "storage_key",
+    "tensor_without_storage",
+]
+
+
+def in_graph_task() -> bool:
+    """True inside of backward. Nothing public tells a recomputation from a forward."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def on_end_of_backward(callback: Callable[[], None]) -> None:
+    """Run ``callback`` when the running graph task has ended. The engine's queue has no public door."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def copy_together(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+    """Copy many tensors in one call, casts included. A loop of ``copy_`` costs six times as much host time."""
+    torch._foreach_copy_(targets, sources)
+
+
+def scale_together(tensors: list[torch.Tensor], factor: torch.Tensor) -> None:
+    """Multiply many tensors in place by one scalar tensor, in one call."""
+    torch._foreach_mul_(tensors, factor)
+
+
+def storage_key(tensor: torch.Tensor) -> int:
+    """The identity of a tensor's storage object, which its data pointer is not while it is freed."""
+    return tensor.untyped_storage()._cdata
+
+
+def same_storage(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return storage_key(one) == storage_key(other)
+
+
+def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
+    """The dictionary in which a module keeps its own parameters; ``setattr`` costs ten times as much per swap."""
+    return module._parameters
+
+
+def refresh_rnn_weights(module: nn.RNNBase) -> None:
+    """Rebuild the list of weights that the RNN family keeps beside its parameters."""
+    parameters = module._parameters
+    module._flat_weights = [parameters.get(name) for name in module._flat_weights_names]
+
+
+def group_timeout(group: dist.ProcessGroup) -> datetime.timedelta:
+    """The time limit a process group was made with; a point-to-point wait ignores it unless it is handed over."""
+    for device in ("cpu", "cuda"):
+        try:
+            return group._get_backend(torch.device(device)).options._timeout
+        except (AttributeError, RuntimeError):
+            continue
+    return dist.default_pg_timeout if hasattr(dist, "default_pg_timeout") else datetime.timedelta(minutes=30)
+
+
+def default_device_of_backend(group: dist.ProcessGroup) -> torch.device:
+    """The device whose tensors a process group takes, CPU where it takes several."""
+    types = [device.type for device in group._device_types]
+    return torch.device("cpu" if "cpu" in types or not types else types[0])
+
+
+def tensor_without_storage(cls: type[torch.Tensor], shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Make an instance of a tensor subclass that stands for more than this process holds. Subclasses are made in no other way."""
+    return torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, layout=torch.strided, requires_grad=False)

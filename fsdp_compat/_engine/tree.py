@@ -1,0 +1,69 @@
+"""Which parameter belongs to which unit, and under which names modules hold it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Iterable, Sequence
+
+import torch
+from torch import nn
+
+from . import torch_private
+
+__all__ = ["Member", "assign_owners", "group_members"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Member:
+    """An original parameter: the object, where modules hold it, and its name (the first of its names)."""
+
+    parameter: nn.Parameter
+    slots: tuple[tuple[nn.Module, str], ...]  # (module, attribute), at least one; several where it is tied
+    names: tuple[str, ...]  # at least one per slot (a shared module has several), relative to the module that was walked
+
+    @property
+    def name(self) -> str:
+        return self.names[0]
+
+
+def assign_owners(
+    root: nn.Module, unit_modules: Collection[nn.Module], skip: Collection[nn.Parameter], closed: Collection[nn.Module]
+) -> dict[nn.Module, list[Member]]:
+    """Return the members of each unit: a parameter belongs to the lowest unit that encloses all its uses.
+
+    That unit is full whenever any of the uses runs; gathering the parameter in every one of them would double bytes and split its
+    gradient over several reductions. ``skip``: parameters that are not managed. ``closed``: modules that are not entered, because
+    they are units of their own already.
+    """
+    chains: dict[nn.Parameter, list[tuple[nn.Module, ...]]] = {}
+    slots: dict[nn.Parameter, dict[tuple[nn.Module, str], None]] = {}
+    names: dict[nn.Parameter, list[str]] = {}
+
+    def visit(module: nn.Module, chain: tuple[nn.Module, ...], prefix: str) -> None:
+        if module in closed:
+            return
+        chain = (*chain, module) if module in unit_modules else chain
+        for attribute, parameter in torch_private.parameters_of(module).items():
+            if parameter is None or parameter in skip:
+                continue
+            slots.setdefault(parameter, {})[module, attribute] = None
+            names.setdefault(parameter, []).append(prefix + attribute)
+            chains.setdefault(parameter, []).append(chain)
+        for name, child in module.named_children():
+            visit(child, chain, f"{prefix}{name}.")
+
+    visit(root, (), "")
+    owned: dict[nn.Module, list[Member]] = {module: [] for module in unit_modules}
+    for parameter, its_chains in chains.items():
+        owner = next(module for module in reversed(its_chains[0]) if all(module in chain for chain in its_chains))
+        owned[owner].append(Member(parameter, tuple(slots[parameter]), tuple(names[parameter])))
+    return owned
+
+
+def group_members(members: Iterable[Member]) -> list[tuple[tuple[torch.dtype, bool], list[Member]]]:
+    """Return a unit's members by (dtype, requires_grad), in order of first appearance; trainable groups come first."""
+    kinds: dict[tuple[torch.dtype, bool], list[Member]] = {}
+    for member in members:
+        kinds.setdefault((member.parameter.dtype, member.parameter.requires_grad), []).append(member)
+    found: Sequence[tuple[tuple[torch.dtype, bool], list[Member]]] = list(kinds.items())
+    return sorted(found, key=lambda item: not item[0][1])

@@ -1,0 +1,1 @@
+"""Where every element lies: integers and shapes, without process groups, modules or devices."""

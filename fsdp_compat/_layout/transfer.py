@@ -1,0 +1,72 @@
+"""What moves where when parameters go from one layout to another: another number of ranks, another grouping, or none."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+
+from .spec import FlatLayout, Interval
+
+__all__ = ["Move", "Piece", "pieces_of_rank", "pieces_of_whole", "plan_moves"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """A run of one parameter's row-major elements, and where its holder keeps it."""
+
+    name: str
+    part: Interval  # of the parameter
+    holder: tuple[int, ...]  # who: (group, rank), or (index of the parameter,) for a whole tensor
+    start: int  # of the run in the holder's 1-D tensor
+
+
+@dataclasses.dataclass(frozen=True)
+class Move:
+    """Copy ``numel`` elements of parameter ``name`` from one holder's 1-D tensor to another's."""
+
+    name: str
+    source: tuple[int, ...]
+    source_start: int
+    target: tuple[int, ...]
+    target_start: int
+    numel: int
+
+
+def pieces_of_rank(layouts: Sequence[FlatLayout], rank: int) -> list[Piece]:
+    """Return what ``rank`` holds of each parameter: one run at most, as a shard is one interval. Holder: (group, rank)."""
+    found = []
+    for group, layout in enumerate(layouts):
+        for index, param in enumerate(layout.params):
+            part = layout.part(index, rank)
+            if part:
+                found.append(Piece(param.name, part, (group, rank), layout.part_in_shard(index, rank).start))
+    return found
+
+
+def pieces_of_whole(layouts: Iterable[FlatLayout]) -> list[Piece]:
+    """Return the same parameters as whole tensors, each its own holder. Holder: (index in order of appearance,)."""
+    params = [param for layout in layouts for param in layout.params]
+    return [Piece(p.name, Interval(0, p.numel), (index,), 0) for index, p in enumerate(params) if p.numel]
+
+
+def plan_moves(sources: Iterable[Piece], targets: Iterable[Piece]) -> list[Move]:
+    """Return the moves that fill ``targets`` from ``sources``, in the order of the targets and of the elements in them.
+
+    Every element of a target that some source holds is moved exactly once, from the first source that holds it.
+    """
+    by_name: dict[str, list[Piece]] = {}
+    for piece in sources:
+        by_name.setdefault(piece.name, []).append(piece)
+    for pieces in by_name.values():
+        pieces.sort(key=lambda piece: (piece.part, piece.holder))
+    moves = []
+    for target in targets:
+        position = target.part.start
+        for source in by_name.get(target.name, ()):
+            run = source.part.clipped(Interval(min(position, target.part.stop), target.part.stop))
+            if run:
+                source_start = source.start + run.start - source.part.start
+                target_start = target.start + run.start - target.part.start
+                moves.append(Move(target.name, source.holder, source_start, target.holder, target_start, run.numel))
+                position = run.stop
+    return moves

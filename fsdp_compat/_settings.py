@@ -1,0 +1,311 @@
+"""The constructor's arguments, checked and resolved once into values without names of strategies."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from ._engine import torch_private
+from ._engine.dtypes import Precision
+from ._engine.mesh import (
+    Mesh,
+    mesh_from_device_mesh,
+    mesh_from_group,
+    mesh_from_groups,
+    mesh_node_by_node,
+    replicated,
+    the_group,
+)
+from ._engine.runtime import RuntimeOptions
+from ._engine.schedule import Prefetch
+from ._engine.unit import UnitOptions
+from .api import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy, as_ours
+from .errors import UsageError, explain
+
+__all__ = ["Arguments", "Settings", "resolve"]
+
+_HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
+_RESHARDS = (ShardingStrategy.FULL_SHARD, ShardingStrategy.HYBRID_SHARD)
+
+
+@dataclasses.dataclass(frozen=True)
+class Arguments:
+    """What the constructor was given, beside the module and the policy; a policy may change some of it for single units."""
+
+    process_group: Any = None
+    sharding_strategy: Any = None
+    cpu_offload: Any = None
+    backward_prefetch: Any = BackwardPrefetch.BACKWARD_PRE
+    mixed_precision: Any = None
+    ignored_modules: Any = None
+    param_init_fn: Any = None
+    device_id: Any = None
+    sync_module_states: bool = False
+    forward_prefetch: bool = False
+    limit_all_gathers: bool = True
+    use_orig_params: bool = False
+    ignored_states: Any = None
+    device_mesh: Any = None
+    allow_unused_units: bool = False
+
+    def changed(self, **changes: Any) -> Arguments:
+        """Return the same arguments with some changed; raises UsageError for a name that the constructor does not have."""
+        names = {field.name for field in dataclasses.fields(self)}
+        unknown = sorted(changes.keys() - names)
+        if unknown:
+            raise UsageError(
+                explain(
+                    "A wrap policy returned an argument that FullyShardedDataParallel does not have.",
+                    expected=f"keyword arguments among {sorted(names)}",
+                    got=str(unknown),
+                    where="the dict returned by a CustomPolicy's function",
+                    fix="correct the names",
+                )
+            )
+        return dataclasses.replace(self, **changes)
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """What one unit is: everything below the front end is told in these terms."""
+
+    strategy: ShardingStrategy  # for clients that ask; nothing is decided by it
+    mesh: Mesh
+    group: dist.ProcessGroup  # over which sharded values of state dicts are spread
+    device: torch.device
+    mixed_precision: MixedPrecision
+    reshard_after_forward: bool
+    use_orig_params: bool
+    sync_module_states: bool
+    param_init_fn: Callable[[nn.Module], None] | None
+    ignored_modules: frozenset[nn.Module]  # descendants included
+    ignored_parameters: frozenset[nn.Parameter]
+    runtime: RuntimeOptions
+
+    def precision(self, dtype: torch.dtype) -> Precision:
+        """The dtypes in which a group of ``dtype`` travels."""
+        if not dtype.is_floating_point:
+            return Precision(dtype, dtype)
+        gather = self.mixed_precision.param_dtype or dtype
+        return Precision(gather, self.mixed_precision.reduce_dtype or gather)
+
+    def unit_options(self) -> UnitOptions:
+        dtype = self.mixed_precision.param_dtype
+        return UnitOptions(
+            reshard_after_forward=self.reshard_after_forward,
+            cast_inputs=dtype is not None and self.mixed_precision.cast_forward_inputs,
+            cast_root_inputs=dtype is not None and self.mixed_precision.cast_root_forward_inputs,
+            compute_dtype=dtype or torch.get_default_dtype(),
+            device=self.device,
+        )
+
+
+def resolve(module: nn.Module, arguments: Arguments) -> Settings:
+    """Check the arguments against each other and against the process group.
+
+    Collective only where a hybrid strategy is given neither a mesh nor groups: it makes groups of its own then.
+    """
+    strategy = as_ours(arguments.sharding_strategy, ShardingStrategy, "sharding_strategy") or ShardingStrategy.FULL_SHARD
+    prefetch = as_ours(arguments.backward_prefetch, BackwardPrefetch, "backward_prefetch")
+    precision = as_ours(arguments.mixed_precision, MixedPrecision, "mixed_precision") or MixedPrecision()
+    offload = as_ours(arguments.cpu_offload, CPUOffload, "cpu_offload") or CPUOffload()
+    _refuse_conflicts(arguments)
+    mesh, group = _mesh(strategy, arguments.process_group, arguments.device_mesh)
+    device = _device(module, arguments.device_id, group)
+    _refuse_what_is_missing(precision, offload, device)
+    ignored_modules, ignored_parameters = _ignored(module, arguments)
+    return Settings(
+        strategy=strategy,
+        mesh=mesh,
+        group=group,
+        device=device,
+        mixed_precision=precision,
+        reshard_after_forward=strategy in _RESHARDS and mesh.shard.ranks > 1,
+        use_orig_params=bool(arguments.use_orig_params),
+        sync_module_states=bool(arguments.sync_module_states),
+        param_init_fn=_callable_or_none(arguments.param_init_fn),
+        ignored_modules=ignored_modules,
+        ignored_parameters=ignored_parameters,
+        runtime=RuntimeOptions(
+            # Without it, a gather would wait for the computation before it: overlap is the default in both directions, and
+            # backward_prefetch=None, which asks for the least memory, turns both off.
+            forward_prefetch=bool(arguments.forward_prefetch) or prefetch is not None,
+            backward_prefetch={
+                None: Prefetch.NONE,
+                BackwardPrefetch.BACKWARD_POST: Prefetch.POST,
+                BackwardPrefetch.BACKWARD_PRE: Prefetch.PRE,
+            }[prefetch],
+            uneven=bool(arguments.allow_unused_units),
+        ),
+    )
+
+
+def _refuse_conflicts(arguments: Arguments) -> None:
+    for one, other in (("process_group", "device_mesh"), ("ignored_modules", "ignored_states")):
+        if getattr(arguments, one) is not None and getattr(arguments, other) is not None:
+            raise UsageError(
+                explain(
+                    f"{one} and {other} cannot be given together.",
+                    expected=f"{one}= or {other}=, not both",
+                    got="both",
+                    where="FullyShardedDataParallel(...)",
+                    fix=f"leave out {one}=: {other}= says all of it",
+                )
+            )
+
+
+def _mesh(strategy: ShardingStrategy, process_group: Any, device_mesh: Any) -> tuple[Mesh, dist.ProcessGroup]:
+    """Return the mesh and the group over which one copy of the parameters is spread."""
+    hybrid = strategy in _HYBRID
+    the_group(None)
+    if device_mesh is not None:
+        if not isinstance(device_mesh, DeviceMesh):
+            raise _wrong_type("device_mesh", "a torch.distributed.device_mesh.DeviceMesh", device_mesh)
+        mesh = mesh_from_device_mesh(device_mesh, hybrid=hybrid, strategy=strategy.name)
+        group = device_mesh.get_group(device_mesh.ndim - 1)
+    elif isinstance(process_group, tuple):
+        if not hybrid or len(process_group) != 2 or not all(isinstance(g, dist.ProcessGroup) for g in process_group):
+            raise UsageError(
+                explain(
+                    "A tuple of process groups is for the hybrid strategies.",
+                    expected="process_group=(shard group, replica group) with HYBRID_SHARD or _HYBRID_SHARD_ZERO2",
+                    got=f"a tuple of {len(process_group)} with {strategy.name}",
+                    where="process_group=",
+                    fix="pass one process group, or choose a hybrid strategy",
+                )
+            )
+        mesh, group = mesh_from_groups(*process_group), process_group[0]
+    elif process_group is not None and not isinstance(process_group, dist.ProcessGroup):
+        raise _wrong_type("process_group", "a torch.distributed.ProcessGroup, a tuple of two, or None", process_group)
+    elif hybrid:
+        if process_group is not None:
+            raise UsageError(
+                explain(
+                    "A hybrid strategy needs two process groups.",
+                    expected="process_group=(shard group, replica group), a 2-D device_mesh, or neither",
+                    got="one process group",
+                    where=f"process_group= with {strategy.name}",
+                    fix="pass device_mesh=init_device_mesh(device_type, (replicas, shard_ranks))",
+                )
+            )
+        mesh, group = mesh_node_by_node(_ranks_per_node()), the_group(None)
+    else:
+        group = the_group(process_group)
+        mesh = mesh_from_group(group)
+    return (replicated(mesh) if strategy is ShardingStrategy.NO_SHARD else mesh), group
+
+
+def _ranks_per_node() -> int:
+    """torchrun says it; without it, the number of accelerators, or all ranks on one node."""
+    told = os.environ.get("LOCAL_WORLD_SIZE")
+    if told:
+        return int(told)
+    accelerators = torch.accelerator.device_count()
+    return min(accelerators, dist.get_world_size()) if accelerators else dist.get_world_size()
+
+
+def _device(module: nn.Module, device_id: Any, group: dist.ProcessGroup) -> torch.device:
+    """Return the device on which the unit computes and keeps its shard."""
+    found = [t.device for t in (*module.parameters(), *module.buffers()) if not t.is_meta]
+    if isinstance(device_id, bool) or not (device_id is None or isinstance(device_id, (int, str, torch.device))):
+        raise _wrong_type("device_id", "an int, a torch.device or None", device_id)
+    if device_id is None:
+        backend = torch_private.default_device_of_backend(group)
+        return _indexed(found[0] if found and (found[0].type != "cpu" or backend.type == "cpu") else backend)
+    if isinstance(device_id, int):
+        accelerator = torch.accelerator.current_accelerator()
+        count = torch.accelerator.device_count()
+        if accelerator is None or not 0 <= device_id < count:
+            raise UsageError(
+                explain(
+                    "There is no such device.",
+                    expected=f"device_id from 0 to {count - 1}"
+                    if count
+                    else "device_id=torch.device('cpu') or None: no accelerator here",
+                    got=f"device_id={device_id}",
+                    where="FullyShardedDataParallel(...)",
+                    fix="pass the local rank's device, or leave device_id out",
+                )
+            )
+        return torch.device(accelerator.type, device_id)
+    return _indexed(torch.device(device_id))
+
+
+def _indexed(device: torch.device) -> torch.device:
+    """'cuda' means the current one; tensors say its number, so we do."""
+    if device.type in ("cpu", "meta") or ":" in str(device):
+        return device
+    return torch.device(device.type, torch.accelerator.current_device_index())
+
+
+def _ignored(module: nn.Module, arguments: Arguments) -> tuple[frozenset[nn.Module], frozenset[nn.Parameter]]:
+    modules, parameters = list[nn.Module](), list[nn.Parameter]()
+    name = "ignored_modules" if arguments.ignored_modules is not None else "ignored_states"
+    given = getattr(arguments, name)
+    if given is not None and (isinstance(given, (nn.Module, torch.Tensor)) or not isinstance(given, Iterable)):
+        raise _wrong_type(name, "an iterable of modules (ignored_states: or of parameters)", given)
+    for item in given or ():
+        if isinstance(item, nn.Module):
+            modules += item.modules()
+        elif isinstance(item, nn.Parameter) and name == "ignored_states":
+            parameters.append(item)
+        else:
+            raise _wrong_type(name, "modules" if name == "ignored_modules" else "modules or parameters", item)
+    parameters += [parameter for ignored in modules for parameter in ignored.parameters(recurse=False)]
+    if module in modules:
+        raise UsageError(
+            explain(
+                "The module that is wrapped is also ignored.",
+                expected=f"{name}= with submodules only",
+                got=f"the {type(module).__name__} itself",
+                where="FullyShardedDataParallel(...)",
+                fix="do not wrap it, or leave it out of the ignored ones",
+            )
+        )
+    return frozenset(modules), frozenset(parameters)
+
+
+def _refuse_what_is_missing(precision: MixedPrecision, offload: CPUOffload, device: torch.device) -> None:
+    """What torch has and this version has not is refused before anything changes, never accepted and left undone."""
+    wanted = None
+    if offload.offload_params and device.type != "cpu":
+        wanted = f"CPUOffload(offload_params=True) with {device}"
+    elif precision.keep_low_precision_grads:
+        wanted = "MixedPrecision(keep_low_precision_grads=True)"
+    elif precision.buffer_dtype is not None:
+        wanted = f"MixedPrecision(buffer_dtype={precision.buffer_dtype})"
+    if wanted is not None:
+        raise UsageError(
+            explain(
+                f"{wanted} is not available in this version.",
+                expected="parameters on the compute device; MixedPrecision with param_dtype, reduce_dtype and the cast options",
+                got=wanted,
+                where="FullyShardedDataParallel(...)",
+                fix="leave it out",
+            )
+        )
+
+
+def _callable_or_none(value: Any) -> Callable[[nn.Module], None] | None:
+    if value is None or callable(value):
+        return value
+    raise _wrong_type("param_init_fn", "a function of one module, or None", value)
+
+
+def _wrong_type(name: str, expected: str, got: object) -> UsageError:
+    return UsageError(
+        explain(
+            f"{name} has the wrong type.",
+            expected=expected,
+            got=f"{got!r} of type {type(got).__name__}",
+            where=f"argument {name!r} of FullyShardedDataParallel",
+            fix=f"pass {expected}",
+        )
+    )

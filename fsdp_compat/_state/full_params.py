@@ -1,0 +1,124 @@
+"""Whole parameters between steps: what summon_full_params shows."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from .._engine import torch_private
+from .._engine.unit import Group, Unit
+from .model import store_of
+
+__all__ = ["full_parameters"]
+
+
+@contextlib.contextmanager
+def full_parameters(
+    units: Sequence[Unit], *, writeback: bool, rank0_only: bool, offload_to_cpu: bool, with_grads: bool
+) -> Iterator[None]:
+    """Show whole parameters, in the dtype of the shards, in the modules of ``units``; write changes back at the end.
+
+    Collective. With original parameters the user's own objects become whole for the while, otherwise plain Parameters stand in
+    their place. A forward inside of the context computes with what is shown.
+    """
+    with contextlib.ExitStack() as stack:
+        for unit in units:
+            if not unit.lent:  # an outer context shows it already
+                stack.enter_context(_full_unit(unit, writeback, rank0_only and dist.get_rank() != 0, offload_to_cpu, with_grads))
+        yield
+
+
+@contextlib.contextmanager
+def _full_unit(unit: Unit, writeback: bool, serve_only: bool, offload_to_cpu: bool, with_grads: bool) -> Iterator[None]:
+    """serve_only: take part in the gathers, but show nothing."""
+    fulls: list[tuple[Group, torch.Tensor, torch.Tensor | None]] = []
+    for group in unit.groups:
+        full = group.gather_full()
+        grads = _gather_grads(group) if with_grads else None
+        if serve_only:
+            continue
+        if full.data_ptr() == store_of(group).shard.data_ptr() and (not writeback or offload_to_cpu):
+            full = full.clone()
+        fulls.append((group, full.cpu() if offload_to_cpu else full, grads))
+    if serve_only:
+        yield
+        return
+    with contextlib.ExitStack() as stack:
+        unit.lent = True
+        stack.callback(setattr, unit, "lent", False)
+        for group, full, grads in fulls:
+            stack.enter_context(_shown(group, full, grads, writeback))
+        for rnn in {member[0] for g, *_ in fulls for m in store_of(g).members for member in m.slots}:
+            if isinstance(rnn, nn.RNNBase):
+                torch_private.refresh_rnn_weights(rnn)
+                stack.callback(torch_private.refresh_rnn_weights, rnn)
+        yield
+
+
+@contextlib.contextmanager
+def _shown(group: Group, full: torch.Tensor, grads: torch.Tensor | None, writeback: bool) -> Iterator[None]:
+    """Put whole parameters where the modules hold them, and put back what was there."""
+    store = store_of(group)
+    wholes = store.whole(full.detach())
+    whole_grads = store.whole(grads.to(full.device)) if grads is not None else [None] * len(wholes)
+    flat = store.flat_parameter
+    shown: list[nn.Parameter] = []
+    kept: list[tuple[nn.Parameter, torch.Tensor, torch.Tensor | None]] = []
+    if flat is None:
+        for member, value in zip(store.members, wholes, strict=True):
+            kept.append((member.parameter, member.parameter.data, member.parameter.grad))
+            member.parameter.grad = None
+            member.parameter.data = value
+            shown.append(member.parameter)
+    else:
+        shown = [nn.Parameter(value, requires_grad=flat.requires_grad) for value in wholes]
+        for slot in store.registration.hidden_when_full():
+            torch_private.parameters_of(slot.module).pop(slot.attribute, None)
+        for member, parameter in zip(store.members, shown, strict=True):
+            for module, attribute in member.slots:
+                torch_private.parameters_of(module)[attribute] = parameter
+    for parameter, grad in zip(shown, whole_grads, strict=True):
+        parameter.grad = grad
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            if writeback:
+                _write_back(group, shown)
+            for parameter, data, grad in kept:
+                parameter.grad = None
+                parameter.data = data
+                parameter.grad = grad
+            if flat is not None:
+                for slot in store.registration.shown_sharded():
+                    parameters = torch_private.parameters_of(slot.module)
+                    if slot.parameter is None:
+                        parameters.pop(slot.attribute, None)
+                    else:
+                        parameters[slot.attribute] = slot.parameter
+
+
+def _write_back(group: Group, shown: Sequence[nn.Parameter]) -> None:
+    """Copy this rank's part of every parameter, and of its gradient if there is one, into the shard."""
+    store = store_of(group)
+    for index, parameter in enumerate(shown):
+        part, place = store.layout.part(index, store.rank), store.layout.part_in_shard(index, store.rank)
+        run, target = parameter.data.reshape(-1)[part.slice], store.shard[place.slice]
+        if run.data_ptr() != target.data_ptr():
+            target.copy_(run)
+
+
+def _gather_grads(group: Group) -> torch.Tensor | None:
+    """Return the whole gradients [ranks * S], or None if no rank has any."""
+    store = store_of(group)
+    own = torch.zeros(store.numel, dtype=store.dtype, device=store.shard.device)
+    has = False
+    for (target, _), place in zip(store.targets, store.grads(own), strict=True):
+        if target.grad is not None:
+            place.copy_(target.grad)
+            has = True
+    return group.gather_full(own) if has else None

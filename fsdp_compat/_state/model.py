@@ -1,0 +1,88 @@
+"""The model's state dict, out of units and into them. A form chooses keys and tensor types; it has no gathering of its own."""
+
+from __future__ import annotations
+
+import typing
+from collections.abc import Iterator, MutableMapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from .._engine.unit import Group, Unit
+from .._stores.flat_store import FlatStore
+from .formats import read_part, shape_of, sharded_value
+from .names import clean_name
+
+__all__ = ["full_entries", "load_unit", "sharded_entries", "store_of"]
+
+
+def store_of(group: Group) -> FlatStore:
+    """The flat front end's groups are flat."""
+    return typing.cast(FlatStore, group.store)
+
+
+def full_entries(unit: Unit, to_cpu: bool, keep: bool) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield (name, whole tensor) of a unit's parameters, one group gathered at a time; nothing where ``keep`` is False.
+
+    Names are relative to the unit; a tied parameter has several, with one tensor. Collective: all ranks, to the end.
+    """
+    for group in unit.groups:
+        store = store_of(group)
+        full = group.gather_full()
+        if not keep:
+            continue
+        for member, value in zip(store.members, store.whole(full), strict=True):
+            own = value.detach().to("cpu", copy=True) if to_cpu else value.detach().clone()
+            for name in member.names:
+                yield clean_name(name), own
+
+
+def sharded_entries(unit: Unit, group: dist.ProcessGroup | None, to_cpu: bool) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield (name, value) of a unit's parameters, where a value is this rank's boxes of the parameter: views, nothing is sent."""
+    for its_group in unit.groups:
+        store = store_of(its_group)
+        shard = store.shard.detach().cpu() if to_cpu else store.shard.detach()
+        for index, member in enumerate(store.members):
+            run = shard[store.layout.part_in_shard(index, store.rank).slice]
+            value = sharded_value(store.layout, index, store.rank, run, its_group.shard.members, group)
+            for name in member.names:
+                yield clean_name(name), value
+
+
+def load_unit(unit: Unit, entries: MutableMapping[str, Any], prefix: str, missing: list[str], errors: list[str]) -> None:
+    """Take a unit's parameters out of ``entries`` (keys start with ``prefix``) and copy this rank's part of each into its shard.
+
+    Whatever form a value has, it is the value that says so. What is not there is added to ``missing``, what does not fit to
+    ``errors``. Collective if a value is sharded in another way than the unit.
+    """
+    with torch.no_grad():
+        for group in unit.groups:
+            store = store_of(group)
+            for index, member in enumerate(store.members):
+                keys = [prefix + clean_name(name) for name in member.names]
+                values = [entries.pop(key) for key in dict.fromkeys(keys) if key in entries]
+                missing += [keys[0]] if not values else []
+                if values:
+                    _load_parameter(store, index, keys[0], values[-1], errors)
+
+
+def _load_parameter(store: FlatStore, index: int, key: str, value: object, errors: list[str]) -> None:
+    shape = store.layout.params[index].shape
+    if not isinstance(value, torch.Tensor):
+        errors.append(f"{key}: expected a tensor of shape {shape}, got {type(value).__name__}")
+        return
+    got = shape_of(value)
+    if got != shape and not (shape == () and got == (1,)):
+        errors.append(f"size mismatch for {key}: expected shape {list(shape)} as in the current model, got {list(got)}")
+        return
+    run = read_part(value, store.layout, index, store.rank)
+    target = store.shard[store.layout.part_in_shard(index, store.rank).slice]
+    if run.data_ptr() != target.data_ptr() or run.device != target.device or run.dtype != target.dtype:
+        target.copy_(run)
+
+
+def in_module_order(keys: Sequence[str], order: Sequence[str]) -> list[str]:
+    """Return ``keys`` in the order of ``order``; those it does not know keep their place at the end."""
+    known = {key: position for position, key in enumerate(order)}
+    return sorted(keys, key=lambda key: known.get(key, len(known)))

@@ -1,0 +1,280 @@
+"""The optimizer's state dict, keyed by parameter names, full or sharded, out of the optimizer and into it.
+
+The optimizer sees targets: a FlatParameter that holds a part of many parameters, or 1-D parts of single ones. A state tensor of a
+target's shape holds one element per element of the shard, so it is cut by the same layout as the parameters.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from .._engine.unit import Group, Unit
+from ..errors import CheckpointError, UsageError, explain
+from .formats import is_sharded, read_part, shape_of, sharded_value
+from .model import store_of
+from .names import clean_name
+
+__all__ = ["NamedUnit", "optim_state", "optim_state_to_load"]
+
+
+@dataclasses.dataclass(frozen=True)
+class NamedUnit:
+    """A unit, and what its parameters' names begin with in the model."""
+
+    unit: Unit
+    prefix: str
+
+
+@dataclasses.dataclass(frozen=True)
+class _Held:
+    """What one parameter of the optimizer holds: whole parameters, by (index in the layout, name)."""
+
+    group: Group | None  # None: a parameter that no unit manages
+    names: tuple[tuple[int, str], ...]
+
+
+def _held_by(optimizer: torch.optim.Optimizer, units: Sequence[NamedUnit], model: nn.Module) -> dict[nn.Parameter, _Held]:
+    """Return what every parameter of the optimizer holds; raises UsageError for one that is not the model's."""
+    held: dict[nn.Parameter, _Held] = {}
+    for named in units:
+        for group in named.unit.groups:
+            members = store_of(group).members
+            for target, indices in group.store.targets:
+                held[target] = _Held(group, tuple((i, named.prefix + clean_name(members[i].name)) for i in indices))
+    for name, parameter in model.named_parameters():
+        held.setdefault(parameter, _Held(None, ((0, clean_name(name)),)))
+    for position, group_of_optimizer in enumerate(optimizer.param_groups):
+        for parameter in group_of_optimizer["params"]:
+            if parameter not in held:
+                raise UsageError(
+                    explain(
+                        "The optimizer holds a parameter that is not the model's.",
+                        expected="an optimizer made from the parameters of the wrapped model",
+                        got=f"a parameter of shape {tuple(parameter.shape)}",
+                        where=f"parameter group {position} of {type(optimizer).__name__}",
+                        fix="make the optimizer after wrapping, from model.parameters(), or wrap with use_orig_params=True",
+                    )
+                )
+    return held
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
+    """The parameters of an optimizer by the number that its state dict gives them."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def optim_state(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    state_dict: Mapping[str, Any] | None,
+    units: Sequence[NamedUnit],
+    *,
+    full: bool,
+    to_cpu: bool,
+    keep: bool,
+    process_group: dist.ProcessGroup | None,
+) -> dict[str, Any]:
+    """Return {"state": {name: {...}}, "param_groups": [{..., "params": [names]}]}.
+
+    state_dict: what optimizer.state_dict() gives, or None for that. Collective if ``full``: one gather per (group, state name);
+    otherwise nothing is sent, and tensors of a parameter's shape are this rank's boxes of it. ``keep``: False on ranks that want
+    nothing back; they return {}.
+    """
+    held = _held_by(optimizer, units, model)
+    source = optimizer.state_dict() if state_dict is None else state_dict
+    parameters = _parameters(optimizer)
+    by_parameter = {parameters[number]: value for number, value in source["state"].items() if number in range(len(parameters))}
+    state: dict[str, dict[str, Any]] = {}
+    done: set[int] = set()
+    for parameter in parameters:
+        group = held[parameter].group
+        if group is None:
+            if parameter in by_parameter:
+                state[held[parameter].names[0][1]] = {
+                    key: _copy(value, to_cpu and full) for key, value in by_parameter[parameter].items()
+                }
+        elif id(group) not in done:
+            done.add(id(group))
+            _add_group_state(state, group, held, by_parameter, full=full, to_cpu=to_cpu, keep=keep, process_group=process_group)
+    if not keep:
+        return {}
+    ordered = {name: state[name] for p in parameters for _, name in held[p].names if name in state}
+    groups = []
+    for group_state in source["param_groups"]:
+        names = [name for number in group_state["params"] for _, name in held[parameters[number]].names]
+        groups.append({**{key: _copy(value, False) for key, value in group_state.items() if key != "params"}, "params": names})
+    return {"state": ordered, "param_groups": groups}
+
+
+def _add_group_state(
+    state: dict[str, dict[str, Any]],
+    group: Group,
+    held: Mapping[nn.Parameter, _Held],
+    by_parameter: Mapping[nn.Parameter, Mapping[str, Any]],
+    *,
+    full: bool,
+    to_cpu: bool,
+    keep: bool,
+    process_group: dist.ProcessGroup | None,
+) -> None:
+    """Add the state of everything one group holds."""
+    store = store_of(group)
+    layout, rank = store.layout, store.rank
+    targets = [target for target, _ in store.targets if target in held]
+    # {state name: dtype} per target, as the ranks have it together: an optimizer may keep nothing for an empty part.
+    shaped = [
+        {key: value.dtype for key, value in by_parameter.get(target, {}).items() if _is_shaped(value, target)} for target in targets
+    ]
+    if full and group.shard.ranks > 1:
+        for others in group.shard.gather_objects(shaped):
+            for own, other in zip(shaped, others, strict=True):
+                own.update({key: dtype for key, dtype in other.items() if key not in own})
+    for target, its_shaped in zip(targets, shaped, strict=True):
+        for _, name in held[target].names:
+            entry = {
+                key: _copy(value, to_cpu and full) for key, value in by_parameter.get(target, {}).items() if key not in its_shaped
+            }
+            if entry or its_shaped:
+                state[name] = entry
+    for key in dict.fromkeys(key for its_shaped in shaped for key in its_shaped):
+        having = [target for target, its_shaped in zip(targets, shaped, strict=True) if key in its_shaped]
+        dtype = next(its_shaped[key] for its_shaped in shaped if key in its_shaped)
+        if full:
+            buffer = torch.zeros(store.numel, dtype=dtype, device=store.shard.device)
+            for target, place in zip((t for t, _ in store.targets), store.grads(buffer), strict=True):
+                value = by_parameter.get(target, {}).get(key)
+                if target in having and value is not None:
+                    place.copy_(value)
+            gathered = group.gather_full(buffer)
+            wholes = store.whole(gathered)
+            for target in having if keep else ():
+                for index, name in held[target].names:
+                    state[name][key] = _copy(wholes[index], to_cpu)
+            continue
+        for target in having:
+            value = by_parameter[target][key].detach().reshape(-1)
+            for index, name in held[target].names:
+                run = value[layout.part_in_shard(index, rank).slice] if _is_flat(group, target) else value
+                state[name][key] = sharded_value(layout, index, rank, run, group.shard.members, process_group)
+
+
+def _is_flat(group: Group, target: nn.Parameter) -> bool:
+    return store_of(group).flat_parameter is target
+
+
+def _is_shaped(value: object, target: nn.Parameter) -> bool:
+    """True for a state tensor with one element per element of the target; a 0-d one is a number, also where the target is 0-d."""
+    return isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape == target.shape
+
+
+def _copy(value: Any, to_cpu: bool) -> Any:
+    """Tensors are copied, so that nothing in a dict shares or keeps more memory than it shows."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().to("cpu", copy=True) if to_cpu else value.detach().clone()
+    return value
+
+
+def optim_state_to_load(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    state_dict: Mapping[str, Any],
+    units: Sequence[NamedUnit],
+) -> dict[str, Any]:
+    """Return what ``optimizer.load_state_dict`` takes, from a dict by names, full or sharded.
+
+    Collective if a value is sharded in another way than the units are; with full values, or own boxes, nothing is sent.
+    """
+    held = _held_by(optimizer, units, model)
+    named_state = {clean_name(str(name)): value for name, value in state_dict["state"].items()}
+    parameters = _parameters(optimizer)
+    known = {name for parameter in parameters for _, name in held[parameter].names}
+    unknown = [name for name in named_state if name not in known]
+    if unknown:
+        raise CheckpointError(
+            explain(
+                "The optimizer state belongs to another model.",
+                expected=f"names of the model's parameters, such as {next(iter(known), 'none')!r}",
+                got=f"{len(unknown)} unknown name(s), such as {unknown[0]!r}",
+                where="the 'state' of the optimizer state dict",
+                fix="load the optimizer state that was saved with this model; state keyed by numbers needs rekey_optim_state_dict",
+            )
+        )
+    state: dict[int, dict[str, Any]] = {}
+    for number, parameter in enumerate(parameters):
+        its = held[parameter]
+        found = {index: named_state[name] for index, name in its.names if name in named_state}
+        if not found:
+            continue
+        if its.group is None:
+            state[number] = {key: _copy(value, False) for key, value in found[0].items()}
+        else:
+            state[number] = _state_of_target(its.group, parameter, dict(its.names), found)
+    return {"state": state, "param_groups": _param_groups(optimizer, held, state_dict["param_groups"])}
+
+
+def _state_of_target(
+    group: Group, target: nn.Parameter, names: Mapping[int, str], found: Mapping[int, Mapping[str, Any]]
+) -> dict[str, Any]:
+    """Cut the state of the parameters that a target holds to the target's shape."""
+    store = store_of(group)
+    layout, rank, flat = store.layout, store.rank, _is_flat(group, target)
+    result: dict[str, Any] = {}
+    for key in dict.fromkeys(key for entry in found.values() for key in entry):
+        values = {index: entry[key] for index, entry in found.items() if key in entry}
+        if not _is_per_element(key, values, layout.params):
+            result[key] = _copy(next(iter(values.values())), False)
+            continue
+        dtype = next(iter(values.values())).dtype
+        whole = torch.zeros(store.numel if flat else target.numel(), dtype=dtype, device=store.shard.device)
+        for index, value in values.items():
+            shape = layout.params[index].shape
+            if shape_of(value) != shape:
+                raise CheckpointError(
+                    explain(
+                        "An optimizer state does not have the shape of its parameter.",
+                        expected=f"shape {shape}",
+                        got=f"shape {shape_of(value)}",
+                        where=f"state {key!r} of {names[index]!r}",
+                        fix="load the optimizer state that was saved with this model",
+                    )
+                )
+            run = read_part(value, layout, index, rank)
+            (whole[layout.part_in_shard(index, rank).slice] if flat else whole).copy_(run)
+        result[key] = whole.view(target.shape)
+    return result
+
+
+def _is_per_element(key: str, values: Mapping[int, Any], params: Sequence[Any]) -> bool:
+    """True if a state has one element per element of its parameter. For 0-d parameters the name has to tell a count from it."""
+    tensors = {index: value for index, value in values.items() if isinstance(value, torch.Tensor)}
+    if len(tensors) < len(values):
+        return False
+    if any(is_sharded(value) for value in tensors.values()):
+        return True
+    telling = {index: value for index, value in tensors.items() if params[index].shape != ()}
+    if telling:
+        return any(value.dim() > 0 for value in telling.values())
+    return key != "step" and all(value.dim() == 0 for value in tensors.values())
+
+
+def _param_groups(
+    optimizer: torch.optim.Optimizer, held: Mapping[nn.Parameter, _Held], saved: Iterable[Mapping[str, Any]]
+) -> list[dict[str, Any]]:
+    """Return the optimizer's groups with the settings of the saved group that holds the same parameters."""
+    saved = list(saved)
+    by_name = {clean_name(str(name)): group for group in saved for name in group["params"]}
+    groups, number = [], 0
+    for position, group in enumerate(optimizer.param_groups):
+        names = [name for parameter in group["params"] for _, name in held[parameter].names]
+        match = next((by_name[name] for name in names if name in by_name), saved[position] if position < len(saved) else {})
+        settings = {key: _copy(value, False) for key, value in match.items() if key != "params"}
+        numbers = list(range(number, number + len(group["params"])))
+        number += len(numbers)
+        groups.append({**{k: v for k, v in group.items() if k != "params" and k not in settings}, **settings, "params": numbers})
+    return groups

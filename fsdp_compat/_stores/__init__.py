@@ -1,0 +1,1 @@
+"""The layouts behind the seam."""

@@ -1,0 +1,113 @@
+"""The flat layout: the parameters one after the other, row-major, the whole cut into equal intervals."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from .._engine.store import Shown, Target, as_leaf
+from .._engine.tree import Member
+from .._layout.flat import flat_layout
+from .._layout.spec import FlatLayout
+from .registration import FLAT_PARAM, FlatParameter, FlatRegistration, OriginalRegistration, Registration
+
+__all__ = ["FlatStore"]
+
+ALIGN_NBYTES = 16  # every parameter and every shard starts at a multiple of it
+
+
+class FlatStore:
+    """A group whose leaves are contiguous pieces of the gathered buffer: showing them copies nothing. (A ParamStore.)"""
+
+    def __init__(
+        self,
+        members: Sequence[Member],
+        *,
+        rank: int,
+        ranks: int,
+        home: tuple[nn.Module, str],
+        use_orig_params: bool,
+        device: torch.device,
+    ) -> None:
+        """members: parameters of one dtype and requires_grad, on any device that is not meta; their memory is let go.
+
+        rank, ranks: of the shard axis. home: (module, attribute) where a FlatParameter is registered.
+        """
+        originals = [member.parameter for member in members]
+        self.dtype = originals[0].dtype
+        self.members = tuple(members)
+        align = max(ALIGN_NBYTES // self.dtype.itemsize, 1)
+        self.layout: FlatLayout = flat_layout(
+            [m.name for m in members], [tuple(p.shape) for p in originals], ranks=ranks, align=align
+        )
+        self.rank, self.numel = rank, self.layout.shard_numel
+        self.shard = self._cut(originals, device)  # [S]
+        slots = [slot for member in members for slot in member.slots]
+        trainable = originals[0].requires_grad
+        self.registration: Registration
+        if use_orig_params:
+            self.registration = OriginalRegistration(self.shard, self.layout, rank, originals, [m.slots for m in members])
+        else:
+            self.registration = FlatRegistration(self.shard, self.layout, slots, home, trainable)
+        self.targets: Sequence[Target] = self.registration.targets
+        self._trainable = [p.requires_grad for p in originals]
+        self._leaves: list[nn.Parameter] = []
+
+    def _cut(self, originals: Sequence[nn.Parameter], device: torch.device) -> torch.Tensor:
+        """This rank's interval of the parameters, padding zero. Only this rank's part is ever copied."""
+        shard = torch.zeros(self.numel, dtype=self.dtype, device=device)
+        for index, original in enumerate(originals):
+            part, place = self.layout.part(index, self.rank), self.layout.part_in_shard(index, self.rank)
+            if part:
+                shard[place.slice] = original.detach().reshape(-1)[part.slice].to(device)
+        return shard
+
+    # -- the seam
+
+    def outgoing(self, dtype: torch.dtype) -> torch.Tensor:
+        return self.shard if dtype == self.dtype else self.shard.to(dtype)
+
+    def make_leaves(self, full: torch.Tensor) -> list[nn.Parameter]:
+        self._leaves = [as_leaf(places[0], wanted) for places, wanted in zip(self.places(full), self._trainable, strict=False)]
+        return self._leaves
+
+    def places(self, buffer: torch.Tensor) -> list[list[torch.Tensor]]:
+        pieces = [[buffer[param.place.slice].view(param.shape)] for param in self.layout.params]
+        return [*pieces, [buffer[gap.slice] for gap in self.layout.gaps()]]
+
+    def split(self, index: int, value: torch.Tensor) -> Sequence[torch.Tensor]:
+        return (value,)
+
+    def grads(self, total: torch.Tensor) -> list[torch.Tensor]:
+        return self.registration.grads(total)
+
+    def shown(self, full: bool) -> list[Shown]:
+        if not full:
+            return self.registration.shown_sharded()
+        leaves = [
+            Shown(module, name, leaf)
+            for member, leaf in zip(self.members, self._leaves, strict=True)
+            for module, name in member.slots
+        ]
+        return leaves + self.registration.hidden_when_full()
+
+    def check(self, where: str) -> None:
+        self.registration.check(self.shard, where)
+
+    # -- for state dicts
+
+    def whole(self, full: torch.Tensor) -> list[torch.Tensor]:
+        """full: [ranks * S], of any dtype. Return the parameters in it, in their shapes: views."""
+        return [full[param.place.slice].view(param.shape) for param in self.layout.params]
+
+    @property
+    def flat_parameter(self) -> FlatParameter | None:
+        parameter = self.targets[0].parameter if self.targets else None
+        return parameter if isinstance(parameter, FlatParameter) else None
+
+
+def home_attribute(index: int) -> str:
+    """Return the attribute of a unit's ``index``-th FlatParameter; the first has torch's name."""
+    return FLAT_PARAM if index == 0 else f"{FLAT_PARAM}_{index}"

@@ -1,0 +1,140 @@
+"""What modules and the optimizer see of a flat shard: the shard itself, or the user's own parameters as views of it."""
+
+from __future__ import annotations
+
+import typing
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from .._engine.store import Shown, Target
+from .._layout.spec import FlatLayout
+from ..errors import StateError, explain
+
+__all__ = ["FLAT_PARAM", "FlatParameter", "FlatRegistration", "OriginalRegistration", "Registration"]
+
+FLAT_PARAM = "_flat_param"  # the attribute under which a unit's first FlatParameter is registered, as in torch
+
+
+class FlatParameter(nn.Parameter):
+    """One rank's shard of a flat group, as the optimizer sees it: 1-D, padded, never changing its memory."""
+
+    _fqns: tuple[str, ...]
+
+
+class Registration(typing.Protocol):
+    """How a shard [S] is shown. Two of them: one FlatParameter, or one 1-D parameter per original."""
+
+    @property
+    def targets(self) -> Sequence[Target]: ...
+
+    def shown_sharded(self) -> list[Shown]:
+        """What modules show while the unit is sharded."""
+
+    def hidden_when_full(self) -> list[Shown]:
+        """What of that is not there while the leaves are shown."""
+
+    def grads(self, total: torch.Tensor) -> list[torch.Tensor]:
+        """total: [S]. One view per target."""
+
+    def check(self, shard: torch.Tensor, where: str) -> None:
+        """Put right or refuse targets that no longer view the shard."""
+
+
+class FlatRegistration:
+    """use_orig_params=False: the optimizer sees one FlatParameter; the originals are absent while sharded."""
+
+    def __init__(
+        self,
+        shard: torch.Tensor,
+        layout: FlatLayout,
+        slots: Sequence[tuple[nn.Module, str]],
+        home: tuple[nn.Module, str],
+        trainable: bool,
+    ) -> None:
+        """slots: of all leaves, in order. home: (module, attribute) where the FlatParameter is registered."""
+        self.parameter = FlatParameter(shard, requires_grad=trainable)
+        self.parameter._fqns = layout.names
+        self.targets = [Target(self.parameter, range(len(layout.params)))]
+        self._slots, self._home = list(slots), home
+
+    def shown_sharded(self) -> list[Shown]:
+        return [Shown(module, name, None) for module, name in self._slots] + [Shown(*self._home, self.parameter)]
+
+    def hidden_when_full(self) -> list[Shown]:
+        return [Shown(*self._home, None)]
+
+    def grads(self, total: torch.Tensor) -> list[torch.Tensor]:
+        return [total]
+
+    def check(self, shard: torch.Tensor, where: str) -> None:
+        _adopt(self.parameter, shard, f"{where}, {FLAT_PARAM}")
+
+
+class OriginalRegistration:
+    """use_orig_params=True: the user's own Parameter objects stay, as views of the shard.
+
+    With several ranks a view is 1-D, this rank's part of the parameter, empty where it has none; with one rank it has the
+    parameter's shape.
+    """
+
+    def __init__(
+        self,
+        shard: torch.Tensor,
+        layout: FlatLayout,
+        rank: int,
+        originals: Sequence[nn.Parameter],
+        slots: Sequence[Sequence[tuple[nn.Module, str]]],
+    ) -> None:
+        """slots: per original."""
+        self._parts = [layout.part_in_shard(index, rank).slice for index in range(len(layout.params))]
+        self._shapes = [param.shape if layout.ranks == 1 else None for param in layout.params]
+        self._names = layout.names
+        self.targets = [Target(parameter, (index,)) for index, parameter in enumerate(originals)]
+        self._shown = [
+            Shown(module, name, parameter)
+            for parameter, its_slots in zip(originals, slots, strict=True)
+            for module, name in its_slots
+        ]
+        for parameter, view in zip(originals, self.grads(shard), strict=True):
+            parameter.data = view
+
+    def shown_sharded(self) -> list[Shown]:
+        return self._shown
+
+    def hidden_when_full(self) -> list[Shown]:
+        return []
+
+    def grads(self, total: torch.Tensor) -> list[torch.Tensor]:
+        return [
+            total[part] if shape is None else total[part].view(shape) for part, shape in zip(self._parts, self._shapes, strict=True)
+        ]
+
+    def check(self, shard: torch.Tensor, where: str) -> None:
+        base, size = shard.data_ptr(), shard.element_size()
+        for (parameter, _), part, name in zip(self.targets, self._parts, self._names, strict=True):
+            if parameter.data_ptr() != base + part.start * size or parameter.dtype != shard.dtype:
+                if part.start == part.stop and not parameter.numel() and parameter.dtype == shard.dtype:
+                    continue
+                _adopt(parameter, self.grads(shard)[self._names.index(name)], f"{where}, parameter {name!r}")
+
+
+def _adopt(parameter: nn.Parameter, view: torch.Tensor, where: str) -> None:
+    """Copy what somebody gave ``parameter`` (by ``.data =``, ``.to()``) into the shard and make it view that again."""
+    data = parameter.data
+    if data.data_ptr() == view.data_ptr() and data.dtype == view.dtype and data.shape == view.shape:
+        return
+    if data.dtype != view.dtype or data.device != view.device or data.numel() != view.numel():
+        raise StateError(
+            explain(
+                "A sharded parameter no longer fits its shard.",
+                expected=f"{view.numel()} elements of {view.dtype} on {view.device}",
+                got=f"{data.numel()} elements of {data.dtype} on {data.device}",
+                where=where,
+                fix="convert and move the model before it is wrapped; for computing in another dtype pass mixed_precision=",
+            )
+        )
+    with torch.no_grad():
+        view.copy_(data.reshape(view.shape))
+        parameter.data = view

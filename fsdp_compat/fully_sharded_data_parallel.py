@@ -1,0 +1,751 @@
+"""The flat front end: ``FullyShardedDataParallel``, which resolves arguments, builds units, and hands every call on."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import enum
+import typing
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
+from torch.utils.weak import WeakIdKeyDictionary
+
+from ._engine import grad_norm, hooks
+from ._engine.materialize import broadcast_states, materialize, move_buffers
+from ._engine.runtime import Runtime
+from ._engine.tree import Member, assign_owners, group_members
+from ._engine.unit import Group, Unit
+from ._settings import Arguments, Settings, resolve
+from ._state.full_params import full_parameters
+from ._state.model import full_entries, in_module_order, load_unit, sharded_entries
+from ._state.names import FSDP_WRAPPED_MODULE, clean_name
+from ._state.optim import NamedUnit, optim_state, optim_state_to_load
+from ._stores.flat_store import FlatStore, home_attribute
+from ._stores.registration import FLAT_PARAM, FlatParameter
+from .api import (
+    BackwardPrefetch,
+    CPUOffload,
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
+    MixedPrecision,
+    OptimStateDictConfig,
+    ShardedOptimStateDictConfig,
+    ShardedStateDictConfig,
+    ShardingStrategy,
+    StateDictConfig,
+    StateDictSettings,
+    StateDictType,
+    as_ours,
+)
+from .errors import StateError, UsageError, explain
+from .wrap import CustomPolicy, ModuleWrapPolicy, plan_wrapping, replace_modules
+
+__all__ = ["FLAT_PARAM", "FlatParameter", "FullyShardedDataParallel", "OptimStateKeyType"]
+
+# Parameters that some unit manages (FlatParameters and originals), and originals whose values live in a FlatParameter now.
+_managed: WeakIdKeyDictionary = WeakIdKeyDictionary()
+# Modules that a wrapper holds.
+_wrapped: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
+class OptimStateKeyType(enum.Enum):
+    """How the state in an optimizer's dict is keyed: by parameter names, or by numbers."""
+
+    PARAM_NAME = enum.auto()
+    PARAM_ID = enum.auto()
+
+
+class FullyShardedDataParallel(nn.Module):
+    """Shard a module's parameters, gradients and optimizer state over the ranks of a process group.
+
+    Every rank holds one part of each parameter; the parameters of a unit (this module, less what nested instances hold) are whole
+    only while forward or backward need them. Gradients are averaged over the ranks. Make the optimizer after wrapping.
+
+    Collective: construction, forward and backward are called on all ranks of the process group, in the same order.
+
+    Args:
+        module: the module to wrap; it becomes the child ``_fsdp_wrapped_module``.
+        process_group: the ranks to shard over; default: all. For hybrid strategies a tuple (shard group, replica group).
+        sharding_strategy: default FULL_SHARD.
+        cpu_offload: ``CPUOffload(offload_params=True)`` keeps shards on the CPU; on a CPU they are there anyway.
+        auto_wrap_policy: which submodules become units of their own, see ``fsdp_compat.wrap``; default: none.
+        backward_prefetch: when backward gathers the next unit; None, for the least memory, also turns off prefetching in forward.
+        mixed_precision: dtypes in which parameters compute and gradients travel; shards keep their own.
+        ignored_modules: modules (with all below them) whose parameters stay as they are, unsharded and unsynchronised.
+        param_init_fn: materialises one module of the meta device; default: ``to_empty`` and its ``reset_parameters``.
+        device_id: where to compute and keep the shards; default: where the parameters are, or what the backend needs.
+        sync_module_states: overwrite parameters and buffers with those of the group's first rank before sharding.
+        forward_prefetch: gather the next unit in forward even with ``backward_prefetch=None``.
+        limit_all_gathers: accepted; two units at most are ever in flight.
+        use_orig_params: the optimizer sees the module's own Parameter objects, as views of the shard, instead of FlatParameters.
+        ignored_states: parameters, or modules, to ignore; not together with ``ignored_modules``.
+        device_mesh: a 1-D mesh, or for hybrid strategies a 2-D one (replica, shard), instead of ``process_group``.
+        allow_unused_units: ranks may run different units; costs one byte per unit and backward, and prefetching.
+
+    Raises:
+        UsageError: an argument, or a combination of them, cannot work; on every rank, before anything is sent or changed.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        process_group: dist.ProcessGroup | tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None,
+        sharding_strategy: ShardingStrategy | None = None,
+        cpu_offload: CPUOffload | None = None,
+        auto_wrap_policy: Callable[..., Any] | ModuleWrapPolicy | CustomPolicy | None = None,
+        backward_prefetch: BackwardPrefetch | None = BackwardPrefetch.BACKWARD_PRE,
+        mixed_precision: MixedPrecision | None = None,
+        ignored_modules: Iterable[nn.Module] | None = None,
+        param_init_fn: Callable[[nn.Module], None] | None = None,
+        device_id: int | torch.device | None = None,
+        sync_module_states: bool = False,
+        forward_prefetch: bool = False,
+        limit_all_gathers: bool = True,
+        use_orig_params: bool = False,
+        ignored_states: Iterable[nn.Parameter] | Iterable[nn.Module] | None = None,
+        device_mesh: DeviceMesh | None = None,
+        *,
+        allow_unused_units: bool = False,
+    ) -> None:
+        super().__init__()
+        arguments = Arguments(
+            process_group=process_group,
+            sharding_strategy=sharding_strategy,
+            cpu_offload=cpu_offload,
+            backward_prefetch=backward_prefetch,
+            mixed_precision=as_ours(mixed_precision, MixedPrecision, "mixed_precision"),
+            ignored_modules=None if ignored_modules is None else _listed(ignored_modules),
+            param_init_fn=param_init_fn,
+            device_id=device_id,
+            sync_module_states=sync_module_states,
+            forward_prefetch=forward_prefetch,
+            limit_all_gathers=limit_all_gathers,
+            use_orig_params=use_orig_params,
+            ignored_states=None if ignored_states is None else _listed(ignored_states),
+            device_mesh=device_mesh,
+            allow_unused_units=allow_unused_units,
+        )
+        _refuse_module(module)
+        settings = resolve(module, arguments)
+        nested = [child for child in module.modules() if isinstance(child, FullyShardedDataParallel)]
+        closed = {*nested, *settings.ignored_modules}
+        _refuse_managed(module, closed, settings.ignored_parameters)
+        plan: dict[nn.Module, Settings] = {}
+        if auto_wrap_policy is not None:
+            planned = plan_wrapping(
+                module,
+                auto_wrap_policy,
+                {*settings.ignored_modules, *(below for child in nested for below in child.modules())},
+                settings.ignored_parameters,
+                {field: getattr(arguments, field) for field in arguments.__dataclass_fields__},
+                is_wrapped=lambda child: isinstance(child, FullyShardedDataParallel),
+            )
+            plan = {child: _settings_of(child, kwargs, arguments, settings) for child, kwargs in planned.items()}
+        _prepare(module, settings, closed)
+        owned = assign_owners(module, [module, *plan], settings.ignored_parameters, closed)
+        replace_modules(module, {child: {} for child in plan}, lambda child: self._of_unit(child, plan[child], owned[child]))
+        self._build(module, settings, owned[module])
+
+    # -- construction
+
+    _unit: Unit
+    _settings: Settings
+    _state_settings: StateDictSettings
+    _attribute_order: dict[str, list[str]]
+
+    @classmethod
+    def _of_unit(cls, module: nn.Module, settings: Settings, members: list[Member]) -> FullyShardedDataParallel:
+        """Wrap a submodule that a policy chose, whose parameters were assigned by the instance around it."""
+        self = cls.__new__(cls)
+        nn.Module.__init__(self)
+        self._build(module, settings, members, relative_to=module)
+        return self
+
+    def _build(self, module: nn.Module, settings: Settings, members: list[Member], relative_to: nn.Module | None = None) -> None:
+        if relative_to is not None:
+            members = _renamed(members, relative_to)
+        self._attribute_order = {
+            clean_name(name): [attribute for attribute, p in child._parameters.items() if p is not None]
+            for name, child in module.named_modules()
+        }
+        self._fsdp_wrapped_module = module
+        _wrapped[module] = True
+        with torch.inference_mode(False), torch.no_grad():
+            groups = [self._make_group(module, settings, index, its) for index, (_, its) in enumerate(group_members(members))]
+            unit = Unit(module, groups, settings.unit_options())
+        for member in members:
+            _managed[member.parameter] = True
+        for group in groups:
+            for target, _ in group.store.targets:
+                _managed[target] = True
+        self.__dict__["_unit"] = unit
+        self._settings = settings
+        self._state_settings = _default_settings(StateDictType.FULL_STATE_DICT)
+        hooks.attach_unit(unit)
+        self.register_load_state_dict_pre_hook(_before_load)
+        instances = FullyShardedDataParallel.fsdp_modules(self)
+        names = {child: clean_name(name) for name, child in self.named_modules() if isinstance(child, FullyShardedDataParallel)}
+        Runtime(unit, [child._unit for child in instances], [names[child] for child in instances], settings.runtime)
+
+    @staticmethod
+    def _make_group(module: nn.Module, settings: Settings, index: int, members: list[Member]) -> Group:
+        store = FlatStore(
+            members,
+            rank=settings.mesh.shard.rank,
+            ranks=settings.mesh.shard.ranks,
+            home=(module, home_attribute(index)),
+            use_orig_params=settings.use_orig_params,
+            device=settings.device,
+        )
+        return Group(store, settings.mesh, settings.precision(store.dtype), settings.device)
+
+    # -- as a module
+
+    @property
+    def module(self) -> nn.Module:
+        """The wrapped module."""
+        return self._fsdp_wrapped_module
+
+    @property
+    def sharding_strategy(self) -> ShardingStrategy:
+        """The strategy it was made with."""
+        return self._settings.strategy
+
+    @property
+    def process_group(self) -> dist.ProcessGroup:
+        """The ranks over which one copy of the parameters is spread."""
+        return self._settings.group
+
+    @property
+    def compute_device(self) -> torch.device:
+        """Where forward and backward run."""
+        return self._settings.device
+
+    @property
+    def mixed_precision(self) -> MixedPrecision:
+        """The dtypes it was made with."""
+        return self._settings.mixed_precision
+
+    @property
+    def _has_params(self) -> bool:
+        return bool(self._unit.groups)
+
+    @property
+    def _is_root(self) -> bool:
+        return self._unit.is_root
+
+    @property
+    def _runtime(self) -> Runtime:
+        assert self._unit.runtime is not None
+        return self._unit.runtime
+
+    def __getattr__(self, name: str) -> Any:
+        """What this module does not have is looked up on the wrapped one."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == FSDP_WRAPPED_MODULE:
+                raise
+            return getattr(super().__getattr__(FSDP_WRAPPED_MODULE), name)
+
+    def __getitem__(self, key: int) -> Any:
+        """Index the wrapped module, such as an nn.Sequential."""
+        return self._fsdp_wrapped_module.__getitem__(key)  # type: ignore[operator]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the wrapped module's forward with whole parameters. Collective."""
+        return self._fsdp_wrapped_module(*args, **kwargs)
+
+    def check_is_root(self) -> bool:
+        """True if no other instance is around this one."""
+        return self._unit.is_root
+
+    @staticmethod
+    def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[FullyShardedDataParallel]:
+        """Return the instances in ``module``, itself included, the outer ones first; ``root_only``: only those that are roots."""
+        found = [child for child in module.modules() if isinstance(child, FullyShardedDataParallel)]
+        return [child for child in found if child._unit.is_root] if root_only else found
+
+    def apply(self, fn: Callable[[nn.Module], None]) -> FullyShardedDataParallel:
+        """Call ``fn`` on every submodule and on this one, with whole parameters, and keep what it changes. Collective."""
+        if self._unit.lent:
+            super().apply(fn)
+            return self
+        with self.summon_full_params(self):
+            super().apply(fn)
+        return self
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """As nn.Module's; inside of ``summon_full_params`` names are those of the model before wrapping."""
+        for name, parameter in super().named_parameters(prefix, recurse, remove_duplicate):
+            yield clean_name(name) if self._unit.lent else name, parameter
+
+    def named_buffers(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """As nn.Module's; inside of ``summon_full_params`` names are those of the model before wrapping."""
+        for name, buffer in super().named_buffers(prefix, recurse, remove_duplicate):
+            yield clean_name(name) if self._unit.lent else name, buffer
+
+    # -- training
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Generator[None, None, None]:
+        """Collect gradients in backward without sending them; the next backward outside of the context reduces them all.
+
+        They are kept whole, as long as they are not reduced. Called on the root.
+        """
+        if not self._unit.is_root:
+            raise StateError(_on_root_only("no_sync()", self._unit.name))
+        with self._runtime.no_sync():
+            yield
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float | int, norm_type: float | int = 2.0) -> torch.Tensor:
+        """Scale all gradients so that their norm over all ranks is at most ``max_norm``; return the norm before, 0-d.
+
+        Collective: all ranks, on the root. One all-reduce per shard axis. Gradients of parameters that no unit manages (ignored
+        ones) count once.
+        """
+        if not self._unit.is_root:
+            raise StateError(_on_root_only("clip_grad_norm_()", self._unit.name))
+        self._runtime.require_idle("clip_grad_norm_")
+        groups = self._runtime.groups
+        sharded = {id(target) for group in groups for target, _ in group.store.targets}
+        others = [p.grad for p in self.parameters() if id(p) not in sharded and p.grad is not None]
+        norm = grad_norm.total_norm(groups, others, float(norm_type), self._settings.device)
+        grads = [p.grad for group in groups for p, _ in group.store.targets if p.grad is not None]
+        grad_norm.clip_by_norm(grads + others, norm, float(max_norm))
+        dtypes = {grad.dtype for grad in grads + others}
+        return norm.to(dtypes.pop()) if len(dtypes) == 1 else norm
+
+    @staticmethod
+    @contextlib.contextmanager
+    def summon_full_params(
+        module: nn.Module,
+        recurse: bool = True,
+        writeback: bool = True,
+        rank0_only: bool = False,
+        offload_to_cpu: bool = False,
+        with_grads: bool = False,
+    ) -> Generator[None, None, None]:
+        """Show whole parameters, in the dtype of the shards, in ``module`` and (``recurse``) all instances below it.
+
+        Collective: all ranks. ``writeback`` keeps changes made inside; ``rank0_only``: the others go on showing their parts (not
+        with ``writeback``); ``offload_to_cpu``: they are shown on the CPU; ``with_grads``: whole gradients beside them.
+        """
+        if writeback and rank0_only:
+            raise UsageError(
+                explain(
+                    "summon_full_params cannot write back what only rank 0 has seen.",
+                    expected="rank0_only=True with writeback=False, or rank0_only=False",
+                    got="rank0_only=True, writeback=True",
+                    where="summon_full_params(...)",
+                    fix="pass writeback=False",
+                )
+            )
+        instances = FullyShardedDataParallel.fsdp_modules(module)
+        if not recurse:
+            instances = [child for child in instances if child is module or child._unit.is_root]
+        for instance in instances:
+            instance._runtime.require_idle("summon_full_params")
+            instance._runtime.rest()
+        with full_parameters(
+            [child._unit for child in instances],
+            writeback=writeback,
+            rank0_only=rank0_only,
+            offload_to_cpu=offload_to_cpu,
+            with_grads=with_grads,
+        ):
+            yield
+
+    # -- state dicts: which form
+
+    @staticmethod
+    def set_state_dict_type(
+        module: nn.Module,
+        state_dict_type: StateDictType,
+        state_dict_config: StateDictConfig | None = None,
+        optim_state_dict_config: OptimStateDictConfig | None = None,
+    ) -> StateDictSettings:
+        """Set the form of state dicts for all instances in ``module``, which need not be one; return what it was before."""
+        kind = as_ours(state_dict_type, StateDictType, "state_dict_type")
+        if kind is None or kind is StateDictType.LOCAL_STATE_DICT:
+            raise UsageError(
+                explain(
+                    "This form of state dict is not available.",
+                    expected="StateDictType.FULL_STATE_DICT or StateDictType.SHARDED_STATE_DICT",
+                    got=str(kind),
+                    where="set_state_dict_type",
+                    fix="SHARDED_STATE_DICT keeps every rank's own part too, and can be loaded by any number of ranks",
+                )
+            )
+        default = _default_settings(kind)
+        model_config = as_ours(state_dict_config, StateDictConfig, "state_dict_config") or default.state_dict_config
+        optim_config = (
+            as_ours(optim_state_dict_config, OptimStateDictConfig, "optim_state_dict_config") or default.optim_state_dict_config
+        )
+        for name, given, wanted in (
+            ("state_dict_config", model_config, default.state_dict_config),
+            ("optim_state_dict_config", optim_config, default.optim_state_dict_config),
+        ):
+            if not isinstance(given, type(wanted)):
+                raise UsageError(
+                    explain(
+                        f"{name} does not belong to the form of state dict.",
+                        expected=f"a {type(wanted).__name__}, or None",
+                        got=f"a {type(given).__name__}",
+                        where=f"set_state_dict_type(..., {kind.name})",
+                        fix=f"pass {type(wanted).__name__}(...)",
+                    )
+                )
+        before = FullyShardedDataParallel.get_state_dict_type(module)
+        for instance in FullyShardedDataParallel.fsdp_modules(module):
+            instance._state_settings = StateDictSettings(kind, model_config, optim_config)
+        return before
+
+    @staticmethod
+    def get_state_dict_type(module: nn.Module) -> StateDictSettings:
+        """Return the form of state dicts of the instances in ``module``; raises UsageError where they differ or there is none."""
+        found = [instance._state_settings for instance in FullyShardedDataParallel.fsdp_modules(module)]
+        if not found or any(settings != found[0] for settings in found):
+            raise UsageError(
+                explain(
+                    "There is no one form of state dict.",
+                    expected="at least one FullyShardedDataParallel in the module, all of them with one form",
+                    got=f"{len(found)} instances with {len({settings.state_dict_type for settings in found})} forms",
+                    where=type(module).__name__,
+                    fix="set one for all: FullyShardedDataParallel.set_state_dict_type(module, ...)",
+                )
+            )
+        return found[0]
+
+    @staticmethod
+    @contextlib.contextmanager
+    def state_dict_type(
+        module: nn.Module,
+        state_dict_type: StateDictType,
+        state_dict_config: StateDictConfig | None = None,
+        optim_state_dict_config: OptimStateDictConfig | None = None,
+    ) -> Generator[None, None, None]:
+        """Set the form of state dicts inside of the context, see ``set_state_dict_type``."""
+        instances = FullyShardedDataParallel.fsdp_modules(module)
+        before = [instance._state_settings for instance in instances]
+        FullyShardedDataParallel.set_state_dict_type(module, state_dict_type, state_dict_config, optim_state_dict_config)
+        try:
+            yield
+        finally:
+            for instance, settings in zip(instances, before, strict=True):
+                instance._state_settings = settings
+
+    # -- state dicts: the model
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+        """Return the model's state under the names it had before wrapping, in the form that is set.
+
+        FULL_STATE_DICT (default): whole tensors, copies; collective, one unit gathered at a time. SHARDED_STATE_DICT: this rank's
+        part of each parameter, as boxes that view its shard; nothing is sent.
+        """
+        destination, prefix, keep_vars = _state_dict_arguments(*args, **kwargs)
+        if not self._unit.lent:
+            self._runtime.require_idle("state_dict")
+            self._runtime.rest()
+        first = len(destination)
+        super().state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
+        settings = self._state_settings
+        config: Any = settings.state_dict_config
+        keep = not getattr(config, "rank0_only", False) or dist.get_rank() == 0
+        own = list(destination)[first:]
+        values = {clean_name(key): destination.pop(key) for key in own if not self._shows(key, prefix)}
+        for key in own:
+            destination.pop(key, None)
+        base = clean_name(prefix)
+        if self._unit.lent:  # inside of summon_full_params the traversal has met whole parameters
+            pass
+        elif settings.state_dict_type is StateDictType.FULL_STATE_DICT:
+            values.update((base + name, value) for name, value in full_entries(self._unit, config.offload_to_cpu, keep))
+        else:
+            values.update((base + name, v) for name, v in sharded_entries(self._unit, self._settings.group, config.offload_to_cpu))
+        if not keep:
+            values = {}
+        elif getattr(config, "offload_to_cpu", False):
+            values = {
+                k: v.cpu() if isinstance(v, torch.Tensor) and v.device.type not in ("cpu", "meta") else v for k, v in values.items()
+            }
+        for key in in_module_order(list(values), self._names_in_order(base)):
+            destination[key] = values[key]
+        metadata = getattr(destination, "_metadata", None)
+        if metadata is not None:
+            for key in [key for key in metadata if key.startswith(prefix)]:
+                metadata.setdefault(clean_name(key), metadata[key])
+        return destination
+
+    def _shows(self, key: str, prefix: str) -> bool:
+        """True for a key under which the traversal found a managed parameter in its sharded form."""
+        return not self._unit.lent and key in {f"{prefix}{FSDP_WRAPPED_MODULE}.{name}" for name in self._sharded_names()}
+
+    def _sharded_names(self) -> set[str]:
+        managed = {id(target) for group in self._unit.groups for target, _ in group.store.targets}
+        return {
+            name
+            for name, parameter in self._fsdp_wrapped_module.named_parameters(remove_duplicate=False)
+            if id(parameter) in managed
+        }
+
+    def _names_in_order(self, base: str) -> list[str]:
+        """The keys of the wrapped module's state dict, as they came before anything was wrapped."""
+        modules = [(clean_name(path), child) for path, child in self.named_modules(remove_duplicate=False)]
+        order: dict[str, list[str]] = {}
+        for path, child in modules:
+            if isinstance(child, FullyShardedDataParallel):  # inner instances know what their modules had
+                order.update((".".join(filter(None, (path, inner))), names) for inner, names in child._attribute_order.items())
+        names = []
+        for path, child in modules:
+            if not isinstance(child, FullyShardedDataParallel):
+                start = f"{base}{path}." if path else base
+                attributes = dict.fromkeys((*order.get(path, ()), *child._parameters, *child._buffers))
+                names += [start + attribute for attribute in attributes]
+        return names
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Load a state dict under the names the model had before wrapping: full, or sharded in any way; its values say which.
+
+        With full values nothing is sent: every rank copies its part. Parameters are written in place, also with ``assign``.
+        """
+        self._runtime.require_idle("load_state_dict")
+        self._runtime.rest()
+        return super().load_state_dict(state_dict, strict, assign)
+
+    # -- state dicts: the optimizer
+
+    @staticmethod
+    def optim_state_dict(
+        model: nn.Module, optim: Optimizer, optim_state_dict: dict[str, Any] | None = None, group: dist.ProcessGroup | None = None
+    ) -> dict[str, Any]:
+        """Return the optimizer's state keyed by parameter names, in the form set for ``model``.
+
+        optim_state_dict: what ``optim.state_dict()`` gives, if it is there. Collective in the full form: one gather per flat
+        parameter and state. In the sharded form tensors are this rank's boxes, which view the optimizer's own state.
+        """
+        settings = FullyShardedDataParallel.get_state_dict_type(model)
+        config: Any = settings.optim_state_dict_config
+        full = settings.state_dict_type is StateDictType.FULL_STATE_DICT
+        rank = dist.get_rank(group)
+        return optim_state(
+            model,
+            optim,
+            optim_state_dict,
+            _named_units(model),
+            full=full,
+            to_cpu=bool(config.offload_to_cpu),
+            keep=not (full and config.rank0_only and rank != 0),
+            process_group=FullyShardedDataParallel.fsdp_modules(model)[0]._settings.group,
+        )
+
+    @staticmethod
+    def optim_state_dict_to_load(
+        model: nn.Module,
+        optim: Optimizer,
+        optim_state_dict: dict[str, Any],
+        is_named_optimizer: bool = False,
+        load_directly: bool = False,
+        group: dist.ProcessGroup | None = None,
+    ) -> dict[str, Any]:
+        """Return the dict that ``optim.load_state_dict`` takes, from one keyed by parameter names, full or sharded.
+
+        The number of ranks, the wrapping and ``use_orig_params`` it was saved with do not matter. ``load_directly`` loads it, too.
+        With full values, or boxes of the own shards, nothing is sent; other sharded values are gathered, collectively.
+        """
+        if not isinstance(optim_state_dict, Mapping) or not {"state", "param_groups"} <= optim_state_dict.keys():
+            raise UsageError(
+                explain(
+                    "This is no optimizer state dict.",
+                    expected="a dict with 'state' and 'param_groups'",
+                    got=f"{sorted(optim_state_dict) if isinstance(optim_state_dict, Mapping) else type(optim_state_dict).__name__}",
+                    where="optim_state_dict_to_load(model, optim, optim_state_dict)",
+                    fix="pass what optim_state_dict(model, optim) returned; note the order of the arguments",
+                )
+            )
+        loadable = optim_state_to_load(model, optim, optim_state_dict, _named_units(model))
+        if load_directly:
+            optim.load_state_dict(loadable)
+        return loadable
+
+
+# -- construction, in parts
+
+
+def _listed(given: Any) -> Any:
+    """Iterators are used more than once; what is no iterable is refused later, with its name."""
+    return list(given) if isinstance(given, Iterable) and not isinstance(given, (nn.Module, torch.Tensor)) else given
+
+
+def _refuse_module(module: nn.Module) -> None:
+    if not isinstance(module, nn.Module):
+        raise UsageError(
+            explain(
+                "Only modules can be wrapped.",
+                expected="a torch.nn.Module",
+                got=f"{module!r} of type {type(module).__name__}",
+                where="FullyShardedDataParallel(module, ...)",
+                fix="pass the module itself",
+            )
+        )
+    if isinstance(module, FullyShardedDataParallel) or module in _wrapped:
+        raise UsageError(
+            explain(
+                "The module is wrapped already.",
+                expected="a module that is not, and is not in, a FullyShardedDataParallel",
+                got="an instance of it"
+                if isinstance(module, FullyShardedDataParallel)
+                else f"a {type(module).__name__} that one holds",
+                where="FullyShardedDataParallel(module, ...)",
+                fix="use the wrapper that is there; wrap inner modules before outer ones, each once",
+            )
+        )
+    if next(iter(module.parameters()), None) is None and not any(isinstance(m, FullyShardedDataParallel) for m in module.modules()):
+        raise UsageError(
+            explain(
+                "The module has no parameters, so there is nothing to shard.",
+                expected="a module with at least one parameter",
+                got=f"{type(module).__name__} with none",
+                where="FullyShardedDataParallel(module, ...)",
+                fix="leave it unwrapped: the instance around it runs it as it is",
+            )
+        )
+    if isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear):
+        raise UsageError(
+            explain(
+                "This module cannot be a unit: its forward is never called.",
+                expected="a module that is called",
+                got="the output projection of an nn.MultiheadAttention, whose weight the attention reads by itself",
+                where="FullyShardedDataParallel(module, ...)",
+                fix="wrap the attention, or a module around it",
+            )
+        )
+
+
+def _refuse_managed(module: nn.Module, closed: set[nn.Module], ignored: frozenset[nn.Parameter]) -> None:
+    """A parameter belongs to one unit. One that an instance made before has taken cannot be seen whole any more."""
+    inside = {id(below) for child in closed for below in child.modules()}
+    for name, child in module.named_modules():
+        if id(child) in inside:
+            continue
+        for attribute, parameter in child._parameters.items():
+            if parameter is not None and parameter not in ignored and parameter in _managed:
+                raise UsageError(
+                    explain(
+                        "A parameter belongs to another FullyShardedDataParallel already.",
+                        expected="every parameter in one instance; a tied one in an instance around all its uses",
+                        got=f"{clean_name(f'{name}.{attribute}'.lstrip('.'))!r} in a second one",
+                        where=f"FullyShardedDataParallel({type(module).__name__})",
+                        fix="pass auto_wrap_policy= to the outer module, which puts tied parameters into the unit around all their "
+                        "uses; or do not wrap the inner modules that share it",
+                    )
+                )
+
+
+def _settings_of(module: nn.Module, kwargs: Mapping[str, Any], arguments: Arguments, settings: Settings) -> Settings:
+    """The settings of a unit that a policy chose; resolved anew only where the policy changed something."""
+    changes = {name: value for name, value in kwargs.items() if getattr(arguments, name, arguments) is not value}
+    return resolve(module, arguments.changed(**changes)) if changes else settings
+
+
+def _prepare(module: nn.Module, settings: Settings, closed: set[nn.Module]) -> None:
+    """Meta tensors get values, buffers their device, all ranks the first one's values. Collective if that is asked for."""
+    skip = {below for child in closed for below in child.modules()}
+    materialize(module, settings.param_init_fn, settings.device, skip)
+    move_buffers(module, settings.device, skip)
+    if settings.sync_module_states:
+        own = [child for child in module.modules() if child not in skip]
+        broadcast_states(
+            [p for child in own for p in child.parameters(recurse=False) if p not in settings.ignored_parameters],
+            [b for child in own for b in child.buffers(recurse=False)],
+            settings.mesh,
+            settings.device,
+        )
+
+
+def _renamed(members: list[Member], module: nn.Module) -> list[Member]:
+    """Names relative to the unit's own module, instead of to the one whose policy chose it."""
+    names: dict[tuple[int, str], list[str]] = {}
+    for path, child in module.named_modules(remove_duplicate=False):
+        for attribute in child._parameters:
+            names.setdefault((id(child), attribute), []).append(f"{path}.{attribute}".lstrip("."))
+    return [
+        Member(m.parameter, m.slots, tuple(name for child, attribute in m.slots for name in names[id(child), attribute]))
+        for m in members
+    ]
+
+
+# -- state dicts, in parts
+
+
+def _default_settings(kind: StateDictType) -> StateDictSettings:
+    if kind is StateDictType.FULL_STATE_DICT:
+        return StateDictSettings(kind, FullStateDictConfig(), FullOptimStateDictConfig())
+    return StateDictSettings(kind, ShardedStateDictConfig(), ShardedOptimStateDictConfig())
+
+
+def _state_dict_arguments(*args: Any, **kwargs: Any) -> tuple[Any, str, bool]:
+    """Return (destination, prefix, keep_vars) from nn.Module.state_dict's arguments; positional ones are its older form."""
+    given = {**dict(zip(("destination", "prefix", "keep_vars"), args, strict=False)), **kwargs}
+    destination = given.get("destination")
+    if destination is None:
+        destination = collections.OrderedDict()
+        setattr(destination, "_metadata", collections.OrderedDict())  # as nn.Module.state_dict has it
+    return destination, given.get("prefix") or "", bool(given.get("keep_vars", False))
+
+
+def _before_load(
+    instance: nn.Module,
+    state_dict: dict[str, Any],
+    prefix: str,
+    local_metadata: Any,
+    strict: bool,
+    missing_keys: list[str],
+    unexpected_keys: list[str],
+    error_msgs: list[str],
+) -> None:
+    """Take this unit's parameters out of what is loaded, and hand the rest on under the wrapped module's names."""
+    self = typing.cast(FullyShardedDataParallel, instance)
+    inner = f"{prefix}{FSDP_WRAPPED_MODULE}."
+    for key in [key for key in state_dict if key.startswith(prefix)]:
+        clean = prefix + clean_name(key[len(prefix) :])
+        if clean != key:
+            state_dict[clean] = state_dict.pop(key)
+    if not self._unit.lent:
+        load_unit(self._unit, state_dict, prefix, missing_keys, error_msgs)
+    for key in [key for key in state_dict if key.startswith(prefix)]:
+        state_dict[inner + key[len(prefix) :]] = state_dict.pop(key)
+    if not self._unit.lent:  # the sharded forms are registered too: they are loaded with themselves, which does nothing
+        wrapped = dict(self._fsdp_wrapped_module.named_parameters(remove_duplicate=False))
+        state_dict.update((inner + name, wrapped[name]) for name in self._sharded_names())
+
+
+def _named_units(model: nn.Module) -> list[NamedUnit]:
+    """The units in a model, which need not be one itself, with what their parameters' names begin with."""
+    found = []
+    for name, child in model.named_modules():
+        if isinstance(child, FullyShardedDataParallel):
+            prefix = clean_name(name)
+            found.append(NamedUnit(child._unit, f"{prefix}." if prefix else ""))
+    return found
+
+
+def _on_root_only(call: str, name: str) -> str:
+    return explain(
+        f"{call} is for the root.",
+        expected="a call on the outermost FullyShardedDataParallel",
+        got=f"a call on the unit {name!r}",
+        where=call,
+        fix="call it on the outermost instance, which acts on all below it",
+    )

@@ -1,0 +1,362 @@
+"""run_ranks itself: what every test with more than one process relies on."""
+
+from __future__ import annotations
+
+import os
+import random
+import select
+import signal
+import subprocess
+import sys
+import time
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from tests.support.ranks import RankError, run_ranks
+
+ROOT = Path(__file__).parents[2]
+
+
+def _identity(scale: int, *, offset: int = 0) -> tuple[int, int, int]:
+    return dist.get_rank() * scale + offset, dist.get_world_size(), os.getpid()
+
+
+def _sum() -> float:
+    total = torch.ones(())
+    dist.all_reduce(total)
+    return total.item()
+
+
+def _pid() -> int:
+    return os.getpid()
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 4])
+def test_every_rank_runs_with_its_rank_and_the_arguments(n: int) -> None:
+    results = run_ranks(n, _identity, 10, offset=3)
+    assert [result[:2] for result in results] == [(10 * rank + 3, n) for rank in range(n)]
+    assert len({result[2] for result in results}) == n
+
+
+def test_processes_are_kept_and_shared_by_all_world_sizes() -> None:
+    four = run_ranks(4, _pid)
+    assert run_ranks(2, _pid) == four[:2]
+    assert run_ranks(3, _pid) == four[:3]
+
+
+def test_this_process_has_no_process_group() -> None:
+    assert run_ranks(2, _sum) == [2.0, 2.0]
+    assert not dist.is_initialized()
+
+
+@given(n=st.integers(1, 3), scale=st.integers(0, 5))
+@settings(max_examples=10)
+def test_it_can_be_used_with_hypothesis(n: int, scale: int) -> None:
+    assert [result[0] for result in run_ranks(n, _identity, scale)] == [scale * rank for rank in range(n)]
+
+
+def test_a_call_costs_milliseconds() -> None:
+    run_ranks(4, _sum)
+    started = time.perf_counter()
+    for _ in range(5):
+        run_ranks(4, _sum)
+    assert (time.perf_counter() - started) / 5 < 0.5  # measured: 0.01 s on an idle machine
+
+
+# --- arguments and results ---
+
+
+def _double(tensor: torch.Tensor) -> torch.Tensor:
+    return 2 * tensor
+
+
+def _returns_a_lock() -> object:
+    import threading
+
+    return threading.Lock()
+
+
+def test_tensors_are_sent_both_ways() -> None:
+    large = torch.arange(1_000_000, dtype=torch.float64)
+    for result in run_ranks(2, _double, large):
+        assert torch.equal(result, 2 * large)
+
+
+def test_a_local_function_is_refused_with_advice() -> None:
+    with pytest.raises(TypeError, match="top level of a module"):
+        run_ranks(2, lambda: None)
+
+
+def test_a_result_that_cannot_be_sent_is_reported() -> None:
+    with pytest.raises(RankError, match=r"cannot pickle '_thread\.lock'"):
+        run_ranks(1, _returns_a_lock)
+
+
+def test_no_ranks_are_refused() -> None:
+    with pytest.raises(ValueError, match="at least 1 rank"):
+        run_ranks(0, _pid)
+
+
+# --- one call does not affect the next ---
+
+
+def _leaves_everything_changed() -> None:
+    torch.manual_seed(17)
+    random.seed(17)
+    torch.set_grad_enabled(False)
+    torch.set_default_dtype(torch.float64)
+    torch.set_default_device("meta")
+    torch.set_num_threads(2)
+    warnings.simplefilter("error")
+    os.environ["LEFT_BEHIND"] = "1"
+    os.chdir("/")
+    dist.new_group([0])
+    if dist.get_rank() == 0:
+        dist.send(torch.ones(1), 1)  # received by nobody
+
+
+def _what_is_there() -> tuple[object, ...]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.warn("once per call", stacklevel=1)
+    return (
+        torch.rand(1).item(),
+        random.random(),
+        torch.is_grad_enabled(),
+        torch.get_default_dtype(),
+        torch.empty(1).device,
+        torch.get_num_threads(),
+        os.environ.get("LEFT_BEHIND"),
+        os.getcwd(),
+        len(caught),
+    )
+
+
+def _destroys_its_group() -> None:
+    dist.destroy_process_group()
+
+
+def _raises_in_the_middle_of_a_collective() -> None:
+    group = dist.new_group([0, 1])
+    work = dist.all_reduce(torch.ones(1), group=group, async_op=True) if dist.get_rank() == 0 else None
+    raise ValueError(f"with {work} under way")
+
+
+def _with_a_mesh(n: int) -> float:
+    mesh = init_device_mesh("cpu", (n,), mesh_dim_names=("shard",))
+    tensor = distribute_tensor(torch.arange(12.0), mesh, [Shard(0)])
+    total = (tensor * 2).sum()
+    assert isinstance(total, DTensor)
+    return total.full_tensor().item()
+
+
+def test_seeds_modes_warnings_environment_and_directory_are_put_back() -> None:
+    before = run_ranks(2, _what_is_there)
+    assert before[0] == before[1]
+    assert before[0][2:] == (True, torch.float32, torch.device("cpu"), 1, None, os.getcwd(), 1)
+    run_ranks(2, _leaves_everything_changed)
+    assert run_ranks(2, _what_is_there) == before
+
+
+def test_the_group_is_made_again_for_every_call() -> None:
+    pids = run_ranks(2, _pid)
+    run_ranks(2, _destroys_its_group)
+    assert run_ranks(2, _sum) == [2.0, 2.0]
+    with pytest.raises(RankError):
+        run_ranks(2, _raises_in_the_middle_of_a_collective)
+    assert run_ranks(2, _sum) == [2.0, 2.0]
+    assert run_ranks(2, _pid) == pids
+
+
+def test_device_meshes_of_an_earlier_call_do_no_harm() -> None:
+    for n in (2, 3, 2, 2):
+        assert run_ranks(n, _with_a_mesh, n) == [132.0] * n
+
+
+# --- exceptions ---
+
+
+def _raises_on(ranks: tuple[int, ...]) -> None:
+    print(f"this is rank {dist.get_rank()}")
+    if dist.get_rank() in ranks:
+        raise ValueError(f"bad value on rank {dist.get_rank()}")
+
+
+def _raises_while_others_wait() -> None:
+    if dist.get_rank() == 1:
+        raise KeyError("the first failure")
+    dist.barrier()
+
+
+def _asserts(expected: int) -> None:
+    tensor = torch.ones(2, 3)
+    actual = dist.get_world_size()
+    assert actual == expected and tensor.sum() > 0
+
+
+def _exits_with_sys_exit() -> None:
+    sys.exit("the end")
+
+
+def _sleeps_on_one_rank_while_the_other_raises() -> None:
+    if dist.get_rank() == 0:
+        raise ValueError("the one that failed")
+    time.sleep(600)
+
+
+def test_every_failed_rank_is_shown_with_traceback_and_output() -> None:
+    pids = run_ranks(3, _pid)
+    with pytest.raises(RankError) as caught:
+        run_ranks(3, _raises_on, (0, 2))
+    message = str(caught.value)
+    assert sorted(caught.value.failed) == [0, 2]
+    assert "tests.engine.test_ranks._raises_on failed on 3 ranks" in message
+    assert "ValueError: bad value on rank 0" in message
+    assert "ValueError: bad value on rank 2" in message
+    assert "rank 1: returned" in message
+    assert "in _raises_on" in message
+    assert "output of rank 1 -----\nthis is rank 1" in message
+    assert run_ranks(3, _pid) == pids  # nobody was killed for it
+
+
+def test_the_first_failure_is_shown_first_and_unblocks_the_others() -> None:
+    pids = run_ranks(3, _pid)
+    with pytest.raises(RankError) as caught:
+        run_ranks(3, _raises_while_others_wait)
+    message = str(caught.value)
+    assert caught.value.failed[0] == 1
+    assert message.index("KeyError: 'the first failure'") < message.index("===== rank 1 raised")
+    assert message.index("===== rank 1 raised") < message.index("===== rank 0 raised")
+    assert run_ranks(3, _pid) == pids
+
+
+def test_a_failed_assert_shows_local_variables_without_tensor_data() -> None:
+    with pytest.raises(RankError) as caught:
+        run_ranks(1, _asserts, 7)
+    message = str(caught.value)
+    assert "  expected = 7\n" in message
+    assert "  actual = 1\n" in message
+    assert "  tensor = Tensor (2, 3) torch.float32\n" in message
+
+
+def test_sys_exit_is_reported() -> None:
+    with pytest.raises(RankError, match="SystemExit: the end"):
+        run_ranks(1, _exits_with_sys_exit)
+
+
+def test_output_of_a_call_that_returns_is_shown_with_the_test(capsys: pytest.CaptureFixture[str]) -> None:
+    run_ranks(2, _raises_on, ())
+    assert "output of rank 1 -----\nthis is rank 1" in capsys.readouterr().out
+
+
+# --- processes that are lost ---
+
+
+def _exits(rank: int) -> None:
+    print("about to leave")
+    if dist.get_rank() == rank:
+        os._exit(7)
+    dist.barrier()
+
+
+def _is_killed_by(signum: int) -> None:
+    if dist.get_rank() == 0:
+        os.kill(os.getpid(), signum)
+    dist.barrier()
+
+
+def _waits_for_rank_0() -> None:
+    if dist.get_rank() != 0:
+        dist.recv(torch.ones(1), 0)
+
+
+def _runs_forever() -> None:
+    if dist.get_rank() == 1:
+        time.sleep(600)
+
+
+def test_a_rank_that_exits_is_reported_at_once() -> None:
+    started = time.perf_counter()
+    with pytest.raises(RankError, match=r"rank 1, after .* s: died with exit code 7") as caught:
+        run_ranks(2, _exits, 1)
+    assert time.perf_counter() - started < 20
+    assert caught.value.failed[0] == 1
+    assert "about to leave" in str(caught.value)
+    assert run_ranks(2, _sum) == [2.0, 2.0]
+
+
+def test_a_rank_that_crashes_is_reported_with_signal_and_stack() -> None:
+    with pytest.raises(RankError, match=r"rank 0.*: died with signal SIGSEGV") as caught:
+        run_ranks(2, _is_killed_by, signal.SIGSEGV)
+    assert "Fatal Python error: Segmentation fault" in str(caught.value)
+    assert "in _is_killed_by" in str(caught.value)
+
+
+def test_a_rank_that_hangs_is_reported_with_its_stack() -> None:
+    pids = run_ranks(2, _pid)
+    with pytest.raises(RankError) as caught:
+        run_ranks(2, _runs_forever, timeout=1)
+    message = str(caught.value)
+    assert caught.value.failed == (1,)
+    assert "rank 1: did not answer within 1 s" in message
+    assert "rank 0: returned" in message
+    assert "===== stacks of rank 1" in message
+    assert "in _runs_forever" in message
+    for pid in pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+    assert set(run_ranks(2, _pid)).isdisjoint(pids)
+
+
+def test_a_failure_is_shown_when_another_rank_does_not_come_back() -> None:
+    started = time.perf_counter()
+    with pytest.raises(RankError) as caught:
+        run_ranks(2, _sleeps_on_one_rank_while_the_other_raises)
+    assert time.perf_counter() - started < 30
+    assert caught.value.failed == (0,)
+    assert "ValueError: the one that failed" in str(caught.value)
+    assert "in _sleeps_on_one_rank_while_the_other_raises" in str(caught.value).partition("stacks of rank 1")[2]
+    assert run_ranks(2, _sum) == [2.0, 2.0]
+
+
+def test_collectives_time_out_before_the_call() -> None:
+    with pytest.raises(RankError) as caught:
+        run_ranks(2, _waits_for_rank_0, timeout=20, group_timeout=0.5)
+    assert caught.value.failed == (1,)
+    assert "dist.recv" in str(caught.value)
+
+
+# --- the end of pytest ---
+
+_PARENT = """
+import os, time
+from tests.support.ranks import run_ranks
+print(*run_ranks(2, os.getpid), flush=True)
+run_ranks(2, time.sleep, 600)
+"""
+
+
+def test_rank_processes_end_with_their_parent_whatever_they_do() -> None:
+    parents = {}
+    for ending in (signal.SIGINT, signal.SIGKILL):
+        parents[ending] = subprocess.Popen(
+            [sys.executable, "-c", _PARENT], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+        )
+    for ending, parent in parents.items():
+        with parent:
+            assert parent.stdout is not None
+            pids = parent.stdout.readline().split()
+            assert len(pids) == 2
+            ends = [os.pidfd_open(int(pid)) for pid in pids]
+            parent.send_signal(ending)
+            assert parent.wait(20) == -ending
+        for end in ends:
+            assert select.select([end], [], [], 10)[0], f"a rank process outlived a parent ended by {ending.name}"
+            os.close(end)

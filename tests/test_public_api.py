@@ -1,0 +1,101 @@
+"""The public names: listed in order, importable, with a docstring that is a contract and with type hints."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import importlib
+import inspect
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+PACKAGE = "fsdp_compat"
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def public_modules() -> list[str]:
+    """The package and its modules whose names have no underscore in front, folders included."""
+    paths = [path.relative_to(ROOT).with_suffix("") for path in (ROOT / PACKAGE).rglob("*.py")]
+    names = {".".join(path.parts).removesuffix(".__init__") for path in paths}
+    return sorted(name for name in names if not any(part.startswith("_") for part in name.split(".")))
+
+
+def public_objects() -> list[tuple[str, Any]]:
+    """Each public class or function once, with the first name it has."""
+    found: dict[int, tuple[str, Any]] = {}
+    for module_name in public_modules():
+        module = importlib.import_module(module_name)
+        for name in getattr(module, "__all__", ()):
+            value = getattr(module, name, None)
+            if callable(value):
+                found.setdefault(id(value), (f"{module_name}.{name}", value))
+    return list(found.values())
+
+
+def functions_of(name: str, value: Any) -> Iterator[tuple[str, Callable[..., Any]]]:
+    """Yield ``value``, or the public methods and constructor that a class itself defines."""
+    if not inspect.isclass(value):
+        yield name, inspect.unwrap(value)
+        return
+    generated = dataclasses.is_dataclass(value) or issubclass(value, enum.Enum)
+    for member_name, member in vars(value).items():
+        if isinstance(member, property):
+            member = member.fget
+        member = getattr(member, "__func__", member)  # a staticmethod or classmethod
+        shown = not member_name.startswith("_") or (member_name in ("__init__", "__call__") and not generated)
+        if shown and inspect.isfunction(member):
+            yield f"{name}.{member_name}", inspect.unwrap(member)
+
+
+def by_module(check: Callable[..., None]) -> Callable[..., None]:
+    names = public_modules()
+    return pytest.mark.parametrize("module", [importlib.import_module(name) for name in names], ids=names)(check)
+
+
+def by_object(check: Callable[..., None]) -> Callable[..., None]:
+    objects = public_objects()
+    return pytest.mark.parametrize(("name", "value"), objects, ids=[name for name, _ in objects])(check)
+
+
+@by_module
+def test_a_public_module_lists_its_names_in_order_and_has_them(module: ModuleType) -> None:
+    assert module.__doc__, "a module says in its docstring what it is for"
+    assert list(module.__all__) == sorted(set(module.__all__))
+    assert [name for name in module.__all__ if not hasattr(module, name)] == []
+
+
+@by_object
+def test_what_is_public_has_a_docstring_of_its_own(name: str, value: Any) -> None:
+    doc = (vars(value).get("__doc__") if inspect.isclass(value) else value.__doc__) or ""
+    generated = dataclasses.is_dataclass(value) and doc.startswith(f"{value.__name__}(")
+    assert doc.strip() and not generated, f"{name}: write what it promises, one sentence first"
+
+
+@by_object
+def test_public_methods_have_docstrings(name: str, value: Any) -> None:
+    bare = [
+        method
+        for method, function in functions_of(name, value)
+        if not method.endswith(("__init__", "__call__")) and not inspect.getdoc(function)
+    ]
+    assert bare == []
+
+
+@by_object
+def test_what_is_public_has_type_hints(name: str, value: Any) -> None:
+    bare = []
+    for function_name, function in functions_of(name, value):
+        signature = inspect.signature(function)
+        if signature.return_annotation is inspect.Signature.empty:
+            bare.append(f"{function_name} -> ?")
+        bare += [
+            f"{function_name}({parameter.name}: ?)"
+            for index, parameter in enumerate(signature.parameters.values())
+            if parameter.annotation is inspect.Parameter.empty
+            and not (index == 0 and parameter.name in ("self", "cls"))
+        ]
+    assert bare == []
