@@ -184,7 +184,7 @@ class FullyShardedDataParallel(nn.Module):
         for group in groups:
             for target, _ in group.store.targets:
                 _managed[target] = True
-        self.__dict__["_unit"] = unit
+        self._unit = unit
         self._settings = settings
         self._state_settings = _default_settings(StateDictType.FULL_STATE_DICT)
         hooks.attach_unit(unit)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 __all__ = [
+    "as_plain_tensor",
     "copy_together",
     "default_device_of_backend",
     "group_timeout",
@@ -80,6 +82,14 @@ def default_device_of_backend(group: dist.ProcessGroup) -> torch.device:
     return torch.device("cpu" if "cpu" in types or not types else types[0])
 
 
-def tensor_without_storage(cls: type[torch.Tensor], shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+def tensor_without_storage(
+    cls: type[torch.Tensor], shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
     """Make an instance of a tensor subclass that stands for more than this process holds. Subclasses are made in no other way."""
-    return torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, layout=torch.strided, requires_grad=False)
+    return torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device, layout=torch.strided)
+
+
+def as_plain_tensor(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Call a method of torch.Tensor on a subclass as if it were a plain tensor."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return func(*args, **kwargs)

@@ -282,6 +282,16 @@ class Group:
         self._unreduced = []
 
 
+class _Swap(typing.NamedTuple):
+    """One attribute's part in going from one form to the other."""
+
+    module: nn.Module
+    parameters: dict[str, nn.Parameter | None]  # of the module
+    attribute: str
+    new: nn.Parameter | None  # None: the attribute is absent
+    old: nn.Parameter | None
+
+
 class Call:
     """One forward call of a unit, in ticks of the runtime. It lives in the hooks of its outputs."""
 
@@ -309,10 +319,17 @@ class Unit:
         self.lent = False  # somebody else shows full parameters (summon_full_params): neither gather nor free
         self.calls: list[Call] = []  # that backward has entered and not left
         self._residency, self._shown_full = Residency.SHARDED, False
-        self._modules = list(module.modules())
-        self._slots = {full: [slot for group in self.groups for slot in group.store.shown(full)] for full in (True, False)}
-        self._orders = _orders_to_keep(self._slots[True])
-        self._rnns = list(dict.fromkeys(slot.module for slot in self._slots[True] if isinstance(slot.module, nn.RNNBase)))
+        self._attribute_holders = [(m.__dict__, _num_internal(m)) for m in module.modules() if _keeps_attributes(m)]
+        shown = {full: [slot for group in self.groups for slot in group.store.shown(full)] for full in (True, False)}
+        self._swaps = {
+            full: [
+                _Swap(slot.module, torch_private.parameters_of(slot.module), slot.attribute, slot.parameter, before.parameter)
+                for slot, before in zip(shown[full], shown[not full], strict=True)
+            ]
+            for full in (True, False)
+        }
+        self._orders = _orders_to_keep(shown[True])
+        self._rnns = list(dict.fromkeys(slot.module for slot in shown[True] if isinstance(slot.module, nn.RNNBase)))
         self._show_sharded_first_time()
 
     @property
@@ -330,7 +347,12 @@ class Unit:
 
     def attributes(self) -> list[torch.Tensor]:
         """Tensors that forward left on the modules (``self.aux_loss = ...``): a backward from them must pass a hook too."""
-        return [value for module in self._modules for value in module.__dict__.values() if isinstance(value, torch.Tensor)]
+        return [
+            value
+            for attributes, start in self._attribute_holders
+            for value in itertools.islice(attributes.values(), start, None)
+            if isinstance(value, torch.Tensor)
+        ]
 
     def gather(self) -> None:
         """Collective. Start a gather, unless one is under way or done."""
@@ -359,15 +381,14 @@ class Unit:
     def show(self, full: bool) -> None:
         if self._shown_full is full or self.lent:
             return
-        before = self._slots[not full]
-        for position, (module, attribute, parameter) in enumerate(self._slots[full]):
-            parameters = torch_private.parameters_of(module)
-            if parameters.get(attribute) is not before[position].parameter:
-                self._refuse_foreign(position, not full, parameters.get(attribute))
-            if parameter is None:
+        for swap in self._swaps[full]:
+            _, parameters, attribute, new, old = swap
+            if parameters.get(attribute) is not old:
+                self._refuse_foreign(swap)
+            if new is None:
                 parameters.pop(attribute, None)  # absent raises on use; None would silently drop a bias
             else:
-                parameters[attribute] = parameter
+                parameters[attribute] = new
         self._shown_full = full
         for module, order in self._orders:
             _reorder(torch_private.parameters_of(module), order)
@@ -376,16 +397,17 @@ class Unit:
 
     def _show_sharded_first_time(self) -> None:
         """From the user's parameters, whatever they are now, to the sharded form."""
-        for module, attribute, parameter in self._slots[False]:
-            if parameter is None:
-                torch_private.parameters_of(module).pop(attribute, None)
+        for _, parameters, attribute, new, _ in self._swaps[False]:
+            if new is None:
+                parameters.pop(attribute, None)
             else:
-                torch_private.parameters_of(module)[attribute] = parameter
+                parameters[attribute] = new
         for rnn in self._rnns:
             torch_private.refresh_rnn_weights(rnn)
 
-    def _refuse_foreign(self, position: int, shown_full: bool, found: object) -> typing.NoReturn:
-        module, attribute, expected = self._slots[shown_full][position]
+    def _refuse_foreign(self, swap: _Swap) -> typing.NoReturn:
+        module, parameters, attribute, _, expected = swap
+        found = parameters.get(attribute)
         raise StateError(
             explain(
                 "A managed parameter was replaced by another object.",
@@ -398,6 +420,19 @@ class Unit:
                 "load_state_dict(assign=True) cannot replace sharded parameters",
             )
         )
+
+
+_INTERNAL = frozenset(nn.Module().__dict__)
+
+
+def _num_internal(module: nn.Module) -> int:
+    """How many of a module's first attributes are nn.Module's own."""
+    return next((n for n, name in enumerate(module.__dict__) if name not in _INTERNAL), len(module.__dict__))
+
+
+def _keeps_attributes(module: nn.Module) -> bool:
+    """Torch's own layers leave no tensors on themselves in forward; looking through all of them would cost more than the swap."""
+    return not type(module).__module__.startswith("torch.")
 
 
 def _orders_to_keep(shown: Sequence[Shown]) -> list[tuple[nn.Module, list[str]]]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import math
 import typing
+import warnings
 from typing import Any
 
 import torch
@@ -31,6 +32,14 @@ from .._layout.spec import FlatLayout, Interval
 __all__ = ["BoxedTensor", "is_sharded", "read_part", "sharded_value", "shape_of"]
 
 
+_FACTS = {
+    getattr(torch.Tensor, name).__get__
+    for name in ("device", "dtype", "is_leaf", "is_meta", "layout", "ndim", "requires_grad", "shape", "grad", "grad_fn")
+} | {
+    getattr(torch.Tensor, name) for name in ("dim", "element_size", "is_complex", "is_floating_point", "nelement", "numel", "size")
+}
+
+
 class BoxedTensor(ShardedTensor):
     """One parameter (or one optimizer state of its shape), sharded: this rank's boxes are views of its flat shard.
 
@@ -49,7 +58,7 @@ class BoxedTensor(ShardedTensor):
     def __new__(cls, *args: Any, **kwargs: Any) -> BoxedTensor:
         layout, index, rank, run, members, group = args
         shape = layout.params[index].shape
-        self: Any = torch_private.tensor_without_storage(cls, shape, run.dtype)
+        self: Any = torch_private.tensor_without_storage(cls, shape, run.dtype, run.device)
         self._layout, self._index, self._members, self.whole_shape = layout, index, members, shape
         self.run, self.part = run, layout.part(index, rank)
         self._process_group, self._init_rrefs, self._sharded_tensor_id, self._remote_shards = group, False, None, {}
@@ -87,6 +96,15 @@ class BoxedTensor(ShardedTensor):
         return self._layout.ranks == layout.ranks and all(
             self._layout.part(self._index, rank) == layout.part(index, rank) for rank in range(layout.ranks)
         )
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """What it is made of, it says by itself; anything else is a ShardedTensor's affair (which warns that it is deprecated)."""
+        if func in _FACTS:
+            return torch_private.as_plain_tensor(func, args, kwargs or {})
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            return super().__torch_function__(func, types, args, kwargs)
 
     # -- how torch.distributed.checkpoint asks a value for its parts
 

@@ -88,7 +88,7 @@ def _shown(group: Group, full: torch.Tensor, grads: torch.Tensor | None, writeba
     finally:
         with torch.no_grad():
             if writeback:
-                _write_back(group, shown)
+                store.take_from_whole([parameter.data for parameter in shown])
             for parameter, data, grad in kept:
                 parameter.grad = None
                 parameter.data = data
@@ -100,16 +100,6 @@ def _shown(group: Group, full: torch.Tensor, grads: torch.Tensor | None, writeba
                         parameters.pop(slot.attribute, None)
                     else:
                         parameters[slot.attribute] = slot.parameter
-
-
-def _write_back(group: Group, shown: Sequence[nn.Parameter]) -> None:
-    """Copy this rank's part of every parameter, and of its gradient if there is one, into the shard."""
-    store = store_of(group)
-    for index, parameter in enumerate(shown):
-        part, place = store.layout.part(index, store.rank), store.layout.part_in_shard(index, store.rank)
-        run, target = parameter.data.reshape(-1)[part.slice], store.shard[place.slice]
-        if run.data_ptr() != target.data_ptr():
-            target.copy_(run)
 
 
 def _gather_grads(group: Group) -> torch.Tensor | None:

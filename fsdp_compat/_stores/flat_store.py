@@ -11,6 +11,7 @@ from .._engine.store import Shown, Target, as_leaf
 from .._engine.tree import Member
 from .._layout.flat import flat_layout
 from .._layout.spec import FlatLayout
+from .._layout.transfer import pieces_of_rank, pieces_of_whole, plan_moves
 from .registration import FLAT_PARAM, FlatParameter, FlatRegistration, OriginalRegistration, Registration
 
 __all__ = ["FlatStore"]
@@ -43,7 +44,9 @@ class FlatStore:
             [m.name for m in members], [tuple(p.shape) for p in originals], ranks=ranks, align=align
         )
         self.rank, self.numel = rank, self.layout.shard_numel
-        self.shard = self._cut(originals, device)  # [S]
+        self._from_whole = plan_moves(pieces_of_whole([self.layout]), pieces_of_rank([self.layout], rank))
+        self.shard = torch.zeros(self.numel, dtype=self.dtype, device=device)  # [S], padding zero
+        self.take_from_whole(originals)
         slots = [slot for member in members for slot in member.slots]
         trainable = originals[0].requires_grad
         self.registration: Registration
@@ -55,14 +58,13 @@ class FlatStore:
         self._trainable = [p.requires_grad for p in originals]
         self._leaves: list[nn.Parameter] = []
 
-    def _cut(self, originals: Sequence[nn.Parameter], device: torch.device) -> torch.Tensor:
-        """This rank's interval of the parameters, padding zero. Only this rank's part is ever copied."""
-        shard = torch.zeros(self.numel, dtype=self.dtype, device=device)
-        for index, original in enumerate(originals):
-            part, place = self.layout.part(index, self.rank), self.layout.part_in_shard(index, self.rank)
-            if part:
-                shard[place.slice] = original.detach().reshape(-1)[part.slice].to(device)
-        return shard
+    def take_from_whole(self, wholes: Sequence[torch.Tensor]) -> None:
+        """Copy this rank's part of every parameter into the shard. wholes: one per parameter, in its shape, on any device."""
+        for move in self._from_whole:
+            target = self.shard[move.target_start : move.target_start + move.numel]
+            source = wholes[move.source[0]].detach().reshape(-1)[move.source_start : move.source_start + move.numel]
+            if source.data_ptr() != target.data_ptr():
+                target.copy_(source)
 
     # -- the seam
 
