@@ -117,6 +117,9 @@ def resolve(module: nn.Module, arguments: Arguments) -> Settings:
     precision = as_ours(arguments.mixed_precision, MixedPrecision, "mixed_precision") or MixedPrecision()
     offload = as_ours(arguments.cpu_offload, CPUOffload, "cpu_offload") or CPUOffload()
     _refuse_conflicts(arguments)
+    for name in ("sync_module_states", "forward_prefetch", "limit_all_gathers", "use_orig_params", "allow_unused_units"):
+        if not isinstance(getattr(arguments, name), bool):
+            raise _wrong_type(name, "True or False", getattr(arguments, name))
     mesh, group = _mesh(strategy, arguments.process_group, arguments.device_mesh)
     device = _device(module, arguments.device_id, group)
     _refuse_what_is_missing(precision, offload, device)

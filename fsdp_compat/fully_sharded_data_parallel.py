@@ -24,7 +24,7 @@ from ._engine.unit import Group, Unit
 from ._settings import Arguments, Settings, resolve
 from ._state.full_params import full_parameters
 from ._state.model import full_entries, in_module_order, load_unit, sharded_entries
-from ._state.names import FSDP_WRAPPED_MODULE, clean_name
+from ._state.names import FSDP_WRAPPED_MODULE, clean_name, without_checkpoint_wrapper
 from ._state.optim import NamedUnit, optim_state, optim_state_to_load
 from ._stores.flat_store import FlatStore, home_attribute
 from ._stores.registration import FLAT_PARAM, FlatParameter
@@ -157,7 +157,8 @@ class FullyShardedDataParallel(nn.Module):
     _unit: Unit
     _settings: Settings
     _state_settings: StateDictSettings
-    _attribute_order: dict[str, list[str]]
+    _attribute_order: dict[str, list[str]]  # by module: its parameters as they were, for the order of state dicts
+    _loading: tuple[str, set[str]]  # while a state dict is loaded: where this is in it, and the keys of sharded forms
 
     @classmethod
     def _of_unit(cls, module: nn.Module, settings: Settings, members: list[Member]) -> FullyShardedDataParallel:
@@ -172,8 +173,9 @@ class FullyShardedDataParallel(nn.Module):
             members = _renamed(members, relative_to)
         self._attribute_order = {
             clean_name(name): [attribute for attribute, p in child._parameters.items() if p is not None]
-            for name, child in module.named_modules()
+            for name, child in module.named_modules(remove_duplicate=False)
         }
+        self._loading = "", set()
         self._fsdp_wrapped_module = module
         _wrapped[module] = True
         with torch.inference_mode(False), torch.no_grad():
@@ -189,6 +191,7 @@ class FullyShardedDataParallel(nn.Module):
         self._state_settings = _default_settings(StateDictType.FULL_STATE_DICT)
         hooks.attach_unit(unit)
         self.register_load_state_dict_pre_hook(_before_load)
+        self.register_load_state_dict_post_hook(_after_load)
         instances = FullyShardedDataParallel.fsdp_modules(self)
         names = {child: clean_name(name) for name, child in self.named_modules() if isinstance(child, FullyShardedDataParallel)}
         Runtime(unit, [child._unit for child in instances], [names[child] for child in instances], settings.runtime)
@@ -464,7 +467,8 @@ class FullyShardedDataParallel(nn.Module):
         config: Any = settings.state_dict_config
         keep = not getattr(config, "rank0_only", False) or dist.get_rank() == 0
         own = list(destination)[first:]
-        values = {clean_name(key): destination.pop(key) for key in own if not self._shows(key, prefix)}
+        sharded = set() if self._unit.lent else {f"{prefix}{FSDP_WRAPPED_MODULE}.{name}" for name in self._sharded_names()}
+        values = {clean_name(key): destination.pop(key) for key in own if key not in sharded}
         for key in own:
             destination.pop(key, None)
         base = clean_name(prefix)
@@ -488,17 +492,19 @@ class FullyShardedDataParallel(nn.Module):
                 metadata.setdefault(clean_name(key), metadata[key])
         return destination
 
-    def _shows(self, key: str, prefix: str) -> bool:
-        """True for a key under which the traversal found a managed parameter in its sharded form."""
-        return not self._unit.lent and key in {f"{prefix}{FSDP_WRAPPED_MODULE}.{name}" for name in self._sharded_names()}
-
     def _sharded_names(self) -> set[str]:
+        """The names under which the wrapped module's state dict holds, or misses, managed parameters in their sharded form.
+
+        Activation checkpointing's wrapper takes itself out of the names at one time and not at another: both are here.
+        """
         managed = {id(target) for group in self._unit.groups for target, _ in group.store.targets}
-        return {
-            name
-            for name, parameter in self._fsdp_wrapped_module.named_parameters(remove_duplicate=False)
+        raw = {
+            f"{path}.{attribute}".lstrip(".")
+            for path, child in self._fsdp_wrapped_module.named_modules(remove_duplicate=False)
+            for attribute, parameter in child._parameters.items()
             if id(parameter) in managed
         }
+        return raw | {without_checkpoint_wrapper(name) for name in raw}
 
     def _names_in_order(self, base: str) -> list[str]:
         """The keys of the wrapped module's state dict, as they came before anything was wrapped."""
@@ -511,7 +517,7 @@ class FullyShardedDataParallel(nn.Module):
         for path, child in modules:
             if not isinstance(child, FullyShardedDataParallel):
                 start = f"{base}{path}." if path else base
-                attributes = dict.fromkeys((*order.get(path, ()), *child._parameters, *child._buffers))
+                attributes = dict.fromkeys((*order.get(path, ()), *child._parameters, *child._buffers, "_extra_state"))
                 names += [start + attribute for attribute in attributes]
         return names
 
@@ -522,7 +528,11 @@ class FullyShardedDataParallel(nn.Module):
         """
         self._runtime.require_idle("load_state_dict")
         self._runtime.rest()
-        return super().load_state_dict(state_dict, strict, assign)
+        try:
+            return super().load_state_dict(state_dict, strict, assign)
+        except RuntimeError as error:
+            error.args = (str(error).replace(f"{FSDP_WRAPPED_MODULE}.", ""),)  # torch says where things are here
+            raise
 
     # -- state dicts: the optimizer
 
@@ -571,7 +581,7 @@ class FullyShardedDataParallel(nn.Module):
                     expected="a dict with 'state' and 'param_groups'",
                     got=f"{sorted(optim_state_dict) if isinstance(optim_state_dict, Mapping) else type(optim_state_dict).__name__}",
                     where="optim_state_dict_to_load(model, optim, optim_state_dict)",
-                    fix="pass what optim_state_dict(model, optim) returned; note the order of the arguments",
+                    fix="pass what optim_state_dict(model, optim) returned, on every rank; note the order of the arguments",
                 )
             )
         loadable = optim_state_to_load(model, optim, optim_state_dict, _named_units(model))
@@ -726,9 +736,21 @@ def _before_load(
         load_unit(self._unit, state_dict, prefix, missing_keys, error_msgs)
     for key in [key for key in state_dict if key.startswith(prefix)]:
         state_dict[inner + key[len(prefix) :]] = state_dict.pop(key)
-    if not self._unit.lent:  # the sharded forms are registered too: they are loaded with themselves, which does nothing
-        wrapped = dict(self._fsdp_wrapped_module.named_parameters(remove_duplicate=False))
-        state_dict.update((inner + name, wrapped[name]) for name in self._sharded_names())
+    # The sharded forms are registered in the modules, which will miss them.
+    self._loading = prefix, set() if self._unit.lent else {inner + name for name in self._sharded_names()}
+
+
+def _after_load(instance: nn.Module, incompatible: Any) -> None:
+    """What is reported are the names before wrapping, and nothing that only exists because of it.
+
+    The outermost instance cleans the names: it still has to recognise sharded forms of its own that inner modules hold (ties).
+    """
+    self = typing.cast(FullyShardedDataParallel, instance)
+    prefix, sharded = self._loading
+    outermost = self._unit.is_root or not prefix
+    for keys in (incompatible.missing_keys, incompatible.unexpected_keys):
+        keys[:] = [clean_name(key) if outermost and key.startswith(prefix) else key for key in keys if key not in sharded]
+    self._loading = "", set()
 
 
 def _named_units(model: nn.Module) -> list[NamedUnit]:

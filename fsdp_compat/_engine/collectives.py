@@ -22,6 +22,10 @@ from ..errors import StateError, explain
 from . import torch_private
 from .mesh import Axis
 
+# torch 2.13 renamed them; 2.11 and 2.12 have the older names only.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 __all__ = ["Communicator", "Kind", "Traffic", "communicator", "gather_in_group"]
 
 
@@ -225,7 +229,7 @@ class _Native(_Grouped):
 
     def begin_gather(self, own: torch.Tensor, full: torch.Tensor, segments: Sequence[torch.Tensor], tag: int) -> Pending:
         self.traffic.add(Kind.GATHER, own.nbytes * (self.ranks - 1))
-        return Pending([_work(dist.all_gather_into_tensor(full, own, group=self.group, async_op=True))], keep=own)
+        return Pending([_work(_all_gather(full, own, group=self.group, async_op=True))], keep=own)
 
     def end_gather(self, pending: Pending, what: str) -> None:
         for work in pending.works:
@@ -234,7 +238,7 @@ class _Native(_Grouped):
     def begin_reduce(self, buffer: torch.Tensor, segments: Sequence[torch.Tensor], tag: int) -> Pending:
         self.traffic.add(Kind.REDUCE, segments[0].nbytes * (self.ranks - 1))
         total = torch.empty_like(segments[0])
-        return Pending([_work(dist.reduce_scatter_tensor(total, buffer, group=self.group, async_op=True))], [total], buffer)
+        return Pending([_work(_reduce_scatter(total, buffer, group=self.group, async_op=True))], [total], buffer)
 
     def end_reduce(self, pending: Pending, own: torch.Tensor, dtype: torch.dtype, what: str) -> torch.Tensor:
         for work in pending.works:
@@ -258,7 +262,7 @@ class _Native(_Grouped):
 
     def gather_now(self, own: torch.Tensor) -> torch.Tensor:
         full = own.new_empty(self.ranks * own.numel())
-        dist.all_gather_into_tensor(full, own.contiguous(), group=self.group)
+        _all_gather(full, own.contiguous(), group=self.group)
         return full
 
 
@@ -410,5 +414,5 @@ def communicator(axis: Axis) -> Communicator:
 def gather_in_group(group: dist.ProcessGroup, own: torch.Tensor) -> torch.Tensor:
     """Return [ranks * n] from every rank's ``own`` [n], over any process group. Collective."""
     full = own.new_empty(dist.get_world_size(group) * own.numel())
-    dist.all_gather_into_tensor(full, own, group=group)
+    _all_gather(full, own, group=group)
     return full

@@ -66,7 +66,8 @@ class GroupMemory:
         if self._fill is not None:
             for storage in self._own_storages:
                 storage.allocate()
-            torch_private.copy_together(*self._fill)
+            if self._fill[0]:  # all leaves may be empty
+                torch_private.copy_together(*self._fill)
             self._buffer.free()
 
     def free(self) -> None:

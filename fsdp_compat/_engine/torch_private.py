@@ -12,6 +12,7 @@ from torch import nn
 
 __all__ = [
     "as_plain_tensor",
+    "children_of",
     "copy_together",
     "default_device_of_backend",
     "group_timeout",
@@ -58,6 +59,11 @@ def same_storage(one: torch.Tensor, other: torch.Tensor) -> bool:
 def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
     """The dictionary in which a module keeps its own parameters; ``setattr`` costs ten times as much per swap."""
     return module._parameters
+
+
+def children_of(module: nn.Module) -> list[tuple[str, nn.Module]]:
+    """A module's children under all their names; ``named_children`` leaves out the second name of one."""
+    return [(name, child) for name, child in module._modules.items() if child is not None]
 
 
 def refresh_rnn_weights(module: nn.RNNBase) -> None:

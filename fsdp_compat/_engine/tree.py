@@ -49,7 +49,7 @@ def assign_owners(
             slots.setdefault(parameter, {})[module, attribute] = None
             names.setdefault(parameter, []).append(prefix + attribute)
             chains.setdefault(parameter, []).append(chain)
-        for name, child in module.named_children():
+        for name, child in torch_private.children_of(module):  # a shared module is met once per name
             visit(child, chain, f"{prefix}{name}.")
 
     visit(root, (), "")

@@ -438,8 +438,9 @@ def _keeps_attributes(module: nn.Module) -> bool:
 def _orders_to_keep(shown: Sequence[Shown]) -> list[tuple[nn.Module, list[str]]]:
     """Modules that hold, beside what a unit manages, parameters of others: swapping would change the order of their names."""
     managed: dict[nn.Module, list[str]] = {}
-    for module, attribute, _ in shown:
-        managed.setdefault(module, []).append(attribute)
+    for module, attribute, parameter in shown:
+        if parameter is not None:  # a FlatParameter is absent while the leaves are shown
+            managed.setdefault(module, []).append(attribute)
     kept = []
     for module, names in managed.items():
         order = [name for name, parameter in torch_private.parameters_of(module).items() if parameter is not None]

@@ -40,6 +40,16 @@ _FACTS = {
 }
 
 
+class _Shared:
+    """Something that copies share: a process group cannot be copied."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Shared:
+        return self
+
+
 class BoxedTensor(ShardedTensor):
     """One parameter (or one optimizer state of its shape), sharded: this rank's boxes are views of its flat shard.
 
@@ -53,6 +63,7 @@ class BoxedTensor(ShardedTensor):
     _layout: FlatLayout
     _index: int
     _members: tuple[int, ...]
+    _group: _Shared
 
     @staticmethod
     def __new__(cls, *args: Any, **kwargs: Any) -> BoxedTensor:
@@ -61,7 +72,7 @@ class BoxedTensor(ShardedTensor):
         self: Any = torch_private.tensor_without_storage(cls, shape, run.dtype, run.device)
         self._layout, self._index, self._members, self.whole_shape = layout, index, members, shape
         self.run, self.part = run, layout.part(index, rank)
-        self._process_group, self._init_rrefs, self._sharded_tensor_id, self._remote_shards = group, False, None, {}
+        self._group, self._init_rrefs, self._sharded_tensor_id, self._remote_shards = _Shared(group), False, None, {}
         self._local_shards = self._make_shards(cut_into_boxes(shape, self.part), dist.get_rank())
         return self
 
@@ -75,7 +86,7 @@ class BoxedTensor(ShardedTensor):
             shards.append(Shard(view, ShardMetadata(list(box.offsets), list(box.sizes), place)))
             start += box.numel
         if not shards:
-            sizes = [0, *self.whole_shape[1:]] if self.whole_shape else []
+            sizes = [0, *self.whole_shape[1:]]  # a 0-d tensor has no empty part, so that is 1-D: nobody may read a value out of it
             shards.append(Shard(self.run.new_zeros(sizes), ShardMetadata([0] * len(sizes), sizes, place)))
         return shards
 
@@ -133,8 +144,27 @@ class BoxedTensor(ShardedTensor):
                 return shard.tensor
         raise ValueError(f"this rank holds no box of {index.fqn} at offsets {index.offset}")
 
+    # -- how it is copied, for writing in the background
+
     def data_ptr(self) -> int:
-        return self.run.data_ptr()
+        """0: the memory is that of the local shards."""
+        return 0
+
+    def new_empty(self, size: Any, **kwargs: Any) -> BoxedTensor:  # type: ignore[override]
+        """Return a value of the same shape without any attributes yet, which is what copying begins with."""
+        if tuple(size) != self.whole_shape:
+            raise ValueError(f"a sharded tensor of shape {self.whole_shape} can only be copied as a whole, not as {tuple(size)}")
+        device = torch.device(kwargs.get("device") or self.run.device)
+        empty: Any = torch_private.tensor_without_storage(type(self), self.whole_shape, self.run.dtype, device)
+        return empty
+
+    @property
+    def _process_group(self) -> Any:
+        return self._group.value
+
+    @_process_group.setter
+    def _process_group(self, group: Any) -> None:
+        self._group = _Shared(group)
 
 
 def sharded_value(

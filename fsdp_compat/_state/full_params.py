@@ -11,6 +11,7 @@ from torch import nn
 
 from .._engine import torch_private
 from .._engine.unit import Group, Unit
+from .._stores.flat_store import FlatStore
 from .model import store_of
 
 __all__ = ["full_parameters"]
@@ -89,6 +90,8 @@ def _shown(group: Group, full: torch.Tensor, grads: torch.Tensor | None, writeba
         with torch.no_grad():
             if writeback:
                 store.take_from_whole([parameter.data for parameter in shown])
+                if grads is not None:
+                    _write_back_grads(store, [_grad_of(parameter) for parameter in shown], [grad for _, _, grad in kept])
             for parameter, data, grad in kept:
                 parameter.grad = None
                 parameter.data = data
@@ -100,6 +103,20 @@ def _shown(group: Group, full: torch.Tensor, grads: torch.Tensor | None, writeba
                         parameters.pop(slot.attribute, None)
                     else:
                         parameters[slot.attribute] = slot.parameter
+
+
+def _grad_of(parameter: nn.Parameter) -> torch.Tensor:
+    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+
+
+def _write_back_grads(store: FlatStore, wholes: Sequence[torch.Tensor], kept: Sequence[torch.Tensor | None]) -> None:
+    """Copy this rank's part of whole gradients into those of the targets, where they have any. kept: those of originals."""
+    changed = torch.zeros_like(store.shard)
+    store.take_from_whole(wholes, changed)
+    grads = kept or [target.grad for target, _ in store.targets]
+    for grad, part in zip(grads, store.grads(changed), strict=True):
+        if grad is not None:
+            grad.copy_(part)
 
 
 def _gather_grads(group: Group) -> torch.Tensor | None:

@@ -149,7 +149,7 @@ def _add_group_state(
             buffer = torch.zeros(store.numel, dtype=dtype, device=store.shard.device)
             for target, place in zip((t for t, _ in store.targets), store.grads(buffer), strict=True):
                 value = by_parameter.get(target, {}).get(key)
-                if target in having and value is not None:
+                if value is not None and _is_shaped(value, target):
                     place.copy_(value)
             gathered = group.gather_full(buffer)
             wholes = store.whole(gathered)

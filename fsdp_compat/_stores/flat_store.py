@@ -58,10 +58,14 @@ class FlatStore:
         self._trainable = [p.requires_grad for p in originals]
         self._leaves: list[nn.Parameter] = []
 
-    def take_from_whole(self, wholes: Sequence[torch.Tensor]) -> None:
-        """Copy this rank's part of every parameter into the shard. wholes: one per parameter, in its shape, on any device."""
+    def take_from_whole(self, wholes: Sequence[torch.Tensor], shard: torch.Tensor | None = None) -> None:
+        """Copy this rank's part of every whole tensor (one per parameter, in its shape, on any device) into ``shard`` [S].
+
+        Default: this rank's own.
+        """
+        shard = self.shard if shard is None else shard
         for move in self._from_whole:
-            target = self.shard[move.target_start : move.target_start + move.numel]
+            target = shard[move.target_start : move.target_start + move.numel]
             source = wholes[move.source[0]].detach().reshape(-1)[move.source_start : move.source_start + move.numel]
             if source.data_ptr() != target.data_ptr():
                 target.copy_(source)

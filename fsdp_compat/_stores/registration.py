@@ -112,12 +112,13 @@ class OriginalRegistration:
         ]
 
     def check(self, shard: torch.Tensor, where: str) -> None:
-        base, size = shard.data_ptr(), shard.element_size()
-        for (parameter, _), part, name in zip(self.targets, self._parts, self._names, strict=True):
-            if parameter.data_ptr() != base + part.start * size or parameter.dtype != shard.dtype:
-                if part.start == part.stop and not parameter.numel() and parameter.dtype == shard.dtype:
-                    continue
-                _adopt(parameter, self.grads(shard)[self._names.index(name)], f"{where}, parameter {name!r}")
+        base, size, dtype = shard.data_ptr(), shard.element_size(), shard.dtype
+        for index, (parameter, _) in enumerate(self.targets):
+            part = self._parts[index]
+            numel = part.stop - part.start
+            fits = parameter.numel() == numel and parameter.dtype == dtype
+            if not fits or (numel and parameter.data_ptr() != base + part.start * size):
+                _adopt(parameter, self.grads(shard)[index], f"{where}, parameter {self._names[index]!r}")
 
 
 def _adopt(parameter: nn.Parameter, view: torch.Tensor, where: str) -> None:

@@ -1,0 +1,159 @@
+"""Host time per unit: what the Python and C++ code around a unit's computation costs, with nothing to compute or to send.
+
+    python tests/benchmarks/host.py                      (fsdp_compat installed, or PYTHONPATH=.)
+    python tests/benchmarks/host.py --profile            where the time of ours goes, function by function
+
+One process on a fake process group, which accepts every collective and moves nothing; 64 units of 8 and of 12 parameters of 4
+elements. A step is forward, backward, and gradients set to None. Times are CPU times of the process, so other programs disturb
+them only through caches and clocks. The columns:
+
+    above plain     time of a step beyond the unwrapped model's in the same round, per unit, in microseconds: median of the rounds
+    minimum         the same between the fastest step of either
+    to FSDP1        ours above plain / FSDP1's above plain, paired by round, median. FSDP1 with the same use_orig_params
+    to FSDP2        the same to FSDP2 (its reshard_after_forward follows the strategy)
+    limit           ours only: "met" if both ratios are at most one third, which is what this project asks of itself
+"""
+
+from __future__ import annotations
+
+import argparse
+import cProfile
+import functools
+import pstats
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+from contenders import FSDP2, MIN_ROUNDS, OURS, PLAIN, Contender, Strategy, Timings, build, fsdp1_of, measure
+from torch import nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+LIMIT = 1 / 3
+ELEMENTS = 4  # of a parameter
+PROFILED_STEPS = 20
+
+
+class Scales(nn.Module):
+    """A unit of many tiny parameters, each used once."""
+
+    def __init__(self, num_parameters: int) -> None:
+        super().__init__()
+        self.scales = nn.ParameterList(nn.Parameter(torch.ones(ELEMENTS)) for _ in range(num_parameters))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for scale in self.scales:
+            x = x * scale
+        return x
+
+
+def main() -> int:
+    arguments = parse_arguments()
+    warnings.simplefilter("ignore")  # torch's FSDP1 says in each construction that it is going away
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    dist.init_process_group("fake", rank=0, world_size=arguments.world_size, store=FakeStore())
+    missed = 0
+    try:
+        for num_parameters in arguments.parameters:
+            for strategy in (Strategy[name] for name in arguments.strategies):
+                steps = make_steps(arguments.units, num_parameters, strategy)
+                title = f"{arguments.units} units of {num_parameters} parameters, {strategy.name}, {arguments.world_size} ranks"
+                if arguments.profile:
+                    for name in (name for name in steps if name.startswith(OURS)):
+                        print(f"\n{title}: {name}\n")
+                        print_profile(steps[name], arguments.units, arguments.lines)
+                else:
+                    timings = measure(steps, arguments.rounds, clock=time.process_time)
+                    print(f"\n{title}, {arguments.rounds} rounds\n")
+                    missed += print_table(timings, arguments.units)
+    finally:
+        dist.destroy_process_group()
+    return 1 if missed and arguments.check else 0
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--world-size", type=int, default=8)
+    parser.add_argument("--units", type=int, default=64)
+    parser.add_argument("--parameters", type=int, nargs="+", default=[8, 12], help="parameters of a unit")
+    parser.add_argument(
+        "--strategies",
+        nargs="+",
+        choices=[Strategy.FULL_SHARD.name, Strategy.SHARD_GRAD_OP.name],
+        default=[Strategy.FULL_SHARD.name, Strategy.SHARD_GRAD_OP.name],
+    )
+    parser.add_argument("--rounds", type=int, default=25)
+    parser.add_argument("--check", action="store_true", help="exit status 1 if a limit is not met")
+    parser.add_argument("--profile", action="store_true", help="profile ours instead of timing all")
+    parser.add_argument("--lines", type=int, default=40, help="functions that a profile shows")
+    arguments = parser.parse_args()
+    if arguments.rounds < MIN_ROUNDS:
+        parser.error(f"--rounds {arguments.rounds}: medians of fewer than {MIN_ROUNDS} rounds tell nothing")
+    if arguments.world_size < 2:
+        parser.error(f"--world-size {arguments.world_size}: with one rank nothing is sent, so there is nothing to compare")
+    return arguments
+
+
+def make_steps(num_units: int, num_parameters: int, strategy: Strategy) -> dict[str, Callable[[], None]]:
+    base = nn.Sequential(*[Scales(num_parameters) for _ in range(num_units)])
+    x = torch.ones(2, ELEMENTS)
+    return {contender.name: functools.partial(step, contender, x) for contender in build(base, Scales, strategy, ddp=False)}
+
+
+def step(contender: Contender, x: torch.Tensor) -> None:
+    contender.model(x).sum().backward()
+    contender.zero_grad()
+
+
+def print_table(timings: Timings, num_units: int) -> int:
+    """Print the times; return how many limits are not met."""
+    missed = 0
+    print(f"{'':28} {'above plain':>12} {'minimum':>9} {'to FSDP1':>9} {'to FSDP2':>9}  limit")
+    for name in timings.seconds:
+        if name == PLAIN:
+            continue
+        micros = [seconds / num_units * 1e6 for seconds in (timings.above_plain(name), timings.minimum_above_plain(name))]
+        ratios = [timings.above_plain_ratio(name, to) for to in (fsdp1_of(name), FSDP2)]
+        verdict = ""
+        if name.startswith(OURS):
+            verdict = "met" if max(ratios) <= LIMIT else "NOT MET"
+            missed += verdict != "met"
+        print(f"{name:28} {micros[0]:9.1f} us {micros[1]:6.1f} us {ratios[0]:9.3f} {ratios[1]:9.3f}  {verdict}")
+    plain = timings.median(PLAIN) / num_units * 1e6
+    print(f"{PLAIN:28} {plain:9.1f} us per unit in all")
+    return missed
+
+
+def print_profile(run: Callable[[], None], num_units: int, lines: int) -> None:
+    """Print the functions with the most own time, per unit and step.
+
+    The profiler adds about the same to every call, so many short calls look dearer than they are: compare with a run without it.
+    """
+    for _ in range(3):
+        run()
+    profiler = cProfile.Profile()
+    profiler.enable()
+    for _ in range(PROFILED_STEPS):
+        run()
+    profiler.disable()
+    print(f"{'own us':>8} {'total us':>9} {'calls':>7}   per unit and step")
+    for own, total, calls, where in sorted(_functions(profiler), reverse=True)[:lines]:
+        scale = 1 / (PROFILED_STEPS * num_units)
+        print(f"{own * scale * 1e6:8.2f} {total * scale * 1e6:9.2f} {calls * scale:7.2f}   {where}")
+
+
+def _functions(profiler: cProfile.Profile) -> Iterator[tuple[float, float, int, str]]:
+    """Yield own seconds, seconds with what was called, calls and the place of every function."""
+    stats = pstats.Stats(profiler).stats  # type: ignore[attr-defined]
+    for (file, line, function), (_, calls, own, total, _) in stats.items():
+        yield own, total, calls, function if file == "~" else f"{_short(file.split('/'))}:{line} {function}"
+
+
+def _short(path: Sequence[str]) -> str:
+    return "/".join(path[-2:])
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,421 @@
+"""What a step costs in numbers that do not vary: collectives, bytes, copies, and memory in flight.
+
+The model is a root with parameters of its own around six equal blocks, on two ranks. Sizes in elements, all padded to 4:
+
+    block   norm 8 + 8, up 56 + 12, down 56 + 8   = 148    S = 76 on two ranks, 148 on one
+    root    stem 36 + 8, head 20 + 4              =  68    S = 36 on two ranks,  68 on one
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fsdp_compat import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
+from fsdp_compat._engine.collectives import Kind
+from fsdp_compat._engine.unit import LARGE, Group, Residency
+from fsdp_compat.wrap import ModuleWrapPolicy
+from tests.support.ranks import run_ranks
+
+WIDTH = 6
+BLOCKS = 6
+BLOCK_S, ROOT_S = 76, 36
+BLOCK_FULL, ROOT_FULL = 148, 68
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 9), nn.Linear(9, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(self.up(self.norm(x)).tanh())
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 3)
+        self.blocks = nn.Sequential(*(Block() for _ in range(BLOCKS)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.blocks(self.stem(x)))
+
+
+@dataclasses.dataclass(frozen=True)
+class Sent:
+    """What one rank sent in a step: numbers of collectives and bytes by kind, and bytes that really left."""
+
+    counts: dict[str, int]
+    nbytes: dict[str, int]
+    real_nbytes: int
+
+
+def wrapped(**options: Any) -> FullyShardedDataParallel:
+    options.setdefault("auto_wrap_policy", ModuleWrapPolicy({Block}))
+    return FullyShardedDataParallel(options.pop("module", None) or Model(), **options)
+
+
+def step(model: nn.Module) -> None:
+    model(torch.ones(2, WIDTH)).float().pow(2).mean().backward()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                parameter.sub_(parameter.grad, alpha=0.01)
+                parameter.grad = None
+
+
+@contextlib.contextmanager
+def counting_sends(found: list[int]) -> Iterator[None]:
+    """Add up, below everything that counts by itself, the bytes handed to torch.distributed."""
+    send = dist.isend
+
+    @functools.wraps(send)
+    def counted(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        found.append(tensor.nbytes)
+        return send(tensor, *args, **kwargs)
+
+    dist.isend = counted
+    try:
+        yield
+    finally:
+        dist.isend = send
+
+
+def sent_by_steps(num_steps: int, strategy: str, mesh: tuple[int, int] | None = None, **options: Any) -> list[Sent]:
+    if mesh is not None:
+        options["device_mesh"] = init_device_mesh("cpu", mesh)
+    model = wrapped(sharding_strategy=ShardingStrategy[strategy], **options)
+    group = model._runtime.groups[0]
+    found = []
+    for _ in range(num_steps):
+        for axis in (group.shard, group.replica):
+            axis.traffic.clear()
+        real: list[int] = []
+        with counting_sends(real):
+            step(model)
+        counts = group.shard.traffic.counts + group.replica.traffic.counts
+        nbytes = group.shard.traffic.nbytes + group.replica.traffic.nbytes
+        found.append(Sent({k.name: n for k, n in counts.items()}, {k.name: n for k, n in nbytes.items()}, sum(real)))
+    return found
+
+
+# -- collectives and bytes
+
+
+@pytest.mark.parametrize("use_orig_params", [False, True])
+def test_full_sharding_gathers_twice_less_what_backward_uses_first_and_reduces_once(use_orig_params: bool) -> None:
+    reduced = 4 * (BLOCKS * BLOCK_S + ROOT_S)
+    first = 4 * (2 * BLOCKS * BLOCK_S + ROOT_S)  # what backward uses first is not known yet
+    later = 4 * ((2 * BLOCKS - 1) * BLOCK_S + ROOT_S)
+    for found in run_ranks(2, sent_by_steps, 4, "FULL_SHARD", use_orig_params=use_orig_params):
+        assert found == [
+            Sent({"GATHER": 13, "REDUCE": 7}, {"GATHER": first, "REDUCE": reduced}, first + reduced),
+            *[Sent({"GATHER": 12, "REDUCE": 7}, {"GATHER": later, "REDUCE": reduced}, later + reduced)] * 3,
+        ]
+
+
+def test_three_ranks_send_to_two_others_each() -> None:
+    block_s, root_s = 52, 24  # 148 / 3 and 68 / 3, padded
+    gathered, reduced = 2 * 4 * (11 * block_s + root_s), 2 * 4 * (BLOCKS * block_s + root_s)
+    for found in run_ranks(3, sent_by_steps, 2, "FULL_SHARD"):
+        assert found[1] == Sent({"GATHER": 12, "REDUCE": 7}, {"GATHER": gathered, "REDUCE": reduced}, gathered + reduced)
+
+
+def test_without_resharding_every_unit_is_gathered_once_and_reduced_once() -> None:
+    nbytes = 4 * (BLOCKS * BLOCK_S + ROOT_S)
+    for found in run_ranks(2, sent_by_steps, 3, "SHARD_GRAD_OP"):
+        assert found == [Sent({"GATHER": 7, "REDUCE": 7}, {"GATHER": nbytes, "REDUCE": nbytes}, 2 * nbytes)] * 3
+
+
+def test_without_sharding_nothing_is_gathered_and_every_unit_is_reduced_among_replicas() -> None:
+    nbytes = 4 * (BLOCKS * BLOCK_FULL + ROOT_FULL)
+    for found in run_ranks(2, sent_by_steps, 3, "NO_SHARD"):
+        assert found == [Sent({"REPLICATE": 7}, {"REPLICATE": nbytes}, nbytes)] * 3
+
+
+def test_replicas_of_shards_reduce_their_shards_once_more() -> None:
+    gathered, reduced = 4 * (11 * BLOCK_S + ROOT_S), 4 * (BLOCKS * BLOCK_S + ROOT_S)
+    counts = {"GATHER": 12, "REDUCE": 7, "REPLICATE": 7}
+    nbytes = {"GATHER": gathered, "REDUCE": reduced, "REPLICATE": reduced}
+    for found in run_ranks(4, sent_by_steps, 2, "HYBRID_SHARD", (2, 2)):
+        assert found[1] == Sent(counts, nbytes, gathered + 2 * reduced)
+
+
+def test_gathers_and_reductions_travel_in_their_own_dtypes() -> None:
+    precision = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    gathered, reduced = 2 * (11 * BLOCK_S + ROOT_S), 4 * (BLOCKS * BLOCK_S + ROOT_S)
+    for found in run_ranks(2, sent_by_steps, 2, "FULL_SHARD", mixed_precision=precision):
+        assert found[1] == Sent({"GATHER": 12, "REDUCE": 7}, {"GATHER": gathered, "REDUCE": reduced}, gathered + reduced)
+
+
+def counts_by_unit(strategy: str, num_steps: int) -> list[dict[str, tuple[int, int]]]:
+    """Per step: {unit: (gathers, reductions)}."""
+    model = wrapped(sharding_strategy=ShardingStrategy[strategy])
+    found: collections.Counter[tuple[str, str]] = collections.Counter()
+    for unit in model._runtime.units:
+        for group in unit.groups:
+            for name in ("gather", "start_reduction"):
+                call_also(group, name, lambda key=(unit.name, name): found.update([key]))
+    steps = []
+    for _ in range(num_steps):
+        found.clear()
+        step(model)
+        steps.append({u.name: (found[u.name, "gather"], found[u.name, "start_reduction"]) for u in model._runtime.units})
+    return steps
+
+
+def call_also(group: Group, name: str, more: Callable[[], object]) -> None:
+    """Make a method of one group call ``more`` when it has returned."""
+    method = getattr(group, name)
+
+    @functools.wraps(method)
+    def both(*args: Any, **kwargs: Any) -> Any:
+        answer = method(*args, **kwargs)
+        more()
+        return answer
+
+    setattr(group, name, both)
+
+
+def test_only_the_root_and_the_last_block_are_gathered_once_from_the_second_step_on() -> None:
+    for found in run_ranks(2, counts_by_unit, "FULL_SHARD", 3):
+        assert found[0] == {"": (1, 1)} | {f"blocks.{i}": (2, 1) for i in range(6)}
+        assert found[1] == {"": (1, 1)} | {f"blocks.{i}": (2, 1) for i in range(5)} | {"blocks.5": (1, 1)}
+        assert found[2] == found[1]
+
+
+def sent_while_accumulating() -> list[tuple[int, int]]:
+    """(gathers, reductions) of two backwards without communication and one with it."""
+    model, found = wrapped(), []
+    traffic = model._runtime.groups[0].shard.traffic
+    step(model)
+    for sync in (False, False, True):
+        traffic.clear()
+        with contextlib.nullcontext() if sync else model.no_sync():
+            model(torch.ones(2, WIDTH)).pow(2).mean().backward()
+        found.append((traffic.counts[Kind.GATHER], traffic.counts[Kind.REDUCE]))
+    return found
+
+
+def test_accumulating_reduces_nothing_until_the_backward_with_communication() -> None:
+    assert run_ranks(2, sent_while_accumulating) == [[(12, 0), (12, 0), (12, 7)]] * 2
+
+
+def sent_in_inference() -> tuple[int, int]:
+    model = wrapped()
+    traffic = model._runtime.groups[0].shard.traffic
+    with torch.no_grad():
+        model(torch.ones(2, WIDTH))
+    return traffic.counts[Kind.GATHER], traffic.counts[Kind.REDUCE]
+
+
+def test_a_forward_without_grad_gathers_every_unit_once() -> None:
+    assert run_ranks(2, sent_in_inference) == [(7, 0)] * 2
+
+
+# -- passes over memory
+
+
+class Operations(TorchDispatchMode):
+    """Every operation, and the sizes of what the copying and dividing ones write."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: collections.Counter[str] = collections.Counter()
+        self.written: dict[str, list[int]] = collections.defaultdict(list)
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = function._schema.name.removeprefix("aten::")
+        self.names[name] += 1
+        if name in ("copy_", "div_", "mul_", "zero_", "add_", "clone", "_to_copy", "add", "div"):
+            self.written[name].append(args[0].numel())
+        elif name == "_foreach_copy_":
+            self.written[name].append(sum(tensor.numel() for tensor in args[0]))
+        return function(*args, **(kwargs or {}))
+
+
+def operations_of_a_step(**options: Any) -> tuple[dict[str, int], dict[str, list[int]]]:
+    model = wrapped(**options)
+    step(model)
+    with Operations() as seen:
+        loss = model(torch.ones(2, WIDTH)).float().pow(2).mean()
+        loss.backward()
+    return dict(seen.names), dict(seen.written)
+
+
+@pytest.mark.parametrize("use_orig_params", [False, True])
+def test_a_step_concatenates_splits_and_pads_nothing(use_orig_params: bool) -> None:
+    for names, _ in run_ranks(2, operations_of_a_step, use_orig_params=use_orig_params):
+        assert names["_foreach_copy_"] == 7  # it has looked
+        banned = {"cat", "_chunk_cat", "split", "split_with_sizes", "split_with_sizes_copy", "constant_pad_nd", "stack", "clone"}
+        assert banned & names.keys() == set()
+
+
+@pytest.mark.parametrize("use_orig_params", [False, True])
+def test_a_gather_copies_its_own_shard_and_nothing_out(use_orig_params: bool) -> None:
+    for _, written in run_ranks(2, operations_of_a_step, use_orig_params=use_orig_params):
+        assert sorted(written["copy_"]) == [ROOT_S] + [BLOCK_S] * 11
+
+
+@pytest.mark.parametrize("use_orig_params", [False, True])
+def test_gradients_are_copied_once_and_only_shards_are_divided(use_orig_params: bool) -> None:
+    elements = 6 + 6 + 54 + 9 + 54 + 6, 36 + 6 + 18 + 3  # without padding
+    for _, written in run_ranks(2, operations_of_a_step, use_orig_params=use_orig_params):
+        assert sorted(written["_foreach_copy_"]) == [elements[1]] + [elements[0]] * 6
+        assert sorted(written["div_"]) == [ROOT_S] + [BLOCK_S] * 6
+        assert max(written["zero_"]) <= 19  # gaps between parameters, never a buffer
+
+
+def test_a_cast_to_the_dtype_of_gathers_is_made_on_the_shard() -> None:
+    precision = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for _, written in run_ranks(2, operations_of_a_step, mixed_precision=precision):
+        assert sorted(n for n in written["_to_copy"] if n in (ROOT_S, BLOCK_S)) == [ROOT_S] + [BLOCK_S] * 11
+        assert max(written["_to_copy"]) == BLOCK_S
+        assert sorted(written["copy_"]) == [ROOT_S] + [BLOCK_S] * 11
+
+
+# -- one rank
+
+
+class Table(nn.Module):
+    """A small parameter and one that has a hook of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.bias = nn.Parameter(torch.zeros(LARGE, 1)), nn.Parameter(torch.zeros(WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.bias * (self.table + 1).mean()
+
+
+def one_rank(use_orig_params: bool) -> None:
+    model = wrapped(use_orig_params=use_orig_params)
+    real: list[int] = []
+    with counting_sends(real), Operations() as seen:
+        for _ in range(2):
+            model(torch.ones(2, WIDTH)).pow(2).mean().backward()
+    assert real == []
+    assert not any(name.startswith("c10d") or "all" in name for name in seen.names)
+    assert "copy_" not in seen.names
+    for group in model._runtime.groups:
+        shard = group.store.outgoing(torch.float32)
+        assert group.resident_nbytes == 0
+        places = group.store.places(shard)[:-1]
+        assert [leaf.data_ptr() for leaf in group.leaves] == [views[0].data_ptr() for views in places]
+
+
+def handed_over() -> None:
+    model = wrapped(module=nn.Sequential(Block(), Table(), Block()), use_orig_params=True)
+    made: dict[int, torch.Tensor | None] = {}
+    for group in model._runtime.groups:
+        for (target, _), leaf in zip(group.store.targets, group.leaves, strict=True):
+            leaf.register_post_accumulate_grad_hook(lambda leaf, target=target: made.update({id(target): leaf.grad}))
+    with Operations() as seen:
+        model(torch.ones(2, WIDTH)).pow(2).mean().backward()
+    parameters = list(model.parameters())
+    assert len(parameters) == 14
+    assert made.keys() == {id(parameter) for parameter in parameters}
+    assert all(parameter.grad is made[id(parameter)] for parameter in parameters)
+    assert {"copy_", "_foreach_copy_", "div_"} & seen.names.keys() == set()
+
+
+@pytest.mark.parametrize("use_orig_params", [False, True])
+def test_one_rank_sends_and_copies_no_parameter_and_leaves_alias_the_shard(use_orig_params: bool) -> None:
+    run_ranks(1, one_rank, use_orig_params)
+
+
+def test_one_rank_hands_over_the_very_gradients_that_autograd_made() -> None:
+    run_ranks(1, handed_over)
+
+
+# -- memory in flight
+
+
+@dataclasses.dataclass
+class Peak:
+    """The most that was there at once in a step, the root left out."""
+
+    units: int = 0
+    buffers: int = 0  # of gradients, filling or travelling
+    travelling: int = 0
+    nbytes: int = 0
+
+
+class Wide(nn.Module):
+    """A unit whose parameter has a hook of its own, so that its buffer fills while backward is still inside of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, LARGE // WIDTH + 1, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.up(x).mean()
+
+
+def peaks(num_steps: int, block: type[nn.Module] = Block, **options: Any) -> list[Peak]:
+    module = Model()
+    module.blocks = nn.Sequential(*(block() for _ in range(BLOCKS)))
+    model, peak = wrapped(module=module, auto_wrap_policy=ModuleWrapPolicy({block}), **options), Peak()
+    units = [unit for unit in model._runtime.units if not unit.is_root]
+    groups = [group for unit in units for group in unit.groups]
+
+    def look(*_: object) -> None:
+        peak.units = max(peak.units, sum(unit.residency is not Residency.SHARDED for unit in units))
+        peak.buffers = max(peak.buffers, sum(group.resident_nbytes > group.memory.resident_nbytes for group in groups))
+        peak.travelling = max(peak.travelling, sum(group.reduction is not None for group in groups))
+        peak.nbytes = max(peak.nbytes, sum(group.resident_nbytes for group in groups))
+
+    for group in groups:
+        for name in ("gather", "wait", "take", "collect", "start_reduction"):
+            call_also(group, name, look)
+    for unit in units:
+        unit.module.up.register_forward_hook(look)
+        unit.module.up.register_full_backward_hook(look)
+    found = []
+    for _ in range(num_steps):
+        peak.units = peak.buffers = peak.travelling = peak.nbytes = 0
+        step(model)
+        look()
+        assert sum(group.resident_nbytes for group in groups) == 0
+        found.append(dataclasses.replace(peak))
+    return found
+
+
+FULL_NBYTES = 4 * 2 * BLOCK_S  # of a gathered block, and of a reduce buffer
+
+
+@pytest.mark.parametrize("use_orig_params", [False, True])
+def test_two_units_and_two_reduce_buffers_are_there_at_most_and_as_much_in_every_step(use_orig_params: bool) -> None:
+    for first, *later in run_ranks(2, peaks, 20, use_orig_params=use_orig_params):
+        assert first == Peak(1, 2, 2, 3 * FULL_NBYTES)  # there is no order yet to gather ahead by
+        assert later == [Peak(2, 2, 2, 4 * FULL_NBYTES)] * 19
+
+
+def test_beside_two_reduce_buffers_that_travel_one_of_large_parameters_fills_at_most() -> None:
+    for _, *later in run_ranks(2, peaks, 6, Wide):
+        assert all(peak == later[0] for peak in later)
+        assert later[0].units == 2
+        assert later[0].travelling <= 2
+        assert later[0].buffers <= 3
+
+
+def test_without_prefetching_one_unit_at_a_time_is_there() -> None:
+    for found in run_ranks(2, peaks, 3, backward_prefetch=None):
+        assert [peak.units for peak in found] == [1] * 3
+
+
+def test_without_resharding_all_units_are_there_and_two_reduce_buffers_at_most() -> None:
+    for found in run_ranks(2, peaks, 3, sharding_strategy=ShardingStrategy.SHARD_GRAD_OP):
+        assert [(peak.units, peak.travelling) for peak in found] == [(BLOCKS, 2)] * 3

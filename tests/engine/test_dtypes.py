@@ -1,0 +1,163 @@
+"""Casts of nested values: every tensor is found, containers keep their types, and what need not change is kept itself."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import typing
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fsdp_compat._engine.dtypes import cast_floats, map_tensors, move_to, tensors_in
+
+
+class Named(typing.NamedTuple):
+    x: Any
+    y: Any
+
+
+@dataclasses.dataclass
+class Data:
+    x: Any
+    y: Any = None
+    z: Any = dataclasses.field(default=None, init=False)
+
+
+@dataclasses.dataclass(frozen=True)
+class Frozen:
+    x: Any
+
+
+class Items(list):  # type: ignore[type-arg]
+    pass
+
+
+ONE, TWO = torch.tensor([1.5]), torch.tensor([2.5])
+INT = torch.tensor([3])
+
+CONTAINERS: dict[str, Any] = {
+    "tensor": ONE,
+    "list": [ONE, 1, "text"],
+    "tuple": (ONE, None),
+    "dict": {"a": ONE, "b": 2},
+    "named tuple": Named(ONE, 3),
+    "ordered dict": collections.OrderedDict(a=ONE, b=None),
+    "default dict": collections.defaultdict(list, a=ONE),
+    "dataclass": Data(ONE, 4),
+    "frozen dataclass": Frozen(ONE),
+    "subclass of list": Items([ONE]),
+    "nested": {"a": [(ONE, {"b": Data(x=[Frozen(TWO)])})], "c": INT},
+}
+
+
+def plus_one(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor + 1
+
+
+def nested() -> st.SearchStrategy[Any]:
+    leaves = st.one_of(st.integers(), st.none(), st.text(max_size=2), st.floats(0, 1).map(lambda x: torch.tensor([x])))
+    return st.recursive(
+        leaves,
+        lambda inner: st.one_of(
+            st.lists(inner, max_size=3),
+            st.lists(inner, max_size=3).map(tuple),
+            st.dictionaries(st.text(max_size=2), inner, max_size=3),
+            st.builds(Named, inner, inner),
+            st.builds(Data, inner, inner),
+        ),
+        max_leaves=8,
+    )
+
+
+@pytest.mark.parametrize("name", CONTAINERS)
+def test_every_tensor_of_a_container_is_changed_and_its_type_is_kept(name: str) -> None:
+    value = CONTAINERS[name]
+    found = map_tensors(value, plus_one)
+    assert type(found) is type(value)
+    assert [t.tolist() for t in tensors_in(found)] == [(t + 1).tolist() for t in tensors_in(value)]
+    assert all(t.tolist() in ([1.5], [2.5], [3]) for t in tensors_in(value))  # the original is not touched
+
+
+@pytest.mark.parametrize("name", CONTAINERS)
+def test_a_container_in_which_nothing_changes_is_returned_itself(name: str) -> None:
+    assert map_tensors(CONTAINERS[name], lambda tensor: tensor) is CONTAINERS[name]
+
+
+def test_only_the_containers_around_a_change_are_new() -> None:
+    kept, changed = [INT], [ONE]
+    value = {"kept": kept, "changed": changed}
+    found = map_tensors(value, lambda tensor: tensor if tensor is INT else tensor + 1)
+    assert found["kept"] is kept
+    assert found["changed"] is not changed
+
+
+def test_other_fields_of_what_is_changed_stay() -> None:
+    assert map_tensors(Named(ONE, "text"), plus_one).y == "text"
+    assert map_tensors(Data(ONE, {"k": 1}), plus_one).y == {"k": 1}
+    found = map_tensors(collections.defaultdict(list, a=ONE, b=2), plus_one)
+    assert found["b"] == 2
+    assert found["missing"] == []
+    assert list(map_tensors(collections.OrderedDict(z=ONE, a=2), plus_one)) == ["z", "a"]
+
+
+def test_tensors_are_found_in_order_in_all_containers() -> None:
+    value = {"a": [ONE, (TWO,)], "b": Named(INT, Data(x=ONE)), "c": {"d": Frozen(TWO)}}
+    assert [id(tensor) for tensor in tensors_in(value)] == [id(tensor) for tensor in (ONE, TWO, INT, ONE, TWO)]
+
+
+@pytest.mark.parametrize("value", [{ONE, TWO}, frozenset({ONE, TWO})])
+def test_tensors_are_found_in_sets(value: Any) -> None:
+    assert {id(tensor) for tensor in tensors_in(value)} == {id(ONE), id(TWO)}
+
+
+@pytest.mark.parametrize("value", [None, 3, "text", [], {}, (), Data, object()])
+def test_nothing_is_found_in_what_holds_no_tensor(value: Any) -> None:
+    assert list(tensors_in(value)) == []
+    assert map_tensors(value, plus_one) is value
+
+
+def test_only_floating_point_tensors_are_cast() -> None:
+    value = {"f": torch.ones(1), "d": torch.ones(1, dtype=torch.float64), "i": INT, "b": torch.tensor([True]), "n": 1.5}
+    found = cast_floats(value, torch.bfloat16)
+    assert [t.dtype for t in tensors_in(found)] == [torch.bfloat16, torch.bfloat16, torch.int64, torch.bool]
+    assert found["n"] == 1.5
+    complex_value = torch.ones(1, dtype=torch.complex64)
+    assert cast_floats(complex_value, torch.bfloat16) is complex_value
+
+
+def test_what_has_the_dtype_and_the_device_already_is_kept_itself() -> None:
+    value = [ONE, {"a": INT}]
+    assert cast_floats(value, torch.float32) is value
+    assert move_to(value, torch.device("cpu")) is value
+
+
+def test_moving_takes_every_tensor_along() -> None:
+    found = move_to([ONE, {"a": INT}, 3], torch.device("meta"))
+    assert [tensor.device.type for tensor in tensors_in(found)] == ["meta", "meta"]
+    assert found[2] == 3
+
+
+def test_a_cast_is_differentiable() -> None:
+    x = torch.ones(2, requires_grad=True)
+    (cast,) = tensors_in(cast_floats([x], torch.float64))
+    cast.sum().backward()
+    assert x.grad is not None
+    assert x.grad.tolist() == [1.0, 1.0]
+
+
+@given(value=nested())
+def test_mapping_changes_exactly_the_tensors_that_are_found(value: Any) -> None:
+    found = map_tensors(value, plus_one)
+    assert [t.tolist() for t in tensors_in(found)] == [(t + 1).tolist() for t in tensors_in(value)]
+    assert type(found) is type(value)
+    if not list(tensors_in(value)):
+        assert found is value
+
+
+@given(value=nested())
+def test_casting_there_leaves_no_other_floating_dtype(value: Any) -> None:
+    assert all(t.dtype == torch.float64 for t in tensors_in(cast_floats(value, torch.float64)))

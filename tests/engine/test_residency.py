@@ -1,0 +1,235 @@
+"""Which moves of memory a unit may make, what it shows of its parameters, and storages that come and go under tensors that stay."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from torch import nn
+
+from fsdp_compat._engine.dtypes import Precision
+from fsdp_compat._engine.storage import GroupMemory, Storage
+from fsdp_compat._engine.unit import Residency, Unit
+from fsdp_compat.errors import StateError
+from tests.support.engine_build import CPU, STORES, lone_mesh, make_store, make_unit, members_of
+
+ALLOWED = [("SHARDED", "GATHERING"), ("GATHERING", "FULL"), ("GATHERING", "SHARDED"), ("FULL", "SHARDED")]
+HALF = Precision(torch.bfloat16, torch.float32)  # gathered in another dtype, so that one rank has something to gather too
+
+
+class Pair(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(3, 2), nn.Linear(2, 2)
+
+
+def unit_in(state: str, kind: str = "flat", precision: Precision | None = HALF) -> Unit:
+    module = Pair()
+    unit = make_unit(kind, module, lone_mesh(), members_of(module), precision=precision)
+    unit.name = "blocks.7"
+    if state != "SHARDED":
+        unit.gather()
+    if state == "FULL":
+        unit.wait()
+    assert unit.residency.name == state
+    return unit
+
+
+@pytest.mark.parametrize(("old", "new"), ALLOWED)
+def test_a_unit_may_make_these_moves(old: str, new: str) -> None:
+    unit = unit_in(old)
+    unit._move(Residency[new])
+    assert unit.residency.name == new
+
+
+@pytest.mark.parametrize(
+    ("old", "new"), [pair for pair in itertools.product(("SHARDED", "GATHERING", "FULL"), repeat=2) if pair not in ALLOWED]
+)
+def test_every_other_move_raises_and_names_the_unit_and_both_states(old: str, new: str) -> None:
+    unit = unit_in(old)
+    with pytest.raises(StateError, match=rf"'blocks\.7'.* from {old} to {new}"):
+        unit._move(Residency[new])
+    assert unit.residency.name == old
+
+
+@pytest.mark.parametrize(
+    ("state", "call", "after"),
+    [
+        ("SHARDED", "gather", "GATHERING"),
+        ("GATHERING", "gather", "GATHERING"),
+        ("FULL", "gather", "FULL"),
+        ("SHARDED", "wait", "SHARDED"),
+        ("GATHERING", "wait", "FULL"),
+        ("FULL", "wait", "FULL"),
+        ("SHARDED", "free", "SHARDED"),
+        ("GATHERING", "free", "SHARDED"),
+        ("FULL", "free", "SHARDED"),
+    ],
+)
+def test_gathering_waiting_and_freeing_are_legal_in_every_state(state: str, call: str, after: str) -> None:
+    unit = unit_in(state)
+    getattr(unit, call)()
+    assert unit.residency.name == after
+
+
+@pytest.mark.parametrize("kind", STORES)
+def test_memory_follows_residency(kind: str) -> None:
+    unit = unit_in("SHARDED", kind)
+    numel = unit.groups[0].store.numel
+    found = []
+    for call in (unit.gather, unit.wait, unit.free):
+        call()
+        found.append(unit.groups[0].resident_nbytes)
+    assert found == [2 * numel, 2 * numel, 0]
+
+
+@pytest.mark.parametrize("kind", STORES)
+def test_one_rank_without_a_cast_holds_nothing_beyond_its_shard(kind: str) -> None:
+    unit = unit_in("FULL", kind, None)
+    group = unit.groups[0]
+    assert group.resident_nbytes == 0
+    shard = group.store.outgoing(torch.float32)
+    assert all(leaf.untyped_storage().data_ptr() == shard.untyped_storage().data_ptr() for leaf in group.leaves)
+    unit.free()
+    assert all(leaf.untyped_storage().nbytes() for leaf in group.leaves)
+
+
+def test_nothing_is_freed_while_a_forward_of_the_unit_runs() -> None:
+    unit = unit_in("FULL")
+    unit.running = 1
+    unit.free()
+    assert unit.residency is Residency.FULL
+    unit.running = 0
+    unit.free()
+    assert unit.residency is Residency.SHARDED
+
+
+def test_a_lent_unit_neither_gathers_nor_shows() -> None:
+    unit = unit_in("SHARDED")
+    unit.lent = True
+    unit.gather()
+    unit.show(True)
+    assert (unit.residency, unit.shown_full) == (Residency.SHARDED, False)
+
+
+# -- what is shown
+
+
+@pytest.mark.parametrize("kind", STORES)
+def test_full_shows_leaves_of_the_original_shapes_and_sharded_shows_targets(kind: str) -> None:
+    unit = unit_in("FULL", kind)
+    unit.show(True)
+    assert {name: tuple(p.shape) for name, p in unit.module.named_parameters()} == {
+        "first.weight": (2, 3),
+        "first.bias": (2,),
+        "last.weight": (2, 2),
+        "last.bias": (2,),
+    }
+    unit.show(False)
+    targets = [target for group in unit.groups for target, _ in group.store.targets]
+    assert [id(p) for p in unit.module.parameters()] == [id(target) for target in targets]
+
+
+def test_the_originals_are_absent_while_a_flat_unit_is_sharded() -> None:
+    unit = unit_in("SHARDED")
+    assert [name for name, _ in unit.module.named_parameters()] == ["_flat_param"]
+    with pytest.raises(AttributeError):
+        _ = unit.module.first.weight
+
+
+@pytest.mark.parametrize("kind", STORES)
+def test_a_foreign_object_in_place_of_a_managed_parameter_is_refused(kind: str) -> None:
+    unit = unit_in("FULL", kind)
+    unit.show(True)
+    unit.module.last.weight = nn.Parameter(torch.zeros(2, 2))
+    with pytest.raises(StateError, match=r"(?s)replaced by another object.*'blocks\.7', Linear\.weight"):
+        unit.show(False)
+
+
+def test_the_order_of_names_survives_swapping_beside_parameters_of_others() -> None:
+    module = Pair()
+    managed = [member for member in members_of(module) if member.name in ("first.weight", "last.bias")]
+    unit = make_unit("flat", module, lone_mesh(), managed)
+    for _ in range(2):
+        unit.show(True)
+        assert [name for name, _ in module.named_parameters()] == ["first.weight", "first.bias", "last.weight", "last.bias"]
+        unit.show(False)
+        assert [name for name, _ in module.named_parameters()] == ["_flat_param", "first.bias", "last.weight"]
+
+
+def test_a_recurrent_module_sees_the_leaves_in_its_own_list_too() -> None:
+    module = nn.LSTM(3, 2)
+    names = list(module._flat_weights_names)
+    unit = make_unit("original", module, lone_mesh(), members_of(module), precision=HALF)
+    unit.gather()
+    unit.wait()
+    for full in (True, False, True):
+        unit.show(full)
+        assert [id(weight) for weight in module._flat_weights] == [id(module._parameters[name]) for name in names]
+
+
+# -- storages
+
+
+def test_a_storage_gives_its_memory_back_and_gets_as_much_again() -> None:
+    tensor = torch.arange(12.0)
+    storage = Storage(tensor)
+    assert storage.resident_nbytes == 48
+    storage.free()
+    assert storage.resident_nbytes == 0
+    storage.allocate()
+    assert storage.resident_nbytes == 48
+    storage.allocate()
+    assert storage.resident_nbytes == 48
+
+
+def test_views_are_valid_again_when_memory_comes_back() -> None:
+    tensor = torch.arange(12.0)
+    view, storage = tensor[4:8].view(2, 2), Storage(tensor)
+    storage.free()
+    storage.allocate()
+    tensor.copy_(torch.arange(12.0) * 2)
+    assert view.tolist() == [[8.0, 10.0], [12.0, 14.0]]
+
+
+def test_a_tensor_saved_by_autograd_is_valid_again_when_memory_comes_back() -> None:
+    weight = torch.tensor([2.0, 3.0])
+    storage = Storage(weight)
+    x = torch.ones(2, requires_grad=True)
+    loss = (x * weight).sum()
+    storage.free()
+    storage.allocate()
+    weight.data.copy_(torch.tensor([2.0, 3.0]))
+    loss.backward()
+    assert x.grad is not None
+    assert x.grad.tolist() == [2.0, 3.0]
+
+
+@pytest.mark.parametrize("kind", STORES)
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_the_full_form_is_made_empty_and_counts_what_it_holds(kind: str, ranks: int) -> None:
+    module = Pair()
+    store = make_store(kind, members_of(module), rank=0, ranks=ranks, home=(module, "_flat_param"))
+    memory = GroupMemory(store, ranks, torch.bfloat16, CPU)
+    assert memory.resident_nbytes == 0
+    memory.allocate()
+    assert memory.resident_nbytes == 2 * ranks * store.numel
+    memory.full.data.zero_()
+    memory.fill_leaves()
+    copied = kind == "row" and ranks > 1
+    assert memory.resident_nbytes == (2 * 14 if copied else 2 * ranks * store.numel)  # 14 elements; the buffer is let go
+    memory.free()
+    assert memory.resident_nbytes == 0
+
+
+@pytest.mark.parametrize("kind", STORES)
+def test_a_gather_moves_no_version_counter_of_a_leaf(kind: str) -> None:
+    unit = unit_in("SHARDED", kind)
+    leaves = unit.groups[0].leaves
+    before = [leaf._version for leaf in leaves]
+    for _ in range(3):
+        unit.gather()
+        unit.wait()
+        unit.free()
+    assert [leaf._version for leaf in leaves] == before

@@ -1,0 +1,247 @@
+"""However units are called: twice, partly, in turns with evaluation, from several models, with nested or modified tensors."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fsdp_compat import ShardingStrategy
+from tests.support.models import (
+    DIM,
+    Block,
+    ChangesActivations,
+    ChangesItsInput,
+    ChangesOutputs,
+    GivesContext,
+    Halves,
+    HalvesInTurn,
+    NestedChain,
+    NestedIO,
+    Recursive,
+    Reuse,
+    Stack,
+    TakesContext,
+    TwoHeads,
+    chain,
+)
+from tests.support.parity import (
+    Turn,
+    assert_close,
+    backward,
+    both_forms,
+    both_strategies,
+    make_pair,
+    one_backward,
+    square,
+    train,
+    trains,
+)
+from tests.support.ranks import run_ranks
+
+CONTEXTS: dict[str, Callable[[], Any]] = {
+    "no_grad": torch.no_grad,
+    "inference_mode": torch.inference_mode,
+    "grad": contextlib.nullcontext,
+}
+
+
+# -- how often, and which part
+
+
+@both_forms
+@pytest.mark.parametrize("chained", [True, False])
+def test_a_unit_may_run_twice_in_one_forward(chained: bool, use_orig_params: bool) -> None:
+    run_ranks(2, trains, partial(Reuse, chained), use_orig_params=use_orig_params)
+
+
+@both_forms
+def test_a_unit_may_use_other_parameters_in_each_call(use_orig_params: bool) -> None:
+    run_ranks(2, trains, HalvesInTurn, (Halves, Block), use_orig_params=use_orig_params)
+
+
+@both_forms
+def test_a_unit_may_call_itself(use_orig_params: bool) -> None:
+    run_ranks(2, trains, partial(chain, Recursive, Block), (Recursive, Block), use_orig_params=use_orig_params)
+
+
+def _two_forwards_one_backward(m: nn.Module, x: Tensor, turn: Turn) -> Tensor:
+    return backward(square(m, x) + 2 * square(m, x * 0.5))
+
+
+def _two_forwards_two_backwards(m: nn.Module, x: Tensor, turn: Turn) -> Tensor:
+    first, second = square(m, x), square(m, x * 0.5)
+    return backward(first) + backward(second)
+
+
+def _forward_on_the_detached_output(m: nn.Module, x: Tensor, turn: Turn) -> Tensor:
+    return backward(square(m, F.pad(m(x).detach(), (0, DIM - 3))))
+
+
+def _two_backwards_over_one_graph(m: nn.Module, x: Tensor, turn: Turn) -> Tensor:
+    loss = square(m, x)
+    loss.backward(retain_graph=True)
+    return backward(loss)
+
+
+@both_strategies
+@pytest.mark.parametrize("step", [_two_forwards_one_backward, _two_forwards_two_backwards, _two_backwards_over_one_graph])
+def test_forwards_and_backwards_need_not_come_in_pairs(step: Any, strategy: ShardingStrategy) -> None:
+    run_ranks(2, trains, Stack, step=step, sharding_strategy=strategy)
+
+
+def test_a_second_forward_may_take_the_detached_output_of_the_first() -> None:
+    run_ranks(2, trains, Stack, step=_forward_on_the_detached_output)
+
+
+def _through_one_output(m: nn.Module, x: Tensor, turn: Turn) -> Tensor:
+    return backward(m(x)[0].pow(2).mean())
+
+
+def _through_outputs_in_turn(m: nn.Module, x: Tensor, turn: Turn) -> Tensor:
+    left, right = m(x)
+    left.pow(2).mean().backward(retain_graph=True)
+    return backward(right.pow(2).mean())
+
+
+@both_forms
+@both_strategies
+@pytest.mark.parametrize("step", [_through_one_output, _through_outputs_in_turn])
+def test_backward_may_take_outputs_one_by_one(step: Any, strategy: ShardingStrategy, use_orig_params: bool) -> None:
+    run_ranks(2, trains, TwoHeads, step=step, sharding_strategy=strategy, use_orig_params=use_orig_params)
+
+
+# -- what goes in and comes out
+
+
+def _square_of_a_nested_output(m: nn.Module, x: Tensor, turn: Turn) -> Tensor:
+    return backward(m(x).value["extra"].first.pow(2).mean())
+
+
+@both_forms
+def test_tensors_are_found_in_nested_inputs_and_outputs(use_orig_params: bool) -> None:
+    run_ranks(2, trains, NestedChain, (NestedIO,), step=_square_of_a_nested_output, use_orig_params=use_orig_params)
+
+
+@both_forms
+@pytest.mark.parametrize(
+    ("build", "unit"),
+    [
+        (partial(Stack, 3, ChangesItsInput), ChangesItsInput),
+        (ChangesOutputs, Block),
+        (partial(chain, ChangesActivations, ChangesActivations), ChangesActivations),
+    ],
+    ids=["input", "output", "activation"],
+)
+def test_tensors_may_be_modified_in_place(build: Any, unit: type[nn.Module], use_orig_params: bool) -> None:
+    run_ranks(2, trains, build, (unit,), use_orig_params=use_orig_params)
+
+
+@both_forms
+def test_a_tensor_may_come_in_by_an_attribute(use_orig_params: bool) -> None:
+    run_ranks(2, trains, GivesContext, (Block, TakesContext), use_orig_params=use_orig_params)
+
+
+# -- evaluation
+
+
+def _evaluates_between(mode: str, m: nn.Module, x: Tensor, turn: Turn) -> Tensor:
+    loss = square(m, x)
+    with CONTEXTS[mode]():
+        m(x * 3)
+    return backward(loss)
+
+
+@both_strategies
+@pytest.mark.parametrize("mode", CONTEXTS)
+def test_evaluation_may_come_between_forward_and_backward(mode: str, strategy: ShardingStrategy) -> None:
+    run_ranks(2, trains, Stack, step=partial(_evaluates_between, mode), sharding_strategy=strategy)
+
+
+def _changes_weights_after_a_forward(**options: Any) -> None:
+    pair = make_pair(Stack, **options)
+    for _ in range(2):
+        x = pair.batches()[0]
+        pair.model(x)
+        with torch.no_grad():
+            for p in [*pair.model.parameters(), *pair.plain.parameters()]:
+                p.mul_(0.5)
+        pair.step(one_backward)
+
+
+@both_forms
+@both_strategies
+def test_weights_changed_after_a_forward_without_backward_are_seen(strategy: ShardingStrategy, use_orig_params: bool) -> None:
+    run_ranks(2, _changes_weights_after_a_forward, sharding_strategy=strategy, use_orig_params=use_orig_params)
+
+
+def _evaluates_after_each_step(mode: str, **options: Any) -> None:
+    pair = train(Stack, num_steps=1, **options)
+    for seed in range(3):
+        pair.step(one_backward)
+        x = torch.randn(4, DIM, generator=torch.Generator().manual_seed(seed))
+        with CONTEXTS[mode]():
+            assert_close(pair.model(x), pair.plain(x), "evaluation")
+        pair.assert_idle()
+
+
+@both_forms
+@both_strategies
+@pytest.mark.parametrize("mode", ["no_grad", "inference_mode"])
+def test_evaluation_sees_new_weights_and_leaves_nothing(mode: str, strategy: ShardingStrategy, use_orig_params: bool) -> None:
+    run_ranks(2, _evaluates_after_each_step, mode, sharding_strategy=strategy, use_orig_params=use_orig_params)
+
+
+def _begins_in_inference_mode(**options: Any) -> None:
+    pair = make_pair(Stack, **options)
+    with torch.inference_mode():
+        x = torch.randn(2, DIM, generator=torch.Generator().manual_seed(1))
+        assert_close(pair.model(x), pair.plain(x), "evaluation")
+    for _ in range(2):
+        pair.step(one_backward)
+
+
+@both_forms
+def test_the_first_forward_may_be_in_inference_mode(use_orig_params: bool) -> None:
+    run_ranks(2, _begins_in_inference_mode, use_orig_params=use_orig_params)
+
+
+# -- several models
+
+
+def _trains_two_models_in_one_loss(**options: Any) -> None:
+    one, other = make_pair(Stack, seed=1, **options), make_pair(Stack, seed=2, **options)
+    for _ in range(3):
+        batches = one.batches()
+        for x in batches:
+            (square(one.plain, x) + square(other.plain, x)).backward()
+        x = batches[one.rank]
+        (square(one.model, x) + square(other.model, x)).backward()
+        for pair in (one, other):
+            pair.average_plain_gradients()
+            pair.compare_and_update()
+
+
+def _trains_two_models_one_behind_the_other(**options: Any) -> None:
+    first = make_pair(partial(Stack, 2), seed=1, **options)
+    second = make_pair(partial(chain, partial(nn.Linear, 3, DIM), Block, Block), seed=2, **options)
+    for _ in range(3):
+        batches = first.batches()
+        for x in batches:
+            second.plain(first.plain(x)).pow(2).mean().backward()
+        second.model(first.model(batches[first.rank])).pow(2).mean().backward()
+        for pair in (first, second):
+            pair.average_plain_gradients()
+            pair.compare_and_update()
+
+
+@both_forms
+@pytest.mark.parametrize("trains", [_trains_two_models_in_one_loss, _trains_two_models_one_behind_the_other])
+def test_one_backward_may_pass_several_models(trains: Callable[..., None], use_orig_params: bool) -> None:
+    run_ranks(2, trains, use_orig_params=use_orig_params)

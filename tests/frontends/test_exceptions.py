@@ -1,0 +1,137 @@
+"""After an exception in forward or backward, on all ranks, training goes on as if nothing had happened."""
+
+from __future__ import annotations
+
+import contextlib
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fsdp_compat import FullyShardedDataParallel as FSDP
+from fsdp_compat import ShardingStrategy
+from tests.support.models import DIM, Block, Fragile, FragileInside, chain
+from tests.support.parity import Pair, Turn, backward, both_forms, both_strategies, make_pair, one_backward, square, train
+from tests.support.ranks import run_ranks
+
+
+def _fragile(model: nn.Module) -> Fragile:
+    return next(module for module in model.modules() if isinstance(module, Fragile))
+
+
+def _build(kind: type[Fragile]) -> nn.Module:
+    return chain(Block, kind, Block, Block)
+
+
+def _raise_in_forward(pair: Pair, error: type[BaseException]) -> None:
+    fragile = _fragile(pair.model)
+    fragile.fault_in_forward = error
+    with pytest.raises(error, match="forward"):
+        square(pair.model, torch.randn(2, DIM))
+    fragile.fault_in_forward = None
+
+
+def _raise_in_backward(pair: Pair) -> Tensor:
+    """Return the loss, whose graph is still there."""
+    fragile = _fragile(pair.model)
+    loss = square(pair.model, torch.randn(2, DIM))
+    fragile.fault_in_backward = True
+    with pytest.raises(ValueError, match="backward"):
+        loss.backward(retain_graph=True)
+    fragile.fault_in_backward = False
+    return loss
+
+
+def _trains_on_after_forward(kind: type[Fragile], error: type[BaseException], **options: Any) -> None:
+    pair = train(partial(_build, kind), (Block, kind), num_steps=2, **options)
+    for _ in range(2):
+        _raise_in_forward(pair, error)
+        pair.optim.zero_grad()
+        pair.step(one_backward)
+
+
+def _trains_on_after_backward(kind: type[Fragile], retry: bool, **options: Any) -> None:
+    pair = train(partial(_build, kind), (Block, kind), num_steps=2, **options)
+    for _ in range(2):
+        loss = _raise_in_backward(pair)
+        if retry:  # without a forward
+            pair.optim.zero_grad()
+            loss.backward()
+        pair.optim.zero_grad()
+        pair.step(one_backward)
+
+
+any_kind = pytest.mark.parametrize("kind", [Fragile, FragileInside])
+
+
+@both_forms
+@both_strategies
+@any_kind
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])  # module hooks do not run for an interrupt
+def test_training_goes_on_after_an_exception_in_forward(
+    error: type[BaseException], kind: type[Fragile], strategy: ShardingStrategy, use_orig_params: bool
+) -> None:
+    options = {"sharding_strategy": strategy, "use_orig_params": use_orig_params}
+    run_ranks(2, _trains_on_after_forward, kind, error, **options)
+
+
+@both_forms
+@both_strategies
+@any_kind
+@pytest.mark.parametrize("retry", [False, True])
+def test_training_goes_on_after_an_exception_in_backward(
+    retry: bool, kind: type[Fragile], strategy: ShardingStrategy, use_orig_params: bool
+) -> None:
+    options = {"sharding_strategy": strategy, "use_orig_params": use_orig_params}
+    run_ranks(2, _trains_on_after_backward, kind, retry, **options)
+
+
+def _repeats_a_backward(strategy: ShardingStrategy, use_orig_params: bool) -> None:
+    pair = make_pair(partial(_build, Fragile), (Block, Fragile), sharding_strategy=strategy, use_orig_params=use_orig_params)
+
+    def step(m: nn.Module, x: Tensor, turn: Turn) -> Tensor:
+        parameters = list(m.parameters())
+        before = [p.grad for p in parameters]  # of other ranks' batches, on the unsharded copy
+        for p in parameters:
+            p.grad = None
+        loss = square(m, x)
+        _fragile(m).fault_in_backward = True
+        with contextlib.suppress(ValueError):
+            loss.backward(retain_graph=True)
+        _fragile(m).fault_in_backward = False
+        for p, grad in zip(parameters, before, strict=True):
+            p.grad = grad
+        return backward(loss)
+
+    for _ in range(3):
+        pair.step(step)
+
+
+@both_forms
+@both_strategies
+def test_a_backward_repeated_after_an_exception_gives_its_own_gradients_only(
+    strategy: ShardingStrategy, use_orig_params: bool
+) -> None:
+    run_ranks(2, _repeats_a_backward, strategy, use_orig_params)
+
+
+def _shows_parameters_after_an_exception(where: str, use_orig_params: bool) -> None:
+    pair = train(partial(_build, FragileInside), (Block, Fragile), num_steps=1, use_orig_params=use_orig_params)
+    if where == "forward":
+        _raise_in_forward(pair, ValueError)
+    else:
+        _raise_in_backward(pair)
+        pair.optim.zero_grad()
+    pair.assert_state_equal()
+    with FSDP.summon_full_params(pair.model):
+        pass
+    pair.assert_idle()
+    pair.step(one_backward)
+
+
+@both_forms
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_state_dicts_and_whole_parameters_are_right_after_an_exception(where: str, use_orig_params: bool) -> None:
+    run_ranks(2, _shows_parameters_after_an_exception, where, use_orig_params)

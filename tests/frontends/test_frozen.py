@@ -1,0 +1,119 @@
+"""Parameters without gradients: frozen, unused, toggled, of integer dtype; and several dtypes in one unit."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fsdp_compat import ShardingStrategy
+from tests.support.models import DIM, Block, FrozenInCheckpoint, Lora, ManyDtypes, SpareParameter, Stack, Switch, chain, frozen
+from tests.support.parity import (
+    Turn,
+    backward,
+    both_forms,
+    both_strategies,
+    make_pair,
+    one_backward,
+    square,
+    train,
+    trains,
+    wide_vectors,
+)
+from tests.support.ranks import run_ranks
+
+
+def _two_backwards(m: nn.Module, x: Tensor, turn: Turn) -> Tensor:
+    loss = square(m, x)
+    loss.backward(retain_graph=True)
+    return backward(loss)
+
+
+@both_forms
+@pytest.mark.parametrize("step", [one_backward, _two_backwards])
+def test_frozen_weights_beside_trainable_ones_are_there_when_backward_needs_them(step: Any, use_orig_params: bool) -> None:
+    run_ranks(2, trains, partial(chain, Lora, Lora, Lora), (Lora,), step, batch=wide_vectors, use_orig_params=use_orig_params)
+
+
+@both_forms
+def test_a_frozen_part_that_is_recomputed_last_is_there(use_orig_params: bool) -> None:
+    build = partial(chain, *[FrozenInCheckpoint] * 3)
+    run_ranks(2, trains, build, (FrozenInCheckpoint,), use_orig_params=use_orig_params)
+
+
+@both_forms
+def test_frozen_units_between_trainable_ones_pass_gradients_on_and_have_none(use_orig_params: bool) -> None:
+    build = partial(chain, Block, partial(frozen, Block), Block, partial(frozen, Block))
+    run_ranks(2, trains, build, use_orig_params=use_orig_params)
+
+
+@both_forms
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_an_unused_parameter_beside_used_ones_counts_as_zero(num_ranks: int, use_orig_params: bool) -> None:
+    run_ranks(num_ranks, trains, partial(Stack, 3, SpareParameter), (SpareParameter,), use_orig_params=use_orig_params)
+
+
+def _uses(letters: str, m: nn.Module, x: Tensor, turn: Turn) -> Tensor:
+    return backward(m(x, letters).pow(2).mean())
+
+
+def _leaves_a_unit_out(**options: Any) -> None:
+    pair = train(Switch, step=partial(_uses, "a"), **options)
+    pair.step(partial(_uses, "ab"))
+    pair.step(partial(_uses, "a"))  # no gradient, though the optimizer has momentum: it must not move
+
+
+@both_forms
+@pytest.mark.parametrize("allow_unused_units", [False, True])
+def test_a_unit_that_no_rank_uses_has_no_gradient(allow_unused_units: bool, use_orig_params: bool) -> None:
+    run_ranks(2, _leaves_a_unit_out, allow_unused_units=allow_unused_units, use_orig_params=use_orig_params)
+
+
+def _toggles_requires_grad(**options: Any) -> None:
+    pair = train(Stack, use_orig_params=True, **options)
+    for trainable in (False, False, True, True):
+        for model in (pair.plain, pair.model):
+            model.blocks[1].up.weight.requires_grad_(trainable)
+            for p in model.blocks[2].parameters():
+                p.requires_grad_(trainable)
+        with torch.no_grad():
+            pair.model(torch.randn(2, DIM))
+        pair.step(one_backward)
+
+
+@both_strategies
+def test_requires_grad_may_be_toggled_with_original_parameters(strategy: ShardingStrategy) -> None:
+    run_ranks(2, _toggles_requires_grad, sharding_strategy=strategy)
+
+
+def _unfreezes(large: bool, use_orig_params: bool) -> None:
+    """Wrapped frozen, trainable later; a gradient of 64K elements takes a hook of its own."""
+    dim = 192 if large else DIM
+    make = partial(Block, dim)
+    pair = make_pair(partial(chain, partial(frozen, make), make), use_orig_params=use_orig_params)
+    batch = partial(_random_vectors, dim)
+    pair.step(one_backward, batch=batch)
+    for model in (pair.plain, pair.model):
+        for p in model[0].parameters():
+            p.requires_grad_(True)
+    for _ in range(2):
+        pair.step(one_backward, batch=batch)
+
+
+def _random_vectors(dim: int, generator: torch.Generator) -> Tensor:
+    return torch.randn(4, dim, generator=generator)
+
+
+@both_forms
+@pytest.mark.parametrize("large", [False, True])
+def test_a_unit_that_was_wrapped_frozen_may_be_made_trainable(large: bool, use_orig_params: bool) -> None:
+    run_ranks(2, _unfreezes, large, use_orig_params)
+
+
+@both_forms
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_one_unit_may_have_float32_bfloat16_and_int8_parameters(num_ranks: int, use_orig_params: bool) -> None:
+    run_ranks(num_ranks, trains, partial(Stack, 2, ManyDtypes), (ManyDtypes,), use_orig_params=use_orig_params)

@@ -1,0 +1,180 @@
+"""Torch's own modules, and modes around them: autocast, torch.compile, parametrizations, RNNs, attention, bf16."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import warnings
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fsdp_compat import FullyShardedDataParallel as FSDP
+from fsdp_compat import MixedPrecision, ShardingStrategy
+from fsdp_compat.wrap import ModuleWrapPolicy
+from tests.support.models import (
+    Attention,
+    Block,
+    Blocks,
+    Copies,
+    Parametrized,
+    Recurrent,
+    SparseEmbedding,
+    Stack,
+    chain,
+    encoder_layer,
+)
+from tests.support.parity import (
+    Pair,
+    Turn,
+    assert_close,
+    backward,
+    both_forms,
+    both_strategies,
+    make_pair,
+    one_backward,
+    sequences,
+    square,
+    tokens,
+    train,
+)
+from tests.support.ranks import run_ranks
+
+
+def _trains(*args: Any, **kwargs: Any) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # of weight_norm
+        train(*args, **kwargs)
+
+
+@both_forms
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_sparse_gradients_of_an_embedding_are_reduced(num_ranks: int, use_orig_params: bool) -> None:
+    units = (nn.Embedding, Block)
+    run_ranks(num_ranks, _trains, SparseEmbedding, units, batch=tokens, use_orig_params=use_orig_params)
+
+
+def _under_autocast(m: nn.Module, x: Tensor, turn: Turn) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = square(m, x)
+    return backward(loss)
+
+
+@both_forms
+@both_strategies
+def test_autocast_casts_the_weights_of_this_step(strategy: ShardingStrategy, use_orig_params: bool) -> None:
+    options = {"sharding_strategy": strategy, "use_orig_params": use_orig_params}
+    run_ranks(2, _trains, Stack, step=_under_autocast, num_steps=4, **options)
+
+
+# -- torch.compile
+
+
+def _compiles_the_modules_of_units(use_orig_params: bool) -> None:
+    pair = make_pair(Stack, use_orig_params=use_orig_params)
+    for block in pair.model.blocks:
+        block.compile(backend="aot_eager")
+    for _ in range(3):
+        pair.step(one_backward)
+
+
+def _wraps_compiled_modules(use_orig_params: bool) -> None:
+    torch.manual_seed(0)
+    plain = Blocks(compiled=False)
+    torch.manual_seed(0)
+    model = Blocks(compiled=True)
+    policy = ModuleWrapPolicy({type(model.blocks[0])})
+    pair = Pair(plain, FSDP(model, auto_wrap_policy=policy, use_orig_params=use_orig_params))
+    assert len(FSDP.fsdp_modules(pair.model)) == 3
+    for _ in range(3):
+        pair.step(one_backward)
+
+
+@both_forms
+def test_units_may_be_compiled(use_orig_params: bool) -> None:
+    run_ranks(2, _compiles_the_modules_of_units, use_orig_params, timeout=120)
+
+
+@both_forms
+def test_compiled_modules_may_be_units(use_orig_params: bool) -> None:
+    run_ranks(2, _wraps_compiled_modules, use_orig_params, timeout=120)
+
+
+# -- modules of torch
+
+
+@both_forms
+def test_deepcopied_modules_are_units_of_their_own(use_orig_params: bool) -> None:
+    run_ranks(2, _trains, Copies, use_orig_params=use_orig_params)
+
+
+@both_forms
+@pytest.mark.parametrize("kind", ["old weight_norm", "weight_norm", "spectral_norm", "orthogonal"])
+def test_parametrized_weights_train_as_unsharded(kind: str, use_orig_params: bool) -> None:
+    build = partial(chain, partial(Parametrized, kind), partial(Parametrized, kind))
+    run_ranks(2, _trains, build, (Parametrized,), use_orig_params=use_orig_params)
+
+
+@both_forms
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
+def test_recurrent_networks_train_as_unsharded(kind: type[nn.RNNBase], use_orig_params: bool) -> None:
+    run_ranks(2, _trains, partial(Recurrent, kind), (kind,), batch=sequences, use_orig_params=use_orig_params)
+
+
+@both_forms
+def test_an_attention_may_be_a_unit(use_orig_params: bool) -> None:
+    run_ranks(2, _trains, Attention, (nn.MultiheadAttention, Block), batch=sequences, use_orig_params=use_orig_params)
+
+
+def _evaluates_transformer_layers(use_orig_params: bool) -> None:
+    """In eval mode a layer reads its children's weights without calling them."""
+    build = partial(chain, encoder_layer, encoder_layer)
+    pair = train(build, (nn.TransformerEncoderLayer,), batch=sequences, use_orig_params=use_orig_params)
+    x = sequences(torch.Generator().manual_seed(1))
+    pair.plain.eval()
+    pair.model.eval()
+    for context in (torch.no_grad, torch.inference_mode, contextlib.nullcontext):
+        with context():
+            assert_close(pair.model(x), pair.plain(x), f"output with {context.__name__}")
+    pair.step(one_backward, batch=sequences)
+
+
+@both_forms
+def test_the_fast_path_of_a_transformer_layer_sees_whole_weights(use_orig_params: bool) -> None:
+    run_ranks(2, _evaluates_transformer_layers, use_orig_params)
+
+
+# -- mixed precision
+
+
+def _computes_in_bf16(reduce_dtype: torch.dtype, **options: Any) -> None:
+    """Against a loop that casts weights and inputs to bf16 and gradients to ``reduce_dtype``, and adds these up in float32."""
+    precision = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype)
+    pair = make_pair(Stack, mixed_precision=precision, **options)
+    for _ in range(3):
+        batches = pair.batches()
+        losses = []
+        for x in batches:
+            low = copy.deepcopy(pair.plain).bfloat16()
+            low.zero_grad()
+            losses.append(backward(square(low, x.bfloat16())))
+            for p, q in zip(pair.plain.parameters(), low.parameters(), strict=True):
+                grad = q.grad.to(reduce_dtype).float()
+                p.grad = grad if p.grad is None else p.grad + grad
+        pair.average_plain_gradients()
+        loss = backward(square(pair.model, batches[pair.rank]))
+        assert_close(loss, losses[pair.rank], "loss")
+        assert all(p.dtype == torch.float32 for p in pair.model.parameters())
+        pair.compare_and_update()
+
+
+@both_forms
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+@pytest.mark.parametrize("reduce_dtype", [torch.float32, torch.bfloat16])
+def test_mixed_precision_computes_in_bf16_and_sums_in_float32(
+    reduce_dtype: torch.dtype, num_ranks: int, use_orig_params: bool
+) -> None:
+    run_ranks(num_ranks, _computes_in_bf16, reduce_dtype, use_orig_params=use_orig_params)

@@ -1,0 +1,138 @@
+"""Losses, gradients and parameters are bit-equal to those of torch's FullyShardedDataParallel on the same data."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.fsdp as torch_fsdp
+from torch import Tensor, nn
+
+import fsdp_compat
+from tests.support.models import DIM, Block, Inner, Lora, Outer, Stack, Transformer, chain, encoder_layer
+from tests.support.parity import square, tokens, vectors, wide_vectors
+from tests.support.ranks import run_ranks
+
+Seen = list[dict[str, Tensor]]  # per step, by name: the loss, the parameters, and the optimizer's state, which tells of gradients
+
+STRATEGIES = ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"]
+
+
+def _train(
+    library: Any,
+    build: Callable[[], nn.Module],
+    units: set[type[nn.Module]],
+    batch: Callable[[torch.Generator], Tensor],
+    optimizer: Callable[..., torch.optim.Optimizer],
+    strategy: str,
+    use_orig_params: bool,
+    precision: dict[str, torch.dtype] | None,
+    pattern: str,
+) -> Seen:
+    torch.manual_seed(0)
+    model = library.FullyShardedDataParallel(
+        build(),
+        auto_wrap_policy=library.wrap.ModuleWrapPolicy(units),
+        sharding_strategy=library.ShardingStrategy[strategy],
+        mixed_precision=library.MixedPrecision(**precision) if precision else None,
+        use_orig_params=use_orig_params,
+        device_id=torch.device("cpu"),
+    )
+    # Copies on the CPU of what is on the CPU are freed memory, or other values, in torch.
+    configs = library.FullStateDictConfig(offload_to_cpu=False), library.FullOptimStateDictConfig(offload_to_cpu=False)
+    library.FullyShardedDataParallel.set_state_dict_type(model, library.StateDictType.FULL_STATE_DICT, *configs)
+    optim = optimizer(model.parameters())
+    generator = torch.Generator().manual_seed(1 + dist.get_rank())
+    seen: Seen = []
+    for letter in pattern:
+        if letter == "n":
+            with model.no_sync():
+                square(model, batch(generator)).backward()
+            continue
+        loss = square(model, batch(generator))
+        loss.backward()
+        optim.step()
+        optim.zero_grad()
+        now = {"loss": loss.detach()}
+        now |= {f"parameter {name}": value.clone() for name, value in model.state_dict().items()}
+        for name, state in library.FullyShardedDataParallel.optim_state_dict(model, optim)["state"].items():
+            now |= {f"{kind} of {name}": value.clone() for kind, value in state.items() if value is not None}
+        seen.append(now)
+    return seen
+
+
+def _differences(*args: Any) -> list[str]:
+    """What is not bit-equal, in words; nothing is the expected answer."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch deprecates NO_SHARD, and its FSDP warns of its own state dicts
+        theirs = _train(torch_fsdp, *args)
+        ours = _train(fsdp_compat, *args)
+    found = []
+    for step, (wanted, got) in enumerate(zip(theirs, ours, strict=True)):
+        assert sorted(got) == sorted(wanted)
+        assert sum(" of " in name for name in got) >= 2
+        for name, value in wanted.items():
+            if not torch.equal(got[name], value):
+                difference = (got[name].double() - value.double()).abs().max().item()
+                found.append(f"step {step}: {name} differs by {difference:.1e} at {value.abs().max().item():.1e}")
+    return found
+
+
+def _sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, 0.1, momentum=0.9)
+
+
+def _adam(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, 1e-2)
+
+
+MODELS = {
+    "blocks": (Stack, {Block}, vectors),
+    "units inside of units": (partial(Stack, 2, Outer), {Outer, Inner}, vectors),
+    "transformer layers": (partial(chain, encoder_layer, encoder_layer), {nn.TransformerEncoderLayer}, None),
+    "tied": (Transformer, {nn.TransformerEncoderLayer}, tokens),
+}
+
+
+def _sequences(generator: torch.Generator) -> Tensor:
+    return torch.randn(3, 5, DIM, generator=generator)
+
+
+@pytest.mark.parametrize("use_orig_params", [False, True])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("name", MODELS)
+def test_training_is_bit_equal_to_torch(name: str, strategy: str, use_orig_params: bool) -> None:
+    build, units, batch = MODELS[name]
+    differences = run_ranks(2, _differences, build, units, batch or _sequences, _sgd, strategy, use_orig_params, None, "sss")
+    assert differences == [[], []]
+
+
+@pytest.mark.parametrize("use_orig_params", [False, True])
+def test_adamw_is_bit_equal_to_torch(use_orig_params: bool) -> None:
+    differences = run_ranks(2, _differences, *MODELS["blocks"], _adam, "FULL_SHARD", use_orig_params, None, "sss")
+    assert differences == [[], []]
+
+
+@pytest.mark.parametrize("use_orig_params", [False, True])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_accumulation_without_sync_is_bit_equal_to_torch(strategy: str, use_orig_params: bool) -> None:
+    differences = run_ranks(2, _differences, *MODELS["blocks"], _sgd, strategy, use_orig_params, None, "nsnns")
+    assert differences == [[], []]
+
+
+def test_frozen_weights_beside_trainable_ones_are_bit_equal_to_torch() -> None:
+    build = partial(chain, Lora, Lora)
+    differences = run_ranks(2, _differences, build, {Lora}, wide_vectors, _sgd, "FULL_SHARD", True, None, "sss")
+    assert differences == [[], []]
+
+
+@pytest.mark.parametrize("use_orig_params", [False, True])
+def test_bf16_computation_with_float32_reduction_is_bit_equal_to_torch(use_orig_params: bool) -> None:
+    precision = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
+    differences = run_ranks(2, _differences, *MODELS["blocks"], _sgd, "FULL_SHARD", use_orig_params, precision, "sss")
+    assert differences == [[], []]

@@ -1,0 +1,74 @@
+"""Random programs over units: frozen parts, checkpoints of both kinds, detached and hidden inputs, several backwards per step."""
+
+from __future__ import annotations
+
+import random
+from functools import partial
+from typing import Any
+
+import pytest
+from torch import Tensor, nn
+
+from fsdp_compat import ShardingStrategy
+from tests.support.models import Block, Part, Program
+from tests.support.parity import Turn, make_pair
+from tests.support.ranks import run_ranks
+
+NUM_PROGRAMS = 40  # per test, one step each
+
+
+def _random_step(seed: int, model: nn.Module, x: Tensor, turn: Turn) -> Tensor:
+    rng = random.Random(seed)
+    style = rng.randrange(5)
+    first, second = model(x, rng)
+    if style == 4:  # two graphs at once
+        second = second + model(x * 0.5, rng)[0]
+    losses = [loss for loss in (first, second) if loss.requires_grad]
+    if not losses:
+        return first.detach()
+    if style == 0:
+        with turn.no_sync():
+            losses[0].backward(retain_graph=True)
+        losses[-1].backward()
+    elif style == 1:
+        losses[0].backward(retain_graph=True)
+        losses[-1].backward()
+    else:
+        sum(losses).backward()
+    return losses[0].detach()
+
+
+def _runs_programs(start: int, **options: Any) -> None:
+    pair = make_pair(Program, (Part, Block), **options)
+    for seed in range(start, start + NUM_PROGRAMS):
+        try:
+            pair.step(partial(_random_step, seed), zeros=True)
+        except Exception as error:
+            raise AssertionError(f"program {seed}: {error}") from error
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"use_orig_params": True, "sharding_strategy": ShardingStrategy.SHARD_GRAD_OP},
+        {"allow_unused_units": True},
+        {"backward_prefetch": None},
+    ],
+    ids=["default", "original parameters, kept after forward", "unused units allowed", "no prefetch"],
+)
+@pytest.mark.parametrize("start", [0, 1000])
+def test_random_programs_on_two_ranks_train_as_unsharded(start: int, options: dict[str, Any]) -> None:
+    run_ranks(2, _runs_programs, start, **options)
+
+
+def test_random_programs_on_two_replicas_train_as_unsharded() -> None:
+    run_ranks(4, _runs_programs, 2000, replicas=2)
+
+
+def test_random_programs_on_three_ranks_train_as_unsharded() -> None:
+    run_ranks(3, _runs_programs, 3000)
+
+
+def test_random_programs_on_one_rank_train_as_unsharded() -> None:
+    run_ranks(1, _runs_programs, 4000, use_orig_params=True)

@@ -1,0 +1,104 @@
+"""Ranks that use different units: right with allow_unused_units=True, an error that names the unit without."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from torch import Tensor, nn
+
+from fsdp_compat import BackwardPrefetch, ShardingStrategy, StateError
+from tests.support.models import Inner, Outer, Stack, Switch, TwoHeads
+from tests.support.parity import Turn, backward, both_forms, both_strategies, train, trains
+from tests.support.ranks import run_ranks
+
+
+def _rank_uses(*uses: str) -> Callable[[nn.Module, Tensor, Turn], Tensor]:
+    """Rank r runs the inner units that ``uses[r]`` names."""
+
+    def step(m: nn.Module, x: Tensor, turn: Turn) -> Tensor:
+        return backward(m(x, uses[turn.rank]).pow(2).mean())
+
+    return step
+
+
+def _first_rank_uses_both_outputs(m: nn.Module, x: Tensor, turn: Turn) -> Tensor:
+    """Every rank runs the unit, but the loss of one does not depend on it."""
+    left, right = m(x)
+    return backward(left.pow(2).mean() + (right.pow(2).mean() if turn.rank == 0 else 0))
+
+
+def _trains_switches(*steps: tuple[str, ...], num_steps: int = 3, **options: Any) -> None:
+    pair = train(Switch, step=_rank_uses(*steps[0]), allow_unused_units=True, num_steps=num_steps, **options)
+    for uses in steps[1:]:
+        pair.step(_rank_uses(*uses))
+
+
+@both_forms
+@both_strategies
+def test_every_rank_may_use_other_units_in_every_step(strategy: ShardingStrategy, use_orig_params: bool) -> None:
+    uses = [("ab", "a"), ("a", "ab"), ("ab", "ab"), ("", "b"), ("ba", "ab"), ("a", "a"), ("", "")]
+    options = {"sharding_strategy": strategy, "use_orig_params": use_orig_params}
+    run_ranks(2, _trains_switches, *uses, num_steps=1, group_timeout=5, **options)
+
+
+@both_forms
+def test_an_output_may_be_used_on_one_rank_only(use_orig_params: bool) -> None:
+    run_ranks(2, trains, TwoHeads, step=_first_rank_uses_both_outputs, allow_unused_units=True, use_orig_params=use_orig_params)
+
+
+@pytest.mark.parametrize("prefetch", [BackwardPrefetch.BACKWARD_PRE, None])
+def test_ranks_may_use_units_in_different_orders(prefetch: BackwardPrefetch | None) -> None:
+    run_ranks(2, _trains_switches, ("ab", "ba"), num_steps=4, backward_prefetch=prefetch)
+
+
+@both_forms
+def test_units_inside_of_units_train_when_unused_ones_are_allowed(use_orig_params: bool) -> None:
+    options = {"allow_unused_units": True, "use_orig_params": use_orig_params}
+    run_ranks(2, trains, _nested_stack, (Outer, Inner), num_steps=4, **options)
+
+
+def _nested_stack() -> nn.Module:
+    return Stack(2, Outer)
+
+
+def test_replicas_may_use_other_units_too() -> None:
+    run_ranks(4, _trains_switches, ("ab", "a", "", "b"), replicas=2)
+
+
+# -- not allowed
+
+
+def _fails(build: Callable[[], nn.Module], step: Any, **options: Any) -> str:
+    try:
+        train(build, step=step if callable(step) else _rank_uses(*step), **options)
+    except StateError as error:
+        return str(error)
+    return ""
+
+
+def _assert_names_unit_and_remedy(messages: list[str], units: list[str]) -> None:
+    assert all(messages), "a rank that did not notice would train on"
+    assert any(f"unit '{unit}'" in message for message in messages for unit in units)
+    for message in messages:
+        assert message.startswith("Waiting for ")
+        assert "allow_unused_units=True" in message
+        assert "within 2 s" in message
+
+
+@both_forms
+def test_a_unit_unused_on_one_rank_is_an_error_after_the_time_limit(use_orig_params: bool) -> None:
+    messages = run_ranks(2, _fails, Switch, ("ab", "a"), use_orig_params=use_orig_params, group_timeout=2)
+    _assert_names_unit_and_remedy(messages, ["b"])
+
+
+def test_an_output_used_on_one_rank_is_an_error_after_the_time_limit() -> None:
+    messages = run_ranks(2, _fails, TwoHeads, _first_rank_uses_both_outputs, group_timeout=2)
+    _assert_names_unit_and_remedy(messages, ["right"])
+
+
+@pytest.mark.parametrize("prefetch", [BackwardPrefetch.BACKWARD_PRE, None])
+def test_units_in_different_orders_are_an_error_after_the_time_limit(prefetch: BackwardPrefetch | None) -> None:
+    messages = run_ranks(2, _fails, Switch, ("ab", "ba"), backward_prefetch=prefetch, group_timeout=2)
+    _assert_names_unit_and_remedy(messages, ["a", "b"])

@@ -1,0 +1,297 @@
+"""However a model is wrapped, it trains as unsharded: by hand, by every policy, from the meta device, partly ignored."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fsdp_compat import BackwardPrefetch, ShardingStrategy
+from fsdp_compat import FullyShardedDataParallel as FSDP
+from fsdp_compat.wrap import (
+    CustomPolicy,
+    ModuleWrapPolicy,
+    always_wrap_policy,
+    enable_wrap,
+    lambda_auto_wrap_policy,
+    size_based_auto_wrap_policy,
+    transformer_auto_wrap_policy,
+    wrap,
+)
+from tests.support.models import DIM, Block, Inner, Outer, Stack
+from tests.support.parity import Pair, assert_close, backward, both_forms, make_pair, one_backward, square, trains
+from tests.support.ranks import run_ranks
+
+
+def _two_copies(build: Callable[[], nn.Module] = Stack) -> tuple[Any, Any]:
+    torch.manual_seed(0)
+    plain = build()
+    torch.manual_seed(0)
+    return plain, build()
+
+
+def _train(pair: Pair, num_steps: int = 3) -> int:
+    """Return the number of units."""
+    for index in range(num_steps):
+        pair.step(one_backward, as_a_user=index == num_steps - 1)
+    return len(FSDP.fsdp_modules(pair.model))
+
+
+# -- by hand
+
+
+def _wraps_blocks_then_the_root(**options: Any) -> int:
+    plain, model = _two_copies()
+    for index, block in enumerate(model.blocks):
+        model.blocks[index] = FSDP(block, **options)
+    return _train(Pair(plain, FSDP(model, **options)))
+
+
+def _wraps_three_levels(**options: Any) -> int:
+    plain, model = _two_copies(partial(Stack, 2, Outer))
+    for index, outer in enumerate(model.blocks):
+        outer.first = FSDP(outer.first, **options)
+        model.blocks[index] = FSDP(outer, **options)
+    model.head = FSDP(model.head, **options)
+    return _train(Pair(plain, FSDP(model, **options)))
+
+
+def _wraps_with_enable_wrap(**options: Any) -> int:
+    plain, model = _two_copies()
+    with enable_wrap(wrapper_cls=FSDP, **options):
+        model.blocks = nn.ModuleList(wrap(block) for block in model.blocks)
+        model = wrap(model)
+    return _train(Pair(plain, model))
+
+
+def _mixes_hand_and_policy(**options: Any) -> int:
+    plain, model = _two_copies()
+    model.blocks[0] = FSDP(model.blocks[0], **options)
+    return _train(Pair(plain, FSDP(model, auto_wrap_policy=ModuleWrapPolicy({Block}), **options)))
+
+
+def _mixes_strategies(**options: Any) -> int:
+    plain, model = _two_copies()
+    strategies = (ShardingStrategy.NO_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.FULL_SHARD)
+    for index, strategy in enumerate(strategies):
+        model.blocks[index] = FSDP(model.blocks[index], sharding_strategy=strategy, **options)
+    return _train(Pair(plain, FSDP(model, **options)))
+
+
+@both_forms
+@pytest.mark.parametrize(
+    ("wraps", "num_units"),
+    [
+        (_wraps_blocks_then_the_root, 4),
+        (_wraps_three_levels, 6),
+        (_wraps_with_enable_wrap, 4),
+        (_mixes_hand_and_policy, 4),
+        (_mixes_strategies, 4),
+    ],
+)
+def test_instances_nested_by_hand_train_as_unsharded(wraps: Callable[..., int], num_units: int, use_orig_params: bool) -> None:
+    assert run_ranks(2, wraps, use_orig_params=use_orig_params) == [num_units] * 2
+
+
+def _trains_first_and_is_then_nested(**options: Any) -> None:
+    plain, model = _two_copies()
+    part = FSDP(model.blocks[0], **options)
+    model.blocks[0] = part
+    for own, x in ((plain.blocks[0], 1.0), (part, 1.0)):
+        backward(square(own, torch.full((2, DIM), x)))
+        with torch.no_grad():
+            for p in own.parameters():
+                p.sub_(p.grad)
+        own.zero_grad()
+    _train(Pair(plain, FSDP(model, **options)))
+
+
+@both_forms
+def test_an_instance_that_was_a_root_may_become_a_nested_one(use_orig_params: bool) -> None:
+    run_ranks(2, _trains_first_and_is_then_nested, use_orig_params=use_orig_params)
+
+
+# -- policies
+
+
+def _is_block(module: nn.Module) -> bool:
+    return isinstance(module, Block)
+
+
+def _keeps_blocks(module: nn.Module) -> bool | dict[str, Any]:
+    return {"sharding_strategy": ShardingStrategy.SHARD_GRAD_OP} if isinstance(module, Block) else isinstance(module, nn.Linear)
+
+
+POLICIES: dict[str, Callable[[], Any]] = {
+    "size": lambda: partial(size_based_auto_wrap_policy, min_num_params=200),
+    "lambda": lambda: partial(lambda_auto_wrap_policy, lambda_fn=_is_block),
+    "transformer": lambda: partial(transformer_auto_wrap_policy, transformer_layer_cls={Block}),
+    "custom": lambda: CustomPolicy(_keeps_blocks),
+    "always": lambda: always_wrap_policy,
+}
+
+
+def _follows_a_policy(name: str, **options: Any) -> int:
+    plain, model = _two_copies()
+    return _train(Pair(plain, FSDP(model, auto_wrap_policy=POLICIES[name](), **options)))
+
+
+@both_forms
+@pytest.mark.parametrize(("name", "num_units"), [("size", 4), ("lambda", 4), ("transformer", 4), ("custom", 12), ("always", 16)])
+def test_every_policy_trains_as_unsharded(name: str, num_units: int, use_orig_params: bool) -> None:
+    assert run_ranks(2, _follows_a_policy, name, use_orig_params=use_orig_params) == [num_units] * 2
+
+
+# -- where values come from
+
+
+class _Counted(Stack):
+    """With buffers, one of them not persistent."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.rand(3))
+        self.register_buffer("offset", torch.rand(3), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * self.scale + self.offset
+
+
+def _starts_from_the_first_rank(num_replicas: int, **options: Any) -> None:
+    torch.manual_seed(0)
+    plain = _Counted()
+    torch.manual_seed(dist.get_rank())
+    if num_replicas > 1:
+        mesh = dist.device_mesh.init_device_mesh("cpu", (num_replicas, dist.get_world_size() // num_replicas))
+        options |= {"device_mesh": mesh, "sharding_strategy": ShardingStrategy.HYBRID_SHARD}
+    policy = ModuleWrapPolicy({Block})
+    _train(Pair(plain, FSDP(_Counted(), auto_wrap_policy=policy, sync_module_states=True, **options)))
+
+
+@both_forms
+@pytest.mark.parametrize(("num_ranks", "num_replicas"), [(2, 1), (4, 2)])
+def test_sync_module_states_gives_all_ranks_the_first_ones_values(num_ranks: int, num_replicas: int, use_orig_params: bool) -> None:
+    run_ranks(num_ranks, _starts_from_the_first_rank, num_replicas, use_orig_params=use_orig_params)
+
+
+def _fill(module: nn.Module) -> None:
+    for index, p in enumerate(module.parameters(recurse=False)):
+        nn.init.uniform_(p, -0.3 - 0.1 * index, 0.3, generator=torch.Generator().manual_seed(p.numel()))
+
+
+def _materialise(module: nn.Module) -> None:
+    module.to_empty(device="cpu", recurse=False)
+    _fill(module)
+
+
+class _Resettable(nn.Linear):
+    def reset_parameters(self) -> None:
+        _fill(self)
+
+
+def _linears() -> nn.Module:
+    return nn.Sequential(_Resettable(DIM, DIM), nn.Tanh(), _Resettable(DIM, 3))
+
+
+def _starts_on_meta(build: Callable[[], nn.Module], **options: Any) -> None:
+    plain = build()
+    plain.apply(_fill)
+    with torch.device("meta"):
+        model = build()
+    policy = ModuleWrapPolicy({Block, _Resettable})
+    _train(Pair(plain, FSDP(model, auto_wrap_policy=policy, **options)))
+
+
+@both_forms
+def test_reset_parameters_gives_a_model_on_meta_its_values(use_orig_params: bool) -> None:
+    run_ranks(2, _starts_on_meta, _linears, use_orig_params=use_orig_params)
+
+
+@both_forms
+def test_param_init_fn_gives_a_model_on_meta_its_values(use_orig_params: bool) -> None:
+    run_ranks(2, _starts_on_meta, Stack, param_init_fn=_materialise, use_orig_params=use_orig_params)
+
+
+@both_forms
+def test_device_id_may_be_the_cpu(use_orig_params: bool) -> None:
+    run_ranks(2, trains, Stack, device_id=torch.device("cpu"), use_orig_params=use_orig_params)
+
+
+@pytest.mark.parametrize("forward_prefetch", [False, True])
+@pytest.mark.parametrize("backward_prefetch", [BackwardPrefetch.BACKWARD_PRE, BackwardPrefetch.BACKWARD_POST, None])
+@pytest.mark.parametrize("limit_all_gathers", [False, True])
+def test_every_way_to_prefetch_trains_as_unsharded(
+    backward_prefetch: BackwardPrefetch | None, forward_prefetch: bool, limit_all_gathers: bool
+) -> None:
+    options = {"forward_prefetch": forward_prefetch, "limit_all_gathers": limit_all_gathers}
+    run_ranks(2, trains, partial(Stack, 2, Outer), (Outer, Inner), backward_prefetch=backward_prefetch, **options)
+
+
+# -- ignored
+
+
+def _ignores(kind: str, **options: Any) -> None:
+    """What is ignored keeps shape and device, and its gradient is that of the own batch."""
+    plain, model = _two_copies()
+    head, norm = model.head, model.blocks[1].norm
+    options |= {
+        "modules": {"ignored_modules": [head, norm]},
+        "states that are modules": {"ignored_states": [head, norm]},
+        "states that are parameters": {"ignored_states": [*head.parameters(), *norm.parameters()]},
+    }[kind]
+    model = FSDP(model, auto_wrap_policy=ModuleWrapPolicy({Block}), **options)
+    managed = [name for unit in model._runtime.units for group in unit.groups for m in group.store.members for name in m.names]
+    assert not any("norm" in name for name in managed if "blocks.1" in name)
+    ignored = [*plain.head.parameters(), *plain.blocks[1].norm.parameters()]
+    kept = [*head.parameters(), *norm.parameters()]
+    assert [p.shape for p in kept] == [p.shape for p in ignored]
+    pair = Pair(plain, model)
+    for _ in range(3):
+        batches = pair.batches()
+        own: list[torch.Tensor] = []
+        for rank, x in enumerate(batches):
+            before = [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in ignored]
+            backward(square(plain, x))
+            if rank == pair.rank:
+                own = [p.grad - grad for p, grad in zip(ignored, before, strict=True)]
+        backward(square(model, batches[pair.rank]))
+        for p, grad in zip(kept, own, strict=True):
+            assert_close(p.grad, grad, "gradient of an ignored parameter")
+            dist.all_reduce(p.grad)  # what is ignored is the user's to synchronise
+            p.grad /= pair.ranks
+        pair.average_plain_gradients()
+        pair.compare_and_update()
+        for p, expected in zip(kept, ignored, strict=True):
+            assert_close(p, expected, "ignored parameter")
+    pair.assert_state_equal()
+
+
+@both_forms
+@pytest.mark.parametrize("kind", ["modules", "states that are modules", "states that are parameters"])
+def test_what_is_ignored_stays_whole_and_is_left_to_the_user(kind: str, use_orig_params: bool) -> None:
+    run_ranks(2, _ignores, kind, use_orig_params=use_orig_params)
+
+
+def _shares_a_subgroup(**options: Any) -> None:
+    """Two groups of two ranks, each with a model and data of its own."""
+    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    which = dist.get_rank() // 2
+    pair = make_pair(Stack, seed=which, process_group=groups[which], **options)
+    for _ in range(2):
+        batches = pair.batches()[2 * which : 2 * which + 2]
+        for x in batches:
+            backward(square(pair.plain, x))
+        for p in pair.plain.parameters():
+            p.grad /= 2
+        backward(square(pair.model, batches[dist.get_rank() % 2]))
+        pair.compare_and_update()
+
+
+@both_forms
+def test_two_process_groups_train_two_models_apart(use_orig_params: bool) -> None:
+    run_ranks(4, _shares_a_subgroup, use_orig_params=use_orig_params)

@@ -1,0 +1,86 @@
+"""Boxes: an interval of a row-major tensor, cut into few rectangles that are runs of the interval."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fsdp_compat._layout.box import Box, cut_into_boxes
+from fsdp_compat._layout.spec import Interval
+
+
+@st.composite
+def shapes_and_parts(draw: st.DrawFn) -> tuple[tuple[int, ...], Interval]:
+    shape = tuple(draw(st.lists(st.integers(0, 4), max_size=4)))
+    numel = torch.Size(shape).numel()
+    start = draw(st.integers(0, numel))
+    return shape, Interval(start, draw(st.integers(start, numel)))
+
+
+def inside(box: Box, values: torch.Tensor) -> torch.Tensor:
+    return values[tuple(slice(at, at + size) for at, size in zip(box.offsets, box.sizes, strict=True))]
+
+
+@pytest.mark.parametrize(
+    ("shape", "part", "boxes"),
+    [
+        ((), Interval(0, 1), [Box((), ())]),
+        ((), Interval(0, 0), []),
+        ((7,), Interval(2, 5), [Box((2,), (3,))]),
+        ((3, 4), Interval(0, 12), [Box((0, 0), (3, 4))]),
+        ((3, 4), Interval(5, 7), [Box((1, 1), (1, 2))]),
+        ((3, 4), Interval(4, 8), [Box((1, 0), (1, 4))]),
+        ((4, 4), Interval(2, 15), [Box((0, 2), (1, 2)), Box((1, 0), (2, 4)), Box((3, 0), (1, 3))]),
+        ((3, 4), Interval(2, 6), [Box((0, 2), (1, 2)), Box((1, 0), (1, 2))]),
+        (
+            (3, 2, 2),
+            Interval(1, 11),
+            [
+                Box((0, 0, 1), (1, 1, 1)),
+                Box((0, 1, 0), (1, 1, 2)),
+                Box((1, 0, 0), (1, 2, 2)),
+                Box((2, 0, 0), (1, 1, 2)),
+                Box((2, 1, 0), (1, 1, 1)),
+            ],
+        ),
+        ((2, 0, 3), Interval(0, 0), []),
+    ],
+)
+def test_a_part_is_cut_into_these_boxes(shape: tuple[int, ...], part: Interval, boxes: list[Box]) -> None:
+    assert cut_into_boxes(shape, part) == boxes
+
+
+@pytest.mark.parametrize(("sizes", "numel"), [((), 1), ((3,), 3), ((2, 3, 4), 24), ((2, 0), 0)])
+def test_a_box_counts_its_elements(sizes: tuple[int, ...], numel: int) -> None:
+    assert Box((0,) * len(sizes), sizes).numel == numel
+
+
+@given(made=shapes_and_parts())
+def test_the_boxes_hold_every_element_of_the_part_once_in_memory_order(made: tuple[tuple[int, ...], Interval]) -> None:
+    shape, part = made
+    values = torch.arange(torch.Size(shape).numel()).view(shape)
+    found = [element for box in cut_into_boxes(shape, part) for element in inside(box, values).reshape(-1).tolist()]
+    assert found == list(range(part.start, part.stop))
+
+
+@given(made=shapes_and_parts())
+def test_every_box_is_a_run_of_the_part(made: tuple[tuple[int, ...], Interval]) -> None:
+    shape, part = made
+    values = torch.arange(torch.Size(shape).numel()).view(shape)
+    shard, position = values.reshape(-1)[part.slice].clone(), 0
+    for box in cut_into_boxes(shape, part):
+        run = shard[position : position + box.numel].view(box.sizes)
+        assert torch.equal(run, inside(box, values))
+        position += box.numel
+    assert position == part.numel
+
+
+@given(made=shapes_and_parts())
+def test_there_are_at_most_two_boxes_per_dimension_less_one_and_none_is_empty(made: tuple[tuple[int, ...], Interval]) -> None:
+    shape, part = made
+    boxes = cut_into_boxes(shape, part)
+    assert len(boxes) <= max(2 * len(shape) - 1, 1)
+    assert bool(boxes) == bool(part)
+    assert all(box.numel for box in boxes)

@@ -1,0 +1,94 @@
+"""The words of the layout: what an interval is, and which layouts are refused."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fsdp_compat._layout.spec import FlatLayout, Interval, ParamSpec
+
+
+def intervals(limit: int = 30) -> st.SearchStrategy[Interval]:
+    return st.tuples(st.integers(0, limit), st.integers(0, limit)).map(lambda ends: Interval(min(ends), max(ends)))
+
+
+def elements(interval: Interval) -> set[int]:
+    return set(range(interval.start, interval.stop))
+
+
+def test_an_interval_counts_its_elements() -> None:
+    assert Interval(3, 7).numel == 4
+    assert Interval(3, 7).slice == slice(3, 7)
+    assert list(range(10))[Interval(3, 7).slice] == [3, 4, 5, 6]
+
+
+def test_an_interval_is_true_if_it_holds_something() -> None:
+    assert Interval(0, 1)
+    assert not Interval(0, 0)
+    assert not Interval(5, 5)
+
+
+@pytest.mark.parametrize(("start", "stop"), [(-1, 3), (4, 3), (-2, -1)])
+def test_an_interval_that_ends_before_it_starts_or_starts_below_zero_is_refused(start: int, stop: int) -> None:
+    with pytest.raises(ValueError, match=r"0 <= start <= stop"):
+        Interval(start, stop)
+
+
+def test_shifting_moves_both_ends() -> None:
+    assert Interval(3, 7).shifted(10) == Interval(13, 17)
+    assert Interval(13, 17).shifted(-10) == Interval(3, 7)
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "both"),
+    [
+        ((0, 10), (3, 7), (3, 7)),
+        ((3, 7), (0, 10), (3, 7)),
+        ((0, 5), (3, 7), (3, 5)),
+        ((5, 9), (3, 7), (5, 7)),
+        ((0, 2), (3, 7), (3, 3)),  # empty, and inside the other
+        ((8, 9), (3, 7), (7, 7)),
+        ((4, 4), (3, 7), (4, 4)),
+    ],
+)
+def test_clipping_keeps_what_both_hold(one: tuple[int, int], other: tuple[int, int], both: tuple[int, int]) -> None:
+    assert Interval(*one).clipped(Interval(*other)) == Interval(*both)
+
+
+@given(one=intervals(), other=intervals())
+def test_clipping_is_the_intersection_and_lies_inside_the_other(one: Interval, other: Interval) -> None:
+    both = one.clipped(other)
+    assert elements(both) == elements(one) & elements(other)
+    assert other.start <= both.start <= both.stop <= other.stop
+
+
+def test_intervals_sort_by_start_and_then_by_stop() -> None:
+    assert sorted([Interval(2, 3), Interval(0, 5), Interval(0, 2)]) == [Interval(0, 2), Interval(0, 5), Interval(2, 3)]
+
+
+@pytest.mark.parametrize(("shape", "numel"), [((), 1), ((3,), 3), ((2, 3, 4), 24), ((2, 0, 4), 0)])
+def test_a_parameter_takes_as_many_elements_as_its_shape_has(shape: tuple[int, ...], numel: int) -> None:
+    spec = ParamSpec("w", shape, 8)
+    assert spec.numel == numel
+    assert spec.place == Interval(8, 8 + numel)
+
+
+def test_a_layout_without_ranks_or_elements_is_refused() -> None:
+    with pytest.raises(ValueError, match="0 and 4"):
+        FlatLayout((), 0, 4)
+    with pytest.raises(ValueError, match="2 and 0"):
+        FlatLayout((), 2, 0)
+
+
+def test_parameters_that_overlap_or_go_backwards_are_refused_by_name() -> None:
+    with pytest.raises(ValueError, match="second starts at 2"):
+        FlatLayout((ParamSpec("first", (3,), 0), ParamSpec("second", (1,), 2)), 1, 8)
+    with pytest.raises(ValueError, match="second starts at 0"):
+        FlatLayout((ParamSpec("first", (3,), 4), ParamSpec("second", (1,), 0)), 1, 8)
+
+
+def test_parameters_beyond_the_end_of_the_flat_tensor_are_refused() -> None:
+    FlatLayout((ParamSpec("w", (8,), 0),), 2, 4)
+    with pytest.raises(ValueError, match="end at 9, the flat tensor at 8"):
+        FlatLayout((ParamSpec("w", (9,), 0),), 2, 4)

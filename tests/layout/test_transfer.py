@@ -1,0 +1,199 @@
+"""Moves between any two layouts of the same parameters: carried out, they give what laying out the target directly gives."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fsdp_compat._layout.flat import flat_layout
+from fsdp_compat._layout.spec import FlatLayout, Interval
+from fsdp_compat._layout.transfer import Move, Piece, pieces_of_rank, pieces_of_whole, plan_moves
+
+Shapes = dict[str, tuple[int, ...]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Wrapping:
+    """One way to shard: which parameters are in which group, in which order, over how many ranks."""
+
+    layouts: list[FlatLayout]
+    ranks: int
+
+    def pieces(self) -> list[Piece]:
+        """What all ranks hold; a holder is (group, rank)."""
+        return [piece for rank in range(self.ranks) for piece in pieces_of_rank(self.layouts, rank)]
+
+    def shards(self, values: dict[str, torch.Tensor]) -> dict[tuple[int, ...], torch.Tensor]:
+        """Lay ``values`` out directly, padding -1: (group, rank) to [S]."""
+        found: dict[tuple[int, ...], torch.Tensor] = {}
+        for group, layout in enumerate(self.layouts):
+            full = torch.full((layout.full_numel,), -1)
+            for param in layout.params:
+                full[param.place.slice] = values[param.name]
+            found.update({(group, rank): shard.clone() for rank, shard in enumerate(full.chunk(self.ranks))})
+        return found
+
+    def wholes(self, values: dict[str, torch.Tensor]) -> dict[tuple[int, ...], torch.Tensor]:
+        """The same as whole tensors: (index,) to [numel]."""
+        names = [name for layout in self.layouts for name in layout.names]
+        return {(index,): values[name].clone() for index, name in enumerate(names)}
+
+
+@st.composite
+def wrappings(draw: st.DrawFn, shapes: Shapes) -> Wrapping:
+    ranks, align, names = draw(st.integers(1, 6)), draw(st.sampled_from([1, 4])), draw(st.permutations(list(shapes)))
+    groups: dict[int, list[str]] = {}
+    for name in names:
+        groups.setdefault(draw(st.integers(0, 2)), []).append(name)
+    layouts = [flat_layout(group, [shapes[name] for name in group], ranks=ranks, align=align) for group in groups.values()]
+    return Wrapping(layouts, ranks)
+
+
+@st.composite
+def pairs(draw: st.DrawFn) -> tuple[dict[str, torch.Tensor], Wrapping, Wrapping]:
+    """Values that differ everywhere, by name, and two wrappings of them."""
+    sizes = draw(st.lists(st.lists(st.integers(0, 5), max_size=3).map(tuple), min_size=1, max_size=5))
+    shapes = {f"p{index}": shape for index, shape in enumerate(sizes)}
+    values, end = {}, 0
+    for name, shape in shapes.items():
+        numel = torch.Size(shape).numel()
+        values[name], end = torch.arange(end, end + numel), end + numel
+    return values, draw(wrappings(shapes)), draw(wrappings(shapes))
+
+
+def carried_out(
+    moves: list[Move], sources: dict[tuple[int, ...], torch.Tensor], targets: dict[tuple[int, ...], torch.Tensor]
+) -> dict[tuple[int, ...], torch.Tensor]:
+    """Carry ``moves`` out into empty targets. Every element is written at most once."""
+    found = {holder: torch.full_like(tensor, -1) for holder, tensor in targets.items()}
+    written: Counter[tuple[tuple[int, ...], int]] = Counter()
+    for move in moves:
+        assert 0 <= move.source_start <= move.source_start + move.numel <= sources[move.source].numel()
+        assert 0 <= move.target_start <= move.target_start + move.numel <= targets[move.target].numel()
+        run = sources[move.source][move.source_start : move.source_start + move.numel]
+        found[move.target][move.target_start : move.target_start + move.numel] = run
+        written.update((move.target, move.target_start + offset) for offset in range(move.numel))
+    assert all(times == 1 for times in written.values())
+    return found
+
+
+def assert_same(found: dict[tuple[int, ...], torch.Tensor], wanted: dict[tuple[int, ...], torch.Tensor]) -> None:
+    assert {holder: tensor.tolist() for holder, tensor in found.items()} == {h: tensor.tolist() for h, tensor in wanted.items()}
+
+
+def test_a_parameter_goes_from_two_ranks_to_three_in_these_moves() -> None:
+    two, three = (flat_layout(["w"], [(6,)], ranks=ranks, align=1) for ranks in (2, 3))
+    sources = [piece for rank in range(2) for piece in pieces_of_rank([two], rank)]
+    targets = [piece for rank in range(3) for piece in pieces_of_rank([three], rank)]
+    assert plan_moves(sources, targets) == [
+        Move("w", (0, 0), 0, (0, 0), 0, 2),
+        Move("w", (0, 0), 2, (0, 1), 0, 1),
+        Move("w", (0, 1), 0, (0, 1), 1, 1),
+        Move("w", (0, 1), 1, (0, 2), 0, 2),
+    ]
+
+
+def test_a_rank_holds_one_piece_at_most_of_a_parameter() -> None:
+    layouts = [flat_layout(["a", "b"], [(3,), (2, 2)], ranks=2, align=1), flat_layout(["c"], [()], ranks=2, align=1)]
+    assert pieces_of_rank(layouts, 0) == [
+        Piece("a", Interval(0, 3), (0, 0), 0),
+        Piece("b", Interval(0, 1), (0, 0), 3),
+        Piece("c", Interval(0, 1), (1, 0), 0),
+    ]
+    assert pieces_of_rank(layouts, 1) == [Piece("b", Interval(1, 4), (0, 1), 0)]
+
+
+def test_whole_tensors_are_numbered_in_order_of_appearance_and_empty_ones_are_no_piece() -> None:
+    layouts = [flat_layout(["a", "b"], [(3,), (0, 2)], ranks=2, align=4), flat_layout(["c"], [()], ranks=2, align=4)]
+    assert pieces_of_whole(layouts) == [Piece("a", Interval(0, 3), (0,), 0), Piece("c", Interval(0, 1), (2,), 0)]
+
+
+@given(made=pairs())
+def test_any_wrapping_becomes_any_other(made: tuple[dict[str, torch.Tensor], Wrapping, Wrapping]) -> None:
+    values, source, target = made
+    sources, wanted = source.shards(values), target.shards(values)
+    assert_same(carried_out(plan_moves(source.pieces(), target.pieces()), sources, wanted), wanted)
+
+
+@given(made=pairs())
+def test_whole_tensors_become_any_wrapping(made: tuple[dict[str, torch.Tensor], Wrapping, Wrapping]) -> None:
+    values, source, target = made
+    wanted = target.shards(values)
+    moves = plan_moves(pieces_of_whole(source.layouts), target.pieces())
+    assert_same(carried_out(moves, source.wholes(values), wanted), wanted)
+
+
+@given(made=pairs())
+def test_any_wrapping_becomes_whole_tensors(made: tuple[dict[str, torch.Tensor], Wrapping, Wrapping]) -> None:
+    values, source, target = made
+    wanted = target.wholes(values)
+    moves = plan_moves(source.pieces(), pieces_of_whole(target.layouts))
+    assert_same(carried_out(moves, source.shards(values), wanted), wanted)
+
+
+@given(made=pairs())
+def test_a_wrapping_becomes_itself_by_moves_that_stay_where_they_are(
+    made: tuple[dict[str, torch.Tensor], Wrapping, Wrapping],
+) -> None:
+    _, source, _ = made
+    moves = plan_moves(source.pieces(), source.pieces())
+    assert all((move.source, move.source_start) == (move.target, move.target_start) for move in moves)
+    assert len(moves) == len(source.pieces())
+
+
+@given(made=pairs(), seed=st.randoms(use_true_random=False))
+def test_the_plan_does_not_depend_on_the_order_of_the_sources(made, seed) -> None:  # type: ignore[no-untyped-def]
+    _, source, target = made
+    pieces = source.pieces()
+    plan = plan_moves(pieces, target.pieces())
+    seed.shuffle(pieces)
+    assert plan_moves(pieces, target.pieces()) == plan
+
+
+@given(made=pairs())
+def test_the_plan_follows_the_targets_and_their_elements(made: tuple[dict[str, torch.Tensor], Wrapping, Wrapping]) -> None:
+    _, source, target = made
+    moves, order = plan_moves(source.pieces(), target.pieces()), [(piece.name, piece.holder) for piece in target.pieces()]
+    keys = [(order.index((move.name, move.target)), move.target_start) for move in moves]
+    assert keys == sorted(keys)
+
+
+def test_of_two_sources_that_hold_an_element_the_first_one_gives_it() -> None:
+    sources = [Piece("w", Interval(2, 8), (0, 1), 0), Piece("w", Interval(0, 4), (0, 0), 0), Piece("w", Interval(0, 4), (0, 2), 0)]
+    assert plan_moves(sources, [Piece("w", Interval(0, 8), (9,), 100)]) == [
+        Move("w", (0, 0), 0, (9,), 100, 4),
+        Move("w", (0, 1), 2, (9,), 104, 4),
+    ]
+
+
+def test_replicas_are_read_from_one_of_them_only() -> None:
+    piece = Piece("w", Interval(0, 5), (0, 0), 7)
+    replicas = [dataclasses.replace(piece, holder=(0, rank)) for rank in (3, 1, 2)]
+    assert plan_moves(replicas, [Piece("w", Interval(1, 5), (8,), 0)]) == [Move("w", (0, 1), 8, (8,), 0, 4)]
+
+
+@pytest.mark.parametrize(
+    ("held", "moved"),
+    [
+        ([], []),
+        ([Interval(0, 3)], [(0, 3)]),
+        ([Interval(0, 3), Interval(6, 10)], [(0, 3), (6, 4)]),
+        ([Interval(4, 6)], [(4, 2)]),
+    ],
+)
+def test_what_no_source_holds_is_left_out_so_that_the_moves_add_up_to_less_than_the_target(
+    held: list[Interval], moved: list[tuple[int, int]]
+) -> None:
+    sources = [Piece("w", part, (0, rank), 0) for rank, part in enumerate(held)]
+    moves = plan_moves(sources, [Piece("w", Interval(0, 10), (0,), 0)])
+    assert [(move.target_start, move.numel) for move in moves] == moved
+    assert sum(move.numel for move in moves) < 10
+
+
+def test_a_parameter_of_another_name_is_no_source() -> None:
+    assert plan_moves([Piece("v", Interval(0, 4), (0, 0), 0)], [Piece("w", Interval(0, 4), (0, 0), 0)]) == []

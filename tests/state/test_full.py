@@ -1,0 +1,403 @@
+"""FULL_STATE_DICT of the model: what the unsharded model would return, and what it would take."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.fsdp import FullStateDictConfig as TorchFullConfig
+from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
+from torch.distributed.fsdp import StateDictType as TorchType
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy as TorchWrapPolicy
+
+from fsdp_compat import FullStateDictConfig, ShardingStrategy, StateDictType
+from fsdp_compat import FullyShardedDataParallel as FSDP
+from fsdp_compat.wrap import ModuleWrapPolicy, always_wrap_policy
+from tests.support.ranks import run_ranks
+
+STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")
+Config = tuple[str, bool, str]  # strategy, use_orig_params, policy
+
+
+class Block(nn.Module):
+    """A buffer between parameters, a 0-d parameter, and extra state."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.tensor(1.5))
+        self.linear = nn.Linear(width, width)
+        self.norm = nn.BatchNorm1d(width)
+        self.register_buffer("calls", torch.tensor(3))
+        self.register_buffer("scratch", torch.ones(2), persistent=False)
+        self.note = "made"
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.gain * self.norm(self.linear(x))
+
+    def get_extra_state(self) -> dict[str, str]:
+        return {"note": self.note}
+
+    def set_extra_state(self, state: dict[str, str]) -> None:
+        self.note = state["note"]
+
+
+class Model(nn.Module):
+    """Everything that can be in a state dict: ties, a shared module, two dtypes, frozen, 0-d and empty parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen = nn.Parameter(torch.randn(3), requires_grad=False)
+        self.embed = nn.Embedding(7, 5)
+        self.blocks = nn.Sequential(Block(5), Block(5))
+        self.nothing = nn.Parameter(torch.randn(0, 3))
+        self.first = nn.Linear(5, 5)
+        self.second = self.first
+        self.wide = nn.Linear(2, 3, bias=False).double()
+        self.head = nn.Linear(5, 7, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:  # [batch] -> [batch, 7]
+        x = self.second(self.first(self.blocks(self.embed(tokens))))
+        return self.head(x) + self.frozen.sum() + self.wide(torch.ones(2).double()).sum().float() + self.nothing.sum()
+
+
+def make_model(seed: int = 0) -> Model:
+    torch.manual_seed(seed)
+    return Model()
+
+
+def shard(model: nn.Module, strategy: str = "FULL_SHARD", use_orig_params: bool = False, policy: str = "blocks") -> FSDP:
+    policies: dict[str, Any] = {"none": None, "blocks": ModuleWrapPolicy({Block}), "always": always_wrap_policy}
+    return FSDP(
+        model, sharding_strategy=ShardingStrategy[strategy], use_orig_params=use_orig_params, auto_wrap_policy=policies[policy]
+    )
+
+
+def step(model: nn.Module, seed: int = 0) -> float:
+    """One step of SGD on data that is the same on all ranks; return the loss."""
+    tokens = torch.randint(7, (6,), generator=torch.Generator().manual_seed(seed))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.zero_grad()
+    loss = F.cross_entropy(model(tokens), tokens.roll(1))
+    loss.backward()
+    optimizer.step()
+    return loss.item()
+
+
+def assert_same(actual: Mapping[str, Any], expected: Mapping[str, Any], tolerance: float = 0.0) -> None:
+    wrong = [pair for pair in itertools.zip_longest(actual, expected) if pair[0] != pair[1]]
+    assert not wrong, f"{len(wrong)} keys are not where they should be, the first (actual, expected): {wrong[0]}"
+    for name, value in expected.items():
+        if not isinstance(value, Tensor):
+            assert actual[name] == value, name
+            continue
+        assert type(actual[name]) is Tensor, name
+        assert actual[name].dtype == value.dtype, name
+        assert not actual[name].requires_grad, name
+        torch.testing.assert_close(actual[name], value, rtol=tolerance, atol=tolerance, msg=name)
+
+
+def traffic(*roots: FSDP) -> int:
+    """How many messages this rank has sent for parameters."""
+    return sum(
+        sum(wire.traffic.counts.values()) for root in roots for group in root._runtime.groups for wire in (group.shard, group.replica)
+    )
+
+
+ALL_CONFIGS = tuple(itertools.product(STRATEGIES, (False, True), ("none", "blocks", "always")))
+FEW_CONFIGS = (("FULL_SHARD", False, "blocks"), ("FULL_SHARD", True, "always"), ("SHARD_GRAD_OP", False, "none"))
+FEW_CONFIGS += (("NO_SHARD", True, "blocks"), ("NO_SHARD", False, "always"))
+
+
+# --- saving -----------------------------------------------------------------------------------------------------------
+
+
+def _equals_the_unsharded(configs: tuple[Config, ...]) -> None:
+    for strategy, use_orig_params, policy in configs:
+        plain = make_model()
+        model = shard(copy.deepcopy(plain), strategy, use_orig_params, policy)
+        expected, found = plain.state_dict(), model.state_dict()
+        assert_same(found, expected)
+        assert {name: found._metadata.get(name) for name in expected._metadata} == expected._metadata
+        assert "blocks.0.scratch" not in found
+        assert found["head.weight"] is found["embed.weight"] or torch.equal(found["head.weight"], found["embed.weight"])
+        if policy != "none":  # then these are units, or hold nothing but units
+            assert_same(model.blocks.state_dict(), plain.blocks.state_dict())
+            assert_same(model.blocks[1].state_dict(), plain.blocks[1].state_dict())
+            assert_same(model.module.blocks[1].state_dict(prefix="a.b."), plain.blocks[1].state_dict(prefix="a.b."))
+        assert step(model) == pytest.approx(step(plain), rel=1e-6)
+        assert_same(model.state_dict(), plain.state_dict(), tolerance=1e-5)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_keys_order_dtypes_and_values_equal_the_unsharded_models(world_size: int) -> None:
+    run_ranks(world_size, _equals_the_unsharded, ALL_CONFIGS if world_size == 3 else FEW_CONFIGS)
+
+
+def _containers_and_wrappers(use_orig_params: bool) -> None:
+    def built(wrap: Any, unit: Any) -> nn.Module:
+        torch.manual_seed(0)
+        inside = nn.Sequential(wrap(Block(4)), nn.Linear(4, 3))
+        return nn.ModuleDict(
+            {"plain": nn.BatchNorm1d(2), "outside": wrap(unit(Block(4))), "inside": unit(wrap(Block(3))), "below": unit(inside)}
+        )
+
+    plain = built(lambda m: m, lambda m: m)
+    expected = plain.state_dict()
+    for wrap in (lambda m: m, checkpoint_wrapper):
+        model = built(wrap, lambda m: FSDP(m, use_orig_params=use_orig_params))
+        assert_same(model.state_dict(), expected)
+        assert_same(model["below"].state_dict(), plain["below"].state_dict())
+        around = FSDP(built(wrap, lambda m: FSDP(m, use_orig_params=use_orig_params)), use_orig_params=use_orig_params)
+        assert_same(around.state_dict(), expected)
+        for target in (model, around):
+            doubled = {name: v * 2 if isinstance(v, Tensor) else v for name, v in expected.items()}
+            assert str(target.load_state_dict(doubled)) == "<All keys matched successfully>"
+            assert_same(target.state_dict(), doubled)
+
+
+@pytest.mark.parametrize("use_orig_params", [False, True])
+def test_units_in_plain_containers_and_checkpoint_wrappers_leave_no_trace_in_names(use_orig_params: bool) -> None:
+    run_ranks(2, _containers_and_wrappers, use_orig_params)
+
+
+def _unit_below_checkpoint_wrapper_by_policy(use_orig_params: bool) -> None:
+    plain = make_model()
+    model = copy.deepcopy(plain)
+    model.blocks[0] = checkpoint_wrapper(model.blocks[0])
+    model.first = model.second = checkpoint_wrapper(model.first)
+    sharded = shard(model, use_orig_params=use_orig_params)
+    assert_same(sharded.state_dict(), plain.state_dict())
+    other = make_model(1).state_dict()
+    sharded.load_state_dict(other)
+    assert_same(sharded.state_dict(), other)
+
+
+@pytest.mark.parametrize("use_orig_params", [False, True])
+def test_activation_checkpointing_inside_of_a_model_leaves_no_trace_in_names(use_orig_params: bool) -> None:
+    run_ranks(2, _unit_below_checkpoint_wrapper_by_policy, use_orig_params)
+
+
+def _rank0_only_and_offload() -> None:
+    plain = make_model()
+    expected = plain.state_dict()
+    for strategy, use_orig_params in itertools.product(STRATEGIES, (False, True)):
+        model = shard(copy.deepcopy(plain), strategy, use_orig_params)
+        for offload_to_cpu, rank0_only in itertools.product((False, True), (False, True)):
+            config = FullStateDictConfig(offload_to_cpu=offload_to_cpu, rank0_only=rank0_only)
+            with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT, config):
+                found, inner = model.state_dict(), model.blocks[0].state_dict()
+            if rank0_only and dist.get_rank() != 0:
+                assert not found
+                assert not inner
+                assert_same(model.state_dict(), expected)
+                continue
+            assert_same(found, expected)
+            shards = {target.untyped_storage().data_ptr() for g in model._runtime.groups for target, _ in g.store.targets}
+            buffers = {buffer.untyped_storage().data_ptr() for buffer in model.buffers()}
+            for name, value in found.items():
+                if isinstance(value, Tensor) and value.numel():
+                    storage = value.untyped_storage()
+                    assert storage.data_ptr() not in shards, name
+                    if storage.data_ptr() not in buffers:
+                        assert storage.nbytes() == value.nbytes, name
+            found["embed.weight"].fill_(7.0)  # a copy is the caller's
+            assert_same(model.state_dict(), expected)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_values_are_compact_copies_and_rank_0_alone_gets_them_if_asked(world_size: int) -> None:
+    run_ranks(world_size, _rank0_only_and_offload)
+
+
+def _training_goes_on(use_orig_params: bool, strategy: str) -> None:
+    tokens = torch.tensor([1, 2, 3, 4, 5])
+
+    def losses(save: bool) -> list[float]:
+        model = shard(make_model(), strategy, use_orig_params)
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
+        found = []
+        for number in range(3):
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(tokens), tokens.roll(1))
+            before = model.state_dict() if save else {}  # between forward and backward
+            loss.backward()
+            if save:
+                assert_same(model.state_dict(), before)
+            optimizer.step()
+            found.append(loss.item())
+            if save and number == 1:
+                model.eval()
+                model(tokens)  # a forward that no backward follows
+                with torch.no_grad():
+                    model(tokens)
+                after = model.state_dict()
+                assert not torch.equal(after["embed.weight"], before["embed.weight"])
+                model.load_state_dict(after)
+                model.train()
+        return found
+
+    assert losses(save=True) == losses(save=False)
+
+
+@pytest.mark.parametrize("use_orig_params", [False, True])
+def test_saving_between_and_within_steps_changes_nothing(use_orig_params: bool) -> None:
+    for strategy in STRATEGIES:
+        run_ranks(2, _training_goes_on, use_orig_params, strategy)
+
+
+# --- loading ----------------------------------------------------------------------------------------------------------
+
+
+def _loads_a_plain_dict(configs: tuple[Config, ...]) -> None:
+    other = make_model(1)
+    other.blocks[0].note = "loaded"
+    other.blocks[1].norm.running_mean += 3
+    wanted = other.state_dict()
+    for strategy, use_orig_params, policy in configs:
+        model = shard(make_model(), strategy, use_orig_params, policy)
+        before = traffic(model)
+        assert str(model.load_state_dict(wanted)) == "<All keys matched successfully>"
+        assert traffic(model) == before, "loading full values sends nothing"
+        assert list(wanted) == list(other.state_dict()), "the caller's dict is left as it was"
+        assert model.blocks[0].note == "loaded"
+        assert_same(model.state_dict(), wanted)
+        assert step(model) == pytest.approx(step(copy.deepcopy(other)), rel=1e-6)
+        model.load_state_dict(wanted, assign=True)
+        assert_same(model.state_dict(), wanted)
+        if policy != "none":
+            model.blocks[0].load_state_dict(make_model(2).blocks[0].state_dict())
+            assert_same(model.blocks[0].state_dict(), make_model(2).blocks[0].state_dict())
+        half = {name: v.half() if isinstance(v, Tensor) and v.is_floating_point() else v for name, v in wanted.items()}
+        model.load_state_dict(half)
+        assert model.state_dict()["embed.weight"].dtype == torch.float32
+        assert torch.equal(model.state_dict()["first.weight"], half["first.weight"].float())
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_a_plain_models_dict_is_loaded_without_communication(world_size: int) -> None:
+    run_ranks(world_size, _loads_a_plain_dict, FEW_CONFIGS)
+
+
+def _reports_clean_names(configs: tuple[Config, ...]) -> None:
+    for strategy, use_orig_params, policy in configs:
+        plain = make_model()
+        model = shard(copy.deepcopy(plain), strategy, use_orig_params, policy)
+        incomplete = make_model(1).state_dict()
+        for name in ("blocks.1.linear.weight", "blocks.0.norm.running_mean", "blocks.1._extra_state", "frozen"):
+            del incomplete[name]
+        incomplete["blocks.0.linear.surplus"] = torch.zeros(1)
+        incomplete["surplus"] = torch.zeros(1)
+        incomplete["blocks.surplus.weight"] = torch.zeros(1)
+        expected = plain.load_state_dict(incomplete, strict=False)
+        answer = model.load_state_dict(incomplete, strict=False)
+        assert sorted(answer.missing_keys) == sorted(expected.missing_keys)
+        assert sorted(answer.unexpected_keys) == sorted(expected.unexpected_keys)
+        assert_same(model.state_dict(), plain.state_dict())
+        with pytest.raises(RuntimeError) as caught:
+            model.load_state_dict(incomplete)
+        for name in (*expected.missing_keys, *expected.unexpected_keys):
+            assert f'"{name}"' in str(caught.value), str(caught.value)
+        assert "_fsdp_wrapped_module" not in str(caught.value)
+
+        wrong = make_model(1).state_dict()
+        wrong["blocks.1.linear.weight"] = torch.zeros(5, 6)
+        wrong["blocks.1.norm.running_mean"] = torch.zeros(4)
+        for strict in (True, False):
+            with pytest.raises(RuntimeError) as caught:
+                model.load_state_dict(wrong, strict=strict)
+            assert "blocks.1.linear.weight" in str(caught.value)
+            assert "blocks.1.norm.running_mean" in str(caught.value)
+            assert "[5, 6]" in str(caught.value)
+            assert "[5, 5]" in str(caught.value)
+            assert "_fsdp_wrapped_module" not in str(caught.value), str(caught.value)
+        assert step(model) > 0, "a refused dict leaves a model that trains"
+
+
+def test_missing_unexpected_and_misshapen_entries_are_reported_by_the_names_of_the_plain_model() -> None:
+    run_ranks(2, _reports_clean_names, FEW_CONFIGS)
+
+
+def _ties_may_be_loaded_by_either_name(use_orig_params: bool) -> None:
+    model = shard(make_model(), use_orig_params=use_orig_params)
+    wanted = make_model(1).state_dict()
+    for left_out in ("embed.weight", "head.weight"):
+        one = {name: value for name, value in wanted.items() if name != left_out}
+        assert model.load_state_dict(one, strict=False).unexpected_keys == []
+        assert torch.equal(model.state_dict()[left_out], wanted[left_out])
+
+
+@pytest.mark.parametrize("use_orig_params", [False, True])
+def test_a_tied_parameter_is_loaded_from_whichever_name_is_there(use_orig_params: bool) -> None:
+    run_ranks(2, _ties_may_be_loaded_by_either_name, use_orig_params)
+
+
+def _save_file(path: str, config: Config) -> None:
+    model = shard(make_model(3), *config)
+    step(model)
+    full = FullStateDictConfig(offload_to_cpu=True, rank0_only=True)
+    with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT, full):
+        state = model.state_dict()
+    if dist.get_rank() == 0:
+        torch.save(state, path)
+
+
+def _load_file(path: str, config: Config) -> None:
+    model = shard(make_model(), *config)
+    saved = torch.load(path, weights_only=True)
+    model.load_state_dict(saved)
+    assert_same(model.state_dict(), saved)
+
+
+def test_a_file_goes_to_every_other_world_size_and_to_a_plain_model(tmp_path: Path) -> None:
+    for writers, config in ((1, FEW_CONFIGS[0]), (4, FEW_CONFIGS[1])):
+        path = str(tmp_path / f"{writers}.pt")
+        run_ranks(writers, _save_file, path, config)
+        for readers, other in ((3, FEW_CONFIGS[2]), (2, FEW_CONFIGS[3]), (1, FEW_CONFIGS[4])):
+            run_ranks(readers, _load_file, path, other)
+        plain = make_model()
+        saved = torch.load(path, weights_only=True)
+        plain.load_state_dict(saved)
+        assert_same(plain.state_dict(), saved)
+
+
+# --- torch's FSDP1 ----------------------------------------------------------------------------------------------------
+
+
+def _exchanges_with_torch(use_orig_params: bool) -> None:
+    def plain(seed: int) -> nn.Module:
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Linear(3, 5), Block(5), nn.Linear(5, 3), Block(3))
+        model[1].gain = nn.Parameter(torch.tensor([1.5]))  # torch refuses 0-d ones
+        model[3].gain = nn.Parameter(torch.tensor([1.5]))
+        return model
+
+    policy = TorchWrapPolicy({Block})
+    theirs = TorchFSDP(plain(0), auto_wrap_policy=policy, use_orig_params=use_orig_params, device_id=torch.device("cpu"))
+    ours = FSDP(plain(1), auto_wrap_policy=ModuleWrapPolicy({Block}), use_orig_params=use_orig_params)
+    with TorchFSDP.state_dict_type(theirs, TorchType.FULL_STATE_DICT, TorchFullConfig(offload_to_cpu=False)):
+        before = {name: v.clone() if isinstance(v, Tensor) else v for name, v in theirs.state_dict().items()}
+        assert set(before) == set(plain(0).state_dict())
+        ours.load_state_dict(before)
+        assert_same(ours.state_dict(), plain(0).state_dict())
+        with torch.no_grad(), FSDP.summon_full_params(ours):
+            for parameter in ours.parameters():
+                parameter.mul_(3)
+        theirs.load_state_dict(ours.state_dict())
+        for name, value in theirs.state_dict().items():
+            if isinstance(value, Tensor):
+                assert torch.equal(value, ours.state_dict()[name]), name
+
+
+@pytest.mark.parametrize("use_orig_params", [False, True])
+def test_full_dicts_pass_between_torchs_fsdp1_and_ours(use_orig_params: bool) -> None:
+    run_ranks(2, _exchanges_with_torch, use_orig_params)

@@ -1,0 +1,375 @@
+"""SHARDED_STATE_DICT through torch.distributed.checkpoint: any world size, policy and strategy on either side, by name, bit by bit."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
+from torch.distributed.fsdp import StateDictType as TorchType
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy as TorchWrapPolicy
+from torch.distributed.tensor import DTensor
+
+from fsdp_compat import FullyShardedDataParallel as FSDP
+from fsdp_compat import ShardingStrategy, StateDictType
+from fsdp_compat.wrap import ModuleWrapPolicy, always_wrap_policy
+from tests.support.ranks import run_ranks
+
+Config = tuple[str, bool, str]  # strategy, use_orig_params, policy
+Shapes = Sequence[tuple[int, ...]]
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width + 2, bias=False)
+        self.norm = nn.BatchNorm1d(width + 2)
+        self.back = nn.Linear(width + 2, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.back(self.norm(self.linear(x)))
+
+
+class Model(nn.Module):
+    """Ties, odd sizes, parameters smaller than the world, and with ``odd`` 0-d and empty ones, which torch refuses."""
+
+    def __init__(self, odd: bool = True) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(7, 5)
+        self.blocks = nn.Sequential(Block(5), Block(5))
+        self.cube = nn.Parameter(torch.randn(3, 5, 7))
+        self.one = nn.Parameter(torch.randn(1))
+        self.gain = nn.Parameter(torch.randn(()) if odd else torch.randn(2))
+        self.nothing = nn.Parameter(torch.randn(0, 3) if odd else torch.randn(2, 3))
+        self.head = nn.Linear(5, 7, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("count", torch.randint(99, (2,)))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.blocks(self.embed(tokens)) * self.gain.sum()) + self.cube.sum() + self.one + self.nothing.sum()
+
+
+class Bag(nn.Module):
+    """Parameters of any shapes, two in each child."""
+
+    def __init__(self, shapes: Shapes, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.parts = nn.ModuleList(nn.ParameterList(torch.randn(shape) for shape in shapes[i : i + 2]) for i in range(0, len(shapes), 2))
+
+
+def make_model(seed: int = 0, odd: bool = True) -> Model:
+    torch.manual_seed(seed)
+    return Model(odd)
+
+
+def shard(model: nn.Module, config: Config) -> FSDP:
+    strategy, use_orig_params, policy = config
+    policies: dict[str, Any] = {"none": None, "blocks": ModuleWrapPolicy({Block, nn.ParameterList}), "always": always_wrap_policy}
+    mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2)) if strategy == "HYBRID_SHARD" else None
+    return FSDP(
+        model,
+        sharding_strategy=ShardingStrategy[strategy],
+        use_orig_params=use_orig_params,
+        auto_wrap_policy=policies[policy],
+        device_mesh=mesh,
+    )
+
+
+def sharded_state(model: nn.Module) -> dict[str, Any]:
+    with FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
+        return model.state_dict()
+
+
+def assert_equal(actual: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert list(actual) == list(expected)
+    for name, value in expected.items():
+        assert actual[name].dtype == value.dtype, name
+        assert torch.equal(actual[name], value), name
+
+
+def assert_holds(model: FSDP, plain: nn.Module) -> None:
+    with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT):
+        assert_equal(model.state_dict(), plain.state_dict())
+
+
+def save(path: str, config: Config, seed: int) -> None:
+    dcp.save(sharded_state(shard(make_model(seed), config)), checkpoint_id=path)
+
+
+def load(path: str, config: Config, seed: int) -> None:
+    model = shard(make_model(99), config)
+    state = sharded_state(model)
+    names = list(state)
+    dcp.load(state, checkpoint_id=path)
+    assert list(state) == names
+    assert all(torch.equal(value, other) for value, other in zip(_own(state), _own(sharded_state(model)), strict=True)), (
+        "dcp.load reads into the shards themselves"
+    )
+    assert str(model.load_state_dict(state)) == "<All keys matched successfully>"
+    assert_holds(model, make_model(seed))
+
+
+def _own(state: dict[str, Any]) -> list[Tensor]:
+    """What this rank holds of the parameters."""
+    values = (value for name, value in state.items() if not name.endswith(("mean", "var", "tracked", "count")))
+    return [t for v in values for t in ([shard.tensor for shard in v.local_shards()] if isinstance(v, ShardedTensor) else [v])]
+
+
+# --- values -----------------------------------------------------------------------------------------------------------
+
+
+def _check_values(config: Config) -> None:
+    plain, model = make_model(), shard(make_model(), config)
+    expected = plain.state_dict()
+    groups = model._runtime.groups
+    before = [(dict(wire.traffic.counts)) for group in groups for wire in (group.shard, group.replica)]
+    state = sharded_state(model)
+    assert before == [(dict(wire.traffic.counts)) for group in groups for wire in (group.shard, group.replica)], "nothing is sent"
+    assert list(state) == list(expected)
+    storages = {group.store.shard.untyped_storage().data_ptr() for group in groups}
+    parameters = dict(plain.named_parameters(remove_duplicate=False))
+    assert not any("_metadata" in vars(v) for v in state.values()), "metadata of all ranks is made when somebody asks for it"
+    without_part = 0
+    boxes: dict[str, list[Any]] = {}
+    for name, value in state.items():
+        if name not in parameters:
+            assert type(value) is Tensor, name
+            assert torch.equal(value, expected[name]), name
+            continue
+        if not parameters[name].numel():
+            assert type(value) is Tensor, name
+            continue
+        assert isinstance(value, ShardedTensor), name
+        assert value.local_shards(), "dcp forgets values without a local shard"
+        own = boxes[name] = []
+        for local in value.local_shards():
+            offsets, sizes = tuple(local.metadata.shard_offsets), tuple(local.metadata.shard_sizes)
+            assert tuple(local.tensor.shape) == sizes
+            if not math.prod(sizes):
+                without_part += 1
+                continue
+            place = tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))
+            assert torch.equal(local.tensor, expected[name][place]), f"{name}, which has no other owner"
+            own.append((offsets, sizes, str(local.metadata.placement)))
+            assert local.tensor.untyped_storage().data_ptr() in storages, name
+    assert without_part, "some parameters are smaller than the world"
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, boxes)
+    for name in boxes:
+        _check_metadata(name, state[name], [box for its in found for box in its[name]], expected[name])
+
+
+def _check_metadata(name: str, value: ShardedTensor, boxes: list[Any], whole: Tensor) -> None:
+    """boxes: (offsets, sizes, placement) of what all ranks hold."""
+    metadata = value.metadata()
+    described = [(tuple(m.shard_offsets), tuple(m.shard_sizes), str(m.placement)) for m in metadata.shards_metadata]
+    assert sorted(described) == sorted(boxes), name
+    assert tuple(metadata.size) == tuple(whole.shape) == tuple(value.size()), name
+    assert metadata.tensor_properties.dtype == whole.dtype == value.dtype, name
+    times = torch.zeros_like(whole)
+    for offsets, sizes, placement in boxes:
+        assert placement.startswith("rank:")
+        times[tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))] += 1
+    assert torch.equal(times, torch.ones_like(whole)), "every element is in one box"
+    assert value.sharding_spec().shards == metadata.shards_metadata
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_values_are_boxes_that_view_the_own_shard_and_nothing_is_sent(world_size: int) -> None:
+    for config in (("FULL_SHARD", False, "none"), ("SHARD_GRAD_OP", True, "blocks"), ("FULL_SHARD", False, "always")):
+        run_ranks(world_size, _check_values, config)
+
+
+def _whole_values(config: Config) -> None:
+    model = shard(make_model(), config)
+    state = sharded_state(model)
+    assert_equal(state, make_model().state_dict())
+    storages = {group.store.shard.untyped_storage().data_ptr() for group in model._runtime.groups}
+    assert state["cube"].untyped_storage().data_ptr() in storages
+
+
+def test_without_a_second_rank_to_split_over_values_are_plain_views() -> None:
+    run_ranks(1, _whole_values, ("FULL_SHARD", True, "blocks"))
+    run_ranks(2, _whole_values, ("NO_SHARD", False, "blocks"))
+
+
+# --- files ------------------------------------------------------------------------------------------------------------
+
+SPREAD: tuple[Config, ...] = (
+    ("FULL_SHARD", False, "blocks"),
+    ("SHARD_GRAD_OP", True, "none"),
+    ("NO_SHARD", False, "always"),
+    ("FULL_SHARD", True, "always"),
+)
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[int, str]:
+    """A checkpoint per world size, each of another configuration; the seed is the world size."""
+    found = {}
+    for world_size, config in zip((1, 2, 3, 4), SPREAD, strict=True):
+        found[world_size] = str(tmp_path_factory.mktemp("dcp") / str(world_size))
+        run_ranks(world_size, save, found[world_size], config, world_size)
+    return found
+
+
+@pytest.mark.parametrize("readers", [1, 2, 3, 4])
+@pytest.mark.parametrize("writers", [1, 2, 3, 4])
+def test_a_checkpoint_is_loaded_bit_by_bit_at_every_world_size(checkpoints: dict[int, str], writers: int, readers: int) -> None:
+    run_ranks(readers, load, checkpoints[writers], SPREAD[(readers + writers) % 4], writers)
+
+
+def test_hybrid_meshes_save_and_load(checkpoints: dict[int, str], tmp_path: Path) -> None:
+    hybrid = ("HYBRID_SHARD", True, "blocks")
+    run_ranks(4, load, checkpoints[3], hybrid, 3)
+    run_ranks(4, save, str(tmp_path), hybrid, 5)
+    run_ranks(2, load, str(tmp_path), SPREAD[1], 5)
+    run_ranks(2, load, str(tmp_path), hybrid, 5)
+
+
+def test_one_process_without_a_group_reads_a_checkpoint_into_plain_tensors(checkpoints: dict[int, str]) -> None:
+    for writers, path in checkpoints.items():
+        state = make_model(99).state_dict()
+        dcp.load(state, checkpoint_id=path, no_dist=True)
+        assert_equal(state, make_model(writers).state_dict())
+
+
+def _save_bag(path: str, config: Config, shapes: Shapes) -> None:
+    dcp.save({"model": sharded_state(shard(Bag(shapes, 1), config))}, checkpoint_id=path)
+
+
+def _load_bag(path: str, config: Config, shapes: Shapes) -> None:
+    model = shard(Bag(shapes, 2), config)
+    state = {"model": sharded_state(model)}
+    dcp.load(state, checkpoint_id=path)
+    model.load_state_dict(state["model"])
+    assert_holds(model, Bag(shapes, 1))
+
+
+# The Bag's forward is never called, so it need not follow the rules for units.
+configs = st.tuples(st.sampled_from(["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"]), st.booleans(), st.sampled_from(["none", "blocks"]))
+shapes = st.lists(st.lists(st.integers(0, 5), max_size=4).map(tuple), min_size=1, max_size=5)
+
+
+@settings(max_examples=20, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
+@given(writers=st.integers(1, 4), readers=st.integers(1, 4), saved=configs, loaded=configs, shapes=shapes)
+def test_any_shapes_pass_between_any_two_configurations(
+    writers: int, readers: int, saved: Config, loaded: Config, shapes: Shapes
+) -> None:
+    with tempfile.TemporaryDirectory() as path:
+        run_ranks(writers, _save_bag, path, saved, shapes)
+        run_ranks(readers, _load_bag, path, loaded, shapes)
+
+
+def _save_in_the_background(path: str) -> None:
+    model = shard(make_model(1), SPREAD[0])
+    future = dcp.async_save(sharded_state(model), checkpoint_id=path)
+    future.result()
+
+
+def test_a_checkpoint_can_be_written_in_the_background(tmp_path: Path) -> None:
+    run_ranks(2, _save_in_the_background, str(tmp_path))
+    run_ranks(3, load, str(tmp_path), SPREAD[1], 1)
+
+
+# --- in memory --------------------------------------------------------------------------------------------------------
+
+
+def _from_other_layouts() -> None:
+    for source, target in itertools.permutations((SPREAD[0], SPREAD[1], SPREAD[2]), 2):
+        model = shard(make_model(1), target)
+        model.load_state_dict(sharded_state(shard(make_model(2), source)))
+        assert_holds(model, make_model(2))
+
+
+def test_a_sharded_dict_of_another_layout_is_loaded_in_memory() -> None:
+    run_ranks(3, _from_other_layouts)
+
+
+# --- torch's FSDP1 and FSDP2 ------------------------------------------------------------------------------------------
+
+
+def _torch_fsdp1(seed: int, use_orig_params: bool) -> TorchFSDP:
+    return TorchFSDP(
+        make_model(seed, odd=False),
+        auto_wrap_policy=TorchWrapPolicy({Block}),
+        use_orig_params=use_orig_params,
+        device_id=torch.device("cpu"),
+    )
+
+
+def _with_torchs_fsdp1(directory: str, use_orig_params: bool) -> None:
+    theirs = _torch_fsdp1(1, use_orig_params)
+    ours = shard(make_model(2, odd=False), ("FULL_SHARD", not use_orig_params, "always"))
+    with TorchFSDP.state_dict_type(theirs, TorchType.SHARDED_STATE_DICT):
+        dcp.save(theirs.state_dict(), checkpoint_id=f"{directory}/theirs")
+        state = sharded_state(ours)
+        dcp.load(state, checkpoint_id=f"{directory}/theirs")
+        ours.load_state_dict(state)
+        assert_holds(ours, make_model(1, odd=False))
+
+        in_memory = shard(make_model(2, odd=False), ("SHARD_GRAD_OP", use_orig_params, "none"))
+        in_memory.load_state_dict(theirs.state_dict())
+        assert_holds(in_memory, make_model(1, odd=False))
+
+        changed = shard(make_model(3, odd=False), ("FULL_SHARD", use_orig_params, "blocks"))
+        dcp.save(sharded_state(changed), checkpoint_id=f"{directory}/ours")
+        back = theirs.state_dict()
+        dcp.load(back, checkpoint_id=f"{directory}/ours")
+        theirs.load_state_dict(back)
+    with TorchFSDP.summon_full_params(theirs):
+        for name, parameter in make_model(3, odd=False).named_parameters():
+            assert torch.equal(dict(theirs.named_parameters())[name], parameter), name
+
+
+@pytest.mark.parametrize("use_orig_params", [False, True])
+def test_checkpoints_pass_between_torchs_fsdp1_and_ours(tmp_path: Path, use_orig_params: bool) -> None:
+    run_ranks(2, _with_torchs_fsdp1, str(tmp_path), use_orig_params)
+
+
+def _torch_fsdp2(seed: int) -> nn.Module:
+    model = make_model(seed, odd=False)
+    for block in model.blocks:
+        torch_fully_shard(block, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    return torch_fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+
+
+def _with_torchs_fsdp2(directory: str) -> None:
+    theirs = _torch_fsdp2(1)
+    ours = shard(make_model(2, odd=False), SPREAD[0])
+    dcp.save(theirs.state_dict(), checkpoint_id=f"{directory}/theirs")
+    state = sharded_state(ours)
+    dcp.load(state, checkpoint_id=f"{directory}/theirs")
+    ours.load_state_dict(state)
+    assert_holds(ours, make_model(1, odd=False))
+
+    in_memory = shard(make_model(2, odd=False), SPREAD[1])
+    assert isinstance(theirs.state_dict()["cube"], DTensor)
+    in_memory.load_state_dict(theirs.state_dict())
+    assert_holds(in_memory, make_model(1, odd=False))
+
+    dcp.save(sharded_state(shard(make_model(3, odd=False), SPREAD[1])), checkpoint_id=f"{directory}/ours")
+    back = theirs.state_dict()
+    dcp.load(back, checkpoint_id=f"{directory}/ours")
+    theirs.load_state_dict(back)
+    for name, parameter in theirs.named_parameters():
+        assert torch.equal(parameter.full_tensor(), dict(make_model(3, odd=False).named_parameters())[name]), name
+
+
+def test_checkpoints_pass_between_torchs_fsdp2_and_ours(tmp_path: Path) -> None:
+    run_ranks(3, _with_torchs_fsdp2, str(tmp_path))

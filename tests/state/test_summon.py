@@ -1,0 +1,444 @@
+"""summon_full_params and apply: whole parameters between steps, and what is left when they are gone again."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fsdp_compat import FullyShardedDataParallel as FSDP
+from fsdp_compat import ShardingStrategy
+from fsdp_compat.errors import StateError, UsageError
+from fsdp_compat.wrap import ModuleWrapPolicy, always_wrap_policy
+from tests.support.ranks import run_ranks
+
+Config = tuple[str, bool, str]  # strategy, use_orig_params, policy
+CONFIGS: tuple[Config, ...] = (
+    ("FULL_SHARD", False, "blocks"),
+    ("FULL_SHARD", True, "always"),
+    ("SHARD_GRAD_OP", True, "none"),
+    ("NO_SHARD", False, "blocks"),
+    ("NO_SHARD", True, "blocks"),
+)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.tensor(0.5))
+        self.linear = nn.Linear(5, 5)
+        self.norm = nn.BatchNorm1d(5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.gain * self.norm(self.linear(x))
+
+
+class Model(nn.Module):
+    """A tie, a frozen parameter, and blocks that can be units."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen = nn.Parameter(torch.randn(5), requires_grad=False)
+        self.embed = nn.Embedding(7, 5)
+        self.blocks = nn.Sequential(Block(), Block())
+        self.head = nn.Linear(5, 7, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.blocks(self.embed(tokens)) + self.frozen)
+
+
+def make_model(seed: int = 0) -> Model:
+    torch.manual_seed(seed)
+    return Model()
+
+
+def shard(config: Config, seed: int = 0) -> FSDP:
+    strategy, use_orig_params, policy = config
+    policies: dict[str, Any] = {"none": None, "blocks": ModuleWrapPolicy({Block}), "always": always_wrap_policy}
+    return FSDP(
+        make_model(seed),
+        sharding_strategy=ShardingStrategy[strategy],
+        use_orig_params=use_orig_params,
+        auto_wrap_policy=policies[policy],
+    )
+
+
+def losses_of(model: nn.Module) -> Tensor:
+    tokens = torch.tensor([1, 2, 3, 4, 5, 6])
+    return F.cross_entropy(model(tokens), tokens.roll(1))
+
+
+def step(model: nn.Module) -> float:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.zero_grad()
+    loss = losses_of(model)
+    loss.backward()
+    optimizer.step()
+    return loss.item()
+
+
+def slots(model: nn.Module) -> list[tuple[str, str, int, tuple[int, ...], int]]:
+    """What every module holds now: (module, attribute, object, shape, address)."""
+    return [
+        (name, attribute, id(p), tuple(p.shape), p.data_ptr())
+        for name, module in model.named_modules()
+        for attribute, p in module._parameters.items()
+        if p is not None
+    ]
+
+
+def assert_equal(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert list(actual) == list(expected)
+    for name, value in expected.items():
+        assert actual[name].dtype == value.dtype, name
+        assert torch.equal(actual[name], value), name
+
+
+# --- what is shown ----------------------------------------------------------------------------------------------------
+
+
+def _shows_whole_parameters() -> None:
+    plain = make_model()
+    expected = dict(plain.named_parameters())
+    for config in CONFIGS:
+        model = shard(config)
+        before = slots(model)
+        assert {name for name, _ in model.named_parameters()}.isdisjoint(expected) or dist.get_world_size() == 0
+        for writeback, offload_to_cpu in itertools.product((True, False), (True, False)):
+            with FSDP.summon_full_params(model, writeback=writeback, offload_to_cpu=offload_to_cpu):
+                shown = dict(model.named_parameters())
+                assert_equal(shown, expected)
+                assert all(type(parameter) is nn.Parameter for parameter in shown.values())
+                assert {name: p.requires_grad for name, p in shown.items()} == {n: p.requires_grad for n, p in expected.items()}
+                assert list(dict(model.named_parameters(remove_duplicate=False))) == list(
+                    dict(plain.named_parameters(remove_duplicate=False))
+                )
+                assert list(dict(model.named_buffers())) == list(dict(plain.named_buffers()))
+                assert list(dict(model.named_parameters(prefix="a"))) == [f"a.{name}" for name in expected]
+                assert model.module.head.weight is model.module.embed.weight
+                assert all(parameter.grad is None for parameter in shown.values())
+                assert_equal(
+                    {k: v for k, v in model.state_dict().items() if k in expected},
+                    {k: v for k, v in plain.state_dict().items() if k in expected},
+                )
+            assert slots(model) == before
+        assert step(model) == pytest.approx(step(copy.deepcopy(plain)), rel=1e-6)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_parameters_are_whole_and_have_their_own_names_inside(world_size: int) -> None:
+    run_ranks(world_size, _shows_whole_parameters)
+
+
+def _recurse() -> None:
+    expected = dict(make_model().named_parameters())
+    for use_orig_params in (False, True):
+        model = shard(("FULL_SHARD", use_orig_params, "blocks"))
+        with FSDP.summon_full_params(model, recurse=False):
+            assert torch.equal(model.module.embed.weight, expected["embed.weight"])
+            linear = model.module.blocks[0].module.linear
+            assert not hasattr(linear, "weight") or linear.weight.dim() == 1
+        with FSDP.summon_full_params(model.blocks[1], recurse=False):
+            assert torch.equal(model.module.blocks[1].module.linear.weight, expected["blocks.1.linear.weight"])
+            assert [name for name, _ in model.blocks[1].named_parameters()] == [n for n, _ in make_model().blocks[1].named_parameters()]
+            assert not hasattr(model.module.embed, "weight") or model.module.embed.weight.dim() == 1
+        with FSDP.summon_full_params(model.module.blocks):  # a container, not an instance
+            for number in (0, 1):
+                assert torch.equal(model.module.blocks[number].module.linear.weight, expected[f"blocks.{number}.linear.weight"])
+
+
+def test_recurse_says_whether_inner_units_are_shown_too() -> None:
+    run_ranks(2, _recurse)
+
+
+def _rank0_only() -> None:
+    expected = dict(make_model().named_parameters())
+    for config, offload_to_cpu in itertools.product(CONFIGS, (False, True)):
+        model = shard(config)
+        before = slots(model)
+        with FSDP.summon_full_params(model, writeback=False, rank0_only=True, offload_to_cpu=offload_to_cpu):
+            if dist.get_rank() == 0:
+                assert_equal(dict(model.named_parameters()), expected)
+            else:
+                assert slots(model) == before
+        assert slots(model) == before
+        with pytest.raises(UsageError, match="rank0_only=True with writeback=False"):
+            with FSDP.summon_full_params(model, writeback=True, rank0_only=True):
+                pass
+        assert step(model) > 0
+
+
+def test_rank0_only_shows_the_others_their_parts_and_cannot_write_back() -> None:
+    run_ranks(2, _rank0_only)
+
+
+# --- changes ----------------------------------------------------------------------------------------------------------
+
+
+def _changes() -> None:
+    for config, offload_to_cpu in itertools.product(CONFIGS, (False, True)):
+        model = shard(config)
+        original = make_model().state_dict()
+        with torch.no_grad():
+            with FSDP.summon_full_params(model, writeback=False, offload_to_cpu=offload_to_cpu):
+                for parameter in model.parameters():
+                    parameter.fill_(7.0)
+            assert_equal(model.state_dict(), original)
+            other = make_model(1)
+            with FSDP.summon_full_params(model, offload_to_cpu=offload_to_cpu):
+                for name, parameter in model.named_parameters():
+                    if name.endswith("weight"):
+                        parameter.copy_(dict(other.named_parameters())[name])
+                    else:
+                        parameter.data = dict(other.named_parameters())[name].data.clone()
+        changed = {**original, **{name: p.detach() for name, p in other.named_parameters(remove_duplicate=False)}}
+        assert_equal(model.state_dict(), changed)
+        plain = make_model()
+        plain.load_state_dict(changed)
+        assert step(model) == pytest.approx(step(plain), rel=1e-6)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_changes_are_kept_with_writeback_and_dropped_without(world_size: int) -> None:
+    run_ranks(world_size, _changes)
+
+
+def _nested() -> None:
+    for config in CONFIGS:
+        model = shard(config)
+        before = slots(model)
+        with torch.no_grad(), FSDP.summon_full_params(model):
+            outside = slots(model)
+            with FSDP.summon_full_params(model), FSDP.summon_full_params(model.module.blocks, writeback=False):
+                assert slots(model) == outside
+                for parameter in model.parameters():
+                    parameter.fill_(2.0)
+            assert slots(model) == outside, "what the outer context shows stays until its end"
+            assert all((parameter == 2.0).all() for parameter in model.parameters())
+        assert slots(model) == before
+        assert all((p == 2.0).all() for name, p in model.state_dict().items() if name in dict(make_model().named_parameters()))
+        with FSDP.summon_full_params(model.module.blocks[0], writeback=False):  # the inner one first
+            with FSDP.summon_full_params(model, writeback=False):
+                assert sorted(n for n, _ in model.named_parameters()) == sorted(n for n, _ in make_model().named_parameters())
+        assert slots(model) == before
+
+
+def test_contexts_can_be_nested() -> None:
+    run_ranks(2, _nested)
+
+
+class _Stop(Exception):
+    pass
+
+
+def _exceptions() -> None:
+    for config, writeback in itertools.product(CONFIGS, (False, True)):
+        model = shard(config)
+        before = slots(model)
+        for with_grads in (False, True):
+            with pytest.raises(_Stop):
+                with FSDP.summon_full_params(model, writeback=writeback, with_grads=with_grads and writeback):
+                    with FSDP.summon_full_params(model, writeback=writeback):
+                        raise _Stop
+            assert slots(model) == before
+        with pytest.raises(_Stop):
+            model.apply(_raise)
+        assert slots(model) == before
+        assert_equal(model.state_dict(), make_model().state_dict())
+        assert step(model) == pytest.approx(step(make_model()), rel=1e-6)
+    dist.barrier()
+
+
+def _raise(module: nn.Module) -> None:
+    if isinstance(module, nn.BatchNorm1d):
+        raise _Stop
+
+
+def test_an_exception_inside_leaves_everything_as_it_was() -> None:
+    run_ranks(2, _exceptions)
+
+
+def _with_grads() -> None:
+    plain = make_model()
+    losses_of(plain).backward()
+    expected = {name: p.grad for name, p in plain.named_parameters() if p.grad is not None}
+    for config in CONFIGS:
+        model = shard(config)
+        with FSDP.summon_full_params(model, with_grads=True):
+            assert all(parameter.grad is None for parameter in model.parameters())
+        losses_of(model).backward()
+        kept = [target.grad for group in model._runtime.groups for target, _ in group.store.targets]
+        with FSDP.summon_full_params(model):
+            assert all(parameter.grad is None for parameter in model.parameters())
+        with FSDP.summon_full_params(model, with_grads=True):
+            shown = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+            assert list(shown) == list(expected)
+            for name, grad in expected.items():
+                torch.testing.assert_close(shown[name], grad, rtol=1e-5, atol=1e-6, msg=name)
+                assert shown[name].shape == grad.shape
+        targets = [target for group in model._runtime.groups for target, _ in group.store.targets]
+        assert all(target.grad is grad for target, grad in zip(targets, kept, strict=True))
+        with torch.no_grad(), FSDP.summon_full_params(model, with_grads=True, writeback=False):
+            for name, parameter in model.named_parameters():
+                if parameter.grad is not None:
+                    parameter.grad.zero_()
+        assert any(target.grad is not None and target.grad.any() for target in targets)
+        with torch.no_grad(), FSDP.summon_full_params(model, with_grads=True):
+            for name, parameter in model.named_parameters():
+                if parameter.grad is not None:
+                    parameter.grad.mul_(2)
+        with FSDP.summon_full_params(model, with_grads=True, writeback=False):
+            for name, parameter in model.named_parameters():
+                if parameter.grad is not None:
+                    torch.testing.assert_close(parameter.grad, 2 * expected[name], rtol=1e-5, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_gradients_are_shown_whole_and_changes_of_them_are_kept(world_size: int) -> None:
+    run_ranks(world_size, _with_grads)
+
+
+def _objects() -> None:
+    for config in CONFIGS:
+        plain = make_model()
+        originals = dict(plain.named_parameters())
+        strategy, use_orig_params, policy = config
+        policies: dict[str, Any] = {"none": None, "blocks": ModuleWrapPolicy({Block}), "always": always_wrap_policy}
+        model = FSDP(
+            plain,
+            sharding_strategy=ShardingStrategy[strategy],
+            use_orig_params=use_orig_params,
+            auto_wrap_policy=policies[policy],
+        )
+        registered = list(model.parameters())
+        if use_orig_params:
+            assert all(parameter is original for parameter, original in zip(registered, originals.values(), strict=True))
+        for _ in range(2):
+            with FSDP.summon_full_params(model):
+                if use_orig_params:
+                    shown = list(model.parameters())
+                    assert all(parameter is original for parameter, original in zip(shown, originals.values(), strict=True))
+            losses_of(model).backward()
+            model.zero_grad()
+            assert all(one is other for one, other in zip(model.parameters(), registered, strict=True))
+
+
+def test_parameter_objects_keep_their_identity() -> None:
+    run_ranks(2, _objects)
+
+
+# --- calls inside -----------------------------------------------------------------------------------------------------
+
+
+def _forward_inside() -> None:
+    plain = make_model().eval()
+    for config in CONFIGS:
+        model = shard(config).eval()
+        tokens = expected = torch.tensor([1, 2])
+        with torch.no_grad():
+            for _ in range(3):  # a greedy generation, in which ranks may stop at different lengths
+                expected = torch.cat([expected, plain(expected)[-1].argmax()[None]])
+            with FSDP.summon_full_params(model, writeback=False):
+                before = model._runtime.groups[0].shard.traffic.counts.total()
+                for _ in range(3):
+                    tokens = torch.cat([tokens, model(tokens)[-1].argmax()[None]])
+                if dist.get_rank() == 1:
+                    model(tokens)
+                assert model._runtime.groups[0].shard.traffic.counts.total() == before, "nothing is gathered again"
+        assert torch.equal(tokens, expected)
+        model.train()
+        assert step(model) == pytest.approx(step(make_model()), rel=1e-6)
+
+
+def test_a_generation_loop_inside_computes_with_what_is_shown_and_sends_nothing() -> None:
+    run_ranks(2, _forward_inside)
+
+
+def _recurse_only_the_root_and_forward() -> None:
+    plain = make_model().eval()
+    for use_orig_params in (False, True):
+        model = shard(("FULL_SHARD", use_orig_params, "blocks")).eval()
+        tokens = torch.tensor([1, 2, 3])
+        with torch.no_grad(), FSDP.summon_full_params(model, recurse=False, writeback=False):
+            torch.testing.assert_close(model(tokens), plain(tokens))
+        assert step(model.train()) == pytest.approx(step(make_model()), rel=1e-6)
+
+
+def test_with_the_root_alone_shown_forward_still_gathers_the_rest() -> None:
+    run_ranks(2, _recurse_only_the_root_and_forward)
+
+
+class _Summons(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        self.around: list[FSDP] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        with FSDP.summon_full_params(self.around[0]):
+            return self.linear(x)
+
+
+def _inside_of_forward() -> None:
+    for use_orig_params in (False, True):
+        inner = _Summons()
+        model = FSDP(inner, use_orig_params=use_orig_params)
+        inner.around = [model]
+        with pytest.raises(StateError) as caught:
+            model(torch.ones(3))
+        for fact in ("expected:", "got:", "where:", "to do:"):
+            assert fact in str(caught.value)
+    dist.barrier()
+
+
+def test_a_call_inside_of_forward_is_refused() -> None:
+    run_ranks(2, _inside_of_forward)
+
+
+def _init(module: nn.Module) -> None:
+    if isinstance(module, nn.Linear):
+        nn.init.constant_(module.weight, 0.25)
+        if module.bias is not None:
+            nn.init.zeros_(module.bias)
+
+
+def _apply() -> None:
+    plain = make_model()
+    plain.apply(_init)
+    for config in CONFIGS:
+        model = shard(config)
+        seen: list[nn.Module] = []
+        assert model.apply(_init) is model
+        assert_equal(model.state_dict(), plain.state_dict())
+        assert model.apply(seen.append) is model
+        assert set(seen) == set(model.modules())
+        assert step(model) == pytest.approx(step(copy.deepcopy(plain)), rel=1e-6)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_apply_sees_whole_parameters_and_keeps_what_it_changes(world_size: int) -> None:
+    run_ranks(world_size, _apply)
+
+
+def _between_forward_and_backward() -> None:
+    for config in CONFIGS:
+        model, plain = shard(config), make_model()
+        loss = losses_of(model)
+        with FSDP.summon_full_params(model, writeback=False):
+            norms = [parameter.norm().item() for parameter in model.parameters()]
+        assert norms == pytest.approx([parameter.norm().item() for parameter in plain.parameters()])
+        loss.backward()
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+        assert loss.item() == pytest.approx(step(plain), rel=1e-6)
+        assert step(model) == pytest.approx(step(plain), rel=1e-5)
+
+
+def test_a_look_between_forward_and_backward_changes_nothing() -> None:
+    run_ranks(2, _between_forward_and_backward)

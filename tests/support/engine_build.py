@@ -1,0 +1,148 @@
+"""The engine without a front end: shard a module over any store, and look at what it holds.
+
+``shard`` does what a front end does (assign owners, group members, make stores, units and a runtime, attach hooks), and no more.
+"""
+
+from __future__ import annotations
+
+import typing
+from collections.abc import Collection, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fsdp_compat._engine import hooks
+from fsdp_compat._engine.dtypes import Precision
+from fsdp_compat._engine.mesh import Axis, Mesh
+from fsdp_compat._engine.runtime import Runtime, RuntimeOptions
+from fsdp_compat._engine.schedule import Prefetch
+from fsdp_compat._engine.store import ParamStore
+from fsdp_compat._engine.tree import Member, assign_owners, group_members
+from fsdp_compat._engine.unit import Group, Residency, Unit, UnitOptions
+from fsdp_compat._stores.flat_store import FlatStore, home_attribute
+
+from .row_store import RowStore
+
+__all__ = [
+    "CPU",
+    "STORES",
+    "assert_at_rest",
+    "full_gradients",
+    "full_parameters",
+    "lone_mesh",
+    "make_store",
+    "make_unit",
+    "members_of",
+    "shard",
+]
+
+CPU = torch.device("cpu")
+STORES = ("flat", "original", "row")  # one FlatParameter; the original parameters over a flat shard; rows
+
+
+def make_store(kind: str, members: Sequence[Member], *, rank: int, ranks: int, home: tuple[nn.Module, str]) -> ParamStore:
+    """Return a store of one of the STORES."""
+    if kind == "row":
+        return RowStore(members, rank=rank, ranks=ranks)
+    return FlatStore(members, rank=rank, ranks=ranks, home=home, use_orig_params=kind == "original", device=CPU)
+
+
+def members_of(module: nn.Module) -> list[Member]:
+    """All parameters of a module, as one unit has them."""
+    return assign_owners(module, [module], (), ())[module]
+
+
+def lone_mesh() -> Mesh:
+    """One rank, without a process group."""
+    alone = Axis(None, 0, 1, (0,))
+    return Mesh(alone, alone)
+
+
+def make_unit(
+    kind: str,
+    module: nn.Module,
+    mesh: Mesh,
+    members: Sequence[Member],
+    *,
+    reshard_after_forward: bool = True,
+    precision: Precision | None = None,
+) -> Unit:
+    """Collective over the mesh. Return a unit that no runtime has taken over yet."""
+    groups = []
+    with torch.no_grad():
+        for index, (_, its) in enumerate(group_members(members)):
+            home = (module, home_attribute(index))
+            store = make_store(kind, its, rank=mesh.shard.rank, ranks=mesh.shard.ranks, home=home)
+            groups.append(Group(store, mesh, precision or Precision(store.dtype, store.dtype), CPU))
+        return Unit(module, groups, UnitOptions(reshard_after_forward, False, False, torch.float32, CPU))
+
+
+def shard(
+    module: nn.Module,
+    unit_classes: Collection[type[nn.Module]],
+    kind: str,
+    mesh: Mesh,
+    *,
+    reshard_after_forward: bool = True,
+    forward_prefetch: bool = False,
+    backward_prefetch: Prefetch = Prefetch.PRE,
+    precision: Precision | None = None,
+) -> Runtime:
+    """Shard ``module`` in place over stores of ``kind``: it and every module of ``unit_classes`` become units. Collective."""
+    named = {m: name for name, m in module.named_modules() if m is module or isinstance(m, tuple(unit_classes))}
+    owned = assign_owners(module, list(named), (), ())
+    units = {
+        m: make_unit(kind, m, mesh, owned[m], reshard_after_forward=reshard_after_forward, precision=precision)
+        for m in reversed(named)  # as a front end does: inner ones first
+    }
+    for unit in units.values():
+        hooks.attach_unit(unit)
+    ordered = [units[m] for m in named]
+    return Runtime(ordered[0], ordered, list(named.values()), RuntimeOptions(forward_prefetch, backward_prefetch, False))
+
+
+def full_parameters(runtime: Runtime) -> dict[str, torch.Tensor]:
+    """Return every parameter, whole, by name. Collective."""
+    found = {}
+    for group in runtime.groups:
+        for name, value in _whole(group, group.gather_full()).items():
+            found[name] = value
+    return found
+
+
+def full_gradients(runtime: Runtime) -> dict[str, torch.Tensor | None]:
+    """Return every gradient, whole, by name; None for all of a group where its targets have none. Collective."""
+    found: dict[str, torch.Tensor | None] = {}
+    for group in runtime.groups:
+        total = torch.zeros(group.store.numel, dtype=group.store.dtype)
+        there = [target.parameter.grad is not None for target in group.store.targets]
+        assert all(there) or not any(there), f"{group.name}: only some targets have a gradient"
+        for (target, _), view in zip(group.store.targets, group.store.grads(total), strict=True):
+            if target.grad is not None:
+                view.copy_(target.grad)
+        whole = _whole(group, group.gather_full(total))
+        found.update(whole if any(there) else dict.fromkeys(whole))
+    return found
+
+
+def _whole(group: Group, full: torch.Tensor) -> dict[str, torch.Tensor]:
+    """full: [ranks * S]. Return its parameters by name, through the two methods by which the engine fills leaves."""
+    values = [torch.empty(leaf.shape, dtype=full.dtype) for leaf in group.leaves]
+    for index, (value, places) in enumerate(zip(values, group.store.places(full)[:-1], strict=True)):
+        for part, place in zip(group.store.split(index, value), places, strict=True):
+            part.copy_(place)
+    members = typing.cast(typing.Any, group.store).members
+    return {member.name: value for member, value in zip(members, values, strict=True)}
+
+
+def assert_at_rest(runtime: Runtime) -> None:
+    """Between steps nothing is there but shards, gradients and optimizer state."""
+    assert not runtime.in_forward
+    assert not runtime.in_backward
+    assert dist.is_initialized()
+    for unit in runtime.units:
+        assert unit.residency is Residency.SHARDED, unit.name
+        assert not unit.shown_full, unit.name
+        assert [group.resident_nbytes for group in unit.groups] == [0] * len(unit.groups), unit.name
+        assert all(leaf.grad is None for group in unit.groups for leaf in group.leaves), unit.name

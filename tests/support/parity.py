@@ -1,0 +1,287 @@
+"""An unsharded and a sharded copy of a model, trained side by side: what every test of training compares.
+
+    def test_blocks_train_as_unsharded() -> None:
+        run_ranks(2, trains, Stack, (Block,), sharding_strategy=ShardingStrategy.SHARD_GRAD_OP)
+
+A *step* does forward and backward for one rank's batch. The unsharded copy takes it once per rank, so its gradient is the sum over
+all batches; the sharded one takes it for the own batch. After each step the losses, all gradients (None where a whole group of the
+unsharded copy has none), all parameters after an update, and what memory is held are compared.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from fsdp_compat import FullyShardedDataParallel as FSDP
+from fsdp_compat import ShardingStrategy
+from fsdp_compat._engine.unit import Group, Residency
+from fsdp_compat._state.names import clean_name
+from fsdp_compat.wrap import ModuleWrapPolicy
+from tests.support.models import DIM, NUM_TOKENS, Block
+
+RTOL, ATOL = 2e-5, 1e-6  # of all comparisons with the unsharded copy
+
+both_forms = pytest.mark.parametrize("use_orig_params", [False, True])
+both_strategies = pytest.mark.parametrize("strategy", [ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP])
+
+
+@dataclass(frozen=True)
+class Turn:
+    """Whose batch a step is for."""
+
+    rank: int
+    no_sync: Callable[[], contextlib.AbstractContextManager[None]]  # does nothing on the unsharded copy
+
+
+Step = Callable[[nn.Module, Tensor, Turn], Tensor]  # does forward and backward, returns the loss
+
+
+# -- steps and batches
+
+
+def square(model: nn.Module, x: Tensor) -> Tensor:
+    """Return a loss."""
+    return model(x).float().pow(2).mean()
+
+
+def backward(loss: Tensor) -> Tensor:
+    loss.backward()
+    return loss.detach()
+
+
+def one_backward(model: nn.Module, x: Tensor, turn: Turn) -> Tensor:
+    """The usual step."""
+    return backward(square(model, x))
+
+
+def vectors(generator: torch.Generator) -> Tensor:
+    return torch.randn(4, DIM, generator=generator)
+
+
+def sequences(generator: torch.Generator) -> Tensor:
+    return torch.randn(3, 5, DIM, generator=generator)
+
+
+def wide_vectors(generator: torch.Generator) -> Tensor:
+    return torch.randn(4, 64, generator=generator)
+
+
+def tokens(generator: torch.Generator) -> Tensor:
+    return torch.randint(NUM_TOKENS, (3, 5), generator=generator)
+
+
+def assert_close(got: Tensor, expected: Tensor, what: str) -> None:
+    got, expected = got.detach().double(), expected.detach().double()
+    assert got.shape == expected.shape, f"{what}: shape {tuple(got.shape)}, expected {tuple(expected.shape)}"
+    if not torch.allclose(got, expected, rtol=RTOL, atol=ATOL):
+        difference = (got - expected).abs().max().item()
+        raise AssertionError(f"{what}: largest difference {difference:.3e}, largest value {expected.abs().max().item():.3e}")
+
+
+# -- the two copies
+
+
+def train(
+    build: Callable[[], nn.Module],
+    units: Collection[type[nn.Module]] = (Block,),
+    step: Step = one_backward,
+    *,
+    num_steps: int = 3,
+    batch: Callable[[torch.Generator], Tensor] = vectors,
+    **options: Any,
+) -> Pair:
+    """Train both copies for some steps, comparing after each; the last one is also seen as a user would see it."""
+    pair = make_pair(build, units, **options)
+    for index in range(num_steps):
+        pair.step(step, batch=batch, as_a_user=index == num_steps - 1)
+    return pair
+
+
+def trains(*args: Any, **kwargs: Any) -> None:
+    """``train``, as run_ranks calls it: a Pair cannot be sent."""
+    train(*args, **kwargs)
+
+
+def make_pair(
+    build: Callable[[], nn.Module],
+    units: Collection[type[nn.Module]] = (Block,),
+    *,
+    seed: int = 0,
+    replicas: int = 1,
+    **options: Any,
+) -> Pair:
+    """Return two copies that ``build`` makes, one of them sharded. Collective.
+
+    options: for FSDP. replicas: of a hybrid mesh, where there are more than one.
+    """
+    plain, model = _seeded(build, seed), _seeded(build, seed)
+    if replicas > 1:
+        options.setdefault("sharding_strategy", ShardingStrategy.HYBRID_SHARD)
+        options["device_mesh"] = init_device_mesh("cpu", (replicas, dist.get_world_size() // replicas))
+    return Pair(plain, FSDP(model, auto_wrap_policy=ModuleWrapPolicy(units), **options))
+
+
+def _seeded(build: Callable[[], nn.Module], seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    return build()
+
+
+class Pair:
+    """An unsharded and a sharded copy, each with an optimizer."""
+
+    def __init__(self, plain: nn.Module, model: FSDP) -> None:
+        self.plain, self.model = plain, model
+        self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
+        self.plain_optim = torch.optim.SGD(plain.parameters(), 0.1, momentum=0.9)
+        self.optim = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+        self._num_batches = itertools.count()
+        named = dict(plain.named_parameters(remove_duplicate=False))
+        self._matches = [(group, [named[name] for name in names]) for group, names in _groups(model)]
+
+    # -- what a test does
+
+    def batches(self, batch: Callable[[torch.Generator], Tensor] = vectors) -> list[Tensor]:
+        """Return every rank's batch, the same list on all ranks; others with every call."""
+        generator = torch.Generator().manual_seed(100 + next(self._num_batches))
+        return [batch(generator) for _ in range(self.ranks)]
+
+    def step(
+        self,
+        step: Step = one_backward,
+        *,
+        batch: Callable[[torch.Generator], Tensor] = vectors,
+        idle: bool = True,
+        zeros: bool = False,
+        as_a_user: bool = False,
+    ) -> None:
+        """Take a step on both copies, compare, and update. Collective.
+
+        idle: nothing is full afterwards. zeros: a group has gradients as a whole, so a parameter without one, beside one that
+        has, is given zeros in the unsharded copy too (momentum notices). as_a_user: compare also what summon_full_params and
+        state_dict show.
+        """
+        batches = self.batches(batch)
+        losses = [step(self.plain, x.clone(), Turn(rank, contextlib.nullcontext)) for rank, x in enumerate(batches)]
+        self.average_plain_gradients()
+        if zeros:
+            self._complete_groups()
+        loss = step(self.model, batches[self.rank].clone(), Turn(self.rank, self.model.no_sync))
+        assert_close(loss, losses[self.rank], "loss")
+        self.compare_and_update(idle=idle, as_a_user=as_a_user)
+
+    def compare_and_update(self, *, idle: bool = True, as_a_user: bool = False) -> None:
+        if idle:
+            self.assert_idle()
+        self.assert_gradients_equal()
+        if as_a_user:
+            self.assert_shown_equal()
+        self.plain_optim.step()
+        self.optim.step()
+        self.plain_optim.zero_grad()
+        self.optim.zero_grad()
+        self.assert_parameters_equal()
+        if as_a_user:
+            self.assert_state_equal()
+
+    def average_plain_gradients(self) -> None:
+        for p in self.plain.parameters():
+            if p.grad is not None:
+                p.grad = (p.grad.to_dense() if p.grad.is_sparse else p.grad) / self.ranks
+
+    def _complete_groups(self) -> None:
+        for _, expected in self._matches:
+            if any(p.grad is not None for p in expected):
+                for p in expected:
+                    p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+
+    # -- what is compared, without disturbing the engine
+
+    def assert_gradients_equal(self) -> None:
+        """Collective."""
+        own = [[target.grad for target, _ in group.store.targets] for group, _ in self._matches]
+        present = torch.tensor([any(grad is not None for grad in grads) for grads in own], dtype=torch.int64)
+        dist.all_reduce(present)
+        for (group, expected), num_present in zip(self._matches, present.tolist(), strict=True):
+            where = f"{group.name}, parameters of {group.store.dtype}"
+            assert num_present in (0, self.ranks), f"{where}: gradients on {num_present} of {self.ranks} ranks"
+            if num_present == 0:
+                assert all(p.grad is None for p in expected), f"{where}: no gradients, the unsharded copy has some"
+                continue
+            assert any(p.grad is not None for p in expected), f"{where}: gradients, the unsharded copy has none"
+            for got, p in zip(_gathered_gradients(group), expected, strict=True):
+                assert_close(got, torch.zeros_like(p) if p.grad is None else p.grad, f"{where}: gradient {tuple(p.shape)}")
+
+    def assert_parameters_equal(self) -> None:
+        """Collective."""
+        for group, expected in self._matches:
+            for got, p in zip(group.store.whole(group.gather_full()), expected, strict=True):
+                assert_close(got, p, f"{group.name}: parameter {tuple(p.shape)}")
+
+    def assert_idle(self) -> None:
+        """Between steps nothing is full, nothing is shown full, and nothing travels."""
+        for unit in self.model._runtime.units:
+            assert unit.residency is Residency.SHARDED, f"unit {unit.name!r} was left {unit.residency.name}"
+            assert not unit.shown_full, f"unit {unit.name!r} shows full parameters"
+            assert not unit.calls and not unit.running, f"unit {unit.name!r} is thought to run"
+            for group in unit.groups:
+                assert group.resident_nbytes == 0, f"{group.name}: {group.resident_nbytes} bytes were left"
+                assert group.reduction is None, f"{group.name}: a reduction was left"
+
+    # -- what is compared, as a user sees it
+
+    def assert_shown_equal(self) -> None:
+        """Collective."""
+        expected = dict(self.plain.named_parameters(remove_duplicate=False))
+        with FSDP.summon_full_params(self.model, writeback=False, with_grads=True):
+            shown = {_clean(name): p for name, p in self.model.named_parameters(remove_duplicate=False)}
+            assert shown.keys() == expected.keys()
+            for name, p in expected.items():
+                assert_close(shown[name], p, f"parameter {name!r} in summon_full_params")
+                grad = shown[name].grad
+                assert grad is not None or p.grad is None, f"{name!r} has no gradient in summon_full_params"
+                if grad is not None:
+                    expected_grad = torch.zeros_like(p) if p.grad is None else p.grad
+                    assert_close(grad, expected_grad, f"gradient of {name!r} in summon_full_params")
+
+    def assert_state_equal(self) -> None:
+        """Collective."""
+        expected = self.plain.state_dict()
+        state = {_clean(name): value for name, value in self.model.state_dict().items()}
+        assert list(state) == list(expected)
+        for name, value in expected.items():
+            assert_close(state[name], value, f"{name!r} in the state dict")
+
+
+def _clean(name: str) -> str:
+    """Names as without torch.compile."""
+    return name.replace("_orig_mod.", "")
+
+
+def _groups(model: FSDP) -> Iterator[tuple[Group, list[str]]]:
+    """Every group of every unit, with the names of its parameters in the unsharded copy."""
+    for unit in model._runtime.units:
+        prefix = f"{unit.name}." if unit.name else ""
+        for group in unit.groups:
+            yield group, [_clean(clean_name(prefix + member.name)) for member in group.store.members]
+
+
+def _gathered_gradients(group: Group) -> list[Tensor]:
+    """Return the whole gradients. Collective."""
+    store = group.store
+    own = torch.zeros(store.numel, dtype=store.dtype)
+    for (target, _), place in zip(store.targets, store.grads(own), strict=True):
+        grad = target.grad
+        if grad is not None:
+            assert grad.shape == target.shape, f"{group.name}: gradient {tuple(grad.shape)}, parameter {tuple(target.shape)}"
+            place.copy_(grad)
+    return store.whole(group.gather_full(own))

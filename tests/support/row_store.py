@@ -1,0 +1,118 @@
+"""A second layout behind the seam, for tests: every parameter cut by rows, as ``Shard(0)`` cuts it.
+
+It shows that the engine knows no layout. A rank's segment of the exchanged buffer is its rows of every parameter, each padded to
+the rows of the largest part, so one parameter's rows lie apart in the gathered buffer and its leaf is filled by a copy. Only a
+lone parameter, and one rank, leave them together: then leaves are views.
+
+    two parameters, a [3, 2] and b [2], on two ranks:    a0 a0 a1 a1 b0 | a2 a2 -- -- b1
+"""
+
+from __future__ import annotations
+
+import math
+import typing
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from fsdp_compat._engine.store import Shown, Target, as_leaf
+from fsdp_compat._engine.tree import Member
+from fsdp_compat.errors import StateError
+
+__all__ = ["RowStore"]
+
+
+class _Rows(typing.NamedTuple):
+    """How one parameter is cut: ``chunk`` rows per rank while there are any."""
+
+    start: int  # in a segment
+    num_rows: int
+    row_shape: tuple[int, ...]
+    chunk: int
+
+    @property
+    def row_numel(self) -> int:
+        return math.prod(self.row_shape)
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.chunk * self.row_numel
+
+    def of_rank(self, rank: int) -> int:
+        return min(max(self.num_rows - rank * self.chunk, 0), self.chunk)
+
+    def part(self, segment: torch.Tensor, rank: int) -> torch.Tensor:
+        """segment: [S], of ``rank``. Return the rows in it."""
+        rows = self.of_rank(rank)
+        return segment[self.start : self.start + rows * self.row_numel].view(rows, *self.row_shape)
+
+
+class RowStore:
+    """A group whose parameters are cut along dim 0. (A ParamStore.)"""
+
+    def __init__(self, members: Sequence[Member], *, rank: int, ranks: int) -> None:
+        originals = [member.parameter for member in members]
+        self.members, self.rank, self.ranks = tuple(members), rank, ranks
+        self.dtype = originals[0].dtype
+        self._shapes = [tuple(p.shape) for p in originals]
+        self._trainable = [p.requires_grad for p in originals]
+        self._rows: list[_Rows] = []
+        end = 0
+        for shape in self._shapes:
+            num_rows, *row_shape = shape or (1,)  # a scalar is one row
+            self._rows.append(_Rows(end, num_rows, tuple(row_shape), -(-num_rows // ranks)))
+            end = self._rows[-1].stop
+        self.numel = max(end, 1)
+        self.shard = torch.zeros(self.numel, dtype=self.dtype)  # [S]
+        for rows, original, own in zip(self._rows, originals, self.grads(self.shard), strict=True):
+            first = rank * rows.chunk
+            own.copy_(original.detach().reshape(rows.num_rows, *rows.row_shape)[first : first + len(own)])
+        self._sharded = [nn.Parameter(own, wanted) for own, wanted in zip(self.grads(self.shard), self._trainable, strict=True)]
+        self.targets: Sequence[Target] = [Target(parameter, (index,)) for index, parameter in enumerate(self._sharded)]
+        self._leaves: list[nn.Parameter] = []
+
+    def outgoing(self, dtype: torch.dtype) -> torch.Tensor:
+        return self.shard if dtype == self.dtype else self.shard.to(dtype)
+
+    def make_leaves(self, full: torch.Tensor) -> list[nn.Parameter]:
+        if self.ranks == 1 or len(self._rows) == 1:
+            homes = [full[rows.start : rows.start + math.prod(s)] for rows, s in zip(self._rows, self._shapes, strict=True)]
+        else:
+            sizes = [math.prod(shape) for shape in self._shapes]
+            homes = list(torch.empty(sum(sizes), dtype=full.dtype).split(sizes))
+        self._leaves = [as_leaf(home.view(s), wanted) for home, s, wanted in zip(homes, self._shapes, self._trainable, strict=True)]
+        return self._leaves
+
+    def places(self, buffer: torch.Tensor) -> list[list[torch.Tensor]]:
+        segments, padding = buffer.chunk(self.ranks), []
+        for rank, segment in enumerate(segments):
+            for rows in self._rows:
+                padding.append(segment[rows.start + rows.of_rank(rank) * rows.row_numel : rows.stop])
+            padding.append(segment[self._rows[-1].stop :])
+        pieces = [[rows.part(segment, rank) for rank, segment in enumerate(segments)] for rows in self._rows]
+        return [_not_empty(views) for views in (*pieces, padding)]
+
+    def split(self, index: int, value: torch.Tensor) -> Sequence[torch.Tensor]:
+        rows = self._rows[index]
+        value = value if value.dim() else value.view(1)
+        return _not_empty(value.split(rows.chunk)) if rows.chunk else []
+
+    def grads(self, total: torch.Tensor) -> list[torch.Tensor]:
+        return [rows.part(total, self.rank) for rows in self._rows]
+
+    def shown(self, full: bool) -> list[Shown]:
+        return [
+            Shown(module, attribute, parameter)
+            for member, parameter in zip(self.members, self._leaves if full else self._sharded, strict=True)
+            for module, attribute in member.slots
+        ]
+
+    def check(self, where: str) -> None:
+        for parameter, own in zip(self._sharded, self.grads(self.shard), strict=True):
+            if (parameter.data_ptr(), parameter.shape, parameter.dtype) != (own.data_ptr(), own.shape, own.dtype):
+                raise StateError(f"{where}: a parameter no longer views its shard")
+
+
+def _not_empty(views: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    return [view for view in views if view.numel()]
