@@ -142,27 +142,52 @@ class Record:
         path.write_text(json.dumps(asdict(self), indent=1))
 
 
-def newest_checkpoint(directory: Path) -> Path | None:
-    """Return the complete checkpoint with the highest step. Incomplete ones have other names."""
+def checkpoints(directory: Path) -> list[Path]:
+    """Return the checkpoints in a directory, newest first. One that was not finished has another name."""
     found = [path for path in directory.glob("step-*") if re.fullmatch(r"step-\d+", path.name)]
-    return max(found, key=lambda path: int(path.name[5:]), default=None)
+    return sorted(found, key=lambda path: int(path.name[5:]), reverse=True)
+
+
+def what_is_missing(path: Path) -> str | None:
+    """Return what a checkpoint lacks, or None: files get lost or cut off after they were written, too."""
+    try:
+        Record(**json.loads((path / "run.json").read_text()))
+    except (OSError, ValueError, TypeError) as error:
+        return f"a readable run.json ({type(error).__name__})"
+    try:
+        files = dcp.FileSystemReader(path).read_metadata().storage_data.values()
+    except Exception as error:  # it is a pickle: anything can come out of a damaged one
+        return f"a readable .metadata ({type(error).__name__})"
+    for part in files:
+        file = path / part.relative_path
+        if not file.is_file() or file.stat().st_size < part.offset + part.length:
+            return f"{file.name}, or its end"
+    return None
 
 
 def starting_point(directory: Path, resume: bool, settings: dict[str, Any]) -> tuple[Path | None, Record]:
-    """Return the checkpoint to start from, if any, and its record. Raise RunError when the directory does not fit."""
-    path = newest_checkpoint(directory)
-    if path is None and resume:
-        raise RunError(f"--resume: expected a checkpoint in {directory}, got none. To start a run, leave out --resume.")
-    if path is None:
-        return None, Record(settings)
+    """Return the newest complete checkpoint, if any, and its record. Raise RunError when the directory does not fit."""
+    found = checkpoints(directory)
     if not resume:
-        raise RunError(f"expected no checkpoint for a new run, got {path}. Add --resume, or choose another directory.")
+        if found:
+            got = f"expected no checkpoint for a new run, got {found[0]}"
+            raise RunError(f"--checkpoint-dir: {got}. To go on with it, add --resume; else choose another directory.")
+        return None, Record(settings)
+    missing = {path: what_is_missing(path) for path in found}
+    path = next((path for path, what in missing.items() if what is None), None)
+    incomplete = [f"{path} lacks {what}" for path, what in missing.items() if what is not None]
+    if path is None:
+        got = "; ".join(incomplete) or ("a directory without one" if directory.is_dir() else "no such directory")
+        fix = "To start a new run, leave out --resume and choose an empty directory."
+        raise RunError(f"--resume: expected a complete checkpoint in {directory}, got {got}. {fix}")
     record = Record(**json.loads((path / "run.json").read_text()))
     for name, got in settings.items():
         expected = record.settings.get(name)
         if got != expected:
             option = "--" + name.replace("_", "-")
             raise RunError(f"{option}: expected {expected} as in {path}, got {got}. A resumed run must repeat it.")
+    for newer in found[: found.index(path)]:
+        print(f"passed over: {newer} lacks {missing[newer]}", file=sys.stderr)
     return path, record
 
 
@@ -181,6 +206,7 @@ def save_checkpoint(directory: Path, model: FSDP, optimizer: torch.optim.Optimiz
     dcp.save(sharded_state(model, optimizer), checkpoint_id=partial)
     if dist.get_rank() == 0:  # where save() returns last, after all ranks have written
         record.write(partial / "run.json")
+        shutil.rmtree(path, ignore_errors=True)  # an incomplete one that the run has passed over
         partial.rename(path)
     return path
 
@@ -301,8 +327,8 @@ def train(args: argparse.Namespace, device: torch.device) -> int:
     if rank == 0 and args.losses is not None:
         record.write(args.losses)
     if status:
-        saved = newest_checkpoint(args.checkpoint_dir) if args.checkpoint_dir is not None else None
-        hint = f"saved {saved}; to go on, add --resume" if saved else "nothing is saved without --checkpoint-dir"
+        saved = checkpoints(args.checkpoint_dir) if args.checkpoint_dir is not None else []
+        hint = f"saved {saved[0]}; to go on, add --resume" if saved else "nothing is saved without --checkpoint-dir"
         if rank == 0:
             print(f"stopped after step {record.step}: {hint}")
         return status
@@ -419,6 +445,8 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         parser.error(f"--lr: expected a positive number, got {args.lr}")
     if args.resume and args.checkpoint_dir is None:
         parser.error("--resume: needs the --checkpoint-dir to resume from")
+    if args.checkpoint_dir is not None and args.checkpoint_dir.exists() and not args.checkpoint_dir.is_dir():
+        parser.error(f"--checkpoint-dir: expected a directory, got the file {args.checkpoint_dir}")
     if args.plot is None:
         args.plot = (args.checkpoint_dir or Path()) / "loss.png"
     return args

@@ -20,6 +20,7 @@ from ._engine.mesh import (
     mesh_from_group,
     mesh_from_groups,
     mesh_node_by_node,
+    not_a_member,
     replicated,
     the_group,
 )
@@ -168,6 +169,8 @@ def _mesh(strategy: ShardingStrategy, process_group: Any, device_mesh: Any) -> t
     """Return the mesh and the group over which one copy of the parameters is spread."""
     hybrid = strategy in _HYBRID
     the_group(None)
+    if process_group is dist.GroupMember.NON_GROUP_MEMBER:  # what new_group returns to ranks that are not in it
+        raise not_a_member()
     if device_mesh is not None:
         if not isinstance(device_mesh, DeviceMesh):
             raise _wrong_type("device_mesh", "a torch.distributed.device_mesh.DeviceMesh", device_mesh)
@@ -238,7 +241,10 @@ def _device(module: nn.Module, device_id: Any, group: dist.ProcessGroup) -> torc
                 )
             )
         return torch.device(accelerator.type, device_id)
-    return _indexed(torch.device(device_id))
+    try:
+        return _indexed(torch.device(device_id))
+    except RuntimeError as error:
+        raise _wrong_type("device_id", "an int, a torch.device or the name of one, or None", device_id) from error
 
 
 def _indexed(device: torch.device) -> torch.device:
@@ -307,7 +313,9 @@ def _wrong_type(name: str, expected: str, got: object) -> UsageError:
         explain(
             f"{name} has the wrong type.",
             expected=expected,
-            got=f"{got!r} of type {type(got).__name__}",
+            got=f"a {type(got).__name__}"
+            if isinstance(got, (nn.Module, torch.Tensor))
+            else f"{got!r} of type {type(got).__name__}",
             where=f"argument {name!r} of FullyShardedDataParallel",
             fix=f"pass {expected}",
         )

@@ -86,7 +86,8 @@ class FullyShardedDataParallel(nn.Module):
         use_orig_params: the optimizer sees the module's own Parameter objects, as views of the shard, instead of FlatParameters.
         ignored_states: parameters, or modules, to ignore; not together with ``ignored_modules``.
         device_mesh: a 1-D mesh, or for hybrid strategies a 2-D one (replica, shard), instead of ``process_group``.
-        allow_unused_units: ranks may run different units; costs one byte per unit and backward, and prefetching.
+        allow_unused_units: ranks may run different units; costs one byte per unit and backward, prefetching, and that every
+            strategy frees parameters after forward.
 
     Raises:
         UsageError: an argument, or a combination of them, cannot work; on every rank, before anything is sent or changed.
@@ -307,7 +308,7 @@ class FullyShardedDataParallel(nn.Module):
         They are kept whole, as long as they are not reduced. Called on the root.
         """
         if not self._unit.is_root:
-            raise StateError(_on_root_only("no_sync()", self._unit.name))
+            raise StateError(_on_root_only("no_sync()", self._unit.label))
         with self._runtime.no_sync():
             yield
 
@@ -319,7 +320,7 @@ class FullyShardedDataParallel(nn.Module):
         ones) count once.
         """
         if not self._unit.is_root:
-            raise StateError(_on_root_only("clip_grad_norm_()", self._unit.name))
+            raise StateError(_on_root_only("clip_grad_norm_()", self._unit.label))
         self._runtime.require_idle("clip_grad_norm_")
         groups = self._runtime.groups
         sharded = {id(target) for group in groups for target, _ in group.store.targets}
@@ -604,7 +605,7 @@ def _refuse_module(module: nn.Module) -> None:
             explain(
                 "Only modules can be wrapped.",
                 expected="a torch.nn.Module",
-                got=f"{module!r} of type {type(module).__name__}",
+                got=f"a {type(module).__name__}",
                 where="FullyShardedDataParallel(module, ...)",
                 fix="pass the module itself",
             )
@@ -763,11 +764,11 @@ def _named_units(model: nn.Module) -> list[NamedUnit]:
     return found
 
 
-def _on_root_only(call: str, name: str) -> str:
+def _on_root_only(call: str, label: str) -> str:
     return explain(
         f"{call} is for the root.",
         expected="a call on the outermost FullyShardedDataParallel",
-        got=f"a call on the unit {name!r}",
+        got=f"a call on {label}",
         where=call,
         fix="call it on the outermost instance, which acts on all below it",
     )

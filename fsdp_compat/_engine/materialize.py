@@ -29,25 +29,16 @@ def materialize(
     """
     ties = _ties(root)
     modules = [m for m in root.modules() if m not in skip and any(t.is_meta for t in _own_tensors(m))]
+    if init is None:  # look first, then act: an error leaves the module as it was
+        for module in modules:
+            _require_reset(root, module)
     for module in modules:
         if init is not None:
             init(module)
             continue
-        reset = getattr(module, "reset_parameters", None)
-        if not callable(reset):
-            raise UsageError(
-                explain(
-                    "A module on the meta device cannot be given its initial values.",
-                    expected="a method reset_parameters() that fills the module's own parameters and buffers",
-                    got=f"{type(module).__name__} without one, with "
-                    f"{[name for name, t in _named_own_tensors(module) if t.is_meta]} on the meta device",
-                    where=_name_of(root, module),
-                    fix="pass param_init_fn=, or give the class a reset_parameters method",
-                )
-            )
         with torch.no_grad():
             module.to_empty(device=device, recurse=False)
-            reset()
+            module.reset_parameters()  # type: ignore[operator]
     _restore_ties(ties)
     left = [name for name, tensor in _all_named_tensors(root, skip) if tensor.is_meta]
     if modules and left:
@@ -61,6 +52,21 @@ def materialize(
             )
         )
     return bool(modules)
+
+
+def _require_reset(root: nn.Module, module: nn.Module) -> None:
+    if callable(getattr(module, "reset_parameters", None)):
+        return
+    raise UsageError(
+        explain(
+            "A module on the meta device cannot be given its initial values.",
+            expected="a method reset_parameters() that fills the module's own parameters and buffers",
+            got=f"{type(module).__name__} without one, with "
+            f"{[name for name, t in _named_own_tensors(module) if t.is_meta]} on the meta device",
+            where=f"module {_name_of(root, module)!r}",
+            fix="pass param_init_fn=, or give the class a reset_parameters method",
+        )
+    )
 
 
 def move_buffers(root: nn.Module, device: torch.device, skip: Collection[nn.Module]) -> None:

@@ -17,6 +17,7 @@ __all__ = [
     "mesh_from_group",
     "mesh_from_groups",
     "mesh_node_by_node",
+    "not_a_member",
     "replicated",
     "the_group",
 ]
@@ -65,16 +66,21 @@ def the_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
         )
     found = dist.group.WORLD if group is None else group
     if found is None or dist.get_rank(found) < 0:
-        raise UsageError(
-            explain(
-                "This process does not belong to the process group it was given.",
-                expected="a process group that this process is a member of",
-                got=f"a group without global rank {dist.get_rank()}",
-                where=f"process_group=, global rank {dist.get_rank()}",
-                fix="wrap the module only on the ranks of the group, or pass another group",
-            )
-        )
+        raise not_a_member()
     return found
+
+
+def not_a_member() -> UsageError:
+    """The error of a rank that is outside of the group it was given."""
+    return UsageError(
+        explain(
+            "This process does not belong to the process group it was given.",
+            expected="a process group that this process is a member of",
+            got=f"a group without global rank {dist.get_rank()}",
+            where=f"process_group=, global rank {dist.get_rank()}",
+            fix="wrap the module only on the ranks of the group, or pass another group",
+        )
+    )
 
 
 def _axis(group: dist.ProcessGroup) -> Axis:

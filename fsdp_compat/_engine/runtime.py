@@ -28,7 +28,7 @@ from .unit import Call, Group, Residency, Unit, Zeroed
 
 __all__ = ["Runtime", "RuntimeOptions"]
 
-REDUCTIONS_IN_FLIGHT = 2  # reduce buffers that travel before the oldest is waited for
+REDUCTIONS_IN_FLIGHT = 1  # groups whose gradients travel while the next one's collect: two reduce buffers in all
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,9 +62,10 @@ class Runtime:
         for unit, name in zip(self.units, names, strict=True):
             if unit.runtime is not None:
                 unit.runtime.rest()
-            unit.runtime, unit.name, unit.is_root = self, name, unit is root
+            label = f"unit {name!r}" if name else f"the root unit (a {type(unit.module).__name__})"
+            unit.runtime, unit.label, unit.is_root = self, label, unit is root
             for group in unit.groups:
-                group.name = f"unit {name!r}"
+                group.name = label
         self.groups = [group for unit in self.units for group in unit.groups]
         self._wires: list[Communicator] = list(
             {id(wire): wire for group in self.groups for wire in (group.shard, group.replica) if wire.ranks > 1}.values()
@@ -169,10 +170,10 @@ class Runtime:
             self._end_forward()
 
     def _keeps(self, unit: Unit) -> bool:
-        """What backward uses first is not freed."""
-        if unit.is_root or not unit.options.reshard_after_forward:
-            return True
-        return not self.options.uneven and unit is self._backward_order.first_after_root()
+        """What backward uses first is not freed. With uneven use nothing stays: ranks have to gather the same again in backward."""
+        if self.options.uneven:
+            return False
+        return unit.is_root or not unit.options.reshard_after_forward or unit is self._backward_order.first_after_root()
 
     def _end_forward(self) -> None:
         """Sends never outlive the pass that posted them: after it, somebody may write the shards."""
@@ -330,7 +331,7 @@ class Runtime:
                     f"{what} was called while the model runs.",
                     expected="a call between steps",
                     got="a call from inside of forward or backward",
-                    where=f"unit {self.root.name!r}",
+                    where=self.root.label,
                     fix="call it before forward, or after backward has returned",
                 )
             )

@@ -314,7 +314,7 @@ class Unit:
         """module: whose forward calls the hooks bracket."""
         self.module, self.groups, self.options = module, list(groups), options
         self.runtime: Runtime | None = None  # set by the runtime that takes the unit over
-        self.name, self.is_root = "", False  # likewise
+        self.label, self.is_root = "a unit", False  # likewise; the label is for errors
         self.running = 0  # forward calls that have entered and not exited
         self.lent = False  # somebody else shows full parameters (summon_full_params): neither gather nor free
         self.calls: list[Call] = []  # that backward has entered and not left
@@ -330,7 +330,7 @@ class Unit:
         }
         self._orders = _orders_to_keep(shown[True])
         self._rnns = list(dict.fromkeys(slot.module for slot in shown[True] if isinstance(slot.module, nn.RNNBase)))
-        self._show_sharded_first_time()
+        self.show_sharded_again()
 
     @property
     def residency(self) -> Residency:
@@ -342,7 +342,7 @@ class Unit:
 
     def _move(self, to: Residency) -> None:
         if (self._residency, to) not in _MOVES:
-            raise StateError(f"internal: unit {self.name!r} cannot go from {self._residency.name} to {to.name}")
+            raise StateError(f"internal: {self.label} cannot go from {self._residency.name} to {to.name}")
         self._residency = to
 
     def attributes(self) -> list[torch.Tensor]:
@@ -390,20 +390,24 @@ class Unit:
             else:
                 parameters[attribute] = new
         self._shown_full = full
+        self.keep_order()
+
+    def keep_order(self) -> None:
+        """Parameters have been put in or taken out: names come in the order they had, and RNNs see them."""
         for module, order in self._orders:
             _reorder(torch_private.parameters_of(module), order)
         for rnn in self._rnns:
             torch_private.refresh_rnn_weights(rnn)
 
-    def _show_sharded_first_time(self) -> None:
-        """From the user's parameters, whatever they are now, to the sharded form."""
-        for _, parameters, attribute, new, _ in self._swaps[False]:
-            if new is None:
-                parameters.pop(attribute, None)
-            else:
+    def show_sharded_again(self) -> None:
+        """From whatever the modules hold now to the sharded form."""
+        swaps = self._swaps[False]
+        for _, parameters, attribute, _, _ in swaps:
+            parameters.pop(attribute, None)
+        for _, parameters, attribute, new, _ in swaps:
+            if new is not None:
                 parameters[attribute] = new
-        for rnn in self._rnns:
-            torch_private.refresh_rnn_weights(rnn)
+        self.keep_order()
 
     def _refuse_foreign(self, swap: _Swap) -> typing.NoReturn:
         module, parameters, attribute, _, expected = swap
@@ -415,7 +419,7 @@ class Unit:
                 if expected is not None
                 else "no such attribute while the unit is sharded",
                 got=f"an object of type {type(found).__name__}" if found is not None else "nothing",
-                where=f"unit {self.name!r}, {type(module).__name__}.{attribute}",
+                where=f"{self.label}, {type(module).__name__}.{attribute}",
                 fix="change values in place, or inside of summon_full_params; torch.func.functional_call and "
                 "load_state_dict(assign=True) cannot replace sharded parameters",
             )

@@ -51,18 +51,16 @@ def _full_unit(unit: Unit, writeback: bool, serve_only: bool, offload_to_cpu: bo
     with contextlib.ExitStack() as stack:
         unit.lent = True
         stack.callback(setattr, unit, "lent", False)
+        stack.callback(unit.show_sharded_again)
         for group, full, grads in fulls:
             stack.enter_context(_shown(group, full, grads, writeback))
-        for rnn in {member[0] for g, *_ in fulls for m in store_of(g).members for member in m.slots}:
-            if isinstance(rnn, nn.RNNBase):
-                torch_private.refresh_rnn_weights(rnn)
-                stack.callback(torch_private.refresh_rnn_weights, rnn)
+        unit.keep_order()
         yield
 
 
 @contextlib.contextmanager
 def _shown(group: Group, full: torch.Tensor, grads: torch.Tensor | None, writeback: bool) -> Iterator[None]:
-    """Put whole parameters where the modules hold them, and put back what was there."""
+    """Put whole parameters where the modules hold them; at the end write back, and make originals what they were."""
     store = store_of(group)
     wholes = store.whole(full.detach())
     whole_grads = store.whole(grads.to(full.device)) if grads is not None else [None] * len(wholes)
@@ -96,13 +94,6 @@ def _shown(group: Group, full: torch.Tensor, grads: torch.Tensor | None, writeba
                 parameter.grad = None
                 parameter.data = data
                 parameter.grad = grad
-            if flat is not None:
-                for slot in store.registration.shown_sharded():
-                    parameters = torch_private.parameters_of(slot.module)
-                    if slot.parameter is None:
-                        parameters.pop(slot.attribute, None)
-                    else:
-                        parameters[slot.attribute] = slot.parameter
 
 
 def _grad_of(parameter: nn.Parameter) -> torch.Tensor:

@@ -193,7 +193,7 @@ def optim_state_to_load(
     held = _held_by(optimizer, units, model)
     named_state = {clean_name(str(name)): value for name, value in state_dict["state"].items()}
     parameters = _parameters(optimizer)
-    known = {name for parameter in parameters for _, name in held[parameter].names}
+    known = {name: None for parameter in parameters for _, name in held[parameter].names}
     unknown = [name for name in named_state if name not in known]
     if unknown:
         raise CheckpointError(
@@ -202,7 +202,7 @@ def optim_state_to_load(
                 expected=f"names of the model's parameters, such as {next(iter(known), 'none')!r}",
                 got=f"{len(unknown)} unknown name(s), such as {unknown[0]!r}",
                 where="the 'state' of the optimizer state dict",
-                fix="load the optimizer state that was saved with this model; state keyed by numbers needs rekey_optim_state_dict",
+                fix="load the optimizer state that optim_state_dict returned for this model, keyed by parameter names",
             )
         )
     state: dict[int, dict[str, Any]] = {}

@@ -351,6 +351,8 @@ def sums_of(values: list[float], dtype: torch.dtype, total_dtype: torch.dtype) -
         ([1e8, 1.0, -1e8], torch.float32, torch.float32, 0.0),  # (1e8 + 1) - 1e8: the 1 is lost
         ([1e8, -1e8, 1.0], torch.float32, torch.float32, 1.0),
         ([1.0, 1e8, -1e8], torch.float32, torch.float32, 0.0),
+        ([1e8, 0.0, -1e8, 1.0], torch.float32, torch.float32, 1.0),
+        ([1e8, 0.0, 1.0, -1e8], torch.float32, torch.float32, 0.0),
         ([256.0, 1.0, 1.0], torch.bfloat16, torch.bfloat16, 256.0),  # each 1 is lost in bfloat16
         ([1.0, 1.0, 256.0], torch.bfloat16, torch.bfloat16, 258.0),
     ],
@@ -358,7 +360,7 @@ def sums_of(values: list[float], dtype: torch.dtype, total_dtype: torch.dtype) -
 def test_sums_are_taken_in_rank_order_and_every_rank_gets_the_same(
     values: list[float], dtype: torch.dtype, total_dtype: torch.dtype, expected: float
 ) -> None:
-    assert run_ranks(3, sums_of, values, dtype, total_dtype) == [[expected]] * 3
+    assert run_ranks(len(values), sums_of, values, dtype, total_dtype) == [[expected]] * len(values)
 
 
 def shard_sums_in(total_dtype: torch.dtype) -> list[float]:

@@ -164,6 +164,18 @@ class Trap(nn.Module):
         raise RuntimeError("sprung")
 
 
+class Fork(nn.Module):
+    """Two branches that do not depend on each other, run in either order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.branches, self.order = nn.ModuleList((Block(), Block())), (0, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found = {index: self.branches[index](x) for index in self.order}
+        return found[0] + 2 * found[1]
+
+
 UNITS = (Block, Nest, Odd, Scalar, Lone, Mixed, Large, Trap)
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
@@ -291,6 +303,20 @@ def test_prefetching_changes_no_number(backward_prefetch: Prefetch, forward_pref
 @pytest.mark.parametrize("model", ["nested", "recomputed outside", "tied"])
 def test_two_forwards_before_one_backward_add_their_gradients(model: str, kind: str) -> None:
     run_ranks(2, train, model, kind, loss_of=two_forwards)
+
+
+def train_in_orders_of_their_own(kind: str, shape: str) -> None:
+    twins = Twins(Fork(), kind, mesh_of(shape), uneven=True)
+    twins.sharded.order = (0, 1) if twins.rank == 0 else (1, 0)
+    for step in range(3):
+        twins.backward(step)
+        twins.step()
+
+
+@pytest.mark.parametrize("kind", STORES)
+@pytest.mark.parametrize("shape", ["sharded", "replicated"])
+def test_ranks_that_run_two_units_in_different_orders_do_not_wait_in_a_circle(shape: str, kind: str) -> None:
+    run_ranks(2, train_in_orders_of_their_own, kind, shape, timeout=30, group_timeout=10)
 
 
 # -- accumulation

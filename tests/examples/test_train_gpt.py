@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -107,10 +108,12 @@ def test_help_shows_every_default(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_incomplete_checkpoints_are_not_found(tmp_path: Path) -> None:
-    assert train_gpt.newest_checkpoint(tmp_path / "missing") is None
+    assert train_gpt.checkpoints(tmp_path / "missing") == []
     for name in ("step-000009", "step-000010", "step-1000000.partial", "step-000011.partial"):
         (tmp_path / name).mkdir()
-    assert train_gpt.newest_checkpoint(tmp_path) == tmp_path / "step-000010"
+    assert train_gpt.checkpoints(tmp_path) == [tmp_path / "step-000010", tmp_path / "step-000009"]
+    with pytest.raises(train_gpt.RunError, match="step-000010 lacks a readable run.json"):
+        train_gpt.starting_point(tmp_path, resume=True, settings={})
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -202,7 +205,7 @@ def test_every_rank_is_told_why_it_cannot_start(tmp_path: Path) -> None:
     run = tmp_path / "run"
     trained(2, tmp_path, "--steps", "1", "--checkpoint-dir", str(run))
     cases = (
-        (["--checkpoint-dir", str(tmp_path / "none"), "--resume"], f"expected a checkpoint in {tmp_path / 'none'}"),
+        (["--checkpoint-dir", str(tmp_path / "none"), "--resume"], f"expected a complete checkpoint in {tmp_path / 'none'}"),
         (
             ["--checkpoint-dir", str(run), "--resume", "--dim", "64"],
             f"--dim: expected 32 as in {run}/step-000001, got 64",
@@ -215,6 +218,34 @@ def test_every_rank_is_told_why_it_cannot_start(tmp_path: Path) -> None:
         told = run_ranks(2, _refusal, [*SMALL, *options])
         assert told[0] == told[1]
         assert message in told[0]
+
+
+@pytest.mark.parametrize(
+    ("file", "damage", "lacks"),
+    [
+        ("__0_0.distcp", lambda data: data[:-1], "__0_0.distcp, or its end"),
+        ("__1_0.distcp", None, "__1_0.distcp, or its end"),
+        (".metadata", None, "a readable .metadata"),
+        (".metadata", lambda data: data[:100], "a readable .metadata"),
+        ("run.json", lambda data: data[:20], "a readable run.json"),
+    ],
+)
+def test_a_damaged_checkpoint_is_passed_over(
+    sixty_steps: dict[str, Losses], tmp_path: Path, file: str, damage: Callable[[bytes], bytes] | None, lacks: str
+) -> None:
+    options = ["--checkpoint-dir", str(tmp_path / "run"), "--save-every", "2"]
+    trained(2, tmp_path, "--steps", "4", *options)
+    damaged = tmp_path / "run" / "step-000004" / file
+    content = damaged.read_bytes()
+    damaged.unlink()
+    if damage is not None:
+        damaged.write_bytes(damage(content))
+    missing = train_gpt.what_is_missing(damaged.parent)
+    assert missing is not None
+    assert lacks in missing
+    resumed = trained(3, tmp_path, "--steps", "5", *options, "--resume")["train"]
+    assert_same_curve(resumed, sixty_steps["train"][:5])
+    assert train_gpt.what_is_missing(tmp_path / "run" / "step-000004") is None, "saved anew on the way"
 
 
 def test_what_a_killed_run_left_is_replaced(tmp_path: Path) -> None:
@@ -303,7 +334,7 @@ def test_a_stopped_run_saves_and_goes_on(tmp_path: Path) -> None:
     assert output.count("stopped after step") == 1
     assert not list((tmp_path / "run").glob("*.partial"))
 
-    saved = train_gpt.newest_checkpoint(tmp_path / "run")
+    saved = train_gpt.checkpoints(tmp_path / "run")[0]
     assert saved is not None
     steps = str(int(saved.name[5:]) + 3)
     checkpoints = str(tmp_path / "run")
@@ -315,5 +346,5 @@ def test_a_stopped_run_saves_and_goes_on(tmp_path: Path) -> None:
 def test_a_run_that_cannot_resume_ends_on_all_ranks(tmp_path: Path) -> None:
     result = finished(2, tmp_path, "--checkpoint-dir", "none", "--resume")
     assert result.returncode != 0
-    assert "--resume: expected a checkpoint in none, got none" in result.stderr
+    assert "--resume: expected a complete checkpoint in none, got no such directory" in result.stderr
     assert "RunError" not in result.stderr  # the message, without a traceback of the example

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from fsdp_compat import ShardingStrategy, StateError
 from tests.support import models
-from tests.support.models import DIM, WIDE, LossAside, LossElsewhere, Stack, chain
+from tests.support.models import DIM, WIDE, LossAside, LossAsideFromNone, LossElsewhere, Stack, chain
 from tests.support.parity import Turn, backward, both_forms, both_strategies, make_pair, one_backward, train, trains, wide_vectors
 from tests.support.ranks import run_ranks
 
@@ -31,9 +31,12 @@ def _attributes_alone(m: nn.Module, x: Tensor, turn: Turn) -> Tensor:
 @both_forms
 @both_strategies
 @pytest.mark.parametrize("step", [_output_and_attribute, _attributes_alone])
-def test_a_loss_may_be_an_attribute_of_a_module(step: Any, strategy: ShardingStrategy, use_orig_params: bool) -> None:
+@pytest.mark.parametrize("kind", [LossAside, LossAsideFromNone])
+def test_a_loss_may_be_an_attribute_of_a_module(
+    kind: type[nn.Module], step: Any, strategy: ShardingStrategy, use_orig_params: bool
+) -> None:
     options = {"sharding_strategy": strategy, "use_orig_params": use_orig_params}
-    run_ranks(2, trains, partial(chain, *[LossAside] * 3), (LossAside,), step, batch=wide_vectors, **options)
+    run_ranks(2, trains, partial(chain, *[kind] * 3), (kind,), step, batch=wide_vectors, **options)
 
 
 def _losses_in_a_list(m: nn.Module, x: Tensor, turn: Turn) -> Tensor:

@@ -108,9 +108,8 @@ def assert_same(actual: Mapping[str, Any], expected: Mapping[str, Any], toleranc
 
 def traffic(*roots: FSDP) -> int:
     """How many messages this rank has sent for parameters."""
-    return sum(
-        sum(wire.traffic.counts.values()) for root in roots for group in root._runtime.groups for wire in (group.shard, group.replica)
-    )
+    wires = [wire for root in roots for group in root._runtime.groups for wire in (group.shard, group.replica)]
+    return sum(sum(wire.traffic.counts.values()) for wire in wires)
 
 
 ALL_CONFIGS = tuple(itertools.product(STRATEGIES, (False, True), ("none", "blocks", "always")))
@@ -253,6 +252,38 @@ def _training_goes_on(use_orig_params: bool, strategy: str) -> None:
 def test_saving_between_and_within_steps_changes_nothing(use_orig_params: bool) -> None:
     for strategy in STRATEGIES:
         run_ranks(2, _training_goes_on, use_orig_params, strategy)
+
+
+def _ignored_modules_and_accumulation(use_orig_params: bool) -> None:
+    plain = make_model()
+    inner = copy.deepcopy(plain)
+    model = FSDP(
+        inner,
+        ignored_modules=[inner.blocks[0].linear, inner.wide],
+        auto_wrap_policy=ModuleWrapPolicy({Block}),
+        use_orig_params=use_orig_params,
+    )
+    assert_same(model.state_dict(), plain.state_dict())
+    model.load_state_dict(make_model(1).state_dict())
+    assert_same(model.state_dict(), make_model(1).state_dict())
+    tokens, grads = torch.tensor([1, 2, 3, 4]), []
+    for save in (False, True):
+        model = shard(make_model(), use_orig_params=use_orig_params)
+        with model.no_sync():
+            model(tokens).square().sum().backward()
+        if save:
+            model.state_dict()
+            with FSDP.summon_full_params(model):
+                pass
+        model(tokens.flip(0)).sum().backward()
+        grads.append([parameter.grad for parameter in model.parameters() if parameter.grad is not None])
+    assert len(grads[0]) == len(grads[1]) > 0
+    assert all(torch.equal(one, other) for one, other in zip(*grads, strict=True)), "gradients that wait are not lost"
+
+
+@pytest.mark.parametrize("use_orig_params", [False, True])
+def test_ignored_modules_are_in_the_dict_and_waiting_gradients_survive_it(use_orig_params: bool) -> None:
+    run_ranks(2, _ignored_modules_and_accumulation, use_orig_params)
 
 
 # --- loading ----------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""optim_state_dict and optim_state_dict_to_load: the unsharded optimizer's state by name, out of any sharding and into any other."""
+"""optim_state_dict and optim_state_dict_to_load: the unsharded optimizer's state by name, out of any sharding, into any other."""
 
 from __future__ import annotations
 
@@ -307,6 +307,21 @@ def _ways_to_call(directory: str) -> None:
 
 def test_containers_given_dicts_and_load_directly_work(tmp_path: Path) -> None:
     run_ranks(2, _ways_to_call, str(tmp_path))
+
+
+def _optimizer_of_a_part() -> None:
+    model = shard(make_model(), ("FULL_SHARD", True, "blocks"))
+    everything = OPTIMIZERS["Adam"](model.parameters())
+    train(model, everything, range(2))
+    full = full_state(model, everything)
+    part = OPTIMIZERS["Adam"](model.module.blocks[1].parameters())
+    part.load_state_dict(FSDP.optim_state_dict_to_load(model, part, full))
+    found = full_state(model, part)
+    assert_state(found["state"], {name: entry for name, entry in full["state"].items() if name.startswith("blocks.1.")})
+
+
+def test_an_optimizer_over_a_part_of_the_model_takes_its_part_of_a_dict() -> None:
+    run_ranks(2, _optimizer_of_a_part)
 
 
 # --- to another sharding ----------------------------------------------------------------------------------------------

@@ -1,7 +1,8 @@
-"""SHARDED_STATE_DICT through torch.distributed.checkpoint: any world size, policy and strategy on either side, by name, bit by bit."""
+"""SHARDED_STATE_DICT through torch.distributed.checkpoint: any world size, policy and strategy on either side."""
 
 from __future__ import annotations
 
+import copy
 import itertools
 import math
 import tempfile
@@ -69,7 +70,8 @@ class Bag(nn.Module):
     def __init__(self, shapes: Shapes, seed: int) -> None:
         super().__init__()
         torch.manual_seed(seed)
-        self.parts = nn.ModuleList(nn.ParameterList(torch.randn(shape) for shape in shapes[i : i + 2]) for i in range(0, len(shapes), 2))
+        pairs = [shapes[i : i + 2] for i in range(0, len(shapes), 2)]
+        self.parts = nn.ModuleList(nn.ParameterList(torch.randn(shape) for shape in pair) for pair in pairs)
 
 
 def make_model(seed: int = 0, odd: bool = True) -> Model:
@@ -262,7 +264,9 @@ def _load_bag(path: str, config: Config, shapes: Shapes) -> None:
 
 
 # The Bag's forward is never called, so it need not follow the rules for units.
-configs = st.tuples(st.sampled_from(["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"]), st.booleans(), st.sampled_from(["none", "blocks"]))
+configs = st.tuples(
+    st.sampled_from(["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"]), st.booleans(), st.sampled_from(["none", "blocks"])
+)
 shapes = st.lists(st.lists(st.integers(0, 5), max_size=4).map(tuple), min_size=1, max_size=5)
 
 
@@ -299,6 +303,21 @@ def _from_other_layouts() -> None:
 
 def test_a_sharded_dict_of_another_layout_is_loaded_in_memory() -> None:
     run_ranks(3, _from_other_layouts)
+
+
+def _copies(directory: str) -> None:
+    model = shard(make_model(1), SPREAD[0])
+    state = sharded_state(model)
+    path = f"{directory}/{dist.get_rank()}"
+    torch.save(state, path)
+    for number, copied in enumerate((copy.deepcopy(state), torch.load(path, weights_only=False))):
+        other = shard(make_model(2 + number), SPREAD[0])
+        other.load_state_dict(copied)
+        assert_holds(other, make_model(1))
+
+
+def test_a_sharded_dict_can_be_copied_and_pickled(tmp_path: Path) -> None:
+    run_ranks(3, _copies, str(tmp_path))
 
 
 # --- torch's FSDP1 and FSDP2 ------------------------------------------------------------------------------------------

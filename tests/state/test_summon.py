@@ -110,7 +110,7 @@ def _shows_whole_parameters() -> None:
     for config in CONFIGS:
         model = shard(config)
         before = slots(model)
-        assert {name for name, _ in model.named_parameters()}.isdisjoint(expected) or dist.get_world_size() == 0
+        assert {name for name, _ in model.named_parameters()}.isdisjoint(expected), "outside they carry the prefix of the wrapper"
         for writeback, offload_to_cpu in itertools.product((True, False), (True, False)):
             with FSDP.summon_full_params(model, writeback=writeback, offload_to_cpu=offload_to_cpu):
                 shown = dict(model.named_parameters())
@@ -147,7 +147,8 @@ def _recurse() -> None:
             assert not hasattr(linear, "weight") or linear.weight.dim() == 1
         with FSDP.summon_full_params(model.blocks[1], recurse=False):
             assert torch.equal(model.module.blocks[1].module.linear.weight, expected["blocks.1.linear.weight"])
-            assert [name for name, _ in model.blocks[1].named_parameters()] == [n for n, _ in make_model().blocks[1].named_parameters()]
+            names = [name for name, _ in make_model().blocks[1].named_parameters()]
+            assert [name for name, _ in model.blocks[1].named_parameters()] == names
             assert not hasattr(model.module.embed, "weight") or model.module.embed.weight.dim() == 1
         with FSDP.summon_full_params(model.module.blocks):  # a container, not an instance
             for number in (0, 1):
@@ -170,8 +171,7 @@ def _rank0_only() -> None:
                 assert slots(model) == before
         assert slots(model) == before
         with pytest.raises(UsageError, match="rank0_only=True with writeback=False"):
-            with FSDP.summon_full_params(model, writeback=True, rank0_only=True):
-                pass
+            FSDP.summon_full_params(model, writeback=True, rank0_only=True).__enter__()
         assert step(model) > 0
 
 
@@ -210,6 +210,19 @@ def test_changes_are_kept_with_writeback_and_dropped_without(world_size: int) ->
     run_ranks(world_size, _changes)
 
 
+def _loads_inside() -> None:
+    for config in CONFIGS:
+        model, other = shard(config), make_model(1).state_dict()
+        with FSDP.summon_full_params(model):
+            model.load_state_dict(other)
+            assert_equal(model.state_dict(), other)
+        assert_equal(model.state_dict(), other)
+
+
+def test_a_dict_can_be_loaded_inside() -> None:
+    run_ranks(2, _loads_inside)
+
+
 def _nested() -> None:
     for config in CONFIGS:
         model = shard(config)
@@ -224,9 +237,9 @@ def _nested() -> None:
             assert all((parameter == 2.0).all() for parameter in model.parameters())
         assert slots(model) == before
         assert all((p == 2.0).all() for name, p in model.state_dict().items() if name in dict(make_model().named_parameters()))
-        with FSDP.summon_full_params(model.module.blocks[0], writeback=False):  # the inner one first
-            with FSDP.summon_full_params(model, writeback=False):
-                assert sorted(n for n, _ in model.named_parameters()) == sorted(n for n, _ in make_model().named_parameters())
+        inner = FSDP.summon_full_params(model.module.blocks[0], writeback=False)
+        with inner, FSDP.summon_full_params(model, writeback=False):
+            assert sorted(n for n, _ in model.named_parameters()) == sorted(n for n, _ in make_model().named_parameters())
         assert slots(model) == before
 
 
@@ -243,10 +256,9 @@ def _exceptions() -> None:
         model = shard(config)
         before = slots(model)
         for with_grads in (False, True):
-            with pytest.raises(_Stop):
-                with FSDP.summon_full_params(model, writeback=writeback, with_grads=with_grads and writeback):
-                    with FSDP.summon_full_params(model, writeback=writeback):
-                        raise _Stop
+            outer = FSDP.summon_full_params(model, writeback=writeback, with_grads=with_grads)
+            with pytest.raises(_Stop), outer, FSDP.summon_full_params(model, writeback=writeback):
+                raise _Stop
             assert slots(model) == before
         with pytest.raises(_Stop):
             model.apply(_raise)
@@ -286,12 +298,12 @@ def _with_grads() -> None:
         targets = [target for group in model._runtime.groups for target, _ in group.store.targets]
         assert all(target.grad is grad for target, grad in zip(targets, kept, strict=True))
         with torch.no_grad(), FSDP.summon_full_params(model, with_grads=True, writeback=False):
-            for name, parameter in model.named_parameters():
+            for parameter in model.parameters():
                 if parameter.grad is not None:
                     parameter.grad.zero_()
         assert any(target.grad is not None and target.grad.any() for target in targets)
         with torch.no_grad(), FSDP.summon_full_params(model, with_grads=True):
-            for name, parameter in model.named_parameters():
+            for parameter in model.parameters():
                 if parameter.grad is not None:
                     parameter.grad.mul_(2)
         with FSDP.summon_full_params(model, with_grads=True, writeback=False):

@@ -88,6 +88,7 @@ def shard(
     forward_prefetch: bool = False,
     backward_prefetch: Prefetch = Prefetch.PRE,
     precision: Precision | None = None,
+    uneven: bool = False,
 ) -> Runtime:
     """Shard ``module`` in place over stores of ``kind``: it and every module of ``unit_classes`` become units. Collective."""
     named = {m: name for name, m in module.named_modules() if m is module or isinstance(m, tuple(unit_classes))}
@@ -99,7 +100,7 @@ def shard(
     for unit in units.values():
         hooks.attach_unit(unit)
     ordered = [units[m] for m in named]
-    return Runtime(ordered[0], ordered, list(named.values()), RuntimeOptions(forward_prefetch, backward_prefetch, False))
+    return Runtime(ordered[0], ordered, list(named.values()), RuntimeOptions(forward_prefetch, backward_prefetch, uneven))
 
 
 def full_parameters(runtime: Runtime) -> dict[str, torch.Tensor]:

@@ -174,14 +174,15 @@ class HalvesInTurn(nn.Module):
 
 
 class Recursive(nn.Module):
-    """A unit that calls itself."""
+    """A unit that calls itself, and uses its parameters after that."""
 
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(DIM, DIM)
 
     def forward(self, x: Tensor, depth: int = 3) -> Tensor:
-        return self.linear(x).tanh() + (self(x * 0.5, depth - 1) if depth else 0)
+        inner = self(x * 0.5, depth - 1) if depth else 0
+        return self.linear(x + inner).tanh() + inner
 
 
 class TwoHeads(nn.Module):
@@ -300,9 +301,9 @@ class GivesContext(nn.Module):
 
 
 class LossAside(nn.Module):
-    """Leaves a loss of its own on itself, and in ``aside`` if there is one."""
+    """Leaves a loss of its own on itself."""
 
-    aux: Tensor
+    aux: Tensor | None
 
     def __init__(self) -> None:
         super().__init__()
@@ -312,6 +313,14 @@ class LossAside(nn.Module):
         hidden = self.a(x).tanh()
         self.aux = self.b(hidden).pow(2).mean()
         return hidden * 1
+
+
+class LossAsideFromNone(LossAside):
+    """The attribute is there from the beginning, with nothing in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.aux = None
 
 
 class LossElsewhere(LossAside):

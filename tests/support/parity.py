@@ -236,6 +236,7 @@ class Pair:
             for group in unit.groups:
                 assert group.resident_nbytes == 0, f"{group.name}: {group.resident_nbytes} bytes were left"
                 assert group.reduction is None, f"{group.name}: a reduction was left"
+                assert not any(wire.ranks > 1 and wire._sends for wire in (group.shard, group.replica)), f"{group.name}: it sends"
 
     # -- what is compared, as a user sees it
 
