@@ -348,8 +348,8 @@ def train_steps(
     num_tokens = args.batch * args.context  # of a step, over all ranks
     scale = dist.get_world_size() / num_tokens  # FSDP averages over ranks: this makes it the mean over tokens
     steps = range(record.step + 1, args.steps + 1)
-    bar = tqdm(steps, initial=record.step, total=args.steps, unit="step", disable=dist.get_rank() != 0)
-    with stop_requests() as stop, bar:
+    show = {"initial": record.step, "total": args.steps, "unit": "step", "disable": dist.get_rank() != 0}
+    with stop_requests() as stop, tqdm(steps, **show) as bar:
         for step in bar:
             started = time.perf_counter()
             for group in optimizer.param_groups:

@@ -266,6 +266,12 @@ class FullyShardedDataParallel(nn.Module):
         """Run the wrapped module's forward with whole parameters. Collective."""
         return self._fsdp_wrapped_module(*args, **kwargs)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> FullyShardedDataParallel:
+        raise _not_copied("copy.deepcopy")
+
+    def __getstate__(self) -> Any:
+        raise _not_copied("pickle")
+
     def check_is_root(self) -> bool:
         """True if no other instance is around this one."""
         return self._unit.is_root
@@ -289,6 +295,8 @@ class FullyShardedDataParallel(nn.Module):
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
         """As nn.Module's; inside of ``summon_full_params`` names are those of the model before wrapping."""
+        if self._runtime.broken:  # an exception in backward has left units shown full
+            self._runtime.rest()
         for name, parameter in super().named_parameters(prefix, recurse, remove_duplicate):
             yield clean_name(name) if self._unit.lent else name, parameter
 
@@ -762,6 +770,18 @@ def _named_units(model: nn.Module) -> list[NamedUnit]:
             prefix = clean_name(name)
             found.append(NamedUnit(child._unit, f"{prefix}." if prefix else ""))
     return found
+
+
+def _not_copied(how: str) -> StateError:
+    return StateError(
+        explain(
+            f"{how} cannot copy a sharded module in this version.",
+            expected="a copy of the module made before it is wrapped, or of its state dict",
+            got=f"{how} of a FullyShardedDataParallel",
+            where="a module whose parameters lie in parts on several ranks",
+            fix="wrap a second module of the same kind and load this one's state_dict() into it",
+        )
+    )
 
 
 def _on_root_only(call: str, label: str) -> str:

@@ -208,6 +208,8 @@ class Runtime:
 
     def pre_backward(self, call: Call) -> None:
         """The gradient of one of the call's outputs is complete: everything recorded after the call has run."""
+        if call.lent:
+            self._refuse_lent(call)
         backward = self._current_backward()
         if call.seen_by == backward.serial:  # several outputs, one event
             return
@@ -312,9 +314,14 @@ class Runtime:
 
     # -- between steps
 
+    @property
+    def broken(self) -> bool:
+        """True between a backward that raised and whatever comes next."""
+        return self._open and self._backward() is None
+
     def rest(self) -> None:
         """Bring every unit to its sharded form, from whatever an exception or a forward without backward has left."""
-        if self._open and self._backward() is None:
+        if self.broken:
             self._discard()
         if self._stack and not self.in_backward:
             self._stack.clear()
@@ -343,6 +350,18 @@ class Runtime:
             yield
         finally:
             self.sync = before
+
+    @staticmethod
+    def _refuse_lent(call: Call) -> typing.NoReturn:
+        raise StateError(
+            explain(
+                "Backward reached a forward that ran inside of summon_full_params.",
+                expected="forward and backward outside of the context, which shows parameters that gradients cannot reach",
+                got="a backward through a forward inside of it",
+                where=call.unit.label,
+                fix="leave the context before the forward; for evaluation inside of it use torch.no_grad()",
+            )
+        )
 
     @staticmethod
     def _refuse_stray(unit: Unit, group: Group, index: int) -> typing.NoReturn:

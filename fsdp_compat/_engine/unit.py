@@ -295,10 +295,10 @@ class _Swap(typing.NamedTuple):
 class Call:
     """One forward call of a unit, in ticks of the runtime. It lives in the hooks of its outputs."""
 
-    __slots__ = ("enter", "exit", "seen_by", "unit")
+    __slots__ = ("enter", "exit", "lent", "seen_by", "unit")
 
     def __init__(self, unit: Unit, enter: int) -> None:
-        self.unit, self.enter = unit, enter
+        self.unit, self.enter, self.lent = unit, enter, unit.lent
         self.exit = -1  # tick; set when the call ends
         self.seen_by = -1  # serial of the backward that has passed it
 

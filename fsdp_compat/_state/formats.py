@@ -63,6 +63,7 @@ class BoxedTensor(ShardedTensor):
     _layout: FlatLayout
     _index: int
     _members: tuple[int, ...]
+    _rank: int
     _group: _Shared
 
     @staticmethod
@@ -73,7 +74,7 @@ class BoxedTensor(ShardedTensor):
         self._layout, self._index, self._members, self.whole_shape = layout, index, members, shape
         self.run, self.part = run, layout.part(index, rank)
         self._group, self._init_rrefs, self._sharded_tensor_id, self._remote_shards = _Shared(group), False, None, {}
-        self._local_shards = self._make_shards(cut_into_boxes(shape, self.part), dist.get_rank())
+        self._rank, self._local_shards = rank, self._make_shards(cut_into_boxes(shape, self.part), members[rank])
         return self
 
     def __init__(self, layout: FlatLayout, index: int, rank: int, run: torch.Tensor, members: tuple[int, ...], group: Any) -> None:
@@ -144,7 +145,15 @@ class BoxedTensor(ShardedTensor):
                 return shard.tensor
         raise ValueError(f"this rank holds no box of {index.fqn} at offsets {index.offset}")
 
-    # -- how it is copied, for writing in the background
+    # -- how it is copied
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> BoxedTensor:
+        """Return a value with memory of its own: this rank's elements, and no more."""
+        return BoxedTensor(self._layout, self._index, self._rank, self.run.detach().clone(), self._members, self._process_group)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickled without its process group, to be read where there is none; the default group takes its place if there is."""
+        return _rebuilt, (self._layout, self._index, self._rank, self.run.detach().clone(), self._members)
 
     def data_ptr(self) -> int:
         """0: the memory is that of the local shards."""
@@ -165,6 +174,10 @@ class BoxedTensor(ShardedTensor):
     @_process_group.setter
     def _process_group(self, group: Any) -> None:
         self._group = _Shared(group)
+
+
+def _rebuilt(layout: FlatLayout, index: int, rank: int, run: torch.Tensor, members: tuple[int, ...]) -> BoxedTensor:
+    return BoxedTensor(layout, index, rank, run, members, dist.group.WORLD if dist.is_initialized() else None)
 
 
 def sharded_value(

@@ -88,6 +88,16 @@ def optim_state(
     """
     held = _held_by(optimizer, units, model)
     source = optimizer.state_dict() if state_dict is None else state_dict
+    if any(not isinstance(number, int) for number in source["state"]):
+        raise UsageError(
+            explain(
+                "The optimizer's state is keyed by something else than numbers.",
+                expected="what optimizer.state_dict() returns: parameters by number",
+                got=f"keys such as {next(iter(source['state']))!r}",
+                where="optim_state_dict(model, optim, optim_state_dict)",
+                fix="leave the third argument out; a dict that optim_state_dict has returned needs no second pass",
+            )
+        )
     parameters = _parameters(optimizer)
     by_parameter = {parameters[number]: value for number, value in source["state"].items() if number in range(len(parameters))}
     state: dict[str, dict[str, Any]] = {}
@@ -193,7 +203,7 @@ def optim_state_to_load(
     held = _held_by(optimizer, units, model)
     named_state = {clean_name(str(name)): value for name, value in state_dict["state"].items()}
     parameters = _parameters(optimizer)
-    known = {name: None for parameter in parameters for _, name in held[parameter].names}
+    known = {name: None for its in held.values() for _, name in its.names}  # the optimizer may hold a part of the model only
     unknown = [name for name in named_state if name not in known]
     if unknown:
         raise CheckpointError(

@@ -167,12 +167,12 @@ def counts_by_unit(strategy: str, num_steps: int) -> list[dict[str, tuple[int, i
     for unit in model._runtime.units:
         for group in unit.groups:
             for name in ("gather", "start_reduction"):
-                call_also(group, name, lambda key=(unit.name, name): found.update([key]))
+                call_also(group, name, lambda key=(unit.label, name): found.update([key]))
     steps = []
     for _ in range(num_steps):
         found.clear()
         step(model)
-        steps.append({u.name: (found[u.name, "gather"], found[u.name, "start_reduction"]) for u in model._runtime.units})
+        steps.append({u.label: (found[u.label, "gather"], found[u.label, "start_reduction"]) for u in model._runtime.units})
     return steps
 
 
@@ -191,8 +191,10 @@ def call_also(group: Group, name: str, more: Callable[[], object]) -> None:
 
 def test_only_the_root_and_the_last_block_are_gathered_once_from_the_second_step_on() -> None:
     for found in run_ranks(2, counts_by_unit, "FULL_SHARD", 3):
-        assert found[0] == {"": (1, 1)} | {f"blocks.{i}": (2, 1) for i in range(6)}
-        assert found[1] == {"": (1, 1)} | {f"blocks.{i}": (2, 1) for i in range(5)} | {"blocks.5": (1, 1)}
+        assert found[0] == {"the root unit (a Model)": (1, 1)} | {f"unit 'blocks.{i}'": (2, 1) for i in range(6)}
+        assert found[1] == {"the root unit (a Model)": (1, 1)} | {f"unit 'blocks.{i}'": (2, 1) for i in range(5)} | {
+            "unit 'blocks.5'": (1, 1)
+        }
         assert found[2] == found[1]
 
 

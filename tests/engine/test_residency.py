@@ -27,7 +27,7 @@ class Pair(nn.Module):
 def unit_in(state: str, kind: str = "flat", precision: Precision | None = HALF) -> Unit:
     module = Pair()
     unit = make_unit(kind, module, lone_mesh(), members_of(module), precision=precision)
-    unit.name = "blocks.7"
+    unit.label = "unit 'blocks.7'"
     if state != "SHARDED":
         unit.gather()
     if state == "FULL":

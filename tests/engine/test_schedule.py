@@ -15,18 +15,18 @@ def units(names: str) -> list[Unit]:
     for name in names:
         module = nn.Linear(1, 1)
         made.append(make_unit("flat", module, lone_mesh(), members_of(module)))
-        made[-1].name, made[-1].is_root = name, name == "r"
+        made[-1].label, made[-1].is_root = name, name == "r"
     return made
 
 
-UNITS = {unit.name: unit for unit in units("rabc")}
+UNITS = {unit.label: unit for unit in units("rabc")}
 
 
 def guesses(order: Order, used: str) -> str:
     """Use units in a new pass; return the name guessed after each, - for none."""
     order.restart()
     found = [order.advance(UNITS[name]) for name in used]
-    return "".join(unit.name if unit is not None else "-" for unit in found)
+    return "".join(unit.label if unit is not None else "-" for unit in found)
 
 
 def test_the_first_pass_has_nothing_to_guess_from() -> None:

@@ -445,7 +445,7 @@ def residency_through_a_step(kind: str, reshard: bool) -> tuple[list[str], list[
     inside: list[bool] = []
     model.blocks[1].up.register_forward_hook(lambda *_: inside.extend(unit.shown_full for unit in runtime.units))
     loss = mean_square(model, batch(0, dist.get_rank()))
-    full = [unit.name for unit in runtime.units if unit.residency.name == "FULL"]
+    full = [unit.label for unit in runtime.units if unit.residency.name == "FULL"]
     shown = [unit.shown_full for unit in runtime.units]
     loss.backward()
     assert_at_rest(runtime)
@@ -459,8 +459,10 @@ def test_a_forward_without_grad_keeps_nothing(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", STORES)
 def test_after_forward_only_the_units_of_the_backward_that_was_seen_first_are_kept_and_none_is_shown(kind: str) -> None:
-    units = ["", "blocks.0", "blocks.0.first", "blocks.0.second", "blocks.1", "blocks.2", "blocks.2.first", "blocks.2.second"]
+    root, block = "the root unit (a Stack)", "unit 'blocks.1'"
+    inner = [f"unit 'blocks.{name}'" for name in ("0", "0.first", "0.second", "1", "2", "2.first", "2.second")]
+    units = [root, *inner]
     for found in run_ranks(2, residency_through_a_step, kind, True):
-        assert found == ([""], [False] * 8, [name in ("", "blocks.1") for name in units])
+        assert found == ([root], [False] * 8, [name in (root, block) for name in units])
     for found in run_ranks(2, residency_through_a_step, kind, False):
-        assert found == (units, [False] * 8, [name in ("", "blocks.1") for name in units])
+        assert found == (units, [False] * 8, [name in (root, block) for name in units])

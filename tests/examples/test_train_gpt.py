@@ -292,7 +292,7 @@ def stopped(num_ranks: int | None, directory: Path, number: signal.Signals, *arg
         assert process.stderr is not None
         try:
             seen = b""
-            while not re.search(rb" [1-9]\d*/" + steps.encode(), seen):  # the progress bar, after a step of this run
+            while b"loss=" not in seen:  # the progress bar, after a step of this run on all ranks
                 read = os.read(process.stderr.fileno(), 4096)
                 assert read, f"it ended:\n{seen.decode()}"
                 seen += read

@@ -143,7 +143,7 @@ def assert_at_rest(runtime: Runtime) -> None:
     assert not runtime.in_backward
     assert dist.is_initialized()
     for unit in runtime.units:
-        assert unit.residency is Residency.SHARDED, unit.name
-        assert not unit.shown_full, unit.name
-        assert [group.resident_nbytes for group in unit.groups] == [0] * len(unit.groups), unit.name
-        assert all(leaf.grad is None for group in unit.groups for leaf in group.leaves), unit.name
+        assert unit.residency is Residency.SHARDED, unit.label
+        assert not unit.shown_full, unit.label
+        assert [group.resident_nbytes for group in unit.groups] == [0] * len(unit.groups), unit.label
+        assert all(leaf.grad is None for group in unit.groups for leaf in group.leaves), unit.label

@@ -230,9 +230,9 @@ class Pair:
     def assert_idle(self) -> None:
         """Between steps nothing is full, nothing is shown full, and nothing travels."""
         for unit in self.model._runtime.units:
-            assert unit.residency is Residency.SHARDED, f"unit {unit.name!r} was left {unit.residency.name}"
-            assert not unit.shown_full, f"unit {unit.name!r} shows full parameters"
-            assert not unit.calls and not unit.running, f"unit {unit.name!r} is thought to run"
+            assert unit.residency is Residency.SHARDED, f"{unit.label} was left {unit.residency.name}"
+            assert not unit.shown_full, f"{unit.label} shows full parameters"
+            assert not unit.calls and not unit.running, f"{unit.label} is thought to run"
             for group in unit.groups:
                 assert group.resident_nbytes == 0, f"{group.name}: {group.resident_nbytes} bytes were left"
                 assert group.reduction is None, f"{group.name}: a reduction was left"
@@ -270,10 +270,10 @@ def _clean(name: str) -> str:
 
 def _groups(model: FSDP) -> Iterator[tuple[Group, list[str]]]:
     """Every group of every unit, with the names of its parameters in the unsharded copy."""
-    for unit in model._runtime.units:
-        prefix = f"{unit.name}." if unit.name else ""
-        for group in unit.groups:
-            yield group, [_clean(clean_name(prefix + member.name)) for member in group.store.members]
+    for path, child in model.named_modules():
+        for group in child._unit.groups if isinstance(child, FSDP) else ():
+            names = [f"{path}.{member.name}".lstrip(".") for member in group.store.members]
+            yield group, [_clean(clean_name(name)) for name in names]
 
 
 def _gathered_gradients(group: Group) -> list[Tensor]:
