@@ -264,7 +264,7 @@ class FullyShardedDataParallel(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the wrapped module's forward with whole parameters. Collective."""
-        return self._fsdp_wrapped_module(*args, **kwargs)
+        return self._modules[FSDP_WRAPPED_MODULE](*args, **kwargs)  # type: ignore[misc]  # past our own __getattr__
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FullyShardedDataParallel:
         raise _not_copied("copy.deepcopy")

@@ -31,11 +31,12 @@ class Wire:
     replica: Communicator
     shard_tag: int
     replica_tag: int
-    dtype: torch.dtype  # on the shard axis; totals travel in the dtype of the shard
+    ranks: int = dataclasses.field(init=False)
+    divisor: torch.Tensor = dataclasses.field(init=False)  # `ranks`, 0-d on the CPU: a number would be made into one at every call
 
-    @property
-    def ranks(self) -> int:
-        return self.shard.ranks * self.replica.ranks
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "ranks", self.shard.ranks * self.replica.ranks)
+        object.__setattr__(self, "divisor", torch.tensor(float(self.ranks)))
 
 
 class Collected(typing.Protocol):
@@ -129,7 +130,7 @@ class ReduceBuffer:
         yield None
         wire.replica.end_total(pending, what)
         if wire.ranks > 1:
-            total.div_(wire.ranks)  # the sum is divided once, on the shard
+            total.div_(wire.divisor)  # the sum is divided once, on the shard
         yield self._store.grads(total)
 
 

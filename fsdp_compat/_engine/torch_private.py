@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._C._distributed_c10d import AllgatherOptions, ReduceScatterOptions
 
 __all__ = [
     "as_plain_tensor",
@@ -22,6 +23,8 @@ __all__ = [
     "refresh_rnn_weights",
     "same_storage",
     "scale_together",
+    "start_all_gather",
+    "start_reduce_scatter",
     "storage_key",
     "tensor_without_storage",
 ]
@@ -80,6 +83,28 @@ def group_timeout(group: dist.ProcessGroup) -> datetime.timedelta:
         except (AttributeError, RuntimeError):
             continue
     return dist.default_pg_timeout if hasattr(dist, "default_pg_timeout") else datetime.timedelta(minutes=30)
+
+
+_ASYNC_GATHER: Any = AllgatherOptions()
+_ASYNC_GATHER.asyncOp = True
+_ASYNC_SUM: Any = ReduceScatterOptions()
+_ASYNC_SUM.asyncOp = True
+_ASYNC_SUM.reduceOp = dist.ReduceOp.SUM
+
+
+def start_all_gather(group: dist.ProcessGroup, full: torch.Tensor, own: torch.Tensor) -> dist.Work:
+    """Start an all-gather of tensors. The public function's frames cost more host time than the call itself."""
+    return group._allgather_base(_real(full), _real(own), _ASYNC_GATHER)
+
+
+def start_reduce_scatter(group: dist.ProcessGroup, total: torch.Tensor, buffer: torch.Tensor) -> dist.Work:
+    """Start a summing reduce-scatter of tensors; see ``start_all_gather``."""
+    return group._reduce_scatter_base(_real(total), _real(buffer), _ASYNC_SUM)
+
+
+def _real(tensor: torch.Tensor) -> torch.Tensor:
+    """Backends know no complex numbers."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 def default_device_of_backend(group: dist.ProcessGroup) -> torch.device:

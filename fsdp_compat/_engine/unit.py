@@ -88,7 +88,7 @@ class Group:
         self.leaves = self.memory.leaves
         self._small = [index for index, leaf in enumerate(self.leaves) if leaf.numel() < LARGE]
         self._tag = self.shard.new_tag()
-        self._wire = Wire(self.shard, self.replica, self._tag, self.replica.new_tag(), precision.reduce)
+        self._wire = Wire(self.shard, self.replica, self._tag, self.replica.new_tag())
         self._hooked: set[int] = set()
         self._gathering: Pending | None = None
         self._collected: Collected | None = None  # made when the first gradient comes: frozen groups never have one

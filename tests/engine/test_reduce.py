@@ -87,7 +87,7 @@ def make_setup(kind: str, dtype: torch.dtype = torch.float32, replicas: int = 1)
     module = Holder(SHAPES)
     store = make_store(kind, members_of(module), rank=0, ranks=RANKS, home=(module, "_flat_param"))
     shard, replica = Recorded(RANKS), Recorded(replicas)
-    wire = Wire(typing.cast(Communicator, shard), typing.cast(Communicator, replica), 4, 8, dtype)
+    wire = Wire(typing.cast(Communicator, shard), typing.cast(Communicator, replica), 4, 8)
     buffer = ReduceBuffer(store, RANKS, dtype, CPU)
     return Setup(store, buffer, shard, replica, wire)
 
@@ -263,7 +263,7 @@ def handed() -> tuple[HandedGradients, ParamStore, Wire]:
     module = Holder(SHAPES)
     store = make_store("original", members_of(module), rank=0, ranks=1, home=(module, "_flat_param"))
     alone = communicator(lone_mesh().shard)
-    return HandedGradients(store), store, Wire(alone, alone, 0, 0, torch.float32)
+    return HandedGradients(store), store, Wire(alone, alone, 0, 0)
 
 
 def test_a_handed_gradient_is_the_very_tensor_that_came() -> None:

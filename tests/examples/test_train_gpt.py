@@ -112,7 +112,7 @@ def test_incomplete_checkpoints_are_not_found(tmp_path: Path) -> None:
     for name in ("step-000009", "step-000010", "step-1000000.partial", "step-000011.partial"):
         (tmp_path / name).mkdir()
     assert train_gpt.checkpoints(tmp_path) == [tmp_path / "step-000010", tmp_path / "step-000009"]
-    with pytest.raises(train_gpt.RunError, match="step-000010 lacks a readable run.json"):
+    with pytest.raises(train_gpt.RunError, match=r"step-000010 lacks a readable run\.json"):
         train_gpt.starting_point(tmp_path, resume=True, settings={})
 
 
