@@ -14,10 +14,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
-from torch.utils.weak import WeakIdKeyDictionary
 
+from ._construction import listed, prepare, refuse_managed, refuse_module, remember, renamed, settings_of
 from ._engine import grad_norm, hooks
-from ._engine.materialize import broadcast_states, materialize, move_buffers
 from ._engine.runtime import Runtime
 from ._engine.tree import Member, assign_owners, group_members
 from ._engine.unit import Group, Unit
@@ -47,11 +46,6 @@ from .errors import StateError, UsageError, explain
 from .wrap import CustomPolicy, ModuleWrapPolicy, plan_wrapping, replace_modules
 
 __all__ = ["FLAT_PARAM", "FlatParameter", "FullyShardedDataParallel", "OptimStateKeyType"]
-
-# Parameters that some unit manages (FlatParameters and originals), and originals whose values live in a FlatParameter now.
-_managed: WeakIdKeyDictionary = WeakIdKeyDictionary()
-# Modules that a wrapper holds.
-_wrapped: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 class OptimStateKeyType(enum.Enum):
@@ -121,22 +115,22 @@ class FullyShardedDataParallel(nn.Module):
             cpu_offload=cpu_offload,
             backward_prefetch=backward_prefetch,
             mixed_precision=as_ours(mixed_precision, MixedPrecision, "mixed_precision"),
-            ignored_modules=None if ignored_modules is None else _listed(ignored_modules),
+            ignored_modules=None if ignored_modules is None else listed(ignored_modules),
             param_init_fn=param_init_fn,
             device_id=device_id,
             sync_module_states=sync_module_states,
             forward_prefetch=forward_prefetch,
             limit_all_gathers=limit_all_gathers,
             use_orig_params=use_orig_params,
-            ignored_states=None if ignored_states is None else _listed(ignored_states),
+            ignored_states=None if ignored_states is None else listed(ignored_states),
             device_mesh=device_mesh,
             allow_unused_units=allow_unused_units,
         )
-        _refuse_module(module)
+        refuse_module(module, FullyShardedDataParallel)
         settings = resolve(module, arguments)
         nested = [child for child in module.modules() if isinstance(child, FullyShardedDataParallel)]
         closed = {*nested, *settings.ignored_modules}
-        _refuse_managed(module, closed, settings.ignored_parameters)
+        refuse_managed(module, closed, settings.ignored_parameters)
         plan: dict[nn.Module, Settings] = {}
         if auto_wrap_policy is not None:
             planned = plan_wrapping(
@@ -147,8 +141,8 @@ class FullyShardedDataParallel(nn.Module):
                 {field: getattr(arguments, field) for field in arguments.__dataclass_fields__},
                 is_wrapped=lambda child: isinstance(child, FullyShardedDataParallel),
             )
-            plan = {child: _settings_of(child, kwargs, arguments, settings) for child, kwargs in planned.items()}
-        _prepare(module, settings, closed)
+            plan = {child: settings_of(child, kwargs, arguments, settings) for child, kwargs in planned.items()}
+        prepare(module, settings, closed)
         owned = assign_owners(module, [module, *plan], settings.ignored_parameters, closed)
         replace_modules(module, {child: {} for child in plan}, lambda child: self._of_unit(child, plan[child], owned[child]))
         self._build(module, settings, owned[module])
@@ -171,22 +165,17 @@ class FullyShardedDataParallel(nn.Module):
 
     def _build(self, module: nn.Module, settings: Settings, members: list[Member], relative_to: nn.Module | None = None) -> None:
         if relative_to is not None:
-            members = _renamed(members, relative_to)
+            members = renamed(members, relative_to)
         self._attribute_order = {
             clean_name(name): [attribute for attribute, p in child._parameters.items() if p is not None]
             for name, child in module.named_modules(remove_duplicate=False)
         }
         self._loading = "", set()
         self._fsdp_wrapped_module = module
-        _wrapped[module] = True
         with torch.inference_mode(False), torch.no_grad():
             groups = [self._make_group(module, settings, index, its) for index, (_, its) in enumerate(group_members(members))]
             unit = Unit(module, groups, settings.unit_options())
-        for member in members:
-            _managed[member.parameter] = True
-        for group in groups:
-            for target, _ in group.store.targets:
-                _managed[target] = True
+        remember(module, (member.parameter for member in members), (target for g in groups for target, _ in g.store.targets))
         self._unit = unit
         self._settings = settings
         self._state_settings = _default_settings(StateDictType.FULL_STATE_DICT)
@@ -597,112 +586,6 @@ class FullyShardedDataParallel(nn.Module):
         if load_directly:
             optim.load_state_dict(loadable)
         return loadable
-
-
-# -- construction, in parts
-
-
-def _listed(given: Any) -> Any:
-    """Iterators are used more than once; what is no iterable is refused later, with its name."""
-    return list(given) if isinstance(given, Iterable) and not isinstance(given, (nn.Module, torch.Tensor)) else given
-
-
-def _refuse_module(module: nn.Module) -> None:
-    if not isinstance(module, nn.Module):
-        raise UsageError(
-            explain(
-                "Only modules can be wrapped.",
-                expected="a torch.nn.Module",
-                got=f"a {type(module).__name__}",
-                where="FullyShardedDataParallel(module, ...)",
-                fix="pass the module itself",
-            )
-        )
-    if isinstance(module, FullyShardedDataParallel) or module in _wrapped:
-        raise UsageError(
-            explain(
-                "The module is wrapped already.",
-                expected="a module that is not, and is not in, a FullyShardedDataParallel",
-                got="an instance of it"
-                if isinstance(module, FullyShardedDataParallel)
-                else f"a {type(module).__name__} that one holds",
-                where="FullyShardedDataParallel(module, ...)",
-                fix="use the wrapper that is there; wrap inner modules before outer ones, each once",
-            )
-        )
-    if next(iter(module.parameters()), None) is None and not any(isinstance(m, FullyShardedDataParallel) for m in module.modules()):
-        raise UsageError(
-            explain(
-                "The module has no parameters, so there is nothing to shard.",
-                expected="a module with at least one parameter",
-                got=f"{type(module).__name__} with none",
-                where="FullyShardedDataParallel(module, ...)",
-                fix="leave it unwrapped: the instance around it runs it as it is",
-            )
-        )
-    if isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear):
-        raise UsageError(
-            explain(
-                "This module cannot be a unit: its forward is never called.",
-                expected="a module that is called",
-                got="the output projection of an nn.MultiheadAttention, whose weight the attention reads by itself",
-                where="FullyShardedDataParallel(module, ...)",
-                fix="wrap the attention, or a module around it",
-            )
-        )
-
-
-def _refuse_managed(module: nn.Module, closed: set[nn.Module], ignored: frozenset[nn.Parameter]) -> None:
-    """A parameter belongs to one unit. One that an instance made before has taken cannot be seen whole any more."""
-    inside = {id(below) for child in closed for below in child.modules()}
-    for name, child in module.named_modules():
-        if id(child) in inside:
-            continue
-        for attribute, parameter in child._parameters.items():
-            if parameter is not None and parameter not in ignored and parameter in _managed:
-                raise UsageError(
-                    explain(
-                        "A parameter belongs to another FullyShardedDataParallel already.",
-                        expected="every parameter in one instance; a tied one in an instance around all its uses",
-                        got=f"{clean_name(f'{name}.{attribute}'.lstrip('.'))!r} in a second one",
-                        where=f"FullyShardedDataParallel({type(module).__name__})",
-                        fix="pass auto_wrap_policy= to the outer module, which puts tied parameters into the unit around all their "
-                        "uses; or do not wrap the inner modules that share it",
-                    )
-                )
-
-
-def _settings_of(module: nn.Module, kwargs: Mapping[str, Any], arguments: Arguments, settings: Settings) -> Settings:
-    """The settings of a unit that a policy chose; resolved anew only where the policy changed something."""
-    changes = {name: value for name, value in kwargs.items() if getattr(arguments, name, arguments) is not value}
-    return resolve(module, arguments.changed(**changes)) if changes else settings
-
-
-def _prepare(module: nn.Module, settings: Settings, closed: set[nn.Module]) -> None:
-    """Meta tensors get values, buffers their device, all ranks the first one's values. Collective if that is asked for."""
-    skip = {below for child in closed for below in child.modules()}
-    materialize(module, settings.param_init_fn, settings.device, skip)
-    move_buffers(module, settings.device, skip)
-    if settings.sync_module_states:
-        own = [child for child in module.modules() if child not in skip]
-        broadcast_states(
-            [p for child in own for p in child.parameters(recurse=False) if p not in settings.ignored_parameters],
-            [b for child in own for b in child.buffers(recurse=False)],
-            settings.mesh,
-            settings.device,
-        )
-
-
-def _renamed(members: list[Member], module: nn.Module) -> list[Member]:
-    """Names relative to the unit's own module, instead of to the one whose policy chose it."""
-    names: dict[tuple[int, str], list[str]] = {}
-    for path, child in module.named_modules(remove_duplicate=False):
-        for attribute in child._parameters:
-            names.setdefault((id(child), attribute), []).append(f"{path}.{attribute}".lstrip("."))
-    return [
-        Member(m.parameter, m.slots, tuple(name for child, attribute in m.slots for name in names[id(child), attribute]))
-        for m in members
-    ]
 
 
 # -- state dicts, in parts

@@ -22,6 +22,7 @@ import torch
 from ..errors import StateError, explain
 from . import hooks, torch_private
 from .collectives import Communicator
+from .device import compute_streams
 from .dtypes import cast_floats, move_to, tensors_in
 from .schedule import Order, Prefetch
 from .unit import Call, Group, Residency, Unit, Zeroed
@@ -70,6 +71,7 @@ class Runtime:
         self._wires: list[Communicator] = list(
             {id(wire): wire for group in self.groups for wire in (group.shard, group.replica) if wire.ranks > 1}.values()
         )
+        self._streams = compute_streams(root.options.device)
         self._ticks = itertools.count()
         self._stack: list[Call] = []
         self._forward_order, self._backward_order = Order(), Order()
@@ -111,6 +113,7 @@ class Runtime:
 
     def _begin_forward(self) -> None:
         """The outermost forward. Legal from every state, as an exception may have left any. What was kept full is stale by now."""
+        self._streams.join()
         if self._open:
             self._discard()
         self._stack.clear()
@@ -133,6 +136,7 @@ class Runtime:
         Collective. With uneven use all ranks gather all units in one fixed order, each at the latest when it needs a later one or
         when the pass ends, so that a rank which skips a unit still serves it.
         """
+        self._streams.join()
         uneven = self.options.uneven
         if uneven:
             while unit in order.to_issue:
@@ -163,6 +167,7 @@ class Runtime:
                     in_graph = True
         if torch_private.in_graph_task() or unit.running:
             return
+        self._streams.join()
         unit.show(False)
         if not (in_graph and self._keeps(unit)):
             unit.free()
@@ -227,11 +232,13 @@ class Runtime:
 
     def on_gradient(self, group: Group, index: int) -> None:
         """A large leaf's gradient was accumulated."""
+        self._streams.join()
         self._current_backward()
         group.take(index)
 
     def _leave(self, unit: Unit, backward: Backward) -> None:
         """Start the reduction and free. A gradient that comes later starts a further reduction, which adds."""
+        self._streams.join()
         unit.calls.clear()
         if unit in backward.entered:
             backward.entered.remove(unit)

@@ -1,0 +1,133 @@
+"""Before a unit is built: what cannot be wrapped is refused, and what can is made ready."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from ._engine.materialize import broadcast_states, materialize, move_buffers
+from ._engine.tree import Member
+from ._settings import Arguments, Settings, resolve
+from ._state.names import clean_name
+from .errors import UsageError, explain
+
+__all__ = ["listed", "prepare", "refuse_managed", "refuse_module", "remember", "renamed", "settings_of"]
+
+# Parameters that some unit manages: FlatParameters, originals, and originals whose values live in a FlatParameter now.
+_managed: WeakIdKeyDictionary = WeakIdKeyDictionary()
+# Modules that a wrapper holds.
+_wrapped: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
+def remember(module: nn.Module, *parameters: Iterable[nn.Parameter]) -> None:
+    """Note that ``module`` is wrapped now, and that these parameters are managed."""
+    _wrapped[module] = True
+    for some in parameters:
+        for parameter in some:
+            _managed[parameter] = True
+
+
+def listed(given: Any) -> Any:
+    """Iterators are used more than once; what is no iterable is refused later, with its name."""
+    return list(given) if isinstance(given, Iterable) and not isinstance(given, (nn.Module, torch.Tensor)) else given
+
+
+def refuse_module(module: nn.Module, wrapper: type[nn.Module]) -> None:
+    """Raise UsageError for what cannot be wrapped. wrapper: the class that wraps."""
+    if not isinstance(module, nn.Module):
+        raise UsageError(
+            explain(
+                "Only modules can be wrapped.",
+                expected="a torch.nn.Module",
+                got=f"a {type(module).__name__}",
+                where="FullyShardedDataParallel(module, ...)",
+                fix="pass the module itself",
+            )
+        )
+    if isinstance(module, wrapper) or module in _wrapped:
+        raise UsageError(
+            explain(
+                "The module is wrapped already.",
+                expected="a module that is not, and is not in, a FullyShardedDataParallel",
+                got="an instance of it" if isinstance(module, wrapper) else f"a {type(module).__name__} that one holds",
+                where="FullyShardedDataParallel(module, ...)",
+                fix="use the wrapper that is there; wrap inner modules before outer ones, each once",
+            )
+        )
+    if next(iter(module.parameters()), None) is None and not any(isinstance(m, wrapper) for m in module.modules()):
+        raise UsageError(
+            explain(
+                "The module has no parameters, so there is nothing to shard.",
+                expected="a module with at least one parameter",
+                got=f"{type(module).__name__} with none",
+                where="FullyShardedDataParallel(module, ...)",
+                fix="leave it unwrapped: the instance around it runs it as it is",
+            )
+        )
+    if isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear):
+        raise UsageError(
+            explain(
+                "This module cannot be a unit: its forward is never called.",
+                expected="a module that is called",
+                got="the output projection of an nn.MultiheadAttention, whose weight the attention reads by itself",
+                where="FullyShardedDataParallel(module, ...)",
+                fix="wrap the attention, or a module around it",
+            )
+        )
+
+
+def refuse_managed(module: nn.Module, closed: set[nn.Module], ignored: frozenset[nn.Parameter]) -> None:
+    """A parameter belongs to one unit. One that an instance made before has taken cannot be seen whole any more."""
+    inside = {id(below) for child in closed for below in child.modules()}
+    for name, child in module.named_modules():
+        if id(child) in inside:
+            continue
+        for attribute, parameter in child._parameters.items():
+            if parameter is not None and parameter not in ignored and parameter in _managed:
+                raise UsageError(
+                    explain(
+                        "A parameter belongs to another FullyShardedDataParallel already.",
+                        expected="every parameter in one instance; a tied one in an instance around all its uses",
+                        got=f"{clean_name(f'{name}.{attribute}'.lstrip('.'))!r} in a second one",
+                        where=f"FullyShardedDataParallel({type(module).__name__})",
+                        fix="pass auto_wrap_policy= to the outer module, which puts tied parameters into the unit around all their "
+                        "uses; or do not wrap the inner modules that share it",
+                    )
+                )
+
+
+def settings_of(module: nn.Module, kwargs: Mapping[str, Any], arguments: Arguments, settings: Settings) -> Settings:
+    """The settings of a unit that a policy chose; resolved anew only where the policy changed something."""
+    changes = {name: value for name, value in kwargs.items() if getattr(arguments, name, arguments) is not value}
+    return resolve(module, arguments.changed(**changes)) if changes else settings
+
+
+def prepare(module: nn.Module, settings: Settings, closed: set[nn.Module]) -> None:
+    """Meta tensors get values, buffers their device, all ranks the first one's values. Collective if that is asked for."""
+    skip = {below for child in closed for below in child.modules()}
+    materialize(module, settings.param_init_fn, settings.device, skip)
+    move_buffers(module, settings.device, skip)
+    if settings.sync_module_states:
+        own = [child for child in module.modules() if child not in skip]
+        broadcast_states(
+            [p for child in own for p in child.parameters(recurse=False) if p not in settings.ignored_parameters],
+            [b for child in own for b in child.buffers(recurse=False)],
+            settings.mesh,
+            settings.device,
+        )
+
+
+def renamed(members: list[Member], module: nn.Module) -> list[Member]:
+    """Names relative to the unit's own module, instead of to the one whose policy chose it."""
+    names: dict[tuple[int, str], list[str]] = {}
+    for path, child in module.named_modules(remove_duplicate=False):
+        for attribute in child._parameters:
+            names.setdefault((id(child), attribute), []).append(f"{path}.{attribute}".lstrip("."))
+    return [
+        Member(m.parameter, m.slots, tuple(name for child, attribute in m.slots for name in names[id(child), attribute]))
+        for m in members
+    ]
