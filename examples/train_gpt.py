@@ -447,6 +447,9 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         parser.error("--resume: needs the --checkpoint-dir to resume from")
     if args.checkpoint_dir is not None and args.checkpoint_dir.exists() and not args.checkpoint_dir.is_dir():
         parser.error(f"--checkpoint-dir: expected a directory, got the file {args.checkpoint_dir}")
+    for option, path in (("--plot", args.plot), ("--losses", args.losses)):
+        if path is not None and not path.parent.is_dir():
+            parser.error(f"{option}: expected a file in a directory that exists, got {path}")
     if args.plot is None:
         args.plot = (args.checkpoint_dir or Path()) / "loss.png"
     return args

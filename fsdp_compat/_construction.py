@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ._engine.materialize import broadcast_states, materialize, move_buffers
-from ._engine.tree import Member
+from ._engine.tree import Member, Place
 from ._settings import Arguments, Settings, resolve
 from ._state.names import clean_name
 from .errors import UsageError, explain
@@ -128,6 +128,9 @@ def renamed(members: list[Member], module: nn.Module) -> list[Member]:
         for attribute in child._parameters:
             names.setdefault((id(child), attribute), []).append(f"{path}.{attribute}".lstrip("."))
     return [
-        Member(m.parameter, m.slots, tuple(name for child, attribute in m.slots for name in names[id(child), attribute]))
+        Member(
+            m.parameter,
+            Place(m.slots, tuple(name for child, attribute in m.slots for name in names[id(child), attribute])),
+        )
         for m in members
     ]

@@ -249,7 +249,9 @@ def _device(module: nn.Module, device_id: Any, group: dist.ProcessGroup) -> torc
 
 def _indexed(device: torch.device) -> torch.device:
     """'cuda' means the current one; tensors say its number, so we do."""
-    if device.type in ("cpu", "meta") or ":" in str(device):
+    if device.type == "cpu":
+        return torch.device("cpu")  # 'cpu:0' is the same, but compares unequal
+    if device.type == "meta" or ":" in str(device):
         return device
     return torch.device(device.type, torch.accelerator.current_device_index())
 

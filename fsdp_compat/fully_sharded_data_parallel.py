@@ -144,8 +144,8 @@ class FullyShardedDataParallel(nn.Module):
             plan = {child: settings_of(child, kwargs, arguments, settings) for child, kwargs in planned.items()}
         prepare(module, settings, closed)
         owned = assign_owners(module, [module, *plan], settings.ignored_parameters, closed)
-        replace_modules(module, {child: {} for child in plan}, lambda child: self._of_unit(child, plan[child], owned[child]))
-        self._build(module, settings, owned[module])
+        replace_modules(module, {child: {} for child in plan}, lambda child: self._of_unit(child, plan[child], owned.pop(child)))
+        self._build(module, settings, owned.pop(module))
 
     # -- construction
 
@@ -180,6 +180,7 @@ class FullyShardedDataParallel(nn.Module):
         self._settings = settings
         self._state_settings = _default_settings(StateDictType.FULL_STATE_DICT)
         hooks.attach_unit(unit)
+        hooks.guard_state_dicts(unit)
         self.register_load_state_dict_pre_hook(_before_load)
         self.register_load_state_dict_post_hook(_after_load)
         instances = FullyShardedDataParallel.fsdp_modules(self)
@@ -254,6 +255,13 @@ class FullyShardedDataParallel(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the wrapped module's forward with whole parameters. Collective."""
         return self._modules[FSDP_WRAPPED_MODULE](*args, **kwargs)  # type: ignore[misc]  # past our own __getattr__
+
+    def __repr__(self) -> str:
+        """As nn.Module's; the shapes that modules print of themselves are those of whole parameters."""
+        with contextlib.ExitStack() as stack:
+            for instance in FullyShardedDataParallel.fsdp_modules(self):
+                stack.enter_context(instance._unit.described())
+            return super().__repr__()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FullyShardedDataParallel:
         raise _not_copied("copy.deepcopy")
@@ -362,7 +370,7 @@ class FullyShardedDataParallel(nn.Module):
         with full_parameters(
             [child._unit for child in instances],
             writeback=writeback,
-            rank0_only=rank0_only,
+            serve_only=rank0_only and not all(child._settings.mesh.is_first for child in instances),
             offload_to_cpu=offload_to_cpu,
             with_grads=with_grads,
         ):
@@ -460,10 +468,14 @@ class FullyShardedDataParallel(nn.Module):
             self._runtime.require_idle("state_dict")
             self._runtime.rest()
         first = len(destination)
-        super().state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
+        self._unit.in_state_dict = True
+        try:
+            super().state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
+        finally:
+            self._unit.in_state_dict = False
         settings = self._state_settings
         config: Any = settings.state_dict_config
-        keep = not getattr(config, "rank0_only", False) or dist.get_rank() == 0
+        keep = not getattr(config, "rank0_only", False) or self._settings.mesh.is_first
         own = list(destination)[first:]
         sharded = set() if self._unit.lent else {f"{prefix}{FSDP_WRAPPED_MODULE}.{name}" for name in self._sharded_names()}
         values = {clean_name(key): destination.pop(key) for key in own if key not in sharded}
@@ -546,7 +558,8 @@ class FullyShardedDataParallel(nn.Module):
         settings = FullyShardedDataParallel.get_state_dict_type(model)
         config: Any = settings.optim_state_dict_config
         full = settings.state_dict_type is StateDictType.FULL_STATE_DICT
-        rank = dist.get_rank(group)
+        first = FullyShardedDataParallel.fsdp_modules(model)[0]._settings
+        is_first = first.mesh.is_first if group is None else dist.get_rank(group) == 0
         return optim_state(
             model,
             optim,
@@ -554,8 +567,8 @@ class FullyShardedDataParallel(nn.Module):
             _named_units(model),
             full=full,
             to_cpu=bool(config.offload_to_cpu),
-            keep=not (full and config.rank0_only and rank != 0),
-            process_group=FullyShardedDataParallel.fsdp_modules(model)[0]._settings.group,
+            keep=not (full and config.rank0_only and not is_first),
+            process_group=first.group,
         )
 
     @staticmethod
@@ -629,6 +642,7 @@ def _before_load(
     for key in [key for key in state_dict if key.startswith(prefix)]:
         state_dict[inner + key[len(prefix) :]] = state_dict.pop(key)
     # The sharded forms are registered in the modules, which will miss them.
+    self._unit.in_state_dict = True  # until _after_load
     self._loading = prefix, set() if self._unit.lent else {inner + name for name in self._sharded_names()}
 
 
@@ -638,6 +652,7 @@ def _after_load(instance: nn.Module, incompatible: Any) -> None:
     The outermost instance cleans the names: it still has to recognise sharded forms of its own that inner modules hold (ties).
     """
     self = typing.cast(FullyShardedDataParallel, instance)
+    self._unit.in_state_dict = False
     prefix, sharded = self._loading
     outermost = self._unit.is_root or not prefix
     for keys in (incompatible.missing_keys, incompatible.unexpected_keys):

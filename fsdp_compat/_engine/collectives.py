@@ -1,6 +1,6 @@
 """The only caller of collectives: what travels along one mesh axis, how much of it, and for how long it is waited for.
 
-Two transports stand behind one interface. gloo gets point-to-point exchange on a process group of its own, with a tag per (group,
+Two transports stand behind one interface. gloo gets point-to-point exchange on connections of its own, with a tag per (group,
 kind), so that ranks that differ in order get an error instead of each other's data; every other backend gets its own collectives.
 """
 
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import datetime
 import enum
 import itertools
 import typing
@@ -108,7 +107,7 @@ class Communicator(typing.Protocol):
     def max_of(self, values: torch.Tensor) -> torch.Tensor: ...
 
     def broadcast(self, tensors: Sequence[torch.Tensor], what: str) -> None:
-        """The first rank of the axis sends; the tensors of the others are overwritten."""
+        """The first rank of the axis sends; the tensors of the others, which are contiguous, are overwritten."""
 
     def gather_now(self, own: torch.Tensor) -> torch.Tensor:
         """Return [ranks * S] from every rank's ``own`` [S], waited for."""
@@ -179,11 +178,16 @@ class _Grouped(_AnyRanks):
 
     def __init__(self, axis: Axis) -> None:
         super().__init__(axis)
+        assert axis.group is not None
+        self._group = weakref.ref(axis.group)
         self._tags = itertools.count(1)
 
     @property
     def group(self) -> dist.ProcessGroup:
-        raise NotImplementedError
+        group = self._group()
+        if group is None:
+            raise StateError("the process group of this module was destroyed; wrap the model again after init_process_group")
+        return group
 
     def new_tag(self) -> int:
         return len(Kind) * next(self._tags)
@@ -200,7 +204,8 @@ class _Grouped(_AnyRanks):
         return values
 
     def broadcast(self, tensors: Sequence[torch.Tensor], what: str) -> None:
-        works = [dist.broadcast(tensor, group_src=0, group=self.group, async_op=True) for tensor in tensors if tensor.numel()]
+        raw = [tensor.reshape(-1).view(torch.uint8) for tensor in tensors if tensor.numel()]  # backends do not know every dtype
+        works = [dist.broadcast(tensor, group_src=0, group=self.group, async_op=True) for tensor in raw]
         for work in works:
             if work is not None:
                 work.wait()
@@ -213,18 +218,6 @@ class _Grouped(_AnyRanks):
 
 class _Native(_Grouped):
     """The backend's own collectives, asynchronous. On a stream device a wait orders streams; the CPU never waits."""
-
-    def __init__(self, axis: Axis) -> None:
-        super().__init__(axis)
-        assert axis.group is not None
-        self._group = weakref.ref(axis.group)
-
-    @property
-    def group(self) -> dist.ProcessGroup:
-        group = self._group()
-        if group is None:
-            raise StateError("the process group of this module was destroyed; wrap the model again after init_process_group")
-        return group
 
     def begin_gather(self, own: torch.Tensor, full: torch.Tensor, segments: Sequence[torch.Tensor], tag: int) -> Pending:
         self.traffic.add(Kind.GATHER, own.nbytes * (self.ranks - 1))
@@ -273,17 +266,14 @@ class _PointToPoint(_Grouped):
     limit of the process group: without one a point-to-point wait ignores it and may last for ever.
     """
 
-    def __init__(self, axis: Axis, group: dist.ProcessGroup, timeout: datetime.timedelta) -> None:
+    def __init__(self, axis: Axis) -> None:
         super().__init__(axis)
-        self._own_group, self.timeout = group, timeout
+        self.timeout = torch_private.group_timeout(self.group)
+        self._wires = torch_private.gloo_of_its_own(self.group, axis.rank, axis.ranks, self.timeout)
         self._sends: list[tuple[dist.Work, torch.Tensor]] = []
         ranks, rank = axis.ranks, axis.rank
         # The peers in the order in which they are served: every rank begins with another one.
         self._peers = [((rank - step) % ranks, (rank + step) % ranks) for step in range(1, ranks)]
-
-    @property
-    def group(self) -> dist.ProcessGroup:
-        return self._own_group
 
     def begin_gather(self, own: torch.Tensor, full: torch.Tensor, segments: Sequence[torch.Tensor], tag: int) -> Pending:
         self.traffic.add(Kind.GATHER, own.nbytes * (self.ranks - 1))
@@ -348,10 +338,10 @@ class _PointToPoint(_Grouped):
         return [total[r * size : (r + 1) * size] for r in range(self.ranks)]
 
     def _send(self, tensor: torch.Tensor, target: int, tag: int) -> dist.Work:
-        return _work(dist.isend(tensor, group_dst=target, group=self.group, tag=tag))
+        return self._wires.send([tensor], target, tag)
 
     def _receive(self, tensor: torch.Tensor, source: int, tag: int) -> dist.Work:
-        return _work(dist.irecv(tensor, group_src=source, group=self.group, tag=tag))
+        return self._wires.recv([tensor], source, tag)
 
     def _wait(self, works: Sequence[dist.Work], what: str) -> None:
         for work in works:
@@ -389,26 +379,21 @@ def _sum_in_rank_order(parts: list[torch.Tensor], rank: int, dtype: torch.dtype)
     return total
 
 
-_communicators: weakref.WeakKeyDictionary[dist.ProcessGroup, Communicator] = weakref.WeakKeyDictionary()
+_communicators: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, Communicator]] = weakref.WeakKeyDictionary()
 
 
-def communicator(axis: Axis) -> Communicator:
-    """Return the communicator of an axis; one per process group, however many units use it.
+def communicator(axis: Axis, device: torch.device) -> Communicator:
+    """Return what sends tensors of ``device`` along an axis; one per process group, however many units use it.
 
-    Collective: every rank of the axis, the first time it is asked for (gloo gets a process group of its own then).
+    Collective: every rank of the axis, the first time it is asked for (gloo gets connections of its own then).
     """
     if axis.group is None:
         return typing.cast(Communicator, _Alone(axis))
-    found = _communicators.get(axis.group)
-    if found is None:
-        if dist.get_backend(axis.group) == dist.Backend.GLOO:
-            timeout = torch_private.group_timeout(axis.group)
-            own = dist.new_group(list(axis.members), timeout=timeout, backend="gloo", use_local_synchronization=True)
-            found = typing.cast(Communicator, _PointToPoint(axis, own, timeout))
-        else:
-            found = typing.cast(Communicator, _Native(axis))
-        _communicators[axis.group] = found
-    return found
+    found = _communicators.setdefault(axis.group, {})
+    if device.type not in found:
+        transport = _PointToPoint if torch_private.is_gloo(axis.group, device) else _Native
+        found[device.type] = typing.cast(Communicator, transport(axis))
+    return found[device.type]
 
 
 def gather_in_group(group: dist.ProcessGroup, own: torch.Tensor) -> torch.Tensor:

@@ -14,7 +14,7 @@ from . import torch_private
 if typing.TYPE_CHECKING:
     from .unit import Call, Group, Unit
 
-__all__ = ["attach_unit", "on_end_of_backward", "on_gradient_of_leaf", "on_gradient_of_output"]
+__all__ = ["attach_unit", "guard_state_dicts", "on_end_of_backward", "on_gradient_of_leaf", "on_gradient_of_output"]
 
 
 def attach_unit(unit: Unit) -> Callable[[], None]:
@@ -38,6 +38,20 @@ def attach_unit(unit: Unit) -> Callable[[], None]:
             handle.remove()
 
     return undo
+
+
+def guard_state_dicts(unit: Unit) -> None:
+    """Nobody takes parts of parameters for the whole: modules of the unit refuse what did not come through the front end."""
+
+    def before_taking(module: torch.nn.Module, prefix: str, keep_vars: bool) -> None:
+        unit.require_state_dict(module, "state_dict")
+
+    def before_loading(module: torch.nn.Module, *_: Any) -> None:
+        unit.require_state_dict(module, "load_state_dict")
+
+    for module in unit.holders():
+        module.register_state_dict_pre_hook(before_taking)
+        module.register_load_state_dict_pre_hook(before_loading)
 
 
 def on_gradient_of_output(tensor: torch.Tensor, call: Call) -> None:

@@ -89,11 +89,15 @@ def broadcast_states(parameters: Iterable[torch.Tensor], buffers: Iterable[torch
         for axis in (mesh.replica, mesh.shard):
             if axis.ranks == 1:
                 continue
-            wire = communicator(axis)
+            wire = communicator(axis, device)
             for tensor in tensors.values():
+                for dim, stride in enumerate(tensor.stride()):  # an expanded tensor has one element behind many
+                    tensor = tensor.narrow(dim, 0, min(1, tensor.shape[dim])) if stride == 0 else tensor
                 packed = tensor.to(device).contiguous()
+                if 0 in packed.stride():
+                    packed = torch.empty(packed.shape, dtype=packed.dtype, device=device).copy_(packed)
                 wire.broadcast([packed], "the first rank's parameters and buffers")
-                if packed is not tensor:
+                if packed.data_ptr() != tensor.data_ptr():
                     tensor.copy_(packed)
 
 

@@ -50,6 +50,11 @@ class Mesh:
     def ranks(self) -> int:
         return self.shard.ranks * self.replica.ranks
 
+    @property
+    def is_first(self) -> bool:
+        """True on the mesh's rank 0, which need not be that of the world."""
+        return self.shard.rank == 0 and self.replica.rank == 0
+
 
 def the_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     """Return ``group``, or the default one; raises UsageError if torch.distributed is not initialised."""

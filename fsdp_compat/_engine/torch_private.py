@@ -9,15 +9,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._C._distributed_c10d import AllgatherOptions, ReduceScatterOptions
+from torch._C._distributed_c10d import AllgatherOptions, PrefixStore, ReduceScatterOptions
 
 __all__ = [
     "as_plain_tensor",
     "children_of",
     "copy_together",
     "default_device_of_backend",
+    "gloo_of_its_own",
     "group_timeout",
     "in_graph_task",
+    "is_gloo",
     "on_end_of_backward",
     "parameters_of",
     "refresh_rnn_weights",
@@ -105,6 +107,24 @@ def start_reduce_scatter(group: dist.ProcessGroup, total: torch.Tensor, buffer: 
 def _real(tensor: torch.Tensor) -> torch.Tensor:
     """Backends know no complex numbers."""
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+def is_gloo(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """True if tensors of a device go through gloo in a group, which may have a backend for each kind of device."""
+    try:
+        return group._get_backend(device).name() == "gloo"
+    except (RuntimeError, AttributeError):
+        return False
+
+
+def gloo_of_its_own(group: dist.ProcessGroup, rank: int, ranks: int, timeout: datetime.timedelta) -> Any:
+    """Connect the ranks of a group a second time, so that a user's messages and ours never meet.
+
+    ``new_group`` would do it for all ranks of the world only, or under a name that depends on how many groups each process has
+    made; and what it makes lives until the world ends. Collective: the ranks of the group.
+    """
+    store = PrefixStore(f"fsdp_compat/{group.group_name}", dist.distributed_c10d._world.pg_map[group][1])
+    return dist.ProcessGroupGloo(store, rank, ranks, timeout)
 
 
 def default_device_of_backend(group: dist.ProcessGroup) -> torch.device:

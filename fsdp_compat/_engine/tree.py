@@ -10,14 +10,13 @@ from torch import nn
 
 from . import torch_private
 
-__all__ = ["Member", "assign_owners", "group_members"]
+__all__ = ["Member", "Place", "assign_owners", "group_members"]
 
 
 @dataclasses.dataclass(frozen=True)
-class Member:
-    """An original parameter: the object, where modules hold it, and its name (the first of its names)."""
+class Place:
+    """Where modules hold an original parameter, and its names (the first one counts). It does not hold the parameter itself."""
 
-    parameter: nn.Parameter
     slots: tuple[tuple[nn.Module, str], ...]  # (module, attribute), at least one; several where it is tied
     names: tuple[str, ...]  # at least one per slot (a shared module has several), relative to the module that was walked
 
@@ -26,10 +25,26 @@ class Member:
         return self.names[0]
 
 
+@dataclasses.dataclass(frozen=True)
+class Member:
+    """An original parameter and its place. Whoever keeps one keeps the whole parameter in memory."""
+
+    parameter: nn.Parameter
+    place: Place
+
+    @property
+    def slots(self) -> tuple[tuple[nn.Module, str], ...]:
+        return self.place.slots
+
+    @property
+    def name(self) -> str:
+        return self.place.name
+
+
 def assign_owners(
     root: nn.Module, unit_modules: Collection[nn.Module], skip: Collection[nn.Parameter], closed: Collection[nn.Module]
 ) -> dict[nn.Module, list[Member]]:
-    """Return the members of each unit: a parameter belongs to the lowest unit that encloses all its uses.
+    """Return the members of each unit: a parameter belongs to the lowest unit that encloses all its uses and can be called.
 
     That unit is full whenever any of the uses runs; gathering the parameter in every one of them would double bytes and split its
     gradient over several reductions. ``skip``: parameters that are not managed. ``closed``: modules that are not entered, because
@@ -42,7 +57,7 @@ def assign_owners(
     def visit(module: nn.Module, chain: tuple[nn.Module, ...], prefix: str) -> None:
         if module in closed:
             return
-        chain = (*chain, module) if module in unit_modules else chain
+        chain = (*chain, module) if module in unit_modules and (module is root or _has_forward(module)) else chain
         for attribute, parameter in torch_private.parameters_of(module).items():
             if parameter is None or parameter in skip:
                 continue
@@ -56,8 +71,13 @@ def assign_owners(
     owned: dict[nn.Module, list[Member]] = {module: [] for module in unit_modules}
     for parameter, its_chains in chains.items():
         owner = next(module for module in reversed(its_chains[0]) if all(module in chain for chain in its_chains))
-        owned[owner].append(Member(parameter, tuple(slots[parameter]), tuple(names[parameter])))
+        owned[owner].append(Member(parameter, Place(tuple(slots[parameter]), tuple(names[parameter]))))
     return owned
+
+
+def _has_forward(module: nn.Module) -> bool:
+    """False for what is never called, such as an nn.ModuleList or an nn.ParameterList: nothing would gather what it owns."""
+    return type(module).forward is not nn.Module.forward or "forward" in vars(module)
 
 
 def group_members(members: Iterable[Member]) -> list[tuple[tuple[torch.dtype, bool], list[Member]]]:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import enum
 import itertools
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import nn
@@ -81,8 +82,8 @@ class Group:
         """Collective over the mesh, once per process group (see ``communicator``)."""
         self.name = ""  # of its unit, for errors; the runtime sets it
         self.store, self.precision, self.device = store, precision, device
-        self.shard: Communicator = communicator(mesh.shard)
-        self.replica: Communicator = communicator(mesh.replica)
+        self.shard: Communicator = communicator(mesh.shard, device)
+        self.replica: Communicator = communicator(mesh.replica, device)
         self.floating = store.dtype.is_floating_point
         self.memory = GroupMemory(store, mesh.shard.ranks, precision.gather, device)
         self.leaves = self.memory.leaves
@@ -317,6 +318,7 @@ class Unit:
         self.label, self.is_root = "a unit", False  # likewise; the label is for errors
         self.running = 0  # forward calls that have entered and not exited
         self.lent = False  # somebody else shows full parameters (summon_full_params): neither gather nor free
+        self.in_state_dict = False  # the front end takes or loads a state dict: the modules' own methods may see sharded forms
         self.calls: list[Call] = []  # that backward has entered and not left
         self._residency, self._shown_full = Residency.SHARDED, False
         self._attribute_holders = [(m.__dict__, _num_internal(m)) for m in module.modules() if _keeps_attributes(m)]
@@ -353,6 +355,38 @@ class Unit:
             for value in itertools.islice(attributes.values(), start, None)
             if isinstance(value, torch.Tensor)
         ]
+
+    def holders(self) -> list[nn.Module]:
+        """The modules that hold what the unit manages."""
+        return list(dict.fromkeys(swap.module for swap in self._swaps[False]))
+
+    @contextlib.contextmanager
+    def described(self) -> Iterator[None]:
+        """Put parameters without values where attributes are absent, for code that asks for shapes, as ``repr`` does."""
+        put = []
+        for _, parameters, attribute, leaf, _ in self._swaps[True]:
+            if leaf is not None and attribute not in parameters:
+                parameters[attribute] = nn.Parameter(torch.empty_like(leaf, device="meta"), requires_grad=False)
+                put.append((parameters, attribute))
+        try:
+            yield
+        finally:
+            for parameters, attribute in put:
+                del parameters[attribute]
+
+    def require_state_dict(self, module: nn.Module, method: str) -> None:
+        """Raise StateError where a module's own ``state_dict`` or ``load_state_dict`` would meet flat or partial parameters."""
+        if self.in_state_dict or self.lent:
+            return
+        raise StateError(
+            explain(
+                f"{method}() was called on a module inside of a sharded one, where it meets parts of parameters only.",
+                expected=f"{method}() of the FullyShardedDataParallel around it, or a call inside of summon_full_params",
+                got=f"{method}() that reached a {type(module).__name__} by itself",
+                where=self.label,
+                fix=f"call {method}() on the wrapper: its names are those of the module before wrapping",
+            )
+        )
 
     def gather(self) -> None:
         """Collective. Start a gather, unless one is under way or done."""

@@ -6,7 +6,6 @@ import contextlib
 from collections.abc import Iterator, Sequence
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from .._engine import torch_private
@@ -19,17 +18,17 @@ __all__ = ["full_parameters"]
 
 @contextlib.contextmanager
 def full_parameters(
-    units: Sequence[Unit], *, writeback: bool, rank0_only: bool, offload_to_cpu: bool, with_grads: bool
+    units: Sequence[Unit], *, writeback: bool, serve_only: bool, offload_to_cpu: bool, with_grads: bool
 ) -> Iterator[None]:
     """Show whole parameters, in the dtype of the shards, in the modules of ``units``; write changes back at the end.
 
     Collective. With original parameters the user's own objects become whole for the while, otherwise plain Parameters stand in
-    their place. A forward inside of the context computes with what is shown.
+    their place. A forward inside of the context computes with what is shown. ``serve_only``: gather for others, show nothing.
     """
     with contextlib.ExitStack() as stack:
         for unit in units:
             if not unit.lent:  # an outer context shows it already
-                stack.enter_context(_full_unit(unit, writeback, rank0_only and dist.get_rank() != 0, offload_to_cpu, with_grads))
+                stack.enter_context(_full_unit(unit, writeback, serve_only, offload_to_cpu, with_grads))
         yield
 
 
@@ -68,11 +67,11 @@ def _shown(group: Group, full: torch.Tensor, grads: torch.Tensor | None, writeba
     shown: list[nn.Parameter] = []
     kept: list[tuple[nn.Parameter, torch.Tensor, torch.Tensor | None]] = []
     if flat is None:
-        for member, value in zip(store.members, wholes, strict=True):
-            kept.append((member.parameter, member.parameter.data, member.parameter.grad))
-            member.parameter.grad = None
-            member.parameter.data = value
-            shown.append(member.parameter)
+        for (parameter, _), value in zip(store.targets, wholes, strict=True):
+            kept.append((parameter, parameter.data, parameter.grad))
+            parameter.grad = None
+            parameter.data = value
+            shown.append(parameter)
     else:
         shown = [nn.Parameter(value, requires_grad=flat.requires_grad) for value in wholes]
         for slot in store.registration.hidden_when_full():

@@ -38,25 +38,36 @@ class FlatStore:
         """
         originals = [member.parameter for member in members]
         self.dtype = originals[0].dtype
-        self.members = tuple(members)
+        self.members = tuple(member.place for member in members)  # not the parameters: what is flat has no use for them any more
+        shapes, names = [tuple(p.shape) for p in originals], [member.name for member in self.members]
         align = max(ALIGN_NBYTES // self.dtype.itemsize, 1)
-        self.layout: FlatLayout = flat_layout(
-            [m.name for m in members], [tuple(p.shape) for p in originals], ranks=ranks, align=align
-        )
+        self.layout: FlatLayout = flat_layout(names, shapes, ranks=ranks, align=align)
         self.rank, self.numel = rank, self.layout.shard_numel
         self._from_whole = plan_moves(pieces_of_whole([self.layout]), pieces_of_rank([self.layout], rank))
         self.shard = torch.zeros(self.numel, dtype=self.dtype, device=device)  # [S], padding zero
         self.take_from_whole(originals)
-        slots = [slot for member in members for slot in member.slots]
-        trainable = originals[0].requires_grad
-        self.registration: Registration
-        if use_orig_params:
-            self.registration = OriginalRegistration(self.shard, self.layout, rank, originals, [m.slots for m in members])
-        else:
-            self.registration = FlatRegistration(self.shard, self.layout, slots, home, trainable)
-        self.targets: Sequence[Target] = self.registration.targets
         self._trainable = [p.requires_grad for p in originals]
         self._leaves: list[nn.Parameter] = []
+        grads = [p.grad for p in originals]
+        slots = [member.slots for member in self.members]
+        self.registration: Registration
+        if use_orig_params:
+            self.registration = OriginalRegistration(self.shard, self.layout, rank, originals, slots)
+        else:
+            flat_slots = [slot for its_slots in slots for slot in its_slots]
+            self.registration = FlatRegistration(self.shard, self.layout, flat_slots, home, self._trainable[0])
+        self.targets: Sequence[Target] = self.registration.targets
+        if any(grad is not None for grad in grads):
+            self._keep_gradients(
+                [torch.zeros(s, dtype=self.dtype) if g is None else g for g, s in zip(grads, shapes, strict=True)], grads
+            )
+
+    def _keep_gradients(self, wholes: Sequence[torch.Tensor], given: Sequence[torch.Tensor | None]) -> None:
+        """This rank's part of gradients that were there before. given: per parameter, None where there was none."""
+        total = torch.zeros_like(self.shard)
+        self.take_from_whole(wholes, total)
+        for (target, indices), grad in zip(self.targets, self.grads(total), strict=True):
+            target.grad = grad if any(given[index] is not None for index in indices) else None
 
     def take_from_whole(self, wholes: Sequence[torch.Tensor], shard: torch.Tensor | None = None) -> None:
         """Copy this rank's part of every whole tensor (one per parameter, in its shape, on any device) into ``shard`` [S].

@@ -98,6 +98,7 @@ class OriginalRegistration:
             for module, name in its_slots
         ]
         for parameter, view in zip(originals, self.grads(shard), strict=True):
+            parameter.grad = None  # of another shape now; the store keeps what there was
             parameter.data = view
 
     def shown_sharded(self) -> list[Shown]:

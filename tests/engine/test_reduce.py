@@ -262,7 +262,7 @@ def test_discarding_forgets_everything_and_frees_the_memory(setup: Setup) -> Non
 def handed() -> tuple[HandedGradients, ParamStore, Wire]:
     module = Holder(SHAPES)
     store = make_store("original", members_of(module), rank=0, ranks=1, home=(module, "_flat_param"))
-    alone = communicator(lone_mesh().shard)
+    alone = communicator(lone_mesh().shard, CPU)
     return HandedGradients(store), store, Wire(alone, alone, 0, 0)
 
 
@@ -331,7 +331,7 @@ def test_a_reduction_starts_at_once_and_can_be_taken_further_after_its_end() -> 
 
 def sums_of(values: list[float], dtype: torch.dtype, total_dtype: torch.dtype) -> list[float]:
     """Rank r contributes values[r] everywhere. Return the sum as the shard axis makes it, and as replicas add it up."""
-    wire = communicator(mesh_from_group(None).shard)
+    wire = communicator(mesh_from_group(None).shard, CPU)
     tag = wire.new_tag()
     buffer = torch.full((4 * wire.ranks,), values[wire.rank], dtype=dtype)
     before = buffer.clone()
@@ -364,7 +364,7 @@ def test_sums_are_taken_in_rank_order_and_every_rank_gets_the_same(
 
 
 def shard_sums_in(total_dtype: torch.dtype) -> list[float]:
-    wire = communicator(mesh_from_group(None).shard)
+    wire = communicator(mesh_from_group(None).shard, CPU)
     buffer = torch.full((4 * wire.ranks,), 256.0 if dist.get_rank() == 0 else 1.0, dtype=torch.bfloat16)
     segments = list(buffer.chunk(wire.ranks))
     pending = wire.begin_reduce(buffer, segments, wire.new_tag())
@@ -376,7 +376,7 @@ def test_what_travels_in_bfloat16_is_summed_in_the_dtype_of_the_shard() -> None:
 
 
 def test_one_rank_gets_a_copy_of_its_own_segment() -> None:
-    wire, buffer = communicator(lone_mesh().shard), torch.arange(4.0)
+    wire, buffer = communicator(lone_mesh().shard, CPU), torch.arange(4.0)
     total = wire.end_reduce(wire.begin_reduce(buffer, [buffer], 0), buffer, torch.float32, "a sum")
     assert total.tolist() == [0.0, 1.0, 2.0, 3.0]
     assert total.data_ptr() != buffer.data_ptr()
