@@ -95,7 +95,6 @@ def test_what_is_public_has_type_hints(name: str, value: Any) -> None:
         bare += [
             f"{function_name}({parameter.name}: ?)"
             for index, parameter in enumerate(signature.parameters.values())
-            if parameter.annotation is inspect.Parameter.empty
-            and not (index == 0 and parameter.name in ("self", "cls"))
+            if parameter.annotation is inspect.Parameter.empty and not (index == 0 and parameter.name in ("self", "cls"))
         ]
     assert bare == []

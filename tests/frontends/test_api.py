@@ -71,9 +71,7 @@ def test_a_dataclass_of_torch_becomes_ours_with_its_values(name: str) -> None:
 
 def test_changed_settings_differ_from_the_defaults() -> None:
     precision = api.as_ours(changed(torch_api.MixedPrecision()), api.MixedPrecision, "mixed_precision")
-    assert precision == api.MixedPrecision(
-        torch.bfloat16, torch.bfloat16, torch.bfloat16, True, True, False, (torch.nn.LayerNorm,)
-    )
+    assert precision == api.MixedPrecision(torch.bfloat16, torch.bfloat16, torch.bfloat16, True, True, False, (torch.nn.LayerNorm,))
 
 
 def test_settings_are_translated_with_everything_in_them() -> None:

@@ -1,0 +1,155 @@
+"""What a wrapped module holds on to, whom it talks to, and what it lets others see."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fsdp_compat import FullStateDictConfig, FullyShardedDataParallel, StateDictType, StateError
+from fsdp_compat.wrap import ModuleWrapPolicy, always_wrap_policy
+from tests.support.ranks import run_ranks
+
+FSDP = FullyShardedDataParallel
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+
+
+def _memory_of_originals(use_orig_params: bool) -> None:
+    model = network()
+    whole = sum(p.numel() for p in model.parameters())
+    originals = [weakref.ref(p) for p in model.parameters()]
+    sharded = FSDP(model, auto_wrap_policy=ModuleWrapPolicy({nn.Linear}), use_orig_params=use_orig_params)
+    gc.collect()
+    alive = [ref() for ref in originals]
+    if not use_orig_params:
+        assert alive == [None] * 4, "nothing holds the whole parameters"
+    held = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in sharded.parameters() if p.numel()}
+    assert sum(held.values()) <= 4 * (whole // 2 + 32), "the parameters that are left hold shards"
+
+
+@pytest.mark.parametrize("use_orig_params", [False, True])
+def test_whole_parameters_are_let_go_when_they_are_sharded(use_orig_params: bool) -> None:
+    run_ranks(2, _memory_of_originals, use_orig_params)
+
+
+def _prints(use_orig_params: bool) -> None:
+    expected = repr(network())
+    model = FSDP(network(), auto_wrap_policy=ModuleWrapPolicy({nn.Linear}), use_orig_params=use_orig_params)
+    names = [name for name, _ in model.named_parameters()]
+    for text in (repr(model), f"{model}"):
+        for line in expected.splitlines()[1:-1]:
+            assert line.partition("): ")[2] in text
+    assert names == [name for name, _ in model.named_parameters()]
+    assert torch.equal(model(torch.ones(2, 8)), network()(torch.ones(2, 8)))
+
+
+@pytest.mark.parametrize("use_orig_params", [False, True])
+def test_a_wrapped_module_can_be_printed(use_orig_params: bool) -> None:
+    run_ranks(2, _prints, use_orig_params)
+
+
+def _gradients_from_before(use_orig_params: bool) -> None:
+    model, plain = network(), network()
+    for module in (model, plain):
+        module(torch.ones(2, 8)).sum().backward()
+    sharded = FSDP(model, use_orig_params=use_orig_params)
+    sharded(torch.ones(2, 8)).sum().backward()
+    plain(torch.ones(2, 8)).sum().backward()
+    with FSDP.summon_full_params(sharded, with_grads=True):
+        for got, wanted in zip(sharded.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(got.grad, wanted.grad)
+
+
+@pytest.mark.parametrize("use_orig_params", [False, True])
+def test_gradients_that_were_there_before_are_added_to(use_orig_params: bool) -> None:
+    run_ranks(2, _gradients_from_before, use_orig_params)
+
+
+def _inner_state_dict(use_orig_params: bool) -> None:
+    model = FSDP(network(), use_orig_params=use_orig_params)
+    for inner in (model.module, model.module[0]):
+        for call in (inner.state_dict, lambda inner=inner: inner.load_state_dict({}, strict=False)):
+            with pytest.raises(StateError, match=r"call .* on the wrapper"):
+                call()
+    with FSDP.summon_full_params(model):
+        assert {k: v.shape for k, v in model.module.state_dict().items()} == {k: v.shape for k, v in network().state_dict().items()}
+    model.load_state_dict(model.state_dict())
+
+
+@pytest.mark.parametrize("use_orig_params", [False, True])
+def test_no_module_hands_out_parts_of_parameters_as_its_state(use_orig_params: bool) -> None:
+    run_ranks(2, _inner_state_dict, use_orig_params)
+
+
+def trained(model: FullyShardedDataParallel) -> dict[str, Any]:
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for _ in range(2):
+        model(torch.ones(2, 8)).pow(2).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model.state_dict()
+
+
+def _groups_of_all_kinds() -> None:
+    rank = dist.get_rank()
+    expected = network()
+    optimizer = torch.optim.SGD(expected.parameters(), 0.1)
+    for _ in range(2):
+        expected(torch.ones(2, 8)).pow(2).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    some = dist.new_group([1, 2])
+    if rank in (1, 2):  # a model that some ranks know nothing of
+        torch.testing.assert_close(dict(trained(FSDP(network(), process_group=some))), dict(expected.state_dict()))
+    torch.testing.assert_close(dict(trained(FSDP(network()))), dict(expected.state_dict()))
+    halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    model = FSDP(network(), process_group=halves[rank // 2])  # two models at the same time
+    with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT, FullStateDictConfig(rank0_only=True)):
+        state = trained(model)
+    assert bool(state) is (rank % 2 == 0), "the first rank of the group, not of the world"
+    with FSDP.summon_full_params(model, writeback=False, rank0_only=True):
+        whole = {tuple(p.shape) for p in model.parameters()} == {tuple(p.shape) for p in expected.parameters()}
+        assert whole is (rank % 2 == 0)
+
+
+def test_groups_of_some_ranks_and_of_all_do_not_disturb_each_other() -> None:
+    run_ranks(4, _groups_of_all_kinds)
+
+
+class TiedBlocks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+        self.blocks[1].weight = self.blocks[0].weight
+        self.scales = nn.ParameterList([nn.Parameter(torch.ones(8))])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x).tanh()
+        return x * self.scales[0]
+
+
+def _containers_own_nothing(use_orig_params: bool) -> None:
+    torch.manual_seed(0)
+    plain = TiedBlocks()
+    torch.manual_seed(0)
+    model = FSDP(TiedBlocks(), auto_wrap_policy=always_wrap_policy, use_orig_params=use_orig_params)
+    for module in (plain, model):
+        module(torch.ones(2, 8)).pow(2).mean().backward()
+    with FSDP.summon_full_params(model, with_grads=True):
+        for got, wanted in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(got.grad, wanted.grad)
+
+
+@pytest.mark.parametrize("use_orig_params", [False, True])
+def test_a_container_that_is_never_called_owns_no_parameters(use_orig_params: bool) -> None:
+    run_ranks(2, _containers_own_nothing, use_orig_params)
