@@ -21,7 +21,8 @@ from ..errors import StateError, explain
 from . import torch_private
 from .mesh import Axis
 
-# torch 2.13 renamed it; 2.11 and 2.12 have the older name only.
+# torch 2.13 renamed them; 2.11 and 2.12 have the older names only.
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 __all__ = ["Communicator", "Kind", "Traffic", "communicator", "gather_in_group"]
@@ -221,6 +222,8 @@ class _Native(_Grouped):
 
     def begin_gather(self, own: torch.Tensor, full: torch.Tensor, segments: Sequence[torch.Tensor], tag: int) -> Pending:
         self.traffic.add(Kind.GATHER, own.nbytes * (self.ranks - 1))
+        if torch.compiler.is_compiling():  # which traces public functions only
+            return Pending([_work(_all_gather(full, own, group=self.group, async_op=True))], keep=own)
         return Pending([torch_private.start_all_gather(self.group, full, own)], keep=own)
 
     def end_gather(self, pending: Pending, what: str) -> None:
@@ -230,6 +233,8 @@ class _Native(_Grouped):
     def begin_reduce(self, buffer: torch.Tensor, segments: Sequence[torch.Tensor], tag: int) -> Pending:
         self.traffic.add(Kind.REDUCE, segments[0].nbytes * (self.ranks - 1))
         total = torch.empty_like(segments[0])
+        if torch.compiler.is_compiling():
+            return Pending([_work(_reduce_scatter(total, buffer, group=self.group, async_op=True))], [total], buffer)
         return Pending([torch_private.start_reduce_scatter(self.group, total, buffer)], [total], buffer)
 
     def end_reduce(self, pending: Pending, own: torch.Tensor, dtype: torch.dtype, what: str) -> torch.Tensor:

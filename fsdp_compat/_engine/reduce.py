@@ -36,7 +36,7 @@ class Wire:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "ranks", self.shard.ranks * self.replica.ranks)
-        object.__setattr__(self, "divisor", torch.tensor(float(self.ranks)))
+        object.__setattr__(self, "divisor", torch.tensor(float(self.ranks), dtype=torch.float64, device="cpu"))
 
 
 class Collected(typing.Protocol):

@@ -281,7 +281,7 @@ class Runtime:
 
     def _reduce_what_others_reduced(self, backward: Backward) -> None:
         """One byte per group and backward: a rank without gradients supplies zeros; a group used nowhere keeps ``.grad`` None."""
-        flags = torch.tensor([group in backward.reduced for group in self.groups], dtype=torch.uint8)
+        flags = torch.tensor([group in backward.reduced for group in self.groups], dtype=torch.uint8, device="cpu")
         for wire in self._wires:
             flags = wire.any_of(flags.to(self.root.options.device)).cpu()
         for group, used in zip(self.groups, flags.tolist(), strict=True):

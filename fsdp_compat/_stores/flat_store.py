@@ -59,7 +59,8 @@ class FlatStore:
         self.targets: Sequence[Target] = self.registration.targets
         if any(grad is not None for grad in grads):
             self._keep_gradients(
-                [torch.zeros(s, dtype=self.dtype) if g is None else g for g, s in zip(grads, shapes, strict=True)], grads
+                [torch.zeros(s, dtype=self.dtype, device=device) if g is None else g for g, s in zip(grads, shapes, strict=True)],
+                grads,
             )
 
     def _keep_gradients(self, wholes: Sequence[torch.Tensor], given: Sequence[torch.Tensor | None]) -> None:

@@ -12,6 +12,9 @@ long as its slowest rank. The columns:
     to plain         step / step of the unwrapped model in the same round, which sends nothing: median of the rounds
     to FSDP1         (step - plain) / (FSDP1's step - plain), paired by round, median: the cost of being distributed. FSDP1 with the
                      same use_orig_params
+
+With --cpu-time they are times on the processor, those of gloo's threads with them, and not on the clock: what a step costs, without
+how long it waits. They tell more where other programs keep the processors busy.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ import argparse
 import functools
 import os
 import sys
+import time
 import warnings
 from collections.abc import Callable, Sequence
 
@@ -93,6 +97,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--sequence", type=int, default=128, help="tokens of a sequence")
     parser.add_argument("--communication-bound", action="store_true", help="as --batch 1 --sequence 16: little to compute")
     parser.add_argument("--optimizer", choices=["none", *OPTIMIZERS], default="none", help="part of the timed step")
+    parser.add_argument("--cpu-time", action="store_true", help="time on the processor instead of the clock")
     parser.add_argument("--rounds", type=int, default=15)
     arguments = parser.parse_args()
     if arguments.rounds < MIN_ROUNDS:
@@ -112,14 +117,15 @@ def run(arguments: argparse.Namespace) -> None:
     say(
         f"{sum(p.numel() for p in base.parameters()) / 1e6:.1f}M parameters in {arguments.blocks} blocks, "
         f"{arguments.batch} x {arguments.sequence} tokens per rank, {dist.get_world_size()} ranks, {strategy.name}, "
-        f"optimizer {arguments.optimizer}, {arguments.rounds} rounds"
+        f"optimizer {arguments.optimizer}, {arguments.rounds} rounds, {'CPU time' if arguments.cpu_time else 'wall clock'}"
     )
     check_losses(contenders, data)
     steps: dict[str, Callable[[], None]] = {}
     for contender in contenders:
         optimizer = OPTIMIZERS[arguments.optimizer](contender.parameters) if arguments.optimizer in OPTIMIZERS else None
         steps[contender.name] = functools.partial(step, contender, data, optimizer)
-    print_table(slowest_rank(measure(steps, arguments.rounds, before_each=dist.barrier)))
+    clock = time.process_time if arguments.cpu_time else time.perf_counter
+    print_table(slowest_rank(measure(steps, arguments.rounds, clock=clock, before_each=dist.barrier)))
 
 
 def loss_of(model: nn.Module, data: torch.Tensor) -> torch.Tensor:

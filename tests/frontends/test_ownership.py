@@ -90,6 +90,21 @@ def test_no_module_hands_out_parts_of_parameters_as_its_state(use_orig_params: b
     run_ranks(2, _inner_state_dict, use_orig_params)
 
 
+def _wrapped_under_another_default_device() -> None:
+    model, plain = network(), network()
+    with torch.device("meta"):
+        sharded = FSDP(model, use_orig_params=True)
+    for module in (sharded, plain):
+        module(torch.ones(2, 8)).sum().backward()
+    with FSDP.summon_full_params(sharded, with_grads=True):
+        for got, wanted in zip(sharded.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(got.grad, wanted.grad)
+
+
+def test_gradients_are_averaged_whatever_the_default_device_was_when_wrapping() -> None:
+    run_ranks(2, _wrapped_under_another_default_device)
+
+
 def trained(model: FullyShardedDataParallel) -> dict[str, Any]:
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     for _ in range(2):
