@@ -1,0 +1,655 @@
+"""A non-finite gradient on one rank makes all ranks skip the step and shrink the scale, whatever the others hold."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import itertools
+import pickle
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.fsdp as torch_fsdp
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler as TorchShardedGradScaler
+
+import fsdp_compat
+from fsdp_compat import FullyShardedDataParallel as FSDP
+from fsdp_compat import ShardingStrategy, StateError, UsageError
+from fsdp_compat._engine.collectives import max_in_group
+from fsdp_compat.sharded_grad_scaler import ShardedGradScaler
+from fsdp_compat.wrap import ModuleWrapPolicy
+from tests.support.models import DIM, Block, Named, Stack
+from tests.support.parity import assert_close, both_forms
+from tests.support.ranks import run_ranks
+
+FACTS = ("expected:", "got:", "where:", "to do:")
+both_shardings = pytest.mark.parametrize("strategy", [ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD])
+
+
+def _sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, 0.1, momentum=0.9)
+
+
+def _fused_sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, 0.1, momentum=0.9, fused=True)
+
+
+def _fused_adamw(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, 1e-2, eps=1e-3, fused=True)
+
+
+def _fused_adagrad(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.Adagrad(parameters, 1e-2, eps=1e-3, fused=True)
+
+
+OPTIMIZERS = [_sgd, _fused_sgd, _fused_adamw, _fused_adagrad]
+any_optimizer = pytest.mark.parametrize("make", OPTIMIZERS)  # those that are fused take another path through the scaler
+
+
+class Spiky(nn.Module):
+    """Its loss is that of a stack plus ``gain * spike``: a spike is in the gradient of one element of ``gain`` and nowhere else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stack = Stack()
+        self.gain = nn.Parameter(torch.ones(DIM))
+
+    def forward(self, x: Tensor, spike: Tensor) -> Tensor:
+        return self.stack(x).float().pow(2).mean() + (self.gain * spike).float().sum()
+
+
+def _scaler(**options: Any) -> ShardedGradScaler:
+    return ShardedGradScaler(**{"device": "cpu", "init_scale": 1024.0, "growth_interval": 2, **options})
+
+
+def _wrapped(build: Callable[[], nn.Module], **options: Any) -> FSDP:
+    torch.manual_seed(0)
+    return FSDP(build(), auto_wrap_policy=ModuleWrapPolicy({Block}), **options)
+
+
+@contextlib.contextmanager
+def _reductions() -> Iterator[list[int]]:
+    """Yield a list that gets the number of elements of everything that is all-reduced inside."""
+    seen: list[int] = []
+    real = dist.all_reduce
+
+    def counted(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        seen.append(tensor.numel())
+        return real(tensor, *args, **kwargs)
+
+    with mock.patch.object(dist, "all_reduce", counted):
+        yield seen
+
+
+def _parameters(*shapes: tuple[int, ...] | int, dtype: torch.dtype = torch.float32, value: float = 1.0) -> list[nn.Parameter]:
+    return [nn.Parameter(torch.full(shape if isinstance(shape, tuple) else (shape,), value, dtype=dtype)) for shape in shapes]
+
+
+def _fill(parameters: list[nn.Parameter], scaler: ShardedGradScaler, value: float = 1.0) -> None:
+    """Give every parameter the gradient of a scaled loss: ``value`` times the scale."""
+    for p in parameters:
+        p.grad = torch.full_like(p, value * scaler.get_scale())
+
+
+def _started(**options: Any) -> ShardedGradScaler:
+    """A scaler that has scaled a loss."""
+    scaler = _scaler(**options)
+    scaler.scale(torch.tensor(1.0))
+    return scaler
+
+
+# -- training
+
+
+def _spikes(step: int, rank: int, ranks: int) -> Tensor:
+    """In steps 1 and 4 the last rank has a gradient in its last element that overflows with any scale above 4 on 4 ranks."""
+    spike = torch.zeros(DIM)
+    if step in (1, 4) and rank == ranks - 1:
+        spike[-1] = 3e38
+    return spike
+
+
+SCALES = [1024, 512, 512, 1024, 512, 512, 1024]  # after each of 7 steps
+
+
+def _trains_as_unsharded(make: Callable[..., torch.optim.Optimizer], clip: bool, kwargs: dict[str, Any]) -> list[float]:
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    model = _wrapped(Spiky, **kwargs)
+    torch.manual_seed(0)
+    plain = Spiky()
+    optim, plain_optim = make(model.parameters()), make(plain.parameters())
+    scaler, plain_scaler = _scaler(), torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
+    generator = torch.Generator().manual_seed(1)
+    scales = []
+    for step in range(len(SCALES)):
+        batches = [torch.randn(4, DIM, generator=generator) for _ in range(ranks)]
+        losses = [plain(x, _spikes(step, r, ranks)) for r, x in enumerate(batches)]
+        plain_scaler.scale(torch.stack([loss / ranks for loss in losses]).sum()).backward()
+        scaler.scale(model(batches[rank], _spikes(step, rank, ranks))).backward()
+        if clip:
+            plain_scaler.unscale_(plain_optim)
+            scaler.unscale_(optim)
+            norm, plain_norm = model.clip_grad_norm_(0.5), nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
+            if step not in (1, 4):
+                assert_close(norm, plain_norm, "norm of the gradients")
+        plain_scaler.step(plain_optim)
+        with _reductions() as seen:
+            scaler.step(optim)
+        assert seen == [1] * (ranks > 1 and not clip)
+        with _reductions() as seen:
+            scaler.update()
+        assert seen == []
+        plain_scaler.update()
+        assert scaler.get_scale() == plain_scaler.get_scale()
+        assert scaler.state_dict() == plain_scaler.state_dict()
+        scales.append(scaler.get_scale())
+        plain_optim.zero_grad()
+        optim.zero_grad()
+    for name, value in model.state_dict().items():
+        assert_close(value, plain.state_dict()[name], name)
+    return scales
+
+
+@both_forms
+@both_shardings
+@pytest.mark.parametrize(("make", "clip"), [(_sgd, False), (_sgd, True), (_fused_adamw, False), (_fused_adamw, True)])
+def test_training_with_skipped_steps_equals_that_of_the_unsharded_model(
+    make: Callable[..., torch.optim.Optimizer], clip: bool, strategy: ShardingStrategy, use_orig_params: bool
+) -> None:
+    kwargs = {"sharding_strategy": strategy, "use_orig_params": use_orig_params}
+    assert run_ranks(2, _trains_as_unsharded, make, clip, kwargs) == [SCALES] * 2
+
+
+@both_forms
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_training_with_skipped_steps_equals_that_of_the_unsharded_model_on_one_and_on_four_ranks(
+    ranks: int, use_orig_params: bool
+) -> None:
+    for make in (_sgd, _fused_adamw):
+        assert run_ranks(ranks, _trains_as_unsharded, make, False, {"use_orig_params": use_orig_params}) == [SCALES] * ranks
+
+
+def _train_in_half(library: Any, make_scaler: Any, strategy: str, use_orig_params: bool) -> tuple[list[float], dict[str, Tensor]]:
+    torch.manual_seed(0)
+    model = library.FullyShardedDataParallel(
+        Stack(),
+        auto_wrap_policy=library.wrap.ModuleWrapPolicy({Block}),
+        sharding_strategy=library.ShardingStrategy[strategy],
+        mixed_precision=library.MixedPrecision(param_dtype=torch.float16, reduce_dtype=torch.float32),
+        use_orig_params=use_orig_params,
+        device_id=torch.device("cpu"),
+    )
+    config = library.FullStateDictConfig(offload_to_cpu=False)
+    library.FullyShardedDataParallel.set_state_dict_type(model, library.StateDictType.FULL_STATE_DICT, config)
+    optim = _sgd(model.parameters())
+    scaler = make_scaler(device="cpu", init_scale=2.0**19, growth_interval=3)
+    generator = torch.Generator().manual_seed(1 + dist.get_rank())
+    scales = []
+    for _ in range(10):
+        loss = model(torch.randn(4, DIM, generator=generator)).pow(2).mean()
+        scaled = scaler.scale(loss)
+        assert scaled.dtype is loss.dtype is torch.float16
+        scaled.backward()
+        scaler.step(optim)
+        scaler.update()
+        optim.zero_grad()
+        scales.append(scaler.get_scale())
+    return scales, {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def _compare_with_torch(strategy: str, use_orig_params: bool) -> list[float]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch deprecates NO_SHARD, and its FSDP warns of its own state dicts
+        wanted, expected = _train_in_half(torch_fsdp, TorchShardedGradScaler, strategy, use_orig_params)
+        scales, values = _train_in_half(fsdp_compat, ShardedGradScaler, strategy, use_orig_params)
+    assert scales == wanted
+    for name, value in expected.items():
+        assert torch.equal(values[name], value), f"{name} differs by {(values[name] - value).abs().max().item():.1e}"
+    return scales
+
+
+@both_forms
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
+def test_training_in_half_precision_equals_that_of_torch(strategy: str, use_orig_params: bool) -> None:
+    first, second = run_ranks(2, _compare_with_torch, strategy, use_orig_params)
+    assert first == second
+    assert first[0] == 2.0**18  # the first scale is too large
+    assert any(after > before for before, after in itertools.pairwise(first))
+
+
+# -- one rank has a non-finite gradient
+
+
+def _skips_together(make: Callable[..., torch.optim.Optimizer], at_once: bool, kwargs: dict[str, Any]) -> None:
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    model = _wrapped(Spiky, **kwargs)
+    optim = make(model.parameters())
+    scaler = _scaler(growth_interval=100)
+    for bad in range(2 * ranks):
+        scaler.scale(model(torch.randn(2, DIM), torch.zeros(DIM))).backward()
+        gradients = [p.grad for p in model.parameters() if p.grad is not None and p.grad.numel()]
+        assert gradients
+        if bad % ranks == rank:
+            gradients[-1].view(-1)[-1] = float("inf") if bad < ranks else float("nan")
+        before = [p.detach().clone() for p in model.parameters()]
+        if not at_once:
+            scaler.unscale_(optim)
+        scaler.step(optim)
+        scaler.update()
+        assert all(torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True))
+        assert scaler.get_scale() == 1024 / 2 ** (bad + 1)
+        optim.zero_grad()
+    before = [p.detach().clone() for p in model.parameters()]
+    scaler.scale(model(torch.randn(2, DIM), torch.zeros(DIM))).backward()
+    scaler.step(optim)
+    assert any(not torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True))
+
+
+@both_forms
+@both_shardings
+@pytest.mark.parametrize("make", [_sgd, _fused_adamw])
+def test_a_non_finite_gradient_on_any_rank_skips_the_step_on_all(
+    make: Callable[..., torch.optim.Optimizer], strategy: ShardingStrategy, use_orig_params: bool
+) -> None:
+    kwargs = {"sharding_strategy": strategy, "use_orig_params": use_orig_params}
+    for at_once in (False, True):
+        run_ranks(2, _skips_together, make, at_once, kwargs)
+
+
+@any_optimizer
+def test_a_non_finite_gradient_on_one_of_four_ranks_skips_the_step_on_all(make: Callable[..., torch.optim.Optimizer]) -> None:
+    run_ranks(4, _skips_together, make, True, {"use_orig_params": True})
+
+
+def _unit_smaller_than_the_ranks(make: Callable[..., torch.optim.Optimizer], use_orig_params: bool) -> list[int]:
+    """Return the number of elements that each rank has."""
+    model = FSDP(nn.Linear(1, 1), use_orig_params=use_orig_params)
+    optim = make(model.parameters())
+    scaler = _scaler(growth_interval=100)
+    for bad in (True, False, True):
+        with FSDP.summon_full_params(model):
+            before = [p.detach().clone() for p in model.parameters()]
+        scale = scaler.get_scale()
+        scaler.scale(model(torch.ones(1, 1)).sum() * (float("inf") if bad else 1.0)).backward()
+        with _reductions() as seen:
+            scaler.step(optim)
+        assert seen == [1]
+        scaler.update()
+        optim.zero_grad()
+        with FSDP.summon_full_params(model):
+            same = [torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True)]
+        assert same == [bad] * len(same)
+        assert scaler.get_scale() == (scale / 2 if bad else scale)
+    return sum(p.numel() for p in model.parameters())
+
+
+@both_forms
+@any_optimizer
+def test_ranks_without_a_part_of_the_parameters_take_part(
+    make: Callable[..., torch.optim.Optimizer], use_orig_params: bool
+) -> None:
+    numels = run_ranks(4, _unit_smaller_than_the_ranks, make, use_orig_params)
+    if use_orig_params:
+        assert numels == [1, 1, 0, 0]
+
+
+def _ranks_without_gradients(make: Callable[..., torch.optim.Optimizer]) -> None:
+    parameters = _parameters(3, (0,))
+    optim, scaler = make(parameters), _started(growth_interval=100)
+    for bad, expected in ((True, 512), (False, 512), (True, 256)):
+        before = parameters[0].detach().clone()
+        if dist.get_rank() == 1:
+            _fill(parameters, scaler, float("nan") if bad else 1.0)
+        with _reductions() as seen:
+            scaler.unscale_(optim)
+            scaler.step(optim)
+        assert seen == [1]
+        scaler.update()
+        assert scaler.get_scale() == expected
+        assert torch.equal(parameters[0], before) is (bad or dist.get_rank() != 1)
+
+
+@any_optimizer
+def test_ranks_without_any_gradient_take_part(make: Callable[..., torch.optim.Optimizer]) -> None:
+    run_ranks(4, _ranks_without_gradients, make)
+
+
+def _one_reduction(make: Callable[..., torch.optim.Optimizer]) -> None:
+    parameters = _parameters(*range(1, 30), dtype=torch.float32) + _parameters(*range(1, 30), dtype=torch.float64)
+    optim, scaler = make(parameters), _started()
+    for unscale in (True, False):
+        _fill(parameters, scaler)
+        with _reductions() as seen:
+            if unscale:
+                scaler.unscale_(optim)
+            scaler.step(optim)
+            scaler.update()
+        assert seen == [1]
+
+
+@any_optimizer
+def test_one_number_is_reduced_per_optimizer_and_step(make: Callable[..., torch.optim.Optimizer]) -> None:
+    run_ranks(2, _one_reduction, make)
+
+
+def _several_dtypes() -> None:
+    dtypes = torch.float16, torch.bfloat16, torch.float32, torch.float64
+    parameters = [p for dtype in dtypes for p in _parameters(2, dtype=dtype)]
+    optim, scaler = torch.optim.SGD(parameters, 0.5), _started(growth_interval=100)
+    for bad in (None, 0, 1, 2, 3):
+        before = [p.detach().clone() for p in parameters]
+        _fill(parameters, scaler)
+        if bad is not None and dist.get_rank() == 1:
+            gradient = parameters[bad].grad
+            assert gradient is not None
+            gradient[1] = float("-inf")
+        scaler.unscale_(optim)
+        for index, p in enumerate(parameters):
+            assert p.grad is not None and p.grad.dtype is dtypes[index]
+            assert p.grad.tolist() == [1.0, float("-inf") if bad == index and dist.get_rank() == 1 else 1.0]
+        scaler.step(optim)
+        scaler.update()
+        wanted = [old - 0.5 if bad is None else old for old in before]
+        assert all(torch.equal(p, value) for p, value in zip(parameters, wanted, strict=True))
+        assert scaler.get_scale() == 1024 / 2 ** (0 if bad is None else bad + 1)
+
+
+def test_gradients_of_several_dtypes_are_unscaled_and_looked_at() -> None:
+    run_ranks(2, _several_dtypes)
+
+
+def _several_optimizers(make: Callable[..., torch.optim.Optimizer]) -> None:
+    groups = [_parameters(2, 3), _parameters(4), _parameters(5)]
+    optims, scaler = [make(group) for group in groups], _started(growth_interval=3)
+    for bad, expected in (((0, 1), 512), ((None, None), 512), ((None, None), 512), ((None, None), 1024), ((2, 0), 512)):
+        before = [group[0].detach().clone() for group in groups]
+        for index, group in enumerate(groups):
+            _fill(group, scaler, float("inf") if bad[dist.get_rank()] == index else 1.0)
+        scaler.unscale_(optims[1])
+        for optim in optims:
+            scaler.step(optim)
+        scaler.update()
+        skipped = [torch.equal(group[0], old) for group, old in zip(groups, before, strict=True)]
+        assert skipped == [index in bad for index in range(3)]
+        assert scaler.get_scale() == expected
+
+
+@any_optimizer
+def test_each_optimizer_is_skipped_for_itself_and_the_scale_shrinks_once(make: Callable[..., torch.optim.Optimizer]) -> None:
+    run_ranks(2, _several_optimizers, make)
+
+
+def _groups_apart() -> float:
+    rank = dist.get_rank()
+    groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    scaler = _started(process_group=groups[rank % 2])
+    with pytest.raises(UsageError, match="does not belong"):
+        _scaler(process_group=groups[1 - rank % 2])
+    parameters = _parameters(2)
+    optim = _sgd(parameters)
+    _fill(parameters, scaler, float("inf") if rank == 2 else 1.0)
+    scaler.step(optim)
+    scaler.update()
+    assert torch.equal(parameters[0], torch.ones(2)) is (rank % 2 == 0)
+    return scaler.get_scale()
+
+
+def test_only_the_ranks_of_the_process_group_decide_together() -> None:
+    assert run_ranks(4, _groups_apart) == [512, 1024, 512, 1024]
+
+
+def _alone(make: Callable[..., torch.optim.Optimizer]) -> None:
+    parameters = _parameters(2)
+    optim, scaler = make(parameters), _started()
+    with _reductions() as seen:
+        for bad in (True, False):
+            _fill(parameters, scaler, float("inf") if bad else 1.0)
+            scaler.step(optim)
+            scaler.update()
+            assert torch.equal(parameters[0], torch.ones(2)) is bad
+    assert seen == []
+
+
+@any_optimizer
+def test_one_rank_decides_alone(make: Callable[..., torch.optim.Optimizer]) -> None:
+    run_ranks(1, _alone, make)
+
+
+def _disabled_on_one_rank(make: Callable[..., torch.optim.Optimizer]) -> None:
+    if dist.get_rank() == 0:  # the other rank has nothing to answer with
+        parameters = _parameters(2)
+        optim, scaler, loss = make(parameters), ShardedGradScaler("cpu", enabled=False), torch.tensor(2.0)
+        parameters[0].grad = torch.ones(2)
+        assert scaler.scale(loss) is loss
+        scaler.unscale_(optim)
+        scaler.step(optim)
+        scaler.update()
+        assert not torch.equal(parameters[0], torch.ones(2))
+        assert torch.equal(parameters[0].grad, torch.ones(2))
+        assert (scaler.get_scale(), scaler.state_dict(), scaler.is_enabled()) == (1.0, {}, False)
+
+
+@any_optimizer
+def test_a_disabled_scaler_sends_nothing(make: Callable[..., torch.optim.Optimizer]) -> None:
+    run_ranks(2, _disabled_on_one_rank, make)
+
+
+def _goes_on_from_a_state(how: str) -> None:
+    parameters = _parameters(2)
+    optim, scaler = _sgd(parameters), _started()
+    for _ in range(3):
+        _fill(parameters, scaler)
+        scaler.step(optim)
+        scaler.update()
+    state = {"scale": 2048.0, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2, "_growth_tracker": 1}
+    assert scaler.state_dict() == state
+    if how == "load":
+        other = ShardedGradScaler("cpu")
+        other.load_state_dict(state)
+    else:
+        other = copy.deepcopy(scaler) if how == "deepcopy" else pickle.loads(pickle.dumps(scaler))
+    assert other.state_dict() == state
+    other.scale(torch.tensor(1.0))
+    _fill(parameters, other)
+    other.step(optim)
+    other.update()
+    assert other.get_scale() == 4096
+
+
+@pytest.mark.parametrize("how", ["load", "deepcopy", "pickle"])
+def test_a_scaler_goes_on_from_a_saved_state(how: str) -> None:
+    run_ranks(2, _goes_on_from_a_state, how)
+
+
+def _made_before_the_group() -> None:
+    scaler = _started()
+    parameters = _parameters(2)
+    optim = _sgd(parameters)
+    _fill(parameters, scaler, float("inf") if dist.get_rank() else 1.0)
+    with mock.patch.object(dist, "is_initialized", lambda: False), pytest.raises(StateError, match="init_process_group"):
+        scaler.step(optim)
+    assert parameters[0].grad is not None
+    assert parameters[0].grad.tolist() == [float("inf") if dist.get_rank() else 1024.0] * 2  # as it was
+    scaler.step(optim)
+    scaler.update()
+    assert scaler.get_scale() == 512
+
+
+def test_the_default_group_is_looked_up_when_it_is_needed() -> None:
+    run_ranks(2, _made_before_the_group)
+
+
+def _a_second_unscale() -> None:
+    parameters = _parameters(2)
+    optim, scaler = _sgd(parameters), _started()
+    _fill(parameters, scaler)
+    scaler.unscale_(optim)
+    with pytest.raises(RuntimeError, match="already been called"):
+        scaler.unscale_(optim)
+    scaler.step(optim)
+    with pytest.raises(RuntimeError, match="already been called"):
+        scaler.step(optim)
+    with pytest.raises(RuntimeError, match="after step"):
+        scaler.unscale_(optim)
+
+
+def test_gradients_are_unscaled_once_per_step() -> None:
+    run_ranks(1, _a_second_unscale)
+
+
+# -- without process groups
+
+
+def test_outputs_are_scaled_in_whatever_they_come() -> None:
+    scaler = _scaler(init_scale=2.0)
+    two, three = torch.tensor(2.0), torch.tensor([3.0], dtype=torch.float16)
+    assert scaler.scale(two).item() == 4
+    assert [t.item() for t in scaler.scale([two, three])] == [4, 6]
+    scaled: Any = scaler.scale((two, [three, (two,)]))  # type: ignore[list-item]
+    assert [type(scaled), type(scaled[1]), type(scaled[1][1])] == [tuple, list, tuple]
+    assert [scaled[0].item(), scaled[1][0].item(), scaled[1][1][0].item()] == [4, 6, 4]
+    named: Any = scaler.scale(Named(two, [three]))
+    assert type(named) is Named and named.first.item() == 4 and named.rest[0].item() == 6
+    assert [t.item() for t in scaler.scale(t for t in (two, three))] == [4, 6]
+    assert scaler.scale([]) == []
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_a_scaled_loss_keeps_its_dtype_and_its_graph(dtype: torch.dtype) -> None:
+    for shape in ((), (1,)):
+        loss = torch.ones(shape, dtype=dtype, requires_grad=True)
+        scaled, in_list = _scaler().scale(loss), _scaler().scale([loss])[0]
+        assert scaled.dtype is in_list.dtype is dtype
+        scaled.sum().backward()
+        assert torch.equal(loss.grad, torch.full(shape, 1024, dtype=dtype))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("outputs", [2.0, None, "loss", {"loss": torch.ones(1)}, [torch.ones(1), 3]])
+def test_what_is_no_loss_is_refused(outputs: Any) -> None:
+    with pytest.raises(UsageError) as caught:
+        _scaler().scale(outputs)
+    assert all(fact in str(caught.value) for fact in FACTS)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        *({"process_group": group} for group in ("world", 0, (), [0, 1])),
+        *({"init_scale": value} for value in (0.0, -1.0, float("inf"), float("nan"))),
+        *({"growth_factor": value} for value in (1.0, 0.5, float("inf"), float("nan"))),
+        *({"backoff_factor": value} for value in (0.0, 1.0, 2.0, float("nan"))),
+    ],
+    ids=str,
+)
+def test_a_bad_argument_is_refused(arguments: dict[str, Any]) -> None:
+    with pytest.raises(UsageError) as caught:
+        _scaler(**arguments)
+    assert all(fact in str(caught.value) for fact in (*FACTS, *arguments))
+    assert not _scaler(enabled=False, **arguments).is_enabled()
+
+
+@pytest.mark.parametrize("call", ["unscale_", "step", "update"])
+def test_a_call_before_anything_was_scaled_is_refused(call: str) -> None:
+    with pytest.raises(StateError, match=call) as caught:
+        getattr(_scaler(), call)(*([] if call == "update" else [_sgd(_parameters(1))]))
+    assert all(fact in str(caught.value) for fact in FACTS)
+
+
+@pytest.mark.parametrize(
+    "new_scale", [0.0, -2.0, float("nan"), float("inf"), "2", torch.ones(2), torch.ones(1, requires_grad=True)]
+)
+def test_a_bad_scale_is_refused(new_scale: Any) -> None:
+    scaler = _started()
+    with pytest.raises(UsageError) as caught:
+        scaler.update(new_scale)
+    assert all(fact in str(caught.value) for fact in FACTS)
+    assert scaler.get_scale() == 1024
+
+
+@pytest.mark.parametrize("new_scale", [8.0, 8, torch.tensor(8.0), torch.tensor([8.0])])
+def test_a_new_scale_takes_the_place_of_the_old_one(new_scale: Any) -> None:
+    scaler = _started()
+    scaler.update(new_scale)
+    assert scaler.get_scale() == 8
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without CUDA")
+def test_without_cuda_the_default_scaler_warns_and_does_nothing() -> None:
+    with pytest.warns(UserWarning, match="CUDA is not available"):
+        scaler = ShardedGradScaler()
+    loss, parameters = torch.tensor(2.0), _parameters(2)
+    optim = _sgd(parameters)
+    parameters[0].grad = torch.ones(2)
+    assert scaler.scale(loss) is loss
+    scaler.step(optim)
+    scaler.update()
+    assert not scaler.is_enabled()
+    assert parameters[0].tolist() == pytest.approx([0.9, 0.9])
+
+
+# -- an accelerator, in tensors that have a device and no values
+
+
+@pytest.mark.parametrize(
+    ("backends", "device", "sent_from"),
+    [
+        ("meta:nccl", "cpu", "meta"),  # a CPU tensor cannot go to "cuda" without CUDA, not even so
+        ("cpu:gloo,cuda:nccl", "cpu", "cpu"),
+        ("cpu:gloo,cuda:nccl", "cuda", "cuda"),
+        ("cpu:gloo", "cuda", "cpu"),
+    ],
+)
+def test_a_verdict_travels_on_a_device_that_the_group_takes(backends: str, device: str, sent_from: str) -> None:
+    sent: list[str] = []
+    with (
+        FakeTensorMode(),
+        mock.patch.object(dist, "get_world_size", lambda group: 2),
+        mock.patch.object(dist, "get_backend_config", lambda group: backends),
+        mock.patch.object(dist, "all_reduce", lambda tensor, op, group: sent.append(tensor.device.type)),
+    ):
+        group: Any = object()
+        found = max_in_group(group, torch.zeros((), device=device))
+    assert (sent, found.device.type) == ([sent_from], device)
+
+
+@pytest.mark.parametrize("make", [_sgd, _fused_adamw])
+def test_gradients_on_the_cpu_are_unscaled_with_a_scale_that_has_arrived(make: Callable[..., torch.optim.Optimizer]) -> None:
+    """The base class, and fused optimizers, would copy the scale from the other device and read it at once."""
+    handed: list[tuple[str, str]] = []
+    called: list[bool] = []
+
+    def unscale(self: Any, optimizer: Any, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool) -> dict[Any, Tensor]:
+        handed.append((inv_scale.device.type, found_inf.device.type))
+        return {found_inf.device: found_inf}
+
+    def step(self: Any, optimizer: Any) -> None:
+        called.append(getattr(optimizer, "_step_supports_amp_scaling", False))
+        self.unscale_(optimizer)
+
+    with (
+        FakeTensorMode(),
+        mock.patch.object(torch.amp.GradScaler, "_unscale_grads_", unscale),
+        mock.patch.object(torch.amp.GradScaler, "step", step),
+        mock.patch("fsdp_compat.sharded_grad_scaler.max_in_group", lambda group, value: value),
+        mock.patch.object(ShardedGradScaler, "_group", lambda self: None),
+    ):
+        scaler, parameters = _scaler(), _parameters(2)
+        optim = make(parameters)
+        before = dict(vars(optim))
+        scaler.scale(torch.ones((), device="cuda"))
+        for gradient in (None, torch.ones(2)):
+            parameters[0].grad = gradient
+            scaler.step(optim)
+            (verdict,) = scaler._found_inf_per_device(optim).values()
+            assert verdict.device.type == "cuda"
+            scaler._per_optimizer_states.clear()
+    assert handed == [("cuda", "cuda"), ("cpu", "cpu")]
+    assert called == [make is _fused_adamw, False]
+    assert vars(optim) == before
