@@ -17,7 +17,12 @@ from fsdp_compat.api import (
     StateDictType,
 )
 from fsdp_compat.errors import CheckpointError, FsdpCompatError, StateError, UsageError
-from fsdp_compat.fully_sharded_data_parallel import FlatParameter, FullyShardedDataParallel, OptimStateKeyType
+from fsdp_compat.fully_sharded_data_parallel import (
+    FlatParameter,
+    FullyShardedDataParallel,
+    OptimStateKeyType,
+    register_fsdp_forward_method,
+)
 
 __all__ = [
     "BackwardPrefetch",
@@ -41,4 +46,5 @@ __all__ = [
     "StateDictType",
     "StateError",
     "UsageError",
+    "register_fsdp_forward_method",
 ]

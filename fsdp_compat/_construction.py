@@ -9,26 +9,36 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ._engine.materialize import broadcast_states, materialize, move_buffers
+from . import _optimizers as optimizers
+from ._engine.buffers import CastBuffers
+from ._engine.materialize import broadcast_states, materialize, move_buffers, unwritten
 from ._engine.tree import Member, Place
+from ._engine.unit import Unwritten
 from ._settings import Arguments, Settings, resolve
 from ._state.names import clean_name
+from ._stores.flat_store import FlatStore
 from .errors import UsageError, explain
 
-__all__ = ["listed", "prepare", "refuse_managed", "refuse_module", "remember", "renamed", "settings_of"]
+__all__ = [
+    "buffers_to_cast",
+    "listed",
+    "prepare",
+    "refuse_managed",
+    "refuse_module",
+    "remember",
+    "renamed",
+    "settings_of",
+    "unwritten_of",
+]
 
-# Parameters that some unit manages: FlatParameters, originals, and originals whose values live in a FlatParameter now.
-_managed: WeakIdKeyDictionary = WeakIdKeyDictionary()
 # Modules that a wrapper holds.
 _wrapped: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
-def remember(module: nn.Module, *parameters: Iterable[nn.Parameter]) -> None:
-    """Note that ``module`` is wrapped now, and that these parameters are managed."""
+def remember(module: nn.Module, originals: Iterable[nn.Parameter], stores: Iterable[FlatStore]) -> None:
+    """Note that ``module`` is wrapped now, that ``originals`` are flattened, and what the stores' targets hold."""
     _wrapped[module] = True
-    for some in parameters:
-        for parameter in some:
-            _managed[parameter] = True
+    optimizers.note(originals, stores)
 
 
 def listed(given: Any) -> Any:
@@ -87,7 +97,7 @@ def refuse_managed(module: nn.Module, closed: set[nn.Module], ignored: frozenset
         if id(child) in inside:
             continue
         for attribute, parameter in child._parameters.items():
-            if parameter is not None and parameter not in ignored and parameter in _managed:
+            if parameter is not None and parameter not in ignored and optimizers.is_managed(parameter):
                 raise UsageError(
                     explain(
                         "A parameter belongs to another FullyShardedDataParallel already.",
@@ -106,10 +116,13 @@ def settings_of(module: nn.Module, kwargs: Mapping[str, Any], arguments: Argumen
     return resolve(module, arguments.changed(**changes)) if changes else settings
 
 
-def prepare(module: nn.Module, settings: Settings, closed: set[nn.Module]) -> None:
-    """Meta tensors get values, buffers their device, all ranks the first one's values. Collective if that is asked for."""
+def prepare(module: nn.Module, settings: Settings, closed: set[nn.Module]) -> set[tuple[nn.Module, str]]:
+    """Meta tensors get values, buffers their device, all ranks the first one's values. Collective if that is asked for.
+
+    Return what has no values still: (module, attribute) of parameters and buffers that came from the meta device.
+    """
     skip = {below for child in closed for below in child.modules()}
-    materialize(module, settings.param_init_fn, settings.device, skip)
+    was_meta = materialize(module, settings.param_init_fn, settings.device, skip)
     move_buffers(module, settings.device, skip)
     if settings.sync_module_states:
         own = [child for child in module.modules() if child not in skip]
@@ -119,6 +132,33 @@ def prepare(module: nn.Module, settings: Settings, closed: set[nn.Module]) -> No
             settings.mesh,
             settings.device,
         )
+    return unwritten(module, skip) if was_meta or settings.sync_module_states else set()
+
+
+def unwritten_of(
+    module: nn.Module, stores: Iterable[FlatStore], left: set[tuple[nn.Module, str]], taken: set[nn.Module]
+) -> list[Unwritten]:
+    """Return what of ``left`` belongs to a unit: parameters of its stores, buffers of its modules that are not ``taken``."""
+    found = []
+    for store in stores if left else ():
+        for index, member in enumerate(store.members):
+            if any(slot in left for slot in member.slots):
+                part = store.shard.detach()[store.layout.part_in_shard(index, store.rank).slice]
+                found.append(Unwritten(member.name, lambda part=part: part))  # type: ignore[misc]
+    for path, child in module.named_modules() if left else ():
+        for name in child._buffers:
+            if (child, name) in left and child not in taken:
+                found.append(Unwritten(f"{path}.{name}".lstrip("."), lambda child=child, name=name: child._buffers[name]))  # type: ignore[misc]
+    return found
+
+
+def buffers_to_cast(module: nn.Module, settings: Settings, taken: set[nn.Module]) -> CastBuffers | None:
+    """Return the buffers of a unit that are kept in another dtype, from its modules that are not ``taken`` by other units."""
+    dtype = settings.mixed_precision.buffer_dtype
+    if dtype is None:
+        return None
+    own = [child for child in module.modules() if child not in taken and child not in settings.ignored_modules]
+    return CastBuffers((child for child in own if not isinstance(child, settings.uncast_classes)), dtype)
 
 
 def renamed(members: list[Member], module: nn.Module) -> list[Member]:

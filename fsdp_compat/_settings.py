@@ -16,10 +16,12 @@ from ._engine import torch_private
 from ._engine.dtypes import Precision
 from ._engine.mesh import (
     Mesh,
+    axis_by_name,
+    group_by_name,
+    groups_node_by_node,
     mesh_from_device_mesh,
     mesh_from_group,
     mesh_from_groups,
-    mesh_node_by_node,
     not_a_member,
     replicated,
     the_group,
@@ -89,13 +91,44 @@ class Settings:
     ignored_modules: frozenset[nn.Module]  # descendants included
     ignored_parameters: frozenset[nn.Parameter]
     runtime: RuntimeOptions
+    offload: bool  # shards, gradients and the optimizer on the CPU
+    full_precision_in_eval: bool
 
     def precision(self, dtype: torch.dtype) -> Precision:
-        """The dtypes in which a group of ``dtype`` travels."""
-        if not dtype.is_floating_point:
+        """The dtypes in which a group of ``dtype`` travels. Packed formats, integers and 8-bit floats, are never cast."""
+        if not dtype.is_floating_point or dtype.itemsize == 1:
             return Precision(dtype, dtype)
         gather = self.mixed_precision.param_dtype or dtype
-        return Precision(gather, self.mixed_precision.reduce_dtype or gather)
+        reduce = self.mixed_precision.reduce_dtype or gather
+        return Precision(
+            gather,
+            reduce,
+            evaluate=dtype if self.full_precision_in_eval else None,
+            grad=reduce if self.mixed_precision.keep_low_precision_grads else None,
+        )
+
+    def portable(self) -> PortableSettings:
+        """The same for another process, or a later one: process groups by name, and nothing of the construction."""
+        changes: dict[str, Any] = {
+            "param_init_fn": None,
+            "ignored_modules": frozenset(),
+            "ignored_parameters": frozenset(),
+            "mesh": None,
+            "group": None,
+        }
+        axes = tuple((_name_of(axis.group), axis.members) for axis in (self.mesh.shard, self.mesh.replica))
+        return PortableSettings(dataclasses.replace(self, **changes), axes, _name_of(self.group))
+
+    @property
+    def home(self) -> torch.device:
+        """Where the shards live."""
+        return torch.device("cpu") if self.offload else self.device
+
+    @property
+    def uncast_classes(self) -> tuple[type[nn.Module], ...]:
+        """Modules that compute in the dtype of their own parameters and buffers while the unit around them computes in another."""
+        casts = self.mixed_precision.param_dtype or self.mixed_precision.buffer_dtype
+        return tuple(self.mixed_precision._module_classes_to_ignore or ()) if casts else ()
 
     def unit_options(self) -> UnitOptions:
         dtype = self.mixed_precision.param_dtype
@@ -105,7 +138,28 @@ class Settings:
             cast_root_inputs=dtype is not None and self.mixed_precision.cast_root_forward_inputs,
             compute_dtype=dtype or torch.get_default_dtype(),
             device=self.device,
+            full_precision_in_eval=self.full_precision_in_eval,
         )
+
+
+@dataclasses.dataclass(frozen=True)
+class PortableSettings:
+    """Settings that can be pickled."""
+
+    rest: Settings
+    axes: tuple[tuple[str | None, tuple[int, ...]], ...]  # (name of the process group, members), of shard and replica axis
+    group: str | None
+
+    def resolved(self) -> Settings:
+        """Find the process groups again; raises UsageError if there are none of these names and members."""
+        shard, replica = (axis_by_name(name, members) for name, members in self.axes)
+        group = group_by_name(self.group, None)
+        assert group is not None
+        return dataclasses.replace(self.rest, mesh=Mesh(shard, replica), group=group)
+
+
+def _name_of(group: dist.ProcessGroup | None) -> str | None:
+    return None if group is None else group.group_name
 
 
 def resolve(module: nn.Module, arguments: Arguments) -> Settings:
@@ -123,7 +177,7 @@ def resolve(module: nn.Module, arguments: Arguments) -> Settings:
             raise _wrong_type(name, "True or False", getattr(arguments, name))
     mesh, group = _mesh(strategy, arguments.process_group, arguments.device_mesh)
     device = _device(module, arguments.device_id, group)
-    _refuse_what_is_missing(precision, offload, device)
+    _check_fields(precision, offload)
     ignored_modules, ignored_parameters = _ignored(module, arguments)
     return Settings(
         strategy=strategy,
@@ -148,6 +202,8 @@ def resolve(module: nn.Module, arguments: Arguments) -> Settings:
             }[prefetch],
             uneven=bool(arguments.allow_unused_units),
         ),
+        offload=offload.offload_params,
+        full_precision_in_eval=os.environ.get("FSDP_USE_FULL_PREC_IN_EVAL", "") == "1",
     )
 
 
@@ -201,7 +257,8 @@ def _mesh(strategy: ShardingStrategy, process_group: Any, device_mesh: Any) -> t
                     fix="pass device_mesh=init_device_mesh(device_type, (replicas, shard_ranks))",
                 )
             )
-        mesh, group = mesh_node_by_node(_ranks_per_node()), the_group(None)
+        groups = groups_node_by_node(_ranks_per_node())
+        mesh, group = mesh_from_groups(*groups), groups[0]
     else:
         group = the_group(process_group)
         mesh = mesh_from_group(group)
@@ -283,25 +340,20 @@ def _ignored(module: nn.Module, arguments: Arguments) -> tuple[frozenset[nn.Modu
     return frozenset(modules), frozenset(parameters)
 
 
-def _refuse_what_is_missing(precision: MixedPrecision, offload: CPUOffload, device: torch.device) -> None:
-    """What torch has and this version has not is refused before anything changes, never accepted and left undone."""
-    wanted = None
-    if offload.offload_params and device.type != "cpu":
-        wanted = f"CPUOffload(offload_params=True) with {device}"
-    elif precision.keep_low_precision_grads:
-        wanted = "MixedPrecision(keep_low_precision_grads=True)"
-    elif precision.buffer_dtype is not None:
-        wanted = f"MixedPrecision(buffer_dtype={precision.buffer_dtype})"
-    if wanted is not None:
-        raise UsageError(
-            explain(
-                f"{wanted} is not available in this version.",
-                expected="parameters on the compute device; MixedPrecision with param_dtype, reduce_dtype and the cast options",
-                got=wanted,
-                where="FullyShardedDataParallel(...)",
-                fix="leave it out",
-            )
-        )
+def _check_fields(precision: MixedPrecision, offload: CPUOffload) -> None:
+    """The fields of configuration objects, which check nothing themselves."""
+    for name in ("param_dtype", "reduce_dtype", "buffer_dtype"):
+        dtype = getattr(precision, name)
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            raise _wrong_type(f"MixedPrecision.{name}", "a floating-point torch.dtype, or None", dtype)
+    for name in ("keep_low_precision_grads", "cast_forward_inputs", "cast_root_forward_inputs"):
+        if not isinstance(getattr(precision, name), bool):
+            raise _wrong_type(f"MixedPrecision.{name}", "True or False", getattr(precision, name))
+    classes = precision._module_classes_to_ignore
+    if not isinstance(classes, Iterable) or not all(isinstance(cls, type) for cls in classes):
+        raise _wrong_type("MixedPrecision._module_classes_to_ignore", "a sequence of module classes", classes)
+    if not isinstance(offload.offload_params, bool):
+        raise _wrong_type("CPUOffload.offload_params", "True or False", offload.offload_params)
 
 
 def _callable_or_none(value: Any) -> Callable[[nn.Module], None] | None:

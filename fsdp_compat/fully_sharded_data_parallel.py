@@ -5,21 +5,38 @@ from __future__ import annotations
 import collections
 import contextlib
 import enum
+import functools
 import typing
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 from torch.optim import Optimizer
 
-from ._construction import listed, prepare, refuse_managed, refuse_module, remember, renamed, settings_of
-from ._engine import grad_norm, hooks
+from . import _clipping as clipping
+from . import _copying as copying
+from ._construction import (
+    buffers_to_cast,
+    listed,
+    prepare,
+    refuse_managed,
+    refuse_module,
+    remember,
+    renamed,
+    settings_of,
+    unwritten_of,
+)
+from ._engine import grad_norm, hooks, torch_private
+from ._engine.buffers import CastBuffers
+from ._engine.reduce import CommHook
 from ._engine.runtime import Runtime
 from ._engine.tree import Member, assign_owners, group_members
 from ._engine.unit import Group, Unit
+from ._optimizers import convert
 from ._settings import Arguments, Settings, resolve
 from ._state.full_params import full_parameters
 from ._state.model import full_entries, in_module_order, load_unit, sharded_entries
@@ -45,7 +62,7 @@ from .api import (
 from .errors import StateError, UsageError, explain
 from .wrap import CustomPolicy, ModuleWrapPolicy, plan_wrapping, replace_modules
 
-__all__ = ["FLAT_PARAM", "FlatParameter", "FullyShardedDataParallel", "OptimStateKeyType"]
+__all__ = ["FLAT_PARAM", "FlatParameter", "FullyShardedDataParallel", "OptimStateKeyType", "register_fsdp_forward_method"]
 
 
 class OptimStateKeyType(enum.Enum):
@@ -132,20 +149,29 @@ class FullyShardedDataParallel(nn.Module):
         closed = {*nested, *settings.ignored_modules}
         refuse_managed(module, closed, settings.ignored_parameters)
         plan: dict[nn.Module, Settings] = {}
-        if auto_wrap_policy is not None:
+        apart = [child for child in module.modules() if child is not module and isinstance(child, settings.uncast_classes)]
+        if auto_wrap_policy is not None or apart:
             planned = plan_wrapping(
                 module,
-                auto_wrap_policy,
+                auto_wrap_policy or _no_module,
                 {*settings.ignored_modules, *(below for child in nested for below in child.modules())},
                 settings.ignored_parameters,
                 {field: getattr(arguments, field) for field in arguments.__dataclass_fields__},
                 is_wrapped=lambda child: isinstance(child, FullyShardedDataParallel),
             )
             plan = {child: settings_of(child, kwargs, arguments, settings) for child, kwargs in planned.items()}
-        prepare(module, settings, closed)
+        left = prepare(module, settings, closed)
         owned = assign_owners(module, [module, *plan], settings.ignored_parameters, closed)
-        replace_modules(module, {child: {} for child in plan}, lambda child: self._of_unit(child, plan[child], owned.pop(child)))
-        self._build(module, settings, owned.pop(module))
+        replace_modules(
+            module, {child: {} for child in plan}, lambda child: self._of_unit(child, plan[child], owned.pop(child), left)
+        )
+        self._build(module, settings, owned.pop(module), left)
+        if settings.mixed_precision.param_dtype is not None:
+            taken = {below for child in closed for below in child.modules()}
+            for child in apart:
+                if child not in taken:
+                    hooks.cast_around(child, _own_dtype(child))
+        _slow_transformers(module)
 
     # -- construction
 
@@ -154,50 +180,68 @@ class FullyShardedDataParallel(nn.Module):
     _state_settings: StateDictSettings
     _attribute_order: dict[str, list[str]]  # by module: its parameters as they were, for the order of state dicts
     _loading: tuple[str, set[str]]  # while a state dict is loaded: where this is in it, and the keys of sharded forms
+    _forward_methods: dict[str, bool | None]  # other entry points of the wrapped module, see register_fsdp_forward_method
 
     @classmethod
-    def _of_unit(cls, module: nn.Module, settings: Settings, members: list[Member]) -> FullyShardedDataParallel:
+    def _of_unit(
+        cls, module: nn.Module, settings: Settings, members: list[Member], left: set[tuple[nn.Module, str]]
+    ) -> FullyShardedDataParallel:
         """Wrap a submodule that a policy chose, whose parameters were assigned by the instance around it."""
         self = cls.__new__(cls)
         nn.Module.__init__(self)
-        self._build(module, settings, members, relative_to=module)
+        self._build(module, settings, members, left, relative_to=module)
         return self
 
-    def _build(self, module: nn.Module, settings: Settings, members: list[Member], relative_to: nn.Module | None = None) -> None:
+    def _build(
+        self,
+        module: nn.Module,
+        settings: Settings,
+        members: list[Member],
+        left: set[tuple[nn.Module, str]],
+        relative_to: nn.Module | None = None,
+    ) -> None:
+        """left: where there are no values yet, see ``prepare``."""
         if relative_to is not None:
             members = renamed(members, relative_to)
         self._attribute_order = {
             clean_name(name): [attribute for attribute, p in child._parameters.items() if p is not None]
             for name, child in module.named_modules(remove_duplicate=False)
         }
-        self._loading = "", set()
-        self._fsdp_wrapped_module = module
-        with torch.inference_mode(False), torch.no_grad():
-            groups = [self._make_group(module, settings, index, its) for index, (_, its) in enumerate(group_members(members))]
-            unit = Unit(module, groups, settings.unit_options())
-        remember(module, (member.parameter for member in members), (target for g in groups for target, _ in g.store.targets))
-        self._unit = unit
-        self._settings = settings
+        self._loading, self._forward_methods = ("", set()), {}
         self._state_settings = _default_settings(StateDictType.FULL_STATE_DICT)
-        hooks.attach_unit(unit)
-        hooks.guard_state_dicts(unit)
         self.register_load_state_dict_pre_hook(_before_load)
         self.register_load_state_dict_post_hook(_after_load)
+        self._fsdp_wrapped_module = module
+        taken = {below for child in FullyShardedDataParallel.fsdp_modules(module) for below in child.modules()}
+        with torch.inference_mode(False), torch.no_grad():
+            stores = [self._make_store(module, settings, index, its) for index, (_, its) in enumerate(group_members(members))]
+            self._set_up(stores, settings, buffers_to_cast(module, settings, taken))
+        remember(module, [member.parameter for member in members], stores)
+        self._unit.unwritten = unwritten_of(module, stores, left, taken)
+
+    def _set_up(self, stores: Sequence[FlatStore], settings: Settings, buffers: CastBuffers | None) -> None:
+        """Make the unit around its stores, and the runtime around it and the units below."""
+        device, offload = settings.device, settings.offload
+        groups = [Group(store, settings.mesh, settings.precision(store.dtype), device, offload) for store in stores]
+        unit = self._unit = Unit(self._fsdp_wrapped_module, groups, settings.unit_options(), buffers)
+        self._settings = settings
+        hooks.guard_state_dicts(unit)
         instances = FullyShardedDataParallel.fsdp_modules(self)
         names = {child: clean_name(name) for name, child in self.named_modules() if isinstance(child, FullyShardedDataParallel)}
-        Runtime(unit, [child._unit for child in instances], [names[child] for child in instances], settings.runtime)
+        clipping.teach_torch()
+        clipping.watch(Runtime(unit, [child._unit for child in instances], [names[child] for child in instances], settings.runtime))
 
     @staticmethod
-    def _make_group(module: nn.Module, settings: Settings, index: int, members: list[Member]) -> Group:
-        store = FlatStore(
+    def _make_store(module: nn.Module, settings: Settings, index: int, members: list[Member]) -> FlatStore:
+        return FlatStore(
             members,
             rank=settings.mesh.shard.rank,
             ranks=settings.mesh.shard.ranks,
             home=(module, home_attribute(index)),
             use_orig_params=settings.use_orig_params,
-            device=settings.device,
+            device=settings.home,
+            pin=settings.offload and settings.device.type != "cpu",
         )
-        return Group(store, settings.mesh, settings.precision(store.dtype), settings.device)
 
     # -- as a module
 
@@ -246,15 +290,25 @@ class FullyShardedDataParallel(nn.Module):
         except AttributeError:
             if name == FSDP_WRAPPED_MODULE:
                 raise
-            return getattr(super().__getattr__(FSDP_WRAPPED_MODULE), name)
+            found = getattr(super().__getattr__(FSDP_WRAPPED_MODULE), name)
+        if name in self._forward_methods:
+            return functools.partial(self._run_method, found, self._forward_methods[name])
+        return found
+
+    def _run_method(self, method: Callable[..., Any], synced: bool | None, /, *args: Any, **kwargs: Any) -> Any:
+        """Run a method of the wrapped module as its forward is run. Collective."""
+        serving = not torch.is_grad_enabled() if synced is None else synced
+        return self._runtime.run_method(self._unit, method, args, kwargs, serving)
 
     def __getitem__(self, key: int) -> Any:
         """Index the wrapped module, such as an nn.Sequential."""
         return self._fsdp_wrapped_module.__getitem__(key)  # type: ignore[operator]
 
+    @torch_private.never_compiled
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the wrapped module's forward with whole parameters. Collective."""
-        return self._modules[FSDP_WRAPPED_MODULE](*args, **kwargs)  # type: ignore[misc]  # past our own __getattr__
+        unit = self._unit
+        return unit.runtime.run(unit, unit.module, args, kwargs)  # type: ignore[union-attr]
 
     def __repr__(self) -> str:
         """As nn.Module's; the shapes that modules print of themselves are those of whole parameters."""
@@ -264,10 +318,15 @@ class FullyShardedDataParallel(nn.Module):
             return super().__repr__()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FullyShardedDataParallel:
-        raise _not_copied("copy.deepcopy")
+        """A second module with shards of its own, over the same process groups; like parameters, without gradients. Collective."""
+        return copying.deepcopy_of(self, memo)
 
-    def __getstate__(self) -> Any:
-        raise _not_copied("pickle")
+    def __reduce_ex__(self, protocol: typing.SupportsIndex) -> Any:
+        """This rank's part, for pickle. Process groups are found again by their names; loading is collective."""
+        return copying.reduced(self)
+
+    def __setstate__(self, state: Any) -> None:
+        copying.restore(self, state)
 
     def check_is_root(self) -> bool:
         """True if no other instance is around this one."""
@@ -317,6 +376,44 @@ class FullyShardedDataParallel(nn.Module):
         with self._runtime.no_sync():
             yield
 
+    def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
+        """Sum and average gradients with ``hook`` instead of the built-in way, in this instance and all below it.
+
+        Where gradients are split over ranks: ``hook(state, grad, output)``, grad [ranks * S] the flat gradient of a unit in the
+        dtype it is reduced in, output [S] this rank's part to fill; where they are not (NO_SHARD, one rank): ``hook(state, grad)``,
+        which changes grad [S] in place. The hook divides as well; hybrid strategies average over the replicas afterwards. The hooks
+        of ``torch.distributed.algorithms._comm_hooks.default_hooks`` fit.
+
+        Called once, on the root, on all ranks, before the first backward.
+        """
+        if not callable(hook):
+            raise UsageError(
+                explain(
+                    "A communication hook has to be a function.",
+                    expected="hook(state, grad, output), or hook(state, grad) where gradients are not split",
+                    got=f"{hook!r} of type {type(hook).__name__}",
+                    where="register_comm_hook(state, hook)",
+                    fix="pass the function second, its state first",
+                )
+            )
+        if not self._unit.is_root:
+            raise AssertedStateError(_on_root_only("register_comm_hook()", self._unit.label))
+        self._runtime.require_idle("register_comm_hook")
+        if self._comm_hook is not None:
+            raise AssertedStateError(
+                explain(
+                    "A communication hook is registered already.",
+                    expected="one call of register_comm_hook for each model",
+                    got=f"a second one, with {hook!r}",
+                    where=self._unit.label,
+                    fix="register one hook that does both",
+                )
+            )
+        self._runtime.set_comm_hook(CommHook(state, hook))
+        self._comm_hook = hook
+
+    _comm_hook: Callable[..., Any] | None = None
+
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float | int, norm_type: float | int = 2.0) -> torch.Tensor:
         """Scale all gradients so that their norm over all ranks is at most ``max_norm``; return the norm before, 0-d.
@@ -326,14 +423,18 @@ class FullyShardedDataParallel(nn.Module):
         """
         if not self._unit.is_root:
             raise StateError(_on_root_only("clip_grad_norm_()", self._unit.label))
+        norm_type = clipping.checked_norm_type(norm_type)
+        clipping.check_max_norm(max_norm)
         self._runtime.require_idle("clip_grad_norm_")
         groups = self._runtime.groups
         sharded = {id(target) for group in groups for target, _ in group.store.targets}
         others = [p.grad for p in self.parameters() if id(p) not in sharded and p.grad is not None]
-        norm = grad_norm.total_norm(groups, others, float(norm_type), self._settings.device)
+        norm = grad_norm.total_norm(groups, others, norm_type, self._settings.device)
         grads = [p.grad for group in groups for p, _ in group.store.targets if p.grad is not None]
         grad_norm.clip_by_norm(grads + others, norm, float(max_norm))
-        dtypes = {grad.dtype for grad in grads + others}
+        dtypes = {group.store.dtype for group in groups if group.store.targets[0].parameter.requires_grad} | {
+            grad.dtype for grad in others
+        }
         return norm.to(dtypes.pop()) if len(dtypes) == 1 else norm
 
     @staticmethod
@@ -352,7 +453,7 @@ class FullyShardedDataParallel(nn.Module):
         with ``writeback``); ``offload_to_cpu``: they are shown on the CPU; ``with_grads``: whole gradients beside them.
         """
         if writeback and rank0_only:
-            raise UsageError(
+            raise _NotImplementedUsage(
                 explain(
                     "summon_full_params cannot write back what only rank 0 has seen.",
                     expected="rank0_only=True with writeback=False, or rank0_only=False",
@@ -482,6 +583,9 @@ class FullyShardedDataParallel(nn.Module):
         for key in own:
             destination.pop(key, None)
         base = clean_name(prefix)
+        for name, dtype in self._cast_buffers():
+            if base + name in values:
+                values[base + name] = values[base + name].to(dtype)
         if self._unit.lent:  # inside of summon_full_params the traversal has met whole parameters
             pass
         elif settings.state_dict_type is StateDictType.FULL_STATE_DICT:
@@ -516,6 +620,15 @@ class FullyShardedDataParallel(nn.Module):
         }
         return raw | {without_checkpoint_wrapper(name) for name in raw}
 
+    def _cast_buffers(self) -> Iterator[tuple[str, torch.dtype]]:
+        """The names of buffers that are kept in another dtype than the user's model has them, with that."""
+        before = self._unit.buffers.dtypes_before() if self._unit.buffers is not None else {}
+        if before:
+            for path, child in self._fsdp_wrapped_module.named_modules(remove_duplicate=False):
+                for name in child._buffers:
+                    if (id(child), name) in before:
+                        yield clean_name(f"{path}.{name}".lstrip(".")), before[id(child), name]
+
     def _names_in_order(self, base: str) -> list[str]:
         """The keys of the wrapped module's state dict, as they came before anything was wrapped."""
         modules = [(clean_name(path), child) for path, child in self.named_modules(remove_duplicate=False)]
@@ -538,11 +651,33 @@ class FullyShardedDataParallel(nn.Module):
         """
         self._runtime.require_idle("load_state_dict")
         self._runtime.rest()
+        if not isinstance(state_dict, Mapping):
+            raise _NoDict(
+                explain(
+                    "This is no state dict.",
+                    expected="a dict from names to tensors, as state_dict() returns it",
+                    got=f"a {type(state_dict).__name__}",
+                    where="load_state_dict(state_dict)",
+                    fix="pass the loaded dict, on every rank",
+                )
+            )
         try:
-            return super().load_state_dict(state_dict, strict, assign)
+            return super().load_state_dict(self._without_ddp_prefix(state_dict), strict, assign)
         except RuntimeError as error:
             error.args = (str(error).replace(f"{FSDP_WRAPPED_MODULE}.", ""),)  # torch says where things are here
             raise
+
+    def _without_ddp_prefix(self, state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
+        """What DistributedDataParallel saved has names that begin with ``module.``."""
+        inner = self._fsdp_wrapped_module
+        own = {*inner._modules, *inner._parameters, *inner._buffers}
+        if not state_dict or "module" in own or not all(str(key).startswith("module.") for key in state_dict):
+            return state_dict
+        without = collections.OrderedDict(state_dict)
+        if (metadata := getattr(state_dict, "_metadata", None)) is not None:
+            setattr(without, "_metadata", metadata.copy())
+        consume_prefix_in_state_dict_if_present(without, "module.")
+        return without
 
     # -- state dicts: the optimizer
 
@@ -556,6 +691,7 @@ class FullyShardedDataParallel(nn.Module):
         parameter and state. In the sharded form tensors are this rank's boxes, which view the optimizer's own state.
         """
         settings = FullyShardedDataParallel.get_state_dict_type(model)
+        convert(optim)
         config: Any = settings.optim_state_dict_config
         full = settings.state_dict_type is StateDictType.FULL_STATE_DICT
         first = FullyShardedDataParallel.fsdp_modules(model)[0]._settings
@@ -580,8 +716,9 @@ class FullyShardedDataParallel(nn.Module):
         load_directly: bool = False,
         group: dist.ProcessGroup | None = None,
     ) -> dict[str, Any]:
-        """Return the dict that ``optim.load_state_dict`` takes, from one keyed by parameter names, full or sharded.
+        """Return the dict that ``optim.load_state_dict`` takes, from one keyed by parameter names, full or sharded, or by numbers.
 
+        By numbers is what the optimizer of an unwrapped model, or of one in DistributedDataParallel, gives.
         The number of ranks, the wrapping and ``use_orig_params`` it was saved with do not matter. ``load_directly`` loads it, too.
         With full values, or boxes of the own shards, nothing is sent; other sharded values are gathered, collectively.
         """
@@ -595,10 +732,78 @@ class FullyShardedDataParallel(nn.Module):
                     fix="pass what optim_state_dict(model, optim) returned, on every rank; note the order of the arguments",
                 )
             )
-        loadable = optim_state_to_load(model, optim, optim_state_dict, _named_units(model))
+        loadable = optim_state_to_load(model, optim, optim_state_dict, _named_units(model), _names_before(model))
         if load_directly:
             optim.load_state_dict(loadable)
         return loadable
+
+
+class AssertedStateError(StateError, AssertionError):
+    """A call at the wrong moment, where torch asserts."""
+
+
+class _NotImplementedUsage(UsageError, NotImplementedError):
+    """A combination of arguments that cannot work; torch's type for it is NotImplementedError."""
+
+
+class _NoDict(UsageError, TypeError):
+    """Something else than a dict; torch's type for it is TypeError."""
+
+
+def register_fsdp_forward_method(module: nn.Module, method_name: str, *, synced: bool | None = None) -> None:
+    """Let ``module.method_name(...)`` run with whole parameters, as forward does: for ``generate``, ``encode`` and the like.
+
+    module: a FullyShardedDataParallel; anything else is left as it is. method_name: of a method of the wrapped module.
+    synced: ranks may call what is inside different numbers of times, as with ``generate`` until each has its end token; a rank that
+    is done waits for the others, serving them. It costs one small reduction per round of calls and gives up prefetching. Default:
+    exactly while gradients are off; with gradients, ranks have to make the same calls, as backward does.
+
+    The method itself is called on all ranks the same number of times. Collective: each call of it, not the registration.
+    """
+    if not isinstance(module, nn.Module) or not isinstance(method_name, str) or not (synced is None or isinstance(synced, bool)):
+        raise UsageError(
+            explain(
+                "register_fsdp_forward_method got something else than a module and a name.",
+                expected="an nn.Module, the name of one of its methods, and synced=True, False or None",
+                got=f"({type(module).__name__}, {method_name!r}, synced={synced!r})",
+                where="register_fsdp_forward_method(module, method_name)",
+                fix="register_fsdp_forward_method(model, 'generate')",
+            )
+        )
+    if not isinstance(module, FullyShardedDataParallel):
+        return
+    inner = module.module
+    if not callable(getattr(inner, method_name, None)) or hasattr(FullyShardedDataParallel, method_name):
+        raise UsageError(
+            explain(
+                f"{method_name!r} is not a method that can be registered.",
+                expected="a method that the wrapped module has and a FullyShardedDataParallel has not",
+                got=f"{method_name!r} of a {type(inner).__name__}",
+                where="register_fsdp_forward_method(module, method_name)",
+                fix="check the name; forward needs no registration",
+            )
+        )
+    module._forward_methods[method_name] = synced
+
+
+def _no_module(module: nn.Module, recurse: bool, nonwrapped_numel: int) -> bool:
+    """The policy that chooses nothing by itself."""
+    return False
+
+
+def _own_dtype(module: nn.Module) -> torch.dtype:
+    """The floating-point dtype of a module's own parameters and buffers."""
+    tensors = (*module.parameters(), *module.buffers())
+    return next((t.dtype for t in tensors if t.is_floating_point()), torch.float32)
+
+
+def _slow_transformers(module: nn.Module) -> None:
+    """Torch's transformer layers read their submodules' parameters by themselves in evaluation. Not if these are units."""
+    for child in module.modules():
+        if isinstance(child, nn.TransformerEncoderLayer) and FullyShardedDataParallel.fsdp_modules(child):
+            hooks.without_fast_path(child)
+        if isinstance(child, nn.TransformerEncoder) and FullyShardedDataParallel.fsdp_modules(child):
+            child.use_nested_tensor = False
 
 
 # -- state dicts, in parts
@@ -660,6 +865,18 @@ def _after_load(instance: nn.Module, incompatible: Any) -> None:
     self._loading = "", set()
 
 
+def _names_before(model: nn.Module) -> list[str]:
+    """The names of a model's parameters, in the order they had before anything was wrapped."""
+    outermost = [(name, child) for name, child in model.named_modules() if isinstance(child, FullyShardedDataParallel)]
+    if outermost and outermost[0][1] is model:
+        return outermost[0][1]._names_in_order("")
+    names = []
+    for path, child in model.named_modules():
+        if isinstance(child, FullyShardedDataParallel) and child.check_is_root():
+            names += child._names_in_order(f"{clean_name(path)}.")
+    return names
+
+
 def _named_units(model: nn.Module) -> list[NamedUnit]:
     """The units in a model, which need not be one itself, with what their parameters' names begin with."""
     found = []
@@ -668,18 +885,6 @@ def _named_units(model: nn.Module) -> list[NamedUnit]:
             prefix = clean_name(name)
             found.append(NamedUnit(child._unit, f"{prefix}." if prefix else ""))
     return found
-
-
-def _not_copied(how: str) -> StateError:
-    return StateError(
-        explain(
-            f"{how} cannot copy a sharded module in this version.",
-            expected="a copy of the module made before it is wrapped, or of its state dict",
-            got=f"{how} of a FullyShardedDataParallel",
-            where="a module whose parameters lie in parts on several ranks",
-            fix="wrap a second module of the same kind and load this one's state_dict() into it",
-        )
-    )
 
 
 def _on_root_only(call: str, label: str) -> str:

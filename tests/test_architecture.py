@@ -15,7 +15,17 @@ PACKAGE = "fsdp_compat"
 
 # Top to bottom. A module imports from its own layer and from those below it.
 LAYERS = (
-    ("fsdp_compat", "fully_sharded_data_parallel", "_fully_shard", "sharded_grad_scaler", "_construction", "_settings"),
+    (
+        "fsdp_compat",
+        "fully_sharded_data_parallel",
+        "_fully_shard",
+        "sharded_grad_scaler",
+        "_clipping",
+        "_construction",
+        "_copying",
+        "_optimizers",
+        "_settings",
+    ),
     ("_state", "checkpoint"),
     ("_stores",),
     ("_engine",),

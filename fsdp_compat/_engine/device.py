@@ -1,4 +1,6 @@
-"""The order of streams. There is one: the stream on which the engine was last called goes before the one on which it is called now.
+"""The order of streams, and where shards live.
+
+There is one order: the stream on which the engine was last called goes before the one on which it is called now.
 
 Buffers are allocated and freed on the stream that computes, collectives start on it, and their waits are waits of it. So a gather
 sends the shard as the optimizer left it, an unused prefetch is freed after it has arrived, and no memory needs to be recorded on a
@@ -11,7 +13,7 @@ import typing
 
 import torch
 
-__all__ = ["ComputeStreams", "compute_streams"]
+__all__ = ["ON_DEVICE", "ComputeStreams", "Home", "compute_streams", "home_of"]
 
 
 class ComputeStreams(typing.Protocol):
@@ -45,3 +47,61 @@ class _CurrentStream:
 def compute_streams(device: torch.device) -> ComputeStreams:
     """Return what orders the streams of a device."""
     return _NoStreams() if device.type in ("cpu", "meta") else _CurrentStream(device)
+
+
+class Home(typing.Protocol):
+    """Where a group's shard and its gradients live, seen from the device that computes."""
+
+    apart: bool  # elsewhere than where is computed: the shard itself can never be computed with
+
+    def bring(self, own: torch.Tensor) -> torch.Tensor:
+        """Return ``own``, from home, on the device that computes."""
+
+    def back(self, total: torch.Tensor) -> torch.Tensor:
+        """Return ``total``, from the device that computes, at home. It may be read after ``settle``."""
+
+    def settle(self) -> None:
+        """Wait until everything that was brought or sent back has arrived."""
+
+
+class _OnDevice:
+    """Shards live where they are computed with."""
+
+    apart = False
+
+    def bring(self, own: torch.Tensor) -> torch.Tensor:
+        return own
+
+    def back(self, total: torch.Tensor) -> torch.Tensor:
+        return total
+
+    def settle(self) -> None:
+        pass
+
+
+class _OnHost:
+    """Shards, gradients and so the optimizer live on the CPU. Where the CPU computes as well, the same copies are made."""
+
+    apart = True
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._has_streams = device, device.type not in ("cpu", "meta")
+
+    def bring(self, own: torch.Tensor) -> torch.Tensor:
+        return own.to(self._device, non_blocking=True, copy=True)
+
+    def back(self, total: torch.Tensor) -> torch.Tensor:
+        home = torch.empty(total.shape, dtype=total.dtype, device="cpu", pin_memory=self._has_streams)
+        return home.copy_(total, non_blocking=True)
+
+    def settle(self) -> None:
+        if self._has_streams:
+            torch.accelerator.current_stream(self._device).synchronize()
+
+
+ON_DEVICE: Home = _OnDevice()
+
+
+def home_of(device: torch.device, offload: bool) -> Home:
+    """Return the home of shards that are computed with on ``device``."""
+    return _OnHost(device) if offload else ON_DEVICE

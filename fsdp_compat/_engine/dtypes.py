@@ -17,6 +17,8 @@ class Precision:
 
     gather: torch.dtype
     reduce: torch.dtype
+    evaluate: torch.dtype | None = None  # what modules in evaluation mode compute in; None: the same
+    grad: torch.dtype | None = None  # of ``.grad``; None: the shard's
 
 
 def tensors_in(value: object) -> Iterator[torch.Tensor]:

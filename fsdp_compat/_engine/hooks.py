@@ -3,30 +3,45 @@
 from __future__ import annotations
 
 import typing
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import WeakIdKeyDictionary
 
 from . import torch_private
+from .dtypes import cast_floats, tensors_in
 
 if typing.TYPE_CHECKING:
     from .unit import Call, Group, Unit
 
-__all__ = ["attach_unit", "guard_state_dicts", "on_end_of_backward", "on_gradient_of_leaf", "on_gradient_of_output"]
+__all__ = [
+    "attach_unit",
+    "cast_around",
+    "guard_state_dicts",
+    "on_end_of_backward",
+    "on_gradient_of_leaf",
+    "on_gradient_of_output",
+    "without_fast_path",
+]
 
 
 def attach_unit(unit: Unit) -> Callable[[], None]:
-    """Bracket the forward calls of the unit's module. Return the undo."""
+    """Bracket the forward calls of the unit's module, for front ends that do not wrap it. Return the undo."""
+    calls: list[Call] = []
+    unit.is_called_itself()
 
-    def before(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
+    def before(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         assert unit.runtime is not None
-        return unit.runtime.enter(unit, args, kwargs)
+        calls.append(unit.runtime.call(unit))
+        return unit.runtime.enter(calls[-1], args, kwargs)
 
     def after(module: torch.nn.Module, args: tuple[Any, ...], output: Any) -> None:
         assert unit.runtime is not None
-        unit.runtime.exit(unit, output)
+        if calls:
+            unit.runtime.exit(calls.pop(), output)
 
     handles: list[RemovableHandle] = [
         unit.module.register_forward_pre_hook(before, prepend=True, with_kwargs=True),
@@ -40,18 +55,66 @@ def attach_unit(unit: Unit) -> Callable[[], None]:
     return undo
 
 
+class _CastAround:
+    """Casts the inputs of a module's forward, and its outputs back."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+        self._given: torch.dtype | None = None  # of the first floating-point input of the running call
+
+    def before(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        self._given = next((t.dtype for t in tensors_in((args, kwargs)) if t.is_floating_point()), None)
+        return cast_floats(args, self._dtype), cast_floats(kwargs, self._dtype)
+
+    def after(self, module: torch.nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        return output if self._given is None else cast_floats(output, self._given)
+
+
+def cast_around(module: torch.nn.Module, dtype: torch.dtype) -> None:
+    """Let a module compute in ``dtype`` whatever it is called with, and return what it computed in the dtype it was given."""
+    cast = _CastAround(dtype)
+    module.register_forward_pre_hook(cast.before, with_kwargs=True)
+    module.register_forward_hook(cast.after)
+
+
+def _nothing(module: torch.nn.Module, args: Any) -> None:
+    pass
+
+
+def without_fast_path(module: torch.nn.Module) -> None:
+    """Keep a transformer layer of torch from reading its submodules' parameters by itself: it does not if there are hooks."""
+    module.register_forward_pre_hook(_nothing)
+
+
 def guard_state_dicts(unit: Unit) -> None:
-    """Nobody takes parts of parameters for the whole: modules of the unit refuse what did not come through the front end."""
+    """Nobody takes parts of parameters for the whole: modules of the unit refuse what did not come through the front end.
 
-    def before_taking(module: torch.nn.Module, prefix: str, keep_vars: bool) -> None:
-        unit.require_state_dict(module, "state_dict")
-
-    def before_loading(module: torch.nn.Module, *_: Any) -> None:
-        unit.require_state_dict(module, "load_state_dict")
-
+    The hooks find the unit by the module: they are copied with it, and a copy may belong to another unit, or to none.
+    """
     for module in unit.holders():
-        module.register_state_dict_pre_hook(before_taking)
-        module.register_load_state_dict_pre_hook(before_loading)
+        if module not in _guarded:
+            module.register_state_dict_pre_hook(_before_taking)
+            module.register_load_state_dict_pre_hook(_before_loading)
+            _guarded[module] = []
+        _guarded[module].append(weakref.ref(unit))
+
+
+_guarded: WeakIdKeyDictionary = WeakIdKeyDictionary()  # modules, with weak references to the units whose parameters they hold
+
+
+def _before_taking(module: torch.nn.Module, prefix: str, keep_vars: bool) -> None:
+    _require_state_dict(module, "state_dict")
+
+
+def _before_loading(module: torch.nn.Module, *_: Any) -> None:
+    _require_state_dict(module, "load_state_dict")
+
+
+def _require_state_dict(module: torch.nn.Module, method: str) -> None:
+    for reference in _guarded.get(module, ()):
+        unit = reference()
+        if unit is not None:
+            unit.require_state_dict(module, method)
 
 
 def on_gradient_of_output(tensor: torch.Tensor, call: Call) -> None:
@@ -64,14 +127,14 @@ def on_gradient_of_output(tensor: torch.Tensor, call: Call) -> None:
     tensor.register_hook(hook)
 
 
-def on_gradient_of_leaf(unit: Unit, group: Group, index: int) -> None:
+def on_gradient_of_leaf(unit: Unit, group: Group, index: int, leaf: torch.Tensor) -> None:
     """A large leaf's gradient was accumulated: it moves on at once."""
 
     def hook(leaf: torch.Tensor) -> None:
         assert unit.runtime is not None
-        unit.runtime.on_gradient(group, index)
+        unit.runtime.on_gradient(group, index, typing.cast(torch.nn.Parameter, leaf))
 
-    group.leaves[index].register_post_accumulate_grad_hook(hook)
+    leaf.register_post_accumulate_grad_hook(hook)
 
 
 def on_end_of_backward(callback: Callable[[], None]) -> None:

@@ -13,7 +13,7 @@ from . import torch_private
 from .collectives import communicator
 from .mesh import Mesh
 
-__all__ = ["broadcast_states", "materialize", "move_buffers"]
+__all__ = ["broadcast_states", "is_unwritten", "materialize", "move_buffers", "unwritten"]
 
 
 def materialize(
@@ -33,12 +33,13 @@ def materialize(
         for module in modules:
             _require_reset(root, module)
     for module in modules:
-        if init is not None:
-            init(module)
-            continue
-        with torch.no_grad():
-            module.to_empty(device=device, recurse=False)
-            module.reset_parameters()  # type: ignore[operator]
+        with torch_private.PoisonedMemory():  # what init leaves as it is can be told, see `unwritten`
+            if init is not None:
+                init(module)
+                continue
+            with torch.no_grad():
+                module.to_empty(device=device, recurse=False)
+                module.reset_parameters()  # type: ignore[operator]
     _restore_ties(ties)
     left = [name for name, tensor in _all_named_tensors(root, skip) if tensor.is_meta]
     if modules and left:
@@ -52,6 +53,27 @@ def materialize(
             )
         )
     return bool(modules)
+
+
+def is_unwritten(tensor: torch.Tensor) -> bool:
+    """True if a tensor holds nothing but what uninitialised memory was filled with. Empty and boolean ones never do."""
+    tensor = torch_private.local_part(tensor.detach()).reshape(-1)
+    if not tensor.numel() or tensor.is_meta or tensor.dtype == torch.bool:
+        return False
+    if tensor.is_floating_point() or tensor.is_complex():
+        return bool(tensor[0].isnan()) and bool(tensor.isnan().all())
+    return bool((tensor == torch.iinfo(tensor.dtype).max).all())
+
+
+def unwritten(root: nn.Module, skip: Collection[nn.Module]) -> set[tuple[nn.Module, str]]:
+    """Return where initialisation has left tensors without values: (module, attribute), of parameters and buffers."""
+    return {
+        (module, name)
+        for module in root.modules()
+        if module not in skip
+        for name, tensor in _named_own_tensors(module)
+        if is_unwritten(tensor)
+    }
 
 
 def _require_reset(root: nn.Module, module: nn.Module) -> None:
@@ -84,7 +106,7 @@ def broadcast_states(parameters: Iterable[torch.Tensor], buffers: Iterable[torch
     Collective: all ranks of the mesh. Along the replica axis first, which gives the first replica's values to every shard rank's
     first one, then along the shard axis. Tensors elsewhere than on ``device`` travel by way of it, one at a time.
     """
-    tensors = {id(tensor): tensor.detach() for tensor in itertools.chain(parameters, buffers)}
+    tensors = {id(tensor): torch_private.local_part(tensor.detach()) for tensor in itertools.chain(parameters, buffers)}
     with torch.no_grad():
         for axis in (mesh.replica, mesh.shard):
             if axis.ranks == 1:

@@ -9,14 +9,18 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..errors import UsageError, explain
+from . import torch_private
 
 __all__ = [
     "Axis",
     "Mesh",
+    "axis_by_name",
+    "axis_of",
+    "group_by_name",
+    "groups_node_by_node",
     "mesh_from_device_mesh",
     "mesh_from_group",
     "mesh_from_groups",
-    "mesh_node_by_node",
     "not_a_member",
     "replicated",
     "the_group",
@@ -94,6 +98,37 @@ def _axis(group: dist.ProcessGroup) -> Axis:
     return Axis(group if ranks > 1 else None, dist.get_rank(group), ranks, members)
 
 
+def group_by_name(name: str | None, members: tuple[int, ...] | None) -> dist.ProcessGroup | None:
+    """Return the process group of a name, if it has these members; raises UsageError otherwise."""
+    if name is None:
+        return None
+    the_group(None)
+    group = torch_private.group_named(name)
+    if group is None or (members is not None and tuple(dist.get_process_group_ranks(group)) != members):
+        raise UsageError(
+            explain(
+                "The process groups of a pickled module are not here.",
+                expected=f"a process group named {name!r}" + (f" of the ranks {list(members)}" if members is not None else ""),
+                got="none of that name" if group is None else f"one of the ranks {dist.get_process_group_ranks(group)}",
+                where=f"unpickling a FullyShardedDataParallel, global rank {dist.get_rank()}",
+                fix="unpickle with the number of ranks, and after making the process groups, that it was pickled with; to change "
+                "them save state_dict() instead",
+            )
+        )
+    return group
+
+
+def axis_by_name(name: str | None, members: tuple[int, ...]) -> Axis:
+    """Return the axis over a named process group."""
+    group = group_by_name(name, members)
+    return _alone() if group is None else _axis(group)
+
+
+def axis_of(group: dist.ProcessGroup) -> Axis:
+    """The ranks of one process group."""
+    return _axis(group)
+
+
 def _alone() -> Axis:
     return Axis(None, 0, 1, (dist.get_rank(),))
 
@@ -138,8 +173,8 @@ _node_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, tuple[dist.
 )
 
 
-def mesh_node_by_node(ranks_per_node: int) -> Mesh:
-    """Split inside of each node of ``ranks_per_node``, replicate across nodes.
+def groups_node_by_node(ranks_per_node: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+    """Return (shard group, replica group) that split inside of each node of ``ranks_per_node`` and replicate across nodes.
 
     Collective: every rank of the default group, the first time; later calls use the same groups.
     """
@@ -161,5 +196,4 @@ def mesh_node_by_node(ranks_per_node: int) -> Mesh:
         shard, _ = dist.new_subgroups_by_enumeration(nodes)
         replica, _ = dist.new_subgroups_by_enumeration([list(column) for column in zip(*nodes, strict=True)])
         known[ranks_per_node] = shard, replica
-    shard, replica = known[ranks_per_node]
-    return Mesh(_axis(shard), _axis(replica))
+    return known[ranks_per_node]

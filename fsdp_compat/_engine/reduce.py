@@ -9,34 +9,59 @@ from __future__ import annotations
 
 import dataclasses
 import typing
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
 
 from . import torch_private
 from .collectives import Communicator
+from .device import ON_DEVICE, Home
 from .storage import Storage
 from .store import ParamStore
 
-__all__ = ["Collected", "HandedGradients", "ReduceBuffer", "Reduction", "Wire"]
+__all__ = ["Collected", "CommHook", "HandedGradients", "ReduceBuffer", "Reduction", "Wire", "predivisor"]
 
 Found = Sequence[tuple[int, torch.Tensor]]  # (index of the leaf, its gradient)
 
 
+class CommHook(typing.NamedTuple):
+    """A user's way to sum and average gradients. Where gradients are split it is called with (state, flat gradient [ranks * S],
+    empty output [S]), else with (state, flat gradient [S]), which it changes in place. It divides as well."""
+
+    state: Any
+    function: Callable[..., Any]
+
+
+def predivisor(ranks: int, dtype: torch.dtype) -> float:
+    """What gradients are divided by before they travel: the sum of fp16 numbers overflows otherwise. About the square root."""
+    factor = 1
+    while dtype == torch.float16 and ranks % factor == 0 and ranks / factor > factor:
+        factor *= 2
+    return float(factor)
+
+
 @dataclasses.dataclass(frozen=True)
 class Wire:
-    """How a group's gradients travel: along the shard axis, then along the replica axis, under one tag each."""
+    """How a group's gradients travel: along the shard axis, then along the replica axis, under one tag each; then home."""
 
     shard: Communicator
     replica: Communicator
     shard_tag: int
     replica_tag: int
+    home: Home = ON_DEVICE
+    predivisor: float = 1.0  # what gradients were divided by before
+    hook: CommHook | None = None  # instead of the shard axis's sum (where nothing is split: instead of the replica axis's)
+    grad_dtype: torch.dtype | None = None  # of the result; None: the shard's
     ranks: int = dataclasses.field(init=False)
-    divisor: torch.Tensor = dataclasses.field(init=False)  # `ranks`, 0-d on the CPU: a number would be made into one at every call
+    divisor: torch.Tensor = dataclasses.field(init=False)  # 0-d on the CPU: a number would be made into one at every call
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "ranks", self.shard.ranks * self.replica.ranks)
-        object.__setattr__(self, "divisor", torch.tensor(float(self.ranks), dtype=torch.float64, device="cpu"))
+        divisor = self.ranks / self.predivisor
+        if self.hook is not None:  # has divided by the ranks that it has summed over
+            divisor = float(self.replica.ranks) if self.shard.ranks > 1 else 1.0
+        object.__setattr__(self, "divisor", torch.tensor(divisor, dtype=torch.float64, device="cpu"))
 
 
 class Collected(typing.Protocol):
@@ -69,9 +94,11 @@ class Collected(typing.Protocol):
 class ReduceBuffer:
     """A flat buffer [ranks * S] in the dtype gradients travel in. Its memory is there only while something is filled or travels."""
 
-    def __init__(self, store: ParamStore, ranks: int, dtype: torch.dtype, device: torch.device) -> None:
-        self._store, self._filled = store, set[int]()
+    def __init__(self, store: ParamStore, ranks: int, dtype: torch.dtype, device: torch.device, predivisor: float = 1.0) -> None:
+        """predivisor: what gradients are divided by on their way in."""
+        self._store, self._filled, self._predivisor = store, set[int](), predivisor
         self._buffer = torch.empty(ranks * store.numel, dtype=dtype, device=device)
+        self._sum_dtype = torch.promote_types(dtype, store.dtype)  # nothing is rounded before it is summed and divided
         self._segments = list(self._buffer.chunk(ranks))
         self._places, self._split, self._storage = store.places(self._buffer), store.split, Storage(self._buffer)
         self._storage.free()
@@ -93,12 +120,15 @@ class ReduceBuffer:
             parts = split(index, grad)
             if index in filled:
                 for place, part in zip(places[index], parts, strict=True):
-                    place.add_(part)
+                    place.add_(part, alpha=1 / self._predivisor)
             else:
                 first += places[index]
                 values += parts
                 filled.add(index)
-        if len(first) == 1:
+        if self._predivisor != 1:
+            for place, part in zip(first, values, strict=True):
+                torch.div(part, self._predivisor, out=place)
+        elif len(first) == 1:
             first[0].copy_(values[0])
         elif first:
             torch_private.copy_together(first, values)  # the cast to the dtype of the buffer is part of the copy
@@ -120,18 +150,37 @@ class ReduceBuffer:
                 for place in places:
                     place.zero_()
         self._filled.clear()
-        pending = wire.shard.begin_reduce(self._buffer, self._segments, wire.shard_tag)
-        yield None
-        total = wire.shard.end_reduce(pending, self._segments[wire.shard.rank], self._store.dtype, what)
+        if wire.hook is not None:
+            total = self._by_hook(wire.hook, wire.shard.ranks)
+            replicas_left = wire.shard.ranks > 1
+        else:
+            pending = wire.shard.begin_reduce(self._buffer, self._segments, wire.shard_tag)
+            yield None
+            total = wire.shard.end_reduce(pending, self._segments[wire.shard.rank], self._sum_dtype, what)
+            replicas_left = True
         self._storage.free()
-        pending = wire.replica.begin_total(total, wire.replica_tag)
-        yield None
-        pending = wire.replica.continue_total(pending, total, wire.replica_tag, what)
-        yield None
-        wire.replica.end_total(pending, what)
+        if replicas_left:
+            if wire.replica.ranks > 1:
+                total = total.to(self._buffer.dtype)  # what travels is in the dtype of the reduction here, too
+            pending = wire.replica.begin_total(total, wire.replica_tag)
+            yield None
+            pending = wire.replica.continue_total(pending, total, wire.replica_tag, what)
+            yield None
+            wire.replica.end_total(pending, what)
+            total = total.to(self._sum_dtype)
         if wire.ranks > 1:
             total.div_(wire.divisor)  # the sum is divided once, on the shard
-        yield self._store.grads(total)
+        yield self._store.grads(wire.home.back(total.to(wire.grad_dtype or self._store.dtype)))
+
+    def _by_hook(self, hook: CommHook, ranks: int) -> torch.Tensor:
+        """Let the user's hook sum and divide; return [S] in the dtype of sums. It may give what it is handed other data."""
+        grad = self._buffer.detach()
+        if ranks == 1:
+            hook.function(hook.state, grad)
+            return grad.to(self._sum_dtype, copy=True)
+        output = torch.empty_like(self._segments[0])
+        hook.function(hook.state, grad, output)
+        return output.to(self._sum_dtype)
 
 
 class HandedGradients:

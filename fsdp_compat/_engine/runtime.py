@@ -19,11 +19,13 @@ from typing import Any
 
 import torch
 
-from ..errors import StateError, explain
+from ..errors import StateError, UsageError, explain
 from . import hooks, torch_private
 from .collectives import Communicator
 from .device import compute_streams
 from .dtypes import cast_floats, move_to, tensors_in
+from .materialize import is_unwritten
+from .reduce import CommHook
 from .schedule import Order, Prefetch
 from .unit import Call, Group, Residency, Unit, Zeroed
 
@@ -60,6 +62,8 @@ class Runtime:
         """units: the root first, then those below it, taken over from the runtimes they had. names: theirs, for errors."""
         self.root, self.units, self.options = root, list(units), options
         self.sync = True  # False inside of no_sync
+        self._generation = 0  # of the connections, in all: changes when they were given up
+        self._serving = False  # inside of a method whose ranks may make different numbers of calls
         for unit, name in zip(self.units, names, strict=True):
             if unit.runtime is not None:
                 unit.runtime.rest()
@@ -71,6 +75,7 @@ class Runtime:
         self._wires: list[Communicator] = list(
             {id(wire): wire for group in self.groups for wire in (group.shard, group.replica) if wire.ranks > 1}.values()
         )
+        self._homes = list({id(group.home): group.home for group in self.groups if group.home.apart}.values())
         self._streams = compute_streams(root.options.device)
         self._ticks = itertools.count()
         self._stack: list[Call] = []
@@ -90,26 +95,94 @@ class Runtime:
     def in_backward(self) -> bool:
         return self._open and self._backward() is not None
 
-    def enter(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
-        """A forward call of ``unit`` begins. Returns its inputs, moved and cast, or None if they stay as they are."""
+    @torch_private.never_compiled
+    def run(self, unit: Unit, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a forward of ``unit``, with whole parameters. Collective.
+
+        A compiler that runs what is called here does not look at what the engine does before and after.
+        """
+        compiler = torch_private.set_compiler(None)
+        call = self.call(unit)
+        try:
+            args, kwargs = self.enter(call, args, kwargs)
+            torch_private.set_compiler(compiler)
+            output = function(*args, **kwargs)
+        except BaseException:
+            torch_private.set_compiler(None)
+            with contextlib.suppress(StateError):  # what cannot be waited for any more is not what happened first
+                self.exit(call, None)
+            torch_private.set_compiler(compiler)
+            raise
+        torch_private.set_compiler(None)
+        self.exit(call, output)
+        torch_private.set_compiler(compiler)
+        return output
+
+    @torch_private.never_compiled
+    def run_method(
+        self, unit: Unit, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], serving: bool
+    ) -> Any:
+        """Run another entry point than forward in the same way. Collective.
+
+        With ``serving``, ranks may call what is inside different numbers of times: the units are gathered in rounds, all of them
+        once in one fixed order, and a rank that is done takes part in the rounds of the others. One small reduction per round.
+        """
+        if not serving or self._stack or torch_private.in_graph_task():
+            return self.run(unit, function, args, kwargs)
+
+        def until_all_are_done(*args: Any, **kwargs: Any) -> Any:
+            self._serving = True
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self._issue_rest(self._forward_order)
+                while self._next_round(running=False):
+                    self._issue_rest(self._forward_order)
+                self._serving = False
+
+        self._serving = True  # for the gather of the unit itself, too
+        try:
+            return self.run(unit, until_all_are_done, args, kwargs)
+        finally:
+            self._serving = False
+
+    def _next_round(self, running: bool) -> bool:
+        """Every unit was gathered once. Return True, and begin another round, if some rank still runs."""
+        self._end_gathers()
+        flag = torch.tensor([running], dtype=torch.uint8, device=self.root.options.device)
+        for wire in self._wires:
+            flag = wire.any_of(flag)
+        again = bool(flag)
+        if again:
+            self._forward_order.restart([unit for unit in self.units if unit is not self._stack[0].unit])
+        return again
+
+    @property
+    def _uneven(self) -> bool:
+        return self.options.uneven or self._serving
+
+    def call(self, unit: Unit) -> Call:
+        """Return a forward call that begins now."""
+        return Call(unit, next(self._ticks))
+
+    def enter(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        """A forward call begins. Returns its inputs, moved and cast."""
+        unit = call.unit
         recomputing = torch_private.in_graph_task()
         outermost = not recomputing and (unit.is_root or not self._stack)
         if outermost:
             self._begin_forward()
         unit.running += 1
-        self._stack.append(Call(unit, next(self._ticks)))
-        self._use(unit, self._backward_order if recomputing else self._forward_order, recomputing)
-        return self._inputs(unit, args, kwargs, outermost)
-
-    @staticmethod
-    def _inputs(unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any], outermost: bool) -> tuple[Any, Any] | None:
-        new_args, new_kwargs = args, kwargs
+        self._stack.append(call)
+        self._use(unit, call.form, self._backward_order if recomputing else self._forward_order, recomputing)
+        if unit.buffers is not None:
+            unit.buffers.follow(call.form)
         options = unit.options
         if outermost:
-            new_args, new_kwargs = move_to(new_args, options.device), move_to(new_kwargs, options.device)
-        if options.cast_inputs or (outermost and options.cast_root_inputs):
-            new_args, new_kwargs = cast_floats(new_args, options.compute_dtype), cast_floats(new_kwargs, options.compute_dtype)
-        return None if new_args is args and new_kwargs is kwargs else (new_args, new_kwargs)
+            args, kwargs = move_to(args, options.device), move_to(kwargs, options.device)
+        if (options.cast_inputs or (outermost and options.cast_root_inputs)) and call.form == 0:
+            args, kwargs = cast_floats(args, options.compute_dtype), cast_floats(kwargs, options.compute_dtype)
+        return args, kwargs
 
     def _begin_forward(self) -> None:
         """The outermost forward. Legal from every state, as an exception may have left any. What was kept full is stale by now."""
@@ -117,6 +190,8 @@ class Runtime:
         if self._open:
             self._discard()
         self._stack.clear()
+        if (generation := sum(wire.generation for wire in self._wires)) != self._generation:  # a forward has failed
+            self._generation, self._forward_order, self._backward_order = generation, Order(), Order()
         for unit in self.units:
             unit.running = 0
             unit.free()
@@ -127,37 +202,73 @@ class Runtime:
                 if stray is not None:
                     self._refuse_stray(unit, group, stray)
                 group.store.check(group.name)
-                group.follow_requires_grad(lambda group, index, unit=unit: hooks.on_gradient_of_leaf(unit, group, index))  # type: ignore[misc]
+                group.follow_requires_grad(
+                    lambda group, index, leaf, unit=unit: hooks.on_gradient_of_leaf(unit, group, index, leaf)  # type: ignore[misc]
+                )
+        if any(unit.unwritten for unit in self.units):
+            self._require_values()
+        for unit in self.units:
+            unit.hide_parts()
         self._forward_order.restart(self.units)
 
-    def _use(self, unit: Unit, order: Order, backward: bool) -> None:
+    def _require_values(self) -> None:
+        """Raise UsageError, on all ranks, if a tensor that came from the meta device has been given no value up to now."""
+        left, names = [], []
+        for unit in self.units:
+            for name, read in unit.unwritten:
+                names.append(f"{name!r} of {unit.label}")
+                value = read()
+                if value is not None and is_unwritten(value):
+                    left.append(names[-1])
+        flag = torch.tensor([bool(left)], dtype=torch.uint8, device=self.root.options.device)
+        for wire in self._wires:
+            flag = wire.any_of(flag)
+        if flag:
+            found = left or names  # of another rank's: this one holds nothing of it
+            raise UsageError(
+                explain(
+                    "Parameters or buffers were never given values: they came from the meta device as uninitialised memory.",
+                    expected="reset_parameters() or param_init_fn to fill all of a module's tensors, unsaved buffers too; or "
+                    "load_state_dict(), or sync_module_states=True with values on the first rank",
+                    got=f"nothing in {', '.join(found[:5])}{' and more' if len(found) > 5 else ''}",
+                    where=self.root.label,
+                    fix="fill them in reset_parameters() or param_init_fn",
+                )
+            )
+        for unit in self.units:
+            unit.unwritten = []
+
+    def _use(self, unit: Unit, form: int, order: Order, backward: bool) -> None:
         """Make ``unit`` full and shown.
 
         Collective. With uneven use all ranks gather all units in one fixed order, each at the latest when it needs a later one or
         when the pass ends, so that a rank which skips a unit still serves it.
         """
         self._streams.join()
-        uneven = self.options.uneven
+        uneven = self._uneven
         if uneven:
+            if self._serving and unit.residency is Residency.SHARDED and unit not in order.to_issue:
+                self._issue_rest(order)
+                self._next_round(running=True)
             while unit in order.to_issue:
-                order.to_issue.pop(0).gather()
-        unit.gather()
+                self._gather_for_others(order.to_issue.pop(0))
+        unit.gather(form)
         following = order.advance(unit)
         if following is not None and not uneven and self._prefetches(backward):
-            following.gather()
+            following.gather(following.wanted_form())
         unit.wait()
         unit.show(True)
 
     def _prefetches(self, backward: bool) -> bool:
         return self.options.backward_prefetch is Prefetch.PRE if backward else self.options.forward_prefetch
 
-    def exit(self, unit: Unit, output: object) -> None:
+    def exit(self, call: Call, output: object) -> None:
         """A forward call has ended, with None where it raised. A recomputation frees nothing: backward is about to use it."""
-        if not self._stack:
+        if call not in self._stack:
             return
-        call = self._stack.pop()
-        while call.unit is not unit:
-            call = self._stack.pop()
+        while self._stack.pop() is not call:
+            pass
+        unit = call.unit
         unit.running = max(unit.running - 1, 0)
         call.exit, in_graph = next(self._ticks), False
         if torch.is_grad_enabled():
@@ -176,7 +287,7 @@ class Runtime:
 
     def _keeps(self, unit: Unit) -> bool:
         """What backward uses first is not freed. With uneven use nothing stays: ranks have to gather the same again in backward."""
-        if self.options.uneven:
+        if self._uneven:
             return False
         return unit.is_root or not unit.options.reshard_after_forward or unit is self._backward_order.first_after_root()
 
@@ -184,17 +295,32 @@ class Runtime:
         """Sends never outlive the pass that posted them: after it, somebody may write the shards."""
         self._issue_rest(self._forward_order)
         for unit in self.units:
+            unit.reveal_parts()
+        self._end_gathers()
+
+    def _end_gathers(self) -> None:
+        for unit in self.units:
             if unit.residency is Residency.GATHERING:  # gathered for others, or on a wrong guess
                 unit.free()
         self._drain("parameters that this rank has sent")
 
+    def _gather_for_others(self, unit: Unit) -> None:
+        if self._serving and unit.residency is Residency.FULL:
+            unit.send_again()
+        unit.gather(unit.wanted_form())
+
     def _issue_rest(self, order: Order) -> None:
-        while self.options.uneven and order.to_issue:
-            order.to_issue.pop(0).gather()
+        while self._uneven and order.to_issue:
+            unit = order.to_issue.pop(0)
+            self._gather_for_others(unit)
+            if self._serving and unit.residency is Residency.GATHERING:
+                unit.free()  # nobody here needs it: one at a time
 
     def _drain(self, what: str) -> None:
         for wire in self._wires:
             wire.drain(what)
+        for home in self._homes:
+            home.settle()
 
     # -- backward
 
@@ -221,20 +347,20 @@ class Runtime:
         call.seen_by = backward.serial
         backward.keep |= torch.is_grad_enabled()
         if self.options.backward_prefetch is Prefetch.POST and not self.options.uneven:
-            call.unit.gather()
+            call.unit.gather(call.form)
         for unit in list(backward.entered):
             if unit is not call.unit and all(other.enter > call.exit for other in unit.calls):
                 self._leave(unit, backward)
         if not call.unit.calls:
             backward.entered.append(call.unit)
         call.unit.calls.append(call)
-        self._use(call.unit, self._backward_order, backward=True)
+        self._use(call.unit, call.form, self._backward_order, backward=True)
 
-    def on_gradient(self, group: Group, index: int) -> None:
+    def on_gradient(self, group: Group, index: int, leaf: torch.nn.Parameter) -> None:
         """A large leaf's gradient was accumulated."""
         self._streams.join()
         self._current_backward()
-        group.take(index)
+        group.take(index, leaf)
 
     def _leave(self, unit: Unit, backward: Backward) -> None:
         """Start the reduction and free. A gradient that comes later starts a further reduction, which adds."""
@@ -311,6 +437,7 @@ class Runtime:
     def _discard(self) -> None:
         """After a backward that raised: wait for what travels, drop partial gradients."""
         self._reductions.clear()
+        self._backward_order = Order()  # ranks may have come to different places: nobody guesses from it
         for unit in self.units:
             unit.calls.clear()
             for group in unit.groups:
@@ -336,6 +463,7 @@ class Runtime:
                 unit.running = 0
         for unit in self.units:
             unit.free()
+            unit.reveal_parts()
 
     def require_idle(self, what: str) -> None:
         """Raise StateError if ``what`` is called from inside of forward or backward."""
@@ -349,6 +477,21 @@ class Runtime:
                     fix="call it before forward, or after backward has returned",
                 )
             )
+
+    def set_comm_hook(self, hook: CommHook) -> None:
+        """Sum and average gradients in the user's way."""
+        if any(group.has_gradients for group in self.groups):
+            raise StateError(
+                explain(
+                    "Gradients are being collected already.",
+                    expected="a communication hook that is registered before the first backward",
+                    got="gradients of a backward inside of no_sync",
+                    where=self.root.label,
+                    fix="register the hook right after wrapping",
+                )
+            )
+        for group in self.groups:
+            group.set_hook(hook)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -39,9 +39,9 @@ class GroupMemory:
     With one rank and no cast the leaves view the shard itself (``aliased``), and nothing is ever allocated, copied or freed.
     """
 
-    def __init__(self, store: ParamStore, ranks: int, dtype: torch.dtype, device: torch.device) -> None:
-        """dtype: of what is gathered, and so of the leaves."""
-        self.aliased = ranks == 1 and dtype == store.dtype
+    def __init__(self, store: ParamStore, ranks: int, dtype: torch.dtype, device: torch.device, apart: bool = False) -> None:
+        """dtype: of what is gathered, and so of the leaves. apart: the shard lives elsewhere than on ``device``."""
+        self.aliased = ranks == 1 and dtype == store.dtype and not apart
         numel = ranks * store.numel
         self.full = store.outgoing(dtype) if self.aliased else torch.empty(numel, dtype=dtype, device=device)  # [ranks * S]
         self.segments = list(self.full.chunk(ranks))  # [S] each

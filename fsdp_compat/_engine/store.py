@@ -8,7 +8,9 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-__all__ = ["ParamStore", "Shown", "Target", "as_leaf"]
+from .mesh import Axis
+
+__all__ = ["Kind", "ParamStore", "Shown", "Target", "as_leaf"]
 
 
 class Target(typing.NamedTuple):
@@ -38,6 +40,10 @@ class ParamStore(typing.Protocol):
     dtype: torch.dtype  # of the shard; gathers and reductions may use others
 
     @property
+    def spread(self) -> Sequence[Axis]:
+        """Further axes that every leaf is split over: tensor parallelism. A norm adds up over them too."""
+
+    @property
     def targets(self) -> Sequence[Target]:
         """What the optimizer sees; leaves follow the requires_grad of their target."""
 
@@ -45,7 +51,8 @@ class ParamStore(typing.Protocol):
         """Return [S], what this rank sends in a gather: the shard itself if ``dtype`` is its own, else a cast of it."""
 
     def make_leaves(self, full: torch.Tensor) -> list[nn.Parameter]:
-        """Once. full: [ranks * S]. The leaves either all view ``full``, or all have other storages, which the engine fills."""
+        """Once per dtype computed in. full: [ranks * S]. The leaves either all view ``full``, or all have other storages, which
+        the engine fills."""
 
     def places(self, buffer: torch.Tensor) -> list[list[torch.Tensor]]:
         """buffer: [ranks * S]. Return per leaf the views that together hold it, and one last list: what belongs to no leaf.
@@ -59,19 +66,31 @@ class ParamStore(typing.Protocol):
     def grads(self, total: torch.Tensor) -> list[torch.Tensor]:
         """total: [S]. Return per target the view of it that can be its ``.grad``."""
 
-    def shown(self, full: bool) -> list[Shown]:
-        """Return what the modules show, full or sharded."""
+    def shown(self, leaves: Sequence[nn.Parameter] | None) -> list[Shown]:
+        """Return what the modules show: the leaves, or with None the sharded form. Both have the same slots in the same order."""
 
     def check(self, where: str) -> None:
         """Put right, or refuse with a StateError, targets that somebody replaced or moved away from the shard."""
 
 
-def as_leaf(view: torch.Tensor, requires_grad: bool) -> nn.Parameter:
-    """Return a Parameter over a view, with a version counter of its own.
+class Kind(typing.NamedTuple):
+    """What a parameter is beside its values: its class, and the attributes somebody has set on it."""
+
+    cls: type[nn.Parameter]
+    attributes: dict[str, typing.Any]
+
+
+PLAIN = Kind(nn.Parameter, {})
+
+
+def as_leaf(view: torch.Tensor, requires_grad: bool, kind: Kind = PLAIN) -> nn.Parameter:
+    """Return a Parameter over a view, with a version counter of its own. It shares the attributes of ``kind``.
 
     A plain ``nn.Parameter(view)`` would share its base's counter (an in-place change of an activation then looks like one of the
     weights), and autocast would cache its cast across gathers.
     """
     leaf = view.data.requires_grad_(requires_grad)
-    leaf.__class__ = nn.Parameter
+    leaf.__class__ = kind.cls
+    if kind is not PLAIN:
+        leaf.__dict__ = kind.attributes
     return typing.cast(nn.Parameter, leaf)

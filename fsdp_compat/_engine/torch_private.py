@@ -3,28 +3,44 @@
 from __future__ import annotations
 
 import datetime
+import functools
+import sys
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._C._distributed_c10d import AllgatherOptions, PrefixStore, ReduceScatterOptions
+from torch._C._distributed_c10d import AllgatherOptions, PrefixStore, ReduceScatterOptions, Store
+from torch._C._dynamo import eval_frame
+from torch.nn.utils import clip_grad
+from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
+    "PoisonedMemory",
+    "Store",
     "as_plain_tensor",
     "children_of",
     "copy_together",
     "default_device_of_backend",
+    "default_store",
     "gloo_of_its_own",
+    "group_named",
     "group_timeout",
     "in_graph_task",
     "is_gloo",
+    "is_plain",
+    "is_registered",
+    "local_part",
+    "never_compiled",
     "on_end_of_backward",
     "parameters_of",
+    "placement",
     "refresh_rnn_weights",
     "same_storage",
+    "replace_total_norm",
     "scale_together",
+    "set_compiler",
     "start_all_gather",
     "start_reduce_scatter",
     "storage_key",
@@ -42,6 +58,43 @@ def on_end_of_backward(callback: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
+# set_compiler(compiler): let torch.compile's evaluation of frames be done by ``compiler`` from now on (None: code runs as it is),
+# and return what it was. ``torch.compiler.disable`` does the same around a call, but imports the compiler, which takes seconds.
+# The C function itself: a function of ours around it would be compiled.
+set_compiler: Callable[[Any], Any] = eval_frame.set_eval_frame
+
+
+def never_compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Mark a function that torch.compile neither traces into nor compiles; what it calls may be compiled."""
+    skip = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.DEFAULT)
+    eval_frame.set_code_exec_strategy(function.__code__, skip)
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]  # for calls from code that is traced
+    return function
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """True for a tensor that is its own storage, rather than a stand-in for others (DTensor)."""
+    return type(tensor) in (torch.Tensor, nn.Parameter) or not isinstance(tensor, _dtensor_class())
+
+
+def _dtensor_class() -> Any:
+    """DTensor, if anybody has imported it: that takes a second, and without it no tensor can be one."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return () if module is None else module.DTensor
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """What of a tensor this process holds, without a graph: its own storage."""
+    return tensor if is_plain(tensor) else tensor._local_tensor  # type: ignore[attr-defined]
+
+
+def placement(tensor: torch.Tensor) -> tuple[object, ...]:
+    """() for a plain tensor; for a DTensor its mesh, and along which of the mesh's dimensions it is split."""
+    if is_plain(tensor):
+        return ()
+    return tensor.device_mesh, tuple(p.is_replicate() for p in tensor.placements)  # type: ignore[attr-defined]
+
+
 def copy_together(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
     """Copy many tensors in one call, casts included. A loop of ``copy_`` costs six times as much host time."""
     torch._foreach_copy_(targets, sources)
@@ -52,9 +105,26 @@ def scale_together(tensors: list[torch.Tensor], factor: torch.Tensor) -> None:
     torch._foreach_mul_(tensors, factor)
 
 
+def replace_total_norm(replacement: Callable[..., torch.Tensor]) -> None:
+    """Compute norms in torch's clipping with ``replacement(torch's own function, ...)``. Nothing public lets a gradient say that it
+    is a part; importing names from torch.nn.utils is so common that only the step inside of it reaches all callers. Once."""
+    original = clip_grad._get_total_norm
+    if hasattr(original, "_fsdp_compat"):
+        return
+
+    @functools.wraps(original)
+    def total_norm(*args: Any, **kwargs: Any) -> torch.Tensor:
+        return replacement(original, *args, **kwargs)
+
+    total_norm._fsdp_compat = True  # type: ignore[attr-defined]
+    clip_grad._get_total_norm = total_norm
+    if getattr(torch.nn.utils, "get_total_norm", None) is original:
+        torch.nn.utils.get_total_norm = total_norm
+
+
 def storage_key(tensor: torch.Tensor) -> int:
     """The identity of a tensor's storage object, which its data pointer is not while it is freed."""
-    return tensor.untyped_storage()._cdata
+    return local_part(tensor).untyped_storage()._cdata
 
 
 def same_storage(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -66,6 +136,25 @@ def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
     return module._parameters
 
 
+class PoisonedMemory(TorchDispatchMode):
+    """Inside of it, new tensors without values hold what nobody would put there: NaN, or the largest integer.
+
+    Torch's own ``fill_uninitialized_memory`` does it in deterministic mode only, which changes more than that.
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func.overloadpacket in _EMPTY and isinstance(result, torch.Tensor) and not result.is_meta:
+            if result.is_floating_point() or result.is_complex():
+                result.fill_(float("nan"))
+            elif result.dtype != torch.bool:
+                result.fill_(torch.iinfo(result.dtype).max)
+        return result
+
+
+_EMPTY = (torch.ops.aten.empty, torch.ops.aten.empty_like, torch.ops.aten.empty_strided, torch.ops.aten.new_empty)
+
+
 def children_of(module: nn.Module) -> list[tuple[str, nn.Module]]:
     """A module's children under all their names; ``named_children`` leaves out the second name of one."""
     return [(name, child) for name, child in module._modules.items() if child is not None]
@@ -75,6 +164,11 @@ def refresh_rnn_weights(module: nn.RNNBase) -> None:
     """Rebuild the list of weights that the RNN family keeps beside its parameters."""
     parameters = module._parameters
     module._flat_weights = [parameters.get(name) for name in module._flat_weights_names]
+
+
+def group_named(name: str) -> dist.ProcessGroup | None:
+    """The process group of a name, which is alike on all ranks and survives a pickle."""
+    return next((group for group, its in dist.distributed_c10d._world.pg_names.items() if its == name), None)
 
 
 def group_timeout(group: dist.ProcessGroup) -> datetime.timedelta:
@@ -117,13 +211,24 @@ def is_gloo(group: dist.ProcessGroup, device: torch.device) -> bool:
         return False
 
 
-def gloo_of_its_own(group: dist.ProcessGroup, rank: int, ranks: int, timeout: datetime.timedelta) -> Any:
+def default_store() -> Store | None:
+    """The store in which the ranks of the default process group met, or None where there is none. It has no public door."""
+    return dist.distributed_c10d._get_default_store() if dist.is_initialized() else None
+
+
+def is_registered(group: dist.ProcessGroup) -> bool:
+    """True until a process group is destroyed. The public functions that know it raise instead of answering."""
+    return group in dist.distributed_c10d._world.pg_map
+
+
+def gloo_of_its_own(group: dist.ProcessGroup, rank: int, ranks: int, timeout: datetime.timedelta, generation: int = 0) -> Any:
     """Connect the ranks of a group a second time, so that a user's messages and ours never meet.
 
     ``new_group`` would do it for all ranks of the world only, or under a name that depends on how many groups each process has
-    made; and what it makes lives until the world ends. Collective: the ranks of the group.
+    made; and what it makes lives until the world ends. generation: how often they have done so before. Collective: the ranks of
+    the group.
     """
-    store = PrefixStore(f"fsdp_compat/{group.group_name}", dist.distributed_c10d._world.pg_map[group][1])
+    store = PrefixStore(f"fsdp_compat/{group.group_name}/{generation}", dist.distributed_c10d._world.pg_map[group][1])
     return dist.ProcessGroupGloo(store, rank, ranks, timeout)
 
 

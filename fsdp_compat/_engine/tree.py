@@ -80,10 +80,15 @@ def _has_forward(module: nn.Module) -> bool:
     return type(module).forward is not nn.Module.forward or "forward" in vars(module)
 
 
-def group_members(members: Iterable[Member]) -> list[tuple[tuple[torch.dtype, bool], list[Member]]]:
-    """Return a unit's members by (dtype, requires_grad), in order of first appearance; trainable groups come first."""
-    kinds: dict[tuple[torch.dtype, bool], list[Member]] = {}
+Kinds = tuple[torch.dtype, bool, tuple[object, ...]]
+
+
+def group_members(members: Iterable[Member]) -> list[tuple[Kinds, list[Member]]]:
+    """Return a unit's members by (dtype, requires_grad, how a DTensor is placed), in order of first appearance; trainable groups
+    come first."""
+    kinds: dict[Kinds, list[Member]] = {}
     for member in members:
-        kinds.setdefault((member.parameter.dtype, member.parameter.requires_grad), []).append(member)
-    found: Sequence[tuple[tuple[torch.dtype, bool], list[Member]]] = list(kinds.items())
+        p = member.parameter
+        kinds.setdefault((p.dtype, p.requires_grad, torch_private.placement(p)), []).append(member)
+    found: Sequence[tuple[Kinds, list[Member]]] = list(kinds.items())
     return sorted(found, key=lambda item: not item[0][1])

@@ -14,17 +14,20 @@ from torch import nn
 
 from ..errors import StateError, explain
 from . import torch_private
+from .buffers import CastBuffers
 from .collectives import Communicator, Pending, communicator
+from .device import home_of
 from .dtypes import Precision
+from .guards import Guards
 from .mesh import Mesh
-from .reduce import Collected, HandedGradients, ReduceBuffer, Reduction, Wire
+from .reduce import Collected, CommHook, HandedGradients, ReduceBuffer, Reduction, Wire, predivisor
 from .storage import GroupMemory
 from .store import ParamStore, Shown
 
 if typing.TYPE_CHECKING:
     from .runtime import Runtime
 
-__all__ = ["LARGE", "Call", "Group", "Residency", "Unit", "UnitOptions"]
+__all__ = ["LARGE", "Call", "Group", "Residency", "Unit", "UnitOptions", "Unwritten"]
 
 LARGE = 65536  # elements; gradients below are moved together when the unit is left, without a hook each
 
@@ -56,6 +59,7 @@ class UnitOptions:
     cast_root_inputs: bool  # the same, for the unit that a forward begins with
     compute_dtype: torch.dtype
     device: torch.device
+    full_precision_in_eval: bool = False  # modules in evaluation mode compute in the dtype of the shard
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,19 +82,36 @@ class Zeroed(enum.Enum):
 class Group:
     """The engine's half of one store: which of its memory is there, what travels, which gradients have come. It knows no layout."""
 
-    def __init__(self, store: ParamStore, mesh: Mesh, precision: Precision, device: torch.device) -> None:
-        """Collective over the mesh, once per process group (see ``communicator``)."""
+    def __init__(self, store: ParamStore, mesh: Mesh, precision: Precision, device: torch.device, offload: bool = False) -> None:
+        """Collective over the mesh, once per process group (see ``communicator``). offload: the shard is on the CPU."""
         self.name = ""  # of its unit, for errors; the runtime sets it
         self.store, self.precision, self.device = store, precision, device
         self.shard: Communicator = communicator(mesh.shard, device)
         self.replica: Communicator = communicator(mesh.replica, device)
-        self.floating = store.dtype.is_floating_point
-        self.memory = GroupMemory(store, mesh.shard.ranks, precision.gather, device)
-        self.leaves = self.memory.leaves
-        self._small = [index for index, leaf in enumerate(self.leaves) if leaf.numel() < LARGE]
+        self.beyond = [communicator(axis, device) for axis in store.spread if axis.ranks > 1]
+        self.home = home_of(device, offload)
+        self.memories = [  # one per dtype computed in: see `use`
+            GroupMemory(store, mesh.shard.ranks, dtype, device, self.home.apart)
+            for dtype in dict.fromkeys((precision.gather, precision.evaluate or precision.gather))
+        ]
+        self.memory = self.memories[0]
+        self._leaves = [(index, leaf) for memory in self.memories for index, leaf in enumerate(memory.leaves)]
+        self._small = [(index, leaf) for index, leaf in self._leaves if not _is_large(leaf)]
         self._tag = self.shard.new_tag()
-        self._wire = Wire(self.shard, self.replica, self._tag, self.replica.new_tag())
-        self._hooked: set[int] = set()
+        grad_dtype = precision.grad if precision.grad not in (None, store.dtype) else None
+        if grad_dtype is not None:
+            for target, _ in store.targets:
+                target.grad_dtype = grad_dtype
+        self._wire = Wire(
+            self.shard,
+            self.replica,
+            self._tag,
+            self.replica.new_tag(),
+            self.home,
+            predivisor(mesh.ranks, precision.reduce),
+            grad_dtype=grad_dtype,
+        )
+        self._hooked: set[nn.Parameter] = set()
         self._gathering: Pending | None = None
         self._collected: Collected | None = None  # made when the first gradient comes: frozen groups never have one
         self._unreduced: list[Unreduced | None] = []
@@ -98,16 +119,35 @@ class Group:
 
     # -- parameters
 
+    @property
+    def leaves(self) -> list[nn.Parameter]:
+        """The whole parameters that modules show in the present form."""
+        return self.memory.leaves
+
+    def use(self, form: int) -> None:
+        """Compute in the first dtype, or, where there is a second one for evaluation, in that. Only while nothing is gathered."""
+        self.memory = self.memories[min(form, len(self.memories) - 1)]
+
     def gather(self) -> None:
         memory = self.memory
         if memory.aliased:
             return
         memory.allocate()
-        own = self.store.outgoing(self.precision.gather)
+        own = self.home.bring(self.store.outgoing(memory.full.dtype))
         self._gathering = self.shard.begin_gather(own, memory.full, memory.segments, self._tag)
 
     def wait(self) -> None:
         """Make the leaves readable."""
+        if self._gathering is not None and self._gathering.lost:
+            raise StateError(
+                explain(
+                    "Parameters were on their way when the connections between the ranks were given up.",
+                    expected="a new step after the error that said so",
+                    got="a forward or backward that goes on after it",
+                    where=self.name,
+                    fix="let that error end the step on all ranks, then begin the next one",
+                )
+            )
         self._arrive()
         self.memory.fill_leaves()
 
@@ -120,24 +160,27 @@ class Group:
 
         Collective. It does not touch what the group holds for forward and backward.
         """
-        return self.shard.gather_now(self.store.outgoing(self.store.dtype) if own is None else own)
+        return self.shard.gather_now(self.home.bring(self.store.outgoing(self.store.dtype) if own is None else own))
 
     def _arrive(self) -> None:
         if self._gathering is not None:
             pending, self._gathering = self._gathering, None
             self.shard.end_gather(pending, f"the parameters of {self.name}")
 
-    def follow_requires_grad(self, make_hook: Callable[[Group, int], None]) -> None:
-        """Honour toggles on what the optimizer sees. ``make_hook(group, index)`` hooks a large leaf when it is first trainable."""
-        for target, indices in self.store.targets:
-            wanted = target.requires_grad
-            for index in indices:
-                leaf = self.leaves[index]
-                if leaf.requires_grad is not wanted:
-                    leaf.requires_grad_(wanted)
-                if wanted and leaf.numel() >= LARGE and index not in self._hooked:
-                    self._hooked.add(index)
-                    make_hook(self, index)
+    def follow_requires_grad(self, make_hook: Callable[[Group, int, nn.Parameter], None]) -> None:
+        """Honour toggles on what the optimizer sees. ``make_hook(group, index, leaf)`` hooks a large leaf when it is first
+        trainable."""
+        for memory in self.memories:
+            leaves = memory.leaves
+            for target, indices in self.store.targets:
+                wanted = target.requires_grad
+                for index in indices:
+                    leaf = leaves[index]
+                    if leaf.requires_grad is not wanted:
+                        leaf.requires_grad_(wanted)
+                    if wanted and leaf not in self._hooked and _is_large(leaf):
+                        self._hooked.add(leaf)
+                        make_hook(self, index, leaf)
 
     # -- gradients
 
@@ -148,20 +191,28 @@ class Group:
     @property
     def resident_nbytes(self) -> int:
         """Bytes beyond shard, gradients and optimizer state that are held now."""
-        return self.memory.resident_nbytes + (self._collected.resident_nbytes if self._collected is not None else 0)
+        held = sum(memory.resident_nbytes for memory in self.memories)
+        return held + (self._collected.resident_nbytes if self._collected is not None else 0)
 
-    def take(self, index: int) -> None:
+    @property
+    def hook(self) -> CommHook | None:
+        return self._wire.hook
+
+    def set_hook(self, hook: CommHook) -> None:
+        """Sum and average gradients in the user's way from now on. Not while gradients are being collected."""
+        self._wire = dataclasses.replace(self._wire, hook=hook, predivisor=1.0)
+        self._collected = None  # made anew: without division on the way in
+
+    def take(self, index: int, leaf: nn.Parameter) -> None:
         """Move one large leaf's gradient to where they collect."""
-        leaf = self.leaves[index]
         grad, leaf.grad = leaf.grad, None
         if grad is not None:  # a hook may fire without a gradient
             self._put([(index, grad)])
 
     def collect(self) -> None:
         """Move the gradients of the small leaves, which autograd has left in ``.grad``."""
-        leaves, found = self.leaves, []
-        for index in self._small:
-            leaf = leaves[index]
+        found = []
+        for index, leaf in self._small:
             grad = leaf.grad
             if grad is not None:
                 leaf.grad = None
@@ -181,13 +232,15 @@ class Group:
         self._collected.put(found)
 
     def _make_collected(self) -> Collected:
+        wire = self._wire
         whole = all(
             len(target.leaves) == 1 and target.parameter.shape == self.leaves[target.leaves[0]].shape
             for target in self.store.targets
         )
-        if self._wire.ranks == 1 and self.memory.aliased and whole and self.precision.reduce == self.store.dtype:
+        exact = self.precision.reduce == self.store.dtype and wire.grad_dtype is None and len(self.memories) == 1
+        if wire.ranks == 1 and wire.hook is None and self.memory.aliased and whole and exact:
             return HandedGradients(self.store)
-        return ReduceBuffer(self.store, self.shard.ranks, self.precision.reduce, self.device)
+        return ReduceBuffer(self.store, self.shard.ranks, self.precision.reduce, self.device, wire.predivisor)
 
     def start_reduction(self) -> None:
         if self._collected is None:  # served for ranks that have gradients
@@ -207,22 +260,23 @@ class Group:
             if target.grad is None:
                 target.grad = grad
             else:
+                self.home.settle()
                 target.grad.add_(grad)
 
     def discard(self) -> None:
         """After a backward that raised: wait for what travels, drop partial gradients."""
         if self.reduction is not None:
             reduction, self.reduction = self.reduction, None
-            reduction.finish()
+            with contextlib.suppress(StopIteration):  # it has raised, and ended with that
+                reduction.finish()
         if self._collected is not None:
             self._collected.discard()
-        for index in self._small:
-            self.leaves[index].grad = None
+        for _, leaf in self._leaves:
+            leaf.grad = None
 
     def stray_gradient(self) -> int | None:
         """The index of a leaf with a gradient that came past every hook."""
-        leaves = self.leaves
-        return next((index for index in self._small if leaves[index].grad is not None), None)
+        return next((index for index, leaf in self._small if leaf.grad is not None), None)
 
     # -- accumulation without communication
 
@@ -234,7 +288,7 @@ class Group:
                 self._unreduced.append(None)
                 continue
             if target.grad is None:
-                target.grad = torch.zeros_like(target)
+                target.grad = torch.zeros_like(target, dtype=self._wire.grad_dtype or target.dtype)
             grad = target.grad
             self._unreduced.append(Unreduced(grad, grad._version, grad.any()))
 
@@ -283,6 +337,11 @@ class Group:
         self._unreduced = []
 
 
+def _is_large(leaf: nn.Parameter) -> bool:
+    """True for a leaf with a hook of its own. Those of other tensor types are collected with the small ones."""
+    return leaf.numel() >= LARGE and torch_private.is_plain(leaf)
+
+
 class _Swap(typing.NamedTuple):
     """One attribute's part in going from one form to the other."""
 
@@ -293,13 +352,21 @@ class _Swap(typing.NamedTuple):
     old: nn.Parameter | None
 
 
+class Unwritten(typing.NamedTuple):
+    """A parameter or buffer of which nobody has said a value yet."""
+
+    name: str  # in the unit's module
+    read: Callable[[], torch.Tensor | None]  # what this rank holds of it
+
+
 class Call:
     """One forward call of a unit, in ticks of the runtime. It lives in the hooks of its outputs."""
 
-    __slots__ = ("enter", "exit", "lent", "seen_by", "unit")
+    __slots__ = ("enter", "exit", "form", "lent", "seen_by", "unit")
 
     def __init__(self, unit: Unit, enter: int) -> None:
         self.unit, self.enter, self.lent = unit, enter, unit.lent
+        self.form = unit.wanted_form()
         self.exit = -1  # tick; set when the call ends
         self.seen_by = -1  # serial of the backward that has passed it
 
@@ -311,28 +378,39 @@ class Unit:
     A freed leaf is never within reach, as reading one would read freed memory.
     """
 
-    def __init__(self, module: nn.Module, groups: Sequence[Group], options: UnitOptions) -> None:
-        """module: whose forward calls the hooks bracket."""
-        self.module, self.groups, self.options = module, list(groups), options
+    def __init__(
+        self, module: nn.Module, groups: Sequence[Group], options: UnitOptions, buffers: CastBuffers | None = None
+    ) -> None:
+        """module: whose forward calls are the unit's. buffers: what of its buffers is cast, if anything."""
+        self.module, self.groups, self.options, self.buffers = module, list(groups), options, buffers
         self.runtime: Runtime | None = None  # set by the runtime that takes the unit over
         self.label, self.is_root = "a unit", False  # likewise; the label is for errors
         self.running = 0  # forward calls that have entered and not exited
         self.lent = False  # somebody else shows full parameters (summon_full_params): neither gather nor free
         self.in_state_dict = False  # the front end takes or loads a state dict: the modules' own methods may see sharded forms
         self.calls: list[Call] = []  # that backward has entered and not left
+        self.unwritten: list[Unwritten] = []  # to be looked at once, before the first forward
         self._residency, self._shown_full = Residency.SHARDED, False
         self._attribute_holders = [(m.__dict__, _num_internal(m)) for m in module.modules() if _keeps_attributes(m)]
-        shown = {full: [slot for group in self.groups for slot in group.store.shown(full)] for full in (True, False)}
-        self._swaps = {
-            full: [
-                _Swap(slot.module, torch_private.parameters_of(slot.module), slot.attribute, slot.parameter, before.parameter)
-                for slot, before in zip(shown[full], shown[not full], strict=True)
-            ]
-            for full in (True, False)
-        }
-        self._orders = _orders_to_keep(shown[True])
-        self._rnns = list(dict.fromkeys(slot.module for slot in shown[True] if isinstance(slot.module, nn.RNNBase)))
+        num_forms = 2 if options.full_precision_in_eval else 1
+        self.form = 0  # of what is gathered, or was last: 1 for evaluation in full precision
+        sharded = [slot for group in self.groups for slot in group.store.shown(None)]
+        forms = [self._shown(form) for form in range(num_forms)]
+        self._to_full = [_swaps(sharded, shown) for shown in forms]
+        self._to_sharded = [_swaps(shown, sharded) for shown in forms]
+        self._guards = Guards(self, forms[0], sharded)
+        self._orders = _orders_to_keep(forms[0])
+        self._rnns = list(dict.fromkeys(slot.module for slot in forms[0] if isinstance(slot.module, nn.RNNBase)))
         self.show_sharded_again()
+
+    def _shown(self, form: int) -> list[Shown]:
+        return [
+            slot for group in self.groups for slot in group.store.shown(group.memories[min(form, len(group.memories) - 1)].leaves)
+        ]
+
+    def wanted_form(self) -> int:
+        """1 if the unit is to compute in the dtype of its shard now, for evaluation, 0 otherwise."""
+        return int(self.options.full_precision_in_eval and not self.module.training)
 
     @property
     def residency(self) -> Residency:
@@ -358,13 +436,15 @@ class Unit:
 
     def holders(self) -> list[nn.Module]:
         """The modules that hold what the unit manages."""
-        return list(dict.fromkeys(swap.module for swap in self._swaps[False]))
+        return list(dict.fromkeys(swap.module for swap in self._to_sharded[0]))
 
     @contextlib.contextmanager
     def described(self) -> Iterator[None]:
         """Put parameters without values where attributes are absent, for code that asks for shapes, as ``repr`` does."""
         put = []
-        for _, parameters, attribute, leaf, _ in self._swaps[True]:
+        if not self._shown_full:
+            self._guards.disarm()
+        for _, parameters, attribute, leaf, _ in self._to_full[0]:
             if leaf is not None and attribute not in parameters:
                 parameters[attribute] = nn.Parameter(torch.empty_like(leaf, device="meta"), requires_grad=False)
                 put.append((parameters, attribute))
@@ -373,6 +453,8 @@ class Unit:
         finally:
             for parameters, attribute in put:
                 del parameters[attribute]
+            if not self._shown_full and not self.lent:
+                self._guards.arm()
 
     def require_state_dict(self, module: nn.Module, method: str) -> None:
         """Raise StateError where a module's own ``state_dict`` or ``load_state_dict`` would meet flat or partial parameters."""
@@ -388,12 +470,23 @@ class Unit:
             )
         )
 
-    def gather(self) -> None:
-        """Collective. Start a gather, unless one is under way or done."""
+    def gather(self, form: int = 0) -> None:
+        """Collective. Start a gather, unless one is under way or done in this form."""
+        if self.form != form and not self.running and not self.lent:
+            self.free()
+            self.form = form
+            for group in self.groups:
+                group.use(form)
         if self._residency is Residency.SHARDED and not self.lent:
             self._move(Residency.GATHERING)
             for group in self.groups:
                 group.gather()
+
+    def send_again(self) -> None:
+        """Collective. The parameters are here, but other ranks gather them: take part, and receive what is there already."""
+        for group in self.groups:
+            group.gather()
+            group.wait()
 
     def wait(self) -> None:
         """Make the parameters readable."""
@@ -415,7 +508,9 @@ class Unit:
     def show(self, full: bool) -> None:
         if self._shown_full is full or self.lent:
             return
-        for swap in self._swaps[full]:
+        if full:
+            self._guards.disarm()
+        for swap in (self._to_full if full else self._to_sharded)[self.form]:
             _, parameters, attribute, new, old = swap
             if parameters.get(attribute) is not old:
                 self._refuse_foreign(swap)
@@ -425,6 +520,40 @@ class Unit:
                 parameters[attribute] = new
         self._shown_full = full
         self.keep_order()
+        if not full:
+            self._guards.arm()
+            if self.runtime is not None and self.runtime.in_forward:
+                self._guards.arm_reads()
+
+    def is_called_itself(self) -> None:
+        """The unit's module is not wrapped: its own calls gather."""
+        self._guards.leave_forward(self.module)
+
+    def hide_parts(self) -> None:
+        """A forward of the model begins: modules that hold parts do not show them."""
+        if not self._shown_full and not self.lent:
+            self._guards.arm_reads()
+
+    def reveal_parts(self) -> None:
+        """It has ended."""
+        self._guards.disarm_reads()
+
+    def withdraw(self) -> None:
+        """Take the sharded form out of the modules, and leave nothing, until ``show_sharded_again``."""
+        self._guards.disarm()
+        for _, parameters, attribute, new, _ in self._to_sharded[0]:
+            if new is not None and parameters.get(attribute) is new:
+                parameters[attribute] = None  # in its place among the others
+
+    def lend(self) -> None:
+        """Somebody else shows full parameters from now on."""
+        self._guards.disarm()
+        self.lent = True
+
+    def take_back(self) -> None:
+        """The opposite of ``lend``."""
+        self.show_sharded_again()
+        self.lent = False
 
     def keep_order(self) -> None:
         """Parameters have been put in or taken out: names come in the order they had, and RNNs see them."""
@@ -435,13 +564,13 @@ class Unit:
 
     def show_sharded_again(self) -> None:
         """From whatever the modules hold now to the sharded form."""
-        swaps = self._swaps[False]
-        for _, parameters, attribute, _, _ in swaps:
-            parameters.pop(attribute, None)
-        for _, parameters, attribute, new, _ in swaps:
-            if new is not None:
+        for _, parameters, attribute, new, _ in self._to_sharded[0]:
+            if new is None:
+                parameters.pop(attribute, None)
+            else:
                 parameters[attribute] = new
         self.keep_order()
+        self._guards.arm()
 
     def _refuse_foreign(self, swap: _Swap) -> typing.NoReturn:
         module, parameters, attribute, _, expected = swap
@@ -463,6 +592,13 @@ class Unit:
 _INTERNAL = frozenset(nn.Module().__dict__)
 
 
+def _swaps(before: Sequence[Shown], after: Sequence[Shown]) -> list[_Swap]:
+    return [
+        _Swap(new.module, torch_private.parameters_of(new.module), new.attribute, new.parameter, old.parameter)
+        for old, new in zip(before, after, strict=True)
+    ]
+
+
 def _num_internal(module: nn.Module) -> int:
     """How many of a module's first attributes are nn.Module's own."""
     return next((n for n, name in enumerate(module.__dict__) if name not in _INTERNAL), len(module.__dict__))
@@ -481,7 +617,7 @@ def _orders_to_keep(shown: Sequence[Shown]) -> list[tuple[nn.Module, list[str]]]
             managed.setdefault(module, []).append(attribute)
     kept = []
     for module, names in managed.items():
-        order = [name for name, parameter in torch_private.parameters_of(module).items() if parameter is not None]
+        order = [name for name, parameter in torch_private.parameters_of(module).items() if parameter is not None or name in names]
         if order != names:
             kept.append((module, order))
     return kept

@@ -48,9 +48,8 @@ def _full_unit(unit: Unit, writeback: bool, serve_only: bool, offload_to_cpu: bo
         yield
         return
     with contextlib.ExitStack() as stack:
-        unit.lent = True
-        stack.callback(setattr, unit, "lent", False)
-        stack.callback(unit.show_sharded_again)
+        unit.lend()
+        stack.callback(unit.take_back)
         for group, full, grads in fulls:
             stack.enter_context(_shown(group, full, grads, writeback))
         unit.keep_order()
@@ -66,29 +65,32 @@ def _shown(group: Group, full: torch.Tensor, grads: torch.Tensor | None, writeba
     flat = store.flat_parameter
     shown: list[nn.Parameter] = []
     kept: list[tuple[nn.Parameter, torch.Tensor, torch.Tensor | None]] = []
-    if flat is None:
-        for (parameter, _), value in zip(store.targets, wholes, strict=True):
-            kept.append((parameter, parameter.data, parameter.grad))
-            parameter.grad = None
-            parameter.data = value
-            shown.append(parameter)
-    else:
-        shown = [nn.Parameter(value, requires_grad=flat.requires_grad) for value in wholes]
-        for slot in store.registration.hidden_when_full():
-            torch_private.parameters_of(slot.module).pop(slot.attribute, None)
-        for member, parameter in zip(store.members, shown, strict=True):
-            for module, attribute in member.slots:
-                torch_private.parameters_of(module)[attribute] = parameter
-    for parameter, grad in zip(shown, whole_grads, strict=True):
-        parameter.grad = grad
+    target_grads: list[torch.Tensor | None] = []
+    for slot in store.registration.hidden_when_full():
+        torch_private.parameters_of(slot.module).pop(slot.attribute, None)
+    for target, indices in store.targets:
+        target_grads.append(target.grad)
+        for index in indices:
+            if flat is None and store.parallel[index] is None:  # the user's own object becomes whole
+                kept.append((target, target.data, target.grad))
+                target.grad = None
+                target.data = wholes[index]
+                shown.append(target)
+                continue
+            shown.append(store.parameter(index, wholes[index], target.requires_grad))
+            for module, attribute in store.members[index].slots:
+                torch_private.parameters_of(module)[attribute] = shown[-1]
+    for index, (parameter, grad) in enumerate(zip(shown, whole_grads, strict=True)):
+        parallel = store.parallel[index]
+        parameter.grad = grad if grad is None or parallel is None else parallel.wrap(grad)
     try:
         yield
     finally:
         with torch.no_grad():
             if writeback:
-                store.take_from_whole([parameter.data for parameter in shown])
+                store.take_from_whole([torch_private.local_part(parameter.data) for parameter in shown])
                 if grads is not None:
-                    _write_back_grads(store, [_grad_of(parameter) for parameter in shown], [grad for _, _, grad in kept])
+                    _write_back_grads(store, [_grad_of(parameter) for parameter in shown], target_grads)
             for parameter, data, grad in kept:
                 parameter.grad = None
                 parameter.data = data
@@ -96,14 +98,13 @@ def _shown(group: Group, full: torch.Tensor, grads: torch.Tensor | None, writeba
 
 
 def _grad_of(parameter: nn.Parameter) -> torch.Tensor:
-    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+    return torch_private.local_part(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
 
 
-def _write_back_grads(store: FlatStore, wholes: Sequence[torch.Tensor], kept: Sequence[torch.Tensor | None]) -> None:
-    """Copy this rank's part of whole gradients into those of the targets, where they have any. kept: those of originals."""
+def _write_back_grads(store: FlatStore, wholes: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | None]) -> None:
+    """Copy this rank's part of whole gradients into those of the targets, where they have any."""
     changed = torch.zeros_like(store.shard)
     store.take_from_whole(wholes, changed)
-    grads = kept or [target.grad for target, _ in store.targets]
     for grad, part in zip(grads, store.grads(changed), strict=True):
         if grad is not None:
             grad.copy_(part)

@@ -9,12 +9,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from .._engine import torch_private
 from .._engine.unit import Group, Unit
 from .._stores.flat_store import FlatStore
+from ..errors import UsageError, explain
 from .formats import read_part, shape_of, sharded_value
 from .names import clean_name
 
-__all__ = ["full_entries", "load_unit", "sharded_entries", "store_of"]
+__all__ = ["full_entries", "load_unit", "no_parallel_boxes", "sharded_entries", "store_of"]
 
 
 def store_of(group: Group) -> FlatStore:
@@ -30,9 +32,13 @@ def full_entries(unit: Unit, to_cpu: bool, keep: bool) -> Iterator[tuple[str, to
     for group in unit.groups:
         store = store_of(group)
         full = group.gather_full()
+        wholes = [
+            value if parallel is None else parallel.whole(value)
+            for value, parallel in zip(store.whole(full), store.parallel, strict=True)
+        ]
         if not keep:
             continue
-        for member, value in zip(store.members, store.whole(full), strict=True):
+        for member, value in zip(store.members, wholes, strict=True):
             own = value.detach().to("cpu", copy=True) if to_cpu else value.detach().clone()
             for name in member.names:
                 yield clean_name(name), own
@@ -44,6 +50,8 @@ def sharded_entries(unit: Unit, group: dist.ProcessGroup | None, to_cpu: bool) -
         store = store_of(its_group)
         shard = store.shard.detach().cpu() if to_cpu else store.shard.detach()
         for index, member in enumerate(store.members):
+            if store.parallel[index] is not None:
+                raise no_parallel_boxes(unit.label, member.name)
             run = shard[store.layout.part_in_shard(index, store.rank).slice]
             value = sharded_value(store.layout, index, store.rank, run, its_group.shard.members, group)
             for name in member.names:
@@ -68,7 +76,7 @@ def load_unit(unit: Unit, entries: MutableMapping[str, Any], prefix: str, missin
 
 
 def _load_parameter(store: FlatStore, index: int, key: str, value: object, errors: list[str]) -> None:
-    shape = store.layout.params[index].shape
+    shape = store.shape(index)
     if not isinstance(value, torch.Tensor):
         errors.append(f"{key}: expected a tensor of shape {shape}, got {type(value).__name__}")
         return
@@ -76,10 +84,25 @@ def _load_parameter(store: FlatStore, index: int, key: str, value: object, error
     if got != shape and not (shape == () and got == (1,)):
         errors.append(f"size mismatch for {key}: expected shape {list(shape)} as in the current model, got {list(got)}")
         return
+    if (parallel := store.parallel[index]) is not None:
+        value = parallel.local(value) if not torch_private.is_plain(value) else parallel.part(value)
     run = read_part(value, store.layout, index, store.rank)
     target = store.shard[store.layout.part_in_shard(index, store.rank).slice]
     if run.data_ptr() != target.data_ptr() or run.device != target.device or run.dtype != target.dtype:
         target.copy_(run)
+
+
+def no_parallel_boxes(where: str, name: str) -> UsageError:
+    """The error for sharded values of a unit (``where``) with a DTensor parameter ``name``."""
+    return UsageError(
+        explain(
+            "A sharded state dict of tensor-parallel parameters is not available in this version.",
+            expected="StateDictType.FULL_STATE_DICT for a model with DTensor parameters",
+            got=f"StateDictType.SHARDED_STATE_DICT, and a DTensor parameter {clean_name(name)!r}",
+            where=where,
+            fix="set FULL_STATE_DICT, with FullStateDictConfig(offload_to_cpu=True, rank0_only=True) for large models",
+        )
+    )
 
 
 def in_module_order(keys: Sequence[str], order: Sequence[str]) -> list[str]:

@@ -14,10 +14,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from .._engine import torch_private
 from .._engine.unit import Group, Unit
 from ..errors import CheckpointError, UsageError, explain
 from .formats import is_sharded, read_part, shape_of, sharded_value
-from .model import store_of
+from .model import no_parallel_boxes, store_of
 from .names import clean_name
 
 __all__ = ["NamedUnit", "optim_state", "optim_state_to_load"]
@@ -162,11 +163,16 @@ def _add_group_state(
                 if value is not None and _is_shaped(value, target):
                     place.copy_(value)
             gathered = group.gather_full(buffer)
-            wholes = store.whole(gathered)
+            wholes = [
+                value if parallel is None else parallel.whole(value)
+                for value, parallel in zip(store.whole(gathered), store.parallel, strict=True)
+            ]
             for target in having if keep else ():
                 for index, name in held[target].names:
                     state[name][key] = _copy(wholes[index], to_cpu)
             continue
+        if any(parallel is not None for parallel in store.parallel):
+            raise no_parallel_boxes(group.name, store.members[0].name)
         for target in having:
             value = by_parameter[target][key].detach().reshape(-1)
             for index, name in held[target].names:
@@ -195,15 +201,19 @@ def optim_state_to_load(
     optimizer: torch.optim.Optimizer,
     state_dict: Mapping[str, Any],
     units: Sequence[NamedUnit],
+    order: Sequence[str],
 ) -> dict[str, Any]:
-    """Return what ``optimizer.load_state_dict`` takes, from a dict by names, full or sharded.
+    """Return what ``optimizer.load_state_dict`` takes, from a dict by names, full or sharded, or by numbers, as the optimizer of an
+    unwrapped model gives it. order: the names of all parameters, as the model had them before it was wrapped.
 
     Collective if a value is sharded in another way than the units are; with full values, or own boxes, nothing is sent.
     """
     held = _held_by(optimizer, units, model)
-    named_state = {clean_name(str(name)): value for name, value in state_dict["state"].items()}
-    parameters = _parameters(optimizer)
+    if _is_by_number(state_dict):
+        state_dict = _by_name(state_dict, optimizer, held, order)
     known = {name: None for its in held.values() for _, name in its.names}  # the optimizer may hold a part of the model only
+    named_state = {_name_before(name, known): value for name, value in state_dict["state"].items()}
+    parameters = _parameters(optimizer)
     unknown = [name for name in named_state if name not in known]
     if unknown:
         raise CheckpointError(
@@ -228,6 +238,49 @@ def optim_state_to_load(
     return {"state": state, "param_groups": _param_groups(optimizer, held, state_dict["param_groups"])}
 
 
+def _is_by_number(state_dict: Mapping[str, Any]) -> bool:
+    groups = state_dict["param_groups"]
+    return any(isinstance(number, int) for group in groups for number in group["params"])
+
+
+def _name_before(name: object, known: Mapping[str, None]) -> str:
+    """The name of a parameter before anything was wrapped: DistributedDataParallel's begin with ``module.``."""
+    clean = clean_name(str(name))
+    inner = clean.removeprefix("module.")
+    return inner if clean not in known and inner in known else clean
+
+
+def _by_name(
+    state_dict: Mapping[str, Any], optimizer: torch.optim.Optimizer, held: Mapping[nn.Parameter, _Held], order: Sequence[str]
+) -> dict[str, Any]:
+    """Return the same dict with names: the numbers count an unwrapped model's parameters, group by group, in the model's order.
+
+    Where an optimizer holds the parameters themselves (original ones) their order in it counts.
+    """
+    position = {name: number for number, name in enumerate(order)}
+    names: dict[int, str] = {}
+    groups = []
+    saved = list(state_dict["param_groups"])
+    for number, group in enumerate(optimizer.param_groups):
+        its = [name for parameter in group["params"] for _, name in held[parameter].names]
+        if any(len(held[parameter].names) > 1 for parameter in group["params"]):
+            its.sort(key=lambda name: position.get(name, len(position)))
+        given = list(saved[number]["params"]) if number < len(saved) else []
+        if len(given) != len(its) or len(saved) != len(optimizer.param_groups):
+            raise CheckpointError(
+                explain(
+                    "The optimizer state, which is keyed by numbers, does not fit the optimizer.",
+                    expected=f"{len(optimizer.param_groups)} parameter group(s), number {number} of {len(its)} parameters",
+                    got=f"{len(saved)} parameter group(s), number {number} of {len(given)} parameters",
+                    where=f"optim_state_dict_to_load, parameter group {number} of {type(optimizer).__name__}",
+                    fix="make the optimizer with the same groups of parameters as the one that was saved, or load state by names",
+                )
+            )
+        names.update(zip(given, its, strict=True))
+        groups.append({**saved[number], "params": its})
+    return {"state": {names[number]: value for number, value in state_dict["state"].items()}, "param_groups": groups}
+
+
 def _state_of_target(
     group: Group, target: nn.Parameter, names: Mapping[int, str], found: Mapping[int, Mapping[str, Any]]
 ) -> dict[str, Any]:
@@ -243,7 +296,7 @@ def _state_of_target(
         dtype = next(iter(values.values())).dtype
         whole = torch.zeros(store.numel if flat else target.numel(), dtype=dtype, device=store.shard.device)
         for index, value in values.items():
-            shape = layout.params[index].shape
+            shape = store.shape(index)
             if shape_of(value) != shape:
                 raise CheckpointError(
                     explain(
@@ -254,6 +307,8 @@ def _state_of_target(
                         fix="load the optimizer state that was saved with this model",
                     )
                 )
+            if (parallel := store.parallel[index]) is not None:
+                value = parallel.local(value) if not torch_private.is_plain(value) else parallel.part(value)
             run = read_part(value, layout, index, rank)
             (whole[layout.part_in_shard(index, rank).slice] if flat else whole).copy_(run)
         result[key] = whole.view(target.shape)
@@ -278,7 +333,8 @@ def _param_groups(
 ) -> list[dict[str, Any]]:
     """Return the optimizer's groups with the settings of the saved group that holds the same parameters."""
     saved = list(saved)
-    by_name = {clean_name(str(name)): group for group in saved for name in group["params"]}
+    known = {name: None for its in held.values() for _, name in its.names}
+    by_name = {_name_before(name, known): group for group in saved for name in group["params"]}
     groups, number = [], 0
     for position, group in enumerate(optimizer.param_groups):
         names = [name for parameter in group["params"] for _, name in held[parameter].names]

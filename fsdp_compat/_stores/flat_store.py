@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import nn
 
-from .._engine.store import Shown, Target, as_leaf
-from .._engine.tree import Member
+from .._engine import torch_private
+from .._engine.mesh import Axis
+from .._engine.store import Kind, Shown, Target, as_leaf
+from .._engine.tree import Member, Place
 from .._layout.flat import flat_layout
 from .._layout.spec import FlatLayout
 from .._layout.transfer import pieces_of_rank, pieces_of_whole, plan_moves
 from .registration import FLAT_PARAM, FlatParameter, FlatRegistration, OriginalRegistration, Registration
+from .tensor_parallel import tensor_parallel
 
 __all__ = ["FlatStore"]
 
@@ -20,7 +24,10 @@ ALIGN_NBYTES = 16  # every parameter and every shard starts at a multiple of it
 
 
 class FlatStore:
-    """A group whose leaves are contiguous pieces of the gathered buffer: showing them copies nothing. (A ParamStore.)"""
+    """A group whose leaves are contiguous pieces of the gathered buffer: showing them copies nothing. (A ParamStore.)
+
+    A copy of one, by deepcopy or pickle, has a shard of its own and refers to the copies of the modules.
+    """
 
     def __init__(
         self,
@@ -31,37 +38,54 @@ class FlatStore:
         home: tuple[nn.Module, str],
         use_orig_params: bool,
         device: torch.device,
+        pin: bool = False,
     ) -> None:
-        """members: parameters of one dtype and requires_grad, on any device that is not meta; their memory is let go.
+        """members: parameters of one dtype, requires_grad and placement, on any device that is not meta; their memory is let go.
 
-        rank, ranks: of the shard axis. home: (module, attribute) where a FlatParameter is registered.
+        rank, ranks: of the shard axis. home: (module, attribute) where a FlatParameter is registered. device: of the shard;
+        ``pin``: in memory that a GPU can read.
         """
         originals = [member.parameter for member in members]
+        locals_ = [torch_private.local_part(p.detach()) for p in originals]
         self.dtype = originals[0].dtype
         self.members = tuple(member.place for member in members)  # not the parameters: what is flat has no use for them any more
-        shapes, names = [tuple(p.shape) for p in originals], [member.name for member in self.members]
+        shapes, names = [tuple(p.shape) for p in locals_], [member.name for member in self.members]
         align = max(ALIGN_NBYTES // self.dtype.itemsize, 1)
         self.layout: FlatLayout = flat_layout(names, shapes, ranks=ranks, align=align)
         self.rank, self.numel = rank, self.layout.shard_numel
+        self.parallel = [tensor_parallel(p) for p in originals]
         self._from_whole = plan_moves(pieces_of_whole([self.layout]), pieces_of_rank([self.layout], rank))
-        self.shard = torch.zeros(self.numel, dtype=self.dtype, device=device)  # [S], padding zero
-        self.take_from_whole(originals)
-        self._trainable = [p.requires_grad for p in originals]
-        self._leaves: list[nn.Parameter] = []
-        grads = [p.grad for p in originals]
-        slots = [member.slots for member in self.members]
-        self.registration: Registration
-        if use_orig_params:
-            self.registration = OriginalRegistration(self.shard, self.layout, rank, originals, slots)
-        else:
-            flat_slots = [slot for its_slots in slots for slot in its_slots]
-            self.registration = FlatRegistration(self.shard, self.layout, flat_slots, home, self._trainable[0])
-        self.targets: Sequence[Target] = self.registration.targets
+        self.shard = torch.zeros(self.numel, dtype=self.dtype, device=device, pin_memory=pin)  # [S], padding zero
+        self.take_from_whole(locals_)
+        self._home = home
+        # Attributes are shared with the original: what is set on it later is seen in forward, and the other way round.
+        self._kinds = [Kind(type(p), p.__dict__) if its is None else None for p, its in zip(originals, self.parallel, strict=True)]
+        trainable = [p.requires_grad for p in originals]
+        grads = [None if p.grad is None else torch_private.local_part(p.grad) for p in originals]
+        own = None
+        if use_orig_params:  # a DTensor cannot become a part of itself: a parameter of this rank's elements takes its place
+            own = [
+                p if its is None else nn.Parameter(local, requires_grad=p.requires_grad)
+                for p, its, local in zip(originals, self.parallel, locals_, strict=True)
+            ]
+        self._register(trainable, own)
         if any(grad is not None for grad in grads):
             self._keep_gradients(
                 [torch.zeros(s, dtype=self.dtype, device=device) if g is None else g for g, s in zip(grads, shapes, strict=True)],
                 grads,
             )
+
+    def _register(self, trainable: Sequence[bool], originals: Sequence[nn.Parameter] | None) -> None:
+        """originals: that go on as views of the shard; None: a FlatParameter takes their place."""
+        self._trainable = list(trainable)
+        slots = [member.slots for member in self.members]
+        self.registration: Registration
+        if originals is not None:
+            self.registration = OriginalRegistration(self.shard, self.layout, self.rank, originals, slots)
+        else:
+            flat_slots = [slot for its_slots in slots for slot in its_slots]
+            self.registration = FlatRegistration(self.shard, self.layout, flat_slots, self._home, self._trainable[0])
+        self.targets: Sequence[Target] = self.registration.targets
 
     def _keep_gradients(self, wholes: Sequence[torch.Tensor], given: Sequence[torch.Tensor | None]) -> None:
         """This rank's part of gradients that were there before. given: per parameter, None where there was none."""
@@ -84,46 +108,93 @@ class FlatStore:
 
     # -- the seam
 
+    @property
+    def spread(self) -> Sequence[Axis]:
+        parallel = self.parallel[0]
+        return () if parallel is None else parallel.spread()
+
     def outgoing(self, dtype: torch.dtype) -> torch.Tensor:
         return self.shard if dtype == self.dtype else self.shard.to(dtype)
 
     def make_leaves(self, full: torch.Tensor) -> list[nn.Parameter]:
-        self._leaves = [as_leaf(places[0], wanted) for places, wanted in zip(self.places(full), self._trainable, strict=False)]
-        return self._leaves
+        return [self.parameter(index, places[0], self._trainable[index]) for index, places in enumerate(self.places(full)[:-1])]
 
     def places(self, buffer: torch.Tensor) -> list[list[torch.Tensor]]:
         pieces = [[buffer[param.place.slice].view(param.shape)] for param in self.layout.params]
         return [*pieces, [buffer[gap.slice] for gap in self.layout.gaps()]]
 
     def split(self, index: int, value: torch.Tensor) -> Sequence[torch.Tensor]:
-        return (value,)
+        parallel = self.parallel[index]
+        return (value,) if parallel is None else (parallel.local(value),)
 
     def grads(self, total: torch.Tensor) -> list[torch.Tensor]:
         return self.registration.grads(total)
 
-    def shown(self, full: bool) -> list[Shown]:
-        if not full:
+    def shown(self, leaves: Sequence[nn.Parameter] | None) -> list[Shown]:
+        if leaves is None:
             return self.registration.shown_sharded()
-        leaves = [
-            Shown(module, name, leaf)
-            for member, leaf in zip(self.members, self._leaves, strict=True)
-            for module, name in member.slots
+        shown = [
+            Shown(module, name, leaf) for member, leaf in zip(self.members, leaves, strict=True) for module, name in member.slots
         ]
-        return leaves + self.registration.hidden_when_full()
+        return shown + self.registration.hidden_when_full()
 
     def check(self, where: str) -> None:
         self.registration.check(self.shard, where)
 
     # -- for state dicts
 
+    def parameter(self, index: int, value: torch.Tensor, requires_grad: bool) -> nn.Parameter:
+        """Return the parameter that shows ``value`` (in its shape, of any dtype): of the class and with the attributes it had."""
+        parallel, kind = self.parallel[index], self._kinds[index]
+        if parallel is not None:
+            return parallel.parameter(value, requires_grad)
+        assert kind is not None
+        return as_leaf(value, requires_grad, kind)
+
     def whole(self, full: torch.Tensor) -> list[torch.Tensor]:
-        """full: [ranks * S], of any dtype. Return the parameters in it, in their shapes: views."""
+        """full: [ranks * S], of any dtype. Return the parameters in it, in their shapes: views (of DTensors: the local parts)."""
         return [full[param.place.slice].view(param.shape) for param in self.layout.params]
+
+    def shape(self, index: int) -> tuple[int, ...]:
+        """The shape of a parameter as its module had it."""
+        parallel = self.parallel[index]
+        return self.layout.params[index].shape if parallel is None else parallel.shape
 
     @property
     def flat_parameter(self) -> FlatParameter | None:
         parameter = self.targets[0].parameter if self.targets else None
         return parameter if isinstance(parameter, FlatParameter) else None
+
+    # -- copies
+
+    def __getstate__(self) -> dict[str, Any]:
+        flat = self.flat_parameter
+        return {
+            "members": [(member.slots, member.names) for member in self.members],
+            "layout": self.layout,
+            "rank": self.rank,
+            "parallel": self.parallel,
+            "shard": self.shard.detach(),
+            "home": self._home,
+            "kinds": [None if kind is None else tuple(kind) for kind in self._kinds] if flat is not None else None,
+            "trainable": [target.requires_grad for target, indices in self.targets for _ in indices],
+            "originals": [target for target, _ in self.targets] if flat is None else None,
+        }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.members = tuple(Place(slots, names) for slots, names in state["members"])
+        self.layout, self.rank, self.parallel, self._home = state["layout"], state["rank"], state["parallel"], state["home"]
+        self.shard, self.dtype, self.numel = state["shard"], state["shard"].dtype, self.layout.shard_numel
+        self._from_whole = plan_moves(pieces_of_whole([self.layout]), pieces_of_rank([self.layout], self.rank))
+        originals = state["originals"]
+        if originals is None:
+            self._kinds = [None if kind is None else Kind(*kind) for kind in state["kinds"]]
+        else:
+            self._kinds = [
+                Kind(type(p), p.__dict__) if its is None else None for p, its in zip(originals, self.parallel, strict=True)
+            ]
+        with torch.no_grad():
+            self._register(state["trainable"], originals)
 
 
 def home_attribute(index: int) -> str:

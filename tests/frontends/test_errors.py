@@ -317,7 +317,7 @@ def _try_all() -> dict[str, Outcome]:
         outcome.changed = "\n".join(f"{old} became {new}" for old, new in zip(before, after, strict=False) if old != new)
         if len(before) != len(after):
             outcome.changed += f"{len(before)} entries became {len(after)}"
-        if type(module) is Net and hasattr(module.layers[0], "weight") and not outcome.changed:
+        if type(module) is Net and "weight" in module.layers[0]._parameters and not outcome.changed:
             outcome.wraps_later = _trains_and_wraps(module)
         dist.barrier()  # the ranks can still talk, and nobody waits for something that was begun
         outcomes[name] = outcome

@@ -83,7 +83,7 @@ def test_gradients_that_come_past_every_hook_are_an_error_that_names_the_unit(us
 def _reaches_for_freed_parameters() -> list[str]:
     pair = train(Stack)
     for use in (
-        lambda: pair.model.blocks[0].up.weight,
+        lambda: pair.model.blocks[0].up.weight.data,
         lambda: pair.model.blocks[0].up(torch.randn(2, DIM)),
         lambda: pair.model.stem(torch.randn(2, DIM)),
     ):

@@ -144,12 +144,12 @@ def _recurse() -> None:
         with FSDP.summon_full_params(model, recurse=False):
             assert torch.equal(model.module.embed.weight, expected["embed.weight"])
             linear = model.module.blocks[0].module.linear
-            assert not hasattr(linear, "weight") or linear.weight.dim() == 1
+            assert "weight" not in linear._parameters or linear.weight.dim() == 1
         with FSDP.summon_full_params(model.blocks[1], recurse=False):
             assert torch.equal(model.module.blocks[1].module.linear.weight, expected["blocks.1.linear.weight"])
             names = [name for name, _ in make_model().blocks[1].named_parameters()]
             assert [name for name, _ in model.blocks[1].named_parameters()] == names
-            assert not hasattr(model.module.embed, "weight") or model.module.embed.weight.dim() == 1
+            assert "weight" not in model.module.embed._parameters or model.module.embed.weight.dim() == 1
         with FSDP.summon_full_params(model.module.blocks):  # a container, not an instance
             for number in (0, 1):
                 assert torch.equal(model.module.blocks[number].module.linear.weight, expected[f"blocks.{number}.linear.weight"])

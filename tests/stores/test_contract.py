@@ -244,23 +244,22 @@ def test_every_leaf_has_exactly_one_target(case: Case) -> None:
 
 
 def test_full_and_sharded_forms_name_the_same_attributes_in_the_same_order(case: Case) -> None:
-    case.memory()
-    full, sharded = case.stores[0].shown(True), case.stores[0].shown(False)
+    full, sharded = case.stores[0].shown(case.memory().leaves), case.stores[0].shown(None)
     assert [(id(slot.module), slot.attribute) for slot in full] == [(id(slot.module), slot.attribute) for slot in sharded]
 
 
 def test_a_tied_parameter_is_shown_at_each_of_its_places(case: Case) -> None:
     memory = case.memory()
-    shown = [slot.attribute for slot in case.stores[0].shown(True) if slot.parameter is memory.leaves[0]]
+    shown = [slot.attribute for slot in case.stores[0].shown(memory.leaves) if slot.parameter is memory.leaves[0]]
     assert shown == ["p0", "again"]
 
 
 def test_a_target_is_shown_while_sharded_and_not_while_full(case: Case) -> None:
-    case.memory()
+    leaves = case.memory().leaves
     store = case.stores[0]
     targets = {id(target) for target, _ in store.targets}
-    assert {id(slot.parameter) for slot in store.shown(False) if slot.parameter is not None} == targets
-    assert not any(id(slot.parameter) in targets for slot in store.shown(True))
+    assert {id(slot.parameter) for slot in store.shown(None) if slot.parameter is not None} == targets
+    assert not any(id(slot.parameter) in targets for slot in store.shown(leaves))
 
 
 def test_a_store_that_nobody_touched_passes_the_check(case: Case) -> None:

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from fsdp_compat._engine.mesh import Axis
 from fsdp_compat._engine.store import Shown, Target, as_leaf
 from fsdp_compat._engine.tree import Member
 from fsdp_compat.errors import StateError
@@ -70,7 +71,10 @@ class RowStore:
             own.copy_(original.detach().reshape(rows.num_rows, *rows.row_shape)[first : first + len(own)])
         self._sharded = [nn.Parameter(own, wanted) for own, wanted in zip(self.grads(self.shard), self._trainable, strict=True)]
         self.targets: Sequence[Target] = [Target(parameter, (index,)) for index, parameter in enumerate(self._sharded)]
-        self._leaves: list[nn.Parameter] = []
+
+    @property
+    def spread(self) -> Sequence[Axis]:
+        return ()
 
     def outgoing(self, dtype: torch.dtype) -> torch.Tensor:
         return self.shard if dtype == self.dtype else self.shard.to(dtype)
@@ -81,8 +85,7 @@ class RowStore:
         else:
             sizes = [math.prod(shape) for shape in self._shapes]
             homes = list(torch.empty(sum(sizes), dtype=full.dtype).split(sizes))
-        self._leaves = [as_leaf(home.view(s), wanted) for home, s, wanted in zip(homes, self._shapes, self._trainable, strict=True)]
-        return self._leaves
+        return [as_leaf(home.view(s), wanted) for home, s, wanted in zip(homes, self._shapes, self._trainable, strict=True)]
 
     def places(self, buffer: torch.Tensor) -> list[list[torch.Tensor]]:
         segments, padding = buffer.chunk(self.ranks), []
@@ -101,10 +104,10 @@ class RowStore:
     def grads(self, total: torch.Tensor) -> list[torch.Tensor]:
         return [rows.part(total, self.rank) for rows in self._rows]
 
-    def shown(self, full: bool) -> list[Shown]:
+    def shown(self, leaves: Sequence[nn.Parameter] | None) -> list[Shown]:
         return [
             Shown(module, attribute, parameter)
-            for member, parameter in zip(self.members, self._leaves if full else self._sharded, strict=True)
+            for member, parameter in zip(self.members, leaves or self._sharded, strict=True)
             for module, attribute in member.slots
         ]
 

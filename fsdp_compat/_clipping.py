@@ -1,0 +1,105 @@
+"""Clipping: what its arguments may be, and ``torch.nn.utils.clip_grad_norm_`` over sharded gradients.
+
+Code that was written for DistributedDataParallel clips with torch's own function, which would take the norm of this rank's parts
+alone, without an error. So the step of that function that computes the norm is replaced by one that knows sharded gradients; the
+gradients of anything else go to torch's as before.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from ._engine import torch_private
+from ._engine.grad_norm import norm_of
+from ._engine.runtime import Runtime
+from ._engine.unit import Group
+from .errors import UsageError, explain
+
+__all__ = ["check_max_norm", "checked_norm_type", "teach_torch", "watch"]
+
+_runtimes: weakref.WeakSet[Runtime] = weakref.WeakSet()
+
+
+def watch(runtime: Runtime) -> None:
+    """Recognise the gradients of a runtime's groups from now on, as long as it lives."""
+    _runtimes.add(runtime)
+
+
+def checked_norm_type(norm_type: Any) -> float:
+    """Return the order of a norm as a float; raises UsageError for what is none."""
+    if norm_type == "inf":
+        return math.inf
+    if isinstance(norm_type, (int, float)) and not isinstance(norm_type, bool) and norm_type > 0:
+        return float(norm_type)
+    raise _bad("norm_type", "a positive number, or inf", norm_type)
+
+
+def check_max_norm(max_norm: Any) -> None:
+    """Raise UsageError for what cannot be a largest norm."""
+    numbers = (int, float, torch.Tensor)
+    if isinstance(max_norm, numbers) and not isinstance(max_norm, bool) and float(max_norm) >= 0:
+        return
+    raise _bad("max_norm", "a number that is not negative", max_norm)
+
+
+def _bad(name: str, expected: str, got: object) -> UsageError:
+    return UsageError(
+        explain(
+            f"{name} cannot be used for clipping.",
+            expected=expected,
+            got=f"{got!r} of type {type(got).__name__}",
+            where=f"argument {name!r} of clip_grad_norm_",
+            fix=f"pass {expected}",
+        )
+    )
+
+
+def teach_torch() -> None:
+    """Let torch.nn.utils.clip_grad_norm_ and get_total_norm see whole norms of sharded gradients. Once per process."""
+    torch_private.replace_total_norm(_total_norm)
+
+
+def _total_norm(
+    original: Any, tensors: Any, norm_type: float = 2.0, error_if_nonfinite: bool = False, foreach: bool | None = None
+) -> torch.Tensor:
+    """The norm of gradients as ``original`` computes it, over all ranks where they are parts. Collective in that case."""
+    grads = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+    split = _groups_of(grads)
+    if not split:
+        return original(grads, norm_type, error_if_nonfinite, foreach)
+    order = checked_norm_type(norm_type)
+    parts: dict[int, tuple[Group, list[torch.Tensor]]] = {}
+    whole = []
+    for grad in grads:
+        group = split.get(id(grad))
+        if group is None:
+            whole.append(grad)
+        else:
+            parts.setdefault(id(group), (group, []))[1].append(grad)
+    with torch.no_grad():
+        norm = norm_of(list(parts.values()), whole, order, next(iter(split.values())).device)
+    if error_if_nonfinite and not bool(norm.isfinite()):
+        raise RuntimeError(
+            f"The norm of order {order} of the gradients over all ranks is {norm.item()}, so they cannot be clipped; "
+            "pass error_if_nonfinite=False to scale them all the same."
+        )
+    dtypes = {group.store.dtype for group, _ in parts.values()} | {grad.dtype for grad in whole}
+    return norm.to(device=grads[0].device, dtype=dtypes.pop() if len(dtypes) == 1 else norm.dtype)
+
+
+def _groups_of(grads: Iterable[torch.Tensor]) -> dict[int, Group]:
+    """Return {id of a gradient: the group it is a part of} for those that are parts."""
+    wanted = {id(grad) for grad in grads}
+    return {
+        id(target.grad): group
+        for runtime in _runtimes
+        for group in runtime.groups
+        if group.shard.ranks > 1
+        for target, _ in group.store.targets
+        if target.grad is not None and id(target.grad) in wanted
+    }

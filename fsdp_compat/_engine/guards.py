@@ -1,0 +1,216 @@
+"""What modules show in place of parameters that are sharded: any use says which parameter it is and what to do instead.
+
+Without original parameters an attribute has no value while its unit is sharded, and a placeholder stands there. With original
+parameters the attribute is the user's own parameter, which holds a part; outside of forward it may be read and written like that,
+but a module that holds one cannot be called, and inside of forward, where only whole parameters make sense, placeholders hide it.
+Nothing of this costs anything while a unit is full: what is in an instance's dictionary is taken out again.
+"""
+
+from __future__ import annotations
+
+import types
+import typing
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from ..errors import StateError, explain
+from .store import Shown
+
+if typing.TYPE_CHECKING:
+    from .unit import Unit
+
+__all__ = ["AbsentParameter", "Guards", "UsedWhileSharded"]
+
+_METADATA = frozenset({"dim", "dtype", "is_complex", "is_floating_point", "ndim", "numel", "ndimension", "shape", "size"})
+
+
+class UsedWhileSharded(StateError, AttributeError):
+    """A parameter was used while its unit is sharded. An AttributeError too, so that ``hasattr`` and ``getattr`` get an answer."""
+
+
+def _refuse(unit: Unit | None, module: nn.Module | None, attribute: str, use: str) -> typing.NoReturn:
+    path = ""
+    if unit is not None and module is not None:
+        path = next((f"{name}." for name, child in unit.module.named_modules() if child is module and name), "")
+    label = unit.label if unit is not None else "a unit that is gone"
+    raise UsedWhileSharded(
+        explain(
+            f"Parameter {path + attribute!r} was used while its unit is sharded: this rank holds a part of it, or nothing.",
+            expected="a use inside of the unit's forward, where its parameters are whole",
+            got=use,
+            where=label,
+            fix="one of three: call the FullyShardedDataParallel itself instead of the module inside it; for another entry point "
+            "(generate, encode, ...) call register_fsdp_forward_method(wrapped_model, 'name') once; or put the use into "
+            "`with FullyShardedDataParallel.summon_full_params(model):`",
+        )
+    )
+
+
+class AbsentParameter:
+    """Stands where a parameter is not. It knows shape and dtype of the whole parameter, and refuses everything else."""
+
+    __slots__ = ("_attribute", "_device", "_like", "_module", "_unit")
+
+    def __init__(self, unit: Unit, module: nn.Module, attribute: str, like: torch.Tensor) -> None:
+        """like: has the shape and dtype of the whole parameter."""
+        self._unit, self._module, self._attribute = weakref.ref(unit), weakref.ref(module), attribute
+        self._like, self._device = torch.empty_like(like, device="meta"), like.device
+
+    def _used(self, use: str) -> typing.NoReturn:
+        _refuse(self._unit(), self._module(), self._attribute, use)
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        found = _first_absent((args, kwargs or {}))
+        assert found is not None
+        found._used(f"{getattr(func, '__name__', func)}() of it")
+
+    @property
+    def device(self) -> torch.device:
+        return self._device
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _METADATA:
+            return getattr(self._like, name)
+        if name.startswith("__"):  # protocols that Python looks for
+            raise AttributeError(name)
+        self._used(f"its attribute {name!r}")
+
+    def __repr__(self) -> str:
+        return f"<sharded parameter {self._attribute!r} of shape {tuple(self._like.shape)}, {self._like.dtype}>"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> AbsentParameter:
+        return self  # a copy of a module inside of a wrapper refuses its use as well
+
+    def __reduce__(self) -> typing.NoReturn:
+        self._used("a pickle of it")
+
+
+def _operator(name: str) -> Callable[..., Any]:
+    def refuse(self: AbsentParameter, *args: Any) -> Any:
+        self._used(f"{name} of it")
+
+    return refuse
+
+
+for _name in (
+    *("add", "and", "floordiv", "matmul", "mod", "mul", "or", "pow", "sub", "truediv"),
+    *("radd", "rand", "rfloordiv", "rmatmul", "rmod", "rmul", "ror", "rpow", "rsub", "rtruediv"),
+    *("iadd", "imul", "isub", "itruediv", "abs", "bool", "float", "getitem", "int", "invert", "iter", "len", "neg", "setitem"),
+    *("ge", "gt", "le", "lt", "array", "index"),
+):
+    setattr(AbsentParameter, f"__{_name}__", _operator(f"__{_name}__"))
+
+
+def _first_absent(value: Any) -> AbsentParameter | None:
+    if isinstance(value, AbsentParameter):
+        return value
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, (tuple, list)) else ()
+    return next((found for item in items if (found := _first_absent(item)) is not None), None)
+
+
+class _GuardedForward:
+    """Stands in for ``module.forward`` while the module holds parts of parameters: of one unit, or, with ties, of several."""
+
+    __slots__ = ("_hidden", "_module", "armed")
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = weakref.ref(module)
+        self._hidden: Any = None  # a forward that the instance itself had
+        self.armed: dict[weakref.ref[Unit], str] = {}  # units whose parts it holds, and an attribute of each
+
+    def __call__(self, *args: Any, **kwargs: Any) -> typing.NoReturn:
+        module = self._module()
+        unit, attribute = next(iter(self.armed.items()))
+        _refuse(unit(), module, attribute, f"a call of the {type(module).__name__} that holds it")
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _GuardedForward:
+        return self
+
+    @property
+    def __wrapped__(self) -> Callable[..., Any]:
+        """Those who ask for the signature of a module's forward get the true one."""
+        if self._hidden is not None:
+            return self._hidden
+        module = self._module()
+        return types.MethodType(type(module).forward, module) if module is not None else self
+
+    def arm(self, attributes: dict[str, Any], unit: weakref.ref[Unit], attribute: str) -> None:
+        """attributes: of the module."""
+        self.armed[unit] = attribute
+        present = attributes.get("forward")
+        if present is not self:
+            self._hidden = present
+            attributes["forward"] = self
+
+    def disarm(self, attributes: dict[str, Any], unit: weakref.ref[Unit]) -> None:
+        self.armed.pop(unit, None)
+        if not self.armed and attributes.get("forward") is self:
+            if self._hidden is None:
+                del attributes["forward"]
+            else:
+                attributes["forward"], self._hidden = self._hidden, None
+
+
+_guarded: WeakIdKeyDictionary = WeakIdKeyDictionary()  # {module: its _GuardedForward}
+
+
+class Guards:
+    """All placeholders of one unit. ``arm`` puts them up when the unit goes sharded, ``disarm`` takes them away."""
+
+    def __init__(self, unit: Unit, full: Sequence[Shown], sharded: Sequence[Shown]) -> None:
+        """full, sharded: what is shown in the two forms, slot by slot."""
+        self._always: list[tuple[dict[str, Any], str, AbsentParameter]] = []
+        self._in_forward: list[tuple[dict[str, Any], str, AbsentParameter]] = []
+        self._forwards: dict[nn.Module, tuple[_GuardedForward, dict[str, Any], str]] = {}
+        self._unit = weakref.ref(unit)
+        for slot, instead in zip(full, sharded, strict=True):
+            module, attribute, leaf = slot
+            if leaf is None:
+                continue
+            placeholder = AbsentParameter(unit, module, attribute, leaf)
+            if instead.parameter is None:
+                self._always.append((module.__dict__, attribute, placeholder))
+                continue
+            self._in_forward.append((module.__dict__, attribute, placeholder))
+            if module not in self._forwards and type(module).forward is not nn.Module.forward:
+                if module not in _guarded:
+                    _guarded[module] = _GuardedForward(module)
+                self._forwards[module] = _guarded[module], module.__dict__, attribute
+
+    def leave_forward(self, module: nn.Module) -> None:
+        """The calls of ``module`` are those that gather: they are not refused."""
+        self.disarm()
+        self._forwards.pop(module, None)
+        self.arm()
+
+    def arm(self) -> None:
+        for attributes, name, placeholder in self._always:
+            attributes[name] = placeholder
+        for guard, attributes, name in self._forwards.values():
+            guard.arm(attributes, self._unit, name)
+
+    def arm_reads(self) -> None:
+        """A forward of the model runs: nobody reads parts now."""
+        for attributes, name, placeholder in self._in_forward:
+            attributes[name] = placeholder
+
+    def disarm_reads(self) -> None:
+        for attributes, name, placeholder in self._in_forward:
+            if attributes.get(name) is placeholder:
+                del attributes[name]
+
+    def disarm(self) -> None:
+        for attributes, name, placeholder in self._always:
+            if attributes.get(name) is placeholder:
+                del attributes[name]
+        self.disarm_reads()
+        for guard, attributes, _ in self._forwards.values():
+            guard.disarm(attributes, self._unit)
