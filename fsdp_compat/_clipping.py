@@ -85,7 +85,7 @@ def _total_norm(
         norm = norm_of(list(parts.values()), whole, order, next(iter(split.values())).device)
     if error_if_nonfinite and not bool(norm.isfinite()):
         raise RuntimeError(
-            f"The norm of order {order} of the gradients over all ranks is {norm.item()}, so they cannot be clipped; "
+            f"The norm of order {order} of the gradients over all ranks is non-finite ({norm.item()}), so they cannot be clipped; "
             "pass error_if_nonfinite=False to scale them all the same."
         )
     dtypes = {group.store.dtype for group, _ in parts.values()} | {grad.dtype for grad in whole}

@@ -17,7 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ._stores.flat_store import FlatStore
-from .errors import StateError, explain
+from .errors import UsageError, explain
 
 __all__ = ["convert", "is_managed", "note"]
 
@@ -48,7 +48,7 @@ def is_managed(parameter: nn.Parameter) -> bool:
 
 
 def convert(optimizer: torch.optim.Optimizer) -> None:
-    """Cut state of whole parameters to this rank's parts. Raises StateError if the optimizer holds what is not trained any more."""
+    """Cut state of whole parameters to this rank's parts. Raises UsageError if the optimizer holds what is not trained any more."""
     _seen[optimizer] = _last_wrapping
     for number, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
@@ -75,8 +75,8 @@ def _cut(state: dict[Any, Any], store: FlatStore, index: int, parameter: nn.Para
             state[key] = value.reshape(-1)[part.slice].to(parameter.device, copy=True)
 
 
-def _orphaned(optimizer: torch.optim.Optimizer, number: int, what: str) -> StateError:
-    return StateError(
+def _orphaned(optimizer: torch.optim.Optimizer, number: int, what: str) -> UsageError:
+    return UsageError(
         explain(
             "The optimizer was made before the model was wrapped, so it holds parameters that are not trained any more.",
             expected="an optimizer made from wrapped_model.parameters(), or a model wrapped with use_orig_params=True",

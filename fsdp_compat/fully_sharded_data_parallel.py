@@ -6,6 +6,7 @@ import collections
 import contextlib
 import enum
 import functools
+import inspect
 import typing
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -292,13 +293,20 @@ class FullyShardedDataParallel(nn.Module):
                 raise
             found = getattr(super().__getattr__(FSDP_WRAPPED_MODULE), name)
         if name in self._forward_methods:
-            return functools.partial(self._run_method, found, self._forward_methods[name])
+            return functools.update_wrapper(functools.partial(self._run_method, found, self._forward_methods[name]), found)
         return found
 
     def _run_method(self, method: Callable[..., Any], synced: bool | None, /, *args: Any, **kwargs: Any) -> Any:
         """Run a method of the wrapped module as its forward is run. Collective."""
         serving = not torch.is_grad_enabled() if synced is None else synced
-        return self._runtime.run_method(self._unit, method, args, kwargs, serving)
+        output = self._runtime.run_method(self._unit, method, args, kwargs, serving)
+        return self._steps_of(output) if inspect.isgenerator(output) else output
+
+    def _steps_of(self, generator: Generator[Any, Any, Any]) -> Iterator[Any]:
+        """What a generator yields; every step of it runs as a forward does, and is collective."""
+        end = object()
+        while (item := self._runtime.run(self._unit, next, (generator, end), {})) is not end:
+            yield item
 
     def __getitem__(self, key: int) -> Any:
         """Index the wrapped module, such as an nn.Sequential."""
@@ -758,7 +766,8 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str, *, synced:
     is done waits for the others, serving them. It costs one small reduction per round of calls and gives up prefetching. Default:
     exactly while gradients are off; with gradients, ranks have to make the same calls, as backward does.
 
-    The method itself is called on all ranks the same number of times. Collective: each call of it, not the registration.
+    The method itself is called on all ranks the same number of times, and one that yields is asked for as many items on all ranks.
+    Collective: each call of it, not the registration.
     """
     if not isinstance(module, nn.Module) or not isinstance(method_name, str) or not (synced is None or isinstance(synced, bool)):
         raise UsageError(

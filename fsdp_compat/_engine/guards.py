@@ -54,7 +54,7 @@ def _refuse(unit: Unit | None, module: nn.Module | None, attribute: str, use: st
 class AbsentParameter:
     """Stands where a parameter is not. It knows shape and dtype of the whole parameter, and refuses everything else."""
 
-    __slots__ = ("_attribute", "_device", "_like", "_module", "_unit")
+    __slots__ = ("__weakref__", "_attribute", "_device", "_like", "_module", "_unit")  # RNNs take weak references of their weights
 
     def __init__(self, unit: Unit, module: nn.Module, attribute: str, like: torch.Tensor) -> None:
         """like: has the shape and dtype of the whole parameter."""

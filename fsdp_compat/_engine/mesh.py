@@ -151,15 +151,15 @@ def mesh_from_groups(shard: dist.ProcessGroup, replica: dist.ProcessGroup) -> Me
 
 
 def mesh_from_device_mesh(mesh: DeviceMesh, *, hybrid: bool, strategy: str) -> Mesh:
-    """A 1-D mesh splits; a 2-D mesh is (replica, shard), as torch has it."""
-    if mesh.ndim == 1 and not hybrid:
+    """A 1-D mesh splits, for a hybrid strategy as one replica; a 2-D mesh is (replica, shard), as torch has it."""
+    if mesh.ndim == 1:
         return Mesh(_axis(mesh.get_group()), _alone())
     if mesh.ndim == 2 and hybrid:
         return Mesh(_axis(mesh.get_group(1)), _axis(mesh.get_group(0)))
     raise UsageError(
         explain(
             "The device mesh does not fit the sharding strategy.",
-            expected="a 2-D mesh (replica, shard) for a hybrid strategy, a 1-D mesh for any other",
+            expected="a 1-D mesh, or for a hybrid strategy a 2-D one (replica, shard)",
             got=f"a mesh of {mesh.ndim} dimension(s) for {strategy}",
             where="device_mesh=",
             fix="init_device_mesh(device_type, (num_nodes, ranks_per_node)) for HYBRID_SHARD, (num_ranks,) otherwise",

@@ -63,7 +63,7 @@ class Runtime:
         self.root, self.units, self.options = root, list(units), options
         self.sync = True  # False inside of no_sync
         self._generation = 0  # of the connections, in all: changes when they were given up
-        self._serving = False  # inside of a method whose ranks may make different numbers of calls
+        self._serving: list[Unit] = []  # the units of a method that runs, whose ranks may make different numbers of calls
         for unit, name in zip(self.units, names, strict=True):
             if unit.runtime is not None:
                 unit.runtime.rest()
@@ -104,19 +104,20 @@ class Runtime:
         compiler = torch_private.set_compiler(None)
         call = self.call(unit)
         try:
-            args, kwargs = self.enter(call, args, kwargs)
-            torch_private.set_compiler(compiler)
-            output = function(*args, **kwargs)
-        except BaseException:
+            try:
+                args, kwargs = self.enter(call, args, kwargs)
+                torch_private.set_compiler(compiler)
+                output = function(*args, **kwargs)
+            except BaseException:
+                torch_private.set_compiler(None)
+                with contextlib.suppress(StateError):  # what cannot be waited for any more is not what happened first
+                    self.exit(call, None)
+                raise
             torch_private.set_compiler(None)
-            with contextlib.suppress(StateError):  # what cannot be waited for any more is not what happened first
-                self.exit(call, None)
+            self.exit(call, output)
+            return output
+        finally:
             torch_private.set_compiler(compiler)
-            raise
-        torch_private.set_compiler(None)
-        self.exit(call, output)
-        torch_private.set_compiler(compiler)
-        return output
 
     @torch_private.never_compiled
     def run_method(
@@ -124,27 +125,27 @@ class Runtime:
     ) -> Any:
         """Run another entry point than forward in the same way. Collective.
 
-        With ``serving``, ranks may call what is inside different numbers of times: the units are gathered in rounds, all of them
-        once in one fixed order, and a rank that is done takes part in the rounds of the others. One small reduction per round.
+        With ``serving``, ranks may call what is inside different numbers of times: the units below are gathered in rounds, all of
+        them once in one fixed order, and a rank that is done takes part in the rounds of the others. One small reduction per round.
         """
         if not serving or self._stack or torch_private.in_graph_task():
             return self.run(unit, function, args, kwargs)
 
         def until_all_are_done(*args: Any, **kwargs: Any) -> Any:
-            self._serving = True
             try:
                 return function(*args, **kwargs)
             finally:
                 self._issue_rest(self._forward_order)
                 while self._next_round(running=False):
                     self._issue_rest(self._forward_order)
-                self._serving = False
+                self._serving = []
 
-        self._serving = True  # for the gather of the unit itself, too
+        inside = set(unit.module.modules())
+        self._serving = [other for other in self.units if other.module in inside]
         try:
             return self.run(unit, until_all_are_done, args, kwargs)
         finally:
-            self._serving = False
+            self._serving = []
 
     def _next_round(self, running: bool) -> bool:
         """Every unit was gathered once. Return True, and begin another round, if some rank still runs."""
@@ -154,12 +155,12 @@ class Runtime:
             flag = wire.any_of(flag)
         again = bool(flag)
         if again:
-            self._forward_order.restart([unit for unit in self.units if unit is not self._stack[0].unit])
+            self._forward_order.restart([unit for unit in self._serving if unit is not self._stack[0].unit])
         return again
 
     @property
     def _uneven(self) -> bool:
-        return self.options.uneven or self._serving
+        return self.options.uneven or bool(self._serving)
 
     def call(self, unit: Unit) -> Call:
         """Return a forward call that begins now."""
@@ -172,9 +173,10 @@ class Runtime:
         outermost = not recomputing and (unit.is_root or not self._stack)
         if outermost:
             self._begin_forward()
-        unit.running += 1
         self._stack.append(call)
         self._use(unit, call.form, self._backward_order if recomputing else self._forward_order, recomputing)
+        unit.running += 1
+        call.counted = True
         if unit.buffers is not None:
             unit.buffers.follow(call.form)
         options = unit.options
@@ -209,7 +211,7 @@ class Runtime:
             self._require_values()
         for unit in self.units:
             unit.hide_parts()
-        self._forward_order.restart(self.units)
+        self._forward_order.restart(self._serving or self.units)
 
     def _require_values(self) -> None:
         """Raise UsageError, on all ranks, if a tensor that came from the meta device has been given no value up to now."""
@@ -251,7 +253,7 @@ class Runtime:
                 self._issue_rest(order)
                 self._next_round(running=True)
             while unit in order.to_issue:
-                self._gather_for_others(order.to_issue.pop(0))
+                self._gather_for_others(order.to_issue.pop(0), keep=unit)
         unit.gather(form)
         following = order.advance(unit)
         if following is not None and not uneven and self._prefetches(backward):
@@ -269,7 +271,8 @@ class Runtime:
         while self._stack.pop() is not call:
             pass
         unit = call.unit
-        unit.running = max(unit.running - 1, 0)
+        if call.counted:
+            unit.running = max(unit.running - 1, 0)
         call.exit, in_graph = next(self._ticks), False
         if torch.is_grad_enabled():
             for tensor in itertools.chain(tensors_in(output), unit.attributes()):
@@ -304,17 +307,17 @@ class Runtime:
                 unit.free()
         self._drain("parameters that this rank has sent")
 
-    def _gather_for_others(self, unit: Unit) -> None:
+    def _gather_for_others(self, unit: Unit, keep: Unit | None = None) -> None:
+        """keep: the unit that this rank is about to use."""
         if self._serving and unit.residency is Residency.FULL:
             unit.send_again()
         unit.gather(unit.wanted_form())
+        if self._serving and unit is not keep and unit.residency is Residency.GATHERING:
+            unit.free()  # one at a time; should it be used after all, a further round begins
 
     def _issue_rest(self, order: Order) -> None:
         while self._uneven and order.to_issue:
-            unit = order.to_issue.pop(0)
-            self._gather_for_others(unit)
-            if self._serving and unit.residency is Residency.GATHERING:
-                unit.free()  # nobody here needs it: one at a time
+            self._gather_for_others(order.to_issue.pop(0))
 
     def _drain(self, what: str) -> None:
         for wire in self._wires:

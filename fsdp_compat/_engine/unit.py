@@ -234,7 +234,9 @@ class Group:
     def _make_collected(self) -> Collected:
         wire = self._wire
         whole = all(
-            len(target.leaves) == 1 and target.parameter.shape == self.leaves[target.leaves[0]].shape
+            len(target.leaves) == 1
+            and target.parameter.shape == self.leaves[target.leaves[0]].shape
+            and torch_private.is_plain(self.leaves[target.leaves[0]])
             for target in self.store.targets
         )
         exact = self.precision.reduce == self.store.dtype and wire.grad_dtype is None and len(self.memories) == 1
@@ -362,11 +364,12 @@ class Unwritten(typing.NamedTuple):
 class Call:
     """One forward call of a unit, in ticks of the runtime. It lives in the hooks of its outputs."""
 
-    __slots__ = ("enter", "exit", "form", "lent", "seen_by", "unit")
+    __slots__ = ("counted", "enter", "exit", "form", "lent", "seen_by", "unit")
 
     def __init__(self, unit: Unit, enter: int) -> None:
         self.unit, self.enter, self.lent = unit, enter, unit.lent
         self.form = unit.wanted_form()
+        self.counted = False  # among the unit's running calls
         self.exit = -1  # tick; set when the call ends
         self.seen_by = -1  # serial of the backward that has passed it
 
