@@ -157,8 +157,9 @@ def buffers_to_cast(module: nn.Module, settings: Settings, taken: set[nn.Module]
     dtype = settings.mixed_precision.buffer_dtype
     if dtype is None:
         return None
-    own = [child for child in module.modules() if child not in taken and child not in settings.ignored_modules]
-    return CastBuffers((child for child in own if not isinstance(child, settings.uncast_classes)), dtype)
+    uncast = {below for child in module.modules() if isinstance(child, settings.uncast_classes) for below in child.modules()}
+    skip = taken | settings.ignored_modules | uncast
+    return CastBuffers((child for child in module.modules() if child not in skip), dtype)
 
 
 def renamed(members: list[Member], module: nn.Module) -> list[Member]:

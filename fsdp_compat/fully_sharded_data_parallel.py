@@ -591,9 +591,9 @@ class FullyShardedDataParallel(nn.Module):
         for key in own:
             destination.pop(key, None)
         base = clean_name(prefix)
-        for name, dtype in self._cast_buffers():
+        for name, exact in self._exact_buffers():
             if base + name in values:
-                values[base + name] = values[base + name].to(dtype)
+                values[base + name] = exact
         if self._unit.lent:  # inside of summon_full_params the traversal has met whole parameters
             pass
         elif settings.state_dict_type is StateDictType.FULL_STATE_DICT:
@@ -628,14 +628,13 @@ class FullyShardedDataParallel(nn.Module):
         }
         return raw | {without_checkpoint_wrapper(name) for name in raw}
 
-    def _cast_buffers(self) -> Iterator[tuple[str, torch.dtype]]:
-        """The names of buffers that are kept in another dtype than the user's model has them, with that."""
-        before = self._unit.buffers.dtypes_before() if self._unit.buffers is not None else {}
-        if before:
-            for path, child in self._fsdp_wrapped_module.named_modules(remove_duplicate=False):
-                for name in child._buffers:
-                    if (id(child), name) in before:
-                        yield clean_name(f"{path}.{name}".lstrip(".")), before[id(child), name]
+    def _exact_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The names of buffers that are kept in another dtype than the user's model has them, with what they are in that."""
+        cast = self._unit.buffers
+        if cast is not None:
+            for name, buffer in self._fsdp_wrapped_module.named_buffers(remove_duplicate=False):
+                if (exact := cast.exact(buffer)) is not None:
+                    yield clean_name(name), exact
 
     def _names_in_order(self, base: str) -> list[str]:
         """The keys of the wrapped module's state dict, as they came before anything was wrapped."""
@@ -857,6 +856,8 @@ def _before_load(
         state_dict[inner + key[len(prefix) :]] = state_dict.pop(key)
     # The sharded forms are registered in the modules, which will miss them.
     self._unit.in_state_dict = True  # until _after_load
+    if self._unit.buffers is not None:
+        self._unit.buffers.follow(1)
     self._loading = prefix, set() if self._unit.lent else {inner + name for name in self._sharded_names()}
 
 
@@ -867,6 +868,8 @@ def _after_load(instance: nn.Module, incompatible: Any) -> None:
     """
     self = typing.cast(FullyShardedDataParallel, instance)
     self._unit.in_state_dict = False
+    if self._unit.buffers is not None:
+        self._unit.buffers.follow(0)
     prefix, sharded = self._loading
     outermost = self._unit.is_root or not prefix
     for keys in (incompatible.missing_keys, incompatible.unexpected_keys):

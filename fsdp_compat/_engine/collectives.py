@@ -381,7 +381,7 @@ class _PointToPoint(_Grouped):
         self._end(pending, what)
         pieces = self._pieces(total)
         own = pieces[self.rank]
-        own.copy_(_sum_in_rank_order(pending.parts, self.rank, total.dtype))
+        own.copy_(_sum_in_rank_order(pending.parts, self.rank, torch.promote_types(total.dtype, torch.float32)))
         return self._exchange([own] * self.ranks, tag, total, pieces)
 
     def end_total(self, pending: Pending, what: str) -> None:

@@ -98,7 +98,8 @@ class ReduceBuffer:
         """predivisor: what gradients are divided by on their way in."""
         self._store, self._filled, self._predivisor = store, set[int](), predivisor
         self._buffer = torch.empty(ranks * store.numel, dtype=dtype, device=device)
-        self._sum_dtype = torch.promote_types(dtype, store.dtype)  # nothing is rounded before it is summed and divided
+        # Nothing is rounded before it is summed and divided: in bf16 one more would be lost beside 256 already.
+        self._sum_dtype = torch.promote_types(torch.promote_types(dtype, store.dtype), torch.float32)
         self._segments = list(self._buffer.chunk(ranks))
         self._places, self._split, self._storage = store.places(self._buffer), store.split, Storage(self._buffer)
         self._storage.free()

@@ -101,7 +101,9 @@ class Group:
         grad_dtype = precision.grad if precision.grad not in (None, store.dtype) else None
         if grad_dtype is not None:
             for target, _ in store.targets:
+                grad, target.grad = target.grad, None  # it may have one from before
                 target.grad_dtype = grad_dtype
+                target.grad = None if grad is None else grad.to(grad_dtype)
         self._wire = Wire(
             self.shard,
             self.replica,

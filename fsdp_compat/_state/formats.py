@@ -103,9 +103,10 @@ class BoxedTensor(ShardedTensor):
     def _sharding_spec(self) -> EnumerableShardingSpec:
         return EnumerableShardingSpec(self._metadata.shards_metadata)
 
-    def is_cut_as(self, layout: FlatLayout, index: int) -> bool:
-        """True if every rank holds the same elements as of parameter ``index`` of ``layout``. The same answer on all ranks."""
-        return self._layout.ranks == layout.ranks and all(
+    def is_cut_as(self, layout: FlatLayout, index: int, members: tuple[int, ...]) -> bool:
+        """True if every rank holds the same elements as of parameter ``index`` of ``layout``, which is spread over the global ranks
+        ``members``. The same answer on all ranks of the value."""
+        return (self._layout.ranks, self._members) == (layout.ranks, members) and all(
             self._layout.part(self._index, rank) == layout.part(index, rank) for rank in range(layout.ranks)
         )
 
@@ -204,14 +205,15 @@ def shape_of(value: torch.Tensor) -> tuple[int, ...]:
     return tuple(value.metadata().size) if isinstance(value, ShardedTensor) else tuple(value.shape)
 
 
-def read_part(value: torch.Tensor, layout: FlatLayout, index: int, rank: int) -> torch.Tensor:
+def read_part(value: torch.Tensor, layout: FlatLayout, index: int, rank: int, members: tuple[int, ...]) -> torch.Tensor:
     """Return ``rank``'s elements of parameter ``index`` of ``layout``, out of any value that stands for the whole of it.
 
+    members: the global ranks that the layout is spread over.
     1-D, a view where it can be. Collective if ``value`` is sharded in another way than ``layout``: then all ranks see that it is,
     and all of them call, in one order.
     """
     part = layout.part(index, rank)
-    if isinstance(value, BoxedTensor) and value.is_cut_as(layout, index):
+    if isinstance(value, BoxedTensor) and value.is_cut_as(layout, index, members):
         return value.run
     if isinstance(value, DTensor):
         value = value.full_tensor()

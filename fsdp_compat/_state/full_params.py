@@ -82,7 +82,9 @@ def _shown(group: Group, full: torch.Tensor, grads: torch.Tensor | None, writeba
                 torch_private.parameters_of(module)[attribute] = shown[-1]
     for index, (parameter, grad) in enumerate(zip(shown, whole_grads, strict=True)):
         parallel = store.parallel[index]
-        parameter.grad = grad if grad is None or parallel is None else parallel.wrap(grad)
+        if grad is not None:
+            dtype = parameter.grad_dtype  # another one with keep_low_precision_grads
+            parameter.grad = parallel.wrap(grad) if parallel is not None else grad.to(dtype or grad.dtype)
     try:
         yield
     finally:

@@ -72,10 +72,11 @@ def load_unit(unit: Unit, entries: MutableMapping[str, Any], prefix: str, missin
                 values = [entries.pop(key) for key in dict.fromkeys(keys) if key in entries]
                 missing += [keys[0]] if not values else []
                 if values:
-                    _load_parameter(store, index, keys[0], values[-1], errors)
+                    _load_parameter(group, index, keys[0], values[-1], errors)
 
 
-def _load_parameter(store: FlatStore, index: int, key: str, value: object, errors: list[str]) -> None:
+def _load_parameter(group: Group, index: int, key: str, value: object, errors: list[str]) -> None:
+    store = store_of(group)
     shape = store.shape(index)
     if not isinstance(value, torch.Tensor):
         errors.append(f"{key}: expected a tensor of shape {shape}, got {type(value).__name__}")
@@ -86,7 +87,7 @@ def _load_parameter(store: FlatStore, index: int, key: str, value: object, error
         return
     if (parallel := store.parallel[index]) is not None:
         value = parallel.local(value) if not torch_private.is_plain(value) else parallel.part(value)
-    run = read_part(value, store.layout, index, store.rank)
+    run = read_part(value, store.layout, index, store.rank, group.shard.members)
     target = store.shard[store.layout.part_in_shard(index, store.rank).slice]
     if run.data_ptr() != target.data_ptr() or run.device != target.device or run.dtype != target.dtype:
         target.copy_(run)

@@ -309,7 +309,7 @@ def _state_of_target(
                 )
             if (parallel := store.parallel[index]) is not None:
                 value = parallel.local(value) if not torch_private.is_plain(value) else parallel.part(value)
-            run = read_part(value, layout, index, rank)
+            run = read_part(value, layout, index, rank, group.shard.members)
             (whole[layout.part_in_shard(index, rank).slice] if flat else whole).copy_(run)
         result[key] = whole.view(target.shape)
     return result
