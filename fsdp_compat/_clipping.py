@@ -8,7 +8,6 @@ gradients of anything else go to torch's as before.
 from __future__ import annotations
 
 import math
-import weakref
 from collections.abc import Iterable
 from typing import Any
 
@@ -16,34 +15,33 @@ import torch
 
 from ._engine import torch_private
 from ._engine.grad_norm import norm_of
-from ._engine.runtime import Runtime
+from ._engine.runtime import live_runtimes
 from ._engine.unit import Group
 from .errors import UsageError, explain
 
-__all__ = ["check_max_norm", "checked_norm_type", "teach_torch", "watch"]
-
-_runtimes: weakref.WeakSet[Runtime] = weakref.WeakSet()
-
-
-def watch(runtime: Runtime) -> None:
-    """Recognise the gradients of a runtime's groups from now on, as long as it lives."""
-    _runtimes.add(runtime)
+__all__ = ["check_max_norm", "checked_norm_type", "teach_torch"]
 
 
 def checked_norm_type(norm_type: Any) -> float:
     """Return the order of a norm as a float; raises UsageError for what is none."""
     if norm_type == "inf":
         return math.inf
-    if isinstance(norm_type, (int, float)) and not isinstance(norm_type, bool) and norm_type > 0:
-        return float(norm_type)
+    if isinstance(norm_type, (int, float)) and not isinstance(norm_type, bool) and 0 < norm_type <= math.inf:
+        try:
+            return float(norm_type)
+        except OverflowError:
+            pass
     raise _bad("norm_type", "a positive number, or inf", norm_type)
 
 
 def check_max_norm(max_norm: Any) -> None:
     """Raise UsageError for what cannot be a largest norm."""
-    numbers = (int, float, torch.Tensor)
-    if isinstance(max_norm, numbers) and not isinstance(max_norm, bool) and float(max_norm) >= 0:
-        return
+    if isinstance(max_norm, (int, float, torch.Tensor)) and not isinstance(max_norm, bool):
+        try:
+            if float(max_norm) >= 0:
+                return
+        except (OverflowError, RuntimeError, ValueError):  # several numbers, a complex one, one that is too large
+            pass
     raise _bad("max_norm", "a number that is not negative", max_norm)
 
 
@@ -97,7 +95,7 @@ def _groups_of(grads: Iterable[torch.Tensor]) -> dict[int, Group]:
     wanted = {id(grad) for grad in grads}
     return {
         id(target.grad): group
-        for runtime in _runtimes
+        for runtime in live_runtimes()
         for group in runtime.groups
         if group.shard.ranks > 1
         for target, _ in group.store.targets

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,10 +10,11 @@ from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from . import _optimizers as optimizers
+from ._checks import takes, wrong_type
 from ._engine.buffers import CastBuffers
 from ._engine.materialize import broadcast_states, materialize, move_buffers, unwritten
 from ._engine.tree import Member, Place
-from ._engine.unit import Unwritten
+from ._engine.unit import Unit, Unwritten
 from ._settings import Arguments, Settings, resolve
 from ._state.names import clean_name
 from ._stores.flat_store import FlatStore
@@ -78,6 +79,19 @@ def refuse_module(module: nn.Module, wrapper: type[nn.Module]) -> None:
                 fix="leave it unwrapped: the instance around it runs it as it is",
             )
         )
+    for name, parameter in module.named_parameters():
+        if isinstance(parameter, nn.parameter.UninitializedParameter) or parameter.is_inference():
+            lazy = not parameter.is_inference()
+            raise UsageError(
+                explain(
+                    f"Parameter {clean_name(name)!r} cannot be sharded: "
+                    + ("it has no shape yet." if lazy else "it was made in inference mode."),
+                    expected="parameters with shapes, which autograd can use",
+                    got=f"a {type(parameter).__name__}",
+                    where=f"FullyShardedDataParallel({type(module).__name__})",
+                    fix="run one forward before wrapping" if lazy else "make the module outside of torch.inference_mode()",
+                )
+            )
     if isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear):
         raise UsageError(
             explain(
@@ -88,6 +102,31 @@ def refuse_module(module: nn.Module, wrapper: type[nn.Module]) -> None:
                 fix="wrap the attention, or a module around it",
             )
         )
+
+
+def refuse_hook(hook: Any, split: set[bool]) -> None:
+    """Raise UsageError for what cannot be a communication hook. split: whether gradients are split over ranks, of all groups."""
+    expected = "hook(state, grad, output)" if split == {True} else "hook(state, grad)" if split == {False} else ""
+    expected = expected or "hook(state, grad, output=None), as some units are split over ranks and others are not"
+    if not callable(hook) or not all(takes(hook, 3 if is_split else 2) for is_split in split):
+        raise wrong_type("hook", f"a function {expected}", hook, "register_comm_hook(state, hook)")
+
+
+def refuse_parts_of_a_model(module: nn.Module, nested: Sequence[tuple[nn.Module, Unit]]) -> None:
+    """Raise UsageError if instances in ``module`` belong to a model whose root is outside of it. nested: they, with their roots."""
+    inside = set(module.modules())
+    for child, root in nested:
+        owner = root.owner()
+        if owner is not None and owner not in inside:
+            raise UsageError(
+                explain(
+                    "The module holds units of another wrapped model.",
+                    expected="a module around a whole wrapped model, or around none of it",
+                    got=f"a {type(module).__name__} around a unit whose root is a {type(root.module).__name__} outside of it",
+                    where=f"FullyShardedDataParallel({type(module).__name__}), {child._get_name()}",
+                    fix="wrap around the root, or delete the outer wrapper first",
+                )
+            )
 
 
 def refuse_managed(module: nn.Module, closed: set[nn.Module], ignored: frozenset[nn.Parameter]) -> None:

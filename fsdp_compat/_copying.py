@@ -6,6 +6,7 @@ A copy is made of the modules without their managed parameters, and of the store
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import io
 import typing
 from collections.abc import Iterator
@@ -60,7 +61,7 @@ def reduced(instance: FullyShardedDataParallel) -> tuple[Any, ...]:
             torch.save(instance, packed)
     finally:
         _pickling = False
-    return _unpacked, (packed.getvalue(),)
+    return _unpacked, (torch.frombuffer(bytearray(packed.getbuffer()), dtype=torch.uint8),)  # torch.save would double some bytes
 
 
 def _parts(instance: FullyShardedDataParallel) -> tuple[Any, ...]:
@@ -68,8 +69,8 @@ def _parts(instance: FullyShardedDataParallel) -> tuple[Any, ...]:
     return attributes, _stores(instance), instance._settings.portable(), instance._unit.buffers
 
 
-def _unpacked(packed: bytes) -> FullyShardedDataParallel:
-    return torch.load(io.BytesIO(packed), weights_only=False)
+def _unpacked(packed: torch.Tensor) -> FullyShardedDataParallel:
+    return torch.load(io.BytesIO(ctypes.string_at(packed.data_ptr(), packed.numel())), weights_only=False)
 
 
 def _blank(cls: type[FullyShardedDataParallel]) -> FullyShardedDataParallel:

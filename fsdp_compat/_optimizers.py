@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import torch
@@ -16,14 +16,17 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
+from ._engine.runtime import live_runtimes
+from ._state.full_params import shown_stores
 from ._stores.flat_store import FlatStore
-from .errors import UsageError, explain
+from .errors import StateError, UsageError, explain
 
 __all__ = ["convert", "is_managed", "note"]
 
-# Parameters that some unit manages. Of originals that are views of a shard: (weak reference to their store, index in it). Of
-# FlatParameters None; of originals whose values live in a FlatParameter now their name.
+# Parameters that some unit manages. Of what the optimizer is to hold: (weak reference to the store, index of the first parameter it
+# holds); of originals whose values live in a FlatParameter now: what they were.
 _managed: WeakIdKeyDictionary = WeakIdKeyDictionary()
+_MARK = "_fsdp_compat_part"  # on what the optimizer is to hold; unlike `_managed` it is pickled with a parameter
 _wrappings = itertools.count(1)
 _last_wrapping = 0
 _seen: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()  # and after which wrapping
@@ -39,7 +42,8 @@ def note(originals: Iterable[nn.Parameter], stores: Iterable[FlatStore]) -> None
         _managed[parameter] = f"a parameter of shape {tuple(parameter.shape)}"
     for store in stores:
         for target, indices in store.targets:
-            _managed[target] = (weakref.ref(store), indices[0]) if store.flat_parameter is None else None
+            target.__dict__[_MARK] = True
+            _managed[target] = weakref.ref(store), indices[0]
 
 
 def is_managed(parameter: nn.Parameter) -> bool:
@@ -55,15 +59,39 @@ def convert(optimizer: torch.optim.Optimizer) -> None:
             place = _managed.get(parameter)
             if isinstance(place, str):
                 raise _orphaned(optimizer, number, place)
+            if place is None and _MARK in parameter.__dict__:
+                raise _pickled_apart(optimizer, number)
             if place is not None and optimizer.state.get(parameter):
                 store = place[0]()
-                if store is not None:
+                if store is not None and store.flat_parameter is None:
                     _cut(optimizer.state[parameter], store, place[1], parameter)
 
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     if _seen.get(optimizer) != _last_wrapping:
         convert(optimizer)
+    if shown_stores():
+        _refuse(optimizer, shown_stores(), "inside of summon_full_params")
+    for runtime in live_runtimes():
+        if runtime.runs:
+            _refuse(optimizer, {group.store for group in runtime.groups}, "inside of forward or backward")
+
+
+def _refuse(optimizer: torch.optim.Optimizer, stores: Collection[object], when: str) -> None:
+    """While parameters are whole an optimizer would miss gradients, or write what is overwritten or read later."""
+    for number, group in enumerate(optimizer.param_groups):
+        for parameter in group["params"]:
+            place = _managed.get(parameter)
+            if isinstance(place, tuple) and place[0]() in stores:
+                raise StateError(
+                    explain(
+                        f"An optimizer steps {when}.",
+                        expected="a step between backward and the next forward, on this rank's parts",
+                        got=f"a step {when}, where parameters are whole",
+                        where=f"parameter group {number} of {type(optimizer).__name__}",
+                        fix="call optimizer.step() after that has ended",
+                    )
+                )
 
 
 def _cut(state: dict[Any, Any], store: FlatStore, index: int, parameter: nn.Parameter) -> None:
@@ -71,8 +99,21 @@ def _cut(state: dict[Any, Any], store: FlatStore, index: int, parameter: nn.Para
     if parameter.shape == shape:
         return
     for key, value in state.items():
-        if isinstance(value, torch.Tensor) and value.dim() > 0 and tuple(value.shape) == shape != tuple(parameter.shape):
+        per_element = isinstance(value, torch.Tensor) and tuple(value.shape) == shape and (shape != () or key != "step")
+        if per_element and tuple(value.shape) != tuple(parameter.shape):
             state[key] = value.reshape(-1)[part.slice].to(parameter.device, copy=True)
+
+
+def _pickled_apart(optimizer: torch.optim.Optimizer, number: int) -> UsageError:
+    return UsageError(
+        explain(
+            "The optimizer holds copies of sharded parameters that no model trains.",
+            expected="an optimizer made from the parameters of the model that pickle gave",
+            got="parameters that were pickled beside a wrapped model, which packs its own apart",
+            where=f"parameter group {number} of {type(optimizer).__name__}",
+            fix="make the optimizer from model.parameters() after unpickling, and load its state_dict() into it",
+        )
+    )
 
 
 def _orphaned(optimizer: torch.optim.Optimizer, number: int, what: str) -> UsageError:

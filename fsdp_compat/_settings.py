@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from ._checks import takes, wrong_type
 from ._engine import torch_private
 from ._engine.dtypes import Precision
 from ._engine.mesh import (
@@ -299,9 +300,12 @@ def _device(module: nn.Module, device_id: Any, group: dist.ProcessGroup) -> torc
             )
         return torch.device(accelerator.type, device_id)
     try:
-        return _indexed(torch.device(device_id))
+        device = torch.device(device_id)
     except RuntimeError as error:
         raise _wrong_type("device_id", "an int, a torch.device or the name of one, or None", device_id) from error
+    if device.type == "meta":
+        raise _wrong_type("device_id", "a device that holds values", device)
+    return _indexed(device)
 
 
 def _indexed(device: torch.device) -> torch.device:
@@ -344,8 +348,8 @@ def _check_fields(precision: MixedPrecision, offload: CPUOffload) -> None:
     """The fields of configuration objects, which check nothing themselves."""
     for name in ("param_dtype", "reduce_dtype", "buffer_dtype"):
         dtype = getattr(precision, name)
-        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-            raise _wrong_type(f"MixedPrecision.{name}", "a floating-point torch.dtype, or None", dtype)
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype.itemsize > 1):
+            raise _wrong_type(f"MixedPrecision.{name}", "a floating-point torch.dtype of 16 bits or more, or None", dtype)
     for name in ("keep_low_precision_grads", "cast_forward_inputs", "cast_root_forward_inputs"):
         if not isinstance(getattr(precision, name), bool):
             raise _wrong_type(f"MixedPrecision.{name}", "True or False", getattr(precision, name))
@@ -357,20 +361,10 @@ def _check_fields(precision: MixedPrecision, offload: CPUOffload) -> None:
 
 
 def _callable_or_none(value: Any) -> Callable[[nn.Module], None] | None:
-    if value is None or callable(value):
+    if value is None or (callable(value) and takes(value, 1)):
         return value
     raise _wrong_type("param_init_fn", "a function of one module, or None", value)
 
 
 def _wrong_type(name: str, expected: str, got: object) -> UsageError:
-    return UsageError(
-        explain(
-            f"{name} has the wrong type.",
-            expected=expected,
-            got=f"a {type(got).__name__}"
-            if isinstance(got, (nn.Module, torch.Tensor))
-            else f"{got!r} of type {type(got).__name__}",
-            where=f"argument {name!r} of FullyShardedDataParallel",
-            fix=f"pass {expected}",
-        )
-    )
+    return wrong_type(name, expected, got, "FullyShardedDataParallel")

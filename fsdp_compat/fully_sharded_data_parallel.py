@@ -2,30 +2,38 @@
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import enum
 import functools
 import inspect
 import typing
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
-from torch.optim import Optimizer
 
 from . import _clipping as clipping
 from . import _copying as copying
+from ._checks import (
+    AssertedStateError,
+    NotImplementedUsageError,
+    ValueStateError,
+    require_bools,
+    require_module,
+    wrong_type,
+)
 from ._construction import (
     buffers_to_cast,
     listed,
     prepare,
+    refuse_hook,
     refuse_managed,
     refuse_module,
+    refuse_parts_of_a_model,
     remember,
     renamed,
     settings_of,
@@ -37,27 +45,17 @@ from ._engine.reduce import CommHook
 from ._engine.runtime import Runtime
 from ._engine.tree import Member, assign_owners, group_members
 from ._engine.unit import Group, Unit
-from ._optimizers import convert
 from ._settings import Arguments, Settings, resolve
 from ._state.full_params import full_parameters
-from ._state.model import full_entries, in_module_order, load_unit, sharded_entries
-from ._state.names import FSDP_WRAPPED_MODULE, clean_name, without_checkpoint_wrapper
-from ._state.optim import NamedUnit, optim_state, optim_state_to_load
+from ._state.names import FSDP_WRAPPED_MODULE, clean_name
+from ._state_dicts import StateDicts
 from ._stores.flat_store import FlatStore, home_attribute
 from ._stores.registration import FLAT_PARAM, FlatParameter
 from .api import (
     BackwardPrefetch,
     CPUOffload,
-    FullOptimStateDictConfig,
-    FullStateDictConfig,
     MixedPrecision,
-    OptimStateDictConfig,
-    ShardedOptimStateDictConfig,
-    ShardedStateDictConfig,
     ShardingStrategy,
-    StateDictConfig,
-    StateDictSettings,
-    StateDictType,
     as_ours,
 )
 from .errors import StateError, UsageError, explain
@@ -73,7 +71,7 @@ class OptimStateKeyType(enum.Enum):
     PARAM_ID = enum.auto()
 
 
-class FullyShardedDataParallel(nn.Module):
+class FullyShardedDataParallel(StateDicts):
     """Shard a module's parameters, gradients and optimizer state over the ranks of a process group.
 
     Every rank holds one part of each parameter; the parameters of a unit (this module, less what nested instances hold) are whole
@@ -149,6 +147,7 @@ class FullyShardedDataParallel(nn.Module):
         nested = [child for child in module.modules() if isinstance(child, FullyShardedDataParallel)]
         closed = {*nested, *settings.ignored_modules}
         refuse_managed(module, closed, settings.ignored_parameters)
+        refuse_parts_of_a_model(module, [(child, child._runtime.root) for child in nested])
         plan: dict[nn.Module, Settings] = {}
         apart = [child for child in module.modules() if child is not module and isinstance(child, settings.uncast_classes)]
         if auto_wrap_policy is not None or apart:
@@ -176,11 +175,6 @@ class FullyShardedDataParallel(nn.Module):
 
     # -- construction
 
-    _unit: Unit
-    _settings: Settings
-    _state_settings: StateDictSettings
-    _attribute_order: dict[str, list[str]]  # by module: its parameters as they were, for the order of state dicts
-    _loading: tuple[str, set[str]]  # while a state dict is loaded: where this is in it, and the keys of sharded forms
     _forward_methods: dict[str, bool | None]  # other entry points of the wrapped module, see register_fsdp_forward_method
 
     @classmethod
@@ -204,14 +198,8 @@ class FullyShardedDataParallel(nn.Module):
         """left: where there are no values yet, see ``prepare``."""
         if relative_to is not None:
             members = renamed(members, relative_to)
-        self._attribute_order = {
-            clean_name(name): [attribute for attribute, p in child._parameters.items() if p is not None]
-            for name, child in module.named_modules(remove_duplicate=False)
-        }
-        self._loading, self._forward_methods = ("", set()), {}
-        self._state_settings = _default_settings(StateDictType.FULL_STATE_DICT)
-        self.register_load_state_dict_pre_hook(_before_load)
-        self.register_load_state_dict_post_hook(_after_load)
+        self._forward_methods = {}
+        self._begin_state_dicts(module)
         self._fsdp_wrapped_module = module
         taken = {below for child in FullyShardedDataParallel.fsdp_modules(module) for below in child.modules()}
         with torch.inference_mode(False), torch.no_grad():
@@ -225,12 +213,13 @@ class FullyShardedDataParallel(nn.Module):
         device, offload = settings.device, settings.offload
         groups = [Group(store, settings.mesh, settings.precision(store.dtype), device, offload) for store in stores]
         unit = self._unit = Unit(self._fsdp_wrapped_module, groups, settings.unit_options(), buffers)
+        unit.owner = weakref.ref(self)
         self._settings = settings
         hooks.guard_state_dicts(unit)
         instances = FullyShardedDataParallel.fsdp_modules(self)
         names = {child: clean_name(name) for name, child in self.named_modules() if isinstance(child, FullyShardedDataParallel)}
         clipping.teach_torch()
-        clipping.watch(Runtime(unit, [child._unit for child in instances], [names[child] for child in instances], settings.runtime))
+        Runtime(unit, [child._unit for child in instances], [names[child] for child in instances], settings.runtime)
 
     @staticmethod
     def _make_store(module: nn.Module, settings: Settings, index: int, members: list[Member]) -> FlatStore:
@@ -278,11 +267,6 @@ class FullyShardedDataParallel(nn.Module):
     @property
     def _is_root(self) -> bool:
         return self._unit.is_root
-
-    @property
-    def _runtime(self) -> Runtime:
-        assert self._unit.runtime is not None
-        return self._unit.runtime
 
     def __getattr__(self, name: str) -> Any:
         """What this module does not have is looked up on the wrapped one."""
@@ -343,14 +327,19 @@ class FullyShardedDataParallel(nn.Module):
     @staticmethod
     def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[FullyShardedDataParallel]:
         """Return the instances in ``module``, itself included, the outer ones first; ``root_only``: only those that are roots."""
+        require_module(module, "fsdp_modules")
+        require_bools("fsdp_modules", root_only=root_only)
         found = [child for child in module.modules() if isinstance(child, FullyShardedDataParallel)]
         return [child for child in found if child._unit.is_root] if root_only else found
 
     def apply(self, fn: Callable[[nn.Module], None]) -> FullyShardedDataParallel:
         """Call ``fn`` on every submodule and on this one, with whole parameters, and keep what it changes. Collective."""
+        if not callable(fn):
+            raise wrong_type("fn", "a function of one module", fn, "apply")
         if self._unit.lent:
             super().apply(fn)
             return self
+        self._runtime.require_idle("apply", ValueStateError)
         with self.summon_full_params(self):
             super().apply(fn)
         return self
@@ -381,6 +370,7 @@ class FullyShardedDataParallel(nn.Module):
         """
         if not self._unit.is_root:
             raise StateError(_on_root_only("no_sync()", self._unit.label))
+        self._runtime.require_idle("no_sync", ValueStateError)
         with self._runtime.no_sync():
             yield
 
@@ -394,20 +384,11 @@ class FullyShardedDataParallel(nn.Module):
 
         Called once, on the root, on all ranks, before the first backward.
         """
-        if not callable(hook):
-            raise UsageError(
-                explain(
-                    "A communication hook has to be a function.",
-                    expected="hook(state, grad, output), or hook(state, grad) where gradients are not split",
-                    got=f"{hook!r} of type {type(hook).__name__}",
-                    where="register_comm_hook(state, hook)",
-                    fix="pass the function second, its state first",
-                )
-            )
+        refuse_hook(hook, {group.shard.ranks > 1 for group in self._runtime.groups})
         if not self._unit.is_root:
             raise AssertedStateError(_on_root_only("register_comm_hook()", self._unit.label))
         self._runtime.require_idle("register_comm_hook")
-        if self._comm_hook is not None:
+        if any(group.hook is not None for group in self._runtime.groups):
             raise AssertedStateError(
                 explain(
                     "A communication hook is registered already.",
@@ -418,9 +399,6 @@ class FullyShardedDataParallel(nn.Module):
                 )
             )
         self._runtime.set_comm_hook(CommHook(state, hook))
-        self._comm_hook = hook
-
-    _comm_hook: Callable[..., Any] | None = None
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float | int, norm_type: float | int = 2.0) -> torch.Tensor:
@@ -433,7 +411,8 @@ class FullyShardedDataParallel(nn.Module):
             raise StateError(_on_root_only("clip_grad_norm_()", self._unit.label))
         norm_type = clipping.checked_norm_type(norm_type)
         clipping.check_max_norm(max_norm)
-        self._runtime.require_idle("clip_grad_norm_")
+        self._runtime.require_idle("clip_grad_norm_", ValueStateError)
+        self._runtime.require_parts("clip_grad_norm_")
         groups = self._runtime.groups
         sharded = {id(target) for group in groups for target, _ in group.store.targets}
         others = [p.grad for p in self.parameters() if id(p) not in sharded and p.grad is not None]
@@ -460,8 +439,18 @@ class FullyShardedDataParallel(nn.Module):
         Collective: all ranks. ``writeback`` keeps changes made inside; ``rank0_only``: the others go on showing their parts (not
         with ``writeback``); ``offload_to_cpu``: they are shown on the CPU; ``with_grads``: whole gradients beside them.
         """
+        where = "summon_full_params"
+        require_module(module, where)
+        require_bools(
+            where,
+            recurse=recurse,
+            writeback=writeback,
+            rank0_only=rank0_only,
+            offload_to_cpu=offload_to_cpu,
+            with_grads=with_grads,
+        )
         if writeback and rank0_only:
-            raise _NotImplementedUsage(
+            raise NotImplementedUsageError(
                 explain(
                     "summon_full_params cannot write back what only rank 0 has seen.",
                     expected="rank0_only=True with writeback=False, or rank0_only=False",
@@ -474,7 +463,7 @@ class FullyShardedDataParallel(nn.Module):
         if not recurse:
             instances = [child for child in instances if child is module or child._unit.is_root]
         for instance in instances:
-            instance._runtime.require_idle("summon_full_params")
+            instance._runtime.require_idle("summon_full_params", AssertedStateError)
             instance._runtime.rest()
         with full_parameters(
             [child._unit for child in instances],
@@ -484,277 +473,6 @@ class FullyShardedDataParallel(nn.Module):
             with_grads=with_grads,
         ):
             yield
-
-    # -- state dicts: which form
-
-    @staticmethod
-    def set_state_dict_type(
-        module: nn.Module,
-        state_dict_type: StateDictType,
-        state_dict_config: StateDictConfig | None = None,
-        optim_state_dict_config: OptimStateDictConfig | None = None,
-    ) -> StateDictSettings:
-        """Set the form of state dicts for all instances in ``module``, which need not be one; return what it was before."""
-        kind = as_ours(state_dict_type, StateDictType, "state_dict_type")
-        if kind is None or kind is StateDictType.LOCAL_STATE_DICT:
-            raise UsageError(
-                explain(
-                    "This form of state dict is not available.",
-                    expected="StateDictType.FULL_STATE_DICT or StateDictType.SHARDED_STATE_DICT",
-                    got=str(kind),
-                    where="set_state_dict_type",
-                    fix="SHARDED_STATE_DICT keeps every rank's own part too, and can be loaded by any number of ranks",
-                )
-            )
-        default = _default_settings(kind)
-        model_config = as_ours(state_dict_config, StateDictConfig, "state_dict_config") or default.state_dict_config
-        optim_config = (
-            as_ours(optim_state_dict_config, OptimStateDictConfig, "optim_state_dict_config") or default.optim_state_dict_config
-        )
-        for name, given, wanted in (
-            ("state_dict_config", model_config, default.state_dict_config),
-            ("optim_state_dict_config", optim_config, default.optim_state_dict_config),
-        ):
-            if not isinstance(given, type(wanted)):
-                raise UsageError(
-                    explain(
-                        f"{name} does not belong to the form of state dict.",
-                        expected=f"a {type(wanted).__name__}, or None",
-                        got=f"a {type(given).__name__}",
-                        where=f"set_state_dict_type(..., {kind.name})",
-                        fix=f"pass {type(wanted).__name__}(...)",
-                    )
-                )
-        before = FullyShardedDataParallel.get_state_dict_type(module)
-        for instance in FullyShardedDataParallel.fsdp_modules(module):
-            instance._state_settings = StateDictSettings(kind, model_config, optim_config)
-        return before
-
-    @staticmethod
-    def get_state_dict_type(module: nn.Module) -> StateDictSettings:
-        """Return the form of state dicts of the instances in ``module``; raises UsageError where they differ or there is none."""
-        found = [instance._state_settings for instance in FullyShardedDataParallel.fsdp_modules(module)]
-        if not found or any(settings != found[0] for settings in found):
-            raise UsageError(
-                explain(
-                    "There is no one form of state dict.",
-                    expected="at least one FullyShardedDataParallel in the module, all of them with one form",
-                    got=f"{len(found)} instances with {len({settings.state_dict_type for settings in found})} forms",
-                    where=type(module).__name__,
-                    fix="set one for all: FullyShardedDataParallel.set_state_dict_type(module, ...)",
-                )
-            )
-        return found[0]
-
-    @staticmethod
-    @contextlib.contextmanager
-    def state_dict_type(
-        module: nn.Module,
-        state_dict_type: StateDictType,
-        state_dict_config: StateDictConfig | None = None,
-        optim_state_dict_config: OptimStateDictConfig | None = None,
-    ) -> Generator[None, None, None]:
-        """Set the form of state dicts inside of the context, see ``set_state_dict_type``."""
-        instances = FullyShardedDataParallel.fsdp_modules(module)
-        before = [instance._state_settings for instance in instances]
-        FullyShardedDataParallel.set_state_dict_type(module, state_dict_type, state_dict_config, optim_state_dict_config)
-        try:
-            yield
-        finally:
-            for instance, settings in zip(instances, before, strict=True):
-                instance._state_settings = settings
-
-    # -- state dicts: the model
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        """Return the model's state under the names it had before wrapping, in the form that is set.
-
-        FULL_STATE_DICT (default): whole tensors, copies; collective, one unit gathered at a time. SHARDED_STATE_DICT: this rank's
-        part of each parameter, as boxes that view its shard; nothing is sent.
-        """
-        destination, prefix, keep_vars = _state_dict_arguments(*args, **kwargs)
-        if not self._unit.lent:
-            self._runtime.require_idle("state_dict")
-            self._runtime.rest()
-        first = len(destination)
-        self._unit.in_state_dict = True
-        try:
-            super().state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
-        finally:
-            self._unit.in_state_dict = False
-        settings = self._state_settings
-        config: Any = settings.state_dict_config
-        keep = not getattr(config, "rank0_only", False) or self._settings.mesh.is_first
-        own = list(destination)[first:]
-        sharded = set() if self._unit.lent else {f"{prefix}{FSDP_WRAPPED_MODULE}.{name}" for name in self._sharded_names()}
-        values = {clean_name(key): destination.pop(key) for key in own if key not in sharded}
-        for key in own:
-            destination.pop(key, None)
-        base = clean_name(prefix)
-        for name, exact in self._exact_buffers():
-            if base + name in values:
-                values[base + name] = exact
-        if self._unit.lent:  # inside of summon_full_params the traversal has met whole parameters
-            pass
-        elif settings.state_dict_type is StateDictType.FULL_STATE_DICT:
-            values.update((base + name, value) for name, value in full_entries(self._unit, config.offload_to_cpu, keep))
-        else:
-            values.update((base + name, v) for name, v in sharded_entries(self._unit, self._settings.group, config.offload_to_cpu))
-        if not keep:
-            values = {}
-        elif getattr(config, "offload_to_cpu", False):
-            values = {
-                k: v.cpu() if isinstance(v, torch.Tensor) and v.device.type not in ("cpu", "meta") else v for k, v in values.items()
-            }
-        for key in in_module_order(list(values), self._names_in_order(base)):
-            destination[key] = values[key]
-        metadata = getattr(destination, "_metadata", None)
-        if metadata is not None:
-            for key in [key for key in metadata if key.startswith(prefix)]:
-                metadata.setdefault(clean_name(key), metadata[key])
-        return destination
-
-    def _sharded_names(self) -> set[str]:
-        """The names under which the wrapped module's state dict holds, or misses, managed parameters in their sharded form.
-
-        Activation checkpointing's wrapper takes itself out of the names at one time and not at another: both are here.
-        """
-        managed = {id(target) for group in self._unit.groups for target, _ in group.store.targets}
-        raw = {
-            f"{path}.{attribute}".lstrip(".")
-            for path, child in self._fsdp_wrapped_module.named_modules(remove_duplicate=False)
-            for attribute, parameter in child._parameters.items()
-            if id(parameter) in managed
-        }
-        return raw | {without_checkpoint_wrapper(name) for name in raw}
-
-    def _exact_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The names of buffers that are kept in another dtype than the user's model has them, with what they are in that."""
-        cast = self._unit.buffers
-        if cast is not None:
-            for name, buffer in self._fsdp_wrapped_module.named_buffers(remove_duplicate=False):
-                if (exact := cast.exact(buffer)) is not None:
-                    yield clean_name(name), exact
-
-    def _names_in_order(self, base: str) -> list[str]:
-        """The keys of the wrapped module's state dict, as they came before anything was wrapped."""
-        modules = [(clean_name(path), child) for path, child in self.named_modules(remove_duplicate=False)]
-        order: dict[str, list[str]] = {}
-        for path, child in modules:
-            if isinstance(child, FullyShardedDataParallel):  # inner instances know what their modules had
-                order.update((".".join(filter(None, (path, inner))), names) for inner, names in child._attribute_order.items())
-        names = []
-        for path, child in modules:
-            if not isinstance(child, FullyShardedDataParallel):
-                start = f"{base}{path}." if path else base
-                attributes = dict.fromkeys((*order.get(path, ()), *child._parameters, *child._buffers, "_extra_state"))
-                names += [start + attribute for attribute in attributes]
-        return names
-
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Load a state dict under the names the model had before wrapping: full, or sharded in any way; its values say which.
-
-        With full values nothing is sent: every rank copies its part. Parameters are written in place, also with ``assign``.
-        """
-        self._runtime.require_idle("load_state_dict")
-        self._runtime.rest()
-        if not isinstance(state_dict, Mapping):
-            raise _NoDict(
-                explain(
-                    "This is no state dict.",
-                    expected="a dict from names to tensors, as state_dict() returns it",
-                    got=f"a {type(state_dict).__name__}",
-                    where="load_state_dict(state_dict)",
-                    fix="pass the loaded dict, on every rank",
-                )
-            )
-        try:
-            return super().load_state_dict(self._without_ddp_prefix(state_dict), strict, assign)
-        except RuntimeError as error:
-            error.args = (str(error).replace(f"{FSDP_WRAPPED_MODULE}.", ""),)  # torch says where things are here
-            raise
-
-    def _without_ddp_prefix(self, state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
-        """What DistributedDataParallel saved has names that begin with ``module.``."""
-        inner = self._fsdp_wrapped_module
-        own = {*inner._modules, *inner._parameters, *inner._buffers}
-        if not state_dict or "module" in own or not all(str(key).startswith("module.") for key in state_dict):
-            return state_dict
-        without = collections.OrderedDict(state_dict)
-        if (metadata := getattr(state_dict, "_metadata", None)) is not None:
-            setattr(without, "_metadata", metadata.copy())
-        consume_prefix_in_state_dict_if_present(without, "module.")
-        return without
-
-    # -- state dicts: the optimizer
-
-    @staticmethod
-    def optim_state_dict(
-        model: nn.Module, optim: Optimizer, optim_state_dict: dict[str, Any] | None = None, group: dist.ProcessGroup | None = None
-    ) -> dict[str, Any]:
-        """Return the optimizer's state keyed by parameter names, in the form set for ``model``.
-
-        optim_state_dict: what ``optim.state_dict()`` gives, if it is there. Collective in the full form: one gather per flat
-        parameter and state. In the sharded form tensors are this rank's boxes, which view the optimizer's own state.
-        """
-        settings = FullyShardedDataParallel.get_state_dict_type(model)
-        convert(optim)
-        config: Any = settings.optim_state_dict_config
-        full = settings.state_dict_type is StateDictType.FULL_STATE_DICT
-        first = FullyShardedDataParallel.fsdp_modules(model)[0]._settings
-        is_first = first.mesh.is_first if group is None else dist.get_rank(group) == 0
-        return optim_state(
-            model,
-            optim,
-            optim_state_dict,
-            _named_units(model),
-            full=full,
-            to_cpu=bool(config.offload_to_cpu),
-            keep=not (full and config.rank0_only and not is_first),
-            process_group=first.group,
-        )
-
-    @staticmethod
-    def optim_state_dict_to_load(
-        model: nn.Module,
-        optim: Optimizer,
-        optim_state_dict: dict[str, Any],
-        is_named_optimizer: bool = False,
-        load_directly: bool = False,
-        group: dist.ProcessGroup | None = None,
-    ) -> dict[str, Any]:
-        """Return the dict that ``optim.load_state_dict`` takes, from one keyed by parameter names, full or sharded, or by numbers.
-
-        By numbers is what the optimizer of an unwrapped model, or of one in DistributedDataParallel, gives.
-        The number of ranks, the wrapping and ``use_orig_params`` it was saved with do not matter. ``load_directly`` loads it, too.
-        With full values, or boxes of the own shards, nothing is sent; other sharded values are gathered, collectively.
-        """
-        if not isinstance(optim_state_dict, Mapping) or not {"state", "param_groups"} <= optim_state_dict.keys():
-            raise UsageError(
-                explain(
-                    "This is no optimizer state dict.",
-                    expected="a dict with 'state' and 'param_groups'",
-                    got=f"{sorted(optim_state_dict) if isinstance(optim_state_dict, Mapping) else type(optim_state_dict).__name__}",
-                    where="optim_state_dict_to_load(model, optim, optim_state_dict)",
-                    fix="pass what optim_state_dict(model, optim) returned, on every rank; note the order of the arguments",
-                )
-            )
-        loadable = optim_state_to_load(model, optim, optim_state_dict, _named_units(model), _names_before(model))
-        if load_directly:
-            optim.load_state_dict(loadable)
-        return loadable
-
-
-class AssertedStateError(StateError, AssertionError):
-    """A call at the wrong moment, where torch asserts."""
-
-
-class _NotImplementedUsage(UsageError, NotImplementedError):
-    """A combination of arguments that cannot work; torch's type for it is NotImplementedError."""
-
-
-class _NoDict(UsageError, TypeError):
-    """Something else than a dict; torch's type for it is TypeError."""
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str, *, synced: bool | None = None) -> None:
@@ -812,91 +530,6 @@ def _slow_transformers(module: nn.Module) -> None:
             hooks.without_fast_path(child)
         if isinstance(child, nn.TransformerEncoder) and FullyShardedDataParallel.fsdp_modules(child):
             child.use_nested_tensor = False
-
-
-# -- state dicts, in parts
-
-
-def _default_settings(kind: StateDictType) -> StateDictSettings:
-    if kind is StateDictType.FULL_STATE_DICT:
-        return StateDictSettings(kind, FullStateDictConfig(), FullOptimStateDictConfig())
-    return StateDictSettings(kind, ShardedStateDictConfig(), ShardedOptimStateDictConfig())
-
-
-def _state_dict_arguments(*args: Any, **kwargs: Any) -> tuple[Any, str, bool]:
-    """Return (destination, prefix, keep_vars) from nn.Module.state_dict's arguments; positional ones are its older form."""
-    given = {**dict(zip(("destination", "prefix", "keep_vars"), args, strict=False)), **kwargs}
-    destination = given.get("destination")
-    if destination is None:
-        destination = collections.OrderedDict()
-        setattr(destination, "_metadata", collections.OrderedDict())  # as nn.Module.state_dict has it
-    return destination, given.get("prefix") or "", bool(given.get("keep_vars", False))
-
-
-def _before_load(
-    instance: nn.Module,
-    state_dict: dict[str, Any],
-    prefix: str,
-    local_metadata: Any,
-    strict: bool,
-    missing_keys: list[str],
-    unexpected_keys: list[str],
-    error_msgs: list[str],
-) -> None:
-    """Take this unit's parameters out of what is loaded, and hand the rest on under the wrapped module's names."""
-    self = typing.cast(FullyShardedDataParallel, instance)
-    inner = f"{prefix}{FSDP_WRAPPED_MODULE}."
-    for key in [key for key in state_dict if key.startswith(prefix)]:
-        clean = prefix + clean_name(key[len(prefix) :])
-        if clean != key:
-            state_dict[clean] = state_dict.pop(key)
-    if not self._unit.lent:
-        load_unit(self._unit, state_dict, prefix, missing_keys, error_msgs)
-    for key in [key for key in state_dict if key.startswith(prefix)]:
-        state_dict[inner + key[len(prefix) :]] = state_dict.pop(key)
-    # The sharded forms are registered in the modules, which will miss them.
-    self._unit.in_state_dict = True  # until _after_load
-    if self._unit.buffers is not None:
-        self._unit.buffers.follow(1)
-    self._loading = prefix, set() if self._unit.lent else {inner + name for name in self._sharded_names()}
-
-
-def _after_load(instance: nn.Module, incompatible: Any) -> None:
-    """What is reported are the names before wrapping, and nothing that only exists because of it.
-
-    The outermost instance cleans the names: it still has to recognise sharded forms of its own that inner modules hold (ties).
-    """
-    self = typing.cast(FullyShardedDataParallel, instance)
-    self._unit.in_state_dict = False
-    if self._unit.buffers is not None:
-        self._unit.buffers.follow(0)
-    prefix, sharded = self._loading
-    outermost = self._unit.is_root or not prefix
-    for keys in (incompatible.missing_keys, incompatible.unexpected_keys):
-        keys[:] = [clean_name(key) if outermost and key.startswith(prefix) else key for key in keys if key not in sharded]
-    self._loading = "", set()
-
-
-def _names_before(model: nn.Module) -> list[str]:
-    """The names of a model's parameters, in the order they had before anything was wrapped."""
-    outermost = [(name, child) for name, child in model.named_modules() if isinstance(child, FullyShardedDataParallel)]
-    if outermost and outermost[0][1] is model:
-        return outermost[0][1]._names_in_order("")
-    names = []
-    for path, child in model.named_modules():
-        if isinstance(child, FullyShardedDataParallel) and child.check_is_root():
-            names += child._names_in_order(f"{clean_name(path)}.")
-    return names
-
-
-def _named_units(model: nn.Module) -> list[NamedUnit]:
-    """The units in a model, which need not be one itself, with what their parameters' names begin with."""
-    found = []
-    for name, child in model.named_modules():
-        if isinstance(child, FullyShardedDataParallel):
-            prefix = clean_name(name)
-            found.append(NamedUnit(child._unit, f"{prefix}." if prefix else ""))
-    return found
 
 
 def _on_root_only(call: str, label: str) -> str:

@@ -9,17 +9,22 @@ from __future__ import annotations
 
 import contextlib
 import math
+import reprlib
 from collections.abc import Iterable, Iterator, Mapping
+from numbers import Integral, Real
 from typing import Any, overload
 
 import torch
 import torch.distributed as dist
 from torch.amp.grad_scaler import GradScaler
 
+from ._checks import require_bools, wrong_type
 from ._engine.collectives import max_in_group
 from .errors import StateError, UsageError, explain
 
 __all__ = ["ShardedGradScaler"]
+
+_INFINITE = 2.0**128  # for a scale, which is a float32
 
 
 class ShardedGradScaler(GradScaler):
@@ -47,7 +52,7 @@ class ShardedGradScaler(GradScaler):
             when it is needed, so the scaler may be made before ``init_process_group``.
 
     Raises:
-        UsageError: a number out of its range, or a process group that is none or that this process does not belong to.
+        UsageError: an argument of another type, a number out of its range, or a process group that this process does not belong to.
 
     Collective: ``unscale_`` and ``step``, on every rank of the group, in the same order; one all-reduce of 4 bytes for each
     optimizer and step, none where the group has one rank. The constructor and the other methods send nothing.
@@ -71,13 +76,15 @@ class ShardedGradScaler(GradScaler):
         enabled: bool = True,
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
+        require_bools("ShardedGradScaler", enabled=enabled)
         if enabled:
-            _refuse_number("init_scale", init_scale, "a finite factor > 0", 0 < init_scale < math.inf)
-            _refuse_number("backoff_factor", backoff_factor, "0 < factor < 1", 0 < backoff_factor < 1)
-            _refuse_number("growth_factor", growth_factor, "a finite factor > 1", 1 < growth_factor < math.inf)
+            _refuse_number("init_scale", init_scale, "a finite factor > 0", 0, _INFINITE)
+            _refuse_number("backoff_factor", backoff_factor, "0 < factor < 1", 0, 1)
+            _refuse_number("growth_factor", growth_factor, "a finite factor > 1", 1, math.inf)
+            _refuse_number("growth_interval", growth_interval, "a whole number of steps > 0", 0, math.inf, Integral)
             _refuse_group(process_group)
         super().__init__(
-            torch.device(device).type,
+            _device_type(device),
             init_scale=init_scale,
             growth_factor=growth_factor,
             backoff_factor=backoff_factor,
@@ -105,17 +112,17 @@ class ShardedGradScaler(GradScaler):
         it was given. The scale lives on the device of the first tensor that is scaled.
 
         Raises:
-            UsageError: something that is neither a tensor nor an iterable of tensors.
+            UsageError: something that is neither a tensor of floating-point numbers nor an iterable of such.
         """
         return self._scaled(outputs) if self.is_enabled() else outputs
 
     def _scaled(self, outputs: Any) -> Any:
-        if isinstance(outputs, torch.Tensor):
+        if isinstance(outputs, torch.Tensor) and (outputs.is_floating_point() or outputs.is_complex()):
             if self._scale is None:
                 self._lazy_init_scale_growth_tracker(outputs.device)
             assert self._scale is not None
             return (outputs * self._scale.to(outputs.device)).to(outputs.dtype)
-        if isinstance(outputs, Iterable) and not isinstance(outputs, (str, bytes, Mapping)):
+        if isinstance(outputs, Iterable) and not isinstance(outputs, (str, bytes, Mapping, torch.Tensor)):
             scaled = map(self._scaled, outputs)
             if isinstance(outputs, (list, tuple)):
                 make = getattr(outputs, "_make", type(outputs))  # of a named tuple
@@ -124,8 +131,8 @@ class ShardedGradScaler(GradScaler):
         raise UsageError(
             explain(
                 "This cannot be scaled.",
-                expected="a tensor, or an iterable of tensors, which may be nested",
-                got=f"a {type(outputs).__name__}",
+                expected="a tensor of floating-point numbers, or an iterable of such, which may be nested",
+                got=f"a tensor of {outputs.dtype}" if isinstance(outputs, torch.Tensor) else f"a {type(outputs).__name__}",
                 where="ShardedGradScaler.scale(outputs)",
                 fix="pass the loss; of a model's output, the losses in it, for example output['loss']",
             )
@@ -140,9 +147,10 @@ class ShardedGradScaler(GradScaler):
 
         Raises:
             StateError: nothing was scaled yet, or there is no process group.
+            UsageError: ``optimizer`` is none.
             RuntimeError: the gradients of this optimizer were unscaled, or used, since the last ``update``.
         """
-        self._refuse_before_scale("unscale_")
+        self._refuse_call("unscale_", optimizer)
         super().unscale_(optimizer)
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
@@ -155,9 +163,10 @@ class ShardedGradScaler(GradScaler):
 
         Raises:
             StateError: nothing was scaled yet, or there is no process group.
+            UsageError: ``optimizer`` is none.
             RuntimeError: a second ``step`` of this optimizer since the last ``update``, or a closure.
         """
-        self._refuse_before_scale("step")
+        self._refuse_call("step", optimizer)
         scale = self._scale if self.is_enabled() else None
         away = scale is not None and scale.device.type != "cpu" and _has_cpu_gradients(optimizer)
         with _as_unfused(optimizer) if away else contextlib.nullcontext():
@@ -166,13 +175,14 @@ class ShardedGradScaler(GradScaler):
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:
         """Shrink the scale if a step was skipped on all ranks since the last update; grow it after enough steps that were not.
 
-        new_scale: the scale from now on, a factor > 0 or a tensor [1] or [] with one, instead. The same on all ranks.
+        new_scale: the scale from now on, a factor > 0 or a tensor [1] or [] with one, instead. The same on all ranks. Its value is
+            read, so a tensor on an accelerator is waited for.
 
         Raises:
             StateError: nothing was scaled yet.
             UsageError: ``new_scale`` is neither of both.
         """
-        self._refuse_before_scale("update")
+        self._refuse_call("update")
         if new_scale is not None and self.is_enabled():
             new_scale = _checked_scale(new_scale)
             new_scale = new_scale.reshape(()).to(self._device) if isinstance(new_scale, torch.Tensor) else new_scale
@@ -209,8 +219,13 @@ class ShardedGradScaler(GradScaler):
             )
         return group
 
-    def _refuse_before_scale(self, method: str) -> None:
-        if self.is_enabled() and self._scale is None:
+    def _refuse_call(self, method: str, *optimizers: Any) -> None:
+        if not self.is_enabled():
+            return
+        for optimizer in optimizers:
+            if getattr(optimizer, "param_groups", None) is None:
+                raise wrong_type("optimizer", "a torch.optim.Optimizer", optimizer, f"ShardedGradScaler.{method}")
+        if self._scale is None:
             raise StateError(
                 explain(
                     "No loss was scaled yet, so there is no scale to undo or to change.",
@@ -248,25 +263,35 @@ def _as_unfused(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 def _checked_scale(new_scale: float | torch.Tensor) -> float | torch.Tensor:
     if isinstance(new_scale, torch.Tensor):
         good = new_scale.numel() == 1 and not new_scale.requires_grad and new_scale.is_floating_point()
+        good = good and 0 < new_scale.item() < _INFINITE
     else:
-        good = isinstance(new_scale, (int, float)) and 0 < new_scale < math.inf
+        good = isinstance(new_scale, (int, float)) and 0 < new_scale < _INFINITE
     if good:
         return new_scale if isinstance(new_scale, torch.Tensor) else float(new_scale)
+    shown = repr(new_scale)
+    if isinstance(new_scale, torch.Tensor):
+        values = reprlib.repr(new_scale.tolist())
+        shown = f"{values}, a tensor {tuple(new_scale.shape)} of {new_scale.dtype}, requires_grad={new_scale.requires_grad}"
     raise UsageError(
         explain(
             "This cannot be the scale.",
-            expected="a finite number > 0, or a tensor of floats with 1 element that needs no gradient",
-            got=f"a tensor {tuple(new_scale.shape)} of {new_scale.dtype}, requires_grad={new_scale.requires_grad}"
-            if isinstance(new_scale, torch.Tensor)
-            else repr(new_scale),
+            expected="a finite number > 0, or a tensor of floats with 1 such element that needs no gradient",
+            got=shown,
             where="ShardedGradScaler.update(new_scale)",
             fix="pass the number, the same on all ranks; or nothing, and the scale adapts by itself",
         )
     )
 
 
-def _refuse_number(name: str, value: float, expected: str, good: bool) -> None:
-    if not good:
+def _device_type(device: Any) -> str:
+    try:
+        return torch.device(device).type
+    except (RuntimeError, TypeError) as error:
+        raise wrong_type("device", "the type of a device, such as 'cuda' or 'cpu'", device, "ShardedGradScaler") from error
+
+
+def _refuse_number(name: str, value: Any, expected: str, low: float, high: float, kind: Any = Real) -> None:
+    if not (isinstance(value, kind) and low < value < high):
         raise UsageError(
             explain(
                 f"The scale cannot be adapted with this {name}.",

@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
+import textwrap
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -52,10 +54,13 @@ class ModuleWrapPolicy(_Policy):
     """Choose every module that is an instance of one of ``module_classes``, with the keyword arguments of the root.
 
     It can also be called like a policy function.
+
+    Raises:
+        UsageError: ``module_classes`` holds something else than classes; also a TypeError.
     """
 
     def __init__(self, module_classes: Iterable[type[nn.Module]]) -> None:
-        self._module_classes: set[type[nn.Module]] = set(module_classes)
+        self._module_classes: set[type[nn.Module]] = set(_classes(module_classes, "ModuleWrapPolicy(...)"))
 
     def _run_policy(
         self,
@@ -83,10 +88,13 @@ class CustomPolicy(_Policy):
 
     The dict is laid over the keyword arguments of the root; an empty one leaves the module, as False does. It can
     also be called like a policy function, for callers that pass no keyword arguments on; a dict is refused there.
+
+    Raises:
+        UsageError: ``lambda_fn`` cannot be called; also a TypeError.
     """
 
     def __init__(self, lambda_fn: Callable[[nn.Module], bool | dict[str, Any]]) -> None:
-        self._lambda_fn = lambda_fn
+        self._lambda_fn: Callable[[nn.Module], bool | dict[str, Any]] = _function_of_modules(lambda_fn, "CustomPolicy(lambda_fn)")
 
     def _run_policy(
         self,
@@ -134,7 +142,8 @@ def lambda_auto_wrap_policy(
     lambda_fn: Callable[[nn.Module], bool],
 ) -> bool:
     """Choose the modules for which ``lambda_fn`` returns true; fix ``lambda_fn`` with `functools.partial`."""
-    return recurse or lambda_fn(module)
+    decide = _function_of_modules(lambda_fn, "lambda_auto_wrap_policy(lambda_fn=...)")
+    return recurse or decide(module)
 
 
 def transformer_auto_wrap_policy(
@@ -148,7 +157,7 @@ def transformer_auto_wrap_policy(
     What stands outside the blocks, such as an embedding that shares its weight with the output, stays with the root.
     Fix ``transformer_layer_cls`` with `functools.partial`.
     """
-    return _module_wrap_policy(module, recurse, nonwrapped_numel, transformer_layer_cls)
+    return isinstance(module, _classes(transformer_layer_cls, "transformer_auto_wrap_policy(transformer_layer_cls=...)")) or recurse
 
 
 def size_based_auto_wrap_policy(
@@ -168,10 +177,16 @@ def size_based_auto_wrap_policy(
         exclude_wrap_modules: classes of which the instances are not chosen, but what is in them can be. None means
             the attribute ``EXCLUDE_WRAP_MODULES``.
     """
-    if nonwrapped_numel < min_num_params:
-        return False
-    barred, attribute = (force_leaf_modules, "FORCE_LEAF_MODULES") if recurse else (exclude_wrap_modules, "EXCLUDE_WRAP_MODULES")
-    return not isinstance(module, tuple(getattr(size_based_auto_wrap_policy, attribute) if barred is None else barred))
+    defaults: Any = size_based_auto_wrap_policy
+    leaves = defaults.FORCE_LEAF_MODULES if force_leaf_modules is None else force_leaf_modules
+    excluded = defaults.EXCLUDE_WRAP_MODULES if exclude_wrap_modules is None else exclude_wrap_modules
+    leaves = _classes(leaves, "size_based_auto_wrap_policy(force_leaf_modules=...)")
+    excluded = _classes(excluded, "size_based_auto_wrap_policy(exclude_wrap_modules=...)")
+    try:
+        is_large = nonwrapped_numel >= min_num_params
+    except TypeError as error:
+        raise _unusable("min_num_params", "a number of elements", min_num_params, "size_based_auto_wrap_policy") from error
+    return is_large and not isinstance(module, leaves if recurse else excluded)
 
 
 # Part of the public contract; a function cannot declare attributes, hence the ignores.
@@ -186,14 +201,14 @@ def _module_wrap_policy(
     module_classes: set[type[nn.Module]],
 ) -> bool:
     """Choose the instances of ``module_classes``; the policy function behind `ModuleWrapPolicy`."""
-    return recurse or isinstance(module, tuple(module_classes))
+    return isinstance(module, _classes(module_classes, "_module_wrap_policy(module_classes=...)")) or recurse
 
 
 def _wrap_module_cls_individually(
     module: nn.Module, module_classes: Sequence[type], recurse: bool, *args: Any, **kwargs: Any
 ) -> bool:
     """Choose the instances of ``module_classes``, in the order of arguments that `_or_policy` members can have."""
-    return recurse or isinstance(module, tuple(module_classes))
+    return isinstance(module, _classes(module_classes, "_wrap_module_cls_individually(module_classes=...)")) or recurse
 
 
 def _or_policy(
@@ -293,7 +308,7 @@ def plan_wrapping(
         is_wrapped: whether a module is a unit already.
 
     Raises:
-        UsageError: ``policy`` is not a policy, or a CustomPolicy's function answers neither a bool nor a dict.
+        UsageError: ``policy`` is not a policy, was given what it cannot use, or answers something else than a policy does.
     """
     run_policy = getattr(policy, "_run_policy", None)
     if isinstance(policy, type) or not (callable(run_policy) or callable(policy)):
@@ -314,11 +329,13 @@ def plan_wrapping(
     unmixed = () if mixed_precision is None else tuple(mixed_precision._module_classes_to_ignore)
     chosen: dict[nn.Module, Mapping[str, Any]]
     if callable(run_policy):
-        chosen = dict(run_policy(root, set(ignored_modules), dict(root_kwargs)))
+        answer = run_policy(root, set(ignored_modules), dict(root_kwargs))
+        chosen = _checked_plan(answer, root, f"{type(policy).__name__}._run_policy, called for a {type(root).__name__}")
         for module in root.modules():
             if isinstance(module, unmixed):
                 chosen.setdefault(module, root_kwargs)
     else:
+        policy = _checked_function(policy)
         if mixed_precision is not None:
             alone = functools.partial(_wrap_module_cls_individually, module_classes=unmixed)
             policy = functools.partial(_or_policy, policies=(policy, alone))
@@ -384,7 +401,7 @@ def _recursive_wrap(
                 )
             )
     units, numel = _ask_function(
-        auto_wrap_policy,
+        _checked_function(auto_wrap_policy),
         module,
         ignored_modules,
         ignored_params,
@@ -450,13 +467,98 @@ def _never_called(root: nn.Module) -> set[nn.Module]:
     }
 
 
+# What policies are given and answer.
+
+
+class _WrongTypeError(UsageError, TypeError):
+    """Something of another type; torch's type for it is TypeError."""
+
+
+def _unusable(what: str, expected: str, got: object, where: str, fix: str = "") -> _WrongTypeError:
+    shown = (
+        f"a {type(got).__name__}"
+        if isinstance(got, nn.Module)
+        else f"{textwrap.shorten(repr(got), 300)} of type {type(got).__name__}"
+    )
+    return _WrongTypeError(
+        explain(f"{what} cannot be used.", expected=expected, got=shown, where=where, fix=fix or f"Give {expected}.")
+    )
+
+
+def _classes(given: Any, call: str) -> tuple[type, ...]:
+    """Return ``given`` as `isinstance` takes it. call: how it was given, with ``...`` in its place."""
+    try:
+        classes = tuple(given)
+        isinstance(None, classes)
+    except TypeError as error:
+        fix = f"Pass {call.replace('...', _as_set(given))}."
+        raise _unusable("A policy's choice of modules", "a set of classes of modules", given, call, fix) from error
+    return classes
+
+
+def _as_set(given: Any) -> str:
+    """Spell the set of classes that was probably meant."""
+    items = given if isinstance(given, (set, frozenset, list, tuple)) else [given]
+    meant = [item for item in items if isinstance(item, (str, type, nn.Module))]
+    names = [item if isinstance(item, str) else getattr(item, "__name__", type(item).__name__) for item in meant]
+    return f"{{{', '.join(names) or 'Block'}}}"
+
+
+def _function_of_modules(function: Any, where: str) -> Callable[[nn.Module], Any]:
+    if callable(function):
+        return function
+    raise _unusable("lambda_fn", "a function of one module", function, where)
+
+
+def _checked_function(policy: Callable[..., Any]) -> Callable[..., bool]:
+    """Return a policy function with its answers checked; raises UsageError for one that takes other arguments.
+
+    As in torch, anything with a truth value is an answer, but not a text or a dict: they mean something else.
+    """
+    try:
+        accept: Callable[..., object] = inspect.signature(policy, follow_wrapped=False).bind
+    except (TypeError, ValueError):  # it does not say what it takes
+        accept = dict
+    try:
+        accept(module=None, recurse=True, nonwrapped_numel=0)
+    except TypeError as error:
+        expected = "a function (module, recurse, nonwrapped_numel) -> bool, called with these names"
+        fix = "Name its arguments so, and fix further ones with functools.partial."
+        raise _unusable("auto_wrap_policy", expected, policy, f"the call of auto_wrap_policy: {error}", fix) from error
+
+    def answer_to(**question: Any) -> bool:
+        answer = policy(**question)
+        if isinstance(answer, (str, Mapping)):
+            where = f"auto_wrap_policy, asked about a {type(question['module']).__name__}"
+            fix = "Return True or False; to choose keyword arguments, too, make a CustomPolicy of a function of the module."
+            raise _unusable("A policy's answer", "True or False", answer, where, fix)
+        return bool(answer)
+
+    return answer_to
+
+
+def _checked_plan(plan: Any, root: nn.Module, where: str) -> dict[nn.Module, Mapping[str, Any]]:
+    """Return what a policy object has chosen; raises UsageError for anything but modules of ``root`` with keyword arguments."""
+    if not isinstance(plan, Mapping):
+        raise _unusable("A policy's answer", "a dict from modules to dicts of keyword arguments", plan, where)
+    modules = set(root.modules())
+    for module, kwargs in plan.items():
+        if module not in modules:
+            raise _unusable("A policy's choice of modules", "modules of the model that is wrapped", module, where)
+        if not isinstance(kwargs, Mapping):
+            raise _unusable("A policy's choice of arguments", "a dict of keyword arguments", kwargs, where)
+        for name in kwargs:
+            if not isinstance(name, str):
+                raise _unusable("A policy's choice of arguments", "names of keyword arguments", name, where)
+    return dict(plan)
+
+
 def _not_a_policy(policy: object, root: nn.Module) -> UsageError:
     fix = "Pass a policy, such as ModuleWrapPolicy({Block})."
     if isinstance(policy, type):
-        named = policy.__name__
-        fix = f"Pass ModuleWrapPolicy({{{named}}})." if issubclass(policy, nn.Module) else f"Pass {named}(...)."
+        fix = f"Pass ModuleWrapPolicy({_as_set(policy)})." if issubclass(policy, nn.Module) else f"Pass {policy.__name__}(...)."
     elif isinstance(policy, (set, frozenset, list, tuple)):
-        fix = f"Pass ModuleWrapPolicy({{{', '.join(getattr(item, '__name__', repr(item)) for item in policy)}}})."
+        fix = f"Pass ModuleWrapPolicy({_as_set(policy)})."
     return UsageError(
         explain(
             "auto_wrap_policy is not a policy.",

@@ -20,11 +20,13 @@ LAYERS = (
         "fully_sharded_data_parallel",
         "_fully_shard",
         "sharded_grad_scaler",
+        "_checks",
         "_clipping",
         "_construction",
         "_copying",
         "_optimizers",
         "_settings",
+        "_state_dicts",
     ),
     ("_state", "checkpoint"),
     ("_stores",),
@@ -238,10 +240,10 @@ def test_only_hooks_py_registers_hooks() -> None:
     report(found, "Call a function of _engine/hooks.py instead:")
 
 
-def test_only_hooks_py_and_the_flat_front_end_register_state_dict_hooks() -> None:
-    owners = {"_engine/hooks.py", "fully_sharded_data_parallel.py"}
+def test_only_hooks_py_and_state_dicts_py_register_state_dict_hooks() -> None:
+    owners = {"_engine/hooks.py", "_state_dicts.py"}
     found = [line for source in sources() if source.path not in owners for line in calls_of(source, STATE_DICT_HOOKS)]
-    report(found, "State-dict hooks are registered by _engine/hooks.py or fully_sharded_data_parallel.py:")
+    report(found, "State-dict hooks are registered by _engine/hooks.py or _state_dicts.py:")
 
 
 def test_only_the_adapter_uses_private_names_of_torch() -> None:

@@ -381,7 +381,7 @@ class _PointToPoint(_Grouped):
         self._end(pending, what)
         pieces = self._pieces(total)
         own = pieces[self.rank]
-        own.copy_(_sum_in_rank_order(pending.parts, self.rank, torch.promote_types(total.dtype, torch.float32)))
+        own.copy_(_sum_in_rank_order(pending.parts, self.rank, total.dtype))
         return self._exchange([own] * self.ranks, tag, total, pieces)
 
     def end_total(self, pending: Pending, what: str) -> None:
@@ -586,16 +586,20 @@ def _work(work: dist.Work | None) -> dist.Work:
 
 
 def _sum_in_rank_order(parts: list[torch.Tensor], rank: int, dtype: torch.dtype) -> torch.Tensor:
-    """Add ``parts`` in rank order, so that all ranks get the same bits; ``parts[rank]`` is not written to, the others may be."""
-    if parts[0].dtype != dtype:
-        total = parts[0].to(dtype)
+    """Add ``parts`` in rank order, so that all ranks get the same bits; ``parts[rank]`` is not written to, the others may be.
+
+    In fp32 at least: in bf16 a 1 would be lost beside 256 already.
+    """
+    wide = torch.promote_types(dtype, torch.float32)
+    if parts[0].dtype != wide:
+        total = parts[0].to(wide)
         rest = parts[1:]
     else:  # the received one of the first two takes the sum: no pass of its own for a copy
         total = torch.add(parts[0], parts[1], out=parts[1] if rank == 0 else parts[0])
         rest = parts[2:]
     for part in rest:
         total.add_(part)
-    return total
+    return total.to(dtype)
 
 
 _communicators: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, Communicator]] = weakref.WeakKeyDictionary()

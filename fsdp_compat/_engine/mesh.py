@@ -49,6 +49,7 @@ class Mesh:
 
     shard: Axis
     replica: Axis
+    one_group: bool = False  # the replicas are the ranks of the one group there is, rather than copies of split ones
 
     @property
     def ranks(self) -> int:
@@ -74,6 +75,16 @@ def the_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
             )
         )
     found = dist.group.WORLD if group is None else group
+    if found is not None and not torch_private.is_registered(found):
+        raise UsageError(
+            explain(
+                "The process group was destroyed.",
+                expected="a process group that is alive",
+                got="one that destroy_process_group has ended",
+                where=f"process_group=, global rank {dist.get_rank()}",
+                fix="make a new group, or leave process_group out",
+            )
+        )
     if found is None or dist.get_rank(found) < 0:
         raise not_a_member()
     return found
@@ -142,12 +153,24 @@ def replicated(mesh: Mesh) -> Mesh:
     """The same ranks, each with a whole copy. ``mesh`` has one replica, or one shard rank already."""
     if mesh.shard.ranks > 1 and mesh.replica.ranks > 1:
         raise ValueError("a mesh of two real axes has no single group to replicate over")
-    return mesh if mesh.shard.ranks == 1 else Mesh(_alone(), mesh.shard)
+    return mesh if mesh.shard.ranks == 1 else Mesh(_alone(), mesh.shard, one_group=True)
 
 
 def mesh_from_groups(shard: dist.ProcessGroup, replica: dist.ProcessGroup) -> Mesh:
     """The two groups that a hybrid strategy was given."""
-    return Mesh(_axis(the_group(shard)), _axis(the_group(replica)))
+    mesh = Mesh(_axis(the_group(shard)), _axis(the_group(replica)))
+    both = set(mesh.shard.members) & set(mesh.replica.members)
+    if both != {dist.get_rank()}:
+        raise UsageError(
+            explain(
+                "The two process groups of a hybrid strategy overlap.",
+                expected="a shard group and a replica group that have this rank, and nothing else, in common",
+                got=f"global ranks {sorted(both)} in both",
+                where=f"process_group=, global rank {dist.get_rank()}",
+                fix="pass device_mesh=init_device_mesh(device_type, (replicas, shard_ranks)), which makes both groups",
+            )
+        )
+    return mesh
 
 
 def mesh_from_device_mesh(mesh: DeviceMesh, *, hybrid: bool, strategy: str) -> Mesh:

@@ -51,7 +51,8 @@ class Wire:
     replica_tag: int
     home: Home = ON_DEVICE
     predivisor: float = 1.0  # what gradients were divided by before
-    hook: CommHook | None = None  # instead of the shard axis's sum (where nothing is split: instead of the replica axis's)
+    hook: CommHook | None = None  # instead of the shard axis's sum (with `one_group` instead of the replica axis's)
+    one_group: bool = False  # see Mesh
     grad_dtype: torch.dtype | None = None  # of the result; None: the shard's
     ranks: int = dataclasses.field(init=False)
     divisor: torch.Tensor = dataclasses.field(init=False)  # 0-d on the CPU: a number would be made into one at every call
@@ -60,7 +61,7 @@ class Wire:
         object.__setattr__(self, "ranks", self.shard.ranks * self.replica.ranks)
         divisor = self.ranks / self.predivisor
         if self.hook is not None:  # has divided by the ranks that it has summed over
-            divisor = float(self.replica.ranks) if self.shard.ranks > 1 else 1.0
+            divisor = 1.0 if self.one_group else float(self.replica.ranks)
         object.__setattr__(self, "divisor", torch.tensor(divisor, dtype=torch.float64, device="cpu"))
 
 
@@ -153,7 +154,7 @@ class ReduceBuffer:
         self._filled.clear()
         if wire.hook is not None:
             total = self._by_hook(wire.hook, wire.shard.ranks)
-            replicas_left = wire.shard.ranks > 1
+            replicas_left = not wire.one_group
         else:
             pending = wire.shard.begin_reduce(self._buffer, self._segments, wire.shard_tag)
             yield None
@@ -175,7 +176,7 @@ class ReduceBuffer:
 
     def _by_hook(self, hook: CommHook, ranks: int) -> torch.Tensor:
         """Let the user's hook sum and divide; return [S] in the dtype of sums. It may give what it is handed other data."""
-        grad = self._buffer.detach()
+        grad = self._buffer.clone()  # the hook may keep it
         if ranks == 1:
             hook.function(hook.state, grad)
             return grad.to(self._sum_dtype, copy=True)

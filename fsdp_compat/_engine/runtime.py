@@ -14,7 +14,7 @@ import dataclasses
 import itertools
 import typing
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -29,7 +29,7 @@ from .reduce import CommHook
 from .schedule import Order, Prefetch
 from .unit import Call, Group, Residency, Unit, Zeroed
 
-__all__ = ["Runtime", "RuntimeOptions"]
+__all__ = ["Runtime", "RuntimeOptions", "live_runtimes"]
 
 REDUCTIONS_IN_FLIGHT = 1  # groups whose gradients travel while the next one's collect: two reduce buffers in all
 
@@ -61,7 +61,9 @@ class Runtime:
     def __init__(self, root: Unit, units: Sequence[Unit], names: Sequence[str], options: RuntimeOptions) -> None:
         """units: the root first, then those below it, taken over from the runtimes they had. names: theirs, for errors."""
         self.root, self.units, self.options = root, list(units), options
+        _live.add(self)
         self.sync = True  # False inside of no_sync
+        self._has_values = False  # no parameter or buffer is without a value: looked at before the first forward
         self._generation = 0  # of the connections, in all: changes when they were given up
         self._serving: list[Unit] = []  # the units of a method that runs, whose ranks may make different numbers of calls
         for unit, name in zip(self.units, names, strict=True):
@@ -207,14 +209,17 @@ class Runtime:
                 group.follow_requires_grad(
                     lambda group, index, leaf, unit=unit: hooks.on_gradient_of_leaf(unit, group, index, leaf)  # type: ignore[misc]
                 )
-        if any(unit.unwritten for unit in self.units):
+        if not self._has_values:
             self._require_values()
         for unit in self.units:
             unit.hide_parts()
         self._forward_order.restart(self._serving or self.units)
 
     def _require_values(self) -> None:
-        """Raise UsageError, on all ranks, if a tensor that came from the meta device has been given no value up to now."""
+        """Raise UsageError, on all ranks, if a tensor that came from the meta device has been given no value up to now.
+
+        Collective: one byte, once, as one rank alone may lack something.
+        """
         left, names = [], []
         for unit in self.units:
             for name, read in unit.unwritten:
@@ -237,6 +242,7 @@ class Runtime:
                     fix="fill them in reset_parameters() or param_init_fn",
                 )
             )
+        self._has_values = True
         for unit in self.units:
             unit.unwritten = []
 
@@ -375,7 +381,8 @@ class Runtime:
             group.collect()
         if self.sync:
             for group in unit.groups:
-                if group.has_gradients:
+                # A user's hook communicates by itself: with uneven use the ranks meet in it at the end of backward only.
+                if group.has_gradients and (group.hook is None or not self.options.uneven):
                     self._reduce(group, backward)
         if not backward.keep:
             unit.free()
@@ -393,12 +400,12 @@ class Runtime:
             self._issue_rest(self._backward_order)
             for unit in self.units:
                 self._leave(unit, backward)
-                for group in unit.groups:
-                    if group.has_gradients:  # no_sync
-                        group.note_unreduced()
-                        self._notes_open = True
             if self.options.uneven and self.sync:
                 self._reduce_what_others_reduced(backward)
+            for group in self.groups:
+                if group.has_gradients:  # no_sync
+                    group.note_unreduced()
+                    self._notes_open = True
             for _ in range(3):  # every stage for all groups, before the next for any
                 for group in self._reductions:
                     if group.reduction is not None:
@@ -410,7 +417,8 @@ class Runtime:
 
     def _reduce_what_others_reduced(self, backward: Backward) -> None:
         """One byte per group and backward: a rank without gradients supplies zeros; a group used nowhere keeps ``.grad`` None."""
-        flags = torch.tensor([group in backward.reduced for group in self.groups], dtype=torch.uint8, device="cpu")
+        here = [group in backward.reduced or group.has_gradients for group in self.groups]
+        flags = torch.tensor(here, dtype=torch.uint8, device="cpu")
         for wire in self._wires:
             flags = wire.any_of(flags.to(self.root.options.device)).cpu()
         for group, used in zip(self.groups, flags.tolist(), strict=True):
@@ -467,17 +475,37 @@ class Runtime:
         for unit in self.units:
             unit.free()
             unit.reveal_parts()
+            for group in () if unit.lent else unit.groups:
+                group.store.check(group.name)  # what somebody wrote by `.data =` counts from now on
 
-    def require_idle(self, what: str) -> None:
-        """Raise StateError if ``what`` is called from inside of forward or backward."""
-        if torch_private.in_graph_task() or any(unit.running for unit in self.units):
-            raise StateError(
+    @property
+    def runs(self) -> bool:
+        """True inside of a forward or backward."""
+        return torch_private.in_graph_task() or any(unit.running for unit in self.units)
+
+    def require_idle(self, what: str, error: type[StateError] = StateError) -> None:
+        """Raise ``error`` if ``what`` is called from inside of forward or backward."""
+        if self.runs:
+            raise error(
                 explain(
                     f"{what} was called while the model runs.",
                     expected="a call between steps",
                     got="a call from inside of forward or backward",
                     where=self.root.label,
                     fix="call it before forward, or after backward has returned",
+                )
+            )
+
+    def require_parts(self, what: str) -> None:
+        """Raise StateError if ``what`` is called inside of summon_full_params."""
+        if any(unit.lent for unit in self.units):
+            raise StateError(
+                explain(
+                    f"{what} was called inside of summon_full_params, where parameters and gradients are whole for the while.",
+                    expected="a call outside of the context",
+                    got="a call inside of it",
+                    where=self.root.label,
+                    fix="leave the context first",
                 )
             )
 
@@ -532,3 +560,11 @@ class Runtime:
 
 def _nothing() -> None:
     return None
+
+
+_live: weakref.WeakSet[Runtime] = weakref.WeakSet()
+
+
+def live_runtimes() -> Iterable[Runtime]:
+    """All that somebody still holds. One whose units an outer one took over has its groups no longer to itself."""
+    return (runtime for runtime in _live if runtime.root.runtime is runtime)

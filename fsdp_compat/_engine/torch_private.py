@@ -108,18 +108,19 @@ def scale_together(tensors: list[torch.Tensor], factor: torch.Tensor) -> None:
 def replace_total_norm(replacement: Callable[..., torch.Tensor]) -> None:
     """Compute norms in torch's clipping with ``replacement(torch's own function, ...)``. Nothing public lets a gradient say that it
     is a part; importing names from torch.nn.utils is so common that only the step inside of it reaches all callers. Once."""
-    original = clip_grad._get_total_norm
-    if hasattr(original, "_fsdp_compat"):
+    decorated = clip_grad._get_total_norm
+    if hasattr(decorated, "_fsdp_compat"):
         return
-
-    @functools.wraps(original)
-    def total_norm(*args: Any, **kwargs: Any) -> torch.Tensor:
-        return replacement(original, *args, **kwargs)
-
-    total_norm._fsdp_compat = True  # type: ignore[attr-defined]
-    clip_grad._get_total_norm = total_norm
-    if getattr(torch.nn.utils, "get_total_norm", None) is original:
-        torch.nn.utils.get_total_norm = total_norm
+    decorated._fsdp_compat = True  # type: ignore[attr-defined]
+    original = getattr(decorated, "__wrapped__", None)
+    for cell in decorated.__closure__ or ():
+        if original is not None and cell.cell_contents is original:  # reaches those, too, who have imported it before
+            cell.cell_contents = functools.partial(replacement, original)
+            return
+    replaced = functools.partial(replacement, decorated)
+    clip_grad._get_total_norm = replaced
+    if getattr(torch.nn.utils, "get_total_norm", None) is decorated:
+        torch.nn.utils.get_total_norm = replaced
 
 
 def storage_key(tensor: torch.Tensor) -> int:

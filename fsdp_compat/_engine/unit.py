@@ -112,6 +112,7 @@ class Group:
             self.home,
             predivisor(mesh.ranks, precision.reduce),
             grad_dtype=grad_dtype,
+            one_group=mesh.one_group,
         )
         self._hooked: set[nn.Parameter] = set()
         self._gathering: Pending | None = None
@@ -341,6 +342,10 @@ class Group:
         self._unreduced = []
 
 
+def _nobody() -> None:
+    return None
+
+
 def _is_large(leaf: nn.Parameter) -> bool:
     """True for a leaf with a hook of its own. Those of other tensor types are collected with the small ones."""
     return leaf.numel() >= LARGE and torch_private.is_plain(leaf)
@@ -388,6 +393,7 @@ class Unit:
     ) -> None:
         """module: whose forward calls are the unit's. buffers: what of its buffers is cast, if anything."""
         self.module, self.groups, self.options, self.buffers = module, list(groups), options, buffers
+        self.owner: Callable[[], nn.Module | None] = _nobody  # weak: the wrapper, if there is one
         self.runtime: Runtime | None = None  # set by the runtime that takes the unit over
         self.label, self.is_root = "a unit", False  # likewise; the label is for errors
         self.running = 0  # forward calls that have entered and not exited

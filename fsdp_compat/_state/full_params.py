@@ -13,7 +13,15 @@ from .._engine.unit import Group, Unit
 from .._stores.flat_store import FlatStore
 from .model import store_of
 
-__all__ = ["full_parameters"]
+__all__ = ["full_parameters", "shown_stores"]
+
+
+_shown_stores: set[object] = set()
+
+
+def shown_stores() -> set[object]:
+    """The stores whose parameters are shown whole now."""
+    return _shown_stores
 
 
 @contextlib.contextmanager
@@ -50,6 +58,8 @@ def _full_unit(unit: Unit, writeback: bool, serve_only: bool, offload_to_cpu: bo
     with contextlib.ExitStack() as stack:
         unit.lend()
         stack.callback(unit.take_back)
+        _shown_stores.update(group.store for group, _, _ in fulls)
+        stack.callback(_shown_stores.difference_update, {group.store for group, _, _ in fulls})
         for group, full, grads in fulls:
             stack.enter_context(_shown(group, full, grads, writeback))
         unit.keep_order()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import typing
-from collections.abc import Iterator, MutableMapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -13,10 +13,10 @@ from .._engine import torch_private
 from .._engine.unit import Group, Unit
 from .._stores.flat_store import FlatStore
 from ..errors import UsageError, explain
-from .formats import read_part, shape_of, sharded_value
+from .formats import is_sharded, read_part, shape_of, sharded_value
 from .names import clean_name
 
-__all__ = ["full_entries", "load_unit", "no_parallel_boxes", "sharded_entries", "store_of"]
+__all__ = ["check_unit", "full_entries", "load_unit", "no_parallel_boxes", "sharded_entries", "store_of", "wrong_value"]
 
 
 def store_of(group: Group) -> FlatStore:
@@ -58,6 +58,31 @@ def sharded_entries(unit: Unit, group: dist.ProcessGroup | None, to_cpu: bool) -
                 yield clean_name(name), value
 
 
+def check_unit(unit: Unit, entries: Mapping[str, Any], prefix: str, missing: list[str], errors: list[str]) -> None:
+    """Add to ``missing`` and ``errors`` what of a unit's parameters is not in ``entries``, or cannot be loaded. No change."""
+    for group in unit.groups:
+        store = store_of(group)
+        for index, member in enumerate(store.members):
+            keys = [prefix + clean_name(name) for name in member.names]
+            found = [key for key in keys if key in entries]
+            missing += [] if found else keys[:1]
+            errors += [wrong for key in found if (wrong := wrong_value(key, entries[key], store.shape(index), store.dtype))]
+
+
+def wrong_value(key: str, value: Any, shape: tuple[int, ...], dtype: torch.dtype) -> str | None:
+    """Say why ``value`` cannot be loaded into a tensor of this shape and dtype; None if it can."""
+    if not isinstance(value, torch.Tensor):
+        return f"{key}: expected a tensor of shape {shape}, got {type(value).__name__}"
+    got = shape_of(value)
+    if got != shape and not (shape == () and got == (1,)):
+        return f"size mismatch for {key}: expected shape {list(shape)} as in the current model, got {list(got)}"
+    if not is_sharded(value) and (value.is_meta or value.layout is not torch.strided):
+        return f"{key}: expected a tensor with values, got one {'on the meta device' if value.is_meta else value.layout}"
+    if value.dtype.is_complex and not dtype.is_complex:
+        return f"{key}: expected {dtype}, got {value.dtype}, whose imaginary part would be lost"
+    return None
+
+
 def load_unit(unit: Unit, entries: MutableMapping[str, Any], prefix: str, missing: list[str], errors: list[str]) -> None:
     """Take a unit's parameters out of ``entries`` (keys start with ``prefix``) and copy this rank's part of each into its shard.
 
@@ -77,13 +102,9 @@ def load_unit(unit: Unit, entries: MutableMapping[str, Any], prefix: str, missin
 
 def _load_parameter(group: Group, index: int, key: str, value: object, errors: list[str]) -> None:
     store = store_of(group)
-    shape = store.shape(index)
-    if not isinstance(value, torch.Tensor):
-        errors.append(f"{key}: expected a tensor of shape {shape}, got {type(value).__name__}")
-        return
-    got = shape_of(value)
-    if got != shape and not (shape == () and got == (1,)):
-        errors.append(f"size mismatch for {key}: expected shape {list(shape)} as in the current model, got {list(got)}")
+    wrong = wrong_value(key, value, store.shape(index), store.dtype)
+    if wrong is not None or not isinstance(value, torch.Tensor):
+        errors.append(wrong or key)
         return
     if (parallel := store.parallel[index]) is not None:
         value = parallel.local(value) if not torch_private.is_plain(value) else parallel.part(value)

@@ -7,6 +7,7 @@ target's shape holds one element per element of the shard, so it is cut by the s
 from __future__ import annotations
 
 import dataclasses
+import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -41,7 +42,17 @@ class _Held:
 
 
 def _held_by(optimizer: torch.optim.Optimizer, units: Sequence[NamedUnit], model: nn.Module) -> dict[nn.Parameter, _Held]:
-    """Return what every parameter of the optimizer holds; raises UsageError for one that is not the model's."""
+    """Return what every parameter of the optimizer holds; raises UsageError for one that is not the model's, and without units."""
+    if not units:
+        raise UsageError(
+            explain(
+                "The model is not wrapped.",
+                expected="a model with a FullyShardedDataParallel in it",
+                got=f"a {type(model).__name__} without any",
+                where=f"the state of {type(optimizer).__name__}",
+                fix="wrap the model before, or use optimizer.state_dict() and optimizer.load_state_dict(...), which do without",
+            )
+        )
     held: dict[nn.Parameter, _Held] = {}
     for named in units:
         for group in named.unit.groups:
@@ -70,6 +81,39 @@ def _parameters(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
+def _refuse_form(state_dict: Any, error: type[UsageError | CheckpointError], call: str) -> None:
+    """Raise ``error`` for what has not the form of an optimizer's state dict."""
+    if (found := _other_form(state_dict)) is not None:
+        expected, got = found
+        raise error(
+            explain(
+                "This is no optimizer state dict.",
+                expected=expected,
+                got=f"{textwrap.shorten(repr(got), 300)} of type {type(got).__name__}",
+                where=call,
+                fix="pass what optimizer.state_dict() or optim_state_dict(model, optim) returned, on every rank",
+            )
+        )
+
+
+def _other_form(state_dict: Any) -> tuple[str, object] | None:
+    """Return what is expected of an optimizer's state dict, and what is there instead; None if all is as it should be."""
+    if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= state_dict.keys():
+        return "a dict with 'state' and 'param_groups'", list(state_dict) if isinstance(state_dict, Mapping) else state_dict
+    state, groups = state_dict["state"], state_dict["param_groups"]
+    if not isinstance(state, Mapping):
+        return "'state': a dict by parameters", state
+    for name, entry in state.items():
+        if not isinstance(entry, Mapping):
+            return f"'state' of {name!r}: a dict", entry
+    if not isinstance(groups, (list, tuple)):
+        return "'param_groups': a list of dicts", groups
+    for number, group in enumerate(groups):
+        if not isinstance(group, Mapping) or not isinstance(group.get("params"), (list, tuple)):
+            return f"'param_groups', group {number}: a dict with 'params', a list", group
+    return None
+
+
 def optim_state(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
@@ -85,22 +129,25 @@ def optim_state(
 
     state_dict: what optimizer.state_dict() gives, or None for that. Collective if ``full``: one gather per (group, state name);
     otherwise nothing is sent, and tensors of a parameter's shape are this rank's boxes of it. ``keep``: False on ranks that want
-    nothing back; they return {}.
+    nothing back; they return {}. Raises UsageError, before that, for another optimizer or dict.
     """
     held = _held_by(optimizer, units, model)
     source = optimizer.state_dict() if state_dict is None else state_dict
-    if any(not isinstance(number, int) for number in source["state"]):
-        raise UsageError(
-            explain(
-                "The optimizer's state is keyed by something else than numbers.",
-                expected="what optimizer.state_dict() returns: parameters by number",
-                got=f"keys such as {next(iter(source['state']))!r}",
-                where="optim_state_dict(model, optim, optim_state_dict)",
-                fix="leave the third argument out; a dict that optim_state_dict has returned needs no second pass",
-            )
-        )
+    call = "optim_state_dict(model, optim, optim_state_dict)"
+    _refuse_form(source, UsageError, call)
     parameters = _parameters(optimizer)
-    by_parameter = {parameters[number]: value for number, value in source["state"].items() if number in range(len(parameters))}
+    for key in (*source["state"], *(key for group in source["param_groups"] for key in group["params"])):
+        if not isinstance(key, int) or not 0 <= key < len(parameters):
+            raise UsageError(
+                explain(
+                    "The optimizer's state is keyed by something else than the numbers of its parameters.",
+                    expected=f"what optimizer.state_dict() returns: parameters by number, 0 to {len(parameters) - 1}",
+                    got=f"the key {textwrap.shorten(repr(key), 300)}",
+                    where=call,
+                    fix="leave the third argument out; a dict that optim_state_dict has returned needs no second pass",
+                )
+            )
+    by_parameter = {parameters[number]: value for number, value in source["state"].items()}
     state: dict[str, dict[str, Any]] = {}
     done: set[int] = set()
     for parameter in parameters:
@@ -207,8 +254,10 @@ def optim_state_to_load(
     unwrapped model gives it. order: the names of all parameters, as the model had them before it was wrapped.
 
     Collective if a value is sharded in another way than the units are; with full values, or own boxes, nothing is sent.
+    Raises CheckpointError, before that, for a dict that is not one of this model's optimizer.
     """
     held = _held_by(optimizer, units, model)
+    _refuse_form(state_dict, CheckpointError, "optim_state_dict_to_load(model, optim, optim_state_dict)")
     if _is_by_number(state_dict):
         state_dict = _by_name(state_dict, optimizer, held, order)
     known = {name: None for its in held.values() for _, name in its.names}  # the optimizer may hold a part of the model only
@@ -225,6 +274,8 @@ def optim_state_to_load(
                 fix="load the optimizer state that optim_state_dict returned for this model, keyed by parameter names",
             )
         )
+    shapes = {name: store_of(its.group).shape(index) for its in held.values() if its.group is not None for index, name in its.names}
+    per_element = _per_element(named_state, shapes)
     state: dict[int, dict[str, Any]] = {}
     for number, parameter in enumerate(parameters):
         its = held[parameter]
@@ -234,7 +285,7 @@ def optim_state_to_load(
         if its.group is None:
             state[number] = {key: _copy(value, False) for key, value in found[0].items()}
         else:
-            state[number] = _state_of_target(its.group, parameter, dict(its.names), found)
+            state[number] = _state_of_target(its.group, parameter, found, per_element)
     return {"state": state, "param_groups": _param_groups(optimizer, held, state_dict["param_groups"])}
 
 
@@ -278,54 +329,77 @@ def _by_name(
             )
         names.update(zip(given, its, strict=True))
         groups.append({**saved[number], "params": its})
-    return {"state": {names[number]: value for number, value in state_dict["state"].items()}, "param_groups": groups}
+    state = {names.get(number, number): value for number, value in state_dict["state"].items()}  # others are no names, either
+    return {"state": state, "param_groups": groups}
+
+
+def _per_element(named_state: Mapping[str, Mapping[str, Any]], shapes: Mapping[str, tuple[int, ...]]) -> set[str]:
+    """Return the names of the states that have one element per element of a parameter, of those in ``shapes``.
+
+    With 0-d parameters such a state looks like a count: other parameters tell then, or its name. Raises CheckpointError if such a
+    state has another shape than its parameter, anywhere: what differs between parameters cannot be the state of several in one.
+    """
+    by_key: dict[str, dict[str, Any]] = {}
+    for name, entry in named_state.items():
+        for key, value in entry.items() if name in shapes else ():
+            if value is not None:
+                by_key.setdefault(key, {})[name] = value
+    found = set()
+    for key, values in by_key.items():
+        tensors = [value for value in values.values() if isinstance(value, torch.Tensor)]
+        all_0d = len(tensors) == len(values) and all(shapes[name] == () for name in values)
+        if any(is_sharded(tensor) or tensor.dim() > 0 for tensor in tensors) or (all_0d and key != "step"):
+            found.add(key)
+            for name, value in values.items():
+                _check_value(value, shapes[name], f"state {key!r} of {name!r}")
+    return found
+
+
+def _check_value(value: object, shape: tuple[int, ...], where: str) -> None:
+    """Raise CheckpointError for what cannot be a state of a parameter of this shape."""
+    if not isinstance(value, torch.Tensor):
+        got = f"a {type(value).__name__}"
+    elif shape_of(value) != shape:
+        got = f"shape {shape_of(value)}"
+    elif not is_sharded(value) and (value.is_meta or value.layout is not torch.strided):
+        got = "a tensor on the meta device, without values" if value.is_meta else f"a tensor of {value.layout}"
+    else:
+        return
+    raise CheckpointError(
+        explain(
+            "An optimizer state does not fit its parameter.",
+            expected=f"a tensor of shape {shape}",
+            got=got,
+            where=where,
+            fix="load the optimizer state that was saved with this model",
+        )
+    )
 
 
 def _state_of_target(
-    group: Group, target: nn.Parameter, names: Mapping[int, str], found: Mapping[int, Mapping[str, Any]]
+    group: Group, target: nn.Parameter, found: Mapping[int, Mapping[str, Any]], per_element: set[str]
 ) -> dict[str, Any]:
-    """Cut the state of the parameters that a target holds to the target's shape."""
+    """Cut the state of the parameters that a target holds to the target's shape.
+
+    found: it, by index in the layout. per_element: the names of the states to cut, which fit; of others the first is taken.
+    """
     store = store_of(group)
     layout, rank, flat = store.layout, store.rank, _is_flat(group, target)
     result: dict[str, Any] = {}
     for key in dict.fromkeys(key for entry in found.values() for key in entry):
-        values = {index: entry[key] for index, entry in found.items() if key in entry}
-        if not _is_per_element(key, values, layout.params):
-            result[key] = _copy(next(iter(values.values())), False)
+        values = {index: entry[key] for index, entry in found.items() if entry.get(key) is not None}
+        if not values or key not in per_element:
+            result[key] = _copy(next(iter(values.values()), None), False)
             continue
         dtype = next(iter(values.values())).dtype
         whole = torch.zeros(store.numel if flat else target.numel(), dtype=dtype, device=store.shard.device)
         for index, value in values.items():
-            shape = store.shape(index)
-            if shape_of(value) != shape:
-                raise CheckpointError(
-                    explain(
-                        "An optimizer state does not have the shape of its parameter.",
-                        expected=f"shape {shape}",
-                        got=f"shape {shape_of(value)}",
-                        where=f"state {key!r} of {names[index]!r}",
-                        fix="load the optimizer state that was saved with this model",
-                    )
-                )
             if (parallel := store.parallel[index]) is not None:
                 value = parallel.local(value) if not torch_private.is_plain(value) else parallel.part(value)
             run = read_part(value, layout, index, rank, group.shard.members)
             (whole[layout.part_in_shard(index, rank).slice] if flat else whole).copy_(run)
         result[key] = whole.view(target.shape)
     return result
-
-
-def _is_per_element(key: str, values: Mapping[int, Any], params: Sequence[Any]) -> bool:
-    """True if a state has one element per element of its parameter. For 0-d parameters the name has to tell a count from it."""
-    tensors = {index: value for index, value in values.items() if isinstance(value, torch.Tensor)}
-    if len(tensors) < len(values):
-        return False
-    if any(is_sharded(value) for value in tensors.values()):
-        return True
-    telling = {index: value for index, value in tensors.items() if params[index].shape != ()}
-    if telling:
-        return any(value.dim() > 0 for value in telling.values())
-    return key != "step" and all(value.dim() == 0 for value in tensors.values())
 
 
 def _param_groups(

@@ -75,8 +75,10 @@ class FlatStore:
                 grads,
             )
 
-    def _register(self, trainable: Sequence[bool], originals: Sequence[nn.Parameter] | None) -> None:
-        """originals: that go on as views of the shard; None: a FlatParameter takes their place."""
+    def _register(
+        self, trainable: Sequence[bool], originals: Sequence[nn.Parameter] | None, flat: nn.Parameter | None = None
+    ) -> None:
+        """originals: that go on as views of the shard; None: a FlatParameter takes their place, ``flat`` if it is there already."""
         self._trainable = list(trainable)
         slots = [member.slots for member in self.members]
         self.registration: Registration
@@ -84,7 +86,7 @@ class FlatStore:
             self.registration = OriginalRegistration(self.shard, self.layout, self.rank, originals, slots)
         else:
             flat_slots = [slot for its_slots in slots for slot in its_slots]
-            self.registration = FlatRegistration(self.shard, self.layout, flat_slots, self._home, self._trainable[0])
+            self.registration = FlatRegistration(self.shard, self.layout, flat_slots, self._home, self._trainable[0], flat)
         self.targets: Sequence[Target] = self.registration.targets
 
     def _keep_gradients(self, wholes: Sequence[torch.Tensor], given: Sequence[torch.Tensor | None]) -> None:
@@ -174,7 +176,8 @@ class FlatStore:
             "layout": self.layout,
             "rank": self.rank,
             "parallel": self.parallel,
-            "shard": self.shard.detach(),
+            "shard": self.shard.detach() if flat is None else None,
+            "flat": flat,
             "home": self._home,
             "kinds": [None if kind is None else tuple(kind) for kind in self._kinds] if flat is not None else None,
             "trainable": [target.requires_grad for target, indices in self.targets for _ in indices],
@@ -184,7 +187,9 @@ class FlatStore:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.members = tuple(Place(slots, names) for slots, names in state["members"])
         self.layout, self.rank, self.parallel, self._home = state["layout"], state["rank"], state["parallel"], state["home"]
-        self.shard, self.dtype, self.numel = state["shard"], state["shard"].dtype, self.layout.shard_numel
+        flat = state["flat"]  # a copy that an optimizer's copy may hold as well
+        self.shard = state["shard"] if flat is None else flat.data
+        self.dtype, self.numel = self.shard.dtype, self.layout.shard_numel
         self._from_whole = plan_moves(pieces_of_whole([self.layout]), pieces_of_rank([self.layout], self.rank))
         originals = state["originals"]
         if originals is None:
@@ -194,7 +199,7 @@ class FlatStore:
                 Kind(type(p), p.__dict__) if its is None else None for p, its in zip(originals, self.parallel, strict=True)
             ]
         with torch.no_grad():
-            self._register(state["trainable"], originals)
+            self._register(state["trainable"], originals, flat)
 
 
 def home_attribute(index: int) -> str:

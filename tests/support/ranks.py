@@ -465,6 +465,7 @@ def _clean_up(num_modules: int) -> str:
         if dist.is_initialized():
             groups += dist.distributed_c10d._world.pg_map  # private, but the only list of all groups
             dist.destroy_process_group()
+        dist.distributed_c10d._world.group_count = 0  # also where another rank's error ended the set-up: names have to stay in step
         gc.collect()
         if len(sys.modules) != num_modules:
             gc.freeze()  # what imports made stays for ever: the next collection need not look at it, which saves 50 ms

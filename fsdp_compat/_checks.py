@@ -1,0 +1,95 @@
+"""Small checks of what public functions are given, and the errors they raise."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from .errors import StateError, UsageError, explain
+
+__all__ = [
+    "AssertedStateError",
+    "AssertedUsageError",
+    "NotImplementedUsageError",
+    "RuntimeUsageError",
+    "TypeUsageError",
+    "ValueStateError",
+    "require_bools",
+    "require_module",
+    "require_optimizer",
+    "takes",
+    "wrong_type",
+]
+
+
+class AssertedStateError(StateError, AssertionError):
+    """A call at the wrong moment, where torch asserts."""
+
+
+class ValueStateError(StateError, ValueError):
+    """A call at the wrong moment; torch's type for it is ValueError."""
+
+
+class AssertedUsageError(UsageError, AssertionError):
+    """An argument that cannot work, where torch asserts."""
+
+
+class NotImplementedUsageError(UsageError, NotImplementedError):
+    """A combination of arguments that cannot work; torch's type for it is NotImplementedError."""
+
+
+class RuntimeUsageError(UsageError, RuntimeError):
+    """An argument that cannot work; torch's type for it is RuntimeError."""
+
+
+class TypeUsageError(UsageError, TypeError):
+    """Something of another type; torch's type for it is TypeError."""
+
+
+def wrong_type(name: str, expected: str, got: object, where: str) -> TypeUsageError:
+    """The error for an argument ``name`` of the function ``where``."""
+    tensors = (nn.Module, torch.Tensor)
+    shown = f"a {type(got).__name__}" if isinstance(got, tensors) else f"{got!r} of type {type(got).__name__}"
+    return TypeUsageError(
+        explain(
+            f"{name} has the wrong type.",
+            expected=expected,
+            got=shown,
+            where=f"argument {name!r} of {where}",
+            fix=f"pass {expected}",
+        )
+    )
+
+
+def require_module(module: Any, where: str) -> None:
+    """Raise UsageError for what is no module."""
+    if not isinstance(module, nn.Module):
+        raise wrong_type("module", "a torch.nn.Module", module, where)
+
+
+def require_optimizer(optim: Any, where: str) -> None:
+    """Raise UsageError for what is no optimizer."""
+    if not isinstance(optim, torch.optim.Optimizer):
+        raise wrong_type("optim", "a torch.optim.Optimizer", optim, where)
+
+
+def takes(function: Callable[..., Any], num_arguments: int) -> bool:
+    """True if a function can be called with so many positional arguments, or does not say what it takes."""
+    try:
+        inspect.signature(function).bind(*range(num_arguments))
+    except TypeError:
+        return False
+    except ValueError:
+        pass
+    return True
+
+
+def require_bools(where: str, **flags: Any) -> None:
+    """Raise UsageError for a flag that is neither True nor False."""
+    for name, flag in flags.items():
+        if not isinstance(flag, bool):
+            raise wrong_type(name, "True or False", flag, where)

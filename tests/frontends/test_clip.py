@@ -1,0 +1,640 @@
+"""Clipping by the norm of all gradients gives DDP's number and DDP's gradients, through our method and through torch's function."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import itertools
+import math
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.nn.utils import clip_grad_norm_, clip_grads_with_norm_, get_total_norm
+
+from fsdp_compat import CPUOffload, MixedPrecision, ShardingStrategy
+from fsdp_compat import FullyShardedDataParallel as FSDP
+from fsdp_compat._state.names import clean_name
+from fsdp_compat.errors import UsageError
+from fsdp_compat.wrap import CustomPolicy, ModuleWrapPolicy
+from tests.support.models import DIM, Block, Inner, Outer, Stack, frozen
+from tests.support.ranks import run_ranks
+
+NORM_TYPES = [1, 2.0, 3, 0.5, math.inf]
+RTOL = 1e-6
+FULL_SHARD, NO_SHARD = ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD
+HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
+MESHES = {1: (1, 1), 2: (2, 1), 3: (1, 3), 4: (2, 2)}  # of hybrid strategies, by number of ranks
+
+both_calls = pytest.mark.parametrize("by_torch", [False, True])
+both_forms = pytest.mark.parametrize("use_orig_params", [False, True])
+
+
+# -- models whose gradients are exact in every dtype, on up to four ranks
+
+
+class Terms(nn.Module):
+    """The gradient of its i-th element is x * c, where c is a whole number from -3 to 3."""
+
+    def __init__(self, *dtypes: torch.dtype) -> None:
+        super().__init__()
+        for index, dtype in enumerate(dtypes):
+            self.register_parameter(f"vector{index}", nn.Parameter(torch.ones(7, dtype=dtype)))
+            self.register_parameter(f"scalar{index}", nn.Parameter(torch.tensor(1.0, dtype=dtype)))
+            self.register_parameter(f"single{index}", nn.Parameter(torch.ones(1, dtype=dtype)))
+        self.frozen, self.unused = nn.Parameter(torch.ones(3), requires_grad=False), nn.Linear(3, 2)
+
+    def forward(self, x: float) -> Tensor:
+        total = torch.zeros((), dtype=torch.float64)
+        for name, p in self.named_parameters():
+            if "unused" not in name:
+                c = (torch.arange(p.numel(), dtype=torch.float64).view_as(p) + len(name)) % 7 - 3
+                total = total + (p.double() * c).sum() * x
+        return total
+
+
+class Empty(Terms):
+    """Beside a parameter without elements."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.bfloat16)
+        self.nothing = nn.Parameter(torch.ones(0, 2))
+
+
+class Sum(nn.Module):
+    """Units in parallel, and one term of its own."""
+
+    def __init__(self, *units: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        self.units, self.own = nn.ModuleList(make() for make in units), nn.Parameter(torch.tensor([1.0, 1.0]))
+
+    def forward(self, x: float) -> Tensor:
+        return self.own.double().sum() * x + sum(unit(x) for unit in self.units)
+
+
+def _whole_number() -> float:
+    return 12.0 * (dist.get_rank() + 1)  # averages of these, times c, are exact in bfloat16 too
+
+
+def _vectors() -> Tensor:
+    return torch.randn(4, DIM, generator=torch.Generator().manual_seed(dist.get_rank()))
+
+
+def _partly_frozen() -> nn.Module:
+    model = Stack(3, Outer)
+    model.blocks[1] = frozen(Block)
+    model.blocks[0].first.up.weight.requires_grad_(False)
+    return model
+
+
+SMALL = partial(Sum, partial(Terms, torch.float32), partial(Terms, torch.float32))
+MIXED = partial(Sum, partial(Terms, torch.float32, torch.bfloat16, torch.float64), Empty)
+MODELS: dict[str, tuple[Callable[[], nn.Module], set[type[nn.Module]], Callable[[], Any]]] = {
+    "blocks": (Stack, {Block}, _vectors),
+    "units inside of units, partly frozen": (_partly_frozen, {Outer, Inner, Block}, _vectors),
+    "fewer elements than ranks": (SMALL, {Terms}, _whole_number),
+    "three dtypes, and nothing": (MIXED, {Terms, Empty}, _whole_number),
+}
+
+
+# -- the reference
+
+
+class Pair:
+    """DDP and the sharded model, both after one backward on the same data. Collective."""
+
+    def __init__(
+        self, build: Callable[[], nn.Module], units: set[type[nn.Module]], batch: Callable[[], Any], **options: Any
+    ) -> None:
+        torch.manual_seed(0)
+        self.ddp = DDP(build(), find_unused_parameters=True)
+        torch.manual_seed(0)
+        options.setdefault("auto_wrap_policy", ModuleWrapPolicy(units))
+        self.model = FSDP(build(), **options)
+        for model in (self.ddp, self.model):
+            model(batch()).double().pow(1).sum().backward()
+        named = self.ddp.module.named_parameters()
+        self._whole = {
+            name: p.grad for name, p in named if p.grad is not None and p.grad.numel()
+        }  # torch has no inf norm of nothing
+        self._sharded = [(p, None if p.grad is None else p.grad.clone()) for p in self.model.parameters()]
+
+    def expected(
+        self, norm_type: float, only: Callable[[str], bool] = lambda name: True
+    ) -> tuple[Tensor, dict[str, Tensor], float]:
+        """DDP's gradients in float64, clipped to 0.3 of their norm by torch: the norm, the gradients, the maximum."""
+        copies = {name: grad.to(torch.float64, copy=True) for name, grad in self._whole.items()}
+        clipped = [_with_grad(grad) for name, grad in copies.items() if only(name)]
+        norm = get_total_norm([grad for name, grad in copies.items() if only(name)], norm_type)
+        clip_grad_norm_(clipped, 0.3 * norm.item(), norm_type)
+        return norm, copies, 0.3 * norm.item()
+
+    def restore(self) -> None:
+        for p, grad in self._sharded:
+            p.grad = None if grad is None else grad.clone()
+
+    def assert_gradients(self, expected: dict[str, Tensor], where: str) -> None:
+        """Collective."""
+        for name, got in self.gradients().items():
+            wanted = expected.get(name)
+            if wanted is None:
+                assert got is None or not got.any(), f"{where}: {name} has a gradient"
+            else:
+                assert got is not None, f"{where}: {name} has no gradient"
+                _assert_close(got, wanted, f"{where}: gradient of {name}")
+
+    def gradients(self) -> dict[str, Tensor | None]:
+        """Collective."""
+        with FSDP.summon_full_params(self.model, writeback=False, with_grads=True):
+            return {name: None if p.grad is None else p.grad.clone() for name, p in self.model.named_parameters()}
+
+
+def _with_grad(grad: Tensor) -> nn.Parameter:
+    """A parameter with the very tensor as its gradient."""
+    p = nn.Parameter(torch.empty_like(grad))
+    p.grad = grad
+    return p
+
+
+def _assert_close(got: Tensor, expected: Tensor, what: str) -> None:
+    """Equal but for rounding, at the largest element: ranks add up in another order than DDP."""
+    rtol = max(RTOL, torch.finfo(got.dtype).eps)
+    atol = rtol * expected.abs().max().item()
+    torch.testing.assert_close(got.detach().double(), expected.double(), rtol=0, atol=atol, msg=lambda m: f"{what}: {m}")
+
+
+def _clip(model: FSDP, by_torch: bool, max_norm: float, norm_type: float) -> Tensor:
+    return clip_grad_norm_(model.parameters(), max_norm, norm_type) if by_torch else model.clip_grad_norm_(max_norm, norm_type)
+
+
+def _strategies(*wanted: ShardingStrategy) -> list[tuple[ShardingStrategy, dict[str, Any]]]:
+    """(strategy, options for FSDP) for some strategies, default: all. Collective."""
+    mesh = init_device_mesh("cpu", MESHES[dist.get_world_size()])
+    options = [{"sharding_strategy": s, "device_mesh": mesh if s in HYBRID else None} for s in wanted or ShardingStrategy]
+    return [(each["sharding_strategy"], each) for each in options]
+
+
+# -- our method
+
+
+def _clips_as_ddp(name: str, use_orig_params: bool) -> list[tuple[float, str]]:
+    """For every strategy; return the norms and their dtypes."""
+    found = []
+    for strategy, options in _strategies():
+        offload = CPUOffload(offload_params=strategy is FULL_SHARD)
+        pair = Pair(*MODELS[name], use_orig_params=use_orig_params, cpu_offload=offload, **options)
+        for norm_type in NORM_TYPES:
+            where = f"{strategy.name}, norm type {norm_type}"
+            norm, clipped, max_norm = pair.expected(norm_type)
+            pair.restore()
+            got = pair.model.clip_grad_norm_(max_norm, norm_type)
+            _assert_close(got, norm, where)
+            if norm_type in (1, math.inf):  # the norm says by how much all are clipped
+                pair.assert_gradients(clipped, where)
+            found.append((got.item(), str(got.dtype)))
+        unclipped = pair.gradients()
+        for max_norm in (norm.item(), 3 * norm.item(), math.inf):  # now at 0.3
+            pair.model.clip_grad_norm_(max_norm, norm_type)
+        assert all(a is b is None or torch.equal(a, b) for a, b in zip(unclipped.values(), pair.gradients().values(), strict=True))
+        pair.model.clip_grad_norm_(0, norm_type)
+        assert not any(grad.any() for grad in pair.gradients().values() if grad is not None)
+    return found
+
+
+@both_forms
+@pytest.mark.parametrize(
+    ("name", "num_ranks"),
+    [
+        *(("blocks", n) for n in (1, 2, 3, 4)),
+        *(("units inside of units, partly frozen", n) for n in (2, 4)),
+        *(("fewer elements than ranks", n) for n in (3, 4)),
+        *(("three dtypes, and nothing", n) for n in (1, 2, 3, 4)),
+    ],
+)
+def test_norm_and_clipped_gradients_are_those_of_ddp_for_every_strategy(name: str, num_ranks: int, use_orig_params: bool) -> None:
+    first, *others = run_ranks(num_ranks, _clips_as_ddp, name, use_orig_params)
+    assert len(first) == len(ShardingStrategy) * len(NORM_TYPES)
+    assert all(found == first for found in others), "the ranks differ in norm or dtype"
+
+
+def _chooses(outer: dict[str, Any], module: nn.Module) -> bool | dict[str, Any]:
+    """For CustomPolicy."""
+    return outer if isinstance(module, Outer) else isinstance(module, Inner)
+
+
+def _clips_units_of_several_strategies(by_torch: bool, use_orig_params: bool) -> None:
+    for strategy, options in _strategies(NO_SHARD, HYBRID[0]):
+        policy = CustomPolicy(partial(_chooses, options))
+        pair = Pair(_partly_frozen, set(), _vectors, use_orig_params=use_orig_params, auto_wrap_policy=policy)
+        for norm_type in NORM_TYPES:
+            where = f"{strategy.name} inside, norm type {norm_type}"
+            norm, clipped, max_norm = pair.expected(norm_type)
+            pair.restore()
+            _assert_close(_clip(pair.model, by_torch, max_norm, norm_type), norm, where)
+            pair.assert_gradients(clipped, where)
+
+
+@both_forms
+@both_calls
+def test_units_of_several_strategies_and_meshes_count_once_each(by_torch: bool, use_orig_params: bool) -> None:
+    run_ranks(4, _clips_units_of_several_strategies, by_torch, use_orig_params)
+
+
+def _the_same_vectors() -> Tensor:
+    return torch.randn(4, DIM, generator=torch.Generator().manual_seed(5))
+
+
+def _counts_ignored_gradients_once(kind: str, use_orig_params: bool) -> None:
+    for strategy, options in _strategies(FULL_SHARD, NO_SHARD, HYBRID[0]):
+        torch.manual_seed(0)
+        ddp = DDP(Stack())
+        torch.manual_seed(0)
+        module = Stack()
+        ignored = [module.head, module.blocks[1].norm]
+        if kind.startswith("parameters"):
+            options["ignored_states"] = [p for child in ignored for p in child.parameters()]
+        else:
+            options[kind] = ignored
+        model = FSDP(module, auto_wrap_policy=ModuleWrapPolicy({Block}), use_orig_params=use_orig_params, **options)
+        for norm_type in (1, 2.0, math.inf):
+            for m in (ddp, model):
+                m.zero_grad()
+                m(_the_same_vectors()).pow(2).sum().backward()
+            whole = [_with_grad(p.grad.double()) for p in ddp.parameters()]
+            norm = clip_grad_norm_(whole, 0.1, norm_type)
+            where = f"{strategy.name}, norm type {norm_type}"
+            _assert_close(_clip(model, kind == "parameters, by torch", 0.1, norm_type), norm, where)
+            with FSDP.summon_full_params(model, writeback=False, with_grads=True):
+                for p, wanted in zip(model.parameters(), whole, strict=True):
+                    _assert_close(p.grad, wanted.grad, where)
+
+
+@both_forms
+@pytest.mark.parametrize("kind", ["ignored_modules", "ignored_states", "parameters", "parameters, by torch"])
+def test_gradients_of_ignored_parameters_count_once(kind: str, use_orig_params: bool) -> None:
+    run_ranks(2, _counts_ignored_gradients_once, kind, use_orig_params)
+
+
+def _finds_no_gradients(by_torch: bool, use_orig_params: bool) -> list[float]:
+    found = []
+    for _, options in _strategies():
+        model = FSDP(Stack(), use_orig_params=use_orig_params, **options)
+        found += [_clip(model, by_torch, 1.0, norm_type).item() for norm_type in NORM_TYPES]
+        assert all(p.grad is None for p in model.parameters())
+    return found
+
+
+@both_forms
+@both_calls
+def test_without_any_gradient_the_norm_is_zero(by_torch: bool, use_orig_params: bool) -> None:
+    found = run_ranks(3, _finds_no_gradients, by_torch, use_orig_params)
+    assert found == [[0.0] * len(ShardingStrategy) * len(NORM_TYPES)] * 3
+
+
+def _clips_in_mixed_precision(use_orig_params: bool) -> None:
+    """The shards' gradients are float32: what counts is what the optimizer sees."""
+    precision = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    policy = ModuleWrapPolicy({Block})
+    model = FSDP(Stack(), auto_wrap_policy=policy, mixed_precision=precision, use_orig_params=use_orig_params)
+    for norm_type in NORM_TYPES:
+        model.zero_grad()
+        model(_vectors()).float().pow(2).sum().backward()
+        with FSDP.summon_full_params(model, writeback=False, with_grads=True):
+            whole = [_with_grad(p.grad.double()) for p in model.parameters()]
+        norm = clip_grad_norm_(whole, 0.1, norm_type)
+        got = model.clip_grad_norm_(0.1, norm_type)
+        assert got.dtype == torch.float32
+        _assert_close(got, norm, f"norm type {norm_type}")
+        with FSDP.summon_full_params(model, writeback=False, with_grads=True):
+            for p, wanted in zip(model.parameters(), whole, strict=True):
+                _assert_close(p.grad, wanted.grad, f"norm type {norm_type}")
+
+
+@both_forms
+def test_under_mixed_precision_the_gradients_that_the_optimizer_sees_are_clipped(use_orig_params: bool) -> None:
+    run_ranks(2, _clips_in_mixed_precision, use_orig_params)
+
+
+# -- what is sent
+
+
+@contextlib.contextmanager
+def _counting_collectives(found: collections.Counter[str]) -> Iterator[None]:
+    """Count what is asked of any process group, whoever asks."""
+    names = ["allreduce", "allgather", "_allgather_base", "reduce_scatter", "_reduce_scatter_base", "broadcast", "send", "recv"]
+    classes = dist.ProcessGroup, dist.ProcessGroupGloo
+    own = {(cls, name): cls.__dict__.get(name) for cls in classes for name in names}
+
+    def counted(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            found[name] += 1
+            return original(*args, **kwargs)
+
+        return call
+
+    for cls, name in own:
+        setattr(cls, name, counted(name, getattr(cls, name)))
+    try:
+        yield
+    finally:
+        for (cls, name), original in own.items():
+            if original is None:  # inherited
+                delattr(cls, name)
+            else:
+                setattr(cls, name, original)
+
+
+def _sends(use_orig_params: bool) -> dict[str, dict[str, int]]:
+    sent = {}
+    for strategy, options in _strategies():
+        model = FSDP(Stack(), auto_wrap_policy=ModuleWrapPolicy({Block}), use_orig_params=use_orig_params, **options)
+        model(_vectors()).pow(2).sum().backward()
+        for norm_type in NORM_TYPES:
+            found: collections.Counter[str] = collections.Counter()
+            with _counting_collectives(found):
+                model.clip_grad_norm_(1.0, norm_type)
+            assert sent.setdefault(strategy.name, dict(found)) == dict(found)
+    return sent
+
+
+@both_forms
+def test_a_call_sends_one_all_reduce_and_none_where_nothing_is_sharded(use_orig_params: bool) -> None:
+    one = {"allreduce": 1}
+    for sent in run_ranks(4, _sends, use_orig_params):
+        names = ("FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2")
+        assert sent == {**dict.fromkeys(names, one), "NO_SHARD": {}}
+
+
+# -- numbers that are none
+
+
+def _spoils_one_element(use_orig_params: bool) -> dict[str, str]:
+    """Per bad value and rank that has it: what each kind of norm is, and what became of the gradients of this rank."""
+    found = {}
+    for strategy, options in _strategies(FULL_SHARD, NO_SHARD, HYBRID[0]):
+        model = FSDP(Stack(), auto_wrap_policy=ModuleWrapPolicy({Block}), use_orig_params=use_orig_params, **options)
+        model(_vectors()).pow(2).sum().backward()
+        grads = [(p, p.grad) for p in model.parameters() if p.grad is not None]
+        for bad, culprit, norm_type in itertools.product((math.nan, -math.inf), range(2), NORM_TYPES):
+            for p, grad in grads:
+                p.grad = grad.clone()
+            if dist.get_rank() == culprit or strategy is not FULL_SHARD:  # copies are equal
+                next(p for p, grad in grads if grad.numel()).grad[(0,)] = bad
+            norm = model.clip_grad_norm_(1.0, norm_type).item()
+            values = torch.cat([p.grad.flatten() for p, _ in grads])
+            finite = values[values.isfinite()]
+            left = "none" if not len(finite) else "zeros" if not finite.any() else "others"
+            found[f"{strategy.name}, {bad} on rank {culprit}, norm type {norm_type}"] = f"{norm}, {left}"
+    return found
+
+
+@both_forms
+def test_one_bad_element_makes_the_norm_bad_on_every_rank_and_every_gradient_with_it(use_orig_params: bool) -> None:
+    for found in run_ranks(2, _spoils_one_element, use_orig_params):
+        for where, outcome in found.items():
+            assert outcome == ("nan, none" if "nan on" in where else "inf, zeros"), where
+
+
+# -- arguments
+
+
+BAD_NORM_TYPES = [0, 0.0, -1, -math.inf, math.nan, "2", "fro", None, torch.tensor(2.0), [2.0]]
+BAD_MAXIMA = [-1.0, -math.inf, math.nan, "1.0", None, [1.0]]
+
+
+def _refuses() -> list[str]:
+    messages = []
+    for strategy in (FULL_SHARD, NO_SHARD):
+        model = FSDP(Stack(), sharding_strategy=strategy)
+        model(_vectors()).pow(2).sum().backward()
+        before = [p.grad.clone() for p in model.parameters()]
+        for arguments in [*((1.0, bad) for bad in BAD_NORM_TYPES), *((bad, 2.0) for bad in BAD_MAXIMA)]:
+            with pytest.raises(UsageError) as caught:
+                model.clip_grad_norm_(*arguments)
+            messages.append(str(caught.value))
+            assert all(torch.equal(p.grad, grad) for p, grad in zip(model.parameters(), before, strict=True)), arguments
+        dist.barrier()  # nobody waits for something that was begun
+    return messages
+
+
+def test_norm_types_that_are_no_positive_number_and_maxima_that_are_no_number_are_refused_on_every_rank() -> None:
+    first, second = run_ranks(2, _refuses, group_timeout=15)
+    assert first == second
+    for message, named in zip(first, (["norm_type"] * len(BAD_NORM_TYPES) + ["max_norm"] * len(BAD_MAXIMA)) * 2, strict=True):
+        assert named in message
+        for fact in ("expected:", "got:", "where:", "to do:"):
+            assert f"  {fact}" in message
+
+
+def _takes_numbers_in_other_forms() -> None:
+    model = FSDP(Stack())
+    model(_vectors()).pow(2).sum().backward()
+    largest = model.clip_grad_norm_(math.inf, math.inf)
+    assert torch.equal(model.clip_grad_norm_(math.inf, "inf"), largest)  # torch's docstring has it
+    assert torch.equal(model.clip_grad_norm_(max_norm=1, norm_type=float("inf")), largest)
+    _assert_close(model.clip_grad_norm_(max_norm=math.inf, norm_type=math.inf), torch.tensor(1.0), "a maximum of 1")
+
+
+def test_the_largest_element_may_be_asked_for_by_name() -> None:
+    run_ranks(2, _takes_numbers_in_other_forms)
+
+
+# -- torch's function on what is sharded
+
+
+def _clips_by_torch(name: str, use_orig_params: bool) -> list[float]:
+    found = []
+    for strategy, options in _strategies():
+        pair = Pair(*MODELS[name], use_orig_params=use_orig_params, **options)
+        calls = (1, None), (2.0, True), (3, None), (0.5, False), (math.inf, None), (math.inf, False), (math.inf, True), (2.0, None)
+        for norm_type, foreach in calls:
+            where = f"{strategy.name}, norm type {norm_type}, foreach={foreach}"
+            norm, clipped, max_norm = pair.expected(norm_type)
+            pair.restore()
+            got = clip_grad_norm_(pair.model.parameters(), max_norm, norm_type, foreach=foreach)
+            _assert_close(got, norm, where)
+            if norm_type in (0.5, 2.0):
+                pair.assert_gradients(clipped, where)
+            found.append(got.item())
+        clipped = pair.gradients()
+        clip_grad_norm_(pair.model.parameters(), norm.item(), norm_type=norm_type, error_if_nonfinite=True)
+        assert all(a is b is None or torch.equal(a, b) for a, b in zip(clipped.values(), pair.gradients().values(), strict=True))
+    return found
+
+
+@both_forms
+@pytest.mark.parametrize(
+    ("name", "num_ranks"),
+    [
+        ("blocks", 2),
+        ("units inside of units, partly frozen", 4),
+        ("fewer elements than ranks", 1),
+        ("fewer elements than ranks", 3),
+    ],
+)
+def test_torchs_function_gives_the_norm_and_the_gradients_of_ddp(name: str, num_ranks: int, use_orig_params: bool) -> None:
+    first, *others = run_ranks(num_ranks, _clips_by_torch, name, use_orig_params)
+    assert all(found == first for found in others), "the ranks differ"
+
+
+def _clips_a_part(use_orig_params: bool) -> None:
+    for strategy, options in _strategies(FULL_SHARD, HYBRID[0]):
+        pair = Pair(*MODELS["blocks"], use_orig_params=use_orig_params, **options)
+        parts: dict[str, tuple[list[nn.Parameter], Callable[[str], bool]]] = {
+            "a unit": (list(pair.model.blocks[1].parameters()), lambda name: name.startswith("blocks.1.")),
+            "two units": (list(pair.model.blocks[:2].parameters()), lambda name: name.startswith(("blocks.0.", "blocks.1."))),
+        }
+        path = ""
+        if use_orig_params:
+            for path, p in pair.model.named_parameters():
+                parts[path] = [p], partial(operator.eq, clean_name(path))
+        for part, (parameters, only) in parts.items():
+            for norm_type in NORM_TYPES if part in ("a unit", "two units") else (math.inf,):
+                norm, clipped, max_norm = pair.expected(norm_type, only)
+                pair.restore()
+                where = f"{strategy.name}, {part}, norm type {norm_type}"
+                _assert_close(clip_grad_norm_(iter(parameters), max_norm, norm_type), norm, where)
+                pair.assert_gradients(clipped, where)
+        pair.restore()
+        (one, *_), only = parts[path if use_orig_params else "a unit"]
+        norm, clipped, max_norm = pair.expected(2.0, only)
+        _assert_close(clip_grad_norm_(one, max_norm), norm, "a tensor alone")
+        pair.assert_gradients(clipped, "a tensor alone")
+        assert clip_grad_norm_([], 1.0).item() == 0.0
+
+
+@both_forms
+def test_torchs_function_clips_a_part_of_the_parameters_by_the_norm_of_that_part(use_orig_params: bool) -> None:
+    run_ranks(2, _clips_a_part, use_orig_params)
+
+
+def _plain() -> nn.Linear:
+    torch.manual_seed(3)
+    plain = nn.Linear(DIM, 5)
+    plain(_the_same_vectors()).pow(2).sum().backward()
+    return plain
+
+
+def _clips_beside_a_plain_module(use_orig_params: bool) -> None:
+    for strategy, options in _strategies(FULL_SHARD, NO_SHARD, HYBRID[0]):
+        pair = Pair(*MODELS["blocks"], use_orig_params=use_orig_params, **options)
+        foreachs = itertools.cycle((None, False, True))
+        for norm_type, plain_first, foreach in zip(NORM_TYPES, itertools.cycle((False, True)), foreachs, strict=False):
+            where = f"{strategy.name}, norm type {norm_type}, plain first: {plain_first}, foreach={foreach}"
+            plain, reference = _plain(), _plain()
+            _, wanted, _ = pair.expected(norm_type, only=lambda name: False)
+            beside = [p.grad.double() for p in reference.parameters()]
+            norm = clip_grad_norm_([_with_grad(grad) for grad in (*wanted.values(), *beside)], 0.5, norm_type)
+            pair.restore()
+            both = [plain, pair.model] if plain_first else [pair.model, plain]
+            parameters = [p for model in both for p in model.parameters()]
+            _assert_close(clip_grad_norm_(parameters, 0.5, norm_type, foreach=foreach), norm, where)
+            pair.assert_gradients(wanted, where)
+            for p, expected in zip(plain.parameters(), beside, strict=True):
+                _assert_close(p.grad, expected, where)
+
+
+@both_forms
+def test_torchs_function_counts_the_gradients_of_a_plain_module_beside_once(use_orig_params: bool) -> None:
+    run_ranks(2, _clips_beside_a_plain_module, use_orig_params)
+
+
+def _clips_two_roots(use_orig_params: bool) -> None:
+    reference = nn.ModuleList([_plain(), _plain()])
+    both = nn.ModuleList([_plain(), _plain()])
+    both.zero_grad()
+    for index, strategy in enumerate((FULL_SHARD, NO_SHARD)):
+        both[index] = FSDP(both[index], sharding_strategy=strategy, use_orig_params=use_orig_params)
+        both[index](_the_same_vectors()).pow(2).sum().backward()
+    for norm_type in NORM_TYPES:
+        norm = clip_grad_norm_(reference.parameters(), 0.5, norm_type)
+        _assert_close(clip_grad_norm_(both.parameters(), 0.5, norm_type), norm, f"norm type {norm_type}")
+        with FSDP.summon_full_params(both, writeback=False, with_grads=True):
+            for p, wanted in zip(both.parameters(), reference.parameters(), strict=True):
+                torch.testing.assert_close(p.grad, wanted.grad, rtol=1e-5, atol=1e-8)
+
+
+@both_forms
+def test_torchs_function_takes_several_roots_at_once(use_orig_params: bool) -> None:
+    run_ranks(2, _clips_two_roots, use_orig_params)
+
+
+def _clips_in_two_calls(use_orig_params: bool) -> None:
+    for strategy, options in _strategies(FULL_SHARD, NO_SHARD, HYBRID[0]):
+        pair = Pair(*MODELS["blocks"], use_orig_params=use_orig_params, **options)
+        for norm_type in (2.0, math.inf):
+            norm, clipped, max_norm = pair.expected(norm_type)
+            pair.restore()
+            got = get_total_norm([p.grad for p in pair.model.parameters()], norm_type)
+            _assert_close(got, norm, f"{strategy.name}, norm type {norm_type}")
+            clip_grads_with_norm_(pair.model.parameters(), max_norm, got)
+            pair.assert_gradients(clipped, f"{strategy.name}, norm type {norm_type}")
+
+
+@both_forms
+def test_torchs_two_functions_for_norm_and_scaling_do_as_the_one(use_orig_params: bool) -> None:
+    run_ranks(2, _clips_in_two_calls, use_orig_params)
+
+
+def _refuses_what_is_not_finite(use_orig_params: bool) -> list[str]:
+    """The bad element lies on rank 1 alone."""
+    messages = []
+    model = FSDP(Stack(), use_orig_params=use_orig_params)
+    model(_vectors()).pow(2).sum().backward()
+    grads = [(p, p.grad) for p in model.parameters() if p.grad is not None]
+    for bad, norm_type, foreach in itertools.product((math.nan, math.inf), NORM_TYPES, (None, False, True)):
+        for p, grad in grads:
+            p.grad = grad.clone()
+        if dist.get_rank() == 1:
+            next(p for p, grad in grads if grad.numel()).grad[(0,)] = bad
+        before = [p.grad.clone() for p, _ in grads]
+        with pytest.raises(RuntimeError, match="non-finite") as caught:
+            clip_grad_norm_(model.parameters(), 1.0, norm_type, error_if_nonfinite=True, foreach=foreach)
+        for (p, _), grad in zip(grads, before, strict=True):
+            assert torch.equal(p.grad.nan_to_num(), grad.nan_to_num())
+        messages.append(str(caught.value))
+        norm = clip_grad_norm_(model.parameters(), 1.0, norm_type, foreach=foreach).item()
+        assert math.isnan(norm) if math.isnan(bad) else norm == math.inf
+    return messages
+
+
+@both_forms
+def test_torchs_function_finds_on_every_rank_what_is_not_finite_on_one(use_orig_params: bool) -> None:
+    first, second = run_ranks(2, _refuses_what_is_not_finite, use_orig_params, group_timeout=20)
+    assert first == second
+
+
+def _by_definition(grads: Sequence[Tensor], max_norm: float, norm_type: float) -> Tensor:
+    """As torch's documentation has it, in its order of operations."""
+    norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(grad, norm_type) for grad in grads]), norm_type)
+    factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    for grad in grads:
+        grad.mul_(factor)
+    return norm
+
+
+def _clips_a_plain_module_on_one_rank() -> None:
+    model = FSDP(Stack())
+    model(_vectors()).pow(2).sum().backward()
+    found: collections.Counter[str] = collections.Counter()
+    with _counting_collectives(found):
+        for norm_type in NORM_TYPES if dist.get_rank() == 0 else []:  # the others do not take part
+            for foreach in (None, False, True):
+                plain, reference = _plain(), _plain()
+                norm = clip_grad_norm_(plain.parameters(), 0.5, norm_type, foreach=foreach)
+                assert type(norm) is Tensor
+                assert torch.equal(norm, _by_definition([p.grad for p in reference.parameters()], 0.5, norm_type))
+                assert all(torch.equal(p.grad, q.grad) for p, q in zip(plain.parameters(), reference.parameters(), strict=True))
+    assert not found
+    dist.barrier()
+
+
+def test_a_plain_module_beside_a_sharded_one_is_clipped_bit_for_bit_as_ever_and_alone() -> None:
+    run_ranks(2, _clips_a_plain_module_on_one_rank, group_timeout=15)
