@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import inspect
+import textwrap
 from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from .errors import StateError, UsageError, explain
@@ -20,7 +22,8 @@ __all__ = [
     "ValueStateError",
     "require_bools",
     "require_module",
-    "require_optimizer",
+    "require_group",
+    "require_model_and_optimizer",
     "takes",
     "wrong_type",
 ]
@@ -52,8 +55,10 @@ class TypeUsageError(UsageError, TypeError):
 
 def wrong_type(name: str, expected: str, got: object, where: str) -> TypeUsageError:
     """The error for an argument ``name`` of the function ``where``."""
-    tensors = (nn.Module, torch.Tensor)
-    shown = f"a {type(got).__name__}" if isinstance(got, tensors) else f"{got!r} of type {type(got).__name__}"
+    long = (nn.Module, torch.Tensor, torch.optim.Optimizer, dict)
+    shown = f"a {type(got).__name__}"
+    if not isinstance(got, long):
+        shown = f"{textwrap.shorten(repr(got), 200, placeholder=' ...')} of type {type(got).__name__}"
     return TypeUsageError(
         explain(
             f"{name} has the wrong type.",
@@ -71,10 +76,19 @@ def require_module(module: Any, where: str) -> None:
         raise wrong_type("module", "a torch.nn.Module", module, where)
 
 
-def require_optimizer(optim: Any, where: str) -> None:
-    """Raise UsageError for what is no optimizer."""
+def require_model_and_optimizer(model: Any, optim: Any, where: str) -> None:
+    """Raise UsageError for what is no module, or no optimizer: arguments that are easily swapped."""
+    order = "note the order of the arguments"
+    if not isinstance(model, nn.Module):
+        raise wrong_type("model", f"a torch.nn.Module ({order})", model, where)
     if not isinstance(optim, torch.optim.Optimizer):
-        raise wrong_type("optim", "a torch.optim.Optimizer", optim, where)
+        raise wrong_type("optim", f"a torch.optim.Optimizer ({order})", optim, where)
+
+
+def require_group(group: Any, where: str) -> None:
+    """Raise UsageError for what is no process group that is alive, nor None."""
+    if group is not None and not isinstance(group, dist.ProcessGroup):
+        raise wrong_type("group", "a torch.distributed.ProcessGroup, or None", group, where)
 
 
 def takes(function: Callable[..., Any], num_arguments: int) -> bool:

@@ -53,7 +53,6 @@ def is_managed(parameter: nn.Parameter) -> bool:
 
 def convert(optimizer: torch.optim.Optimizer) -> None:
     """Cut state of whole parameters to this rank's parts. Raises UsageError if the optimizer holds what is not trained any more."""
-    _seen[optimizer] = _last_wrapping
     for number, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
             place = _managed.get(parameter)
@@ -65,6 +64,7 @@ def convert(optimizer: torch.optim.Optimizer) -> None:
                 store = place[0]()
                 if store is not None and store.flat_parameter is None:
                     _cut(optimizer.state[parameter], store, place[1], parameter)
+    _seen[optimizer] = _last_wrapping
 
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:

@@ -20,8 +20,9 @@ from ._checks import (
     RuntimeUsageError,
     TypeUsageError,
     require_bools,
+    require_group,
+    require_model_and_optimizer,
     require_module,
-    require_optimizer,
     wrong_type,
 )
 from ._engine.runtime import Runtime
@@ -234,11 +235,11 @@ class StateDicts(nn.Module):
 
     def _exact_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The names of buffers that are kept in another dtype than the user's model has them, with what they are in that."""
-        cast = self._unit.buffers
-        if cast is not None:
-            for name, buffer in self._fsdp_wrapped_module.named_buffers(remove_duplicate=False):
-                if (exact := cast.exact(buffer)) is not None:
-                    yield clean_name(name), exact
+        exact = self._unit.buffers.in_full() if self._unit.buffers is not None else {}
+        for path, child in self._fsdp_wrapped_module.named_modules(remove_duplicate=False) if exact else ():
+            for name in child._buffers:
+                if (id(child), name) in exact:
+                    yield clean_name(f"{path}.{name}".lstrip(".")), exact[id(child), name]
 
     def _names_in_order(self, base: str) -> list[str]:
         """The keys of the wrapped module's state dict, as they came before anything was wrapped."""
@@ -358,8 +359,9 @@ class StateDicts(nn.Module):
         optim_state_dict: what ``optim.state_dict()`` gives, if it is there. Collective in the full form: one gather per flat
         parameter and state. In the sharded form tensors are this rank's boxes, which view the optimizer's own state.
         """
-        require_module(model, "optim_state_dict")
-        require_optimizer(optim, "optim_state_dict")
+        where = "optim_state_dict(model, optim, optim_state_dict)"
+        require_model_and_optimizer(model, optim, where)
+        require_group(group, where)
         settings = StateDicts.get_state_dict_type(model)
         for instance in _instances(model):
             instance._runtime.require_idle("optim_state_dict")
@@ -395,9 +397,10 @@ class StateDicts(nn.Module):
         The number of ranks, the wrapping and ``use_orig_params`` it was saved with do not matter. ``load_directly`` loads it, too.
         With full values, or boxes of the own shards, nothing is sent; other sharded values are gathered, collectively.
         """
-        require_module(model, "optim_state_dict_to_load")
-        require_optimizer(optim, "optim_state_dict_to_load")
-        require_bools("optim_state_dict_to_load", is_named_optimizer=is_named_optimizer, load_directly=load_directly)
+        where = "optim_state_dict_to_load(model, optim, optim_state_dict)"
+        require_model_and_optimizer(model, optim, where)
+        require_group(group, where)
+        require_bools(where, is_named_optimizer=is_named_optimizer, load_directly=load_directly)
         for instance in _instances(model):
             instance._runtime.require_idle("optim_state_dict_to_load")
             instance._runtime.require_parts("optim_state_dict_to_load")

@@ -23,6 +23,7 @@ from typing import Any
 from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
+from fsdp_compat._checks import TypeUsageError
 from fsdp_compat.errors import StateError, UsageError, explain
 
 __all__ = [
@@ -470,17 +471,13 @@ def _never_called(root: nn.Module) -> set[nn.Module]:
 # What policies are given and answer.
 
 
-class _WrongTypeError(UsageError, TypeError):
-    """Something of another type; torch's type for it is TypeError."""
-
-
-def _unusable(what: str, expected: str, got: object, where: str, fix: str = "") -> _WrongTypeError:
+def _unusable(what: str, expected: str, got: object, where: str, fix: str = "") -> TypeUsageError:
     shown = (
         f"a {type(got).__name__}"
         if isinstance(got, nn.Module)
         else f"{textwrap.shorten(repr(got), 300)} of type {type(got).__name__}"
     )
-    return _WrongTypeError(
+    return TypeUsageError(
         explain(f"{what} cannot be used.", expected=expected, got=shown, where=where, fix=fix or f"Give {expected}.")
     )
 

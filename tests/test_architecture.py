@@ -20,7 +20,6 @@ LAYERS = (
         "fully_sharded_data_parallel",
         "_fully_shard",
         "sharded_grad_scaler",
-        "_checks",
         "_clipping",
         "_construction",
         "_copying",
@@ -34,6 +33,7 @@ LAYERS = (
     ("_layout",),
     ("wrap",),
     ("api",),
+    ("_checks",),
     ("errors",),
 )
 

@@ -2,41 +2,34 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 __all__ = ["CastBuffers"]
 
-
-@dataclasses.dataclass
-class _Cast:
-    """One buffer: the tensor that modules hold, and its values as they were before they were cast."""
-
-    buffer: torch.Tensor
-    exact: torch.Tensor
-    version: int  # of the buffer when it was cast: the same as long as nobody has written to it
+_dtypes_before: WeakIdKeyDictionary = WeakIdKeyDictionary()  # of buffers that some unit has cast; another may share them
 
 
 class CastBuffers:
     """The floating-point buffers of one unit's modules that are kept in another dtype than the user's model has them.
 
-    The tensors stay the objects they are, so whoever shares one goes on sharing it. Exact values are kept beside: for evaluation in
-    full precision and for state dicts, which do not lose by what is only a matter of computation.
+    They are known by module and name. The tensors stay the objects they are, so whoever shares one goes on sharing it. Exact values
+    are kept beside: for evaluation in full precision and for state dicts, which lose nothing by what is a matter of computation.
     """
 
     def __init__(self, modules: Iterable[nn.Module], dtype: torch.dtype) -> None:
         """Cast the buffers of ``modules`` (of each alone, not of those in it) now, before the first forward."""
         self._dtype, self._form = dtype, 1
-        buffers = {
-            id(buffer): buffer
+        self._slots = [  # (module, name, dtype before)
+            (module, name, _dtypes_before.get(buffer, buffer.dtype))
             for module in modules
-            for _, buffer in module.named_buffers(recurse=False, remove_duplicate=False)
+            for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False)
             if buffer.is_floating_point()
-        }
-        self._casts = [_Cast(buffer, buffer.detach(), -1) for buffer in buffers.values()]
+        ]
+        self._exact: list[tuple[torch.Tensor, torch.Tensor]] = []  # (buffer as it was cast, its values before)
         self.follow(0)
 
     def follow(self, form: int) -> None:
@@ -45,24 +38,32 @@ class CastBuffers:
             return
         self._form = form
         with torch.inference_mode(False), torch.no_grad():
-            for cast in self._casts:
-                if form == 1:
-                    cast.buffer.data = self._exact(cast)
-                else:
-                    cast.exact = cast.buffer.data
-                    cast.buffer.data = cast.exact.to(self._dtype)
-                    cast.version = cast.buffer._version
+            if form == 1:
+                for (module, name, _), value in list(self._in_full()):
+                    module._buffers[name].data = value  # type: ignore[union-attr]
+                self._exact = []
+                return
+            for module, name, before in self._slots:
+                buffer = module._buffers.get(name)
+                if buffer is not None and buffer.is_floating_point() and buffer.dtype != self._dtype:
+                    exact = buffer.data
+                    buffer.data = exact.to(self._dtype)
+                    self._exact.append((buffer, exact))
+                    _dtypes_before[buffer] = before
 
-    def _exact(self, cast: _Cast) -> torch.Tensor:
-        """What the buffer holds, in the dtype it had."""
-        if cast.buffer._version != cast.version:
-            cast.exact.copy_(cast.buffer.detach())
-            cast.version = cast.buffer._version
-        return cast.exact
-
-    def exact(self, buffer: torch.Tensor) -> torch.Tensor | None:
-        """Return a copy of a buffer as it is without the cast; None if it is not cast."""
+    def in_full(self) -> dict[tuple[int, str], torch.Tensor]:
+        """Copies of the buffers as they are without the cast, by (id of the module, name)."""
         if self._form == 1:
-            return None
-        found = next((cast for cast in self._casts if cast.buffer is buffer), None)
-        return None if found is None else self._exact(found).clone()
+            return {}
+        return {(id(module), name): value.clone() for (module, name, _), value in self._in_full()}
+
+    def _in_full(self) -> Iterator[tuple[tuple[nn.Module, str, torch.dtype], torch.Tensor]]:
+        for slot in self._slots:
+            module, name, before = slot
+            buffer = module._buffers.get(name)
+            if buffer is None or not buffer.is_floating_point():
+                continue
+            exact = next((exact for its, exact in self._exact if its is buffer), None)
+            # By value: no version counter tells of a write through `.data`.
+            unchanged = exact is not None and exact.dtype == before and torch.equal(exact.to(buffer.dtype), buffer.detach())
+            yield slot, exact if unchanged and exact is not None else buffer.detach().to(before)

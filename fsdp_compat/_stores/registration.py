@@ -54,8 +54,8 @@ class FlatRegistration:
         trainable: bool,
         parameter: nn.Parameter | None = None,
     ) -> None:
-        """slots: of all leaves, in order. home: (module, attribute) where the FlatParameter is registered. parameter: it, if there is
-        one that views the shard already; pickle knows its class as nn.Parameter."""
+        """slots: of all leaves, in order. home: (module, attribute) where the FlatParameter is registered. parameter: it, if there
+        is one that views the shard already; pickle knows its class as nn.Parameter."""
         if parameter is None:
             parameter = FlatParameter(shard, requires_grad=trainable)
         parameter.__class__ = FlatParameter
