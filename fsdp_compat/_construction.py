@@ -80,8 +80,8 @@ def refuse_module(module: nn.Module, wrapper: type[nn.Module]) -> None:
             )
         )
     for name, parameter in module.named_parameters():
-        if isinstance(parameter, nn.parameter.UninitializedParameter) or parameter.is_inference():
-            lazy = not parameter.is_inference()
+        lazy = isinstance(parameter, nn.parameter.UninitializedParameter)
+        if lazy or parameter.is_inference():
             raise UsageError(
                 explain(
                     f"Parameter {clean_name(name)!r} cannot be sharded: "

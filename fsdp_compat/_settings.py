@@ -226,7 +226,8 @@ def _mesh(strategy: ShardingStrategy, process_group: Any, device_mesh: Any) -> t
     """Return the mesh and the group over which one copy of the parameters is spread."""
     hybrid = strategy in _HYBRID
     the_group(None)
-    if process_group is dist.GroupMember.NON_GROUP_MEMBER:  # what new_group returns to ranks that are not in it
+    groups = process_group if isinstance(process_group, tuple) else (process_group,)
+    if any(group is dist.GroupMember.NON_GROUP_MEMBER for group in groups):  # new_group gives that to ranks that are not in it
         raise not_a_member()
     if device_mesh is not None:
         if not isinstance(device_mesh, DeviceMesh):
@@ -270,6 +271,16 @@ def _ranks_per_node() -> int:
     """torchrun says it; without it, the number of accelerators, or all ranks on one node."""
     told = os.environ.get("LOCAL_WORLD_SIZE")
     if told:
+        if not told.isdecimal() or int(told) < 1:
+            raise UsageError(
+                explain(
+                    "The environment variable LOCAL_WORLD_SIZE is not a number of ranks.",
+                    expected="a whole number of at least 1, as torchrun sets it",
+                    got=repr(told),
+                    where="a hybrid sharding strategy without device_mesh and process_group",
+                    fix="set it to the ranks of a node, or pass device_mesh=init_device_mesh(device_type, (nodes, ranks))",
+                )
+            )
         return int(told)
     accelerators = torch.accelerator.device_count()
     return min(accelerators, dist.get_world_size()) if accelerators else dist.get_world_size()
@@ -283,21 +294,10 @@ def _device(module: nn.Module, device_id: Any, group: dist.ProcessGroup) -> torc
     if device_id is None:
         backend = torch_private.default_device_of_backend(group)
         return _indexed(found[0] if found and (found[0].type != "cpu" or backend.type == "cpu") else backend)
+    accelerator, count = torch.accelerator.current_accelerator(), torch.accelerator.device_count()
     if isinstance(device_id, int):
-        accelerator = torch.accelerator.current_accelerator()
-        count = torch.accelerator.device_count()
         if accelerator is None or not 0 <= device_id < count:
-            raise UsageError(
-                explain(
-                    "There is no such device.",
-                    expected=f"device_id from 0 to {count - 1}"
-                    if count
-                    else "device_id=torch.device('cpu') or None: no accelerator here",
-                    got=f"device_id={device_id}",
-                    where="FullyShardedDataParallel(...)",
-                    fix="pass the local rank's device, or leave device_id out",
-                )
-            )
+            raise _no_such_device(device_id, count)
         return torch.device(accelerator.type, device_id)
     try:
         device = torch.device(device_id)
@@ -305,7 +305,21 @@ def _device(module: nn.Module, device_id: Any, group: dist.ProcessGroup) -> torc
         raise _wrong_type("device_id", "an int, a torch.device or the name of one, or None", device_id) from error
     if device.type == "meta":
         raise _wrong_type("device_id", "a device that holds values", device)
+    if device.type != "cpu" and (accelerator is None or device.type != accelerator.type or (device.index or 0) >= count):
+        raise _no_such_device(device_id, count)
     return _indexed(device)
+
+
+def _no_such_device(device_id: Any, count: int) -> UsageError:
+    return UsageError(
+        explain(
+            "There is no such device.",
+            expected=f"device_id from 0 to {count - 1}" if count else "device_id=torch.device('cpu') or None: no accelerator here",
+            got=f"device_id={device_id}",
+            where="FullyShardedDataParallel(...)",
+            fix="pass the local rank's device, or leave device_id out",
+        )
+    )
 
 
 def _indexed(device: torch.device) -> torch.device:

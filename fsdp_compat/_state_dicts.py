@@ -25,6 +25,7 @@ from ._checks import (
     require_module,
     wrong_type,
 )
+from ._engine import hooks
 from ._engine.runtime import Runtime
 from ._engine.unit import Unit
 from ._optimizers import convert
@@ -296,8 +297,10 @@ class StateDicts(nn.Module):
                 if tensor is not None and name in by_name:  # where a class of the user's loads by itself there is none
                     wrong = wrong_value(name, by_name[name], tuple(tensor.shape), tensor.dtype)
                     errors += [wrong] if wrong else []
-        if strict and (missing or errors):
+        if strict and (missing or errors or self._loads_plainly()):
             others = self._others()
+            if not errors:  # modules of torch forgive that these are missing
+                by_name.update((name, None) for name in others if name.endswith("num_batches_tracked"))
             missing = [name for name in self._names_in_order("") if name in missing or (name in others and name not in by_name)]
             known = {*self._names_in_order(""), *(clean_name(name) for name, _ in self.named_parameters(remove_duplicate=False))}
             unexpected = [key for key in state_dict if clean_name(str(key)) not in known]
@@ -307,6 +310,17 @@ class StateDicts(nn.Module):
         if errors:
             lines = "\n\t".join(errors)
             raise self._not_loaded(f"Error(s) in loading state_dict for {type(self._fsdp_wrapped_module).__name__}:\n\t{lines}")
+
+    def _loads_plainly(self) -> bool:
+        """True if nobody changes keys on their way: what is missing or unknown can be said beforehand."""
+        return all(
+            type(child)._load_from_state_dict.__module__.startswith("torch.")
+            and all(
+                getattr(hook, "hook", hook) in (_before_load, hooks.before_loading)
+                for hook in child._load_state_dict_pre_hooks.values()
+            )
+            for child in self.modules()
+        )
 
     def _others(self) -> dict[str, torch.Tensor | None]:
         """What this module's state dict holds beside the units' parameters, by key; None for extra state."""

@@ -19,6 +19,7 @@ if typing.TYPE_CHECKING:
 
 __all__ = [
     "attach_unit",
+    "before_loading",
     "cast_around",
     "guard_state_dicts",
     "on_end_of_backward",
@@ -94,7 +95,7 @@ def guard_state_dicts(unit: Unit) -> None:
     for module in unit.holders():
         if module not in _guarded:
             module.register_state_dict_pre_hook(_before_taking)
-            module.register_load_state_dict_pre_hook(_before_loading)
+            module.register_load_state_dict_pre_hook(before_loading)
             _guarded[module] = []
         _guarded[module].append(weakref.ref(unit))
 
@@ -106,7 +107,8 @@ def _before_taking(module: torch.nn.Module, prefix: str, keep_vars: bool) -> Non
     _require_state_dict(module, "state_dict")
 
 
-def _before_loading(module: torch.nn.Module, *_: Any) -> None:
+def before_loading(module: torch.nn.Module, *_: Any) -> None:
+    """The hook on loading that ``guard_state_dicts`` registers."""
     _require_state_dict(module, "load_state_dict")
 
 

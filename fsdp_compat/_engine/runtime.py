@@ -348,7 +348,7 @@ class Runtime:
 
     def pre_backward(self, call: Call) -> None:
         """The gradient of one of the call's outputs is complete: everything recorded after the call has run."""
-        if call.lent:
+        if call.lent or call.unit.lent:
             self._refuse_lent(call)
         backward = self._current_backward()
         if call.seen_by == backward.serial:  # several outputs, one event

@@ -115,6 +115,7 @@ class Group:
             one_group=mesh.one_group,
         )
         self._hooked: set[nn.Parameter] = set()
+        self._wanted = [target.requires_grad for target, _ in store.targets]  # as the leaves were last told
         self._gathering: Pending | None = None
         self._collected: Collected | None = None  # made when the first gradient comes: frozen groups never have one
         self._unreduced: list[Unreduced | None] = []
@@ -173,6 +174,10 @@ class Group:
     def follow_requires_grad(self, make_hook: Callable[[Group, int, nn.Parameter], None]) -> None:
         """Honour toggles on what the optimizer sees. ``make_hook(group, index, leaf)`` hooks a large leaf when it is first
         trainable."""
+        for position, (target, indices) in enumerate(self.store.targets):
+            if target.requires_grad is self._wanted[position]:
+                self._follow_leaves(target, indices)
+            self._wanted[position] = target.requires_grad
         for memory in self.memories:
             leaves = memory.leaves
             for target, indices in self.store.targets:
@@ -184,6 +189,24 @@ class Group:
                     if wanted and leaf not in self._hooked and _is_large(leaf):
                         self._hooked.add(leaf)
                         make_hook(self, index, leaf)
+
+    def _follow_leaves(self, target: nn.Parameter, indices: Sequence[int]) -> None:
+        """Somebody may have toggled a whole parameter inside of forward: that counts for what it is a part of."""
+        known = target.requires_grad
+        toggled = [index for index in indices if any(memory.leaves[index].requires_grad is not known for memory in self.memories)]
+        if not toggled:
+            return
+        if len(toggled) < len(indices):
+            raise StateError(
+                explain(
+                    "requires_grad was changed inside of forward for some of the parameters that are flattened together.",
+                    expected="a change for all parameters of the FlatParameter, or use_orig_params=True",
+                    got=f"{len(toggled)} of {len(indices)} parameters with requires_grad={not known}",
+                    where=self.name,
+                    fix="set requires_grad before wrapping, or pass use_orig_params=True",
+                )
+            )
+        target.requires_grad_(not known)
 
     # -- gradients
 

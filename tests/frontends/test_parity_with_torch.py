@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import random
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -11,9 +13,12 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.fsdp as torch_fsdp
+from hypothesis import HealthCheck, Phase, given, seed, settings
+from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import fsdp_compat
+from tests.support.matrix import Case, draw_cases, losses_and_parameters
 from tests.support.models import DIM, Block, Inner, Lora, Outer, Stack, Transformer, chain, encoder_layer
 from tests.support.parity import square, tokens, vectors, wide_vectors
 from tests.support.ranks import run_ranks
@@ -136,3 +141,55 @@ def test_bf16_computation_with_float32_reduction_is_bit_equal_to_torch(use_orig_
     precision = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
     differences = run_ranks(2, _differences, *MODELS["blocks"], _sgd, "FULL_SHARD", use_orig_params, precision, "sss")
     assert differences == [[], []]
+
+
+# -- a sample of combinations
+
+
+def _differ(cases: list[Case]) -> list[str]:
+    """The cases that are not bit-equal, in words; nothing is the expected answer."""
+    found = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for case in cases:
+            theirs, ours = (losses_and_parameters(case, library) for library in (torch_fsdp, fsdp_compat))
+            assert len(ours) > 60
+            different = [index for index, (a, b) in enumerate(zip(theirs, ours, strict=True)) if not torch.equal(a, b)]
+            if different:
+                found.append(f"{case}: {len(different)} of {len(ours)} values, the first is number {different[0]}")
+    return found
+
+
+def _comparable(case: Case) -> Case:
+    """Torch fails with a reentrant checkpoint over a part of a unit, and with frozen parameters in a FlatParameter with others.
+
+    With NO_SHARD it sends a sum of gradients again, with what it was before: the same average, rounded more often.
+    """
+    if case.strategy == "NO_SHARD" and case.backwards.count("s") > 1:
+        case = dataclasses.replace(case, backwards="nns")
+    if case.reentrant and case.wrapping == "root":
+        case = dataclasses.replace(case, checkpoint=case.checkpoint.split()[0])
+    return dataclasses.replace(case, frozen="") if case.wrapping == "root" and not case.use_orig_params else case
+
+
+def _draw(rng: random.Random) -> list[Case]:
+    """What torch can do: on the CPU, without offload, and a FlatParameter is trainable or not as a whole."""
+    cases = draw_cases(
+        rng,
+        12,
+        strategy=STRATEGIES,
+        precision=["fp32"],
+        offload=[False],
+        frozen=["", "unit"],
+        clip=[""],
+        comm_hook=[False],
+        evaluates=[False],
+    )
+    return [_comparable(case) for case in cases]
+
+
+@seed(0)
+@settings(max_examples=4, derandomize=True, deadline=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
+@given(st.randoms(use_true_random=True).map(_draw))
+def test_any_settings_train_bit_equal_to_torch(cases: list[Case]) -> None:
+    assert run_ranks(2, _differ, cases) == [[], []]

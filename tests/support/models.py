@@ -65,6 +65,30 @@ class Stack(nn.Module):
         return self.head(x)
 
 
+class Shifted(Block):
+    """A block with a buffer, whose values every dtype rounds in its own way."""
+
+    shift: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("shift", torch.randn(DIM))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + self.shift.to(x.dtype)
+
+
+class Layer(nn.Module):
+    """A block that a policy may make a unit of its own, beside parameters that stay outside of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.linear, self.scale = Shifted(), nn.Linear(DIM, DIM), nn.Parameter(torch.full((DIM,), 1.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(self.inner(x)).tanh() * self.scale + x
+
+
 def chain(*makes: Callable[[], nn.Module]) -> nn.Sequential:
     """Return modules in sequence; ``partial(chain, ...)`` can be sent to other processes, a lambda cannot."""
     return nn.Sequential(*(make() for make in makes))
@@ -415,8 +439,8 @@ def _in_turn(x: Tensor, blocks: Sequence[nn.Module]) -> Tensor:
 class RecomputesBlocks(Stack):
     """Checkpoints around ``span`` blocks each."""
 
-    def __init__(self, make: Callable[[], nn.Module], reentrant: bool, span: int = 1) -> None:
-        super().__init__(4, make)
+    def __init__(self, make: Callable[[], nn.Module], reentrant: bool, span: int = 1, num_blocks: int = 4) -> None:
+        super().__init__(num_blocks, make)
         self.reentrant, self.span = reentrant, span
 
     def forward(self, x: Tensor) -> Tensor:

@@ -80,10 +80,13 @@ def tokens(generator: torch.Generator) -> Tensor:
     return torch.randint(NUM_TOKENS, (3, 5), generator=generator)
 
 
-def assert_close(got: Tensor, expected: Tensor, what: str) -> None:
+def assert_close(got: Tensor, expected: Tensor, what: str, tolerance: float | None = None) -> None:
+    """tolerance: relative to the largest element of what is expected; None: RTOL and ATOL."""
     got, expected = got.detach().double(), expected.detach().double()
     assert got.shape == expected.shape, f"{what}: shape {tuple(got.shape)}, expected {tuple(expected.shape)}"
-    if not torch.allclose(got, expected, rtol=RTOL, atol=ATOL):
+    largest = expected.abs().max().item() if expected.numel() else 0.0
+    rtol, atol = (RTOL, ATOL) if tolerance is None else (0.0, tolerance * largest)
+    if not torch.allclose(got, expected, rtol=rtol, atol=atol):
         difference = (got - expected).abs().max().item()
         raise AssertionError(f"{what}: largest difference {difference:.3e}, largest value {expected.abs().max().item():.3e}")
 
@@ -147,6 +150,7 @@ class Pair:
         self._num_batches = itertools.count()
         named = dict(plain.named_parameters(remove_duplicate=False))
         self._matches = [(group, [named[name] for name in names]) for group, names in _groups(model)]
+        self.tolerance: float | None = None  # of comparisons, see `assert_close`
 
     # -- what a test does
 
@@ -204,6 +208,22 @@ class Pair:
                 for p in expected:
                     p.grad = torch.zeros_like(p) if p.grad is None else p.grad
 
+    # -- so that a rounding in one step is not compared in the next one
+
+    @torch.no_grad()
+    def copy_parameters(self) -> None:
+        """Give the unsharded copy the parameters of the sharded one. Collective."""
+        for group, mine in self._matches:
+            for value, p in zip(group.store.whole(group.gather_full()), mine, strict=True):
+                p.copy_(value)
+
+    def copy_gradients(self) -> None:
+        """Give the unsharded copy, where it has gradients, those of the sharded one. Collective."""
+        for group, mine in self._matches:
+            for value, p in zip(_gathered_gradients(group), mine, strict=True):
+                if p.grad is not None:
+                    p.grad.copy_(value)
+
     # -- what is compared, without disturbing the engine
 
     def assert_gradients_equal(self) -> None:
@@ -219,13 +239,14 @@ class Pair:
                 continue
             assert any(p.grad is not None for p in expected), f"{where}: gradients, the unsharded copy has none"
             for got, p in zip(_gathered_gradients(group), expected, strict=True):
-                assert_close(got, torch.zeros_like(p) if p.grad is None else p.grad, f"{where}: gradient {tuple(p.shape)}")
+                wanted = torch.zeros_like(p) if p.grad is None else p.grad
+                assert_close(got, wanted, f"{where}: gradient {tuple(p.shape)}", self.tolerance)
 
     def assert_parameters_equal(self) -> None:
         """Collective."""
         for group, expected in self._matches:
             for got, p in zip(group.store.whole(group.gather_full()), expected, strict=True):
-                assert_close(got, p, f"{group.name}: parameter {tuple(p.shape)}")
+                assert_close(got, p, f"{group.name}: parameter {tuple(p.shape)}", self.tolerance)
 
     def assert_idle(self) -> None:
         """Between steps nothing is full, nothing is shown full, and nothing travels."""
@@ -236,7 +257,9 @@ class Pair:
             for group in unit.groups:
                 assert group.resident_nbytes == 0, f"{group.name}: {group.resident_nbytes} bytes were left"
                 assert group.reduction is None, f"{group.name}: a reduction was left"
-                assert not any(wire.ranks > 1 and wire._sends for wire in (group.shard, group.replica)), f"{group.name}: it sends"
+                assert not any(wire.ranks > 1 and getattr(wire, "_sends", ()) for wire in (group.shard, group.replica)), (
+                    f"{group.name}: it sends"
+                )
 
     # -- what is compared, as a user sees it
 
@@ -260,7 +283,7 @@ class Pair:
         state = {_clean(name): value for name, value in self.model.state_dict().items()}
         assert list(state) == list(expected)
         for name, value in expected.items():
-            assert_close(state[name], value, f"{name!r} in the state dict")
+            assert_close(state[name], value, f"{name!r} in the state dict", self.tolerance)
 
 
 def _clean(name: str) -> str:

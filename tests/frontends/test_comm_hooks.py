@@ -1,0 +1,543 @@
+"""register_comm_hook: the user's own sum and average of gradients, in place of the built-in one."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import itertools
+import pickle
+import warnings
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.fsdp as torch_fsdp
+from torch import Tensor, nn
+from torch.distributed.algorithms._comm_hooks import default_hooks
+from torch.distributed.device_mesh import init_device_mesh
+
+import fsdp_compat
+from fsdp_compat import CPUOffload, MixedPrecision, ShardingStrategy
+from fsdp_compat import FullyShardedDataParallel as FSDP
+from fsdp_compat._engine.collectives import Kind
+from fsdp_compat.errors import StateError, UsageError
+from tests.support.models import DIM, Block, Lora, Outer, Stack, Switch, chain
+from tests.support.parity import Turn, assert_close, backward, both_forms, make_pair, one_backward, square, vectors, wide_vectors
+from tests.support.ranks import run_ranks
+
+FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
+FULL_SHARD, SHARD_GRAD_OP, NO_SHARD = ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD
+HYBRID, HYBRID_ZERO2 = ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2
+FACTS = ("expected: ", "got:      ", "where:    ", "to do:    ")
+
+
+class Averages:
+    """A hook that is right, for any number of ranks, and notes what it is given."""
+
+    def __init__(self, group: Any = None) -> None:
+        self.calls: list[tuple[int, ...]] = []
+        self.dtypes: set[torch.dtype] = set()
+        self.group = group
+
+    def __call__(self, state: list[Any], grad: Tensor, output: Tensor | None = None) -> None:
+        state.append(len(self.calls))
+        self.dtypes |= {grad.dtype} if output is None else {grad.dtype, output.dtype}
+        self.calls.append((grad.numel(),) if output is None else (grad.numel(), output.numel()))
+        assert grad.dim() == 1
+        assert grad.is_contiguous()
+        assert not grad.requires_grad
+        total = grad.float()
+        dist.all_reduce(total, group=self.group)
+        total /= dist.get_world_size(self.group)
+        if output is None:
+            grad.copy_(total)
+        else:
+            assert output.data_ptr() != grad.data_ptr()
+            output.copy_(total.chunk(dist.get_world_size(self.group))[dist.get_rank(self.group)])
+
+
+def _whole(model: FSDP) -> dict[str, Tensor]:
+    """Whole gradients, by name. Collective."""
+    with FSDP.summon_full_params(model, writeback=False, with_grads=True):
+        return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+# -- the contract
+
+
+def _is_given(strategy: ShardingStrategy, use_orig_params: bool) -> None:
+    pair = make_pair(Stack, sharding_strategy=strategy, use_orig_params=use_orig_params)
+    hook, state = Averages(), list[int]()
+    pair.model.register_comm_hook(state, hook)
+    for _ in range(3):
+        pair.step(one_backward)
+    expected = []
+    for group in pair.model._runtime.groups:
+        numel, ranks = group.store.numel, group.shard.ranks
+        expected.append((numel,) if ranks == 1 else (ranks * numel, numel))
+    assert len(expected) == 4
+    assert sorted(hook.calls) == sorted(expected * 3)
+    assert state == list(range(12)), "the state that is handed over is the very one that was registered"
+    assert hook.dtypes == {FP32}
+    # The wrapped parameters are all in what the hook is given, with padding at most between them.
+    whole = sum(call[0] for call in expected)
+    assert whole >= sum(p.numel() for p in pair.plain.parameters())
+
+
+@both_forms
+@pytest.mark.parametrize(
+    ("num_ranks", "strategy"),
+    [(1, FULL_SHARD), (1, NO_SHARD), (2, FULL_SHARD), (2, SHARD_GRAD_OP), (2, NO_SHARD), (3, FULL_SHARD), (3, NO_SHARD)],
+)
+def test_a_hook_is_called_once_per_unit_and_backward_with_flat_gradients(
+    num_ranks: int, strategy: ShardingStrategy, use_orig_params: bool
+) -> None:
+    run_ranks(num_ranks, _is_given, strategy, use_orig_params)
+
+
+def _nothing(state: Any, grad: Tensor, output: Tensor | None = None) -> None:
+    if output is not None:
+        output.fill_(7.0)
+
+
+def _does_nothing(strategy: ShardingStrategy, use_orig_params: bool) -> None:
+    """What the hook leaves is the gradient: nothing else sums, and nothing else divides."""
+    pair = make_pair(Stack, sharding_strategy=strategy, use_orig_params=use_orig_params)
+    pair.model.register_comm_hook(None, _nothing)
+    group = pair.model._runtime.groups[0]
+    x = vectors(torch.Generator().manual_seed(dist.get_rank()))
+    for times in (1, 2):
+        for axis in (group.shard, group.replica):
+            axis.traffic.clear()
+        square(pair.model, x).backward()
+        for axis in (group.shard, group.replica):
+            assert Kind.REDUCE not in axis.traffic.counts
+            assert Kind.REPLICATE not in axis.traffic.counts
+        square(pair.plain, x).backward()
+        grads = _whole(pair.model)
+        for name, p in pair.plain.named_parameters():
+            if strategy is NO_SHARD:
+                assert_close(grads[name], p.grad, name)  # this rank's own
+            else:
+                assert torch.equal(grads[name], torch.full_like(p, 7.0 * times)), name
+
+
+@both_forms
+@pytest.mark.parametrize("strategy", [FULL_SHARD, SHARD_GRAD_OP, NO_SHARD])
+def test_what_the_hook_leaves_is_the_gradient(strategy: ShardingStrategy, use_orig_params: bool) -> None:
+    run_ranks(2, _does_nothing, strategy, use_orig_params)
+
+
+def _keeps(state: list[tuple[Tensor, Tensor]], grad: Tensor, output: Tensor | None = None) -> None:
+    """Error feedback and the like: the tensors are kept beyond the call."""
+    Averages()([], grad, output)
+    state.append((grad, grad.clone()))
+
+
+def _keeps_what_it_is_given(strategy: ShardingStrategy) -> None:
+    pair = make_pair(Stack, sharding_strategy=strategy)
+    kept: list[tuple[Tensor, Tensor]] = []
+    pair.model.register_comm_hook(kept, _keeps)
+    for _ in range(2):
+        pair.step(one_backward)
+        for tensor, value in kept:
+            assert tensor.untyped_storage().nbytes() >= tensor.nbytes, "the memory of a gradient that the hook keeps was taken away"
+            assert torch.equal(tensor, value)
+        kept.clear()
+        pair.assert_idle()
+
+
+@pytest.mark.parametrize("strategy", [FULL_SHARD, NO_SHARD])
+def test_a_hook_may_keep_what_it_is_given(strategy: ShardingStrategy) -> None:
+    run_ranks(2, _keeps_what_it_is_given, strategy)
+
+
+def _replaces_data(state: Any, grad: Tensor, output: Tensor | None = None) -> None:
+    """What torch's compressing hooks do: they give the tensors data of another dtype, or other data."""
+    total = grad.double()
+    dist.all_reduce(total)
+    total /= dist.get_world_size()
+    if output is None:
+        grad.data = total
+    else:
+        output.data = total.chunk(dist.get_world_size())[dist.get_rank()]
+
+
+def _trains_with(
+    hook: Any, *, step: Any = one_backward, build: Any = Stack, units: Any = (Block,), num_steps: int = 3, **options: Any
+) -> None:
+    batch = options.pop("batch", vectors)
+    pair = make_pair(build, units, **options)
+    if isinstance(hook, type):
+        hook = hook()
+    pair.model.register_comm_hook([], hook)
+    for index in range(num_steps):
+        pair.step(step, batch=batch, as_a_user=index == num_steps - 1)
+
+
+@both_forms
+@pytest.mark.parametrize("strategy", [FULL_SHARD, NO_SHARD])
+def test_a_hook_may_give_its_arguments_other_data(strategy: ShardingStrategy, use_orig_params: bool) -> None:
+    run_ranks(2, _trains_with, _replaces_data, sharding_strategy=strategy, use_orig_params=use_orig_params)
+
+
+# -- ways to train
+
+
+def _pattern(pattern: str, m: nn.Module, x: Tensor, turn: Turn) -> Tensor:
+    """n: a backward under no_sync, s: one with sync."""
+    total = torch.zeros(())
+    for index, letter in enumerate(pattern):
+        with turn.no_sync() if letter == "n" else contextlib.nullcontext():
+            total = total + backward(square(m, x * (0.2 + 0.3 * index)) / len(pattern))
+    return total
+
+
+@both_forms
+@pytest.mark.parametrize("pattern", ["ns", "ss", "snns"])
+@pytest.mark.parametrize("strategy", [FULL_SHARD, SHARD_GRAD_OP, NO_SHARD])
+def test_accumulation_with_a_hook_adds_up_all_gradients(strategy: ShardingStrategy, pattern: str, use_orig_params: bool) -> None:
+    step = partial(_pattern, pattern)
+    run_ranks(2, _trains_with, Averages, step=step, sharding_strategy=strategy, use_orig_params=use_orig_params)
+
+
+def _no_call_under_no_sync() -> None:
+    model = make_pair(Stack).model
+    hook = Averages()
+    model.register_comm_hook([], hook)
+    with model.no_sync():
+        for _ in range(2):
+            square(model, torch.ones(2, DIM)).backward()
+    assert hook.calls == []
+    square(model, torch.ones(2, DIM)).backward()
+    assert len(hook.calls) == 4
+
+
+def test_a_hook_is_not_called_under_no_sync() -> None:
+    run_ranks(2, _no_call_under_no_sync)
+
+
+def _many_ways(use_orig_params: bool) -> None:
+    options: dict[str, Any] = {"use_orig_params": use_orig_params}
+    _trains_with(Averages, build=partial(Stack, 2, Outer), units=(Outer, Block), **options)
+    _trains_with(Averages, build=partial(chain, Lora, Lora), units=(Lora,), batch=wide_vectors, **options)
+    _trains_with(Averages, cpu_offload=CPUOffload(offload_params=True), **options)
+
+
+def _uneven(m: nn.Module, x: Tensor, turn: Turn) -> Tensor:
+    return backward(m(x, "ab" if turn.rank else "a").pow(2).mean())
+
+
+@both_forms
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_a_hook_goes_together_with_nested_frozen_and_offloaded_units(num_ranks: int, use_orig_params: bool) -> None:
+    run_ranks(num_ranks, _many_ways, use_orig_params)
+
+
+@both_forms
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_ranks_that_use_different_units_call_the_hook_in_one_order(num_ranks: int, use_orig_params: bool) -> None:
+    options = {"build": Switch, "step": _uneven, "allow_unused_units": True, "use_orig_params": use_orig_params}
+    run_ranks(num_ranks, _trains_with, Averages, timeout=20, **options)
+
+
+def _in_shard_group(strategy: ShardingStrategy, shape: tuple[int, int], use_orig_params: bool) -> list[list[float]]:
+    mesh = init_device_mesh("cpu", shape)
+    pair = make_pair(Stack, sharding_strategy=strategy, use_orig_params=use_orig_params, device_mesh=mesh)
+    assert pair.model.process_group.size() == shape[1]
+    hook = Averages(pair.model.process_group)
+    pair.model.register_comm_hook([], hook)
+    for _ in range(3):
+        pair.step(one_backward, as_a_user=True)
+    numel = pair.model._runtime.groups[0].store.numel
+    assert (numel,) in hook.calls or (shape[1] * numel, numel) in hook.calls
+    return [value.flatten().tolist() for value in pair.model.state_dict().values()]
+
+
+@both_forms
+@pytest.mark.parametrize("strategy", [HYBRID, HYBRID_ZERO2])
+@pytest.mark.parametrize("shape", [(2, 2), (1, 4), (4, 1)])
+def test_in_a_hybrid_mesh_the_hook_reduces_shards_and_replicas_are_averaged_afterwards(
+    shape: tuple[int, int], strategy: ShardingStrategy, use_orig_params: bool
+) -> None:
+    states = run_ranks(4, _in_shard_group, strategy, shape, use_orig_params)
+    assert all(state == states[0] for state in states)
+
+
+# -- dtypes
+
+
+def _is_given_in_the_dtype_of_the_reduction(strategy: ShardingStrategy, use_orig_params: bool) -> None:
+    for param_dtype, reduce_dtype, keep in itertools.product((None, BF16), (None, BF16, FP16, FP32), (False, True)):
+        precision = MixedPrecision(param_dtype=param_dtype, reduce_dtype=reduce_dtype, keep_low_precision_grads=keep)
+        travels = reduce_dtype or param_dtype or FP32
+        options = {"sharding_strategy": strategy, "use_orig_params": use_orig_params, "mixed_precision": precision}
+        hooked, plain = make_pair(Stack, **options).model, make_pair(Stack, **options).model
+        hook = Averages()
+        hooked.register_comm_hook([], hook)
+        x = vectors(torch.Generator().manual_seed(dist.get_rank()))
+        for _ in range(2):
+            for model in (hooked, plain):
+                square(model, x).backward()
+        assert hook.dtypes == {travels}
+        assert {p.grad.dtype for p in hooked.parameters()} == {travels if keep else FP32}
+        for p, q in zip(hooked.parameters(), plain.parameters(), strict=True):
+            eps = torch.finfo(travels).eps if travels is not FP32 else 1e-5
+            assert torch.allclose(p.grad.float(), q.grad.float(), rtol=2 * eps, atol=1e-4 if travels is not FP32 else 1e-6)
+
+
+@both_forms
+@pytest.mark.parametrize("strategy", [FULL_SHARD, NO_SHARD])
+def test_a_hook_is_given_gradients_in_the_dtype_of_the_reduction(strategy: ShardingStrategy, use_orig_params: bool) -> None:
+    run_ranks(2, _is_given_in_the_dtype_of_the_reduction, strategy, use_orig_params)
+
+
+class NotDivided(Averages):
+    """Gradients come as backward has made them, whatever the dtype: 60,000 of fp16 too."""
+
+    def __call__(self, state: list[Any], grad: Tensor, output: Tensor | None = None) -> None:
+        state.append(float(grad.max()))
+        super().__call__(state, grad, output)
+
+
+class GradientIs(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.weight * x).sum()
+
+
+def _undivided(strategy: ShardingStrategy) -> list[float]:
+    model = FSDP(GradientIs(), sharding_strategy=strategy, mixed_precision=MixedPrecision(reduce_dtype=FP16))
+    model(torch.ones(8)).backward()  # without the hook gradients are divided on their way in
+    model.zero_grad()
+    state: list[float] = []
+    model.register_comm_hook(state, NotDivided())
+    model(torch.full((8,), 60000.0)).backward()
+    (grad,) = _whole(model).values()
+    return [state[0], *sorted(set(grad.tolist()))]
+
+
+@pytest.mark.parametrize("strategy", [FULL_SHARD, NO_SHARD])
+def test_with_a_hook_nothing_is_divided_before(strategy: ShardingStrategy) -> None:
+    sixty = float(torch.tensor(60000.0, dtype=FP16))
+    assert run_ranks(4, _undivided, strategy) == [[sixty, sixty]] * 4
+
+
+# -- the hooks of torch
+
+
+@contextlib.contextmanager
+def _without_streams() -> Iterator[None]:
+    """Torch's compressing hooks tell the allocator of the stream they run on, which the CPU does not take."""
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch deprecates NO_SHARD
+        patch.setattr(Tensor, "record_stream", lambda tensor, stream: None)
+        yield
+
+
+def _trains_with_torchs(
+    library: Any, name: str, strategy: str, precision: dict[str, Any], orig: bool, pattern: str
+) -> list[Tensor]:
+    torch.manual_seed(0)
+    cls = library.FullyShardedDataParallel
+    model = cls(
+        Stack(2),
+        auto_wrap_policy=library.wrap.ModuleWrapPolicy({Block}),
+        sharding_strategy=library.ShardingStrategy[strategy],
+        mixed_precision=library.MixedPrecision(**precision) if precision else None,
+        use_orig_params=orig,
+        device_id=torch.device("cpu"),
+    )
+    kind = default_hooks.LowPrecisionState if "compress" in name else default_hooks.DefaultState
+    if name != "none":
+        model.register_comm_hook(kind(model.process_group), getattr(default_hooks, _name_of(name, strategy)))
+    optim = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    generator = torch.Generator().manual_seed(1 + dist.get_rank())
+    seen = []
+    for letter in pattern:
+        with model.no_sync() if letter == "n" else contextlib.nullcontext():
+            loss = square(model, vectors(generator))
+            loss.backward()
+        if letter == "s":
+            optim.step()
+            optim.zero_grad()
+            with cls.summon_full_params(model, writeback=False):
+                seen += [loss.detach(), *(p.detach().clone() for p in model.parameters())]
+    return seen
+
+
+def _name_of(name: str, strategy: str) -> str:
+    return {"default": "allreduce_hook" if strategy == "NO_SHARD" or dist.get_world_size() == 1 else "reduce_scatter_hook"}.get(
+        name, name
+    )
+
+
+def _hooks_against_torch(cases: list[tuple[Any, ...]]) -> list[str]:
+    found = []
+    with _without_streams():
+        for case in cases:
+            theirs, ours = (_trains_with_torchs(library, *case) for library in (torch_fsdp, fsdp_compat))
+            for index, (wanted, got) in enumerate(zip(theirs, ours, strict=True)):
+                assert torch.isfinite(wanted).all()
+                if not torch.equal(got, wanted):
+                    found.append(f"{case}: value {index} differs by {(got - wanted).abs().max():.1e}")
+                    break
+    return found
+
+
+@both_forms
+def test_the_hooks_of_torch_give_the_same_bits_as_with_torch(use_orig_params: bool) -> None:
+    cases = [
+        (name, strategy, {}, use_orig_params, "sss")
+        for strategy in ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")
+        for name in ("default", "fp16_compress_hook", "bf16_compress_hook")
+    ]
+    cases += [
+        ("default", strategy, {"param_dtype": BF16, "reduce_dtype": FP32}, use_orig_params, "sss")
+        for strategy in ("FULL_SHARD", "NO_SHARD")
+    ]
+    cases += [("bf16_compress_hook", "FULL_SHARD", {"param_dtype": FP16, "reduce_dtype": FP32}, use_orig_params, "sss")]
+    cases += [("default", strategy, {}, use_orig_params, "nsns") for strategy in ("FULL_SHARD", "SHARD_GRAD_OP")]
+    assert run_ranks(2, _hooks_against_torch, cases) == [[], []]
+
+
+def _hooks_against_built_in() -> None:
+    for strategy, orig in itertools.product(("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"), (False, True)):
+        expected = _trains_with_torchs(fsdp_compat, "none", strategy, {}, orig, "sns")
+        for name, eps in (("default", 1e-5), ("fp16_compress_hook", 2e-3), ("bf16_compress_hook", 2e-2)):
+            with _without_streams():
+                got = _trains_with_torchs(fsdp_compat, name, strategy, {}, orig, "sns")
+            for wanted, value in zip(expected, got, strict=True):
+                assert value.dtype == wanted.dtype
+                assert torch.allclose(value, wanted, rtol=eps, atol=eps), f"{name} with {strategy}"
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+def test_the_hooks_of_torch_average_as_the_built_in_way(num_ranks: int) -> None:
+    run_ranks(num_ranks, _hooks_against_built_in)
+
+
+# -- errors
+
+
+def _is_refused(call: Any, kind: type[Exception], ours: type[Exception], *words: str) -> None:
+    with pytest.raises(kind) as caught:
+        call()
+    assert isinstance(caught.value, ours)
+    message = str(caught.value)
+    assert all(fact in message for fact in FACTS), message
+    assert all(word in message for word in words), message
+    assert len(message.splitlines()) == 5
+
+
+def _errors() -> None:
+    def model() -> FSDP:
+        return make_pair(Stack).model
+
+    one = model()
+    _is_refused(lambda: one.blocks[0].register_comm_hook(None, _nothing), AssertionError, StateError, "blocks.0")
+    for bad in (None, 3, "allreduce"):
+        _is_refused(lambda bad=bad: one.register_comm_hook(None, bad), ValueError, UsageError, repr(bad))
+    one.register_comm_hook([], Averages())
+    _is_refused(lambda: one.register_comm_hook([], _nothing), AssertionError, StateError, "already")
+    collecting = model()
+    with collecting.no_sync():
+        square(collecting, torch.ones(2, DIM)).backward()
+    _is_refused(lambda: collecting.register_comm_hook([], _nothing), RuntimeError, StateError)
+    collecting.zero_grad()
+    square(collecting, torch.ones(2, DIM)).backward()
+    collecting.zero_grad()
+    collecting.register_comm_hook([], Averages())  # what was refused has changed nothing
+    within = model()
+
+    def in_forward(module: nn.Module, args: Any) -> None:
+        _is_refused(lambda: within.register_comm_hook([], _nothing), RuntimeError, StateError, "register_comm_hook")
+
+    handle = within.module.stem.register_forward_pre_hook(in_forward)
+    loss = square(within, torch.ones(2, DIM))
+    handle.remove()
+
+    def in_backward(grad: Tensor) -> None:
+        _is_refused(lambda: within.register_comm_hook([], _nothing), RuntimeError, StateError, "register_comm_hook")
+
+    loss.register_hook(in_backward)
+    loss.backward()
+    for each in (one, collecting, within):
+        square(each, torch.ones(2, DIM)).backward()
+
+
+def test_what_cannot_be_registered_is_refused_with_four_facts() -> None:
+    run_ranks(2, _errors)
+
+
+def _becomes_an_inner_one() -> None:
+    """A model with a hook is wrapped once more: a second hook for it is refused, as with torch, and does not take its place."""
+    inner = FSDP(Block())
+    first = Averages()
+    inner.register_comm_hook([], first)
+    outer = FSDP(nn.Sequential(inner, nn.Linear(DIM, DIM)))
+    _is_refused(lambda: outer.register_comm_hook([], _nothing), AssertionError, StateError, "already")
+    square(outer, torch.ones(2, DIM)).backward()
+    assert len(first.calls) == 1
+
+
+def test_a_hook_of_a_model_that_became_an_inner_one_is_not_replaced() -> None:
+    run_ranks(2, _becomes_an_inner_one)
+
+
+# -- copies and exceptions
+
+
+def _survives_copies() -> None:
+    pair = make_pair(Stack)
+    pair.model.register_comm_hook(None, _nothing)
+    for name, other in (("deepcopy", copy.deepcopy(pair.model)), ("pickle", pickle.loads(pickle.dumps(pair.model)))):
+        square(other, torch.ones(2, DIM)).backward()
+        sevens = all(torch.equal(grad, torch.full_like(grad, 7.0)) for grad in _whole(other).values())
+        if sevens:
+            _is_refused(lambda other=other: other.register_comm_hook(None, _nothing), AssertionError, StateError, "already")
+        else:  # a copy without the hook can be given one
+            assert name == "pickle"
+            other.zero_grad()
+            other.register_comm_hook(None, _nothing)
+            square(other, torch.ones(2, DIM)).backward()
+            assert all(torch.equal(grad, torch.full_like(grad, 7.0)) for grad in _whole(other).values())
+
+
+def test_a_copy_of_a_model_has_its_hook_or_can_be_given_one() -> None:
+    run_ranks(2, _survives_copies)
+
+
+class RaisesOnce(Averages):
+    def __init__(self, when: int) -> None:
+        super().__init__()
+        self.when = when
+
+    def __call__(self, state: list[Any], grad: Tensor, output: Tensor | None = None) -> None:
+        self.when -= 1
+        if self.when == 0:
+            raise ValueError("the hook")
+        super().__call__(state, grad, output)
+
+
+def _raises(strategy: ShardingStrategy, use_orig_params: bool) -> None:
+    for when in (1, 3, 4):
+        pair = make_pair(Stack, sharding_strategy=strategy, use_orig_params=use_orig_params)
+        pair.model.register_comm_hook([], RaisesOnce(when))
+        with pytest.raises(ValueError, match="the hook"):
+            square(pair.model, torch.ones(2, DIM)).backward()
+        pair.optim.zero_grad()
+        pair.step(one_backward)
+        pair.step(one_backward, as_a_user=True)
+
+
+@both_forms
+@pytest.mark.parametrize("strategy", [FULL_SHARD, SHARD_GRAD_OP, NO_SHARD])
+def test_after_an_exception_in_a_hook_the_next_step_is_a_usual_one(strategy: ShardingStrategy, use_orig_params: bool) -> None:
+    run_ranks(2, _raises, strategy, use_orig_params)

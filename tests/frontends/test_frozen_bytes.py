@@ -1,0 +1,494 @@
+"""Frozen parameters of any dtype are bytes that nobody may change; what trains beside them is all that costs gradients."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import io
+import pickle
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fsdp_compat import CPUOffload, FullStateDictConfig, MixedPrecision, ShardedStateDictConfig, ShardingStrategy, StateDictType
+from fsdp_compat import FullyShardedDataParallel as FSDP
+from fsdp_compat._engine.collectives import Kind
+from fsdp_compat._engine.unit import LARGE
+from fsdp_compat.wrap import ModuleWrapPolicy
+from tests.support.models import DIM, Block, Lora, Stack, chain
+from tests.support.parity import both_forms, make_pair, one_backward, square, wide_vectors
+from tests.support.ranks import run_ranks
+
+BF16 = torch.bfloat16
+FULL_SHARD, SHARD_GRAD_OP, NO_SHARD = ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD
+DTYPES = {
+    "of_uint8": torch.uint8,
+    "of_int8": torch.int8,
+    "of_int16": torch.int16,
+    "of_bool": torch.bool,
+    "of_float8_e4m3fn": torch.float8_e4m3fn,
+    "of_float8_e5m2": torch.float8_e5m2,
+    "of_bfloat16": BF16,
+}
+
+
+# -- bytes
+
+
+def _patterns(dtype: torch.dtype) -> Tensor:
+    """Every bit pattern there is, in an odd shape; of bfloat16 that is 65,536, NaNs with their payloads among them."""
+    if dtype is torch.bool:
+        return (torch.arange(255) % 3 == 0).view(5, 51)
+    bits = torch.arange(2 ** (8 * dtype.itemsize), dtype=torch.int32)
+    codes = bits.to(torch.uint8 if dtype.itemsize == 1 else torch.uint16)
+    return torch.cat([codes, codes[:1], codes[-5:-1]]).view(dtype).view(-1, 9 if dtype.itemsize == 1 else 3).clone()
+
+
+def _bytes(tensor: Tensor) -> bytes:
+    return tensor.detach().clone().view(torch.uint8).numpy().tobytes()  # a clone: what numpy has seen cannot be freed
+
+
+class Codes(nn.Module):
+    """One frozen parameter of every dtype, two of one of them, beside what trains."""
+
+    def __init__(self, filled: bool = True) -> None:
+        super().__init__()
+        self.linear = nn.Linear(DIM, DIM)
+        for name, dtype in DTYPES.items():
+            value = _patterns(dtype) if filled else torch.zeros_like(_patterns(dtype))
+            self.register_parameter(name, nn.Parameter(value, requires_grad=False))
+        self.more = nn.Parameter(torch.tensor([250, 251, 252], dtype=torch.uint8) * filled, requires_grad=False)
+        self.seen: dict[str, bytes] = {}
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen = _contents(self)
+        return self.linear(x).tanh()
+
+
+def _contents(module: nn.Module) -> dict[str, bytes]:
+    """By name; raises where a dtype or a shape is another one."""
+    found = {}
+    for name, dtype in {**DTYPES, "more": torch.uint8}.items():
+        value = getattr(module, name)
+        assert value.dtype == dtype, f"{name} is of {value.dtype}"
+        assert value.shape == (_patterns(dtype).shape if name != "more" else (3,))
+        found[name] = _bytes(value)
+    return found
+
+
+EXPECTED = {**{name: _bytes(_patterns(dtype)) for name, dtype in DTYPES.items()}, "more": bytes([250, 251, 252])}
+
+
+def _assert_all(found: dict[str, bytes], where: str) -> None:
+    for name, content in EXPECTED.items():
+        assert found[name] == content, f"{name} has changed in {where}"
+
+
+def _wrap(module: nn.Module, **options: Any) -> FSDP:
+    return FSDP(module, auto_wrap_policy=ModuleWrapPolicy({Codes}), **options)
+
+
+def _travels(**options: Any) -> None:
+    torch.manual_seed(0)
+    model = _wrap(nn.Sequential(Codes(), Codes()), **options)
+    optim = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9, weight_decay=0.1)
+    for _ in range(2):
+        loss = square(model, torch.ones(2, DIM))
+        for unit in model.module:
+            _assert_all(unit.module.seen, "forward")
+            unit.module.seen = {}
+        loss.backward()
+        optim.step()
+        optim.zero_grad()
+    with torch.no_grad():
+        model(torch.ones(2, DIM))
+    _assert_all(model.module[1].module.seen, "evaluation")
+    for writeback in (False, True):
+        for to_cpu in (False, True):
+            with FSDP.summon_full_params(model, writeback=writeback, offload_to_cpu=to_cpu, with_grads=True):
+                for unit in model.module:
+                    _assert_all(_contents(unit.module), "summon_full_params")
+    with FSDP.summon_full_params(model):
+        shown = model.module[0].module
+        for name in DTYPES:
+            shown.get_parameter(name).data.view(torch.uint8).zero_()
+        shown.of_uint8.data[0, 1] = 7
+    model(torch.ones(2, DIM))
+    content = model.module[0].module.seen
+    assert content["of_uint8"] == bytes([0, 7, *[0] * (len(EXPECTED["of_uint8"]) - 2)])
+    assert not any(any(content[name]) for name in DTYPES if name != "of_uint8")
+    _assert_all(model.module[1].module.seen, "the other unit")
+
+
+LOW = MixedPrecision(param_dtype=BF16, reduce_dtype=torch.float32, buffer_dtype=BF16)
+WAYS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "mixed precision": {"mixed_precision": LOW},
+    "low gradients": {"mixed_precision": MixedPrecision(param_dtype=BF16, keep_low_precision_grads=True)},
+    "kept": {"sharding_strategy": SHARD_GRAD_OP, "mixed_precision": LOW},
+    "replicated": {"sharding_strategy": NO_SHARD},
+    "offloaded": {"cpu_offload": CPUOffload(offload_params=True), "mixed_precision": LOW},
+}
+
+
+@both_forms
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("num_ranks", [1, 3])
+def test_frozen_parameters_of_every_dtype_are_gathered_byte_for_byte(num_ranks: int, way: str, use_orig_params: bool) -> None:
+    run_ranks(num_ranks, _travels, use_orig_params=use_orig_params, **WAYS[way])
+
+
+def _is_saved(precision: MixedPrecision | None, use_orig_params: bool) -> None:
+    options = {"mixed_precision": precision, "use_orig_params": use_orig_params}
+    torch.manual_seed(0)
+    model = _wrap(nn.Sequential(Codes(), Codes()), **options)
+    for kind, config in (
+        (StateDictType.FULL_STATE_DICT, FullStateDictConfig()),
+        (StateDictType.FULL_STATE_DICT, FullStateDictConfig(offload_to_cpu=True)),
+        (StateDictType.SHARDED_STATE_DICT, ShardedStateDictConfig()),
+        (StateDictType.SHARDED_STATE_DICT, ShardedStateDictConfig(offload_to_cpu=True)),
+    ):
+        with FSDP.state_dict_type(model, kind, config):
+            state = model.state_dict()
+        if kind is StateDictType.FULL_STATE_DICT:
+            for name, content in EXPECTED.items():
+                assert state[f"1.{name}"].dtype == getattr(Codes(), name).dtype
+                assert _bytes(state[f"1.{name}"]) == content, name
+        for form in (use_orig_params, not use_orig_params):
+            later = _wrap(nn.Sequential(Codes(False), Codes(False)), **{**options, "use_orig_params": form})
+            with FSDP.state_dict_type(later, kind, config):
+                later.load_state_dict(_through_a_file(state))
+            later(torch.ones(2, DIM))
+            for unit in later.module:
+                _assert_all(unit.module.seen, f"what was loaded from {kind.name}")
+    wanted = torch.optim.AdamW(model.parameters())
+    square(model, torch.ones(2, DIM)).backward()
+    wanted.step()
+    full = FSDP.optim_state_dict(model, wanted)
+    assert not set(full["state"]) & {f"{index}.{name}" for index in (0, 1) for name in EXPECTED}
+
+
+def _through_a_file(state: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@both_forms
+@pytest.mark.parametrize("precision", [None, LOW])
+@pytest.mark.parametrize("num_ranks", [1, 3])
+def test_state_dicts_hold_them_byte_for_byte_and_bring_them_back(
+    num_ranks: int, precision: MixedPrecision | None, use_orig_params: bool
+) -> None:
+    run_ranks(num_ranks, _is_saved, precision, use_orig_params)
+
+
+def _is_copied(use_orig_params: bool) -> None:
+    torch.manual_seed(0)
+    rank = torch.distributed.get_rank()
+    model = _wrap(nn.Sequential(Codes(rank == 0), Codes(rank == 0)), sync_module_states=True, use_orig_params=use_orig_params)
+    for where, each in (
+        ("what rank 0 has given", model),
+        ("deepcopy", copy.deepcopy(model)),
+        ("pickle", pickle.loads(pickle.dumps(model))),
+    ):
+        each(torch.ones(2, DIM))
+        for unit in each.module:
+            _assert_all(unit.module.seen, where)
+
+
+@both_forms
+def test_broadcasts_and_copies_keep_every_byte(use_orig_params: bool) -> None:
+    run_ranks(2, _is_copied, use_orig_params)
+
+
+# -- subclasses of Parameter
+
+
+class Packed(nn.Parameter):
+    """Bytes that are weights by way of an attribute, as those of quantization libraries are."""
+
+    calls = 0
+
+    def __new__(cls, data: Tensor, scale: float | None = None, requires_grad: bool = False) -> Packed:
+        self = torch.Tensor._make_subclass(cls, data, requires_grad)
+        self.scale = scale  # type: ignore[attr-defined]
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Packed:
+        return _copied(self, memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _made, (type(self), self.data.as_subclass(Tensor), self.requires_grad, self.__dict__)
+
+    def dequantized(self) -> Tensor:
+        return (self.as_subclass(Tensor).float() - 128) * self.scale  # type: ignore[attr-defined]
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is F.linear:
+            cls.calls += 1
+            args = (args[0], args[1].dequantized(), *args[2:])
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+
+class Tagged(nn.Parameter):
+    """Trains; has a method and an attribute."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tagged:
+        return _copied(self, memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _made, (type(self), self.data.as_subclass(Tensor), self.requires_grad, self.__dict__)
+
+    def squared(self) -> Tensor:
+        return self * self
+
+
+def _copied(parameter: Any, memo: dict[int, Any]) -> Any:
+    """nn.Parameter's own copies leave attributes and classes behind; libraries with such parameters bring theirs."""
+    attributes = copy.deepcopy(parameter.__dict__, memo)
+    copied = memo[id(parameter)] = _made(type(parameter), parameter.data.clone(), parameter.requires_grad, attributes)
+    return copied
+
+
+def _made(cls: Any, data: Tensor, requires_grad: bool, attributes: dict[str, Any]) -> Any:
+    parameter = torch.Tensor._make_subclass(cls, data, requires_grad)
+    parameter.__dict__.update(attributes)
+    return parameter
+
+
+class PackedLinear(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = Packed(torch.randint(256, (DIM, DIM), dtype=torch.uint8), scale=0.01)
+        self.gain = Tagged(torch.randn(DIM))
+        self.gain.label = "gain"  # type: ignore[attr-defined]
+        self.linear = nn.Linear(DIM, DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert type(self.weight) is Packed
+        assert type(self.gain) is Tagged
+        assert isinstance(self.weight, nn.Parameter)
+        assert self.gain.label == "gain"  # type: ignore[attr-defined]
+        self.weight.num_calls = getattr(self.weight, "num_calls", 0) + 1  # type: ignore[attr-defined]
+        self.gain.last = x.shape[0]  # type: ignore[attr-defined]
+        return self.linear(F.linear(x, self.weight) * self.gain.squared()).tanh()
+
+
+def _subclasses_survive(use_orig_params: bool, **options: Any) -> None:
+    build = partial(chain, PackedLinear, PackedLinear)
+    pair = make_pair(build, (PackedLinear,), use_orig_params=use_orig_params, **options)
+    first = pair.model.module[0].module
+    Packed.calls = 0
+    for _ in range(2):
+        pair.step(one_backward)
+    assert Packed.calls == 2 * 2 * (1 + pair.ranks), "F.linear passed by the class of its weight"
+    pair.step(one_backward, as_a_user=True)
+    with FSDP.summon_full_params(pair.model):  # set on what is shown there ...
+        assert type(first.weight) is Packed
+        assert first.weight.num_calls == 3
+        assert first.gain.last == 4
+        first.weight.scale = 0.02
+    pair.plain[0].weight.scale = 0.02  # type: ignore[union-attr]
+    pair.step(one_backward)
+    for model in (pair.plain, pair.model.module):  # ... and in forward
+        model.register_forward_pre_hook(_rescales)
+    pair.step(one_backward)
+    with FSDP.summon_full_params(pair.model):
+        assert first.weight.scale == 0.03
+    if use_orig_params:
+        assert type(first.weight) is Packed
+        assert first.weight.scale == 0.03
+        assert isinstance(first.gain, Tagged)
+    for other in (copy.deepcopy(pair.model), pickle.loads(pickle.dumps(pair.model))):
+        with torch.no_grad():
+            assert torch.equal(other(torch.ones(2, DIM)), pair.model(torch.ones(2, DIM)))
+        with FSDP.summon_full_params(other):
+            inside = other.module[0].module
+            assert type(inside.weight) is Packed
+            assert inside.weight.scale == 0.03
+            assert inside.gain.label == "gain"
+            inside.weight.scale = 5.0
+        with FSDP.summon_full_params(pair.model):
+            assert first.weight.scale == 0.03, "a copy has the attributes of the original, and not a copy of them"
+
+
+def _rescales(module: nn.Module, args: Any) -> None:
+    for child in module.modules():
+        if isinstance(child, PackedLinear):
+            child.register_forward_pre_hook(_rescale_weight)
+    module._forward_pre_hooks.clear()
+
+
+def _rescale_weight(module: nn.Module, args: Any) -> None:
+    module.weight.scale = 0.03  # type: ignore[union-attr]
+
+
+@both_forms
+@pytest.mark.parametrize(
+    ("num_ranks", "options"),
+    [
+        (1, {}),
+        (2, {}),
+        (2, {"sharding_strategy": NO_SHARD}),
+        (2, {"cpu_offload": CPUOffload(offload_params=True)}),
+    ],
+)
+def test_parameter_subclasses_survive_with_attributes_methods_and_functions(
+    num_ranks: int, options: dict[str, Any], use_orig_params: bool
+) -> None:
+    run_ranks(num_ranks, _subclasses_survive, use_orig_params, **options)
+
+
+def _attributes_of_the_original(use_orig_params: bool) -> None:
+    """The object that the user has kept is the one that attributes are set on, after wrapping too."""
+    module = nn.Sequential(PackedLinear())
+    mine = module[0].weight
+    mine.scale = 1.0
+    model = FSDP(module, use_orig_params=use_orig_params)
+    x = torch.ones(1, DIM)
+    one = model(x)
+    mine.scale = 0.0
+    zero = model(x)
+    assert not torch.equal(one, zero)
+    with FSDP.summon_full_params(model):
+        assert torch.equal(zero, module[0].linear.bias.detach().tanh().expand(1, -1))
+    assert mine.num_calls == 2
+
+
+@both_forms
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_attributes_set_after_wrapping_on_the_original_are_seen_in_forward(num_ranks: int, use_orig_params: bool) -> None:
+    run_ranks(num_ranks, _attributes_of_the_original, use_orig_params)
+
+
+# -- what gradients cost
+
+
+@contextlib.contextmanager
+def _largest_held(model: FSDP) -> Iterator[list[int]]:
+    """The most bytes of gradients that were held whole at once, in elements' bytes, while the context lasts."""
+    found = [0]
+    groups = model._runtime.groups
+
+    def look(*_: Any) -> None:
+        held = sum(group._collected.resident_nbytes for group in groups if group._collected is not None)
+        found[0] = max(found[0], held)
+
+    handles = [p.register_hook(look) for group in groups for p in group.leaves if p.requires_grad]
+    yield found
+    look()
+    for handle in handles:
+        handle.remove()
+
+
+def _costs(use_orig_params: bool) -> tuple[int, int, int, int, list[bool]]:
+    pair = make_pair(partial(chain, Lora, Lora, Lora), (Lora,), use_orig_params=use_orig_params)
+    pair.step(one_backward, batch=wide_vectors)
+    groups = pair.model._runtime.groups
+    traffic = groups[0].shard.traffic
+    traffic.clear()
+    x = torch.ones(2, 64)
+    with pair.model.no_sync(), _largest_held(pair.model) as largest:
+        square(pair.model, x).backward()
+    held = sum(group.resident_nbytes for group in groups)
+    square(pair.model, x).backward()
+    grads = sum(p.grad.nbytes for p in pair.model.parameters() if p.grad is not None)
+    frozen = [
+        group.has_gradients or group._collected is not None
+        for group in groups
+        if not group.store.targets[0].parameter.requires_grad
+    ]
+    assert traffic.counts[Kind.REDUCE] == 3
+    return largest[0], held, traffic.nbytes[Kind.REDUCE], grads, frozen
+
+
+@both_forms
+def test_gradients_cost_memory_and_bytes_for_trainable_elements_only(use_orig_params: bool) -> None:
+    # Per unit 64 x 64 = 4,096 frozen elements, and 2 x 128 = 256 trainable ones, 128 on each of two ranks.
+    for largest, held, sent, grads, frozen in run_ranks(2, _costs, use_orig_params):
+        assert largest <= 3 * 256 * 4
+        assert held == 3 * 256 * 4
+        assert sent == 3 * 128 * 4
+        assert grads == 3 * 128 * 4
+        assert frozen == [False] * 3
+
+
+# -- requires_grad between steps
+
+
+def _toggles(use_orig_params: bool, strategy: ShardingStrategy, width: int) -> None:
+    make = partial(Block, width)
+    pair = make_pair(partial(chain, make, make, make), use_orig_params=use_orig_params, sharding_strategy=strategy)
+    batch = partial(_batch, width)
+    group = pair.model._runtime.groups[1]
+    axes = (group.shard, group.replica)
+    for trainable in (True, False, False, True, False, True, True):
+        pair.plain[1].requires_grad_(trainable)
+        pair.model.module[1].requires_grad_(trainable)
+        with torch.no_grad():
+            pair.model(torch.ones(2, width))
+        for axis in axes:
+            axis.traffic.clear()
+        pair.step(one_backward, batch=batch)
+        num_reductions = sum(axis.traffic.counts[Kind.REDUCE] + axis.traffic.counts[Kind.REPLICATE] for axis in axes)
+        assert num_reductions == (3 if trainable else 2)
+        assert all(p.grad is None for p in pair.model.module[1].parameters())  # after zero_grad
+    # Toggled after an evaluation, and after a forward whose backward is yet to come.
+    with torch.no_grad():
+        pair.model(torch.ones(2, width))
+    pair.plain[1].requires_grad_(False)
+    pair.model.module[1].requires_grad_(False)
+    pair.step(one_backward, batch=batch)
+    losses = square(pair.plain, torch.ones(2, width)), square(pair.model, torch.ones(2, width))
+    for model in (pair.plain[1], pair.model.module[1]):
+        model.requires_grad_(True)
+    for loss in losses:
+        loss.backward()
+    pair.compare_and_update()
+    pair.step(one_backward, batch=batch)
+
+
+def _batch(width: int, generator: torch.Generator) -> Tensor:
+    return torch.randn(4, width, generator=generator)
+
+
+@both_forms
+@pytest.mark.parametrize("strategy", [FULL_SHARD, SHARD_GRAD_OP, NO_SHARD])
+@pytest.mark.parametrize("width", [DIM, 184])
+def test_requires_grad_toggled_between_steps_is_honoured_at_the_next_forward(
+    width: int, strategy: ShardingStrategy, use_orig_params: bool
+) -> None:
+    assert width == DIM or 2 * width * width > LARGE
+    run_ranks(2, _toggles, use_orig_params, strategy, width)
+
+
+def _toggles_under_no_sync() -> None:
+    """What was collected before a unit was frozen is reduced all the same, as it would be kept in ``.grad`` without sharding."""
+    pair = make_pair(Stack, use_orig_params=True)
+    x = torch.ones(2, DIM)
+    with pair.model.no_sync():
+        square(pair.model, x).backward()
+    square(pair.plain, x).backward()
+    for model in (pair.plain, pair.model):
+        model.head.requires_grad_(False)
+    square(pair.plain, x).backward()
+    square(pair.model, x).backward()
+    got = {}
+    with FSDP.summon_full_params(pair.model, with_grads=True, writeback=False):
+        got = {name: p.grad for name, p in pair.model.named_parameters()}
+    for name, p in pair.plain.named_parameters():
+        if p.requires_grad:
+            assert torch.allclose(got[name], p.grad, rtol=1e-5, atol=1e-6), name
+
+
+def test_freezing_a_part_between_accumulated_backwards_leaves_the_other_gradients_right() -> None:
+    run_ranks(2, _toggles_under_no_sync)

@@ -1,0 +1,53 @@
+"""Any combination of settings trains as the unsharded model in the same dtypes does: a sample, the same one every time.
+
+What fails is named by its settings, ``Case(...)`` and a number of ranks; put it into CHOSEN to run it alone.
+"""
+
+from __future__ import annotations
+
+import random
+from functools import partial
+
+import pytest
+from hypothesis import HealthCheck, Phase, given, seed, settings
+from hypothesis import strategies as st
+
+from tests.support.matrix import FIELDS, Case, draw_cases, run_cases
+from tests.support.ranks import run_ranks
+
+CASES_PER_CALL = 12
+NUM_CALLS = {1: 2, 2: 4, 3: 4, 4: 6}  # by number of ranks: 192 cases
+
+CHOSEN = [  # two with as many settings at once as go together, and what has failed
+    (4, Case("HYBRID_SHARD", (2, 2), True, "bf16+fp32", True, "sns", "outside", "toggled", "nested", "2", "POST forward")),
+    (3, Case("SHARD_GRAD_OP", comm_hook=True, backwards="nns", checkpoint="function reentrant", frozen="some", clip="inf")),
+]
+
+
+def _draw(num_ranks: int, rng: random.Random) -> list[Case]:
+    if num_ranks == 4:
+        return draw_cases(rng, CASES_PER_CALL)
+    strategies = [name for name in FIELDS["strategy"] if "HYBRID" not in name]
+    return draw_cases(rng, CASES_PER_CALL, strategy=strategies, mesh=[Case.mesh])
+
+
+@pytest.mark.parametrize("num_ranks", NUM_CALLS)
+def test_any_settings_train_as_the_unsharded_model(num_ranks: int) -> None:
+    @seed(num_ranks)
+    @settings(
+        max_examples=NUM_CALLS[num_ranks],
+        derandomize=True,
+        deadline=None,
+        phases=[Phase.generate],  # a failing case is small enough to be read
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(st.randoms(use_true_random=True).map(partial(_draw, num_ranks)))  # all of it random, not only some bits
+    def run(cases: list[Case]) -> None:
+        run_ranks(num_ranks, run_cases, cases)
+
+    run()
+
+
+@pytest.mark.parametrize(("num_ranks", "case"), CHOSEN)
+def test_chosen_settings_train_as_the_unsharded_model(num_ranks: int, case: Case) -> None:
+    run_ranks(num_ranks, run_cases, [case])

@@ -1,0 +1,418 @@
+"""Values for what comes from the meta device: given, sent by the first rank, or reported by name before the first forward."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from fsdp_compat import FullyShardedDataParallel as FSDP
+from fsdp_compat import ShardingStrategy, StateDictType, UsageError
+from fsdp_compat.wrap import ModuleWrapPolicy
+from tests.support.parity import assert_close, both_forms
+from tests.support.ranks import run_ranks
+
+DIM = 8
+
+
+class Rotary(nn.Module):
+    """As in RoPE: a buffer that no state dict holds, and that nobody fills unless ``fills``."""
+
+    def __init__(self, fills: bool = True) -> None:
+        super().__init__()
+        self.fills = fills
+        self.register_buffer("inv_freq", torch.linspace(1.0, 2.0, DIM), persistent=False)
+
+    def reset_parameters(self) -> None:
+        if self.fills:
+            self.inv_freq.copy_(torch.linspace(1.0, 2.0, DIM))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.inv_freq
+
+
+class Masked(nn.Module):
+    """Buffers of integers and of truth values beside a parameter."""
+
+    def __init__(self, fills: bool = True) -> None:
+        super().__init__()
+        self.fills = fills
+        self.weight = nn.Parameter(torch.ones(DIM))
+        self.register_buffer("order", torch.arange(DIM).flip(0))
+        self.register_buffer("mask", torch.arange(DIM) % 2 == 0, persistent=False)
+        self.register_buffer("scale", torch.tensor(0.5))
+
+    def reset_parameters(self) -> None:
+        nn.init.ones_(self.weight)
+        self.scale.fill_(0.5)
+        if self.fills:
+            self.order.copy_(torch.arange(DIM).flip(0))
+            self.mask.copy_(torch.arange(DIM) % 2 == 0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.where(self.mask, x[..., self.order] * self.weight, x) * self.scale
+
+
+class Block(nn.Module):
+    def __init__(self, fills: bool = True) -> None:
+        super().__init__()
+        self.linear, self.rotary, self.masked = nn.Linear(DIM, DIM), Rotary(fills), Masked(fills)
+        self.norm = nn.BatchNorm1d(DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.masked(self.rotary(self.linear(x))))
+
+
+class Net(nn.Module):
+    def __init__(self, fills: bool = True) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(fills) for _ in range(2))
+        self.rotary, self.head = Rotary(fills), nn.Linear(DIM, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.rotary(x))
+
+
+BUFFERS = ["blocks.0.rotary.inv_freq", "blocks.1.rotary.inv_freq", "rotary.inv_freq"]
+
+
+def on_meta(build: Callable[[], nn.Module]) -> nn.Module:
+    with torch.device("meta"):
+        return build()
+
+
+def batch() -> Tensor:
+    return torch.randn(4, DIM, generator=torch.Generator().manual_seed(1))
+
+
+def wrapped(model: nn.Module, units: bool = True, **options: Any) -> FSDP:
+    return FSDP(model, auto_wrap_policy=ModuleWrapPolicy({Block}) if units else None, **options)
+
+
+def to_empty(module: nn.Module) -> None:
+    module.to_empty(device="cpu", recurse=False)
+
+
+@contextlib.contextmanager
+def about(case: object) -> Iterator[None]:
+    """Say in an error which case it was."""
+    try:
+        yield
+    except BaseException as error:
+        error.add_note(f"case: {case}")
+        raise
+
+
+def assert_trains(model: FSDP, plain: nn.Module) -> None:
+    """Both from the state of ``model``; buffers that are in no state dict have to be right already."""
+    plain.load_state_dict(model.state_dict())
+    for name, buffer in plain.named_buffers():
+        got = dict(model.named_buffers())
+        found = next(value for key, value in got.items() if key.replace("_fsdp_wrapped_module.", "") == name)
+        assert torch.equal(found, buffer), name
+    for _ in range(2):
+        for module in (model, plain):
+            module.zero_grad()
+            module(batch()).pow(2).mean().backward()
+        with FSDP.summon_full_params(model, with_grads=True), torch.no_grad():
+            for (name, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
+                assert_close(p.grad, q.grad, name)
+                p.sub_(p.grad, alpha=0.1)
+                q.sub_(q.grad, alpha=0.1)
+    assert_close(model(batch()), plain(batch()), "output")
+
+
+# -- what is filled runs
+
+
+def _fills(use_orig_params: bool) -> None:
+    def by_init(module: nn.Module) -> None:
+        to_empty(module)
+        reset = getattr(module, "reset_parameters", None)
+        if reset is not None:
+            reset()
+
+    for units in (True, False):
+        for options in ({}, {"param_init_fn": by_init}, {"sync_module_states": True}):
+            with about((units, options)):
+                torch.manual_seed(0)  # alike on all ranks
+                model = wrapped(on_meta(Net), units, use_orig_params=use_orig_params, **options)
+                assert not any(t.is_meta for t in (*model.parameters(), *model.buffers()))
+                assert all(unit.unwritten == [] for unit in model._runtime.units), "nothing is without a value"
+                assert_trains(model, Net())
+
+
+@both_forms
+def test_models_from_the_meta_device_run_where_all_values_are_given(use_orig_params: bool) -> None:
+    run_ranks(2, _fills, use_orig_params)
+
+
+def _fills_a_part(use_orig_params: bool) -> None:
+    torch.manual_seed(0)
+    inner, plain = on_meta(Net), Net()
+    inner.head = copy.deepcopy(plain.head)  # materialised already, with its values
+    inner.blocks[0] = copy.deepcopy(plain.blocks[0])
+    model = wrapped(inner, use_orig_params=use_orig_params)
+    state = model.state_dict()
+    for name, value in plain.state_dict().items():
+        if name.startswith(("head", "blocks.0")):
+            assert torch.equal(state[name], value), f"{name} was there"
+    assert_trains(model, plain)
+
+
+@both_forms
+def test_what_is_materialised_already_keeps_its_values(use_orig_params: bool) -> None:
+    run_ranks(2, _fills_a_part, use_orig_params)
+
+
+# -- what is not filled is reported
+
+
+def refusal(call: Callable[[], Any]) -> str:
+    with pytest.raises(UsageError, match="never given values") as caught:
+        call()
+    return str(caught.value)
+
+
+def _leaves_buffers(use_orig_params: bool) -> None:
+    for units in (True, False):
+        for forward in ("train", "no_grad", "eval", "block alone")[: 4 if units else 3]:
+            with about((units, forward)):
+                model = wrapped(on_meta(lambda: Net(False)), units, use_orig_params=use_orig_params)
+                model.train(forward == "train")
+                call = model.blocks[1] if forward == "block alone" else model
+                with torch.no_grad() if forward != "train" else contextlib.nullcontext():
+                    text = refusal(partial(call, batch()))
+                    missing = [*BUFFERS, "blocks.0.masked.order", "blocks.1.masked.order"]
+                    for name in missing:  # of all units, whichever was called
+                        assert name.rpartition(".")[2] in text, text
+                    assert "linear" not in text and "scale" not in text and "running" not in text, text
+                    refusal(partial(call, batch()))  # again: it is not forgotten
+                    fill(model)
+                    call(batch())
+                if forward == "train":
+                    assert_trains(model, Net())
+
+
+def fill(model: nn.Module) -> None:
+    """In place, as after ``to_empty``."""
+    with torch.no_grad():
+        for name, buffer in model.named_buffers():
+            if name.endswith("inv_freq"):
+                buffer.copy_(torch.linspace(1.0, 2.0, DIM))
+            elif name.endswith("order"):
+                buffer.copy_(torch.arange(DIM).flip(0))
+            elif name.endswith("mask"):
+                buffer.copy_(torch.arange(DIM) % 2 == 0)
+
+
+@both_forms
+def test_buffers_that_nobody_fills_are_reported_by_name_until_they_are_filled(use_orig_params: bool) -> None:
+    run_ranks(2, _leaves_buffers, use_orig_params)
+
+
+def _replaces_buffers() -> None:
+    """A buffer may also be replaced, or taken out."""
+    model = wrapped(on_meta(lambda: Net(False)))
+    refusal(lambda: model(batch()))
+    for module in model.modules():
+        if isinstance(module, Rotary):
+            module.inv_freq = torch.linspace(1.0, 2.0, DIM)
+        if isinstance(module, Masked):
+            module.order = torch.arange(DIM).flip(0)
+            module.mask = torch.arange(DIM) % 2 == 0
+    assert_trains(model, Net())
+
+
+def test_buffers_that_are_replaced_have_values() -> None:
+    run_ranks(2, _replaces_buffers)
+
+
+def _leaves_parameters(use_orig_params: bool) -> None:
+    plain = Net()
+    for num_loads in (0, 1):
+        model = wrapped(on_meta(Net), param_init_fn=to_empty, use_orig_params=use_orig_params)
+        text = refusal(partial(model, batch()))
+        assert "'linear.weight' of unit 'blocks.0'" in text or "'blocks.0.linear.weight'" in text, text
+        if num_loads:
+            model.load_state_dict(plain.state_dict())
+            text = refusal(partial(model, batch()))  # what no state dict holds
+            assert "inv_freq" in text and "linear" not in text and "order" not in text, text
+        else:
+            with FSDP.summon_full_params(model), torch.no_grad():
+                for (_, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
+                    p.copy_(q)
+                for (_, b), c in zip(model.named_buffers(), plain.named_buffers(), strict=True):
+                    b.copy_(c[1])
+        fill(model)
+        assert_trains(model, Net())
+
+
+@both_forms
+def test_parameters_that_nobody_fills_are_reported_until_they_are_loaded_or_written(use_orig_params: bool) -> None:
+    run_ranks(2, _leaves_parameters, use_orig_params)
+
+
+def _loads_sharded_state(use_orig_params: bool) -> None:
+    source = wrapped(Net(), use_orig_params=use_orig_params)
+    with FSDP.state_dict_type(source, StateDictType.SHARDED_STATE_DICT):
+        state = source.state_dict()
+    model = wrapped(on_meta(Net), param_init_fn=to_empty, use_orig_params=use_orig_params)
+    model.load_state_dict(state)
+    fill(model)
+    for name, value in source.state_dict().items():
+        assert torch.equal(model.state_dict()[name], value), name
+    model.train()
+    source.train()
+    assert_close(model(batch()), source(batch()), "output")
+
+
+@both_forms
+def test_a_sharded_state_dict_gives_values_too(use_orig_params: bool) -> None:
+    run_ranks(2, _loads_sharded_state, use_orig_params)
+
+
+def _one_rank_leaves_a_buffer() -> str:
+    """Also where one rank alone has no value, and where a part of a parameter lies on one rank alone."""
+    rank = dist.get_rank()
+    model = wrapped(on_meta(lambda: Net(rank != 1)))
+    text = refusal(lambda: model(batch()))
+    assert "inv_freq" in text or rank != 1, text
+    fill(model)
+    model(batch())
+    return text
+
+
+def test_what_one_rank_alone_lacks_is_an_error_on_all() -> None:
+    run_ranks(3, _one_rank_leaves_a_buffer)
+
+
+class Last(nn.Module):
+    """The last parameter lies in the last rank's part alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Parameter(torch.zeros(96)), nn.Parameter(torch.zeros(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.first.sum() + self.last.sum()
+
+
+def _fills_all_but_one(use_orig_params: bool) -> None:
+    def init(module: nn.Module) -> None:
+        to_empty(module)
+        nn.init.ones_(module.first)
+
+    model = FSDP(on_meta(Last), param_init_fn=init, use_orig_params=use_orig_params)
+    assert "'last'" in refusal(lambda: model(torch.ones(2)))
+    with FSDP.summon_full_params(model), torch.no_grad():
+        model.last.fill_(1.0)
+    assert torch.equal(model(torch.ones(2)), torch.full((2,), 100.0))
+
+
+@both_forms
+def test_a_parameter_of_one_rank_alone_is_named_on_all(use_orig_params: bool) -> None:
+    run_ranks(3, _fills_all_but_one, use_orig_params)
+
+
+# -- values that look strange and are right
+
+
+class Strange(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(DIM, DIM)
+        self.register_buffer("zeros", torch.zeros(3))
+        self.register_buffer("infinite", torch.full((2, 2), -torch.inf), persistent=False)
+        self.register_buffer("some_nan", torch.tensor([torch.nan, 1.0]))
+        self.register_buffer("numbers", torch.tensor([2**31, -1]))
+        self.register_buffer("small", torch.tensor([255, 0], dtype=torch.uint8))
+        self.register_buffer("all_true", torch.ones(3, dtype=torch.bool))
+        self.register_buffer("all_false", torch.zeros(3, dtype=torch.bool))
+        self.register_buffer("none", torch.zeros(0))
+        self.register_buffer("complex", torch.zeros(2, dtype=torch.complex64))
+        self.register_buffer("nothing", None)
+
+    def reset_parameters(self) -> None:
+        fresh = Strange()
+        for name, buffer in self.named_buffers():
+            buffer.copy_(getattr(fresh, name))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x)
+
+
+def _fills_with_strange_values() -> None:
+    for options in ({}, {"sync_module_states": True}):
+        model = FSDP(on_meta(Strange), **options)
+        model(batch()).sum().backward()
+        for name, buffer in Strange().named_buffers():
+            assert torch.equal(model.module.get_buffer(name).nan_to_num(7.0), buffer.nan_to_num(7.0)), name
+    # Not from the meta device: whatever values are there are the user's.
+    plain = nn.Linear(DIM, DIM)
+    nn.init.constant_(plain.weight, torch.nan)
+    assert FSDP(plain)(batch()).isnan().all()
+
+
+def test_integers_truth_values_and_infinities_are_values() -> None:
+    run_ranks(2, _fills_with_strange_values)
+
+
+# -- from the first rank
+
+
+def _sends(shape: tuple[int, ...], by_to_empty: bool, use_orig_params: bool) -> None:
+    rank = dist.get_rank()
+    torch.manual_seed(rank)
+    expected = Net()
+    with torch.no_grad():
+        for block in expected.blocks:
+            block.norm.running_mean.fill_(rank + 1)
+            block.rotary.inv_freq.mul_(rank + 1.0)
+            block.masked.order.copy_(torch.arange(DIM).roll(rank))
+            block.masked.mask.copy_(torch.arange(DIM) % 3 == rank)
+    inner = copy.deepcopy(expected) if rank == 0 or not by_to_empty else on_meta(Net)
+    options: dict[str, Any] = {"param_init_fn": to_empty} if by_to_empty and rank != 0 else {}
+    if len(shape) == 2:
+        options |= {"device_mesh": init_device_mesh("cpu", shape), "sharding_strategy": ShardingStrategy.HYBRID_SHARD}
+    model = wrapped(inner, sync_module_states=True, use_orig_params=use_orig_params, **options)
+    buffers = {name.replace("_fsdp_wrapped_module.", ""): b for name, b in model.named_buffers()}
+    state = model.state_dict()
+    for name, value in (*expected.state_dict().items(), *expected.named_buffers()):
+        first = [value.clone()]
+        dist.broadcast_object_list(first, 0)
+        assert torch.equal(state[name] if name in state else buffers[name], first[0]), name
+    model(batch()).sum().backward()
+
+
+@both_forms
+@pytest.mark.parametrize("shape", [(3,), (2, 2)])
+@pytest.mark.parametrize("by_to_empty", [True, False])
+def test_all_ranks_get_the_values_of_the_first_one(shape: tuple[int, ...], by_to_empty: bool, use_orig_params: bool) -> None:
+    run_ranks(3 if len(shape) == 1 else 4, _sends, shape, by_to_empty, use_orig_params)
+
+
+def _sends_nothing(use_orig_params: bool) -> None:
+    """The first rank has left a buffer without values too: that is sent, and reported on all ranks."""
+    rank = dist.get_rank()
+    inner = on_meta(lambda: Net(False)) if rank == 0 else Net()
+    model = wrapped(inner, sync_module_states=True, use_orig_params=use_orig_params)
+    text = refusal(lambda: model(batch()))
+    assert "inv_freq" in text
+    fill(model)
+    model(batch()).sum().backward()
+
+
+@both_forms
+def test_a_first_rank_without_values_is_reported_on_all(use_orig_params: bool) -> None:
+    run_ranks(2, _sends_nothing, use_orig_params)

@@ -1,0 +1,368 @@
+"""CPUOffload(offload_params=True): shards live apart from where is computed, also if both are the CPU, and nothing else changes."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from fsdp_compat import CPUOffload, FullStateDictConfig, MixedPrecision, ShardedStateDictConfig, ShardingStrategy, StateDictType
+from fsdp_compat import FullyShardedDataParallel as FSDP
+from fsdp_compat._engine.unit import LARGE
+from fsdp_compat.wrap import ModuleWrapPolicy
+from tests.support.models import (
+    DIM,
+    Block,
+    Fragile,
+    FragileInside,
+    Lora,
+    Odd,
+    Recomputed,
+    RecomputesBlocks,
+    Stack,
+    Tiny,
+    chain,
+    frozen,
+)
+from tests.support.parity import (
+    Turn,
+    assert_close,
+    backward,
+    both_forms,
+    make_pair,
+    one_backward,
+    square,
+    train,
+    vectors,
+    wide_vectors,
+)
+from tests.support.ranks import run_ranks
+
+OFFLOAD: dict[str, Any] = {"cpu_offload": CPUOffload(offload_params=True)}
+FULL_SHARD, SHARD_GRAD_OP, NO_SHARD = ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD
+HYBRIDS = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
+
+
+def _pattern(pattern: str, m: nn.Module, x: Tensor, turn: Turn) -> Tensor:
+    """n: a backward under no_sync, s: one with sync."""
+    total = torch.zeros(())
+    for index, letter in enumerate(pattern):
+        with turn.no_sync() if letter == "n" else contextlib.nullcontext():
+            total = total + backward(square(m, x * (0.2 + 0.3 * index)) / len(pattern))
+    return total
+
+
+# -- training
+
+
+def _trains_in_every_way(strategy: ShardingStrategy, use_orig_params: bool, build: Any = Stack) -> None:
+    options: dict[str, Any] = {"sharding_strategy": strategy, "use_orig_params": use_orig_params, **OFFLOAD}
+    if strategy in HYBRIDS:
+        options["replicas"] = 2
+    for pattern in ("s", "ss", "nns", "snsns") if dist.get_world_size() < 4 else ("s", "snsns"):
+        pair = train(build, step=partial(_pattern, pattern), num_steps=2, **options)
+        for p in pair.model.parameters():
+            assert p.device.type == "cpu"
+        norm = 0.01
+        for optim in (pair.plain_optim, pair.optim):
+            optim.zero_grad()
+        batches = pair.batches()
+        for x in batches:
+            square(pair.plain, x).backward()
+        pair.average_plain_gradients()
+        square(pair.model, batches[pair.rank]).backward()
+        expected = torch.nn.utils.clip_grad_norm_(pair.plain.parameters(), norm)
+        assert_close(pair.model.clip_grad_norm_(norm), expected, "norm")
+        pair.compare_and_update(as_a_user=True)
+
+
+@both_forms
+@pytest.mark.parametrize(
+    ("num_ranks", "strategy"),
+    [
+        (1, FULL_SHARD),
+        (1, NO_SHARD),
+        (2, FULL_SHARD),
+        (2, SHARD_GRAD_OP),
+        (2, NO_SHARD),
+        (3, FULL_SHARD),
+        (4, FULL_SHARD),
+        (4, HYBRIDS[0]),
+        (4, HYBRIDS[1]),
+    ],
+)
+def test_every_strategy_and_pattern_of_accumulation_trains_as_unsharded(
+    num_ranks: int, strategy: ShardingStrategy, use_orig_params: bool
+) -> None:
+    run_ranks(num_ranks, _trains_in_every_way, strategy, use_orig_params)
+
+
+@both_forms
+@pytest.mark.parametrize("num_ranks", [1, 3])
+def test_large_parameters_and_parameters_smaller_than_ranks_train_as_unsharded(num_ranks: int, use_orig_params: bool) -> None:
+    run_ranks(num_ranks, _odd_sizes, use_orig_params)
+
+
+def _odd_sizes(use_orig_params: bool) -> None:
+    build = partial(chain, partial(nn.Linear, DIM, DIM), Odd, Tiny, partial(nn.Linear, DIM, DIM))
+    train(build, (Odd, Tiny), use_orig_params=use_orig_params, **OFFLOAD)
+    width = 264
+    assert width * width > LARGE
+    build = partial(chain, partial(nn.Linear, width, width), partial(nn.Linear, width, width))
+    step = partial(_pattern, "sns")
+    train(build, (nn.Linear,), step, batch=partial(_batch, width), use_orig_params=use_orig_params, **OFFLOAD)
+
+
+def _batch(width: int, generator: torch.Generator) -> Tensor:
+    return torch.randn(4, width, generator=generator)
+
+
+def _others(use_orig_params: bool) -> None:
+    options: dict[str, Any] = {"use_orig_params": use_orig_params, **OFFLOAD}
+    train(partial(chain, Lora, Lora, Lora), (Lora,), batch=wide_vectors, **options)
+    train(partial(chain, partial(frozen, Block), Block, partial(frozen, Block)), **options)
+    for reentrant in (False, True):
+        train(partial(Stack, 3, partial(Recomputed, reentrant)), (Recomputed,), **options)
+        train(partial(RecomputesBlocks, Block, reentrant, 2), **options)
+
+
+@both_forms
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_frozen_parts_and_recomputation_train_as_unsharded(num_ranks: int, use_orig_params: bool) -> None:
+    run_ranks(num_ranks, _others, use_orig_params)
+
+
+def _as_without_offload(use_orig_params: bool) -> None:
+    """Bit by bit, whatever the dtypes."""
+    low = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
+    for fields in (
+        {},
+        low,
+        {"param_dtype": torch.float16},
+        {"reduce_dtype": torch.bfloat16},
+        {**low, "keep_low_precision_grads": True},
+    ):
+        seen = []
+        for options in ({}, OFFLOAD):
+            torch.manual_seed(0)
+            policy, precision = ModuleWrapPolicy({Block}), MixedPrecision(**fields)
+            model = FSDP(Stack(2), auto_wrap_policy=policy, mixed_precision=precision, use_orig_params=use_orig_params, **options)
+            optim = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+            generator = torch.Generator().manual_seed(dist.get_rank())
+            values = []
+            for letter in "snsss":
+                with model.no_sync() if letter == "n" else contextlib.nullcontext():
+                    values.append(backward(square(model, vectors(generator))))
+                if letter == "s":
+                    values += [p.grad.clone() for p in model.parameters()]
+                    values.append(model.clip_grad_norm_(0.05))
+                    optim.step()
+                    optim.zero_grad()
+                    values += [value.clone() for value in model.state_dict().values()]
+            model.eval()
+            with torch.no_grad():
+                values.append(model(torch.ones(2, DIM)))
+            seen.append(values)
+        assert len(seen[0]) == len(seen[1])
+        for one, other in zip(*seen, strict=True):
+            assert one.dtype == other.dtype
+            assert torch.equal(one, other), fields
+
+
+@both_forms
+@pytest.mark.parametrize("num_ranks", [1, 3])
+def test_every_dtype_gives_the_same_bits_as_without_offload(num_ranks: int, use_orig_params: bool) -> None:
+    run_ranks(num_ranks, _as_without_offload, use_orig_params)
+
+
+# -- what is kept where
+
+
+def _aliases_nothing(strategy: ShardingStrategy, use_orig_params: bool) -> None:
+    """On one rank the whole parameters could be the shard itself: not if it lives elsewhere."""
+    torch.manual_seed(0)
+    model = FSDP(Stack(2), None, strategy, use_orig_params=use_orig_params, **OFFLOAD)
+    group = model._runtime.groups[0]
+    shard = group.store.shard
+    homes = range(shard.data_ptr(), shard.data_ptr() + shard.nbytes)
+    found = []
+
+    def look(module: nn.Module, args: Any, output: Tensor) -> None:
+        found.append(module.weight.data_ptr() in homes)
+
+    model.module.stem.register_forward_hook(look)
+    loss = square(model, torch.ones(2, DIM))
+    loss.backward()
+    assert found == [False]
+    assert group.resident_nbytes == 0
+    for p in model.parameters():
+        assert p.data_ptr() in homes or p.numel() == 0
+        assert p.grad.data_ptr() not in homes
+    values = shard.clone()
+    for p in model.parameters():
+        p.grad.zero_()
+    assert torch.equal(shard, values)
+    state = model.state_dict()
+    for value in state.values():
+        value.zero_()
+    assert torch.equal(shard, values), "the state dict is a view of the shard"
+
+
+@both_forms
+@pytest.mark.parametrize("strategy", [FULL_SHARD, NO_SHARD])
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_whole_parameters_gradients_and_full_state_dicts_are_no_views_of_the_shard(
+    num_ranks: int, strategy: ShardingStrategy, use_orig_params: bool
+) -> None:
+    run_ranks(num_ranks, _aliases_nothing, strategy, use_orig_params)
+
+
+def _freed_between_steps(strategy: ShardingStrategy) -> None:
+    pair = make_pair(Stack, sharding_strategy=strategy, **OFFLOAD)
+    for _ in range(2):
+        pair.step(one_backward)
+        assert all(group.memory.full.untyped_storage().nbytes() == 0 for group in pair.model._runtime.groups)
+        with torch.no_grad():
+            pair.model(torch.ones(2, DIM))
+        pair.assert_idle()
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("strategy", [FULL_SHARD, SHARD_GRAD_OP, NO_SHARD])
+def test_nothing_whole_is_left_between_steps(strategy: ShardingStrategy, num_ranks: int) -> None:
+    run_ranks(num_ranks, _freed_between_steps, strategy)
+
+
+def _an_update_between_forwards(strategy: ShardingStrategy) -> None:
+    """The copies that are computed with are made anew: an update of the shard is seen by the next forward, and by no backward."""
+    pair = make_pair(Stack, sharding_strategy=strategy, **OFFLOAD)
+    x = pair.batches()[0]
+    with torch.no_grad():
+        assert_close(pair.model(x), pair.plain(x), "output")
+        for p in (*pair.model.parameters(), *pair.plain.parameters()):
+            p.mul_(1.5)
+        assert_close(pair.model(x), pair.plain(x), "output after an update")
+    pair.step(one_backward)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("strategy", [FULL_SHARD, SHARD_GRAD_OP, NO_SHARD])
+def test_the_next_forward_sees_an_update_of_the_shards(strategy: ShardingStrategy, num_ranks: int) -> None:
+    run_ranks(num_ranks, _an_update_between_forwards, strategy)
+
+
+# -- summon_full_params and state dicts
+
+
+def _summons(strategy: ShardingStrategy, use_orig_params: bool) -> None:
+    for rank0_only in (False, True):
+        for to_cpu in (False, True):
+            for writeback in (False, True):
+                for with_grads in (False, True):
+                    if writeback and rank0_only:
+                        continue
+                    pair = make_pair(Stack, sharding_strategy=strategy, use_orig_params=use_orig_params, **OFFLOAD)
+                    x = torch.ones(2, DIM)
+                    for each in (pair.plain, pair.model):
+                        square(each, x).backward()
+                    options = {"rank0_only": rank0_only, "offload_to_cpu": to_cpu, "with_grads": with_grads}
+                    with FSDP.summon_full_params(pair.model, writeback=writeback, **options):
+                        if not rank0_only or pair.rank == 0:
+                            shown = dict(pair.model.named_parameters())
+                            for name, p in pair.plain.named_parameters():
+                                assert_close(shown[name], p, name)
+                                assert (shown[name].grad is not None) == with_grads
+                                if with_grads:
+                                    assert_close(shown[name].grad, p.grad, f"gradient of {name}")
+                            with torch.no_grad():
+                                for p in shown.values():
+                                    p.add_(1)
+                                    if with_grads:
+                                        p.grad.mul_(3)
+                    for p in pair.plain.parameters() if writeback else ():
+                        p.data.add_(1)
+                        p.grad.mul_(3 if with_grads else 1)
+                    pair.assert_parameters_equal()
+                    pair.assert_gradients_equal()
+                    pair.compare_and_update()
+                    pair.step(one_backward)
+
+
+@both_forms
+@pytest.mark.parametrize(("num_ranks", "strategy"), [(1, FULL_SHARD), (2, FULL_SHARD), (2, NO_SHARD)])
+def test_summon_full_params_shows_copies_and_writes_back_when_it_is_told_to(
+    num_ranks: int, strategy: ShardingStrategy, use_orig_params: bool
+) -> None:
+    run_ranks(num_ranks, _summons, strategy, use_orig_params)
+
+
+def _saves_and_loads(use_orig_params: bool) -> None:
+    for kind, configs in (
+        (StateDictType.FULL_STATE_DICT, [FullStateDictConfig(offload_to_cpu=value) for value in (False, True)]),
+        (StateDictType.SHARDED_STATE_DICT, [ShardedStateDictConfig(offload_to_cpu=value) for value in (False, True)]),
+    ):
+        for config in configs:
+            pair = train(Stack, num_steps=1, use_orig_params=use_orig_params, **OFFLOAD)
+            adam = torch.optim.Adam(pair.model.parameters(), 0.01)
+            square(pair.model, torch.ones(2, DIM)).backward()
+            adam.step()
+            adam.zero_grad()
+            with FSDP.state_dict_type(pair.model, kind, config):
+                state = copy.deepcopy(pair.model.state_dict())
+                optim_state = copy.deepcopy(FSDP.optim_state_dict(pair.model, adam))
+            later = make_pair(Stack, seed=1, use_orig_params=use_orig_params, **OFFLOAD).model
+            later_adam = torch.optim.Adam(later.parameters(), 0.01)
+            with FSDP.state_dict_type(later, kind, config):
+                later.load_state_dict(state)
+                later_adam.load_state_dict(FSDP.optim_state_dict_to_load(later, later_adam, optim_state))
+            for model, optim in ((pair.model, adam), (later, later_adam)):
+                for _ in range(2):
+                    square(model, torch.ones(2, DIM) * (1 + pair.rank)).backward()
+                    optim.step()
+                    optim.zero_grad()
+            one, other = pair.model.state_dict(), later.state_dict()
+            assert list(one) == list(other)
+            for name, value in one.items():
+                assert torch.equal(value, other[name]), f"{name} after loading from {kind.name}"
+
+
+@both_forms
+@pytest.mark.parametrize("num_ranks", [1, 3])
+def test_a_run_goes_on_as_before_after_saving_and_loading(num_ranks: int, use_orig_params: bool) -> None:
+    run_ranks(num_ranks, _saves_and_loads, use_orig_params)
+
+
+# -- exceptions
+
+
+def _raises_and_goes_on(inside: bool, pattern: str, use_orig_params: bool) -> None:
+    """An exception in backward; what was reduced before it is dropped by zero_grad, and the next step is a usual one."""
+    make = FragileInside if inside else Fragile
+    pair = make_pair(partial(chain, make, make, make), (make,), use_orig_params=use_orig_params, **OFFLOAD)
+    pair.step(one_backward)
+    for position in range(3):
+        pair.model[position].module.fault_in_backward = True
+        with pair.model.no_sync() if pattern == "n" else contextlib.nullcontext():
+            loss = square(pair.model, torch.ones(2, DIM))
+            with pytest.raises(ValueError, match="backward"):
+                loss.backward()
+        pair.model[position].module.fault_in_backward = False
+        pair.optim.zero_grad()
+        pair.step(one_backward)
+    pair.step(one_backward, as_a_user=True)
+
+
+@both_forms
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize("pattern", ["s", "n"])
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_after_an_exception_in_backward_the_next_step_is_a_usual_one(
+    num_ranks: int, pattern: str, inside: bool, use_orig_params: bool
+) -> None:
+    run_ranks(num_ranks, _raises_and_goes_on, inside, pattern, use_orig_params)

@@ -1,0 +1,425 @@
+"""Parameters that are split over a second mesh dimension already: training, clipping and states equal the unsharded model's."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import math
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
+
+from fsdp_compat import FullStateDictConfig, ShardingStrategy, StateDictType, UsageError
+from fsdp_compat import FullyShardedDataParallel as FSDP
+from fsdp_compat._state.names import clean_name
+from fsdp_compat.wrap import ModuleWrapPolicy
+from tests.support.parity import both_forms
+from tests.support.ranks import run_ranks
+
+DIM, LENGTH = 8, 8
+
+FULL_SHARD, SHARD_GRAD_OP, NO_SHARD = ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD
+HYBRID = ShardingStrategy.HYBRID_SHARD
+
+
+class Mlp(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(DIM), nn.Linear(DIM, 12), nn.Linear(12, DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(DIM, DIM)
+        self.blocks = nn.ModuleList(Mlp() for _ in range(2))
+        self.norm, self.head = nn.LayerNorm(DIM), nn.Linear(DIM, 4, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+def blocks_only(model: Net, tp: DeviceMesh) -> None:
+    """DTensors beside plain parameters: the usual plan for the two layers of an MLP."""
+    for block in model.blocks:
+        parallelize_module(block, tp, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+
+
+def whole_sequence(model: Net, tp: DeviceMesh) -> None:
+    """All parameters are DTensors; norms see a part of the sequence each, so their gradients are partial sums."""
+    plan: dict[str, Any] = {
+        "stem": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+        "norm": SequenceParallel(),
+        "head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
+    }
+    for number in range(len(model.blocks)):
+        plan[f"blocks.{number}.norm"] = SequenceParallel()
+        plan[f"blocks.{number}.up"] = ColwiseParallel(input_layouts=Shard(1))
+        plan[f"blocks.{number}.down"] = RowwiseParallel(output_layouts=Shard(1))
+    parallelize_module(model, tp, plan)
+
+
+Plan = Callable[[Net, DeviceMesh], None]
+
+_seen: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
+
+
+def forget_meshes() -> None:
+    """DTensor remembers meshes of earlier calls of run_ranks in this process, whose groups are gone."""
+    if dist.group.WORLD not in _seen:
+        _clear_sharding_prop_cache()
+        _seen.add(dist.group.WORLD)
+
+
+def network(dtype: torch.dtype = torch.float64) -> Net:
+    torch.manual_seed(0)
+    return Net().to(dtype)
+
+
+def assert_equal(got: Tensor, expected: Tensor, what: object) -> None:
+    """Sums come in another order: the last digits of float64 may differ, and those of float32."""
+    rtol, atol = (1e-10, 1e-13) if expected.dtype == torch.float64 else (1e-5, 1e-6)
+    torch.testing.assert_close(got, expected, rtol=rtol, atol=atol, msg=lambda text: f"{what}: {text}")
+
+
+class Pair:
+    """An unsharded model, and one of two dimensions. Every data-parallel rank has a batch of its own."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        *,
+        frozen: tuple[str, ...] = (),
+        wrapped: bool = True,
+        shape: tuple[int, ...] = (2, 2),
+        dtype: torch.dtype = torch.float64,
+        optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.SGD,
+        settings: dict[str, Any] | None = None,
+        **options: Any,
+    ) -> None:
+        forget_meshes()
+        self.plain, model = network(dtype), network(dtype)
+        names = ("dp", "tp") if len(shape) == 2 else ("replicas", "shards", "tp")
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+        plan(model, mesh["tp"])
+        for net in (self.plain, model):
+            for name, parameter in net.named_parameters():
+                parameter.requires_grad_(not name.startswith(frozen) if frozen else True)
+        self.ranks, self.tp = dist.get_world_size() // shape[-1], mesh["tp"]
+        self.rank = dist.get_rank() // shape[-1]
+        policy = ModuleWrapPolicy({Mlp}) if wrapped else None
+        self.model = FSDP(model, device_mesh=mesh[names[:-1]] if len(names) > 2 else mesh["dp"], auto_wrap_policy=policy, **options)
+        settings = settings or {"lr": 0.1, "momentum": 0.9}
+        trainable = [p for p in self.plain.parameters() if p.requires_grad]
+        self.plain_optim = optimizer(trainable, **settings)
+        self.optim = optimizer([p for p in self.model.parameters() if p.requires_grad], **settings)
+        self.step_number = 0
+
+    def backward(self) -> None:
+        """Forward and backward of both."""
+        generator = torch.Generator().manual_seed(100 + self.step_number)
+        self.step_number += 1
+        dtype = self.plain.stem.weight.dtype
+        batches = torch.randn(self.ranks, 3, LENGTH, DIM, generator=generator, dtype=torch.float64).to(dtype)
+        losses = [self.plain(x).pow(2).mean() for x in batches]
+        (sum(losses) / self.ranks).backward()
+        loss = self.model(batches[self.rank]).pow(2).mean()
+        loss.backward()
+        assert_equal(loss.detach(), losses[self.rank].detach(), "loss")
+
+    def update(self) -> None:
+        for optim in (self.plain_optim, self.optim):
+            optim.step()
+            optim.zero_grad()
+
+    def step(self) -> None:
+        self.backward()
+        self.update()
+        self.assert_state_equal()
+
+    def assert_state_equal(self) -> None:
+        state, expected = self.model.state_dict(), self.plain.state_dict()
+        assert list(state) == list(expected)
+        for name, value in expected.items():
+            assert type(state[name]) is Tensor, f"{name!r} is a {type(state[name]).__name__}"
+            assert_equal(state[name], value, name)
+
+
+@contextlib.contextmanager
+def about(case: object) -> Iterator[None]:
+    """Say in an error which case it was."""
+    try:
+        yield
+    except BaseException as error:
+        error.add_note(f"case: {case}")
+        raise
+
+
+@contextlib.contextmanager
+def shown(model: FSDP, **options: Any) -> Iterator[dict[str, Tensor]]:
+    """The whole parameters, by name, as plain tensors."""
+    with FSDP.summon_full_params(model, **options):
+        yield {clean_name(name): p for name, p in model.named_parameters()}
+
+
+def whole(value: Tensor) -> Tensor:
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+plans = pytest.mark.parametrize("plan", [blocks_only, whole_sequence])
+
+
+# -- training
+
+
+def _trains(plan: Plan, use_orig_params: bool) -> None:
+    cases: list[dict[str, Any]] = [{}, {"shape": (1, 4)}, {"dtype": torch.float32}]
+    if plan is whole_sequence:
+        cases += [{"wrapped": False}, {"sharding_strategy": SHARD_GRAD_OP}, {"shape": (4, 1)}]
+        cases += [{"sharding_strategy": NO_SHARD, "optimizer": torch.optim.AdamW, "settings": {"lr": 0.01}}]
+    for options in cases:
+        with about(options):
+            pair = Pair(plan, use_orig_params=use_orig_params, **options)
+            for _ in range(2):
+                pair.step()
+
+
+@both_forms
+@plans
+def test_two_dimensions_train_as_unsharded(plan: Plan, use_orig_params: bool) -> None:
+    run_ranks(4, _trains, plan, use_orig_params, timeout=120)
+
+
+def _trains_hybrid(use_orig_params: bool) -> None:
+    for shape in ((2, 1, 2), (1, 2, 2)):
+        pair = Pair(whole_sequence, shape=shape, sharding_strategy=HYBRID, use_orig_params=use_orig_params)
+        for _ in range(2):
+            pair.step()
+        pair.backward()
+        norms = [torch.nn.utils.clip_grad_norm_(pair.plain.parameters(), 0.01), pair.model.clip_grad_norm_(0.01)]
+        assert_equal(norms[1], norms[0], "norm")
+        pair.update()
+        pair.assert_state_equal()
+
+
+@both_forms
+def test_a_third_dimension_may_hold_replicas(use_orig_params: bool) -> None:
+    run_ranks(4, _trains_hybrid, use_orig_params)
+
+
+FROZEN = [("stem", "blocks.0.up"), ("blocks.0.norm", "blocks.1", "head"), ("blocks.0.down.bias",)]
+
+
+def _trains_partly_frozen(plan: Plan, use_orig_params: bool) -> None:
+    for frozen in FROZEN if plan is whole_sequence else FROZEN[1:2]:
+        with about(frozen):
+            pair = Pair(plan, frozen=frozen, use_orig_params=use_orig_params)
+            for _ in range(2):
+                pair.step()
+
+
+@both_forms
+@plans
+def test_frozen_parts_stay(plan: Plan, use_orig_params: bool) -> None:
+    run_ranks(4, _trains_partly_frozen, plan, use_orig_params)
+
+
+def _accumulates(plan: Plan, use_orig_params: bool) -> None:
+    pair = Pair(plan, use_orig_params=use_orig_params)
+    for context in (contextlib.nullcontext, pair.model.no_sync):
+        for _ in range(2):
+            with context():
+                pair.backward()
+            pair.backward()
+            pair.update()
+            pair.assert_state_equal()
+
+
+@both_forms
+@plans
+def test_gradients_accumulate(plan: Plan, use_orig_params: bool) -> None:
+    run_ranks(4, _accumulates, plan, use_orig_params)
+
+
+def _evaluates_between_steps(use_orig_params: bool) -> None:
+    pair = Pair(whole_sequence, use_orig_params=use_orig_params)
+    x = torch.randn(3, LENGTH, DIM, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
+    for context in (torch.no_grad, torch.inference_mode):
+        with context():
+            assert_equal(pair.model(x), pair.plain(x), "evaluation")
+        pair.step()
+
+
+@both_forms
+def test_evaluation_sees_new_weights(use_orig_params: bool) -> None:
+    run_ranks(4, _evaluates_between_steps, use_orig_params)
+
+
+# -- clipping
+
+
+def _clips(plan: Plan, frozen: tuple[str, ...], use_orig_params: bool) -> None:
+    pair = Pair(plan, frozen=frozen, use_orig_params=use_orig_params)
+
+    def by_torch(max_norm: float, norm_type: float) -> Tensor:
+        return torch.nn.utils.clip_grad_norm_(pair.model.parameters(), max_norm, norm_type)
+
+    for norm_type in (1.0, 2.0, 3.0, math.inf):
+        for clip, max_norm in ((pair.model.clip_grad_norm_, 1e-3), (pair.model.clip_grad_norm_, 1e3), (by_torch, 1e-3)):
+            pair.backward()
+            expected = torch.nn.utils.clip_grad_norm_(pair.plain.parameters(), max_norm, norm_type)
+            assert expected > 1e-3
+            assert_equal(whole(clip(max_norm, norm_type)), expected, f"norm {norm_type}")
+            pair.update()
+        pair.assert_state_equal()
+
+
+@both_forms
+@pytest.mark.parametrize(("plan", "frozen"), [(blocks_only, FROZEN[1]), (whole_sequence, ())], ids=["partly frozen", "all"])
+def test_norms_of_gradients_are_those_of_the_unsharded_model(plan: Plan, frozen: tuple[str, ...], use_orig_params: bool) -> None:
+    run_ranks(4, _clips, plan, frozen, use_orig_params)
+
+
+# -- states and whole parameters
+
+
+def _saves_and_loads(plan: Plan, use_orig_params: bool) -> None:
+    pair = Pair(plan, use_orig_params=use_orig_params)
+    pair.step()
+    saved = pair.model.state_dict()
+    network().load_state_dict(saved)
+    pair.step()
+    for source in (saved, copy.deepcopy(saved)):
+        pair.plain.load_state_dict(saved)
+        assert str(pair.model.load_state_dict(source)) == "<All keys matched successfully>"
+        pair.assert_state_equal()
+    pair.step()
+    other = Pair(plan, use_orig_params=not use_orig_params, wrapped=False)
+    other.model.load_state_dict(saved)
+    for name, value in other.model.state_dict().items():
+        assert torch.equal(value, saved[name]), name
+    config = FullStateDictConfig(offload_to_cpu=True, rank0_only=True)
+    with FSDP.state_dict_type(pair.model, StateDictType.FULL_STATE_DICT, config):
+        state = pair.model.state_dict()
+    for name, value in state.items():
+        assert_equal(value, pair.plain.state_dict()[name], name)
+    # Every first rank along the data-parallel dimension has it; which tensor-parallel rank saves is up to the program.
+    assert bool(state) is (pair.rank == 0)
+
+
+@both_forms
+@plans
+def test_full_state_dicts_hold_whole_tensors_and_load_back(plan: Plan, use_orig_params: bool) -> None:
+    run_ranks(4, _saves_and_loads, plan, use_orig_params)
+
+
+def _moves_optimizer_state(plan: Plan, use_orig_params: bool) -> None:
+    options: dict[str, Any] = {"optimizer": torch.optim.Adam, "settings": {"lr": 0.01}}
+    pair = Pair(plan, use_orig_params=use_orig_params, **options)
+    for _ in range(2):
+        pair.step()
+    state = FSDP.optim_state_dict(pair.model, pair.optim)
+    for number, (name, _) in enumerate(pair.plain.named_parameters()):
+        for key, value in pair.plain_optim.state_dict()["state"][number].items():
+            assert type(state["state"][name][key]) is Tensor
+            assert_equal(state["state"][name][key], value, f"{key} of {name}")
+    other = Pair(plan, use_orig_params=not use_orig_params, wrapped=False, **options)
+    other.model.load_state_dict(pair.model.state_dict())
+    other.plain.load_state_dict(pair.plain.state_dict())
+    other.plain_optim.load_state_dict(pair.plain_optim.state_dict())
+    other.optim.load_state_dict(FSDP.optim_state_dict_to_load(other.model, other.optim, state))
+    other.step()
+    numbered = Pair(plan, use_orig_params=use_orig_params, **options)
+    numbered.model.load_state_dict(other.plain.state_dict())
+    numbered.plain.load_state_dict(other.plain.state_dict())
+    by_number = copy.deepcopy(other.plain_optim.state_dict())
+    numbered.plain_optim.load_state_dict(other.plain_optim.state_dict())
+    numbered.optim.load_state_dict(FSDP.optim_state_dict_to_load(numbered.model, numbered.optim, by_number))
+    numbered.step()
+
+
+@both_forms
+@plans
+def test_the_optimizers_state_is_whole_and_loads_back(plan: Plan, use_orig_params: bool) -> None:
+    run_ranks(4, _moves_optimizer_state, plan, use_orig_params)
+
+
+def _shows_whole_parameters(plan: Plan, use_orig_params: bool) -> None:
+    pair = Pair(plan, use_orig_params=use_orig_params)
+    pair.step()
+    pair.backward()
+    expected = dict(pair.plain.named_parameters())
+    with shown(pair.model, with_grads=True) as parameters:
+        assert list(parameters) == list(expected)
+        for name, parameter in parameters.items():
+            assert parameter.shape == expected[name].shape
+            assert_equal(whole(parameter.detach()), expected[name].detach(), name)
+            assert_equal(whole(parameter.grad), expected[name].grad, f"gradient of {name}")
+    pair.update()
+    with shown(pair.model) as parameters, torch.no_grad():
+        for name, parameter in parameters.items():
+            parameter.mul_(0.5)
+            expected[name].mul_(0.5)
+    pair.step()
+    with shown(pair.model, writeback=False) as parameters, torch.no_grad():
+        for parameter in parameters.values():
+            parameter.zero_()
+    pair.step()
+
+
+@both_forms
+@plans
+def test_whole_parameters_are_shown_and_written_back(plan: Plan, use_orig_params: bool) -> None:
+    run_ranks(4, _shows_whole_parameters, plan, use_orig_params)
+
+
+def _asks_for_a_sharded_state(use_orig_params: bool) -> None:
+    pair = Pair(blocks_only, use_orig_params=use_orig_params, optimizer=torch.optim.Adam, settings={"lr": 0.01})
+    pair.step()
+    with FSDP.state_dict_type(pair.model, StateDictType.SHARDED_STATE_DICT):
+        with pytest.raises(UsageError, match=r"sharded state dict of tensor-parallel parameters[\s\S]*FULL_STATE_DICT"):
+            pair.model.state_dict()
+        with pytest.raises(UsageError, match=r"sharded state dict of tensor-parallel parameters[\s\S]*FULL_STATE_DICT"):
+            FSDP.optim_state_dict(pair.model, pair.optim)
+    pair.step()
+
+
+@both_forms
+def test_sharded_state_dicts_are_refused(use_orig_params: bool) -> None:
+    run_ranks(4, _asks_for_a_sharded_state, use_orig_params)
+
+
+def _copies(use_orig_params: bool) -> None:
+    pair = Pair(whole_sequence, use_orig_params=use_orig_params)
+    pair.step()
+    second, before = copy.deepcopy(pair.model), pair.model.state_dict()
+    pair.step()
+    for name, value in second.state_dict().items():
+        assert torch.equal(value, before[name]), f"{name!r} of the copy has changed with the original"
+    assert [n for n, _ in second.named_parameters()] == [n for n, _ in pair.model.named_parameters()]
+    second.load_state_dict(pair.model.state_dict())
+    pair.model, pair.optim = second, torch.optim.SGD(second.parameters(), 0.1)
+    pair.plain_optim = torch.optim.SGD(pair.plain.parameters(), 0.1)
+    for _ in range(2):
+        pair.step()
+
+
+@both_forms
+def test_a_copy_trains_on_its_own(use_orig_params: bool) -> None:
+    run_ranks(4, _copies, use_orig_params)
