@@ -87,7 +87,7 @@ def refuse_module(module: nn.Module, wrapper: type[nn.Module]) -> None:
                     f"Parameter {clean_name(name)!r} cannot be sharded: "
                     + ("it has no shape yet." if lazy else "it was made in inference mode."),
                     expected="parameters with shapes, which autograd can use",
-                    got=f"a {type(parameter).__name__}",
+                    got=f"a {type(parameter).__name__} of a {type(module.get_submodule(name.rpartition('.')[0])).__name__}",
                     where=f"FullyShardedDataParallel({type(module).__name__})",
                     fix="run one forward before wrapping" if lazy else "make the module outside of torch.inference_mode()",
                 )

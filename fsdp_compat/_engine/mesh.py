@@ -175,6 +175,8 @@ def mesh_from_groups(shard: dist.ProcessGroup, replica: dist.ProcessGroup) -> Me
 
 def mesh_from_device_mesh(mesh: DeviceMesh, *, hybrid: bool, strategy: str) -> Mesh:
     """A 1-D mesh splits, for a hybrid strategy as one replica; a 2-D mesh is (replica, shard), as torch has it."""
+    if mesh.get_coordinate() is None:
+        raise not_a_member()
     if mesh.ndim == 1:
         return Mesh(_axis(mesh.get_group()), _alone())
     if mesh.ndim == 2 and hybrid:
