@@ -117,19 +117,22 @@ def _first_absent(value: Any) -> AbsentParameter | None:
 
 
 class _GuardedForward:
-    """Stands in for ``module.forward`` while the module holds parts of parameters: of one unit, or, with ties, of several."""
+    """Stands in for the forward that a module has (``hidden``, or None for that of its class) while it holds parts of parameters.
 
-    __slots__ = ("_hidden", "_module", "armed")
+    Somebody may have taken hold of it in the meantime, to put a forward of his own around it: then it goes on to what it hides.
+    """
 
-    def __init__(self, module: nn.Module) -> None:
-        self._module = weakref.ref(module)
-        self._hidden: Any = None  # a forward that the instance itself had
-        self.armed: dict[weakref.ref[Unit], str] = {}  # units whose parts it holds, and an attribute of each
+    __slots__ = ("_slot", "hidden")
 
-    def __call__(self, *args: Any, **kwargs: Any) -> typing.NoReturn:
-        module = self._module()
-        unit, attribute = next(iter(self.armed.items()))
-        _refuse(unit(), module, attribute, f"a call of the {type(module).__name__} that holds it")
+    def __init__(self, slot: _ForwardSlot, hidden: Any) -> None:
+        self._slot, self.hidden = slot, hidden
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        module = self._slot.module()
+        if self._slot.armed:
+            unit, attribute = next(iter(self._slot.armed.items()))
+            _refuse(unit(), module, attribute, f"a call of the {type(module).__name__} that holds it")
+        return self.__wrapped__(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _GuardedForward:
         return self
@@ -137,29 +140,41 @@ class _GuardedForward:
     @property
     def __wrapped__(self) -> Callable[..., Any]:
         """Those who ask for the signature of a module's forward get the true one."""
-        if self._hidden is not None:
-            return self._hidden
-        module = self._module()
+        if self.hidden is not None:
+            return self.hidden
+        module = self._slot.module()
         return types.MethodType(type(module).forward, module) if module is not None else self
+
+
+class _ForwardSlot:
+    """A module whose forward is guarded while it holds parts: of one unit, or, with ties, of several."""
+
+    __slots__ = ("_guard", "armed", "module")
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = weakref.ref(module)
+        self.armed: dict[weakref.ref[Unit], str] = {}  # units whose parts it holds, and an attribute of each
+        self._guard = _GuardedForward(self, None)
 
     def arm(self, attributes: dict[str, Any], unit: weakref.ref[Unit], attribute: str) -> None:
         """attributes: of the module."""
         self.armed[unit] = attribute
         present = attributes.get("forward")
-        if present is not self:
-            self._hidden = present
-            attributes["forward"] = self
+        if present is not self._guard:
+            if present is not self._guard.hidden:  # another forward since: the guard before may be within it
+                self._guard = _GuardedForward(self, present)
+            attributes["forward"] = self._guard
 
     def disarm(self, attributes: dict[str, Any], unit: weakref.ref[Unit]) -> None:
         self.armed.pop(unit, None)
-        if not self.armed and attributes.get("forward") is self:
-            if self._hidden is None:
+        if not self.armed and attributes.get("forward") is self._guard:
+            if self._guard.hidden is None:
                 del attributes["forward"]
             else:
-                attributes["forward"], self._hidden = self._hidden, None
+                attributes["forward"] = self._guard.hidden
 
 
-_guarded: WeakIdKeyDictionary = WeakIdKeyDictionary()  # {module: its _GuardedForward}
+_slots: WeakIdKeyDictionary = WeakIdKeyDictionary()  # {module: its _ForwardSlot}
 
 
 class Guards:
@@ -169,7 +184,7 @@ class Guards:
         """full, sharded: what is shown in the two forms, slot by slot."""
         self._always: list[tuple[dict[str, Any], str, AbsentParameter]] = []
         self._in_forward: list[tuple[dict[str, Any], str, AbsentParameter]] = []
-        self._forwards: dict[nn.Module, tuple[_GuardedForward, dict[str, Any], str]] = {}
+        self._forwards: dict[nn.Module, tuple[_ForwardSlot, dict[str, Any], str]] = {}
         self._unit = weakref.ref(unit)
         for slot, instead in zip(full, sharded, strict=True):
             module, attribute, leaf = slot
@@ -181,9 +196,9 @@ class Guards:
                 continue
             self._in_forward.append((module.__dict__, attribute, placeholder))
             if module not in self._forwards and type(module).forward is not nn.Module.forward:
-                if module not in _guarded:
-                    _guarded[module] = _GuardedForward(module)
-                self._forwards[module] = _guarded[module], module.__dict__, attribute
+                if module not in _slots:
+                    _slots[module] = _ForwardSlot(module)
+                self._forwards[module] = _slots[module], module.__dict__, attribute
 
     def leave_forward(self, module: nn.Module) -> None:
         """The calls of ``module`` are those that gather: they are not refused."""
@@ -194,8 +209,8 @@ class Guards:
     def arm(self) -> None:
         for attributes, name, placeholder in self._always:
             attributes[name] = placeholder
-        for guard, attributes, name in self._forwards.values():
-            guard.arm(attributes, self._unit, name)
+        for slot, attributes, name in self._forwards.values():
+            slot.arm(attributes, self._unit, name)
 
     def arm_reads(self) -> None:
         """A forward of the model runs: nobody reads parts now."""
@@ -212,5 +227,5 @@ class Guards:
             if attributes.get(name) is placeholder:
                 del attributes[name]
         self.disarm_reads()
-        for guard, attributes, _ in self._forwards.values():
-            guard.disarm(attributes, self._unit)
+        for slot, attributes, _ in self._forwards.values():
+            slot.disarm(attributes, self._unit)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from fsdp_compat._engine import hooks
 from fsdp_compat._engine.dtypes import Precision
 from fsdp_compat._engine.storage import GroupMemory, Storage
 from fsdp_compat._engine.unit import Residency, Unit
@@ -233,3 +234,12 @@ def test_a_gather_moves_no_version_counter_of_a_leaf(kind: str) -> None:
         unit.wait()
         unit.free()
     assert [leaf._version for leaf in leaves] == before
+
+
+def test_the_hooks_of_a_unit_that_is_not_wrapped_can_be_taken_away() -> None:
+    unit = unit_in("SHARDED")
+    undo = hooks.attach_unit(unit)
+    assert len(unit.module._forward_pre_hooks) == len(unit.module._forward_hooks) == 1
+    undo()
+    assert not unit.module._forward_pre_hooks
+    assert not unit.module._forward_hooks

@@ -12,7 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fsdp_compat import ShardingStrategy
+from fsdp_compat import FullyShardedDataParallel as FSDP
+from fsdp_compat import MixedPrecision, ShardingStrategy
 from tests.support.models import (
     DIM,
     Block,
@@ -245,3 +246,17 @@ def _trains_two_models_one_behind_the_other(**options: Any) -> None:
 @pytest.mark.parametrize("trains", [_trains_two_models_in_one_loss, _trains_two_models_one_behind_the_other])
 def test_one_backward_may_pass_several_models(trains: Callable[..., None], use_orig_params: bool) -> None:
     run_ranks(2, trains, use_orig_params=use_orig_params)
+
+
+def _answers_what_it_was_made_with() -> None:
+    precision = MixedPrecision(param_dtype=torch.bfloat16)
+    model = FSDP(nn.Sequential(FSDP(nn.Linear(2, 2)), nn.Tanh()), mixed_precision=precision)
+    inner = model.module[0]
+    assert (model.mixed_precision, inner.mixed_precision) == (precision, MixedPrecision())
+    assert model.compute_device == inner.compute_device == torch.device("cpu")
+    assert (model._is_root, inner._is_root) == (True, False)
+    assert (model._has_params, inner._has_params) == (False, True)
+
+
+def test_a_wrapped_module_says_what_it_was_made_with() -> None:
+    run_ranks(1, _answers_what_it_was_made_with)

@@ -178,3 +178,43 @@ def test_mixed_precision_computes_in_bf16_and_sums_in_float32(
     reduce_dtype: torch.dtype, num_ranks: int, use_orig_params: bool
 ) -> None:
     run_ranks(num_ranks, _computes_in_bf16, reduce_dtype, use_orig_params=use_orig_params)
+
+
+# -- a forward of an instance
+
+
+def _scaled(forward: Any, x: Tensor) -> Tensor:
+    return forward(x) * 1.5
+
+
+def _scale_outputs(model: nn.Module) -> nn.Module:
+    """As hooks of other libraries do: a forward on the instance, around the one it had."""
+    for block in model.blocks:
+        block.up.forward = partial(_scaled, block.up.forward)
+    return model
+
+
+def _forwards_of_instances(model: nn.Module) -> list[Any]:
+    """While a module is sharded, a guard stands before its forward."""
+    return [getattr(block.up.forward, "__wrapped__", block.up.forward) for block in model.blocks]
+
+
+def _trains_with_forwards_of_instances(when: str, use_orig_params: bool) -> None:
+    before = when == "before wrapping"
+    pair = make_pair(lambda: _scale_outputs(Stack()) if before else Stack(), use_orig_params=use_orig_params)
+    for _ in range(2):
+        if not before:
+            _scale_outputs(pair.plain)
+            _scale_outputs(pair.model)
+        if when == "twice at once":
+            _scale_outputs(pair.plain)
+            _scale_outputs(pair.model)
+        forwards = _forwards_of_instances(pair.model)
+        pair.step(one_backward)
+        assert _forwards_of_instances(pair.model) == forwards
+
+
+@both_forms
+@pytest.mark.parametrize("when", ["before wrapping", "before every step", "twice at once"])
+def test_an_instance_may_have_a_forward_of_its_own(when: str, use_orig_params: bool) -> None:
+    run_ranks(2, _trains_with_forwards_of_instances, when, use_orig_params)

@@ -179,6 +179,22 @@ def test_sync_module_states_gives_all_ranks_the_first_ones_values(num_ranks: int
     run_ranks(num_ranks, _starts_from_the_first_rank, num_replicas, use_orig_params=use_orig_params)
 
 
+def _syncs_what_is_not_laid_out_in_order() -> None:
+    rank = dist.get_rank()
+    model = nn.Linear(4, 6)
+    model.weight = nn.Parameter((torch.arange(24.0).view(4, 6) + 100 * rank).t())
+    model.register_buffer("expanded", torch.full((3, 1), float(rank)).expand(3, 5))
+    model.register_buffer("transposed", (torch.arange(6.0).view(3, 2) + 100 * rank).t())
+    state = FSDP(model, sync_module_states=True).state_dict()
+    assert torch.equal(state["weight"], torch.arange(24.0).view(4, 6).t())
+    assert torch.equal(state["expanded"], torch.zeros(3, 5))
+    assert torch.equal(state["transposed"], torch.arange(6.0).view(3, 2).t())
+
+
+def test_sync_module_states_takes_transposed_and_expanded_tensors() -> None:
+    run_ranks(2, _syncs_what_is_not_laid_out_in_order)
+
+
 def _fill(module: nn.Module) -> None:
     for index, p in enumerate(module.parameters(recurse=False)):
         nn.init.uniform_(p, -0.3 - 0.1 * index, 0.3, generator=torch.Generator().manual_seed(p.numel()))
