@@ -80,21 +80,23 @@ class BackwardPrefetch(enum.Enum):
 class MixedPrecision:
     """The dtypes of computation, of gradient reduction and of buffers; the shards keep the dtype of the user's model.
 
-    Only floating point tensors are cast. The optimizer and checkpoints see the shards, so they stay in the original
-    dtype. With an automatic wrap policy, modules of a class in `_module_classes_to_ignore` become units of their own
-    without mixed precision.
+    Only floating point tensors of 16 bits and more are cast. The optimizer and checkpoints see the shards, so they stay in
+    the original dtype. Modules of a class in `_module_classes_to_ignore` become units of their own without mixed precision,
+    with or without a wrap policy; what they are given is cast to their own dtype, and what they return back. With the
+    environment variable FSDP_USE_FULL_PREC_IN_EVAL=1, modules in evaluation mode compute in the original dtype.
 
     Attributes:
         param_dtype: dtype of the full parameters in forward and backward; None (default) keeps the original one.
         reduce_dtype: dtype in which gradients travel and are summed; None (default) means `param_dtype`.
-        buffer_dtype: dtype to which buffers are cast, once, before the first forward; None (default) leaves them.
+        buffer_dtype: dtype to which buffers are cast, once, before the first forward; None (default) leaves them. State
+            dicts hold them in their original dtype, with exact values where nothing has been written since.
         keep_low_precision_grads: whether `.grad` is left in the dtype of the reduction rather than cast to the dtype
             of the shard. Default False.
         cast_forward_inputs: whether each unit casts the inputs of its forward to `param_dtype`. Default False.
         cast_root_forward_inputs: whether the outermost unit does so, whatever `cast_forward_inputs` says.
             Default True.
-        _module_classes_to_ignore: classes that are left out of mixed precision under an automatic wrap policy.
-            Default: the common base of all batch norms.
+        _module_classes_to_ignore: classes that are left out of mixed precision. Default: the common base of all batch
+            norms.
     """
 
     param_dtype: torch.dtype | None = None

@@ -83,7 +83,8 @@ class FullyShardedDataParallel(StateDicts):
         module: the module to wrap; it becomes the child ``_fsdp_wrapped_module``.
         process_group: the ranks to shard over; default: all. For hybrid strategies a tuple (shard group, replica group).
         sharding_strategy: default FULL_SHARD.
-        cpu_offload: ``CPUOffload(offload_params=True)`` keeps shards on the CPU; on a CPU they are there anyway.
+        cpu_offload: ``CPUOffload(offload_params=True)`` keeps shards, gradients and the optimizer on the CPU; where the CPU
+            computes as well, the same copies are made.
         auto_wrap_policy: which submodules become units of their own, see ``fsdp_compat.wrap``; default: none.
         backward_prefetch: when backward gathers the next unit; None, for the least memory, also turns off prefetching in forward.
         mixed_precision: dtypes in which parameters compute and gradients travel; shards keep their own.
@@ -95,7 +96,7 @@ class FullyShardedDataParallel(StateDicts):
         limit_all_gathers: accepted; two units at most are ever in flight.
         use_orig_params: the optimizer sees the module's own Parameter objects, as views of the shard, instead of FlatParameters.
         ignored_states: parameters, or modules, to ignore; not together with ``ignored_modules``.
-        device_mesh: a 1-D mesh, or for hybrid strategies a 2-D one (replica, shard), instead of ``process_group``.
+        device_mesh: a 1-D mesh, for hybrid strategies also a 2-D one (replica, shard), instead of ``process_group``.
         allow_unused_units: ranks may run different units; costs one byte per unit and backward, prefetching, and that every
             strategy frees parameters after forward.
 
