@@ -200,7 +200,7 @@ class _Watch:
     def _run(self) -> None:
         while not self._stop.wait(min(1.0, PATIENCE / 5)):
             with self.lock:
-                if not self._lines:
+                if not self.lines():  # torch may hold groups, and so lines, that are destroyed
                     self._thread = None
                     return
                 with contextlib.suppress(Exception):  # the store is gone, or the process group is going
