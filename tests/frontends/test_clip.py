@@ -405,7 +405,7 @@ def test_one_bad_element_makes_the_norm_bad_on_every_rank_and_every_gradient_wit
 # -- arguments
 
 
-BAD_NORM_TYPES = [0, 0.0, -1, -math.inf, math.nan, "2", "fro", None, torch.tensor(2.0), [2.0]]
+BAD_NORM_TYPES = [0, 0.0, -1, -math.inf, math.nan, "2", "fro", None, 10**400, torch.tensor(2.0), [2.0]]
 BAD_MAXIMA = [-1.0, -math.inf, math.nan, "1.0", None, [1.0]]
 
 

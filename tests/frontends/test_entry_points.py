@@ -680,6 +680,22 @@ def _asks_the_placeholder() -> None:
         assert_close(model.module(tokens()), decoder()(tokens()), "the inner module while parameters are whole")
     with pytest.raises(StateError):
         copy.copy(weight).sum()
+    assert not hasattr(weight, "__array_interface__")  # nobody takes it for an array
+
+
+def _copies_inner_modules() -> None:
+    model = wrapped()
+    head = copy.deepcopy(model.module.head)
+    for use in (lambda: head(torch.zeros(2, DIM)), lambda: head.weight * 2):
+        with pytest.raises(StateError, match=r"'head\.weight' was used while its unit is sharded"):
+            use()
+    whole = wrapped(use_orig_params=True).module.head
+    with pytest.raises(StateError, match="was used while its unit is sharded"):
+        copy.deepcopy(whole)(torch.zeros(2, DIM))
+
+
+def test_a_copy_of_a_module_inside_is_as_sharded_as_that() -> None:
+    run_ranks(2, _copies_inner_modules)
 
 
 def test_what_stands_for_a_sharded_parameter_knows_its_shape_dtype_and_device() -> None:

@@ -432,3 +432,16 @@ def _exchanges_with_torch(use_orig_params: bool) -> None:
 @pytest.mark.parametrize("use_orig_params", [False, True])
 def test_full_dicts_pass_between_torchs_fsdp1_and_ours(use_orig_params: bool) -> None:
     run_ranks(2, _exchanges_with_torch, use_orig_params)
+
+
+def _loads_names_of_wrappers() -> None:
+    model = FSDP(nn.Sequential(FSDP(nn.Linear(3, 2)), nn.Linear(2, 2)))
+    wanted = {name: value + 1 for name, value in model.state_dict().items()}
+    raw = {f"_fsdp_wrapped_module.{name.replace('0.', '0._fsdp_wrapped_module.')}": value for name, value in wanted.items()}
+    assert next(iter(raw)) == "_fsdp_wrapped_module.0._fsdp_wrapped_module.weight"
+    model.load_state_dict(raw)
+    assert all(torch.equal(value, wanted[name]) for name, value in model.state_dict().items())
+
+
+def test_names_with_the_parts_of_wrappers_are_loaded_too() -> None:
+    run_ranks(2, _loads_names_of_wrappers)

@@ -18,6 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
 from torch.distributed.fsdp import StateDictType as TorchType
@@ -392,3 +393,16 @@ def _with_torchs_fsdp2(directory: str) -> None:
 
 def test_checkpoints_pass_between_torchs_fsdp2_and_ours(tmp_path: Path) -> None:
     run_ranks(3, _with_torchs_fsdp2, str(tmp_path))
+
+
+def _misuses_a_value() -> None:
+    value = sharded_state(FSDP(nn.Linear(4, 6)))["weight"]
+    assert value.new_empty((6, 4)).shape == (6, 4)
+    with pytest.raises(ValueError, match=r"of shape \(6, 4\) can only be copied as a whole, not as \(3, 4\)"):
+        value.new_empty((3, 4))
+    with pytest.raises(ValueError, match="this rank holds no box of weight at offsets"):
+        value.__get_tensor_shard__(MetadataIndex("weight", torch.Size((99, 0))))
+
+
+def test_a_sharded_value_says_what_it_has_not() -> None:
+    run_ranks(2, _misuses_a_value)

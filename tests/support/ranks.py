@@ -426,7 +426,16 @@ def _serve(rank: int, file_descriptor: int, stacks: str) -> None:
             connection.send(answer)
             if isinstance(answer, Returned):
                 inbox.get()  # "release"
+        _save_coverage()
         connection.send(Released(_clean_up(num_modules)))
+
+
+def _save_coverage() -> None:
+    """Where the suite is measured by coverage: a rank process does not end by itself, so it saves after every call."""
+    coverage = sys.modules.get("coverage")
+    measuring = coverage.Coverage.current() if coverage is not None else None
+    if measuring is not None:
+        measuring.save()
 
 
 def _perform(rank: int, call: Call, store: Any) -> Returned | Raised:
