@@ -1,4 +1,4 @@
-"""State dicts of wrapped models and of their optimizers: what `FullyShardedDataParallel` has of them."""
+"""State dicts of wrapped models: what `FullyShardedDataParallel` has of them, and in which form."""
 
 from __future__ import annotations
 
@@ -13,26 +13,22 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
-from torch.optim import Optimizer
 
 from ._checks import (
     AssertedUsageError,
     RuntimeUsageError,
     TypeUsageError,
     require_bools,
-    require_group,
-    require_model_and_optimizer,
     require_module,
     wrong_type,
 )
 from ._engine import hooks
 from ._engine.runtime import Runtime
 from ._engine.unit import Unit
-from ._optimizers import convert
 from ._settings import Settings
 from ._state.model import check_unit, full_entries, in_module_order, load_unit, sharded_entries, wrong_value
 from ._state.names import FSDP_WRAPPED_MODULE, clean_name, without_checkpoint_wrapper
-from ._state.optim import NamedUnit, optim_state, optim_state_to_load
+from ._state.optim import NamedUnit
 from .api import (
     FullOptimStateDictConfig,
     FullStateDictConfig,
@@ -46,7 +42,7 @@ from .api import (
 )
 from .errors import CheckpointError, FsdpCompatError, UsageError, explain
 
-__all__ = ["StateDicts"]
+__all__ = ["StateDicts", "instances_in", "named_units", "names_before"]
 
 
 class StateDicts(nn.Module):
@@ -130,7 +126,7 @@ class StateDicts(nn.Module):
                     )
                 )
         before = StateDicts.get_state_dict_type(module)
-        for instance in _instances(module):
+        for instance in instances_in(module):
             instance._state_settings = StateDictSettings(kind, model_config, optim_config)
         return before
 
@@ -138,7 +134,7 @@ class StateDicts(nn.Module):
     def get_state_dict_type(module: nn.Module) -> StateDictSettings:
         """Return the form of state dicts of the instances in ``module``; raises UsageError where they differ or there is none."""
         require_module(module, "get_state_dict_type")
-        found = [instance._state_settings for instance in _instances(module)]
+        found = [instance._state_settings for instance in instances_in(module)]
         if not found or any(settings != found[0] for settings in found):
             raise AssertedUsageError(
                 explain(
@@ -161,7 +157,7 @@ class StateDicts(nn.Module):
     ) -> Generator[None, None, None]:
         """Set the form of state dicts inside of the context, see ``set_state_dict_type``."""
         require_module(module, "state_dict_type")
-        instances = _instances(module)
+        instances = instances_in(module)
         before = [instance._state_settings for instance in instances]
         StateDicts.set_state_dict_type(module, state_dict_type, state_dict_config, optim_state_dict_config)
         try:
@@ -290,7 +286,7 @@ class StateDicts(nn.Module):
         by_name = {clean_name(str(key)): value for key, value in state_dict.items()}
         errors = [f"the key {key!r} is not a name" for key in state_dict if not isinstance(key, str)]
         if not errors:
-            for named in _named_units(self):
+            for named in named_units(self):
                 if not named.unit.lent:
                     check_unit(named.unit, by_name, named.prefix, missing, errors)
             for name, tensor in self._others().items():
@@ -325,7 +321,7 @@ class StateDicts(nn.Module):
     def _others(self) -> dict[str, torch.Tensor | None]:
         """What this module's state dict holds beside the units' parameters, by key; None for extra state."""
         found: dict[str, torch.Tensor | None] = {}
-        managed = {id(target) for named in _named_units(self) for group in named.unit.groups for target, _ in group.store.targets}
+        managed = {id(target) for named in named_units(self) for group in named.unit.groups for target, _ in group.store.targets}
         for path, child in self.named_modules(remove_duplicate=False):
             saved: dict[str, torch.Tensor | None] = {
                 name: tensor
@@ -361,77 +357,6 @@ class StateDicts(nn.Module):
             setattr(without, "_metadata", metadata.copy())
         consume_prefix_in_state_dict_if_present(without, "module.")
         return without
-
-    # -- the optimizer
-
-    @staticmethod
-    def optim_state_dict(
-        model: nn.Module, optim: Optimizer, optim_state_dict: dict[str, Any] | None = None, group: dist.ProcessGroup | None = None
-    ) -> dict[str, Any]:
-        """Return the optimizer's state keyed by parameter names, in the form set for ``model``.
-
-        optim_state_dict: what ``optim.state_dict()`` gives, if it is there. Collective in the full form: one gather per flat
-        parameter and state. In the sharded form tensors are this rank's boxes, which view the optimizer's own state.
-        """
-        where = "optim_state_dict(model, optim, optim_state_dict)"
-        require_model_and_optimizer(model, optim, where)
-        require_group(group, where)
-        settings = StateDicts.get_state_dict_type(model)
-        for instance in _instances(model):
-            instance._runtime.require_idle("optim_state_dict")
-            instance._runtime.require_parts("optim_state_dict")
-        convert(optim)
-        config: Any = settings.optim_state_dict_config
-        full = settings.state_dict_type is StateDictType.FULL_STATE_DICT
-        first = _instances(model)[0]._settings
-        is_first = first.mesh.is_first if group is None else dist.get_rank(group) == 0
-        return optim_state(
-            model,
-            optim,
-            optim_state_dict,
-            _named_units(model),
-            full=full,
-            to_cpu=bool(config.offload_to_cpu),
-            keep=not (full and config.rank0_only and not is_first),
-            process_group=first.group,
-        )
-
-    @staticmethod
-    def optim_state_dict_to_load(
-        model: nn.Module,
-        optim: Optimizer,
-        optim_state_dict: dict[str, Any],
-        is_named_optimizer: bool = False,
-        load_directly: bool = False,
-        group: dist.ProcessGroup | None = None,
-    ) -> dict[str, Any]:
-        """Return the dict that ``optim.load_state_dict`` takes, from one keyed by parameter names, full or sharded, or by numbers.
-
-        By numbers is what the optimizer of an unwrapped model, or of one in DistributedDataParallel, gives.
-        The number of ranks, the wrapping and ``use_orig_params`` it was saved with do not matter. ``load_directly`` loads it, too.
-        With full values, or boxes of the own shards, nothing is sent; other sharded values are gathered, collectively.
-        """
-        where = "optim_state_dict_to_load(model, optim, optim_state_dict)"
-        require_model_and_optimizer(model, optim, where)
-        require_group(group, where)
-        require_bools(where, is_named_optimizer=is_named_optimizer, load_directly=load_directly)
-        for instance in _instances(model):
-            instance._runtime.require_idle("optim_state_dict_to_load")
-            instance._runtime.require_parts("optim_state_dict_to_load")
-        if not isinstance(optim_state_dict, Mapping) or not {"state", "param_groups"} <= optim_state_dict.keys():
-            raise UsageError(
-                explain(
-                    "This is no optimizer state dict.",
-                    expected="a dict with 'state' and 'param_groups'",
-                    got=f"{sorted(optim_state_dict) if isinstance(optim_state_dict, Mapping) else type(optim_state_dict).__name__}",
-                    where="optim_state_dict_to_load(model, optim, optim_state_dict)",
-                    fix="pass what optim_state_dict(model, optim) returned, on every rank; note the order of the arguments",
-                )
-            )
-        loadable = optim_state_to_load(model, optim, optim_state_dict, _named_units(model), _names_before(model))
-        if load_directly:
-            optim.load_state_dict(loadable)
-        return loadable
 
 
 def _default_settings(kind: StateDictType) -> StateDictSettings:
@@ -501,7 +426,7 @@ def _after_load(instance: nn.Module, incompatible: Any) -> None:
     self._loading = "", set()
 
 
-def _names_before(model: nn.Module) -> list[str]:
+def names_before(model: nn.Module) -> list[str]:
     """The names of a model's parameters, in the order they had before anything was wrapped."""
     outermost = [(name, child) for name, child in model.named_modules() if isinstance(child, StateDicts)]
     if outermost and outermost[0][1] is model:
@@ -513,7 +438,7 @@ def _names_before(model: nn.Module) -> list[str]:
     return names
 
 
-def _named_units(model: nn.Module) -> list[NamedUnit]:
+def named_units(model: nn.Module) -> list[NamedUnit]:
     """The units in a model, which need not be one itself, with what their parameters' names begin with."""
     found = []
     for name, child in model.named_modules():
@@ -523,5 +448,5 @@ def _named_units(model: nn.Module) -> list[NamedUnit]:
     return found
 
 
-def _instances(module: nn.Module) -> list[StateDicts]:
+def instances_in(module: nn.Module) -> list[StateDicts]:
     return [child for child in module.modules() if isinstance(child, StateDicts)]

@@ -45,10 +45,10 @@ from ._engine.reduce import CommHook
 from ._engine.runtime import Runtime
 from ._engine.tree import Member, assign_owners, group_members
 from ._engine.unit import Group, Unit
+from ._optim_state_dicts import OptimStateDicts
 from ._settings import Arguments, Settings, resolve
 from ._state.full_params import full_parameters
 from ._state.names import FSDP_WRAPPED_MODULE, clean_name
-from ._state_dicts import StateDicts
 from ._stores.flat_store import FlatStore, home_attribute
 from ._stores.registration import FLAT_PARAM, FlatParameter
 from .api import (
@@ -71,7 +71,7 @@ class OptimStateKeyType(enum.Enum):
     PARAM_ID = enum.auto()
 
 
-class FullyShardedDataParallel(StateDicts):
+class FullyShardedDataParallel(OptimStateDicts):
     """Shard a module's parameters, gradients and optimizer state over the ranks of a process group.
 
     Every rank holds one part of each parameter; the parameters of a unit (this module, less what nested instances hold) are whole
