@@ -10,7 +10,6 @@ from collections.abc import Generator, Iterator, Mapping, MutableMapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 
