@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ._engine import torch_private
+from ._engine import meeting, torch_private
 from ._engine.grad_norm import norm_of
 from ._engine.runtime import live_runtimes
 from ._engine.unit import Group
@@ -79,6 +79,7 @@ def _total_norm(
             whole.append(grad)
         else:
             parts.setdefault(id(group), (group, []))[1].append(grad)
+    meeting.meet("torch.nn.utils.clip_grad_norm_", (group for group, _ in parts.values()))
     with torch.no_grad():
         norm = norm_of(list(parts.values()), whole, order, next(iter(split.values())).device)
     if error_if_nonfinite and not bool(norm.isfinite()):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,8 +11,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from . import _optimizers as optimizers
 from ._checks import takes, wrong_type
+from ._engine import materialize
 from ._engine.buffers import CastBuffers
-from ._engine.materialize import broadcast_states, materialize, move_buffers, unwritten
+from ._engine.storage import give_back_freed
 from ._engine.tree import Member, Place
 from ._engine.unit import Unit, Unwritten
 from ._settings import Arguments, Settings, resolve
@@ -21,9 +22,9 @@ from ._stores.flat_store import FlatStore
 from .errors import UsageError, explain
 
 __all__ = [
+    "Preparation",
     "buffers_to_cast",
     "listed",
-    "prepare",
     "refuse_managed",
     "refuse_module",
     "remember",
@@ -155,23 +156,67 @@ def settings_of(module: nn.Module, kwargs: Mapping[str, Any], arguments: Argumen
     return resolve(module, arguments.changed(**changes)) if changes else settings
 
 
-def prepare(module: nn.Module, settings: Settings, closed: set[nn.Module]) -> set[tuple[nn.Module, str]]:
-    """Meta tensors get values, buffers their device, all ranks the first one's values. Collective if that is asked for.
+class Preparation:
+    """What comes before sharding, unit by unit: meta tensors get values, buffers their device, all ranks the first one's values.
 
-    Return what has no values still: (module, attribute) of parameters and buffers that came from the meta device.
+    So a process that builds a model on the meta device never holds more of it, whole, than one unit.
     """
-    skip = {below for child in closed for below in child.modules()}
-    was_meta = materialize(module, settings.param_init_fn, settings.device, skip)
-    move_buffers(module, settings.device, skip)
-    if settings.sync_module_states:
-        own = [child for child in module.modules() if child not in skip]
-        broadcast_states(
-            [p for child in own for p in child.parameters(recurse=False) if p not in settings.ignored_parameters],
-            [b for child in own for b in child.buffers(recurse=False)],
-            settings.mesh,
-            settings.device,
-        )
-    return unwritten(module, skip) if was_meta or settings.sync_module_states else set()
+
+    def __init__(self, root: nn.Module, units: Collection[nn.Module], settings: Settings, closed: set[nn.Module]) -> None:
+        """units: the modules that become units, ``root`` among them. closed: what is prepared already, with all below it.
+
+        Raises UsageError for a module on the meta device that cannot get values; nothing has changed then.
+        """
+        self._root, self._settings = root, settings
+        self._done = {below for child in closed for below in child.modules()}
+        self._ties = materialize.ties(root)
+        self._was_meta = False
+        self.left: set[tuple[nn.Module, str]] = set()  # where there are no values still, of what came from the meta device
+        self._modules = {unit: list(_own_modules(unit, units)) for unit in units}
+        if settings.param_init_fn is None:
+            materialize.require_initial_values(root, [child for child in root.modules() if child not in self._done])
+
+    def of_unit(self, unit: nn.Module, members: list[Member]) -> list[Member]:
+        """Prepare the modules of a unit; return its members as they are then. Collective with sync_module_states."""
+        settings = self._settings
+        if self._was_meta:
+            give_back_freed()  # of the unit before
+        modules = [module for module in self._modules.pop(unit) if module not in self._done]
+        self._done.update(modules)
+        was_meta = materialize.materialize(self._root, modules, settings.param_init_fn, settings.device)
+        self._was_meta = self._was_meta or was_meta
+        materialize.restore_ties(self._ties)
+        materialize.move_buffers(modules, settings.device)
+        if settings.sync_module_states:
+            materialize.broadcast_states(
+                [p for m in modules for p in m.parameters(recurse=False) if p not in settings.ignored_parameters],
+                [buffer for module in modules for buffer in module.buffers(recurse=False)],
+                settings.mesh,
+                settings.device,
+            )
+        if was_meta or settings.sync_module_states:
+            self.left |= materialize.unwritten(modules)
+        return [Member(_present(member), member.place) for member in members]
+
+
+def _own_modules(unit: nn.Module, units: Collection[nn.Module]) -> Iterator[nn.Module]:
+    """Yield the modules below a unit that are below no other in between."""
+    seen = {unit}
+    waiting = [unit]
+    while waiting:
+        module = waiting.pop()
+        yield module
+        children = [child for child in module.children() if child not in seen and child not in units]
+        seen.update(children)
+        waiting += reversed(children)
+
+
+def _present(member: Member) -> nn.Parameter:
+    """Return the parameter that stands where a member was found: another object if it came from the meta device."""
+    module, attribute = member.slots[0]
+    parameter = module._parameters[attribute]
+    assert parameter is not None
+    return parameter
 
 
 def unwritten_of(

@@ -83,6 +83,7 @@ class Settings:
     strategy: ShardingStrategy  # for clients that ask; nothing is decided by it
     mesh: Mesh
     group: dist.ProcessGroup  # over which sharded values of state dicts are spread
+    device_mesh: DeviceMesh | None  # as it was given: then those values are DTensors over it
     device: torch.device
     mixed_precision: MixedPrecision
     reshard_after_forward: bool
@@ -116,9 +117,11 @@ class Settings:
             "ignored_parameters": frozenset(),
             "mesh": None,
             "group": None,
+            "device_mesh": None,
         }
         axes = tuple((_name_of(axis.group), axis.members) for axis in (self.mesh.shard, self.mesh.replica))
-        return PortableSettings(dataclasses.replace(self, **changes), axes, _name_of(self.group))
+        mesh = None if self.device_mesh is None else PortableMesh.of(self.device_mesh)
+        return PortableSettings(dataclasses.replace(self, **changes), axes, _name_of(self.group), mesh)
 
     @property
     def home(self) -> torch.device:
@@ -144,19 +147,41 @@ class Settings:
 
 
 @dataclasses.dataclass(frozen=True)
+class PortableMesh:
+    """A device mesh that can be pickled: without its process groups."""
+
+    device_type: str
+    ranks: list[Any]  # global ones, nested as the mesh is
+    names: tuple[str, ...] | None
+
+    @classmethod
+    def of(cls, mesh: DeviceMesh) -> PortableMesh:
+        return cls(mesh.device_type, mesh.mesh.tolist(), mesh.mesh_dim_names)
+
+    def over(self, groups: list[dist.ProcessGroup | None]) -> DeviceMesh:
+        """Return the mesh over its groups: the last one splits, the one before repeats, if it has two dimensions."""
+        if isinstance(self.ranks[0], int):
+            return DeviceMesh.from_group(groups[-1], self.device_type, self.ranks, mesh_dim_names=self.names)  # type: ignore[arg-type]
+        names = self.names or ("replica", "shard")  # torch wants some here
+        return DeviceMesh.from_group(groups, self.device_type, self.ranks, mesh_dim_names=names)  # type: ignore[arg-type]
+
+
+@dataclasses.dataclass(frozen=True)
 class PortableSettings:
     """Settings that can be pickled."""
 
     rest: Settings
     axes: tuple[tuple[str | None, tuple[int, ...]], ...]  # (name of the process group, members), of shard and replica axis
     group: str | None
+    device_mesh: PortableMesh | None = None
 
     def resolved(self) -> Settings:
         """Find the process groups again; raises UsageError if there are none of these names and members."""
         shard, replica = (axis_by_name(name, members) for name, members in self.axes)
         group = group_by_name(self.group, None)
         assert group is not None
-        return dataclasses.replace(self.rest, mesh=Mesh(shard, replica), group=group)
+        device_mesh = None if self.device_mesh is None else self.device_mesh.over([replica.group, group])
+        return dataclasses.replace(self.rest, mesh=Mesh(shard, replica), group=group, device_mesh=device_mesh)
 
 
 def _name_of(group: dist.ProcessGroup | None) -> str | None:
@@ -184,6 +209,7 @@ def resolve(module: nn.Module, arguments: Arguments) -> Settings:
         strategy=strategy,
         mesh=mesh,
         group=group,
+        device_mesh=arguments.device_mesh,
         device=device,
         mixed_precision=precision,
         reshard_after_forward=strategy in _RESHARDS and mesh.shard.ranks > 1,

@@ -5,13 +5,15 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
+import functools
 import typing
-from collections.abc import Generator, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Generator, Iterator, Mapping, MutableMapping
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ._checks import (
     AssertedUsageError,
@@ -21,16 +23,33 @@ from ._checks import (
     require_module,
     wrong_type,
 )
-from ._engine import hooks
+from ._engine import hooks, meeting, torch_private
 from ._engine.runtime import Runtime
-from ._engine.unit import Unit
+from ._engine.unit import Group, Unit
 from ._settings import Settings
-from ._state.model import check_unit, full_entries, in_module_order, load_unit, sharded_entries, wrong_value
-from ._state.names import FSDP_WRAPPED_MODULE, clean_name, without_checkpoint_wrapper
+from ._state.first_rank import fill_from_first
+from ._state.formats import BoxedTensor, is_sharded
+from ._state.model import (
+    check_unit,
+    flat_names,
+    full_entries,
+    gathered_unit,
+    in_module_order,
+    is_flat_name,
+    load_unit,
+    local_entries,
+    other_local,
+    sharded_entries,
+    store_of,
+    wrong_value,
+)
+from ._state.names import FSDP_WRAPPED_MODULE, Wanted, clean_name, everything, wanted_by, without_checkpoint_wrapper
 from ._state.optim import NamedUnit
 from .api import (
     FullOptimStateDictConfig,
     FullStateDictConfig,
+    LocalOptimStateDictConfig,
+    LocalStateDictConfig,
     OptimStateDictConfig,
     ShardedOptimStateDictConfig,
     ShardedStateDictConfig,
@@ -41,7 +60,7 @@ from .api import (
 )
 from .errors import CheckpointError, FsdpCompatError, UsageError, explain
 
-__all__ = ["StateDicts", "instances_in", "named_units", "names_before"]
+__all__ = ["StateDicts", "full_state", "instances_in", "named_units", "names_before"]
 
 
 class StateDicts(nn.Module):
@@ -52,6 +71,7 @@ class StateDicts(nn.Module):
     _fsdp_wrapped_module: nn.Module
     _state_settings: StateDictSettings
     _attribute_order: dict[str, list[str]]  # by module: its parameters as they were, for the order of state dicts
+    _wanted: Wanted  # what a state dict that is being taken is to hold
     _loading: tuple[str, set[str]]  # while a state dict is loaded: where this is in it, and the keys of sharded forms
 
     def _begin_state_dicts(self, module: nn.Module) -> None:
@@ -60,6 +80,7 @@ class StateDicts(nn.Module):
             clean_name(name): [attribute for attribute, p in child._parameters.items() if p is not None]
             for name, child in module.named_modules(remove_duplicate=False)
         }
+        self._wanted = everything
         self._loading = "", set()
         self._state_settings = _default_settings(StateDictType.FULL_STATE_DICT)
         self.register_load_state_dict_pre_hook(_before_load)
@@ -82,16 +103,9 @@ class StateDicts(nn.Module):
         """Set the form of state dicts for all instances in ``module``, which need not be one; return what it was before."""
         require_module(module, "set_state_dict_type")
         kind = as_ours(state_dict_type, StateDictType, "state_dict_type")
-        if kind is None or kind is StateDictType.LOCAL_STATE_DICT:
-            raise UsageError(
-                explain(
-                    "This form of state dict is not available.",
-                    expected="StateDictType.FULL_STATE_DICT or StateDictType.SHARDED_STATE_DICT",
-                    got=str(kind),
-                    where="set_state_dict_type",
-                    fix="SHARDED_STATE_DICT keeps every rank's own part too, and can be loaded by any number of ranks",
-                )
-            )
+        if kind is None:
+            raise wrong_type("state_dict_type", "a StateDictType", kind, "set_state_dict_type")
+        instances = instances_in(module)
         default = _default_settings(kind)
         model_config = as_ours(state_dict_config, StateDictConfig, "state_dict_config") or default.state_dict_config
         optim_config = (
@@ -104,14 +118,15 @@ class StateDicts(nn.Module):
             for field in dataclasses.fields(given):
                 if not isinstance(getattr(given, field.name), bool):
                     raise wrong_type(f"{name}.{field.name}", "True or False", getattr(given, field.name), "set_state_dict_type")
-            if getattr(given, "_use_dtensor", False):
+            if getattr(given, "_use_dtensor", False) and any(each._settings.device_mesh is None for each in instances):
                 raise UsageError(
                     explain(
-                        "DTensors in sharded state dicts are not available in this version.",
-                        expected=f"{type(given).__name__}() without _use_dtensor",
-                        got=f"{given}",
+                        "DTensors in sharded state dicts need a device mesh.",
+                        expected=f"{type(given).__name__}() without _use_dtensor, or a model that was wrapped with device_mesh=",
+                        got=f"{given}, and a model without a mesh",
                         where=f"set_state_dict_type(..., {name})",
-                        fix="leave it out: the values are ShardedTensors, which torch.distributed.checkpoint takes as they are",
+                        fix="leave it out: it is set by itself for a model with a mesh; without one the values are ShardedTensors, "
+                        "which torch.distributed.checkpoint takes as they are",
                     )
                 )
             if not isinstance(given, type(wanted)):
@@ -125,8 +140,11 @@ class StateDicts(nn.Module):
                     )
                 )
         before = StateDicts.get_state_dict_type(module)
-        for instance in instances_in(module):
-            instance._state_settings = StateDictSettings(kind, model_config, optim_config)
+        settings = StateDictSettings(kind, model_config, optim_config)
+        with_mesh = _with_dtensors(settings)
+        for instance in instances:
+            instance._state_settings = settings if instance._settings.device_mesh is None else with_mesh
+        _follow_first_rank(module, _from_first_rank(settings) and not isinstance(module, StateDicts))
         return before
 
     @staticmethod
@@ -156,7 +174,7 @@ class StateDicts(nn.Module):
     ) -> Generator[None, None, None]:
         """Set the form of state dicts inside of the context, see ``set_state_dict_type``."""
         require_module(module, "state_dict_type")
-        instances = instances_in(module)
+        instances, followed = instances_in(module), module in _followed
         before = [instance._state_settings for instance in instances]
         StateDicts.set_state_dict_type(module, state_dict_type, state_dict_config, optim_state_dict_config)
         try:
@@ -164,56 +182,95 @@ class StateDicts(nn.Module):
         finally:
             for instance, settings in zip(instances, before, strict=True):
                 instance._state_settings = settings
+            _follow_first_rank(module, followed)
 
     # -- the model
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+    def state_dict(self, *args: Any, filter: Any = None, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """Return the model's state under the names it had before wrapping, in the form that is set.
 
         FULL_STATE_DICT (default): whole tensors, copies; collective, one unit gathered at a time. SHARDED_STATE_DICT: this rank's
-        part of each parameter, as boxes that view its shard; nothing is sent.
+        part of each parameter, as boxes that view its shard, and nothing is sent; of a model with a device mesh a DTensor, a copy,
+        and collective. LOCAL_STATE_DICT: this rank's flat shards themselves; nothing is sent.
+
+        filter: what of it to return, a function of a name, or "trainable" for the parameters that require grad; the same on all
+        ranks. Only that is gathered, and nothing in the dict is a view of a shard. A flat shard is returned if it holds any.
         """
         destination, prefix, keep_vars = _state_dict_arguments(*args, **kwargs)
+        if filter is None:
+            return self._state_dict(destination, prefix, keep_vars)
+        wanted, instances = wanted_by(filter, "state_dict"), instances_in(self)
+        for instance in instances:
+            instance._wanted = wanted
+        try:
+            return self._state_dict(destination, prefix, keep_vars)
+        finally:
+            for instance in instances:
+                instance._wanted = everything
+
+    def _state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> dict[str, Any]:
         if not self._unit.lent:
             self._runtime.require_idle("state_dict")
             self._runtime.rest()
         first = len(destination)
         self._unit.in_state_dict = True
         try:
-            super().state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
+            with meeting.together("state_dict", _groups_of_state_dict(self)):
+                super().state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
         finally:
             self._unit.in_state_dict = False
         settings = self._state_settings
         config: Any = settings.state_dict_config
         keep = not getattr(config, "rank0_only", False) or self._settings.mesh.is_first
         own = list(destination)[first:]
-        sharded = set() if self._unit.lent else {f"{prefix}{FSDP_WRAPPED_MODULE}.{name}" for name in self._sharded_names()}
-        values = {clean_name(key): destination.pop(key) for key in own if key not in sharded}
-        for key in own:
-            destination.pop(key, None)
         base = clean_name(prefix)
+        # Parts of this unit's parameters; inner instances, which do not know them (ties), have cleaned their names.
+        parts = set() if self._unit.lent else {base + clean_name(name) for name in self._sharded_names()}
+        values = {name: destination[key] for key in own if (name := clean_name(key)) not in parts}
+        for key in own:
+            del destination[key]
         for name, exact in self._exact_buffers():
             if base + name in values:
                 values[base + name] = exact
+        met = {clean_name(key) for key in own if key.startswith(f"{prefix}{FSDP_WRAPPED_MODULE}.")}  # by no inner instance
+        values = self._only_wanted(values, met, base)
         if self._unit.lent:  # inside of summon_full_params the traversal has met whole parameters
             pass
-        elif settings.state_dict_type is StateDictType.FULL_STATE_DICT:
-            values.update((base + name, value) for name, value in full_entries(self._unit, config.offload_to_cpu, keep))
         else:
-            values.update((base + name, v) for name, v in sharded_entries(self._unit, self._settings.group, config.offload_to_cpu))
+            if not keep_vars:
+                values = {key: _compact(value) if key in met else value for key, value in values.items()}
+            values.update(self._entries(base, keep))
         if not keep:
             values = {}
         elif getattr(config, "offload_to_cpu", False):
             values = {
                 k: v.cpu() if isinstance(v, torch.Tensor) and v.device.type not in ("cpu", "meta") else v for k, v in values.items()
             }
-        for key in in_module_order(list(values), self._names_in_order(base)):
+        for key in in_module_order(list(values), names_in_order(self, base)):
             destination[key] = values[key]
         metadata = getattr(destination, "_metadata", None)
         if metadata is not None:
             for key in [key for key in metadata if key.startswith(prefix)]:
                 metadata.setdefault(clean_name(key), metadata[key])
         return destination
+
+    def _entries(self, base: str, keep: bool) -> Iterator[tuple[str, torch.Tensor]]:
+        """What a state dict in the form that is set holds of the unit's own parameters."""
+        settings, unit = self._state_settings, self._unit
+        to_cpu, group = settings.state_dict_config.offload_to_cpu, self._settings.group
+        if settings.state_dict_type is StateDictType.FULL_STATE_DICT:
+            return full_entries(unit, base, self._wanted, to_cpu, keep)
+        if settings.state_dict_type is StateDictType.LOCAL_STATE_DICT:
+            return local_entries(unit, base, self._wanted, group, to_cpu)
+        return sharded_entries(unit, base, self._wanted, group, self._settings.device_mesh, to_cpu)
+
+    def _only_wanted(self, values: dict[str, Any], met: set[str], base: str) -> dict[str, Any]:
+        """Drop what a filter leaves out of ``met``, the keys that are no managed parameters' and no inner instance's."""
+        if self._wanted is everything:
+            return values
+        named = self.named_parameters(remove_duplicate=False)
+        trainable = {base + clean_name(name) for name, parameter in named if parameter.requires_grad}
+        return {k: v for k, v in values.items() if k not in met or self._wanted(k, k in trainable)}
 
     def _sharded_names(self) -> set[str]:
         """The names under which the wrapped module's state dict holds, or misses, managed parameters in their sharded form.
@@ -237,28 +294,22 @@ class StateDicts(nn.Module):
                 if (id(child), name) in exact:
                     yield clean_name(f"{path}.{name}".lstrip(".")), exact[id(child), name]
 
-    def _names_in_order(self, base: str) -> list[str]:
-        """The keys of the wrapped module's state dict, as they came before anything was wrapped."""
-        modules = [(clean_name(path), child) for path, child in self.named_modules(remove_duplicate=False)]
-        order: dict[str, list[str]] = {}
-        for path, child in modules:
-            if isinstance(child, StateDicts):  # inner instances know what their modules had
-                order.update((".".join(filter(None, (path, inner))), names) for inner, names in child._attribute_order.items())
-        names = []
-        for path, child in modules:
-            if not isinstance(child, StateDicts):
-                start = f"{base}{path}." if path else base
-                attributes = dict.fromkeys((*order.get(path, ()), *child._parameters, *child._buffers, "_extra_state"))
-                names += [start + attribute for attribute in attributes]
-        return names
-
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Load a state dict under the names the model had before wrapping: full, or sharded in any way; its values say which.
+        """Load a state dict under the names the model had before wrapping: full, sharded in any way, or local, as its values say.
 
-        With full values nothing is sent: every rank copies its part. Parameters are written in place, also with ``assign``.
+        With full values nothing is sent: every rank copies its part. Where ``FullStateDictConfig(rank0_only=True)`` is set, other
+        ranks than the first may pass {} or None and get what the first one has, one unit at a time; this is collective then.
+        Parameters are written in place, also with ``assign``.
+
+        Raises CheckpointError, before anything changes, for what is missing, unknown or does not fit.
         """
         self._runtime.require_idle("load_state_dict")
         self._runtime.rest()
+        require_bools("load_state_dict", strict=strict, assign=assign)
+        if isinstance(state_dict, Mapping):
+            state_dict = self._without_ddp_prefix(state_dict)
+        if _from_first_rank(self._state_settings):
+            state_dict = _fill(self, state_dict, strict, assign)
         if not isinstance(state_dict, Mapping):
             raise TypeUsageError(
                 explain(
@@ -266,84 +317,17 @@ class StateDicts(nn.Module):
                     expected="a dict from names to tensors, as state_dict() returns it",
                     got=f"a {type(state_dict).__name__}",
                     where="load_state_dict(state_dict)",
-                    fix="pass the loaded dict, on every rank",
+                    fix=_EVERYWHERE,
                 )
             )
-        require_bools("load_state_dict", strict=strict, assign=assign)
-        state_dict = self._without_ddp_prefix(state_dict)
-        self._refuse_values(state_dict, strict)
+        refuse_values(self, self._unit.label, state_dict, strict)
+        meeting.meet("load_state_dict", _groups_to_load(self, state_dict))
         try:
             return super().load_state_dict(state_dict, strict, assign)
         except FsdpCompatError:
             raise
         except RuntimeError as error:  # torch says where things are here
-            raise self._not_loaded(str(error).replace(f"{FSDP_WRAPPED_MODULE}.", "")) from error
-
-    def _refuse_values(self, state_dict: Mapping[str, Any], strict: bool) -> None:
-        """Raise CheckpointError, before anything changes, if a parameter's value is missing (``strict``) or cannot be its value."""
-        missing: list[str] = []
-        by_name = {clean_name(str(key)): value for key, value in state_dict.items()}
-        errors = [f"the key {key!r} is not a name" for key in state_dict if not isinstance(key, str)]
-        if not errors:
-            for named in named_units(self):
-                if not named.unit.lent:
-                    check_unit(named.unit, by_name, named.prefix, missing, errors)
-            for name, tensor in self._others().items():
-                if tensor is not None and name in by_name:  # where a class of the user's loads by itself there is none
-                    wrong = wrong_value(name, by_name[name], tuple(tensor.shape), tensor.dtype)
-                    errors += [wrong] if wrong else []
-        if strict and (missing or errors or self._loads_plainly()):
-            others = self._others()
-            if not errors:  # modules of torch forgive that these are missing
-                by_name.update((name, None) for name in others if name.endswith("num_batches_tracked"))
-            missing = [name for name in self._names_in_order("") if name in missing or (name in others and name not in by_name)]
-            known = {*self._names_in_order(""), *(clean_name(name) for name, _ in self.named_parameters(remove_duplicate=False))}
-            unexpected = [key for key in state_dict if clean_name(str(key)) not in known]
-            for kind, keys in (("Unexpected", unexpected), ("Missing", missing)):
-                if keys:
-                    errors.insert(0, f"{kind} key(s) in state_dict: " + ", ".join(f'"{key}"' for key in keys) + ". ")
-        if errors:
-            lines = "\n\t".join(errors)
-            raise self._not_loaded(f"Error(s) in loading state_dict for {type(self._fsdp_wrapped_module).__name__}:\n\t{lines}")
-
-    def _loads_plainly(self) -> bool:
-        """True if nobody changes keys on their way: what is missing or unknown can be said beforehand."""
-        return all(
-            type(child)._load_from_state_dict.__module__.startswith("torch.")
-            and all(
-                getattr(hook, "hook", hook) in (_before_load, hooks.before_loading)
-                for hook in child._load_state_dict_pre_hooks.values()
-            )
-            for child in self.modules()
-        )
-
-    def _others(self) -> dict[str, torch.Tensor | None]:
-        """What this module's state dict holds beside the units' parameters, by key; None for extra state."""
-        found: dict[str, torch.Tensor | None] = {}
-        managed = {id(target) for named in named_units(self) for group in named.unit.groups for target, _ in group.store.targets}
-        for path, child in self.named_modules(remove_duplicate=False):
-            saved: dict[str, torch.Tensor | None] = {
-                name: tensor
-                for name, tensor in (*child._parameters.items(), *child._buffers.items())
-                if tensor is not None and id(tensor) not in managed and name not in child._non_persistent_buffers_set
-            }
-            if type(child).get_extra_state is not nn.Module.get_extra_state:
-                saved["_extra_state"] = None
-            own_way = not type(child)._load_from_state_dict.__module__.startswith("torch.")
-            found.update((clean_name(f"{path}.{name}".lstrip(".")), None if own_way else t) for name, t in saved.items())
-        return found
-
-    def _not_loaded(self, what: str) -> CheckpointError:
-        return CheckpointError(
-            explain(
-                what,
-                expected="a state dict of this model, full or sharded, with the names it had before wrapping",
-                got="the differences above",
-                where=self._unit.label,
-                fix="load what state_dict() of the same model gave (of a file with more in it, the entry that holds the model); "
-                "strict=False lets keys differ, not shapes",
-            )
-        )
+            raise _not_loaded(str(error).replace(f"{FSDP_WRAPPED_MODULE}.", ""), self._unit.label, state_dict) from error
 
     def _without_ddp_prefix(self, state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
         """What DistributedDataParallel saved has names that begin with ``module.``."""
@@ -358,7 +342,226 @@ class StateDicts(nn.Module):
         return without
 
 
+# -- before anything is loaded
+
+
+def refuse_values(model: nn.Module, label: str, state_dict: Mapping[str, Any], strict: bool) -> None:
+    """Raise CheckpointError, before anything changes, if a parameter's value is missing (``strict``) or cannot be its value.
+
+    model: an instance, or a module around some. label: what it is called in the error.
+    """
+    missing: list[str] = []
+    by_name = {clean_name(str(key)): value for key, value in state_dict.items()}
+    errors = [f"the key {key!r} is not a name" for key in state_dict if not isinstance(key, str)]
+    if not errors:
+        units = named_units(model)
+        for named in units:
+            if not named.unit.lent:
+                check_unit(named.unit, by_name, named.prefix, missing, errors)
+        for name, tensor in _others(model).items():
+            if tensor is not None and name in by_name:  # where a class of the user's loads by itself there is none
+                wrong = wrong_value(name, by_name[name], tuple(tensor.shape), tensor.dtype)
+                errors += [wrong] if wrong else []
+        known = {named.prefix + name for named in units for name in flat_names(named.unit)} | {
+            clean_name(name) for name, _ in model.named_parameters(remove_duplicate=False)
+        }
+        errors += [other_local(key, "no such flat parameter") for key in by_name if is_flat_name(key) and key not in known]
+    if strict and (missing or errors or _loads_plainly(model)):
+        others, order = _others(model), names_in_order(model, "")
+        if not errors:  # modules of torch forgive that these are missing
+            by_name.update((name, None) for name in others if name.endswith("num_batches_tracked"))
+        missing = [name for name in order if name in missing or (name in others and name not in by_name)]
+        known = {*order, *(clean_name(name) for name, _ in model.named_parameters(remove_duplicate=False))}
+        unexpected = [key for key in state_dict if clean_name(str(key)) not in known]
+        for kind, keys in (("Unexpected", unexpected), ("Missing", missing)):
+            if keys:
+                errors.insert(0, f"{kind} key(s) in state_dict: " + ", ".join(f'"{key}"' for key in keys) + ". ")
+    if errors:
+        lines = "\n\t".join(errors)
+        inner = model._fsdp_wrapped_module if isinstance(model, StateDicts) else model
+        raise _not_loaded(f"Error(s) in loading state_dict for {type(inner).__name__}:\n\t{lines}", label, state_dict)
+
+
+def _loads_plainly(model: nn.Module) -> bool:
+    """True if nobody changes keys on their way: what is missing or unknown can be said beforehand."""
+    return all(
+        type(child)._load_from_state_dict.__module__.startswith("torch.")
+        and all(
+            getattr(hook, "hook", hook) in (_before_load, _before_load_around, hooks.before_loading)
+            for hook in child._load_state_dict_pre_hooks.values()
+        )
+        for child in model.modules()
+    )
+
+
+def _others(model: nn.Module) -> dict[str, torch.Tensor | None]:
+    """What a module's state dict holds beside the units' parameters, by clean key; None for extra state."""
+    found: dict[str, torch.Tensor | None] = {}
+    managed = _managed(model)
+    for path, child in model.named_modules(remove_duplicate=False):
+        saved: dict[str, torch.Tensor | None] = {
+            name: tensor
+            for name, tensor in (*child._parameters.items(), *child._buffers.items())
+            if tensor is not None and id(tensor) not in managed and name not in child._non_persistent_buffers_set
+        }
+        if type(child).get_extra_state is not nn.Module.get_extra_state:
+            saved["_extra_state"] = None
+        own_way = not type(child)._load_from_state_dict.__module__.startswith("torch.")
+        found.update((clean_name(f"{path}.{name}".lstrip(".")), None if own_way else t) for name, t in saved.items())
+    return found
+
+
+_EVERYWHERE = (
+    "pass the loaded dict, on every rank; to load from rank 0 alone set "
+    "FullyShardedDataParallel.set_state_dict_type(model, StateDictType.FULL_STATE_DICT, FullStateDictConfig(rank0_only=True)) first"
+)
+
+
+def _not_loaded(what: str, where: str, state_dict: Mapping[str, Any]) -> CheckpointError:
+    fix = (
+        "load what state_dict() of the same model gave (of a file with more in it, the entry that holds the model); "
+        "strict=False lets keys differ, not shapes"
+    )
+    return CheckpointError(
+        explain(
+            what,
+            expected="a state dict of this model, full or sharded, with the names it had before wrapping",
+            got="the differences above",
+            where=where,
+            fix=fix if state_dict else _EVERYWHERE,
+        )
+    )
+
+
+# -- what is sent
+
+
+def _groups_of_state_dict(module: nn.Module) -> Iterator[Group]:
+    """The groups whose parts are put together for a state dict in the form that is set."""
+    for instance in instances_in(module):
+        kind = instance._state_settings.state_dict_type
+        with_mesh = kind is StateDictType.SHARDED_STATE_DICT and instance._settings.device_mesh is not None
+        if not instance._unit.lent and (kind is StateDictType.FULL_STATE_DICT or with_mesh):
+            yield from instance._unit.groups
+
+
+def _groups_to_load(module: nn.Module, state_dict: Mapping[str, Any]) -> Iterator[Group]:
+    """The groups whose values in a state dict are sharded in another way than they are; the first such value speaks for all."""
+    for named in named_units(module) if any(map(is_sharded, state_dict.values())) else ():
+        for group in named.unit.groups if not named.unit.lent else ():
+            store = store_of(group)
+            for index, member in enumerate(store.members):
+                keys = [named.prefix + clean_name(name) for name in member.names]
+                value = next((state_dict[key] for key in keys if key in state_dict), None)
+                if is_sharded(value):
+                    if not (isinstance(value, BoxedTensor) and value.is_cut_as(store.layout, index, group.shard.members)):
+                        yield group
+                    break
+
+
+# -- what only the first rank has
+
+
+def _from_first_rank(settings: StateDictSettings) -> bool:
+    return settings.state_dict_type is StateDictType.FULL_STATE_DICT and getattr(settings.state_dict_config, "rank0_only", False)
+
+
+def _fill(model: nn.Module, state_dict: Any, strict: bool, assign: bool) -> Any:
+    """Return what this rank is to load of what the first rank has, see ``fill_from_first``. Collective."""
+    instances = instances_in(model)
+    meeting.meet("load_state_dict", (group for each in instances for group in each._unit.groups), copies=True)
+    mesh, label = instances[0]._settings.mesh, instances[0]._unit.label if instances[0] is model else type(model).__name__
+    if any(_ranks_of(each) != _ranks_of(instances[0]) for each in instances):
+        raise UsageError(
+            explain(
+                "Units over different ranks cannot be loaded from one rank.",
+                expected="all units in the module over the same ranks, or rank0_only=False",
+                got=f"units over {sorted({_ranks_of(each) for each in instances})}",
+                where=label,
+                fix="load the state dict on every rank, without rank0_only=True",
+            )
+        )
+    managed = {
+        f"{clean_name(path)}.{clean_name(name)}".lstrip(".")
+        for path, child in model.named_modules(remove_duplicate=False)
+        if isinstance(child, StateDicts) and not child._unit.lent
+        for group in child._unit.groups
+        for member in store_of(group).members
+        for name in member.names
+    }
+    return fill_from_first(
+        state_dict,
+        mesh,
+        instances[0]._settings.device,
+        check=lambda given: refuse_values(model, label, given, strict),
+        managed=managed,
+        others=_others(model),
+        assign=assign,
+        where=f"load_state_dict of {label}",
+    )
+
+
+def _ranks_of(instance: StateDicts) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    mesh = instance._settings.mesh
+    return mesh.shard.members, mesh.replica.members
+
+
+# Modules that are no instances, around instances that load from the first rank: their own hooks see what is loaded into them.
+_followed: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
+def _follow_first_rank(module: nn.Module, follow: bool) -> None:
+    """Let a module around instances load from the first rank from now on, or no longer."""
+    if follow and module not in _followed:
+        _followed[module] = module.register_load_state_dict_pre_hook(_before_load_around)
+    elif not follow and module in _followed:
+        _followed.pop(module).remove()
+
+
+def _before_load_around(
+    module: nn.Module,
+    state_dict: dict[str, Any],
+    prefix: str,
+    local_metadata: Any,
+    strict: bool,
+    missing_keys: list[str],
+    unexpected_keys: list[str],
+    error_msgs: list[str],
+) -> None:
+    """Complete what is loaded into a module that is no instance with what the first rank has. Collective."""
+    if not any(_from_first_rank(instance._state_settings) for instance in instances_in(module)):
+        return
+    own = {key[len(prefix) :]: value for key, value in state_dict.items() if key.startswith(prefix)}
+    state_dict.update(
+        (prefix + key, value)
+        for key, value in _fill(module, own, strict, bool(local_metadata.get("assign_to_params_buffers"))).items()
+    )
+
+
+def _with_dtensors(settings: StateDictSettings) -> StateDictSettings:
+    """The same settings of a model with a device mesh: sharded values are DTensors, and the configurations say so."""
+    if settings.state_dict_type is not StateDictType.SHARDED_STATE_DICT:
+        return settings
+    configs: tuple[Any, Any] = settings.state_dict_config, settings.optim_state_dict_config
+    model_config, optim_config = (dataclasses.replace(config, _use_dtensor=True) for config in configs)
+    return StateDictSettings(settings.state_dict_type, model_config, optim_config)
+
+
+def _compact(value: Any) -> Any:
+    """Return a tensor that keeps no more memory than it shows."""
+    if (
+        not isinstance(value, torch.Tensor)
+        or not torch_private.is_plain(value)
+        or value.layout is not torch.strided
+        or value.is_meta
+    ):
+        return value
+    return value.clone() if value.untyped_storage().nbytes() > value.nbytes else value
+
+
 def _default_settings(kind: StateDictType) -> StateDictSettings:
+    if kind is StateDictType.LOCAL_STATE_DICT:
+        return StateDictSettings(kind, LocalStateDictConfig(), LocalOptimStateDictConfig())
     if kind is StateDictType.FULL_STATE_DICT:
         return StateDictSettings(kind, FullStateDictConfig(), FullOptimStateDictConfig())
     return StateDictSettings(kind, ShardedStateDictConfig(), ShardedOptimStateDictConfig())
@@ -425,16 +628,113 @@ def _after_load(instance: nn.Module, incompatible: Any) -> None:
     self._loading = "", set()
 
 
+def names_in_order(model: nn.Module, base: str) -> list[str]:
+    """The keys of a module's state dict, as they came before anything was wrapped; those of local ones beside them.
+
+    model: an instance, or a module around some. base: what the keys begin with.
+    """
+    modules = [(clean_name(path), child) for path, child in model.named_modules(remove_duplicate=False)]
+    order: dict[str, list[str]] = {}
+    for path, child in modules:
+        if isinstance(child, StateDicts):  # inner instances know what their modules had
+            order.update((".".join(filter(None, (path, inner))), names) for inner, names in child._attribute_order.items())
+    names = []
+    for path, child in modules:
+        start = f"{base}{path}." if path else base
+        if isinstance(child, StateDicts):
+            names += [start + name for name in flat_names(child._unit)]
+        else:
+            attributes = dict.fromkeys((*order.get(path, ()), *child._parameters, *child._buffers, "_extra_state"))
+            names += [start + attribute for attribute in attributes]
+    return names
+
+
 def names_before(model: nn.Module) -> list[str]:
     """The names of a model's parameters, in the order they had before anything was wrapped."""
     outermost = [(name, child) for name, child in model.named_modules() if isinstance(child, StateDicts)]
     if outermost and outermost[0][1] is model:
-        return outermost[0][1]._names_in_order("")
+        return names_in_order(model, "")
     names = []
     for path, child in model.named_modules():
         if isinstance(child, StateDicts) and child._unit.is_root:
-            names += child._names_in_order(f"{clean_name(path)}.")
+            names += names_in_order(child, f"{clean_name(path)}.")
     return names
+
+
+def full_state(model: nn.Module, wanted: Wanted) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield (clean name, whole tensor on the CPU, a copy) of what is wanted of a model, unit by unit, see ``iter_full_state_dict``.
+
+    Collective, as far as it is consumed.
+    """
+    instances = instances_in(model)
+    for instance in instances:
+        instance._runtime.require_idle("iter_full_state_dict")
+        instance._runtime.require_parts("iter_full_state_dict")
+    meeting.meet("iter_full_state_dict", (group for each in instances for group in each._unit.groups))
+    position = {name: number for number, name in enumerate(names_in_order(model, ""))}
+    for owned in _by_owner(model):
+        found: list[tuple[list[str], Callable[[], torch.Tensor]]] = [
+            (names, functools.partial(_copy_on_cpu, tensor)) for names, tensor in owned.others_wanted(wanted)
+        ]
+        if isinstance(owned.owner, StateDicts):
+            owned.owner._runtime.require_idle("iter_full_state_dict")
+            owned.owner._runtime.rest()
+            found += gathered_unit(owned.owner._unit, [f"{path}." if path else "" for path in owned.paths], wanted)
+        found.sort(key=lambda entry: position.get(entry[0][0], len(position)), reverse=True)
+        while found:  # what was yielded is let go
+            names, make = found.pop()
+            value = make()
+            del make
+            for name in names:
+                yield name, value
+            del value
+
+
+def _copy_on_cpu(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().to("cpu", copy=True)
+
+
+@dataclasses.dataclass
+class _Owned:
+    """What a state dict holds of the modules of one instance, or of the module around all of them, and of no inner instance's."""
+
+    owner: nn.Module
+    paths: list[str]  # clean names of the owner
+    others: dict[str, torch.Tensor]  # by clean name: what is no unit's parameter
+
+    def others_wanted(self, wanted: Wanted) -> list[tuple[list[str], torch.Tensor]]:
+        """Return (its names that are wanted, tensor) of each that has any."""
+        found: dict[int, tuple[list[str], torch.Tensor]] = {}
+        for name, tensor in self.others.items():
+            if wanted(name, isinstance(tensor, nn.Parameter) and tensor.requires_grad):
+                found.setdefault(id(tensor), ([], tensor))[0].append(name)
+        return list(found.values())
+
+
+def _by_owner(model: nn.Module) -> list[_Owned]:
+    """Share the modules of ``model`` out to the instances that they belong to, the outer ones first."""
+    managed = _managed(model)
+    found: dict[nn.Module, _Owned] = {}
+    owner_of: dict[str, nn.Module] = {}  # by path
+    for path, child in model.named_modules(remove_duplicate=False):
+        owner = child if isinstance(child, StateDicts) or not path else owner_of[path.rpartition(".")[0]]
+        owner_of[path] = owner
+        its = found.setdefault(owner, _Owned(owner, [], {}))
+        if child is owner:
+            its.paths.append(clean_name(path))
+        for name, tensor in (*child._parameters.items(), *child._buffers.items()):
+            if tensor is not None and id(tensor) not in managed and name not in child._non_persistent_buffers_set:
+                its.others[clean_name(f"{path}.{name}".lstrip("."))] = tensor
+    for its in found.values():
+        for name, exact in its.owner._exact_buffers() if isinstance(its.owner, StateDicts) else ():
+            keys = [f"{path}.{name}".lstrip(".") for path in its.paths]
+            its.others.update((key, exact) for key in keys if key in its.others)
+    return list(found.values())
+
+
+def _managed(model: nn.Module) -> set[int]:
+    """The ids of what is registered for units' parameters."""
+    return {id(target) for named in named_units(model) for group in named.unit.groups for target, _ in group.store.targets}
 
 
 def named_units(model: nn.Module) -> list[NamedUnit]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import enum
 import functools
 import inspect
 import typing
@@ -18,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from . import _clipping as clipping
 from . import _copying as copying
+from . import _dcp_adapter as dcp_adapter
 from ._checks import (
     AssertedStateError,
     NotImplementedUsageError,
@@ -27,9 +27,9 @@ from ._checks import (
     wrong_type,
 )
 from ._construction import (
+    Preparation,
     buffers_to_cast,
     listed,
-    prepare,
     refuse_hook,
     refuse_managed,
     refuse_module,
@@ -39,13 +39,13 @@ from ._construction import (
     settings_of,
     unwritten_of,
 )
-from ._engine import grad_norm, hooks, torch_private
+from ._engine import grad_norm, hooks, meeting, torch_private
 from ._engine.buffers import CastBuffers
 from ._engine.reduce import CommHook
 from ._engine.runtime import Runtime
 from ._engine.tree import Member, assign_owners, group_members
 from ._engine.unit import Group, Unit
-from ._optim_state_dicts import OptimStateDicts
+from ._legacy_optim_state_dicts import LegacyOptimStateDicts, OptimStateKeyType
 from ._settings import Arguments, Settings, resolve
 from ._state.full_params import full_parameters
 from ._state.names import FSDP_WRAPPED_MODULE, clean_name
@@ -64,14 +64,7 @@ from .wrap import CustomPolicy, ModuleWrapPolicy, plan_wrapping, replace_modules
 __all__ = ["FLAT_PARAM", "FlatParameter", "FullyShardedDataParallel", "OptimStateKeyType", "register_fsdp_forward_method"]
 
 
-class OptimStateKeyType(enum.Enum):
-    """How the state in an optimizer's dict is keyed: by parameter names, or by numbers."""
-
-    PARAM_NAME = enum.auto()
-    PARAM_ID = enum.auto()
-
-
-class FullyShardedDataParallel(OptimStateDicts):
+class FullyShardedDataParallel(LegacyOptimStateDicts):
     """Shard a module's parameters, gradients and optimizer state over the ranks of a process group.
 
     Every rank holds one part of each parameter; the parameters of a unit (this module, less what nested instances hold) are whole
@@ -161,12 +154,12 @@ class FullyShardedDataParallel(OptimStateDicts):
                 is_wrapped=lambda child: isinstance(child, FullyShardedDataParallel),
             )
             plan = {child: settings_of(child, kwargs, arguments, settings) for child, kwargs in planned.items()}
-        left = prepare(module, settings, closed)
+        preparation = Preparation(module, [module, *plan], settings, closed)
         owned = assign_owners(module, [module, *plan], settings.ignored_parameters, closed)
         replace_modules(
-            module, {child: {} for child in plan}, lambda child: self._of_unit(child, plan[child], owned.pop(child), left)
+            module, {child: {} for child in plan}, lambda child: self._of_unit(child, plan[child], owned.pop(child), preparation)
         )
-        self._build(module, settings, owned.pop(module), left)
+        self._build(module, settings, owned.pop(module), preparation)
         if settings.mixed_precision.param_dtype is not None:
             taken = {below for child in closed for below in child.modules()}
             for child in apart:
@@ -180,12 +173,12 @@ class FullyShardedDataParallel(OptimStateDicts):
 
     @classmethod
     def _of_unit(
-        cls, module: nn.Module, settings: Settings, members: list[Member], left: set[tuple[nn.Module, str]]
+        cls, module: nn.Module, settings: Settings, members: list[Member], preparation: Preparation
     ) -> FullyShardedDataParallel:
         """Wrap a submodule that a policy chose, whose parameters were assigned by the instance around it."""
         self = cls.__new__(cls)
         nn.Module.__init__(self)
-        self._build(module, settings, members, left, relative_to=module)
+        self._build(module, settings, members, preparation, relative_to=module)
         return self
 
     def _build(
@@ -193,10 +186,10 @@ class FullyShardedDataParallel(OptimStateDicts):
         module: nn.Module,
         settings: Settings,
         members: list[Member],
-        left: set[tuple[nn.Module, str]],
+        preparation: Preparation,
         relative_to: nn.Module | None = None,
     ) -> None:
-        """left: where there are no values yet, see ``prepare``."""
+        members = preparation.of_unit(module, members)
         if relative_to is not None:
             members = renamed(members, relative_to)
         self._forward_methods = {}
@@ -207,12 +200,13 @@ class FullyShardedDataParallel(OptimStateDicts):
             stores = [self._make_store(module, settings, index, its) for index, (_, its) in enumerate(group_members(members))]
             self._set_up(stores, settings, buffers_to_cast(module, settings, taken))
         remember(module, [member.parameter for member in members], stores)
-        self._unit.unwritten = unwritten_of(module, stores, left, taken)
+        self._unit.unwritten = unwritten_of(module, stores, preparation.left, taken)
 
     def _set_up(self, stores: Sequence[FlatStore], settings: Settings, buffers: CastBuffers | None) -> None:
         """Make the unit around its stores, and the runtime around it and the units below."""
         device, offload = settings.device, settings.offload
         groups = [Group(store, settings.mesh, settings.precision(store.dtype), device, offload) for store in stores]
+        meeting.expect(groups)
         unit = self._unit = Unit(self._fsdp_wrapped_module, groups, settings.unit_options(), buffers)
         unit.owner = weakref.ref(self)
         self._settings = settings
@@ -220,6 +214,7 @@ class FullyShardedDataParallel(OptimStateDicts):
         instances = FullyShardedDataParallel.fsdp_modules(self)
         names = {child: clean_name(name) for name, child in self.named_modules() if isinstance(child, FullyShardedDataParallel)}
         clipping.teach_torch()
+        dcp_adapter.teach_torch()
         Runtime(unit, [child._unit for child in instances], [names[child] for child in instances], settings.runtime)
 
     @staticmethod
@@ -341,7 +336,7 @@ class FullyShardedDataParallel(OptimStateDicts):
             super().apply(fn)
             return self
         self._runtime.require_idle("apply", ValueStateError)
-        with self.summon_full_params(self):
+        with meeting.together("apply", self._runtime.groups), self.summon_full_params(self):
             super().apply(fn)
         return self
 
@@ -415,6 +410,7 @@ class FullyShardedDataParallel(OptimStateDicts):
         self._runtime.require_idle("clip_grad_norm_", ValueStateError)
         self._runtime.require_parts("clip_grad_norm_")
         groups = self._runtime.groups
+        meeting.meet("clip_grad_norm_", groups)
         sharded = {id(target) for group in groups for target, _ in group.store.targets}
         others = [p.grad for p in self.parameters() if id(p) not in sharded and p.grad is not None]
         norm = grad_norm.total_norm(groups, others, norm_type, self._settings.device)
@@ -466,8 +462,10 @@ class FullyShardedDataParallel(OptimStateDicts):
         for instance in instances:
             instance._runtime.require_idle("summon_full_params", AssertedStateError)
             instance._runtime.rest()
+        units = [child._unit for child in instances]
+        meeting.meet(where, (group for unit in units if not unit.lent for group in unit.groups))
         with full_parameters(
-            [child._unit for child in instances],
+            units,
             writeback=writeback,
             serve_only=rank0_only and not all(child._settings.mesh.is_first for child in instances),
             offload_to_cpu=offload_to_cpu,

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from ..errors import StateError, explain
-from . import torch_private, watch
+from . import pulse, torch_private, watch
 from .mesh import Axis
 
 # torch 2.13 renamed them; 2.11 and 2.12 have the older names only.
@@ -544,6 +544,7 @@ class _PointToPoint(_Grouped):
             text = f"rank {rank} waits for " + (f"rank {peers[0]} to take {what}" if sends else f"{what} from rank {peers[0]}")
             if tag == watch.ARRIVAL:
                 text = f"rank {rank} waits for rank {peers[0]} to connect"
+        text += f", at {pulse.place()}"
         return watch.Wait(rank, peers, self.name, self.generation, self.rank, tag, number, nbytes, sends, text)
 
     def release(self, member: int, tag: int, nbytes: int, sends: bool) -> None:
@@ -564,8 +565,7 @@ class _PointToPoint(_Grouped):
             works.clear()
         self._sends.clear()
         self._releases.clear()
-        if self.counts:  # others may have heard of this generation
-            self.generation += 1
+        self.generation += 1  # also of connections that were not used since: others have heard that they are given up
         self.counts.clear()
         self._wires = self.diagnosis = None
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import nn
@@ -13,26 +13,35 @@ from . import torch_private
 from .collectives import communicator
 from .mesh import Mesh
 
-__all__ = ["broadcast_states", "is_unwritten", "materialize", "move_buffers", "unwritten"]
+__all__ = [
+    "broadcast_states",
+    "is_unwritten",
+    "materialize",
+    "move_buffers",
+    "require_initial_values",
+    "restore_ties",
+    "ties",
+    "unwritten",
+]
+
+
+def require_initial_values(root: nn.Module, modules: Iterable[nn.Module]) -> None:
+    """Raise UsageError for a module of ``modules`` on the meta device that has no way of its own to get its values."""
+    for module in modules:
+        if any(tensor.is_meta for tensor in _own_tensors(module)):
+            _require_reset(root, module)
 
 
 def materialize(
-    root: nn.Module,
-    init: Callable[[nn.Module], None] | None,
-    device: torch.device,
-    skip: Collection[nn.Module],
+    root: nn.Module, modules: Sequence[nn.Module], init: Callable[[nn.Module], None] | None, device: torch.device
 ) -> bool:
-    """Give every module with tensors on the meta device memory on ``device`` and initial values; return True if there were any.
+    """Give every module of ``modules`` with tensors on the meta device memory on ``device`` and values; True if there were any.
 
     ``init`` (param_init_fn) is called for each such module; without it, ``to_empty`` and the module's ``reset_parameters``.
-    Modules of ``skip`` are left alone.
+    root: what they belong to, for errors.
     """
-    ties = _ties(root)
-    modules = [m for m in root.modules() if m not in skip and any(t.is_meta for t in _own_tensors(m))]
-    if init is None:  # look first, then act: an error leaves the module as it was
-        for module in modules:
-            _require_reset(root, module)
-    for module in modules:
+    on_meta = [module for module in modules if any(tensor.is_meta for tensor in _own_tensors(module))]
+    for module in on_meta:
         with torch_private.PoisonedMemory():  # what init leaves as it is can be told, see `unwritten`
             if init is not None:
                 init(module)
@@ -40,9 +49,8 @@ def materialize(
             with torch.no_grad():
                 module.to_empty(device=device, recurse=False)
                 module.reset_parameters()  # type: ignore[operator]
-    _restore_ties(ties)
-    left = [name for name, tensor in _all_named_tensors(root, skip) if tensor.is_meta]
-    if modules and left:
+    left = [f"{_name_of(root, m)}.{name}" for m in on_meta for name, tensor in _named_own_tensors(m) if tensor.is_meta]
+    if left:
         raise UsageError(
             explain(
                 "Tensors are still on the meta device after initialisation.",
@@ -52,7 +60,7 @@ def materialize(
                 fix="call module.to_empty(device=..., recurse=False) and fill the values in param_init_fn",
             )
         )
-    return bool(modules)
+    return bool(on_meta)
 
 
 def is_unwritten(tensor: torch.Tensor) -> bool:
@@ -65,15 +73,9 @@ def is_unwritten(tensor: torch.Tensor) -> bool:
     return bool((tensor == torch.iinfo(tensor.dtype).max).all())
 
 
-def unwritten(root: nn.Module, skip: Collection[nn.Module]) -> set[tuple[nn.Module, str]]:
+def unwritten(modules: Iterable[nn.Module]) -> set[tuple[nn.Module, str]]:
     """Return where initialisation has left tensors without values: (module, attribute), of parameters and buffers."""
-    return {
-        (module, name)
-        for module in root.modules()
-        if module not in skip
-        for name, tensor in _named_own_tensors(module)
-        if is_unwritten(tensor)
-    }
+    return {(module, name) for module in modules for name, tensor in _named_own_tensors(module) if is_unwritten(tensor)}
 
 
 def _require_reset(root: nn.Module, module: nn.Module) -> None:
@@ -91,13 +93,12 @@ def _require_reset(root: nn.Module, module: nn.Module) -> None:
     )
 
 
-def move_buffers(root: nn.Module, device: torch.device, skip: Collection[nn.Module]) -> None:
+def move_buffers(modules: Iterable[nn.Module], device: torch.device) -> None:
     """Move buffers to ``device``. Parameters need not move: a store copies its own part of each to where its shard is."""
-    for module in root.modules():
-        if module not in skip:
-            for name, buffer in module.named_buffers(recurse=False):
-                if buffer.device != device:
-                    setattr(module, name, buffer.to(device))
+    for module in modules:
+        for name, buffer in module.named_buffers(recurse=False):
+            if buffer.device != device:
+                setattr(module, name, buffer.to(device))
 
 
 def broadcast_states(parameters: Iterable[torch.Tensor], buffers: Iterable[torch.Tensor], mesh: Mesh, device: torch.device) -> None:
@@ -132,14 +133,7 @@ def _named_own_tensors(module: nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
     yield from module.named_buffers(recurse=False)
 
 
-def _all_named_tensors(root: nn.Module, skip: Collection[nn.Module]) -> Iterable[tuple[str, torch.Tensor]]:
-    for prefix, module in root.named_modules():
-        if module not in skip:
-            for name, tensor in _named_own_tensors(module):
-                yield f"{prefix}.{name}".lstrip("."), tensor
-
-
-def _ties(root: nn.Module) -> list[list[tuple[nn.Module, str]]]:
+def ties(root: nn.Module) -> list[list[tuple[nn.Module, str]]]:
     """Return, for every parameter that several modules hold, where."""
     slots: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
     for module in root.modules():
@@ -149,10 +143,16 @@ def _ties(root: nn.Module) -> list[list[tuple[nn.Module, str]]]:
     return [places for places in slots.values() if len(places) > 1]
 
 
-def _restore_ties(ties: list[list[tuple[nn.Module, str]]]) -> None:
-    """Materialising modules one by one gives each its own parameter; tie them to the first one's again."""
+def restore_ties(ties: Iterable[Sequence[tuple[nn.Module, str]]]) -> None:
+    """Materialising modules one by one gives each its own parameter; tie them to the first one's again.
+
+    A tie that a module on the meta device still has a part in is left for later.
+    """
     for (first, first_name), *others in ties:
-        parameter = torch_private.parameters_of(first)[first_name]
+        parameter = torch_private.parameters_of(first).get(first_name)
+        its = [parameter, *(torch_private.parameters_of(module).get(name) for module, name in others)]
+        if any(one is None or one.is_meta for one in its):
+            continue
         for module, name in others:
             if torch_private.parameters_of(module)[name] is not parameter:
                 torch_private.parameters_of(module)[name] = parameter

@@ -3,12 +3,28 @@ under tensors that stay."""
 
 from __future__ import annotations
 
+import ctypes
+import sys
+
 import torch
 
 from . import torch_private
 from .store import ParamStore
 
-__all__ = ["GroupMemory", "Storage"]
+__all__ = ["GroupMemory", "Storage", "give_back_freed"]
+
+# None where the C library has no such function.
+_malloc_trim = None if sys.platform == "win32" else getattr(ctypes.CDLL(None), "malloc_trim", None)
+
+
+def give_back_freed() -> None:
+    """Give pages that were freed on the CPU back to the system.
+
+    glibc keeps what lies between blocks that live on. Whole parameters that come and go while shards are made leave holes, each a
+    little too small for the next one: together as large as the model.
+    """
+    if _malloc_trim is not None:
+        _malloc_trim(0)
 
 
 class Storage:

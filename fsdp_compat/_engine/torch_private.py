@@ -33,6 +33,7 @@ __all__ = [
     "is_registered",
     "local_part",
     "never_compiled",
+    "offsets_on_mesh",
     "on_end_of_backward",
     "parameters_of",
     "placement",
@@ -40,11 +41,15 @@ __all__ = [
     "same_storage",
     "replace_total_norm",
     "scale_together",
+    "second_connection",
     "set_compiler",
     "start_all_gather",
     "start_reduce_scatter",
+    "store_of_its_own",
     "storage_key",
     "tensor_without_storage",
+    "unpatched",
+    "wraps_as",
 ]
 
 
@@ -217,6 +222,15 @@ def default_store() -> Store | None:
     return dist.distributed_c10d._get_default_store() if dist.is_initialized() else None
 
 
+def second_connection(store: Store) -> Store:
+    """The same store, for another thread: a wait in it blocks every other use of one connection. ``clone`` is in no type stub."""
+    try:
+        found: Store = store.clone()  # type: ignore[attr-defined]
+    except RuntimeError:  # a store of the user's
+        return store
+    return found
+
+
 def is_registered(group: dist.ProcessGroup) -> bool:
     """True until a process group is destroyed. The public functions that know it raise instead of answering."""
     return group in dist.distributed_c10d._world.pg_map
@@ -250,3 +264,33 @@ def as_plain_tensor(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Call a method of torch.Tensor on a subclass as if it were a plain tensor."""
     with torch._C.DisableTorchFunctionSubclass():
         return func(*args, **kwargs)
+
+
+def wraps_as(module: nn.Module) -> str | None:
+    """The name under which a module that does not show in names, a compiled one or DistributedDataParallel, holds what it wraps.
+
+    torch.compile has no public name for what it returns, and its module takes seconds to import: without it nothing is compiled.
+    """
+    compiler = sys.modules.get("torch._dynamo.eval_frame")
+    if compiler is not None and isinstance(module, compiler.OptimizedModule):
+        return "_orig_mod"
+    return "module" if isinstance(module, nn.parallel.DistributedDataParallel) else None
+
+
+def unpatched(owner: nn.Module | torch.optim.Optimizer, method: str) -> Callable[..., Any]:
+    """Return a method of a model or optimizer, or what it was where torch.distributed.checkpoint has let it call its functions."""
+    found = getattr(owner, method)
+    patched = getattr(sys.modules.get("torch.distributed.checkpoint.state_dict"), "_patched_state_dict", ())
+    return functools.partial(getattr(type(owner), method), owner) if found in patched else found
+
+
+def store_of_its_own(store: Store, prefix: str) -> Store:
+    """A second connection to the ranks' store, for keys under ``prefix``: a thread that waits in it holds nobody up."""
+    return PrefixStore(prefix, second_connection(store))
+
+
+def offsets_on_mesh(shape: tuple[int, ...], mesh: Any, placements: tuple[Any, ...]) -> tuple[int, ...]:
+    """Where this process's part of a DTensor begins in the whole. DTensor knows it, and says it to nobody in public."""
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    return tuple(compute_local_shape_and_global_offset(torch.Size(shape), mesh, placements)[1])

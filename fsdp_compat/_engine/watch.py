@@ -13,6 +13,9 @@ A wait in gloo cannot be ended from inside its process, but the rank that it wai
 and no content. So a rank that knows its wait to be vain asks for that. Then it raises, and gives all its connections up: they
 close, and who waits for one of them finds the reason in the store. Each member of a line gives up each generation of it once at
 most, which is how they agree on the generation with which they connect anew.
+
+The same thread answers others who ask what this process is doing (pulse.py), so that a rank that has not come can be told from one
+that never will. It has a connection to the store of its own: another thread may be waiting in the other one.
 """
 
 from __future__ import annotations
@@ -22,6 +25,8 @@ import contextlib
 import dataclasses
 import json
 import os
+import sys
+import textwrap
 import threading
 import time
 import typing
@@ -30,11 +35,26 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import torch.distributed as dist
 
-from . import torch_private
+from . import pulse, torch_private
 
-__all__ = ["ARRIVAL", "TOGETHER", "Board", "Line", "Report", "Wait", "Waiting", "add", "board", "give_up", "why"]
+__all__ = [
+    "ARRIVAL",
+    "TOGETHER",
+    "Answer",
+    "Board",
+    "Line",
+    "Report",
+    "Wait",
+    "Waiting",
+    "add",
+    "board",
+    "give_up",
+    "why",
+]
 
 PATIENCE = 5.0  # seconds in the same wait before others hear of it
+LOOK_S = 1.0  # at most, between two looks of the thread
+FORGOTTEN_S = 10.0  # without a question: nobody wants to know any more
 
 ARRIVAL = -1  # in place of a tag: the wait for a member to connect
 TOGETHER = -2  # likewise: a collective that all members take part in
@@ -107,6 +127,16 @@ class _Post:
         return (generation, counts.get(wait.tag, 0)) < (wait.generation, wait.number)
 
 
+@dataclasses.dataclass(frozen=True)
+class Answer:
+    """What a process says that it is doing."""
+
+    number: int  # of the question that it answers
+    text: str  # as in "is at train.py:41 in main()"
+    idle_s: float  # for how long it has made no progress; 0.0 in a wait that the watch knows
+    ended: bool = False  # its program, or the process group it was in
+
+
 class Board:
     """What ranks tell each other by way of the store. No method blocks."""
 
@@ -153,6 +183,20 @@ class Board:
                 return
             yield number, json.loads(text)
 
+    def ask(self, rank: int) -> int:
+        """Ask a rank what it is doing; return the number of the question. Who waits asks again and again."""
+        return self._store.add(f"fsdp_compat/asked/{rank}", 1)
+
+    def num_asked(self, rank: int) -> int:
+        return self._store.add(f"fsdp_compat/asked/{rank}", 0)
+
+    def answer(self, rank: int, answer: Answer | None) -> None:
+        self._set(f"answer/{rank}", answer and dataclasses.astuple(answer))
+
+    def answer_of(self, rank: int) -> Answer | None:
+        text = self._get(f"answer/{rank}")
+        return Answer(*json.loads(text)) if text else None
+
     def arrive(self, line: Line) -> None:
         self._store.set(f"fsdp_compat/arrived/{line.name}/{line.generation}/{line.members[line.rank]}", "1")
 
@@ -166,6 +210,41 @@ def board() -> Board | None:
     return None if store is None else Board(store)
 
 
+class _Doorkeeper:
+    """Answers for this process, in one process group of the world."""
+
+    def __init__(self, world: dist.ProcessGroup, store: torch_private.Store) -> None:
+        self.world = weakref.ref(world)
+        self.board = Board(torch_private.second_connection(store))
+        self._rank = dist.get_rank()
+        self._num_answered = 0
+        self._answered_at = 0.0
+        self._pulse: pulse.Pulse | None = None  # while others ask
+        self.board.answer(self._rank, None)
+
+    def answer(self, lines: Sequence[Line]) -> None:
+        number = self.board.num_asked(self._rank)
+        now = time.monotonic()
+        if number == self._num_answered:
+            if now - self._answered_at > FORGOTTEN_S:
+                self._pulse = None
+            return
+        self._num_answered, self._answered_at = number, now
+        if self._pulse is None:
+            self._pulse = pulse.Pulse()
+        idle_s, text = self._pulse.idle_s(), f"is at {pulse.place()}"
+        line = next((line for line in lines if line.waiting is not None), None)
+        waiting = None if line is None else line.waiting
+        if line is not None and waiting is not None:
+            self._pulse, idle_s, text = None, 0.0, line.describe(waiting).text.removeprefix(f"rank {self._rank} ")
+        self.board.answer(self._rank, Answer(number, text, idle_s))
+
+    def leave(self, text: str) -> None:
+        """Say that nobody needs to wait for this process any more."""
+        with contextlib.suppress(Exception):
+            self.board.answer(self._rank, Answer(0, text, 0.0, ended=True))
+
+
 class _Watch:
     """The thread of one process, and what it remembers. It lives while there are lines."""
 
@@ -177,6 +256,7 @@ class _Watch:
         self._seen: Waiting | None = None
         self._since = 0.0  # monotonic seconds
         self._posted: int | None = None  # the global rank under which a post stands
+        self._door: _Doorkeeper | None = None
         # By default group: how many requests for a release were answered.
         self._num_answered: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 
@@ -196,18 +276,41 @@ class _Watch:
         self._stop.set()
         if self._thread is not None:
             self._thread.join(2.0)
+        with contextlib.suppress(Exception):
+            self._at_door(self.lines())  # that may be its first time
+        if self._door is not None:
+            error = getattr(sys, "last_value", None)  # that the interpreter has printed
+            self._door.leave("has ended" + (f" with {type(error).__name__}: {textwrap.shorten(str(error), 200)}" if error else ""))
 
     def _run(self) -> None:
-        while not self._stop.wait(min(1.0, PATIENCE / 5)):
+        while not self._stop.wait(min(LOOK_S, PATIENCE / 5)):
             with self.lock:
-                if not self.lines():  # torch may hold groups, and so lines, that are destroyed
+                lines = self.lines()
+                if not lines:  # torch may hold groups, and so lines, that are destroyed
                     self._thread = None
-                    return
                 with contextlib.suppress(Exception):  # the store is gone, or the process group is going
-                    self._look()
+                    self._at_door(lines)
+                if not lines:
+                    return
+                with contextlib.suppress(Exception):
+                    self._look(lines)
 
-    def _look(self) -> None:
-        lines = self.lines()
+    def _at_door(self, lines: Sequence[Line]) -> None:
+        """Answer those who ask what this process is doing."""
+        world, store = dist.group.WORLD, torch_private.default_store()
+        if self._door is not None and self._door.world() is not world:
+            door, self._door = self._door, None
+            door.leave("has destroyed its process groups")
+        if self._door is None and lines and world is not None and store is not None:
+            self._door = _Doorkeeper(world, store)
+        if self._door is not None:
+            self._door.answer(lines)
+
+    def _board(self) -> Board | None:
+        """The thread's own."""
+        return self._door.board if self._door is not None else board()
+
+    def _look(self, lines: Sequence[Line]) -> None:
         line = next((line for line in lines if line.waiting is not None), None)
         waiting = None if line is None else line.waiting
         if waiting is not self._seen:
@@ -220,12 +323,12 @@ class _Watch:
         """The caller has the lock."""
         if self._posted is not None:
             rank, self._posted = self._posted, None
-            here = board()
+            here = self._board()
             if here is not None:
                 here.post(rank, None)
 
     def _long_wait(self, lines: Sequence[Line], line: Line, waiting: Waiting) -> None:
-        here = board()
+        here = self._board()
         if here is None or any(line.many_threads for line in lines):
             return
         wait = line.describe(waiting)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from .spec import FlatLayout, Interval
 
-__all__ = ["Move", "Piece", "pieces_of_rank", "pieces_of_whole", "plan_moves"]
+__all__ = ["Move", "Piece", "Run", "pieces_of_rank", "pieces_of_whole", "plan_moves", "runs_of_part"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,3 +70,26 @@ def plan_moves(sources: Iterable[Piece], targets: Iterable[Piece]) -> list[Move]
                 moves.append(Move(target.name, source.holder, source_start, target.holder, target_start, run.numel))
                 position = run.stop
     return moves
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """Elements that follow one another in one rank's shard, and in a part of a parameter."""
+
+    rank: int
+    in_shard: Interval
+    start: int  # of the run in the part, counted from its first element
+
+
+def runs_of_part(layout: FlatLayout, index: int, part: Interval) -> Iterator[Run]:
+    """Yield where the shards of ``layout`` hold the elements ``part`` of parameter ``index``, in order: each exactly once.
+
+    It takes as many steps as there are shards that hold any, whatever the number of ranks.
+    """
+    place, size = part.shifted(layout.params[index].start), layout.shard_numel
+    position = place.start
+    while position < place.stop:
+        rank = position // size
+        end = min(place.stop, (rank + 1) * size)
+        yield Run(rank, Interval(position, end).shifted(-rank * size), position - place.start)
+        position = end

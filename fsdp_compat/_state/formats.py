@@ -6,6 +6,7 @@ are views: nothing is copied or sent for a sharded state dict, and torch.distrib
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 import typing
@@ -17,19 +18,32 @@ import torch.distributed as dist
 from torch.distributed._shard.metadata import ShardMetadata
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed._shard.sharded_tensor.metadata import ShardedTensorMetadata, TensorProperties
-from torch.distributed._shard.sharded_tensor.shard import Shard
+from torch.distributed._shard.sharded_tensor.shard import Shard as LocalShard
 from torch.distributed._shard.sharding_spec.api import EnumerableShardingSpec
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 from torch.distributed.checkpoint.metadata import TensorProperties as StoredProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from .._engine import torch_private
 from .._engine.collectives import gather_in_group
 from .._layout.box import Box, cut_into_boxes
-from .._layout.spec import FlatLayout, Interval
+from .._layout.spec import FlatLayout, Interval, ParamSpec
+from .._stores.tensor_parallel import TensorParallel
+from .names import clean_name
 
-__all__ = ["BoxedTensor", "is_sharded", "read_part", "sharded_value", "shape_of"]
+__all__ = [
+    "BoxedTensor",
+    "is_readable",
+    "is_sharded",
+    "local_value",
+    "mesh_sharded_value",
+    "read_local",
+    "read_part",
+    "shape_of",
+    "sharded_value",
+]
 
 
 _FACTS = {
@@ -38,6 +52,28 @@ _FACTS = {
 } | {
     getattr(torch.Tensor, name) for name in ("dim", "element_size", "is_complex", "is_floating_point", "nelement", "numel", "size")
 }
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Where what a unit shards lies in the parameter that its module had: a tensor-parallel one has more on other processes."""
+
+    whole_shape: tuple[int, ...]
+    origin: tuple[int, ...]  # offsets of the first element
+
+    def boxes(self, shape: tuple[int, ...], part: Interval) -> list[Box]:
+        """Return the elements ``part`` of what has ``shape`` here, as boxes of the whole."""
+        return [
+            Box(tuple(offset + start for offset, start in zip(box.offsets, self.origin, strict=True)), box.sizes)
+            for box in cut_into_boxes(shape, part)
+        ]
+
+
+def place_of(shape: tuple[int, ...], parallel: TensorParallel | None) -> Place:
+    """Return where a parameter lies, of which a unit shards ``shape``."""
+    if parallel is None:
+        return Place(shape, (0,) * len(shape))
+    return Place(parallel.shape, torch_private.offsets_on_mesh(parallel.shape, parallel.mesh, parallel.placements))
 
 
 class _Shared:
@@ -59,7 +95,7 @@ class BoxedTensor(ShardedTensor):
 
     run: torch.Tensor  # 1-D: this rank's elements of the parameter, in order
     part: Interval  # which elements those are
-    whole_shape: tuple[int, ...]  # `.shape` of a ShardedTensor is answered out of its metadata
+    place: Place  # `.shape` of a ShardedTensor is answered out of its metadata
     _layout: FlatLayout
     _index: int
     _members: tuple[int, ...]
@@ -68,34 +104,54 @@ class BoxedTensor(ShardedTensor):
 
     @staticmethod
     def __new__(cls, *args: Any, **kwargs: Any) -> BoxedTensor:
-        layout, index, rank, run, members, group = args
+        layout, index, rank, run, members, group, *rest = args
         shape = layout.params[index].shape
-        self: Any = torch_private.tensor_without_storage(cls, shape, run.dtype, run.device)
-        self._layout, self._index, self._members, self.whole_shape = layout, index, members, shape
+        place = rest[0] if rest else place_of(shape, None)
+        self: Any = torch_private.tensor_without_storage(cls, place.whole_shape, run.dtype, run.device)
+        self._layout, self._index, self._members, self.place = layout, index, members, place
         self.run, self.part = run, layout.part(index, rank)
         self._group, self._init_rrefs, self._sharded_tensor_id, self._remote_shards = _Shared(group), False, None, {}
-        self._rank, self._local_shards = rank, self._make_shards(cut_into_boxes(shape, self.part), members[rank])
+        self._rank, self._local_shards = rank, self._make_shards(self._boxes(), members[rank])
         return self
 
-    def __init__(self, layout: FlatLayout, index: int, rank: int, run: torch.Tensor, members: tuple[int, ...], group: Any) -> None:
-        """run: 1-D, what ``rank`` of the layout holds of parameter ``index``. members: the global rank of each rank."""
+    def __init__(
+        self,
+        layout: FlatLayout,
+        index: int,
+        rank: int,
+        run: torch.Tensor,
+        members: tuple[int, ...],
+        group: Any,
+        place: Place | None = None,
+    ) -> None:
+        """run: 1-D, what ``rank`` of the layout holds of parameter ``index``. members: the global rank of each rank. place: of what
+        the layout knows as that parameter, where it is a part."""
 
-    def _make_shards(self, boxes: list[Box], global_rank: int) -> list[Shard]:
+    @property
+    def whole_shape(self) -> tuple[int, ...]:
+        return self.place.whole_shape
+
+    @property
+    def shape_here(self) -> tuple[int, ...]:
+        """What the ranks of its process group have together; less than the whole of a tensor-parallel parameter."""
+        return self._layout.params[self._index].shape
+
+    def _make_shards(self, boxes: list[Box], global_rank: int) -> list[LocalShard]:
         shards, start, place = [], 0, f"rank:{global_rank}/{self.run.device}"
         for box in boxes:
             view = self.run[start : start + box.numel].view(box.sizes)
-            shards.append(Shard(view, ShardMetadata(list(box.offsets), list(box.sizes), place)))
+            shards.append(LocalShard(view, ShardMetadata(list(box.offsets), list(box.sizes), place)))
             start += box.numel
         if not shards:
             sizes = [0, *self.whole_shape[1:]]  # a 0-d tensor has no empty part, so that is 1-D: nobody may read a value out of it
-            shards.append(Shard(self.run.new_zeros(sizes), ShardMetadata([0] * len(sizes), sizes, place)))
+            shards.append(LocalShard(self.run.new_zeros(sizes), ShardMetadata([0] * len(sizes), sizes, place)))
         return shards
 
     @functools.cached_property
     def _metadata(self) -> ShardedTensorMetadata:  # type: ignore[override]
         described = []
         for rank, global_rank in enumerate(self._members):
-            for box in cut_into_boxes(self.whole_shape, self._layout.part(self._index, rank)):
+            for box in self.place.boxes(self.shape_here, self._layout.part(self._index, rank)):
                 described.append(ShardMetadata(list(box.offsets), list(box.sizes), f"rank:{global_rank}/{self.run.device}"))
         return ShardedTensorMetadata(described, torch.Size(self.whole_shape), TensorProperties(dtype=self.run.dtype))
 
@@ -103,12 +159,19 @@ class BoxedTensor(ShardedTensor):
     def _sharding_spec(self) -> EnumerableShardingSpec:
         return EnumerableShardingSpec(self._metadata.shards_metadata)
 
-    def is_cut_as(self, layout: FlatLayout, index: int, members: tuple[int, ...]) -> bool:
+    def is_cut_as(self, layout: FlatLayout, index: int, members: tuple[int, ...], place: Place | None = None) -> bool:
         """True if every rank holds the same elements as of parameter ``index`` of ``layout``, which is spread over the global ranks
-        ``members``. The same answer on all ranks of the value."""
-        return (self._layout.ranks, self._members) == (layout.ranks, members) and all(
-            self._layout.part(self._index, rank) == layout.part(index, rank) for rank in range(layout.ranks)
+        ``members`` and lies at ``place``. The same answer on all ranks of the value."""
+        shape = layout.params[index].shape
+        return (
+            (self._layout.ranks, self._members) == (layout.ranks, members)
+            and (self.shape_here, self.place) == (shape, place or place_of(shape, None))
+            and all(self._layout.part(self._index, rank) == layout.part(index, rank) for rank in range(layout.ranks))
         )
+
+    def is_local_of(self, layout: FlatLayout, members: tuple[int, ...]) -> bool:
+        """True if this is the flat tensor of ``layout`` itself, spread over the global ranks ``members``."""
+        return isinstance(self._layout, FlatOfParameters) and self._layout.fits(layout) and self._members == members
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -122,7 +185,7 @@ class BoxedTensor(ShardedTensor):
     # -- how torch.distributed.checkpoint asks a value for its parts
 
     def _boxes(self) -> list[Box]:
-        return cut_into_boxes(self.whole_shape, self.part)
+        return self.place.boxes(self.shape_here, self.part)
 
     def __create_write_items__(self, fqn: str, object: object) -> list[WriteItem]:
         properties = StoredProperties(dtype=self.run.dtype)
@@ -150,11 +213,12 @@ class BoxedTensor(ShardedTensor):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> BoxedTensor:
         """Return a value with memory of its own: this rank's elements, and no more."""
-        return BoxedTensor(self._layout, self._index, self._rank, self.run.detach().clone(), self._members, self._process_group)
+        run = self.run.detach().clone()
+        return BoxedTensor(self._layout, self._index, self._rank, run, self._members, self._process_group, self.place)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickled without its process group, to be read where there is none; the default group takes its place if there is."""
-        return _rebuilt, (self._layout, self._index, self._rank, self.run.detach().clone(), self._members)
+        return _rebuilt, (self._layout, self._index, self._rank, self.run.detach().clone(), self._members, self.place)
 
     def data_ptr(self) -> int:
         """0: the memory is that of the local shards."""
@@ -177,21 +241,99 @@ class BoxedTensor(ShardedTensor):
         self._group = _Shared(group)
 
 
-def _rebuilt(layout: FlatLayout, index: int, rank: int, run: torch.Tensor, members: tuple[int, ...]) -> BoxedTensor:
-    return BoxedTensor(layout, index, rank, run, members, dist.group.WORLD if dist.is_initialized() else None)
+def _rebuilt(
+    layout: FlatLayout, index: int, rank: int, run: torch.Tensor, members: tuple[int, ...], place: Place | None = None
+) -> BoxedTensor:
+    return BoxedTensor(layout, index, rank, run, members, dist.group.WORLD if dist.is_initialized() else None, place)
 
 
 def sharded_value(
-    layout: FlatLayout, index: int, rank: int, run: torch.Tensor, members: tuple[int, ...], group: dist.ProcessGroup | None
+    layout: FlatLayout,
+    index: int,
+    rank: int,
+    run: torch.Tensor,
+    members: tuple[int, ...],
+    group: dist.ProcessGroup | None,
+    parallel: TensorParallel | None = None,
 ) -> torch.Tensor:
     """Return what a sharded state dict holds for parameter ``index``, given this rank's elements of it.
 
     With one rank, and for parameters without elements, that is a plain tensor in the parameter's shape; a view in any case.
+    parallel: how the parameter lies on a mesh of its own, if it does; then the boxes are those of the whole parameter.
     """
     shape = layout.params[index].shape
-    if layout.ranks == 1 or not math.prod(shape):
+    place = place_of(shape, parallel)
+    if not math.prod(place.whole_shape):
+        return run.view(place.whole_shape)
+    if layout.ranks == 1 and place.whole_shape == shape:
         return run.view(shape)
-    return BoxedTensor(layout, index, rank, run, members, group)
+    return BoxedTensor(layout, index, rank, run, members, group, place)
+
+
+def mesh_sharded_value(whole: torch.Tensor, mesh: DeviceMesh) -> DTensor:
+    """Return what a sharded state dict holds, where the model was given a mesh: a DTensor cut along ``whole``'s first dimension.
+
+    The mesh's last dimension splits, the others repeat; a 0-d value is repeated along all. This rank's part is a copy, no larger
+    than itself. Nothing is sent.
+    """
+    placements: list[Placement] = [Replicate()] * mesh.ndim
+    own = whole.detach()
+    if whole.dim():
+        last = mesh.ndim - 1
+        rows = -(-whole.shape[0] // mesh.size(last))  # as torch.chunk cuts: the last ones have fewer, or none
+        own = own[rows * mesh.get_local_rank(last) :][:rows]
+        placements[-1] = Shard(0)
+    own = own.clone(memory_format=torch.contiguous_format)
+    stride = torch.empty(whole.shape, device="meta").stride()
+    return DTensor.from_local(own, mesh, placements, run_check=False, shape=whole.shape, stride=stride)
+
+
+@dataclasses.dataclass(frozen=True)
+class FlatOfParameters(FlatLayout):
+    """The layout of a flat tensor as if it were one parameter of one dimension; it knows the parameters that are in it."""
+
+    inside: FlatLayout
+
+    def fits(self, layout: FlatLayout) -> bool:
+        """True if the same parameters lie at the same places of as many shards."""
+        return _places(self.inside) == _places(layout)
+
+
+def _places(layout: FlatLayout) -> tuple[Any, ...]:
+    return layout.ranks, layout.shard_numel, [(clean_name(param.name), param.shape, param.start) for param in layout.params]
+
+
+def flat_of_parameters(layout: FlatLayout) -> FlatOfParameters:
+    """Return how the flat tensor of ``layout`` is described itself: without the padding at its end, which is not saved."""
+    numel = max((param.place.stop for param in layout.params), default=0)
+    return FlatOfParameters((ParamSpec("flat", (numel,), 0),), layout.ranks, layout.shard_numel, layout)
+
+
+def local_value(
+    layout: FlatLayout, rank: int, shard: torch.Tensor, members: tuple[int, ...], group: dist.ProcessGroup | None
+) -> torch.Tensor:
+    """Return what a local state dict holds for a flat tensor of ``layout``: ``rank``'s ``shard`` [S] of it, a view."""
+    flat = flat_of_parameters(layout)
+    return sharded_value(flat, 0, rank, shard[flat.part_in_shard(0, rank).slice], members, group)
+
+
+def read_local(value: torch.Tensor, layout: FlatLayout, rank: int, members: tuple[int, ...]) -> torch.Tensor | None:
+    """Return ``rank``'s elements of the flat tensor of ``layout``, 1-D, of what a local state dict holds for it.
+
+    None, on all ranks, if it was cut otherwise or is of other parameters. Nothing is sent.
+    """
+    flat = flat_of_parameters(layout)
+    if isinstance(value, BoxedTensor):
+        return value.run if value.is_local_of(layout, members) else None
+    if isinstance(value, ShardedTensor):
+        parts = [flat.part(0, each) for each in range(layout.ranks)]
+        described = sorted((*shard.shard_offsets, *shard.shard_sizes) for shard in value.metadata().shards_metadata)
+        if tuple(value.metadata().size) != flat.params[0].shape or described != [(p.start, p.numel) for p in parts if p]:
+            return None
+        own = value.local_shards()
+        return own[0].tensor.detach() if own else torch.empty(0, dtype=value.dtype)
+    fits = torch_private.is_plain(value) and not value.numel() and flat.params[0].shape == (0,)
+    return value.detach().reshape(-1) if fits else None
 
 
 def is_sharded(value: object) -> bool:
@@ -205,26 +347,50 @@ def shape_of(value: torch.Tensor) -> tuple[int, ...]:
     return tuple(value.metadata().size) if isinstance(value, ShardedTensor) else tuple(value.shape)
 
 
-def read_part(value: torch.Tensor, layout: FlatLayout, index: int, rank: int, members: tuple[int, ...]) -> torch.Tensor:
+def read_part(
+    value: torch.Tensor,
+    layout: FlatLayout,
+    index: int,
+    rank: int,
+    members: tuple[int, ...],
+    parallel: TensorParallel | None = None,
+) -> torch.Tensor:
     """Return ``rank``'s elements of parameter ``index`` of ``layout``, out of any value that stands for the whole of it.
 
-    members: the global ranks that the layout is spread over.
+    members: the global ranks that the layout is spread over. parallel: how the parameter lies on a mesh of its own, if it does.
     1-D, a view where it can be. Collective if ``value`` is sharded in another way than ``layout``: then all ranks see that it is,
     and all of them call, in one order.
     """
     part = layout.part(index, rank)
-    if isinstance(value, BoxedTensor) and value.is_cut_as(layout, index, members):
+    place = place_of(layout.params[index].shape, parallel)
+    if isinstance(value, BoxedTensor) and value.is_cut_as(layout, index, members, place):
         return value.run
     if isinstance(value, DTensor):
-        value = value.full_tensor()
+        moved: Any = value.to(value.device_mesh.device_type)  # a state dict may have been put on the CPU
+        value = moved.full_tensor() if parallel is None else parallel.local(moved)
     elif isinstance(value, ShardedTensor):
+        is_part = isinstance(value, BoxedTensor) and value.shape_here != value.whole_shape
         value = _whole(value)
+        value = value if parallel is None or is_part else parallel.part(value)
+    elif parallel is not None:
+        value = parallel.part(value)
     return value.detach().reshape(-1)[part.slice]
 
 
+def is_readable(value: object, shape: tuple[int, ...], parallel: TensorParallel | None) -> bool:
+    """False for boxes of what other processes of a mesh have more of, unless the parameter, of which a unit shards ``shape``, lies
+    there in the same way."""
+    if not isinstance(value, BoxedTensor) or value.shape_here == value.whole_shape:
+        return True
+    return (value.shape_here, value.place) == (shape, place_of(shape, parallel))
+
+
 def _whole(value: ShardedTensor) -> torch.Tensor:
-    """Put a ShardedTensor together on every rank. Collective over its process group; one all-gather."""
+    """Put what a ShardedTensor's ranks hold together on every one of them. Collective over its process group; one all-gather."""
     metadata = value.metadata()
+    size, origin = tuple(metadata.size), (0,) * len(metadata.size)
+    if isinstance(value, BoxedTensor):
+        size, origin = value.shape_here, value.place.origin
     group: Any = value._process_group
     ranks = dist.get_process_group_ranks(group)
     sizes = dict.fromkeys(ranks, 0)
@@ -238,13 +404,13 @@ def _whole(value: ShardedTensor) -> torch.Tensor:
         own[start : start + tensor.numel()] = tensor
         start += tensor.numel()
     gathered = gather_in_group(group, own)
-    whole = torch.empty(metadata.size, dtype=value.dtype, device=own.device)
+    whole = torch.empty(size, dtype=value.dtype, device=own.device)
     starts = {rank: position * longest for position, rank in enumerate(ranks)}
     for shard in metadata.shards_metadata:
         rank, numel = _rank_of(shard), math.prod(shard.shard_sizes)
         place = whole
-        for dim, (offset, size) in enumerate(zip(shard.shard_offsets, shard.shard_sizes, strict=True)):
-            place = place.narrow(dim, offset, size)
+        for dim, (offset, length, first) in enumerate(zip(shard.shard_offsets, shard.shard_sizes, origin, strict=True)):
+            place = place.narrow(dim, offset - first, length)
         place.copy_(gathered[starts[rank] : starts[rank] + numel].view(tuple(shard.shard_sizes)))
         starts[rank] += numel
     return whole

@@ -2,21 +2,47 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import typing
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
-from .._engine import torch_private
 from .._engine.unit import Group, Unit
-from .._stores.flat_store import FlatStore
+from .._layout.spec import FlatLayout, Interval
+from .._stores.flat_store import FlatStore, home_attribute
+from .._stores.registration import FLAT_PARAM
 from ..errors import UsageError, explain
-from .formats import is_sharded, read_part, shape_of, sharded_value
-from .names import clean_name
+from .formats import is_readable, is_sharded, local_value, mesh_sharded_value, read_local, read_part, shape_of, sharded_value
+from .names import Wanted, clean_name, everything
 
-__all__ = ["check_unit", "full_entries", "load_unit", "no_parallel_boxes", "sharded_entries", "store_of", "wrong_value"]
+__all__ = [
+    "FromFirst",
+    "check_unit",
+    "flat_names",
+    "full_entries",
+    "gathered_unit",
+    "in_module_order",
+    "is_flat_name",
+    "load_unit",
+    "local_entries",
+    "other_local",
+    "no_parallel_boxes",
+    "sharded_entries",
+    "store_of",
+    "wrong_value",
+]
+
+
+@dataclasses.dataclass(frozen=True)
+class FromFirst:
+    """The value of a parameter that only the first rank was given. It is sent when the unit of the parameter is loaded."""
+
+    value: torch.Tensor | None  # None on the other ranks
 
 
 def store_of(group: Group) -> FlatStore:
@@ -24,53 +50,229 @@ def store_of(group: Group) -> FlatStore:
     return typing.cast(FlatStore, group.store)
 
 
-def full_entries(unit: Unit, to_cpu: bool, keep: bool) -> Iterator[tuple[str, torch.Tensor]]:
+def flat_names(unit: Unit) -> list[str]:
+    """The names of a unit's flat parameters in local state dicts: a second group of parameters has a number."""
+    return [home_attribute(position) for position in range(len(unit.groups))]
+
+
+def is_flat_name(name: str) -> bool:
+    """True for the name of a flat parameter, of any unit of any model."""
+    last = name.rpartition(".")[2]
+    return last == FLAT_PARAM or (last.startswith(f"{FLAT_PARAM}_") and last.removeprefix(f"{FLAT_PARAM}_").isdecimal())
+
+
+# -- out
+
+
+def _chosen(store: FlatStore, prefixes: Sequence[str], wanted: Wanted) -> dict[int, list[str]]:
+    """Return the clean names of the parameters that are wanted, by index in the layout. A tied parameter has several.
+
+    prefixes: what the names begin with; several where modules hold the unit under several names.
+    """
+    trainable = {index: target.requires_grad for target, indices in store.targets for index in indices}
+    found: dict[int, list[str]] = {}
+    for index, member in enumerate(store.members):
+        names = [prefix + clean_name(name) for prefix in prefixes for name in member.names]
+        if its := [name for name in names if wanted(name, trainable[index])]:
+            found[index] = its
+    return found
+
+
+class _Gathered:
+    """Some of a group's parameters, whole. One gather brings them; where only some are wanted, only those travel."""
+
+    def __init__(self, group: Group, indices: Sequence[int]) -> None:
+        """Collective: all ranks ask for the same. So is taking one, where parameters are DTensors."""
+        self._store = store = store_of(group)
+        self._parts: list[dict[int, tuple[Interval, Interval]]] = []  # by rank, unless all parameters lie in the buffer as they are
+        if len(indices) == len(store.members) or group.shard.ranks == 1:
+            self._buffer = group.gather_full()
+            return
+        self._parts = [_packed(store.layout, indices, rank) for rank in range(store.layout.ranks)]
+        longest = max(1, *(place.stop for its in self._parts for _, place in its.values()))
+        own = torch.zeros(longest, dtype=store.dtype, device=store.shard.device)
+        for index, (_, place) in self._parts[store.rank].items():
+            own[place.slice] = store.shard.detach()[store.layout.part_in_shard(index, store.rank).slice]
+        self._buffer = group.gather_full(own)
+
+    def whole(self, index: int) -> torch.Tensor:
+        """Return a parameter, a view of what was gathered where it can be."""
+        parallel = self._store.parallel[index]
+        value = self._put_together(index) if self._parts else self._store.whole(self._buffer)[index]
+        return (value if parallel is None else parallel.whole(value)).detach()
+
+    def copy(self, index: int, device: torch.device | None = None) -> torch.Tensor:
+        """Return a parameter in memory of its own, on ``device`` or where it was gathered."""
+        value = self.whole(index)
+        is_view = not self._parts and self._store.parallel[index] is None
+        return value.to(device or value.device, copy=is_view)
+
+    def _put_together(self, index: int) -> torch.Tensor:
+        value = self._buffer.new_empty(self._store.layout.params[index].shape)
+        for its, piece in zip(self._parts, self._buffer.chunk(len(self._parts)), strict=True):
+            part, place = its[index]
+            if part:
+                value.view(-1)[part.slice] = piece[place.slice]
+        return value
+
+
+def _packed(layout: FlatLayout, indices: Sequence[int], rank: int) -> dict[int, tuple[Interval, Interval]]:
+    """Return (part of the parameter, its place) by index, where ``rank`` sends its parts one after the other."""
+    found, end = {}, 0
+    for index in indices:
+        part = layout.part(index, rank)
+        found[index] = part, Interval(end, end + part.numel)
+        end += part.numel
+    return found
+
+
+def full_entries(unit: Unit, prefix: str, wanted: Wanted, to_cpu: bool, keep: bool) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (name, whole tensor) of a unit's parameters, one group gathered at a time; nothing where ``keep`` is False.
 
-    Names are relative to the unit; a tied parameter has several, with one tensor. Collective: all ranks, to the end.
+    A tied parameter comes under all its names, with one tensor, which is a copy. Collective: all ranks, to the end.
     """
     for group in unit.groups:
+        if names := _chosen(store_of(group), [prefix], wanted):
+            gathered = _Gathered(group, list(names))
+            for index, its_names in names.items():
+                if keep:
+                    own = gathered.copy(index, torch.device("cpu") if to_cpu else None)
+                    for name in its_names:
+                        yield name, own
+                    del own
+                elif store_of(group).parallel[index] is not None:
+                    gathered.whole(index)  # other ranks of the parameter's own mesh may keep it
+            del gathered  # or the next group is gathered beside this one
+
+
+def gathered_unit(unit: Unit, prefixes: Sequence[str], wanted: Wanted) -> list[tuple[list[str], Callable[[], torch.Tensor]]]:
+    """Return (names, what gives the whole parameter, a copy on the CPU) for what is wanted of a unit; all groups are gathered.
+
+    What is gathered is held by what is returned. Collective, also what gives the parameters, where they are DTensors.
+    """
+    found: list[tuple[list[str], Callable[[], torch.Tensor]]] = []
+    for group in unit.groups:
+        if names := _chosen(store_of(group), prefixes, wanted):
+            gathered = _Gathered(group, list(names))
+            found += [(its_names, functools.partial(gathered.copy, i, torch.device("cpu"))) for i, its_names in names.items()]
+    return found
+
+
+def sharded_entries(
+    unit: Unit,
+    prefix: str,
+    wanted: Wanted,
+    process_group: dist.ProcessGroup | None,
+    mesh: DeviceMesh | None,
+    to_cpu: bool,
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield (name, value) of a unit's parameters, where a value holds this rank's part of the parameter.
+
+    Without a mesh it is boxes over ``process_group``, and nothing is sent. They view the shard; only where some parameters are left
+    out, or go to another device, they are copies, no larger than themselves. With a mesh it is a DTensor, a copy, and this is
+    collective: all ranks, to the end; one group is gathered at a time.
+    """
+    for group in unit.groups:
+        if mesh is None or group.shard.ranks == 1:
+            yield from _boxes(group, prefix, wanted, process_group, to_cpu)
+        else:
+            yield from _mesh_values(group, prefix, wanted, mesh, to_cpu)
+
+
+def _mesh_values(group: Group, prefix: str, wanted: Wanted, mesh: DeviceMesh, to_cpu: bool) -> Iterator[tuple[str, torch.Tensor]]:
+    names = _chosen(store_of(group), [prefix], wanted)
+    if not names:
+        return
+    gathered = _Gathered(group, list(names))
+    for index, its_names in names.items():
+        value: torch.Tensor = mesh_sharded_value(gathered.whole(index), mesh)
+        value = value.cpu() if to_cpu else value
+        for name in its_names:
+            yield name, value
+
+
+def _boxes(
+    group: Group, prefix: str, wanted: Wanted, process_group: dist.ProcessGroup | None, to_cpu: bool
+) -> Iterator[tuple[str, torch.Tensor]]:
+    store = store_of(group)
+    for index, names in _chosen(store, [prefix], wanted).items():
+        run = store.shard.detach()[store.layout.part_in_shard(index, store.rank).slice]
+        run = run.to("cpu") if to_cpu and run.device.type != "cpu" else run if wanted is everything else run.clone()
+        value = sharded_value(store.layout, index, store.rank, run, group.shard.members, process_group, store.parallel[index])
+        for name in names:
+            yield name, value
+
+
+def local_entries(
+    unit: Unit, prefix: str, wanted: Wanted, process_group: dist.ProcessGroup | None, to_cpu: bool
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield (name of a flat parameter, this rank's shard of it) of those of a unit that hold anything wanted. Nothing is sent.
+
+    Where one rank holds all there are no shards: then the parameters come under their own names, as torch has it.
+    """
+    for flat_name, group in zip(flat_names(unit), unit.groups, strict=True):
         store = store_of(group)
-        full = group.gather_full()
-        wholes = [
-            value if parallel is None else parallel.whole(value)
-            for value, parallel in zip(store.whole(full), store.parallel, strict=True)
-        ]
-        if not keep:
-            continue
-        for member, value in zip(store.members, wholes, strict=True):
-            own = value.detach().to("cpu", copy=True) if to_cpu else value.detach().clone()
-            for name in member.names:
-                yield clean_name(name), own
+        if group.shard.ranks == 1:
+            yield from _boxes(group, prefix, wanted, process_group, to_cpu)
+        elif _chosen(store, [prefix], wanted):
+            if store.parallel[0] is not None:
+                raise no_parallel_boxes(unit.label, store.members[0].name, "LOCAL_STATE_DICT")
+            shard = store.shard.detach()
+            shard = shard.to("cpu") if to_cpu and shard.device.type != "cpu" else shard if wanted is everything else shard.clone()
+            yield prefix + flat_name, local_value(store.layout, store.rank, shard, group.shard.members, process_group)
 
 
-def sharded_entries(unit: Unit, group: dist.ProcessGroup | None, to_cpu: bool) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (name, value) of a unit's parameters, where a value is this rank's boxes of the parameter: views, nothing is sent."""
-    for its_group in unit.groups:
-        store = store_of(its_group)
-        shard = store.shard.detach().cpu() if to_cpu else store.shard.detach()
-        for index, member in enumerate(store.members):
-            if store.parallel[index] is not None:
-                raise no_parallel_boxes(unit.label, member.name)
-            run = shard[store.layout.part_in_shard(index, store.rank).slice]
-            value = sharded_value(store.layout, index, store.rank, run, its_group.shard.members, group)
-            for name in member.names:
-                yield clean_name(name), value
+# -- in
 
 
 def check_unit(unit: Unit, entries: Mapping[str, Any], prefix: str, missing: list[str], errors: list[str]) -> None:
     """Add to ``missing`` and ``errors`` what of a unit's parameters is not in ``entries``, or cannot be loaded. No change."""
-    for group in unit.groups:
+    for flat_name, group in zip(flat_names(unit), unit.groups, strict=True):
         store = store_of(group)
+        if prefix + flat_name in entries:
+            errors += _wrong_local(group, prefix + flat_name, entries[prefix + flat_name])
+            continue
         for index, member in enumerate(store.members):
             keys = [prefix + clean_name(name) for name in member.names]
             found = [key for key in keys if key in entries]
             missing += [] if found else keys[:1]
             errors += [wrong for key in found if (wrong := wrong_value(key, entries[key], store.shape(index), store.dtype))]
+            shape, parallel = store.layout.params[index].shape, store.parallel[index]
+            errors += [_other_parallel(key) for key in found if not is_readable(entries[key], shape, parallel)]
+
+
+def _wrong_local(group: Group, key: str, value: Any) -> list[str]:
+    """Say why ``value`` is not this unit's flat parameter, cut as it is here; [] if it is."""
+    store = store_of(group)
+    if not isinstance(value, torch.Tensor):
+        return [f"{key}: expected a ShardedTensor, got {type(value).__name__}"]
+    if value.dtype.is_complex and not store.dtype.is_complex:
+        return [f"{key}: expected {store.dtype}, got {value.dtype}, whose imaginary part would be lost"]
+    if group.shard.ranks > 1 and read_local(value, store.layout, store.rank, group.shard.members) is not None:
+        return []
+    return [other_local(key, f"{len(store.members)} parameter(s) over {group.shard.ranks} rank(s)")]
+
+
+def _other_parallel(key: str) -> str:
+    """Say that boxes of a tensor-parallel parameter do not fit."""
+    return (
+        f"{key}: boxes of a tensor-parallel parameter can only be loaded in memory by a model that splits it in the same way. "
+        "Load them through torch.distributed.checkpoint, or use StateDictType.FULL_STATE_DICT"
+    )
+
+
+def other_local(key: str, here: str) -> str:
+    """Say that a local state dict does not fit. here: what there is in this model."""
+    return (
+        f"{key}: a flat parameter of a LOCAL_STATE_DICT can only be loaded by as many ranks, wrapped in the same way; here it has "
+        f"{here}. Save with StateDictType.SHARDED_STATE_DICT or FULL_STATE_DICT, which any model of the same parameters loads"
+    )
 
 
 def wrong_value(key: str, value: Any, shape: tuple[int, ...], dtype: torch.dtype) -> str | None:
     """Say why ``value`` cannot be loaded into a tensor of this shape and dtype; None if it can."""
+    if isinstance(value, FromFirst):  # the first rank has looked at it
+        return None
     if not isinstance(value, torch.Tensor):
         return f"{key}: expected a tensor of shape {shape}, got {type(value).__name__}"
     got = shape_of(value)
@@ -87,40 +289,68 @@ def load_unit(unit: Unit, entries: MutableMapping[str, Any], prefix: str, missin
     """Take a unit's parameters out of ``entries`` (keys start with ``prefix``) and copy this rank's part of each into its shard.
 
     Whatever form a value has, it is the value that says so. What is not there is added to ``missing``, what does not fit to
-    ``errors``. Collective if a value is sharded in another way than the unit.
+    ``errors``, of which nothing is loaded then. Collective if a value is sharded in another way than the unit, or is `FromFirst`.
     """
+    wrong: list[str] = []  # where a module around this one is loaded nobody has looked yet
+    check_unit(unit, entries, prefix, missing, wrong)
+    errors += wrong
     with torch.no_grad():
-        for group in unit.groups:
+        for flat_name, group in zip(flat_names(unit), unit.groups, strict=True):
             store = store_of(group)
+            flat = entries.pop(prefix + flat_name, None)
+            found: dict[int, Any] = {}
             for index, member in enumerate(store.members):
-                keys = [prefix + clean_name(name) for name in member.names]
-                values = [entries.pop(key) for key in dict.fromkeys(keys) if key in entries]
-                missing += [keys[0]] if not values else []
-                if values:
-                    _load_parameter(group, index, keys[0], values[-1], errors)
+                keys = dict.fromkeys(prefix + clean_name(name) for name in member.names)
+                values = [entries.pop(key) for key in keys if key in entries]
+                found.update({index: values[-1]} if values else {})
+            if wrong:
+                continue
+            if flat is not None:
+                run = read_local(flat, store.layout, store.rank, group.shard.members)
+                assert run is not None
+                _write(store.shard[: run.numel()], run)
+                continue
+            received = _received(group, found)
+            for index in list(received):
+                _load_parameter(group, index, received.pop(index))
 
 
-def _load_parameter(group: Group, index: int, key: str, value: object, errors: list[str]) -> None:
+def _received(group: Group, found: dict[int, Any]) -> dict[int, torch.Tensor]:
+    """Send what only the first rank has to the others. Collective if there is any."""
+    sent: dict[int, torch.Tensor] = {}
+    for index, value in found.items():
+        if isinstance(value, FromFirst):
+            shape, dtype = store_of(group).shape(index), store_of(group).dtype
+            sent[index] = (
+                torch.empty(shape, dtype=dtype, device=group.device)
+                if value.value is None
+                else value.value.detach().to(group.device, dtype).reshape(shape).contiguous()
+            )
+    if sent:
+        for wire in (group.replica, group.shard):  # the first replica's first rank to every replica's first one, and on to the rest
+            wire.broadcast(list(sent.values()), f"the parameters of {group.name} that are loaded")
+    return {**found, **sent}
+
+
+def _load_parameter(group: Group, index: int, value: torch.Tensor) -> None:
     store = store_of(group)
-    wrong = wrong_value(key, value, store.shape(index), store.dtype)
-    if wrong is not None or not isinstance(value, torch.Tensor):
-        errors.append(wrong or key)
-        return
-    if (parallel := store.parallel[index]) is not None:
-        value = parallel.local(value) if not torch_private.is_plain(value) else parallel.part(value)
-    run = read_part(value, store.layout, index, store.rank, group.shard.members)
-    target = store.shard[store.layout.part_in_shard(index, store.rank).slice]
+    run = read_part(value, store.layout, index, store.rank, group.shard.members, store.parallel[index])
+    _write(store.shard[store.layout.part_in_shard(index, store.rank).slice], run)
+
+
+def _write(target: torch.Tensor, run: torch.Tensor) -> None:
+    """Copy ``run`` into ``target``, unless it is that."""
     if run.data_ptr() != target.data_ptr() or run.device != target.device or run.dtype != target.dtype:
         target.copy_(run)
 
 
-def no_parallel_boxes(where: str, name: str) -> UsageError:
-    """The error for sharded values of a unit (``where``) with a DTensor parameter ``name``."""
+def no_parallel_boxes(where: str, name: str, form: str = "SHARDED_STATE_DICT") -> UsageError:
+    """The error for values of a unit (``where``) in a form that a DTensor parameter ``name`` does not go into."""
     return UsageError(
         explain(
-            "A sharded state dict of tensor-parallel parameters is not available in this version.",
+            f"A {form.lower().split('_')[0]} state dict of tensor-parallel parameters is not available in this version.",
             expected="StateDictType.FULL_STATE_DICT for a model with DTensor parameters",
-            got=f"StateDictType.SHARDED_STATE_DICT, and a DTensor parameter {clean_name(name)!r}",
+            got=f"StateDictType.{form}, and a DTensor parameter {clean_name(name)!r}",
             where=where,
             fix="set FULL_STATE_DICT, with FullStateDictConfig(offload_to_cpu=True, rank0_only=True) for large models",
         )

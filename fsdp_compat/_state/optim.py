@@ -1,4 +1,4 @@
-"""The optimizer's state dict, keyed by parameter names, full or sharded, out of the optimizer and into it.
+"""The optimizer's state dict, keyed by parameter names, full or sharded, out of the optimizer.
 
 The optimizer sees targets: a FlatParameter that holds a part of many parameters, or 1-D parts of single ones. A state tensor of a
 target's shape holds one element per element of the shard, so it is cut by the same layout as the parameters.
@@ -7,96 +7,51 @@ target's shape holds one element per element of the shard, so it is cut by the s
 from __future__ import annotations
 
 import dataclasses
+import enum
 import textwrap
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
-from .._engine import torch_private
-from .._engine.unit import Group, Unit
-from ..errors import CheckpointError, UsageError, explain
-from .formats import is_sharded, read_part, shape_of, sharded_value
+from .._engine.unit import Group
+from ..errors import UsageError, explain
+from .entries import Entry, classify_all, copied, snapshot
+from .formats import mesh_sharded_value, sharded_value
+from .holdings import Holdings, NamedUnit, is_flat, is_whole
 from .model import no_parallel_boxes, store_of
-from .names import clean_name
+from .opaque import gather_states, own_states
 
-__all__ = ["NamedUnit", "optim_state", "optim_state_to_load"]
+__all__ = ["Form", "NamedUnit", "Values", "optim_state", "other_form"]
+
+
+class Values(enum.Enum):
+    """What stands for a tensor that has a parameter's shape."""
+
+    WHOLE = enum.auto()  # itself; and every rank's states that only it can use
+    BOXES = enum.auto()  # this rank's boxes, views of the optimizer's own state where that is on the wanted device
+    DTENSORS = enum.auto()  # a DTensor over the mesh that the model was given
 
 
 @dataclasses.dataclass(frozen=True)
-class NamedUnit:
-    """A unit, and what its parameters' names begin with in the model."""
+class Form:
+    """How a state dict is wanted."""
 
-    unit: Unit
-    prefix: str
-
-
-@dataclasses.dataclass(frozen=True)
-class _Held:
-    """What one parameter of the optimizer holds: whole parameters, by (index in the layout, name)."""
-
-    group: Group | None  # None: a parameter that no unit manages
-    names: tuple[tuple[int, str], ...]
+    values: Values
+    to_cpu: bool
+    keep: bool  # False on ranks that want nothing back
+    group: dist.ProcessGroup | None  # of the boxes
+    mesh: DeviceMesh | None  # of the DTensors
 
 
-def _held_by(optimizer: torch.optim.Optimizer, units: Sequence[NamedUnit], model: nn.Module) -> dict[nn.Parameter, _Held]:
-    """Return what every parameter of the optimizer holds; raises UsageError for one that is not the model's, and without units."""
-    if not units:
-        raise UsageError(
-            explain(
-                "The model is not wrapped.",
-                expected="a model with a FullyShardedDataParallel in it",
-                got=f"a {type(model).__name__} without any",
-                where=f"the state of {type(optimizer).__name__}",
-                fix="wrap the model before, or use optimizer.state_dict() and optimizer.load_state_dict(...), which do without",
-            )
-        )
-    held: dict[nn.Parameter, _Held] = {}
-    for named in units:
-        for group in named.unit.groups:
-            members = store_of(group).members
-            for target, indices in group.store.targets:
-                held[target] = _Held(group, tuple((i, named.prefix + clean_name(members[i].name)) for i in indices))
-    for name, parameter in model.named_parameters():
-        held.setdefault(parameter, _Held(None, ((0, clean_name(name)),)))
-    for position, group_of_optimizer in enumerate(optimizer.param_groups):
-        for parameter in group_of_optimizer["params"]:
-            if parameter not in held:
-                raise UsageError(
-                    explain(
-                        "The optimizer holds a parameter that is not the model's.",
-                        expected="an optimizer made from the parameters of the wrapped model",
-                        got=f"a parameter of shape {tuple(parameter.shape)}",
-                        where=f"parameter group {position} of {type(optimizer).__name__}",
-                        fix="make the optimizer after wrapping, from model.parameters(), or wrap with use_orig_params=True",
-                    )
-                )
-    return held
+_ByTarget = Mapping[nn.Parameter, Mapping[Any, Any]]
+_Kinds = Mapping[nn.Parameter, Mapping[Any, Entry]]
 
 
-def _parameters(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
-    """The parameters of an optimizer by the number that its state dict gives them."""
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-
-def _refuse_form(state_dict: Any, error: type[UsageError | CheckpointError], call: str) -> None:
-    """Raise ``error`` for what has not the form of an optimizer's state dict."""
-    if (found := _other_form(state_dict)) is not None:
-        expected, got = found
-        raise error(
-            explain(
-                "This is no optimizer state dict.",
-                expected=expected,
-                got=f"{textwrap.shorten(repr(got), 300)} of type {type(got).__name__}",
-                where=call,
-                fix="pass what optimizer.state_dict() or optim_state_dict(model, optim) returned, on every rank",
-            )
-        )
-
-
-def _other_form(state_dict: Any) -> tuple[str, object] | None:
+def other_form(state_dict: Any) -> tuple[str, object] | None:
     """Return what is expected of an optimizer's state dict, and what is there instead; None if all is as it should be."""
     if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= state_dict.keys():
         return "a dict with 'state' and 'param_groups'", list(state_dict) if isinstance(state_dict, Mapping) else state_dict
@@ -114,28 +69,20 @@ def _other_form(state_dict: Any) -> tuple[str, object] | None:
     return None
 
 
-def optim_state(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    state_dict: Mapping[str, Any] | None,
-    units: Sequence[NamedUnit],
-    *,
-    full: bool,
-    to_cpu: bool,
-    keep: bool,
-    process_group: dist.ProcessGroup | None,
-) -> dict[str, Any]:
-    """Return {"state": {name: {...}}, "param_groups": [{..., "params": [names]}]}.
-
-    state_dict: what optimizer.state_dict() gives, or None for that. Collective if ``full``: one gather per (group, state name);
-    otherwise nothing is sent, and tensors of a parameter's shape are this rank's boxes of it. ``keep``: False on ranks that want
-    nothing back; they return {}. Raises UsageError, before that, for another optimizer or dict.
-    """
-    held = _held_by(optimizer, units, model)
-    source = optimizer.state_dict() if state_dict is None else state_dict
-    call = "optim_state_dict(model, optim, optim_state_dict)"
-    _refuse_form(source, UsageError, call)
-    parameters = _parameters(optimizer)
+def by_target(holdings: Holdings, source: Any, where: str) -> dict[nn.Parameter, Mapping[Any, Any]]:
+    """Return the states in what ``optimizer.state_dict()`` gives, by parameter. Raises UsageError for another dict."""
+    if (found := other_form(source)) is not None:
+        expected, got = found
+        raise UsageError(
+            explain(
+                "This is no optimizer state dict.",
+                expected=expected,
+                got=f"{textwrap.shorten(repr(got), 300)} of type {type(got).__name__}",
+                where=where,
+                fix="pass what optimizer.state_dict() or optim_state_dict(model, optim) returned, on every rank",
+            )
+        )
+    parameters = holdings.parameters
     for key in (*source["state"], *(key for group in source["param_groups"] for key in group["params"])):
         if not isinstance(key, int) or not 0 <= key < len(parameters):
             raise UsageError(
@@ -143,278 +90,160 @@ def optim_state(
                     "The optimizer's state is keyed by something else than the numbers of its parameters.",
                     expected=f"what optimizer.state_dict() returns: parameters by number, 0 to {len(parameters) - 1}",
                     got=f"the key {textwrap.shorten(repr(key), 300)}",
-                    where=call,
+                    where=where,
                     fix="leave the third argument out; a dict that optim_state_dict has returned needs no second pass",
                 )
             )
-    by_parameter = {parameters[number]: value for number, value in source["state"].items()}
+    return {parameters[number]: value for number, value in source["state"].items()}
+
+
+def optim_state(holdings: Holdings, source: Mapping[str, Any], states: _ByTarget, form: Form) -> dict[str, Any]:
+    """Return {"state": {name: {...}}, "param_groups": [{..., "params": [names]}]}.
+
+    source: what optimizer.state_dict() gives; states: those in it, ``by_target``. With boxes nothing is sent. Else collective:
+    one gather per (group, state name), and for whole values one exchange per group of what the ranks have, and one more gather
+    if some of it belongs to single ranks.
+    """
     state: dict[str, dict[str, Any]] = {}
     done: set[int] = set()
-    for parameter in parameters:
-        group = held[parameter].group
-        if group is None:
-            if parameter in by_parameter:
-                state[held[parameter].names[0][1]] = {
-                    key: _copy(value, to_cpu and full) for key, value in by_parameter[parameter].items()
-                }
-        elif id(group) not in done:
-            done.add(id(group))
-            _add_group_state(state, group, held, by_parameter, full=full, to_cpu=to_cpu, keep=keep, process_group=process_group)
-    if not keep:
+    kinds = classify_all(states)
+    for parameter in holdings.parameters:
+        held = holdings.held[parameter]
+        if held.group is None:
+            if parameter in states:
+                state[held.names[0][1]] = {key: snapshot(value, form.to_cpu) for key, value in states[parameter].items()}
+        elif id(held.group) not in done:
+            done.add(id(held.group))
+            _GroupStates(held.group, holdings, states, kinds, form).add_to(state)
+    if not form.keep:
         return {}
-    ordered = {name: state[name] for p in parameters for _, name in held[p].names if name in state}
+    parameters = holdings.parameters
+    ordered = {name: state[name] for p in parameters for _, name in holdings.held[p].names if name in state}
     groups = []
     for group_state in source["param_groups"]:
-        names = [name for number in group_state["params"] for _, name in held[parameters[number]].names]
-        groups.append({**{key: _copy(value, False) for key, value in group_state.items() if key != "params"}, "params": names})
+        names = [name for number in group_state["params"] for _, name in holdings.held[parameters[number]].names]
+        groups.append({**{key: copied(value) for key, value in group_state.items() if key != "params"}, "params": names})
     return {"state": ordered, "param_groups": groups}
 
 
-def _add_group_state(
-    state: dict[str, dict[str, Any]],
-    group: Group,
-    held: Mapping[nn.Parameter, _Held],
-    by_parameter: Mapping[nn.Parameter, Mapping[str, Any]],
-    *,
-    full: bool,
-    to_cpu: bool,
-    keep: bool,
-    process_group: dist.ProcessGroup | None,
-) -> None:
-    """Add the state of everything one group holds."""
-    store = store_of(group)
-    layout, rank = store.layout, store.rank
-    targets = [target for target, _ in store.targets if target in held]
-    # {state name: dtype} per target, as the ranks have it together: an optimizer may keep nothing for an empty part.
-    shaped = [
-        {key: value.dtype for key, value in by_parameter.get(target, {}).items() if _is_shaped(value, target)} for target in targets
-    ]
-    if full and group.shard.ranks > 1:
-        for others in group.shard.gather_objects(shaped):
-            for own, other in zip(shaped, others, strict=True):
-                own.update({key: dtype for key, dtype in other.items() if key not in own})
-    for target, its_shaped in zip(targets, shaped, strict=True):
-        for _, name in held[target].names:
-            entry = {
-                key: _copy(value, to_cpu and full) for key, value in by_parameter.get(target, {}).items() if key not in its_shaped
-            }
-            if entry or its_shaped:
-                state[name] = entry
-    for key in dict.fromkeys(key for its_shaped in shaped for key in its_shaped):
-        having = [target for target, its_shaped in zip(targets, shaped, strict=True) if key in its_shaped]
-        dtype = next(its_shaped[key] for its_shaped in shaped if key in its_shaped)
-        if full:
-            buffer = torch.zeros(store.numel, dtype=dtype, device=store.shard.device)
-            for target, place in zip((t for t, _ in store.targets), store.grads(buffer), strict=True):
-                value = by_parameter.get(target, {}).get(key)
-                if value is not None and _is_shaped(value, target):
-                    place.copy_(value)
-            gathered = group.gather_full(buffer)
-            wholes = [
-                value if parallel is None else parallel.whole(value)
-                for value, parallel in zip(store.whole(gathered), store.parallel, strict=True)
-            ]
-            for target in having if keep else ():
-                for index, name in held[target].names:
-                    state[name][key] = _copy(wholes[index], to_cpu)
-            continue
-        if any(parallel is not None for parallel in store.parallel):
-            raise no_parallel_boxes(group.name, store.members[0].name)
+class _GroupStates:
+    """The state of everything one group holds, and what each state is for the ranks together."""
+
+    def __init__(self, group: Group, holdings: Holdings, states: _ByTarget, kinds: _Kinds, form: Form) -> None:
+        """kinds: of ``states``, on this rank.
+
+        Collective unless the values are boxes: an optimizer may keep nothing for an empty part, or not the same everywhere.
+        """
+        self.group, self.holdings, self.form = group, holdings, form
+        self.targets = holdings.in_group(group)
+        self.states = {target: states.get(target, {}) for target in self.targets}
+        own = [{key: _described(self.states[t][key], kind) for key, kind in kinds.get(t, {}).items()} for t in self.targets]
+        everyones = [own]
+        if form.values is not Values.BOXES and group.shard.ranks > 1:
+            everyones = group.shard.gather_objects([{key: its.to_cpu() for key, its in known.items()} for known in own])
+        self.known = [_agreed([its[number] for its in everyones], self.states[t]) for number, t in enumerate(self.targets)]
+
+    def add_to(self, state: dict[str, dict[str, Any]]) -> None:
+        form, rank_states = self.form, {}
+        for target, known in zip(self.targets, self.known, strict=True):
+            whole = is_whole(self.group, target)
+            for _, name in self.holdings.held[target].names if known else ():
+                state[name] = {
+                    key: snapshot(its.value, form.to_cpu)
+                    for key, its in known.items()
+                    if its.kind is Entry.SCALAR or (whole and its.kind is Entry.OPAQUE)
+                }
+            rank_states[target] = [key for key, its in known.items() if its.kind is Entry.OPAQUE and not whole]
+        for key in dict.fromkeys(key for known in self.known for key, its in known.items() if its.kind is Entry.PER_ELEMENT):
+            having = [t for t, known in zip(self.targets, self.known, strict=True) if key in known and _is_per_element(known[key])]
+            if form.values is Values.BOXES:
+                self._add_boxes(state, key, having)
+            else:
+                self._add_wholes(state, key, having)
+        found = own_states(self.group, self.holdings, self.states, rank_states, form.to_cpu)
+        if form.values is Values.WHOLE and any(rank_states.values()):
+            found = gather_states(self.group, found, to_cpu=form.to_cpu, keep=form.keep)
+        for name, rank_state in found:
+            state[name][rank_state.own_key] = rank_state
+
+    def _add_wholes(self, state: dict[str, dict[str, Any]], key: Any, having: list[nn.Parameter]) -> None:
+        store = store_of(self.group)
+        dtype = next(known[key].dtype for known in self.known if key in known and _is_per_element(known[key]))
+        buffer = torch.zeros(store.numel, dtype=dtype, device=store.shard.device)
+        places = {target: place for (target, _), place in zip(store.targets, store.grads(buffer), strict=True)}
         for target in having:
-            value = by_parameter[target][key].detach().reshape(-1)
-            for index, name in held[target].names:
-                run = value[layout.part_in_shard(index, rank).slice] if _is_flat(group, target) else value
-                state[name][key] = sharded_value(layout, index, rank, run, group.shard.members, process_group)
+            if (value := self.states[target].get(key)) is not None:
+                places[target].copy_(value)
+        gathered = self.group.gather_full(buffer)
+        wholes = [
+            value if parallel is None else parallel.whole(value)
+            for value, parallel in zip(store.whole(gathered), store.parallel, strict=True)
+        ]
+        for target in having if self.form.keep else ():
+            for index, name in self.holdings.held[target].names:
+                state[name][key] = self._value(wholes[index])
+
+    def _value(self, whole: torch.Tensor) -> torch.Tensor:
+        """What stands for a gathered value: a copy that keeps nothing else in memory."""
+        if self.form.values is Values.WHOLE or self.form.mesh is None:
+            return copied(whole, self.form.to_cpu)
+        value = mesh_sharded_value(whole, self.form.mesh)
+        return value.cpu() if self.form.to_cpu else value
+
+    def _add_boxes(self, state: dict[str, dict[str, Any]], key: Any, having: list[nn.Parameter]) -> None:
+        store, members = store_of(self.group), self.group.shard.members
+        if any(parallel is not None for parallel in store.parallel):
+            raise no_parallel_boxes(self.group.name, store.members[0].name)
+        for target in having:
+            value = self.states[target][key].detach().reshape(-1)
+            value = value.cpu() if self.form.to_cpu else value
+            for index, name in self.holdings.held[target].names:
+                run = value[store.layout.part_in_shard(index, store.rank).slice] if is_flat(self.group, target) else value
+                state[name][key] = sharded_value(store.layout, index, store.rank, run, members, self.form.group)
 
 
-def _is_flat(group: Group, target: nn.Parameter) -> bool:
-    return store_of(group).flat_parameter is target
+@dataclasses.dataclass(frozen=True)
+class _Described:
+    """One state of one target, in what ranks tell each other of it."""
+
+    kind: Entry
+    dtype: torch.dtype | None = None  # of one that has one element per element
+    value: Any = None  # of a scalar
+
+    def to_cpu(self) -> _Described:
+        return dataclasses.replace(self, value=self.value.cpu()) if isinstance(self.value, torch.Tensor) else self
 
 
-def _is_shaped(value: object, target: nn.Parameter) -> bool:
-    """True for a state tensor with one element per element of the target; a 0-d one is a number, also where the target is 0-d."""
-    return isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape == target.shape
+def _is_per_element(its: _Described) -> bool:
+    return its.kind is Entry.PER_ELEMENT
 
 
-def _copy(value: Any, to_cpu: bool) -> Any:
-    """Tensors are copied, so that nothing in a dict shares or keeps more memory than it shows."""
-    if isinstance(value, torch.Tensor):
-        return value.detach().to("cpu", copy=True) if to_cpu else value.detach().clone()
-    return value
+def _described(value: Any, kind: Entry) -> _Described:
+    if kind is Entry.PER_ELEMENT:
+        return _Described(kind, dtype=value.dtype)
+    if kind is Entry.SCALAR:
+        return _Described(kind, value=value.detach() if isinstance(value, torch.Tensor) else value)
+    return _Described(kind)
 
 
-def optim_state_to_load(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    state_dict: Mapping[str, Any],
-    units: Sequence[NamedUnit],
-    order: Sequence[str],
-) -> dict[str, Any]:
-    """Return what ``optimizer.load_state_dict`` takes, from a dict by names, full or sharded, or by numbers, as the optimizer of an
-    unwrapped model gives it. order: the names of all parameters, as the model had them before it was wrapped.
+def _agreed(everyones: list[dict[Any, _Described]], own: Mapping[Any, Any]) -> dict[Any, _Described]:
+    """What a target's states are for all ranks: what one of them finds opaque, or what differs as a scalar, is opaque.
 
-    Collective if a value is sharded in another way than the units are; with full values, or own boxes, nothing is sent.
-    Raises CheckpointError, before that, for a dict that is not one of this model's optimizer.
+    Scalars and opaque states of the own rank come as it has them.
     """
-    held = _held_by(optimizer, units, model)
-    _refuse_form(state_dict, CheckpointError, "optim_state_dict_to_load(model, optim, optim_state_dict)")
-    if _is_by_number(state_dict):
-        state_dict = _by_name(state_dict, optimizer, held, order)
-    known = {name: None for its in held.values() for _, name in its.names}  # the optimizer may hold a part of the model only
-    named_state = {_name_before(name, known): value for name, value in state_dict["state"].items()}
-    parameters = _parameters(optimizer)
-    unknown = [name for name in named_state if name not in known]
-    if unknown:
-        raise CheckpointError(
-            explain(
-                "The optimizer state belongs to another model.",
-                expected=f"names of the model's parameters, such as {next(iter(known), 'none')!r}",
-                got=f"{len(unknown)} unknown name(s), such as {unknown[0]!r}",
-                where="the 'state' of the optimizer state dict",
-                fix="load the optimizer state that optim_state_dict returned for this model, keyed by parameter names",
-            )
-        )
-    shapes = {name: store_of(its.group).shape(index) for its in held.values() if its.group is not None for index, name in its.names}
-    per_element = _per_element(named_state, shapes)
-    state: dict[int, dict[str, Any]] = {}
-    for number, parameter in enumerate(parameters):
-        its = held[parameter]
-        found = {index: named_state[name] for index, name in its.names if name in named_state}
-        if not found:
-            continue
-        if its.group is None:
-            state[number] = {key: _copy(value, False) for key, value in found[0].items()}
-        else:
-            state[number] = _state_of_target(its.group, parameter, found, per_element)
-    return {"state": state, "param_groups": _param_groups(optimizer, held, state_dict["param_groups"])}
+    agreed: dict[Any, _Described] = {}
+    for its in everyones:
+        for key, described in its.items():
+            known = agreed.setdefault(key, described)
+            if known.kind is not described.kind or not _equal(known.value, described.value):
+                agreed[key] = _Described(Entry.OPAQUE)
+    for key, described in agreed.items():
+        if key in own and described.kind is not Entry.PER_ELEMENT:
+            agreed[key] = dataclasses.replace(described, value=own[key])
+    return agreed
 
 
-def _is_by_number(state_dict: Mapping[str, Any]) -> bool:
-    groups = state_dict["param_groups"]
-    return any(isinstance(number, int) for group in groups for number in group["params"])
-
-
-def _name_before(name: object, known: Mapping[str, None]) -> str:
-    """The name of a parameter before anything was wrapped: DistributedDataParallel's begin with ``module.``."""
-    clean = clean_name(str(name))
-    inner = clean.removeprefix("module.")
-    return inner if clean not in known and inner in known else clean
-
-
-def _by_name(
-    state_dict: Mapping[str, Any], optimizer: torch.optim.Optimizer, held: Mapping[nn.Parameter, _Held], order: Sequence[str]
-) -> dict[str, Any]:
-    """Return the same dict with names: the numbers count an unwrapped model's parameters, group by group, in the model's order.
-
-    Where an optimizer holds the parameters themselves (original ones) their order in it counts.
-    """
-    position = {name: number for number, name in enumerate(order)}
-    names: dict[int, str] = {}
-    groups = []
-    saved = list(state_dict["param_groups"])
-    for number, group in enumerate(optimizer.param_groups):
-        its = [name for parameter in group["params"] for _, name in held[parameter].names]
-        if any(len(held[parameter].names) > 1 for parameter in group["params"]):
-            its.sort(key=lambda name: position.get(name, len(position)))
-        given = list(saved[number]["params"]) if number < len(saved) else []
-        if len(given) != len(its) or len(saved) != len(optimizer.param_groups):
-            raise CheckpointError(
-                explain(
-                    "The optimizer state, which is keyed by numbers, does not fit the optimizer.",
-                    expected=f"{len(optimizer.param_groups)} parameter group(s), number {number} of {len(its)} parameters",
-                    got=f"{len(saved)} parameter group(s), number {number} of {len(given)} parameters",
-                    where=f"optim_state_dict_to_load, parameter group {number} of {type(optimizer).__name__}",
-                    fix="make the optimizer with the same groups of parameters as the one that was saved, or load state by names",
-                )
-            )
-        names.update(zip(given, its, strict=True))
-        groups.append({**saved[number], "params": its})
-    state = {names.get(number, number): value for number, value in state_dict["state"].items()}  # others are no names, either
-    return {"state": state, "param_groups": groups}
-
-
-def _per_element(named_state: Mapping[str, Mapping[str, Any]], shapes: Mapping[str, tuple[int, ...]]) -> set[str]:
-    """Return the names of the states that have one element per element of a parameter, of those in ``shapes``.
-
-    With 0-d parameters such a state looks like a count: other parameters tell then, or its name. Raises CheckpointError if such a
-    state has another shape than its parameter, anywhere: what differs between parameters cannot be the state of several in one.
-    """
-    by_key: dict[str, dict[str, Any]] = {}
-    for name, entry in named_state.items():
-        for key, value in entry.items() if name in shapes else ():
-            if value is not None:
-                by_key.setdefault(key, {})[name] = value
-    found = set()
-    for key, values in by_key.items():
-        tensors = [value for value in values.values() if isinstance(value, torch.Tensor)]
-        all_0d = len(tensors) == len(values) and all(shapes[name] == () for name in values)
-        if any(is_sharded(tensor) or tensor.dim() > 0 for tensor in tensors) or (all_0d and key != "step"):
-            found.add(key)
-            for name, value in values.items():
-                _check_value(value, shapes[name], f"state {key!r} of {name!r}")
-    return found
-
-
-def _check_value(value: object, shape: tuple[int, ...], where: str) -> None:
-    """Raise CheckpointError for what cannot be a state of a parameter of this shape."""
-    if not isinstance(value, torch.Tensor):
-        got = f"a {type(value).__name__}"
-    elif shape_of(value) != shape:
-        got = f"shape {shape_of(value)}"
-    elif not is_sharded(value) and (value.is_meta or value.layout is not torch.strided):
-        got = "a tensor on the meta device, without values" if value.is_meta else f"a tensor of {value.layout}"
-    else:
-        return
-    raise CheckpointError(
-        explain(
-            "An optimizer state does not fit its parameter.",
-            expected=f"a tensor of shape {shape}",
-            got=got,
-            where=where,
-            fix="load the optimizer state that was saved with this model",
-        )
-    )
-
-
-def _state_of_target(
-    group: Group, target: nn.Parameter, found: Mapping[int, Mapping[str, Any]], per_element: set[str]
-) -> dict[str, Any]:
-    """Cut the state of the parameters that a target holds to the target's shape.
-
-    found: it, by index in the layout. per_element: the names of the states to cut, which fit; of others the first is taken.
-    """
-    store = store_of(group)
-    layout, rank, flat = store.layout, store.rank, _is_flat(group, target)
-    result: dict[str, Any] = {}
-    for key in dict.fromkeys(key for entry in found.values() for key in entry):
-        values = {index: entry[key] for index, entry in found.items() if entry.get(key) is not None}
-        if not values or key not in per_element:
-            result[key] = _copy(next(iter(values.values()), None), False)
-            continue
-        dtype = next(iter(values.values())).dtype
-        whole = torch.zeros(store.numel if flat else target.numel(), dtype=dtype, device=store.shard.device)
-        for index, value in values.items():
-            if (parallel := store.parallel[index]) is not None:
-                value = parallel.local(value) if not torch_private.is_plain(value) else parallel.part(value)
-            run = read_part(value, layout, index, rank, group.shard.members)
-            (whole[layout.part_in_shard(index, rank).slice] if flat else whole).copy_(run)
-        result[key] = whole.view(target.shape)
-    return result
-
-
-def _param_groups(
-    optimizer: torch.optim.Optimizer, held: Mapping[nn.Parameter, _Held], saved: Iterable[Mapping[str, Any]]
-) -> list[dict[str, Any]]:
-    """Return the optimizer's groups with the settings of the saved group that holds the same parameters."""
-    saved = list(saved)
-    known = {name: None for its in held.values() for _, name in its.names}
-    by_name = {_name_before(name, known): group for group in saved for name in group["params"]}
-    groups, number = [], 0
-    for position, group in enumerate(optimizer.param_groups):
-        names = [name for parameter in group["params"] for _, name in held[parameter].names]
-        match = next((by_name[name] for name in names if name in by_name), saved[position] if position < len(saved) else {})
-        settings = {key: _copy(value, False) for key, value in match.items() if key != "params"}
-        numbers = list(range(number, number + len(group["params"])))
-        number += len(numbers)
-        groups.append({**{k: v for k, v in group.items() if k != "params" and k not in settings}, **settings, "params": numbers})
-    return groups
+def _equal(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return one.dtype == other.dtype and (torch.equal(one, other) or bool(one.isnan() & other.isnan()))
+    return type(one) is type(other) and bool(one == other or (one != one and other != other))

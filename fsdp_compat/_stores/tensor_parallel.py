@@ -41,10 +41,12 @@ class TensorParallel:
     def local(self, value: torch.Tensor) -> torch.Tensor:
         """value: a DTensor of the parameter's shape, placed in any way. Return this process's part, placed as the parameter is.
 
-        Collective over the parameter's mesh where the placements differ.
+        Collective over the parameter's mesh where the placements differ, and over the value's where that is another one.
         """
         if torch_private.is_plain(value):
             return value
+        if value.device_mesh != self.mesh:  # type: ignore[attr-defined]
+            return self.part(value.full_tensor())  # type: ignore[attr-defined]
         return value.redistribute(self.mesh, self.placements).to_local()  # type: ignore[attr-defined]
 
     def whole(self, local: torch.Tensor) -> torch.Tensor:

@@ -7,19 +7,22 @@ import copy
 import math
 import weakref
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 
-from fsdp_compat import FullStateDictConfig, ShardingStrategy, StateDictType, UsageError
+from fsdp_compat import CheckpointError, FullStateDictConfig, ShardingStrategy, StateDictType, UsageError
 from fsdp_compat import FullyShardedDataParallel as FSDP
 from fsdp_compat._state.names import clean_name
 from fsdp_compat.wrap import ModuleWrapPolicy
@@ -389,20 +392,77 @@ def test_whole_parameters_are_shown_and_written_back(plan: Plan, use_orig_params
     run_ranks(4, _shows_whole_parameters, plan, use_orig_params)
 
 
-def _asks_for_a_sharded_state(use_orig_params: bool) -> None:
-    pair = Pair(blocks_only, use_orig_params=use_orig_params, optimizer=torch.optim.Adam, settings={"lr": 0.01})
-    pair.step()
-    with FSDP.state_dict_type(pair.model, StateDictType.SHARDED_STATE_DICT):
-        with pytest.raises(UsageError, match=r"sharded state dict of tensor-parallel parameters[\s\S]*FULL_STATE_DICT"):
-            pair.model.state_dict()
-        with pytest.raises(UsageError, match=r"sharded state dict of tensor-parallel parameters[\s\S]*FULL_STATE_DICT"):
-            FSDP.optim_state_dict(pair.model, pair.optim)
-    pair.step()
+def _two_dimensional(plan: Plan, seed: int, kind: str, use_orig_params: bool) -> FSDP:
+    """kind: "mesh", wrapped with a mesh, so that values are DTensors; "boxes", with a group; "flat", not tensor-parallel."""
+    forget_meshes()
+    torch.manual_seed(seed)
+    model = Net()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    if kind != "flat":
+        plan(model, mesh["tp"])
+    return FSDP(
+        model,
+        process_group=mesh["dp"].get_group() if kind == "boxes" else None,
+        device_mesh=mesh["dp"] if kind == "mesh" else None,
+        auto_wrap_policy=ModuleWrapPolicy({Mlp}),
+        use_orig_params=use_orig_params,
+    )
 
 
-@both_forms
-def test_sharded_state_dicts_are_refused(use_orig_params: bool) -> None:
-    run_ranks(4, _asks_for_a_sharded_state, use_orig_params)
+def _sharded_state(model: FSDP) -> dict[str, Any]:
+    with FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
+        return model.state_dict()
+
+
+def _assert_holds(model: FSDP, seed: int, what: object) -> None:
+    torch.manual_seed(seed)
+    expected, found = Net().state_dict(), model.state_dict()
+    assert list(found) == list(expected)
+    assert all(torch.equal(found[name], value) for name, value in expected.items()), what
+
+
+def _sharded_states(plan: Plan, use_orig_params: bool, directory: str) -> None:
+    for kind in ("mesh", "boxes"):
+        source = _two_dimensional(plan, 1, kind, use_orig_params)
+        state = _sharded_state(source)
+        for name, value in state.items():
+            assert isinstance(value, DTensor if kind == "mesh" else ShardedTensor), name
+            assert tuple(value.shape) == tuple(Net().state_dict()[name].shape), name
+        dcp.save(state, checkpoint_id=f"{directory}/{kind}")
+        for target in ("mesh", "boxes", "flat"):
+            model = _two_dimensional(plan, 2, target, not use_orig_params)
+            read = _sharded_state(model)
+            dcp.load(read, checkpoint_id=f"{directory}/{kind}")
+            model.load_state_dict(read)
+            _assert_holds(model, 1, (kind, target, "through files"))
+            model = _two_dimensional(plan, 2, target, use_orig_params)
+            if (kind, target) == ("boxes", "flat"):
+                with pytest.raises(CheckpointError, match="boxes of a tensor-parallel parameter"):
+                    model.load_state_dict(state)
+                continue
+            model.load_state_dict(copy.deepcopy(state))
+            _assert_holds(model, 1, (kind, target, "in memory"))
+    flat = _sharded_state(_two_dimensional(plan, 3, "flat", use_orig_params))
+    for target in ("mesh", "boxes"):
+        model = _two_dimensional(plan, 2, target, use_orig_params)
+        model.load_state_dict(flat)
+        _assert_holds(model, 3, (target, "from boxes without tensor parallelism"))
+        with (
+            FSDP.state_dict_type(model, StateDictType.LOCAL_STATE_DICT),
+            pytest.raises(UsageError, match=r"local state dict of tensor-parallel parameters[\s\S]*FULL_STATE_DICT"),
+        ):
+            model.state_dict()
+    if dist.get_rank() == 0:
+        for kind in ("mesh", "boxes"):
+            plain = Net().state_dict()
+            dcp.load(plain, checkpoint_id=f"{directory}/{kind}", no_dist=True)
+            torch.manual_seed(1)
+            assert all(torch.equal(plain[name], value) for name, value in Net().state_dict().items()), kind
+
+
+@plans
+def test_sharded_state_dicts_are_boxes_or_dtensors_of_the_whole_parameters(plan: Plan, tmp_path: Path) -> None:
+    run_ranks(4, _sharded_states, plan, plan is blocks_only, str(tmp_path))
 
 
 def _copies(use_orig_params: bool) -> None:

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fsdp_compat._layout.flat import flat_layout
-from fsdp_compat._layout.spec import FlatLayout, Interval
-from fsdp_compat._layout.transfer import Move, Piece, pieces_of_rank, pieces_of_whole, plan_moves
+from fsdp_compat._layout.spec import FlatLayout, Interval, ParamSpec
+from fsdp_compat._layout.transfer import Move, Piece, Run, pieces_of_rank, pieces_of_whole, plan_moves, runs_of_part
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -197,3 +197,53 @@ def test_what_no_source_holds_is_left_out_so_that_the_moves_add_up_to_less_than_
 
 def test_a_parameter_of_another_name_is_no_source() -> None:
     assert plan_moves([Piece("v", Interval(0, 4), (0, 0), 0)], [Piece("w", Interval(0, 4), (0, 0), 0)]) == []
+
+
+@st.composite
+def parts(draw: st.DrawFn) -> tuple[FlatLayout, int, Interval]:
+    """A layout of any sizes, one of its parameters, and a part of that."""
+    sizes = draw(st.lists(st.lists(st.integers(0, 6), max_size=3).map(tuple), min_size=1, max_size=5))
+    ranks, align = draw(st.integers(1, 9)), draw(st.sampled_from([1, 4]))
+    layout = flat_layout([f"p{index}" for index in range(len(sizes))], sizes, ranks=ranks, align=align)
+    index = draw(st.integers(0, len(sizes) - 1))
+    ends = sorted(draw(st.tuples(*[st.integers(0, layout.params[index].numel)] * 2)))
+    return layout, index, Interval(*ends)
+
+
+@given(made=parts())
+def test_the_runs_of_a_part_are_its_elements_in_order_each_once(made: tuple[FlatLayout, int, Interval]) -> None:
+    layout, index, part = made
+    full = torch.arange(layout.full_numel).view(layout.ranks, layout.shard_numel)
+    position = 0
+    for run in runs_of_part(layout, index, part):
+        assert run.start == position
+        assert run.in_shard, "a run has elements"
+        start = layout.params[index].start + part.start + position
+        assert full[run.rank, run.in_shard.slice].tolist() == list(range(start, start + run.in_shard.numel))
+        position += run.in_shard.numel
+    assert position == part.numel
+
+
+@given(made=parts())
+def test_a_run_comes_from_each_shard_that_holds_any_of_a_part(made: tuple[FlatLayout, int, Interval]) -> None:
+    layout, index, part = made
+    holders = [rank for rank in range(layout.ranks) if layout.part(index, rank).clipped(part)]
+    assert [run.rank for run in runs_of_part(layout, index, part)] == holders
+
+
+def test_a_part_that_begins_and_ends_inside_of_shards_has_these_runs() -> None:
+    layout = flat_layout(["a", "b"], [(3,), (10,)], ranks=4, align=1)
+    assert list(runs_of_part(layout, 1, Interval(2, 10))) == [
+        Run(1, Interval(1, 4), 0),
+        Run(2, Interval(0, 4), 3),
+        Run(3, Interval(0, 1), 7),
+    ]
+    assert list(runs_of_part(layout, 1, Interval(4, 4))) == []
+
+
+def test_a_part_of_one_shard_among_a_billion_is_found_at_once() -> None:
+    layout = FlatLayout((ParamSpec("w", (8_000_000_000,), 0),), 1_000_000_000, 8)
+    assert list(runs_of_part(layout, 0, Interval(7_999_999_990, 7_999_999_999))) == [
+        Run(999_999_998, Interval(6, 8), 0),
+        Run(999_999_999, Interval(0, 7), 2),
+    ]

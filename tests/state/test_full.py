@@ -22,6 +22,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy as TorchWrapPolicy
 from fsdp_compat import FullStateDictConfig, ShardingStrategy, StateDictType
 from fsdp_compat import FullyShardedDataParallel as FSDP
 from fsdp_compat.wrap import ModuleWrapPolicy, always_wrap_policy
+from tests.support.memory import NewBytes, allocated_nbytes
 from tests.support.ranks import run_ranks
 
 STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")
@@ -284,6 +285,52 @@ def _ignored_modules_and_accumulation(use_orig_params: bool) -> None:
 @pytest.mark.parametrize("use_orig_params", [False, True])
 def test_ignored_modules_are_in_the_dict_and_waiting_gradients_survive_it(use_orig_params: bool) -> None:
     run_ranks(2, _ignored_modules_and_accumulation, use_orig_params)
+
+
+class Stack(nn.Module):
+    """Units of one size below a root with a buffer only, which views a larger tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(6)))
+        self.layers[0].frozen = nn.Parameter(torch.randn(64, 64), requires_grad=False)  # apart from the weight
+        self.register_buffer("table", torch.randn(50, 2)[:3])
+
+
+def _memory_of_saves() -> None:
+    plain = Stack()
+    model = FSDP(copy.deepcopy(plain), auto_wrap_policy=ModuleWrapPolicy({nn.Linear}))
+    unit_nbytes, is_first = plain.layers[0].weight.nbytes, dist.get_rank() == 0
+    full, sharded, local = StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT, StateDictType.LOCAL_STATE_DICT
+    for form, config, choice in (
+        (full, FullStateDictConfig(rank0_only=True, offload_to_cpu=True), None),
+        (full, None, None),
+        (full, None, lambda name: name != "layers.1.weight"),
+        (sharded, None, None),
+        (sharded, None, lambda name: name != "layers.1.weight"),
+        (local, None, None),
+    ):
+        with FSDP.state_dict_type(model, form, config):
+            allocated = []
+            for number in range(10):
+                with NewBytes() as new:
+                    state = model.state_dict(filter=choice)
+                allocated += [allocated_nbytes()] if number in (0, 9) else []
+                if form is full:
+                    assert new.now == sum(value.nbytes for value in state.values())
+                    assert new.peak <= new.now + unit_nbytes, "one group beside the result"
+                del state
+            assert allocated[0] == allocated[1]
+            assert new.now == 0
+        if config is not None and not is_first:
+            assert 0 < new.peak <= unit_nbytes, "a rank that keeps nothing holds one unit"
+    for value in model.state_dict().values():
+        assert value.untyped_storage().nbytes() == value.nbytes
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_ten_saves_end_with_the_bytes_of_the_first_and_one_unit_is_there_at_a_time(world_size: int) -> None:
+    run_ranks(world_size, _memory_of_saves)
 
 
 # --- loading ----------------------------------------------------------------------------------------------------------

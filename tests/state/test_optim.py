@@ -18,17 +18,23 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FullOptimStateDictConfig as TorchFullOptimConfig
 from torch.distributed.fsdp import FullStateDictConfig as TorchFullConfig
 from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
+from torch.distributed.fsdp import ShardingStrategy as TorchStrategy
 from torch.distributed.fsdp import StateDictType as TorchType
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy as TorchWrapPolicy
+from torch.distributed.tensor import DTensor
 
 from examples.train_gpt import create_optimizer_state
 from fsdp_compat import (
     FullOptimStateDictConfig,
     FullStateDictConfig,
+    OptimStateKeyType,
     ShardingStrategy,
     StateDictType,
 )
 from fsdp_compat import FullyShardedDataParallel as FSDP
+from fsdp_compat._state.names import clean_name
+from fsdp_compat._state.sending import FirstRank
+from fsdp_compat._state_dicts import named_units
 from fsdp_compat.errors import CheckpointError, FsdpCompatError, UsageError
 from fsdp_compat.wrap import ModuleWrapPolicy, always_wrap_policy
 from tests.support.ranks import run_ranks
@@ -262,24 +268,189 @@ def test_rank_0_alone_gets_the_state_if_asked() -> None:
     run_ranks(3, _rank0_only, 3)
 
 
-def _rank_0_alone_has_the_dict() -> None:
-    """torch hands it out from rank 0; here every rank needs it, and is told so."""
+def sent_bytes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Of every message that the first rank sends to all, noted as it happens."""
+    sizes: list[int] = []
+    broadcast = FirstRank._broadcast
+
+    def noted(self: FirstRank, message: Tensor, what: str) -> None:
+        sizes.append(message.nbytes)
+        broadcast(self, message, what)
+
+    monkeypatch.setattr(FirstRank, "_broadcast", noted)
+    return sizes
+
+
+def assert_equal_states(found: Any, expected: Any) -> None:
+    """What optimizer.load_state_dict takes, bit for bit, without a storage that is larger than its tensor."""
+    assert found["param_groups"] == expected["param_groups"]
+    assert list(found["state"]) == list(expected["state"])
+    assert_state(found["state"], expected["state"])
+    tensors = [v for entry in found["state"].values() for v in entry.values() if isinstance(v, Tensor) and v.numel()]
+    assert all(tensor.untyped_storage().nbytes() == tensor.nbytes for tensor in tensors)
+    assert len({tensor.untyped_storage().data_ptr() for tensor in tensors}) == len(tensors)
+
+
+def built_with_spare() -> nn.Module:
+    model = make_model()
+    model.frozen = nn.Parameter(torch.ones(3), requires_grad=False)
+    model.spare = Block()  # never runs
+    return model
+
+
+def _from_rank_0(world_size: int) -> None:
+    configs = (*FEW_CONFIGS, ("HYBRID_SHARD", True, "blocks")) if world_size == 4 else FEW_CONFIGS
+    for (strategy, use_orig_params, policy), kind in itertools.product(configs, ("AdamW", "Adagrad")):
+        options = {"device_mesh": dist.init_device_mesh("cpu", (2, 2))} if strategy == "HYBRID_SHARD" else {}
+        model = FSDP(
+            built_with_spare() if use_orig_params else make_model(),
+            sharding_strategy=ShardingStrategy[strategy],
+            use_orig_params=use_orig_params,
+            auto_wrap_policy=ModuleWrapPolicy({Block}) if policy == "blocks" else always_wrap_policy,
+            **options,
+        )
+        optimizer = OPTIMIZERS[kind](_params(model, use_orig_params))
+        train(model, optimizer, range(2))
+        full: Any = full_state(model, optimizer, rank0_only=False)
+        expected = FSDP.optim_state_dict_to_load(model, optimizer, full)
+        alone = full if dist.get_rank() == 0 else None
+        before = copy.deepcopy(full["state"])
+        config = FullOptimStateDictConfig(rank0_only=True)
+        with (
+            pytest.MonkeyPatch.context() as monkeypatch,
+            FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT, FullStateDictConfig(rank0_only=True), config),
+        ):
+            sizes = sent_bytes(monkeypatch)
+            for given in (alone, alone or {}):
+                sizes.clear()
+                assert_equal_states(FSDP.optim_state_dict_to_load(model, optimizer, given), expected)
+                groups = model._runtime.groups
+                largest = max(16 * -(-group.store.numel * group.shard.ranks * 4 // 16) for group in groups)
+                num_states = {"AdamW": 2, "Adagrad": 1}[kind]
+                having = [g for g in groups if any(name in full["state"] for name in names_in(model, g))]
+                assert len(sizes) == num_states * len(having) * (world_size > 1), "one message per (flat parameter, state)"
+                assert not sizes or max(sizes) <= largest
+            sizes.clear()
+            assert_equal_states(FSDP.optim_state_dict_to_load(model, optimizer, full), expected)
+            assert not sizes, "where every rank has the dict nothing is sent"
+            numbered = FSDP.rekey_optim_state_dict(full, OptimStateKeyType.PARAM_ID, *unwrapped_with(kind, use_orig_params))
+            numbered = numbered if dist.get_rank() == 0 else None
+            by_number = FSDP.optim_state_dict_to_load(model, optimizer, numbered)
+            assert_state(by_number["state"], expected["state"])
+        assert_equal_states(FSDP.scatter_full_optim_state_dict(alone, model, optim=optimizer), expected)
+        assert_state(full["state"], before)
+
+
+def unwrapped_with(kind: str, use_orig_params: bool) -> tuple[nn.Module, None, torch.optim.Optimizer]:
+    plain = built_with_spare() if use_orig_params else make_model()
+    return plain, None, OPTIMIZERS[kind](_params(plain, use_orig_params))
+
+
+def names_in(model: FSDP, group: Any) -> list[str]:
+    prefixes = {id(g): named.prefix for named in named_units(model) for g in named.unit.groups}
+    return [prefixes[id(group)] + clean_name(member.name) for member in group.store.members]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_rank_0_alone_hands_out_a_dict_one_flat_parameter_at_a_time(world_size: int) -> None:
+    run_ranks(world_size, _from_rank_0, world_size)
+
+
+def _disjoint_groups() -> None:
+    """Two models over two halves of the world: each has a first rank of its own."""
+    halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    half = halves[dist.get_rank() // 2]
+    model = FSDP(make_model(dist.get_rank() // 2), process_group=half, auto_wrap_policy=ModuleWrapPolicy({Block}))
+    optimizer = OPTIMIZERS["Adam"](model.parameters())
+    train(model, optimizer, range(1 + dist.get_rank() // 2))
+    expected = FSDP.optim_state_dict_to_load(model, optimizer, full_state(model, optimizer))
+    for group in (None, half):
+        alone = FSDP.full_optim_state_dict(model, optimizer, group=group)
+        assert bool(alone) is (dist.get_rank() in (0, 2))
+        assert_equal_states(FSDP.scatter_full_optim_state_dict(alone or None, model, optim=optimizer, group=group), expected)
+
+
+def test_disjoint_process_groups_have_first_ranks_of_their_own() -> None:
+    run_ranks(4, _disjoint_groups)
+
+
+def _units_over_some_ranks() -> None:
+    """A part of the model that each half of the world has for itself: rank 0 does not have the other half's state."""
+    halves = [dist.new_group([0]), dist.new_group([1])]
+    model = make_model()
+    model.blocks[0] = FSDP(model.blocks[0], process_group=halves[dist.get_rank()])
+    model = FSDP(model)
+    optimizer = OPTIMIZERS["Adam"](model.parameters())
+    train(model, optimizer, range(1))
+    full = full_state(model, optimizer)
+    FSDP.optim_state_dict_to_load(model, optimizer, full)
+    with pytest.raises(UsageError, match="over different ranks") as caught:
+        FSDP.scatter_full_optim_state_dict(full if dist.get_rank() == 0 else None, model, optim=optimizer)
+    assert_four_facts(caught.value)
+
+
+def test_units_over_some_of_the_ranks_are_not_handed_out_from_one() -> None:
+    run_ranks(2, _units_over_some_ranks)
+
+
+def _an_unmanaged_parameter() -> None:
+    """A container with a parameter beside the wrapped model, and scalar states."""
+    model = shard(make_model(), FEW_CONFIGS[0])
+    container = nn.ModuleDict({"model": model, "plain": nn.Linear(2, 2)})
+    optimizer = OPTIMIZERS["Adam"](container.parameters())
+    (model(torch.tensor([1, 2])).sum() + container["plain"](torch.ones(2)).sum()).backward()
+    optimizer.step()
+    full = full_state(container, optimizer)
+    full["state"]["plain.weight"].update(note="text", pair=[torch.ones(2), 3])
+    full["state"]["model.embed.weight"].update(count=3, note="text")
+    expected = FSDP.optim_state_dict_to_load(container, optimizer, full)
+    alone = full if dist.get_rank() == 0 else None
+    found = FSDP.scatter_full_optim_state_dict(alone, container, optim=optimizer)
+    pairs = [entry.pop("pair") for its in (found, expected) for entry in its["state"].values() if "pair" in entry]
+    assert torch.equal(pairs[0][0], torch.ones(2))
+    assert pairs[0][1] == 3
+    assert len(pairs) == 2
+    assert_equal_states(found, expected)
+
+
+def test_what_no_unit_manages_is_handed_out_too() -> None:
+    run_ranks(2, _an_unmanaged_parameter)
+
+
+def _not_on_every_rank() -> None:
     model = shard(make_model(), FEW_CONFIGS[0])
     optimizer = OPTIMIZERS["AdamW"](model.parameters())
     train(model, optimizer, range(1))
-    state: Any = full_state(model, optimizer, rank0_only=True)
-    if dist.get_rank() == 0:
-        FSDP.optim_state_dict_to_load(model, optimizer, state)
-    else:
-        for nothing in (None, {}):
-            with pytest.raises(UsageError, match="on every rank") as caught:
-                FSDP.optim_state_dict_to_load(model, optimizer, nothing)  # type: ignore[arg-type]
-            assert_four_facts(caught.value)
-    dist.barrier()
+    state: Any = full_state(model, optimizer)
+    mine = dist.get_rank() == 0
+
+    def load(given: Any, rank0_only: bool) -> Any:
+        config = FullOptimStateDictConfig(rank0_only=rank0_only)
+        with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT, None, config):
+            return FSDP.optim_state_dict_to_load(model, optimizer, given)
+
+    renamed = {**state, "state": {f"other.{name}": value for name, value in state["state"].items()}}
+    with FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
+        sharded = FSDP.optim_state_dict(model, optimizer)
+    cases: tuple[tuple[Any, bool, type[FsdpCompatError], str], ...] = (
+        (state if mine else None, False, UsageError, "on every rank"),
+        (state if mine else {}, False, UsageError, "on every rank"),
+        (None if mine else state, True, UsageError, "on the first rank"),
+        (None, True, UsageError, "on the first rank"),
+        (renamed if mine else None, True, CheckpointError, "other."),
+        (renamed if mine else state, False, CheckpointError, "other."),
+        (sharded if mine else None, True, CheckpointError, "is sharded"),
+        ([1] if mine else state, True, FsdpCompatError, "no optimizer state dict"),
+    )
+    for given, rank0_only, kind, text in cases:
+        with pytest.raises(kind, match=text) as caught:
+            load(given, rank0_only)
+        assert_four_facts(caught.value)
+    assert_equal_states(load(state if mine else None, True), load(state, False))  # nothing is left behind
 
 
-def test_a_dict_that_only_rank_0_has_is_refused_where_it_is_missing() -> None:
-    run_ranks(2, _rank_0_alone_has_the_dict)
+def test_a_dict_that_some_rank_lacks_or_refuses_is_refused_on_all() -> None:
+    run_ranks(2, _not_on_every_rank)
 
 
 def _ways_to_call(directory: str) -> None:
@@ -468,6 +639,68 @@ def _like_torch(kind: str, use_orig_params: bool, directory: str) -> None:
 def test_dicts_are_like_torchs_and_pass_both_ways(use_orig_params: bool, tmp_path: Path) -> None:
     for kind in OPTIMIZERS:
         run_ranks(2, _like_torch, kind, use_orig_params, str(tmp_path))
+
+
+def _dtensors(use_orig_params: bool, directory: str) -> None:
+    """Of a model that was given a mesh: with 4 ranks a hybrid one."""
+    hybrid = dist.get_world_size() == 4
+    mesh = dist.init_device_mesh("cpu", (2, 2) if hybrid else (dist.get_world_size(),))
+    strategy = "HYBRID_SHARD" if hybrid else "FULL_SHARD"
+    options: dict[str, Any] = {"use_orig_params": use_orig_params, "device_mesh": mesh}
+    theirs = TorchFSDP(
+        make_model(0, odd=False),
+        auto_wrap_policy=TorchWrapPolicy({Block}),
+        device_id=torch.device("cpu"),
+        sharding_strategy=TorchStrategy[strategy],
+        **options,
+    )
+    ours = FSDP(
+        make_model(0, odd=False),
+        auto_wrap_policy=ModuleWrapPolicy({Block}),
+        sharding_strategy=ShardingStrategy[strategy],
+        **options,
+    )
+    their_optimizer, optimizer = OPTIMIZERS["Adam"](theirs.parameters()), OPTIMIZERS["Adam"](ours.parameters())
+    train(theirs, their_optimizer, range(2))
+    train(ours, optimizer, range(2))
+    with TorchFSDP.state_dict_type(theirs, TorchType.SHARDED_STATE_DICT):
+        expected = TorchFSDP.optim_state_dict(theirs, their_optimizer)
+    before = num_sent(ours)
+    with FSDP.state_dict_type(ours, StateDictType.SHARDED_STATE_DICT):
+        found = FSDP.optim_state_dict(ours, optimizer)
+    assert num_sent(ours) - before == 3 * len(ours._runtime.groups)
+    assert found["param_groups"] == expected["param_groups"]
+    assert found["state"].keys() == expected["state"].keys()
+    for name, entry in expected["state"].items():
+        assert found["state"][name].keys() == entry.keys()
+        for key, value in entry.items():
+            one = found["state"][name][key]
+            assert type(one) is type(value), f"{key} of {name}"
+            if isinstance(value, DTensor):
+                assert one.placements == value.placements
+                assert one.device_mesh == value.device_mesh
+                one, value = one.to_local(), value.to_local()
+                assert one.untyped_storage().nbytes() == one.nbytes
+            torch.testing.assert_close(one, value, rtol=1e-5, atol=1e-5)
+    full = full_state(ours, optimizer)
+    path = f"{directory}/{use_orig_params}"
+    dcp.save({"optim": found}, checkpoint_id=path)
+    other = OPTIMIZERS["Adam"](ours.parameters())
+    create_optimizer_state(other)
+    with FSDP.state_dict_type(ours, StateDictType.SHARDED_STATE_DICT):
+        template = FSDP.optim_state_dict(ours, other)
+        dcp.load({"optim": template}, checkpoint_id=path)
+    for state in (template, found):
+        other.load_state_dict(FSDP.optim_state_dict_to_load(ours, other, state))
+        assert_state(full_state(ours, other)["state"], full["state"])
+    with TorchFSDP.state_dict_type(theirs, TorchType.SHARDED_STATE_DICT):  # and torch reads ours
+        their_optimizer.load_state_dict(TorchFSDP.optim_state_dict_to_load(theirs, their_optimizer, found))
+    assert train(theirs, their_optimizer, range(2, 4)) == pytest.approx(train(ours, optimizer, range(2, 4)), rel=1e-5)
+
+
+@pytest.mark.parametrize(("world_size", "use_orig_params"), [(3, False), (4, True)])
+def test_with_a_mesh_the_sharded_form_is_torchs_dtensors(world_size: int, use_orig_params: bool, tmp_path: Path) -> None:
+    run_ranks(world_size, _dtensors, use_orig_params, str(tmp_path))
 
 
 def _torchs_shared_steps() -> None:

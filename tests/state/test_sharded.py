@@ -83,13 +83,16 @@ def make_model(seed: int = 0, odd: bool = True) -> Model:
 def shard(model: nn.Module, config: Config) -> FSDP:
     strategy, use_orig_params, policy = config
     policies: dict[str, Any] = {"none": None, "blocks": ModuleWrapPolicy({Block, nn.ParameterList}), "always": always_wrap_policy}
-    mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2)) if strategy == "HYBRID_SHARD" else None
+    groups = None
+    if strategy == "HYBRID_SHARD":  # given as a mesh, it would make DTensors
+        mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2))
+        groups = mesh.get_group(1), mesh.get_group(0)
     return FSDP(
         model,
+        process_group=groups,
         sharding_strategy=ShardingStrategy[strategy],
         use_orig_params=use_orig_params,
         auto_wrap_policy=policies[policy],
-        device_mesh=mesh,
     )
 
 
@@ -281,15 +284,66 @@ def test_any_shapes_pass_between_any_two_configurations(
         run_ranks(readers, _load_bag, path, loaded, shapes)
 
 
-def _save_in_the_background(path: str) -> None:
-    model = shard(make_model(1), SPREAD[0])
-    future = dcp.async_save(sharded_state(model), checkpoint_id=path)
+def _train(model: FSDP, optimizer: torch.optim.Optimizer) -> None:
+    model(torch.tensor([1, 2, 5, 3])).square().sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def _trained(config: Config, seed: int) -> tuple[FSDP, torch.optim.Optimizer]:
+    """A model after two steps, the same for every way of sharding it, up to rounding."""
+    model = shard(make_model(seed), config)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    for _ in range(2):
+        _train(model, optimizer)
+    return model, optimizer
+
+
+def _both(model: FSDP, optimizer: torch.optim.Optimizer, form: StateDictType) -> dict[str, Any]:
+    with FSDP.state_dict_type(model, form):
+        return {"model": model.state_dict(), "optim": FSDP.optim_state_dict(model, optimizer)}
+
+
+def _copied(state: dict[str, Any]) -> dict[str, Any]:
+    return copy.deepcopy({"model": state["model"], "state": state["optim"]["state"]})
+
+
+def _save_both(path: str, config: Config) -> dict[str, Any]:
+    """Save at once, and in the background while training goes on; return what was there, whole."""
+    model, optimizer = _trained(config, 1)
+    expected = _copied(_both(model, optimizer, StateDictType.FULL_STATE_DICT))
+    dcp.save(_both(model, optimizer, StateDictType.SHARDED_STATE_DICT), checkpoint_id=f"{path}/now")
+    future = dcp.async_save(_both(model, optimizer, StateDictType.SHARDED_STATE_DICT), checkpoint_id=f"{path}/later")
+    for _ in range(2):
+        _train(model, optimizer)
     future.result()
+    after = _both(model, optimizer, StateDictType.FULL_STATE_DICT)
+    assert not torch.equal(after["model"]["cube"], expected["model"]["cube"]), "training has gone on"
+    return expected
 
 
-def test_a_checkpoint_can_be_written_in_the_background(tmp_path: Path) -> None:
-    run_ranks(2, _save_in_the_background, str(tmp_path))
-    run_ranks(3, load, str(tmp_path), SPREAD[1], 1)
+def _load_both(path: str, config: Config, expected: dict[str, Any]) -> None:
+    for folder in ("now", "later"):
+        model, optimizer = _trained(config, 2)
+        state = _both(model, optimizer, StateDictType.SHARDED_STATE_DICT)
+        dcp.load(state, checkpoint_id=f"{path}/{folder}")
+        model.load_state_dict(state["model"])
+        with FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
+            optimizer.load_state_dict(FSDP.optim_state_dict_to_load(model, optimizer, state["optim"]))
+        found = _both(model, optimizer, StateDictType.FULL_STATE_DICT)
+        assert_equal(found["model"], expected["model"])
+        assert found["optim"]["state"].keys() == expected["state"].keys()
+        for name, entry in expected["state"].items():
+            for key, value in entry.items():
+                assert torch.equal(found["optim"]["state"][name][key], value), (folder, name, key)
+
+
+@pytest.mark.parametrize(("writers", "readers"), [(1, 3), (2, 1), (3, 2)])
+def test_model_and_optimizer_go_through_dcp_as_they_are_also_while_training_goes_on(
+    writers: int, readers: int, tmp_path: Path
+) -> None:
+    expected = run_ranks(writers, _save_both, str(tmp_path), SPREAD[writers % 2])[0]
+    run_ranks(readers, _load_both, str(tmp_path), SPREAD[readers % 2], expected)
 
 
 # --- in memory --------------------------------------------------------------------------------------------------------

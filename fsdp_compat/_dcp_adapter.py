@@ -1,0 +1,128 @@
+"""torch.distributed.checkpoint.state_dict's functions, taught about our models.
+
+They recognise torch's own wrappers by their classes. Ours they would take for plain modules, and answer wrongly without an
+error: of a sharded value a full state dict would hold the first local box only, and the ranks' parts of optimizer state would
+collide under one key. So a call with one of our models goes to ``_state_dict_functions``; any other runs the function as torch
+wrote it.
+
+That module imports torch's FSDP, which this package never does. So nothing happens before somebody else imports it: the import
+system is asked to tell us. Functions that were imported from it earlier are reached, too, as their code is replaced, not their
+names. Only public names of torch are relied on, so none is renamed unnoticed; what a later torch adds is refused for our models.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.abc
+import inspect
+import sys
+import types
+from collections.abc import Callable, Sequence
+from importlib.machinery import ModuleSpec
+from typing import Any
+
+from torch import nn
+
+from ._state_dict_functions import FUNCTIONS, mixed, unknown_argument
+from ._state_dicts import instances_in
+
+__all__ = ["teach_torch"]
+
+_MODULE = "torch.distributed.checkpoint.state_dict"
+_ROUTE = "_fsdp_compat_route"  # the keyword under which a function's replaced code finds where to go
+
+
+def teach_torch() -> None:
+    """Route the functions by model, now or as soon as their module is imported. Does nothing when called again."""
+    if (module := sys.modules.get(_MODULE)) is not None:
+        _route_all(module)
+    if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _Finder())  # for ever: the module may be reloaded
+
+
+def _route_all(module: types.ModuleType) -> None:
+    for name, ours in FUNCTIONS.items():
+        function = getattr(module, name, None)  # what a later torch no longer has, nobody can call
+        if isinstance(function, types.FunctionType) and _ROUTE not in (function.__kwdefaults__ or {}):
+            _replace(module, function, ours)
+
+
+def _replace(module: types.ModuleType, function: types.FunctionType, ours: Callable[..., Any]) -> None:
+    """Let ``function(...)`` call ``ours`` for our models, whoever has imported it."""
+    original = types.FunctionType(
+        function.__code__, function.__globals__, function.__name__, function.__defaults__, function.__closure__
+    )
+    original.__kwdefaults__ = function.__kwdefaults__
+    signature = inspect.signature(function)
+    route = functools.partial(_call, ours, original, signature)
+    if function.__closure__:  # code without a closure does not fit; only its name in the module can be replaced
+        routed = types.FunctionType(_routed.__code__, globals())
+        functools.update_wrapper(routed, function)
+        routed.__kwdefaults__ = {_ROUTE: route}
+        setattr(module, function.__name__, routed)
+        return
+    function.__signature__ = signature  # type: ignore[attr-defined]
+    function.__code__, function.__defaults__, function.__kwdefaults__ = _routed.__code__, None, {_ROUTE: route}
+
+
+def _routed(*args: Any, _fsdp_compat_route: Callable[..., Any], **kwargs: Any) -> Any:
+    """The code of a replaced function, which finds its route as the default of a keyword."""
+    return _fsdp_compat_route(*args, **kwargs)
+
+
+def _call(
+    ours: Callable[..., Any], original: Callable[..., Any], signature: inspect.Signature, /, *args: Any, **kwargs: Any
+) -> Any:
+    """Call ``ours`` if the argument ``model`` has an instance of ours in it, else ``original``."""
+    try:
+        given = signature.bind(*args, **kwargs).arguments
+    except TypeError:
+        return original(*args, **kwargs)  # which says what is wrong
+    model = given.get("model")
+    if not isinstance(model, nn.Module) or not instances_in(model):
+        return original(*args, **kwargs)
+    if any(_is_of_torch(module) for module in model.modules()):
+        raise mixed(original.__name__)
+    for name in given.keys() - inspect.signature(ours).parameters.keys():
+        raise unknown_argument(name, original.__name__)
+    return ours(**given)
+
+
+def _is_of_torch(module: nn.Module) -> bool:
+    """True for an instance of torch's FSDP, of which nobody has to import anything."""
+    return any(
+        cls.__qualname__ == "FullyShardedDataParallel" and cls.__module__.startswith("torch.distributed.fsdp")
+        for cls in type(module).__mro__
+    )
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    """Finds the one module as others find it, with a loader that routes its functions once they are there."""
+
+    def find_spec(self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None) -> ModuleSpec | None:
+        if fullname != _MODULE:
+            return None
+        for finder in sys.meta_path:
+            spec = None if isinstance(finder, _Finder) else finder.find_spec(fullname, path, target)
+            if spec is not None:
+                if spec.loader is not None:
+                    spec.loader = _Loader(spec.loader)
+                return spec
+        return None
+
+
+class _Loader(importlib.abc.Loader):
+    """Another loader, and what comes after it."""
+
+    def __init__(self, inner: importlib.abc.Loader) -> None:
+        self._inner = inner
+
+    def create_module(self, spec: ModuleSpec) -> types.ModuleType | None:
+        return self._inner.create_module(spec)
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        module.__loader__ = self._inner
+        if module.__spec__ is not None:
+            module.__spec__.loader = self._inner  # who asks later finds all as it would be without us
+        self._inner.exec_module(module)
+        _route_all(module)

@@ -1,0 +1,137 @@
+"""What this process is doing, as another thread sees it: where its user's code stands, and whether it makes progress.
+
+It *makes progress* while its stack changes, it (or a child process: a loader's worker, an upload) uses the processor, it reads or
+writes, or the kernel wakes it up again and again, or holds it, for a transfer. So a long loop, an evaluation, ``torch.save`` of a
+large file and an upload are progress; a sleep, a barrier, a wait for a file or for a message are not. What cannot be told apart:
+a wait that spins (for a CUDA device) looks like work, and work that is done elsewhere and waited for without any traffic looks like
+none.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import sysconfig
+import threading
+import time
+import types
+from pathlib import Path
+
+import torch
+
+__all__ = ["Pulse", "follow", "place", "place_of"]
+
+BUSY = 0.05  # of one processor
+BUSY_NBYTES = 1 << 16  # read or written per second; looking into /proc takes a few thousand
+BUSY_WAKES = 25  # times per second that the thread has waited and gone on; a loop that looks for something sleeps longer
+
+_TICKS = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
+_PACKAGES = tuple(str(Path(file).parent) + os.sep for file in (os.path.dirname(os.path.abspath(__file__)), torch.__file__))
+_LIBRARY = sysconfig.get_paths()["stdlib"] + os.sep
+_INSTALLED = tuple(sysconfig.get_paths()[name] + os.sep for name in ("purelib", "platlib"))
+
+_followed = threading.main_thread().ident or 0
+_native_id = os.getpid()  # of the followed thread: on Linux the main one's
+
+
+def follow() -> None:
+    """The calling thread is the one that makes the calls that ranks share."""
+    global _followed, _native_id
+    if _followed != threading.get_ident():
+        _followed, _native_id = threading.get_ident(), threading.get_native_id()
+
+
+def _is_users(file: str) -> bool:
+    """False for files of this package, of torch, and of Python's library."""
+    return (
+        not file.startswith(_PACKAGES)
+        and not file.startswith("<frozen")
+        and (not file.startswith(_LIBRARY) or file.startswith(_INSTALLED))
+    )
+
+
+def place_of(frame: types.FrameType | None) -> str:
+    """Return ``file:line in function()`` of the user's innermost frame, from ``frame`` outwards."""
+    while frame is not None:
+        if _is_users(frame.f_code.co_filename):
+            return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}()"
+        frame = frame.f_back
+    return "a place outside of the user's code"
+
+
+def _frame() -> types.FrameType | None:
+    return sys._current_frames().get(_followed)
+
+
+def place() -> str:
+    """Where the followed thread stands now."""
+    return place_of(_frame())
+
+
+class Pulse:
+    """Whether this process makes progress between two looks."""
+
+    def __init__(self) -> None:
+        self._last = self._sample()
+        self._at = self._moved_at = time.monotonic()
+
+    def idle_s(self) -> float:
+        """Return for how long every look has found that nothing had moved since the one before; 0.0 where something has."""
+        now, sample = time.monotonic(), self._sample()
+        passed_s, (stack, cpu_s, nbytes, num_wakes) = now - self._at, self._last
+        self._last, self._at = sample, now
+        moved = sample[0] != stack or sample[1] - cpu_s > BUSY * passed_s or sample[2] - nbytes > BUSY_NBYTES * passed_s
+        if moved or sample[3] - num_wakes > BUSY_WAKES * passed_s or _in_transfer():
+            self._moved_at = now
+        return now - self._moved_at
+
+    @staticmethod
+    def _sample() -> tuple[tuple[tuple[int, int], ...], float, int, int]:
+        """(stack, seconds of processor time, bytes read and written, number of waits that have ended)"""
+        stack, frame = [], _frame()
+        while frame is not None:
+            stack.append((id(frame.f_code), frame.f_lasti))
+            frame = frame.f_back
+        return tuple(stack), time.process_time() + sum(map(_cpu_s, _children())), _io_nbytes(), _num_wakes()
+
+
+def _children() -> list[str]:
+    found: list[str] = []
+    with contextlib.suppress(OSError):
+        for thread in os.listdir("/proc/self/task"):
+            with contextlib.suppress(OSError):
+                found += Path(f"/proc/self/task/{thread}/children").read_text().split()
+    return found
+
+
+def _cpu_s(pid: str) -> float:
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return 0.0
+    return (int(fields[11]) + int(fields[12])) / _TICKS
+
+
+def _io_nbytes() -> int:
+    try:
+        lines = Path("/proc/self/io").read_text().splitlines()
+    except OSError:
+        return 0
+    return sum(int(line.split()[1]) for line in lines if line.startswith(("rchar", "wchar", "read_bytes", "write_bytes")))
+
+
+def _num_wakes() -> int:
+    try:
+        lines = Path(f"/proc/self/task/{_native_id}/status").read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) for line in lines if line.startswith("voluntary_ctxt_switches")), 0)
+
+
+def _in_transfer() -> bool:
+    """True while the kernel holds the followed thread in a transfer that cannot be interrupted."""
+    try:
+        return Path(f"/proc/self/task/{_native_id}/stat").read_text().rpartition(")")[2].split()[0] == "D"
+    except OSError:
+        return False

@@ -1,0 +1,174 @@
+"""The six older calls for optimizer state, which newer releases of torch drop one by one: the same algorithm under other names."""
+
+from __future__ import annotations
+
+import enum
+import warnings
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+from ._checks import require_bools, require_group, require_model_and_optimizer, require_module, wrong_type
+from ._optim_state_dicts import OptimStateDicts, given_states, taken_states
+from ._state.optim import Values, other_form
+from ._state.optim_legacy import by_names, by_numbers, groups_of_input
+from .api import as_ours
+from .errors import CheckpointError, explain
+
+__all__ = ["LegacyOptimStateDicts", "OptimStateKeyType"]
+
+
+class OptimStateKeyType(enum.Enum):
+    """How the state in an optimizer's dict is keyed: by parameter names, or by numbers."""
+
+    PARAM_NAME = enum.auto()
+    PARAM_ID = enum.auto()
+
+
+class LegacyOptimStateDicts(OptimStateDicts):
+    """The part of an instance that keeps the older calls. Each warns once per call, with the new one's name.
+
+    Where ``optim_input`` is accepted it is what the optimizer is made with, parameters or parameter groups, and numbers count that;
+    without it, and without ``optim``, they count ``model.parameters()``.
+    """
+
+    @staticmethod
+    def full_optim_state_dict(
+        model: nn.Module,
+        optim: Optimizer,
+        optim_input: list[dict[str, Any]] | Iterable[nn.Parameter] | None = None,
+        rank0_only: bool = True,
+        group: dist.ProcessGroup | None = None,
+    ) -> dict[str, Any]:
+        """Return the optimizer's whole state by parameter names, on the CPU; with ``rank0_only`` {} on other ranks.
+
+        Collective: one gather per flat parameter and state. The same as ``optim_state_dict`` in the full form.
+        """
+        where = "full_optim_state_dict(model, optim)"
+        _deprecated("full_optim_state_dict", "optim_state_dict")
+        require_model_and_optimizer(model, optim, where)
+        require_group(group, where)
+        require_bools(where, rank0_only=rank0_only)
+        groups = groups_of_input(optim_input, optim, model, where)
+        return taken_states(
+            model, optim, groups, None, values=Values.WHOLE, to_cpu=True, rank0_only=rank0_only, group=group, where=where
+        )
+
+    @staticmethod
+    def sharded_optim_state_dict(model: nn.Module, optim: Optimizer, group: dist.ProcessGroup | None = None) -> dict[str, Any]:
+        """Return the optimizer's state by parameter names, in the sharded form, whatever form is set. Nothing is sent."""
+        where = "sharded_optim_state_dict(model, optim)"
+        _deprecated("sharded_optim_state_dict", "optim_state_dict")
+        require_model_and_optimizer(model, optim, where)
+        require_group(group, where)
+        return taken_states(
+            model, optim, optim.param_groups, None, values=Values.BOXES, to_cpu=True, rank0_only=False, group=group, where=where
+        )
+
+    @staticmethod
+    def shard_full_optim_state_dict(
+        full_optim_state_dict: dict[str, Any],
+        model: nn.Module,
+        optim_input: list[dict[str, Any]] | Iterable[nn.Parameter] | None = None,
+        optim: Optimizer | None = None,
+    ) -> dict[str, Any]:
+        """Return what the optimizer loads on this rank, from a full dict that every rank has. Collective: one small exchange."""
+        where = "shard_full_optim_state_dict(full_optim_state_dict, model)"
+        _deprecated("shard_full_optim_state_dict", "optim_state_dict_to_load")
+        return _given(full_optim_state_dict, model, optim_input, optim, rank0_only=False, where=where)
+
+    @staticmethod
+    def flatten_sharded_optim_state_dict(
+        sharded_optim_state_dict: dict[str, Any], model: nn.Module, optim: Optimizer
+    ) -> dict[str, Any]:
+        """Return what the optimizer loads on this rank, from a sharded dict.
+
+        Collective: one small exchange; values that are sharded in another way than the model are gathered.
+        """
+        where = "flatten_sharded_optim_state_dict(sharded_optim_state_dict, model, optim)"
+        _deprecated("flatten_sharded_optim_state_dict", "optim_state_dict_to_load")
+        require_model_and_optimizer(model, optim, where)
+        return _given(sharded_optim_state_dict, model, None, optim, rank0_only=False, where=where)
+
+    @staticmethod
+    def scatter_full_optim_state_dict(
+        full_optim_state_dict: dict[str, Any] | None,
+        model: nn.Module,
+        optim_input: list[dict[str, Any]] | Iterable[nn.Parameter] | None = None,
+        optim: Optimizer | None = None,
+        group: Any | None = None,
+    ) -> dict[str, Any]:
+        """Return what the optimizer loads on this rank, from a full dict that only the first rank needs to have.
+
+        Collective: it is sent one state of one unit at a time.
+        """
+        where = "scatter_full_optim_state_dict(full_optim_state_dict, model)"
+        _deprecated("scatter_full_optim_state_dict", "optim_state_dict_to_load")
+        require_group(group, where)
+        return _given(full_optim_state_dict, model, optim_input, optim, rank0_only=True, where=where)
+
+    @staticmethod
+    def rekey_optim_state_dict(
+        optim_state_dict: dict[str, Any],
+        optim_state_key_type: OptimStateKeyType,
+        model: nn.Module,
+        optim_input: list[dict[str, Any]] | Iterable[nn.Parameter] | None = None,
+        optim: Optimizer | None = None,
+    ) -> dict[str, Any]:
+        """Return an optimizer's state dict keyed by parameter names, or by numbers, whatever it is keyed by; values are not copied.
+
+        model: not wrapped, or with ``use_orig_params=True``. Raises UsageError for keys of several kinds, and CheckpointError for
+        a parameter that the model or the optimizer does not have. ``optim_state_dict_to_load`` takes both kinds as they are.
+        """
+        where = "rekey_optim_state_dict(optim_state_dict, optim_state_key_type, model)"
+        _deprecated("rekey_optim_state_dict", "optim_state_dict_to_load")
+        kind = as_ours(optim_state_key_type, OptimStateKeyType, "optim_state_key_type")
+        if kind is None:
+            raise wrong_type("optim_state_key_type", "an OptimStateKeyType", optim_state_key_type, where)
+        _require_model(model, optim, where)
+        if (found := other_form(optim_state_dict)) is not None:
+            raise CheckpointError(
+                explain(
+                    "This is no optimizer state dict.",
+                    expected=found[0],
+                    got=f"a {type(found[1]).__name__}",
+                    where=where,
+                    fix="pass what full_optim_state_dict(...) or optimizer.state_dict() returned",
+                )
+            )
+        groups = groups_of_input(optim_input, optim, model, where)
+        return (by_names if kind is OptimStateKeyType.PARAM_NAME else by_numbers)(optim_state_dict, model, groups)
+
+
+def _given(
+    state_dict: Mapping[str, Any] | None,
+    model: nn.Module,
+    optim_input: Iterable[Any] | None,
+    optim: Optimizer | None,
+    *,
+    rank0_only: bool,
+    where: str,
+) -> dict[str, Any]:
+    _require_model(model, optim, where)
+    groups = groups_of_input(optim_input, optim, model, where)
+    label = type(optim).__name__ if optim is not None else "the optimizer"
+    return given_states(model, groups, state_dict, rank0_only=rank0_only, label=label, where=where)
+
+
+def _require_model(model: Any, optim: Any, where: str) -> None:
+    """Raise UsageError for what is no module, or, where there is one, no optimizer."""
+    if optim is None:
+        require_module(model, where)
+    else:
+        require_model_and_optimizer(model, optim, where)
+
+
+def _deprecated(old: str, new: str) -> None:
+    warnings.warn(
+        f"FullyShardedDataParallel.{old} is deprecated; use FullyShardedDataParallel.{new} instead.",
+        DeprecationWarning,
+        stacklevel=3,
+    )

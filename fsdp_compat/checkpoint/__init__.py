@@ -1,0 +1,22 @@
+"""Checkpoints on disk: written by all ranks at once, and read by any number of them.
+
+path = save("runs/7", model, optimizer, {"epoch": 3}, step=1200, keep_last=2)
+extra = load(latest("runs/7"), model, optimizer)
+"""
+
+from ._directory import latest
+from ._full import iter_full_state_dict
+from ._loading import load
+from ._weights import load_safetensors, save_safetensors
+from ._writing import AsyncSave, async_save, save
+
+__all__ = [
+    "AsyncSave",
+    "async_save",
+    "iter_full_state_dict",
+    "latest",
+    "load",
+    "load_safetensors",
+    "save",
+    "save_safetensors",
+]

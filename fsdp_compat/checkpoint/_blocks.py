@@ -1,0 +1,266 @@
+"""Bytes of files in blocks: written and read once, with a checksum of each block.
+
+The checksum is zlib's CRC-32, of every 4 MiB of the file from its first byte on. It is computed on a second thread, beside the
+system calls, as both leave the interpreter's lock.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import os
+import queue
+import threading
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..errors import CheckpointError, explain
+
+__all__ = ["BLOCK_NBYTES", "BlockWriter", "Facts", "Wanted", "memory_of", "merged", "read_checked", "read_plain", "sync_directory"]
+
+BLOCK_NBYTES = 4 << 20
+
+Tick = Callable[[int], object]  # told of bytes that are done
+
+
+@dataclasses.dataclass(frozen=True)
+class Facts:
+    """What a complete file is known to be."""
+
+    nbytes: int
+    checksums: tuple[int, ...]  # CRC-32 of each block; the last one may be shorter
+
+    def __post_init__(self) -> None:
+        if self.nbytes < 0 or len(self.checksums) != -(-self.nbytes // BLOCK_NBYTES):
+            raise ValueError(f"{len(self.checksums)} checksums do not fit {self.nbytes} bytes")
+
+
+@dataclasses.dataclass(frozen=True)
+class Wanted:
+    """A run of a file's bytes, and where they go."""
+
+    start: int  # in the file
+    target: torch.Tensor  # 1-D, contiguous, on the CPU; as many bytes as are wanted
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.target.nbytes
+
+
+def memory_of(tensor: torch.Tensor) -> memoryview:
+    """Return the bytes of a contiguous CPU tensor, without a copy. They keep the tensor."""
+    if not tensor.nbytes:
+        return memoryview(b"")
+    held: Any = (ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())
+    held.tensor = tensor
+    return memoryview(held).cast("B")
+
+
+def merged(wanted: Sequence[Wanted]) -> list[Wanted]:
+    """Return the same runs, where those that follow one another in the file and in memory are one."""
+    found: list[Wanted] = []
+    for one in sorted(wanted, key=lambda one: one.start):
+        last = found[-1] if found else None
+        if last is not None and one.start == last.stop and _follows(one.target, last.target):
+            whole = torch.empty(0, dtype=torch.uint8)
+            first = last.target.data_ptr() - last.target.untyped_storage().data_ptr()
+            whole.set_(last.target.untyped_storage(), first, (one.stop - last.start,), (1,))
+            found[-1] = Wanted(last.start, whole)
+        else:
+            found.append(one)
+    return found
+
+
+def _follows(one: torch.Tensor, last: torch.Tensor) -> bool:
+    same = one.untyped_storage().data_ptr() == last.untyped_storage().data_ptr()
+    return same and one.data_ptr() == last.data_ptr() + last.nbytes
+
+
+def sync_directory(path: Path) -> None:
+    """Make the names in a directory durable."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+class _Aside:
+    """Calls one after the other on a second thread, few of them waiting; in place where no thread can be started any more."""
+
+    def __init__(self) -> None:
+        self.results: list[Any] = []
+        self._queue: queue.Queue[tuple[Callable[..., Any], Any] | None] = queue.Queue(8)
+        self._thread: threading.Thread | None = threading.Thread(target=self._run, daemon=True, name="fsdp_compat checksums")
+        try:
+            self._thread.start()
+        except RuntimeError:  # the interpreter ends, and waits for the thread that is here
+            self._thread = None
+
+    def _run(self) -> None:
+        while (call := self._queue.get()) is not None:
+            self.results.append(call[0](call[1]))
+
+    def do(self, function: Callable[[Any], Any], argument: Any) -> None:
+        if self._thread is None:
+            self.results.append(function(argument))
+        else:
+            self._queue.put((function, argument))
+
+    def end(self) -> list[Any]:
+        """Return the results of all calls. A second call returns them again."""
+        if self._thread is not None:
+            self._queue.put(None)
+            self._thread.join()
+            self._thread = None
+        return self.results
+
+
+class BlockWriter:
+    """Writes a new file from its first byte to its last; knows its checksums in the end. Nothing is overwritten.
+
+    What is written must not change before ``finish``.
+    """
+
+    def __init__(self, path: Path, tick: Tick) -> None:
+        """Raises OSError, FileExistsError among them."""
+        self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+        self._tick, self._aside = tick, _Aside()
+        self._nbytes = 0
+        self._checksums: list[int] = []
+        self._checksum, self._num_checked = 0, 0  # of the block that is not full yet
+
+    def write(self, data: memoryview) -> None:
+        """Append. Raises OSError, as for a full disk."""
+        for start in range(0, len(data), BLOCK_NBYTES):
+            piece = data[start : start + BLOCK_NBYTES]
+            self._aside.do(self._check, piece)
+            rest = piece
+            while rest:
+                rest = rest[os.write(self._descriptor, rest) :]
+            self._nbytes += len(piece)
+            self._tick(len(piece))
+
+    def _check(self, data: memoryview) -> None:
+        while data:
+            piece = data[: BLOCK_NBYTES - self._num_checked]
+            data = data[len(piece) :]
+            self._checksum = zlib.crc32(piece, self._checksum)
+            self._num_checked += len(piece)
+            if self._num_checked == BLOCK_NBYTES:
+                self._end_block()
+
+    def _end_block(self) -> None:
+        self._checksums.append(self._checksum)
+        self._checksum, self._num_checked = 0, 0
+
+    def finish(self) -> Facts:
+        """Make the file durable and close it."""
+        os.fsync(self._descriptor)
+        self.close()
+        if self._num_checked:
+            self._end_block()
+        return Facts(self._nbytes, tuple(self._checksums))
+
+    def close(self) -> None:
+        """Let go, also of a file that is not complete. A second call does nothing."""
+        self._aside.end()
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+
+def read_plain(path: Path, wanted: Sequence[Wanted], tick: Tick) -> None:
+    """Read runs of bytes of a file that has no checksums. Raises CheckpointError where it ends too early, OSError."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        for one in sorted(wanted, key=lambda one: one.start):
+            memory = memory_of(one.target)
+            for start in range(0, len(memory), BLOCK_NBYTES):
+                piece = memory[start : start + BLOCK_NBYTES]
+                _read_into(descriptor, piece, one.start + start, path)
+                tick(len(piece))
+    finally:
+        os.close(descriptor)
+
+
+def read_checked(path: Path, facts: Facts, wanted: Sequence[Wanted], tick: Tick) -> None:
+    """Read runs of bytes, and with them the blocks that they lie in, each once, and compare the checksums.
+
+    Raises CheckpointError for a file that is missing, has another length, or in which a block is not what was written: then what
+    the targets hold is not to be used.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY)
+    except FileNotFoundError as error:
+        raise damaged(path, f"a file of {facts.nbytes} bytes", "no such file") from error
+    try:
+        found = os.fstat(descriptor).st_size
+        if found != facts.nbytes:
+            raise damaged(path, f"a file of {facts.nbytes} bytes", f"{found} bytes")
+        blocks, aside = [], _Aside()
+        try:
+            for block, parts in _by_block(facts.nbytes, wanted):
+                start, stop = block * BLOCK_NBYTES, min((block + 1) * BLOCK_NBYTES, facts.nbytes)
+                first = parts[0]
+                if first.start <= start and stop <= first.stop:  # straight to where it goes
+                    memory = memory_of(first.target)[start - first.start : stop - first.start]
+                    parts = parts[1:]
+                else:
+                    memory = memoryview(bytearray(stop - start))
+                _read_into(descriptor, memory, start, path)
+                blocks.append(block)
+                aside.do(zlib.crc32, memory)
+                for part in parts:
+                    low, high = max(start, part.start), min(stop, part.stop)
+                    memory_of(part.target)[low - part.start : high - part.start] = memory[low - start : high - start]
+                tick(stop - start)
+        finally:
+            aside.end()
+        for block, checksum in zip(blocks, aside.results, strict=True):
+            if checksum != facts.checksums[block]:
+                raise damaged(
+                    path,
+                    f"checksum {facts.checksums[block]:08x} of the block at byte {block * BLOCK_NBYTES}",
+                    f"{checksum:08x}: the file was changed, or comes from another checkpoint",
+                )
+    finally:
+        os.close(descriptor)
+
+
+def _by_block(nbytes: int, wanted: Sequence[Wanted]) -> Iterator[tuple[int, list[Wanted]]]:
+    """Yield the blocks that hold anything wanted, in order, each with what is wanted of it."""
+    found: dict[int, list[Wanted]] = {}
+    for one in wanted:
+        if not one.target.nbytes:
+            continue
+        if one.stop > nbytes:
+            raise ValueError(f"bytes {one.start} to {one.stop} are wanted of {nbytes}")
+        for block in range(one.start // BLOCK_NBYTES, -(-one.stop // BLOCK_NBYTES)):
+            found.setdefault(block, []).append(one)
+    yield from sorted(found.items())
+
+
+def _read_into(descriptor: int, memory: memoryview, start: int, path: Path) -> None:
+    while memory:
+        num_read = os.preadv(descriptor, [memory], start)
+        if not num_read:
+            raise damaged(path, f"at least {start + len(memory)} bytes", f"the file ends at {start}")
+        memory, start = memory[num_read:], start + num_read
+
+
+def damaged(path: Path, expected: str, got: str) -> CheckpointError:
+    """The error for a file that is not what was saved."""
+    return CheckpointError(
+        explain(
+            f"{path.name} is not what was saved.",
+            expected=expected,
+            got=got,
+            where=str(path),
+            fix="load an older checkpoint, or copy this one again from where it is intact; nothing was loaded",
+        )
+    )

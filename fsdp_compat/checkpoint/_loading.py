@@ -1,0 +1,452 @@
+"""Loading: every rank works out from the manifest which bytes it needs, reads these alone, and changes nothing until all ranks have
+what they need and its checksums hold.
+
+What is read goes to memory of its own first: for parameters as much again as this rank's shards, for states the tensors that the
+optimizer gets.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from .. import _checks as checks
+from .._layout.transfer import runs_of_part
+from .._optimizers import convert
+from .._state.model import store_of
+from .._state_dicts import named_units
+from ..errors import CheckpointError, explain
+from ._blocks import Facts, Wanted, damaged, merged, read_checked
+from ._header import Entry, dtype_of, read_header
+from ._manifest import FlatGroup, file_name, read_manifest
+from ._progress import progress_bar, require_bar
+from ._ranks import Ranks, agree, ranks_of
+from ._snapshot import NamedGroup, held_by, named_groups, names_in, unmanaged, without_groups
+from ._values import decode
+
+__all__ = ["load"]
+
+
+def load(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    progress: bool = False,
+) -> Any:
+    """Load the checkpoint in directory ``path`` into the model and the optimizer; return the ``extra`` it was saved with.
+
+    Collective: all ranks. The number of ranks, the wrapping, the strategy, ``use_orig_params`` and the dtypes may be others than
+    those it was saved with. With as many ranks as saved it, each gets its own ``extra`` back, otherwise that of the first one.
+
+    Args:
+        path: what ``save`` returned, or ``latest(folder)``.
+        model: with FullyShardedDataParallel in it, and the parameter names of the one that was saved.
+        optimizer: of its parameters; its state is replaced. None: what was saved of one is left.
+        progress: show bytes and rate on the first rank; needs tqdm.
+
+    Raises:
+        UsageError: an argument cannot work.
+        CheckpointError: the checkpoint is another model's, or a file of it is missing, truncated, changed or another checkpoint's;
+            on all ranks, before anything has changed.
+    """
+    call = "checkpoint.load"
+    instances, ranks = ranks_of(model, call)
+    problem: BaseException | None = None
+    plan = None
+    try:
+        if not isinstance(path, (str, os.PathLike)):
+            raise checks.wrong_type("path", "a path", path, call)
+        if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
+            raise checks.wrong_type("optimizer", "a torch.optim.Optimizer, or None", optimizer, call)
+        checks.require_bools(call, progress=progress)
+        require_bar(progress, f"{call}(..., progress=True)")
+        for instance in instances:
+            instance._runtime.require_idle(call)
+            instance._runtime.require_parts(call)
+            instance._runtime.rest()
+        if optimizer is not None:
+            convert(optimizer)
+        plan = _Plan(Path(path), model, optimizer, ranks)
+        plan.read(progress and ranks.number == 0)
+    except Exception as error:
+        problem = _as_checkpoint_error(error, path)
+    identities = agree(ranks, problem, "" if plan is None else plan.source.manifest.identity, call)
+    assert plan is not None
+    if len(set(identities)) > 1:
+        raise CheckpointError(
+            explain(
+                "Ranks load different checkpoints.",
+                expected="one checkpoint on all ranks",
+                got=f"{len(set(identities))} of them; this rank: {path}",
+                where=call,
+                fix="pass one path on all ranks; call latest(folder) when no save is under way",
+            )
+        )
+    return plan.commit()
+
+
+def _as_checkpoint_error(error: Exception, path: Any) -> Exception:
+    if not isinstance(error, OSError):
+        return error
+    made = CheckpointError(
+        explain(
+            "The checkpoint could not be read.",
+            expected="files that can be read",
+            got=f"{type(error).__name__}: {error}",
+            where=str(path),
+            fix="see that the files are there and readable; nothing was loaded",
+        )
+    )
+    made.__cause__ = error
+    return made
+
+
+@dataclasses.dataclass
+class _Head:
+    """What one file says of itself."""
+
+    entries: dict[str, Entry]
+    text: dict[str, Any]
+    nbytes: int
+
+
+class _Source:
+    """A checkpoint's files: what is wanted of them, and what they say of themselves."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.manifest = path, read_manifest(path)
+        self.located = dict(self.manifest.located())
+        self._heads: dict[int, _Head] = {}
+        self._wanted: dict[int, list[Wanted]] = {}
+
+    def head(self, number: int) -> _Head:
+        """Return a file's head. It is read at once, and checked with everything else that is wanted of the file."""
+        if number not in self._heads:
+            path = self.path / file_name(number)
+            facts = self._facts(number)
+            try:
+                entries, metadata = read_header(path)
+                text = json.loads(metadata["fsdp_compat"])
+                nbytes = min((entry.start for entry in entries.values()), default=facts.nbytes)
+            except FileNotFoundError as error:
+                raise damaged(path, f"a file of {facts.nbytes} bytes", "no such file") from error
+            except (KeyError, ValueError, CheckpointError) as error:
+                raise damaged(path, f"the file that rank {number} wrote, of {facts.nbytes} bytes", str(error)) from error
+            if text.get("identity") != self.manifest.identity:
+                raise damaged(path, f"a file of save {self.manifest.identity}", f"one of save {text.get('identity')}")
+            self._heads[number] = _Head(entries, text, nbytes)
+            self._wanted.setdefault(number, []).append(Wanted(0, torch.empty(nbytes, dtype=torch.uint8)))
+        return self._heads[number]
+
+    def want(self, number: int, name: str, dtype: torch.dtype, start: int, target: torch.Tensor) -> None:
+        """Ask for elements of an entry, from ``start`` on, as many as ``target`` (1-D, of ``dtype``, on the CPU) has."""
+        entry = self.head(number).entries.get(name)
+        size = dtype.itemsize
+        if entry is None or (start + target.numel()) * size > entry.nbytes:
+            raise damaged(
+                self.path / file_name(number),
+                f"{start + target.numel()} elements of {dtype} under {name!r}",
+                "no such entry" if entry is None else f"{entry.nbytes} bytes",
+            )
+        self._wanted[number].append(Wanted(entry.start + start * size, target))
+
+    def want_tensor(self, number: int, name: str) -> torch.Tensor:
+        """Ask for a whole tensor; return where it will be."""
+        entry = self.head(number).entries.get(name)
+        if entry is None:
+            raise damaged(self.path / file_name(number), f"an entry {name!r}", "none of that name")
+        target = torch.empty(entry.shape, dtype=entry.dtype)
+        self.want(number, name, entry.dtype, 0, target.view(-1))
+        return target
+
+    def _facts(self, number: int) -> Facts:
+        return self.manifest.files[number]
+
+    def read(self, shown: bool) -> None:
+        """Read all that is wanted, and check it."""
+        total = sum(one.target.nbytes for wanted in self._wanted.values() for one in wanted)
+        with progress_bar(shown, f"load step {self.manifest.step}", total) as tick:
+            for number, wanted in sorted(self._wanted.items()):
+                read_checked(self.path / file_name(number), self._facts(number), merged(wanted), tick)
+        self._wanted.clear()
+
+
+@dataclasses.dataclass(frozen=True)
+class _Part:
+    """Where the elements of one parameter, that this rank needs, are in the checkpoint."""
+
+    group: FlatGroup
+    index: int
+    runs: tuple[tuple[int, int, int, int], ...]  # (file, start in the entry, start in the part, numel)
+    home: int  # a file of the group that tells of states and scalars
+
+
+class _Plan:
+    """What a rank reads, and what it does with it then."""
+
+    def __init__(self, path: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None, ranks: Ranks) -> None:
+        self.source = _Source(path)
+        self._common = self.source.manifest.common
+        self._model, self._optimizer, self._ranks = model, optimizer, ranks
+        self._groups = named_groups(named_units(model))
+        self._others: dict[str, Any] = {}
+        self._actions: list[Callable[[], object]] = []
+        self._refuse_names()
+        for named in self._groups:
+            self._plan_parameters(named)
+        self._plan_others()
+        self._state: dict[torch.Tensor, dict[Any, Any]] = {}
+        if optimizer is not None:
+            self._plan_optimizer(optimizer)
+        same = len(self.source.manifest.files) == ranks.count
+        number = ranks.number if same else 0
+        head = self.source.head(number)
+        self._extra = decode(head.text["extra"], "extra", lambda name: self.source.want_tensor(number, name))
+
+    def read(self, shown: bool) -> None:
+        self.source.read(shown)
+
+    def commit(self) -> Any:
+        """Change the model and the optimizer; return ``extra``."""
+        with torch.no_grad():
+            for action in self._actions:
+                action()
+        with without_groups(self._model, names_in(self._groups)):
+            self._model.load_state_dict(self._others, strict=False)
+        if self._optimizer is not None:
+            self._commit_optimizer(self._optimizer)
+        return self._extra
+
+    # -- names and shapes
+
+    def _refuse_names(self) -> None:
+        """Raise CheckpointError unless the checkpoint holds the model's parameters, in their shapes, and no others."""
+        located = self.source.located
+        wrong: list[str] = []
+        known: set[str] = set()
+        for named in self._groups:
+            store = store_of(named.group)
+            for index in range(len(store.members)):
+                names = named.names(index)
+                known.update(names)
+                found = next((located[name] for name in names if name in located), None)
+                if found is None:
+                    wrong.append(f"missing: {names[0]}")
+                elif found[0].layout.params[found[1]].shape != store.shape(index):
+                    shape = list(found[0].layout.params[found[1]].shape)
+                    wrong.append(f"{names[0]}: shape {shape} in the checkpoint, {list(store.shape(index))} in the model")
+        others = unmanaged(self._model, self._groups)
+        saved = self.source.head(self._common).text["others"]
+        known.update(others)
+        wrong += [f"missing: {name}" for name in others if name not in saved and name not in located]
+        wrong += [f"not in the model: {name}" for name in (*located, *saved) if name not in known]
+        for name, value in others.items():
+            if name in saved and isinstance(value, torch.Tensor):
+                its = saved[name] if isinstance(saved[name], dict) else {}
+                if "@tensor_of" in its:
+                    continue
+                facts = its.get("@tensor")
+                if facts is None or facts[2] != list(value.shape):
+                    got = "no tensor" if facts is None else f"shape {facts[2]}"
+                    wrong.append(f"{name}: {got} in the checkpoint, shape {list(value.shape)} in the model")
+        if wrong:
+            more = f" and {len(wrong) - 20} more" if len(wrong) > 20 else ""
+            raise CheckpointError(
+                explain(
+                    "The checkpoint belongs to another model.",
+                    expected="the names and shapes of the model's parameters and buffers",
+                    got="; ".join(wrong[:20]) + more,
+                    where=str(self.source.path),
+                    fix="build the model that was saved; to take a part of a checkpoint, load it into that one and go on from its "
+                    "state_dict()",
+                )
+            )
+
+    def _part(self, named: NamedGroup, index: int) -> _Part | None:
+        """Return where this rank's elements of a parameter are; None for one that is not among the checkpoint's managed ones."""
+        located, store = self.source.located, store_of(named.group)
+        found = next((located[name] for name in named.names(index) if name in located), None)
+        if found is None:
+            return None
+        group, its_index = found
+        axis = self.source.manifest.axes[group.axis]
+        part = store.layout.part(index, store.rank)
+        runs = tuple(
+            (axis[run.rank], run.in_shard.start, run.start, run.in_shard.numel)
+            for run in runs_of_part(group.layout, its_index, part)
+        )
+        home = runs[0][0] if runs else axis[store.rank * len(axis) // store.layout.ranks]
+        return _Part(group, its_index, runs, home)
+
+    def _want_part(self, part: _Part, entry: str, dtype: torch.dtype, target: torch.Tensor) -> None:
+        for number, start, at, numel in part.runs:
+            self.source.want(number, entry, dtype, start, target[at : at + numel])
+
+    # -- parameters
+
+    def _plan_parameters(self, named: NamedGroup) -> None:
+        store = store_of(named.group)
+        parts = [self._part(named, index) for index in range(len(store.members))]
+        staged: dict[torch.dtype, torch.Tensor] = {}
+        for index, part in enumerate(parts):
+            if part is None:
+                raise AssertionError(f"{named.names(index)[0]} was looked for before")
+            if part.group.dtype not in staged:
+                staged[part.group.dtype] = torch.zeros(store.numel, dtype=part.group.dtype)
+            place = store.layout.part_in_shard(index, store.rank)
+            values = staged[part.group.dtype][place.slice]
+            self._want_part(part, part.group.name, part.group.dtype, values)
+        dtypes = {part.group.dtype for part in parts if part is not None}
+        if len(dtypes) == 1:
+            whole = staged[dtypes.pop()]
+            self._actions.append(functools.partial(store.shard.detach().copy_, whole))
+            return
+        for index, part in enumerate(parts):
+            if part is not None:
+                place = store.layout.part_in_shard(index, store.rank)
+                values = staged[part.group.dtype][place.slice]
+                self._actions.append(functools.partial(store.shard.detach()[place.slice].copy_, values))
+
+    def _plan_others(self) -> None:
+        saved = self.source.head(self._common).text["others"]
+        for name, value in saved.items():
+            self._others[name] = decode(value, name, lambda name: self.source.want_tensor(self._common, name))
+
+    # -- the optimizer
+
+    def _plan_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        if self.source.manifest.param_groups is None:
+            raise CheckpointError(
+                explain(
+                    "The checkpoint holds no optimizer state.",
+                    expected="a checkpoint that was saved with an optimizer",
+                    got="one that was saved without",
+                    where=str(self.source.path),
+                    fix="pass optimizer=None, and begin with the optimizer as it is",
+                )
+            )
+        held_by(self._model, optimizer, self._groups)
+        mine = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+        for named in self._groups:
+            store = store_of(named.group)
+            for target, indices in store.targets:
+                if target in mine:
+                    parts = {index: part for index in indices if (part := self._part(named, index)) is not None}
+                    entry = self._state_of_target(named, target, parts)
+                    if entry:
+                        self._state[target] = entry
+        managed = {target for named in self._groups for target, _ in store_of(named.group).targets}
+        states = self.source.head(self._common).text.get("other_states", {})
+        for parameter, names in held_by(self._model, optimizer, self._groups).items():
+            if parameter not in managed and parameter in mine and names[0] in states:
+                self._state[parameter] = {
+                    key: decode(value, f"state {key!r} of {names[0]}", lambda name: self.source.want_tensor(self._common, name))
+                    for key, value in states[names[0]]
+                }
+
+    def _state_of_target(self, named: NamedGroup, target: nn.Parameter, parts: Mapping[int, _Part]) -> dict[Any, Any]:
+        store = store_of(named.group)
+        flat = target is store.flat_parameter
+        state: dict[Any, Any] = {}
+        cut: dict[Any, torch.Tensor] = {}
+        for index, part in parts.items():
+            numbers = list(dict.fromkeys([*(run[0] for run in part.runs), part.home]))
+            place = store.layout.part_in_shard(index, store.rank)
+            for key, entry, dtype in self._per_element(numbers, part):
+                if key not in cut:
+                    cut[key] = torch.zeros(target.numel(), dtype=dtype)
+                    state[key] = cut[key].view(target.shape)
+                whole = cut[key]
+                values = whole[place.slice] if flat else whole
+                if whole.dtype == dtype:
+                    self._want_part(part, entry, dtype, values)
+                else:  # parameters of one flat one had states of different dtypes
+                    staged = torch.zeros(values.numel(), dtype=dtype)
+                    self._want_part(part, entry, dtype, staged)
+                    self._actions.append(functools.partial(values.copy_, staged))
+            for key, values_of in self.source.head(part.home).text["scalars"].get(part.group.name, []):
+                for of, value in values_of:
+                    if (of is None or part.index in of) and key not in state:
+                        state[key] = decode(value, f"state {key!r}", inlined_again)
+            self._add_own(state, named, index, part)
+        return state
+
+    def _per_element(self, numbers: Sequence[int], part: _Part) -> list[tuple[Any, str, torch.dtype]]:
+        """Return (key, entry, dtype) of the states that a parameter has, as any of the files with a part of it says."""
+        found: dict[Any, tuple[str, torch.dtype]] = {}
+        for number in numbers:
+            for facts in self.source.head(number).text["states"].get(part.group.name, []):
+                if facts["of"] is None or part.index in facts["of"]:
+                    found.setdefault(facts["key"], (facts["entry"], dtype_of(facts["dtype"])))
+        return [(key, entry, dtype) for key, (entry, dtype) in found.items()]
+
+    def _add_own(self, state: dict[Any, Any], named: NamedGroup, index: int, part: _Part) -> None:
+        """Add what belongs to one rank's part, where this rank has the same part."""
+        store, axis = store_of(named.group), self.source.manifest.axes[part.group.axis]
+        layout = part.group.layout
+        same = layout.ranks == store.layout.ranks and all(
+            layout.part(part.index, rank) == store.layout.part(index, rank) for rank in range(layout.ranks)
+        )
+        # A flat parameter's own state stands under the first parameter in it, and fits only where all of them lie as they did.
+        flat = store.flat_parameter is not None
+        same = same and (not flat or [p.start for p in layout.params] == [p.start for p in store.layout.params])
+        number = axis[store.rank] if same else part.home
+        for its_index, key, value in self.source.head(number).text["own"].get(part.group.name, []):
+            if its_index != part.index:
+                continue
+            if not same:
+                raise CheckpointError(
+                    explain(
+                        "An optimizer state belongs to one rank's part of a parameter, and the parts are others now.",
+                        expected=f"{layout.ranks} ranks and the wrapping that it was saved with, for state {key!r}",
+                        got=f"{store.layout.ranks} ranks, or another wrapping or use_orig_params",
+                        where=f"{named.names(index)[0]}, in {self.source.path}",
+                        fix="load with as many ranks and the same wrapping, or load without the optimizer",
+                    )
+                )
+            state[key] = decode(value, f"state {key!r}", lambda name: self.source.want_tensor(number, name))
+
+    def _commit_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        numbers = {p: n for n, p in enumerate(p for group in optimizer.param_groups for p in group["params"])}
+        held = held_by(self._model, optimizer, self._groups)
+        state = {p: {key: _on(value, p) for key, value in entry.items()} for p, entry in self._state.items()}
+        saved = [
+            (group["params"], decode(group["settings"], "parameter group", inlined_again))
+            for group in self.source.manifest.param_groups
+        ]
+        by_name = {name: settings for names, settings in saved for name in names}
+        groups = []
+        for position, group in enumerate(optimizer.param_groups):
+            names = [name for parameter in group["params"] for name in held[parameter]]
+            match = next((by_name[n] for n in names if n in by_name), saved[position][1] if position < len(saved) else {})
+            settings = {**{key: value for key, value in group.items() if key != "params"}, **match}
+            groups.append({**settings, "params": [numbers[parameter] for parameter in group["params"]]})
+        optimizer.load_state_dict({"state": {numbers[p]: dict(entry) for p, entry in state.items()}, "param_groups": groups})
+        for parameter, entry in state.items():  # torch casts tensors to the dtype of their parameters, and texts to no sense
+            for key, value in entry.items():
+                kept = optimizer.state[parameter].get(key)
+                if not isinstance(value, torch.Tensor) or (isinstance(kept, torch.Tensor) and kept.dtype != value.dtype):
+                    optimizer.state[parameter][key] = value
+
+
+def inlined_again(text: str) -> torch.Tensor:
+    """The opposite of `_snapshot.inlined`."""
+    name, shape, values = json.loads(text)
+    dtype = dtype_of(name)
+    if dtype.is_complex:
+        return torch.view_as_complex(torch.tensor(values).to(dtype.to_real()).view(*shape, 2)).clone()
+    return torch.tensor(values, dtype=dtype).view(shape)
+
+
+def _on(value: Any, parameter: torch.Tensor) -> Any:
+    """States are where their parameter is; counts stay on the CPU, where optimizers have them."""
+    return value.to(parameter.device) if isinstance(value, torch.Tensor) and value.dim() > 0 else value

@@ -1,0 +1,198 @@
+"""The manifest of a checkpoint: what it holds and how it lies in its files, as arithmetic; integers and names only.
+
+Its size is proportional to the number of parameters and of files: a flat layout says where every element is. It is written last,
+so a directory with a manifest is a complete checkpoint.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import json
+import zlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .._layout.spec import FlatLayout, ParamSpec
+from ..errors import CheckpointError, explain
+from ._blocks import Facts, damaged
+from ._header import dtype_name, dtype_of
+
+__all__ = ["MANIFEST", "FlatGroup", "Manifest", "file_name", "read_manifest", "versions"]
+
+MANIFEST = "manifest.json"
+FORMAT, VERSION = "fsdp_compat checkpoint", 1
+
+
+def versions() -> dict[str, str]:
+    """Return what a checkpoint was written by."""
+    try:
+        own = importlib.metadata.version("fsdp_compat")
+    except importlib.metadata.PackageNotFoundError:  # run from its sources
+        own = "not installed"
+    return {"fsdp_compat": own, "torch": str(torch.__version__)}
+
+
+def file_name(number: int) -> str:
+    """Return the name of the file that rank ``number`` writes."""
+    return f"rank-{number:05d}.safetensors"
+
+
+@dataclasses.dataclass(frozen=True)
+class FlatGroup:
+    """One flat group of a unit: entry ``name`` of several files, each of which holds one shard of it."""
+
+    name: str
+    dtype: torch.dtype
+    axis: int  # index in Manifest.axes: which files
+    layout: FlatLayout  # a parameter's name is the first of its names
+    names: tuple[tuple[str, ...], ...]  # per parameter: all its names in the model, before wrapping
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "name": self.name,
+            "dtype": dtype_name(self.dtype),
+            "axis": self.axis,
+            "shard_numel": self.layout.shard_numel,
+            "parameters": [
+                {"names": list(names), "shape": list(spec.shape), "start": spec.start}
+                for names, spec in zip(self.names, self.layout.params, strict=True)
+            ],
+        }
+
+    @staticmethod
+    def of_json(content: dict[str, Any], axes: Sequence[Sequence[int]]) -> FlatGroup:
+        names = tuple(tuple(param["names"]) for param in content["parameters"])
+        sizes = [content["shard_numel"], content["axis"]]
+        sizes += [size for param in content["parameters"] for size in (*param["shape"], param["start"])]
+        if not all(type(size) is int and size >= 0 for size in sizes) or not all(names):
+            raise ValueError(f"sizes {sizes[:8]} of {content['name']}")
+        specs = tuple(
+            ParamSpec(its[0], tuple(param["shape"]), param["start"])
+            for its, param in zip(names, content["parameters"], strict=True)
+        )
+        layout = FlatLayout(specs, len(axes[content["axis"]]), content["shard_numel"])
+        return FlatGroup(content["name"], dtype_of(content["dtype"]), content["axis"], layout, names)
+
+
+@dataclasses.dataclass(frozen=True)
+class Manifest:
+    """What stands in ``_manifest.json``."""
+
+    identity: str  # of this save, in every one of its files
+    step: int
+    common: int  # the file with what every rank has: buffers, parameters that no unit manages
+    axes: tuple[tuple[int, ...], ...]  # numbers of files that hold the shards of a group, in the order of the shards
+    groups: tuple[FlatGroup, ...]
+    files: tuple[Facts, ...]  # by number
+    param_groups: Any  # of the optimizer, encoded, with the names of parameters; None: saved without one
+    written_by: dict[str, str]  # versions
+
+    def located(self) -> Iterator[tuple[str, tuple[FlatGroup, int]]]:
+        """Yield every name of every parameter, with its group and its index in that."""
+        for group in self.groups:
+            for index, names in enumerate(group.names):
+                for name in names:
+                    yield name, (group, index)
+
+    def as_text(self) -> str:
+        content = {
+            "format": FORMAT,
+            "version": VERSION,
+            "written_by": self.written_by,
+            "identity": self.identity,
+            "step": self.step,
+            "common": self.common,
+            "axes": [list(axis) for axis in self.axes],
+            "groups": [group.as_json() for group in self.groups],
+            "param_groups": self.param_groups,
+            "files": [
+                {
+                    "name": file_name(number),
+                    "nbytes": facts.nbytes,
+                    "crc32": "".join(f"{checksum:08x}" for checksum in facts.checksums),  # of every 4 MiB, one after the other
+                }
+                for number, facts in enumerate(self.files)
+            ],
+        }
+        return _framed(json.dumps(content, indent=1))
+
+
+_BEFORE = '{"content": '
+
+
+def _framed(content: str) -> str:
+    return f'{_BEFORE}{content},\n"crc32": "{zlib.crc32(content.encode()):08x}"}}\n'
+
+
+def read_manifest(path: Path) -> Manifest:
+    """Return the manifest of the checkpoint in directory ``path``. Raises CheckpointError where there is none, or a damaged one."""
+    file = path / MANIFEST
+    try:
+        text = file.read_bytes().decode()
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise CheckpointError(
+            explain(
+                "There is no checkpoint.",
+                expected=f"a directory with a {MANIFEST}, as save(folder, ...) returns it",
+                got="a directory without" if path.is_dir() else "no such directory",
+                where=str(path),
+                fix="pass latest(folder), which is the newest complete checkpoint, or what save returned",
+            )
+        ) from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise damaged(file, "text", str(error)) from error
+    content_text = text[len(_BEFORE) : text.rfind(',\n"crc32": "')]
+    if text != _framed(content_text):
+        raise damaged(file, "a text with its checksum at the end", f"{len(text)} characters that do not have it")
+    try:
+        content = json.loads(content_text)
+    except (ValueError, RecursionError) as error:
+        raise damaged(file, "JSON", str(error)) from error
+    if not isinstance(content, dict):
+        raise damaged(file, "a JSON object", f"a {type(content).__name__}")
+    if content.get("format") != FORMAT or content.get("version") != VERSION:
+        raise CheckpointError(
+            explain(
+                "This checkpoint has another format.",
+                expected=f"{FORMAT}, version {VERSION}",
+                got=f"{content.get('format')!r}, version {content.get('version')!r}",
+                where=str(file),
+                fix="load it with the version of fsdp_compat that stands in it as 'written_by', or a later one",
+            )
+        )
+    try:
+        return _of_json(content)
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+        raise damaged(file, "a layout in which every element lies in one place", f"{type(error).__name__}: {error}") from error
+
+
+def _of_json(content: dict[str, Any]) -> Manifest:
+    axes = tuple(tuple(axis) for axis in content["axes"])
+    files = []
+    for number, file in enumerate(content["files"]):
+        checksums = tuple(int(file["crc32"][at : at + 8], 16) for at in range(0, len(file["crc32"]), 8))
+        files.append(Facts(file["nbytes"], checksums))
+        if file["name"] != file_name(number):
+            raise ValueError(f"file {number} is called {file['name']!r}")
+    if any(not 0 <= number < len(files) for axis in axes for number in axis) or any(len(set(axis)) < len(axis) for axis in axes):
+        raise ValueError(f"shards in files {axes}, of {len(files)}")
+    if not 0 <= content["common"] < len(files):
+        raise ValueError(f"file {content['common']} of {len(files)}")
+    groups = tuple(FlatGroup.of_json(group, axes) for group in content["groups"])
+    names = [name for group in groups for its in group.names for name in its]
+    if len(set(names)) < len(names) or len({group.name for group in groups}) < len(groups):
+        raise ValueError("a parameter has two places, or two groups have one name")
+    return Manifest(
+        content["identity"],
+        content["step"],
+        content["common"],
+        axes,
+        groups,
+        tuple(files),
+        content["param_groups"],
+        content["written_by"],
+    )

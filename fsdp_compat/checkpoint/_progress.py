@@ -1,0 +1,43 @@
+"""How far a long save or load has come, in bytes, on the first rank."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+
+from ..errors import UsageError, explain
+
+__all__ = ["progress_bar", "require_bar"]
+
+
+def require_bar(wanted: bool, where: str) -> None:
+    """Raise UsageError if a bar is wanted and what draws it is not installed."""
+    if wanted:
+        try:
+            import tqdm  # type: ignore[import-untyped, unused-ignore]  # noqa: F401
+        except ModuleNotFoundError as error:
+            raise UsageError(
+                explain(
+                    "tqdm, which shows the progress, is not installed.",
+                    expected="the package tqdm, with progress=True",
+                    got="no such package",
+                    where=where,
+                    fix="pip install 'fsdp_compat[progress]', or pass progress=False",
+                )
+            ) from error
+
+
+@contextlib.contextmanager
+def progress_bar(shown: bool, what: str, total_nbytes: int | None) -> Iterator[Callable[[int], object]]:
+    """Give a function that is told of every run of bytes that is done. ``shown``: draw a bar with bytes and rate."""
+    if not shown:
+        yield _nothing
+        return
+    from tqdm.auto import tqdm  # type: ignore[import-untyped, unused-ignore]
+
+    with tqdm(total=total_nbytes, desc=what, unit="B", unit_scale=True, unit_divisor=1024) as bar:
+        yield bar.update
+
+
+def _nothing(nbytes: int) -> None:
+    return None

@@ -1,0 +1,338 @@
+"""What one rank saves: its flat shards and the optimizer's states of them, as they lie in memory, and a text about the rest.
+
+A rank's file has one entry per flat group and state, the whole shard; where the optimizer holds parts of single parameters an entry
+is put together from them. What is one number per parameter stands in the text in the file's head, and so does what only its own
+rank can use. Buffers, and parameters that no unit manages, are in the first rank's file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from .._engine.unit import Group
+from .._optimizers import convert
+from .._state.entries import Entry as Kind
+from .._state.entries import classify_all
+from .._state.model import store_of
+from .._state.names import clean_name, everything
+from .._state.optim import NamedUnit
+from .._state_dicts import instances_in
+from ..api import LocalOptimStateDictConfig, LocalStateDictConfig, StateDictSettings, StateDictType
+from ..errors import UsageError, explain
+from ._header import dtype_name
+from ._manifest import FlatGroup
+from ._values import encode
+
+__all__ = [
+    "Flat",
+    "NamedGroup",
+    "Piece",
+    "Snapshot",
+    "as_text",
+    "held_by",
+    "inlined",
+    "named_groups",
+    "names_in",
+    "take_snapshot",
+    "unmanaged",
+    "without_groups",
+]
+
+
+@dataclasses.dataclass(frozen=True)
+class NamedGroup:
+    """A flat group, what its entries are called, and its place among the groups of one mesh."""
+
+    group: Group
+    name: str
+    prefix: str  # of its parameters' names
+    mesh: int  # groups with the same number are spread over the same ranks
+    writer: int  # the replica that writes it
+
+    @property
+    def is_written_here(self) -> bool:
+        return self.group.replica.rank == self.writer
+
+    def names(self, index: int) -> tuple[str, ...]:
+        """The names of a parameter in the model, before wrapping."""
+        return tuple(dict.fromkeys(self.prefix + clean_name(name) for name in store_of(self.group).members[index].names))
+
+    def described(self, axis: int) -> FlatGroup:
+        store = store_of(self.group)
+        names = tuple(self.names(index) for index in range(len(store.members)))
+        return FlatGroup(self.name, store.dtype, axis, store.layout, names)
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """A run of an entry's elements."""
+
+    start: int
+    values: torch.Tensor  # 1-D
+
+
+@dataclasses.dataclass
+class Flat:
+    """One entry of a file: ``pieces`` in order, zeros between them."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    pieces: list[Piece]
+
+
+@dataclasses.dataclass
+class Snapshot:
+    """What this rank's file will hold."""
+
+    entries: list[Flat]
+    text: dict[str, Any]
+    param_groups: Any = None  # of the optimizer, encoded; None without one
+    common_entries: list[Flat] = dataclasses.field(default_factory=list)  # what every rank has, for one file
+    common_text: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    def take_common(self, wanted: bool) -> None:
+        """Put what every rank has to what is in this rank's file, or drop it."""
+        if wanted:
+            self.entries += self.common_entries
+            self.text.update(self.common_text)
+        self.common_entries, self.common_text = [], {}
+
+    @property
+    def nbytes(self) -> int:
+        return sum(piece.values.nbytes for flat in self.entries for piece in flat.pieces)
+
+    def detach(self) -> None:
+        """Copy everything to memory of its own, on the CPU: what is trained on later does not show."""
+        for flat in self.entries:
+            flat.pieces = [Piece(piece.start, piece.values.to("cpu", copy=True)) for piece in flat.pieces]
+
+
+def named_groups(units: Sequence[NamedUnit]) -> list[NamedGroup]:
+    """Return the flat groups of ``units``, in one order on all ranks. Raises UsageError for tensor-parallel parameters."""
+    meshes: dict[tuple[tuple[int, ...], tuple[int, ...]], int] = {}
+    found: list[NamedGroup] = []
+    for named in units:
+        for number, group in enumerate(named.unit.groups):
+            store = store_of(group)
+            if any(parallel is not None for parallel in store.parallel):
+                raise UsageError(
+                    explain(
+                        "Tensor-parallel parameters cannot be saved in, or loaded from, the native format in this version.",
+                        expected="parameters that are no DTensors",
+                        got=f"a DTensor parameter {named.prefix}{clean_name(store.members[0].name)}",
+                        where=named.unit.label,
+                        fix="save FullyShardedDataParallel.state_dict() and optim_state_dict() in the full form",
+                    )
+                )
+            mesh = meshes.setdefault((group.shard.members, group.replica.members), len(meshes))
+            found.append(NamedGroup(group, f"{named.prefix}flat_{number}", named.prefix, mesh, len(found) % group.replica.ranks))
+    return found
+
+
+@contextlib.contextmanager
+def without_groups(model: nn.Module, managed: Collection[str]) -> Iterator[None]:
+    """State dicts of ``model`` communicate nothing in here, and hold what ``managed`` does not name."""
+    instances = instances_in(model)
+    before = [instance._state_settings for instance in instances]
+    local = StateDictSettings(StateDictType.LOCAL_STATE_DICT, LocalStateDictConfig(), LocalOptimStateDictConfig())
+    try:
+        for instance in instances:
+            instance._state_settings = local
+            instance._wanted = lambda name, trainable: name not in managed
+        yield
+    finally:
+        for instance, settings in zip(instances, before, strict=True):
+            instance._state_settings = settings
+            instance._wanted = everything
+
+
+def names_in(groups: Sequence[NamedGroup]) -> set[str]:
+    """All names of all parameters of ``groups``."""
+    return {name for named in groups for index in range(len(store_of(named.group).members)) for name in named.names(index)}
+
+
+def unmanaged(model: nn.Module, groups: Sequence[NamedGroup]) -> dict[str, Any]:
+    """Return what a state dict of the model holds beside the parameters of ``groups``: buffers, ignored parameters, extra state."""
+    managed = names_in(groups)
+    with without_groups(model, managed):
+        state = model.state_dict()
+    return {clean_name(name): value for name, value in state.items() if clean_name(name) not in managed}
+
+
+def take_snapshot(model: nn.Module, optimizer: torch.optim.Optimizer | None, extra: Any, groups: Sequence[NamedGroup]) -> Snapshot:
+    """Return what this rank saves; its tensors are views of what is trained. Nothing is sent.
+
+    Raises UsageError for what cannot be saved.
+    """
+    snapshot = Snapshot([], {"states": {}, "scalars": {}, "own": {}})
+    add, common = _Adder(snapshot.entries), _Adder(snapshot.common_entries)
+    for named in groups:
+        if named.is_written_here:
+            store = store_of(named.group)
+            snapshot.entries.append(Flat(named.name, store.dtype, (store.numel,), [Piece(0, store.shard.detach())]))
+    if optimizer is not None:
+        convert(optimizer)
+        held = held_by(model, optimizer, groups)
+        snapshot.param_groups = [
+            {
+                "params": [name for parameter in group["params"] for name in held[parameter]],
+                "settings": encode({k: v for k, v in group.items() if k != "params"}, f"parameter group {number}", inlined),
+            }
+            for number, group in enumerate(optimizer.param_groups)
+        ]
+        kinds = _kinds(optimizer, groups)
+        for named in groups:
+            if named.is_written_here:
+                _add_states(snapshot, named, optimizer, kinds, add)
+    snapshot.common_text["others"] = {
+        name: encode(value, name, common.under("other", name)) for name, value in unmanaged(model, groups).items()
+    }
+    if optimizer is not None:
+        targets = {target for named in groups for target, _ in store_of(named.group).targets}
+        snapshot.common_text["other_states"] = {
+            held[parameter][0]: [
+                [key, encode(value, f"optimizer state {key!r}", common.under("other state", held[parameter][0]))]
+                for key, value in state.items()
+            ]
+            for parameter, state in optimizer.state.items()
+            if parameter not in targets
+        }
+    snapshot.text["extra"] = encode(extra, "extra", add.under("extra"))
+    return snapshot
+
+
+class _Adder:
+    """Gives tensors names of their own, and makes entries of them."""
+
+    def __init__(self, entries: list[Flat]) -> None:
+        self._entries = entries
+        self._names: set[str] = set()
+
+    def under(self, *path: str) -> Any:
+        def put(tensor: torch.Tensor) -> str:
+            name = base = "/".join(path)
+            number = 0
+            while name in self._names:
+                number += 1
+                name = f"{base}/{number}"
+            self._names.add(name)
+            self._entries.append(Flat(name, tensor.dtype, tuple(tensor.shape), [Piece(0, tensor.contiguous().reshape(-1))]))
+            return name
+
+        return put
+
+
+def held_by(
+    model: nn.Module, optimizer: torch.optim.Optimizer, groups: Sequence[NamedGroup]
+) -> dict[torch.Tensor, tuple[str, ...]]:
+    """Return the names that each parameter of the optimizer holds; raises UsageError for one that is not the model's."""
+    held: dict[torch.Tensor, tuple[str, ...]] = {
+        target: tuple(named.names(index)[0] for index in indices)
+        for named in groups
+        for target, indices in store_of(named.group).targets
+    }
+    for name, parameter in model.named_parameters():
+        held.setdefault(parameter, (clean_name(name),))
+    for number, group in enumerate(optimizer.param_groups):
+        for parameter in group["params"]:
+            if parameter not in held:
+                raise UsageError(
+                    explain(
+                        "The optimizer holds a parameter that is not the model's.",
+                        expected="an optimizer made from the parameters of the wrapped model",
+                        got=f"a parameter of shape {tuple(parameter.shape)}",
+                        where=f"parameter group {number} of {type(optimizer).__name__}",
+                        fix="make the optimizer after wrapping, from model.parameters(), or wrap with use_orig_params=True",
+                    )
+                )
+    return held
+
+
+def _kinds(optimizer: torch.optim.Optimizer, groups: Sequence[NamedGroup]) -> dict[nn.Parameter, dict[Any, Kind]]:
+    """Return how every state of every managed parameter belongs to it.
+
+    One element of a 0-d parameter looks like a count: other parameters tell, and where there are none its name.
+    """
+    mine = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+    targets = [target for named in groups for target, _ in store_of(named.group).targets if target in mine]
+    kinds = classify_all({target: optimizer.state.get(target) or {} for target in targets})
+    with_dims = {key: kind for target in targets if target.dim() for key, kind in kinds[target].items()}
+    for target in targets:
+        for key, kind in kinds[target].items() if not target.dim() else ():
+            value = optimizer.state[target][key]
+            if kind is Kind.SCALAR and isinstance(value, torch.Tensor):
+                counts = with_dims[key] is not Kind.PER_ELEMENT if key in with_dims else key == "step"
+                kinds[target][key] = Kind.SCALAR if counts else Kind.PER_ELEMENT
+    return kinds
+
+
+def _add_states(
+    snapshot: Snapshot,
+    named: NamedGroup,
+    optimizer: torch.optim.Optimizer,
+    kinds: dict[nn.Parameter, dict[Any, Kind]],
+    add: _Adder,
+) -> None:
+    """Add the states of one group."""
+    store = store_of(named.group)
+    flats: dict[tuple[Any, torch.dtype], Flat] = {}
+    of: dict[tuple[Any, torch.dtype], list[int]] = {}
+    scalars: dict[Any, dict[str, list[int]]] = {}  # by key: parameters by encoded value
+    own: list[Any] = []
+    for target, indices in store.targets:
+        for key, kind in kinds.get(target, {}).items():
+            value = optimizer.state[target][key]
+            if kind is Kind.PER_ELEMENT:
+                which = key, value.dtype
+                if which not in flats:
+                    name = f"{named.name}.{key}"
+                    if any(flat.name == name for flat in flats.values()):  # parameters of one group with states of two dtypes
+                        name += f".{dtype_name(value.dtype)}"
+                    flats[which] = Flat(name, value.dtype, (store.numel,), [])
+                start = 0 if target is store.flat_parameter else store.layout.part_in_shard(indices[0], store.rank).start
+                flats[which].pieces.append(Piece(start, value.detach().reshape(-1)))
+                of.setdefault(which, []).extend(indices)
+            elif kind is Kind.SCALAR:
+                text = json.dumps(encode(value, f"optimizer state {key!r}", inlined))
+                scalars.setdefault(key, {}).setdefault(text, []).extend(indices)
+            else:
+                encoded = encode(value, f"optimizer state {key!r}", add.under("own", named.name, str(key)))
+                own.append([indices[0], key, encoded])
+    everything = len(store.members)
+    snapshot.entries += flats.values()
+    snapshot.text["states"][named.name] = [
+        {"key": key, "entry": flat.name, "dtype": dtype_name(dtype), "of": _brief(of[key, dtype], everything)}
+        for (key, dtype), flat in flats.items()
+    ]
+    snapshot.text["scalars"][named.name] = [
+        [key, [[_brief(indices, everything), json.loads(text)] for text, indices in values.items()]]
+        for key, values in scalars.items()
+    ]
+    if own:
+        snapshot.text["own"][named.name] = own
+
+
+def _brief(indices: list[int], everything: int) -> list[int] | None:
+    """None stands for all parameters of the group."""
+    return None if len(indices) == everything else sorted(indices)
+
+
+def inlined(tensor: torch.Tensor) -> str:
+    """A small tensor as text, for `_values.encode`."""
+    values = tensor.detach().cpu()
+    if values.dtype.is_complex:
+        values = torch.view_as_real(values)
+    return json.dumps([dtype_name(tensor.dtype), list(tensor.shape), values.reshape(-1).tolist()])
+
+
+def as_text(text: dict[str, Any]) -> dict[str, str]:
+    """What a safetensors file's head holds."""
+    return {"fsdp_compat": json.dumps(text, separators=(",", ":"))}

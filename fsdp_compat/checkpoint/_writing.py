@@ -1,0 +1,364 @@
+"""Saving: every rank writes its own file; the one that leads writes the manifest when all files are durable."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import shutil
+import threading
+import uuid
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from .. import _checks as checks
+from .._state_dicts import named_units
+from ..errors import CheckpointError, FsdpCompatError, UsageError, explain
+from . import _directory as directory
+from ._blocks import BLOCK_NBYTES, BlockWriter, Facts, Tick, memory_of
+from ._header import encode_header
+from ._manifest import Manifest, file_name, versions
+from ._progress import progress_bar, require_bar
+from ._ranks import Postbox, agree, ranks_of
+from ._snapshot import Flat, NamedGroup, Snapshot, as_text, named_groups, take_snapshot
+
+__all__ = ["AsyncSave", "async_save", "save"]
+
+
+def save(
+    folder: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    extra: Any = None,
+    *,
+    step: int,
+    keep_last: int | None = None,
+    progress: bool = False,
+) -> Path:
+    """Save the model, its optimizer and ``extra`` as the checkpoint of ``step`` in ``folder``; return its directory.
+
+    Collective: all ranks. Each writes what it holds, and nothing of the model is sent. The directory ``step-00000042`` appears when
+    everything in it is durable; what is there already is never overwritten.
+
+    Args:
+        folder: of all checkpoints; made if there is none. Ranks may have it on several file systems.
+        model: with FullyShardedDataParallel in it.
+        optimizer: of its parameters.
+        extra: numbers, texts, tensors, and lists, tuples, dicts of these; each rank's own.
+        step: at least 0, not saved yet.
+        keep_last: remove complete checkpoints of earlier steps, when this one stands, as many as leave so many.
+        progress: show bytes and rate on the first rank; needs tqdm.
+
+    Raises:
+        UsageError: an argument cannot work; on all ranks, before anything is written.
+        CheckpointError: a rank could not write, as on a full disk; on all ranks. What was there is as it was.
+    """
+    return _Save("save", folder, model, optimizer, extra, step, keep_last, progress).write()
+
+
+def async_save(
+    folder: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    extra: Any = None,
+    *,
+    step: int,
+    keep_last: int | None = None,
+    progress: bool = False,
+) -> AsyncSave:
+    """As ``save``, but it returns when what is saved has been copied; a thread writes it while training goes on.
+
+    The copy is on the CPU and of the size of this rank's part. One save at a time is under way in a process: another one waits for
+    it. Collective. The arguments are those of ``save``, and so are the errors: about arguments here, about writing from ``wait``.
+    """
+    return AsyncSave(_Save("async_save", folder, model, optimizer, extra, step, keep_last, progress))
+
+
+_under_way: AsyncSave | None = None
+
+
+class AsyncSave:
+    """A save that a thread goes on with. The process does not end before it has."""
+
+    def __init__(self, started: _Save) -> None:
+        global _under_way
+        if _under_way is not None:
+            _under_way._thread.join()
+        started.detach()
+        self._started = started
+        self._path: Path | None = None
+        self._error: BaseException | None = None
+        self._thread: threading.Thread = threading.Thread(target=self._run, name="fsdp_compat save")
+        self._thread.start()
+        _under_way = self
+
+    def _run(self) -> None:
+        global _under_way
+        try:
+            self._path = self._started.write()
+        except BaseException as error:  # raised by wait
+            self._error = error
+        finally:
+            self._started.let_go()
+            if _under_way is self:
+                _under_way = None
+
+    def done(self) -> bool:
+        """True when it has ended, also with an error."""
+        return not self._thread.is_alive()
+
+    def wait(self, timeout: float | None = None) -> Path:
+        """Return the checkpoint's directory when it stands. timeout: seconds, then TimeoutError. Raises what ``save`` raises."""
+        self._thread.join(timeout)
+        if self._thread.is_alive():
+            raise TimeoutError(f"the checkpoint is not complete after {timeout:g} s; it is still being written")
+        if self._error is not None:
+            raise self._error
+        assert self._path is not None
+        return self._path
+
+    result = wait  # as a Future has it
+
+
+@dataclasses.dataclass(frozen=True)
+class _Report:
+    """How a rank's part of the writing went."""
+
+    leads: bool
+    nbytes: int
+    checksums: tuple[int, ...]
+    problem: str | None
+
+    def as_text(self) -> str:
+        return json.dumps(dataclasses.astuple(self))
+
+    @staticmethod
+    def of_text(text: str) -> _Report:
+        leads, nbytes, checksums, problem = json.loads(text)
+        return _Report(leads, nbytes, tuple(checksums), problem)
+
+
+class _Save:
+    """One save, after everything that could be wrong with it has been looked at, and before anything is written."""
+
+    def __init__(
+        self,
+        call: str,
+        folder: str | os.PathLike[str],
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        extra: Any,
+        step: int,
+        keep_last: int | None,
+        progress: bool,
+    ) -> None:
+        """Collective."""
+        self.call = f"checkpoint.{call}"
+        instances, self._ranks = ranks_of(model, self.call)
+        self._snapshot = Snapshot([], {})
+        self._groups: list[NamedGroup] = []
+        problem: BaseException | None = None
+        try:
+            _check_arguments(self.call, folder, optimizer, step, keep_last, progress)
+            for instance in instances:
+                instance._runtime.require_idle(self.call)
+                instance._runtime.require_parts(self.call)
+                instance._runtime.rest()
+            self._target = directory.directory_of(Path(folder), step)
+            if self._target.exists():
+                raise _exists(self._target, self.call)
+            self._groups = named_groups(named_units(model))
+            self._snapshot = take_snapshot(model, optimizer, extra, self._groups)
+        except Exception as error:
+            problem = error
+        shards = [(named.mesh, named.writer, named.group.shard.rank) for named in self._groups if named.is_written_here]
+        told = agree(self._ranks, problem, (uuid.uuid4().hex, step, list(dict.fromkeys(shards))), self.call)
+        self._identity = told[0][0]
+        if any(its_step != step for _, its_step, _ in told):
+            raise UsageError(
+                explain(
+                    "Ranks save different steps.",
+                    expected="one step on all ranks",
+                    got=f"{[its_step for _, its_step, _ in told]} by rank",
+                    where=self.call,
+                    fix="pass a step that all ranks count alike",
+                )
+            )
+        self._step, self._keep_last, self._shows = step, keep_last, progress and self._ranks.number == 0
+        axes: dict[tuple[int, int], dict[int, int]] = {}  # by (mesh, writer): files by shard
+        for number, (_, _, its_shards) in enumerate(told):
+            for mesh, writer, shard in its_shards:
+                axes.setdefault((mesh, writer), {})[shard] = number
+        order = sorted(axes)
+        self._axes = tuple(tuple(number for _, number in sorted(axes[key].items())) for key in order)
+        self._described = tuple(named.described(order.index((named.mesh, named.writer))) for named in self._groups)
+        self._box = Postbox(self._ranks, self._identity)
+        self._make_directory()
+        self._snapshot.take_common(self._leads)
+
+    def _make_directory(self) -> None:
+        """The first rank before the others, so that it leads where all see one file system. Collective."""
+        self._leads, self._fresh = False, self._target.with_name(f".{self._target.name}-{self._identity}")
+        self._problem: Exception | None = None
+        for turn in (self._ranks.number == 0, self._ranks.number != 0):
+            try:
+                if turn:
+                    self._leads = directory.make_fresh(self._fresh)
+            except OSError as error:
+                self._problem = error
+            self._ranks.exchange(None)
+
+    def detach(self) -> None:
+        """Go on with a copy of what is saved."""
+        try:
+            self._snapshot.detach()
+        except Exception as error:  # all ranks have to hear of it
+            self._problem = error
+
+    def let_go(self) -> None:
+        self._snapshot, self._groups = Snapshot([], {}), []
+
+    def write(self) -> Path:
+        """Write, and return the directory when it stands on all ranks."""
+        number, count, fresh, leads = self._ranks.number, self._ranks.count, self._fresh, self._leads
+        facts = Facts(0, ())
+        if self._problem is None:
+            try:
+                with progress_bar(self._shows, f"save step {self._step}", self._snapshot.nbytes) as tick:
+                    facts = self._write_file(fresh / file_name(number), tick)
+            except Exception as error:
+                self._problem = error
+        problem = None if self._problem is None else f"{type(self._problem).__name__}: {self._problem}"
+        self._box.post(f"file/{number}", _Report(leads, facts.nbytes, facts.checksums, problem).as_text())
+        try:
+            if leads or number == 0:
+                self._complete(fresh, leads)
+            (outcome,) = self._box.read(["outcome"], f"the checkpoint of step {self._step}")
+        except BaseException:
+            if leads:
+                shutil.rmtree(fresh, ignore_errors=True)
+            raise
+        self._box.clear()
+        if outcome:
+            raise CheckpointError(
+                explain(
+                    "The checkpoint could not be saved.",
+                    expected=f"all {count} ranks to write their parts",
+                    got=outcome,
+                    where=str(self._target),
+                    fix="see that there is space and permission; the checkpoints that stood before stand as they were",
+                )
+            ) from self._problem
+        return self._target
+
+    def _complete(self, fresh: Path, leads: bool) -> None:
+        """What a leader does with its directory, and the first rank with what the leaders say."""
+        number, count = self._ranks.number, self._ranks.count
+        texts = self._box.read([f"file/{n}" for n in range(count)], "the files of all ranks")
+        reports = [_Report.of_text(text) for text in texts]
+        problems = [f"rank {n}: {report.problem}" for n, report in enumerate(reports) if report.problem is not None]
+        if leads:
+            failure = ""
+            try:
+                if problems:
+                    shutil.rmtree(fresh, ignore_errors=True)
+                else:
+                    directory.publish(fresh, self._target, self._manifest(reports).as_text())
+            except OSError as error:
+                failure = f"rank {number}: {type(error).__name__}: {error}"
+                shutil.rmtree(fresh, ignore_errors=True)
+            if not problems and not failure and self._keep_last is not None:
+                with contextlib.suppress(OSError):  # the new one stands, whatever becomes of the old ones
+                    directory.remove_older(self._target.parent, self._step, self._keep_last)
+            self._box.post(f"leader/{number}", failure)
+        if number == 0:
+            leaders = [n for n, report in enumerate(reports) if report.leads]
+            problems += filter(None, self._box.read([f"leader/{n}" for n in leaders], "the manifest"))
+            if not leaders and not problems:
+                problems = ["no rank could make a directory"]
+            self._box.post_for_good("outcome", "; ".join(problems))
+
+    def _manifest(self, reports: list[_Report]) -> Manifest:
+        files = tuple(Facts(report.nbytes, report.checksums) for report in reports)
+        return Manifest(
+            self._identity,
+            self._step,
+            self._ranks.number,
+            self._axes,
+            self._described,
+            files,
+            self._snapshot.param_groups,
+            versions(),
+        )
+
+    def _write_file(self, path: Path, tick: Tick) -> Facts:
+        self._snapshot.text.update(identity=self._identity, number=self._ranks.number)
+        flats = {flat.name: flat for flat in self._snapshot.entries}
+        described = [(flat.name, flat.dtype, flat.shape) for flat in flats.values()]
+        head, entries = encode_header(described, as_text(self._snapshot.text))
+        writer = BlockWriter(path, tick)
+        try:
+            writer.write(memoryview(head))
+            for entry in entries:
+                _write_flat(writer, flats[entry.name], entry.numel)
+            return writer.finish()
+        finally:
+            writer.close()
+
+
+_ZEROS = memoryview(bytes(BLOCK_NBYTES))
+
+
+def _write_flat(writer: BlockWriter, flat: Flat, numel: int) -> None:
+    """Write one entry: its pieces, and zeros where there are none."""
+    position, size = 0, flat.dtype.itemsize
+    for piece in sorted(flat.pieces, key=lambda piece: piece.start):
+        _write_zeros(writer, (piece.start - position) * size)
+        chunk = max(BLOCK_NBYTES // size, 1)
+        values = piece.values
+        if values.device.type == "cpu":
+            writer.write(memory_of(values.contiguous()))
+        else:
+            for start in range(0, values.numel(), chunk):
+                writer.write(memory_of(values[start : start + chunk].cpu()))
+        position = piece.start + values.numel()
+    _write_zeros(writer, (numel - position) * size)
+
+
+def _write_zeros(writer: BlockWriter, nbytes: int) -> None:
+    for start in range(0, nbytes, BLOCK_NBYTES):
+        writer.write(_ZEROS[: min(BLOCK_NBYTES, nbytes - start)])
+
+
+def _check_arguments(call: str, folder: Any, optimizer: Any, step: Any, keep_last: Any, progress: Any) -> None:
+    if not isinstance(folder, (str, os.PathLike)):
+        raise checks.wrong_type("folder", "a path", folder, call)
+    if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
+        raise checks.wrong_type("optimizer", "a torch.optim.Optimizer, or None", optimizer, call)
+    for name, value, least in (("step", step, 0), ("keep_last", 1 if keep_last is None else keep_last, 1)):
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise checks.wrong_type(name, "a whole number", value, call)
+        if value < least:
+            raise UsageError(
+                explain(
+                    f"{name} is too small.", expected=f"at least {least}", got=str(value), where=call, fix=f"pass {name}={least}"
+                )
+            )
+    checks.require_bools(call, progress=progress)
+    require_bar(progress, f"{call}(..., progress=True)")
+
+
+def _exists(path: Path, call: str) -> FsdpCompatError:
+    return UsageError(
+        explain(
+            "There is a checkpoint of this step already, and nothing is overwritten.",
+            expected="a step that was not saved in this folder",
+            got=f"{path.name}, which exists",
+            where=f"{call}({str(path.parent)!r}, ...)",
+            fix="save into another folder, or move that checkpoint away",
+        )
+    )

@@ -1,0 +1,473 @@
+"""Time and memory of checkpoints on real processes: ours beside FSDP1, FSDP2 and plain file calls, over gloo on CPU.
+
+    torchrun --standalone --nproc-per-node 2 tests/benchmarks/checkpoint.py     (fsdp_compat installed, or PYTHONPATH=.)
+    torchrun --standalone --nproc-per-node 2 tests/benchmarks/checkpoint.py --parameters 2000000 --rounds 9
+
+The model is the transformer of step.py, by default of about 200 million parameters, with the states of AdamW after a step: 12 bytes
+per parameter. Each block is a unit, embedding and head belong to the root. The contenders:
+
+    plain       file calls alone, of the same bytes from and to memory that is there: each rank a file of its own; full: the first
+                rank writes one file of all ranks' bytes, each rank reads its part of it
+    ours        sharded: fsdp_compat.checkpoint.save and load; full: FULL_STATE_DICT and optim_state_dict on the first rank,
+                offloaded to the CPU, torch.save; each rank torch.load(mmap=True), load_state_dict, optim_state_dict_to_load
+    ours, dcp   sharded: torch.distributed.checkpoint.save and load, between get_state_dict and set_state_dict of
+                torch.distributed.checkpoint.state_dict
+    FSDP1       sharded: the same; full: as ours, but without the offload to the CPU, with which it crashes on one
+    FSDP2       sharded: the same; full: get_state_dict and set_state_dict with full_state_dict=True, saved and loaded as ours
+
+A round makes every call once per contender, one kind of call after the other, in an order that rotates from round to round. A save
+ends when its files are on the disk. A load begins with none of a file in the page cache, and with all values lost; it ends when all
+of them are in memory, and then they are compared, outside of the time, with what was saved. A call takes as long as its slowest
+rank. Before anything is measured, a small model goes through one round. The columns:
+
+    median, range     seconds of a call
+    to plain, ...     call / the other contender's call in the same round: median of the rounds
+    peak              the most resident memory during a call above that at its start, of the rank with the most: most of the rounds.
+                      Pages of a mapped file count
+    of own            peak / the bytes of a rank's own shards and states
+    limit             ours only: "met" if it is ahead of FSDP1 and FSDP2, and sharded takes at most 1.2 times as long as plain
+
+It needs Linux, five times the bytes of model and states (12 GB) on the disk, and seven times (17 GB) in memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import dataclasses
+import enum
+import functools
+import gc
+import os
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+import types
+import warnings
+import zlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.distributed.fsdp as torch_fsdp
+from contenders import FSDP1, FSDP2, OURS, PLAIN, Contender, Strategy, Timings, build, fsdp1_of
+from step import Block, Transformer, loss_of, say
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.tensor import DTensor
+
+import fsdp_compat
+import fsdp_compat.checkpoint
+
+OURS_DCP = f"{OURS}, dcp"
+LIMIT = 1.2  # of sharded calls, to plain
+MIN_ROUNDS = 3
+WARM_UP_PARAMETERS = 500_000
+SEQUENCE = 16
+PAGE_NBYTES = 4096
+FULL_FILE = "full"
+
+
+class Row(enum.Enum):
+    """A kind of call. What a save leaves, the load after it reads."""
+
+    SHARDED_SAVE = "sharded save"
+    SHARDED_LOAD = "sharded load"
+    FULL_SAVE = "full save"
+    FULL_LOAD = "full load"
+
+
+PAIRS = ((Row.SHARDED_SAVE, Row.SHARDED_LOAD), (Row.FULL_SAVE, Row.FULL_LOAD))
+
+Call = Callable[[Path], object]  # with a folder of its own, the same on all ranks
+
+
+@dataclasses.dataclass(frozen=True)
+class Entrant:
+    """A contender in the calls that it takes part in."""
+
+    name: str
+    held: Callable[[], list[torch.Tensor]]  # this rank's values as they are now: what a load has to bring back
+    calls: Mapping[Row, Call]
+    release: Callable[[], object] = lambda: None  # give back, until the next call, what only a call needs
+
+
+@dataclasses.dataclass(frozen=True)
+class Results:
+    """Per kind of call and contender, one number per round: that of the rank with the most."""
+
+    seconds: dict[Row, dict[str, list[float]]]
+    peaks: dict[Row, dict[str, list[float]]]  # bytes
+
+
+def main() -> int:
+    arguments = parse_arguments()
+    if "RANK" not in os.environ:
+        print(f"start it on at least 2 processes: torchrun --nproc-per-node 2 {sys.argv[0]}", file=sys.stderr)
+        return 2
+    warnings.simplefilter("ignore")  # torch's FSDP1 says in each construction that it is going away
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    try:
+        missed = run(arguments)
+    finally:
+        dist.destroy_process_group()
+    return 1 if missed and arguments.check else 0
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parameters", type=int, default=200_000_000, help="about as many; the next shape is taken")
+    parser.add_argument("--original-parameters", action="store_true", help="ours and FSDP1 with use_orig_params=True")
+    parser.add_argument("--rounds", type=int, default=MIN_ROUNDS)
+    parser.add_argument("--folder", type=Path, help="an existing one on the disk to measure; what is made in it is removed")
+    parser.add_argument("--check", action="store_true", help="exit status 1 if a limit is not met")
+    arguments = parser.parse_args()
+    if arguments.rounds < MIN_ROUNDS:
+        parser.error(f"--rounds {arguments.rounds}: medians of fewer than {MIN_ROUNDS} rounds tell nothing")
+    if arguments.parameters < WARM_UP_PARAMETERS:
+        parser.error(f"--parameters {arguments.parameters}: with fewer than {WARM_UP_PARAMETERS} there are no bytes to speak of")
+    return arguments
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Measure and print; return how many limits are not met. Collective."""
+    folder = made_by_first_rank(arguments.folder)
+    try:
+        measure(enter(WARM_UP_PARAMETERS, arguments.original_parameters), 1, folder)
+        entrants = enter(arguments.parameters, arguments.original_parameters)
+        own_nbytes = worst(next(nbytes_of(entrant.held()) for entrant in entrants if entrant.name == OURS))
+        say(
+            f"{own_nbytes * dist.get_world_size() / 12e6:.1f}M parameters with AdamW, {own_nbytes / 1e6:.0f} MB on each of "
+            f"{dist.get_world_size()} ranks, use_orig_params={arguments.original_parameters}, {arguments.rounds} rounds"
+        )
+        results = measure(entrants, arguments.rounds, folder)
+    finally:
+        if dist.get_rank() == 0:
+            shutil.rmtree(folder, ignore_errors=True)
+    return sum(print_table(row, Timings(results.seconds[row]), results.peaks[row], own_nbytes) for row in Row)
+
+
+def made_by_first_rank(parent: Path | None) -> Path:
+    """Return a fresh folder that all ranks see. Collective."""
+    made = [tempfile.mkdtemp(prefix="checkpoint-", dir=parent) if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(made)
+    assert made[0] is not None
+    return Path(made[0])
+
+
+# -- the contenders
+
+
+def enter(num_parameters: int, use_orig_params: bool) -> list[Entrant]:
+    """Return the contenders on models of about so many parameters, each trained for a step. Collective."""
+    torch.manual_seed(0)  # the same parameters on all ranks
+    wrapped = {contender.name: contender for contender in build(make_model(num_parameters), Block, Strategy.FULL_SHARD, ddp=False)}
+    suffixes = {name: name.removeprefix(OURS) for name in wrapped if name.startswith(OURS)}
+    ours_name = next(name for name, suffix in suffixes.items() if bool(suffix) == use_orig_params)
+    kept = {OURS: wrapped[ours_name], FSDP1: wrapped[fsdp1_of(ours_name)], FSDP2: wrapped[FSDP2]}
+    del wrapped  # the others' memory is needed
+    trained = {name: train(contender) for name, contender in kept.items()}
+    held = {name: functools.partial(values_of, optimizer) for name, (_, optimizer) in trained.items()}
+    plain = PlainFiles(int(worst(nbytes_of(held[OURS]()))))
+    return [
+        Entrant(PLAIN, plain.held, plain.calls(), plain.release),
+        Entrant(OURS, held[OURS], ours_calls(*trained[OURS])),
+        Entrant(OURS_DCP, held[OURS], dcp_calls(*trained[OURS])),
+        Entrant(FSDP1, held[FSDP1], dcp_calls(*trained[FSDP1]) | dict_calls(torch_fsdp, False, *trained[FSDP1])),
+        Entrant(FSDP2, held[FSDP2], dcp_calls(*trained[FSDP2]) | fsdp2_calls(*trained[FSDP2])),
+    ]
+
+
+def make_model(num_parameters: int) -> Transformer:
+    """Return a transformer of about 16 blocks, or of as many as it takes."""
+    dim = max(64, round((num_parameters / (16 * 12)) ** 0.5 / 64) * 64)
+    vocabulary = 4 * dim
+    num_blocks = max(1, round((num_parameters - 2 * vocabulary * dim) / (12 * dim * dim)))
+    return Transformer(vocabulary, SEQUENCE, dim, dim // 64, num_blocks)
+
+
+def train(contender: Contender) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Return the model and its optimizer after a step, with which the optimizer has states. Collective."""
+    optimizer = torch.optim.AdamW(contender.parameters, lr=1e-4)
+    data = torch.randint(64, (1, SEQUENCE + 1), generator=torch.Generator().manual_seed(1 + dist.get_rank()))
+    loss_of(contender.model, data).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return contender.model, optimizer
+
+
+def values_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """Return this rank's parts of the parameters, and their states, in the same order every time."""
+    found: list[torch.Tensor] = []
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            states = optimizer.state[parameter]
+            values = [local(value) for value in (parameter, *(states[name] for name in sorted(states)))]
+            if values[0].numel():  # of what this rank has nothing, states tell nothing
+                found += values
+    return found
+
+
+def local(value: torch.Tensor) -> torch.Tensor:
+    value = value.detach()
+    return value.to_local() if isinstance(value, DTensor) else value
+
+
+class PlainFiles:
+    """As many bytes as a rank has, the same on all ranks, in and out of files without anything else."""
+
+    def __init__(self, nbytes: int) -> None:
+        self._nbytes = nbytes
+        self._values = torch.empty(0, dtype=torch.uint8)
+
+    def held(self) -> list[torch.Tensor]:
+        if not self._values.numel():
+            self._values = torch.arange(1, 1 + -(-self._nbytes // 8)).view(torch.uint8)[: self._nbytes]
+        return [self._values]
+
+    def release(self) -> None:
+        self._values = torch.empty(0, dtype=torch.uint8)
+
+    def calls(self) -> dict[Row, Call]:
+        rank = dist.get_rank()
+        return {
+            Row.SHARDED_SAVE: lambda folder: self._write(folder / f"{rank}", 1),
+            Row.SHARDED_LOAD: lambda folder: self._read(folder / f"{rank}", 0),
+            Row.FULL_SAVE: lambda folder: None if rank else self._write(folder / FULL_FILE, dist.get_world_size()),
+            Row.FULL_LOAD: lambda folder: self._read(folder / FULL_FILE, rank * self._nbytes),
+        }
+
+    def _write(self, path: Path, times: int) -> None:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+        for _ in range(times):
+            rest = memory_of(self._values)
+            while rest:
+                rest = rest[os.write(descriptor, rest) :]
+        os.fsync(descriptor)
+        os.close(descriptor)
+
+    def _read(self, path: Path, start: int) -> None:
+        descriptor = os.open(path, os.O_RDONLY)
+        rest = memory_of(self._values)
+        while rest:
+            num_read = os.preadv(descriptor, [rest], start)
+            assert num_read, f"{path} ends at {start}"
+            rest, start = rest[num_read:], start + num_read
+        os.close(descriptor)
+
+
+def ours_calls(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[Row, Call]:
+    def save(folder: Path) -> None:
+        fsdp_compat.checkpoint.save(folder, model, optimizer, step=1)
+
+    def load(folder: Path) -> None:
+        path = fsdp_compat.checkpoint.latest(folder)
+        assert path is not None
+        fsdp_compat.checkpoint.load(path, model, optimizer)
+
+    return {Row.SHARDED_SAVE: save, Row.SHARDED_LOAD: load} | dict_calls(fsdp_compat, True, model, optimizer)
+
+
+def dcp_calls(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[Row, Call]:
+    def save(folder: Path) -> None:
+        model_state, optimizer_state = get_state_dict(model, optimizer)
+        dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=folder)
+
+    def load(folder: Path) -> None:
+        model_state, optimizer_state = get_state_dict(model, optimizer)
+        dcp.load({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=folder)
+        set_state_dict(model, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state)
+
+    return {Row.SHARDED_SAVE: save, Row.SHARDED_LOAD: load}
+
+
+def dict_calls(api: types.ModuleType, offload_to_cpu: bool, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[Row, Call]:
+    """Full state dicts as FSDP1 gives them. api: the package to take it from."""
+    fsdp, full = api.FullyShardedDataParallel, api.StateDictType.FULL_STATE_DICT
+    configs = [
+        config(offload_to_cpu=offload_to_cpu, rank0_only=True) for config in (api.FullStateDictConfig, api.FullOptimStateDictConfig)
+    ]
+
+    def save(folder: Path) -> None:
+        with fsdp.state_dict_type(model, full, *configs):
+            write_on_first_rank(folder, model.state_dict(), fsdp.optim_state_dict(model, optimizer))
+
+    def load(folder: Path) -> None:
+        saved = torch.load(folder / FULL_FILE, mmap=True)
+        with fsdp.state_dict_type(model, full):
+            model.load_state_dict(saved["model"])
+            optimizer.load_state_dict(fsdp.optim_state_dict_to_load(model, optimizer, saved["optimizer"]))
+
+    return {Row.FULL_SAVE: save, Row.FULL_LOAD: load}
+
+
+def fsdp2_calls(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[Row, Call]:
+    """Full state dicts of DTensors, by torch's functions."""
+
+    def save(folder: Path) -> None:
+        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+        write_on_first_rank(folder, *get_state_dict(model, optimizer, options=options))
+
+    def load(folder: Path) -> None:
+        saved = torch.load(folder / FULL_FILE, mmap=True)
+        options = StateDictOptions(full_state_dict=True)
+        set_state_dict(model, optimizer, model_state_dict=saved["model"], optim_state_dict=saved["optimizer"], options=options)
+
+    return {Row.FULL_SAVE: save, Row.FULL_LOAD: load}
+
+
+def write_on_first_rank(folder: Path, model_state: object, optimizer_state: object) -> None:
+    if dist.get_rank() == 0:
+        torch.save({"model": model_state, "optimizer": optimizer_state}, folder / FULL_FILE)
+        make_durable(folder / FULL_FILE)
+
+
+def make_durable(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    os.fsync(descriptor)
+    os.close(descriptor)
+
+
+# -- measuring
+
+
+def measure(entrants: Sequence[Entrant], rounds: int, folder: Path) -> Results:
+    """Make every call ``rounds`` times. Collective. Raises RuntimeError for a load that did not bring back what was saved."""
+    digests = {}
+    for entrant in entrants:
+        digests[entrant.name] = digest(entrant.held())
+        entrant.release()
+    results = Results({row: {} for row in Row}, {row: {} for row in Row})
+    for number in range(rounds):
+        first = number % len(entrants)
+        order = [*entrants[first:], *entrants[:first]]
+        for save, load in PAIRS:
+            in_both = [entrant for entrant in order if save in entrant.calls]
+            for entrant in in_both:
+                its_folder = folder / entrant.name
+                on_first_rank(its_folder.mkdir)
+                entrant.held()
+                on_first_rank(os.sync)  # no earlier call's bytes are on their way
+                timed(entrant, save, its_folder, results)
+                entrant.release()
+            for entrant in in_both:
+                its_folder = folder / entrant.name
+                lose(entrant.held())
+                on_first_rank(functools.partial(drop_pages, its_folder))
+                timed(entrant, load, its_folder, results)
+                if digest(entrant.held()) != digests[entrant.name]:
+                    raise RuntimeError(f"{load.value}, {entrant.name}: rank {dist.get_rank()} has other values than it saved")
+                entrant.release()
+                on_first_rank(functools.partial(shutil.rmtree, its_folder))
+    return results
+
+
+def timed(entrant: Entrant, row: Row, folder: Path, results: Results) -> None:
+    """Make one call on all ranks at the same time, and note it. Collective."""
+    gc.collect()
+    give_back_freed_memory()
+    dist.barrier()
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    resident = memory_nbytes("VmRSS")
+    start = time.perf_counter()
+    entrant.calls[row](folder)
+    if row in (Row.SHARDED_LOAD, Row.FULL_LOAD):
+        touch(entrant.held())
+    seconds = time.perf_counter() - start
+    peak = memory_nbytes("VmHWM") - resident
+    results.seconds[row].setdefault(entrant.name, []).append(worst(seconds))
+    results.peaks[row].setdefault(entrant.name, []).append(worst(peak))
+
+
+def memory_nbytes(field: str) -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        name, _, value = line.partition(":")
+        if name == field:
+            return int(value.removesuffix("kB")) * 1024
+    raise KeyError(field)
+
+
+def give_back_freed_memory() -> None:
+    """Let the C library keep nothing of what is free, or a call would use that and show no memory."""
+    ctypes.CDLL(None).malloc_trim(0)
+
+
+def touch(values: Iterable[torch.Tensor]) -> None:
+    """Bring in what a load has only mapped so far."""
+    for value in values:
+        value.reshape(-1)[:: PAGE_NBYTES // value.itemsize].sum()
+
+
+def lose(values: Iterable[torch.Tensor]) -> None:
+    for value in values:
+        value.zero_()
+
+
+def digest(values: Iterable[torch.Tensor]) -> int:
+    return functools.reduce(lambda found, value: zlib.crc32(memory_of(value), found), values, 0)
+
+
+def nbytes_of(values: Iterable[torch.Tensor]) -> int:
+    return sum(value.nbytes for value in values)
+
+
+def memory_of(value: torch.Tensor) -> memoryview:
+    return memoryview(value.reshape(-1).view(torch.uint8).numpy())
+
+
+def drop_pages(folder: Path) -> None:
+    """Let the page cache keep nothing of the files in ``folder``."""
+    os.sync()  # only what is on the disk is dropped
+    for path in folder.rglob("*"):
+        if path.is_file():
+            descriptor = os.open(path, os.O_RDONLY)
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.close(descriptor)
+
+
+def on_first_rank(act: Callable[[], object]) -> None:
+    """Collective: the others wait."""
+    if dist.get_rank() == 0:
+        act()
+    dist.barrier()
+
+
+def worst(number: float) -> float:
+    """Return the highest of all ranks' numbers. Collective."""
+    found = torch.tensor(number, dtype=torch.float64)
+    dist.all_reduce(found, dist.ReduceOp.MAX)
+    return found.item()
+
+
+# -- the tables
+
+
+def print_table(row: Row, timings: Timings, peaks: Mapping[str, Sequence[float]], own_nbytes: float) -> int:
+    """Print one kind of call; return how many limits are not met."""
+    others = (PLAIN, FSDP1, FSDP2)
+    titles = "".join(f"{'to ' + other:>10}" for other in others)
+    say(f"\n{row.value:12} {'median':>9} {'range':>16} {titles} {'peak':>10} {'of own':>7}  limit")
+    missed = 0
+    for name, seconds in timings.seconds.items():
+        ratios = {other: timings.ratio(name, other) for other in others if other != name}
+        verdict = ""
+        if name == OURS:
+            is_met = ratios[FSDP1] < 1 and ratios[FSDP2] < 1 and (row not in PAIRS[0] or ratios[PLAIN] <= LIMIT)
+            verdict = "met" if is_met else "NOT MET"
+            missed += not is_met
+        columns = "".join(f"{ratios[other]:10.3f}" if other in ratios else f"{'':10}" for other in others)
+        peak = max(peaks[name])
+        say(
+            f"{name:12} {statistics.median(seconds):7.2f} s {f'{min(seconds):.2f} to {max(seconds):.2f} s':>16} {columns} "
+            f"{peak / 1e6:7.0f} MB {peak / own_nbytes:7.2f}  {verdict}"
+        )
+    return missed
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

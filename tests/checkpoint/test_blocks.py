@@ -1,0 +1,400 @@
+"""Bytes of files in blocks: what is written is read, whatever the pieces; what is not what was written is noticed."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import os
+import random
+import subprocess
+import sys
+import threading
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from fsdp_compat.checkpoint import _blocks as blocks
+from fsdp_compat.checkpoint._blocks import BlockWriter, Facts, Wanted, memory_of, merged, read_checked, read_plain, sync_directory
+from fsdp_compat.errors import CheckpointError
+
+BLOCK = 16  # in these tests
+SIZES = [0, 1, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK, 5 * BLOCK + 3]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def small_blocks() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(blocks, "BLOCK_NBYTES", BLOCK)
+        yield
+
+
+def nothing(nbytes: int) -> None:
+    pass
+
+
+def content_of(nbytes: int) -> bytes:
+    return random.Random(nbytes).randbytes(nbytes)
+
+
+def written(path: Path, *pieces: bytes) -> Facts:
+    writer = BlockWriter(path, nothing)
+    try:
+        for piece in pieces:
+            writer.write(memoryview(piece))
+        return writer.finish()
+    finally:
+        writer.close()
+
+
+def cleared(nbytes: int) -> torch.Tensor:
+    return torch.zeros(nbytes, dtype=torch.uint8)
+
+
+def bytes_of(tensor: torch.Tensor) -> bytes:
+    return bytes(memory_of(tensor))
+
+
+def descriptors() -> set[str]:
+    return {name for name in os.listdir("/proc/self/fd") if os.path.exists(f"/proc/self/fd/{name}")}
+
+
+def checksum_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if "checksums" in thread.name]
+
+
+@dataclasses.dataclass
+class Reads:
+    """Which bytes of files were read, run by run."""
+
+    runs: list[tuple[int, int]] = dataclasses.field(default_factory=list)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(nbytes for _, nbytes in self.runs)
+
+
+@pytest.fixture
+def reads(monkeypatch: pytest.MonkeyPatch) -> Reads:
+    found, preadv = Reads(), os.preadv
+
+    def counted(descriptor: int, buffers: Any, offset: int) -> int:
+        found.runs.append((offset, sum(len(buffer) for buffer in buffers)))
+        return preadv(descriptor, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", counted)
+    return found
+
+
+# -- writing
+
+
+@pytest.mark.parametrize("nbytes", SIZES)
+def test_a_file_is_what_was_written_and_its_checksums_are_those_of_its_blocks(tmp_path: Path, nbytes: int) -> None:
+    content = content_of(nbytes)
+    for number, step in enumerate([1, 3, BLOCK, BLOCK + 1, 1000]):
+        path = tmp_path / str(number)
+        facts = written(path, *(content[at : at + step] for at in range(0, nbytes, step)))
+        assert path.read_bytes() == content
+        assert facts == Facts(nbytes, tuple(zlib.crc32(content[at : at + BLOCK]) for at in range(0, nbytes, BLOCK)))
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=30)
+@given(
+    sizes=st.lists(st.integers(0, 40), max_size=8), wants=st.lists(st.tuples(st.integers(0, 320), st.integers(0, 60)), max_size=6)
+)
+def test_any_run_that_was_written_is_read(tmp_path: Path, sizes: list[int], wants: list[tuple[int, int]]) -> None:
+    content = content_of(sum(sizes))
+    path = tmp_path / "file"
+    path.unlink(missing_ok=True)
+    pieces, at = [], 0
+    for size in sizes:
+        pieces.append(content[at : at + size])
+        at += size
+    facts = written(path, *pieces)
+    runs = [(start, min(start + nbytes, len(content))) for start, nbytes in wants if start <= len(content)]
+    for how in ("checked", "plain", "merged"):
+        wanted = [Wanted(start, cleared(stop - start)) for start, stop in runs]
+        if how == "plain":
+            read_plain(path, wanted, nothing)
+        else:
+            read_checked(path, facts, merged(wanted) if how == "merged" else wanted, nothing)
+        assert [bytes_of(one.target) for one in wanted] == [content[start:stop] for start, stop in runs], how
+
+
+def test_what_is_done_is_told_in_bytes(tmp_path: Path) -> None:
+    told: list[int] = []
+    writer = BlockWriter(tmp_path / "file", told.append)
+    writer.write(memoryview(bytes(40)))
+    writer.write(memoryview(bytes(2)))
+    facts = writer.finish()
+    assert told == [16, 16, 8, 2]
+    told.clear()
+    read_checked(tmp_path / "file", facts, [Wanted(0, cleared(42))], told.append)
+    assert told == [16, 16, 10]
+    told.clear()
+    read_plain(tmp_path / "file", [Wanted(1, cleared(40))], told.append)
+    assert told == [16, 16, 8]
+
+
+def test_nothing_is_overwritten(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"old")
+    with pytest.raises(FileExistsError):
+        BlockWriter(tmp_path / "file", nothing)
+    assert (tmp_path / "file").read_bytes() == b"old"
+
+
+def test_what_the_system_writes_in_parts_is_written_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write, content = os.write, content_of(50)
+    monkeypatch.setattr(os, "write", lambda descriptor, data: write(descriptor, data[:3]))
+    assert written(tmp_path / "file", content).nbytes == 50
+    assert (tmp_path / "file").read_bytes() == content
+
+
+def test_what_the_system_reads_in_parts_is_read_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    preadv, content = os.preadv, content_of(50)
+    facts = written(tmp_path / "file", content)
+    monkeypatch.setattr(os, "preadv", lambda descriptor, buffers, offset: preadv(descriptor, [buffers[0][:3]], offset))
+    wanted = Wanted(5, cleared(40))
+    read_checked(tmp_path / "file", facts, [wanted], nothing)
+    assert bytes_of(wanted.target) == content[5:45]
+
+
+def test_a_file_is_durable_before_its_facts_are_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[int] = []
+    monkeypatch.setattr(os, "fsync", lambda descriptor: synced.append(os.fstat(descriptor).st_size))
+    written(tmp_path / "file", content_of(40))
+    sync_directory(tmp_path)
+    assert synced[0] == 40
+    assert len(synced) == 2
+
+
+@pytest.mark.parametrize("fails", ["write", "fsync"])
+def test_a_full_disk_leaves_no_thread_and_no_descriptor_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: str) -> None:
+    before = descriptors()
+
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, fails, full)
+    with pytest.raises(OSError, match="No space left"):
+        written(tmp_path / "file", content_of(100))
+    assert descriptors() == before
+    assert not checksum_threads()
+
+
+def test_a_writer_that_is_closed_early_or_twice_leaves_nothing_behind(tmp_path: Path) -> None:
+    before = descriptors()
+    writer = BlockWriter(tmp_path / "file", nothing)
+    writer.write(memoryview(content_of(40)))
+    writer.close()
+    writer.close()
+    written(tmp_path / "other", content_of(40))
+    assert descriptors() == before
+    assert not checksum_threads()
+
+
+def test_a_save_that_goes_on_after_the_program_has_ended_is_completed(tmp_path: Path) -> None:
+    """Python waits for threads that go on, but lets pools of threads take no more work then."""
+    program = f"""
+import threading
+from pathlib import Path
+from fsdp_compat.checkpoint._blocks import BlockWriter
+
+def run():
+    threading.main_thread().join()
+    writer.write(memoryview(bytes(10_000_000)))
+    assert writer.finish().nbytes == 10_000_000
+    print("completed")
+
+writer = BlockWriter(Path({str(tmp_path / "file")!r}), lambda nbytes: None)
+threading.Thread(target=run).start()
+"""
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert result.stdout == "completed\n", result.stderr
+
+
+# -- reading
+
+
+def test_each_flipped_bit_of_a_block_that_is_read_is_noticed(tmp_path: Path) -> None:
+    content = content_of(BLOCK + 3)
+    facts = written(tmp_path / "file", content)
+    for bit in range(8 * len(content)):
+        flipped = bytearray(content)
+        flipped[bit // 8] ^= 1 << bit % 8
+        (tmp_path / "file").write_bytes(flipped)
+        read_checked(tmp_path / "file", facts, [Wanted(0, cleared(1)) if bit >= 8 * BLOCK else Wanted(BLOCK, cleared(1))], nothing)
+        with pytest.raises(CheckpointError, match="file is not what was saved") as caught:
+            read_checked(tmp_path / "file", facts, [Wanted(3, cleared(BLOCK))], nothing)
+        assert f"of the block at byte {bit // 8 // BLOCK * BLOCK}\n" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "got"),
+    [("truncated", "39 bytes"), ("empty", "0 bytes"), ("longer", "41 bytes"), ("missing", "no such file"), ("directory", "bytes")],
+)
+def test_a_file_of_another_length_is_named_with_what_was_expected(tmp_path: Path, change: str, got: str) -> None:
+    path, before = tmp_path / "file", descriptors()
+    content = content_of(40)
+    facts = written(path, content)
+    path.unlink()
+    if change == "directory":
+        path.mkdir()
+    elif change != "missing":
+        path.write_bytes({"truncated": content[:-1], "empty": b"", "longer": content + b"x"}[change])
+    target = cleared(40)
+    with pytest.raises(CheckpointError, match="expected: a file of 40 bytes") as caught:
+        read_checked(path, facts, [Wanted(0, target)], nothing)
+    assert [line.strip().partition(":")[0] for line in str(caught.value).splitlines()[1:]] == ["expected", "got", "where", "to do"]
+    assert got in str(caught.value).splitlines()[2]
+    assert str(path) in str(caught.value)
+    assert not target.any()
+    assert descriptors() == before
+
+
+def test_a_file_without_checksums_that_ends_too_early_is_named(tmp_path: Path) -> None:
+    before = descriptors()
+    (tmp_path / "file").write_bytes(content_of(40))
+    with pytest.raises(CheckpointError, match="the file ends at 40") as caught:
+        read_plain(tmp_path / "file", [Wanted(30, cleared(11))], nothing)
+    assert "expected: at least 41 bytes" in str(caught.value)
+    assert descriptors() == before
+
+
+def test_a_file_that_gets_shorter_while_it_is_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    facts, before = written(tmp_path / "file", content_of(40)), descriptors()
+    monkeypatch.setattr(os, "preadv", lambda descriptor, buffers, offset: 0)
+    with pytest.raises(CheckpointError, match="the file ends at 0"):
+        read_checked(tmp_path / "file", facts, [Wanted(0, cleared(40))], nothing)
+    assert descriptors() == before
+    assert not checksum_threads()
+
+
+def test_an_error_of_the_disk_leaves_no_thread_and_no_descriptor_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    facts, before, preadv = written(tmp_path / "file", content_of(90)), descriptors(), os.preadv
+
+    def broken(descriptor: int, buffers: Any, offset: int) -> int:
+        if offset >= 2 * BLOCK:
+            raise OSError(errno.EIO, "Input/output error")
+        return preadv(descriptor, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", broken)
+    with pytest.raises(OSError, match="Input/output error"):
+        read_checked(tmp_path / "file", facts, [Wanted(0, cleared(90))], nothing)
+    assert descriptors() == before
+    assert not checksum_threads()
+
+
+@pytest.mark.parametrize(
+    ("wanted", "expected"),
+    [
+        ([(0, 1)], [(0, 16)]),
+        ([(15, 2)], [(0, 16), (16, 16)]),
+        ([(16, 16)], [(16, 16)]),
+        ([(50, 2), (33, 2), (34, 5)], [(32, 16), (48, 16)]),
+        ([(80, 3)], [(80, 3)]),  # the last block is shorter
+        ([(7, 60)], [(0, 16), (16, 16), (32, 16), (48, 16), (64, 16)]),
+        ([], []),
+        ([(5, 0), (83, 0)], []),
+    ],
+    ids=str,
+)
+def test_the_blocks_that_hold_what_is_wanted_are_read_once_and_no_others(
+    tmp_path: Path, reads: Reads, wanted: list[tuple[int, int]], expected: list[tuple[int, int]]
+) -> None:
+    content = content_of(83)
+    facts = written(tmp_path / "file", content)
+    targets = [Wanted(start, cleared(nbytes)) for start, nbytes in wanted]
+    read_checked(tmp_path / "file", facts, targets, nothing)
+    assert reads.runs == expected
+    assert [bytes_of(one.target) for one in targets] == [content[start : start + nbytes] for start, nbytes in wanted]
+
+
+def test_without_checksums_only_the_bytes_that_are_wanted_are_read(tmp_path: Path, reads: Reads) -> None:
+    (tmp_path / "file").write_bytes(content_of(83))
+    read_plain(tmp_path / "file", [Wanted(40, cleared(20)), Wanted(5, cleared(3)), Wanted(9, cleared(0))], nothing)
+    assert reads.runs == [(5, 3), (40, 16), (56, 4)]
+
+
+def test_what_does_not_lie_in_the_file_is_a_mistake_of_the_caller(tmp_path: Path) -> None:
+    facts = written(tmp_path / "file", content_of(20))
+    with pytest.raises(ValueError, match="bytes 18 to 21 are wanted of 20"):
+        read_checked(tmp_path / "file", facts, [Wanted(18, cleared(3))], nothing)
+
+
+def test_facts_have_a_checksum_for_each_block() -> None:
+    Facts(17, (1, 2))
+    for nbytes, checksums in ((17, (1,)), (0, (1,)), (-1, ()), (16, (1, 2))):
+        with pytest.raises(ValueError, match="do not fit"):
+            Facts(nbytes, checksums)
+
+
+# -- runs that follow one another
+
+
+def test_runs_that_follow_one_another_in_the_file_and_in_memory_become_one() -> None:
+    memory = cleared(100)
+    wanted = [Wanted(1010, memory[10:20]), Wanted(1000, memory[:10]), Wanted(1020, memory[20:30])]
+    assert [(one.start, one.target.data_ptr() - memory.data_ptr(), one.target.nbytes) for one in merged(wanted)] == [(1000, 0, 30)]
+
+
+@pytest.mark.parametrize(
+    ("wanted", "expected"),
+    [
+        ([(0, 0, 4), (4, 5, 4)], 2),  # apart in memory
+        ([(0, 0, 4), (5, 4, 4)], 2),  # apart in the file
+        ([(0, 4, 4), (4, 0, 4)], 2),  # in another order
+        ([(0, 0, 4), (5, 5, 4)], 2),  # apart in both: what lies between may be something else
+        ([(0, 0, 4), (2, 2, 4)], 2),  # one inside of the other
+    ],
+)
+def test_other_runs_stay_as_they_are(wanted: list[tuple[int, int, int]], expected: int) -> None:
+    memory = cleared(100)
+    assert len(merged([Wanted(start, memory[at : at + nbytes]) for start, at, nbytes in wanted])) == expected
+    apart = [Wanted(start, cleared(nbytes)) for start, _, nbytes in wanted]
+    assert len(merged(apart)) == len(wanted), "each has memory of its own"
+
+
+def test_a_run_of_another_dtype_is_a_run_of_bytes(tmp_path: Path) -> None:
+    values, memory = torch.arange(20.0), torch.zeros(20)
+    facts = written(tmp_path / "file", bytes_of(values))
+    wanted = merged([Wanted(4 * at, memory[at : at + 5]) for at in (0, 5, 10, 15)])
+    assert len(wanted) == 1
+    read_checked(tmp_path / "file", facts, wanted, nothing)
+    assert torch.equal(memory, values)
+
+
+@pytest.mark.parametrize(("first", "between"), [(0, 30), (30, 0)])
+def test_what_lies_between_two_runs_in_memory_and_is_read_from_elsewhere_is_what_is_there(
+    tmp_path: Path, first: int, between: int
+) -> None:
+    """A parameter that stood between two others when it was saved is not the one that stands between them now.
+
+    Small parameters with a state of a narrower dtype than their own leave gaps that are as small as padding.
+    """
+    content = content_of(60)
+    facts, memory = written(tmp_path / "file", content), cleared(12)
+    last = first + 8
+    read_checked(
+        tmp_path / "file",
+        facts,
+        merged([Wanted(first, memory[:4]), Wanted(between, memory[4:8]), Wanted(last, memory[8:])]),
+        nothing,
+    )
+    assert bytes_of(memory) == content[first : first + 4] + content[between : between + 4] + content[last : last + 4]
+
+
+def test_memory_is_that_of_the_tensor_and_keeps_it() -> None:
+    tensor = torch.arange(4, dtype=torch.int16)
+    memory = memory_of(tensor[1:3])
+    assert (len(memory), bytes(memory)) == (4, b"\x01\x00\x02\x00")
+    memory[0] = 9
+    assert tensor.tolist() == [0, 9, 2, 3]
+    assert len(memory_of(torch.empty(0, 3))) == 0
+    assert bytes(memory_of(torch.ones(8, dtype=torch.bfloat16))) == b"\x80\x3f" * 8, "after the tensor is gone"

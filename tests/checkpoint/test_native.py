@@ -1,0 +1,561 @@
+"""checkpoint.save and checkpoint.load: the same model, optimizer and extra, whoever wrote and whoever reads; never a wrong one."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors
+import torch
+import torch.distributed as dist
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from fsdp_compat import FullyShardedDataParallel as FSDP
+from fsdp_compat import MixedPrecision, StateDictType, checkpoint
+from fsdp_compat.checkpoint._blocks import BLOCK_NBYTES
+from fsdp_compat.errors import CheckpointError, FsdpCompatError, UsageError
+from fsdp_compat.wrap import ModuleWrapPolicy
+from tests.support.odd_model import Config, assert_same, assert_same_optim, make_model, make_optimizer, shard, train
+from tests.support.ranks import RankError, run_ranks
+
+STEPS = 2
+PLAIN: Config = ("FULL_SHARD", False, "blocks")
+ORIGINAL: Config = ("FULL_SHARD", True, "always")
+FACTS = ("expected:", "got:", "where:", "to do:")
+
+
+def build(config: Config, kind: str = "Adam", seed: int = 0) -> tuple[FSDP, torch.optim.Optimizer]:
+    model = shard(make_model(seed), config)
+    return model, make_optimizer(kind, model)
+
+
+def whole_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """What the checkpoint is to bring back, by way of full state dicts."""
+    with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT):
+        return {
+            "model": {name: value.clone() for name, value in model.state_dict().items()},
+            "optim": FSDP.optim_state_dict(model, optimizer),
+        }
+
+
+def num_sent(model: FSDP) -> int:
+    wires = {id(wire): wire for group in model._runtime.groups for wire in (group.shard, group.replica)}
+    return sum(sum(wire.traffic.counts.values()) for wire in wires.values())
+
+
+# -- there and back
+
+
+def _write(folder: str, config: Config, kind: str) -> dict[str, Any] | None:
+    model, optimizer = build(config, kind)
+    train(model, optimizer, range(STEPS))
+    before = num_sent(model)
+    path = checkpoint.save(folder, model, optimizer, {"rank": dist.get_rank()}, step=STEPS)
+    assert num_sent(model) == before
+    assert path == Path(folder) / "step-00000002"
+    state = whole_state(model, optimizer)
+    losses = train(model, optimizer, range(STEPS, STEPS + 2))
+    return {**state, "losses": losses, "ranks": dist.get_world_size()} if dist.get_rank() == 0 else None
+
+
+def _read(folder: str, config: Config, kind: str, expected: dict[str, Any]) -> None:
+    model, optimizer = build(config, kind, seed=1)
+    for group in optimizer.param_groups:
+        group["lr"] = 7.0
+    path = checkpoint.latest(folder)
+    assert path is not None
+    before = num_sent(model)
+    extra = checkpoint.load(path, model, optimizer)
+    assert num_sent(model) == before
+    assert extra == {"rank": dist.get_rank() if dist.get_world_size() == expected["ranks"] else 0}
+    found = whole_state(model, optimizer)
+    assert_same(found["model"], expected["model"])
+    assert_same_optim(found["optim"], expected["optim"])
+    storages = [
+        value.untyped_storage().nbytes() - value.nbytes
+        for entry in optimizer.state.values()
+        for value in entry.values()
+        if isinstance(value, Tensor)
+    ]
+    assert not any(storages)
+    counts = [entry["step"].data_ptr() for entry in optimizer.state.values() if "step" in entry]
+    assert len(set(counts)) == len(counts)
+    losses = train(model, optimizer, range(STEPS, STEPS + 2))
+    torch.testing.assert_close(torch.tensor(losses), torch.tensor(expected["losses"]), rtol=1e-6, atol=0.0)
+
+
+def configs() -> st.SearchStrategy[Config]:
+    strategies = st.sampled_from(["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD"])
+    return st.tuples(strategies, st.booleans(), st.sampled_from(["blocks", "always"]))
+
+
+@settings(max_examples=14, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.integers(1, 4), configs(), st.integers(1, 4), configs(), st.sampled_from(["Adam", "SGD"]))
+def test_what_any_ranks_have_saved_any_ranks_load(
+    tmp_path: Path, writers: int, saved: Config, readers: int, target: Config, kind: str
+) -> None:
+    folder = Path(tempfile.mkdtemp(dir=tmp_path))
+    expected = run_ranks(writers, _write, str(folder), saved, kind)[0]
+    run_ranks(readers, _read, str(folder), target, kind, expected)
+    shutil.rmtree(folder)
+
+
+def _dtypes(folder: str) -> None:
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 5).bfloat16(), nn.Embedding(3, 2))
+    model[2].weight = nn.Parameter(torch.arange(6, dtype=torch.uint8).view(3, 2), requires_grad=False)
+    model.register_buffer("inv", torch.randn(3), persistent=False)
+    wrapped = FSDP(model, mixed_precision=MixedPrecision(buffer_dtype=torch.float16))
+    checkpoint.save(folder, wrapped, step=0)
+    before = {name: value.clone() for name, value in wrapped.state_dict().items()}
+    with torch.no_grad(), FSDP.summon_full_params(wrapped):
+        for parameter in wrapped.parameters():
+            parameter.zero_()
+    path = checkpoint.latest(folder)
+    assert path is not None
+    assert checkpoint.load(path, wrapped) is None
+    assert_same(wrapped.state_dict(), before)
+    torch.manual_seed(4)
+    other = FSDP(nn.Sequential(nn.Linear(5, 7).bfloat16(), nn.Linear(7, 5), nn.Embedding(3, 2)))
+    checkpoint.load(path, other)
+    for name, value in other.state_dict().items():
+        assert torch.equal(value, before[name].to(value.dtype)), name
+
+
+def test_every_dtype_is_kept_and_another_one_is_converted_to(tmp_path: Path) -> None:
+    run_ranks(2, _dtypes, str(tmp_path))
+
+
+class Around(nn.Module):
+    """Not sharded itself: one part is, one is not, and one is ignored."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.free = nn.Linear(3, 3)
+        part = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 3), nn.BatchNorm1d(3))
+        self.part = FSDP(part, ignored_modules=[part[1]])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.part(self.free(x))
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"answer": self.answer}
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        self.answer = state["answer"]
+
+    answer = 1
+
+
+def _container(folder: str, reads: bool) -> Any:
+    torch.manual_seed(0)
+    model = Around()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+
+    def step(seed: int) -> float:
+        optimizer.zero_grad()
+        loss = model(torch.randn(4, 3, generator=torch.Generator().manual_seed(seed))).square().sum()
+        loss.backward()
+        optimizer.step()
+        return loss.item()
+
+    if reads:
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(1.0)
+        checkpoint.load(Path(folder) / "step-00000000", model, optimizer)
+        assert model.answer == 42
+    else:
+        step(0)
+        model.answer = 42
+        checkpoint.save(folder, model, optimizer, step=0)
+    return step(1), {name: value for name, value in model.free.state_dict().items()}
+
+
+def test_a_container_is_saved_with_what_is_not_sharded_in_it(tmp_path: Path) -> None:
+    wrote = run_ranks(2, _container, str(tmp_path), False)
+    read = run_ranks(3, _container, str(tmp_path), True)
+    assert read[0][0] == pytest.approx(wrote[0][0], rel=1e-6)
+    assert_same(read[0][1], wrote[0][1])
+
+
+# -- what is in the files
+
+
+def _save_large(folder: str) -> list[int]:
+    torch.manual_seed(0)
+    model = FSDP(nn.Sequential(*(nn.Linear(256, 256) for _ in range(8))), auto_wrap_policy=ModuleWrapPolicy({nn.Linear}))
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.randn(1, 256)).sum().backward()
+    optimizer.step()
+    checkpoint.save(folder, model, optimizer, step=1)
+    return [group.store.numel for group in model._runtime.groups]
+
+
+def test_a_rank_writes_its_shards_once_and_the_manifest_is_small(tmp_path: Path) -> None:
+    sizes = {}
+    for ranks in (1, 4):
+        numels = run_ranks(ranks, _save_large, str(tmp_path / str(ranks)))[0]
+        folder = tmp_path / str(ranks) / "step-00000001"
+        files = sorted(path.name for path in folder.iterdir())
+        assert files == ["manifest.json", *(f"rank-{rank:05d}.safetensors" for rank in range(ranks))]
+        for name in files[1:]:
+            content = (folder / name).read_bytes()
+            assert 3 * 4 * sum(numels) <= len(content) < 3 * 4 * sum(numels) + 6000
+            assert b"\x80\x04" not in content[:5000]  # no pickle begins in the head
+            with safetensors.safe_open(str(folder / name), "pt") as file:
+                shapes = {key: tuple(file.get_tensor(key).shape) for key in file.keys()}  # noqa: SIM118
+            assert shapes == {
+                f"{unit}.flat_0{state}": (numels[0],) for unit in range(8) for state in ("", ".exp_avg", ".exp_avg_sq")
+            }
+        sizes[ranks] = (folder / "manifest.json").stat().st_size
+    assert sizes[4] - sizes[1] < 3 * 200  # a line for each file
+    assert sizes[1] < 16 * 200 + 2500
+
+
+def _reads(folder: str, path: str, counted: str) -> tuple[int, int]:
+    torch.manual_seed(1)
+    model = FSDP(
+        nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(6))), auto_wrap_policy=ModuleWrapPolicy({nn.Linear})
+    )
+    if not path:
+        checkpoint.save(folder, model, step=0)
+        return 0, 0
+    read, original = 0, os.preadv
+
+    def counting(descriptor: int, buffers: Any, offset: int) -> int:
+        nonlocal read
+        num = original(descriptor, buffers, offset)
+        read += num
+        return num
+
+    os.preadv = counting  # type: ignore[assignment]
+    try:
+        checkpoint.load(path, model)
+    finally:
+        os.preadv = original
+    return read, sum(group.store.shard.nbytes for group in model._runtime.groups)
+
+
+def test_a_rank_reads_the_blocks_that_hold_its_part_and_no_others(tmp_path: Path) -> None:
+    run_ranks(1, _reads, str(tmp_path), "", "")
+    for ranks in (2, 3):
+        for read, own in run_ranks(ranks, _reads, str(tmp_path), str(tmp_path / "step-00000000"), "x"):
+            # 6 runs, each of which may begin and end in the middle of a block; the whole file has 24 MiB.
+            assert own <= read <= min(own + 6 * 2 * BLOCK_NBYTES, (24 << 20) + 100_000)
+
+
+# -- what is damaged
+
+
+def _save_one(folder: str, step: int = STEPS, seed: int = 0) -> None:
+    model, optimizer = build(PLAIN, seed=seed)
+    train(model, optimizer, range(STEPS))
+    checkpoint.save(folder, model, optimizer, torch.arange(5), step=step)
+
+
+def _flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 4
+    path.write_bytes(content)
+
+
+def _truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def _lengthen(path: Path) -> None:
+    path.write_bytes(path.read_bytes() + b"x")
+
+
+def _foreign(path: Path) -> None:
+    shutil.copy(path.parent.parent / "other" / f"step-{STEPS:08d}" / path.name, path)
+
+
+DAMAGES: dict[str, tuple[str, Callable[[Path], None]]] = {
+    "a flipped bit": ("rank-00001.safetensors", _flip),
+    "a truncated file": ("rank-00000.safetensors", _truncate),
+    "a longer file": ("rank-00000.safetensors", _lengthen),
+    "a missing file": ("rank-00002.safetensors", Path.unlink),
+    "an empty file": ("rank-00001.safetensors", lambda path: path.write_bytes(b"")),
+    "a file of another checkpoint": ("rank-00001.safetensors", _foreign),
+    "a flipped bit in the manifest": ("manifest.json", _flip),
+    "a truncated manifest": ("manifest.json", _truncate),
+    "no manifest": ("manifest.json", Path.unlink),
+}
+
+
+def _load_damaged(folder: str, cases: Mapping[str, str]) -> None:
+    model, optimizer = build(ORIGINAL, seed=1)
+    train(model, optimizer, range(1))
+    before = [value.clone() for value in (*model.parameters(), *model.buffers())]
+    states = [{key: value.clone() for key, value in entry.items()} for entry in optimizer.state.values()]
+    for what, name in cases.items():
+        with pytest.raises(CheckpointError) as raised:
+            checkpoint.load(Path(folder) / what, model, optimizer)
+            print(f"{what}: loaded")
+        message = str(raised.value)
+        assert all(fact in message for fact in FACTS), message
+        assert name in message, message
+        assert all(torch.equal(now, then) for now, then in zip((*model.parameters(), *model.buffers()), before, strict=True)), what
+        for entry, then in zip(optimizer.state.values(), states, strict=True):
+            assert all(torch.equal(value, then[key]) for key, value in entry.items()), what
+    train(model, optimizer, range(1, 2))
+
+
+def test_what_is_damaged_is_named_on_all_ranks_and_nothing_changes(tmp_path: Path) -> None:
+    run_ranks(3, _save_one, str(tmp_path))
+    run_ranks(3, _save_one, str(tmp_path / "other"), seed=5)
+    for what, (name, damage) in DAMAGES.items():
+        shutil.copytree(tmp_path / f"step-{STEPS:08d}", tmp_path / what)
+        damage(tmp_path / what / name)
+    run_ranks(2, _load_damaged, str(tmp_path), {what: name for what, (name, _) in DAMAGES.items()})
+
+
+# -- steps and folders
+
+
+def _steps(folder: str) -> None:
+    model, optimizer = build(PLAIN)
+    assert checkpoint.latest(folder) is None
+    for step in (1, 5, 3):
+        checkpoint.save(folder, model, optimizer, step=step)
+    assert checkpoint.latest(folder) == Path(folder) / "step-00000005"
+    with pytest.raises(UsageError, match="step-00000003") as raised:
+        checkpoint.save(folder, model, optimizer, step=3)
+    assert all(fact in str(raised.value) for fact in FACTS)
+    checkpoint.save(folder, model, optimizer, step=4, keep_last=2)
+    dist.barrier()
+    assert sorted(path.name for path in Path(folder).iterdir()) == ["step-00000003", "step-00000004", "step-00000005"]
+    dist.barrier()
+    checkpoint.save(folder, model, optimizer, step=6, keep_last=1)
+    dist.barrier()
+    assert sorted(path.name for path in Path(folder).iterdir()) == ["step-00000006"]
+
+
+def test_steps_are_never_overwritten_and_old_ones_go_when_asked_for(tmp_path: Path) -> None:
+    run_ranks(2, _steps, str(tmp_path / "made" / "on the way"))
+
+
+def _two_disks(folder: str) -> None:
+    own = Path(folder) / f"node {dist.get_rank() // 2}"
+    model, optimizer = build(PLAIN)
+    train(model, optimizer, range(1))
+    expected = whole_state(model, optimizer)
+    path = checkpoint.save(own, model, optimizer, step=1)
+    names = sorted(file.name for file in path.iterdir())
+    first = dist.get_rank() // 2 * 2
+    assert names == ["manifest.json", f"rank-{first:05d}.safetensors", f"rank-{first + 1:05d}.safetensors"]
+    dist.barrier()
+    train(model, optimizer, range(1, 2))
+    checkpoint.load(path, model, optimizer)
+    found = whole_state(model, optimizer)
+    assert_same(found["model"], expected["model"])
+    assert_same_optim(found["optim"], expected["optim"])
+
+
+def test_nodes_with_disks_of_their_own_each_have_what_they_need(tmp_path: Path) -> None:
+    run_ranks(4, _two_disks, str(tmp_path))
+
+
+def _two_models(folder: str) -> None:
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    number = dist.get_rank() // 2
+    torch.manual_seed(number)
+    model = FSDP(nn.Linear(5, 3), process_group=pairs[number])
+    expected = {name: value.clone() for name, value in model.state_dict().items()}
+    for step in range(1 + number):
+        checkpoint.save(Path(folder) / str(number), model, extra=number, step=step)
+    with torch.no_grad():
+        model.module  # noqa: B018
+        for parameter in model.parameters():
+            parameter.zero_()
+    path = checkpoint.latest(Path(folder) / str(number))
+    assert path is not None
+    assert path.name == f"step-{number:08d}"
+    assert checkpoint.load(path, model) == number
+    assert_same(model.state_dict(), expected)
+
+
+def test_models_on_ranks_of_their_own_save_apart(tmp_path: Path) -> None:
+    run_ranks(4, _two_models, str(tmp_path))
+
+
+# -- what cannot work
+
+
+class Unsavable:
+    def __reduce__(self) -> Any:
+        return Unsavable, ()
+
+
+def _wrong_calls(folder: str) -> None:
+    model, optimizer = build(PLAIN)
+    first = dist.get_rank() == 0
+    cases: dict[str, Callable[[], Any]] = {
+        "no FSDP in it": lambda: checkpoint.save(folder, nn.Linear(2, 2), step=1),
+        "arguments in another order": lambda: checkpoint.save(model, folder, step=1),  # type: ignore[arg-type]
+        "no optimizer": lambda: checkpoint.save(folder, model, model, step=1),  # type: ignore[arg-type]
+        "a negative step": lambda: checkpoint.save(folder, model, step=-1),
+        "a step that is no number": lambda: checkpoint.save(folder, model, step="3"),  # type: ignore[arg-type]
+        "keep none": lambda: checkpoint.save(folder, model, step=1, keep_last=0),
+        "steps that differ": lambda: checkpoint.save(folder, model, step=dist.get_rank()),
+        "extra that needs pickle": lambda: checkpoint.save(folder, model, extra={"a": [1, Unsavable()]}, step=1),
+        "extra that needs pickle, on one rank": lambda: checkpoint.save(folder, model, extra=Unsavable() if first else 1, step=1),
+        "another model's optimizer": lambda: checkpoint.save(
+            folder, model, torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1), step=1
+        ),
+        "no checkpoint": lambda: checkpoint.load(folder, model),
+        "None, as latest of an empty folder": lambda: checkpoint.load(checkpoint.latest(folder), model),  # type: ignore[arg-type]
+        "a checkpoint on one rank only": lambda: checkpoint.load(Path(folder) / "good" / f"step-{int(first):08d}", model),
+        "no optimizer saved": lambda: checkpoint.load(Path(folder) / "good" / "step-00000001", model, optimizer),
+    }
+    checkpoint.save(Path(folder) / "good", model, step=1)
+    for what, call in cases.items():
+        with pytest.raises(FsdpCompatError) as raised:
+            call()
+        assert all(fact in str(raised.value) for fact in FACTS), f"{what}: {raised.value}"
+        dist.barrier()
+        assert os.listdir(folder) == ["good"], what
+    other = FSDP(nn.Sequential(nn.Linear(5, 3)))
+    with pytest.raises(CheckpointError, match=r"missing: 0\.weight"):
+        checkpoint.load(Path(folder) / "good" / "step-00000001", other)
+    with FSDP.summon_full_params(model), pytest.raises(FsdpCompatError, match="summon_full_params"):
+        checkpoint.save(folder, model, step=1)
+
+
+def test_what_cannot_work_is_refused_on_all_ranks_before_anything_is_written(tmp_path: Path) -> None:
+    run_ranks(2, _wrong_calls, str(tmp_path))
+
+
+@contextlib.contextmanager
+def _no_more_than(nbytes: int) -> Iterator[None]:
+    """Files may not become longer: what a full disk looks like, to this process alone."""
+    import resource
+    import signal
+
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
+
+
+def _full_disk(folder: str) -> None:
+    model, optimizer = build(PLAIN)
+    train(model, optimizer, range(1))
+    good = checkpoint.save(folder, model, optimizer, step=1)
+    expected = whole_state(model, optimizer)
+    train(model, optimizer, range(1, 2))
+    with _no_more_than(1000) if dist.get_rank() == 1 else contextlib.nullcontext():
+        with pytest.raises(CheckpointError, match="rank 1: OSError") as raised:
+            checkpoint.save(folder, model, optimizer, step=2, keep_last=1)
+        assert all(fact in str(raised.value) for fact in FACTS)
+        with pytest.raises(CheckpointError, match="rank 1: OSError"):
+            checkpoint.async_save(folder, model, optimizer, step=2).wait()
+        with pytest.raises(CheckpointError, match="OSError"):
+            checkpoint.save_safetensors(Path(folder) / "weights", model)
+    dist.barrier()
+    assert os.listdir(Path(folder) / "weights") == []
+    dist.barrier()
+    os.rmdir(Path(folder) / "weights") if dist.get_rank() == 0 else None
+    dist.barrier()
+    assert os.listdir(folder) == ["step-00000001"]
+    assert checkpoint.latest(folder) == good
+    checkpoint.load(good, model, optimizer)
+    found = whole_state(model, optimizer)
+    assert_same(found["model"], expected["model"])
+    assert_same_optim(found["optim"], expected["optim"])
+    checkpoint.save(folder, model, optimizer, step=2)
+
+
+def test_a_full_disk_is_an_error_on_all_ranks_and_what_stood_stands(tmp_path: Path) -> None:
+    run_ranks(2, _full_disk, str(tmp_path))
+
+
+# -- states that are not one number per element
+
+
+class Blockwise(torch.optim.Optimizer):
+    """Keeps one number per three elements, an object, and settings of every kind."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1, "betas": (0.9, 0.99), "note": None})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                state = self.state[parameter]
+                if not state:
+                    state["scales"] = torch.zeros(-(-parameter.numel() // 3) + 2, dtype=torch.uint8)
+                    state["map"] = {"code": [1, 2.5, (None, "x")], "table": torch.zeros(2)}
+                    state["memory"] = Memory()
+                    state["momentum"] = torch.zeros_like(parameter)
+                    state["count"] = 0
+                state["scales"] += 1 + dist.get_rank()
+                state["map"]["table"] += 1
+                state["memory"].steps.append(dist.get_rank())
+                state["momentum"] += parameter.grad
+                state["count"] += 1
+                parameter.data -= group["lr"] * state["momentum"]
+
+
+class Memory:
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Memory) and other.steps == self.steps
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def _own_states(folder: str, use_orig_params: bool, resumes: bool) -> Any:
+    torch.manual_seed(0)
+    model = FSDP(nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3)), use_orig_params=use_orig_params)
+    optimizer = Blockwise(model.parameters())
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(torch.ones(2, 5)).sum().backward()
+        optimizer.step()
+
+    if not resumes:
+        step()
+        step()
+        checkpoint.save(folder, model, optimizer, step=2)
+    else:
+        checkpoint.load(Path(folder) / "step-00000002", model, optimizer)
+    step()
+    return [dict(optimizer.state[p]) for group in optimizer.param_groups for p in group["params"]]
+
+
+@pytest.mark.parametrize("use_orig_params", [False, True])
+def test_states_of_one_ranks_part_come_back_where_the_parts_are_the_same(use_orig_params: bool, tmp_path: Path) -> None:
+    expected = run_ranks(2, _own_states, str(tmp_path), use_orig_params, False)
+    found = run_ranks(2, _own_states, str(tmp_path), use_orig_params, True)
+    for rank in range(2):
+        for entry, then in zip(found[rank], expected[rank], strict=True):
+            assert entry.keys() == then.keys()
+            table, its_table = entry.pop("map"), then.pop("map")
+            assert table["code"] == its_table["code"]
+            assert torch.equal(table["table"], its_table["table"])
+            assert_same(entry, then)
+    with pytest.raises(RankError, match="belongs to one rank's part") as raised:
+        run_ranks(3, _own_states, str(tmp_path), use_orig_params, True)
+    assert "expected: 2 ranks" in str(raised.value)
+    assert json.loads((tmp_path / "step-00000002" / "manifest.json").read_text())["content"]["step"] == 2

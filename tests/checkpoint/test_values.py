@@ -1,0 +1,679 @@
+"""Values as JSON: what goes in comes out as it was, what is no data is refused, and no text that is read runs any code."""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import contextlib
+import dataclasses
+import enum
+import json
+import math
+import random
+import sys
+import threading
+import types
+import warnings
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.optim import lr_scheduler as schedules
+from torch.testing._internal.two_tensor import TwoTensor
+
+from fsdp_compat.checkpoint._values import decode, encode
+from fsdp_compat.errors import CheckpointError, UsageError
+
+HERE = __name__
+
+
+class Colour(enum.Enum):
+    RED = 1
+    BLUE = "b"
+
+
+class Level(enum.IntEnum):
+    LOW = 1
+    HIGH = 2
+
+
+class Bits(enum.Flag):
+    ONE = 1
+    TWO = 2
+
+
+class Point(NamedTuple):
+    x: Any
+    y: Any = 0
+
+
+@dataclasses.dataclass
+class Progress:
+    epoch: int
+    best: Any = None
+
+
+class Slotted:
+    __slots__ = ("__hidden", "here", "unset")
+
+    def __init__(self, here: object, hidden: object) -> None:
+        self.here, self.__hidden = here, hidden
+
+    def hidden(self) -> object:
+        return self.__hidden
+
+
+class SlottedAndMore(Slotted):
+    """Slots below, a ``__dict__`` on top."""
+
+
+class Outer:
+    class Inner:
+        def __init__(self) -> None:
+            self.value = 3
+
+
+ran: list[str] = []  # what code of the classes below ran
+
+
+class Noisy:
+    """Tells of everything that runs when an object is made and filled as Python does it."""
+
+    def __init__(self) -> None:
+        ran.append("__init__")
+        self.__dict__["name"] = 1
+
+    def __eq__(self, other: object) -> bool:
+        ran.append("__eq__")
+        return self is other
+
+    def __hash__(self) -> int:
+        ran.append("__hash__")
+        return 1
+
+    def __repr__(self) -> str:
+        ran.append("__repr__")
+        return "Noisy()"
+
+    @property
+    def loud(self) -> int:
+        ran.append("getter")
+        return 1
+
+    @loud.setter
+    def loud(self, value: int) -> None:
+        ran.append("setter")
+
+
+class WithNew(Noisy):
+    def __new__(cls) -> WithNew:
+        ran.append("__new__")
+        return super().__new__(cls)
+
+
+class WithSetattr(Noisy):
+    def __setattr__(self, name: str, value: object) -> None:
+        ran.append("__setattr__")
+
+
+class WithDel(Noisy):
+    def __del__(self) -> None:
+        ran.append("__del__")
+
+
+class WithSetstate(Noisy):
+    def __setstate__(self, state: object) -> None:
+        ran.append("__setstate__")
+
+
+class WithReduce(Noisy):
+    def __reduce__(self) -> Any:
+        return print, ("reduced",)
+
+
+class WithCall(Noisy):
+    def __call__(self) -> None:
+        ran.append("__call__")
+
+
+class Shadowed(Slotted):
+    """A property in the place of a slot."""
+
+    @property
+    def here(self) -> int:  # type: ignore[override]
+        ran.append("getter")
+        return 1
+
+    @here.setter
+    def here(self, value: int) -> None:
+        ran.append("setter")
+
+
+class Open(enum.Flag):
+    ONE = 1
+
+    @classmethod
+    def _missing_(cls, value: object) -> Any:
+        ran.append("_missing_")
+        return cls.ONE
+
+
+class Closed(enum.Enum):
+    ONE = 1
+
+    @classmethod
+    def _missing_(cls, value: object) -> Any:
+        ran.append("_missing_")
+        return cls.ONE
+
+
+class WithStateDict:
+    def state_dict(self) -> dict[str, int]:
+        return {}
+
+
+Kept = dict[str, Tensor]
+
+
+def encoded(value: object) -> tuple[Any, Kept]:
+    kept: Kept = {}
+
+    def put(tensor: Tensor) -> str:
+        assert not tensor.requires_grad
+        kept[f"t{len(kept)}"] = tensor
+        return f"t{len(kept) - 1}"
+
+    return encode(value, "extra", put), kept
+
+
+def through_text(value: object) -> Any:
+    """Encode, go through a text as files do, and decode."""
+    content, kept = encoded(value)
+    return decode(json.loads(json.dumps(content)), "extra", kept.__getitem__)
+
+
+def assert_same(actual: Any, expected: Any) -> None:
+    """Equal in type, order, sign of zero, and NaN is NaN."""
+    assert type(actual) is type(expected), (actual, expected)
+    if isinstance(expected, float):
+        assert math.copysign(1, actual) == math.copysign(1, expected)
+        assert actual == expected or (math.isnan(actual) and math.isnan(expected))
+    elif isinstance(expected, complex):
+        assert_same([actual.real, actual.imag], [expected.real, expected.imag])
+    elif isinstance(expected, Tensor):
+        assert actual.dtype == expected.dtype
+        torch.testing.assert_close(actual, expected.detach(), rtol=0, atol=0, equal_nan=True)
+    elif isinstance(expected, np.ndarray):
+        assert actual.dtype == expected.dtype
+        np.testing.assert_array_equal(actual, expected)
+    elif isinstance(expected, dict):
+        assert_same(list(actual.items()), list(expected.items()))
+    elif isinstance(expected, set | frozenset):
+        assert {repr(item) for item in actual} == {repr(item) for item in expected}
+    elif isinstance(expected, list | tuple | collections.deque):
+        assert len(actual) == len(expected)
+        for one, other in zip(actual, expected, strict=True):
+            assert_same(one, other)
+    elif hasattr(expected, "__dict__") and not isinstance(expected, enum.Enum):
+        assert_same(vars(actual), vars(expected))
+    else:
+        assert actual == expected
+
+
+# -- what is data
+
+
+numbers = st.integers() | st.integers(-(2**200), 2**200) | st.floats() | st.booleans()
+keys = st.recursive(
+    st.none() | numbers | st.text() | st.text().map("@{}".format) | st.binary() | st.sampled_from([*Colour, *Level]),
+    lambda inner: st.lists(inner, max_size=3).map(tuple) | st.frozensets(inner, max_size=3) | st.builds(Point, inner, inner),
+    max_leaves=5,
+)
+leaves = (
+    keys
+    | st.complex_numbers()
+    | st.sampled_from([torch.float32, torch.bfloat16, torch.int64, torch.complex64, torch.device("cpu"), torch.device("cuda", 1)])
+    | st.lists(st.integers(0, 5)).map(torch.Size)
+    | st.lists(st.floats(width=32), max_size=3).map(torch.tensor)
+    | st.lists(st.integers(-99, 99), max_size=3).map(lambda items: np.array(items, np.int16))
+)
+values = st.recursive(
+    leaves,
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=4),
+        st.lists(inner, max_size=4).map(tuple),
+        st.lists(inner, max_size=4).map(collections.deque),
+        st.dictionaries(st.text(), inner, max_size=4),
+        st.dictionaries(keys, inner, max_size=4),
+        st.dictionaries(keys, inner, max_size=4).map(collections.OrderedDict),
+        st.dictionaries(st.text(), st.integers(), max_size=4).map(collections.Counter),
+        st.sets(keys, max_size=4),
+        st.builds(Point, inner, inner),
+        st.builds(Progress, st.integers(), inner),
+    ),
+    max_leaves=20,
+)
+
+
+@given(value=values)
+def test_every_value_comes_back_with_its_type_and_its_order(value: object) -> None:
+    assert_same(through_text(value), value)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {"@tensor": "t0"},
+        {"@object": ["os:system", {}]},
+        {"@": 1},
+        {"": {"@set": [1]}},
+        {True: "bool", 2: "int", 2.5: "float", None: "none", (1, ("a", b"c")): "tuple", "@x": 1, "x": 2},
+        [{}, [], (), "", set(), frozenset(), collections.deque()],
+        collections.deque([1, (2,)], maxlen=3),
+        collections.Counter({"a": 2, "b": -1, ("c", 1): 0}),
+        collections.OrderedDict([("b", 1), ("a", 2)]),
+        [Bits.ONE, Bits.ONE | Bits.TWO, Bits(0), Level.HIGH, Colour.BLUE],
+        10**300,
+        "\ud800 and \x00 and é",
+        Outer.Inner(),
+        argparse.Namespace(lr=0.1, betas=(0.9, 0.95)),
+        Progress(3, {"loss": [1.0, Progress(4)]}),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_a_value_that_could_be_taken_for_something_else_comes_back(value: object) -> None:
+    decoded = through_text(value)
+    assert_same(decoded, value)
+    if isinstance(value, collections.deque):
+        assert decoded.maxlen == value.maxlen
+
+
+def test_of_an_object_all_slots_come_back() -> None:
+    decoded = through_text(Slotted([1], "secret"))
+    assert (type(decoded), decoded.here, decoded.hidden(), hasattr(decoded, "unset")) == (Slotted, [1], "secret", False)
+    more = SlottedAndMore(1, 2)
+    more.other = 3  # type: ignore[attr-defined]
+    decoded = through_text(more)
+    assert (type(decoded), decoded.here, decoded.hidden(), decoded.other) == (SlottedAndMore, 1, 2, 3)
+
+
+def test_a_defaultdict_comes_back_as_a_dict_as_its_factory_is_code() -> None:
+    assert_same(through_text(collections.defaultdict(list, {1: [2]})), {1: [2]})
+
+
+def test_a_value_that_is_there_twice_is_no_cycle() -> None:
+    shared = [1]
+    assert through_text([shared, {"a": shared}]) == [[1], {"a": [1]}]
+
+
+@pytest.mark.parametrize(
+    "array",
+    [
+        np.array([1.5, np.nan, -0.0]),
+        np.array(7, np.uint8),
+        np.zeros((0, 3), np.float16),
+        np.array([[True], [False]]),
+        np.array([1 + 2j], np.complex64),
+        np.arange(6, dtype=np.int64).reshape(2, 3).T,
+        np.arange(5)[::-1],
+        np.arange(5)[::2],
+        np.array([1, 2], np.uint32),
+    ],
+    ids=lambda array: f"{array.dtype}-{'x'.join(map(str, array.shape))}",
+)
+def test_an_array_comes_back(array: np.ndarray) -> None:
+    assert_same(through_text(array), array)
+
+
+def test_an_array_that_cannot_be_written_to_comes_back_without_a_warning() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        decoded = through_text(np.broadcast_to(np.array([1, 2]), (3, 2)))
+    assert decoded.tolist() == [[1, 2]] * 3
+
+
+def test_a_number_of_numpy_comes_back_as_a_number() -> None:
+    given = [np.float32(0.5), np.float64(np.inf), np.int8(-3), np.bool_(True), np.str_("a"), np.complex64(1j)]
+    assert_same(through_text(given), [0.5, math.inf, -3, True, "a", 1j])
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.tensor(1.5),
+        torch.empty(0, 3),
+        torch.tensor([1, -1], dtype=torch.int8),
+        torch.tensor([True, False]),
+        torch.tensor([0.1, math.nan, math.inf], dtype=torch.bfloat16),
+        torch.arange(6).reshape(2, 3),
+        torch.tensor([1 + 2j], dtype=torch.complex128),
+        torch.ones(3).to(torch.float8_e8m0fnu).view(torch.float8_e4m3fnuz),
+        nn.Parameter(torch.ones(2)),
+    ],
+    ids=lambda tensor: f"{tensor.dtype}-{tuple(tensor.shape)}",
+)
+def test_a_tensor_is_kept_apart_and_comes_back(tensor: Tensor) -> None:
+    content, kept = encoded(tensor)
+    name, value = kept.popitem()
+    assert not kept
+    assert (type(value), value.requires_grad) == (Tensor, False)
+    assert_same(value, tensor.detach())
+    as_bytes = value.contiguous().view(-1).view(torch.uint8)  # as a file has it whose format does not know the dtype
+    for found in (value, as_bytes):
+        decoded = decode(json.loads(json.dumps(content)), "extra", {name: found}.__getitem__)
+        assert_same(decoded, tensor.detach())
+        assert decoded.untyped_storage().data_ptr() == found.untyped_storage().data_ptr(), "what is filled later is filled in it"
+
+
+def test_of_a_tensor_that_is_conjugated_or_negated_when_it_is_read_the_values_are_kept() -> None:
+    """Its memory holds others, and memory is what is written."""
+    conjugated = torch.tensor([1 + 2j]).conj()
+    _, kept = encoded([conjugated, conjugated.imag])
+    assert [(tensor.is_conj(), tensor.is_neg()) for tensor in kept.values()] == [(False, False)] * 2
+    assert_same(list(kept.values()), [torch.tensor([1 - 2j]), torch.tensor([-2.0])])
+
+
+def test_a_tensor_of_tensors_is_kept_as_these() -> None:
+    pair = TwoTensor(torch.arange(3.0), torch.ones(3))
+    content, kept = encoded({"pair": pair})
+    assert [type(tensor) for tensor in kept.values()] == [Tensor, Tensor]
+    decoded = decode(json.loads(json.dumps(content)), "extra", kept.__getitem__)["pair"]
+    assert type(decoded) is TwoTensor
+    assert_same([decoded.a, decoded.b], [pair.a, pair.b])
+    assert (decoded.shape, decoded.stride()) == (pair.shape, pair.stride())
+
+
+def test_random_states_go_on_where_they_were() -> None:
+    generators = random.Random(3), np.random.RandomState(3), np.random.default_rng(3), torch.Generator().manual_seed(3)
+    python, legacy, numpy, torchs = generators
+    draw: list[Callable[[], Any]] = [python.random, legacy.random_sample, numpy.random, lambda: torch.rand((), generator=torchs)]
+    draw += [lambda: python.gauss(0, 1), legacy.standard_normal]  # these keep the next one
+    _ = [one() for one in draw]
+    states = through_text([python.getstate(), legacy.get_state(), numpy.bit_generator.state, torchs.get_state()])
+    expected = [float(one()) for one in draw]
+    python.setstate(states[0])
+    legacy.set_state(states[1])
+    numpy.bit_generator.state = states[2]
+    torchs.set_state(states[3])
+    assert [float(one()) for one in draw] == expected
+
+
+SCHEDULES: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
+    "step": lambda its: schedules.StepLR(its, 2),
+    "multi_step": lambda its: schedules.MultiStepLR(its, [2, 2, 4]),
+    "one_cycle": lambda its: schedules.OneCycleLR(its, 0.1, 20),
+    "plateau": lambda its: schedules.ReduceLROnPlateau(its, patience=1),
+    "cosine": lambda its: schedules.CosineAnnealingWarmRestarts(its, 3),
+    "cyclic": lambda its: schedules.CyclicLR(its, 0.01, 0.1, 3),
+    "lambda": lambda its: schedules.LambdaLR(its, lambda epoch: 0.9**epoch),
+    "sequential": lambda its: schedules.SequentialLR(its, [schedules.LinearLR(its), schedules.MultiStepLR(its, [2])], [2]),
+    "chained": lambda its: schedules.ChainedScheduler([schedules.LinearLR(its), schedules.ExponentialLR(its, 0.9)]),
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_schedule_goes_on_where_it_was(name: str) -> None:
+    def made() -> tuple[torch.optim.Optimizer, Any]:
+        optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1, momentum=0.9)
+        return optimizer, SCHEDULES[name](optimizer)
+
+    def step(optimizer: torch.optim.Optimizer, schedule: Any) -> float:
+        optimizer.step()
+        schedule.step(*([1.0] if name == "plateau" else []))
+        return optimizer.param_groups[0]["lr"]
+
+    optimizer, schedule = made()
+    for _ in range(3):
+        step(optimizer, schedule)
+    saved = through_text([schedule.state_dict(), optimizer.state_dict()])
+    assert_same(saved[0], schedule.state_dict())
+    other_optimizer, other = made()
+    other.load_state_dict(saved[0])
+    other_optimizer.load_state_dict(saved[1])
+    assert [step(other_optimizer, other) for _ in range(4)] == [step(optimizer, schedule) for _ in range(4)]
+
+
+# -- what is refused
+
+
+def refused() -> dict[str, Any]:
+    class Local:
+        pass
+
+    cycle: list[Any] = [1]
+    cycle.append({"again": cycle})
+    deep: list[Any] = []
+    for _ in range(5000):
+        deep = [deep]
+    linear = nn.Linear(1, 1)
+    freed = torch.ones(1000)
+    freed.untyped_storage().resize_(0)
+    with FakeTensorMode():
+        fake = torch.ones(3)
+    with warnings.catch_warnings():  # these are going, or on their way
+        warnings.simplefilter("ignore")
+        quantized = torch.quantize_per_tensor(torch.ones(2), 1.0, 0, torch.qint8)
+        nested = torch.nested.nested_tensor([torch.ones(1), torch.ones(2)])
+    return {
+        "function": test_random_states_go_on_where_they_were,
+        "lambda": lambda: 0,
+        "builtin": print,
+        "class": Progress,
+        "python module": math,
+        "module": linear,
+        "optimizer": torch.optim.SGD(linear.parameters(), lr=0.1),
+        "schedule": schedules.StepLR(torch.optim.SGD(linear.parameters(), lr=0.1), 1),
+        "generator": (i for i in range(3)),
+        "torch generator": torch.Generator(),
+        "numpy generator": np.random.default_rng(0),
+        "iterator": iter([1]),
+        "lock": threading.Lock(),
+        "cycle": cycle,
+        "depth": deep,
+        "local class": Local(),
+        "__new__": WithNew(),
+        "__setattr__": WithSetattr(),
+        "__del__": WithDel(),
+        "__setstate__": WithSetstate(),
+        "__reduce__": WithReduce(),
+        "__call__": WithCall(),
+        "state_dict": WithStateDict(),
+        "object": object(),
+        "range": range(3),
+        "array of objects": np.array([object()]),
+        "array of texts": np.array(["a"]),
+        "long double": np.longdouble(1),
+        "ufunc": np.add,
+        "meta tensor": torch.empty(2, device="meta"),
+        "sparse tensor": torch.eye(2).to_sparse(),
+        "quantized tensor": quantized,
+        "nested tensor": nested,
+        "freed tensor": freed,
+        "fake tensor": fake,
+        "masked array": np.ma.masked_array([1, 2], [True, False]),
+        "structured array": np.zeros(2, [("a", "i4")]),
+        "moment": np.datetime64(5, "ns"),
+        "while": np.timedelta64(5, "ns"),
+        "dict of a dict's class": type("Own", (dict,), {})(),
+    }
+
+
+@pytest.mark.parametrize("name", refused())
+def test_what_is_no_data_is_refused_with_its_place(name: str) -> None:
+    with pytest.raises(UsageError, match="cannot be saved without pickle") as caught:
+        encoded({"a": [0, refused()[name]]})
+    lines = str(caught.value).splitlines()
+    assert [line.strip().partition(":")[0] for line in lines[1:]] == ["expected", "got", "where", "to do"]
+    assert lines[3].strip().startswith("where:    extra" if name == "depth" else "where:    extra['a'][1]")
+
+
+def test_what_is_no_data_is_refused_inside_of_keys_objects_and_tuples() -> None:
+    for value in ({print: 1}, Point(print), Progress(1, print), Slotted(print, 1), {1: print}, collections.deque([print])):
+        with pytest.raises(UsageError, match=r"got: +a builtins.builtin_function_or_method"):
+            encoded(value)
+
+
+# -- what is read
+
+
+def test_an_object_is_made_without_running_code_of_its_class() -> None:
+    value = Noisy()
+    content, kept = encoded(value)
+    ran.clear()
+    decoded = decode(content, "extra", kept.__getitem__)
+    assert (type(decoded), decoded.__dict__, ran) == (Noisy, {"name": 1}, [])
+
+
+@pytest.mark.parametrize("kind", [Noisy, WithNew, WithSetattr, WithDel, WithSetstate, WithReduce, WithCall])
+def test_no_text_runs_code_of_a_class(kind: type) -> None:
+    for attributes in ({}, {"loud": 1}, {"__class__": 1}, {"__dict__": {"a": 1}}, {"__init__": 1}, [], "a", None):
+        made = {"@object": [f"{HERE}:{kind.__name__}", attributes]}
+        for content in (made, {"@dict": [[made, 1], [made, 2]]}, {"@set": [made, made]}, {"@counter": [[made, 1]]}):
+            ran.clear()
+            with contextlib.suppress(CheckpointError):
+                decode(content, "extra", {}.__getitem__)
+            assert not ran, content
+
+
+def test_no_text_runs_code_by_way_of_a_slot_or_of_a_member_that_there_is_not() -> None:
+    contents: list[Any] = [{"@object": [f"{HERE}:Shadowed", {"here": 1}]}]
+    contents += [
+        {tag: [f"{HERE}:{kind}", value]} for tag in ("@enum", "@flag") for kind in ("Open", "Closed") for value in (4, "TWO")
+    ]
+    for content in contents:
+        ran.clear()
+        with contextlib.suppress(CheckpointError):
+            decode(content, "extra", {}.__getitem__)
+        assert not ran, content
+
+
+@pytest.mark.parametrize("path", ["importing:Anything", "importing:deeper.Anything", "not_there:A", "torch.not_there:A"])
+@pytest.mark.parametrize("tag", ["@object", "@enum", "@named_tuple", "@tensor_of"])
+def test_nothing_is_imported(path: str, tag: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A module may import others when an attribute of it is asked for; torch does."""
+    module = types.ModuleType("importing")
+    module.__getattr__ = lambda name: pytest.fail(f"asked for {name}")  # type: ignore[method-assign]
+    monkeypatch.setitem(sys.modules, "importing", module)
+    before = set(sys.modules)
+    with pytest.raises(CheckpointError, match="cannot be made here"):
+        decode({tag: [path, {}, None, [], []]}, "extra", {}.__getitem__)
+    assert set(sys.modules) == before
+
+
+def deep_text() -> Any:
+    value: Any = {"a": 1}
+    for _ in range(5000):
+        value = {"@tuple": [value]}
+    return value
+
+
+MALICIOUS: list[Any] = [
+    *(
+        {"@object": [path, {}]}
+        for path in ("os:system", "builtins:eval", "builtins:object", "os:", ":", "", "subprocess:Popen", 3, None, [])
+    ),
+    *({"@object": ["torch.nn:Linear", content]} for content in ({}, {"weight": 1})),
+    *({tag: ["os:system", "id"]} for tag in ("@enum", "@named_tuple", "@tensor_of", "@object", "@call", "@", "@reduce")),
+    *(
+        {tag: content}
+        for tag in ("@object", "@enum", "@named_tuple", "@tensor_of", "@unknown")
+        for content in (
+            None,
+            1,
+            "",
+            "a",
+            [],
+            {},
+            [[]],
+            [f"{HERE}:Progress"],
+            [f"{HERE}:Colour"],
+            [f"{HERE}:Point"],
+            [f"{HERE}:Point", 3],
+        )
+    ),
+    *({"@enum": [f"{HERE}:Colour", member]} for member in ("GREEN", "__class__", "mro", None, [], 5)),
+    *({"@named_tuple": [f"{HERE}:Point", content]} for content in (5, "ab1", [1], [1, 2, 3], {"a": 1})),
+    *({"@object": [f"{HERE}:Progress", content]} for content in ([1], "ab", 3, None)),
+    {"@object": [f"{HERE}:Progress", {"epoch": {"@object": ["os:system", {}]}}]},
+    {"@object": [f"{HERE}:Slotted", {"neither": 1}]},
+    {"@tensor_of": ["torch:Tensor", {}, None, [], []]},
+    {"@tensor_of": ["torch.nn.parameter:Parameter", {}, None, [], []]},
+    {"@tensor_of": ["torch.testing._internal.two_tensor:TwoTensor", {"a": 1, "b": 2}, None, [1], [1]]},
+    *({"@dtype": content} for content in ("load", "nn", "Tensor", "nothing", "", "float32.is_complex", 3, None, [], {})),
+    *({"@device": content} for content in ("nonsense", "", 3.5, None, [], {}, "cpu:-4")),
+    *({"@bytes": content} for content in ("a", "é", 3, None, [], {})),
+    *({"@int": content} for content in (None, 3, "", "x", [], {})),
+    *({"@flag": [f"{HERE}:{kind}", value]} for kind, value in (("Bits", "ONE"), ("Bits", 64), ("Colour", "b"), ("Point", 1))),
+    *({"@complex": content} for content in (None, 3, [1, 2, 3], ["a", "b"], {}, [None])),
+    *({"@size": content} for content in (["a"], 3, [[1]], [None], [1.5])),
+    *({tag: content} for tag in ("@tuple", "@deque", "@set", "@frozenset") for content in (3, None, True)),
+    *({"@deque": content} for content in ([[1], -1], [[1], "a"], [1, None], [[1]])),
+    *({tag: [content]} for tag in ("@set", "@frozenset") for content in ([], {"a": 1})),
+    *(
+        {tag: content}
+        for tag in ("@dict", "@ordered", "@counter")
+        for content in (3, None, [1], [[1]], [[1, 2, 3]], [[[], 1]], "ab")
+    ),
+    *({tag: content} for tag in ("@tensor", "@array") for content in (3, None, [], {}, "unknown", ["a"], ["a", "float32", [1]])),
+    deep_text(),
+]
+
+
+def test_a_text_that_makes_no_sense_is_a_checkpoint_error() -> None:
+    found = [(error, content) for content in MALICIOUS if (error := outcome([{"around": content}])) != "CheckpointError"]
+    assert not found
+
+
+def outcome(content: object) -> str:
+    """The name of the error when ``content`` is read, or what was read."""
+
+    def get(name: str) -> Tensor:
+        raise CheckpointError(f"no tensor {name}")  # as of a file without such an entry
+
+    try:
+        return f"read as {decode(content, 'extra', get)!r}"
+    except Exception as error:
+        return type(error).__name__
+
+
+TAGS = [f"@{name}" for name in ("dict", "ordered", "counter", "tuple", "set", "frozenset", "deque", "size", "tensor", "array")]
+TAGS += [
+    f"@{name}"
+    for name in ("int", "bytearray", "flag", "bytes", "complex", "dtype", "device", "object", "enum", "named_tuple", "tensor_of")
+]
+json_values = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text(max_size=5)
+    | st.sampled_from([f"{HERE}:Point", f"{HERE}:Colour", "RED"]),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.text(max_size=3), inner, max_size=3)
+        | st.tuples(
+            st.sampled_from(TAGS),
+            inner,
+        ).map(lambda pair: dict([pair]))
+    ),
+    max_leaves=12,
+)
+
+
+@given(content=json_values)
+def test_any_text_is_a_value_or_a_checkpoint_error(content: object) -> None:
+    found = outcome(content)
+    assert found == "CheckpointError" or found.startswith("read as ")
+
+
+def test_a_class_that_is_not_imported_is_named_with_what_to_do() -> None:
+    with pytest.raises(CheckpointError, match=r"to do: +import elsewhere before loading") as caught:
+        decode({"a": {"@object": ["elsewhere:Thing", {}]}}, "extra", {}.__getitem__)
+    assert "where:    extra['a']" in str(caught.value)
+    assert [line.strip().partition(":")[0] for line in str(caught.value).splitlines()[1:]] == ["expected", "got", "where", "to do"]

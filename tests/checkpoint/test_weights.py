@@ -1,0 +1,711 @@
+"""Weights in safetensors files: what ranks write together is the model, in the form others write, and each reads its own bytes."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from fsdp_compat import FullyShardedDataParallel as FSDP
+from fsdp_compat import MixedPrecision, ShardingStrategy, StateDictType
+from fsdp_compat.checkpoint import load_safetensors, save_safetensors
+from fsdp_compat.errors import CheckpointError, FsdpCompatError, UsageError
+from fsdp_compat.wrap import ModuleWrapPolicy
+from tests.support.memory import NewBytes
+from tests.support.ranks import run_ranks
+
+INDEX = "model.safetensors.index.json"
+MIB = 1 << 20
+Config = tuple[str, bool, bool]  # strategy, use_orig_params, nested units
+
+
+class Block(nn.Module):
+    """Buffers of two dtypes, one of them left out of state dicts; a frozen parameter, one of bf16 and one of integers."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width + 2)
+        self.norm = nn.BatchNorm1d(width + 2)
+        self.frozen = nn.Parameter(torch.randn(3, width), requires_grad=False)
+        self.brain = nn.Parameter(torch.randn(width, 3, dtype=torch.bfloat16))
+        self.codes = nn.Parameter(torch.randint(-99, 99, (5,), dtype=torch.int8), requires_grad=False)
+        self.register_buffer("cache", torch.randn(4), persistent=False)
+
+
+class Model(nn.Module):
+    """A tie, odd sizes, parameters smaller than the world, 0-d and empty ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(7, 5)
+        self.blocks = nn.Sequential(Block(5), Block(3))
+        self.cube = nn.Parameter(torch.randn(3, 5, 7))
+        self.gain = nn.Parameter(torch.randn(()))
+        self.nothing = nn.Parameter(torch.randn(0, 3))
+        self.head = nn.Linear(5, 7, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("count", torch.randint(99, (2,)))
+        self.register_buffer("empty", torch.ones(0))
+        self.register_buffer("square", torch.randn(3, 3))
+        self.register_buffer("turned", self.square.t())  # the same memory, and another tensor
+        self.register_buffer("again", self.square)
+
+
+def make_model(seed: int = 0) -> Model:
+    torch.manual_seed(seed)
+    model = Model()
+    for name, buffer in model.named_buffers():  # where every rank and every seed would have the same
+        if name.endswith(("mean", "var")):
+            buffer.uniform_()
+        if name.endswith("tracked"):
+            buffer.fill_(seed)
+    return model
+
+
+def shard(model: nn.Module, config: Config, **settings: Any) -> FSDP:
+    strategy, use_orig_params, nested = config
+    groups = None
+    if strategy == "HYBRID_SHARD":
+        mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2))
+        groups = mesh.get_group(1), mesh.get_group(0)
+    return FSDP(
+        model,
+        process_group=groups,
+        sharding_strategy=ShardingStrategy[strategy],
+        use_orig_params=use_orig_params,
+        auto_wrap_policy=ModuleWrapPolicy({Block}) if nested else None,
+        **settings,
+    )
+
+
+def full_state(model: nn.Module) -> dict[str, Tensor]:
+    with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT):
+        return model.state_dict()
+
+
+def raw(value: Tensor) -> Tensor:
+    """The bits of the values: NaN is equal to itself."""
+    return value.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
+def assert_equal(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert set(actual) == set(expected)
+    for name, value in expected.items():
+        assert (actual[name].dtype, actual[name].shape) == (value.dtype, value.shape), name
+        assert torch.equal(raw(actual[name]), raw(value)), name
+
+
+def in_files(plain: nn.Module) -> dict[str, Tensor]:
+    """What is to stand in the files: shared tensors once."""
+    return {name: value for name, value in plain.state_dict().items() if name not in ("head.weight", "again")}
+
+
+def found_in(files: list[Path]) -> dict[str, Tensor]:
+    """What the library finds in the files: each tensor in one of them."""
+    found: dict[str, Tensor] = {}
+    for file in files:
+        tensors = load_file(file)
+        assert not set(tensors) & set(found)
+        found |= tensors
+    return found
+
+
+def names_in(folder: Path) -> list[str]:
+    return sorted(os.listdir(folder))
+
+
+# -- what is written is the model, and it is read by any other wrapping of it
+
+
+def _rounds(folder: Path, configs: list[Config]) -> None:
+    for number, config in enumerate(configs):
+        path, seed = folder / str(number), number + 1
+        plain = make_model(seed)
+        model = shard(make_model(seed), config)
+        files = save_safetensors(path, model, max_file_nbytes=300 if number % 2 else 5_000_000_000)
+        assert_equal(found_in([file for file in files if file.suffix == ".safetensors"]), in_files(plain))
+        assert names_in(path) == sorted(file.name for file in files)
+        assert (len(files) > 1) == bool(number % 2)
+        for other in dict.fromkeys([config, configs[number - 1]]):
+            model = shard(make_model(99), other)
+            kept = {name: buffer.clone() for name, buffer in model.named_buffers() if name.endswith("cache")}
+            assert load_safetensors(path, model) is None
+            assert_equal(full_state(model), plain.state_dict())
+            assert kept
+            assert all(torch.equal(model.get_buffer(name), buffer) for name, buffer in kept.items())
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 4])
+def test_the_library_finds_the_model_in_the_files_and_any_wrapping_loads_them(n: int, tmp_path: Path) -> None:
+    configs = [("FULL_SHARD", True, True), ("NO_SHARD", False, True), ("FULL_SHARD", False, False), ("SHARD_GRAD_OP", True, False)]
+    if n == 4:
+        configs += [("HYBRID_SHARD", False, True), ("HYBRID_SHARD", True, False)]
+    run_ranks(n, _rounds, tmp_path, configs)
+
+
+def test_a_model_that_was_built_on_the_meta_device_gets_its_values(tmp_path: Path) -> None:
+    plain = in_files(make_model(3))
+    plain["again"] = plain["square"].clone()
+    run_ranks(2, _meta, tmp_path, plain)
+
+
+def _meta(folder: Path, tensors: dict[str, Tensor]) -> None:
+    if dist.get_rank() == 0:
+        save_file({name: value.contiguous() for name, value in tensors.items()}, folder / "model.safetensors")
+    dist.barrier()
+    for use_orig_params, nested in ((False, True), (True, False)):
+        with torch.device("meta"):
+            empty = Model()
+        for name in ("turned", "again"):  # what was shared is not, after to_empty
+            empty.register_buffer(name, torch.empty(3, 3, device="meta"))
+        config = "FULL_SHARD", use_orig_params, nested
+        model = shard(empty, config, param_init_fn=lambda module: module.to_empty(device="cpu", recurse=False))
+        load_safetensors(folder, model)
+        assert_equal(full_state(model), tensors | {"head.weight": tensors["embed.weight"]})
+
+
+def _ways_in(folder: Path) -> None:
+    """One file, an index, a directory with an index, one with files, under either name of what is tied."""
+    plain = make_model(5)
+    tensors = {name: value.contiguous() for name, value in in_files(plain).items()}
+    names = list(tensors)
+    if dist.get_rank() == 0:
+        for name in ("one", "index", "files", "tied", "both"):
+            (folder / name).mkdir()
+        save_file(tensors, folder / "one" / "weights.safetensors")
+        for title, part in (("a", names[::2]), ("b", names[1::2])):
+            for where in ("index", "files"):
+                save_file({name: tensors[name] for name in part}, folder / where / f"{title}.safetensors")
+        save_file(tensors, folder / "index" / "consolidated.safetensors")  # beside what the index speaks of
+        stale = {**{name: tensors[name] for name in names[1::2]}, names[0]: torch.zeros(1)}
+        save_file(stale, folder / "index" / "b.safetensors")  # one that the index has elsewhere
+        weight_map = {name: f"{'ab'[number % 2]}.safetensors" for number, name in enumerate(names)}
+        (folder / "index" / INDEX).write_text(json.dumps({"metadata": {"total_size": 1}, "weight_map": weight_map}))
+        other = {("head.weight" if name == "embed.weight" else name): value for name, value in tensors.items()}
+        save_file(other, folder / "tied" / "model.safetensors")
+        save_file(tensors | {"head.weight": tensors["embed.weight"].clone()}, folder / "both" / "model.safetensors")
+    dist.barrier()
+    for path in (
+        folder / "one" / "weights.safetensors",
+        str(folder / "one"),
+        folder / "index" / INDEX,
+        folder / "index",
+        folder / "files",
+        folder / "tied",
+        folder / "both",
+    ):
+        model = shard(make_model(99), ("FULL_SHARD", False, True))
+        load_safetensors(path, model)
+        assert_equal(full_state(model), plain.state_dict())
+
+
+def test_weights_are_loaded_from_a_file_an_index_or_a_directory_under_any_name_of_what_is_tied(tmp_path: Path) -> None:
+    run_ranks(2, _ways_in, tmp_path)
+
+
+class Mixed(nn.Module):
+    """Wrapped in part: a container, ignored parameters, and two units."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 5), nn.Linear(5, 3)
+        self.outside = nn.Linear(2, 2)
+        self.norm = nn.BatchNorm1d(3)
+
+
+def _containers(folder: Path) -> None:
+    def made(seed: int) -> tuple[Mixed, Mixed]:
+        torch.manual_seed(seed)
+        plain, model = Mixed(), Mixed()
+        model.load_state_dict(plain.state_dict())
+        model.first = FSDP(model.first)
+        precision = MixedPrecision(param_dtype=torch.bfloat16, buffer_dtype=torch.bfloat16)
+        model.norm = FSDP(model.norm, ignored_states=[model.norm.bias], mixed_precision=precision)
+        return plain, model
+
+    plain, model = made(1)
+    files = save_safetensors(folder / "new", model)
+    assert_equal(found_in(files), plain.state_dict())
+    _, other = made(2)
+    load_safetensors(folder / "new", other)
+    state = {name.replace("_fsdp_wrapped_module.", ""): value for name, value in full_state(other).items()}
+    assert_equal(state, plain.state_dict())
+
+
+def test_a_module_with_some_units_inside_is_saved_and_loaded_whole(tmp_path: Path) -> None:
+    run_ranks(2, _containers, tmp_path)
+
+
+# -- the form
+
+
+class Plain(nn.Module):
+    def __init__(self, *, seed: int = 0) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.a, self.b = nn.Parameter(torch.randn(10)), nn.Parameter(torch.randn(30).double())
+        self.c, self.d = nn.Parameter(torch.randn(5, 2)), nn.Parameter(torch.randn(3).bfloat16())
+
+
+def _forms(folder: Path) -> dict[str, Any]:
+    def files(name: str, **kwargs: Any) -> list[str]:
+        made = save_safetensors(folder / name, FSDP(Plain()), **kwargs)
+        assert all(file.parent == folder / name for file in made)
+        return [file.name for file in made]
+
+    return {
+        "one": files("one"),
+        "exact": files("exact", max_file_nbytes=40 + 240 + 40 + 6),
+        "two": files("two", max_file_nbytes=280),
+        "many": files("many", max_file_nbytes=100),
+        "each": files("deeper/each", max_file_nbytes=1),
+    }
+
+
+def test_files_begin_before_they_get_too_large_and_have_the_names_and_the_index_that_others_write(tmp_path: Path) -> None:
+    first, second = run_ranks(2, _forms, tmp_path)
+    assert first == second
+    assert first["one"] == first["exact"] == ["model.safetensors"]
+    assert first["two"] == [f"model-0000{number}-of-00002.safetensors" for number in (1, 2)] + [INDEX]
+    assert first["many"] == [f"model-0000{number}-of-00003.safetensors" for number in (1, 2, 3)] + [INDEX]
+    assert first["each"] == [f"model-0000{number}-of-00004.safetensors" for number in (1, 2, 3, 4)] + [INDEX]
+    assert names_in(tmp_path / "one") == ["model.safetensors"], "one file has no index"
+    one, two, three = (f"model-0000{number}-of-00003.safetensors" for number in (1, 2, 3))
+    assert json.loads((tmp_path / "many" / INDEX).read_text()) == {
+        "metadata": {"total_size": 326},
+        "weight_map": {"a": one, "b": two, "c": three, "d": three},
+    }
+    with safetensors.safe_open(tmp_path / "one" / "model.safetensors", "pt") as file:
+        assert file.metadata() == {"format": "pt"}
+    for name in ("one", "two", "many", "deeper/each"):
+        assert_equal(found_in(sorted((tmp_path / name).glob("*.safetensors"))), Plain().state_dict())
+
+
+def _conversions(folder: Path) -> None:
+    plain = make_model(4)
+    expected = in_files(plain)
+    config = "FULL_SHARD", True, True
+    for dtype in (torch.bfloat16, torch.float64, torch.float16):
+        files = save_safetensors(folder / str(dtype), shard(make_model(4), config), dtype=dtype)
+        rounded = {name: value.to(dtype) if value.is_floating_point() else value for name, value in expected.items()}
+        assert_equal(found_in(files), rounded)
+        model = shard(make_model(99), config)
+        load_safetensors(folder / str(dtype), model)
+        there_and_back = {name: rounded[name].to(value.dtype) for name, value in expected.items()}
+        tied = {"head.weight": there_and_back["embed.weight"], "again": there_and_back["square"]}
+        assert_equal(full_state(model), there_and_back | tied)
+    files = save_safetensors(folder / "exact", shard(make_model(4), config))
+    model = shard(make_model(99), config)
+    load_safetensors(folder / "exact", model, dtype=torch.bfloat16)  # parameters stay what they are, values are rounded
+    for name, value in full_state(model).items():
+        expected_value = plain.state_dict()[name]
+        assert value.dtype == expected_value.dtype
+        rounds = expected_value.is_floating_point()
+        assert torch.equal(value, expected_value.bfloat16().to(value.dtype) if rounds else expected_value)
+
+
+def test_values_are_rounded_on_the_way_out_or_in_and_integers_stay(tmp_path: Path) -> None:
+    run_ranks(2, _conversions, tmp_path)
+
+
+def _out(name: str) -> str | None:
+    return None if name.startswith("blocks.1.") else f"model.{name}"
+
+
+def _in(name: str) -> str | None:
+    return name.removeprefix("model.") if name != "model.rotary.inv_freq" else None
+
+
+def _renamings(folder: Path) -> None:
+    config = "FULL_SHARD", False, True
+    expected = in_files(make_model(6))
+    files = save_safetensors(folder / "part", shard(make_model(6), config), rename=_out)
+    assert_equal(found_in(files), {f"model.{name}": value for name, value in expected.items() if not name.startswith("blocks.1.")})
+    if dist.get_rank() == 0:
+        (folder / "whole").mkdir()
+        tensors = {f"model.{name}": value.contiguous() for name, value in expected.items()}
+        save_file(tensors | {"model.rotary.inv_freq": torch.ones(3)}, folder / "whole" / "model.safetensors")
+    dist.barrier()
+    model = shard(make_model(99), config)
+    load_safetensors(folder / "whole", model, rename=_in)
+    assert_equal(full_state(model), make_model(6).state_dict())
+
+
+def test_names_are_mapped_by_a_function_both_ways_and_none_leaves_out(tmp_path: Path) -> None:
+    run_ranks(2, _renamings, tmp_path)
+
+
+# -- what a rank reads and allocates
+
+
+class Large(nn.Module):
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.big, self.small = nn.Parameter(torch.zeros(1000, 4000, dtype=dtype)), nn.Parameter(torch.zeros(7, dtype=dtype))
+
+
+@contextlib.contextmanager
+def counted_reads() -> Iterator[list[int]]:
+    counts: list[int] = []
+    preadv = os.preadv
+
+    def counted(descriptor: int, buffers: Any, offset: int) -> int:
+        counts.append(preadv(descriptor, buffers, offset))
+        return counts[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "preadv", counted)
+        yield counts
+
+
+def _costs(folder: Path) -> dict[str, tuple[int, int]]:
+    costs = {}
+    for name, dtype, rounds in (
+        ("straight", torch.float32, None),
+        ("to a narrow dtype", torch.bfloat16, None),
+        ("to a wide dtype", torch.float64, None),
+        ("rounded", torch.float32, torch.bfloat16),
+    ):
+        model = FSDP(Large(dtype))
+        with counted_reads() as counts, NewBytes() as allocated:
+            load_safetensors(folder, model, dtype=rounds)
+        costs[name] = sum(counts), allocated.peak
+    model = FSDP(Large())
+    with NewBytes() as allocated:
+        save_safetensors(folder / "straight", model)
+    costs["written"] = 0, allocated.peak
+    with NewBytes() as allocated:
+        save_safetensors(folder / "rounded", model, dtype=torch.bfloat16)
+    costs["written rounded"] = 0, allocated.peak
+    return costs
+
+
+def test_a_rank_reads_its_own_bytes_and_needs_one_buffer_beside_its_shard(tmp_path: Path) -> None:
+    tensors = {"big": torch.randn(1000, 4000), "small": torch.randn(7)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    results = run_ranks(2, _costs, tmp_path)
+    for name in ("straight", "to a narrow dtype", "to a wide dtype", "rounded"):
+        read = [result[name][0] for result in results]
+        assert sum(read) == 4_000_007 * 4, "every byte by one rank"
+        assert max(read) < 8_000_100, "a half of them each"
+    peaks = {name: max(result[name][1] for result in results) for name in results[0]}
+    assert peaks.pop("straight") < 10_000
+    assert peaks.pop("written") < 10_000
+    assert all(peak <= 4 * MIB + 10_000 for peak in peaks.values()), peaks
+
+
+# -- what is refused, on all ranks, with nothing changed and nothing written
+
+
+class Small(nn.Module):
+    """Its values tell whether anything was loaded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(3, 2), nn.Linear(2, 2)
+        self.register_buffer("count", torch.ones(3))
+        for parameter in self.parameters():
+            nn.init.ones_(parameter)
+
+
+class Complex(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4, dtype=torch.complex128))
+
+
+Outcome = tuple[str, str]  # kind of the error, its text
+
+
+def outcome(call: Callable[[], object]) -> Outcome:
+    try:
+        call()
+    except FsdpCompatError as error:
+        kind = (
+            UsageError
+            if isinstance(error, UsageError)
+            else CheckpointError
+            if isinstance(error, CheckpointError)
+            else FsdpCompatError
+        )
+        return kind.__name__, str(error)
+    except Exception as error:
+        return f"raw {type(error).__name__}", str(error)
+    return "nothing", ""
+
+
+def assert_refused(outcomes: list[dict[str, Outcome]], expected: dict[str, tuple[str, str]]) -> None:
+    """Every rank raised what is expected: its kind, and a piece of its text, together with the four facts."""
+    wrong = {}
+    for name, (kind, text) in expected.items():
+        for rank, found in enumerate(outcomes):
+            facts = all(f"{fact}:" in found[name][1] for fact in ("expected", "got", "where", "to do"))
+            if found[name][0] != kind or text not in found[name][1] or not facts:
+                wrong[f"{name}, rank {rank}"] = found[name]
+    assert not wrong, "\n".join(f"{case}: {found}" for case, found in wrong.items())
+    assert all(set(found) == set(expected) for found in outcomes)
+
+
+def _by_rank(first: Any, second: Any) -> Any:
+    return first if dist.get_rank() == 0 else second
+
+
+def _wrong_files(folder: Path) -> None:
+    good = {name: value + 1 for name, value in Small().state_dict().items()}
+    files = {
+        "good": good,
+        "missing": {name: value for name, value in good.items() if name != "a.bias"},
+        "unexpected": good | {"a.extra": torch.ones(1)},
+        "shape": good | {"b.weight": torch.ones(4)},
+        "buffer shape": good | {"count": torch.ones(4)},
+        "no buffer": {name: value for name, value in good.items() if name != "count"},
+    }
+    for name, tensors in files.items():
+        (folder / name).mkdir()
+        save_file(tensors, folder / name / "model.safetensors")
+    for name in ("truncated", "no file", "no weight_map", "no json", "stray", "lost", "twice", "odd map", "pickled"):
+        shutil.copytree(folder / "good", folder / name)
+    whole = (folder / "good" / "model.safetensors").read_bytes()
+    (folder / "truncated" / "model.safetensors").write_bytes(whole[:-1])
+    (folder / "pickled" / "model.safetensors").write_bytes(b"\x80\x04" + whole)
+    names = dict.fromkeys(good, "model.safetensors")
+    (folder / "no file" / INDEX).write_text(json.dumps({"weight_map": names | {"a.bias": "other.safetensors"}}))
+    (folder / "no weight_map" / INDEX).write_text("{}")
+    (folder / "no json" / INDEX).write_text("{")
+    (folder / "odd map" / INDEX).write_text(json.dumps({"weight_map": names | {"a.bias": ["model.safetensors"]}}))
+    (folder / "lost" / INDEX).write_text(json.dumps({"weight_map": names | {"c.bias": "model.safetensors"}}))
+    save_file({"a.bias": torch.zeros(2)}, folder / "twice" / "second.safetensors")
+    save_file({"c.bias": torch.zeros(2)}, folder / "stray" / "second.safetensors")
+    (folder / "empty").mkdir()
+
+
+def _refused_loads(folder: Path) -> dict[str, Outcome]:
+    if dist.get_rank() == 0:
+        _wrong_files(folder)
+    dist.barrier()
+    good = folder / "good"
+    model = FSDP(Small(), auto_wrap_policy=ModuleWrapPolicy({nn.Linear}))
+    replicas = FSDP(Small(), sharding_strategy=ShardingStrategy.NO_SHARD)
+    names = (
+        "missing",
+        "unexpected",
+        "shape",
+        "buffer shape",
+        "no buffer",
+        "truncated",
+        "no file",
+        "no weight_map",
+        "no json",
+        "odd map",
+    )
+    calls: dict[str, Callable[[], object]] = {
+        **{name: (lambda path=folder / name: load_safetensors(path, model)) for name in (*names, "lost", "twice", "stray")},
+        "pickled": lambda: load_safetensors(folder / "pickled" / "model.safetensors", model),
+        "empty": lambda: load_safetensors(folder / "empty", model),
+        "nowhere": lambda: load_safetensors(folder / "nowhere", model),
+        "no such index": lambda: load_safetensors(folder / "good" / INDEX, model),
+        "long path": lambda: load_safetensors("x" * 300, model),
+        "path": lambda: load_safetensors(3, model),  # type: ignore[arg-type]
+        "dtype": lambda: load_safetensors(good, model, dtype=torch.int32),
+        "dtype by name": lambda: load_safetensors(good, model, dtype="float32"),  # type: ignore[arg-type]
+        "rename": lambda: load_safetensors(good, model, rename={"a": "b"}),  # type: ignore[arg-type]
+        "progress": lambda: load_safetensors(good, model, progress=1),  # type: ignore[arg-type]
+        "two for one name": lambda: load_safetensors(good, model, rename=lambda name: name.replace("a.bias", "b.bias")),
+        "rename gives a number": lambda: load_safetensors(good, model, rename=len),  # type: ignore[arg-type]
+        "no wrapping": lambda: load_safetensors(good, nn.Linear(1, 1)),
+        "one rank's path": lambda: load_safetensors(_by_rank(good, folder / "nowhere"), model),
+        "one rank's dtype": lambda: load_safetensors(good, model, dtype=_by_rank(torch.int32, torch.bfloat16)),
+        "other dtypes": lambda: load_safetensors(good, replicas, dtype=_by_rank(None, torch.bfloat16)),
+        "other weights": lambda: load_safetensors(_by_rank(good, folder / "shape"), replicas),
+    }
+    found = {name: outcome(call) for name, call in calls.items()}
+    for its in (model, replicas):
+        assert all(torch.equal(value, torch.ones_like(value)) for value in full_state(its).values()), "nothing has changed"
+
+    def broken(*_: Any) -> int:
+        raise OSError(errno.EIO, "Input/output error")
+
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == 1:
+            patch.setattr(os, "preadv", broken)
+        found["disk"] = outcome(lambda: load_safetensors(good, model))
+    load_safetensors(good, model)
+    assert all(torch.equal(value, torch.full_like(value, 2)) for value in full_state(model).values()), "and the ranks are in step"
+    return found
+
+
+def test_loading_what_is_wrong_is_refused_on_all_ranks_with_nothing_changed(tmp_path: Path) -> None:
+    assert_refused(
+        run_ranks(2, _refused_loads, tmp_path),
+        {
+            "missing": ("CheckpointError", "missing: a.bias"),
+            "unexpected": ("CheckpointError", "not in the model: a.extra"),
+            "shape": ("CheckpointError", "b.weight: shape [4] in model.safetensors, [2, 2] in the model"),
+            "buffer shape": ("CheckpointError", "count: shape [4] in model.safetensors, [3] in the model"),
+            "no buffer": ("CheckpointError", "missing: count"),
+            "truncated": ("CheckpointError", "model.safetensors is no safetensors file, or not a complete one"),
+            "pickled": ("CheckpointError", "model.safetensors is no safetensors file, or not a complete one"),
+            "no file": ("CheckpointError", "no file other.safetensors"),
+            "no weight_map": ("CheckpointError", "The index cannot be read"),
+            "no json": ("CheckpointError", "The index cannot be read"),
+            "odd map": ("CheckpointError", "The index cannot be read"),
+            "lost": ("CheckpointError", "'c.bias' in model.safetensors"),
+            "twice": ("CheckpointError", "'a.bias'"),
+            "stray": ("CheckpointError", "not in the model: c.bias"),
+            "empty": ("CheckpointError", "There are no such weights"),
+            "nowhere": ("CheckpointError", "There are no such weights"),
+            "no such index": ("CheckpointError", "There are no such weights"),
+            "long path": ("CheckpointError", "x" * 300),
+            "path": ("UsageError", "argument 'path' of checkpoint.load_safetensors"),
+            "dtype": ("UsageError", "a floating-point dtype, or None"),
+            "dtype by name": ("UsageError", "a floating-point dtype, or None"),
+            "rename": ("UsageError", "a function from a name to a name, or None"),
+            "progress": ("UsageError", "True or False"),
+            "two for one name": ("UsageError", "'b.bias'"),
+            "rename gives a number": ("UsageError", "what rename returns"),
+            "no wrapping": ("UsageError", "The model is not wrapped"),
+            "one rank's path": ("CheckpointError", "nowhere"),
+            "one rank's dtype": ("UsageError", "a floating-point dtype, or None"),
+            "other dtypes": ("UsageError", "all ranks"),
+            "other weights": ("CheckpointError", "b.weight: shape [4]"),
+            "disk": ("CheckpointError", "Input/output error"),
+        },
+    )
+
+
+def _refused_saves(folder: Path) -> dict[str, Outcome]:
+    model = FSDP(Small(), auto_wrap_policy=ModuleWrapPolicy({nn.Linear}))
+    new = folder / "new"
+    if dist.get_rank() == 0:
+        for name in ("there", "index", "parts"):
+            (folder / name).mkdir()
+        (folder / "there" / "model.safetensors").write_text("old")
+        (folder / "index" / INDEX).write_text("old")
+        (folder / "parts" / "model-00001-of-00002.safetensors").write_text("old")
+        (folder / "file").write_text("old")
+        (folder / "mine").mkdir()
+    dist.barrier()
+    mine = Path(f"{folder}/mine/{dist.get_rank()}")  # as if on disks of their own
+    calls: dict[str, Callable[[], object]] = {
+        "there": lambda: save_safetensors(folder / "there", model),
+        "an index is there": lambda: save_safetensors(folder / "index", model),
+        "parts are there": lambda: save_safetensors(folder / "parts", model, max_file_nbytes=40),
+        "below a file": lambda: save_safetensors(folder / "file" / "deeper", model),
+        "a file": lambda: save_safetensors(folder / "file", model),
+        "long path": lambda: save_safetensors("x" * 300, model),
+        "path": lambda: save_safetensors(None, model),  # type: ignore[arg-type]
+        "dtype": lambda: save_safetensors(new, model, dtype=torch.int8),
+        "dtype without a name": lambda: save_safetensors(new, model, dtype=torch.float8_e8m0fnu),
+        "parameter without a name": lambda: save_safetensors(new, FSDP(Complex())),
+        "rename": lambda: save_safetensors(new, model, rename="prefix"),  # type: ignore[arg-type]
+        "two for one name": lambda: save_safetensors(new, model, rename=lambda name: name.replace("a.bias", "b.bias")),
+        "rename gives a number": lambda: save_safetensors(new, model, rename=len),  # type: ignore[arg-type]
+        "a name of the format": lambda: save_safetensors(new, model, rename=lambda n: "__metadata__" if n == "count" else n),
+        **{
+            f"max_file_nbytes {value!r}": (lambda value=value: save_safetensors(new, model, max_file_nbytes=value))
+            for value in (0, -1, True, 1e9, "5GB", None)
+        },
+        "no wrapping": lambda: save_safetensors(new, nn.Linear(1, 1)),
+        "other sizes": lambda: save_safetensors(new, model, max_file_nbytes=_by_rank(10_000, 40)),
+        "other dtypes": lambda: save_safetensors(new, model, dtype=_by_rank(torch.bfloat16, torch.float16)),
+        "other names": lambda: save_safetensors(new, model, rename=_by_rank(None, lambda name: f"model.{name}")),
+        "other order": lambda: save_safetensors(
+            new, model, rename=_by_rank(None, lambda n: {"a.bias": "b.bias", "b.bias": "a.bias"}.get(n, n))
+        ),
+        "one rank's argument": lambda: save_safetensors(new, model, max_file_nbytes=_by_rank(10_000, 0)),
+        "other file systems": lambda: save_safetensors(mine, model),
+    }
+    found = {name: outcome(call) for name, call in calls.items()}
+
+    def full(*_: Any) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    failures: list[tuple[str, int, Any, str]] = [("disk", 1, os, "pwrite"), ("first disk", 0, os, "pwrite")]
+    failures += [("sync", 1, os, "fsync"), ("name", 0, Path, "rename")]
+    for name, rank, owner, method in failures:
+        with pytest.MonkeyPatch.context() as patch:
+            if dist.get_rank() == rank:
+                patch.setattr(owner, method, full)
+            found[name] = outcome(lambda: save_safetensors(new, model))
+    dist.barrier()
+    if dist.get_rank() == 0:
+        assert names_in(folder / "there") == ["model.safetensors"]
+        assert (folder / "there" / "model.safetensors").read_text() == "old"
+        assert names_in(folder / "index") == [INDEX]
+        assert names_in(folder / "parts") == ["model-00001-of-00002.safetensors"]
+        assert not new.exists() or not names_in(new)
+        assert not [path for path in (folder / "mine").rglob("*") if path.is_file()]
+    dist.barrier()
+    assert [file.name for file in save_safetensors(new, model)] == ["model.safetensors"], "and the ranks are in step"
+    return found
+
+
+def test_saving_what_is_wrong_is_refused_on_all_ranks_with_nothing_left(tmp_path: Path) -> None:
+    exists = "There are weights already, and nothing is overwritten"
+    differs = "all ranks"
+    assert_refused(
+        run_ranks(2, _refused_saves, tmp_path),
+        {
+            "there": ("UsageError", exists),
+            "an index is there": ("UsageError", exists),
+            "parts are there": ("UsageError", exists),
+            "below a file": ("CheckpointError", "NotADirectoryError"),
+            "a file": ("CheckpointError", "FileExistsError"),
+            "long path": ("CheckpointError", "x" * 300),
+            "path": ("UsageError", "argument 'path' of checkpoint.save_safetensors"),
+            "dtype": ("UsageError", "a floating-point dtype, or None"),
+            "dtype without a name": ("UsageError", "torch.float8_e8m0fnu"),
+            "parameter without a name": ("UsageError", "torch.complex128"),
+            "rename": ("UsageError", "a function from a name to a name, or None"),
+            "two for one name": ("UsageError", "'b.bias'"),
+            "rename gives a number": ("UsageError", "what rename returns"),
+            "a name of the format": ("UsageError", "__metadata__"),
+            **{
+                f"max_file_nbytes {value!r}": ("UsageError", "a number of bytes, at least 1")
+                for value in (0, -1, True, 1e9, "5GB", None)
+            },
+            "no wrapping": ("UsageError", "The model is not wrapped"),
+            "other sizes": ("UsageError", differs),
+            "other dtypes": ("UsageError", differs),
+            "other names": ("UsageError", differs),
+            "other order": ("UsageError", differs),
+            "one rank's argument": ("UsageError", "a number of bytes, at least 1"),
+            "other file systems": ("CheckpointError", str(tmp_path / "mine" / "1")),
+            "disk": ("CheckpointError", "No space left on device"),
+            "first disk": ("CheckpointError", "No space left on device"),
+            "sync": ("CheckpointError", "No space left on device"),
+            "name": ("CheckpointError", "No space left on device"),
+        },
+    )
+
+
+def _progress(folder: Path, capture: Path) -> str:
+    with open(capture / str(dist.get_rank()), "w+") as text, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "stderr", text)
+        model = FSDP(Small())
+        save_safetensors(folder / "new", model, progress=True)
+        load_safetensors(folder / "new", model, progress=True)
+        text.seek(0)
+        return text.read()
+
+
+def test_bytes_and_rate_are_shown_on_the_first_rank(tmp_path: Path) -> None:
+    first, second = run_ranks(2, _progress, tmp_path, tmp_path)
+    assert "save weights: 100%" in first
+    assert "load weights: 100%" in first
+    assert "B/s" in first
+    assert second == ""

@@ -1,0 +1,275 @@
+"""A part of a model's state: what a filter chooses, and the whole of it one unit at a time."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from fsdp_compat import FullStateDictConfig, StateDictType, StateError, UsageError
+from fsdp_compat import FullyShardedDataParallel as FSDP
+from fsdp_compat.checkpoint._full import iter_full_state_dict
+from fsdp_compat.wrap import ModuleWrapPolicy
+from tests.support.memory import NewBytes
+from tests.support.ranks import run_ranks
+
+FULL, SHARDED, LOCAL = StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT, StateDictType.LOCAL_STATE_DICT
+WIDTH, RANK = 32, 2
+
+
+class Lora(nn.Module):
+    """A frozen linear layer with a small adapter beside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+        self.lora_a = nn.Linear(WIDTH, RANK, bias=False)
+        self.lora_b = nn.Linear(RANK, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + self.lora_b(self.lora_a(x))
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(7, WIDTH)
+        self.blocks = nn.Sequential(Lora(), Lora())
+        self.norm = nn.BatchNorm1d(WIDTH)
+        self.head = nn.Linear(WIDTH, 7, bias=False)
+        self.head.weight = self.embed.weight
+        self.ignored = nn.Linear(3, 2)
+        self.gain = nn.Parameter(torch.randn(()))
+        self.nothing = nn.Parameter(torch.randn(0, 3))
+        self.wide = nn.Parameter(torch.randn(5).double())
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.norm(self.blocks(self.embed(tokens)))) * self.gain
+
+
+def make_model(seed: int = 0) -> Model:
+    torch.manual_seed(seed)
+    return Model()
+
+
+def shard(model: nn.Module, use_orig_params: bool = False, wrapped: bool = True, **options: Any) -> FSDP:
+    wrap = ModuleWrapPolicy({Lora}) if wrapped else None
+    return FSDP(model, use_orig_params=use_orig_params, auto_wrap_policy=wrap, ignored_modules=[model.ignored], **options)
+
+
+Filter = Callable[[str], bool] | str
+
+
+def is_lora(name: str) -> bool:
+    return ".lora_" in name
+
+
+def is_some(name: str) -> bool:
+    """Some of every group, one name of a tie, a buffer, and an unmanaged parameter."""
+    return name in ("head.weight", "nothing", "gain", "blocks.1.base.bias", "norm.running_var", "ignored.bias", "wide")
+
+
+def chosen(plain: nn.Module, choice: Filter) -> dict[str, Any]:
+    """What the unsharded model has of it."""
+    trainable = {name for name, p in plain.named_parameters(remove_duplicate=False) if p.requires_grad}
+    return {k: v for k, v in plain.state_dict().items() if (k in trainable if isinstance(choice, str) else choice(k))}
+
+
+def assert_same(actual: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert list(actual) == list(expected)
+    for name, value in expected.items():
+        assert actual[name].dtype == value.dtype, name
+        assert torch.equal(actual[name], value), name
+
+
+def sent(model: FSDP) -> tuple[int, int]:
+    """(gathers, bytes) that this rank has sent; the counters begin anew."""
+    counters = {id(group.shard): group.shard.traffic for group in model._runtime.groups}.values()
+    found = sum(sum(each.counts.values()) for each in counters), sum(sum(each.nbytes.values()) for each in counters)
+    for each in counters:
+        each.clear()
+    return found
+
+
+CHOICES: tuple[Filter, ...] = (is_lora, is_some, "trainable", lambda name: False)
+
+
+def _full() -> None:
+    plain = make_model()
+    for use_orig_params, wrapped in itertools.product((False, True), (False, True)):
+        model = shard(make_model(), use_orig_params, wrapped)
+        for choice in CHOICES:
+            expected = chosen(plain, choice)
+            assert_same(model.state_dict(filter=choice), expected)
+            assert list(model.state_dict(prefix="a.", filter=lambda name: name.endswith("bias"))) == [
+                f"a.{name}" for name in plain.state_dict() if name.endswith("bias")
+            ]
+            found = dict(iter_full_state_dict(model, filter=choice))
+            assert found.keys() == expected.keys()
+            assert_same({name: found[name] for name in expected}, expected)
+            with FSDP.state_dict_type(model, FULL, FullStateDictConfig(rank0_only=True, offload_to_cpu=True)):
+                assert_same(model.state_dict(filter=choice), expected if dist.get_rank() == 0 else {})
+        assert_same(model.state_dict(), plain.state_dict())
+        with FSDP.summon_full_params(model):
+            assert_same(model.state_dict(filter=is_lora), chosen(plain, is_lora))
+            with pytest.raises(StateError, match="summon_full_params"):
+                next(iter_full_state_dict(model))
+        for wrong in (3, "all", lambda: True):
+            with pytest.raises(UsageError, match="filter"):
+                model.state_dict(filter=wrong)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_a_filter_chooses_what_it_would_of_the_unsharded_models_state(world_size: int) -> None:
+    run_ranks(world_size, _full)
+
+
+def _sharded(path: str) -> None:
+    plain = make_model(1)
+    for number, (use_orig_params, mesh) in enumerate(
+        itertools.product((False, True), (None, init_device_mesh("cpu", (dist.get_world_size(),))))
+    ):
+        model = shard(make_model(1), use_orig_params, device_mesh=mesh)
+        for choice in CHOICES[:3]:
+            expected = chosen(plain, choice)
+            sent(model)
+            with FSDP.state_dict_type(model, SHARDED):
+                found = model.state_dict(filter=choice)
+            assert list(found) == list(expected)
+            assert mesh is not None or sent(model) == (0, 0)
+            for name, value in found.items():
+                tensors = [value] if not isinstance(value, ShardedTensor) else [each.tensor for each in value.local_shards()]
+                held = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in map(_own, tensors)}
+                assert sum(held.values()) == sum(_own(t).nbytes for t in tensors), f"{name} keeps more memory than it shows"
+            folder = f"{path}/{number}/{CHOICES.index(choice)}"
+            dcp.save(found, checkpoint_id=folder)
+            other = shard(make_model(2), not use_orig_params)
+            with FSDP.state_dict_type(other, SHARDED):
+                read = other.state_dict(filter=choice)
+            dcp.load(read, checkpoint_id=folder)
+            other.load_state_dict(read, strict=False)
+            assert_same(other.state_dict(filter=choice), expected)
+        with FSDP.state_dict_type(model, LOCAL):
+            keys = list(model.state_dict(filter=is_lora))
+        assert keys == ["blocks.0._flat_param", "blocks.1._flat_param"], "flat parameters that hold what is chosen"
+
+
+def _own(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_filtered_sharded_dict_holds_compact_copies_that_dcp_takes(world_size: int, tmp_path: Path) -> None:
+    run_ranks(world_size, _sharded, str(tmp_path))
+
+
+def _bytes() -> None:
+    ranks = dist.get_world_size()
+    adapter_nbytes = 2 * 2 * WIDTH * RANK * 4  # two blocks, two matrices
+    for use_orig_params, wrapped in itertools.product((False, True), (True, False)):
+        model = shard(make_model(), use_orig_params, wrapped)
+        for take in (FSDP.state_dict, lambda model, filter: dict(iter_full_state_dict(model, filter=filter))):
+            sent(model)
+            assert len(take(model, filter=is_lora)) == 4
+            gathers, nbytes = sent(model)
+            assert gathers == (2 if wrapped else 1), "groups without a match are not gathered"
+            least = adapter_nbytes * (ranks - 1) // ranks
+            assert least <= nbytes <= (least if wrapped else 2 * least) + 64 * gathers * (ranks - 1)
+        sent(model)
+        one = model.state_dict(filter=lambda name: name == "blocks.1.base.bias")
+        assert_same(one, {"blocks.1.base.bias": make_model().blocks[1].base.bias})
+        assert sent(model) <= (1, WIDTH * 4 * (ranks - 1)), "of a group only what matches travels"
+    model = shard(make_model())
+    sent(model)
+    model.state_dict(filter=lambda name: name.startswith("norm.running"))
+    assert sent(model) == (0, 0)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_an_adapter_moves_its_own_bytes_and_no_more(world_size: int) -> None:
+    run_ranks(world_size, _bytes)
+
+
+class Around(nn.Module):
+    """No instance itself: a buffer, units, and one of them under two names."""
+
+    def __init__(self, unit: Callable[[nn.Module], nn.Module]) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.randn(3))
+        self.first = unit(Lora())
+        self.plain = nn.ModuleDict({"inner": unit(Lora()), "norm": nn.BatchNorm1d(4)})
+        self.again = self.first
+
+
+def _iterates() -> None:
+    plain = make_model()
+    for use_orig_params in (False, True):
+        model = shard(make_model(), use_orig_params)
+        pairs = list(iter_full_state_dict(model))
+        names = [name for name, _ in pairs]
+        own = [name for name in plain.state_dict() if not name.startswith("blocks") and name != "head.weight"]
+        own.insert(own.index("embed.weight") + 1, "head.weight")
+        assert names[: len(own)] == own, "the root's first, a tie's together"
+        assert names[len(own) :] == [name for name in plain.state_dict() if name.startswith("blocks")]
+        found = dict(pairs)
+        assert found["embed.weight"] is found["head.weight"]
+        assert_same({name: found[name] for name in plain.state_dict()}, plain.state_dict())
+        live = [*model.parameters(), *model.buffers()]
+        for name, value in pairs:
+            assert value.untyped_storage().nbytes() == value.nbytes, name
+            assert all(value.untyped_storage()._cdata != t.untyped_storage()._cdata for t in live), name
+    torch.manual_seed(3)
+    whole = Around(lambda m: m)
+    torch.manual_seed(3)
+    container = Around(FSDP)
+    found = dict(iter_full_state_dict(container))
+    assert found.keys() == whole.state_dict().keys()
+    assert_same({name: found[name] for name in whole.state_dict()}, whole.state_dict())
+    assert found["first.base.weight"] is found["again.base.weight"]
+    with pytest.raises(UsageError, match="module"):
+        iter_full_state_dict(3)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_the_whole_state_comes_unit_by_unit_ties_together(world_size: int) -> None:
+    run_ranks(world_size, _iterates)
+
+
+class Stack(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(64, 64) for _ in range(6)))
+
+
+def _memory() -> None:
+    torch.manual_seed(0)
+    model = FSDP(Stack(), auto_wrap_policy=ModuleWrapPolicy({nn.Linear}))
+    unit_nbytes = 2 * model._runtime.groups[0].store.shard.nbytes
+    for make in (iter_full_state_dict, lambda model: iter_full_state_dict(model, filter=lambda name: name.endswith("weight"))):
+        with NewBytes() as new:
+            largest = max(value.nbytes for _, value in make(model))
+            assert new.now == 0
+        assert unit_nbytes < new.peak <= unit_nbytes + 2 * largest, (new.peak, unit_nbytes, largest)
+    with NewBytes() as new:
+        for name, _ in iter_full_state_dict(model):
+            if name == "layers.2.weight":
+                break
+        gc.collect()
+        del _
+        assert new.now == 0, "nothing is left of an iteration that stopped"
+    assert all(group.resident_nbytes == 0 for group in model._runtime.groups)
+
+
+def test_memory_stays_within_one_unit_and_stopping_leaves_nothing() -> None:
+    run_ranks(2, _memory)

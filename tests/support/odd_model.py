@@ -1,0 +1,203 @@
+"""A small model with what is hard for checkpoints, its training, and its state as an unsharded run has it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from fsdp_compat import FullyShardedDataParallel as FSDP
+from fsdp_compat import ShardingStrategy
+from fsdp_compat.wrap import ModuleWrapPolicy, always_wrap_policy
+
+Config = tuple[str, bool, str]  # strategy, use_orig_params, policy
+
+STEPS = 2  # that a checkpoint is written after
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(5, 7, bias=False)
+        self.norm = nn.BatchNorm1d(7)
+        self.down = nn.Linear(7, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.norm(self.up(x))))
+
+
+class Frozen(nn.Linear):
+    """Whose parameters are not trained."""
+
+    def __init__(self) -> None:
+        super().__init__(5, 5)
+        self.requires_grad_(False)
+
+
+class OddModel(nn.Module):
+    """Odd sizes, a tie, buffers, frozen parameters, one element, and (``scalar``) a 0-d parameter, which torch's FSDP refuses."""
+
+    def __init__(self, scalar: bool) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(7, 5)
+        self.blocks = nn.Sequential(Block(), Block())
+        self.frozen = Frozen()
+        self.cube = nn.Parameter(torch.randn(3, 1, 5))
+        self.one = nn.Parameter(torch.randn(1))
+        self.gain = nn.Parameter(torch.tensor(1.1) if scalar else torch.tensor([1.1]))
+        self.head = nn.Linear(5, 7, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        self.count += 1
+        hidden = self.frozen(self.blocks(self.embed(tokens))) + self.cube.mean(0) + self.one
+        return self.gain * self.head(hidden)
+
+
+def make_model(seed: int = 0, scalar: bool = True) -> OddModel:
+    torch.manual_seed(seed)
+    return OddModel(scalar)
+
+
+def make_optimizer(kind: str, model: nn.Module) -> torch.optim.Optimizer:
+    """In two parameter groups: the first block, and the rest."""
+    named = [(name.replace("_fsdp_wrapped_module.", ""), p) for name, p in model.named_parameters()]
+    first = [p for name, p in named if "blocks.0." in name]
+    rest = [p for name, p in named if "blocks.0." not in name]
+    groups: list[dict[str, Any]] = [{"params": first, "weight_decay": 0.1}, {"params": rest, "lr": 0.03}]
+    if kind == "Adam":
+        return torch.optim.Adam(groups, lr=0.02)
+    return torch.optim.SGD(groups, lr=0.02, momentum=0.9)
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> list[float]:
+    """On data that depend on the step alone, the same on all ranks; return the losses."""
+    losses = []
+    for step in steps:
+        tokens = torch.randint(7, (8,), generator=torch.Generator().manual_seed(step))
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(tokens), tokens.roll(1))
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def shard(model: nn.Module, config: Config) -> FSDP:
+    strategy, use_orig_params, policy = config
+    policies: dict[str, Any] = {"blocks": ModuleWrapPolicy({Block}), "always": always_wrap_policy}
+    ranks = dist.get_world_size()
+    return FSDP(
+        model,
+        sharding_strategy=ShardingStrategy[strategy],
+        use_orig_params=use_orig_params,
+        auto_wrap_policy=policies[policy],
+        device_mesh=init_device_mesh("cpu", (2 - ranks % 2, ranks // (2 - ranks % 2))) if strategy == "HYBRID_SHARD" else None,
+    )
+
+
+def state_by_name(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """The state dict of an unsharded model's optimizer, with names for numbers."""
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    saved = optimizer.state_dict()
+    order = [names[p] for group in optimizer.param_groups for p in group["params"]]
+    return {
+        "state": {order[number]: entry for number, entry in saved["state"].items()},
+        "param_groups": [{**group, "params": [order[n] for n in group["params"]]} for group in saved["param_groups"]],
+    }
+
+
+def run_of(kind: str, scalar: bool = True) -> dict[str, Any]:
+    """The unsharded run: its state after some steps, by name, the loss of the next one, and what the optimizer's own dict is."""
+    model = make_model(scalar=scalar)
+    optimizer = make_optimizer(kind, model)
+    train(model, optimizer, range(STEPS))
+    found = {
+        "model": {name: value.clone() for name, value in model.state_dict().items()},
+        "optim": cloned(state_by_name(model, optimizer)),
+        "by number": cloned(optimizer.state_dict()),
+    }
+    return {**found, "losses": train(model, optimizer, range(STEPS, STEPS + 2))}
+
+
+def cloned(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.clone()
+    if isinstance(value, dict):
+        return {key: cloned(inner) for key, inner in value.items()}
+    return [cloned(inner) for inner in value] if isinstance(value, list) else value
+
+
+def whole(state: Any) -> Any:
+    """A state dict with its sharded tensors put together from their boxes on all ranks. Collective; one message for all of them."""
+    sharded: list[ShardedTensor] = []
+
+    def collect(value: Any) -> None:
+        if isinstance(value, ShardedTensor):
+            sharded.append(value)
+        for inner in value.values() if isinstance(value, Mapping) else ():
+            collect(inner)
+
+    collect(state)
+    own = [[(tuple(s.metadata.shard_offsets), s.tensor.detach().numpy()) for s in value.local_shards()] for value in sharded]
+    found: list[Any] = [own]
+    if sharded:
+        found = [None] * dist.get_world_size()
+        dist.all_gather_object(found, own)
+    wholes = {}
+    for number, value in enumerate(sharded):
+        its = wholes[id(value)] = torch.full(tuple(value.metadata().size), -1000.0, dtype=value.dtype)
+        for offsets, box in ((offsets, torch.as_tensor(box)) for boxes in found for offsets, box in boxes[number]):
+            if box.numel():
+                its[tuple(slice(o, o + s) for o, s in zip(offsets, box.shape, strict=True))] = box
+
+    def put(value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return {key: put(inner) for key, inner in value.items()}
+        if isinstance(value, DTensor):
+            return value.full_tensor()
+        return wholes.get(id(value), value)
+
+    return put(state)
+
+
+def assert_same(actual: Mapping[str, Any], expected: Mapping[str, Any], where: str = "") -> None:
+    """Bit by bit; keys in any order. Collective if there are sharded values."""
+    assert set(actual) == set(expected), f"{where}: {sorted(set(actual) ^ set(expected))}"
+    actual = whole(actual)
+    for name, value in expected.items():
+        found = actual[name]
+        if isinstance(value, Mapping):
+            assert_same(found, value, f"{where} {name}")
+        elif isinstance(value, Tensor):
+            assert isinstance(found, Tensor), f"{where} {name}"
+            assert (found.shape, found.dtype) == (value.shape, value.dtype), f"{where} {name}"
+            assert torch.equal(found, value), f"{where} {name}: {found} instead of {value}"
+        else:
+            assert found == value, f"{where} {name}"
+
+
+def assert_same_optim(actual: Mapping[str, Any], expected: Mapping[str, Any], where: str = "") -> None:
+    """State by name bit by bit, and the settings of every parameter; groups may be cut and ordered in another way."""
+    assert_same(actual["state"], expected["state"], where)
+    found, wanted = settings_by_name(actual), settings_by_name(expected)
+    assert found.keys() == wanted.keys(), where
+    differing = {name: set(found[name].items()) ^ set(wanted[name].items()) for name in wanted if found[name] != wanted[name]}
+    assert not differing, f"{where}: {differing}"
+
+
+def settings_by_name(state: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Of every parameter the settings of its group; a pair is a pair, also where torch has made a list of it."""
+    return {
+        name: {key: tuple(value) if isinstance(value, list) else value for key, value in group.items() if key != "params"}
+        for group in state["param_groups"]
+        for name in group["params"]
+    }
