@@ -23,7 +23,7 @@ from ._state.sending import FirstRank
 from ._state_dicts import StateDicts, instances_in, named_units, names_before
 from .api import StateDictType
 
-__all__ = ["OptimStateDicts", "check_optimizer", "given_states", "taken_states"]
+__all__ = ["OptimStateDicts", "check_optimizer", "given_states", "taken_states", "warn_of_layout"]
 
 _warned: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # whose states were said to need an equal layout
 
@@ -122,7 +122,7 @@ def taken_states(
     source = optim.state_dict() if state_dict is None else state_dict
     states = by_target(holdings, source, where)
     if optim not in _warned:
-        _warn_of(unshardable(holdings, states), optim)
+        warn_of_layout(unshardable(holdings, states), optim, stacklevel=4)
     settings = instances_in(model)[0]._settings
     is_first = settings.mesh.is_first if group is None else dist.get_rank(group) == 0
     keep = values is not Values.WHOLE or not rank0_only or is_first
@@ -169,13 +169,14 @@ def check_optimizer(model: nn.Module, optim: Optimizer) -> list[str]:
     return unshardable(holdings, states_to_be(holdings, optim))
 
 
-def _warn_of(names: Sequence[str], optim: Optimizer) -> None:
-    if names:
+def warn_of_layout(names: Sequence[str], optim: Optimizer, stacklevel: int) -> None:
+    """Warn, once for an optimizer, of states that belong to one rank's part. stacklevel: of who calls this."""
+    if names and optim not in _warned:
         _warned.add(optim)
         warnings.warn(
             f"{len(names)} state(s) of {type(optim).__name__} are saved, but can only be loaded with the layout that they are "
             f"saved with (the same number of ranks, sharding strategy, wrapping and use_orig_params): {', '.join(names)}.",
-            stacklevel=4,
+            stacklevel=stacklevel,
         )
 
 

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from .._engine import torch_private
 from .._engine.unit import Group, Unit
 from .._layout.spec import FlatLayout, Interval
 from .._stores.flat_store import FlatStore, home_attribute
@@ -104,8 +105,7 @@ class _Gathered:
     def copy(self, index: int, device: torch.device | None = None) -> torch.Tensor:
         """Return a parameter in memory of its own, on ``device`` or where it was gathered."""
         value = self.whole(index)
-        is_view = not self._parts and self._store.parallel[index] is None
-        return value.to(device or value.device, copy=is_view)
+        return value.to(device or value.device, copy=torch_private.same_storage(value, self._buffer))
 
     def _put_together(self, index: int) -> torch.Tensor:
         value = self._buffer.new_empty(self._store.layout.params[index].shape)

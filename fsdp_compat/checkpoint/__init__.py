@@ -4,6 +4,7 @@ path = save("runs/7", model, optimizer, {"epoch": 3}, step=1200, keep_last=2)
 extra = load(latest("runs/7"), model, optimizer)
 """
 
+from .._optim_state_dicts import check_optimizer
 from ._directory import latest
 from ._full import iter_full_state_dict
 from ._loading import load
@@ -13,6 +14,7 @@ from ._writing import AsyncSave, async_save, save
 __all__ = [
     "AsyncSave",
     "async_save",
+    "check_optimizer",
     "iter_full_state_dict",
     "latest",
     "load",

@@ -29,7 +29,7 @@ from ._header import Entry, dtype_of, read_header
 from ._manifest import FlatGroup, file_name, read_manifest
 from ._progress import progress_bar, require_bar
 from ._ranks import Ranks, agree, ranks_of
-from ._snapshot import NamedGroup, held_by, named_groups, names_in, unmanaged, without_groups
+from ._snapshot import NamedGroup, held_by, named_groups, names_in, unmanaged, warn_of_left_out, without_groups
 from ._values import decode
 
 __all__ = ["load"]
@@ -171,6 +171,10 @@ class _Source:
     def _facts(self, number: int) -> Facts:
         return self.manifest.files[number]
 
+    def left_out(self) -> list[str]:
+        """What the files that were read say is missing from them."""
+        return sorted({name for head in self._heads.values() for name in head.text["left_out"]})
+
     def read(self, shown: bool) -> None:
         """Read all that is wanted, and check it."""
         total = sum(one.target.nbytes for wanted in self._wanted.values() for one in wanted)
@@ -224,6 +228,7 @@ class _Plan:
             self._model.load_state_dict(self._others, strict=False)
         if self._optimizer is not None:
             self._commit_optimizer(self._optimizer)
+            warn_of_left_out(self.source.left_out(), "were not saved, and are what the optimizer has")
         return self._extra
 
     # -- names and shapes

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import warnings
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
@@ -17,6 +18,7 @@ import torch
 from torch import nn
 
 from .._engine.unit import Group
+from .._optim_state_dicts import warn_of_layout
 from .._optimizers import convert
 from .._state.entries import Entry as Kind
 from .._state.entries import classify_all
@@ -42,6 +44,7 @@ __all__ = [
     "names_in",
     "take_snapshot",
     "unmanaged",
+    "warn_of_left_out",
     "without_groups",
 ]
 
@@ -172,7 +175,7 @@ def take_snapshot(model: nn.Module, optimizer: torch.optim.Optimizer | None, ext
 
     Raises UsageError for what cannot be saved.
     """
-    snapshot = Snapshot([], {"states": {}, "scalars": {}, "own": {}})
+    snapshot = Snapshot([], {"states": {}, "scalars": {}, "own": {}, "left_out": []})
     add, common = _Adder(snapshot.entries), _Adder(snapshot.common_entries)
     for named in groups:
         if named.is_written_here:
@@ -189,9 +192,9 @@ def take_snapshot(model: nn.Module, optimizer: torch.optim.Optimizer | None, ext
             for number, group in enumerate(optimizer.param_groups)
         ]
         kinds = _kinds(optimizer, groups)
-        for named in groups:
-            if named.is_written_here:
-                _add_states(snapshot, named, optimizer, kinds, add)
+        written = [named for named in groups if named.is_written_here]
+        own = [name for named in written for name in _add_states(snapshot, named, optimizer, kinds, add)]
+        warn_of_layout(own, optimizer, stacklevel=5)
     snapshot.common_text["others"] = {
         name: encode(value, name, common.under("other", name)) for name, value in unmanaged(model, groups).items()
     }
@@ -205,8 +208,18 @@ def take_snapshot(model: nn.Module, optimizer: torch.optim.Optimizer | None, ext
             for parameter, state in optimizer.state.items()
             if parameter not in targets
         }
+    warn_of_left_out(snapshot.text["left_out"], "are not in the checkpoint")
     snapshot.text["extra"] = encode(extra, "extra", add.under("extra"))
     return snapshot
+
+
+def warn_of_left_out(names: Sequence[str], what: str) -> None:
+    if names:
+        warnings.warn(
+            f"Optimizer states that only pickle could save {what}: {', '.join(names)}. Give their classes state that is numbers, "
+            "texts and tensors.",
+            stacklevel=5,
+        )
 
 
 class _Adder:
@@ -280,13 +293,14 @@ def _add_states(
     optimizer: torch.optim.Optimizer,
     kinds: dict[nn.Parameter, dict[Any, Kind]],
     add: _Adder,
-) -> None:
-    """Add the states of one group."""
+) -> list[str]:
+    """Add the states of one group; return the names of those that belong to this rank's parts."""
     store = store_of(named.group)
     flats: dict[tuple[Any, torch.dtype], Flat] = {}
     of: dict[tuple[Any, torch.dtype], list[int]] = {}
     scalars: dict[Any, dict[str, list[int]]] = {}  # by key: parameters by encoded value
     own: list[Any] = []
+    own_names: list[str] = []
     for target, indices in store.targets:
         for key, kind in kinds.get(target, {}).items():
             value = optimizer.state[target][key]
@@ -304,8 +318,13 @@ def _add_states(
                 text = json.dumps(encode(value, f"optimizer state {key!r}", inlined))
                 scalars.setdefault(key, {}).setdefault(text, []).extend(indices)
             else:
-                encoded = encode(value, f"optimizer state {key!r}", add.under("own", named.name, str(key)))
-                own.append([indices[0], key, encoded])
+                try:
+                    encoded = encode(value, f"optimizer state {key!r}", add.under("own", named.name, str(key)))
+                except UsageError:  # to lose one object is better than to lose the save
+                    snapshot.text["left_out"].append(f"{named.names(indices[0])[0]}.{key}")
+                else:
+                    own.append([indices[0], key, encoded])
+                    own_names.append(f"{named.names(indices[0])[0]}.{key}")
     everything = len(store.members)
     snapshot.entries += flats.values()
     snapshot.text["states"][named.name] = [
@@ -318,6 +337,7 @@ def _add_states(
     ]
     if own:
         snapshot.text["own"][named.name] = own
+    return own_names
 
 
 def _brief(indices: list[int], everything: int) -> list[int] | None:

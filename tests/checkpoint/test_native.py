@@ -514,6 +514,34 @@ class Blockwise(torch.optim.Optimizer):
                 parameter.data -= group["lr"] * state["momentum"]
 
 
+class Unsaved:
+    """Runs code of its own when it is copied."""
+
+    def __reduce__(self) -> Any:
+        return Unsaved, ()
+
+
+def _left_out(folder: str) -> None:
+    model = FSDP(nn.Linear(5, 3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
+    model(torch.ones(1, 5)).sum().backward()
+    optimizer.step()
+    (parameter,) = model.parameters()
+    optimizer.state[parameter]["thing"] = Unsaved()
+    buffer = optimizer.state[parameter]["momentum_buffer"].clone()
+    with pytest.warns(UserWarning, match=r"are not in the checkpoint: weight\.thing") as caught:
+        path = checkpoint.save(folder, model, optimizer, step=1)
+    assert caught[0].filename == __file__
+    optimizer.state[parameter]["momentum_buffer"].zero_()
+    with pytest.warns(UserWarning, match=r"were not saved.*weight\.thing"):
+        checkpoint.load(path, model, optimizer)
+    assert torch.equal(optimizer.state[parameter]["momentum_buffer"], buffer)
+
+
+def test_a_state_that_cannot_be_saved_is_named_and_everything_else_is_saved(tmp_path: Path) -> None:
+    run_ranks(2, _left_out, str(tmp_path))
+
+
 class Memory:
     def __init__(self) -> None:
         self.steps: list[int] = []
@@ -537,7 +565,9 @@ def _own_states(folder: str, use_orig_params: bool, resumes: bool) -> Any:
     if not resumes:
         step()
         step()
-        checkpoint.save(folder, model, optimizer, step=2)
+        with pytest.warns(UserWarning, match="can only be loaded with the layout") as caught:
+            checkpoint.save(folder, model, optimizer, step=2)
+        assert [warning.filename for warning in caught] == [__file__]
     else:
         checkpoint.load(Path(folder) / "step-00000002", model, optimizer)
     step()

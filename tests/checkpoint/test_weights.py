@@ -250,6 +250,40 @@ def test_a_module_with_some_units_inside_is_saved_and_loaded_whole(tmp_path: Pat
     run_ranks(2, _containers, tmp_path)
 
 
+def _goes_on(folder: Path) -> None:
+    """What forward kept gathered, or cast, is not used after loading."""
+
+    def made(seed: int) -> nn.Module:
+        torch.manual_seed(seed)
+        return nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+
+    x = torch.ones(2, 3)
+    save_safetensors(folder / "new", FSDP(made(1)))
+    for strategy in ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"):
+        for use_orig_params in (False, True):
+            model = FSDP(
+                made(2),
+                sharding_strategy=ShardingStrategy[strategy],
+                use_orig_params=use_orig_params,
+                auto_wrap_policy=ModuleWrapPolicy({nn.Linear}),
+            )
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            model(x).sum().backward()
+            optimizer.step()
+            model.eval()
+            model(x)
+            load_safetensors(folder / "new", model)
+            assert torch.equal(model(x), made(1)(x)), (strategy, use_orig_params)
+            optimizer.zero_grad()
+            model(x).sum().backward()  # the optimizer still holds what the model computes with
+            optimizer.step()
+            assert not torch.equal(model(x), made(1)(x))
+
+
+def test_the_next_forward_computes_with_what_was_loaded(tmp_path: Path) -> None:
+    run_ranks(2, _goes_on, tmp_path)
+
+
 # -- the form
 
 
@@ -536,6 +570,9 @@ def _refused_loads(folder: Path) -> dict[str, Outcome]:
     for its in (model, replicas):
         assert all(torch.equal(value, torch.ones_like(value)) for value in full_state(its).values()), "nothing has changed"
 
+    with FSDP.summon_full_params(model):
+        found["summoned"] = outcome(lambda: load_safetensors(good, model))
+
     def broken(*_: Any) -> int:
         raise OSError(errno.EIO, "Input/output error")
 
@@ -582,6 +619,7 @@ def test_loading_what_is_wrong_is_refused_on_all_ranks_with_nothing_changed(tmp_
             "one rank's dtype": ("UsageError", "a floating-point dtype, or None"),
             "other dtypes": ("UsageError", "all ranks"),
             "other weights": ("CheckpointError", "b.weight: shape [4]"),
+            "summoned": ("FsdpCompatError", "summon_full_params"),
             "disk": ("CheckpointError", "Input/output error"),
         },
     )
@@ -630,6 +668,9 @@ def _refused_saves(folder: Path) -> dict[str, Outcome]:
         "other file systems": lambda: save_safetensors(mine, model),
     }
     found = {name: outcome(call) for name, call in calls.items()}
+
+    with FSDP.summon_full_params(model):
+        found["summoned"] = outcome(lambda: save_safetensors(new, model))
 
     def full(*_: Any) -> int:
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -685,6 +726,7 @@ def test_saving_what_is_wrong_is_refused_on_all_ranks_with_nothing_left(tmp_path
             "other order": ("UsageError", differs),
             "one rank's argument": ("UsageError", "a number of bytes, at least 1"),
             "other file systems": ("CheckpointError", str(tmp_path / "mine" / "1")),
+            "summoned": ("FsdpCompatError", "summon_full_params"),
             "disk": ("CheckpointError", "No space left on device"),
             "first disk": ("CheckpointError", "No space left on device"),
             "sync": ("CheckpointError", "No space left on device"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -128,3 +129,22 @@ def test_both_columns_compute_the_same(num_ranks: int, tmp_path: Path) -> None:
 
 def test_every_row_is_run() -> None:
     assert set(snippets()) == ROWS
+
+
+def _checkpoints(directory: str) -> None:
+    code = README.read_text().partition("\n## Checkpoints\n")[2].partition("```python\n")[2].partition("```")[0]
+    os.chdir(directory)
+    model = FSDP(Stack(), auto_wrap_policy=ModuleWrapPolicy({Block}))
+    optimizer = AdamW(model.parameters())
+    loss_of(model, batch(1)).backward()
+    optimizer.step()
+    names: dict[str, Any] = {"torch": torch, "model": model, "optimizer": optimizer}
+    exec(code, names)
+    assert names["extra"] == {"epoch": 3}
+    assert names["path"].name == "step-00001600"
+    assert [file.name for file in names["files"]] == ["model.safetensors"]
+    assert names["tensor"].shape == model.state_dict()[names["name"]].shape
+
+
+def test_the_code_about_checkpoints_runs(tmp_path: Path) -> None:
+    run_ranks(2, _checkpoints, str(tmp_path))

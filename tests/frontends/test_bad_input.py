@@ -682,7 +682,9 @@ def in_another_shape(value: Tensor) -> Any:
 
 STATE_DICTS: dict[str, Case] = {
     "form: local, with the config of another": Case(
-        sets(StateDictType.LOCAL_STATE_DICT, FullStateDictConfig()), ("state_dict_config", "LocalStateDictConfig"), torch=RuntimeError
+        sets(StateDictType.LOCAL_STATE_DICT, FullStateDictConfig()),
+        ("state_dict_config", "LocalStateDictConfig"),
+        torch=RuntimeError,
     ),
     "form: a string": Case(sets("full"), ("state_dict_type", "'full'")),
     "form: nothing": Case(sets(None), ("state_dict_type", "None")),

@@ -425,6 +425,8 @@ def _sharded_states(plan: Plan, use_orig_params: bool, directory: str) -> None:
     for kind in ("mesh", "boxes"):
         source = _two_dimensional(plan, 1, kind, use_orig_params)
         state = _sharded_state(source)
+        for name, value in source.state_dict().items():
+            assert value.untyped_storage().nbytes() == value.nbytes, name
         for name, value in state.items():
             assert isinstance(value, DTensor if kind == "mesh" else ShardedTensor), name
             assert tuple(value.shape) == tuple(Net().state_dict()[name].shape), name
