@@ -18,7 +18,17 @@ import torch
 
 from ..errors import CheckpointError, explain
 
-__all__ = ["METADATA", "Entry", "dtype_name", "dtype_of", "encode_header", "is_known", "read_header"]
+__all__ = [
+    "METADATA",
+    "Entry",
+    "dtype_name",
+    "dtype_of",
+    "encode_header",
+    "is_known",
+    "length_of_header",
+    "parse_header",
+    "read_header",
+]
 
 METADATA = "__metadata__"
 MAX_HEADER_NBYTES = 100_000_000  # as the library has it
@@ -119,10 +129,21 @@ def read_header(path: Path) -> tuple[dict[str, Entry], dict[str, str]]:
     """Return the tensors of a file by name, and its texts. Raises CheckpointError for a file that is none, OSError."""
     with open(path, "rb") as file:
         nbytes = os.fstat(file.fileno()).st_size
-        length = int.from_bytes(file.read(8), "little")
-        if nbytes < 8 or length > min(nbytes - 8, MAX_HEADER_NBYTES):
-            raise _no_safetensors(path, f"a header of {length} bytes in a file of {nbytes}")
-        text = file.read(length)
+        text = file.read(length_of_header(file.read(8), nbytes, path))
+    return parse_header(text, nbytes, path)
+
+
+def length_of_header(first: bytes, nbytes: int, path: Path) -> int:
+    """Return the length of the JSON text after the first 8 bytes of a file of ``nbytes``. Raises CheckpointError if it has none."""
+    length = int.from_bytes(first, "little")
+    if nbytes < 8 or length > min(nbytes - 8, MAX_HEADER_NBYTES):
+        raise _no_safetensors(path, f"a header of {length} bytes in a file of {nbytes}")
+    return length
+
+
+def parse_header(text: bytes, nbytes: int, path: Path) -> tuple[dict[str, Entry], dict[str, str]]:
+    """text: the JSON text in a file of ``nbytes``. Return as ``read_header`` does."""
+    length = len(text)
     try:
         described = json.loads(text)
         metadata = described.pop(METADATA, {})

@@ -24,8 +24,8 @@ from .._optimizers import convert
 from .._state.model import store_of
 from .._state_dicts import named_units
 from ..errors import CheckpointError, explain
-from ._blocks import Facts, Wanted, damaged, merged, read_checked
-from ._header import Entry, dtype_of, read_header
+from ._blocks import BLOCK_NBYTES, Facts, Wanted, damaged, memory_of, merged, read_checked
+from ._header import Entry, dtype_of, length_of_header, parse_header
 from ._manifest import FlatGroup, file_name, read_manifest
 from ._progress import progress_bar, require_bar
 from ._ranks import Ranks, agree, ranks_of
@@ -116,7 +116,6 @@ class _Head:
 
     entries: dict[str, Entry]
     text: dict[str, Any]
-    nbytes: int
 
 
 class _Source:
@@ -129,23 +128,26 @@ class _Source:
         self._wanted: dict[int, list[Wanted]] = {}
 
     def head(self, number: int) -> _Head:
-        """Return a file's head. It is read at once, and checked with everything else that is wanted of the file."""
+        """Return a file's head: read at once, and checked before anybody looks at what it says."""
         if number not in self._heads:
-            path = self.path / file_name(number)
-            facts = self._facts(number)
+            path, facts = self.path / file_name(number), self._facts(number)
+            first = self._checked(number, 0, min(BLOCK_NBYTES, facts.nbytes))
             try:
-                entries, metadata = read_header(path)
-                text = json.loads(metadata["fsdp_compat"])
-                nbytes = min((entry.start for entry in entries.values()), default=facts.nbytes)
-            except FileNotFoundError as error:
-                raise damaged(path, f"a file of {facts.nbytes} bytes", "no such file") from error
-            except (KeyError, ValueError, CheckpointError) as error:
-                raise damaged(path, f"the file that rank {number} wrote, of {facts.nbytes} bytes", str(error)) from error
-            if text.get("identity") != self.manifest.identity:
-                raise damaged(path, f"a file of save {self.manifest.identity}", f"one of save {text.get('identity')}")
-            self._heads[number] = _Head(entries, text, nbytes)
-            self._wanted.setdefault(number, []).append(Wanted(0, torch.empty(nbytes, dtype=torch.uint8)))
+                stop = 8 + length_of_header(first[:8], facts.nbytes, path)
+                text = first[8:stop] + (self._checked(number, len(first), stop - len(first)) if stop > len(first) else b"")
+                entries, metadata = parse_header(text, facts.nbytes, path)
+                said = json.loads(metadata["fsdp_compat"])
+            except (KeyError, ValueError) as error:
+                raise damaged(path, "what a rank has written", f"{type(error).__name__}: {error}") from error
+            if said["identity"] != self.manifest.identity:
+                raise damaged(path, f"a file of save {self.manifest.identity}", f"one of save {said['identity']}")
+            self._heads[number] = _Head(entries, said)
         return self._heads[number]
+
+    def _checked(self, number: int, start: int, nbytes: int) -> bytes:
+        found = torch.empty(nbytes, dtype=torch.uint8)
+        read_checked(self.path / file_name(number), self._facts(number), [Wanted(start, found)], lambda nbytes: None)
+        return bytes(memory_of(found))
 
     def want(self, number: int, name: str, dtype: torch.dtype, start: int, target: torch.Tensor) -> None:
         """Ask for elements of an entry, from ``start`` on, as many as ``target`` (1-D, of ``dtype``, on the CPU) has."""
@@ -157,7 +159,7 @@ class _Source:
                 f"{start + target.numel()} elements of {dtype} under {name!r}",
                 "no such entry" if entry is None else f"{entry.nbytes} bytes",
             )
-        self._wanted[number].append(Wanted(entry.start + start * size, target))
+        self._wanted.setdefault(number, []).append(Wanted(entry.start + start * size, target))
 
     def want_tensor(self, number: int, name: str) -> torch.Tensor:
         """Ask for a whole tensor; return where it will be."""

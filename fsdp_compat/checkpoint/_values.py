@@ -1,4 +1,5 @@
-"""Python values as JSON, and back, without pickle: to read a file runs no code out of it, nor any that it names.
+"""Python values as JSON, and back, without pickle: to read a file runs no code out of it, nor any that it names, but for tensors of
+classes of their own, which are put together by their class's ``__tensor_unflatten__``.
 
 What JSON has stands for itself; everything else is a dict with one key that begins with ``@``. Tensors are kept apart: the JSON has
 their names. Objects of other classes are what their attributes are; to be read back, their class has to be imported already, and to
@@ -9,8 +10,10 @@ from __future__ import annotations
 
 import base64
 import collections
+import contextlib
 import enum
 import sys
+import types
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -122,8 +125,14 @@ def _may_be_key(value: Any) -> bool:
 def _encoded_member(value: enum.Enum, where: str) -> Any:
     path = _path_of(type(value), where)
     if isinstance(value, enum.Flag):
+        if not _has_plain_members(type(value)):
+            raise _no_data(where, f"a {path}, whose members are made by code of its own")
         return {"@flag": [path, value.value]}
     return {"@enum": [path, value.name]}
+
+
+def _has_plain_members(kind: type[enum.Enum]) -> bool:
+    return getattr(kind._missing_, "__func__", None) is getattr(enum.Flag._missing_, "__func__", None)
 
 
 def _encoded_tensor(value: torch.Tensor, where: str, put: Put, around: tuple[int, ...]) -> Any:
@@ -136,8 +145,9 @@ def _encoded_tensor(value: torch.Tensor, where: str, put: Put, around: tuple[int
         return {"@tensor_of": [_path_of(type(value), where), inner, its_context, list(value.shape), list(value.stride())]}
     if isinstance(value, ShardedTensor) or not torch_private.is_plain(value):
         raise _no_data(where, f"a {type(value).__name__}, of which every rank has a part")
-    if value.is_meta or value.layout is not torch.strided or value.is_quantized:
-        raise _no_data(where, "a tensor without values" if value.is_meta else f"a tensor of {value.layout}, {value.dtype}")
+    strided = value.layout is torch.strided and not (value.is_quantized or value.is_nested)
+    if value.is_meta or not strided or (value.numel() and not value.untyped_storage().data_ptr()):
+        raise _no_data(where, f"a tensor of {value.layout}, {value.dtype}" if not strided else "a tensor without values")
     plain = value.as_subclass(torch.Tensor).resolve_conj().resolve_neg()
     return {"@tensor": [put(plain), dtype_name(plain.dtype), list(plain.shape)]}
 
@@ -145,6 +155,8 @@ def _encoded_tensor(value: torch.Tensor, where: str, put: Put, around: tuple[int
 def _encoded_numpy(value: Any, where: str, put: Put) -> Any:
     numpy = sys.modules["numpy"]
     try:
+        if isinstance(value, (numpy.datetime64, numpy.timedelta64, numpy.ma.MaskedArray)):
+            raise TypeError("its values are more than numbers")
         if isinstance(value, numpy.generic):
             item = value.item()
             if isinstance(item, (bool, int, float, complex, str, bytes)):
@@ -159,18 +171,21 @@ def _encoded_numpy(value: Any, where: str, put: Put) -> Any:
 
 
 def _slots_of(value: Any) -> dict[str, Any]:
-    return {name: getattr(value, name) for name in _slots(type(value)) if hasattr(value, name)}
+    found = {}
+    for name, slot in _slots(type(value)).items():
+        with contextlib.suppress(AttributeError):  # it may be empty
+            found[name] = slot.__get__(value)
+    return found
 
 
-def _slots(kind: type[Any]) -> list[str]:
-    """The attributes that objects of a class have in slots, under the names that the interpreter gives them."""
-    found = []
+def _slots(kind: type[Any]) -> dict[str, types.MemberDescriptorType]:
+    """The attributes that objects of a class have in slots: what reads and writes each, which is the interpreter's own."""
+    found: dict[str, types.MemberDescriptorType] = {}
     for base in kind.__mro__:
-        names = base.__dict__.get("__slots__", ())
-        for name in (names,) if isinstance(names, str) else tuple(names):
-            private = name.startswith("__") and not name.endswith("__")
-            found.append(f"_{base.__name__.lstrip('_')}{name}" if private else name)
-    return [name for name in found if name not in ("__dict__", "__weakref__")]
+        for name, slot in vars(base).items():
+            if isinstance(slot, types.MemberDescriptorType):
+                found.setdefault(name, slot)
+    return found
 
 
 def _holds_attributes_only(kind: type[Any]) -> bool:
@@ -264,7 +279,8 @@ def _decoded_object(tag: str, content: Any, where: str, get: Get) -> Any:
     path, *rest = _listed(content)
     kind = _class_at(path)
     fits = isinstance(kind, type) and (
-        (tag in ("@enum", "@flag") and issubclass(kind, enum.Enum))
+        (tag == "@enum" and issubclass(kind, enum.Enum))
+        or (tag == "@flag" and issubclass(kind, enum.Flag) and _has_plain_members(kind))
         or (tag == "@named_tuple" and issubclass(kind, tuple) and "_fields" in kind.__dict__)
         or (tag == "@object" and _holds_attributes_only(kind))
         or (tag == "@tensor_of" and issubclass(kind, torch.Tensor) and kind not in (torch.Tensor, nn.Parameter))
@@ -298,7 +314,7 @@ def _decoded_object(tag: str, content: Any, where: str, get: Get) -> Any:
     for name, item in rest[0].items():
         decoded = _decoded(item, f"{where}.{name}", get)
         if name in slots:
-            object.__setattr__(made, name, decoded)  # a descriptor of the interpreter's own
+            slots[name].__set__(made, decoded)
         else:
             made.__dict__[name] = decoded  # not by way of a property
     return made

@@ -288,6 +288,8 @@ def _plan_of_reading(
         file, entry = found[name]
         if entry.shape != held.shape:
             wrong.append(f"{name}: shape {list(entry.shape)} in {file.name}, {list(held.shape)} in the model")
+        elif (entry.dtype.is_floating_point, entry.dtype.is_complex) != (held.dtype.is_floating_point, held.dtype.is_complex):
+            wrong.append(f"{name}: {entry.dtype} in {file.name}, {held.dtype} in the model")
         plan.append((held, file, entry))
     wrong += [f"not in the model: {name}" for name in found if name not in known]
     if wrong:

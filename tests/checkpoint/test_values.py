@@ -198,6 +198,14 @@ def through_text(value: object) -> Any:
     return decode(json.loads(json.dumps(content)), "extra", kept.__getitem__)
 
 
+def as_text(value: Any) -> str:
+    """What a value is, whatever the order of sets."""
+    if isinstance(value, set | frozenset | tuple):
+        inside = map(as_text, value)
+        return f"{type(value).__name__}({', '.join(inside if isinstance(value, tuple) else sorted(inside))})"
+    return repr(value)
+
+
 def assert_same(actual: Any, expected: Any) -> None:
     """Equal in type, order, sign of zero, and NaN is NaN."""
     assert type(actual) is type(expected), (actual, expected)
@@ -215,7 +223,7 @@ def assert_same(actual: Any, expected: Any) -> None:
     elif isinstance(expected, dict):
         assert_same(list(actual.items()), list(expected.items()))
     elif isinstance(expected, set | frozenset):
-        assert {repr(item) for item in actual} == {repr(item) for item in expected}
+        assert as_text(actual) == as_text(expected)
     elif isinstance(expected, list | tuple | collections.deque):
         assert len(actual) == len(expected)
         for one, other in zip(actual, expected, strict=True):
