@@ -22,7 +22,7 @@ from ..errors import UsageError, explain
 from .entries import Entry, classify_all, copied, snapshot
 from .formats import mesh_sharded_value, sharded_value
 from .holdings import Holdings, NamedUnit, is_flat, is_whole
-from .model import no_parallel_boxes, store_of
+from .model import store_of
 from .opaque import gather_states, own_states
 
 __all__ = ["Form", "NamedUnit", "Values", "optim_state", "other_form"]
@@ -192,14 +192,14 @@ class _GroupStates:
 
     def _add_boxes(self, state: dict[str, dict[str, Any]], key: Any, having: list[nn.Parameter]) -> None:
         store, members = store_of(self.group), self.group.shard.members
-        if any(parallel is not None for parallel in store.parallel):
-            raise no_parallel_boxes(self.group.name, store.members[0].name)
         for target in having:
             value = self.states[target][key].detach().reshape(-1)
             value = value.cpu() if self.form.to_cpu else value
             for index, name in self.holdings.held[target].names:
                 run = value[store.layout.part_in_shard(index, store.rank).slice] if is_flat(self.group, target) else value
-                state[name][key] = sharded_value(store.layout, index, store.rank, run, members, self.form.group)
+                state[name][key] = sharded_value(
+                    store.layout, index, store.rank, run, members, self.form.group, store.parallel[index]
+                )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from .._engine import torch_private
 from .._engine.unit import Group
 from ..errors import CheckpointError, FsdpCompatError, UsageError, explain
 from .entries import Entry, classify, copied, snapshot
@@ -387,9 +386,7 @@ class _Loading:
             if states[target][key] is None:
                 numel = store.numel if flat else target.numel()
                 states[target][key] = torch.zeros(numel, dtype=value.dtype, device=store.shard.device)
-            if (parallel := store.parallel[index]) is not None:
-                value = parallel.local(value) if not torch_private.is_plain(value) else parallel.part(value)
-            run = read_part(value, store.layout, index, store.rank, members)
+            run = read_part(value, store.layout, index, store.rank, members, store.parallel[index])
             (states[target][key][store.layout.part_in_shard(index, store.rank).slice] if flat else states[target][key]).copy_(run)
         for target in states:
             if isinstance(states[target].get(key), torch.Tensor):

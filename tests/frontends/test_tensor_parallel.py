@@ -467,6 +467,42 @@ def test_sharded_state_dicts_are_boxes_or_dtensors_of_the_whole_parameters(plan:
     run_ranks(4, _sharded_states, plan, plan is blocks_only, str(tmp_path))
 
 
+def _with_momentum(plan: Plan, kind: str, use_orig_params: bool, value: float) -> tuple[FSDP, torch.optim.Optimizer]:
+    """A model, and an optimizer whose state is (``value`` times) the parameters themselves."""
+    model = _two_dimensional(plan, 1, kind, use_orig_params)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for parameter in model.parameters():
+        parameter.grad = parameter.detach().clone()
+    optimizer.step()
+    for parameter in model.parameters():
+        optimizer.state[parameter]["momentum_buffer"].mul_(value)
+    return model, optimizer
+
+
+def _sharded_optimizer_states(plan: Plan, use_orig_params: bool, directory: str) -> None:
+    torch.manual_seed(1)
+    expected = Net().state_dict()
+    for kind in ("mesh", "boxes"):
+        model, optimizer = _with_momentum(plan, kind, use_orig_params, 1.0)
+        with FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
+            saved = FSDP.optim_state_dict(model, optimizer)
+        dcp.save(saved, checkpoint_id=f"{directory}/{kind}")
+        for target in ("mesh", "boxes"):
+            other, its_optimizer = _with_momentum(plan, target, not use_orig_params, 0.0)
+            with FSDP.state_dict_type(other, StateDictType.SHARDED_STATE_DICT):
+                read = FSDP.optim_state_dict(other, its_optimizer)
+                dcp.load(read, checkpoint_id=f"{directory}/{kind}")
+                its_optimizer.load_state_dict(FSDP.optim_state_dict_to_load(other, its_optimizer, read))
+            found = FSDP.optim_state_dict(other, its_optimizer)["state"]
+            for name, value in expected.items():
+                assert torch.equal(found[name]["momentum_buffer"], value), (kind, target, name)
+
+
+@plans
+def test_sharded_optimizer_states_are_boxes_or_dtensors_of_the_whole_parameters(plan: Plan, tmp_path: Path) -> None:
+    run_ranks(4, _sharded_optimizer_states, plan, plan is blocks_only, str(tmp_path))
+
+
 def _copies(use_orig_params: bool) -> None:
     pair = Pair(whole_sequence, use_orig_params=use_orig_params)
     pair.step()
