@@ -20,7 +20,19 @@ import torch
 
 from ..errors import CheckpointError, explain
 
-__all__ = ["BLOCK_NBYTES", "BlockWriter", "Facts", "Wanted", "memory_of", "merged", "read_checked", "read_plain", "sync_directory"]
+__all__ = [
+    "BLOCK_NBYTES",
+    "BlockWriter",
+    "Facts",
+    "Wanted",
+    "damaged",
+    "memory_of",
+    "merged",
+    "nbytes_to_read",
+    "read_checked",
+    "read_plain",
+    "sync_directory",
+]
 
 BLOCK_NBYTES = 4 << 20
 
@@ -230,6 +242,11 @@ def read_checked(path: Path, facts: Facts, wanted: Sequence[Wanted], tick: Tick)
                 )
     finally:
         os.close(descriptor)
+
+
+def nbytes_to_read(facts: Facts, wanted: Sequence[Wanted]) -> int:
+    """Return how many bytes ``read_checked`` reads: those of whole blocks."""
+    return sum(min(BLOCK_NBYTES, facts.nbytes - block * BLOCK_NBYTES) for block, _ in _by_block(facts.nbytes, wanted))
 
 
 def _by_block(nbytes: int, wanted: Sequence[Wanted]) -> Iterator[tuple[int, list[Wanted]]]:

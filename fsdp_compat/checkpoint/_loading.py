@@ -24,7 +24,7 @@ from .._optimizers import convert
 from .._state.model import store_of
 from .._state_dicts import named_units
 from ..errors import CheckpointError, explain
-from ._blocks import BLOCK_NBYTES, Facts, Wanted, damaged, memory_of, merged, read_checked
+from ._blocks import BLOCK_NBYTES, Facts, Wanted, damaged, memory_of, merged, nbytes_to_read, read_checked
 from ._header import Entry, dtype_of, length_of_header, parse_header
 from ._manifest import FlatGroup, file_name, read_manifest
 from ._progress import progress_bar, require_bar
@@ -179,7 +179,7 @@ class _Source:
 
     def read(self, shown: bool) -> None:
         """Read all that is wanted, and check it."""
-        total = sum(one.target.nbytes for wanted in self._wanted.values() for one in wanted)
+        total = sum(nbytes_to_read(self._facts(number), wanted) for number, wanted in self._wanted.items())
         with progress_bar(shown, f"load step {self.manifest.step}", total) as tick:
             for number, wanted in sorted(self._wanted.items()):
                 read_checked(self.path / file_name(number), self._facts(number), merged(wanted), tick)

@@ -108,10 +108,6 @@ class Snapshot:
             self.text.update(self.common_text)
         self.common_entries, self.common_text = [], {}
 
-    @property
-    def nbytes(self) -> int:
-        return sum(piece.values.nbytes for flat in self.entries for piece in flat.pieces)
-
     def detach(self) -> None:
         """Copy everything to memory of its own, on the CPU: what is trained on later does not show."""
         for flat in self.entries:

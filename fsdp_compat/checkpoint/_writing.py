@@ -19,7 +19,7 @@ from .. import _checks as checks
 from .._state_dicts import named_units
 from ..errors import CheckpointError, FsdpCompatError, UsageError, explain
 from . import _directory as directory
-from ._blocks import BLOCK_NBYTES, BlockWriter, Facts, Tick, memory_of
+from ._blocks import BLOCK_NBYTES, BlockWriter, Facts, memory_of
 from ._header import encode_header
 from ._manifest import Manifest, file_name, versions
 from ._progress import progress_bar, require_bar
@@ -228,8 +228,7 @@ class _Save:
         facts = Facts(0, ())
         if self._problem is None:
             try:
-                with progress_bar(self._shows, f"save step {self._step}", self._snapshot.nbytes) as tick:
-                    facts = self._write_file(fresh / file_name(number), tick)
+                facts = self._write_file(fresh / file_name(number))
             except Exception as error:
                 self._problem = error
         problem = None if self._problem is None else f"{type(self._problem).__name__}: {self._problem}"
@@ -295,19 +294,21 @@ class _Save:
             versions(),
         )
 
-    def _write_file(self, path: Path, tick: Tick) -> Facts:
+    def _write_file(self, path: Path) -> Facts:
         self._snapshot.text.update(identity=self._identity, number=self._ranks.number)
         flats = {flat.name: flat for flat in self._snapshot.entries}
         described = [(flat.name, flat.dtype, flat.shape) for flat in flats.values()]
         head, entries = encode_header(described, as_text(self._snapshot.text))
-        writer = BlockWriter(path, tick)
-        try:
-            writer.write(memoryview(head))
-            for entry in entries:
-                _write_flat(writer, flats[entry.name], entry.numel)
-            return writer.finish()
-        finally:
-            writer.close()
+        nbytes = max([len(head), *(entry.stop for entry in entries)])
+        with progress_bar(self._shows, f"save step {self._step}", nbytes) as tick:
+            writer = BlockWriter(path, tick)
+            try:
+                writer.write(memoryview(head))
+                for entry in entries:
+                    _write_flat(writer, flats[entry.name], entry.numel)
+                return writer.finish()
+            finally:
+                writer.close()
 
 
 _ZEROS = memoryview(bytes(BLOCK_NBYTES))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
 import shutil
@@ -388,6 +389,33 @@ def _two_models(folder: str) -> None:
 
 def test_models_on_ranks_of_their_own_save_apart(tmp_path: Path) -> None:
     run_ranks(4, _two_models, str(tmp_path))
+
+
+def _progress(folder: str) -> list[str]:
+    model = FSDP(nn.Linear(5, 3))
+    shown = []
+    calls: list[Callable[[], Any]] = [
+        lambda: checkpoint.save(folder, model, step=7, progress=True),
+        lambda: checkpoint.load(Path(folder) / "step-00000007", model, progress=True),
+        lambda: checkpoint.save_safetensors(Path(folder) / "weights", model, progress=True),
+        lambda: checkpoint.load_safetensors(Path(folder) / "weights", model, progress=True),
+        lambda: checkpoint.save(folder, model, step=8),
+    ]
+    for call in calls:
+        with contextlib.redirect_stderr(io.StringIO()) as text:
+            call()
+        shown.append(text.getvalue())
+    return shown
+
+
+def test_progress_is_shown_on_the_first_rank_when_asked_for(tmp_path: Path) -> None:
+    first, second = run_ranks(2, _progress, str(tmp_path))
+    for text, what in zip(first, ("save step 7", "load step 7", "save weights", "load weights"), strict=False):
+        assert what in text
+        assert "B/s]" in text
+        assert "100%" in text
+    assert first[4] == ""
+    assert second == [""] * 5
 
 
 # -- what cannot work
