@@ -23,8 +23,8 @@ from typing import Any
 
 from torch import nn
 
+from ._instances import instances_in
 from ._state_dict_functions import FUNCTIONS, mixed, unknown_argument
-from ._state_dicts import instances_in
 
 __all__ = ["teach_torch"]
 

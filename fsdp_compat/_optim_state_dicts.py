@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from ._checks import require_bools, require_group, require_model_and_optimizer
 from ._engine import meeting
+from ._instances import instances_in, named_units, names_before
 from ._optimizers import convert
 from ._state.dry_run import states_to_be
 from ._state.holdings import holdings_of
@@ -20,7 +21,7 @@ from ._state.opaque import unshardable
 from ._state.optim import Form, Values, by_target, optim_state
 from ._state.optim_load import optim_state_to_load
 from ._state.sending import FirstRank
-from ._state_dicts import StateDicts, instances_in, named_units, names_before
+from ._state_dicts import StateDicts
 from .api import StateDictType
 
 __all__ = ["OptimStateDicts", "check_optimizer", "given_states", "taken_states", "warn_of_layout"]

@@ -25,13 +25,14 @@ from torch.optim import Optimizer
 
 from ._checks import RuntimeUsageError, wrong_type
 from ._engine import torch_private
+from ._instances import instances_in, named_units
 from ._optim_state_dicts import OptimStateDicts
 from ._optimizers import convert
 from ._state.model import store_of
 from ._state.names import clean_name
 from ._state.opaque import RankState
 from ._state.sending import FirstRank
-from ._state_dicts import StateDicts, instances_in, named_units
+from ._state_dicts import StateDicts
 from .api import (
     FullOptimStateDictConfig,
     FullStateDictConfig,

@@ -5,9 +5,8 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
-import functools
 import typing
-from collections.abc import Callable, Generator, Iterator, Mapping, MutableMapping
+from collections.abc import Generator, Iterator, Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -23,28 +22,21 @@ from ._checks import (
     require_module,
     wrong_type,
 )
-from ._engine import hooks, meeting, torch_private
-from ._engine.runtime import Runtime
-from ._engine.unit import Group, Unit
-from ._settings import Settings
+from ._engine import meeting, torch_private
+from ._engine.unit import Group
+from ._instances import Instance, instances_in, named_units, names_in_order
+from ._refusals import EVERYWHERE, not_loaded, others_in, refuse_values
 from ._state.first_rank import fill_from_first
 from ._state.formats import BoxedTensor, is_sharded
 from ._state.model import (
-    check_unit,
-    flat_names,
     full_entries,
-    gathered_unit,
     in_module_order,
-    is_flat_name,
     load_unit,
     local_entries,
-    other_local,
     sharded_entries,
     store_of,
-    wrong_value,
 )
-from ._state.names import FSDP_WRAPPED_MODULE, Wanted, clean_name, everything, wanted_by, without_checkpoint_wrapper
-from ._state.optim import NamedUnit
+from ._state.names import FSDP_WRAPPED_MODULE, clean_name, everything, wanted_by, without_checkpoint_wrapper
 from .api import (
     FullOptimStateDictConfig,
     FullStateDictConfig,
@@ -58,20 +50,14 @@ from .api import (
     StateDictType,
     as_ours,
 )
-from .errors import CheckpointError, FsdpCompatError, UsageError, explain
+from .errors import FsdpCompatError, UsageError, explain
 
-__all__ = ["StateDicts", "full_state", "instances_in", "named_units", "names_before"]
+__all__ = ["StateDicts"]
 
 
-class StateDicts(nn.Module):
-    """The part of an instance that gives and takes state. An instance has a unit, around a module that it holds."""
+class StateDicts(Instance):
+    """The part of an instance that gives and takes the model's state."""
 
-    _unit: Unit
-    _settings: Settings
-    _fsdp_wrapped_module: nn.Module
-    _state_settings: StateDictSettings
-    _attribute_order: dict[str, list[str]]  # by module: its parameters as they were, for the order of state dicts
-    _wanted: Wanted  # what a state dict that is being taken is to hold
     _loading: tuple[str, set[str]]  # while a state dict is loaded: where this is in it, and the keys of sharded forms
 
     def _begin_state_dicts(self, module: nn.Module) -> None:
@@ -85,11 +71,6 @@ class StateDicts(nn.Module):
         self._state_settings = _default_settings(StateDictType.FULL_STATE_DICT)
         self.register_load_state_dict_pre_hook(_before_load)
         self.register_load_state_dict_post_hook(_after_load)
-
-    @property
-    def _runtime(self) -> Runtime:
-        assert self._unit.runtime is not None
-        return self._unit.runtime
 
     # -- which form
 
@@ -286,14 +267,6 @@ class StateDicts(nn.Module):
         }
         return raw | {without_checkpoint_wrapper(name) for name in raw}
 
-    def _exact_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The names of buffers that are kept in another dtype than the user's model has them, with what they are in that."""
-        exact = self._unit.buffers.in_full() if self._unit.buffers is not None else {}
-        for path, child in self._fsdp_wrapped_module.named_modules(remove_duplicate=False) if exact else ():
-            for name in child._buffers:
-                if (id(child), name) in exact:
-                    yield clean_name(f"{path}.{name}".lstrip(".")), exact[id(child), name]
-
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load a state dict under the names the model had before wrapping: full, sharded in any way, or local, as its values say.
 
@@ -317,7 +290,7 @@ class StateDicts(nn.Module):
                     expected="a dict from names to tensors, as state_dict() returns it",
                     got=f"a {type(state_dict).__name__}",
                     where="load_state_dict(state_dict)",
-                    fix=_EVERYWHERE,
+                    fix=EVERYWHERE,
                 )
             )
         refuse_values(self, self._unit.label, state_dict, strict)
@@ -327,7 +300,7 @@ class StateDicts(nn.Module):
         except FsdpCompatError:
             raise
         except RuntimeError as error:  # torch says where things are here
-            raise _not_loaded(str(error).replace(f"{FSDP_WRAPPED_MODULE}.", ""), self._unit.label, state_dict) from error
+            raise not_loaded(str(error).replace(f"{FSDP_WRAPPED_MODULE}.", ""), self._unit.label, state_dict) from error
 
     def _without_ddp_prefix(self, state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
         """What DistributedDataParallel saved has names that begin with ``module.``."""
@@ -340,97 +313,6 @@ class StateDicts(nn.Module):
             setattr(without, "_metadata", metadata.copy())
         consume_prefix_in_state_dict_if_present(without, "module.")
         return without
-
-
-# -- before anything is loaded
-
-
-def refuse_values(model: nn.Module, label: str, state_dict: Mapping[str, Any], strict: bool) -> None:
-    """Raise CheckpointError, before anything changes, if a parameter's value is missing (``strict``) or cannot be its value.
-
-    model: an instance, or a module around some. label: what it is called in the error.
-    """
-    missing: list[str] = []
-    by_name = {clean_name(str(key)): value for key, value in state_dict.items()}
-    errors = [f"the key {key!r} is not a name" for key in state_dict if not isinstance(key, str)]
-    if not errors:
-        units = named_units(model)
-        for named in units:
-            if not named.unit.lent:
-                check_unit(named.unit, by_name, named.prefix, missing, errors)
-        for name, tensor in _others(model).items():
-            if tensor is not None and name in by_name:  # where a class of the user's loads by itself there is none
-                wrong = wrong_value(name, by_name[name], tuple(tensor.shape), tensor.dtype)
-                errors += [wrong] if wrong else []
-        known = {named.prefix + name for named in units for name in flat_names(named.unit)} | {
-            clean_name(name) for name, _ in model.named_parameters(remove_duplicate=False)
-        }
-        errors += [other_local(key, "no such flat parameter") for key in by_name if is_flat_name(key) and key not in known]
-    if strict and (missing or errors or _loads_plainly(model)):
-        others, order = _others(model), names_in_order(model, "")
-        if not errors:  # modules of torch forgive that these are missing
-            by_name.update((name, None) for name in others if name.endswith("num_batches_tracked"))
-        missing = [name for name in order if name in missing or (name in others and name not in by_name)]
-        known = {*order, *(clean_name(name) for name, _ in model.named_parameters(remove_duplicate=False))}
-        unexpected = [key for key in state_dict if clean_name(str(key)) not in known]
-        for kind, keys in (("Unexpected", unexpected), ("Missing", missing)):
-            if keys:
-                errors.insert(0, f"{kind} key(s) in state_dict: " + ", ".join(f'"{key}"' for key in keys) + ". ")
-    if errors:
-        lines = "\n\t".join(errors)
-        inner = model._fsdp_wrapped_module if isinstance(model, StateDicts) else model
-        raise _not_loaded(f"Error(s) in loading state_dict for {type(inner).__name__}:\n\t{lines}", label, state_dict)
-
-
-def _loads_plainly(model: nn.Module) -> bool:
-    """True if nobody changes keys on their way: what is missing or unknown can be said beforehand."""
-    return all(
-        type(child)._load_from_state_dict.__module__.startswith("torch.")
-        and all(
-            getattr(hook, "hook", hook) in (_before_load, _before_load_around, hooks.before_loading)
-            for hook in child._load_state_dict_pre_hooks.values()
-        )
-        for child in model.modules()
-    )
-
-
-def _others(model: nn.Module) -> dict[str, torch.Tensor | None]:
-    """What a module's state dict holds beside the units' parameters, by clean key; None for extra state."""
-    found: dict[str, torch.Tensor | None] = {}
-    managed = _managed(model)
-    for path, child in model.named_modules(remove_duplicate=False):
-        saved: dict[str, torch.Tensor | None] = {
-            name: tensor
-            for name, tensor in (*child._parameters.items(), *child._buffers.items())
-            if tensor is not None and id(tensor) not in managed and name not in child._non_persistent_buffers_set
-        }
-        if type(child).get_extra_state is not nn.Module.get_extra_state:
-            saved["_extra_state"] = None
-        own_way = not type(child)._load_from_state_dict.__module__.startswith("torch.")
-        found.update((clean_name(f"{path}.{name}".lstrip(".")), None if own_way else t) for name, t in saved.items())
-    return found
-
-
-_EVERYWHERE = (
-    "pass the loaded dict, on every rank; to load from rank 0 alone set "
-    "FullyShardedDataParallel.set_state_dict_type(model, StateDictType.FULL_STATE_DICT, FullStateDictConfig(rank0_only=True)) first"
-)
-
-
-def _not_loaded(what: str, where: str, state_dict: Mapping[str, Any]) -> CheckpointError:
-    fix = (
-        "load what state_dict() of the same model gave (of a file with more in it, the entry that holds the model); "
-        "strict=False lets keys differ, not shapes"
-    )
-    return CheckpointError(
-        explain(
-            what,
-            expected="a state dict of this model, full or sharded, with the names it had before wrapping",
-            got="the differences above",
-            where=where,
-            fix=fix if state_dict else _EVERYWHERE,
-        )
-    )
 
 
 # -- what is sent
@@ -484,7 +366,7 @@ def _fill(model: nn.Module, state_dict: Any, strict: bool, assign: bool) -> Any:
     managed = {
         f"{clean_name(path)}.{clean_name(name)}".lstrip(".")
         for path, child in model.named_modules(remove_duplicate=False)
-        if isinstance(child, StateDicts) and not child._unit.lent
+        if isinstance(child, Instance) and not child._unit.lent
         for group in child._unit.groups
         for member in store_of(group).members
         for name in member.names
@@ -495,13 +377,13 @@ def _fill(model: nn.Module, state_dict: Any, strict: bool, assign: bool) -> Any:
         instances[0]._settings.device,
         check=lambda given: refuse_values(model, label, given, strict),
         managed=managed,
-        others=_others(model),
+        others=others_in(model),
         assign=assign,
         where=f"load_state_dict of {label}",
     )
 
 
-def _ranks_of(instance: StateDicts) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _ranks_of(instance: Instance) -> tuple[tuple[int, ...], tuple[int, ...]]:
     mesh = instance._settings.mesh
     return mesh.shard.members, mesh.replica.members
 
@@ -626,126 +508,3 @@ def _after_load(instance: nn.Module, incompatible: Any) -> None:
     for keys in (incompatible.missing_keys, incompatible.unexpected_keys):
         keys[:] = [clean_name(key) if outermost and key.startswith(prefix) else key for key in keys if key not in sharded]
     self._loading = "", set()
-
-
-def names_in_order(model: nn.Module, base: str) -> list[str]:
-    """The keys of a module's state dict, as they came before anything was wrapped; those of local ones beside them.
-
-    model: an instance, or a module around some. base: what the keys begin with.
-    """
-    modules = [(clean_name(path), child) for path, child in model.named_modules(remove_duplicate=False)]
-    order: dict[str, list[str]] = {}
-    for path, child in modules:
-        if isinstance(child, StateDicts):  # inner instances know what their modules had
-            order.update((".".join(filter(None, (path, inner))), names) for inner, names in child._attribute_order.items())
-    names = []
-    for path, child in modules:
-        start = f"{base}{path}." if path else base
-        if isinstance(child, StateDicts):
-            names += [start + name for name in flat_names(child._unit)]
-        else:
-            attributes = dict.fromkeys((*order.get(path, ()), *child._parameters, *child._buffers, "_extra_state"))
-            names += [start + attribute for attribute in attributes]
-    return names
-
-
-def names_before(model: nn.Module) -> list[str]:
-    """The names of a model's parameters, in the order they had before anything was wrapped."""
-    outermost = [(name, child) for name, child in model.named_modules() if isinstance(child, StateDicts)]
-    if outermost and outermost[0][1] is model:
-        return names_in_order(model, "")
-    names = []
-    for path, child in model.named_modules():
-        if isinstance(child, StateDicts) and child._unit.is_root:
-            names += names_in_order(child, f"{clean_name(path)}.")
-    return names
-
-
-def full_state(model: nn.Module, wanted: Wanted) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (clean name, whole tensor on the CPU, a copy) of what is wanted of a model, unit by unit, see ``iter_full_state_dict``.
-
-    Collective, as far as it is consumed.
-    """
-    instances = instances_in(model)
-    for instance in instances:
-        instance._runtime.require_idle("iter_full_state_dict")
-        instance._runtime.require_parts("iter_full_state_dict")
-    meeting.meet("iter_full_state_dict", (group for each in instances for group in each._unit.groups))
-    position = {name: number for number, name in enumerate(names_in_order(model, ""))}
-    for owned in _by_owner(model):
-        found: list[tuple[list[str], Callable[[], torch.Tensor]]] = [
-            (names, functools.partial(_copy_on_cpu, tensor)) for names, tensor in owned.others_wanted(wanted)
-        ]
-        if isinstance(owned.owner, StateDicts):
-            owned.owner._runtime.require_idle("iter_full_state_dict")
-            owned.owner._runtime.rest()
-            found += gathered_unit(owned.owner._unit, [f"{path}." if path else "" for path in owned.paths], wanted)
-        found.sort(key=lambda entry: position.get(entry[0][0], len(position)), reverse=True)
-        while found:  # what was yielded is let go
-            names, make = found.pop()
-            value = make()
-            del make
-            for name in names:
-                yield name, value
-            del value
-
-
-def _copy_on_cpu(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().to("cpu", copy=True)
-
-
-@dataclasses.dataclass
-class _Owned:
-    """What a state dict holds of the modules of one instance, or of the module around all of them, and of no inner instance's."""
-
-    owner: nn.Module
-    paths: list[str]  # clean names of the owner
-    others: dict[str, torch.Tensor]  # by clean name: what is no unit's parameter
-
-    def others_wanted(self, wanted: Wanted) -> list[tuple[list[str], torch.Tensor]]:
-        """Return (its names that are wanted, tensor) of each that has any."""
-        found: dict[int, tuple[list[str], torch.Tensor]] = {}
-        for name, tensor in self.others.items():
-            if wanted(name, isinstance(tensor, nn.Parameter) and tensor.requires_grad):
-                found.setdefault(id(tensor), ([], tensor))[0].append(name)
-        return list(found.values())
-
-
-def _by_owner(model: nn.Module) -> list[_Owned]:
-    """Share the modules of ``model`` out to the instances that they belong to, the outer ones first."""
-    managed = _managed(model)
-    found: dict[nn.Module, _Owned] = {}
-    owner_of: dict[str, nn.Module] = {}  # by path
-    for path, child in model.named_modules(remove_duplicate=False):
-        owner = child if isinstance(child, StateDicts) or not path else owner_of[path.rpartition(".")[0]]
-        owner_of[path] = owner
-        its = found.setdefault(owner, _Owned(owner, [], {}))
-        if child is owner:
-            its.paths.append(clean_name(path))
-        for name, tensor in (*child._parameters.items(), *child._buffers.items()):
-            if tensor is not None and id(tensor) not in managed and name not in child._non_persistent_buffers_set:
-                its.others[clean_name(f"{path}.{name}".lstrip("."))] = tensor
-    for its in found.values():
-        for name, exact in its.owner._exact_buffers() if isinstance(its.owner, StateDicts) else ():
-            keys = [f"{path}.{name}".lstrip(".") for path in its.paths]
-            its.others.update((key, exact) for key in keys if key in its.others)
-    return list(found.values())
-
-
-def _managed(model: nn.Module) -> set[int]:
-    """The ids of what is registered for units' parameters."""
-    return {id(target) for named in named_units(model) for group in named.unit.groups for target, _ in group.store.targets}
-
-
-def named_units(model: nn.Module) -> list[NamedUnit]:
-    """The units in a model, which need not be one itself, with what their parameters' names begin with."""
-    found = []
-    for name, child in model.named_modules():
-        if isinstance(child, StateDicts):
-            prefix = clean_name(name)
-            found.append(NamedUnit(child._unit, f"{prefix}." if prefix else ""))
-    return found
-
-
-def instances_in(module: nn.Module) -> list[StateDicts]:
-    return [child for child in module.modules() if isinstance(child, StateDicts)]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from collections.abc import Callable, Iterator
 from typing import Literal
 
@@ -9,8 +11,10 @@ import torch
 from torch import nn
 
 from .._checks import require_module
-from .._state.names import wanted_by
-from .._state_dicts import full_state
+from .._engine import meeting
+from .._instances import Instance, instances_in, managed_in, names_in_order
+from .._state.model import gathered_unit
+from .._state.names import Wanted, clean_name, wanted_by
 
 __all__ = ["iter_full_state_dict"]
 
@@ -28,4 +32,75 @@ def iter_full_state_dict(
     the tensor that was yielded last. Extra state, which is no tensor, is left out.
     """
     require_module(model, "iter_full_state_dict")
-    return full_state(model, wanted_by(filter, "iter_full_state_dict"))
+    return _full_state(model, wanted_by(filter, "iter_full_state_dict"))
+
+
+def _full_state(model: nn.Module, wanted: Wanted) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield (clean name, whole tensor on the CPU, a copy) of what is wanted of a model, unit by unit, see ``iter_full_state_dict``.
+
+    Collective, as far as it is consumed.
+    """
+    instances = instances_in(model)
+    for instance in instances:
+        instance._runtime.require_idle("iter_full_state_dict")
+        instance._runtime.require_parts("iter_full_state_dict")
+    meeting.meet("iter_full_state_dict", (group for each in instances for group in each._unit.groups))
+    position = {name: number for number, name in enumerate(names_in_order(model, ""))}
+    for owned in _by_owner(model):
+        found: list[tuple[list[str], Callable[[], torch.Tensor]]] = [
+            (names, functools.partial(_copy_on_cpu, tensor)) for names, tensor in owned.others_wanted(wanted)
+        ]
+        if isinstance(owned.owner, Instance):
+            owned.owner._runtime.require_idle("iter_full_state_dict")
+            owned.owner._runtime.rest()
+            found += gathered_unit(owned.owner._unit, [f"{path}." if path else "" for path in owned.paths], wanted)
+        found.sort(key=lambda entry: position.get(entry[0][0], len(position)), reverse=True)
+        while found:  # what was yielded is let go
+            names, make = found.pop()
+            value = make()
+            del make
+            for name in names:
+                yield name, value
+            del value
+
+
+def _copy_on_cpu(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().to("cpu", copy=True)
+
+
+@dataclasses.dataclass
+class _Owned:
+    """What a state dict holds of the modules of one instance, or of the module around all of them, and of no inner instance's."""
+
+    owner: nn.Module
+    paths: list[str]  # clean names of the owner
+    others: dict[str, torch.Tensor]  # by clean name: what is no unit's parameter
+
+    def others_wanted(self, wanted: Wanted) -> list[tuple[list[str], torch.Tensor]]:
+        """Return (its names that are wanted, tensor) of each that has any."""
+        found: dict[int, tuple[list[str], torch.Tensor]] = {}
+        for name, tensor in self.others.items():
+            if wanted(name, isinstance(tensor, nn.Parameter) and tensor.requires_grad):
+                found.setdefault(id(tensor), ([], tensor))[0].append(name)
+        return list(found.values())
+
+
+def _by_owner(model: nn.Module) -> list[_Owned]:
+    """Share the modules of ``model`` out to the instances that they belong to, the outer ones first."""
+    managed = managed_in(model)
+    found: dict[nn.Module, _Owned] = {}
+    owner_of: dict[str, nn.Module] = {}  # by path
+    for path, child in model.named_modules(remove_duplicate=False):
+        owner = child if isinstance(child, Instance) or not path else owner_of[path.rpartition(".")[0]]
+        owner_of[path] = owner
+        its = found.setdefault(owner, _Owned(owner, [], {}))
+        if child is owner:
+            its.paths.append(clean_name(path))
+        for name, tensor in (*child._parameters.items(), *child._buffers.items()):
+            if tensor is not None and id(tensor) not in managed and name not in child._non_persistent_buffers_set:
+                its.others[clean_name(f"{path}.{name}".lstrip("."))] = tensor
+    for its in found.values():
+        for name, exact in its.owner._exact_buffers() if isinstance(its.owner, Instance) else ():
+            keys = [f"{path}.{name}".lstrip(".") for path in its.paths]
+            its.others.update((key, exact) for key in keys if key in its.others)
+    return list(found.values())

@@ -19,10 +19,10 @@ import torch
 from torch import nn
 
 from .. import _checks as checks
+from .._instances import named_units
 from .._layout.transfer import runs_of_part
 from .._optimizers import convert
 from .._state.model import store_of
-from .._state_dicts import named_units
 from ..errors import CheckpointError, explain
 from ._blocks import BLOCK_NBYTES, Facts, Wanted, damaged, memory_of, merged, nbytes_to_read, read_checked
 from ._header import Entry, dtype_of, length_of_header, parse_header

@@ -12,7 +12,7 @@ from torch import nn
 from .._engine import meeting, torch_private
 from .._engine.collectives import Communicator, communicator
 from .._engine.mesh import Mesh
-from .._state_dicts import StateDicts, instances_in
+from .._instances import Instance, instances_in
 from ..errors import CheckpointError, StateError, UsageError, explain
 
 __all__ = ["Postbox", "Ranks", "agree", "ranks_of"]
@@ -34,7 +34,7 @@ class Ranks:
         return [its for copy in replica.gather_objects(shard.gather_objects(value)) for its in copy]
 
 
-def ranks_of(model: nn.Module, call: str) -> tuple[list[StateDicts], Ranks]:
+def ranks_of(model: nn.Module, call: str) -> tuple[list[Instance], Ranks]:
     """Return the instances in ``model``, and the ranks they are spread over, who meet here. Collective.
 
     Raises UsageError where there are none, StateError if the ranks do not all make this call.

@@ -19,9 +19,9 @@ import torch
 from torch import nn
 
 from .. import _checks as checks
+from .._instances import Instance, named_units, names_before
 from .._layout.spec import Interval
 from .._state.model import store_of
-from .._state_dicts import StateDicts, named_units, names_before
 from ..errors import CheckpointError, UsageError, explain
 from ._blocks import BLOCK_NBYTES, Tick, Wanted, memory_of, read_plain, sync_directory
 from ._header import METADATA, Entry, encode_header, is_known, read_header
@@ -208,7 +208,7 @@ def _check_arguments(call: str, path: Any, rename: Any, dtype: Any, progress: An
     require_bar(progress, f"{call}(..., progress=True)")
 
 
-def _require_rest(instances: list[StateDicts], call: str) -> None:
+def _require_rest(instances: list[Instance], call: str) -> None:
     for instance in instances:
         instance._runtime.require_idle(call)
         instance._runtime.require_parts(call)

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from .. import _checks as checks
-from .._state_dicts import named_units
+from .._instances import named_units
 from ..errors import CheckpointError, FsdpCompatError, UsageError, explain
 from . import _directory as directory
 from ._blocks import BLOCK_NBYTES, BlockWriter, Facts, memory_of

@@ -543,7 +543,15 @@ def test_an_object_is_made_without_running_code_of_its_class() -> None:
 def test_no_text_runs_code_of_a_class(kind: type) -> None:
     for attributes in ({}, {"loud": 1}, {"__class__": 1}, {"__dict__": {"a": 1}}, {"__init__": 1}, [], "a", None):
         made = {"@object": [f"{HERE}:{kind.__name__}", attributes]}
-        for content in (made, {"@dict": [[made, 1], [made, 2]]}, {"@set": [made, made]}, {"@counter": [[made, 1]]}):
+        contents: list[Any] = [made]
+        for key in (
+            made,
+            {"@tuple": [1, made]},
+            {"@frozenset": [{"@tuple": [made]}]},
+            {"@named_tuple": [f"{HERE}:Point", [made, 1]]},
+        ):
+            contents += [{"@dict": [[key, 1], [key, 2]]}, {"@set": [key, key]}, {"@counter": [[key, 1]]}]
+        for content in contents:
             ran.clear()
             with contextlib.suppress(CheckpointError):
                 decode(content, "extra", {}.__getitem__)

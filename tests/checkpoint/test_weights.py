@@ -635,7 +635,8 @@ def _refused_saves(folder: Path) -> dict[str, Outcome]:
         (folder / "index" / INDEX).write_text("old")
         (folder / "parts" / "model-00001-of-00002.safetensors").write_text("old")
         (folder / "file").write_text("old")
-        (folder / "mine").mkdir()
+        (folder / "mine" / "0").mkdir(parents=True)
+        (folder / "mine" / "1").mkdir()
     dist.barrier()
     mine = Path(f"{folder}/mine/{dist.get_rank()}")  # as if on disks of their own
     calls: dict[str, Callable[[], object]] = {

@@ -32,9 +32,9 @@ from fsdp_compat import (
     StateDictType,
 )
 from fsdp_compat import FullyShardedDataParallel as FSDP
+from fsdp_compat._instances import named_units
 from fsdp_compat._state.names import clean_name
 from fsdp_compat._state.sending import FirstRank
-from fsdp_compat._state_dicts import named_units
 from fsdp_compat.errors import CheckpointError, FsdpCompatError, UsageError
 from fsdp_compat.wrap import ModuleWrapPolicy, always_wrap_policy
 from tests.support.ranks import run_ranks
