@@ -14,7 +14,7 @@ from tests.support.models import Block, Part, Program
 from tests.support.parity import Turn, make_pair
 from tests.support.ranks import run_ranks
 
-NUM_PROGRAMS = 40  # per test, one step each
+NUM_PROGRAMS = 24  # per test, one step each
 
 
 def _random_step(seed: int, model: nn.Module, x: Tensor, turn: Turn) -> Tensor:
