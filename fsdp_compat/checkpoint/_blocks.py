@@ -1,4 +1,4 @@
-"""Bytes of files in blocks: written and read once, with a checksum of each block.
+"""Bytes of files in blocks, with a checksum of each block.
 
 The checksum is zlib's CRC-32, of every 4 MiB of the file from its first byte on. It is computed on a second thread, beside the
 system calls, as both leave the interpreter's lock.
@@ -12,7 +12,7 @@ import os
 import queue
 import threading
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,16 +25,17 @@ __all__ = [
     "BlockWriter",
     "Facts",
     "Wanted",
+    "check",
     "damaged",
     "memory_of",
     "merged",
-    "nbytes_to_read",
-    "read_checked",
+    "nbytes_to_check",
     "read_plain",
     "sync_directory",
 ]
 
 BLOCK_NBYTES = 4 << 20
+QUEUED = 8  # calls that wait for the second thread
 
 Tick = Callable[[int], object]  # told of bytes that are done
 
@@ -53,14 +54,31 @@ class Facts:
 
 @dataclasses.dataclass(frozen=True)
 class Wanted:
-    """A run of a file's bytes, and where they go."""
+    """A run of elements in a file, and where they go."""
 
-    start: int  # in the file
-    target: torch.Tensor  # 1-D, contiguous, on the CPU; as many bytes as are wanted
+    start: int  # byte in the file
+    target: torch.Tensor  # 1-D, contiguous
+    dtype: torch.dtype | None = None  # of the elements in the file; None: the target's
+    through: torch.dtype | None = None  # a dtype that they are rounded to on the way
+
+    @property
+    def stored(self) -> torch.dtype:
+        return self.dtype or self.target.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """How many bytes of the file it is."""
+        return self.target.numel() * self.stored.itemsize
 
     @property
     def stop(self) -> int:
-        return self.start + self.target.nbytes
+        return self.start + self.nbytes
+
+    @property
+    def is_direct(self) -> bool:
+        """True where the file's bytes are the target's."""
+        as_it_is = self.stored == self.target.dtype and self.through in (None, self.stored)
+        return as_it_is and self.target.device.type == "cpu"
 
 
 def memory_of(tensor: torch.Tensor) -> memoryview:
@@ -77,10 +95,9 @@ def merged(wanted: Sequence[Wanted]) -> list[Wanted]:
     found: list[Wanted] = []
     for one in sorted(wanted, key=lambda one: one.start):
         last = found[-1] if found else None
-        if last is not None and one.start == last.stop and _follows(one.target, last.target):
-            whole = torch.empty(0, dtype=torch.uint8)
-            first = last.target.data_ptr() - last.target.untyped_storage().data_ptr()
-            whole.set_(last.target.untyped_storage(), first, (one.stop - last.start,), (1,))
+        direct = last is not None and one.is_direct and last.is_direct
+        if last is not None and direct and one.start == last.stop and _follows(one.target, last.target):
+            whole = last.target.view(torch.uint8).as_strided((one.stop - last.start,), (1,))
             found[-1] = Wanted(last.start, whole)
         else:
             found.append(one)
@@ -106,7 +123,7 @@ class _Aside:
 
     def __init__(self) -> None:
         self.results: list[Any] = []
-        self._queue: queue.Queue[tuple[Callable[..., Any], Any] | None] = queue.Queue(8)
+        self._queue: queue.Queue[tuple[Callable[..., Any], Any] | None] = queue.Queue(QUEUED)
         self._thread: threading.Thread | None = threading.Thread(target=self._run, daemon=True, name="fsdp_compat checksums")
         try:
             self._thread.start()
@@ -187,10 +204,16 @@ class BlockWriter:
 
 
 def read_plain(path: Path, wanted: Sequence[Wanted], tick: Tick) -> None:
-    """Read runs of bytes of a file that has no checksums. Raises CheckpointError where it ends too early, OSError."""
+    """Read runs, straight to where they go or, to another dtype or device, by way of a buffer of 4 MiB.
+
+    Raises CheckpointError where the file ends too early, OSError.
+    """
     descriptor = os.open(path, os.O_RDONLY)
     try:
         for one in sorted(wanted, key=lambda one: one.start):
+            if not one.is_direct:
+                _read_converted(descriptor, one, path, tick)
+                continue
             memory = memory_of(one.target)
             for start in range(0, len(memory), BLOCK_NBYTES):
                 piece = memory[start : start + BLOCK_NBYTES]
@@ -200,11 +223,26 @@ def read_plain(path: Path, wanted: Sequence[Wanted], tick: Tick) -> None:
         os.close(descriptor)
 
 
-def read_checked(path: Path, facts: Facts, wanted: Sequence[Wanted], tick: Tick) -> None:
-    """Read runs of bytes, and with them the blocks that they lie in, each once, and compare the checksums.
+def _read_converted(descriptor: int, one: Wanted, path: Path, tick: Tick) -> None:
+    through = one.through if one.stored.is_floating_point else None
+    size = one.stored.itemsize
+    chunk = BLOCK_NBYTES // (size if through is None else size + through.itemsize)
+    buffer = torch.empty(min(chunk, one.target.numel()), dtype=one.stored)
+    rounded = None if through is None else torch.empty_like(buffer, dtype=through)
+    for at in range(0, one.target.numel(), chunk):
+        values = buffer[: min(chunk, one.target.numel() - at)]
+        _read_into(descriptor, memory_of(values), one.start + at * size, path)
+        tick(values.nbytes)
+        if rounded is not None:
+            values = rounded[: values.numel()].copy_(values)
+        one.target[at : at + values.numel()].copy_(values)
 
-    Raises CheckpointError for a file that is missing, has another length, or in which a block is not what was written: then what
-    the targets hold is not to be used.
+
+def check(path: Path, facts: Facts, wanted: Sequence[Wanted], tick: Tick) -> None:
+    """Read the blocks that hold anything wanted, each once, compare their checksums, and keep nothing.
+
+    Raises CheckpointError for a file that is missing, has another length, or in which a block is not what was written. What follows
+    reads from the system's memory what was read here, without new memory of its own for it.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY)
@@ -214,26 +252,18 @@ def read_checked(path: Path, facts: Facts, wanted: Sequence[Wanted], tick: Tick)
         found = os.fstat(descriptor).st_size
         if found != facts.nbytes:
             raise damaged(path, f"a file of {facts.nbytes} bytes", f"{found} bytes")
-        blocks, aside = [], _Aside()
+        blocks, aside = _blocks_of(facts.nbytes, wanted), _Aside()
+        buffers = [memoryview(bytearray(BLOCK_NBYTES)) for _ in range(min(len(blocks), QUEUED + 2))]  # others wait to be looked at
         try:
-            for block, parts in _by_block(facts.nbytes, wanted):
-                start, stop = block * BLOCK_NBYTES, min((block + 1) * BLOCK_NBYTES, facts.nbytes)
-                first = parts[0]
-                if first.start <= start and stop <= first.stop:  # straight to where it goes
-                    memory = memory_of(first.target)[start - first.start : stop - first.start]
-                    parts = parts[1:]
-                else:
-                    memory = memoryview(bytearray(stop - start))
+            for number, block in enumerate(blocks):
+                start = block * BLOCK_NBYTES
+                memory = buffers[number % len(buffers)][: min(BLOCK_NBYTES, facts.nbytes - start)]
                 _read_into(descriptor, memory, start, path)
-                blocks.append(block)
                 aside.do(zlib.crc32, memory)
-                for part in parts:
-                    low, high = max(start, part.start), min(stop, part.stop)
-                    memory_of(part.target)[low - part.start : high - part.start] = memory[low - start : high - start]
-                tick(stop - start)
+                tick(len(memory))
         finally:
-            aside.end()
-        for block, checksum in zip(blocks, aside.results, strict=True):
+            checksums = aside.end()
+        for block, checksum in zip(blocks, checksums, strict=True):
             if checksum != facts.checksums[block]:
                 raise damaged(
                     path,
@@ -244,22 +274,20 @@ def read_checked(path: Path, facts: Facts, wanted: Sequence[Wanted], tick: Tick)
         os.close(descriptor)
 
 
-def nbytes_to_read(facts: Facts, wanted: Sequence[Wanted]) -> int:
-    """Return how many bytes ``read_checked`` reads: those of whole blocks."""
-    return sum(min(BLOCK_NBYTES, facts.nbytes - block * BLOCK_NBYTES) for block, _ in _by_block(facts.nbytes, wanted))
+def nbytes_to_check(facts: Facts, wanted: Sequence[Wanted]) -> int:
+    """Return how many bytes ``check`` reads: those of whole blocks."""
+    return sum(min(BLOCK_NBYTES, facts.nbytes - block * BLOCK_NBYTES) for block in _blocks_of(facts.nbytes, wanted))
 
 
-def _by_block(nbytes: int, wanted: Sequence[Wanted]) -> Iterator[tuple[int, list[Wanted]]]:
-    """Yield the blocks that hold anything wanted, in order, each with what is wanted of it."""
-    found: dict[int, list[Wanted]] = {}
+def _blocks_of(nbytes: int, wanted: Sequence[Wanted]) -> list[int]:
+    """Return the blocks that hold anything wanted, in order."""
+    found: set[int] = set()
     for one in wanted:
-        if not one.target.nbytes:
-            continue
         if one.stop > nbytes:
             raise ValueError(f"bytes {one.start} to {one.stop} are wanted of {nbytes}")
-        for block in range(one.start // BLOCK_NBYTES, -(-one.stop // BLOCK_NBYTES)):
-            found.setdefault(block, []).append(one)
-    yield from sorted(found.items())
+        if one.nbytes:
+            found.update(range(one.start // BLOCK_NBYTES, -(-one.stop // BLOCK_NBYTES)))
+    return sorted(found)
 
 
 def _read_into(descriptor: int, memory: memoryview, start: int, path: Path) -> None:

@@ -1,17 +1,16 @@
 """Loading: every rank works out from the manifest which bytes it needs, reads these alone, and changes nothing until all ranks have
-what they need and its checksums hold.
+found that their files are there and the checksums hold.
 
-What is read goes to memory of its own first: for parameters as much again as this rank's shards, for states the tensors that the
-optimizer gets.
+Files are read twice: once to check them, and once to where the values go, which is then out of the system's memory. To keep what
+was read the first time would take as much memory again, and more time: to be given fresh memory takes longer than to read.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ from .._layout.transfer import runs_of_part
 from .._optimizers import convert
 from .._state.model import store_of
 from ..errors import CheckpointError, explain
-from ._blocks import BLOCK_NBYTES, Facts, Wanted, damaged, memory_of, merged, nbytes_to_read, read_checked
+from ._blocks import BLOCK_NBYTES, Facts, Wanted, check, damaged, memory_of, merged, nbytes_to_check, read_plain
 from ._header import Entry, dtype_of, length_of_header, parse_header
 from ._manifest import FlatGroup, file_name, read_manifest
 from ._progress import progress_bar, require_bar
@@ -76,9 +75,9 @@ def load(
         if optimizer is not None:
             convert(optimizer)
         plan = _Plan(Path(path), model, optimizer, ranks)
-        plan.read(progress and ranks.number == 0)
+        plan.source.check(progress and ranks.number == 0)
     except Exception as error:
-        problem = _as_checkpoint_error(error, path)
+        problem = _as_checkpoint_error(error, path, "nothing was loaded")
     identities = agree(ranks, problem, "" if plan is None else plan.source.manifest.identity, call)
     assert plan is not None
     if len(set(identities)) > 1:
@@ -91,10 +90,16 @@ def load(
                 fix="pass one path on all ranks; call latest(folder) when no save is under way",
             )
         )
-    return plan.commit()
+    extra = None
+    try:
+        extra = plan.commit(progress and ranks.number == 0)
+    except Exception as error:
+        problem = _as_checkpoint_error(error, path, "a part was loaded before: load again")
+    agree(ranks, problem, None, call)
+    return extra
 
 
-def _as_checkpoint_error(error: Exception, path: Any) -> Exception:
+def _as_checkpoint_error(error: Exception, path: Any, state: str) -> Exception:
     if not isinstance(error, OSError):
         return error
     made = CheckpointError(
@@ -103,7 +108,7 @@ def _as_checkpoint_error(error: Exception, path: Any) -> Exception:
             expected="files that can be read",
             got=f"{type(error).__name__}: {error}",
             where=str(path),
-            fix="see that the files are there and readable; nothing was loaded",
+            fix=f"see that the files are there and readable; {state}",
         )
     )
     made.__cause__ = error
@@ -145,12 +150,13 @@ class _Source:
         return self._heads[number]
 
     def _checked(self, number: int, start: int, nbytes: int) -> bytes:
-        found = torch.empty(nbytes, dtype=torch.uint8)
-        read_checked(self.path / file_name(number), self._facts(number), [Wanted(start, found)], lambda nbytes: None)
+        path, found = self.path / file_name(number), torch.empty(nbytes, dtype=torch.uint8)
+        check(path, self._facts(number), [Wanted(start, found)], _nothing)
+        read_plain(path, [Wanted(start, found)], _nothing)
         return bytes(memory_of(found))
 
     def want(self, number: int, name: str, dtype: torch.dtype, start: int, target: torch.Tensor) -> None:
-        """Ask for elements of an entry, from ``start`` on, as many as ``target`` (1-D, of ``dtype``, on the CPU) has."""
+        """Ask for elements of an entry, of ``dtype``, from ``start`` on, as many as ``target`` (1-D) has."""
         entry = self.head(number).entries.get(name)
         size = dtype.itemsize
         if entry is None or (start + target.numel()) * size > entry.nbytes:
@@ -159,7 +165,7 @@ class _Source:
                 f"{start + target.numel()} elements of {dtype} under {name!r}",
                 "no such entry" if entry is None else f"{entry.nbytes} bytes",
             )
-        self._wanted.setdefault(number, []).append(Wanted(entry.start + start * size, target))
+        self._wanted.setdefault(number, []).append(Wanted(entry.start + start * size, target, dtype))
 
     def want_tensor(self, number: int, name: str) -> torch.Tensor:
         """Ask for a whole tensor; return where it will be."""
@@ -177,12 +183,19 @@ class _Source:
         """What the files that were read say is missing from them."""
         return sorted({name for head in self._heads.values() for name in head.text["left_out"]})
 
+    def check(self, shown: bool) -> None:
+        """Check all blocks that hold what is wanted."""
+        total = sum(nbytes_to_check(self._facts(number), wanted) for number, wanted in self._wanted.items())
+        with progress_bar(shown, f"check step {self.manifest.step}", total) as tick:
+            for number, wanted in sorted(self._wanted.items()):
+                check(self.path / file_name(number), self._facts(number), wanted, tick)
+
     def read(self, shown: bool) -> None:
-        """Read all that is wanted, and check it."""
-        total = sum(nbytes_to_read(self._facts(number), wanted) for number, wanted in self._wanted.items())
+        """Read all that is wanted to where it goes."""
+        total = sum(one.nbytes for wanted in self._wanted.values() for one in wanted)
         with progress_bar(shown, f"load step {self.manifest.step}", total) as tick:
             for number, wanted in sorted(self._wanted.items()):
-                read_checked(self.path / file_name(number), self._facts(number), merged(wanted), tick)
+                read_plain(self.path / file_name(number), merged(wanted), tick)
         self._wanted.clear()
 
 
@@ -205,7 +218,7 @@ class _Plan:
         self._model, self._optimizer, self._ranks = model, optimizer, ranks
         self._groups = named_groups(named_units(model))
         self._others: dict[str, Any] = {}
-        self._actions: list[Callable[[], object]] = []
+        self._to_clear: list[torch.Tensor] = []  # before anything is read: states of which a part has no values
         self._refuse_names()
         for named in self._groups:
             self._plan_parameters(named)
@@ -218,14 +231,12 @@ class _Plan:
         head = self.source.head(number)
         self._extra = decode(head.text["extra"], "extra", lambda name: self.source.want_tensor(number, name))
 
-    def read(self, shown: bool) -> None:
-        self.source.read(shown)
-
-    def commit(self) -> Any:
+    def commit(self, shown: bool) -> Any:
         """Change the model and the optimizer; return ``extra``."""
         with torch.no_grad():
-            for action in self._actions:
-                action()
+            for tensor in self._to_clear:
+                tensor.zero_()
+            self.source.read(shown)
         with without_groups(self._model, names_in(self._groups)):
             self._model.load_state_dict(self._others, strict=False)
         if self._optimizer is not None:
@@ -302,26 +313,12 @@ class _Plan:
 
     def _plan_parameters(self, named: NamedGroup) -> None:
         store = store_of(named.group)
-        parts = [self._part(named, index) for index in range(len(store.members))]
-        staged: dict[torch.dtype, torch.Tensor] = {}
-        for index, part in enumerate(parts):
+        for index in range(len(store.members)):
+            part = self._part(named, index)
             if part is None:
                 raise AssertionError(f"{named.names(index)[0]} was looked for before")
-            if part.group.dtype not in staged:
-                staged[part.group.dtype] = torch.zeros(store.numel, dtype=part.group.dtype)
-            place = store.layout.part_in_shard(index, store.rank)
-            values = staged[part.group.dtype][place.slice]
-            self._want_part(part, part.group.name, part.group.dtype, values)
-        dtypes = {part.group.dtype for part in parts if part is not None}
-        if len(dtypes) == 1:
-            whole = staged[dtypes.pop()]
-            self._actions.append(functools.partial(store.shard.detach().copy_, whole))
-            return
-        for index, part in enumerate(parts):
-            if part is not None:
-                place = store.layout.part_in_shard(index, store.rank)
-                values = staged[part.group.dtype][place.slice]
-                self._actions.append(functools.partial(store.shard.detach()[place.slice].copy_, values))
+            target = store.shard.detach()[store.layout.part_in_shard(index, store.rank).slice]
+            self._want_part(part, part.group.name, part.group.dtype, target)
 
     def _plan_others(self) -> None:
         saved = self.source.head(self._common).text["others"]
@@ -365,27 +362,32 @@ class _Plan:
         flat = target is store.flat_parameter
         state: dict[Any, Any] = {}
         cut: dict[Any, torch.Tensor] = {}
+        having: dict[Any, int] = {}  # how many of the parameters in it have a state
         for index, part in parts.items():
             numbers = list(dict.fromkeys([*(run[0] for run in part.runs), part.home]))
             place = store.layout.part_in_shard(index, store.rank)
             for key, entry, dtype in self._per_element(numbers, part):
                 if key not in cut:
-                    cut[key] = torch.zeros(target.numel(), dtype=dtype)
-                    state[key] = cut[key].view(target.shape)
-                whole = cut[key]
-                values = whole[place.slice] if flat else whole
-                if whole.dtype == dtype:
-                    self._want_part(part, entry, dtype, values)
-                else:  # parameters of one flat one had states of different dtypes
-                    staged = torch.zeros(values.numel(), dtype=dtype)
-                    self._want_part(part, entry, dtype, staged)
-                    self._actions.append(functools.partial(values.copy_, staged))
+                    state[key] = self._place_of_state(target, key, dtype)
+                    cut[key] = state[key].view(-1)
+                having[key] = having.get(key, 0) + 1
+                self._want_part(part, entry, dtype, cut[key][place.slice] if flat else cut[key])
             for key, values_of in self.source.head(part.home).text["scalars"].get(part.group.name, []):
                 for of, value in values_of:
                     if (of is None or part.index in of) and key not in state:
                         state[key] = decode(value, f"state {key!r}", inlined_again)
             self._add_own(state, named, index, part)
+        self._to_clear += [cut[key] for key, number in having.items() if number < len(parts)]
         return state
+
+    def _place_of_state(self, target: nn.Parameter, key: Any, dtype: torch.dtype) -> torch.Tensor:
+        """Return the tensor that a state is read to: what the optimizer has, where that is of the right kind, or a new one."""
+        assert self._optimizer is not None
+        present = (self._optimizer.state.get(target) or {}).get(key)
+        if type(present) is torch.Tensor and present.is_contiguous():
+            fits = (present.dtype, present.shape, present.device) == (dtype, target.shape, target.device)
+            return present if fits else torch.zeros(target.shape, dtype=dtype, device=target.device)
+        return torch.zeros(target.shape, dtype=dtype, device=target.device)
 
     def _per_element(self, numbers: Sequence[int], part: _Part) -> list[tuple[Any, str, torch.dtype]]:
         """Return (key, entry, dtype) of the states that a parameter has, as any of the files with a part of it says."""
@@ -457,3 +459,7 @@ def inlined_again(text: str) -> torch.Tensor:
 def _on(value: Any, parameter: torch.Tensor) -> Any:
     """States are where their parameter is; counts stay on the CPU, where optimizers have them."""
     return value.to(parameter.device) if isinstance(value, torch.Tensor) and value.dim() > 0 else value
+
+
+def _nothing(nbytes: int) -> None:
+    return None

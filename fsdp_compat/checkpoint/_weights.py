@@ -23,7 +23,7 @@ from .._instances import Instance, named_units, names_before
 from .._layout.spec import Interval
 from .._state.model import store_of
 from ..errors import CheckpointError, UsageError, explain
-from ._blocks import BLOCK_NBYTES, Tick, Wanted, memory_of, read_plain, sync_directory
+from ._blocks import BLOCK_NBYTES, Tick, Wanted, memory_of, merged, read_plain, sync_directory
 from ._header import METADATA, Entry, encode_header, is_known, read_header
 from ._progress import progress_bar, require_bar
 from ._ranks import Ranks, agree, ranks_of
@@ -92,8 +92,8 @@ def load_safetensors(
     total = sum(held.part.numel * entry.dtype.itemsize for held, _, entry in plan)
     try:
         with progress_bar(progress and ranks.number == 0, "load weights", total) as tick, torch.no_grad():
-            for held, file, entry in plan:
-                _read_run(held, file, entry, dtype, tick)
+            for file in dict.fromkeys(file for _, file, _ in plan):
+                read_plain(file, merged([_wanted(held, entry, dtype) for held, its, entry in plan if its == file]), tick)
         with without_groups(model, names_in(groups)):
             model.load_state_dict(others, strict=False)
     except Exception as error:
@@ -373,22 +373,8 @@ def _tensors_of(path: Path) -> dict[str, tuple[Path, Entry]]:
     return found
 
 
-def _read_run(held: _Held, file: Path, entry: Entry, dtype: torch.dtype | None, tick: Tick) -> None:
-    size, target = entry.dtype.itemsize, held.values
-    start = entry.start + held.part.start * size
-    direct = target.device.type == "cpu" and target.dtype == entry.dtype and (dtype is None or dtype == entry.dtype)
-    if direct:
-        read_plain(file, [Wanted(start, target)], tick)
-        return
-    chunk = BLOCK_NBYTES // (size if dtype is None else size + dtype.itemsize)
-    buffer = torch.empty(min(chunk, target.numel()), dtype=entry.dtype)
-    rounded = torch.empty_like(buffer, dtype=dtype) if dtype is not None and entry.dtype.is_floating_point else None
-    for at in range(0, target.numel(), chunk):
-        values = buffer[: min(chunk, target.numel() - at)]
-        read_plain(file, [Wanted(start + at * size, values)], tick)
-        if rounded is not None:
-            values = rounded[: values.numel()].copy_(values)
-        target[at : at + values.numel()].copy_(values)
+def _wanted(held: _Held, entry: Entry, dtype: torch.dtype | None) -> Wanted:
+    return Wanted(entry.start + held.part.start * entry.dtype.itemsize, held.values, entry.dtype, dtype)
 
 
 # -- writing

@@ -20,7 +20,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fsdp_compat.checkpoint import _blocks as blocks
-from fsdp_compat.checkpoint._blocks import BlockWriter, Facts, Wanted, memory_of, merged, read_checked, read_plain, sync_directory
+from fsdp_compat.checkpoint._blocks import BlockWriter, Facts, Wanted, check, memory_of, merged, read_plain, sync_directory
 from fsdp_compat.errors import CheckpointError
 
 BLOCK = 16  # in these tests
@@ -36,6 +36,12 @@ def small_blocks() -> Iterator[None]:
 
 def nothing(nbytes: int) -> None:
     pass
+
+
+def read_checked(path: Path, facts: Facts, wanted: list[Wanted], tick: Any) -> None:
+    """As loading does it."""
+    check(path, facts, wanted, tick)
+    read_plain(path, wanted, nothing)
 
 
 def content_of(nbytes: int) -> bytes:
@@ -310,10 +316,23 @@ def test_the_blocks_that_hold_what_is_wanted_are_read_once_and_no_others(
 ) -> None:
     content = content_of(83)
     facts = written(tmp_path / "file", content)
-    targets = [Wanted(start, cleared(nbytes)) for start, nbytes in wanted]
-    read_checked(tmp_path / "file", facts, targets, nothing)
+    check(tmp_path / "file", facts, [Wanted(start, cleared(nbytes)) for start, nbytes in wanted], nothing)
     assert reads.runs == expected
-    assert [bytes_of(one.target) for one in targets] == [content[start : start + nbytes] for start, nbytes in wanted]
+
+
+def test_elements_of_another_dtype_are_converted_and_rounded_on_the_way(tmp_path: Path) -> None:
+    values = torch.randn(50)
+    facts = written(tmp_path / "file", bytes(4), bytes(memory_of(values)))
+    whole, half, rounded = torch.zeros(30, dtype=torch.float64), torch.zeros(30, dtype=torch.bfloat16), torch.zeros(30)
+    wanted = [
+        Wanted(4 + 4 * 7, whole, torch.float32),
+        Wanted(4 + 4 * 7, half, torch.float32),
+        Wanted(4 + 4 * 7, rounded, torch.float32, torch.bfloat16),
+    ]
+    read_checked(tmp_path / "file", facts, wanted, nothing)
+    assert torch.equal(whole, values[7:37].double())
+    assert torch.equal(half, values[7:37].bfloat16())
+    assert torch.equal(rounded, values[7:37].bfloat16().float())
 
 
 def test_without_checksums_only_the_bytes_that_are_wanted_are_read(tmp_path: Path, reads: Reads) -> None:
