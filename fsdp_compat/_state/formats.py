@@ -28,6 +28,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from .._engine import torch_private
 from .._engine.collectives import gather_in_group
+from .._engine.storage import of_its_own_size
 from .._layout.box import Box, cut_into_boxes
 from .._layout.spec import FlatLayout, Interval, ParamSpec
 from .._stores.tensor_parallel import TensorParallel
@@ -206,7 +207,7 @@ class BoxedTensor(ShardedTensor):
     def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
         for shard in self._local_shards:
             if torch.Size(shard.metadata.shard_offsets) == index.offset:
-                return shard.tensor
+                return of_its_own_size(shard.tensor)
         raise ValueError(f"this rank holds no box of {index.fqn} at offsets {index.offset}")
 
     # -- how it is copied

@@ -6,7 +6,6 @@ system calls, as both leave the interpreter's lock.
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
 import os
 import queue
@@ -18,6 +17,7 @@ from typing import Any
 
 import torch
 
+from .._engine.storage import memory_of
 from ..errors import CheckpointError, explain
 
 __all__ = [
@@ -27,7 +27,6 @@ __all__ = [
     "Wanted",
     "check",
     "damaged",
-    "memory_of",
     "merged",
     "nbytes_to_check",
     "read_plain",
@@ -79,15 +78,6 @@ class Wanted:
         """True where the file's bytes are the target's."""
         as_it_is = self.stored == self.target.dtype and self.through in (None, self.stored)
         return as_it_is and self.target.device.type == "cpu"
-
-
-def memory_of(tensor: torch.Tensor) -> memoryview:
-    """Return the bytes of a contiguous CPU tensor, without a copy. They keep the tensor."""
-    if not tensor.nbytes:
-        return memoryview(b"")
-    held: Any = (ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())
-    held.tensor = tensor
-    return memoryview(held).cast("B")
 
 
 def merged(wanted: Sequence[Wanted]) -> list[Wanted]:

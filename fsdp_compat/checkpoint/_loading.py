@@ -18,12 +18,13 @@ import torch
 from torch import nn
 
 from .. import _checks as checks
+from .._engine.storage import memory_of
 from .._instances import named_units
 from .._layout.transfer import runs_of_part
 from .._optimizers import convert
 from .._state.model import store_of
 from ..errors import CheckpointError, explain
-from ._blocks import BLOCK_NBYTES, Facts, Wanted, check, damaged, memory_of, merged, nbytes_to_check, read_plain
+from ._blocks import BLOCK_NBYTES, Facts, Wanted, check, damaged, merged, nbytes_to_check, read_plain
 from ._header import Entry, dtype_of, length_of_header, parse_header
 from ._manifest import FlatGroup, file_name, read_manifest
 from ._progress import progress_bar, require_bar

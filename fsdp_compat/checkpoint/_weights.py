@@ -19,11 +19,12 @@ import torch
 from torch import nn
 
 from .. import _checks as checks
+from .._engine.storage import memory_of
 from .._instances import Instance, named_units, names_before
 from .._layout.spec import Interval
 from .._state.model import store_of
 from ..errors import CheckpointError, UsageError, explain
-from ._blocks import BLOCK_NBYTES, Tick, Wanted, memory_of, merged, read_plain, sync_directory
+from ._blocks import BLOCK_NBYTES, Tick, Wanted, merged, read_plain, sync_directory
 from ._header import METADATA, Entry, encode_header, is_known, read_header
 from ._progress import progress_bar, require_bar
 from ._ranks import Ranks, agree, ranks_of

@@ -16,10 +16,11 @@ import torch
 from torch import nn
 
 from .. import _checks as checks
+from .._engine.storage import memory_of
 from .._instances import named_units
 from ..errors import CheckpointError, FsdpCompatError, UsageError, explain
 from . import _directory as directory
-from ._blocks import BLOCK_NBYTES, BlockWriter, Facts, memory_of
+from ._blocks import BLOCK_NBYTES, BlockWriter, Facts
 from ._header import encode_header
 from ._manifest import Manifest, file_name, versions
 from ._progress import progress_bar, require_bar

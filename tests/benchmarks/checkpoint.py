@@ -355,6 +355,7 @@ def measure(entrants: Sequence[Entrant], rounds: int, folder: Path) -> Results:
                 on_first_rank(os.sync)  # no earlier call's bytes are on their way
                 timed(entrant, save, its_folder, results)
                 entrant.release()
+                on_first_rank(functools.partial(drop_pages, its_folder))  # the next save finds memory free
             for entrant in in_both:
                 its_folder = folder / entrant.name
                 lose(entrant.held())

@@ -19,8 +19,9 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from fsdp_compat._engine.storage import memory_of
 from fsdp_compat.checkpoint import _blocks as blocks
-from fsdp_compat.checkpoint._blocks import BlockWriter, Facts, Wanted, check, memory_of, merged, read_plain, sync_directory
+from fsdp_compat.checkpoint._blocks import BlockWriter, Facts, Wanted, check, merged, read_plain, sync_directory
 from fsdp_compat.errors import CheckpointError
 
 BLOCK = 16  # in these tests

@@ -14,7 +14,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from fsdp_compat.checkpoint._blocks import memory_of
+from fsdp_compat._engine.storage import memory_of
 from fsdp_compat.checkpoint._header import Entry, dtype_name, dtype_of, encode_header, read_header
 from fsdp_compat.errors import CheckpointError
 
