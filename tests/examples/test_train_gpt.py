@@ -21,7 +21,6 @@ from tests.support.ranks import run_ranks
 
 ROOT = Path(__file__).parents[2]
 SMALL = ["--dim", "32", "--layers", "2", "--heads", "2", "--context", "32", "--batch", "12", "--sample-bytes", "5"]
-STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")
 Losses = list[tuple[int, float]]
 
 
@@ -164,8 +163,10 @@ def test_it_learns(sixty_steps: dict[str, Losses]) -> None:
     assert sixty_steps["validation"][-1][1] < 3.7
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize(
+    ("num_ranks", "strategy"),
+    [(1, "FULL_SHARD"), (2, "FULL_SHARD"), (2, "SHARD_GRAD_OP"), (2, "NO_SHARD"), (3, "SHARD_GRAD_OP"), (4, "FULL_SHARD")],
+)
 def test_losses_do_not_depend_on_ranks_or_strategy(
     num_ranks: int, strategy: str, sixty_steps: dict[str, Losses], tmp_path: Path
 ) -> None:
