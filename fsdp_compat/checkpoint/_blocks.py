@@ -6,6 +6,7 @@ system calls, as both leave the interpreter's lock.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import queue
@@ -35,6 +36,9 @@ __all__ = [
 
 BLOCK_NBYTES = 4 << 20
 QUEUED = 8  # calls that wait for the second thread
+
+STARTED_NBYTES = 32 << 20  # are brought to the disk while the next ones are written
+_advise = getattr(os, "posix_fadvise", None)  # not on every system
 
 Tick = Callable[[int], object]  # told of bytes that are done
 
@@ -149,7 +153,7 @@ class BlockWriter:
         """Raises OSError, FileExistsError among them."""
         self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
         self._tick, self._aside = tick, _Aside()
-        self._nbytes = 0
+        self._nbytes = self._num_started = 0
         self._checksums: list[int] = []
         self._checksum, self._num_checked = 0, 0  # of the block that is not full yet
 
@@ -163,6 +167,15 @@ class BlockWriter:
                 rest = rest[os.write(self._descriptor, rest) :]
             self._nbytes += len(piece)
             self._tick(len(piece))
+            if self._nbytes - self._num_started >= STARTED_NBYTES:
+                self._start_writing()
+
+    def _start_writing(self) -> None:
+        """Let the system bring to the disk what it has, instead of waiting for all of it in the end."""
+        if _advise is not None:
+            with contextlib.suppress(OSError):
+                _advise(self._descriptor, self._num_started, self._nbytes - self._num_started, os.POSIX_FADV_DONTNEED)
+        self._num_started = self._nbytes
 
     def _check(self, data: memoryview) -> None:
         while data:

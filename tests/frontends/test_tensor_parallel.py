@@ -186,6 +186,7 @@ def whole(value: Tensor) -> Tensor:
 
 
 plans = pytest.mark.parametrize("plan", [blocks_only, whole_sequence])
+each_plan = pytest.mark.parametrize(("plan", "use_orig_params"), [(blocks_only, True), (whole_sequence, False)])
 
 
 # -- training
@@ -203,8 +204,7 @@ def _trains(plan: Plan, use_orig_params: bool) -> None:
                 pair.step()
 
 
-@both_forms
-@plans
+@each_plan
 def test_two_dimensions_train_as_unsharded(plan: Plan, use_orig_params: bool) -> None:
     run_ranks(4, _trains, plan, use_orig_params, timeout=120)
 
@@ -237,8 +237,7 @@ def _trains_partly_frozen(plan: Plan, use_orig_params: bool) -> None:
                 pair.step()
 
 
-@both_forms
-@plans
+@each_plan
 def test_frozen_parts_stay(plan: Plan, use_orig_params: bool) -> None:
     run_ranks(4, _trains_partly_frozen, plan, use_orig_params)
 
@@ -254,8 +253,7 @@ def _accumulates(plan: Plan, use_orig_params: bool) -> None:
             pair.assert_state_equal()
 
 
-@both_forms
-@plans
+@each_plan
 def test_gradients_accumulate(plan: Plan, use_orig_params: bool) -> None:
     run_ranks(4, _accumulates, plan, use_orig_params)
 
@@ -326,8 +324,7 @@ def _saves_and_loads(plan: Plan, use_orig_params: bool) -> None:
     assert bool(state) is (pair.rank == 0)
 
 
-@both_forms
-@plans
+@each_plan
 def test_full_state_dicts_hold_whole_tensors_and_load_back(plan: Plan, use_orig_params: bool) -> None:
     run_ranks(4, _saves_and_loads, plan, use_orig_params)
 
@@ -357,8 +354,7 @@ def _moves_optimizer_state(plan: Plan, use_orig_params: bool) -> None:
     numbered.step()
 
 
-@both_forms
-@plans
+@each_plan
 def test_the_optimizers_state_is_whole_and_loads_back(plan: Plan, use_orig_params: bool) -> None:
     run_ranks(4, _moves_optimizer_state, plan, use_orig_params)
 
@@ -386,8 +382,7 @@ def _shows_whole_parameters(plan: Plan, use_orig_params: bool) -> None:
     pair.step()
 
 
-@both_forms
-@plans
+@each_plan
 def test_whole_parameters_are_shown_and_written_back(plan: Plan, use_orig_params: bool) -> None:
     run_ranks(4, _shows_whole_parameters, plan, use_orig_params)
 
