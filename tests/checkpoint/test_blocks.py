@@ -6,8 +6,6 @@ import dataclasses
 import errno
 import os
 import random
-import subprocess
-import sys
 import threading
 import zlib
 from collections.abc import Iterator
@@ -204,29 +202,6 @@ def test_a_writer_that_is_closed_early_or_twice_leaves_nothing_behind(tmp_path: 
     written(tmp_path / "other", content_of(40))
     assert descriptors() == before
     assert not checksum_threads()
-
-
-def test_a_save_that_goes_on_after_the_program_has_ended_is_completed(tmp_path: Path) -> None:
-    """Python waits for threads that go on, but lets pools of threads take no more work then."""
-    program = f"""
-import threading
-from pathlib import Path
-from fsdp_compat.checkpoint._blocks import BlockWriter
-
-def run():
-    threading.main_thread().join()
-    writer.write(memoryview(bytes(10_000_000)))
-    assert writer.finish().nbytes == 10_000_000
-    print("completed")
-
-writer = BlockWriter(Path({str(tmp_path / "file")!r}), lambda nbytes: None)
-threading.Thread(target=run).start()
-"""
-    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
-    assert result.stdout == "completed\n", result.stderr
-
-
-# -- reading
 
 
 def test_each_flipped_bit_of_a_block_that_is_read_is_noticed(tmp_path: Path) -> None:

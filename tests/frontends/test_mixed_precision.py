@@ -113,10 +113,16 @@ def _compare_gradients(pair: Pair, dtype: torch.dtype) -> None:
         assert torch.allclose(got[name], p.grad, rtol=eps, atol=1e-7), name
 
 
-@both_forms
 @pytest.mark.parametrize(
-    ("num_ranks", "strategy", "shard_dtype"),
-    [(1, FULL_SHARD, FP32), (2, FULL_SHARD, FP32), (3, FULL_SHARD, BF16), (2, SHARD_GRAD_OP, FP64), (2, NO_SHARD, FP32)],
+    ("num_ranks", "strategy", "shard_dtype", "use_orig_params"),
+    [
+        (1, FULL_SHARD, FP32, True),
+        (2, FULL_SHARD, FP32, False),
+        (2, FULL_SHARD, FP32, True),
+        (3, FULL_SHARD, BF16, False),
+        (2, SHARD_GRAD_OP, FP64, True),
+        (2, NO_SHARD, FP32, False),
+    ],
 )
 def test_parameters_compute_in_one_dtype_and_gradients_travel_in_another(
     num_ranks: int, strategy: ShardingStrategy, shard_dtype: torch.dtype, use_orig_params: bool

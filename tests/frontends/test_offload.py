@@ -82,19 +82,19 @@ def _trains_in_every_way(strategy: ShardingStrategy, use_orig_params: bool, buil
         pair.compare_and_update(as_a_user=True)
 
 
-@both_forms
 @pytest.mark.parametrize(
-    ("num_ranks", "strategy"),
+    ("num_ranks", "strategy", "use_orig_params"),
     [
-        (1, FULL_SHARD),
-        (1, NO_SHARD),
-        (2, FULL_SHARD),
-        (2, SHARD_GRAD_OP),
-        (2, NO_SHARD),
-        (3, FULL_SHARD),
-        (4, FULL_SHARD),
-        (4, HYBRIDS[0]),
-        (4, HYBRIDS[1]),
+        (1, FULL_SHARD, True),
+        (1, NO_SHARD, False),
+        (2, FULL_SHARD, False),
+        (2, FULL_SHARD, True),
+        (2, SHARD_GRAD_OP, True),
+        (2, NO_SHARD, False),
+        (3, FULL_SHARD, True),
+        (4, FULL_SHARD, False),
+        (4, HYBRIDS[0], True),
+        (4, HYBRIDS[1], False),
     ],
 )
 def test_every_strategy_and_pattern_of_accumulation_trains_as_unsharded(
