@@ -28,7 +28,7 @@ from ._blocks import BLOCK_NBYTES, Facts, Wanted, check, damaged, merged, nbytes
 from ._header import Entry, dtype_of, length_of_header, parse_header
 from ._manifest import FlatGroup, file_name, read_manifest
 from ._progress import progress_bar, require_bar
-from ._ranks import Ranks, agree, ranks_of
+from ._ranks import Ranks, agree, as_ours, ranks_of, require_rest
 from ._snapshot import NamedGroup, held_by, named_groups, names_in, unmanaged, warn_of_left_out, without_groups
 from ._values import decode
 
@@ -56,7 +56,7 @@ def load(
     Raises:
         UsageError: an argument cannot work.
         CheckpointError: the checkpoint is another model's, or a file of it is missing, truncated, changed or another checkpoint's;
-            on all ranks, before anything has changed.
+            on all ranks, before anything has changed. If a file that was checked cannot be read again, the error says so.
     """
     call = "checkpoint.load"
     instances, ranks = ranks_of(model, call)
@@ -69,16 +69,13 @@ def load(
             raise checks.wrong_type("optimizer", "a torch.optim.Optimizer, or None", optimizer, call)
         checks.require_bools(call, progress=progress)
         require_bar(progress, f"{call}(..., progress=True)")
-        for instance in instances:
-            instance._runtime.require_idle(call)
-            instance._runtime.require_parts(call)
-            instance._runtime.rest()
+        require_rest(instances, call)
         if optimizer is not None:
             convert(optimizer)
         plan = _Plan(Path(path), model, optimizer, ranks)
         plan.source.check(progress and ranks.number == 0)
     except Exception as error:
-        problem = _as_checkpoint_error(error, path, "nothing was loaded")
+        problem = as_ours(error, "The checkpoint could not be read.", path, "nothing was loaded")
     identities = agree(ranks, problem, "" if plan is None else plan.source.manifest.identity, call)
     assert plan is not None
     if len(set(identities)) > 1:
@@ -95,25 +92,9 @@ def load(
     try:
         extra = plan.commit(progress and ranks.number == 0)
     except Exception as error:
-        problem = _as_checkpoint_error(error, path, "a part was loaded before: load again")
+        problem = as_ours(error, "The checkpoint could not be read.", path, "a part was loaded before: load again")
     agree(ranks, problem, None, call)
     return extra
-
-
-def _as_checkpoint_error(error: Exception, path: Any, state: str) -> Exception:
-    if not isinstance(error, OSError):
-        return error
-    made = CheckpointError(
-        explain(
-            "The checkpoint could not be read.",
-            expected="files that can be read",
-            got=f"{type(error).__name__}: {error}",
-            where=str(path),
-            fix=f"see that the files are there and readable; {state}",
-        )
-    )
-    made.__cause__ = error
-    return made
 
 
 @dataclasses.dataclass

@@ -15,7 +15,7 @@ from .._engine.mesh import Mesh
 from .._instances import Instance, instances_in
 from ..errors import CheckpointError, StateError, UsageError, explain
 
-__all__ = ["Postbox", "Ranks", "agree", "ranks_of"]
+__all__ = ["Postbox", "Ranks", "agree", "as_ours", "ranks_of", "require_rest"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,3 +122,28 @@ class Postbox:
         for key in self._posted:
             self._store.delete_key(key)
         self._posted.clear()
+
+
+def require_rest(instances: list[Instance], call: str) -> None:
+    """Raise StateError inside of a pass or of summon_full_params; bring all units to their sharded form."""
+    for instance in instances:
+        instance._runtime.require_idle(call)
+        instance._runtime.require_parts(call)
+        instance._runtime.rest()
+
+
+def as_ours(error: Exception, what: str, path: Any, state: str) -> Exception:
+    """Return ``error``, or what it means if it comes from the file system."""
+    if not isinstance(error, OSError):
+        return error
+    made = CheckpointError(
+        explain(
+            what,
+            expected="files that can be read and written",
+            got=f"{type(error).__name__}: {error}",
+            where=str(path),
+            fix=f"see that there is space and permission; {state}",
+        )
+    )
+    made.__cause__ = error
+    return made

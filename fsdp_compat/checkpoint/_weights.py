@@ -20,14 +20,14 @@ from torch import nn
 
 from .. import _checks as checks
 from .._engine.storage import memory_of
-from .._instances import Instance, named_units, names_before
+from .._instances import named_units, names_before
 from .._layout.spec import Interval
 from .._state.model import store_of
 from ..errors import CheckpointError, UsageError, explain
 from ._blocks import BLOCK_NBYTES, Tick, Wanted, merged, read_plain, sync_directory
 from ._header import METADATA, Entry, encode_header, is_known, read_header
 from ._progress import progress_bar, require_bar
-from ._ranks import Ranks, agree, ranks_of
+from ._ranks import Ranks, agree, as_ours, ranks_of, require_rest
 from ._snapshot import NamedGroup, named_groups, names_in, unmanaged, without_groups
 
 __all__ = ["load_safetensors", "save_safetensors"]
@@ -83,11 +83,11 @@ def load_safetensors(
     groups: list[NamedGroup] = []
     try:
         _check_arguments(call, path, rename, dtype, progress)
-        _require_rest(instances, call)
+        require_rest(instances, call)
         groups = named_groups(named_units(model))
         plan, others = _plan_of_reading(Path(path), model, groups, rename, call)
     except Exception as error:
-        problem = _as_ours(error, "The weights could not be read.", path, "nothing was loaded")
+        problem = as_ours(error, "The weights could not be read.", path, "nothing was loaded")
     places = [(held.names[0], file.name, entry.name, entry.start) for held, file, entry in plan]
     _require_alike(agree(ranks, problem, _digest(places, dtype), call), ranks, call)
     total = sum(held.part.numel * entry.dtype.itemsize for held, _, entry in plan)
@@ -98,7 +98,7 @@ def load_safetensors(
         with without_groups(model, names_in(groups)):
             model.load_state_dict(others, strict=False)
     except Exception as error:
-        problem = _as_ours(error, "The weights could not be read.", path, "a part of the weights was loaded before: load all again")
+        problem = as_ours(error, "The weights could not be read.", path, "a part of the weights was loaded before: load all again")
     agree(ranks, problem, None, call)
 
 
@@ -137,11 +137,11 @@ def save_safetensors(
         _check_arguments(call, path, rename, dtype, progress)
         if isinstance(max_file_nbytes, bool) or not isinstance(max_file_nbytes, int) or max_file_nbytes < 1:
             raise checks.wrong_type("max_file_nbytes", "a number of bytes, at least 1", max_file_nbytes, call)
-        _require_rest(instances, call)
+        require_rest(instances, call)
         plan = _Output(Path(path), model, rename, dtype, max_file_nbytes, call, ranks.number == 0)
         _refuse_existing(Path(path), call)
     except Exception as error:
-        problem = _as_ours(error, "The weights could not be saved.", path, "no file has its name yet")
+        problem = as_ours(error, "The weights could not be saved.", path, "no file has its name yet")
     told = agree(ranks, problem, (_digest(plan and plan.described()), uuid.uuid4().hex), call)
     _require_alike([digest for digest, _ in told], ranks, call)
     assert plan is not None
@@ -151,7 +151,7 @@ def save_safetensors(
             if turn is not None and problem is None:
                 turn(token, progress and ranks.number == 0)
         except Exception as error:
-            problem = _as_ours(error, "The weights could not be saved.", path, "no file has its name yet")
+            problem = as_ours(error, "The weights could not be saved.", path, "no file has its name yet")
         failed = ranks.exchange(problem is not None)
         if any(failed):
             break
@@ -160,7 +160,7 @@ def save_safetensors(
             if not any(failed):
                 plan.publish(token)
         except OSError as error:
-            problem = _as_ours(error, "The weights could not be saved.", path, "take away what has its name already")
+            problem = as_ours(error, "The weights could not be saved.", path, "take away what has its name already")
         plan.remove(token)
     agree(ranks, problem, None, call)
     return [Path(path) / name for name in plan.names]
@@ -207,13 +207,6 @@ def _check_arguments(call: str, path: Any, rename: Any, dtype: Any, progress: An
         raise checks.wrong_type("dtype", "a floating-point dtype, or None", dtype, call)
     checks.require_bools(call, progress=progress)
     require_bar(progress, f"{call}(..., progress=True)")
-
-
-def _require_rest(instances: list[Instance], call: str) -> None:
-    for instance in instances:
-        instance._runtime.require_idle(call)
-        instance._runtime.require_parts(call)
-        instance._runtime.rest()
 
 
 def _renamed(name: str, rename: Rename | None, call: str) -> str | None:
@@ -522,20 +515,3 @@ def _write_at(descriptor: int, data: memoryview, start: int) -> None:
     while data:
         num_written = os.pwrite(descriptor, data, start)
         data, start = data[num_written:], start + num_written
-
-
-def _as_ours(error: Exception, what: str, path: Any, state: str) -> Exception:
-    """Return ``error``, or what it means if it comes from the file system."""
-    if not isinstance(error, OSError):
-        return error
-    made = CheckpointError(
-        explain(
-            what,
-            expected="files that can be read and written",
-            got=f"{type(error).__name__}: {error}",
-            where=str(path),
-            fix=f"see that there is space and permission; {state}",
-        )
-    )
-    made.__cause__ = error
-    return made

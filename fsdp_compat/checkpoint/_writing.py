@@ -24,7 +24,7 @@ from ._blocks import BLOCK_NBYTES, BlockWriter, Facts
 from ._header import encode_header
 from ._manifest import Manifest, file_name, versions
 from ._progress import progress_bar, require_bar
-from ._ranks import Postbox, agree, ranks_of
+from ._ranks import Postbox, agree, ranks_of, require_rest
 from ._snapshot import Flat, NamedGroup, Snapshot, as_text, named_groups, take_snapshot
 
 __all__ = ["AsyncSave", "async_save", "save"]
@@ -165,10 +165,7 @@ class _Save:
         problem: BaseException | None = None
         try:
             _check_arguments(self.call, folder, optimizer, step, keep_last, progress)
-            for instance in instances:
-                instance._runtime.require_idle(self.call)
-                instance._runtime.require_parts(self.call)
-                instance._runtime.rest()
+            require_rest(instances, self.call)
             self._target = directory.directory_of(Path(folder), step)
             if self._target.exists():
                 raise _exists(self._target, self.call)
