@@ -12,6 +12,7 @@ import contextlib
 import dataclasses
 import enum
 import itertools
+import pickle
 import time
 import typing
 import weakref
@@ -24,6 +25,7 @@ import torch.distributed as dist
 from ..errors import StateError, explain
 from . import pulse, torch_private, watch
 from .mesh import Axis
+from .storage import memory_of
 
 # torch 2.13 renamed them; 2.11 and 2.12 have the older names only.
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -248,10 +250,15 @@ class _Grouped(_AnyRanks):
                     work.wait()
 
     def gather_objects(self, value: object) -> list[typing.Any]:
-        found: list[typing.Any] = [None] * self.ranks
+        packed = bytearray(pickle.dumps(value))  # torch's own all_gather_object needs numpy
+        device = torch_private.default_device_of_backend(self.group)
         with self._together("an exchange of what each rank holds"):
-            dist.all_gather_object(found, value, group=self.group)
-        return found
+            sizes = gather_in_group(self.group, torch.tensor([len(packed)], device=device)).tolist()
+            longest = max(sizes)
+            own = torch.zeros(longest, dtype=torch.uint8, device=device)
+            own[: len(packed)] = torch.frombuffer(packed, dtype=torch.uint8).to(device)
+            full = gather_in_group(self.group, own).cpu()
+        return [pickle.loads(memory_of(full[r * longest : r * longest + size])) for r, size in enumerate(sizes)]
 
 
 class _Native(_Grouped):

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from .._engine.storage import memory_of
 from .._engine.unit import Group
 from ..errors import CheckpointError, explain
 from .entries import Entry, classify_all, snapshot
@@ -151,7 +152,7 @@ def packed_bytes(value: object) -> torch.Tensor:
 
 def unpacked(packed: torch.Tensor, device: torch.device) -> Any:
     """The opposite of ``packed_bytes``, for what ranks of the same program have sent."""
-    return torch.load(io.BytesIO(packed.numpy().tobytes()), map_location=device, weights_only=False)
+    return torch.load(io.BytesIO(memory_of(packed.contiguous())), map_location=device, weights_only=False)
 
 
 def check_layout(holdings: Holdings, states: Mapping[str, Sequence[RankState]]) -> None:
