@@ -228,6 +228,8 @@ def resolve(module: nn.Module, arguments: Arguments) -> Settings:
                 BackwardPrefetch.BACKWARD_PRE: Prefetch.PRE,
             }[prefetch],
             uneven=bool(arguments.allow_unused_units),
+            # Processors that compute do not send meanwhile, so one buffer costs no time there.
+            reductions_in_flight=0 if arguments.limit_all_gathers and device.type in ("cpu", "meta") else 1,
         ),
         offload=offload.offload_params,
         full_precision_in_eval=os.environ.get("FSDP_USE_FULL_PREC_IN_EVAL", "") == "1",

@@ -86,7 +86,8 @@ class FullyShardedDataParallel(LegacyOptimStateDicts):
         device_id: where to compute and keep the shards; default: where the parameters are, or what the backend needs.
         sync_module_states: overwrite parameters and buffers with those of the group's first rank before sharding.
         forward_prefetch: gather the next unit in forward even with ``backward_prefetch=None``.
-        limit_all_gathers: accepted; two units at most are ever in flight.
+        limit_all_gathers: two units at most are gathered at a time, whatever it is. On the CPU the gradients of one unit at a time
+            collect or travel; with False, as always on devices with streams, those of one travel while the next one's collect.
         use_orig_params: the optimizer sees the module's own Parameter objects, as views of the shard, instead of FlatParameters.
         ignored_states: parameters, or modules, to ignore; not together with ``ignored_modules``.
         device_mesh: a 1-D mesh, for hybrid strategies also a 2-D one (replica, shard), instead of ``process_group``.

@@ -19,6 +19,7 @@ from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..errors import StateError, explain
+from .entries import Entries
 from .store import Shown
 
 if typing.TYPE_CHECKING:
@@ -128,10 +129,10 @@ class _GuardedForward:
         self._slot, self.hidden = slot, hidden
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        module = self._slot.module()
-        if self._slot.armed:
-            unit, attribute = next(iter(self._slot.armed.items()))
-            _refuse(unit(), module, attribute, f"a call of the {type(module).__name__} that holds it")
+        holder = self._slot.armed_holder()
+        if holder is not None:
+            module = self._slot.module()
+            _refuse(holder.unit(), module, holder.attribute, f"a call of the {type(module).__name__} that holds it")
         return self.__wrapped__(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _GuardedForward:
@@ -146,32 +147,49 @@ class _GuardedForward:
         return types.MethodType(type(module).forward, module) if module is not None else self
 
 
+class _Holder(typing.NamedTuple):
+    """A unit of which a module holds parts, and the attribute of one."""
+
+    guards: weakref.ref[Guards]
+    unit: weakref.ref[Unit]
+    attribute: str
+
+
 class _ForwardSlot:
     """A module whose forward is guarded while it holds parts: of one unit, or, with ties, of several."""
 
-    __slots__ = ("_guard", "armed", "module")
+    __slots__ = ("attributes", "guard", "holders", "module")
 
     def __init__(self, module: nn.Module) -> None:
-        self.module = weakref.ref(module)
-        self.armed: dict[weakref.ref[Unit], str] = {}  # units whose parts it holds, and an attribute of each
-        self._guard = _GuardedForward(self, None)
+        self.module, self.attributes = weakref.ref(module), module.__dict__
+        self.holders: list[_Holder] = []
+        self.guard = _GuardedForward(self, None)
 
-    def arm(self, attributes: dict[str, Any], unit: weakref.ref[Unit], attribute: str) -> None:
-        """attributes: of the module."""
-        self.armed[unit] = attribute
-        present = attributes.get("forward")
-        if present is not self._guard:
-            if present is not self._guard.hidden:  # another forward since: the guard before may be within it
-                self._guard = _GuardedForward(self, present)
-            attributes["forward"] = self._guard
+    def add(self, holder: _Holder) -> None:
+        self.holders = [*(other for other in self.holders if other.guards() is not None), holder]
 
-    def disarm(self, attributes: dict[str, Any], unit: weakref.ref[Unit]) -> None:
-        self.armed.pop(unit, None)
-        if not self.armed and attributes.get("forward") is self._guard:
-            if self._guard.hidden is None:
-                del attributes["forward"]
+    def armed_holder(self) -> _Holder | None:
+        """One whose parts the module holds now."""
+        return next((holder for holder in self.holders if (guards := holder.guards()) is not None and guards.armed), None)
+
+    @property
+    def is_plain(self) -> bool:
+        """True if the guard hides nothing, and goes when one unit does not need it any more."""
+        return self.guard.hidden is None and len(self.holders) == 1
+
+    def arm(self) -> None:
+        present = self.attributes.get("forward")
+        if present is not self.guard:
+            if present is not self.guard.hidden:  # another forward since: the guard before may be within it
+                self.guard = _GuardedForward(self, present)
+            self.attributes["forward"] = self.guard
+
+    def disarm(self) -> None:
+        if self.attributes.get("forward") is self.guard and self.armed_holder() is None:
+            if self.guard.hidden is None:
+                del self.attributes["forward"]
             else:
-                attributes["forward"] = self._guard.hidden
+                self.attributes["forward"] = self.guard.hidden
 
 
 _slots: WeakIdKeyDictionary = WeakIdKeyDictionary()  # {module: its _ForwardSlot}
@@ -182,50 +200,72 @@ class Guards:
 
     def __init__(self, unit: Unit, full: Sequence[Shown], sharded: Sequence[Shown]) -> None:
         """full, sharded: what is shown in the two forms, slot by slot."""
-        self._always: list[tuple[dict[str, Any], str, AbsentParameter]] = []
-        self._in_forward: list[tuple[dict[str, Any], str, AbsentParameter]] = []
-        self._forwards: dict[nn.Module, tuple[_ForwardSlot, dict[str, Any], str]] = {}
-        self._unit = weakref.ref(unit)
+        always: list[tuple[dict[str, Any], str, AbsentParameter]] = []
+        in_forward: list[tuple[dict[str, Any], str, AbsentParameter]] = []
+        self.armed = False
+        self._forwards: dict[nn.Module, _ForwardSlot] = {}
+        self._plain: Entries | None = None  # what `arm` puts and `disarm` takes where all slots are plain
         for slot, instead in zip(full, sharded, strict=True):
             module, attribute, leaf = slot
             if leaf is None:
                 continue
             placeholder = AbsentParameter(unit, module, attribute, leaf)
             if instead.parameter is None:
-                self._always.append((module.__dict__, attribute, placeholder))
+                always.append((module.__dict__, attribute, placeholder))
                 continue
-            self._in_forward.append((module.__dict__, attribute, placeholder))
+            in_forward.append((module.__dict__, attribute, placeholder))
             if module not in self._forwards and type(module).forward is not nn.Module.forward:
                 if module not in _slots:
                     _slots[module] = _ForwardSlot(module)
-                self._forwards[module] = _slots[module], module.__dict__, attribute
+                self._forwards[module] = _slots[module]
+                _slots[module].add(_Holder(weakref.ref(self), weakref.ref(unit), attribute))
+        self._always, self._in_forward, self._reads_armed = Entries(always), Entries(in_forward), False
+        for guards in {holder.guards() for slot in self._forwards.values() for holder in slot.holders} or (self,):
+            if guards is not None:
+                guards._look_at_forwards()
+
+    def _look_at_forwards(self) -> None:
+        """Somebody else holds parts of a module as well, or a guard hides another forward."""
+        slots = self._forwards.values()
+        self._plain = (
+            Entries((slot.attributes, "forward", slot.guard) for slot in slots) if all(s.is_plain for s in slots) else None
+        )
 
     def leave_forward(self, module: nn.Module) -> None:
         """The calls of ``module`` are those that gather: they are not refused."""
         self.disarm()
-        self._forwards.pop(module, None)
+        slot = self._forwards.pop(module, None)
+        if slot is not None:
+            slot.holders = [holder for holder in slot.holders if holder.guards() is not self]
+        self._look_at_forwards()
         self.arm()
 
     def arm(self) -> None:
-        for attributes, name, placeholder in self._always:
-            attributes[name] = placeholder
-        for slot, attributes, name in self._forwards.values():
-            slot.arm(attributes, self._unit, name)
+        self._always.put_in()
+        self.armed = True
+        if self._plain is not None and self._plain.are_free():
+            self._plain.put_in()
+            return
+        for slot in self._forwards.values():
+            slot.arm()
+        self._look_at_forwards()
+
+    def disarm(self) -> None:
+        self._always.take_out_own()
+        self.disarm_reads()
+        self.armed = False
+        if self._plain is not None and self._plain.stand():
+            self._plain.take_out()
+            return
+        for slot in self._forwards.values():
+            slot.disarm()
 
     def arm_reads(self) -> None:
         """A forward of the model runs: nobody reads parts now."""
-        for attributes, name, placeholder in self._in_forward:
-            attributes[name] = placeholder
+        self._in_forward.put_in()
+        self._reads_armed = True
 
     def disarm_reads(self) -> None:
-        for attributes, name, placeholder in self._in_forward:
-            if attributes.get(name) is placeholder:
-                del attributes[name]
-
-    def disarm(self) -> None:
-        for attributes, name, placeholder in self._always:
-            if attributes.get(name) is placeholder:
-                del attributes[name]
-        self.disarm_reads()
-        for slot, attributes, _ in self._forwards.values():
-            slot.disarm(attributes, self._unit)
+        if self._reads_armed:
+            self._in_forward.take_out_own()
+            self._reads_armed = False

@@ -31,8 +31,6 @@ from .unit import Call, Group, Residency, Unit, Zeroed
 
 __all__ = ["Runtime", "RuntimeOptions", "live_runtimes"]
 
-REDUCTIONS_IN_FLIGHT = 1  # groups whose gradients travel while the next one's collect: two reduce buffers in all
-
 
 @dataclasses.dataclass(frozen=True)
 class RuntimeOptions:
@@ -41,6 +39,7 @@ class RuntimeOptions:
     forward_prefetch: bool
     backward_prefetch: Prefetch
     uneven: bool  # ranks may use different units
+    reductions_in_flight: int = 0  # units whose gradients may still travel when those of a further one begin to collect
 
 
 class Backward:
@@ -72,17 +71,18 @@ class Runtime:
             label = f"unit {name!r}" if name else f"the root unit (a {type(unit.module).__name__})"
             unit.runtime, unit.label, unit.is_root = self, label, unit is root
             for group in unit.groups:
-                group.name = label
+                group.name, group.make_room = label, self._make_room
         self.groups = [group for unit in self.units for group in unit.groups]
         self._wires: list[Communicator] = list(
             {id(wire): wire for group in self.groups for wire in (group.shard, group.replica) if wire.ranks > 1}.values()
         )
         self._homes = list({id(group.home): group.home for group in self.groups if group.home.apart}.values())
         self._streams = compute_streams(root.options.device)
+        self._prefetches_backward = options.backward_prefetch is Prefetch.PRE
         self._ticks = itertools.count()
         self._stack: list[Call] = []
         self._forward_order, self._backward_order = Order(), Order()
-        self._reductions: collections.deque[Group] = collections.deque()  # oldest first
+        self._reductions: collections.deque[list[Group]] = collections.deque()  # those of a unit together, oldest first
         self._backward: Callable[[], Backward | None] = _nothing  # weak
         self._open = False  # a backward was begun and not ended
         self._notes_open = False  # some group has collected gradients that were not reduced
@@ -104,7 +104,7 @@ class Runtime:
         A compiler that runs what is called here does not look at what the engine does before and after.
         """
         compiler = torch_private.set_compiler(None)
-        call = self.call(unit)
+        call = Call(unit, next(self._ticks))
         try:
             try:
                 args, kwargs = self.enter(call, args, kwargs)
@@ -184,7 +184,7 @@ class Runtime:
         options = unit.options
         if outermost:
             args, kwargs = move_to(args, options.device), move_to(kwargs, options.device)
-        if (options.cast_inputs or (outermost and options.cast_root_inputs)) and call.form == 0:
+        if call.form == 0 and (options.cast_inputs or (outermost and options.cast_root_inputs)):
             args, kwargs = cast_floats(args, options.compute_dtype), cast_floats(kwargs, options.compute_dtype)
         return args, kwargs
 
@@ -206,9 +206,8 @@ class Runtime:
                 if stray is not None:
                     self._refuse_stray(unit, group, stray)
                 group.store.check(group.name)
-                group.follow_requires_grad(
-                    lambda group, index, leaf, unit=unit: hooks.on_gradient_of_leaf(unit, group, index, leaf)  # type: ignore[misc]
-                )
+                for index, leaf in group.follow_requires_grad():
+                    hooks.on_gradient_of_leaf(unit, group, index, leaf)
         if not self._has_values:
             self._require_values()
         for unit in self.units:
@@ -253,7 +252,7 @@ class Runtime:
         when the pass ends, so that a rank which skips a unit still serves it.
         """
         self._streams.join()
-        uneven = self._uneven
+        uneven = self.options.uneven or bool(self._serving)
         if uneven:
             if self._serving and unit.residency is Residency.SHARDED and unit not in order.to_issue:
                 self._issue_rest(order)
@@ -262,13 +261,10 @@ class Runtime:
                 self._gather_for_others(order.to_issue.pop(0), keep=unit)
         unit.gather(form)
         following = order.advance(unit)
-        if following is not None and not uneven and self._prefetches(backward):
+        if following is not None and not uneven and (self._prefetches_backward if backward else self.options.forward_prefetch):
             following.gather(following.wanted_form())
         unit.wait()
         unit.show(True)
-
-    def _prefetches(self, backward: bool) -> bool:
-        return self.options.backward_prefetch is Prefetch.PRE if backward else self.options.forward_prefetch
 
     def exit(self, call: Call, output: object) -> None:
         """A forward call has ended, with None where it raised. A recomputation frees nothing: backward is about to use it."""
@@ -281,7 +277,8 @@ class Runtime:
             unit.running = max(unit.running - 1, 0)
         call.exit, in_graph = next(self._ticks), False
         if torch.is_grad_enabled():
-            for tensor in itertools.chain(tensors_in(output), unit.attributes()):
+            outputs = (output,) if type(output) is torch.Tensor else tensors_in(output)
+            for tensor in itertools.chain(outputs, unit.attributes()):
                 if tensor.requires_grad and tensor.grad_fn is not None:
                     hooks.on_gradient_of_output(tensor, call)
                     in_graph = True
@@ -374,25 +371,33 @@ class Runtime:
     def _leave(self, unit: Unit, backward: Backward) -> None:
         """Start the reduction and free. A gradient that comes later starts a further reduction, which adds."""
         self._streams.join()
-        unit.calls.clear()
-        if unit in backward.entered:
+        if unit.calls:
+            unit.calls.clear()
             backward.entered.remove(unit)
+        found = []
         for group in unit.groups:
             group.collect()
-        if self.sync:
-            for group in unit.groups:
-                # A user's hook communicates by itself: with uneven use the ranks meet in it at the end of backward only.
-                if group.has_gradients and (group.hook is None or not self.options.uneven):
-                    self._reduce(group, backward)
+            # A user's hook communicates by itself: with uneven use the ranks meet in it at the end of backward only.
+            if self.sync and group.has_gradients and (group.hook is None or not self.options.uneven):
+                found.append(group)
+        if found:
+            self._reduce(found, backward)
         if not backward.keep:
             unit.free()
 
-    def _reduce(self, group: Group, backward: Backward) -> None:
-        backward.reduced.add(group)
-        while len(self._reductions) >= REDUCTIONS_IN_FLIGHT and not self.options.uneven:
-            self._reductions.popleft().finish_reduction()
-        group.start_reduction()
-        self._reductions.append(group)
+    def _reduce(self, groups: list[Group], backward: Backward) -> None:
+        """Start the reductions of a unit."""
+        backward.reduced.update(groups)
+        self._make_room()
+        for group in groups:
+            group.start_reduction()
+        self._reductions.append(groups)
+
+    def _make_room(self) -> None:
+        """A reduce buffer is about to be filled or sent: end so many earlier reductions that no more than wanted are held."""
+        while len(self._reductions) > self.options.reductions_in_flight and not self.options.uneven:
+            for group in self._reductions.popleft():
+                group.finish_reduction()
 
     def _end_backward(self, backward: Backward) -> None:
         """The graph task has ended: leave every unit, finish every reduction."""
@@ -407,11 +412,12 @@ class Runtime:
                     group.note_unreduced()
                     self._notes_open = True
             for _ in range(3):  # every stage for all groups, before the next for any
-                for group in self._reductions:
+                for group in itertools.chain.from_iterable(self._reductions):
                     if group.reduction is not None:
                         group.reduction.advance()
-            while self._reductions:
-                self._reductions.popleft().finish_reduction()
+            for group in itertools.chain.from_iterable(self._reductions):
+                group.finish_reduction()
+            self._reductions.clear()
             self._drain("gradients and parameters that this rank has sent")
         self._backward, self._open = _nothing, False
 
@@ -423,7 +429,7 @@ class Runtime:
             flags = wire.any_of(flags.to(self.root.options.device)).cpu()
         for group, used in zip(self.groups, flags.tolist(), strict=True):
             if used and group not in backward.reduced:
-                self._reduce(group, backward)
+                self._reduce([group], backward)
 
     def _drop_zeroed(self) -> None:
         """What zero_grad has cleared since a backward without communication is dropped from what was collected, too.

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import enum
 import itertools
+import operator
 import typing
 from collections.abc import Callable, Iterator, Sequence
 
@@ -18,6 +19,7 @@ from .buffers import CastBuffers
 from .collectives import Communicator, Pending, communicator
 from .device import home_of
 from .dtypes import Precision
+from .entries import Entries
 from .guards import Guards
 from .mesh import Mesh
 from .reduce import Collected, CommHook, HandedGradients, ReduceBuffer, Reduction, Wire, predivisor
@@ -39,15 +41,14 @@ class Residency(enum.Enum):
     GATHERING = enum.auto()  # holds: own shard + full buffer, not readable yet
     FULL = enum.auto()  # holds: own shard + full form, readable
 
+    __hash__ = object.__hash__  # that of enum.Enum is a function of Python, and moves are looked up several times a step
 
-_MOVES = frozenset(
-    {
-        (Residency.SHARDED, Residency.GATHERING),
-        (Residency.GATHERING, Residency.FULL),
-        (Residency.GATHERING, Residency.SHARDED),  # gathered on a wrong guess, or an exception came
-        (Residency.FULL, Residency.SHARDED),
-    }
-)
+
+_MOVES: dict[Residency, tuple[Residency, ...]] = {
+    Residency.SHARDED: (Residency.GATHERING,),
+    Residency.GATHERING: (Residency.FULL, Residency.SHARDED),  # sharded: gathered on a wrong guess, or an exception came
+    Residency.FULL: (Residency.SHARDED,),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,6 +86,7 @@ class Group:
     def __init__(self, store: ParamStore, mesh: Mesh, precision: Precision, device: torch.device, offload: bool = False) -> None:
         """Collective over the mesh, once per process group (see ``communicator``). offload: the shard is on the CPU."""
         self.name = ""  # of its unit, for errors; the runtime sets it
+        self.make_room: Callable[[], None] = _nothing  # before memory is taken for gradients; likewise
         self.store, self.precision, self.device = store, precision, device
         self.shard: Communicator = communicator(mesh.shard, device)
         self.replica: Communicator = communicator(mesh.replica, device)
@@ -97,6 +99,10 @@ class Group:
         self.memory = self.memories[0]
         self._leaves = [(index, leaf) for memory in self.memories for index, leaf in enumerate(memory.leaves)]
         self._small = [(index, leaf) for index, leaf in self._leaves if not _is_large(leaf)]
+        self._small_leaves, self._no_gradients = [leaf for _, leaf in self._small], [None] * len(self._small)
+        self._all_leaves = [leaf for _, leaf in self._leaves]
+        self._targets = [target for target, _ in store.targets]
+        self._told: tuple[list[bool], list[bool]] = ([], [])  # requires_grad of targets and leaves when they last agreed
         self._tag = self.shard.new_tag()
         grad_dtype = precision.grad if precision.grad not in (None, store.dtype) else None
         if grad_dtype is not None:
@@ -171,13 +177,16 @@ class Group:
             pending, self._gathering = self._gathering, None
             self.shard.end_gather(pending, f"the parameters of {self.name}")
 
-    def follow_requires_grad(self, make_hook: Callable[[Group, int, nn.Parameter], None]) -> None:
-        """Honour toggles on what the optimizer sees. ``make_hook(group, index, leaf)`` hooks a large leaf when it is first
-        trainable."""
+    def follow_requires_grad(self) -> list[tuple[int, nn.Parameter]]:
+        """Honour toggles on what the optimizer sees. Returns the large leaves, with their indices, that are trainable for the first
+        time: they need a hook."""
+        if (list(map(_requires_grad, self._targets)), list(map(_requires_grad, self._all_leaves))) == self._told:
+            return []
         for position, (target, indices) in enumerate(self.store.targets):
             if target.requires_grad is self._wanted[position]:
                 self._follow_leaves(target, indices)
             self._wanted[position] = target.requires_grad
+        found = []
         for memory in self.memories:
             leaves = memory.leaves
             for target, indices in self.store.targets:
@@ -188,7 +197,9 @@ class Group:
                         leaf.requires_grad_(wanted)
                     if wanted and leaf not in self._hooked and _is_large(leaf):
                         self._hooked.add(leaf)
-                        make_hook(self, index, leaf)
+                        found.append((index, leaf))
+        self._told = list(map(_requires_grad, self._targets)), list(map(_requires_grad, self._all_leaves))
+        return found
 
     def _follow_leaves(self, target: nn.Parameter, indices: Sequence[int]) -> None:
         """Somebody may have toggled a whole parameter inside of forward: that counts for what it is a part of."""
@@ -237,17 +248,21 @@ class Group:
 
     def collect(self) -> None:
         """Move the gradients of the small leaves, which autograd has left in ``.grad``."""
+        grads = list(map(_grad, self._small_leaves))
+        if not any(map(operator.is_not, grads, self._no_gradients)):
+            return
         found = []
-        for index, leaf in self._small:
-            grad = leaf.grad
+        for (index, leaf), grad in zip(self._small, grads, strict=True):
             if grad is not None:
                 leaf.grad = None
                 found.append((index, grad))
-        if found:
-            self._put(found)
+        self._put(found)
 
     def _put(self, found: list[tuple[int, torch.Tensor]]) -> None:
-        self.finish_reduction()  # the buffer may still be travelling
+        if not self._collected:
+            self.make_room()
+        if self.reduction is not None:  # the buffer still travels
+            self.finish_reduction()
         if self._collected is None:
             self._collected = self._make_collected()
         for position, (index, grad) in enumerate(found):
@@ -304,7 +319,10 @@ class Group:
 
     def stray_gradient(self) -> int | None:
         """The index of a leaf with a gradient that came past every hook."""
-        return next((index for index, leaf in self._small if leaf.grad is not None), None)
+        grads = list(map(_grad, self._small_leaves))
+        if not any(map(operator.is_not, grads, self._no_gradients)):
+            return None
+        return next(index for (index, _), grad in zip(self._small, grads, strict=True) if grad is not None)
 
     # -- accumulation without communication
 
@@ -365,8 +383,15 @@ class Group:
         self._unreduced = []
 
 
+_grad, _requires_grad = operator.attrgetter("grad"), operator.attrgetter("requires_grad")
+
+
 def _nobody() -> None:
     return None
+
+
+def _nothing() -> None:
+    pass
 
 
 def _is_large(leaf: nn.Parameter) -> bool:
@@ -374,7 +399,7 @@ def _is_large(leaf: nn.Parameter) -> bool:
     return leaf.numel() >= LARGE and torch_private.is_plain(leaf)
 
 
-class _Swap(typing.NamedTuple):
+class _Slot(typing.NamedTuple):
     """One attribute's part in going from one form to the other."""
 
     module: nn.Module
@@ -382,6 +407,31 @@ class _Swap(typing.NamedTuple):
     attribute: str
     new: nn.Parameter | None  # None: the attribute is absent
     old: nn.Parameter | None
+
+
+class _Swap:
+    """Going from one form to the other. What is done in every step is done for all slots by few calls of C functions."""
+
+    __slots__ = ("_gone", "_new", "_present", "slots")
+
+    def __init__(self, before: Sequence[Shown], after: Sequence[Shown]) -> None:
+        self.slots = [
+            _Slot(new.module, torch_private.parameters_of(new.module), new.attribute, new.parameter, old.parameter)
+            for old, new in zip(before, after, strict=True)
+        ]
+        self._present = Entries((slot.parameters, slot.attribute, slot.old) for slot in self.slots)
+        self._gone = Entries(
+            (slot.parameters, slot.attribute, slot.old) for slot in self.slots if slot.new is None and slot.old is not None
+        )
+        self._new = Entries((slot.parameters, slot.attribute, slot.new) for slot in self.slots if slot.new is not None)
+
+    def carry_out(self) -> _Slot | None:
+        """Show what is new; or do nothing and return the slot where something else stands than what was shown before."""
+        if not self._present.stand():
+            return next(slot for slot in self.slots if slot.parameters.get(slot.attribute) is not slot.old)
+        self._gone.take_out()  # absent raises on use; None would silently drop a bias
+        self._new.put_in()
+        return None
 
 
 class Unwritten(typing.NamedTuple):
@@ -424,14 +474,14 @@ class Unit:
         self.in_state_dict = False  # the front end takes or loads a state dict: the modules' own methods may see sharded forms
         self.calls: list[Call] = []  # that backward has entered and not left
         self.unwritten: list[Unwritten] = []  # to be looked at once, before the first forward
-        self._residency, self._shown_full = Residency.SHARDED, False
+        self.residency, self.shown_full = Residency.SHARDED, False  # only this class sets them
         self._attribute_holders = [(m.__dict__, _num_internal(m)) for m in module.modules() if _keeps_attributes(m)]
         num_forms = 2 if options.full_precision_in_eval else 1
         self.form = 0  # of what is gathered, or was last: 1 for evaluation in full precision
         sharded = [slot for group in self.groups for slot in group.store.shown(None)]
         forms = [self._shown(form) for form in range(num_forms)]
-        self._to_full = [_swaps(sharded, shown) for shown in forms]
-        self._to_sharded = [_swaps(shown, sharded) for shown in forms]
+        self._to_full = [_Swap(sharded, shown) for shown in forms]
+        self._to_sharded = [_Swap(shown, sharded) for shown in forms]
         self._guards = Guards(self, forms[0], sharded)
         self._orders = _orders_to_keep(forms[0])
         self._rnns = list(dict.fromkeys(slot.module for slot in forms[0] if isinstance(slot.module, nn.RNNBase)))
@@ -444,41 +494,34 @@ class Unit:
 
     def wanted_form(self) -> int:
         """1 if the unit is to compute in the dtype of its shard now, for evaluation, 0 otherwise."""
-        return int(self.options.full_precision_in_eval and not self.module.training)
-
-    @property
-    def residency(self) -> Residency:
-        return self._residency
-
-    @property
-    def shown_full(self) -> bool:
-        return self._shown_full
+        return 1 if self.options.full_precision_in_eval and not self.module.training else 0
 
     def _move(self, to: Residency) -> None:
-        if (self._residency, to) not in _MOVES:
-            raise StateError(f"internal: {self.label} cannot go from {self._residency.name} to {to.name}")
-        self._residency = to
+        if to not in _MOVES[self.residency]:
+            raise StateError(f"internal: {self.label} cannot go from {self.residency.name} to {to.name}")
+        self.residency = to
 
     def attributes(self) -> list[torch.Tensor]:
         """Tensors that forward left on the modules (``self.aux_loss = ...``): a backward from them must pass a hook too."""
         return [
             value
             for attributes, start in self._attribute_holders
+            if len(attributes) > start
             for value in itertools.islice(attributes.values(), start, None)
             if isinstance(value, torch.Tensor)
         ]
 
     def holders(self) -> list[nn.Module]:
         """The modules that hold what the unit manages."""
-        return list(dict.fromkeys(swap.module for swap in self._to_sharded[0]))
+        return list(dict.fromkeys(slot.module for slot in self._to_sharded[0].slots))
 
     @contextlib.contextmanager
     def described(self) -> Iterator[None]:
         """Put parameters without values where attributes are absent, for code that asks for shapes, as ``repr`` does."""
         put = []
-        if not self._shown_full:
+        if not self.shown_full:
             self._guards.disarm()
-        for _, parameters, attribute, leaf, _ in self._to_full[0]:
+        for _, parameters, attribute, leaf, _ in self._to_full[0].slots:
             if leaf is not None and attribute not in parameters:
                 parameters[attribute] = nn.Parameter(torch.empty_like(leaf, device="meta"), requires_grad=False)
                 put.append((parameters, attribute))
@@ -487,7 +530,7 @@ class Unit:
         finally:
             for parameters, attribute in put:
                 del parameters[attribute]
-            if not self._shown_full and not self.lent:
+            if not self.shown_full and not self.lent:
                 self._guards.arm()
 
     def require_state_dict(self, module: nn.Module, method: str) -> None:
@@ -511,7 +554,7 @@ class Unit:
             self.form = form
             for group in self.groups:
                 group.use(form)
-        if self._residency is Residency.SHARDED and not self.lent:
+        if self.residency is Residency.SHARDED and not self.lent:
             self._move(Residency.GATHERING)
             for group in self.groups:
                 group.gather()
@@ -524,7 +567,7 @@ class Unit:
 
     def wait(self) -> None:
         """Make the parameters readable."""
-        if self._residency is Residency.GATHERING:
+        if self.residency is Residency.GATHERING:
             for group in self.groups:
                 group.wait()
             self._move(Residency.FULL)
@@ -533,27 +576,24 @@ class Unit:
         """What a running forward call uses stays: backward may run inside of a forward (forces = autograd.grad(energy, x))."""
         if self.running:
             return
-        self.show(False)
-        if self._residency is not Residency.SHARDED:
+        if self.shown_full:
+            self.show(False)
+        if self.residency is not Residency.SHARDED:
             for group in self.groups:
                 group.free()
             self._move(Residency.SHARDED)
 
     def show(self, full: bool) -> None:
-        if self._shown_full is full or self.lent:
+        if self.shown_full is full or self.lent:
             return
         if full:
             self._guards.disarm()
-        for swap in (self._to_full if full else self._to_sharded)[self.form]:
-            _, parameters, attribute, new, old = swap
-            if parameters.get(attribute) is not old:
-                self._refuse_foreign(swap)
-            if new is None:
-                parameters.pop(attribute, None)  # absent raises on use; None would silently drop a bias
-            else:
-                parameters[attribute] = new
-        self._shown_full = full
-        self.keep_order()
+        foreign = (self._to_full if full else self._to_sharded)[self.form].carry_out()
+        if foreign is not None:
+            self._refuse_foreign(foreign)
+        self.shown_full = full
+        if self._orders or self._rnns:
+            self.keep_order()
         if not full:
             self._guards.arm()
             if self.runtime is not None and self.runtime.in_forward:
@@ -565,7 +605,7 @@ class Unit:
 
     def hide_parts(self) -> None:
         """A forward of the model begins: modules that hold parts do not show them."""
-        if not self._shown_full and not self.lent:
+        if not self.shown_full and not self.lent:
             self._guards.arm_reads()
 
     def reveal_parts(self) -> None:
@@ -575,7 +615,7 @@ class Unit:
     def withdraw(self) -> None:
         """Take the sharded form out of the modules, and leave nothing, until ``show_sharded_again``."""
         self._guards.disarm()
-        for _, parameters, attribute, new, _ in self._to_sharded[0]:
+        for _, parameters, attribute, new, _ in self._to_sharded[0].slots:
             if new is not None and parameters.get(attribute) is new:
                 parameters[attribute] = None  # in its place among the others
 
@@ -598,7 +638,7 @@ class Unit:
 
     def show_sharded_again(self) -> None:
         """From whatever the modules hold now to the sharded form."""
-        for _, parameters, attribute, new, _ in self._to_sharded[0]:
+        for _, parameters, attribute, new, _ in self._to_sharded[0].slots:
             if new is None:
                 parameters.pop(attribute, None)
             else:
@@ -606,8 +646,8 @@ class Unit:
         self.keep_order()
         self._guards.arm()
 
-    def _refuse_foreign(self, swap: _Swap) -> typing.NoReturn:
-        module, parameters, attribute, _, expected = swap
+    def _refuse_foreign(self, slot: _Slot) -> typing.NoReturn:
+        module, parameters, attribute, _, expected = slot
         found = parameters.get(attribute)
         raise StateError(
             explain(
@@ -624,13 +664,6 @@ class Unit:
 
 
 _INTERNAL = frozenset(nn.Module().__dict__)
-
-
-def _swaps(before: Sequence[Shown], after: Sequence[Shown]) -> list[_Swap]:
-    return [
-        _Swap(new.module, torch_private.parameters_of(new.module), new.attribute, new.parameter, old.parameter)
-        for old, new in zip(before, after, strict=True)
-    ]
 
 
 def _num_internal(module: nn.Module) -> int:

@@ -399,16 +399,22 @@ FULL_NBYTES = 4 * 2 * BLOCK_S  # of a gathered block, and of a reduce buffer
 
 
 @pytest.mark.parametrize("use_orig_params", [False, True])
-def test_two_units_and_two_reduce_buffers_are_there_at_most_and_as_much_in_every_step(use_orig_params: bool) -> None:
+def test_two_units_and_one_reduce_buffer_are_there_at_most_and_as_much_in_every_step(use_orig_params: bool) -> None:
     for first, *later in run_ranks(2, peaks, 20, use_orig_params=use_orig_params):
-        assert first == Peak(1, 2, 1, 3 * FULL_NBYTES)  # there is no order yet to gather ahead by
-        assert later == [Peak(2, 2, 1, 4 * FULL_NBYTES)] * 19
+        assert first == Peak(1, 1, 1, 2 * FULL_NBYTES)  # there is no order yet to gather ahead by
+        assert later == [Peak(2, 1, 1, 3 * FULL_NBYTES)] * 19
 
 
-def test_beside_the_reduce_buffer_that_travels_one_of_large_parameters_fills() -> None:
-    for _, *later in run_ranks(2, peaks, 6, Wide):
+def test_two_reduce_buffers_travel_or_fill_at_a_time_by_option() -> None:
+    for _, *later in run_ranks(2, peaks, 20, limit_all_gathers=False):
+        assert later == [Peak(2, 2, 2, 4 * FULL_NBYTES)] * 19
+
+
+@pytest.mark.parametrize(("limit", "buffers"), [(True, 1), (False, 2)])
+def test_large_parameters_fill_a_buffer_when_the_one_before_is_free_or_beside_it(limit: bool, buffers: int) -> None:
+    for _, *later in run_ranks(2, peaks, 6, Wide, limit_all_gathers=limit):
         assert all(peak == later[0] for peak in later)
-        assert (later[0].units, later[0].buffers, later[0].travelling) == (2, 2, 1)
+        assert (later[0].units, later[0].buffers, later[0].travelling) == (2, buffers, buffers)
 
 
 def test_without_prefetching_one_unit_at_a_time_is_there() -> None:
