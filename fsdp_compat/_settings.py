@@ -58,6 +58,7 @@ class Arguments:
     ignored_states: Any = None
     device_mesh: Any = None
     allow_unused_units: bool = False
+    keep_units_below: int = 0
 
     def changed(self, **changes: Any) -> Arguments:
         """Return the same arguments with some changed; raises UsageError for a name that the constructor does not have."""
@@ -95,6 +96,7 @@ class Settings:
     runtime: RuntimeOptions
     offload: bool  # shards, gradients and the optimizer on the CPU
     full_precision_in_eval: bool
+    keep_units_below: int  # elements: smaller units are not resharded after forward
 
     def precision(self, dtype: torch.dtype) -> Precision:
         """The dtypes in which a group of ``dtype`` travels. Packed formats, integers and 8-bit floats, are never cast."""
@@ -134,10 +136,11 @@ class Settings:
         casts = self.mixed_precision.param_dtype or self.mixed_precision.buffer_dtype
         return tuple(self.mixed_precision._module_classes_to_ignore or ()) if casts else ()
 
-    def unit_options(self) -> UnitOptions:
+    def unit_options(self, numel: int) -> UnitOptions:
+        """numel: elements of the unit's whole parameters."""
         dtype = self.mixed_precision.param_dtype
         return UnitOptions(
-            reshard_after_forward=self.reshard_after_forward,
+            reshard_after_forward=self.reshard_after_forward and numel >= self.keep_units_below,
             cast_inputs=dtype is not None and self.mixed_precision.cast_forward_inputs,
             cast_root_inputs=dtype is not None and self.mixed_precision.cast_root_forward_inputs,
             compute_dtype=dtype or torch.get_default_dtype(),
@@ -201,6 +204,9 @@ def resolve(module: nn.Module, arguments: Arguments) -> Settings:
     for name in ("sync_module_states", "forward_prefetch", "limit_all_gathers", "use_orig_params", "allow_unused_units"):
         if not isinstance(getattr(arguments, name), bool):
             raise _wrong_type(name, "True or False", getattr(arguments, name))
+    small = arguments.keep_units_below
+    if not isinstance(small, int) or isinstance(small, bool) or small < 0:
+        raise _wrong_type("keep_units_below", "a number of elements, 0 or more", small)
     mesh, group = _mesh(strategy, arguments.process_group, arguments.device_mesh)
     device = _device(module, arguments.device_id, group)
     _check_fields(precision, offload)
@@ -233,6 +239,7 @@ def resolve(module: nn.Module, arguments: Arguments) -> Settings:
         ),
         offload=offload.offload_params,
         full_precision_in_eval=os.environ.get("FSDP_USE_FULL_PREC_IN_EVAL", "") == "1",
+        keep_units_below=small,
     )
 
 

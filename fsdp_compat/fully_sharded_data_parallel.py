@@ -93,6 +93,8 @@ class FullyShardedDataParallel(LegacyOptimStateDicts):
         device_mesh: a 1-D mesh, for hybrid strategies also a 2-D one (replica, shard), instead of ``process_group``.
         allow_unused_units: ranks may run different units; costs one byte per unit and backward, prefetching, and that every
             strategy frees parameters after forward.
+        keep_units_below: units with fewer elements, in whole parameters, stay gathered from forward to backward, as all do with
+            SHARD_GRAD_OP: the gathers of many small units cost more time than their memory is worth.
 
     Raises:
         UsageError: an argument, or a combination of them, cannot work; on every rank, before anything is sent or changed.
@@ -118,6 +120,7 @@ class FullyShardedDataParallel(LegacyOptimStateDicts):
         device_mesh: DeviceMesh | None = None,
         *,
         allow_unused_units: bool = False,
+        keep_units_below: int = 0,
     ) -> None:
         super().__init__()
         arguments = Arguments(
@@ -136,6 +139,7 @@ class FullyShardedDataParallel(LegacyOptimStateDicts):
             ignored_states=None if ignored_states is None else listed(ignored_states),
             device_mesh=device_mesh,
             allow_unused_units=allow_unused_units,
+            keep_units_below=keep_units_below,
         )
         refuse_module(module, FullyShardedDataParallel)
         settings = resolve(module, arguments)
@@ -208,7 +212,8 @@ class FullyShardedDataParallel(LegacyOptimStateDicts):
         device, offload = settings.device, settings.offload
         groups = [Group(store, settings.mesh, settings.precision(store.dtype), device, offload) for store in stores]
         meeting.expect(groups)
-        unit = self._unit = Unit(self._fsdp_wrapped_module, groups, settings.unit_options(), buffers)
+        numel = sum(param.numel for store in stores for param in store.layout.params)
+        unit = self._unit = Unit(self._fsdp_wrapped_module, groups, settings.unit_options(numel), buffers)
         unit.owner = weakref.ref(self)
         self._settings = settings
         hooks.guard_state_dicts(unit)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import typing
 from collections.abc import Sequence
 
@@ -62,7 +63,7 @@ class FlatRegistration:
         self.parameter = typing.cast(FlatParameter, parameter)
         self.parameter._fqns = layout.names
         self.targets = [Target(self.parameter, range(len(layout.params)))]
-        self._slots, self._home = list(slots), home
+        self._slots, self._home, self._places = list(slots), home, _places_of([self.parameter])
 
     def shown_sharded(self) -> list[Shown]:
         return [Shown(module, name, None) for module, name in self._slots] + [Shown(*self._home, self.parameter)]
@@ -74,7 +75,8 @@ class FlatRegistration:
         return [total]
 
     def check(self, shard: torch.Tensor, where: str) -> None:
-        _adopt(self.parameter, shard, f"{where}, {FLAT_PARAM}")
+        if _places_of([self.parameter]) != self._places:
+            _adopt(self.parameter, shard, f"{where}, {FLAT_PARAM}")
 
 
 class OriginalRegistration:
@@ -105,6 +107,7 @@ class OriginalRegistration:
         for parameter, view in zip(originals, self.grads(shard), strict=True):
             parameter.grad = None  # of another shape now; the store keeps what there was
             parameter.data = view
+        self._parameters, self._places = list(originals), _places_of(originals)
 
     def shown_sharded(self) -> list[Shown]:
         return self._shown
@@ -118,13 +121,20 @@ class OriginalRegistration:
         ]
 
     def check(self, shard: torch.Tensor, where: str) -> None:
-        base, size, dtype = shard.data_ptr(), shard.element_size(), shard.dtype
-        for index, (parameter, _) in enumerate(self.targets):
-            part = self._parts[index]
-            numel = part.stop - part.start
-            fits = parameter.numel() == numel and parameter.dtype == dtype
-            if not fits or (numel and parameter.data_ptr() != base + part.start * size):
-                _adopt(parameter, self.grads(shard)[index], f"{where}, parameter {self._names[index]!r}")
+        if _places_of(self._parameters) == self._places:
+            return
+        for index, (parameter, view) in enumerate(zip(self._parameters, self.grads(shard), strict=True)):
+            if _places_of([parameter]) != _places_of([view]):
+                _adopt(parameter, view, f"{where}, parameter {self._names[index]!r}")
+
+
+_Places = tuple[list[int], list[int], list[torch.dtype]]
+_dtype = operator.attrgetter("dtype")
+
+
+def _places_of(tensors: Sequence[torch.Tensor]) -> _Places:
+    """Addresses, numbers of elements and dtypes: what changes if somebody gives a parameter other memory."""
+    return list(map(torch.Tensor.data_ptr, tensors)), list(map(torch.Tensor.numel, tensors)), list(map(_dtype, tensors))
 
 
 def _adopt(parameter: nn.Parameter, view: torch.Tensor, where: str) -> None:

@@ -126,6 +126,14 @@ def test_full_sharding_gathers_twice_less_what_backward_uses_first_and_reduces_o
         ]
 
 
+@pytest.mark.parametrize(("limit", "gathered_again"), [(135, BLOCKS - 1), (136, 0)])
+def test_units_below_a_number_of_elements_are_gathered_once(limit: int, gathered_again: int) -> None:
+    """A block has 135 elements."""
+    nbytes = 4 * ((BLOCKS + gathered_again) * BLOCK_S + ROOT_S)
+    for found in run_ranks(2, sent_by_steps, 3, "FULL_SHARD", keep_units_below=limit):
+        assert [(sent.counts["GATHER"], sent.nbytes["GATHER"]) for sent in found[1:]] == [(BLOCKS + gathered_again + 1, nbytes)] * 2
+
+
 def test_three_ranks_send_to_two_others_each() -> None:
     block_s, root_s = 52, 24  # 148 / 3 and 68 / 3, padded
     gathered, reduced = 2 * 4 * (11 * block_s + root_s), 2 * 4 * (BLOCKS * block_s + root_s)

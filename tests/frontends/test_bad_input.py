@@ -509,6 +509,8 @@ ARGUMENTS: dict[str, Case] = {
     "use_orig_params": Case(wrapping(use_orig_params="no"), ("use_orig_params", "'no'")),
     "use_orig_params: None": Case(wrapping(use_orig_params=None), ("use_orig_params", "None")),
     "allow_unused_units": Case(wrapping(allow_unused_units=0), ("allow_unused_units", "0")),
+    "keep_units_below: negative": Case(wrapping(keep_units_below=-1), ("keep_units_below", "-1")),
+    "keep_units_below: a switch": Case(wrapping(keep_units_below=True), ("keep_units_below", "True")),
 }
 if torch.accelerator.device_count() == 0:
     ARGUMENTS["device_id: no accelerator"] = Case(wrapping(device_id=0), ("device_id=0", "no accelerator"))
