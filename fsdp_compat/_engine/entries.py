@@ -7,7 +7,9 @@ import operator
 from collections.abc import Iterable
 from typing import Any
 
-__all__ = ["Entries"]
+__all__ = ["Entries", "Entry"]
+
+Entry = tuple[dict[str, Any], str, Any]  # dictionary, key, value
 
 _exhaust = collections.deque[None](maxlen=0).extend
 _value_of: Any = dict.get
@@ -18,8 +20,7 @@ class Entries:
 
     __slots__ = ("_dicts", "_keys", "_values")
 
-    def __init__(self, entries: Iterable[tuple[dict[str, Any], str, Any]]) -> None:
-        """entries: (dictionary, key, value)."""
+    def __init__(self, entries: Iterable[Entry]) -> None:
         items = list(entries)
         self._dicts, self._keys, self._values = [d for d, _, _ in items], [k for _, k, _ in items], [v for _, _, v in items]
 

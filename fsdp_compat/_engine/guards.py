@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..errors import StateError, explain
-from .entries import Entries
+from .entries import Entries, Entry
 from .store import Shown
 
 if typing.TYPE_CHECKING:
@@ -200,8 +200,8 @@ class Guards:
 
     def __init__(self, unit: Unit, full: Sequence[Shown], sharded: Sequence[Shown]) -> None:
         """full, sharded: what is shown in the two forms, slot by slot."""
-        always: list[tuple[dict[str, Any], str, AbsentParameter]] = []
-        in_forward: list[tuple[dict[str, Any], str, AbsentParameter]] = []
+        self.always: list[Entry] = []  # placeholders that stand for what is not there while the unit is sharded
+        in_forward: list[Entry] = []
         self.armed = False
         self._forwards: dict[nn.Module, _ForwardSlot] = {}
         self._plain: Entries | None = None  # what `arm` puts and `disarm` takes where all slots are plain
@@ -211,7 +211,7 @@ class Guards:
                 continue
             placeholder = AbsentParameter(unit, module, attribute, leaf)
             if instead.parameter is None:
-                always.append((module.__dict__, attribute, placeholder))
+                self.always.append((module.__dict__, attribute, placeholder))
                 continue
             in_forward.append((module.__dict__, attribute, placeholder))
             if module not in self._forwards and type(module).forward is not nn.Module.forward:
@@ -219,7 +219,8 @@ class Guards:
                     _slots[module] = _ForwardSlot(module)
                 self._forwards[module] = _slots[module]
                 _slots[module].add(_Holder(weakref.ref(self), weakref.ref(unit), attribute))
-        self._always, self._in_forward, self._reads_armed = Entries(always), Entries(in_forward), False
+        self.has_parts = bool(in_forward)  # modules hold parts of parameters while the unit is sharded
+        self._always, self._in_forward, self._reads_armed = Entries(self.always), Entries(in_forward), False
         for guards in {holder.guards() for slot in self._forwards.values() for holder in slot.holders} or (self,):
             if guards is not None:
                 guards._look_at_forwards()
@@ -242,6 +243,14 @@ class Guards:
 
     def arm(self) -> None:
         self._always.put_in()
+        self.arm_parts()
+
+    def disarm(self) -> None:
+        self._always.take_out_own()
+        self.disarm_parts()
+
+    def arm_parts(self) -> None:
+        """The modules hold parts: no call of them."""
         self.armed = True
         if self._plain is not None and self._plain.are_free():
             self._plain.put_in()
@@ -250,8 +259,8 @@ class Guards:
             slot.arm()
         self._look_at_forwards()
 
-    def disarm(self) -> None:
-        self._always.take_out_own()
+    def disarm_parts(self) -> None:
+        """They do not any more."""
         self.disarm_reads()
         self.armed = False
         if self._plain is not None and self._plain.stand():

@@ -33,10 +33,10 @@ class Order:
 
     def advance(self, unit: Unit) -> Unit | None:
         """Note the use of ``unit``; return the unit to gather meanwhile, or None."""
-        position = len(self._now)
-        self._now.append(unit)
-        last = self._last
-        return last[position + 1] if position + 1 < len(last) and last[position] is unit else None
+        now, last = self._now, self._last
+        now.append(unit)
+        following = len(now)
+        return last[following] if following < len(last) and last[following - 1] is unit else None
 
     def first_after_root(self) -> Unit | None:
         """The first unit of the pass that is not the root."""

@@ -19,7 +19,7 @@ from .buffers import CastBuffers
 from .collectives import Communicator, Pending, communicator
 from .device import home_of
 from .dtypes import Precision
-from .entries import Entries
+from .entries import Entries, Entry
 from .guards import Guards
 from .mesh import Mesh
 from .reduce import Collected, CommHook, HandedGradients, ReduceBuffer, Reduction, Wire, predivisor
@@ -412,26 +412,32 @@ class _Slot(typing.NamedTuple):
 class _Swap:
     """Going from one form to the other. What is done in every step is done for all slots by few calls of C functions."""
 
-    __slots__ = ("_gone", "_new", "_present", "slots")
+    __slots__ = ("_new", "_old", "_present", "slots")
 
-    def __init__(self, before: Sequence[Shown], after: Sequence[Shown]) -> None:
+    def __init__(
+        self, before: Sequence[Shown], after: Sequence[Shown], away: Sequence[Entry] = (), here: Sequence[Entry] = ()
+    ) -> None:
+        """away, here: placeholders that go and that come with it."""
         self.slots = [
             _Slot(new.module, torch_private.parameters_of(new.module), new.attribute, new.parameter, old.parameter)
             for old, new in zip(before, after, strict=True)
         ]
-        self._present = Entries((slot.parameters, slot.attribute, slot.old) for slot in self.slots)
-        self._gone = Entries(
-            (slot.parameters, slot.attribute, slot.old) for slot in self.slots if slot.new is None and slot.old is not None
-        )
-        self._new = Entries((slot.parameters, slot.attribute, slot.new) for slot in self.slots if slot.new is not None)
+        present = [(slot.parameters, slot.attribute, slot.old) for slot in self.slots]
+        gone = [entry for slot, entry in zip(self.slots, present, strict=True) if slot.new is None and slot.old is not None]
+        new = [(slot.parameters, slot.attribute, slot.new) for slot in self.slots if slot.new is not None]
+        self._present, self._old, self._new = Entries([*present, *away]), Entries([*gone, *away]), Entries([*new, *here])
 
     def carry_out(self) -> _Slot | None:
         """Show what is new; or do nothing and return the slot where something else stands than what was shown before."""
-        if not self._present.stand():
-            return next(slot for slot in self.slots if slot.parameters.get(slot.attribute) is not slot.old)
-        self._gone.take_out()  # absent raises on use; None would silently drop a bias
-        self._new.put_in()
-        return None
+        if self._present.stand():
+            self._old.take_out()  # absent raises on use; None would silently drop a bias
+            self._new.put_in()
+            return None
+        foreign = next((slot for slot in self.slots if slot.parameters.get(slot.attribute) is not slot.old), None)
+        if foreign is None:  # somebody has set an attribute where a placeholder was: it stays
+            self._old.take_out_own()
+            self._new.put_in()
+        return foreign
 
 
 class Unwritten(typing.NamedTuple):
@@ -480,9 +486,9 @@ class Unit:
         self.form = 0  # of what is gathered, or was last: 1 for evaluation in full precision
         sharded = [slot for group in self.groups for slot in group.store.shown(None)]
         forms = [self._shown(form) for form in range(num_forms)]
-        self._to_full = [_Swap(sharded, shown) for shown in forms]
-        self._to_sharded = [_Swap(shown, sharded) for shown in forms]
         self._guards = Guards(self, forms[0], sharded)
+        self._to_full = [_Swap(sharded, shown, away=self._guards.always) for shown in forms]
+        self._to_sharded = [_Swap(shown, sharded, here=self._guards.always) for shown in forms]
         self._orders = _orders_to_keep(forms[0])
         self._rnns = list(dict.fromkeys(slot.module for slot in forms[0] if isinstance(slot.module, nn.RNNBase)))
         self.show_sharded_again()
@@ -586,16 +592,16 @@ class Unit:
     def show(self, full: bool) -> None:
         if self.shown_full is full or self.lent:
             return
-        if full:
-            self._guards.disarm()
+        if full and self._guards.has_parts:
+            self._guards.disarm_parts()
         foreign = (self._to_full if full else self._to_sharded)[self.form].carry_out()
         if foreign is not None:
             self._refuse_foreign(foreign)
         self.shown_full = full
         if self._orders or self._rnns:
             self.keep_order()
-        if not full:
-            self._guards.arm()
+        if not full and self._guards.has_parts:
+            self._guards.arm_parts()
             if self.runtime is not None and self.runtime.in_forward:
                 self._guards.arm_reads()
 
@@ -605,7 +611,7 @@ class Unit:
 
     def hide_parts(self) -> None:
         """A forward of the model begins: modules that hold parts do not show them."""
-        if not self.shown_full and not self.lent:
+        if self._guards.has_parts and not self.shown_full and not self.lent:
             self._guards.arm_reads()
 
     def reveal_parts(self) -> None:
@@ -672,8 +678,9 @@ def _num_internal(module: nn.Module) -> int:
 
 
 def _keeps_attributes(module: nn.Module) -> bool:
-    """Torch's own layers leave no tensors on themselves in forward; looking through all of them would cost more than the swap."""
-    return not type(module).__module__.startswith("torch.")
+    """Torch's own layers, and wrappers, leave no tensors on themselves in forward; looking through all of them would cost more than
+    the swap."""
+    return type(module).__module__.partition(".")[0] not in ("torch", __name__.partition(".")[0])
 
 
 def _orders_to_keep(shown: Sequence[Shown]) -> list[tuple[nn.Module, list[str]]]:
