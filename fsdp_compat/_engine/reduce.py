@@ -22,9 +22,6 @@ from .store import ParamStore
 
 __all__ = ["Collected", "CommHook", "HandedGradients", "ReduceBuffer", "Reduction", "Wire", "predivisor"]
 
-Found = Sequence[tuple[int, torch.Tensor]]  # (index of the leaf, its gradient)
-
-
 class CommHook(typing.NamedTuple):
     """A user's way to sum and average gradients. Where gradients are split it is called with (state, flat gradient [ranks * S],
     empty output [S]), else with (state, flat gradient [S]), which it changes in place. It divides as well."""
@@ -71,8 +68,8 @@ class Collected(typing.Protocol):
     def __bool__(self) -> bool:
         """True if some leaf is filled."""
 
-    def put(self, found: Found) -> None:
-        """Take gradients over: assigned where the leaf is not filled, else added."""
+    def put(self, indices: Sequence[int], grads: list[torch.Tensor]) -> None:
+        """Take the gradients of some leaves over: assigned where a leaf is not filled, else added. An index may come twice."""
 
     def drop(self, leaves: Iterable[int]) -> None:
         """Forget the gradients of some leaves."""
@@ -103,6 +100,8 @@ class ReduceBuffer:
         self._sum_dtype = torch.promote_types(torch.promote_types(dtype, store.dtype), torch.float32)
         self._segments = list(self._buffer.chunk(ranks))
         self._places, self._split, self._storage = store.places(self._buffer), store.split, Storage(self._buffer)
+        # By leaf, its only place, in the leaf's shape; None if some have several.
+        self._whole = [places[0] for places in self._places[:-1]] if store.pieces_are_whole else None
         self._storage.free()
 
     def __bool__(self) -> bool:
@@ -112,28 +111,40 @@ class ReduceBuffer:
     def resident_nbytes(self) -> int:
         return self._storage.resident_nbytes
 
-    def put(self, found: Found) -> None:
-        places, split, filled = self._places, self._split, self._filled
+    def put(self, indices: Sequence[int], grads: list[torch.Tensor]) -> None:
+        places, filled = self._places, self._filled
         if not filled:
             self._storage.allocate()
-        first: list[torch.Tensor] = []
-        values: list[torch.Tensor] = []
-        for index, grad in found:
-            parts = split(index, grad)
-            if index in filled:
-                for place, part in zip(places[index], parts, strict=True):
-                    place.add_(part, alpha=1 / self._predivisor)
-            else:
-                first += places[index]
-                values += parts
-                filled.add(index)
+        if self._whole is not None and filled.isdisjoint(indices) and len(set(indices)) == len(indices):
+            values = grads
+            first = self._whole if len(indices) == len(self._whole) else [self._whole[index] for index in indices]
+            filled.update(indices)
+        else:
+            first, values = self._add_where_filled(indices, grads)
         if self._predivisor != 1:
-            for place, part in zip(first, values, strict=True):
-                torch.div(part, self._predivisor, out=place)
+            for place, value in zip(first, values, strict=True):
+                torch.div(value, self._predivisor, out=place)
         elif len(first) == 1:
             first[0].copy_(values[0])
         elif first:
             torch_private.copy_together(first, values)  # the cast to the dtype of the buffer is part of the copy
+
+    def _add_where_filled(
+        self, indices: Sequence[int], grads: Sequence[torch.Tensor]
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Return the places that come to be filled, and what belongs there."""
+        first: list[torch.Tensor] = []
+        values: list[torch.Tensor] = []
+        for index, grad in zip(indices, grads, strict=True):
+            parts = self._split(index, grad)
+            if index in self._filled:
+                for place, part in zip(self._places[index], parts, strict=True):
+                    place.add_(part, alpha=1 / self._predivisor)
+            else:
+                first += self._places[index]
+                values += parts
+                self._filled.add(index)
+        return first, values
 
     def drop(self, leaves: Iterable[int]) -> None:
         self._filled.difference_update(leaves)
@@ -147,10 +158,10 @@ class ReduceBuffer:
     def reduce(self, wire: Wire, what: str) -> Iterator[list[torch.Tensor] | None]:
         if not self._filled:
             self._storage.allocate()
-        for index, places in enumerate(self._places):  # the last belongs to no leaf and is never filled
-            if index not in self._filled:
-                for place in places:
-                    place.zero_()
+        empty = self._places[-1:] if len(self._filled) == len(self._places) - 1 else self._empty_places()
+        for places in empty:
+            for place in places:
+                place.zero_()
         self._filled.clear()
         if wire.hook is not None:
             total = self._by_hook(wire.hook, wire.shard.ranks)
@@ -173,6 +184,10 @@ class ReduceBuffer:
         if wire.ranks > 1:
             total.div_(wire.divisor)  # the sum is divided once, on the shard
         yield self._store.grads(wire.home.back(total.to(wire.grad_dtype or self._store.dtype)))
+
+    def _empty_places(self) -> list[list[torch.Tensor]]:
+        """Those of leaves that are not filled, and what belongs to no leaf: the last, which never is."""
+        return [places for index, places in enumerate(self._places) if index not in self._filled]
 
     def _by_hook(self, hook: CommHook, ranks: int) -> torch.Tensor:
         """Let the user's hook sum and divide; return [S] in the dtype of sums. It may give what it is handed other data."""
@@ -198,8 +213,8 @@ class HandedGradients:
     def resident_nbytes(self) -> int:
         return sum(grad.nbytes for grad in self._grads.values())
 
-    def put(self, found: Found) -> None:
-        for index, grad in found:
+    def put(self, indices: Sequence[int], grads: list[torch.Tensor]) -> None:
+        for index, grad in zip(indices, grads, strict=True):
             if index in self._grads:
                 self._grads[index].add_(grad)
             else:

@@ -60,6 +60,10 @@ class ParamStore(typing.Protocol):
         They cover the buffer and do not overlap.
         """
 
+    @property
+    def pieces_are_whole(self) -> bool:
+        """True if every leaf has one place, in its shape, and ``split`` returns what it is given."""
+
     def split(self, index: int, value: torch.Tensor) -> Sequence[torch.Tensor]:
         """value: of leaf ``index``'s shape, any strides. Return views of it in the shapes of ``places(...)[index]``."""
 

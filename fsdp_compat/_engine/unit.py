@@ -99,7 +99,8 @@ class Group:
         self.memory = self.memories[0]
         self._leaves = [(index, leaf) for memory in self.memories for index, leaf in enumerate(memory.leaves)]
         self._small = [(index, leaf) for index, leaf in self._leaves if not _is_large(leaf)]
-        self._small_leaves, self._no_gradients = [leaf for _, leaf in self._small], [None] * len(self._small)
+        self._small_indices, self._small_leaves = [index for index, _ in self._small], [leaf for _, leaf in self._small]
+        self._no_gradients = [None] * len(self._small)
         self._all_leaves = [leaf for _, leaf in self._leaves]
         self._targets = [target for target, _ in store.targets]
         self._told: tuple[list[bool], list[bool]] = ([], [])  # requires_grad of targets and leaves when they last agreed
@@ -244,33 +245,30 @@ class Group:
         """Move one large leaf's gradient to where they collect."""
         grad, leaf.grad = leaf.grad, None
         if grad is not None:  # a hook may fire without a gradient
-            self._put([(index, grad)])
+            self._put([index], [grad])
 
     def collect(self) -> None:
         """Move the gradients of the small leaves, which autograd has left in ``.grad``."""
-        grads = list(map(_grad, self._small_leaves))
+        grads, indices = list(map(_grad, self._small_leaves)), self._small_indices
         if not any(map(operator.is_not, grads, self._no_gradients)):
             return
-        found = []
-        for (index, leaf), grad in zip(self._small, grads, strict=True):
-            if grad is not None:
-                leaf.grad = None
-                found.append((index, grad))
-        self._put(found)
+        if any(map(operator.is_, grads, self._no_gradients)):
+            indices = [index for index, grad in zip(indices, grads, strict=True) if grad is not None]
+            grads = [grad for grad in grads if grad is not None]
+        for leaf in self._small_leaves:
+            leaf.grad = None
+        self._put(indices, grads)
 
-    def _put(self, found: list[tuple[int, torch.Tensor]]) -> None:
+    def _put(self, indices: list[int], grads: list[torch.Tensor]) -> None:
         if not self._collected:
             self.make_room()
         if self.reduction is not None:  # the buffer still travels
             self.finish_reduction()
         if self._collected is None:
             self._collected = self._make_collected()
-        for position, (index, grad) in enumerate(found):
-            if grad.is_sparse:
-                found[position] = index, grad.to_dense()
-            elif grad.requires_grad:  # create_graph
-                found[position] = index, grad.detach()
-        self._collected.put(found)
+        if any(map(_is_sparse, grads)) or any(map(_requires_grad, grads)):  # the latter with create_graph
+            grads = [grad.to_dense() if grad.is_sparse else grad.detach() for grad in grads]
+        self._collected.put(indices, grads)
 
     def _make_collected(self) -> Collected:
         wire = self._wire
@@ -383,7 +381,7 @@ class Group:
         self._unreduced = []
 
 
-_grad, _requires_grad = operator.attrgetter("grad"), operator.attrgetter("requires_grad")
+_grad, _requires_grad, _is_sparse = map(operator.attrgetter, ("grad", "requires_grad", "is_sparse"))
 
 
 def _nobody() -> None:

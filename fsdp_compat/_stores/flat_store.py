@@ -125,6 +125,10 @@ class FlatStore:
         pieces = [[buffer[param.place.slice].view(param.shape)] for param in self.layout.params]
         return [*pieces, [buffer[gap.slice] for gap in self.layout.gaps()]]
 
+    @property
+    def pieces_are_whole(self) -> bool:
+        return all(parallel is None for parallel in self.parallel)
+
     def split(self, index: int, value: torch.Tensor) -> Sequence[torch.Tensor]:
         parallel = self.parallel[index]
         return (value,) if parallel is None else (parallel.local(value),)

@@ -105,7 +105,7 @@ def test_an_unused_buffer_holds_no_memory_and_nothing(setup: Setup) -> None:
 
 
 def test_the_first_gradient_is_copied_and_makes_the_memory_come(setup: Setup) -> None:
-    setup.buffer.put([(1, ones(1, 3.0))])
+    setup.buffer.put([1], [ones(1, 3.0)])
     assert setup.buffer
     assert setup.buffer.resident_nbytes == 4 * RANKS * setup.store.numel
     setup.reduce()
@@ -114,22 +114,22 @@ def test_the_first_gradient_is_copied_and_makes_the_memory_come(setup: Setup) ->
 
 def test_a_later_gradient_of_the_same_leaf_is_added(setup: Setup) -> None:
     for value in (3.0, 4.0, 0.5):
-        setup.buffer.put([(1, ones(1, value))])
+        setup.buffer.put([1], [ones(1, value)])
     setup.reduce()
     assert setup.sent()[1].tolist() == [7.5] * 5
 
 
 def test_gradients_of_several_leaves_are_put_together(setup: Setup) -> None:
-    setup.buffer.put([(2, ones(2, 2.0)), (0, ones(0, 1.0))])
-    setup.buffer.put([(0, ones(0, 1.0)), (1, ones(1, 5.0))])
+    setup.buffer.put([2, 0], [ones(2, 2.0), ones(0, 1.0)])
+    setup.buffer.put([0, 1], [ones(0, 1.0), ones(1, 5.0)])
     setup.reduce()
     assert [value.unique().tolist() for value in setup.sent()] == [[2.0], [5.0], [2.0]]
 
 
 def test_what_was_put_is_not_kept_and_not_changed(setup: Setup) -> None:
     first, second = ones(0, 1.0), ones(0, 2.0)
-    setup.buffer.put([(0, first)])
-    setup.buffer.put([(0, second)])
+    setup.buffer.put([0], [first])
+    setup.buffer.put([0], [second])
     first.fill_(9.0)
     setup.reduce()
     assert setup.sent()[0].unique().tolist() == [3.0]
@@ -139,8 +139,8 @@ def test_what_was_put_is_not_kept_and_not_changed(setup: Setup) -> None:
 @pytest.mark.parametrize("kind", STORES)
 def test_a_first_gradient_is_cast_to_the_dtype_that_travels_and_a_later_one_too(kind: str) -> None:
     setup = make_setup(kind, torch.bfloat16)
-    setup.buffer.put([(1, ones(1, 1.0 + 2**-12))])  # the small part is lost in bfloat16
-    setup.buffer.put([(1, ones(1, 2.0))])
+    setup.buffer.put([1], [ones(1, 1.0 + 2**-12)])  # the small part is lost in bfloat16
+    setup.buffer.put([1], [ones(1, 2.0)])
     assert setup.buffer.resident_nbytes == 2 * RANKS * setup.store.numel
     grads = setup.reduce()
     assert setup.shard.sent[0].dtype == torch.bfloat16
@@ -150,7 +150,7 @@ def test_a_first_gradient_is_cast_to_the_dtype_that_travels_and_a_later_one_too(
 
 def test_a_gradient_of_other_strides_is_put_by_its_shape(setup: Setup) -> None:
     value = torch.arange(6.0).view(2, 3).T
-    setup.buffer.put([(0, value)])
+    setup.buffer.put([0], [value])
     setup.reduce()
     assert setup.sent()[0].tolist() == [[0.0, 3.0], [1.0, 4.0], [2.0, 5.0]]
 
@@ -159,7 +159,7 @@ def test_a_gradient_of_other_strides_is_put_by_its_shape(setup: Setup) -> None:
 
 
 def test_reducing_sends_zeros_for_what_is_not_filled_and_for_padding(setup: Setup) -> None:
-    setup.buffer.put([(1, ones(1, 3.0))])
+    setup.buffer.put([1], [ones(1, 3.0)])
     setup.buffer._buffer[setup.buffer._buffer != 3.0] = 5.0  # what an allocation happened to find
     setup.reduce()
     sent = setup.shard.sent[0]
@@ -169,17 +169,17 @@ def test_reducing_sends_zeros_for_what_is_not_filled_and_for_padding(setup: Setu
 
 
 def test_reducing_empties_the_set_so_that_the_next_gradient_is_copied_again(setup: Setup) -> None:
-    setup.buffer.put([(1, ones(1, 3.0))])
+    setup.buffer.put([1], [ones(1, 3.0)])
     setup.reduce()
     assert not setup.buffer
     assert setup.buffer.resident_nbytes == 0
-    setup.buffer.put([(0, ones(0, 2.0))])
+    setup.buffer.put([0], [ones(0, 2.0)])
     setup.reduce()
     assert [value.unique().tolist() for value in setup.sent()] == [[2.0], [0.0], [0.0]]
 
 
 def test_the_memory_is_there_until_the_shard_axis_has_taken_it(setup: Setup) -> None:
-    setup.buffer.put([(1, ones(1))])
+    setup.buffer.put([1], [ones(1)])
     stages = setup.buffer.reduce(setup.wire, "gradients")
     assert next(stages) is None
     assert setup.buffer.resident_nbytes == 4 * RANKS * setup.store.numel
@@ -198,7 +198,7 @@ def test_a_reduction_without_any_gradient_sends_zeros(setup: Setup) -> None:
 def test_the_sum_over_all_ranks_is_divided_by_their_number(kind: str, replicas: int) -> None:
     setup = make_setup(kind, replicas=replicas)
     values = [torch.randn(shape) for shape in SHAPES]
-    setup.buffer.put(list(enumerate(values)))
+    setup.buffer.put([*range(len(values))], values)
     grads = setup.reduce()
     total = torch.zeros(setup.store.numel)
     for grad, view in zip(grads, setup.store.grads(total), strict=True):
@@ -208,7 +208,7 @@ def test_the_sum_over_all_ranks_is_divided_by_their_number(kind: str, replicas: 
 
 
 def test_the_stages_of_a_reduction_come_in_this_order_under_these_tags(setup: Setup) -> None:
-    setup.buffer.put([(1, ones(1))])
+    setup.buffer.put([1], [ones(1)])
     stages = setup.buffer.reduce(setup.wire, "the gradients of unit 'u'")
     seen = [next(stages) for _ in range(4)]
     assert [stage is None for stage in seen] == [True, True, True, False]
@@ -217,7 +217,7 @@ def test_the_stages_of_a_reduction_come_in_this_order_under_these_tags(setup: Se
 
 
 def test_the_gradients_of_a_reduction_view_one_total(setup: Setup) -> None:
-    setup.buffer.put([(index, ones(index)) for index in range(3)])
+    setup.buffer.put([0, 1, 2], [ones(index) for index in range(3)])
     grads = setup.reduce()
     assert len({grad.untyped_storage().data_ptr() for grad in grads if grad.numel()}) == 1
     assert [grad.shape for grad in grads] == [target.shape for target, _ in setup.store.targets]
@@ -227,21 +227,21 @@ def test_the_gradients_of_a_reduction_view_one_total(setup: Setup) -> None:
 
 
 def test_a_dropped_leaf_is_sent_as_zero_and_its_next_gradient_is_copied(setup: Setup) -> None:
-    setup.buffer.put([(0, ones(0, 2.0)), (1, ones(1, 3.0))])
+    setup.buffer.put([0, 1], [ones(0, 2.0), ones(1, 3.0)])
     setup.buffer.drop([0])
     assert setup.buffer
-    setup.buffer.put([(1, ones(1, 1.0))])
+    setup.buffer.put([1], [ones(1, 1.0)])
     setup.reduce()
     assert [value.unique().tolist() for value in setup.sent()] == [[0.0], [4.0], [0.0]]
-    setup.buffer.put([(0, ones(0, 2.0))])
+    setup.buffer.put([0], [ones(0, 2.0)])
     setup.buffer.drop([0, 1])
-    setup.buffer.put([(0, ones(0, 8.0))])
+    setup.buffer.put([0], [ones(0, 8.0)])
     setup.reduce()
     assert setup.sent()[0].unique().tolist() == [8.0]
 
 
 def test_dropping_the_last_leaf_frees_the_memory(setup: Setup) -> None:
-    setup.buffer.put([(0, ones(0)), (2, ones(2))])
+    setup.buffer.put([0, 2], [ones(0), ones(2)])
     setup.buffer.drop([0])
     assert setup.buffer.resident_nbytes > 0
     setup.buffer.drop([1, 2])
@@ -250,7 +250,7 @@ def test_dropping_the_last_leaf_frees_the_memory(setup: Setup) -> None:
 
 
 def test_discarding_forgets_everything_and_frees_the_memory(setup: Setup) -> None:
-    setup.buffer.put([(0, ones(0)), (2, ones(2))])
+    setup.buffer.put([0, 2], [ones(0), ones(2)])
     setup.buffer.discard()
     assert not setup.buffer
     assert setup.buffer.resident_nbytes == 0
@@ -269,7 +269,7 @@ def handed() -> tuple[HandedGradients, ParamStore, Wire]:
 def test_a_handed_gradient_is_the_very_tensor_that_came() -> None:
     gradients, _, wire = handed()
     given = [ones(index, 2.0) for index in range(3)]
-    gradients.put(list(enumerate(given)))
+    gradients.put([*range(len(given))], given)
     found = Reduction(gradients.reduce(wire, "")).finish()
     assert all(one is other for one, other in zip(found, given, strict=True))
 
@@ -277,8 +277,8 @@ def test_a_handed_gradient_is_the_very_tensor_that_came() -> None:
 def test_a_later_gradient_is_added_to_the_one_that_is_handed_over() -> None:
     gradients, _, wire = handed()
     first = ones(1, 2.0)
-    gradients.put([(1, first)])
-    gradients.put([(1, ones(1, 3.0))])
+    gradients.put([1], [first])
+    gradients.put([1], [ones(1, 3.0)])
     found = Reduction(gradients.reduce(wire, "")).finish()
     assert found[1] is first
     assert first.tolist() == [5.0] * 5
@@ -286,7 +286,7 @@ def test_a_later_gradient_is_added_to_the_one_that_is_handed_over() -> None:
 
 def test_a_leaf_without_a_gradient_is_handed_zeros_and_the_set_is_emptied() -> None:
     gradients, _, wire = handed()
-    gradients.put([(1, ones(1, 2.0))])
+    gradients.put([1], [ones(1, 2.0)])
     found = Reduction(gradients.reduce(wire, "")).finish()
     assert [tuple(grad.shape) for grad in found] == SHAPES
     assert [grad.unique().tolist() for grad in found] == [[0.0], [2.0], [0.0]]
@@ -296,7 +296,7 @@ def test_a_leaf_without_a_gradient_is_handed_zeros_and_the_set_is_emptied() -> N
 
 def test_handed_gradients_can_be_dropped_and_discarded() -> None:
     gradients, _, _ = handed()
-    gradients.put([(0, ones(0)), (1, ones(1))])
+    gradients.put([0, 1], [ones(0), ones(1)])
     assert gradients.resident_nbytes == 4 * 11
     gradients.drop([0, 2])
     assert gradients

@@ -96,6 +96,10 @@ class RowStore:
         pieces = [[rows.part(segment, rank) for rank, segment in enumerate(segments)] for rows in self._rows]
         return [_not_empty(views) for views in (*pieces, padding)]
 
+    @property
+    def pieces_are_whole(self) -> bool:
+        return False
+
     def split(self, index: int, value: torch.Tensor) -> Sequence[torch.Tensor]:
         rows = self._rows[index]
         value = value if value.dim() else value.view(1)
