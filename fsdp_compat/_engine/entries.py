@@ -7,11 +7,12 @@ import operator
 from collections.abc import Iterable
 from typing import Any
 
-__all__ = ["Entries", "Entry"]
+__all__ = ["Entries", "Entry", "exchange", "exhaust"]
 
 Entry = tuple[dict[str, Any], str, Any]  # dictionary, key, value
 
-_exhaust = collections.deque[None](maxlen=0).extend
+# exhaust(iterator): go through it and keep nothing.
+exhaust = collections.deque[Any](maxlen=0).extend
 _value_of: Any = dict.get
 
 
@@ -36,11 +37,11 @@ class Entries:
         return not any(map(operator.contains, self._dicts, self._keys))
 
     def put_in(self) -> None:
-        _exhaust(map(operator.setitem, self._dicts, self._keys, self._values))
+        exhaust(map(operator.setitem, self._dicts, self._keys, self._values))
 
     def take_out(self) -> None:
         """Every place must hold something."""
-        _exhaust(map(operator.delitem, self._dicts, self._keys))
+        exhaust(map(operator.delitem, self._dicts, self._keys))
 
     def take_out_own(self) -> None:
         """Take out what belongs there, and leave what somebody else has put."""
@@ -50,3 +51,12 @@ class Entries:
         for entries, key, value in zip(self._dicts, self._keys, self._values, strict=True):
             if entries.get(key) is value:
                 del entries[key]
+
+
+def exchange(present: Entries, old: Entries, new: Entries) -> bool:
+    """If everything in ``present`` stands, put ``new`` in the place of ``old``, a part of it. Return whether it did."""
+    if not all(map(operator.is_, map(_value_of, present._dicts, present._keys), present._values)):
+        return False
+    exhaust(map(operator.delitem, old._dicts, old._keys))
+    exhaust(map(operator.setitem, new._dicts, new._keys, new._values))
+    return True

@@ -22,6 +22,7 @@ from .store import ParamStore
 
 __all__ = ["Collected", "CommHook", "HandedGradients", "ReduceBuffer", "Reduction", "Wire", "predivisor"]
 
+
 class CommHook(typing.NamedTuple):
     """A user's way to sum and average gradients. Where gradients are split it is called with (state, flat gradient [ranks * S],
     empty output [S]), else with (state, flat gradient [S]), which it changes in place. It divides as well."""
@@ -112,7 +113,7 @@ class ReduceBuffer:
         return self._storage.resident_nbytes
 
     def put(self, indices: Sequence[int], grads: list[torch.Tensor]) -> None:
-        places, filled = self._places, self._filled
+        filled = self._filled
         if not filled:
             self._storage.allocate()
         if self._whole is not None and filled.isdisjoint(indices) and len(set(indices)) == len(indices):

@@ -259,12 +259,14 @@ class Runtime:
                 self._next_round(running=True)
             while unit in order.to_issue:
                 self._gather_for_others(order.to_issue.pop(0), keep=unit)
-        unit.gather(form)
+        if unit.residency is Residency.SHARDED or unit.form != form:
+            unit.gather(form)
         following = order.advance(unit)
         if following is not None and not uneven and (self._prefetches_backward if backward else self.options.forward_prefetch):
             following.gather(following.wanted_form())
         unit.wait()
-        unit.show(True)
+        if not unit.shown_full:
+            unit.show(True)
 
     def exit(self, call: Call, output: object) -> None:
         """A forward call has ended, with None where it raised. A recomputation frees nothing: backward is about to use it."""
@@ -285,8 +287,9 @@ class Runtime:
         if torch_private.in_graph_task() or unit.running:
             return
         self._streams.join()
-        unit.show(False)
-        if not (in_graph and self._keeps(unit)):
+        if in_graph and self._keeps(unit):
+            unit.show(False)
+        else:
             unit.free()
         if not self._stack:
             self._end_forward()
@@ -347,20 +350,21 @@ class Runtime:
         """The gradient of one of the call's outputs is complete: everything recorded after the call has run."""
         if call.lent or call.unit.lent:
             self._refuse_lent(call)
-        backward = self._current_backward()
+        backward = self._backward() or self._current_backward()
         if call.seen_by == backward.serial:  # several outputs, one event
             return
         call.seen_by = backward.serial
         backward.keep |= torch.is_grad_enabled()
+        unit, entered = call.unit, backward.entered
         if self.options.backward_prefetch is Prefetch.POST and not self.options.uneven:
-            call.unit.gather(call.form)
-        for unit in list(backward.entered):
-            if unit is not call.unit and all(other.enter > call.exit for other in unit.calls):
-                self._leave(unit, backward)
-        if not call.unit.calls:
-            backward.entered.append(call.unit)
-        call.unit.calls.append(call)
-        self._use(call.unit, call.form, self._backward_order, backward=True)
+            unit.gather(call.form)
+        for other in tuple(entered):
+            if other is not unit and other.calls[0].enter > call.exit and all(its.enter > call.exit for its in other.calls):
+                self._leave(other, backward)
+        if not unit.calls:
+            entered.append(unit)
+        unit.calls.append(call)
+        self._use(unit, call.form, self._backward_order, backward=True)
 
     def on_gradient(self, group: Group, index: int, leaf: torch.nn.Parameter) -> None:
         """A large leaf's gradient was accumulated."""
@@ -404,7 +408,8 @@ class Runtime:
         with torch.no_grad():
             self._issue_rest(self._backward_order)
             for unit in self.units:
-                self._leave(unit, backward)
+                if unit.calls or unit.residency is not Residency.SHARDED or any(map(Group.holds_gradients, unit.groups)):
+                    self._leave(unit, backward)
             if self.options.uneven and self.sync:
                 self._reduce_what_others_reduced(backward)
             for group in self.groups:

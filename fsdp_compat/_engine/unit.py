@@ -19,7 +19,7 @@ from .buffers import CastBuffers
 from .collectives import Communicator, Pending, communicator
 from .device import home_of
 from .dtypes import Precision
-from .entries import Entries, Entry
+from .entries import Entries, Entry, exchange, exhaust
 from .guards import Guards
 from .mesh import Mesh
 from .reduce import Collected, CommHook, HandedGradients, ReduceBuffer, Reduction, Wire, predivisor
@@ -163,7 +163,8 @@ class Group:
         self.memory.fill_leaves()
 
     def free(self) -> None:
-        self._arrive()  # memory that is being received into cannot be freed
+        if self._gathering is not None:
+            self._arrive()  # memory that is being received into cannot be freed
         self.memory.free()
 
     def gather_full(self, own: torch.Tensor | None = None) -> torch.Tensor:
@@ -295,7 +296,10 @@ class Group:
             self._accept(reduction.finish())
 
     def _accept(self, grads: Sequence[torch.Tensor]) -> None:
-        for (target, _), grad in zip(self.store.targets, grads, strict=True):
+        if all(map(_requires_grad, self._targets)) and not any(map(operator.is_not, map(_grad, self._targets), _NONES)):
+            exhaust(map(setattr, self._targets, _GRAD, grads))
+            return
+        for target, grad in zip(self._targets, grads, strict=True):
             if not target.requires_grad:
                 continue
             if target.grad is None:
@@ -315,12 +319,18 @@ class Group:
         for _, leaf in self._leaves:
             leaf.grad = None
 
+    def holds_gradients(self) -> bool:
+        """True if gradients have been collected, or autograd has left some in leaves."""
+        return bool(self._collected) or self._has_small_gradients()
+
+    def _has_small_gradients(self) -> bool:
+        return any(map(operator.is_not, map(_grad, self._small_leaves), self._no_gradients))
+
     def stray_gradient(self) -> int | None:
         """The index of a leaf with a gradient that came past every hook."""
-        grads = list(map(_grad, self._small_leaves))
-        if not any(map(operator.is_not, grads, self._no_gradients)):
+        if not self._has_small_gradients():
             return None
-        return next(index for (index, _), grad in zip(self._small, grads, strict=True) if grad is not None)
+        return next(index for index, leaf in self._small if leaf.grad is not None)
 
     # -- accumulation without communication
 
@@ -384,6 +394,9 @@ class Group:
 _grad, _requires_grad, _is_sparse = map(operator.attrgetter, ("grad", "requires_grad", "is_sparse"))
 
 
+_GRAD, _NONES = itertools.repeat("grad"), itertools.repeat(None)
+
+
 def _nobody() -> None:
     return None
 
@@ -427,9 +440,7 @@ class _Swap:
 
     def carry_out(self) -> _Slot | None:
         """Show what is new; or do nothing and return the slot where something else stands than what was shown before."""
-        if self._present.stand():
-            self._old.take_out()  # absent raises on use; None would silently drop a bias
-            self._new.put_in()
+        if exchange(self._present, self._old, self._new):  # what is old is absent: None would silently drop a bias
             return None
         foreign = next((slot for slot in self.slots if slot.parameters.get(slot.attribute) is not slot.old), None)
         if foreign is None:  # somebody has set an attribute where a placeholder was: it stays
