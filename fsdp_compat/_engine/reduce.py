@@ -8,19 +8,22 @@ backwards, recomputation and gradients that come late are all that rule.
 from __future__ import annotations
 
 import dataclasses
+import math
 import typing
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 
-from . import torch_private
+from . import shared_memory, torch_private
 from .collectives import Communicator
 from .device import ON_DEVICE, Home
 from .storage import Storage
 from .store import ParamStore
 
 __all__ = ["Collected", "CommHook", "HandedGradients", "ReduceBuffer", "Reduction", "Wire", "predivisor"]
+
+KNOWN_BLOCKS = 4  # whose views are kept: a buffer has one while it fills, one while it travels, and one that peers still read
 
 
 class CommHook(typing.NamedTuple):
@@ -53,14 +56,23 @@ class Wire:
     one_group: bool = False  # see Mesh
     grad_dtype: torch.dtype | None = None  # of the result; None: the shard's
     ranks: int = dataclasses.field(init=False)
-    divisor: torch.Tensor = dataclasses.field(init=False)  # 0-d on the CPU: a number would be made into one at every call
+    # None: nothing is left to divide by. 0-d on the CPU: a number would be made into one at every call.
+    divisor: torch.Tensor | None = dataclasses.field(init=False)
+    is_exact: bool = dataclasses.field(init=False)  # it rounds nothing
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "ranks", self.shard.ranks * self.replica.ranks)
         divisor = self.ranks / self.predivisor
         if self.hook is not None:  # has divided by the ranks that it has summed over
             divisor = 1.0 if self.one_group else float(self.replica.ranks)
-        object.__setattr__(self, "divisor", torch.tensor(divisor, dtype=torch.float64, device="cpu"))
+        tensor = torch.tensor(divisor, dtype=torch.float64, device="cpu")
+        object.__setattr__(self, "divisor", None if divisor == 1 else tensor)
+        object.__setattr__(self, "is_exact", math.frexp(divisor)[0] == 0.5)
+
+    def shares(self, numel: int, dtype: torch.dtype) -> bool:
+        """True if some rank reads a buffer [numel] of gradients where it lies."""
+        axis = self.shard if self.shard.ranks > 1 else self.replica
+        return axis.shares(-(-numel // axis.ranks), dtype)
 
 
 class Collected(typing.Protocol):
@@ -90,35 +102,81 @@ class Collected(typing.Protocol):
     def resident_nbytes(self) -> int: ...
 
 
-class ReduceBuffer:
-    """A flat buffer [ranks * S] in the dtype gradients travel in. Its memory is there only while something is filled or travels."""
+class _Views(typing.NamedTuple):
+    """A reduce buffer, and everything that is ever asked of it. They do not keep its memory."""
 
-    def __init__(self, store: ParamStore, ranks: int, dtype: torch.dtype, device: torch.device, predivisor: float = 1.0) -> None:
-        """predivisor: what gradients are divided by on their way in."""
+    buffer: torch.Tensor  # [ranks * S]
+    segments: list[torch.Tensor]  # [S] each
+    places: list[list[torch.Tensor]]
+    whole: list[torch.Tensor] | None  # by leaf, its only place, in its shape; None if some have several
+
+
+class ReduceBuffer:
+    """A flat buffer [ranks * S] in the dtype gradients travel in. Its memory is there only while something is filled or travels.
+
+    Where ranks read each other's memory the buffer lies in a block, another one each time: peers may still read the last one. A
+    block comes back at an address that it has had, so its views are made once.
+    """
+
+    def __init__(
+        self,
+        store: ParamStore,
+        ranks: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        predivisor: float = 1.0,
+        wire: Wire | None = None,
+    ) -> None:
+        """predivisor: what gradients are divided by on their way in. wire: that they will take, if it may be asked for its way."""
         self._store, self._filled, self._predivisor = store, set[int](), predivisor
+        self._ranks, self._wire = ranks, wire
         self._buffer = torch.empty(ranks * store.numel, dtype=dtype, device=device)
         # Nothing is rounded before it is summed and divided: in bf16 one more would be lost beside 256 already.
         self._sum_dtype = torch.promote_types(torch.promote_types(dtype, store.dtype), torch.float32)
-        self._segments = list(self._buffer.chunk(ranks))
-        self._places, self._split, self._storage = store.places(self._buffer), store.split, Storage(self._buffer)
-        # By leaf, its only place, in the leaf's shape; None if some have several.
-        self._whole = [places[0] for places in self._places[:-1]] if store.pieces_are_whole else None
+        self._own, self._storage = self._views_of(self._buffer), Storage(self._buffer)
+        self._views, self._split = self._own, store.split
+        self._block: torch.Tensor | None = None  # whose views are used
+        self._known: dict[int, _Views] = {}  # by address of a block; the last ones
         self._storage.free()
+
+    def _views_of(self, buffer: torch.Tensor) -> _Views:
+        places = self._store.places(buffer)
+        whole = [its[0] for its in places[:-1]] if self._store.pieces_are_whole else None
+        return _Views(buffer, list(buffer.chunk(self._ranks)), places, whole)
 
     def __bool__(self) -> bool:
         return bool(self._filled)
 
     @property
     def resident_nbytes(self) -> int:
-        return self._storage.resident_nbytes
+        return self._storage.resident_nbytes if self._block is None else self._block.nbytes
+
+    def _allocate(self) -> None:
+        """Make room, unless there is."""
+        if self._block is not None or self._storage.resident_nbytes:
+            return
+        buffer, wire = self._buffer, self._wire
+        if wire is None or not wire.shares(buffer.numel(), buffer.dtype):
+            self._storage.allocate()
+            return
+        wire.shard.settle("gradients that this rank has sent")  # so that their blocks can be had again
+        self._block = shared_memory.empty(buffer.numel(), buffer.dtype)
+        address = self._block.data_ptr()
+        views = self._known.pop(address, None) or self._views_of(shared_memory.window(self._block))
+        self._known[address] = self._views = views
+        if len(self._known) > KNOWN_BLOCKS:
+            del self._known[next(iter(self._known))]
+
+    def _free(self) -> None:
+        """Let go of the memory. What travels keeps its block by itself."""
+        self._block, self._views = None, self._own
+        self._storage.free()
 
     def put(self, indices: Sequence[int], grads: list[torch.Tensor]) -> None:
-        filled = self._filled
-        if not filled:
-            self._storage.allocate()
-        if self._whole is not None and filled.isdisjoint(indices) and len(set(indices)) == len(indices):
-            values = grads
-            first = self._whole if len(indices) == len(self._whole) else [self._whole[index] for index in indices]
+        self._allocate()
+        whole, filled = self._views.whole, self._filled
+        if whole is not None and filled.isdisjoint(indices) and len(set(indices)) == len(indices):
+            first, values = [whole[index] for index in indices], grads
             filled.update(indices)
         else:
             first, values = self._add_where_filled(indices, grads)
@@ -139,10 +197,10 @@ class ReduceBuffer:
         for index, grad in zip(indices, grads, strict=True):
             parts = self._split(index, grad)
             if index in self._filled:
-                for place, part in zip(self._places[index], parts, strict=True):
+                for place, part in zip(self._views.places[index], parts, strict=True):
                     place.add_(part, alpha=1 / self._predivisor)
             else:
-                first += self._places[index]
+                first += self._views.places[index]
                 values += parts
                 self._filled.add(index)
         return first, values
@@ -150,53 +208,60 @@ class ReduceBuffer:
     def drop(self, leaves: Iterable[int]) -> None:
         self._filled.difference_update(leaves)
         if not self._filled:
-            self._storage.free()
+            self._free()
 
     def discard(self) -> None:
         self._filled.clear()
-        self._storage.free()
+        self._free()
 
     def reduce(self, wire: Wire, what: str) -> Iterator[list[torch.Tensor] | None]:
-        if not self._filled:
-            self._storage.allocate()
-        empty = self._places[-1:] if len(self._filled) == len(self._places) - 1 else self._empty_places()
+        self._allocate()
+        views, filled = self._views, self._filled
+        # The last place belongs to no leaf and is never filled.
+        some_lack = len(filled) < len(views.places) - 1
+        empty = [places for i, places in enumerate(views.places) if i not in filled] if some_lack else views.places[-1:]
         for places in empty:
             for place in places:
                 place.zero_()
         self._filled.clear()
+        replicas_left = wire.hook is None or not wire.one_group
+        divisor = wire.divisor
         if wire.hook is not None:
             total = self._by_hook(wire.hook, wire.shard.ranks)
-            replicas_left = not wire.one_group
         else:
-            pending = wire.shard.begin_reduce(self._buffer, self._segments, wire.shard_tag)
+            buffer = views.buffer if self._block is None else self._block
+            pending = wire.shard.begin_reduce(buffer, views.segments, wire.shard_tag)
             yield None
-            total = wire.shard.end_reduce(pending, self._segments[wire.shard.rank], self._sum_dtype, what)
-            replicas_left = True
-        self._storage.free()
+            if self._block is not None and wire.shard.ranks == 1:
+                total = self._block  # it is given away, and comes back when the gradients that view it die
+            else:
+                now = divisor if wire.replica.ranks == 1 else None
+                total = wire.shard.end_reduce(pending, views.segments[wire.shard.rank], self._sum_dtype, what, now)
+                divisor = divisor if now is None else None
+            del buffer, pending
+        self._free()
         if replicas_left:
             if wire.replica.ranks > 1:
                 total = total.to(self._buffer.dtype)  # what travels is in the dtype of the reduction here, too
-            pending = wire.replica.begin_total(total, wire.replica_tag)
+            # A piece is divided while it is at hand, unless that would round it before it is wide again.
+            now = divisor if wire.is_exact or total.dtype == self._sum_dtype else None
+            pending = wire.replica.begin_total(total, wire.replica_tag, now)
             yield None
             pending = wire.replica.continue_total(pending, total, wire.replica_tag, what)
             yield None
-            wire.replica.end_total(pending, what)
-            total = total.to(self._sum_dtype)
-        if wire.ranks > 1:
-            total.div_(wire.divisor)  # the sum is divided once, on the shard
+            wire.replica.end_total(pending, total, what)
+            divisor = divisor if now is None else None
+        if divisor is not None:
+            total = total.to(self._sum_dtype).div_(divisor)
         yield self._store.grads(wire.home.back(total.to(wire.grad_dtype or self._store.dtype)))
-
-    def _empty_places(self) -> list[list[torch.Tensor]]:
-        """Those of leaves that are not filled, and what belongs to no leaf: the last, which never is."""
-        return [places for index, places in enumerate(self._places) if index not in self._filled]
 
     def _by_hook(self, hook: CommHook, ranks: int) -> torch.Tensor:
         """Let the user's hook sum and divide; return [S] in the dtype of sums. It may give what it is handed other data."""
-        grad = self._buffer.clone()  # the hook may keep it
+        grad = self._views.buffer.clone()  # the hook may keep it
         if ranks == 1:
             hook.function(hook.state, grad)
             return grad.to(self._sum_dtype, copy=True)
-        output = torch.empty_like(self._segments[0])
+        output = torch.empty_like(self._views.segments[0])
         hook.function(hook.state, grad, output)
         return output.to(self._sum_dtype)
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from . import torch_private
+from . import shared_memory, torch_private
 from .store import ParamStore
 
-__all__ = ["GroupMemory", "Storage", "give_back_freed", "memory_of", "of_its_own_size"]
+__all__ = ["GroupMemory", "Storage", "cast_of", "give_back_freed", "memory_of", "new_shard", "of_its_own_size"]
 
 # None where the C library has no such function.
 _malloc_trim = None if sys.platform == "win32" else getattr(ctypes.CDLL(None), "malloc_trim", None)
@@ -45,6 +45,24 @@ def of_its_own_size(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.device.type != "cpu" or tensor.untyped_storage().nbytes() == tensor.nbytes or not tensor.nbytes:
         return tensor
     return torch.frombuffer(memory_of(tensor), dtype=tensor.dtype).view(tensor.shape)
+
+
+def new_shard(numel: int, dtype: torch.dtype, device: torch.device, *, ranks: int, pin: bool) -> torch.Tensor:
+    """Return memory [numel] of zeros for one of ``ranks`` shards; ``pin``: that a GPU can read.
+
+    On the CPU it is where other ranks of the same host can read it, so that it need not be sent.
+    """
+    if device.type == "cpu" and ranks > 1 and not pin:
+        return shared_memory.zeros(numel, dtype)
+    return torch.zeros(numel, dtype=dtype, device=device, pin_memory=pin)
+
+
+def cast_of(shard: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return a shard in another dtype, in memory of the same kind as its own."""
+    if shard.device.type != "cpu" or shard.numel() * dtype.itemsize < shared_memory.MIN_NBYTES:
+        return shard.to(dtype)
+    is_shared = shared_memory.locate(shard) is not None
+    return shared_memory.empty(shard.numel(), dtype).copy_(shard) if is_shared else shard.to(dtype)
 
 
 class Storage:

@@ -282,7 +282,7 @@ class Group:
         exact = self.precision.reduce == self.store.dtype and wire.grad_dtype is None and len(self.memories) == 1
         if wire.ranks == 1 and wire.hook is None and self.memory.aliased and whole and exact:
             return HandedGradients(self.store)
-        return ReduceBuffer(self.store, self.shard.ranks, self.precision.reduce, self.device, wire.predivisor)
+        return ReduceBuffer(self.store, self.shard.ranks, self.precision.reduce, self.device, wire.predivisor, wire)
 
     def start_reduction(self) -> None:
         if self._collected is None:  # served for ranks that have gradients
@@ -306,6 +306,7 @@ class Group:
                 target.grad = grad
             else:
                 self.home.settle()
+                self.replica.settle(f"the gradients of {self.name}")  # of this backward: peers may still read them
                 target.grad.add_(grad)
 
     def discard(self) -> None:

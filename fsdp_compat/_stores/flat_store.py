@@ -10,6 +10,7 @@ from torch import nn
 
 from .._engine import torch_private
 from .._engine.mesh import Axis
+from .._engine.storage import cast_of, new_shard
 from .._engine.store import Kind, Shown, Target, as_leaf
 from .._engine.tree import Member, Place
 from .._layout.flat import flat_layout
@@ -55,7 +56,7 @@ class FlatStore:
         self.rank, self.numel = rank, self.layout.shard_numel
         self.parallel = [tensor_parallel(p) for p in originals]
         self._from_whole = plan_moves(pieces_of_whole([self.layout]), pieces_of_rank([self.layout], rank))
-        self.shard = torch.zeros(self.numel, dtype=self.dtype, device=device, pin_memory=pin)  # [S], padding zero
+        self.shard = new_shard(self.numel, self.dtype, device, ranks=ranks, pin=pin)  # [S], padding zero
         self.take_from_whole(locals_)
         self._home = home
         # Attributes are shared with the original: what is set on it later is seen in forward, and the other way round.
@@ -116,7 +117,7 @@ class FlatStore:
         return () if parallel is None else parallel.spread()
 
     def outgoing(self, dtype: torch.dtype) -> torch.Tensor:
-        return self.shard if dtype == self.dtype else self.shard.to(dtype)
+        return self.shard if dtype == self.dtype else cast_of(self.shard, dtype)
 
     def make_leaves(self, full: torch.Tensor) -> list[nn.Parameter]:
         return [self.parameter(index, places[0], self._trainable[index]) for index, places in enumerate(self.places(full)[:-1])]

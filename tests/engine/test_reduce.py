@@ -42,20 +42,22 @@ class Recorded:
         self.sent.append(buffer.clone())
         return Pending([])
 
-    def end_reduce(self, pending: Pending, own: torch.Tensor, dtype: torch.dtype, what: str) -> torch.Tensor:
+    def end_reduce(
+        self, pending: Pending, own: torch.Tensor, dtype: torch.dtype, what: str, divisor: torch.Tensor | None = None
+    ) -> torch.Tensor:
         self.calls.append(f"end_reduce {what}")
-        return own.to(dtype) * self.ranks
+        return own.to(dtype) * self.ranks / (1 if divisor is None else divisor)
 
-    def begin_total(self, total: torch.Tensor, tag: int) -> Pending:
+    def begin_total(self, total: torch.Tensor, tag: int, divisor: torch.Tensor | None = None) -> Pending:
         self.calls.append(f"begin_total {tag}")
-        total.mul_(self.ranks)
+        total.mul_(self.ranks).div_(1 if divisor is None else divisor)
         return Pending([])
 
     def continue_total(self, pending: Pending, total: torch.Tensor, tag: int, what: str) -> Pending:
         self.calls.append("continue_total")
         return pending
 
-    def end_total(self, pending: Pending, what: str) -> None:
+    def end_total(self, pending: Pending, total: torch.Tensor, what: str) -> None:
         self.calls.append("end_total")
 
 
@@ -340,7 +342,7 @@ def sums_of(values: list[float], dtype: torch.dtype, total_dtype: torch.dtype) -
     assert total.dtype == total_dtype
     assert torch.equal(buffer[4 * wire.rank : 4 * wire.rank + 4], before[:4])
     copies = torch.full((5,), values[wire.rank], dtype=total_dtype)  # 5: no number of ranks divides it
-    wire.end_total(wire.continue_total(wire.begin_total(copies, tag), copies, tag, "a total"), "a total")
+    wire.end_total(wire.continue_total(wire.begin_total(copies, tag), copies, tag, "a total"), copies, "a total")
     found = {*total.tolist(), *copies.tolist()}
     return sorted(found)
 

@@ -300,8 +300,8 @@ def reduces_through_two_axes() -> tuple[bool, list[bool]]:
     lost = shard.end_reduce(pending, buffer.chunk(2)[shard.rank], torch.float32, "gradients")
     second = replica.begin_total(lost, 4)
     third = replica.continue_total(second, lost, 4, "gradients")
-    replica.end_total(third, "gradients")
-    replica.end_total(replica.continue_total(also, total, 8, "gradients"), "gradients")
+    replica.end_total(third, lost, "gradients")
+    replica.end_total(replica.continue_total(also, total, 8, "gradients"), total, "gradients")
     shard.drain("what was sent")
     return lost.shape == (2,), [pending.lost, second.lost, third.lost, also.lost]
 

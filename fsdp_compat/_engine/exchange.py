@@ -1,0 +1,538 @@
+"""Exchange by sends and receives, for gloo, on connections of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import time
+import typing
+import weakref
+from collections.abc import Iterator, Sequence
+from threading import get_ident
+
+import torch
+import torch.distributed as dist
+
+from ..errors import StateError
+from . import pulse, shared_memory, torch_private, watch
+from .mesh import Axis
+from .transport import Grouped, Kind, Pending, Post
+
+__all__ = ["Exchange"]
+
+
+TAKEN = 1 << 24  # added to the tag of a message: that of the answer that says that it was read
+_CARDS, _VERDICTS = TAKEN - 2, TAKEN - 1  # tags while connecting
+_NOTE_NUMEL = 5  # epoch, chunk, offset, numel, dtype: of a message that is read where it lies
+_DTYPES = [value for _, value in sorted(vars(torch).items()) if isinstance(value, torch.dtype)]
+_PIECE_NUMEL = 1 << 17  # what is summed at a time stays in the cache until it is divided
+
+
+_WHOLE_NBYTES = {2: 1 << 20, 3: 1 << 17, 4: 1 << 17}  # by ranks: of totals that are not cut into pieces; measured
+_NOBODY: dict[int, shared_memory.Neighbour] = {}
+_NO_BYTES = torch.empty(0, dtype=torch.uint8, device="cpu")
+
+
+class Exchange(Grouped):
+    """Exchange by sends and receives, for gloo: a line of the watch.
+
+    A message is kept until ``drain`` and must not change before. Every wait has the time limit of the process group: without one a
+    point-to-point wait ignores it and may last for ever.
+
+    Ranks that can read each other's memory are *near*. Between them a message of MIN_NBYTES and more stays where it is, in a
+    block (or is copied into one): in its place goes a *note* that says where it lies. Who gets a note reads the memory when the
+    exchange is ended, and answers with an *ack*; until that is here the memory stays as it is. Notes and acks are messages like
+    others, so time limits, the watch and its diagnoses hold for them as they do for everything else. Whoever gives the connections
+    up says so in his memory too (``renounce``), and a reader looks there when it has read.
+    """
+
+    def __init__(self, axis: Axis) -> None:
+        super().__init__(axis)
+        self.timeout = torch_private.group_timeout(self.group)
+        self.name = str(self.group.group_name)
+        self.generation = 0  # how often connections were given up
+        self.counts: dict[int, int] = {}
+        self.waiting: watch.Waiting | None = None
+        self.diagnosis: watch.Report | None = None
+        self.many_threads = False
+        self._thread, self._threads = 0, set[int]()  # that begun something last; all that did
+        self._wires: typing.Any = None  # while there are no connections
+        self._open: dict[int, weakref.ref[Pending]] = {}  # by id: an exception may leave one behind
+        self._sends: list[tuple[list[dist.Work], object, Post]] = []  # of gathers, and acks for them
+        self._reads: list[tuple[list[dist.Work], object, Post]] = []  # acks for what was reduced, and own ones
+        self._asked: dict[int, int] = {}  # by tag: how many acks this rank has asked for
+        self._near: dict[int, shared_memory.Neighbour] = {}  # by rank: they can read this one's memory, and it theirs
+        self._releases: list[tuple[dist.Work, torch.Tensor]] = []
+        self._names: dict[int, str] = {}  # by tag: what was waited for last
+        ranks, rank = axis.ranks, axis.rank
+        # The peers in the order in which they are served: every rank begins with another one.
+        self._peers = [((rank - step) % ranks, (rank + step) % ranks) for step in range(1, ranks)]
+        self._near_sources: list[int] = []  # those of the peers that are near
+        self._near_targets: list[int] = []
+        watch.add(self)
+        self._connect()
+
+    def begin_gather(self, own: torch.Tensor, full: torch.Tensor, segments: Sequence[torch.Tensor], tag: int) -> Pending:
+        nbytes, ranks = own.nbytes, self.ranks
+        self.traffic.add(Kind.GATHER, nbytes * (ranks - 1))
+        near = self._near_for(nbytes)
+        sent = self._in_block(own) if near else own
+        receives, sends, notes, acks, number = self._start([sent] * ranks, segments, tag, self._names.get(tag, "parameters"), near)
+        self._sends.append((sends, sent, (tag, number, nbytes, 0)))
+        if acks:
+            self._sends.append((acks, sent, self._post_of_acks(tag, acks)))
+        segments[self.rank].copy_(own)  # sends read `own`, never `full`: freeing `full` need not wait for slow peers
+        return self._opened(Pending(receives, segments, None, (tag, number, nbytes, len(receives)), notes))
+
+    def end_gather(self, pending: Pending, what: str) -> None:
+        self._names[pending.post[0]] = what
+        if self._end(pending, what) and pending.notes:
+            self._read_into(pending, pending.parts, what)
+            self._sends.append(self._ack(pending, what))
+
+    def begin_reduce(self, buffer: torch.Tensor, segments: Sequence[torch.Tensor], tag: int) -> Pending:
+        tag += Kind.REDUCE
+        own = segments[self.rank]
+        self.traffic.add(Kind.REDUCE, own.nbytes * (self.ranks - 1))
+        near = self._near_for(own.nbytes)
+        if near and shared_memory.locate(buffer) is None:
+            buffer = shared_memory.copy_of(buffer)
+            segments = buffer.chunk(self.ranks)
+        parts = [own if r == self.rank or r in near else torch.empty_like(own) for r in range(self.ranks)]
+        return self._exchange(segments, parts, tag, buffer, near)
+
+    def end_reduce(
+        self, pending: Pending, own: torch.Tensor, dtype: torch.dtype, what: str, divisor: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        if not self._end(pending, what):
+            total = own.to(dtype, copy=True)
+            _lost_totals.append(weakref.ref(total))
+            return total
+        parts = self._parts(pending, own, what)
+        total = next((part for r, part in enumerate(parts[:2]) if r != self.rank and r not in pending.notes), own)
+        if total is own or total.dtype != dtype:
+            total = shared_memory.empty(own.numel(), dtype) if pending.notes else own.new_empty(own.numel(), dtype=dtype)
+        _sum_in_rank_order(parts, total, divisor)
+        self._end_reading(pending, what)
+        return total
+
+    def begin_total(self, total: torch.Tensor, tag: int, divisor: torch.Tensor | None = None) -> Pending:
+        if _lost_totals and _is_lost(total):
+            pending = Pending([])
+            pending.lost = True
+            return pending
+        tag += Kind.REPLICATE
+        if self._is_sent_whole(total):
+            self.traffic.add(Kind.REPLICATE, (self.ranks - 1) * total.nbytes)
+            parts = [total if r == self.rank else torch.empty_like(total) for r in range(self.ranks)]
+            pending = self._exchange([total] * self.ranks, parts, tag, total, _NOBODY)
+            pending.divisor = divisor
+            return pending
+        self.traffic.add(Kind.REPLICATE, 2 * (self.ranks - 1) * total.nbytes // self.ranks)
+        pieces = self._pieces(total)
+        own, near = pieces[self.rank], self._near_for(pieces[0].nbytes)
+        if near:
+            total = self._in_block(total)
+            pieces = self._pieces(total)
+        parts = [own if r == self.rank or r in near else torch.empty_like(own) for r in range(self.ranks)]
+        pending = self._exchange(pieces, parts, tag, total, near, acked=False)
+        pending.divisor = divisor
+        return pending
+
+    def continue_total(self, pending: Pending, total: torch.Tensor, tag: int, what: str) -> Pending:
+        if self._is_sent_whole(total) or not self._end(pending, what):
+            return pending
+        own = self._pieces(total)[self.rank]
+        _sum_in_rank_order(self._parts(pending, own, what), own, pending.divisor)
+        self._check(pending, what)
+        sent = pending.keep
+        assert isinstance(sent, torch.Tensor)
+        if sent is not total:
+            self._pieces(sent)[self.rank].copy_(own)
+        # What a rank sends now says that it has read its piece of everybody's total as well: the others may write there.
+        pieces = self._pieces(total)
+        outgoing, near = [self._pieces(sent)[self.rank]] * self.ranks, self._near_for(pieces[0].nbytes)
+        return self._exchange(outgoing, pieces, tag + Kind.REPLICATE_BACK, sent, near)
+
+    def end_total(self, pending: Pending, total: torch.Tensor, what: str) -> None:
+        if self._end(pending, what):
+            if self._is_sent_whole(total):
+                _sum_in_rank_order(pending.parts, total, pending.divisor)
+            elif pending.notes:
+                self._read_into(pending, pending.parts, what)
+                self._end_reading(pending, what)
+
+    def _is_sent_whole(self, total: torch.Tensor) -> bool:
+        """True if every rank sends its total to all, which sum it all: more bytes than in pieces and back, but one way less."""
+        return total.nbytes <= _WHOLE_NBYTES.get(self.ranks, 0)
+
+    def settle(self, what: str) -> None:
+        self._wait_for_all(self._reads, what)
+
+    def drain(self, what: str) -> None:
+        for reference in list(self._open.values()):  # others wait until this rank has read theirs
+            pending = reference()
+            if pending is not None and pending.notes and pending.post[0] % len(Kind) == Kind.GATHER:
+                self.end_gather(pending, self._names.get(pending.post[0], what))
+        self._wait_for_all(self._reads, what)
+        self._wait_for_all(self._sends, what)
+
+    def gather_now(self, own: torch.Tensor) -> torch.Tensor:
+        own = own.contiguous()
+        full = own.new_empty(self.ranks * own.numel())
+        pending = self.begin_gather(own, full, full.chunk(self.ranks), 0)
+        self.end_gather(pending, "a gather of state")
+        self.drain("a gather of state")
+        return full
+
+    def shares(self, numel: int, dtype: torch.dtype) -> bool:
+        return numel * dtype.itemsize >= shared_memory.MIN_NBYTES and bool(self._near)
+
+    def _pieces(self, total: torch.Tensor) -> list[torch.Tensor]:
+        size = -(-total.numel() // self.ranks)
+        return [total[r * size : (r + 1) * size] for r in range(self.ranks)]
+
+    def _exchange(
+        self,
+        outgoing: Sequence[torch.Tensor],
+        incoming: Sequence[torch.Tensor],
+        tag: int,
+        keep: torch.Tensor,
+        near: dict[int, shared_memory.Neighbour],
+        acked: bool = True,
+    ) -> Pending:
+        """Send ``outgoing[r]``, of which the first is the longest, to rank r and receive from it into ``incoming[r]``; what goes
+        between ranks that are ``near`` is read where it lies."""
+        receives, sends, notes, acks, number = self._start(outgoing, incoming, tag, "gradients", near, acked)
+        post = tag, number, outgoing[0].nbytes, len(receives)
+        return self._opened(Pending([*receives, *sends], incoming, keep, post, notes, acks))
+
+    # -- through memory that ranks share
+
+    def _near_for(self, nbytes: int) -> dict[int, shared_memory.Neighbour]:
+        """The ranks that read a message where it lies."""
+        if self._wires is None:
+            self._connect()
+        return self._near if nbytes >= shared_memory.MIN_NBYTES else _NOBODY
+
+    @staticmethod
+    def _in_block(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor if shared_memory.locate(tensor) is not None else shared_memory.copy_of(tensor)
+
+    def _read(self, pending: Pending, source: int, like: torch.Tensor, what: str) -> torch.Tensor:
+        """What a peer has sent, where it lies. ``like``: of its length and dtype."""
+        epoch, chunk, offset, numel, dtype = pending.notes[source].tolist()
+        if (numel, dtype) != (like.numel(), _DTYPES.index(like.dtype)):
+            error = RuntimeError(
+                f"rank {self.members[source]} has sent {numel} elements of {_DTYPES[dtype]} for {like.numel()} of {like.dtype}"
+            )
+            self._fail(what, error)
+        try:
+            return self._near[source].view(shared_memory.Location(epoch, chunk, offset), numel, like.dtype)
+        except OSError as error:
+            self._fail(what, RuntimeError(f"the memory of rank {self.members[source]} is gone: {error}"))
+
+    def _parts(self, pending: Pending, own: torch.Tensor, what: str) -> list[torch.Tensor]:
+        """What was received, by rank; ``own`` from this one."""
+        return [
+            own if r == self.rank else self._read(pending, r, own, what) if r in pending.notes else part
+            for r, part in enumerate(pending.parts)
+        ]
+
+    def _read_into(self, pending: Pending, targets: Sequence[torch.Tensor], what: str) -> None:
+        for source in pending.notes:
+            targets[source].copy_(self._read(pending, source, targets[source], what))
+
+    def _check(self, pending: Pending, what: str) -> None:
+        """Raise StateError if what was read had been given up by then."""
+        for source, note in pending.notes.items():
+            if self._near[source].epoch != int(note[0]):
+                self._fail(what, RuntimeError(f"rank {self.members[source]} has given its connections up"))
+
+    def _ack(self, pending: Pending, what: str) -> tuple[list[dist.Work], object, Post]:
+        """Say that everything was read."""
+        self._check(pending, what)
+        tag = pending.post[0] + TAKEN
+        self.counts[tag] = self.counts.get(tag, 0) + 1
+        try:
+            works = [self._wires.send([_NO_BYTES], target, tag) for target in self._near_targets]
+        except RuntimeError as error:
+            self._fail(what, error)
+        return works, None, (tag, 0, 0, 0)  # number 0: nobody lacks it, as it was asked for before this rank was told
+
+    def _end_reading(self, pending: Pending, what: str) -> None:
+        if pending.notes:
+            self._reads.append(self._ack(pending, what))
+            self._reads.append((pending.acks, pending.keep, self._post_of_acks(pending.post[0], pending.acks)))
+            self._names[pending.post[0]] = what
+
+    def _post_of_acks(self, tag: int, acks: Sequence[dist.Work]) -> Post:
+        tag += TAKEN
+        number = self._asked[tag] = self._asked.get(tag, 0) + 1
+        return tag, number, 0, len(acks)
+
+    def _wait_for_all(self, sent: list[tuple[list[dist.Work], object, Post]], what: str) -> None:
+        for works, _, post in sent:
+            self._wait(works, post, what)
+        sent.clear()
+
+    def _find_near(self) -> None:
+        """Collective. Both of a pair must be able to read the other one's memory."""
+        card = torch.frombuffer(bytearray(shared_memory.card()), dtype=torch.uint8)
+        cards = self._swap(dict.fromkeys([source for source, _ in self._peers], card), _CARDS)
+        near = {peer: shared_memory.meet(bytes(its.tolist())) for peer, its in cards.items()}
+        verdicts = self._swap({peer: torch.tensor([it is not None], dtype=torch.uint8) for peer, it in near.items()}, _VERDICTS)
+        self._near = {peer: it for peer, it in near.items() if it is not None and bool(verdicts[peer])}
+        self._near_sources = [source for source, _ in self._peers if source in self._near]
+        self._near_targets = [target for _, target in self._peers if target in self._near]
+
+    def _swap(self, messages: dict[int, torch.Tensor], tag: int) -> dict[int, torch.Tensor]:
+        """Send every peer a message and return theirs, which are as long."""
+        found = {peer: torch.empty_like(message) for peer, message in messages.items()}
+        works = [self._wires.recv([into], peer, tag) for peer, into in found.items()]
+        works += [self._wires.send([message], peer, tag) for peer, message in messages.items()]
+        for work in works:
+            work.wait(self.timeout)
+        return found
+
+    # -- what every exchange goes through
+
+    def _begin(self, tag: int) -> int:
+        """Something is begun: return how often it was, on these connections. All members count alike."""
+        if self._wires is None:
+            self._connect()
+        thread = get_ident()
+        if thread != self._thread:
+            self.many_threads |= thread in self._threads  # one moves to another thread for good, two take turns
+            self._threads.add(thread)
+            self._thread = thread
+        number = self.counts[tag] = self.counts.get(tag, 0) + 1
+        return number
+
+    def _start(
+        self,
+        outgoing: Sequence[torch.Tensor],
+        incoming: Sequence[torch.Tensor],
+        tag: int,
+        what: str,
+        near: dict[int, shared_memory.Neighbour],
+        acked: bool = True,
+    ) -> tuple[list[dist.Work], list[dist.Work], dict[int, torch.Tensor], list[dist.Work], int]:
+        """Begin what an exchange consists of; see ``_exchange``. Return (receives, sends, notes, acks, number of its use)."""
+        number = self._begin(tag)
+        receives: list[dist.Work] = []
+        sends: list[dist.Work] = []
+        acks: list[dist.Work] = []
+        notes: dict[int, torch.Tensor] = {}
+        try:
+            wires = self._wires
+            for source, _ in self._peers:
+                if source in near:
+                    notes[source] = torch.zeros(_NOTE_NUMEL, dtype=torch.int64, device="cpu")
+                receives.append(wires.recv([notes.get(source, incoming[source])], source, tag))
+            if near and acked:  # asked for before they can be given
+                acks += [wires.recv([_NO_BYTES], source, tag + TAKEN) for source in self._near_sources]
+            sends += [
+                wires.send([_note(outgoing[target]) if target in near else outgoing[target]], target, tag)
+                for _, target in self._peers
+            ]
+        except RuntimeError as error:
+            receives.clear()
+            sends.clear()
+            acks.clear()
+            self._fail(what, error)
+        return receives, sends, notes, acks, number
+
+    def _opened(self, pending: Pending) -> Pending:
+        self._open[id(pending)] = weakref.ref(pending)
+        return pending
+
+    def _end(self, pending: Pending, what: str) -> bool:
+        """Wait for it. False if there is nothing more to do: it was lost, or ended before."""
+        if pending.lost or pending.ended:
+            return False
+        self._open.pop(id(pending), None)
+        self._wait(pending.works, pending.post, what)
+        pending.ended = True
+        return True
+
+    def _wait(self, works: list[dist.Work], post: Post, what: str) -> None:
+        waiting, timeout = None, self.timeout
+        failure: RuntimeError | None = None
+        try:
+            for index, work in enumerate(works):
+                self.waiting = waiting = post, index, what
+                work.wait(timeout)
+                if self.diagnosis is not None:
+                    break
+            else:
+                self.waiting = None
+                return
+        except RuntimeError as error:
+            failure = error
+        except BaseException:
+            self.waiting = None
+            raise
+        self.waiting = None
+        del work  # a traceback would keep it, and with it the connections
+        works.clear()
+        self._fail(self._name(post, what), failure, waiting)
+
+    def _name(self, post: Post, what: str) -> str:
+        """What a wait is for: what is drained was gathered under a name of its own."""
+        tag, _, _, num_receives = post
+        return what if num_receives and tag < TAKEN else self._names.get(tag % TAKEN, what)
+
+    @contextlib.contextmanager
+    def _together(self, what: str) -> Iterator[None]:
+        # The watch cannot end such a wait; it tells those who wait for this rank.
+        number = self._begin(watch.TOGETHER)
+        self.waiting = waiting = (watch.TOGETHER, number, 0, 0), 0, what
+        failure = None
+        try:
+            yield
+        except RuntimeError as error:
+            failure = error
+        finally:
+            self.waiting = None
+        if failure is not None or self.diagnosis is not None:
+            self._fail(what, failure, waiting)
+
+    def _connect(self) -> None:
+        """Collective. Connect, or connect anew where connections were given up."""
+        here, others = watch.board(), [rank for rank in self.members if rank != self.members[self.rank]]
+        if here is None:
+            raise StateError("the process group of this module was destroyed; wrap the model again after init_process_group")
+        what, waiting, failure = "the other ranks to connect", None, None
+        try:
+            self.counts[watch.ARRIVAL] = 1
+            here.arrive(self)
+            end, pause_s = time.monotonic() + self.timeout.total_seconds(), 0.0005
+            while not here.have_arrived(self, others):
+                index = next((i for i, (peer, _) in enumerate(self._peers) if not here.have_arrived(self, [self.members[peer]])), 0)
+                if waiting is None or waiting[1] != index:
+                    self.waiting = waiting = (watch.ARRIVAL, 1, 0, self.ranks), index, what
+                if self.diagnosis is not None:
+                    break
+                if time.monotonic() > end or here.why_broken(self.name, self.generation, self.members[self._peers[index][0]]):
+                    raise RuntimeError("a rank did not come")
+                time.sleep(pause_s)
+                pause_s = min(2 * pause_s, 0.05)
+            else:
+                self._wires = torch_private.gloo_of_its_own(self.group, self.rank, self.ranks, self.timeout, self.generation)
+                self._find_near()
+        except RuntimeError as error:
+            failure = error
+        finally:
+            self.waiting = None
+        if failure is not None or self._wires is None:
+            self._fail(what, failure, waiting)
+
+    def _fail(self, what: str, error: RuntimeError | None, waiting: watch.Waiting | None = None) -> typing.NoReturn:
+        """A wait was in vain: give up all connections, and raise the error that says why."""
+        report = self.diagnosis or watch.why(self) or watch.Report(False, {})
+        if waiting is not None:
+            wait = self.describe(waiting)
+            report = dataclasses.replace(report, lines={**report.lines, wait.rank: wait.text})
+        watch.give_up(self, report)
+        if report.circle:
+            raise self._error(f"Waiting for {what} can never end: ranks wait for each other.", str(report)) from error
+        silence = f"no message within {self.timeout.total_seconds():g} s, or a broken connection ({error})"
+        raise self._error(f"Waiting for {what} failed.", "; ".join(filter(None, [silence, str(report)]))) from error
+
+    # -- for the watch
+
+    @property
+    def is_alive(self) -> bool:
+        group = self._group()
+        return group is not None and torch_private.is_registered(group)
+
+    def describe(self, waiting: watch.Waiting) -> watch.Wait:
+        (tag, number, nbytes, num_receives), index, what = waiting
+        what = self._name(waiting[0], what)
+        rank, sends = self.members[self.rank], index >= num_receives
+        if tag == watch.TOGETHER:
+            peers = tuple(r for r in self.members if r != rank)
+            text = f"rank {rank} waits in {what} for ranks {list(peers)}"
+        else:
+            if tag >= TAKEN:
+                peer = self._near_targets[index] if sends else self._near_sources[index]
+            else:
+                peer = self._peers[index - num_receives][1] if sends else self._peers[index][0]
+            peers = (self.members[peer],)
+            takes = sends or tag >= TAKEN
+            text = f"rank {rank} waits for " + (f"rank {peers[0]} to take {what}" if takes else f"{what} from rank {peers[0]}")
+            if tag == watch.ARRIVAL:
+                text = f"rank {rank} waits for rank {peers[0]} to connect"
+        text += f", at {pulse.place()}"
+        return watch.Wait(rank, peers, self.name, self.generation, self.rank, tag, number, nbytes, sends, text)
+
+    def release(self, member: int, tag: int, nbytes: int, sends: bool) -> None:
+        if self._wires is not None:  # a message may be shorter than the memory it goes to
+            scratch = torch.empty(max(nbytes, 8 * _NOTE_NUMEL) if sends else 0, dtype=torch.uint8, device="cpu")
+            transfer = self._wires.recv if sends else self._wires.send
+            self._releases.append((transfer([scratch], member, tag), scratch))
+
+    def forget(self) -> None:
+        """Connections close when nothing holds them any more, and that includes the works."""
+        shared_memory.renounce()  # first: who still reads what is given up here must see it
+        for reference in self._open.values():
+            pending = reference()
+            if pending is not None:
+                pending.works.clear()
+                pending.acks.clear()
+                pending.lost = True
+        self._open.clear()
+        for works, _, _ in (*self._sends, *self._reads):
+            works.clear()
+        self._sends.clear()
+        self._reads.clear()
+        self._releases.clear()
+        self.generation += 1  # also of connections that were not used since: others have heard that they are given up
+        self.counts.clear()
+        self._asked.clear()
+        self._near = {}
+        self._wires = self.diagnosis = None
+
+
+# What a reduction goes on with after its connections were given up, until it has come to its end.
+_lost_totals: list[weakref.ref[torch.Tensor]] = []
+
+
+def _is_lost(total: torch.Tensor) -> bool:
+    _lost_totals[:] = [reference for reference in _lost_totals if reference() is not None]
+    return any(reference() is total for reference in _lost_totals)
+
+
+def _note(message: torch.Tensor) -> torch.Tensor:
+    """Where a message lies, for a peer that is near."""
+    place = shared_memory.locate(message)
+    assert place is not None, "a message between neighbours is in a block"
+    return torch.tensor([*place, message.numel(), _DTYPES.index(message.dtype)], dtype=torch.int64, device="cpu")
+
+
+def _sum_in_rank_order(parts: Sequence[torch.Tensor], total: torch.Tensor, divisor: torch.Tensor | None) -> None:
+    """Add ``parts`` in rank order into ``total``, which may be one of them, so that all ranks get the same bits; then divide.
+
+    In fp32 at least: in bf16 a 1 would be lost beside 256 already.
+    """
+    numel, wide = total.numel(), torch.promote_types(total.dtype, torch.float32)
+    apart = total.dtype != wide or any(part.data_ptr() == total.data_ptr() for part in parts[2:])  # it is read late
+    step = _PIECE_NUMEL * max(torch.get_num_threads(), 1)
+    for start in range(0, numel, step):
+        piece, its = total, list(parts)
+        if numel > step:
+            piece, its = total[start : start + step], [part[start : start + step] for part in parts]
+        found = torch.empty(piece.shape, dtype=wide, device="cpu") if apart else piece
+        if its[0].dtype == its[1].dtype == wide:
+            torch.add(its[0], its[1], out=found)
+            rest = its[2:]
+        else:
+            found.copy_(its[0])
+            rest = its[1:]
+        for part in rest:
+            found.add_(part)
+        if divisor is not None:
+            found.div_(divisor)
+        if apart:
+            piece.copy_(found)

@@ -1,0 +1,246 @@
+"""What every transport shares: what it promises, what it counts, and the small collectives of a process group."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import enum
+import itertools
+import pickle
+import types
+import typing
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+
+from ..errors import StateError, explain
+from . import torch_private
+from .mesh import Axis
+from .storage import memory_of
+
+# torch 2.13 renamed them; 2.11 and 2.12 have the older names only.
+reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+__all__ = [
+    "AnyRanks",
+    "Communicator",
+    "Grouped",
+    "Kind",
+    "Pending",
+    "Post",
+    "Traffic",
+    "all_gather",
+    "gather_in_group",
+    "reduce_scatter",
+]
+
+
+class Kind(enum.IntEnum):
+    """What a message carries. With the tag of its group it makes the tag of a message."""
+
+    GATHER = 0
+    REDUCE = 1
+    REPLICATE = 2
+    REPLICATE_BACK = 3
+
+
+@dataclasses.dataclass
+class Traffic:
+    """What one rank has sent along one axis: numbers of collectives and bytes, by kind."""
+
+    counts: collections.Counter[Kind] = dataclasses.field(default_factory=collections.Counter)
+    nbytes: collections.Counter[Kind] = dataclasses.field(default_factory=collections.Counter)
+
+    def add(self, kind: Kind, nbytes: int) -> None:
+        self.counts[kind] += 1
+        self.nbytes[kind] += nbytes
+
+    def clear(self) -> None:
+        self.counts.clear()
+        self.nbytes.clear()
+
+
+_NOTHING: Mapping[int, torch.Tensor] = types.MappingProxyType({})
+Post = tuple[int, int, int, int]  # tag, number of its use, nbytes of a message, num_receives (works: receives come before sends)
+
+
+class Pending:
+    """Something on its way: the works to wait for, and the tensors that must stay until then."""
+
+    __slots__ = ("__weakref__", "acks", "divisor", "ended", "keep", "lost", "notes", "parts", "post", "works")
+
+    def __init__(
+        self,
+        works: list[dist.Work],
+        parts: Sequence[torch.Tensor] = (),
+        keep: object = None,
+        post: Post = (0, 0, 0, 0),
+        notes: Mapping[int, torch.Tensor] = _NOTHING,
+        acks: Sequence[dist.Work] = (),
+    ) -> None:
+        """notes: by rank, where in its memory a part lies (see exchange.py). acks: they say that others have read this one's."""
+        self.works, self.parts, self.keep, self.post = works, parts, keep, post
+        self.notes, self.acks = notes, list(acks)
+        self.divisor: torch.Tensor | None = None  # of a total
+        self.ended = False  # it has arrived
+        self.lost = False  # its connections were given up: it will never arrive
+
+
+class Communicator(typing.Protocol):
+    """Communication along one axis. Every method but ``drain`` and ``new_tag`` is a collective of the axis.
+
+    ``what`` names, for an error, what a wait was for. A wait that fails raises StateError; what was on its way then is *lost*, on
+    all axes: to wait for it returns at once, without data, and whatever is begun afterwards goes over new connections.
+    """
+
+    rank: int
+    ranks: int
+    members: tuple[int, ...]  # global ranks
+    traffic: Traffic
+    generation: int  # how often its connections were given up
+
+    def new_tag(self) -> int:
+        """Return a tag of its own for a group; all ranks ask in the same order."""
+
+    def begin_gather(self, own: torch.Tensor, full: torch.Tensor, segments: Sequence[torch.Tensor], tag: int) -> Pending:
+        """Send ``own`` [S] to all; ``full`` [ranks * S], in ``segments``, receives. ``own`` stays unchanged until ``drain``."""
+
+    def end_gather(self, pending: Pending, what: str) -> None:
+        """``full`` is readable afterwards (on a stream device: by what is enqueued afterwards)."""
+
+    def shares(self, numel: int, dtype: torch.dtype) -> bool:
+        """True if messages [numel] are read by some rank where they lie, if they lie in a block (shared_memory.py)."""
+
+    def begin_reduce(self, buffer: torch.Tensor, segments: Sequence[torch.Tensor], tag: int) -> Pending:
+        """Send segment r of ``buffer`` [ranks * S] to rank r."""
+
+    def end_reduce(
+        self, pending: Pending, own: torch.Tensor, dtype: torch.dtype, what: str, divisor: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Return the sum [S] over the ranks in ``dtype``, a new tensor, divided by ``divisor``. ``own``: the own segment.
+
+        Then the buffer may be freed, but not written to: peers may read it until ``settle``. What is begun keeps what it sends.
+        """
+
+    def begin_total(self, total: torch.Tensor, tag: int, divisor: torch.Tensor | None = None) -> Pending:
+        """Begin to add ``total`` up over the ranks, and to divide it, in place: every rank ends with the same bits."""
+
+    def continue_total(self, pending: Pending, total: torch.Tensor, tag: int, what: str) -> Pending:
+        """The second of three steps. All groups take it before any takes the third."""
+
+    def end_total(self, pending: Pending, total: torch.Tensor, what: str) -> None:
+        """``total`` is readable afterwards. It may be written to after ``settle``."""
+
+    def settle(self, what: str) -> None:
+        """Wait until the peers have read what was reduced, of all that has ended on this rank."""
+
+    def drain(self, what: str) -> None:
+        """Wait until the peers have taken everything that this rank has sent."""
+
+    def any_of(self, flags: torch.Tensor) -> torch.Tensor:
+        """flags: uint8 [n]. Return their maximum over the ranks."""
+
+    def sum_of(self, values: torch.Tensor) -> torch.Tensor:
+        """Return the sum of ``values`` over the ranks, in place where it can be."""
+
+    def max_of(self, values: torch.Tensor) -> torch.Tensor: ...
+
+    def broadcast(self, tensors: Sequence[torch.Tensor], what: str) -> None:
+        """The first rank of the axis sends; the tensors of the others, which are contiguous, are overwritten."""
+
+    def gather_now(self, own: torch.Tensor) -> torch.Tensor:
+        """Return [ranks * S] from every rank's ``own`` [S], waited for."""
+
+    def gather_objects(self, value: object) -> list[typing.Any]:
+        """Return every rank's picklable ``value``, in rank order. For plans and errors, never for tensors of size."""
+
+
+class AnyRanks:
+    """An axis in numbers. It does not hold the axis's process group: the cache of communicators hangs on that one's life."""
+
+    def __init__(self, axis: Axis) -> None:
+        self.rank, self.ranks, self.members, self.traffic = axis.rank, axis.ranks, axis.members, Traffic()
+        self.generation = 0
+
+
+class Grouped(AnyRanks):
+    """What both real transports share: the small synchronous collectives."""
+
+    def __init__(self, axis: Axis) -> None:
+        super().__init__(axis)
+        assert axis.group is not None
+        self._group = weakref.ref(axis.group)
+        self._tags = itertools.count(1)
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        group = self._group()
+        if group is None:
+            raise StateError("the process group of this module was destroyed; wrap the model again after init_process_group")
+        return group
+
+    def new_tag(self) -> int:
+        return len(Kind) * next(self._tags)
+
+    @contextlib.contextmanager
+    def _together(self, what: str) -> Iterator[None]:
+        """Around a collective of the group that is waited for."""
+        try:
+            yield
+        except RuntimeError as error:
+            raise self._error(f"{what[0].upper()}{what[1:]} failed.", f"an error of the backend ({error})") from error
+
+    def _error(self, first: str, got: str) -> StateError:
+        return StateError(
+            explain(
+                first,
+                expected="every rank to use the same units in the same order, and to be alive",
+                got=got,
+                where=f"rank {self.rank} of {self.ranks} (global ranks {list(self.members)})",
+                fix="look for a rank that raised, or that skipped a unit; ranks that may use different units need "
+                "allow_unused_units=True",
+            )
+        )
+
+    def any_of(self, flags: torch.Tensor) -> torch.Tensor:
+        return self.max_of(flags)
+
+    def sum_of(self, values: torch.Tensor) -> torch.Tensor:
+        with self._together("a sum over the ranks"):
+            dist.all_reduce(values, group=self.group)
+        return values
+
+    def max_of(self, values: torch.Tensor) -> torch.Tensor:
+        with self._together("a maximum over the ranks"):
+            dist.all_reduce(values, op=dist.ReduceOp.MAX, group=self.group)
+        return values
+
+    def broadcast(self, tensors: Sequence[torch.Tensor], what: str) -> None:
+        raw = [tensor.reshape(-1).view(torch.uint8) for tensor in tensors if tensor.numel()]  # backends do not know every dtype
+        with self._together(f"a broadcast of {what}"):
+            works = [dist.broadcast(tensor, group_src=0, group=self.group, async_op=True) for tensor in raw]
+            for work in works:
+                if work is not None:
+                    work.wait()
+
+    def gather_objects(self, value: object) -> list[typing.Any]:
+        packed = bytearray(pickle.dumps(value))  # torch's own all_gather_object needs numpy
+        device = torch_private.default_device_of_backend(self.group)
+        with self._together("an exchange of what each rank holds"):
+            sizes = gather_in_group(self.group, torch.tensor([len(packed)], device=device)).tolist()
+            longest = max(sizes)
+            own = torch.zeros(longest, dtype=torch.uint8, device=device)
+            own[: len(packed)] = torch.frombuffer(packed, dtype=torch.uint8).to(device)
+            full = gather_in_group(self.group, own).cpu()
+        return [pickle.loads(memory_of(full[r * longest : r * longest + size])) for r, size in enumerate(sizes)]
+
+
+def gather_in_group(group: dist.ProcessGroup, own: torch.Tensor) -> torch.Tensor:
+    """Return [ranks * n] from every rank's ``own`` [n], over any process group. Collective."""
+    full = own.new_empty(dist.get_world_size(group) * own.numel())
+    all_gather(full, own, group=group)
+    return full
