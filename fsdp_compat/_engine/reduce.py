@@ -17,6 +17,7 @@ import torch
 from . import torch_private
 from .collectives import Communicator
 from .device import ON_DEVICE, Home
+from .segments import Segments
 from .storage import Storage
 from .store import ParamStore
 
@@ -101,7 +102,7 @@ class ReduceBuffer:
         self._buffer = torch.empty(ranks * store.numel, dtype=dtype, device=device)
         # Nothing is rounded before it is summed and divided: in bf16 one more would be lost beside 256 already.
         self._sum_dtype = torch.promote_types(torch.promote_types(dtype, store.dtype), torch.float32)
-        self._segments = list(self._buffer.chunk(ranks))
+        self._segments = Segments(self._buffer, ranks)
         self._places, self._split, self._storage = store.places(self._buffer), store.split, Storage(self._buffer)
         self._storage.free()
 

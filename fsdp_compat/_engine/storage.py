@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from . import torch_private
+from .segments import Segments
 from .store import ParamStore
 
 __all__ = ["GroupMemory", "Storage", "give_back_freed", "memory_of", "of_its_own_size"]
@@ -80,7 +81,7 @@ class GroupMemory:
         self.aliased = ranks == 1 and dtype == store.dtype and not apart
         numel = ranks * store.numel
         self.full = store.outgoing(dtype) if self.aliased else torch.empty(numel, dtype=dtype, device=device)  # [ranks * S]
-        self.segments = list(self.full.chunk(ranks))  # [S] each
+        self.segments = Segments(self.full, ranks)  # [S] each
         self.leaves = store.make_leaves(self.full)
         self._buffer = Storage(self.full)
         self._own_storages: list[Storage] = []  # of leaves that do not view `full`
