@@ -173,7 +173,8 @@ class Preparation:
         self._was_meta = False
         self.left: set[tuple[nn.Module, str]] = set()  # where there are no values still, of what came from the meta device
         self._modules = {unit: list(_own_modules(unit, units)) for unit in units}
-        if settings.param_init_fn is None:
+        self._simulated = settings.device.type == "meta"  # nothing ever gets values
+        if settings.param_init_fn is None and not self._simulated:
             materialize.require_initial_values(root, [child for child in root.modules() if child not in self._done])
 
     def of_unit(self, unit: nn.Module, members: list[Member]) -> list[Member]:
@@ -183,7 +184,7 @@ class Preparation:
             give_back_freed()  # of the unit before
         modules = [module for module in self._modules.pop(unit) if module not in self._done]
         self._done.update(modules)
-        was_meta = materialize.materialize(self._root, modules, settings.param_init_fn, settings.device)
+        was_meta = not self._simulated and materialize.materialize(self._root, modules, settings.param_init_fn, settings.device)
         self._was_meta = self._was_meta or was_meta
         materialize.restore_ties(self._ties)
         materialize.move_buffers(modules, settings.device)
@@ -194,7 +195,7 @@ class Preparation:
                 settings.mesh,
                 settings.device,
             )
-        if was_meta or settings.sync_module_states:
+        if was_meta or (settings.sync_module_states and not self._simulated):
             self.left |= materialize.unwritten(modules)
         return [Member(_present(member), member.place) for member in members]
 

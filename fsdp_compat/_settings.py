@@ -210,6 +210,8 @@ def resolve(module: nn.Module, arguments: Arguments) -> Settings:
     mesh, group = _mesh(strategy, arguments.process_group, arguments.device_mesh)
     device = _device(module, arguments.device_id, group)
     _check_fields(precision, offload)
+    if device.type == "meta":
+        _refuse_values(arguments, offload)
     ignored_modules, ignored_parameters = _ignored(module, arguments)
     return Settings(
         strategy=strategy,
@@ -339,10 +341,27 @@ def _device(module: nn.Module, device_id: Any, group: dist.ProcessGroup) -> torc
     except RuntimeError as error:
         raise _wrong_type("device_id", "an int, a torch.device or the name of one, or None", device_id) from error
     if device.type == "meta":
-        raise _wrong_type("device_id", "a device that holds values", device)
+        if dist.get_backend(group) != "fake":  # whose ranks do not exist: layouts, plans and shapes are all there is to ask for
+            raise _wrong_type("device_id", "a device that holds values", device)
+        return device
     if device.type != "cpu" and (accelerator is None or device.type != accelerator.type or (device.index or 0) >= count):
         raise _no_such_device(device_id, count)
     return _indexed(device)
+
+
+def _refuse_values(arguments: Arguments, offload: CPUOffload) -> None:
+    """On meta, what needs values or memory elsewhere cannot be simulated."""
+    for name, value in (("cpu_offload", offload.offload_params), ("allow_unused_units", arguments.allow_unused_units)):
+        if value:
+            raise UsageError(
+                explain(
+                    f"{name} cannot be simulated on the meta device.",
+                    expected=f"device_id='meta' without {name}",
+                    got=f"both, with {name}={getattr(arguments, name)!r}",
+                    where="FullyShardedDataParallel(...)",
+                    fix=f"leave out {name}: layouts, plans and collectives are those of a run without it",
+                )
+            )
 
 
 def _no_such_device(device_id: Any, count: int) -> UsageError:

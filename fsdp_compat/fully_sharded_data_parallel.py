@@ -83,7 +83,8 @@ class FullyShardedDataParallel(LegacyOptimStateDicts):
         mixed_precision: dtypes in which parameters compute and gradients travel; shards keep their own.
         ignored_modules: modules (with all below them) whose parameters stay as they are, unsharded and unsynchronised.
         param_init_fn: materialises one module of the meta device; default: ``to_empty`` and its ``reset_parameters``.
-        device_id: where to compute and keep the shards; default: where the parameters are, or what the backend needs.
+        device_id: where to compute and keep the shards; default: where the parameters are, or what the backend needs. With the
+            process group "fake", ``"meta"`` simulates one rank of any number: layouts, plans and steps without values or memory.
         sync_module_states: overwrite parameters and buffers with those of the group's first rank before sharding.
         forward_prefetch: gather the next unit in forward even with ``backward_prefetch=None``.
         limit_all_gathers: two units at most are gathered at a time, whatever it is. On the CPU the gradients of one unit at a time
@@ -159,8 +160,9 @@ class FullyShardedDataParallel(LegacyOptimStateDicts):
                 is_wrapped=lambda child: isinstance(child, FullyShardedDataParallel),
             )
             plan = {child: settings_of(child, kwargs, arguments, settings) for child, kwargs in planned.items()}
-        preparation = Preparation(module, [module, *plan], settings, closed)
-        owned = assign_owners(module, [module, *plan], settings.ignored_parameters, closed)
+        units = {module: None, **dict.fromkeys(plan)}
+        preparation = Preparation(module, units, settings, closed)
+        owned = assign_owners(module, units, settings.ignored_parameters, closed)
         replace_modules(
             module, {child: {} for child in plan}, lambda child: self._of_unit(child, plan[child], owned.pop(child), preparation)
         )

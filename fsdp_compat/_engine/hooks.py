@@ -130,11 +130,16 @@ def on_gradient_of_output(tensor: torch.Tensor, call: Call) -> None:
 
 
 def on_gradient_of_leaf(unit: Unit, group: Group, index: int, leaf: torch.Tensor) -> None:
-    """A large leaf's gradient was accumulated: it moves on at once."""
+    """A large leaf's gradient was accumulated: it moves on at once.
+
+    The group holds the leaf, and the garbage collector does not see what torch holds for a leaf: the hook holds neither.
+    """
+    its_unit, its_group = weakref.ref(unit), weakref.ref(group)
 
     def hook(leaf: torch.Tensor) -> None:
-        assert unit.runtime is not None
-        unit.runtime.on_gradient(group, index, typing.cast(torch.nn.Parameter, leaf))
+        unit, group = its_unit(), its_group()
+        if unit is not None and unit.runtime is not None and group is not None:  # a graph may outlive them
+            unit.runtime.on_gradient(group, index, typing.cast(torch.nn.Parameter, leaf))
 
     leaf.register_post_accumulate_grad_hook(hook)
 

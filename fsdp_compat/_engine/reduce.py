@@ -18,6 +18,7 @@ import torch
 from . import shared_memory, torch_private
 from .collectives import Communicator
 from .device import ON_DEVICE, Home
+from .segments import Segments
 from .storage import Storage
 from .store import ParamStore
 
@@ -106,7 +107,7 @@ class _Views(typing.NamedTuple):
     """A reduce buffer, and everything that is ever asked of it. They do not keep its memory."""
 
     buffer: torch.Tensor  # [ranks * S]
-    segments: list[torch.Tensor]  # [S] each
+    segments: Segments  # [S] each
     places: list[list[torch.Tensor]]
     whole: list[torch.Tensor] | None  # by leaf, its only place, in its shape; None if some have several
 
@@ -142,7 +143,7 @@ class ReduceBuffer:
     def _views_of(self, buffer: torch.Tensor) -> _Views:
         places = self._store.places(buffer)
         whole = [its[0] for its in places[:-1]] if self._store.pieces_are_whole else None
-        return _Views(buffer, list(buffer.chunk(self._ranks)), places, whole)
+        return _Views(buffer, Segments(buffer, self._ranks), places, whole)
 
     def __bool__(self) -> bool:
         return bool(self._filled)

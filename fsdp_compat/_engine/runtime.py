@@ -62,7 +62,8 @@ class Runtime:
         self.root, self.units, self.options = root, list(units), options
         _live.add(self)
         self.sync = True  # False inside of no_sync
-        self._has_values = False  # no parameter or buffer is without a value: looked at before the first forward
+        # No parameter or buffer is without a value: looked at before the first forward. A simulation on meta has none at all.
+        self._has_values = root.options.device.type == "meta"
         self._generation = 0  # of the connections, in all: changes when they were given up
         self._serving: list[Unit] = []  # the units of a method that runs, whose ranks may make different numbers of calls
         for unit, name in zip(self.units, names, strict=True):

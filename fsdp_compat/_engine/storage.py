@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from . import shared_memory, torch_private
+from .segments import Segments
 from .store import ParamStore
 
 __all__ = ["GroupMemory", "Storage", "cast_of", "give_back_freed", "memory_of", "new_shard", "of_its_own_size"]
@@ -98,7 +99,7 @@ class GroupMemory:
         self.aliased = ranks == 1 and dtype == store.dtype and not apart
         numel = ranks * store.numel
         self.full = store.outgoing(dtype) if self.aliased else torch.empty(numel, dtype=dtype, device=device)  # [ranks * S]
-        self.segments = list(self.full.chunk(ranks))  # [S] each
+        self.segments = Segments(self.full, ranks)  # [S] each
         self.leaves = store.make_leaves(self.full)
         self._buffer = Storage(self.full)
         self._own_storages: list[Storage] = []  # of leaves that do not view `full`

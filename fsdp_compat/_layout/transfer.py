@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
 
 from .spec import FlatLayout, Interval
 
-__all__ = ["Move", "Piece", "Run", "pieces_of_rank", "pieces_of_whole", "plan_moves", "runs_of_part"]
+__all__ = ["Move", "Piece", "Run", "pieces_of_rank", "pieces_of_whole", "plan_moves", "runs_of_part", "same_parts"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,3 +94,18 @@ def runs_of_part(layout: FlatLayout, index: int, part: Interval) -> Iterator[Run
         end = min(place.stop, (rank + 1) * size)
         yield Run(rank, Interval(position, end).shifted(-rank * size), position - place.start)
         position = end
+
+
+def same_parts(one: FlatLayout, index: int, other: FlatLayout, its_index: int) -> bool:
+    """True if every rank holds the same elements of parameter ``index`` of one layout as of ``its_index`` of the other.
+
+    It takes two steps, whatever the number of ranks: all further runs are as long as the second.
+    """
+    alike = one.ranks == other.ranks and one.params[index].numel == other.params[its_index].numel
+    return alike and _first_runs(one, index) == _first_runs(other, its_index)
+
+
+def _first_runs(layout: FlatLayout, index: int) -> list[tuple[int, int, int]]:
+    """Return (rank, start, number of elements) of the first two runs of a whole parameter."""
+    runs = runs_of_part(layout, index, Interval(0, layout.params[index].numel))
+    return [(run.rank, run.start, run.in_shard.numel) for run in itertools.islice(runs, 2)]

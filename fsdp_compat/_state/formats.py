@@ -31,6 +31,7 @@ from .._engine.collectives import gather_in_group
 from .._engine.storage import of_its_own_size
 from .._layout.box import Box, cut_into_boxes
 from .._layout.spec import FlatLayout, Interval, ParamSpec
+from .._layout.transfer import same_parts
 from .._stores.tensor_parallel import TensorParallel
 from .names import clean_name
 
@@ -167,7 +168,7 @@ class BoxedTensor(ShardedTensor):
         return (
             (self._layout.ranks, self._members) == (layout.ranks, members)
             and (self.shape_here, self.place) == (shape, place or place_of(shape, None))
-            and all(self._layout.part(self._index, rank) == layout.part(index, rank) for rank in range(layout.ranks))
+            and same_parts(self._layout, self._index, layout, index)
         )
 
     def is_local_of(self, layout: FlatLayout, members: tuple[int, ...]) -> bool:

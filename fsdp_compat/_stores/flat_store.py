@@ -106,7 +106,7 @@ class FlatStore:
         for move in self._from_whole:
             target = shard[move.target_start : move.target_start + move.numel]
             source = wholes[move.source[0]].detach().reshape(-1)[move.source_start : move.source_start + move.numel]
-            if source.data_ptr() != target.data_ptr():
+            if not target.is_meta and source.data_ptr() != target.data_ptr():
                 target.copy_(source)
 
     # -- the seam

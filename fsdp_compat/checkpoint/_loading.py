@@ -20,7 +20,7 @@ from torch import nn
 from .. import _checks as checks
 from .._engine.storage import memory_of
 from .._instances import named_units
-from .._layout.transfer import runs_of_part
+from .._layout.transfer import runs_of_part, same_parts
 from .._optimizers import convert
 from .._state.model import store_of
 from ..errors import CheckpointError, explain
@@ -384,9 +384,7 @@ class _Plan:
         """Add what belongs to one rank's part, where this rank has the same part."""
         store, axis = store_of(named.group), self.source.manifest.axes[part.group.axis]
         layout = part.group.layout
-        same = layout.ranks == store.layout.ranks and all(
-            layout.part(part.index, rank) == store.layout.part(index, rank) for rank in range(layout.ranks)
-        )
+        same = same_parts(layout, part.index, store.layout, index)
         # A flat parameter's own state stands under the first parameter in it, and fits only where all of them lie as they did.
         flat = store.flat_parameter is not None
         same = same and (not flat or [p.start for p in layout.params] == [p.start for p in store.layout.params])

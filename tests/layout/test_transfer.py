@@ -12,7 +12,16 @@ from hypothesis import strategies as st
 
 from fsdp_compat._layout.flat import flat_layout
 from fsdp_compat._layout.spec import FlatLayout, Interval, ParamSpec
-from fsdp_compat._layout.transfer import Move, Piece, Run, pieces_of_rank, pieces_of_whole, plan_moves, runs_of_part
+from fsdp_compat._layout.transfer import (
+    Move,
+    Piece,
+    Run,
+    pieces_of_rank,
+    pieces_of_whole,
+    plan_moves,
+    runs_of_part,
+    same_parts,
+)
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -247,3 +256,35 @@ def test_a_part_of_one_shard_among_a_billion_is_found_at_once() -> None:
         Run(999_999_998, Interval(6, 8), 0),
         Run(999_999_999, Interval(0, 7), 2),
     ]
+
+
+@st.composite
+def one_parameter_laid_out_twice(draw: st.DrawFn) -> tuple[FlatLayout, FlatLayout]:
+    """Among as many elements before it and after it, or nearly; small numbers, so that many pairs are alike."""
+    numel, ranks = draw(st.integers(0, 12)), draw(st.integers(1, 5))
+
+    def layout() -> FlatLayout:
+        start, size = draw(st.integers(0, 4)), draw(st.integers(1, 6))
+        its_ranks = draw(st.sampled_from([ranks, ranks, ranks, ranks + 1]))
+        size = max(size, -(-(start + numel) // its_ranks))
+        return FlatLayout((ParamSpec("p", (numel,), start),), its_ranks, size)
+
+    return layout(), layout()
+
+
+@given(made=one_parameter_laid_out_twice())
+def test_parts_are_the_same_if_they_are_on_every_rank(made: tuple[FlatLayout, FlatLayout]) -> None:
+    one, other = made
+    parts = [[layout.part(0, rank) for rank in range(layout.ranks)] for layout in made]
+    assert same_parts(one, 0, other, 0) is (parts[0] == parts[1])
+
+
+def test_parts_of_parameters_of_other_sizes_are_not_the_same() -> None:
+    one, other = (FlatLayout((ParamSpec("p", (numel,), 0),), 4, 5) for numel in (17, 18))
+    assert not same_parts(one, 0, other, 0)
+
+
+def test_the_parts_of_a_billion_ranks_are_compared_at_once() -> None:
+    one, other = (FlatLayout((ParamSpec("p", (10**12,), start),), 10**9, 2000) for start in (8, 8 + 10**11))
+    assert same_parts(one, 0, one, 0)
+    assert not same_parts(one, 0, other, 0)

@@ -1,0 +1,436 @@
+"""Start-up and scale by simulation: a model of 405 billion parameters at 64, 1,024 and 16,384 ranks, one rank at a time.
+
+    python tests/benchmarks/scale.py                      (fsdp_compat installed, or PYTHONPATH=.)
+    python tests/benchmarks/scale.py --profile 16384      where the time of construction goes, function by function
+
+The process group is torch's fake one: it has any number of ranks, accepts every collective and moves nothing. Every case has a
+process of its own. In the cases "meta", model and compute device are the meta device: what wraps, lays out, registers, plans and
+steps is the code of a run, and only the tensors have no memory, which on an accelerator is the accelerator's. In the cases "shards"
+this rank's shards are there, on the CPU, in fp32; whole parameters are not (a stride of 0 stands for them), as one block has 13 GB.
+
+Construction, of ours and of FSDP2 (fully_shard, which shards meta parameters too; torch's FSDP1 can construct nothing on meta):
+
+    seconds      around the constructor; the model was built before
+    host MB      growth of the process's peak memory over what it was before, all of it
+    tensors MB   bytes of tensors on the host that live afterwards
+    shard MB     what this rank holds of the parameters in fp32
+    limit        ours only: at most 60 s and 2 GB, this rank's shard included where it is on the host
+
+Plans, of ours:
+
+    save         seconds for the native checkpoint's manifest: made, written as text, read back; with AdamW's states
+    MB           of that text
+    load         seconds to plan what this rank reads of a checkpoint saved by half as many, and by twice as many ranks
+    runs         how many contiguous reads that is, for the parameters of all units
+
+Steps, of ours: what one step costs per unit (forward, backward, gradients dropped), in numbers that do not vary:
+
+    collectives  gathers and reductions
+    calls        of this package's functions
+    C calls      of functions written in C, by this package
+    operators    that reach torch's dispatcher, with those of the model
+    host ms      of the step, per unit: a time, for orientation
+
+None of these may grow with the world size: "grows" compares with the same place in the smallest one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import cProfile
+import dataclasses
+import functools
+import gc
+import json
+import pstats
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import fsdp_compat
+from fsdp_compat import FullyShardedDataParallel
+from fsdp_compat._engine.unit import Group
+from fsdp_compat._instances import named_units
+from fsdp_compat._layout.flat import flat_layout
+from fsdp_compat._layout.transfer import runs_of_part
+from fsdp_compat._state.model import store_of
+from fsdp_compat._stores.flat_store import ALIGN_NBYTES
+from fsdp_compat.checkpoint._blocks import BLOCK_NBYTES, Facts
+from fsdp_compat.checkpoint._manifest import MANIFEST, Manifest, read_manifest, versions
+from fsdp_compat.checkpoint._snapshot import named_groups
+from fsdp_compat.wrap import ModuleWrapPolicy
+
+LIMIT_S, LIMIT_BYTES = 60.0, 2e9
+WORLD_SIZES = (64, 1024, 16384)
+OURS, FSDP2 = "ours", "FSDP2"
+ENTRIES = 3  # entries of a checkpoint per element: the parameter, and AdamW's two
+SEQUENCE = 16
+SHARD_LAYERS, STEP_LAYERS = 4, 6  # blocks: a shard of 4 has 1 GB at 64 ranks; every block takes the same steps
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """Of a Llama-like model. The default has 405 billion parameters."""
+
+    layers: int = 126
+    dim: int = 16384
+    heads: int = 128
+    kv_heads: int = 8
+    ffn: int = 53248
+    vocabulary: int = 128256
+
+
+class Norm(nn.Module):
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(dim))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.rms_norm(x, self.weight.shape, self.weight)
+
+
+class Block(nn.Module):
+    """Grouped-query attention and a gated feed-forward part, each behind a norm."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.shape = shape
+        kv = shape.dim * shape.kv_heads // shape.heads
+        self.attention_norm, self.ffn_norm = Norm(shape.dim), Norm(shape.dim)
+        self.q, self.o = nn.Linear(shape.dim, shape.dim, bias=False), nn.Linear(shape.dim, shape.dim, bias=False)
+        self.k, self.v = nn.Linear(shape.dim, kv, bias=False), nn.Linear(shape.dim, kv, bias=False)
+        self.gate, self.up = nn.Linear(shape.dim, shape.ffn, bias=False), nn.Linear(shape.dim, shape.ffn, bias=False)
+        self.down = nn.Linear(shape.ffn, shape.dim, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        batch, length, dim = x.shape
+        normed = self.attention_norm(x)
+
+        def heads(projected: torch.Tensor) -> torch.Tensor:
+            return projected.view(batch, length, -1, dim // self.shape.heads).transpose(1, 2)
+
+        query, key, value = heads(self.q(normed)), heads(self.k(normed)), heads(self.v(normed))
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+        x = x + self.o(mixed.transpose(1, 2).reshape(batch, length, dim))
+        normed = self.ffn_norm(x)
+        return x + self.down(F.silu(self.gate(normed)) * self.up(normed))
+
+
+class Llama(nn.Module):
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(shape.vocabulary, shape.dim)
+        self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.layers))
+        self.norm, self.head = Norm(shape.dim), nn.Linear(shape.dim, shape.vocabulary, bias=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+def without_memory(module: nn.Module) -> None:
+    """As param_init_fn: parameters of the right shapes whose elements are all one."""
+    for name, parameter in module.named_parameters(recurse=False):
+        setattr(module, name, nn.Parameter(torch.zeros((), dtype=parameter.dtype).expand(parameter.shape)))
+
+
+# -- one case, in a process of its own
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One rank of a simulated job."""
+
+    contender: str
+    world_size: int
+    rank: int
+    use_orig_params: bool
+    shards: bool  # on the CPU, with values
+    layers: int
+    steps: bool = False
+    profile: bool = False
+
+
+def run_case(case: Case) -> dict[str, Any]:
+    """Return what is measured, by name."""
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    dist.init_process_group("fake", rank=case.rank, world_size=case.world_size, store=FakeStore())
+    with torch.device("meta"):
+        model: nn.Module = Llama(Shape(layers=case.layers))
+    numel = sum(parameter.numel() for parameter in model.parameters())
+    mesh = init_device_mesh("cpu", (case.world_size,)) if case.contender == FSDP2 else None
+    gc.collect()
+    reset_peak()
+    before, start = resident("VmRSS"), time.perf_counter()
+    profiler = cProfile.Profile()
+    if case.profile:
+        profiler.enable()
+    if mesh is None:
+        model = ours(model, case)
+    else:
+        for block in model.blocks:  # type: ignore[union-attr]
+            fully_shard(block, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+    profiler.disable()
+    found: dict[str, Any] = {"numel": numel, "seconds": time.perf_counter() - start, "host": resident("VmHWM") - before}
+    if case.profile:
+        pstats.Stats(profiler, stream=sys.stderr).sort_stats("tottime").print_stats(30)
+    found["tensors"] = tensor_nbytes_on_host()
+    if isinstance(model, FullyShardedDataParallel):
+        groups = model._runtime.groups
+        found["shard"] = sum(store_of(group).shard.nbytes for group in groups)
+        if not case.shards:
+            found |= plans(model, case.world_size)
+        if case.steps:
+            found |= steps(model, groups, case.layers + 1)
+    else:
+        found["shard"] = sum(p.to_local().numel() * p.element_size() for p in model.parameters())  # type: ignore[attr-defined]
+    return found
+
+
+def ours(model: nn.Module, case: Case) -> FullyShardedDataParallel:
+    return FullyShardedDataParallel(
+        model,
+        auto_wrap_policy=ModuleWrapPolicy({Block}),
+        device_id=torch.device("cpu" if case.shards else "meta"),
+        param_init_fn=without_memory if case.shards else None,
+        use_orig_params=case.use_orig_params,
+    )
+
+
+def plans(model: nn.Module, world_size: int) -> dict[str, Any]:
+    """Plan a save by this many ranks, and loads by it of what half and twice as many have saved."""
+    groups = named_groups(named_units(model))
+    start = time.perf_counter()
+    described = tuple(named.described(0) for named in groups)
+    nbytes = ENTRIES * sum(store_of(named.group).shard.nbytes for named in groups)
+    facts = Facts(nbytes, (0xFFFFFFFF,) * -(-nbytes // BLOCK_NBYTES))
+    ranks = tuple(range(world_size))
+    manifest = Manifest("0" * 32, 0, 0, (ranks,), described, (facts,) * world_size, [], versions())
+    text = manifest.as_text()
+    folder = Path(sys.argv[-1])
+    (folder / MANIFEST).write_text(text)
+    read_manifest(folder)
+    saved, runs = time.perf_counter() - start, []
+    start = time.perf_counter()
+    for others in (world_size // 2, world_size * 2):
+        runs.append(0)
+        for named in groups:
+            store = store_of(named.group)
+            layout = store.layout
+            shapes = [param.shape for param in layout.params]
+            other = flat_layout(layout.names, shapes, ranks=others, align=ALIGN_NBYTES // store.dtype.itemsize)
+            for index in range(len(shapes)):
+                runs[-1] += sum(1 for _ in runs_of_part(other, index, layout.part(index, store.rank)))
+    return {"save": saved, "manifest": len(text), "load": time.perf_counter() - start, "runs": runs}
+
+
+class Operators(TorchDispatchMode):
+    """How many operators reach the dispatcher."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.number = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.number += 1
+        return func(*args, **(kwargs or {}))
+
+
+def steps(model: FullyShardedDataParallel, groups: list[Group], num_units: int) -> dict[str, Any]:
+    """Count what one step does. Orders are recorded and hooks registered in the first ones, which do not count."""
+    tokens = torch.zeros(1, SEQUENCE, dtype=torch.long, device="meta")
+    parameters = list(model.parameters())
+
+    def step() -> None:
+        model(tokens).sum().backward()
+        for parameter in parameters:
+            parameter.grad = None
+
+    for _ in range(2):
+        step()
+    gc.collect()
+    gc.disable()
+    start = time.perf_counter()
+    step()
+    seconds = time.perf_counter() - start
+    traffic = groups[0].shard.traffic
+    traffic.clear()
+    with Operators() as operators:
+        step()
+    collectives = sum(traffic.counts.values())
+    calls = counted_calls(step)
+    gc.enable()
+    per_unit = {"calls": calls["call"], "C calls": calls["c_call"], "collectives": collectives, "operators": operators.number}
+    return {"step": seconds / num_units, "per unit": {name: number / num_units for name, number in per_unit.items()}}
+
+
+def counted_calls(function: Callable[[], object]) -> dict[str, int]:
+    """Return how many functions of the package were called ("call"), and how often it called C functions ("c_call")."""
+    counts, package = {"call": 0, "c_call": 0}, str(Path(fsdp_compat.__file__).parent)
+
+    def count(frame: Any, event: str, argument: Any) -> None:
+        if event in counts and frame.f_code.co_filename.startswith(package):
+            counts[event] += 1
+
+    sys.setprofile(count)
+    try:
+        function()
+    finally:
+        sys.setprofile(None)
+    return counts
+
+
+def reset_peak() -> None:
+    """Let the kernel forget how much memory the process has had."""
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def resident(field: str) -> int:
+    """Bytes of memory the process has (VmRSS), or has had at most (VmHWM)."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:"))
+
+
+def tensor_nbytes_on_host() -> int:
+    storages = {}
+    for thing in gc.get_objects():
+        if issubclass(type(thing), torch.Tensor) and thing.device.type == "cpu":
+            storage = getattr(thing, "_local_tensor", thing).untyped_storage()
+            storages[storage._cdata] = storage.nbytes()
+    return sum(storages.values())
+
+
+# -- all of them
+
+
+def main() -> int:
+    arguments = parse_arguments()
+    if arguments.case is not None:
+        print(json.dumps(run_case(Case(**json.loads(arguments.case)))))
+        return 0
+    if arguments.profile:
+        in_child(Case(OURS, arguments.profile, 0, False, False, arguments.layers, profile=True))
+        return 0
+    constructed, stepped = cases(arguments.world_sizes, arguments.layers)
+    missed = construct(constructed) + count_steps(stepped)
+    return 1 if missed and arguments.check else 0
+
+
+def construct(cases: list[Case]) -> int:
+    """Print the tables of constructions and plans; return how many limits are not met."""
+    missed = 0
+    found: dict[Case, dict[str, Any]] = {}
+    print(f"{'construction':22} {'ranks':>6} {'rank':>6} {'seconds':>8} {'host MB':>8} {'tensors MB':>11} {'shard MB':>9}  limit")
+    for case in cases:
+        result = found[case] = in_child(case)
+        within = result["seconds"] <= LIMIT_S and result["host"] <= LIMIT_BYTES
+        verdict = "" if case.contender == FSDP2 else "met" if within else "NOT MET"
+        missed += verdict == "NOT MET"
+        print(
+            f"{title(case):22} {case.world_size:6} {case.rank:6} {result['seconds']:8.2f} {result['host'] / 1e6:8.1f} "
+            f"{result['tensors'] / 1e6:11.3f} {result['shard'] / 1e6:9.1f}  {verdict}",
+            flush=True,
+        )
+    print(f"\n{'plans':22} {'ranks':>6} {'rank':>6} {'save':>8} {'MB':>8} {'load':>8}  runs")
+    for case, result in found.items():
+        if "runs" in result:
+            print(
+                f"{title(case):22} {case.world_size:6} {case.rank:6} {result['save']:7.2f}s {result['manifest'] / 1e6:8.1f} "
+                f"{result['load']:7.3f}s  {result['runs'][0]} and {result['runs'][1]}"
+            )
+    return missed
+
+
+def count_steps(cases: list[Case]) -> int:
+    """Print the table of steps; return how many counts grow with the world size."""
+    missed = 0
+    smallest: dict[tuple[bool, str], dict[str, float]] = {}
+    print(
+        f"\n{'steps, per unit':22} {'ranks':>6} {'rank':>6} {'collectives':>12} {'calls':>8} {'C calls':>8} {'operators':>10} "
+        f"{'host ms':>8}  grows"
+    )
+    for case in cases:
+        result = in_child(case)
+        number = result["per unit"]
+        first = smallest.setdefault(place(case), number)
+        grows = any(number[name] > first[name] for name in number)
+        missed += grows
+        print(
+            f"{title(case):22} {case.world_size:6} {case.rank:6} {number['collectives']:12.3f} {number['calls']:8.1f} "
+            f"{number['C calls']:8.1f} {number['operators']:10.2f} {result['step'] * 1e3:8.2f}  {'YES' if grows else 'no'}",
+            flush=True,
+        )
+    return missed
+
+
+def title(case: Case) -> str:
+    if case.contender == FSDP2:
+        return FSDP2
+    layers = "" if case.layers == Shape.layers else f", {case.layers} blocks"
+    return ("shards" if case.shards else "meta") + (", original" if case.use_orig_params else "") + layers
+
+
+def place(case: Case) -> tuple[bool, str]:
+    """What cases at several world sizes have in common."""
+    return case.use_orig_params, {0: "first", case.world_size - 1: "last"}.get(case.rank, "between")
+
+
+def cases(world_sizes: list[int], layers: int) -> tuple[list[Case], list[Case]]:
+    """Return what is constructed, and what takes steps."""
+    ours = functools.partial(Case, OURS, shards=False, layers=layers)
+    built, largest = [], max(world_sizes)
+    for ranks in world_sizes:
+        for original in (False, True):
+            built += [ours(ranks, rank, original) for rank in (0, ranks // 2, ranks - 1)]
+        built.append(Case(FSDP2, ranks, 0, False, False, layers))
+    # Where a host has room for this rank's shards of all blocks, and of a few.
+    built += [ours(largest, rank, True, shards=True) for rank in (0, largest - 1)]
+    built += [ours(ranks, 0, False, shards=True, layers=min(layers, SHARD_LAYERS)) for ranks in world_sizes]
+    stepped = [
+        ours(ranks, rank, original, layers=min(layers, STEP_LAYERS), steps=True)
+        for ranks in world_sizes
+        for original in (False, True)
+        for rank in (0, ranks // 2, ranks - 1)
+    ]
+    return built, stepped
+
+
+def in_child(case: Case) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, __file__, "--case", json.dumps(dataclasses.asdict(case)), folder]
+        answer = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    result: dict[str, Any] = json.loads(answer.stdout.splitlines()[-1])
+    return result
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--world-sizes", type=int, nargs="+", default=list(WORLD_SIZES))
+    parser.add_argument("--layers", type=int, default=Shape.layers)
+    parser.add_argument("--profile", type=int, metavar="RANKS", help="profile construction at one world size instead")
+    parser.add_argument("--check", action="store_true", help="exit status 1 if a limit is not met or a count depends on the ranks")
+    parser.add_argument("--case", help=argparse.SUPPRESS)
+    parser.add_argument("folder", nargs="?", help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
