@@ -5,14 +5,16 @@
     ... memory.py --steps 200                                               does anything grow, does the peak vary?
     ... memory.py --tensors                                                 what the peak is made of
 
-The model has 6 transformer blocks of 3.15 million parameters, each a unit, and a root of next to nothing; the batch is one token, so that activations are next to nothing too (the row "plain" shows how little: it has nothing else beside parameters,
-gradients and states). Every storage is followed (tests/support/live_bytes.py): what operations make, what is resized, what was there
-before, and its end. A contender's figure is the most that was alive at once in forward and backward, after three steps that nobody
-looked at, without the storages of its parameters, of the gradients that the step left and of AdamW's states, each counted once,
-whoever views it, divided by the elements of a block: bytes per element, u. With several ranks it is that of the rank with most.
+The model has 6 transformer blocks of 3.15 million parameters, each a unit, and a root of next to nothing; the batch is one token.
+Every storage is followed (tests/support/live_bytes.py): what operations make, what is resized, what was there before, and its end.
+A contender's figure is the most that was alive at once in forward and backward, after three steps to warm up, without the storages
+of its parameters, of the gradients that the step left and of AdamW's states, each counted once, whoever views it; less the same of
+the unwrapped model, whose row "plain" shows it: activations. It is divided by the elements of a block: bytes per element, u. With
+several ranks it is that of the rank with most. What a backend allocates counts as well: gloo's reduce_scatter_tensor, which FSDP1
+and FSDP2 call, copies its whole input.
 
-A reduce buffer's element has the bytes of the second dtype of a row, that of a gathered unit and of a gradient of autograd the bytes
-of the first. The largest parameter is a third of its unit. So by sheer arithmetic, in bytes per element:
+A reduce buffer's element has the bytes of the second dtype of a row, that of a gathered unit and of a gradient of autograd the
+bytes of the first. The largest parameter is a third of its unit. So by sheer arithmetic, in bytes per element:
 
     two gathered units, a reduce buffer, a gradient     bf16/fp32  2*2 + 4 + 0.7 = 8.7     fp32  2*4 + 4 + 1.3 = 13.3     (limit)
     one gathered unit, a reduce buffer, a gradient      bf16/fp32    2 + 4 + 0.7 = 6.7     fp32    4 + 4 + 1.3 =  9.3     (limit)
@@ -26,6 +28,8 @@ from __future__ import annotations
 import argparse
 import copy
 import dataclasses
+import gc
+import itertools
 import os
 import sys
 import warnings
@@ -49,7 +53,7 @@ from tests.support.live_bytes import LiveBytes, Peak, tensors_alive
 CONTENDERS = (OURS, OURS + ORIGINAL, FSDP1, FSDP1 + ORIGINAL, FSDP2)
 WARM_UP_STEPS = 3
 VOCABULARY, SEQUENCE, HEADS = 8, 1, 8
-ROUNDING = 0.1  # in bytes per element: the root, small gradients that are moved together, activations, the next digit of a limit
+ROUNDING = 0.1  # in bytes per element: the root, small gradients that are moved together, and the next digit of a limit
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,17 +126,21 @@ def parse_arguments() -> argparse.Namespace:
 
 def run(arguments: argparse.Namespace) -> int:
     u = sum(p.numel() for p in Block(arguments.dim, HEADS).parameters())
-    say(f"{arguments.blocks} units of u = {u:,} elements, {dist.get_world_size()} ranks{' (fake)' if arguments.fake else ''}; bytes per u")
+    ranks = f"{dist.get_world_size()} ranks{' (fake)' if arguments.fake else ''}"
+    say(f"{arguments.blocks} units of u = {u:,} elements, {ranks}; bytes per u")
     missed = 0
     for precision in arguments.precisions:
         say(f"\n{precision:34}" + "".join(f"{_short(name):>15}" for name in arguments.contenders) + f"{'limit':>8}")
+        activations = 0.0
         for schedule in SCHEDULES:
             found: dict[str, Figures] = {}
             for name in arguments.contenders:
                 if name == PLAIN and schedule is not SCHEDULES[0]:
                     continue
                 found[name] = measure(name, arguments, schedule, PRECISIONS[precision])
-            peaks = {name: slowest(max(peak.nbytes for peak in its.peaks)) / u for name, its in found.items()}
+            peaks = {name: most_of_ranks(max(peak.nbytes for peak in its.peaks)) / u for name, its in found.items()}
+            activations = peaks.get(PLAIN, activations)
+            peaks = {name: peak - activations if name != PLAIN else peak for name, peak in peaks.items()}
             limit, verdict = schedule.limits.get(precision), ""
             for name in (name for name in peaks if name.startswith(OURS)):
                 over = limit is not None and peaks[name] > limit + ROUNDING
@@ -171,6 +179,7 @@ def measure(name: str, arguments: argparse.Namespace, schedule: Schedule, precis
     with LiveBytes(getattr(storage, "held_nbytes", lambda: 0)) as live:
         live.leave_out(others)
         for _ in range(1 + arguments.steps):  # the first, too, is to warm up: what it leaves as gradients, FSDP1 keeps for a while
+            gc.collect()
             live.forget()
             step(model, optimizer, data, look)
     return Figures(figures.peaks[1:], figures.left[1:])
@@ -200,7 +209,7 @@ def print_tensors(found: dict[str, Figures], u: int) -> None:
                 say(f"      {held.nbytes / u:6.2f}  {held.number} x {held.what}")
 
 
-def slowest(nbytes: int) -> int:
+def most_of_ranks(nbytes: int) -> int:
     """Return the largest of all ranks. Collective."""
     value = torch.tensor(nbytes)
     dist.all_reduce(value, op=dist.ReduceOp.MAX)
@@ -255,7 +264,7 @@ def _fsdp2(base: nn.Module, schedule: Schedule, precision: Precision) -> nn.Modu
         torch_fsdp.fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=blocks)
     model = torch_fsdp.fully_shard(base, mesh=mesh, mp_policy=policy, reshard_after_forward=root)
     if schedule.forward_prefetch:
-        for unit, following in zip(units, units[1:], strict=False):
+        for unit, following in itertools.pairwise(units):
             unit.set_modules_to_forward_prefetch([following])
     return model
 

@@ -89,8 +89,7 @@ class LiveBytes(TorchDispatchMode):
         return result
 
     def forget(self) -> None:
-        """Begin anew, with garbage collected: peaks are those of what comes from now on."""
-        gc.collect()
+        """Begin anew: peaks are those of what comes from now on."""
         self._bury()
         for key, (reference, _) in list(self._alive.items()):
             if reference.expired():  # one that is left out, or that had no memory any more
@@ -184,7 +183,17 @@ def _is_mere_shape(tensor: Tensor) -> bool:
     return tensor.layout is not torch.strided or type(tensor).__name__ in ("FakeTensor", "FunctionalTensor")
 
 
-_CORE = ("torch/_dynamo/", "torch/_compile.py", "torch/nn/", "torch/utils/", "torch/autograd/", "torch/_ops.py", "torch/_tensor.py", "torch/storage.py", "contextlib.py")
+_CORE = (
+    "torch/_dynamo/",
+    "torch/_compile.py",
+    "torch/nn/",
+    "torch/utils/",
+    "torch/autograd/",
+    "torch/_ops.py",
+    "torch/_tensor.py",
+    "torch/storage.py",
+    "contextlib.py",
+)
 
 
 def _caller(depth: int = 3) -> str:
