@@ -1,0 +1,124 @@
+"""Live bytes of a step, above parameters, gradients and optimizer state: how many, what they are, and that they stay the same.
+
+The model is four units of three matrices of 256 x 256, large enough that each gradient moves on as it comes. The batch is one row,
+so activations, and everything else that is small, take less than a tenth of a matrix.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from fsdp_compat import BackwardPrefetch, FullyShardedDataParallel, MixedPrecision, ShardingStrategy
+from fsdp_compat.wrap import ModuleWrapPolicy
+from tests.support.live_bytes import LiveBytes, tensors_alive
+from tests.support.ranks import run_ranks
+
+WIDTH, UNITS = 256, 4
+MATRIX = WIDTH * WIDTH  # elements
+PREFETCH = [BackwardPrefetch.BACKWARD_PRE, None]
+
+
+class Three(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(3)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.layers(x)
+
+
+class Training:
+    """Steps of a sharded model, and what each of them holds at most."""
+
+    def __init__(self, **options: Any) -> None:
+        self.others = tensors_alive()  # of what ran before in this process
+        module = nn.Sequential(*(Three() for _ in range(UNITS)))
+        self.model = FullyShardedDataParallel(module, auto_wrap_policy=ModuleWrapPolicy({Three}), **options)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01, momentum=0.9)
+
+    def step(self, look: Callable[[], None] = lambda: None) -> None:
+        self.model(torch.ones(1, WIDTH)).float().pow(2).mean().backward()
+        look()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def bytes_of_steps(self, number: int) -> list[tuple[int, int]]:
+        """Per step (peak, what is left after it), after three that record orders and make states."""
+        found: list[tuple[int, int]] = []
+
+        def look() -> None:
+            parameters = list(self.model.parameters())
+            live.leave_out([*self.others, *parameters, *(p.grad for p in parameters if p.grad is not None)])
+            live.leave_out(state["momentum_buffer"] for state in self.optimizer.state.values())
+            found.append((live.peak().nbytes, live.now()))
+
+        for _ in range(3):
+            self.step()
+        with LiveBytes() as live:
+            for _ in range(number):
+                live.forget()
+                self.step(look)
+        return found
+
+
+def bytes_of_steps(number: int, **options: Any) -> list[tuple[int, int]]:
+    return Training(**options).bytes_of_steps(number)
+
+
+def bytes_of_steps_as_one_of_eight(number: int, **options: Any) -> list[tuple[int, int]]:
+    """On a process group that moves nothing."""
+    dist.destroy_process_group()
+    dist.init_process_group("fake", rank=0, world_size=8, store=FakeStore())
+    return bytes_of_steps(number, **options)
+
+
+def matrices(steps: list[tuple[int, int]], itemsize: int) -> float:
+    """The peak, which has to be that of all steps, in matrices of elements of so many bytes."""
+    (peak,) = {peak for peak, _ in steps}
+    return peak / (MATRIX * itemsize)
+
+
+@pytest.mark.parametrize("use_orig_params", [False, True])
+@pytest.mark.parametrize(
+    ("strategy", "prefetch", "held"),
+    [
+        (ShardingStrategy.FULL_SHARD, BackwardPrefetch.BACKWARD_PRE, 3 + 3 + 3 + 1),  # two units, a reduce buffer, a gradient
+        (ShardingStrategy.FULL_SHARD, None, 3 + 3 + 1),
+        (ShardingStrategy.SHARD_GRAD_OP, BackwardPrefetch.BACKWARD_PRE, UNITS * 3 + 3 + 1),
+    ],
+)
+def test_two_units_or_one_a_reduce_buffer_and_a_gradient_are_there_at_most(
+    strategy: ShardingStrategy, prefetch: BackwardPrefetch | None, held: int, use_orig_params: bool
+) -> None:
+    options = {"sharding_strategy": strategy, "backward_prefetch": prefetch, "use_orig_params": use_orig_params}
+    (found,) = run_ranks(1, bytes_of_steps_as_one_of_eight, 2, **options)
+    assert held <= matrices(found, itemsize=4) < held + 0.1
+
+
+@pytest.mark.parametrize(("prefetch", "held"), [(BackwardPrefetch.BACKWARD_PRE, 3 + 3 + 2 * 3 + 1), (None, 3 + 2 * 3 + 1)])
+def test_in_mixed_precision_each_is_there_in_the_dtype_it_travels_in(prefetch: BackwardPrefetch | None, held: int) -> None:
+    precision = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    (found,) = run_ranks(1, bytes_of_steps_as_one_of_eight, 2, mixed_precision=precision, backward_prefetch=prefetch)
+    cast = 3 / 8  # of the shard, while a gather that was issued ahead travels
+    assert held <= matrices(found, itemsize=2) < held + cast + 0.1
+
+
+@pytest.mark.parametrize("use_orig_params", [False, True])
+def test_two_ranks_hold_as_much_in_every_step(use_orig_params: bool) -> None:
+    for found in run_ranks(2, bytes_of_steps, 20, use_orig_params=use_orig_params):
+        assert 10 <= matrices(found, itemsize=4) < 10.1
+        assert len({left for _, left in found}) == 1
+
+
+def test_nothing_grows_in_two_hundred_steps() -> None:
+    (found,) = run_ranks(1, bytes_of_steps_as_one_of_eight, 200)
+    assert len(found) == 200
+    assert len(set(found)) == 1
+    assert found[0][1] < 0.1 * 4 * MATRIX

@@ -1,0 +1,386 @@
+"""The order of events on a device that only records: what is sent while what computes, what is held meanwhile, and who waits.
+
+The device is the CPU, but nothing of it is trusted: transfers are recorded where the backend's collectives would start and where
+their works are waited for, memory where it comes and goes, computation where a block's forward and backward begin. A wait of a work
+is a wait of the stream that computes, as on a device with streams, so the log is what such a device would be told, in this order.
+
+Three blocks, 0 to 2, are units, and a root with a parameter of its own. Of a unit ``k`` the log says:
+
+    gather k, arrived k      an all-gather starts, and is waited for           full k, sharded k          memory for parameters
+    reduce k, reduced k      a reduce-scatter starts, and is waited for        buffer k, no buffer k      memory for gradients
+    forward k, backward k    computation begins
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fsdp_compat import BackwardPrefetch, FullyShardedDataParallel, ShardingStrategy
+from fsdp_compat._engine import device, runtime, torch_private
+from fsdp_compat._engine.storage import Storage
+from fsdp_compat._engine.unit import LARGE, Group
+from fsdp_compat.wrap import ModuleWrapPolicy
+from tests.support.ranks import run_ranks
+
+WIDTH = 4
+BLOCKS = 3
+
+Log = list[str]
+
+
+class Recorded:
+    """A device and its log."""
+
+    def __init__(self) -> None:
+        self.log: Log = []
+        self.names: dict[int, tuple[str, str]] = {}  # of storages: the words for memory that comes and goes, with the unit's name
+
+    def name(self, group: Group) -> None:
+        short = "root" if group.name.startswith("the root") else group.name.split("'")[1].removeprefix("blocks.")
+        self.names[torch_private.storage_key(group.memory.full)] = f"full {short}", f"sharded {short}"
+        make = group._make_collected
+
+        def make_collected() -> Any:
+            collected = make()
+            self.names[collected._storage.untyped._cdata] = f"buffer {short}", f"no buffer {short}"
+            return collected
+
+        group._make_collected = make_collected  # type: ignore[method-assign]
+
+    def unit(self, tensor: torch.Tensor) -> str:
+        return self.names[torch_private.storage_key(tensor)][0].split()[1]
+
+    def transfer(self, begin: str, end: str, tensor: torch.Tensor) -> Work:
+        unit = self.unit(tensor)
+        self.log.append(f"{begin} {unit}")
+        return Work(lambda: self.log.append(f"{end} {unit}"))
+
+    @contextlib.contextmanager
+    def recording(self) -> Iterator[None]:
+        allocate, free = Storage.allocate, Storage.free
+
+        def allocates(storage: Storage) -> None:
+            if not storage.resident_nbytes and storage.untyped._cdata in self.names:
+                self.log.append(self.names[storage.untyped._cdata][0])
+            allocate(storage)
+
+        def frees(storage: Storage) -> None:
+            if storage.resident_nbytes and storage.untyped._cdata in self.names:
+                self.log.append(self.names[storage.untyped._cdata][1])
+            free(storage)
+
+        with (
+            mock.patch.object(Storage, "allocate", allocates),
+            mock.patch.object(Storage, "free", frees),
+            mock.patch.object(torch_private, "start_all_gather", lambda group, full, own: self.transfer("gather", "arrived", full)),
+            mock.patch.object(
+                torch_private, "start_reduce_scatter", lambda group, total, buffer: self.transfer("reduce", "reduced", buffer)
+            ),
+        ):
+            yield
+
+
+class Work:
+    """A transfer under way. All that can be done with it is to let the stream that computes wait for it."""
+
+    def __init__(self, wait: Callable[[], None]) -> None:
+        self.wait = wait
+
+
+class Mark(torch.autograd.Function):
+    """Says when the backward of what came before it begins."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, log: Log, event: str) -> torch.Tensor:
+        ctx.log, ctx.event = log, event
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        ctx.log.append(ctx.event)
+        return grad, None, None
+
+
+class Block(nn.Module):
+    def __init__(self, index: int, log: Log, width: int) -> None:
+        super().__init__()
+        self.index, self.log, self.up = index, log, nn.Linear(WIDTH, width, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.log.append(f"forward {self.index}")
+        return Mark.apply(x + self.up(x).mean(), self.log, f"backward {self.index}")
+
+
+class Model(nn.Module):
+    def __init__(self, log: Log, width: int) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+        self.blocks = nn.ModuleList(Block(index, log, width) for index in range(BLOCKS))
+
+    def forward(self, x: torch.Tensor, used: Sequence[int] = range(BLOCKS)) -> torch.Tensor:
+        x = x * self.scale
+        for index in used:
+            x = self.blocks[index](x)
+        return x
+
+
+class Stream:
+    """A stream on which can only be waited for another one."""
+
+    def __init__(self, name: str, log: Log) -> None:
+        self.name, self._log = name, log
+
+    def wait_stream(self, other: Stream) -> None:
+        self._log.append(f"{self.name} after {other.name}")
+
+
+class NoReads(TorchDispatchMode):
+    """Refuses what makes the CPU wait for a value: ``item``, ``bool``, shapes that depend on values."""
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function.overloadpacket in READS:
+            raise AssertionError(f"{function} makes the CPU wait")
+        return function(*args, **(kwargs or {}))
+
+
+READS = {
+    torch.ops.aten._local_scalar_dense,
+    torch.ops.aten.equal,
+    torch.ops.aten.is_nonzero,
+    torch.ops.aten.item,
+    torch.ops.aten.masked_select,
+    torch.ops.aten.nonzero,
+}
+WAITS = {
+    torch.cuda: "synchronize",
+    torch.accelerator: "synchronize",
+    torch.cuda.Stream: "synchronize",
+    torch.Tensor: "record_stream",
+}
+
+
+@contextlib.contextmanager
+def streams_of(log: Log, backward: str) -> Iterator[None]:
+    """Let the engine believe in a device with streams, on which it may only order them. backward: the stream of backwards."""
+    main = Stream("main", log)
+    other = main if backward == main.name else Stream(backward, log)
+
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("the CPU waits for the device, or memory is recorded on a stream")
+
+    with contextlib.ExitStack() as stack:
+        for owner, name in WAITS.items():
+            stack.enter_context(mock.patch.object(owner, name, refuse))
+        stack.enter_context(mock.patch.object(runtime, "compute_streams", lambda _: device._CurrentStream(torch.device("cuda", 0))))
+        stack.enter_context(
+            mock.patch.object(torch.accelerator, "current_stream", lambda _: other if torch_private.in_graph_task() else main)
+        )
+        yield
+
+
+def logs(
+    num_steps: int,
+    *,
+    width: int = 3,
+    used: Sequence[Sequence[int]] = (),
+    accumulates: bool = False,
+    backward_stream: str | None = None,
+    **options: Any,
+) -> list[Log]:
+    """Return the log of each step.
+
+    width: of a block's layer. used: by step, by default all blocks. accumulates: every second step is without communication of
+    gradients. backward_stream: run as on a device with streams, where nothing may make the CPU wait from the second step on.
+    """
+    dist.destroy_process_group()
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    recorded = Recorded()
+    with contextlib.ExitStack() as stack:
+        if backward_stream is not None:
+            stack.enter_context(streams_of(recorded.log, backward_stream))
+        model = FullyShardedDataParallel(Model(recorded.log, width), auto_wrap_policy=ModuleWrapPolicy({Block}), **options)
+        for group in model._runtime.groups:
+            recorded.name(group)
+        found = []
+        for index in range(num_steps):
+            unreduced = accumulates and index % 2 == 0
+            recorded.log.clear()
+            with contextlib.ExitStack() as step:
+                step.enter_context(recorded.recording())
+                if unreduced:
+                    step.enter_context(model.no_sync())
+                if backward_stream is not None and index:
+                    step.enter_context(NoReads())
+                model(torch.ones(1, WIDTH), used[index] if used else range(BLOCKS)).sum().backward()
+            found.append(list(recorded.log))
+            if not unreduced:
+                for parameter in model.parameters():
+                    parameter.grad = None
+    return found
+
+
+def words(text: str) -> Log:
+    """Events, separated by semicolons and the ends of lines."""
+    return [event.strip() for line in text.splitlines() for event in line.split(";") if event.strip()]
+
+
+def most(log: Log, comes: str, goes: str) -> int:
+    """How many blocks are there at most: one comes with one event and goes with another."""
+    steps = [(event.startswith(f"{comes} ")) - (event.startswith(f"{goes} ")) for event in log if not event.endswith(" root")]
+    return max(itertools.accumulate(steps))
+
+
+ENDS = {"gather": "arrived", "reduce": "reduced"}
+
+
+def duration(log: Log, costs: dict[str, float]) -> float:
+    """The time of a step on a device with one stream that computes and one that transfers."""
+    computed = transferred = 0.0
+    done: dict[str, float] = {}
+    for event in log:
+        kind, _, unit = event.rpartition(" ")
+        if kind in ("forward", "backward"):
+            computed += costs[kind]
+        elif kind in ("gather", "reduce"):
+            transferred = max(transferred, computed) + costs[kind]
+            done[ENDS[kind] + unit] = transferred
+        elif kind in ENDS.values():
+            computed = max(computed, done[kind + unit])
+    return max(computed, transferred)
+
+
+# -- the order
+
+
+def test_in_forward_the_next_unit_is_gathered_before_this_one_computes_and_a_used_one_is_freed() -> None:
+    ((*_, log),) = run_ranks(1, logs, 3)
+    assert log[: log.index("backward 2")] == words(
+        """
+        full root; gather root;     full 0; gather 0;   arrived root
+        full 1; gather 1;           arrived 0;          forward 0;      sharded 0
+        full 2; gather 2;           arrived 1;          forward 1;      sharded 1
+        arrived 2;                  forward 2
+        full 1; gather 1
+        """
+    )
+
+
+def test_gradients_travel_while_the_unit_after_the_next_is_gathered_and_the_next_one_computes() -> None:
+    ((*_, log),) = run_ranks(1, logs, 3)
+    assert log[log.index("backward 2") :] == words(
+        """
+        backward 2
+        buffer 2; reduce 2;   sharded 2;   full 0; gather 0;   arrived 1;   backward 1;   reduced 2; no buffer 2
+        buffer 1; reduce 1;   sharded 1;   arrived 0;          backward 0;  reduced 1; no buffer 1
+        buffer root; reduce root; sharded root; reduced root; no buffer root
+        buffer 0; reduce 0; sharded 0; reduced 0; no buffer 0
+        """
+    )
+
+
+def test_with_two_reduce_buffers_gradients_travel_until_those_of_the_next_unit_begin_to() -> None:
+    ((*_, log),) = run_ranks(1, logs, 3, limit_all_gathers=False)
+    assert log[log.index("backward 2") :] == words(
+        """
+        backward 2
+        buffer 2; reduce 2;   sharded 2;   full 0; gather 0;   arrived 1;   backward 1
+        buffer 1; reduce 1;   sharded 1;   arrived 0;          backward 0;  reduced 2; no buffer 2
+        buffer root; reduce root; sharded root; reduced 1; no buffer 1
+        buffer 0; reduce 0; sharded 0; reduced root; no buffer root; reduced 0; no buffer 0
+        """
+    )
+
+
+def test_a_large_gradient_waits_for_the_buffer_before_when_it_comes_and_not_before_that() -> None:
+    ((*_, log),) = run_ranks(1, logs, 3, width=LARGE // WIDTH)
+    assert log[log.index("backward 1") : log.index("backward 0")] == words(
+        "backward 1; reduced 2; no buffer 2; buffer 1; reduce 1; sharded 1; arrived 0"
+    )
+
+
+def test_without_prefetching_every_gather_is_waited_for_at_once() -> None:
+    ((*_, log),) = run_ranks(1, logs, 3, backward_prefetch=None)
+    begun = [index for index, event in enumerate(log) if event.startswith("gather ")]
+    assert [log[index + 1] for index in begun] == [log[index].replace("gather", "arrived") for index in begun]
+
+
+def test_gathering_after_the_computation_still_goes_before_the_gradients_of_the_unit_before() -> None:
+    ((*_, log),) = run_ranks(1, logs, 3, backward_prefetch=BackwardPrefetch.BACKWARD_POST)
+    assert log[log.index("backward 2") : log.index("backward 1") + 1] == words(
+        "backward 2; full 1; gather 1; buffer 2; reduce 2; sharded 2; arrived 1; backward 1"
+    )
+
+
+def test_an_unused_prefetch_is_waited_for_before_it_is_freed() -> None:
+    everything = range(BLOCKS)
+    ((*_, log),) = run_ranks(1, logs, 3, used=[everything, everything, [0, 1]])
+    assert log[log.index("forward 1") : log.index("backward 1") + 1] == words(
+        "forward 1; sharded 1; arrived 2; sharded 2; full 1; gather 1; arrived 1; backward 1"
+    )
+
+
+# -- how much is there, and how long it takes
+
+
+@pytest.mark.parametrize("limit_all_gathers", [True, False])
+@pytest.mark.parametrize("width", [3, LARGE // WIDTH])
+def test_two_blocks_are_full_at_most_and_one_reduce_buffer_or_two_are_there(width: int, limit_all_gathers: bool) -> None:
+    (found,) = run_ranks(1, logs, 8, width=width, limit_all_gathers=limit_all_gathers)
+    buffers = 1 if limit_all_gathers else 2
+    assert [(most(log, "full", "sharded"), most(log, "buffer", "no buffer")) for log in found[1:]] == [(2, buffers)] * 7
+    assert found[3:] == found[2:3] * 5
+
+
+def test_without_resharding_all_blocks_are_full_and_one_reduce_buffer_is_there() -> None:
+    (found,) = run_ranks(1, logs, 3, sharding_strategy=ShardingStrategy.SHARD_GRAD_OP)
+    assert [(most(log, "full", "sharded"), most(log, "buffer", "no buffer")) for log in found] == [(BLOCKS, 1)] * 3
+
+
+COSTS = {"gather": 1.0, "reduce": 1.0, "forward": 1.0, "backward": 2.0}
+COMPUTED = BLOCKS * (1 + 2)  # and the root computes nothing
+TRANSFERS = BLOCKS * (2 + 1) - 1 + 2  # the last block stays gathered, and so does the root
+
+
+@pytest.mark.parametrize(
+    ("prefetch", "expected"),
+    [
+        (BackwardPrefetch.BACKWARD_PRE, COMPUTED + 2 + 2),  # what nothing hides: two gathers at first, two reductions at last
+        (BackwardPrefetch.BACKWARD_POST, COMPUTED + 2 + 2 + 2),  # and the gathers of backward
+        (None, COMPUTED + TRANSFERS),  # and those of forward; one reduction travels with a gather: none is hidden
+    ],
+)
+def test_transfers_take_the_time_of_what_computes_meanwhile(prefetch: BackwardPrefetch | None, expected: float) -> None:
+    ((*_, log),) = run_ranks(1, logs, 3, backward_prefetch=prefetch)
+    assert duration(log, COSTS) == expected
+
+
+# -- who waits
+
+
+@pytest.mark.parametrize("use_orig_params", [False, True])
+@pytest.mark.parametrize("accumulates", [False, True])
+def test_on_a_device_with_streams_the_cpu_never_waits_and_no_stream_records_memory(
+    accumulates: bool, use_orig_params: bool
+) -> None:
+    options = {"accumulates": accumulates, "use_orig_params": use_orig_params}
+    on_streams, on_none = (run_ranks(1, logs, 4, backward_stream=name, **options)[0] for name in ("main", None))
+    assert on_streams == on_none
+
+
+def test_where_backward_runs_on_a_stream_of_its_own_each_change_is_joined_before_anything_else_is_told() -> None:
+    (found,) = run_ranks(1, logs, 3, backward_stream="other")
+    for log in found[1:]:
+        assert [event for event in log if " after " in event] == ["main after other", "other after main"]
+        assert log[0] == "main after other"
+        assert log[log.index("forward 2") :][:3] == ["forward 2", "other after main", "full 1"]

@@ -1,0 +1,207 @@
+"""Which tensors' memory is alive when most of it is: by storage, by the line that allocated it, on any device."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import gc
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from fsdp_compat._engine import torch_private
+
+__all__ = ["Held", "LiveBytes", "Peak", "tensors_alive"]
+
+_RESIZE = torch.UntypedStorage.resize_
+
+
+@dataclasses.dataclass(frozen=True)
+class Held:
+    """Memory that was alive at a peak: how much came from one line of code."""
+
+    nbytes: int
+    number: int  # of storages
+    what: str  # the operation or "resize_", and the innermost functions outside of torch's own core that called it
+
+
+@dataclasses.dataclass(frozen=True)
+class Peak:
+    """The moment of a ``LiveBytes`` at which most was alive, and what it was, the largest first."""
+
+    nbytes: int
+    held: tuple[Held, ...]
+
+
+class LiveBytes(TorchDispatchMode):
+    """Inside of it every storage is followed: those that are there already, those that operations make, their growth and their end.
+
+    A storage counts once, however many tensors view it. What an operation allocates and frees inside of itself is not seen. Memory
+    that no tensor shows is asked for: ``more`` returns how many bytes of it are held.
+    """
+
+    def __init__(self, more: Callable[[], int] = lambda: 0) -> None:
+        super().__init__()
+        self._more = more
+        self._alive: dict[int, tuple[StorageWeakRef, int]] = {}  # by the address of the storage object: its number
+        self._nbytes: list[int] = []  # by number: now
+        self._what: list[str] = []  # by number: what allocated it last
+        self._events: list[tuple[int, int]] = []  # (number, its bytes from here on); number -1: what ``more`` says
+        self._more_nbytes = 0
+        self._left_out: set[int] = set()
+        for tensor in _tensors():
+            self._see(tensor, "there from before")
+
+    def __enter__(self) -> LiveBytes:
+        tracker = self
+
+        def resize(storage: torch.UntypedStorage, nbytes: int) -> Any:
+            tracker._bury()
+            result = _RESIZE(storage, nbytes)
+            tracker._note(storage, "resize_")
+            return result
+
+        torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        torch.UntypedStorage.resize_ = _RESIZE  # type: ignore[method-assign]
+        super().__exit__(*error)
+        self._bury()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # it comes again with the plain tensors inside
+        self._bury()
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves((args, kwargs, result)):
+            if isinstance(tensor, Tensor):
+                self._see(tensor, func._schema.name)
+        return result
+
+    def forget(self) -> None:
+        """Begin anew: peaks are those of what comes from now on."""
+        self._bury()
+        for key, (reference, _) in list(self._alive.items()):
+            if reference.expired():  # one that is left out, or that had no memory any more
+                del self._alive[key]
+        self._events = [(number, self._nbytes[number]) for _, number in self._alive.values()] + [(-1, self._more_nbytes)]
+
+    def leave_out(self, tensors: Iterable[Tensor]) -> None:
+        """The storages of some tensors do not count, from their beginning to their end."""
+        found = (self._alive.get(torch_private.storage_key(torch_private.local_part(tensor))) for tensor in tensors)
+        self._left_out.update(entry[1] for entry in found if entry is not None)
+
+    def now(self) -> int:
+        """Bytes that are alive."""
+        self._bury()
+        return sum(self._nbytes[number] for _, number in self._alive.values() if number not in self._left_out) + self._more_nbytes
+
+    def peak(self) -> Peak:
+        """The most that was alive since the last ``forget``."""
+        self._bury()
+        held: dict[int, int] = {}
+        total, most, at_most = 0, 0, dict[int, int]()
+        rising = False
+        for number, nbytes in self._events:
+            if number in self._left_out:
+                continue
+            if rising and nbytes < held.get(number, 0):  # the last one was a top
+                if total > most:
+                    most, at_most = total, dict(held)
+                rising = False
+            rising |= nbytes > held.get(number, 0)
+            total += nbytes - held.get(number, 0)
+            held[number] = nbytes
+        if total > most:
+            most, at_most = total, held
+        lines: dict[str, list[int]] = collections.defaultdict(list)
+        for number, nbytes in at_most.items():
+            if nbytes:
+                lines["memory that no tensor shows" if number < 0 else self._what[number]].append(nbytes)
+        held_by_line = (Held(sum(each), len(each), what) for what, each in lines.items())
+        return Peak(most, tuple(sorted(held_by_line, key=lambda its: -its.nbytes)))
+
+    def _see(self, tensor: Tensor, what: str) -> None:
+        local = torch_private.local_part(tensor)
+        if not _is_mere_shape(local):
+            self._note(local.untyped_storage(), what)
+
+    def _note(self, storage: torch.UntypedStorage, what: str) -> None:
+        if storage.device.type == "meta":
+            return
+        key, nbytes = storage._cdata, storage.nbytes()
+        if key in self._alive:
+            number = self._alive[key][1]
+            if nbytes == self._nbytes[number]:
+                return
+            if nbytes:
+                self._what[number] = f"{what} in {_caller()}"
+            self._nbytes[number] = nbytes
+        else:
+            number = len(self._nbytes)
+            self._alive[key] = StorageWeakRef(storage), number  # while it is held, no other storage gets this address
+            self._nbytes.append(nbytes)
+            self._what.append(f"{what} in {_caller()}")
+        self._events.append((number, nbytes))
+
+    def _bury(self) -> None:
+        nbytes, left_out = self._nbytes, self._left_out
+        for key, (reference, number) in list(self._alive.items()):
+            if nbytes[number] and number not in left_out and reference.expired():
+                del self._alive[key]
+                self._events.append((number, 0))
+        more = self._more()
+        if more != self._more_nbytes:
+            self._more_nbytes = more
+            self._events.append((-1, more))
+
+
+def tensors_alive() -> list[Tensor]:
+    """Return every tensor that Python knows, garbage collected before."""
+    while gc.collect():  # what is freed may free more
+        pass
+    return _tensors()
+
+
+def _tensors() -> list[Tensor]:
+    # isinstance asks the class of whatever it meets, and some answer with an import
+    return [thing for thing in gc.get_objects() if issubclass(type(thing), Tensor) and not _is_mere_shape(thing)]
+
+
+def _is_mere_shape(tensor: Tensor) -> bool:
+    """True for a tensor without memory in this process."""
+    return tensor.layout is not torch.strided or type(tensor).__name__ in ("FakeTensor", "FunctionalTensor")
+
+
+_CORE = (
+    "torch/_dynamo/",
+    "torch/_compile.py",
+    "torch/nn/",
+    "torch/utils/",
+    "torch/autograd/",
+    "torch/_ops.py",
+    "torch/_tensor.py",
+    "torch/storage.py",
+    "contextlib.py",
+)
+
+
+def _caller(depth: int = 3) -> str:
+    """The innermost functions of the stack, outside of this file and of torch's core, as ``file:function < file:function``."""
+    frame, found = sys._getframe(2), list[str]()
+    while frame is not None and len(found) < depth:
+        file = frame.f_code.co_filename
+        if file != __file__ and not any(part in file for part in _CORE):
+            found.append(f"{Path(file).name}:{frame.f_code.co_name}")
+        frame = frame.f_back  # type: ignore[assignment]
+    return " < ".join(found)
