@@ -98,6 +98,8 @@ class _Native(Grouped):
     """The backend's own collectives, asynchronous. On a stream device a wait orders streams; the CPU never waits."""
 
     def begin_gather(self, own: torch.Tensor, full: torch.Tensor, segments: Sequence[torch.Tensor], tag: int) -> Pending:
+        if own.dtype is not full.dtype or own.device != full.device:  # it is cast and moved into its place, and sent from there
+            own = segments[self.rank].copy_(own, non_blocking=True)
         self.traffic.add(Kind.GATHER, own.nbytes * (self.ranks - 1))
         if torch.compiler.is_compiling():  # which traces public functions only
             return Pending([_work(all_gather(full, own, group=self.group, async_op=True))], keep=own)
@@ -172,7 +174,7 @@ def communicator(axis: Axis, device: torch.device) -> Communicator:
         return typing.cast(Communicator, _Alone(axis))
     found = _communicators.setdefault(axis.group, {})
     if device.type not in found:
-        transport = Exchange if torch_private.is_gloo(axis.group, device) else _Native
+        transport = Exchange if device.type == "cpu" and torch_private.is_gloo(axis.group, device) else _Native
         found[device.type] = typing.cast(Communicator, transport(axis))
     return found[device.type]
 

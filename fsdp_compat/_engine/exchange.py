@@ -73,15 +73,18 @@ class Exchange(Grouped):
         self._connect()
 
     def begin_gather(self, own: torch.Tensor, full: torch.Tensor, segments: Sequence[torch.Tensor], tag: int) -> Pending:
-        nbytes, ranks = own.nbytes, self.ranks
+        nbytes, ranks = own.numel() * full.itemsize, self.ranks
         self.traffic.add(Kind.GATHER, nbytes * (ranks - 1))
         near = self._near_for(nbytes)
-        sent = self._in_block(own) if near else own
+        if near and shared_memory.locate(own) is None or own.dtype != full.dtype:
+            sent = shared_memory.copy_of(own, full.dtype) if near else own.to(full.dtype)
+        else:
+            sent = own
         receives, sends, notes, acks, number = self._start([sent] * ranks, segments, tag, self._names.get(tag, "parameters"), near)
         self._sends.append((sends, sent, (tag, number, nbytes, 0)))
         if acks:
             self._sends.append((acks, sent, self._post_of_acks(tag, acks)))
-        segments[self.rank].copy_(own)  # sends read `own`, never `full`: freeing `full` need not wait for slow peers
+        segments[self.rank].copy_(sent)  # sends read that, never `full`: freeing `full` need not wait for slow peers
         return self._opened(Pending(receives, segments, None, (tag, number, nbytes, len(receives)), notes))
 
     def end_gather(self, pending: Pending, what: str) -> None:

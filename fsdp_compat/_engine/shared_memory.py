@@ -223,11 +223,14 @@ def zeros(numel: int, dtype: torch.dtype) -> torch.Tensor:
     return empty(numel, dtype, zero=True)
 
 
-def copy_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the values of a 1-D tensor of MIN_NBYTES and more in a block. Raises MemoryError where there is no room for one."""
-    found = empty(tensor.numel(), tensor.dtype)
+def copy_of(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Return the values of a 1-D tensor, in ``dtype``, in a block; of MIN_NBYTES and more.
+
+    Raises MemoryError where there is no room for one.
+    """
+    found = empty(tensor.numel(), dtype or tensor.dtype)
     if locate(found) is None:
-        raise MemoryError(f"no shared memory for a message of {tensor.nbytes} bytes")
+        raise MemoryError(f"no shared memory for a message of {found.nbytes} bytes")
     return found.copy_(tensor)
 
 

@@ -13,7 +13,7 @@ from . import shared_memory, torch_private
 from .segments import Segments
 from .store import ParamStore
 
-__all__ = ["GroupMemory", "Storage", "cast_of", "give_back_freed", "memory_of", "new_shard", "of_its_own_size"]
+__all__ = ["GroupMemory", "Storage", "give_back_freed", "memory_of", "new_shard", "of_its_own_size"]
 
 # None where the C library has no such function.
 _malloc_trim = None if sys.platform == "win32" else getattr(ctypes.CDLL(None), "malloc_trim", None)
@@ -58,14 +58,6 @@ def new_shard(numel: int, dtype: torch.dtype, device: torch.device, *, ranks: in
     return torch.zeros(numel, dtype=dtype, device=device, pin_memory=pin)
 
 
-def cast_of(shard: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return a shard in another dtype, in memory of the same kind as its own."""
-    if shard.device.type != "cpu" or shard.numel() * dtype.itemsize < shared_memory.MIN_NBYTES:
-        return shard.to(dtype)
-    is_shared = shared_memory.locate(shard) is not None
-    return shared_memory.empty(shard.numel(), dtype).copy_(shard) if is_shared else shard.to(dtype)
-
-
 class Storage:
     """A storage object that stays, and whose memory comes and goes. Views of it, saved by autograd too, stay valid."""
 
@@ -98,7 +90,7 @@ class GroupMemory:
         """dtype: of what is gathered, and so of the leaves. apart: the shard lives elsewhere than on ``device``."""
         self.aliased = ranks == 1 and dtype == store.dtype and not apart
         numel = ranks * store.numel
-        self.full = store.outgoing(dtype) if self.aliased else torch.empty(numel, dtype=dtype, device=device)  # [ranks * S]
+        self.full = store.shard if self.aliased else torch.empty(numel, dtype=dtype, device=device)  # [ranks * S]
         self.segments = Segments(self.full, ranks)  # [S] each
         self.leaves = store.make_leaves(self.full)
         self._buffer = Storage(self.full)

@@ -38,6 +38,7 @@ class ParamStore(typing.Protocol):
 
     numel: int  # S, the same on every rank
     dtype: torch.dtype  # of the shard; gathers and reductions may use others
+    shard: torch.Tensor  # [S], what this rank holds: a gather sends it, cast where it is to
 
     @property
     def spread(self) -> Sequence[Axis]:
@@ -46,9 +47,6 @@ class ParamStore(typing.Protocol):
     @property
     def targets(self) -> Sequence[Target]:
         """What the optimizer sees; leaves follow the requires_grad of their target."""
-
-    def outgoing(self, dtype: torch.dtype) -> torch.Tensor:
-        """Return [S], what this rank sends in a gather: the shard itself if ``dtype`` is its own, else a cast of it."""
 
     def make_leaves(self, full: torch.Tensor) -> list[nn.Parameter]:
         """Once per dtype computed in. full: [ranks * S]. The leaves either all view ``full``, or all have other storages, which

@@ -107,7 +107,10 @@ class Communicator(typing.Protocol):
         """Return a tag of its own for a group; all ranks ask in the same order."""
 
     def begin_gather(self, own: torch.Tensor, full: torch.Tensor, segments: Sequence[torch.Tensor], tag: int) -> Pending:
-        """Send ``own`` [S] to all; ``full`` [ranks * S], in ``segments``, receives. ``own`` stays unchanged until ``drain``."""
+        """Send ``own`` [S], in the dtype of ``full``, to all; ``full`` [ranks * S], in ``segments``, receives.
+
+        own: of any dtype and device. It stays unchanged until ``drain``.
+        """
 
     def end_gather(self, pending: Pending, what: str) -> None:
         """``full`` is readable afterwards (on a stream device: by what is enqueued afterwards)."""

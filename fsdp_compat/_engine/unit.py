@@ -144,8 +144,7 @@ class Group:
         if memory.aliased:
             return
         memory.allocate()
-        own = self.home.bring(self.store.outgoing(memory.full.dtype))
-        self._gathering = self.shard.begin_gather(own, memory.full, memory.segments, self._tag)
+        self._gathering = self.shard.begin_gather(self.store.shard, memory.full, memory.segments, self._tag)
 
     def wait(self) -> None:
         """Make the leaves readable."""
@@ -172,7 +171,7 @@ class Group:
 
         Collective. It does not touch what the group holds for forward and backward.
         """
-        return self.shard.gather_now(self.home.bring(self.store.outgoing(self.store.dtype) if own is None else own))
+        return self.shard.gather_now(self.home.bring(self.store.shard if own is None else own))
 
     def _arrive(self) -> None:
         if self._gathering is not None:

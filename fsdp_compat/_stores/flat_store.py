@@ -10,7 +10,7 @@ from torch import nn
 
 from .._engine import torch_private
 from .._engine.mesh import Axis
-from .._engine.storage import cast_of, new_shard
+from .._engine.storage import new_shard
 from .._engine.store import Kind, Shown, Target, as_leaf
 from .._engine.tree import Member, Place
 from .._layout.flat import flat_layout
@@ -115,9 +115,6 @@ class FlatStore:
     def spread(self) -> Sequence[Axis]:
         parallel = self.parallel[0]
         return () if parallel is None else parallel.spread()
-
-    def outgoing(self, dtype: torch.dtype) -> torch.Tensor:
-        return self.shard if dtype == self.dtype else cast_of(self.shard, dtype)
 
     def make_leaves(self, full: torch.Tensor) -> list[nn.Parameter]:
         return [self.parameter(index, places[0], self._trainable[index]) for index, places in enumerate(self.places(full)[:-1])]

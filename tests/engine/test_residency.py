@@ -90,7 +90,7 @@ def test_one_rank_without_a_cast_holds_nothing_beyond_its_shard(kind: str) -> No
     unit = unit_in("FULL", kind, None)
     group = unit.groups[0]
     assert group.resident_nbytes == 0
-    shard = group.store.outgoing(torch.float32)
+    shard = group.store.shard
     assert all(leaf.untyped_storage().data_ptr() == shard.untyped_storage().data_ptr() for leaf in group.leaves)
     unit.free()
     assert all(leaf.untyped_storage().nbytes() for leaf in group.leaves)

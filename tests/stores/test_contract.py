@@ -53,7 +53,7 @@ class Case(typing.NamedTuple):
 
     def gathered(self, dtype: torch.dtype) -> torch.Tensor:
         """[ranks * S]: what a gather receives."""
-        return torch.cat([store.outgoing(dtype) for store in self.stores])
+        return torch.cat([store.shard.to(dtype) for store in self.stores])
 
     def memory(self, dtype: torch.dtype = torch.float32) -> GroupMemory:
         """The full form on rank 0, filled."""
@@ -102,7 +102,7 @@ def test_all_ranks_have_shards_of_one_size_and_dtype(case: Case) -> None:
         assert store.numel >= 1
         assert store.numel * case.ranks >= sum(value.numel() for value in case.values)
         assert store.dtype == torch.float32
-        assert store.outgoing(torch.float32).shape == (store.numel,)
+        assert store.shard.shape == (store.numel,)
 
 
 def test_places_cover_the_buffer_exactly_once(case: Case) -> None:
@@ -193,15 +193,6 @@ def test_leaves_have_version_counters_of_their_own(case: Case) -> None:
     assert [leaf._version for leaf in memory.leaves] == [version + 1 for version in before]
 
 
-def test_outgoing_is_the_shard_in_its_own_dtype_and_a_cast_in_another(case: Case) -> None:
-    for store in case.stores:
-        own = store.outgoing(torch.float32)
-        assert store.outgoing(torch.float32).data_ptr() == own.data_ptr()
-        cast = store.outgoing(torch.bfloat16)
-        assert cast.dtype == torch.bfloat16
-        assert torch.equal(cast, own.to(torch.bfloat16))
-
-
 def test_a_gather_in_another_dtype_gives_leaves_of_that_dtype(case: Case) -> None:
     memory = case.memory(torch.bfloat16)
     assert all(torch.equal(leaf, value.to(torch.bfloat16)) for leaf, value in zip(memory.leaves, case.values, strict=True))
@@ -215,7 +206,7 @@ def test_a_gradient_is_a_view_of_the_total_that_lies_as_its_target_lies_in_the_s
         for grad, (target, _) in zip(grads, store.targets, strict=True):
             assert grad.shape == target.shape
             if grad.numel():
-                offset = target.data_ptr() - store.outgoing(torch.float32).data_ptr()
+                offset = target.data_ptr() - store.shard.data_ptr()
                 assert grad.data_ptr() - total.data_ptr() == offset
             grad.add_(1)
         assert total.max() <= 1  # they do not overlap
@@ -264,9 +255,9 @@ def test_a_target_is_shown_while_sharded_and_not_while_full(case: Case) -> None:
 
 def test_a_store_that_nobody_touched_passes_the_check(case: Case) -> None:
     for store in case.stores:
-        before = store.outgoing(torch.float32).clone()
+        before = store.shard.clone()
         store.check("unit 'u'")
-        assert torch.equal(store.outgoing(torch.float32), before)
+        assert torch.equal(store.shard, before)
 
 
 @pytest.mark.parametrize("kind", STORES)
@@ -318,7 +309,7 @@ def test_values_assigned_as_new_data_are_adopted_into_the_shard(kind: str) -> No
     target = store.targets[0].parameter
     target.data = torch.full_like(target, 5.0)
     store.check("unit 'u'")
-    shard = store.outgoing(torch.float32)
+    shard = store.shard
     assert target.data_ptr() == shard.data_ptr()
     assert shard[: target.numel()].tolist() == [5.0] * target.numel()
 

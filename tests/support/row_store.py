@@ -76,9 +76,6 @@ class RowStore:
     def spread(self) -> Sequence[Axis]:
         return ()
 
-    def outgoing(self, dtype: torch.dtype) -> torch.Tensor:
-        return self.shard if dtype == self.dtype else self.shard.to(dtype)
-
     def make_leaves(self, full: torch.Tensor) -> list[nn.Parameter]:
         if self.ranks == 1 or len(self._rows) == 1:
             homes = [full[rows.start : rows.start + math.prod(s)] for rows, s in zip(self._rows, self._shapes, strict=True)]
