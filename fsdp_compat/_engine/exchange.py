@@ -28,7 +28,7 @@ _DTYPES = [value for _, value in sorted(vars(torch).items()) if isinstance(value
 _PIECE_NUMEL = 1 << 17  # what is summed at a time stays in the cache until it is divided
 
 
-_WHOLE_NBYTES = {2: 1 << 20, 3: 1 << 17, 4: 1 << 17}  # by ranks: of totals that are not cut into pieces; measured
+_WHOLE_NBYTES = 1 << 20  # of totals that two ranks do not cut into pieces: as many bytes, one way less; more ranks would send more
 _NOBODY: dict[int, shared_memory.Neighbour] = {}
 _NO_BYTES = torch.empty(0, dtype=torch.uint8, device="cpu")
 
@@ -92,6 +92,7 @@ class Exchange(Grouped):
         if self._end(pending, what) and pending.notes:
             self._read_into(pending, pending.parts, what)
             self._sends.append(self._ack(pending, what))
+            self._open.pop(id(pending), None)
 
     def begin_reduce(self, buffer: torch.Tensor, segments: Sequence[torch.Tensor], tag: int) -> Pending:
         tag += Kind.REDUCE
@@ -126,7 +127,7 @@ class Exchange(Grouped):
             return pending
         tag += Kind.REPLICATE
         if self._is_sent_whole(total):
-            self.traffic.add(Kind.REPLICATE, (self.ranks - 1) * total.nbytes)
+            self.traffic.add(Kind.REPLICATE, total.nbytes)
             parts = [total if r == self.rank else torch.empty_like(total) for r in range(self.ranks)]
             pending = self._exchange([total] * self.ranks, parts, tag, total, _NOBODY)
             pending.divisor = divisor
@@ -148,6 +149,7 @@ class Exchange(Grouped):
         own = self._pieces(total)[self.rank]
         _sum_in_rank_order(self._parts(pending, own, what), own, pending.divisor)
         self._check(pending, what)
+        self._open.pop(id(pending), None)
         sent = pending.keep
         assert isinstance(sent, torch.Tensor)
         if sent is not total:
@@ -166,8 +168,8 @@ class Exchange(Grouped):
                 self._end_reading(pending, what)
 
     def _is_sent_whole(self, total: torch.Tensor) -> bool:
-        """True if every rank sends its total to all, which sum it all: more bytes than in pieces and back, but one way less."""
-        return total.nbytes <= _WHOLE_NBYTES.get(self.ranks, 0)
+        """True if every rank sends its whole total, and sums it all."""
+        return self.ranks == 2 and total.nbytes <= _WHOLE_NBYTES
 
     def settle(self, what: str) -> None:
         self._wait_for_all(self._reads, what)
@@ -268,6 +270,7 @@ class Exchange(Grouped):
             self._reads.append(self._ack(pending, what))
             self._reads.append((pending.acks, pending.keep, self._post_of_acks(pending.post[0], pending.acks)))
             self._names[pending.post[0]] = what
+            self._open.pop(id(pending), None)
 
     def _post_of_acks(self, tag: int, acks: Sequence[dist.Work]) -> Post:
         tag += TAKEN
@@ -354,9 +357,11 @@ class Exchange(Grouped):
         """Wait for it. False if there is nothing more to do: it was lost, or ended before."""
         if pending.lost or pending.ended:
             return False
-        self._open.pop(id(pending), None)
         self._wait(pending.works, pending.post, what)
+        pending.works.clear()
         pending.ended = True
+        if not pending.notes:
+            self._open.pop(id(pending), None)  # what is still to be read stays: it holds connections
         return True
 
     def _wait(self, works: list[dist.Work], post: Post, what: str) -> None:

@@ -1,0 +1,424 @@
+"""Messages between ranks that read each other's memory: what arrives, what stays, what comes back, and what cannot be read."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import gc
+import io
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fsdp_compat import MixedPrecision, ShardingStrategy
+from fsdp_compat._engine import shared_memory
+from fsdp_compat._engine.collectives import communicator
+from fsdp_compat._engine.mesh import mesh_from_group
+from tests.engine.test_counts import Operations, counting_sends
+from tests.engine.test_watch import assert_alike, message_of
+from tests.support.models import DIM, Block
+from tests.support.parity import backward, make_pair
+from tests.support.ranks import run_ranks
+
+CPU = torch.device("cpu")
+NUMEL = 300_001  # of a message: more than one piece of a sum, and no multiple of anything
+NOTE_NBYTES = 40
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex64)
+
+
+@contextlib.contextmanager
+def sharing_from(nbytes: int) -> Iterator[None]:
+    """Messages of at least ``nbytes`` are read where they lie."""
+    before, shared_memory.MIN_NBYTES = shared_memory.MIN_NBYTES, nbytes
+    try:
+        yield
+    finally:
+        shared_memory.MIN_NBYTES = before
+
+
+def line() -> Any:
+    return communicator(mesh_from_group(None).shard, CPU)
+
+
+def numbers(numel: int, rank: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """In a block, if it is large enough."""
+    return shared_memory.empty(numel, dtype).copy_((torch.arange(numel) + rank) % 5)
+
+
+def gathered(wire: Any, own: torch.Tensor, tag: int) -> torch.Tensor:
+    full = own.new_empty(wire.ranks * own.numel())
+    wire.end_gather(wire.begin_gather(own, full, full.chunk(wire.ranks), tag), f"tag {tag}")
+    wire.drain("what was sent")
+    return full
+
+
+def reduced(wire: Any, buffer: torch.Tensor, tag: int, **options: Any) -> torch.Tensor:
+    segments = list(buffer.chunk(wire.ranks))
+    wide = torch.promote_types(buffer.dtype, torch.float32)
+    total = wire.end_reduce(wire.begin_reduce(buffer, segments, tag), segments[wire.rank], wide, "gradients", **options)
+    wire.drain("what was sent")
+    return total
+
+
+def totalled(wire: Any, total: torch.Tensor, tag: int, divisor: torch.Tensor | None = None) -> torch.Tensor:
+    pending = wire.continue_total(wire.begin_total(total, tag, divisor), total, tag, "gradients")
+    wire.end_total(pending, total, "gradients")
+    wire.settle("gradients")
+    return total
+
+
+# -- what arrives
+
+
+def exchanges_everything(blind: tuple[int, ...] = ()) -> tuple[int, int]:
+    """Gather, reduce and total in every dtype. Returns how many ranks are near, and the bytes handed to gloo for float32.
+
+    blind: ranks whose memory nobody can read.
+    """
+    if dist.get_rank() in blind:
+        shared_memory.card, card = lambda: bytes(shared_memory.CARD_NBYTES), shared_memory.card
+    try:
+        wire = line()
+    finally:
+        if dist.get_rank() in blind:
+            shared_memory.card = card
+    ranks, rank, sent = wire.ranks, wire.rank, []
+    divisor = torch.tensor(2.0, dtype=torch.float64)
+    for number, dtype in enumerate(DTYPES):
+        found: list[int] = []
+        tag = wire.new_tag()
+        with counting_sends(found):
+            full = gathered(wire, numbers(NUMEL, rank, dtype), tag)
+            shard = reduced(wire, numbers(ranks * NUMEL, rank, dtype), tag, divisor=divisor)
+            inside = totalled(wire, numbers(ranks * NUMEL - 1, rank, dtype), tag, divisor)
+            outside = totalled(wire, numbers(ranks * NUMEL - 1, rank, dtype).clone(), tag, divisor)
+        sent.append(sum(found))
+        assert torch.equal(full, torch.cat([((torch.arange(NUMEL) + r) % 5).to(dtype) for r in range(ranks)])), number
+        summed = sum((torch.arange(ranks * NUMEL) + r) % 5 for r in range(ranks)) / 2
+        assert torch.equal(shard, summed.chunk(ranks)[rank].to(shard.dtype)), dtype
+        assert torch.equal(inside, summed[:-1].to(dtype)), dtype
+        assert torch.equal(outside, inside)
+    return len(wire._near), sent[0]
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_what_is_read_where_it_lies_is_right_in_every_dtype_and_only_notes_are_sent(ranks: int) -> None:
+    notes = 6 * NOTE_NBYTES * (ranks - 1)  # a gather, a reduction, two totals of two steps
+    assert run_ranks(ranks, exchanges_everything) == [(ranks - 1, notes)] * ranks
+
+
+def test_a_rank_whose_memory_cannot_be_read_is_sent_to_and_sends_itself() -> None:
+    two, one, blind = run_ranks(3, exchanges_everything, (2,))
+    assert [two[0], one[0], blind[0]] == [1, 1, 0]
+    assert blind[1] > 2 * 2 * 4 * NUMEL  # everything, to both others
+
+
+def equals_gloo() -> None:
+    wire = line()
+    torch.manual_seed(wire.rank)
+    for dtype in (torch.float32, torch.float64):
+        buffer = shared_memory.copy_of(torch.randn(2 * NUMEL, dtype=dtype))
+        theirs, whole = torch.empty(NUMEL, dtype=dtype), buffer.clone()
+        dist.reduce_scatter_tensor(theirs, buffer)
+        dist.all_reduce(whole)
+        with sharing_from(1 << 62):
+            sent = reduced(wire, buffer, wire.new_tag())
+        assert torch.equal(sent, theirs)
+        assert torch.equal(reduced(wire, buffer, wire.new_tag()), theirs)
+        assert torch.equal(totalled(wire, buffer, wire.new_tag()), whole)
+
+
+def test_two_ranks_get_the_bits_that_gloo_gets_them() -> None:
+    run_ranks(2, equals_gloo)
+
+
+def totals_of_all_sizes() -> None:
+    wire = line()
+    for numel in (1, 5, 1 << 10, (1 << 15) + 1, (1 << 17) + 1, 1 << 18, (1 << 18) + 1):
+        total = totalled(wire, numbers(numel, wire.rank), wire.new_tag())
+        assert torch.equal(total, sum((torch.arange(numel) + r) % 5 for r in range(wire.ranks)).float()), numel
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_totals_are_right_whether_they_are_sent_whole_or_in_pieces(ranks: int) -> None:
+    run_ranks(ranks, totals_of_all_sizes)
+
+
+def copies_of_an_exchange() -> tuple[list[int], bool]:
+    """Elements copied by a gather and a reduction, and whether either made memory to receive into."""
+    wire = line()
+    own, buffer = numbers(NUMEL, 0), numbers(wire.ranks * NUMEL, 0)
+    full = torch.empty(wire.ranks * NUMEL)
+    segments = list(full.chunk(wire.ranks))
+    with Operations() as seen:
+        wire.end_gather(wire.begin_gather(own, full, segments, 4), "parameters")
+        reduced(wire, buffer, 4)
+    return seen.written["copy_"], bool({"empty_like", "clone", "_to_copy"} & seen.names.keys())
+
+
+def test_a_gather_copies_every_part_once_and_a_reduction_receives_nothing() -> None:
+    assert run_ranks(2, copies_of_an_exchange) == [([NUMEL, NUMEL], False)] * 2
+
+
+def mixes_dtypes() -> str:
+    wire = line()
+    return message_of(lambda: gathered(wire, numbers(NUMEL, 0, (torch.float32, torch.int32)[wire.rank]), 4))
+
+
+def test_a_message_of_another_dtype_is_refused() -> None:
+    first, second = run_ranks(2, mixes_dtypes)
+    assert "of torch.int32 for 300001 of torch.float32" in first + second
+    assert "Waiting for tag 4 failed" in first and "Waiting for tag 4 failed" in second
+
+
+# -- what stays until it was read
+
+
+def frees_too_early() -> tuple[bool, bool, bool]:
+    """Rank 1 reads late. Returns whether rank 0 got the same block before that, and after, and whether rank 1 read the sum."""
+    wire = line()
+    buffer = numbers(2 * NUMEL, 0)
+    address, segments = buffer.data_ptr(), list(shared_memory.window(buffer).chunk(2))
+    pending = wire.begin_reduce(buffer, segments, 4)
+    early = False
+    if wire.rank == 0:
+        wire.end_reduce(pending, segments[0], torch.float32, "gradients")
+        del buffer, pending
+        gc.collect()
+        other = shared_memory.empty(2 * NUMEL, torch.float32).fill_(torch.nan)
+        early = other.data_ptr() == address
+    dist.barrier()
+    right = True
+    if wire.rank == 1:
+        total = wire.end_reduce(pending, segments[1], torch.float32, "gradients")
+        right = torch.equal(total, 2 * ((torch.arange(2 * NUMEL) % 5).chunk(2)[1]).float())
+        del buffer, pending
+    wire.settle("gradients")
+    return early, shared_memory.empty(2 * NUMEL, torch.float32).data_ptr() == address, right
+
+
+def test_a_block_comes_back_when_all_peers_have_read_it() -> None:
+    assert run_ranks(2, frees_too_early) == [(False, True, True)] * 2
+
+
+def drains_what_is_under_way() -> bool:
+    """A prefetch that nobody has waited for yet, on any rank."""
+    wire, own, full = line(), numbers(NUMEL, dist.get_rank()), torch.empty(2 * NUMEL)
+    pending = wire.begin_gather(own, full, full.chunk(2), 4)
+    wire.drain("what was sent")
+    own.fill_(9.0)
+    dist.barrier()
+    wire.end_gather(pending, "parameters")
+    return bool((full.max() == 4.0).item())
+
+
+def test_a_drain_ends_what_this_rank_has_begun_to_receive() -> None:
+    assert run_ranks(2, drains_what_is_under_way) == [True] * 2
+
+
+# -- what will never be read
+
+
+def does_not_read() -> tuple[str, bool]:
+    """Rank 0 waits until its gather was read, and rank 1 waits for something else before it reads."""
+    wire = line()
+    own, full, other = numbers(NUMEL, wire.rank), torch.empty(2 * NUMEL), torch.empty(2 * NUMEL)
+
+    def step() -> None:
+        first = wire.begin_gather(own, full, full.chunk(2), 4)
+        if wire.rank == 0:
+            wire.end_gather(first, "the parameters of 'a'")
+            wire.drain("what was sent")
+        second = wire.begin_gather(own, other, other.chunk(2), 8)
+        wire.end_gather(second, "the parameters of 'b'")
+
+    message = message_of(step)
+    return message, torch.equal(gathered(wire, own, 12), torch.cat([numbers(NUMEL, 0), numbers(NUMEL, 1)]))
+
+
+def test_a_rank_that_never_reads_what_it_was_told_of_is_named() -> None:
+    answers = run_ranks(2, does_not_read)
+    assert_alike(
+        [message for message, _ in answers],
+        "rank 0 waits for rank 1 to take the parameters of 'a'",
+        "rank 1 waits for the parameters of 'b' from rank 0",
+    )
+    assert [right for _, right in answers] == [True, True]
+
+
+def reads_what_was_given_up() -> tuple[str, bool]:
+    wire = line()
+    own, full = numbers(NUMEL, wire.rank), torch.empty(2 * NUMEL)
+    pending = wire.begin_gather(own, full, full.chunk(2), 4)
+    dist.barrier()
+    if wire.rank == 0:
+        shared_memory.renounce()
+        own.fill_(9.0)
+    dist.barrier()
+    if wire.rank == 0:
+        message = message_of(lambda: wire.drain("what was sent"))
+    else:
+        message = message_of(lambda: wire.end_gather(pending, "the parameters of 'a'"))
+    return message, gathered(wire, own, 4).max().item() == 9.0
+
+
+def test_what_a_rank_has_given_up_is_never_taken_for_data() -> None:
+    (first, found), (second, also) = run_ranks(2, reads_what_was_given_up, group_timeout=20)
+    assert "rank 0 has given its connections up" in second
+    assert first.startswith("Waiting for")
+    assert found and also
+
+
+# -- blocks
+
+
+def test_a_block_is_as_large_as_its_tensor_and_starts_at_a_multiple_of_64_bytes() -> None:
+    for numel in (NUMEL, NUMEL + 1):
+        tensor = shared_memory.zeros(numel, torch.float32)
+        assert shared_memory.locate(tensor) is not None
+        assert tensor.untyped_storage().nbytes() == 4 * numel
+        assert tensor.data_ptr() % 64 == 0
+        assert not tensor.any()
+
+
+def test_a_freed_block_is_used_again_and_zeros_are_zero() -> None:
+    gc.collect()
+    first = shared_memory.empty(NUMEL, torch.float32).fill_(7.0)
+    address, view = first.data_ptr(), first[5:]
+    del first
+    assert shared_memory.empty(NUMEL, torch.float32).data_ptr() != address  # a view is left
+    del view
+    again = shared_memory.zeros(NUMEL, torch.float32)
+    assert again.data_ptr() == address
+    assert not again.any()
+
+
+def test_a_window_shows_a_block_and_does_not_keep_it() -> None:
+    block = shared_memory.empty(NUMEL, torch.float32).fill_(3.0)
+    window, address = shared_memory.window(block), block.data_ptr()
+    assert (window.data_ptr(), window.dtype, window.shape) == (address, torch.float32, block.shape)
+    del block
+    assert shared_memory.empty(NUMEL, torch.float32).data_ptr() == address
+
+
+def test_pages_beyond_what_is_kept_go_back_to_the_system(monkeypatch: pytest.MonkeyPatch) -> None:
+    arena = shared_memory._Arena()
+    monkeypatch.setattr(shared_memory, "_arena", arena)
+    monkeypatch.setattr(shared_memory, "KEPT_NBYTES", 8 << 20)
+    blocks = [shared_memory.empty(1 << 20, torch.float32).fill_(1.0) for _ in range(8)]
+    held = [os.fstat(arena.chunks[0].fd).st_blocks * 512]
+    blocks.clear()
+    held.append(os.fstat(arena.chunks[0].fd).st_blocks * 512)
+    assert 32 << 20 <= held[0] <= 33 << 20
+    assert 8 << 20 <= held[1] <= 9 << 20
+    assert not shared_memory.zeros(8 << 20, torch.float32).any()
+
+
+def test_free_places_beside_each_other_become_one() -> None:
+    arena = shared_memory._Arena()
+    blocks = [arena.take(1 << 20, False) for _ in range(4)]
+    for index in (0, 2, 1, 3):
+        blocks[index] = None
+    assert arena.take(4 << 20, False) is not None
+    assert len(arena.chunks) == 1
+    assert len(arena.chunks[0].free) == 1
+
+
+def test_without_shared_memory_tensors_are_ordinary(monkeypatch: pytest.MonkeyPatch) -> None:
+    arena = shared_memory._Arena()
+    monkeypatch.setattr(shared_memory, "_arena", arena)
+
+    def refuse(*args: Any) -> None:
+        raise OSError("no descriptors")
+
+    monkeypatch.setattr(shared_memory, "_Chunk", refuse)
+    assert shared_memory.card() == bytes(shared_memory.CARD_NBYTES)
+    tensor = shared_memory.zeros(NUMEL, torch.float32)
+    assert shared_memory.locate(tensor) is None
+    assert not tensor.any()
+    with pytest.raises(MemoryError, match="1200004 bytes"):
+        shared_memory.copy_of(torch.ones(NUMEL))
+
+
+def test_copies_of_what_lies_in_a_block_are_ordinary_tensors_of_the_same_values() -> None:
+    shard = nn.Parameter(numbers(NUMEL, 0))
+    file = io.BytesIO()
+    torch.save(shard, file)
+    assert len(file.getvalue()) < 4 * NUMEL + 4096
+    file.seek(0)
+    for other in (torch.load(file), copy.deepcopy(shard)):
+        assert torch.equal(other, shard)
+        assert other.data_ptr() != shard.data_ptr()
+        assert shared_memory.locate(other) is None
+
+
+def writes_after_a_fork() -> tuple[float, int]:
+    """What the parent sees of a block that its child has written to, and how the child found it."""
+    block = numbers(NUMEL, 0).fill_(2.0)
+    child = os.fork()
+    if child == 0:
+        try:
+            right = bool((block == 2.0).all()) and shared_memory.locate(block) is None
+            block.fill_(5.0)
+            new = shared_memory.empty(NUMEL, torch.float32).fill_(1.0)
+            right = right and bool((block == 5.0).all()) and shared_memory.locate(new) is not None
+            os._exit(0 if right else 1)
+        finally:
+            os._exit(2)
+    return block.max().item(), os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def test_what_a_forked_process_writes_stays_its_own() -> None:
+    assert run_ranks(1, writes_after_a_fork) == [(2.0, 0)]
+
+
+# -- training
+
+
+TRAINED: list[dict[str, Any]] = [
+    {},
+    {"sharding_strategy": ShardingStrategy.NO_SHARD},
+    {"sharding_strategy": ShardingStrategy.NO_SHARD, "use_orig_params": True},
+    {"mixed_precision": MixedPrecision(reduce_dtype=torch.float64), "sharding_strategy": ShardingStrategy.NO_SHARD},
+]
+
+
+def trains_through_shared_memory(replicas: int) -> None:
+    with sharing_from(1):
+        for options in TRAINED if replicas == 1 else [{"replicas": replicas}]:
+            pair = make_pair(lambda: nn.Sequential(Block(), Block(), nn.Linear(DIM, 3)), **options)
+            for _ in range(2):
+                pair.step(lambda m, x, turn: backward(m(x).pow(2).mean()))
+
+
+@pytest.mark.parametrize(("ranks", "replicas"), [(2, 1), (4, 2)])
+def test_models_whose_every_message_is_shared_train_as_unsharded(ranks: int, replicas: int) -> None:
+    run_ranks(ranks, trains_through_shared_memory, replicas)
+
+
+def where_things_lie() -> tuple[bool, bool, list[int], int]:
+    """Of a large replicated unit: its gradient in a block, several steps at how many addresses, copies made, bytes left."""
+    pair = make_pair(lambda: nn.Linear(1024, 1024, bias=False), (), sharding_strategy=ShardingStrategy.NO_SHARD)
+    model, shards = pair.model, make_pair(lambda: nn.Linear(1024, 1024, bias=False), ()).model
+    addresses, copied = set(), []
+    for _ in range(4):
+        with Operations() as seen:
+            model(torch.ones(1, 1024)).sum().backward()
+        (parameter,) = model.parameters()
+        addresses.add(parameter.grad.data_ptr())
+        in_block = shared_memory.locate(parameter.grad) is not None
+        copied = [numel for numel in seen.written["copy_"] + seen.written["clone"] + seen.written["_to_copy"] if numel > 1024]
+        parameter.grad = None
+    (shard,) = shards.parameters()
+    is_shared = shared_memory.locate(shard.detach()) is not None
+    return in_block and len(addresses) == 1, is_shared, copied, model._runtime.groups[0].resident_nbytes
+
+
+def test_shards_lie_in_blocks_and_a_reduce_buffer_of_replicas_becomes_the_gradient() -> None:
+    # Copied are the gradient into the buffer, and the other rank's half of the sum.
+    assert run_ranks(2, where_things_lie) == [(True, True, [1 << 20, 1 << 19], 0)] * 2
