@@ -12,14 +12,15 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+from torch import nn
 
 from ._engine import meeting, torch_private
-from ._engine.grad_norm import norm_of
+from ._engine.grad_norm import norm_of, packed
 from ._engine.runtime import live_runtimes
 from ._engine.unit import Group
 from .errors import UsageError, explain
 
-__all__ = ["check_max_norm", "checked_norm_type", "teach_torch"]
+__all__ = ["check_max_norm", "checked_norm_type", "gradients_of_others", "teach_torch"]
 
 
 def checked_norm_type(norm_type: Any) -> float:
@@ -57,6 +58,26 @@ def _bad(name: str, expected: str, got: object) -> UsageError:
     )
 
 
+def gradients_of_others(root: nn.Module, groups: Iterable[Group]) -> list[torch.Tensor]:
+    """Return the gradients of the parameters in ``root`` that none of ``groups`` manages, each once.
+
+    nn.Module's own walk puts a name together for each, which takes longer than a norm.
+    """
+    known = {id(target) for group in groups for target, _ in group.store.targets}
+    found, seen, waiting = list[torch.Tensor](), set[int](), [root]
+    while waiting:
+        module = waiting.pop()
+        if id(module) not in seen:
+            seen.add(id(module))
+            for parameter in torch_private.parameters_of(module).values():
+                if parameter is not None and id(parameter) not in known:
+                    known.add(id(parameter))
+                    if parameter.grad is not None:
+                        found.append(parameter.grad)
+            waiting += [child for _, child in torch_private.children_of(module)]
+    return found
+
+
 def teach_torch() -> None:
     """Let torch.nn.utils.clip_grad_norm_ and get_total_norm see whole norms of sharded gradients. Once per process."""
     torch_private.replace_total_norm(_total_norm)
@@ -81,7 +102,7 @@ def _total_norm(
             parts.setdefault(id(group), (group, []))[1].append(grad)
     meeting.meet("torch.nn.utils.clip_grad_norm_", (group for group, _ in parts.values()))
     with torch.no_grad():
-        norm = norm_of(list(parts.values()), whole, order, next(iter(split.values())).device)
+        norm = norm_of([(group, packed(group, its)) for group, its in parts.values()], whole, order, next(iter(split.values())).device)
     if error_if_nonfinite and not bool(norm.isfinite()):
         raise RuntimeError(
             f"The norm of order {order} of the gradients over all ranks is non-finite ({norm.item()}), so they cannot be clipped; "

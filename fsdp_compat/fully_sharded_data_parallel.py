@@ -419,11 +419,12 @@ class FullyShardedDataParallel(LegacyOptimStateDicts):
         self._runtime.require_parts("clip_grad_norm_")
         groups = self._runtime.groups
         meeting.meet("clip_grad_norm_", groups)
-        sharded = {id(target) for group in groups for target, _ in group.store.targets}
-        others = [p.grad for p in self.parameters() if id(p) not in sharded and p.grad is not None]
-        norm = grad_norm.total_norm(groups, others, norm_type, self._settings.device)
-        grads = [p.grad for group in groups for p, _ in group.store.targets if p.grad is not None]
-        grad_norm.clip_by_norm(grads + others, norm, float(max_norm))
+        if self._runtime.broken:  # an exception in backward has left leaves with gradients
+            self._runtime.rest()
+        others = clipping.gradients_of_others(self, groups)
+        grads = [(group, grad_norm.gradients_of(group)) for group in groups]
+        norm = grad_norm.norm_of(grads, others, norm_type, self._settings.device)
+        grad_norm.clip_by_norm([grad for _, its in grads for grad in its] + others, norm, float(max_norm))
         dtypes = {group.store.dtype for group in groups if group.store.targets[0].parameter.requires_grad} | {
             grad.dtype for grad in others
         }

@@ -11,22 +11,35 @@ from . import torch_private
 from .collectives import Communicator
 from .unit import Group
 
-__all__ = ["clip_by_norm", "norm_of", "total_norm"]
+__all__ = ["clip_by_norm", "gradients_of", "norm_of", "packed"]
 
 
-def total_norm(groups: Sequence[Group], others: Iterable[torch.Tensor], norm_type: float, device: torch.device) -> torch.Tensor:
-    """Return the norm over the sharded gradients of ``groups`` and the gradients ``others``, which every rank holds whole.
+def gradients_of(group: Group) -> Sequence[torch.Tensor]:
+    """Return tensors that hold the gradients of all targets of a group, one if it can be."""
+    return packed(group, [grad for target, _ in group.store.targets if (grad := target.grad) is not None])
 
-    fp32 (fp64 for fp64 parameters), 0-d. Collective: all ranks; one all-reduce per shard axis. norm_type: positive, or inf.
+
+def packed(group: Group, grads: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """Return the total [S] if ``grads`` are those of all targets of a group, and still the views of it that a reduction has left.
+
+    What lies between them is zero, unless a user's hook has reduced. Else they come as they are.
     """
-    of_groups = [(group, [p.grad for p, _ in group.store.targets if p.grad is not None]) for group in groups]
-    return norm_of(of_groups, others, norm_type, device)
+    if len(grads) < 2 or len(grads) != len(group.store.targets) or group.hook is not None:
+        return grads
+    total = torch_private.base_of(grads[0])
+    if total is None or total.numel() != group.store.numel or any(torch_private.base_of(grad) is not total for grad in grads):
+        return grads
+    return [total]
 
 
 def norm_of(
     sharded: Sequence[tuple[Group, Sequence[torch.Tensor]]], whole: Iterable[torch.Tensor], norm_type: float, device: torch.device
 ) -> torch.Tensor:
-    """The same, of some of the gradients of each group. All ranks name the same groups."""
+    """Return the norm over gradients of sharded groups, by group, and the gradients ``whole``, which every rank holds whole.
+
+    fp32 (fp64 for fp64 parameters), 0-d. Collective: all ranks, which name the same groups; one all-reduce per shard axis.
+    norm_type: positive, or inf.
+    """
     whole = list(whole)
     dtypes = [group.store.dtype for group, _ in sharded] + [grad.dtype for grad in whole]
     dtype = torch.float64 if torch.float64 in dtypes else torch.float32  # known to all ranks, unlike what their gradients are
@@ -64,9 +77,13 @@ def clip_by_norm(grads: Sequence[torch.Tensor], norm: torch.Tensor, max_norm: fl
 
 def _local_norm(grads: Sequence[torch.Tensor], norm_type: float, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """The norm of local gradients; empty ones, which the inf norm refuses, count as zero."""
+    by_kind: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+    for grad in grads:
+        if grad.numel():
+            by_kind.setdefault((grad.device, grad.dtype), []).append(grad)
     norms = [
-        torch.linalg.vector_norm(grad, norm_type, dtype=torch.promote_types(grad.dtype, torch.float32)).to(device, dtype)
-        for grad in grads
-        if grad.numel()
+        norm.to(device, dtype)
+        for (_, its_dtype), tensors in by_kind.items()
+        for norm in torch_private.norms_together(tensors, norm_type, torch.promote_types(its_dtype, torch.float32))
     ]
     return torch.linalg.vector_norm(torch.stack(norms), norm_type) if norms else torch.zeros((), dtype=dtype, device=device)

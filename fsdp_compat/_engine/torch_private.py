@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ __all__ = [
     "PoisonedMemory",
     "Store",
     "as_plain_tensor",
+    "base_of",
     "children_of",
     "copy_together",
     "default_device_of_backend",
@@ -33,6 +34,7 @@ __all__ = [
     "is_registered",
     "local_part",
     "never_compiled",
+    "norms_together",
     "offsets_on_mesh",
     "on_end_of_backward",
     "parameters_of",
@@ -103,6 +105,18 @@ def placement(tensor: torch.Tensor) -> tuple[object, ...]:
 def copy_together(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
     """Copy many tensors in one call, casts included. A loop of ``copy_`` costs six times as much host time."""
     torch._foreach_copy_(targets, sources)
+
+
+def norms_together(tensors: list[torch.Tensor], order: float, dtype: torch.dtype) -> Sequence[torch.Tensor]:
+    """Return the norm of each tensor, 0-d, computed in ``dtype``, in one call."""
+    if dtype.is_complex:  # which the one call does not know
+        return [torch.linalg.vector_norm(tensor, order, dtype=dtype) for tensor in tensors]
+    return torch._foreach_norm(tensors, order, dtype=dtype)
+
+
+def base_of(tensor: torch.Tensor) -> torch.Tensor | None:
+    """The tensor that another one is a view of; None for one that is no view. Nothing public tells."""
+    return tensor._base
 
 
 def scale_together(tensors: list[torch.Tensor], factor: torch.Tensor) -> None:

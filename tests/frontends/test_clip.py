@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.nn.utils import clip_grad_norm_, clip_grads_with_norm_, get_total_norm
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp_compat import CPUOffload, MixedPrecision, ShardingStrategy
 from fsdp_compat import FullyShardedDataParallel as FSDP
@@ -369,6 +370,48 @@ def test_a_call_sends_one_all_reduce_and_none_where_nothing_is_sharded(use_orig_
     for sent in run_ranks(4, _sends, use_orig_params):
         names = ("FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2")
         assert sent == {**dict.fromkeys(names, one), "NO_SHARD": {}}
+
+
+class _Kernels(TorchDispatchMode):
+    """How many tensors norms are taken of, and how many are scaled, by the name of the operator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: collections.Counter[str] = collections.Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket.__name__ in ("_foreach_norm", "_foreach_mul_"):
+            self.found[func.overloadpacket.__name__] += len(args[0])
+        return func(*args, **(kwargs or {}))
+
+
+def _counts_kernels(use_orig_params: bool) -> list[dict[str, int]]:
+    """Of a model of five units: as backward leaves the gradients; with one replaced; with one dropped."""
+    model = FSDP(
+        nn.Sequential(*(nn.Linear(5, 5) for _ in range(4)), nn.Linear(5, 5)),
+        auto_wrap_policy=CustomPolicy(lambda module: isinstance(module, nn.Linear)),
+        use_orig_params=use_orig_params,
+    )
+    model(torch.ones(2, 5)).sum().backward()
+    found = []
+    parameters = [p for p in model.parameters() if p.numel()]
+    for change in (None, lambda grad: grad.clone(), lambda grad: None):
+        if change is not None:
+            parameters[0].grad = change(parameters[0].grad)
+        with _Kernels() as kernels:
+            model.clip_grad_norm_(1.0)
+        found.append(dict(kernels.found))
+    return found
+
+
+def test_a_unit_is_one_norm_and_one_product_however_many_parameters_the_optimizer_sees() -> None:
+    for found in run_ranks(2, _counts_kernels, False):
+        assert found == [{"_foreach_norm": 5, "_foreach_mul_": 5}] * 2 + [{"_foreach_norm": 4, "_foreach_mul_": 4}]
+    for rank, found in enumerate(run_ranks(2, _counts_kernels, True)):
+        assert found[0] == {"_foreach_norm": 5, "_foreach_mul_": 5}
+        # Without its total, the unit has what the rank holds of weight and bias: rank 0 of the weight only.
+        alone = [{"_foreach_norm": 5, "_foreach_mul_": 6}, {"_foreach_norm": 6, "_foreach_mul_": 6}][rank]
+        assert found[1] == alone
 
 
 # -- numbers that are none
