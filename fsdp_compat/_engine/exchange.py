@@ -76,16 +76,18 @@ class Exchange(Grouped):
         nbytes, ranks = own.numel() * full.itemsize, self.ranks
         self.traffic.add(Kind.GATHER, nbytes * (ranks - 1))
         near = self._near_for(nbytes)
-        if near and shared_memory.locate(own) is None or own.dtype != full.dtype:
-            sent = shared_memory.copy_of(own, full.dtype) if near else own.to(full.dtype)
-        else:
-            sent = own
-        receives, sends, notes, acks, number = self._start([sent] * ranks, segments, tag, self._names.get(tag, "parameters"), near)
+        # Who reads the shard where it lies casts as it reads: no cast is kept until the last one has it.
+        read = own if near and shared_memory.locate(own) is not None else None
+        sent = own if own.dtype == full.dtype or (read is not None and len(near) == ranks - 1) else own.to(full.dtype)
+        if near and read is None:
+            read = sent = self._in_block(sent)
+        outgoing = [sent if read is None or r not in near else read for r in range(ranks)]
+        receives, sends, notes, acks, number = self._start(outgoing, segments, tag, self._names.get(tag, "parameters"), near)
         self._sends.append((sends, sent, (tag, number, nbytes, 0)))
         if acks:
-            self._sends.append((acks, sent, self._post_of_acks(tag, acks)))
-        segments[self.rank].copy_(sent)  # sends read that, never `full`: freeing `full` need not wait for slow peers
-        return self._opened(Pending(receives, segments, None, (tag, number, nbytes, len(receives)), notes))
+            self._sends.append((acks, read, self._post_of_acks(tag, acks)))
+        segments[self.rank].copy_(own)  # sends never read `full`: freeing `full` need not wait for slow peers
+        return self._opened(Pending(receives, segments, own, (tag, number, nbytes, len(receives)), notes))
 
     def end_gather(self, pending: Pending, what: str) -> None:
         self._names[pending.post[0]] = what
@@ -225,15 +227,15 @@ class Exchange(Grouped):
         return tensor if shared_memory.locate(tensor) is not None else shared_memory.copy_of(tensor)
 
     def _read(self, pending: Pending, source: int, like: torch.Tensor, what: str) -> torch.Tensor:
-        """What a peer has sent, where it lies. ``like``: of its length and dtype."""
+        """What a peer has sent, where it lies. ``like``: of its length and dtype, unless it has sent what this rank keeps."""
         epoch, chunk, offset, numel, dtype = pending.notes[source].tolist()
-        if (numel, dtype) != (like.numel(), _DTYPES.index(like.dtype)):
+        if numel != like.numel() or _DTYPES[dtype] not in (like.dtype, pending.keep.dtype):
             error = RuntimeError(
                 f"rank {self.members[source]} has sent {numel} elements of {_DTYPES[dtype]} for {like.numel()} of {like.dtype}"
             )
             self._fail(what, error)
         try:
-            return self._near[source].view(shared_memory.Location(epoch, chunk, offset), numel, like.dtype)
+            return self._near[source].view(shared_memory.Location(epoch, chunk, offset), numel, _DTYPES[dtype])
         except OSError as error:
             self._fail(what, RuntimeError(f"the memory of rank {self.members[source]} is gone: {error}"))
 

@@ -74,10 +74,9 @@ class _Chunk:
             os.close(self.fd)
             raise OSError(f"no room for a mapping of {nbytes} bytes") from error
         self.view = memoryview(self.map)
-        self.whole = torch.frombuffer(self.view, dtype=torch.uint8)  # does not keep any block
-        self.address = self.whole.data_ptr()
+        self.address = torch.frombuffer(self.view, dtype=torch.uint8).data_ptr()
         self.view[:_TOKEN_NBYTES] = token
-        self.epoch = self.whole[_TOKEN_NBYTES : _TOKEN_NBYTES + 8].view(torch.int64)
+        self.epoch = _epoch_in(self.view)
         self.free = [(PAGE_NBYTES, nbytes)]  # (start, end), by start; neighbours are joined
         self.top = PAGE_NBYTES  # what lies above was never written to: it is zero
 
@@ -145,7 +144,7 @@ class _Arena:
         block = chunk.view[start : start + nbytes]
         weakref.finalize(block, self._give_back, chunk, start, size).atexit = False
         if zero and written > 0:
-            chunk.whole[start : start + min(written, nbytes)].zero_()
+            ctypes.memset(chunk.address + start, 0, min(written, nbytes))
         return block
 
     def _find(self, size: int) -> tuple[_Chunk, int] | None:
@@ -259,18 +258,18 @@ def window(tensor: torch.Tensor) -> torch.Tensor:
     if chunk is None:
         return tensor
     start = address - chunk.address
-    return chunk.whole[start : start + tensor.nbytes].view(tensor.dtype)
+    return torch.frombuffer(chunk.view[start : start + tensor.nbytes], dtype=tensor.dtype)
 
 
 def now() -> int:
     """The epoch of this process's blocks."""
-    return int(_arena.chunks[0].epoch) if _arena.chunks else 0
+    return _arena.chunks[0].epoch[0] if _arena.chunks else 0
 
 
 def renounce() -> None:
     """From now on blocks are no longer what this process has said of them. Who reads one looks at the epoch afterwards."""
     if _arena.chunks:
-        _arena.chunks[0].epoch.add_(1)
+        _arena.chunks[0].epoch[0] += 1
 
 
 # -- other processes'
@@ -295,30 +294,48 @@ class Neighbour:
     def __init__(self, pid: int, first: int, token: bytes) -> None:
         """Raises OSError where they cannot be read, or are not those that the token belongs to."""
         self._pid, self._token = pid, token
-        self._chunks: dict[int, torch.Tensor] = {}  # bytes, by file descriptor
-        self._epoch = self._chunk(first)[_TOKEN_NBYTES : _TOKEN_NBYTES + 8].view(torch.int64)
+        self._chunks: dict[int, _Mapped] = {}  # by file descriptor
+        self._epoch = _epoch_in(self._chunk(first).view)
 
-    def _chunk(self, fd: int) -> torch.Tensor:
+    def _chunk(self, fd: int) -> _Mapped:
         found = self._chunks.get(fd)
         if found is None:
-            with open(f"/proc/{self._pid}/fd/{fd}", "rb") as file, warnings.catch_warnings():
-                mapped = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
-                warnings.simplefilter("ignore")  # torch says that it knows no memory that cannot be written to
-                found = torch.frombuffer(mapped, dtype=torch.uint8)
-                if mapped[:_TOKEN_NBYTES] != self._token:
-                    raise OSError("a process of the same number has other memory")
+            with open(f"/proc/{self._pid}/fd/{fd}", "rb") as file:
+                found = _Mapped(mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ))
+            if found.view[:_TOKEN_NBYTES] != self._token:
+                raise OSError("a process of the same number has other memory")
             self._chunks[fd] = found
         return found
 
     @property
     def epoch(self) -> int:
         """Where it has changed since a location was said, what lies there may be something else."""
-        return int(self._epoch)
+        return self._epoch[0]
 
     def view(self, place: Location, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Return what lies there, [numel], to be read only. Raises OSError where it cannot be read any more."""
         chunk = self._chunk(place.chunk)
-        return chunk[place.offset : place.offset + numel * dtype.itemsize].view(dtype)
+        if not numel:
+            return torch.empty(0, dtype=dtype, device="cpu")
+        # Of its own size: a view of the whole chunk would look like gigabytes to whoever adds up what tensors hold.
+        held: typing.Any = (ctypes.c_ubyte * (numel * dtype.itemsize)).from_address(chunk.address + place.offset)
+        held.chunk = chunk
+        return torch.frombuffer(held, dtype=dtype)
+
+
+class _Mapped:
+    """A chunk of another process."""
+
+    def __init__(self, memory: mmap.mmap) -> None:
+        self.view = memoryview(memory)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch says that it knows no memory that cannot be written to
+            self.address = torch.frombuffer(self.view, dtype=torch.uint8).data_ptr()
+
+
+def _epoch_in(chunk: memoryview) -> memoryview:
+    """The epoch of the arena whose first chunk it is."""
+    return chunk[_TOKEN_NBYTES : _TOKEN_NBYTES + 8].cast("q")
 
 
 _neighbours: weakref.WeakValueDictionary[bytes, Neighbour] = weakref.WeakValueDictionary()

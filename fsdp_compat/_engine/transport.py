@@ -77,7 +77,7 @@ class Pending:
         self,
         works: list[dist.Work],
         parts: Sequence[torch.Tensor] = (),
-        keep: object = None,
+        keep: typing.Any = None,
         post: Post = (0, 0, 0, 0),
         notes: Mapping[int, torch.Tensor] = _NOTHING,
         acks: Sequence[dist.Work] = (),
