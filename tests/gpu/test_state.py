@@ -1,4 +1,4 @@
-"""What a user does beside training, on a device, with one real rank: whole parameters, state dicts, scaling, copies, meta models."""
+"""What a user does beside training, on a device with one real rank: whole parameters, state dicts, scaling, copies, meta."""
 
 from __future__ import annotations
 
