@@ -10,7 +10,8 @@ Every storage is followed (tests/support/live_bytes.py): what operations make, w
 A contender's figure is the most that was alive at once in forward and backward, after three steps to warm up, without the storages
 of its parameters, of the gradients that the step left and of AdamW's states, each counted once, whoever views it; less the same of
 the unwrapped model, whose row "plain" shows it: activations. It is divided by the elements of a block: bytes per element, u. With
-several ranks it is that of the rank with most. What a backend allocates counts as well: gloo's reduce_scatter_tensor, which FSDP1
+several ranks it is that of the rank with most. Blocks of memory that ranks share count where they were made, and so do pages that
+are kept for the next block, though what an allocator keeps of freed memory counts for nobody. What a backend allocates counts as well: gloo's reduce_scatter_tensor, which FSDP1
 and FSDP2 call, copies its whole input.
 
 A reduce buffer's element has the bytes of the second dtype of a row, that of a gathered unit and of a gradient of autograd the
@@ -46,9 +47,8 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy as TorchModuleWrapPolic
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import fsdp_compat
-from fsdp_compat._engine import storage
 from fsdp_compat.wrap import ModuleWrapPolicy
-from tests.support.live_bytes import LiveBytes, Peak, tensors_alive
+from tests.support.live_bytes import LiveBytes, Peak, spare_pages_nbytes, tensors_alive
 
 CONTENDERS = (OURS, OURS + ORIGINAL, FSDP1, FSDP1 + ORIGINAL, FSDP2)
 WARM_UP_STEPS = 3
@@ -176,7 +176,7 @@ def measure(name: str, arguments: argparse.Namespace, schedule: Schedule, precis
         figures.peaks.append(live.peak())
         figures.left.append(live.now())
 
-    with LiveBytes(getattr(storage, "held_nbytes", lambda: 0)) as live:
+    with LiveBytes(spare_pages_nbytes) as live:
         live.leave_out(others)
         for _ in range(1 + arguments.steps):  # the first, too, is to warm up: what it leaves as gradients, FSDP1 keeps for a while
             gc.collect()

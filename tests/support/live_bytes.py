@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import gc
+import os
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -17,9 +18,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from fsdp_compat._engine import torch_private
+from fsdp_compat._engine import shared_memory, torch_private
 
-__all__ = ["Held", "LiveBytes", "Peak", "tensors_alive"]
+__all__ = ["Held", "LiveBytes", "Peak", "spare_pages_nbytes", "tensors_alive"]
 
 _RESIZE = torch.UntypedStorage.resize_
 
@@ -44,8 +45,9 @@ class Peak:
 class LiveBytes(TorchDispatchMode):
     """Inside of it every storage is followed: those that are there already, those that operations make, their growth and their end.
 
-    A storage counts once, however many tensors view it. What an operation allocates and frees inside of itself is not seen. Memory
-    that no tensor shows is asked for: ``more`` returns how many bytes of it are held.
+    A storage counts once, however many tensors view it; a block of memory that ranks share counts where it was made, not where it is
+    read. What an operation allocates and frees inside of itself is not seen. Memory that no tensor shows is asked for: ``more``
+    returns how many bytes of it are held.
     """
 
     def __init__(self, more: Callable[[], int] = lambda: 0) -> None:
@@ -140,6 +142,8 @@ class LiveBytes(TorchDispatchMode):
         if storage.device.type == "meta":
             return
         key, nbytes = storage._cdata, storage.nbytes()
+        if nbytes >= shared_memory.CHUNK_NBYTES and key in _windows():
+            return
         if key in self._alive:
             number = self._alive[key][1]
             if nbytes == self._nbytes[number]:
@@ -164,6 +168,21 @@ class LiveBytes(TorchDispatchMode):
         if more != self._more_nbytes:
             self._more_nbytes = more
             self._events.append((-1, more))
+
+
+def _windows() -> set[int]:
+    """The storages through which blocks are seen, those of this process and those of others. They are as large as an address space."""
+    seen = [chunk.whole for chunk in shared_memory._arena.chunks]
+    seen += [chunk for neighbour in shared_memory._neighbours.values() for chunk in neighbour._chunks.values()]
+    return {torch_private.storage_key(tensor) for tensor in seen}
+
+
+def spare_pages_nbytes() -> int:
+    """Memory that ranks could share, and that no tensor has now: pages of blocks that died, kept for the next ones."""
+    arena = shared_memory._arena
+    resident = sum(os.fstat(chunk.fd).st_blocks * 512 for chunk in arena.chunks)
+    free = sum(end - start for chunk in arena.chunks for start, end in chunk.free) + sum(its[2] for its in arena._returned)
+    return max(resident - (sum(chunk.nbytes for chunk in arena.chunks) - free), 0)
 
 
 def tensors_alive() -> list[Tensor]:

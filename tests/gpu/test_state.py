@@ -1,0 +1,170 @@
+"""What a user does beside training, on a device with one real rank: whole parameters, state dicts, scaling, copies, meta."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from fsdp_compat import CPUOffload, MixedPrecision, StateDictType
+from fsdp_compat import FullyShardedDataParallel as FSDP
+from fsdp_compat.sharded_grad_scaler import ShardedGradScaler
+from fsdp_compat.wrap import ModuleWrapPolicy
+from tests.gpu.test_training import TIMEOUT_S
+from tests.support.models import Block, Stack
+from tests.support.parity import assert_close
+from tests.support.ranks import run_ranks
+from tests.support.twin import Twin, group_of
+
+pytestmark = pytest.mark.gpu
+
+POLICY = ModuleWrapPolicy({Block})
+MIXED = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+OPTIONS: dict[str, dict[str, Any]] = {
+    "flat": {},
+    "original parameters": {"use_orig_params": True},
+    "mixed precision": {"mixed_precision": MIXED},
+    "on the CPU": {"cpu_offload": CPUOffload(offload_params=True)},
+}
+every_option = pytest.mark.parametrize("options", list(OPTIONS))
+
+
+def trained(device: torch.device, options: str, num_steps: int = 2) -> Twin:
+    twin = Twin(Stack, device, 1, auto_wrap_policy=POLICY, **OPTIONS[options])
+    for _ in range(num_steps):
+        twin.step()
+    return twin
+
+
+def shows_whole_parameters(device: str, options: str) -> None:
+    place = torch.device(device)
+    with group_of(1, place):
+        twin = trained(place, options)
+        expected = dict(twin.plain.named_parameters())
+        with FSDP.summon_full_params(twin.model), torch.no_grad():
+            found = dict(twin.model.named_parameters())
+            assert found.keys() == expected.keys()
+            for name, parameter in found.items():
+                assert_close(parameter, expected[name], name, twin.tolerance)
+                parameter.mul_(2)
+                expected[name].mul_(2)
+        twin.compare_parameters()
+        twin.step()
+
+
+@every_option
+def test_whole_parameters_are_shown_and_written_back(device: str, options: str) -> None:
+    run_ranks(1, shows_whole_parameters, device, options, timeout=TIMEOUT_S)
+
+
+def resumes(device: str, options: str, kind: str) -> None:
+    place = torch.device(device)
+    with group_of(1, place):
+        twin = trained(place, options)
+        other = Twin(Stack, place, 1, auto_wrap_policy=POLICY, **OPTIONS[options])
+        other.step()
+        with FSDP.state_dict_type(twin.model, StateDictType[kind]):
+            state, optim = twin.model.state_dict(), FSDP.optim_state_dict(twin.model, twin.optim)
+        if kind == "FULL_STATE_DICT":
+            plain = twin.plain.state_dict()
+            assert list(state) == list(plain)
+            for name, value in plain.items():
+                assert_close(state[name], value, name, twin.tolerance)
+        with FSDP.state_dict_type(other.model, StateDictType[kind]):
+            other.model.load_state_dict(state)
+            other.optim.load_state_dict(FSDP.optim_state_dict_to_load(other.model, other.optim, optim))
+        for x in twin.inputs(3):
+            losses = []
+            for its in (twin, other):
+                loss = its.loss(x)
+                loss.backward()
+                its.optim.step()
+                its.optim.zero_grad()
+                losses.append(loss)
+            assert_close(losses[1], losses[0], "loss after loading", 1e-6)
+
+
+@every_option
+@pytest.mark.parametrize("kind", ["FULL_STATE_DICT", "SHARDED_STATE_DICT"])
+def test_training_goes_on_from_a_state_dict(device: str, kind: str, options: str) -> None:
+    run_ranks(1, resumes, device, options, kind, timeout=TIMEOUT_S)
+
+
+def scales(device: str, use_orig_params: bool, offload: bool) -> None:
+    place = torch.device(device)
+    with group_of(1, place):
+        precision = MixedPrecision(param_dtype=torch.float16, reduce_dtype=torch.float16)
+        options = {"use_orig_params": use_orig_params, "cpu_offload": CPUOffload(offload_params=offload)}
+        twin = Twin(Stack, place, 1, auto_wrap_policy=POLICY, mixed_precision=precision, **options)
+        scaler = ShardedGradScaler(place.type, init_scale=1024.0)
+        for _ in range(3):
+            twin.step(scaler=scaler)
+        before = [p.detach().clone() for p in twin.model.parameters()]
+        scaler.scale(twin.loss(twin.inputs()[0]) * float("inf")).backward()
+        scaler.step(twin.optim)
+        scaler.update()
+        assert all(torch.equal(old, new) for old, new in zip(before, twin.model.parameters(), strict=True))
+        assert scaler.get_scale() == 512.0
+        twin.optim.zero_grad()
+        twin.step(scaler=scaler)
+
+
+@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.parametrize("use_orig_params", [False, True])
+def test_scaled_gradients_in_fp16_and_a_step_that_is_skipped(device: str, use_orig_params: bool, offload: bool) -> None:
+    run_ranks(1, scales, device, use_orig_params, offload, timeout=TIMEOUT_S)
+
+
+def is_copied(device: str, options: str) -> None:
+    place = torch.device(device)
+    with group_of(1, place):
+        twin = trained(place, options)
+        model = copy.deepcopy(twin.model)
+        x = twin.inputs()[0]
+        assert_close(model(x), twin.model(x), "output of the copy", 1e-6)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model(x).float().pow(2).mean().backward()
+        optimizer.step()
+        assert all(p.grad is None for p in twin.model.parameters())
+        twin.compare_parameters()
+        twin.step()
+
+
+@every_option
+def test_a_copy_trains_by_itself(device: str, options: str) -> None:
+    run_ranks(1, is_copied, device, options, timeout=TIMEOUT_S)
+
+
+def comes_from_meta(device: str, use_orig_params: bool, with_function: bool) -> None:
+    place = torch.device(device)
+    with group_of(1, place):
+        with torch.device("meta"):
+            module = Stack()
+
+        def fill(child: nn.Module) -> None:
+            child.to_empty(device=place, recurse=False)
+            for parameter in child.parameters(recurse=False):
+                nn.init.constant_(parameter, 0.5)
+
+        options = {"param_init_fn": fill} if with_function else {}
+        model = FSDP(module, auto_wrap_policy=POLICY, device_id=place, use_orig_params=use_orig_params, **options)
+        assert all(parameter.device == place for parameter in model.parameters())
+        torch.manual_seed(3)
+        plain = Stack().to(place)
+        if with_function:
+            with torch.no_grad():
+                for parameter in plain.parameters():
+                    parameter.fill_(0.5)
+        else:
+            model.load_state_dict(plain.state_dict())
+        x = torch.randn(4, 8, device=place)
+        assert_close(model(x), plain(x), "output", 1e-5)
+
+
+@pytest.mark.parametrize("with_function", [False, True])
+@pytest.mark.parametrize("use_orig_params", [False, True])
+def test_models_from_the_meta_device(device: str, use_orig_params: bool, with_function: bool) -> None:
+    run_ranks(1, comes_from_meta, device, use_orig_params, with_function, timeout=TIMEOUT_S)

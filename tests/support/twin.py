@@ -1,0 +1,284 @@
+"""One process that trains as rank 0 of many, on any device, beside the unsharded model. All ranks are taken to have one batch.
+
+The group moves nothing, so what arrives is made up here: a gather brings the parameters of the unsharded model, a sum over the
+ranks is as many times what this one has. It takes its time: on a device with streams a transfer runs on a stream of its own, after
+what the computing stream had been told, and sleeps; before it ends, the memory it writes holds NaN. On the CPU it happens when it is
+waited for. An engine that reads too early, frees too early or forgets to wait gets other losses than the unsharded model.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from fsdp_compat import FullyShardedDataParallel as FSDP
+from fsdp_compat import MixedPrecision
+from fsdp_compat._engine import torch_private
+from fsdp_compat._engine.unit import Group
+from fsdp_compat._state.names import clean_name
+from fsdp_compat.sharded_grad_scaler import ShardedGradScaler
+from tests.support.parity import assert_close
+
+__all__ = ["Transfers", "Twin", "group_of"]
+
+SLEEP_CYCLES = 2_000_000  # about a millisecond
+FP32_TOLERANCE, LOW_TOLERANCE = 2e-5, 2e-2  # relative to the largest element
+
+
+@contextlib.contextmanager
+def group_of(ranks: int, device: torch.device) -> Iterator[None]:
+    """Inside of it the default group has one real rank, on the backend of the device, or ``ranks`` of which this is the first."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    if device.type != "cpu":
+        torch.cuda.set_device(device)
+    if ranks > 1:
+        dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
+    elif device.type == "cpu":
+        dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    else:
+        dist.init_process_group("nccl", rank=0, world_size=1, store=dist.HashStore(), device_id=device)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+class Work:
+    """A transfer under way. ``keep``: its tensors, which live until it has been waited for, as with a real one."""
+
+    def __init__(self, wait: Callable[[], None], keep: object) -> None:
+        self._wait, self._keep = wait, keep
+
+    def wait(self) -> bool:
+        self._wait()
+        self._wait, self._keep = _nothing, None
+        return True
+
+
+def _nothing() -> None:
+    pass
+
+
+class Transfers:
+    """What the collectives of the group do instead of nothing."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = None if device.type == "cpu" else torch.cuda.Stream(device)
+        self._wholes: dict[int, tuple[Group, list[torch.Tensor]]] = {}  # by the storage gathered into
+        self.own_errors: list[torch.Tensor] = []  # 0-d: how far what was sent is from what the unsharded model has there
+
+    def know(self, group: Group, wholes: list[torch.Tensor]) -> None:
+        """wholes: the parameters of the unsharded model that the group has."""
+        for memory in group.memories:
+            self._wholes[torch_private.storage_key(memory.full)] = group, wholes
+
+    @contextlib.contextmanager
+    def carried(self) -> Iterator[None]:
+        with (
+            mock.patch.object(torch_private, "start_all_gather", self._gather),
+            mock.patch.object(torch_private, "start_reduce_scatter", self._reduce),
+            mock.patch.object(dist, "all_reduce", self._sum),
+        ):
+            yield
+
+    def _start(self, carry: Callable[[], None], keep: object) -> Work:
+        if self._stream is None:
+            return Work(carry, keep)
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            carry()
+            event = torch.cuda.Event()
+            event.record()
+        return Work(lambda: torch.cuda.current_stream().wait_event(event), keep)
+
+    def _take_time(self) -> None:
+        if self._stream is not None:
+            torch.cuda._sleep(SLEEP_CYCLES)
+
+    def _gather(self, group: dist.ProcessGroup, full: torch.Tensor, own: torch.Tensor) -> Work:
+        its, wholes = self._wholes[torch_private.storage_key(full)]
+        first, sent = full.data[: own.numel()], list[torch.Tensor]()
+
+        def spoil() -> None:
+            sent.append(own.clone())  # it may be the own part of what is gathered into
+            full.data.fill_(float("nan"))
+
+        @torch.no_grad()
+        def carry() -> None:
+            if not sent:
+                spoil()
+            self._take_time()
+            *places, rest = its.store.places(full.data)
+            for place in rest:  # what belongs to no parameter
+                place.zero_()
+            for (place,), whole in zip(places, wholes, strict=True):
+                place.copy_(whole)
+            self.own_errors.append((first - sent[0]).abs().max())
+
+        if self._stream is None:
+            spoil()
+        return self._start(carry, (full, own))
+
+    def _reduce(self, group: dist.ProcessGroup, total: torch.Tensor, buffer: torch.Tensor) -> Work:
+        ranks = group.size()
+        total.fill_(float("nan"))
+
+        @torch.no_grad()
+        def carry() -> None:
+            self._take_time()
+            torch.mul(buffer[: total.numel()], ranks, out=total)
+
+        return self._start(carry, (total, buffer))
+
+    def _sum(self, tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False) -> Work | None:
+        if op != dist.ReduceOp.SUM:
+            return None
+
+        @torch.no_grad()
+        def carry() -> None:
+            self._take_time()
+            tensor.mul_((group or dist.group.WORLD).size())
+
+        work = self._start(carry, tensor)
+        if async_op:
+            return work
+        work.wait()
+        return None
+
+
+Place = Callable[[], contextlib.AbstractContextManager[object]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """How a step is taken."""
+
+    backwards: int = 1  # all but the last under no_sync
+    max_norm: float | None = None  # clip
+    forward_in: Place = contextlib.nullcontext  # such as a stream
+    backward_in: Place = contextlib.nullcontext
+
+
+class Twin:
+    """A sharded model and the unsharded one it has to equal, each with an optimizer."""
+
+    def __init__(
+        self,
+        build: Callable[[], nn.Module],
+        device: torch.device,
+        ranks: int,
+        *,
+        prepare: Callable[[nn.Module], nn.Module] = lambda module: module,
+        batch: tuple[int, ...] = (4, 8),
+        **options: Any,
+    ) -> None:
+        """prepare: changes the module before it is wrapped, not its values. batch: shape of the input. options: of FSDP."""
+        torch.manual_seed(0)
+        self.plain = build().to(device)
+        self.device, self.batch, self.ranks = device, batch, ranks
+        precision = options.get("mixed_precision") or MixedPrecision()
+        self.dtype = precision.param_dtype or torch.float32
+        low = self.dtype is not torch.float32 or precision.reduce_dtype not in (None, torch.float32)
+        self.tolerance = LOW_TOLERANCE if low else FP32_TOLERANCE
+        self.model = FSDP(prepare(copy.deepcopy(self.plain)), device_id=device, **options)
+        make_optimizer = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+        self.plain_optim, self.optim = make_optimizer(self.plain.parameters()), make_optimizer(self.model.parameters())
+        self.transfers = Transfers(device)
+        named = dict(self.plain.named_parameters(remove_duplicate=False))
+        self.groups: list[tuple[Group, list[nn.Parameter]]] = []
+        for path, child in self.model.named_modules():
+            for group in child._unit.groups if isinstance(child, FSDP) else ():
+                wholes = [named[clean_name(f"{path}.{member.name}").lstrip(".")] for member in group.store.members]
+                self.groups.append((group, wholes))
+                self.transfers.know(group, wholes)
+        self._generator = torch.Generator().manual_seed(1)
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """Inside of it steps can be taken."""
+        with self.transfers.carried() if self.ranks > 1 else contextlib.nullcontext():
+            yield
+
+    def inputs(self, number: int = 1) -> list[torch.Tensor]:
+        return [torch.randn(self.batch, generator=self._generator).to(self.device) for _ in range(number)]
+
+    def loss(self, x: torch.Tensor) -> torch.Tensor:
+        """Of the sharded model."""
+        return self.model(x).float().pow(2).mean()
+
+    def plain_loss(self, x: torch.Tensor) -> torch.Tensor:
+        if self.dtype is torch.float32:
+            return self.plain(x).float().pow(2).mean()
+        cast = {name: p.to(self.dtype) for name, p in self.plain.named_parameters(remove_duplicate=False)}
+        return torch.func.functional_call(self.plain, cast, (x.to(self.dtype),)).float().pow(2).mean()
+
+    def step(self, how: Step | None = None, scaler: ShardedGradScaler | None = None) -> None:
+        """Train both, and compare losses, gradients and parameters."""
+        how = how or Step()
+        inputs = self.inputs(how.backwards)
+        losses = []
+        for number, x in enumerate(inputs, 1):
+            with self.model.no_sync() if number < len(inputs) else contextlib.nullcontext():
+                with how.forward_in():
+                    losses.append(self.loss(x))
+                with how.backward_in():
+                    (losses[-1] if scaler is None else scaler.scale(losses[-1])).backward()
+        plain_losses = [self.plain_loss(x) for x in inputs]
+        for loss in plain_losses:
+            loss.backward()
+        for got, expected in zip(losses, plain_losses, strict=True):
+            assert_close(got, expected, "loss", self.tolerance)
+        if scaler is None:
+            self.compare_gradients()
+        if how.max_norm is not None:
+            norm = nn.utils.clip_grad_norm_(self.plain.parameters(), how.max_norm)
+            assert_close(self.model.clip_grad_norm_(how.max_norm), norm, "norm", self.tolerance)
+        self.plain_optim.step()
+        if scaler is None:
+            self.optim.step()
+        else:
+            scaler.step(self.optim)
+            scaler.update()
+        self.plain_optim.zero_grad()
+        self.optim.zero_grad()
+        self.compare_parameters()
+        assert all(error.item() <= self.tolerance for error in self.transfers.own_errors), "a shard was sent before it was written"
+        self.transfers.own_errors.clear()
+
+    def quiet_steps(self, inputs: list[torch.Tensor]) -> None:
+        """Steps of the sharded model alone, one per input, without a look at any value."""
+        for x in inputs:
+            self.loss(x).backward()
+            self.optim.step()
+            self.optim.zero_grad()
+            self.transfers.own_errors.clear()
+
+    # -- comparisons of what this rank holds
+
+    def compare_gradients(self) -> None:
+        for group, wholes in self.groups:
+            got = torch.zeros_like(group.store.shard)  # type: ignore[attr-defined]
+            grads = [target.grad for target, _ in group.store.targets]
+            assert all(grad is not None for grad in grads), f"{group.name}: a gradient is missing"
+            for grad, place in zip(grads, group.store.grads(got), strict=True):
+                place.copy_(grad)
+            expected = torch.zeros_like(got)
+            group.store.take_from_whole([whole.grad for whole in wholes], expected)  # type: ignore[attr-defined]
+            assert_close(got, expected, f"{group.name}: gradients", self.tolerance)
+
+    def compare_parameters(self) -> None:
+        for group, wholes in self.groups:
+            expected = torch.zeros_like(group.store.shard)  # type: ignore[attr-defined]
+            group.store.take_from_whole(wholes, expected)  # type: ignore[attr-defined]
+            assert_close(group.store.shard, expected, f"{group.name}: parameters", self.tolerance)  # type: ignore[attr-defined]
