@@ -212,10 +212,15 @@ class FullyShardedDataParallel(LegacyOptimStateDicts):
     def _set_up(self, stores: Sequence[FlatStore], settings: Settings, buffers: CastBuffers | None) -> None:
         """Make the unit around its stores, and the runtime around it and the units below."""
         device, offload = settings.device, settings.offload
-        groups = [Group(store, settings.mesh, settings.precision(store.dtype), device, offload) for store in stores]
+        options = settings.unit_options(sum(param.numel for store in stores for param in store.layout.params))
+        groups = []
+        for store in stores:
+            precision = settings.precision(store.dtype)
+            # Where all units are whole when backward begins, a buffer of wider gradients waits until the first one is not any more.
+            streamed = options.reshard_after_forward or precision.reduce.itemsize <= precision.gather.itemsize
+            groups.append(Group(store, settings.mesh, precision, device, offload, streamed))
         meeting.expect(groups)
-        numel = sum(param.numel for store in stores for param in store.layout.params)
-        unit = self._unit = Unit(self._fsdp_wrapped_module, groups, settings.unit_options(numel), buffers)
+        unit = self._unit = Unit(self._fsdp_wrapped_module, groups, options, buffers)
         unit.owner = weakref.ref(self)
         self._settings = settings
         hooks.guard_state_dicts(unit)

@@ -379,6 +379,8 @@ class Runtime:
         if unit.calls:
             unit.calls.clear()
             backward.entered.remove(unit)
+        if not backward.keep:
+            unit.free()  # first: gradients may need memory
         found = []
         for group in unit.groups:
             group.collect()
@@ -387,8 +389,6 @@ class Runtime:
                 found.append(group)
         if found:
             self._reduce(found, backward)
-        if not backward.keep:
-            unit.free()
 
     def _reduce(self, groups: list[Group], backward: Backward) -> None:
         """Start the reductions of a unit."""

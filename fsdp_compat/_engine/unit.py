@@ -83,8 +83,17 @@ class Zeroed(enum.Enum):
 class Group:
     """The engine's half of one store: which of its memory is there, what travels, which gradients have come. It knows no layout."""
 
-    def __init__(self, store: ParamStore, mesh: Mesh, precision: Precision, device: torch.device, offload: bool = False) -> None:
-        """Collective over the mesh, once per process group (see ``communicator``). offload: the shard is on the CPU."""
+    def __init__(
+        self,
+        store: ParamStore,
+        mesh: Mesh,
+        precision: Precision,
+        device: torch.device,
+        offload: bool = False,
+        streamed: bool = True,
+    ) -> None:
+        """Collective over the mesh, once per process group (see ``communicator``). offload: the shard is on the CPU. streamed: the
+        gradients of large leaves move on as they come."""
         self.name = ""  # of its unit, for errors; the runtime sets it
         self.make_room: Callable[[], None] = _nothing  # before memory is taken for gradients; likewise
         self.store, self.precision, self.device = store, precision, device
@@ -98,7 +107,8 @@ class Group:
         ]
         self.memory = self.memories[0]
         self._leaves = [(index, leaf) for memory in self.memories for index, leaf in enumerate(memory.leaves)]
-        self._small = [(index, leaf) for index, leaf in self._leaves if not _is_large(leaf)]
+        self._streamed = streamed
+        self._small = [(index, leaf) for index, leaf in self._leaves if not self._is_large(leaf)]
         self._small_indices, self._small_leaves = [index for index, _ in self._small], [leaf for _, leaf in self._small]
         self._no_gradients = [None] * len(self._small)
         self._all_leaves = [leaf for _, leaf in self._leaves]
@@ -127,6 +137,10 @@ class Group:
         self._collected: Collected | None = None  # made when the first gradient comes: frozen groups never have one
         self._unreduced: list[Unreduced | None] = []
         self.reduction: Reduction | None = None
+
+    def _is_large(self, leaf: nn.Parameter) -> bool:
+        """True for a leaf with a hook of its own. Those of other tensor types are collected with the small ones."""
+        return self._streamed and leaf.numel() >= LARGE and torch_private.is_plain(leaf)
 
     # -- parameters
 
@@ -196,7 +210,7 @@ class Group:
                     leaf = leaves[index]
                     if leaf.requires_grad is not wanted:
                         leaf.requires_grad_(wanted)
-                    if wanted and leaf not in self._hooked and _is_large(leaf):
+                    if wanted and leaf not in self._hooked and self._is_large(leaf):
                         self._hooked.add(leaf)
                         found.append((index, leaf))
         self._told = list(map(_requires_grad, self._targets)), list(map(_requires_grad, self._all_leaves))
@@ -403,11 +417,6 @@ def _nobody() -> None:
 
 def _nothing() -> None:
     pass
-
-
-def _is_large(leaf: nn.Parameter) -> bool:
-    """True for a leaf with a hook of its own. Those of other tensor types are collected with the small ones."""
-    return leaf.numel() >= LARGE and torch_private.is_plain(leaf)
 
 
 class _Slot(typing.NamedTuple):
