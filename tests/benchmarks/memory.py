@@ -10,9 +10,9 @@ Every storage is followed (tests/support/live_bytes.py): what operations make, w
 A contender's figure is the most that was alive at once in forward and backward, after three steps to warm up, without the storages
 of its parameters, of the gradients that the step left and of AdamW's states, each counted once, whoever views it; less the same of
 the unwrapped model, whose row "plain" shows it: activations. It is divided by the elements of a block: bytes per element, u. With
-several ranks it is that of the rank with most. Blocks of memory that ranks share count where they were made, and so do pages that
-are kept for the next block, though what an allocator keeps of freed memory counts for nobody. What a backend allocates counts as well: gloo's reduce_scatter_tensor, which FSDP1
-and FSDP2 call, copies its whole input.
+several ranks it is that of the rank with most. Blocks of memory that ranks share count where they were made, and so do the pages
+kept for the next block, though what an allocator keeps of freed memory counts for nobody. What a backend allocates counts as well:
+gloo's reduce_scatter_tensor, which FSDP1 and FSDP2 call, copies its whole input.
 
 A reduce buffer's element has the bytes of the second dtype of a row, that of a gathered unit and of a gradient of autograd the
 bytes of the first. The largest parameter is a third of its unit. So by sheer arithmetic, in bytes per element:
@@ -48,7 +48,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import fsdp_compat
 from fsdp_compat.wrap import ModuleWrapPolicy
-from tests.support.live_bytes import LiveBytes, Peak, spare_pages_nbytes, tensors_alive
+from tests.support.live_bytes import LiveBytes, Peak, release_spare_pages, spare_pages_nbytes, tensors_alive
 
 CONTENDERS = (OURS, OURS + ORIGINAL, FSDP1, FSDP1 + ORIGINAL, FSDP2)
 WARM_UP_STEPS = 3
@@ -159,6 +159,7 @@ def run(arguments: argparse.Namespace) -> int:
 def measure(name: str, arguments: argparse.Namespace, schedule: Schedule, precision: Precision) -> Figures:
     """Train alone in the process, and look at what is alive. Collective."""
     others = tensors_alive()  # FSDP1 never lets go of its parameters
+    release_spare_pages()
     torch.manual_seed(0)
     base = Transformer(VOCABULARY, SEQUENCE, arguments.dim, HEADS, arguments.blocks)
     model = MAKERS[name](base, schedule, precision)

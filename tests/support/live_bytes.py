@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from fsdp_compat._engine import shared_memory, torch_private
 
-__all__ = ["Held", "LiveBytes", "Peak", "spare_pages_nbytes", "tensors_alive"]
+__all__ = ["Held", "LiveBytes", "Peak", "release_spare_pages", "spare_pages_nbytes", "tensors_alive"]
 
 _RESIZE = torch.UntypedStorage.resize_
 
@@ -45,8 +45,8 @@ class Peak:
 class LiveBytes(TorchDispatchMode):
     """Inside of it every storage is followed: those that are there already, those that operations make, their growth and their end.
 
-    A storage counts once, however many tensors view it; a block of memory that ranks share counts where it was made, not where it is
-    read. What an operation allocates and frees inside of itself is not seen. Memory that no tensor shows is asked for: ``more``
+    A storage counts once, however many tensors view it; a block of memory that ranks share counts where it was made, not where it
+    is read. What an operation allocates and frees inside of itself is not seen. Memory that no tensor shows is asked for: ``more``
     returns how many bytes of it are held.
     """
 
@@ -171,7 +171,7 @@ class LiveBytes(TorchDispatchMode):
 
 
 def _windows() -> set[int]:
-    """The storages through which blocks are seen, those of this process and those of others. They are as large as an address space."""
+    """The storages through which blocks are seen, this process's and others'. They are as large as a whole range of addresses."""
     seen = [chunk.whole for chunk in shared_memory._arena.chunks]
     seen += [chunk for neighbour in shared_memory._neighbours.values() for chunk in neighbour._chunks.values()]
     return {torch_private.storage_key(tensor) for tensor in seen}
@@ -183,6 +183,15 @@ def spare_pages_nbytes() -> int:
     resident = sum(os.fstat(chunk.fd).st_blocks * 512 for chunk in arena.chunks)
     free = sum(end - start for chunk in arena.chunks for start, end in chunk.free) + sum(its[2] for its in arena._returned)
     return max(resident - (sum(chunk.nbytes for chunk in arena.chunks) - free), 0)
+
+
+def release_spare_pages() -> None:
+    """Give them back to the system."""
+    arena = shared_memory._arena
+    for chunk in arena.chunks:
+        for start, end in chunk.free:
+            chunk.forget_pages(start, end - start)
+    arena._kept_nbytes = 0
 
 
 def tensors_alive() -> list[Tensor]:
