@@ -10,9 +10,9 @@ Every storage is followed (tests/support/live_bytes.py): what operations make, w
 A contender's figure is the most that was alive at once in forward and backward, after three steps to warm up, without the storages
 of its parameters, of the gradients that the step left and of AdamW's states, each counted once, whoever views it; less the same of
 the unwrapped model, whose row "plain" shows it: activations. It is divided by the elements of a block: bytes per element, u. With
-several ranks it is that of the rank with most. Blocks of memory that ranks share count where they were made, and so do pages that
-are kept for the next block, though what an allocator keeps of freed memory counts for nobody. What a backend allocates counts as well: gloo's reduce_scatter_tensor, which FSDP1
-and FSDP2 call, copies its whole input.
+several ranks it is that of the rank with most. Blocks of memory that ranks share count where they were made. What a backend
+allocates counts as well: gloo's reduce_scatter_tensor, which FSDP1 and FSDP2 call, copies its whole input. What an allocator keeps of
+freed memory counts for nobody; "pages kept" is what ours keeps of freed blocks, where blocks are used, when the step has ended.
 
 A reduce buffer's element has the bytes of the second dtype of a row, that of a gathered unit and of a gradient of autograd the
 bytes of the first. The largest parameter is a third of its unit. So by sheer arithmetic, in bytes per element:
@@ -48,7 +48,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import fsdp_compat
 from fsdp_compat.wrap import ModuleWrapPolicy
-from tests.support.live_bytes import LiveBytes, Peak, spare_pages_nbytes, tensors_alive
+from tests.support.live_bytes import LiveBytes, Peak, release_spare_pages, spare_pages_nbytes, tensors_alive
 
 CONTENDERS = (OURS, OURS + ORIGINAL, FSDP1, FSDP1 + ORIGINAL, FSDP2)
 WARM_UP_STEPS = 3
@@ -92,6 +92,7 @@ class Figures:
 
     peaks: list[Peak]
     left: list[int]  # after the step
+    kept: list[int]  # likewise: pages of blocks that died, for the next ones
 
 
 def main() -> int:
@@ -149,6 +150,9 @@ def run(arguments: argparse.Namespace) -> int:
                     missed += 1
             cells = "".join(f"{peaks[name]:15.2f}" if name in peaks else f"{'':15}" for name in arguments.contenders)
             say(f"  {schedule.name:32}{cells}{limit or '':>8}  {verdict or 'met'}")
+            kept = {name: most_of_ranks(max(its.kept)) / u for name, its in found.items() if name.startswith(OURS)}
+            if any(kept.values()):
+                say(f"    {'pages kept':30}" + "".join(f"{kept[name]:15.2f}" for name in arguments.contenders if name in kept))
             if arguments.steps > 1:
                 print_steps(found)
             if arguments.tensors:
@@ -159,13 +163,14 @@ def run(arguments: argparse.Namespace) -> int:
 def measure(name: str, arguments: argparse.Namespace, schedule: Schedule, precision: Precision) -> Figures:
     """Train alone in the process, and look at what is alive. Collective."""
     others = tensors_alive()  # FSDP1 never lets go of its parameters
+    release_spare_pages()
     torch.manual_seed(0)
     base = Transformer(VOCABULARY, SEQUENCE, arguments.dim, HEADS, arguments.blocks)
     model = MAKERS[name](base, schedule, precision)
     del base
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     data = torch.arange(SEQUENCE + 1)[None] % VOCABULARY
-    figures = Figures([], [])
+    figures = Figures([], [], [])
     for _ in range(WARM_UP_STEPS - 1):
         step(model, optimizer, data, lambda: None)
 
@@ -175,14 +180,15 @@ def measure(name: str, arguments: argparse.Namespace, schedule: Schedule, precis
         live.leave_out(value for state in optimizer.state.values() for value in state.values() if isinstance(value, torch.Tensor))
         figures.peaks.append(live.peak())
         figures.left.append(live.now())
+        figures.kept.append(spare_pages_nbytes())
 
-    with LiveBytes(spare_pages_nbytes) as live:
+    with LiveBytes() as live:
         live.leave_out(others)
         for _ in range(1 + arguments.steps):  # the first, too, is to warm up: what it leaves as gradients, FSDP1 keeps for a while
             gc.collect()
             live.forget()
             step(model, optimizer, data, look)
-    return Figures(figures.peaks[1:], figures.left[1:])
+    return Figures(figures.peaks[1:], figures.left[1:], figures.kept[1:])
 
 
 def step(model: nn.Module, optimizer: torch.optim.Optimizer, data: torch.Tensor, look: Callable[[], None]) -> None:

@@ -7,7 +7,7 @@ import dataclasses
 import gc
 import os
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from fsdp_compat._engine import shared_memory, torch_private
 
-__all__ = ["Held", "LiveBytes", "Peak", "spare_pages_nbytes", "tensors_alive"]
+__all__ = ["Held", "LiveBytes", "Peak", "release_spare_pages", "spare_pages_nbytes", "tensors_alive"]
 
 _RESIZE = torch.UntypedStorage.resize_
 
@@ -45,19 +45,16 @@ class Peak:
 class LiveBytes(TorchDispatchMode):
     """Inside of it every storage is followed: those that are there already, those that operations make, their growth and their end.
 
-    A storage counts once, however many tensors view it; a block of memory that ranks share counts where it was made, not where it is
-    read. What an operation allocates and frees inside of itself is not seen. Memory that no tensor shows is asked for: ``more``
-    returns how many bytes of it are held.
+    A storage counts once, however many tensors view it; a block of memory that ranks share counts where it was made, not where it
+    is read. What an operation allocates and frees inside of itself is not seen.
     """
 
-    def __init__(self, more: Callable[[], int] = lambda: 0) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self._more = more
         self._alive: dict[int, tuple[StorageWeakRef, int]] = {}  # by the address of the storage object: its number
         self._nbytes: list[int] = []  # by number: now
         self._what: list[str] = []  # by number: what allocated it last
-        self._events: list[tuple[int, int]] = []  # (number, its bytes from here on); number -1: what ``more`` says
-        self._more_nbytes = 0
+        self._events: list[tuple[int, int]] = []  # (number, its bytes from here on)
         self._left_out: set[int] = set()
         for tensor in _tensors():
             self._see(tensor, "there from before")
@@ -96,7 +93,7 @@ class LiveBytes(TorchDispatchMode):
         for key, (reference, _) in list(self._alive.items()):
             if reference.expired():  # one that is left out, or that had no memory any more
                 del self._alive[key]
-        self._events = [(number, self._nbytes[number]) for _, number in self._alive.values()] + [(-1, self._more_nbytes)]
+        self._events = [(number, self._nbytes[number]) for _, number in self._alive.values()]
 
     def leave_out(self, tensors: Iterable[Tensor]) -> None:
         """The storages of some tensors do not count, from their beginning to their end."""
@@ -106,7 +103,7 @@ class LiveBytes(TorchDispatchMode):
     def now(self) -> int:
         """Bytes that are alive."""
         self._bury()
-        return sum(self._nbytes[number] for _, number in self._alive.values() if number not in self._left_out) + self._more_nbytes
+        return sum(self._nbytes[number] for _, number in self._alive.values() if number not in self._left_out)
 
     def peak(self) -> Peak:
         """The most that was alive since the last ``forget``."""
@@ -129,7 +126,7 @@ class LiveBytes(TorchDispatchMode):
         lines: dict[str, list[int]] = collections.defaultdict(list)
         for number, nbytes in at_most.items():
             if nbytes:
-                lines["memory that no tensor shows" if number < 0 else self._what[number]].append(nbytes)
+                lines[self._what[number]].append(nbytes)
         held_by_line = (Held(sum(each), len(each), what) for what, each in lines.items())
         return Peak(most, tuple(sorted(held_by_line, key=lambda its: -its.nbytes)))
 
@@ -164,14 +161,10 @@ class LiveBytes(TorchDispatchMode):
             if nbytes[number] and number not in left_out and reference.expired():
                 del self._alive[key]
                 self._events.append((number, 0))
-        more = self._more()
-        if more != self._more_nbytes:
-            self._more_nbytes = more
-            self._events.append((-1, more))
 
 
 def _windows() -> set[int]:
-    """The storages through which blocks are seen, those of this process and those of others. They are as large as an address space."""
+    """The storages through which blocks are seen, this process's and others'. They are as large as a whole range of addresses."""
     seen = [chunk.whole for chunk in shared_memory._arena.chunks]
     seen += [chunk for neighbour in shared_memory._neighbours.values() for chunk in neighbour._chunks.values()]
     return {torch_private.storage_key(tensor) for tensor in seen}
@@ -183,6 +176,18 @@ def spare_pages_nbytes() -> int:
     resident = sum(os.fstat(chunk.fd).st_blocks * 512 for chunk in arena.chunks)
     free = sum(end - start for chunk in arena.chunks for start, end in chunk.free) + sum(its[2] for its in arena._returned)
     return max(resident - (sum(chunk.nbytes for chunk in arena.chunks) - free), 0)
+
+
+def release_spare_pages() -> None:
+    """Give them back to the system."""
+    arena = shared_memory._arena
+    while arena._returned:
+        chunk, start, nbytes = arena._returned.popleft()
+        chunk.put(start, nbytes)
+    for chunk in arena.chunks:
+        for start, end in chunk.free:
+            chunk.forget_pages(start, end - start)
+    arena._kept_nbytes = 0
 
 
 def tensors_alive() -> list[Tensor]:

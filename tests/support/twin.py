@@ -2,8 +2,8 @@
 
 The group moves nothing, so what arrives is made up here: a gather brings the parameters of the unsharded model, a sum over the
 ranks is as many times what this one has. It takes its time: on a device with streams a transfer runs on a stream of its own, after
-what the computing stream had been told, and sleeps; before it ends, the memory it writes holds NaN. On the CPU it happens when it is
-waited for. An engine that reads too early, frees too early or forgets to wait gets other losses than the unsharded model.
+what the computing stream had been told, and sleeps; before it ends, the memory it writes holds NaN. On the CPU it happens when it
+is waited for. An engine that reads or frees too early, or forgets to wait, gets other losses than the unsharded model.
 """
 
 from __future__ import annotations
