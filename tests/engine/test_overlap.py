@@ -281,10 +281,10 @@ def test_gradients_travel_while_the_unit_after_the_next_is_gathered_and_the_next
     assert log[log.index("backward 2") :] == words(
         """
         backward 2
-        buffer 2; reduce 2;   sharded 2;   full 0; gather 0;   arrived 1;   backward 1;   reduced 2; no buffer 2
-        buffer 1; reduce 1;   sharded 1;   arrived 0;          backward 0;  reduced 1; no buffer 1
-        buffer root; reduce root; sharded root; reduced root; no buffer root
-        buffer 0; reduce 0; sharded 0; reduced 0; no buffer 0
+        sharded 2;   buffer 2; reduce 2;                          full 0; gather 0;  arrived 1;  backward 1
+        sharded 1;   reduced 2; no buffer 2; buffer 1; reduce 1;  arrived 0;         backward 0
+        sharded root; reduced 1; no buffer 1; buffer root; reduce root
+        sharded 0; reduced root; no buffer root; buffer 0; reduce 0; reduced 0; no buffer 0
         """
     )
 
@@ -294,10 +294,10 @@ def test_with_two_reduce_buffers_gradients_travel_until_those_of_the_next_unit_b
     assert log[log.index("backward 2") :] == words(
         """
         backward 2
-        buffer 2; reduce 2;   sharded 2;   full 0; gather 0;   arrived 1;   backward 1
-        buffer 1; reduce 1;   sharded 1;   arrived 0;          backward 0;  reduced 2; no buffer 2
-        buffer root; reduce root; sharded root; reduced 1; no buffer 1
-        buffer 0; reduce 0; sharded 0; reduced root; no buffer root; reduced 0; no buffer 0
+        sharded 2;   buffer 2; reduce 2;   full 0; gather 0;   arrived 1;   backward 1
+        sharded 1;   buffer 1; reduce 1;   arrived 0;          backward 0
+        sharded root; reduced 2; no buffer 2; buffer root; reduce root
+        sharded 0; reduced 1; no buffer 1; buffer 0; reduce 0; reduced root; no buffer root; reduced 0; no buffer 0
         """
     )
 
@@ -305,7 +305,7 @@ def test_with_two_reduce_buffers_gradients_travel_until_those_of_the_next_unit_b
 def test_a_large_gradient_waits_for_the_buffer_before_when_it_comes_and_not_before_that() -> None:
     ((*_, log),) = run_ranks(1, logs, 3, width=LARGE // WIDTH)
     assert log[log.index("backward 1") : log.index("backward 0")] == words(
-        "backward 1; reduced 2; no buffer 2; buffer 1; reduce 1; sharded 1; arrived 0"
+        "backward 1; reduced 2; no buffer 2; buffer 1; sharded 1; reduce 1; arrived 0"
     )
 
 
@@ -318,7 +318,7 @@ def test_without_prefetching_every_gather_is_waited_for_at_once() -> None:
 def test_gathering_after_the_computation_still_goes_before_the_gradients_of_the_unit_before() -> None:
     ((*_, log),) = run_ranks(1, logs, 3, backward_prefetch=BackwardPrefetch.BACKWARD_POST)
     assert log[log.index("backward 2") : log.index("backward 1") + 1] == words(
-        "backward 2; full 1; gather 1; buffer 2; reduce 2; sharded 2; arrived 1; backward 1"
+        "backward 2; full 1; gather 1; sharded 2; buffer 2; reduce 2; arrived 1; backward 1"
     )
 
 
