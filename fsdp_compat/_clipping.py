@@ -102,7 +102,9 @@ def _total_norm(
             parts.setdefault(id(group), (group, []))[1].append(grad)
     meeting.meet("torch.nn.utils.clip_grad_norm_", (group for group, _ in parts.values()))
     with torch.no_grad():
-        norm = norm_of([(group, packed(group, its)) for group, its in parts.values()], whole, order, next(iter(split.values())).device)
+        norm = norm_of(
+            [(group, packed(group, its)) for group, its in parts.values()], whole, order, next(iter(split.values())).device
+        )
     if error_if_nonfinite and not bool(norm.isfinite()):
         raise RuntimeError(
             f"The norm of order {order} of the gradients over all ranks is non-finite ({norm.item()}), so they cannot be clipped; "
