@@ -3,11 +3,11 @@
     torchrun --nproc-per-node 2 tests/benchmarks/optim.py          (fsdp_compat installed, or PYTHONPATH=.)
     torchrun --nproc-per-node 2 tests/benchmarks/optim.py --models many --cpu-time
 
-Two models of blocks, each block a unit, sharded over all ranks: "few" has two large parameters in a block, "many" has 24 small ones.
-Every contender has the gradients of one backward of the same loss. Norms are compared first: all have to be equal. Then gradients
-are clipped, and the optimizer steps, again and again with the same gradients. Everybody clips in the way made for it: ours and FSDP1
-by the wrapper's method, FSDP2 and the unwrapped model by torch.nn.utils.clip_grad_norm_, ours by that as well. A call takes as long
-as on the rank that takes longest. The columns:
+Two models of blocks, each block a unit, sharded over all ranks: "few" has two large parameters in a block, "many" has 24 small
+ones. Every contender has the gradients of one backward of the same loss. Norms are compared first: all have to be equal. Then
+gradients are clipped, and the optimizer steps, again and again with the same gradients. Everybody clips in the way made for it: ours
+and FSDP1 by the wrapper's method, FSDP2 and the unwrapped model by torch.nn.utils.clip_grad_norm_, ours by that as well. A call takes
+as long as on the rank that takes longest. The columns:
 
     median, minimum  milliseconds
     to FSDP1         time / FSDP1's of the same use_orig_params in the same round, median of the rounds
@@ -91,12 +91,12 @@ def run(name: str, arguments: argparse.Namespace) -> int:
     torch.manual_seed(0)  # the same parameters, and the same data, on all ranks
     base = MODELS[name]()
     width = next(base.parameters()).shape[-1]
-    x = torch.randn(2, width)
+    x, num_parameters = torch.randn(2, width), len(list(base.parameters()))
     contenders = build(base, Block, Strategy.FULL_SHARD, ddp=False)
     for contender in contenders:
         contender.model(x).pow(2).sum().backward()
     say(
-        f"\n{name}: {sum(p.numel() for p in base.parameters()) / 1e6:.1f}M elements in {len(list(base.parameters()))} parameters of "
+        f"\n{name}: {sum(p.numel() for p in base.parameters()) / 1e6:.1f}M elements in {num_parameters} parameters of "
         f"{len(list(base.children()))} units, {dist.get_world_size()} ranks, {arguments.rounds} rounds, "
         f"{'CPU time' if arguments.cpu_time else 'wall clock'}"
     )
