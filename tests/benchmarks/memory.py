@@ -11,8 +11,8 @@ A contender's figure is the most that was alive at once in forward and backward,
 of its parameters, of the gradients that the step left and of AdamW's states, each counted once, whoever views it; less the same of
 the unwrapped model, whose row "plain" shows it: activations. It is divided by the elements of a block: bytes per element, u. With
 several ranks it is that of the rank with most. Blocks of memory that ranks share count where they were made. What a backend
-allocates counts as well: gloo's reduce_scatter_tensor, which FSDP1 and FSDP2 call, copies its whole input. What an allocator keeps of
-freed memory counts for nobody; "pages kept" is what ours keeps of freed blocks, where blocks are used, when the step has ended.
+allocates counts as well: gloo's reduce_scatter_tensor, which FSDP1 and FSDP2 call, copies its whole input. What an allocator keeps
+of freed memory counts for nobody; "pages kept" is what ours keeps of freed blocks, where blocks are used, when the step has ended.
 
 A reduce buffer's element has the bytes of the second dtype of a row, that of a gathered unit and of a gradient of autograd the
 bytes of the first. The largest parameter is a third of its unit. So by sheer arithmetic, in bytes per element:

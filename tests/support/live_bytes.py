@@ -22,7 +22,7 @@ from fsdp_compat._engine import shared_memory, torch_private
 
 __all__ = ["Held", "LiveBytes", "Peak", "release_spare_pages", "spare_pages_nbytes", "tensors_alive"]
 
-_RESIZE = torch.UntypedStorage.resize_
+_RESIZE, _EMPTY = torch.UntypedStorage.resize_, shared_memory.empty
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,12 +68,18 @@ class LiveBytes(TorchDispatchMode):
             tracker._note(storage, "resize_")
             return result
 
-        torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
+        def empty(*args: Any, **kwargs: Any) -> Tensor:  # no operation shows it: blocks are seen through windows
+            tracker._bury()
+            block = _EMPTY(*args, **kwargs)
+            tracker._see(block, "a block")
+            return block
+
+        torch.UntypedStorage.resize_, shared_memory.empty = resize, empty  # type: ignore[method-assign]
         super().__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
-        torch.UntypedStorage.resize_ = _RESIZE  # type: ignore[method-assign]
+        torch.UntypedStorage.resize_, shared_memory.empty = _RESIZE, _EMPTY  # type: ignore[method-assign]
         super().__exit__(*error)
         self._bury()
 
