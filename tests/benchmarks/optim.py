@@ -5,8 +5,8 @@
 
 Two models of blocks, each block a unit, sharded over all ranks: "few" has two large parameters in a block, "many" has 24 small
 ones. Every contender has the gradients of one backward of the same loss. Norms are compared first: all have to be equal. Then
-gradients are clipped, and the optimizer steps, again and again with the same gradients. Everybody clips in the way made for it: ours
-and FSDP1 by the wrapper's method, FSDP2 and the unwrapped model by torch.nn.utils.clip_grad_norm_, ours by that as well. A call takes
+gradients are clipped, and the optimizer steps, again and again with the same gradients. Everybody clips in the way made for it:
+ours and FSDP1 by the method, FSDP2 and the unwrapped model by torch.nn.utils.clip_grad_norm_, ours by that as well. A call takes
 as long as on the rank that takes longest. The columns:
 
     median, minimum  milliseconds
