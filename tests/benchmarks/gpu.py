@@ -22,6 +22,7 @@ events of the device. The columns:
 
     median, minimum   milliseconds of a step
     to FSDP1, FSDP2   step / the other's step in the same round, median. FSDP1 with the same use_orig_params
+    sent              MB that a step's transfers stand for
     peak              GB that a step holds at most above what is held between steps (parameters)
     goal              ours only: "met" if not slower than either (at short sequences 5 % faster), and with a peak below both
 """
@@ -137,6 +138,8 @@ class Cuda:
         self._start = torch.cuda.Event(enable_timing=True)
         self._start.record()
         self._cycles_per_s = self._calibrate()
+        self._stream, self._last = torch.cuda.Stream(), torch.cuda.Event()
+        self._last.record()
 
     def _calibrate(self) -> float:
         torch.cuda._sleep(CALIBRATION_CYCLES)
@@ -160,35 +163,17 @@ class Cuda:
         torch.cuda.synchronize()
         return torch.cuda.max_memory_allocated() - before
 
-    @contextlib.contextmanager
-    def transfers(self) -> Iterator[None]:
-        """Let collectives of tensors take time instead of doing nothing."""
-        stream, last = torch.cuda.Stream(), [torch.cuda.Event()]
-        last[0].record()
-
-        def stand_in(group: dist.ProcessGroup, output: torch.Tensor, source: torch.Tensor, options: Any) -> Transfer:
-            nbytes = max(output.nbytes, source.nbytes)
-            seconds = nbytes * (group.size() - 1) / group.size() / self._bandwidth
-            current = torch.cuda.current_stream()
-            where = stream if options.asyncOp else current
-            where.wait_stream(current)
-            where.wait_event(last[0])  # one at a time: they have one communicator
-            with torch.cuda.stream(where):
-                torch.cuda._sleep(int(seconds * self._cycles_per_s))
-                last[0] = torch.cuda.Event()
-                last[0].record()
-            return Transfer(last[0], (output, source))
-
-        methods = {name: getattr(dist.ProcessGroup, name) for name in ("_allgather_base", "_reduce_scatter_base")}
-        try:
-            for name in methods:
-                setattr(
-                    dist.ProcessGroup, name, lambda group, output, source, options=None: stand_in(group, output, source, options)
-                )
-            yield
-        finally:
-            for name, method in methods.items():
-                setattr(dist.ProcessGroup, name, method)
+    def transfer(self, nbytes: float, asynchronous: bool, tensors: Tensors) -> dist.Work:
+        """Sleep on the stream on which a transfer would run."""
+        current = torch.cuda.current_stream()
+        where = self._stream if asynchronous else current
+        where.wait_stream(current)
+        where.wait_event(self._last)  # one at a time: they have one communicator
+        with torch.cuda.stream(where):
+            torch.cuda._sleep(int(nbytes / self._bandwidth * self._cycles_per_s))
+            self._last = torch.cuda.Event()
+            self._last.record()
+        return Transfer(self._last, tensors)
 
 
 class Transfer(dist.Work):
@@ -216,11 +201,53 @@ class Cpu:
         step()
         return None
 
-    def transfers(self) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()
+    def transfer(self, nbytes: float, asynchronous: bool, tensors: Tensors) -> dist.Work:
+        return Nothing()
+
+
+class Nothing(dist.Work):
+    """A transfer that has ended."""
+
+    def wait(self, *_: object) -> bool:
+        return True
 
 
 Device = Cuda | Cpu
+Tensors = tuple[torch.Tensor, torch.Tensor]
+
+# Torch renamed them in 2.13, and kept the older ones, which ours calls.
+COLLECTIVES = ("_allgather_base", "_reduce_scatter_base", "all_gather_single", "reduce_scatter_single")
+
+
+class Network:
+    """Stands in for the transfers of a process group that makes none."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self.nbytes = 0.0  # that this rank has sent
+
+    @contextlib.contextmanager
+    def standing_in(self) -> Iterator[None]:
+        """Inside of it, all-gathers and reduce-scatters of tensors are transfers of the device, whoever calls them."""
+
+        def collective(group: dist.ProcessGroup, output: torch.Tensor, source: torch.Tensor, options: Any) -> dist.Work:
+            nbytes = max(output.nbytes, source.nbytes) * (group.size() - 1) / group.size()
+            self.nbytes += nbytes
+            return self._device.transfer(nbytes, options.asyncOp, (output, source))
+
+        methods = {name: getattr(dist.ProcessGroup, name) for name in COLLECTIVES if name in dir(dist.ProcessGroup)}
+        try:
+            for name in methods:
+                setattr(dist.ProcessGroup, name, collective)
+            yield
+        finally:
+            for name, method in methods.items():
+                setattr(dist.ProcessGroup, name, method)
+
+    def sent_by(self, step: Callable[[], None]) -> float:
+        before = self.nbytes
+        step()
+        return self.nbytes - before
 
 
 # -- the contenders
@@ -283,9 +310,10 @@ def main() -> int:
         dist.init_process_group(device.backend, rank=0, world_size=1, store=dist.HashStore())
     missed = 0
     try:
-        with device.transfers() if arguments.world_size > 1 else contextlib.nullcontext():
+        network = Network(device)
+        with network.standing_in() if arguments.world_size > 1 else contextlib.nullcontext():
             for case in arguments.cases:
-                missed += run(case, arguments, device)
+                missed += run(case, arguments, device, network)
     finally:
         dist.destroy_process_group()
     return 1 if missed and arguments.check else 0
@@ -313,7 +341,7 @@ def parse_arguments() -> argparse.Namespace:
     return arguments
 
 
-def run(case: str, arguments: argparse.Namespace, device: Device) -> int:
+def run(case: str, arguments: argparse.Namespace, device: Device, network: Network) -> int:
     """Print the table of a case; return how many goals were missed."""
     sizes = (SMALL_CASES if arguments.small else CASES)[case]
     torch.manual_seed(0)
@@ -338,7 +366,8 @@ def run(case: str, arguments: argparse.Namespace, device: Device) -> int:
         return 0
     timings = measure(steps, arguments.rounds, clock=device.clock)
     peaks = {name: device.peak_nbytes(step) for name, step in steps.items()}
-    return print_table(timings, peaks, sizes)
+    sent = {name: network.sent_by(step) for name, step in steps.items()}
+    return print_table(timings, peaks, sent, sizes)
 
 
 def step(contender: Contender, data: torch.Tensor) -> None:
@@ -346,9 +375,9 @@ def step(contender: Contender, data: torch.Tensor) -> None:
     contender.zero_grad()
 
 
-def print_table(timings: Timings, peaks: dict[str, int | None], sizes: Sizes) -> int:
+def print_table(timings: Timings, peaks: dict[str, int | None], sent: dict[str, float], sizes: Sizes) -> int:
     missed = 0
-    print(f"\n{'':28} {'median':>10} {'minimum':>10} {'to FSDP1':>9} {'to FSDP2':>9} {'peak':>9}  goal")
+    print(f"\n{'':28} {'median':>10} {'minimum':>10} {'to FSDP1':>9} {'to FSDP2':>9} {'sent':>9} {'peak':>9}  goal")
     for name in timings.seconds:
         ratios = [timings.ratio(name, other) for other in (fsdp1_of(name), FSDP2)]
         peak, verdict = peaks[name], ""
@@ -361,7 +390,7 @@ def print_table(timings: Timings, peaks: dict[str, int | None], sizes: Sizes) ->
         shown = "-" if peak is None else f"{peak / 1e9:.2f} GB"
         print(
             f"{name:28} {timings.median(name) * 1e3:7.2f} ms {timings.minimum(name) * 1e3:7.2f} ms "
-            f"{ratios[0]:9.3f} {ratios[1]:9.3f} {shown:>9}  {verdict}"
+            f"{ratios[0]:9.3f} {ratios[1]:9.3f} {sent[name] / 1e6:6.1f} MB {shown:>9}  {verdict}"
         )
     return missed
 
