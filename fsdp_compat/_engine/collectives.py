@@ -33,6 +33,20 @@ from .transport import (
 __all__ = ["Communicator", "Kind", "Pending", "Traffic", "communicator", "gather_in_group", "max_in_group"]
 
 
+class _Started:
+    """A collective under way. (A Pending: nothing is ever lost with a backend that has its own.)"""
+
+    __slots__ = ("divisor", "keep", "total", "work")
+
+    lost = False
+
+    def __init__(
+        self, work: dist.Work, keep: torch.Tensor, total: torch.Tensor | None = None, divisor: torch.Tensor | None = None
+    ) -> None:
+        """keep: what stays until it has ended. total: what it fills."""
+        self.work, self.keep, self.total, self.divisor = work, keep, total, divisor
+
+
 class _Alone(AnyRanks):
     """An axis of one rank: nothing travels."""
 
@@ -97,50 +111,46 @@ class _Alone(AnyRanks):
 class _Native(Grouped):
     """The backend's own collectives, asynchronous. On a stream device a wait orders streams; the CPU never waits."""
 
-    def begin_gather(self, own: torch.Tensor, full: torch.Tensor, segments: Sequence[torch.Tensor], tag: int) -> Pending:
+    def begin_gather(self, own: torch.Tensor, full: torch.Tensor, segments: Sequence[torch.Tensor], tag: int) -> _Started:
         if own.dtype is not full.dtype or own.device != full.device:  # it is cast and moved into its place, and sent from there
             own = segments[self.rank].copy_(own, non_blocking=True)
         self.traffic.add(Kind.GATHER, own.nbytes * (self.ranks - 1))
         if torch.compiler.is_compiling():  # which traces public functions only
-            return Pending([_work(all_gather(full, own, group=self.group, async_op=True))], keep=own)
-        return Pending([torch_private.start_all_gather(self.group, full, own)], keep=own)
+            return _Started(_work(all_gather(full, own, group=self.group, async_op=True)), own)
+        return _Started(torch_private.start_all_gather(self.group, full, own), own)
 
-    def end_gather(self, pending: Pending, what: str) -> None:
-        for work in pending.works:
-            work.wait()
+    def end_gather(self, pending: _Started, what: str) -> None:
+        pending.work.wait()
 
-    def begin_reduce(self, buffer: torch.Tensor, segments: Sequence[torch.Tensor], tag: int) -> Pending:
-        self.traffic.add(Kind.REDUCE, segments[0].nbytes * (self.ranks - 1))
+    def begin_reduce(self, buffer: torch.Tensor, segments: Sequence[torch.Tensor], tag: int) -> _Started:
         total = torch.empty_like(segments[0])
+        self.traffic.add(Kind.REDUCE, total.nbytes * (self.ranks - 1))
         if torch.compiler.is_compiling():
-            return Pending([_work(reduce_scatter(total, buffer, group=self.group, async_op=True))], [total], buffer)
-        return Pending([torch_private.start_reduce_scatter(self.group, total, buffer)], [total], buffer)
+            return _Started(_work(reduce_scatter(total, buffer, group=self.group, async_op=True)), buffer, total)
+        return _Started(torch_private.start_reduce_scatter(self.group, total, buffer), buffer, total)
 
     def end_reduce(
-        self, pending: Pending, own: torch.Tensor, dtype: torch.dtype, what: str, divisor: torch.Tensor | None = None
+        self, pending: _Started, own: torch.Tensor, dtype: torch.dtype, what: str, divisor: torch.Tensor | None = None
     ) -> torch.Tensor:
-        for work in pending.works:
-            work.wait()
-        total = pending.parts[0]
+        pending.work.wait()
+        total = pending.total
+        assert total is not None
         total = total if total.dtype is dtype else total.to(dtype)
         return total if divisor is None else total.div_(divisor)
 
     def shares(self, numel: int, dtype: torch.dtype) -> bool:
         return False
 
-    def begin_total(self, total: torch.Tensor, tag: int, divisor: torch.Tensor | None = None) -> Pending:
+    def begin_total(self, total: torch.Tensor, tag: int, divisor: torch.Tensor | None = None) -> _Started:
         ranks = self.ranks
         self.traffic.add(Kind.REPLICATE, 2 * (ranks - 1) * total.nbytes // ranks)
-        pending = Pending([_work(dist.all_reduce(total, group=self.group, async_op=True))], keep=total)
-        pending.divisor = divisor
+        return _Started(_work(dist.all_reduce(total, group=self.group, async_op=True)), total, None, divisor)
+
+    def continue_total(self, pending: _Started, total: torch.Tensor, tag: int, what: str) -> _Started:
         return pending
 
-    def continue_total(self, pending: Pending, total: torch.Tensor, tag: int, what: str) -> Pending:
-        return pending
-
-    def end_total(self, pending: Pending, total: torch.Tensor, what: str) -> None:
-        for work in pending.works:
-            work.wait()
+    def end_total(self, pending: _Started, total: torch.Tensor, what: str) -> None:
+        pending.work.wait()
         if pending.divisor is not None:
             total.div_(pending.divisor)
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import collections
 import operator
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
-__all__ = ["Entries", "Entry", "exchange", "exhaust"]
+__all__ = ["Entries", "Entry", "exchange_of", "exhaust"]
 
 Entry = tuple[dict[str, Any], str, Any]  # dictionary, key, value
 
@@ -53,10 +53,20 @@ class Entries:
                 del entries[key]
 
 
-def exchange(present: Entries, old: Entries, new: Entries) -> bool:
-    """If everything in ``present`` stands, put ``new`` in the place of ``old``, a part of it. Return whether it did."""
-    if not all(map(operator.is_, map(_value_of, present._dicts, present._keys), present._values)):
-        return False
-    exhaust(map(operator.delitem, old._dicts, old._keys))
-    exhaust(map(operator.setitem, new._dicts, new._keys, new._values))
-    return True
+def exchange_of(present: Entries, old: Entries, new: Entries) -> Callable[[], bool]:
+    """Return a function which, if everything in ``present`` stands, puts ``new`` in the place of ``old``, a part of it.
+
+    It returns whether it did.
+    """
+    dicts, keys, values = present._dicts, present._keys, present._values
+    old_dicts, old_keys = old._dicts, old._keys
+    new_dicts, new_keys, new_values = new._dicts, new._keys, new._values
+
+    def exchange() -> bool:
+        if not all(map(operator.is_, map(_value_of, dicts, keys), values)):
+            return False
+        exhaust(map(operator.delitem, old_dicts, old_keys))
+        exhaust(map(operator.setitem, new_dicts, new_keys, new_values))
+        return True
+
+    return exchange

@@ -138,6 +138,7 @@ class ReduceBuffer:
         self._views, self._split = self._own, store.split
         self._block: torch.Tensor | None = None  # whose views are used
         self._known: dict[int, _Views] = {}  # by address of a block; the last ones
+        self._all = list(range(len(self._own.places) - 1))  # the leaves' indices
         self._storage.free()
 
     def _views_of(self, buffer: torch.Tensor) -> _Views:
@@ -177,7 +178,8 @@ class ReduceBuffer:
         self._allocate()
         whole, filled = self._views.whole, self._filled
         if whole is not None and filled.isdisjoint(indices) and len(set(indices)) == len(indices):
-            first, values = [whole[index] for index in indices], grads
+            first = whole if indices == self._all else [whole[index] for index in indices]
+            values = grads
             filled.update(indices)
         else:
             first, values = self._add_where_filled(indices, grads)
@@ -241,9 +243,8 @@ class ReduceBuffer:
                 divisor = divisor if now is None else None
             del buffer, pending
         self._free()
-        if replicas_left:
-            if wire.replica.ranks > 1:
-                total = total.to(self._buffer.dtype)  # what travels is in the dtype of the reduction here, too
+        if replicas_left and wire.replica.ranks > 1:
+            total = total.to(self._buffer.dtype)  # what travels is in the dtype of the reduction here, too
             # A piece is divided while it is at hand, unless that would round it before it is wide again.
             now = divisor if wire.is_exact or total.dtype == self._sum_dtype else None
             pending = wire.replica.begin_total(total, wire.replica_tag, now)
@@ -254,7 +255,8 @@ class ReduceBuffer:
             divisor = divisor if now is None else None
         if divisor is not None:
             total = total.to(self._sum_dtype).div_(divisor)
-        yield self._store.grads(wire.home.back(total.to(wire.grad_dtype or self._store.dtype)))
+        dtype = wire.grad_dtype or self._store.dtype
+        yield self._store.grads(wire.home.back(total if total.dtype is dtype else total.to(dtype)))
 
     def _by_hook(self, hook: CommHook, ranks: int) -> torch.Tensor:
         """Let the user's hook sum and divide; return [S] in the dtype of sums. It may give what it is handed other data."""

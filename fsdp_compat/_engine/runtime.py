@@ -199,7 +199,8 @@ class Runtime:
             self._generation, self._forward_order, self._backward_order = generation, Order(), Order()
         for unit in self.units:
             unit.running = 0
-            unit.free()
+            if unit.residency is not Residency.SHARDED or unit.shown_full:
+                unit.free()
             if unit.lent:
                 continue
             for group in unit.groups:
@@ -408,7 +409,7 @@ class Runtime:
         """The graph task has ended: leave every unit, finish every reduction."""
         with torch.no_grad():
             self._issue_rest(self._backward_order)
-            for unit in self.units:
+            for unit in reversed(self.units):  # blocks before the root, whose buffer is the largest
                 if unit.calls or unit.residency is not Residency.SHARDED or any(map(Group.holds_gradients, unit.groups)):
                     self._leave(unit, backward)
             if self.options.uneven and self.sync:

@@ -210,17 +210,16 @@ _ASYNC_SUM.reduceOp = dist.ReduceOp.SUM
 
 def start_all_gather(group: dist.ProcessGroup, full: torch.Tensor, own: torch.Tensor) -> dist.Work:
     """Start an all-gather of tensors. The public function's frames cost more host time than the call itself."""
-    return group._allgather_base(_real(full), _real(own), _ASYNC_GATHER)
+    if full.dtype.is_complex:  # backends know no complex numbers
+        full, own = torch.view_as_real(full), torch.view_as_real(own)
+    return group._allgather_base(full, own, _ASYNC_GATHER)
 
 
 def start_reduce_scatter(group: dist.ProcessGroup, total: torch.Tensor, buffer: torch.Tensor) -> dist.Work:
     """Start a summing reduce-scatter of tensors; see ``start_all_gather``."""
-    return group._reduce_scatter_base(_real(total), _real(buffer), _ASYNC_SUM)
-
-
-def _real(tensor: torch.Tensor) -> torch.Tensor:
-    """Backends know no complex numbers."""
-    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    if total.dtype.is_complex:
+        total, buffer = torch.view_as_real(total), torch.view_as_real(buffer)
+    return group._reduce_scatter_base(total, buffer, _ASYNC_SUM)
 
 
 def is_gloo(group: dist.ProcessGroup, device: torch.device) -> bool:

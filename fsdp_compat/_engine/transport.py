@@ -47,6 +47,8 @@ class Kind(enum.IntEnum):
     REPLICATE = 2
     REPLICATE_BACK = 3
 
+    __hash__ = int.__hash__  # that of enum.Enum is a function of Python, and what is sent is counted by kind
+
 
 @dataclasses.dataclass
 class Traffic:

@@ -19,7 +19,7 @@ from .buffers import CastBuffers
 from .collectives import Communicator, Pending, communicator
 from .device import home_of
 from .dtypes import Precision
-from .entries import Entries, Entry, exchange, exhaust
+from .entries import Entries, Entry, exchange_of, exhaust
 from .guards import Guards
 from .mesh import Mesh
 from .reduce import Collected, CommHook, HandedGradients, ReduceBuffer, Reduction, Wire, predivisor
@@ -432,7 +432,7 @@ class _Slot(typing.NamedTuple):
 class _Swap:
     """Going from one form to the other. What is done in every step is done for all slots by few calls of C functions."""
 
-    __slots__ = ("_new", "_old", "_present", "slots")
+    __slots__ = ("_new", "_old", "exchange", "slots")
 
     def __init__(
         self, before: Sequence[Shown], after: Sequence[Shown], away: Sequence[Entry] = (), here: Sequence[Entry] = ()
@@ -445,12 +445,13 @@ class _Swap:
         present = [(slot.parameters, slot.attribute, slot.old) for slot in self.slots]
         gone = [entry for slot, entry in zip(self.slots, present, strict=True) if slot.new is None and slot.old is not None]
         new = [(slot.parameters, slot.attribute, slot.new) for slot in self.slots if slot.new is not None]
-        self._present, self._old, self._new = Entries([*present, *away]), Entries([*gone, *away]), Entries([*new, *here])
+        self._old, self._new = Entries([*gone, *away]), Entries([*new, *here])
+        # What carries it out, where everything stands that was shown before. What is old is absent then: None would silently drop a
+        # bias.
+        self.exchange = exchange_of(Entries([*present, *away]), self._old, self._new)
 
-    def carry_out(self) -> _Slot | None:
-        """Show what is new; or do nothing and return the slot where something else stands than what was shown before."""
-        if exchange(self._present, self._old, self._new):  # what is old is absent: None would silently drop a bias
-            return None
+    def around_others(self) -> _Slot | None:
+        """Carry it out where ``exchange`` does not: return the slot where something else stands than what was shown before."""
         foreign = next((slot for slot in self.slots if slot.parameters.get(slot.attribute) is not slot.old), None)
         if foreign is None:  # somebody has set an attribute where a placeholder was: it stays
             self._old.take_out_own()
@@ -610,15 +611,18 @@ class Unit:
     def show(self, full: bool) -> None:
         if self.shown_full is full or self.lent:
             return
-        if full and self._guards.has_parts:
+        has_parts = self._guards.has_parts
+        if full and has_parts:
             self._guards.disarm_parts()
-        foreign = (self._to_full if full else self._to_sharded)[self.form].carry_out()
-        if foreign is not None:
-            self._refuse_foreign(foreign)
+        swap = (self._to_full if full else self._to_sharded)[self.form]
+        if not swap.exchange():
+            foreign = swap.around_others()
+            if foreign is not None:
+                self._refuse_foreign(foreign)
         self.shown_full = full
         if self._orders or self._rnns:
             self.keep_order()
-        if not full and self._guards.has_parts:
+        if not full and has_parts:
             self._guards.arm_parts()
             if self.runtime is not None and self.runtime.in_forward:
                 self._guards.arm_reads()

@@ -283,8 +283,8 @@ def test_gradients_travel_while_the_unit_after_the_next_is_gathered_and_the_next
         backward 2
         sharded 2;   buffer 2; reduce 2;                          full 0; gather 0;  arrived 1;  backward 1
         sharded 1;   reduced 2; no buffer 2; buffer 1; reduce 1;  arrived 0;         backward 0
-        sharded root; reduced 1; no buffer 1; buffer root; reduce root
-        sharded 0; reduced root; no buffer root; buffer 0; reduce 0; reduced 0; no buffer 0
+        sharded 0; reduced 1; no buffer 1; buffer 0; reduce 0
+        sharded root; reduced 0; no buffer 0; buffer root; reduce root; reduced root; no buffer root
         """
     )
 
@@ -296,8 +296,8 @@ def test_with_two_reduce_buffers_gradients_travel_until_those_of_the_next_unit_b
         backward 2
         sharded 2;   buffer 2; reduce 2;   full 0; gather 0;   arrived 1;   backward 1
         sharded 1;   buffer 1; reduce 1;   arrived 0;          backward 0
-        sharded root; reduced 2; no buffer 2; buffer root; reduce root
-        sharded 0; reduced 1; no buffer 1; buffer 0; reduce 0; reduced root; no buffer root; reduced 0; no buffer 0
+        sharded 0; reduced 2; no buffer 2; buffer 0; reduce 0
+        sharded root; reduced 1; no buffer 1; buffer root; reduce root; reduced 0; no buffer 0; reduced root; no buffer root
         """
     )
 

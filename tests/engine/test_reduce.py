@@ -185,7 +185,7 @@ def test_the_memory_is_there_until_the_shard_axis_has_taken_it(setup: Setup) -> 
     stages = setup.buffer.reduce(setup.wire, "gradients")
     assert next(stages) is None
     assert setup.buffer.resident_nbytes == 4 * RANKS * setup.store.numel
-    assert next(stages) is None
+    assert len(next(stages)) == len(setup.store.targets)
     assert setup.buffer.resident_nbytes == 0
 
 
@@ -209,13 +209,22 @@ def test_the_sum_over_all_ranks_is_divided_by_their_number(kind: str, replicas: 
     torch.testing.assert_close(total, setup.shard.sent[0].chunk(RANKS)[0])
 
 
-def test_the_stages_of_a_reduction_come_in_this_order_under_these_tags(setup: Setup) -> None:
+@pytest.mark.parametrize("kind", STORES)
+def test_the_stages_of_a_reduction_come_in_this_order_under_these_tags(kind: str) -> None:
+    setup = make_setup(kind, replicas=3)
     setup.buffer.put([1], [ones(1)])
     stages = setup.buffer.reduce(setup.wire, "the gradients of unit 'u'")
     seen = [next(stages) for _ in range(4)]
     assert [stage is None for stage in seen] == [True, True, True, False]
     assert setup.shard.calls == ["begin_reduce 4", "end_reduce the gradients of unit 'u'"]
     assert setup.replica.calls == ["begin_total 8", "continue_total", "end_total"]
+
+
+def test_without_replicas_a_reduction_ends_with_the_shard_axis(setup: Setup) -> None:
+    setup.buffer.put([1], [ones(1)])
+    stages = setup.buffer.reduce(setup.wire, "the gradients of unit 'u'")
+    assert [next(stages) is None for _ in range(2)] == [True, False]
+    assert not setup.replica.calls
 
 
 def test_the_gradients_of_a_reduction_view_one_total(setup: Setup) -> None:
