@@ -19,6 +19,8 @@ __all__ = ["ON_DEVICE", "ComputeStreams", "Home", "compute_streams", "home_of"]
 class ComputeStreams(typing.Protocol):
     """The streams on which one runtime's units compute."""
 
+    several: bool  # the device has streams, and so a thread of its own in autograd
+
     def join(self) -> None:
         """Let what is enqueued from now on run after everything the runtime has enqueued before. The CPU does not wait."""
 
@@ -26,12 +28,16 @@ class ComputeStreams(typing.Protocol):
 class _NoStreams:
     """A device that computes as it is told to."""
 
+    several = False
+
     def join(self) -> None:
         pass
 
 
 class _CurrentStream:
     """A device with streams."""
+
+    several = True
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -60,8 +66,11 @@ class Home(typing.Protocol):
     def back(self, total: torch.Tensor) -> torch.Tensor:
         """Return ``total``, from the device that computes, at home. It may be read after ``settle``."""
 
+    def was_read(self) -> None:
+        """Something was begun that reads what lives here."""
+
     def settle(self) -> None:
-        """Wait until everything that was brought or sent back has arrived."""
+        """Wait until everything that was read, brought or sent back has arrived."""
 
 
 class _OnDevice:
@@ -75,6 +84,9 @@ class _OnDevice:
     def back(self, total: torch.Tensor) -> torch.Tensor:
         return total
 
+    def was_read(self) -> None:
+        pass
+
     def settle(self) -> None:
         pass
 
@@ -86,17 +98,27 @@ class _OnHost:
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._has_streams = device, device.type not in ("cpu", "meta")
+        self._last: torch.Event | None = None  # what was enqueued up to it has to arrive
 
     def bring(self, own: torch.Tensor) -> torch.Tensor:
-        return own.to(self._device, non_blocking=True, copy=True)
+        there = own.to(self._device, non_blocking=True, copy=True)
+        self.was_read()
+        return there
 
     def back(self, total: torch.Tensor) -> torch.Tensor:
         home = torch.empty(total.shape, dtype=total.dtype, device="cpu", pin_memory=self._has_streams)
-        return home.copy_(total, non_blocking=True)
+        home.copy_(total, non_blocking=True)
+        self.was_read()
+        return home
+
+    def was_read(self) -> None:
+        if self._has_streams:
+            self._last = torch.accelerator.current_stream(self._device).record_event()
 
     def settle(self) -> None:
-        if self._has_streams:
-            torch.accelerator.current_stream(self._device).synchronize()
+        if self._last is not None:  # what computes after it need not be waited for
+            self._last.synchronize()
+            self._last = None
 
 
 ON_DEVICE: Home = _OnDevice()

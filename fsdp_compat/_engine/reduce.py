@@ -85,6 +85,9 @@ class Collected(typing.Protocol):
     def put(self, indices: Sequence[int], grads: list[torch.Tensor]) -> None:
         """Take the gradients of some leaves over: assigned where a leaf is not filled, else added. An index may come twice."""
 
+    def holds(self, leaf: int) -> bool:
+        """True if a leaf is filled."""
+
     def drop(self, leaves: Iterable[int]) -> None:
         """Forget the gradients of some leaves."""
 
@@ -208,6 +211,9 @@ class ReduceBuffer:
                 self._filled.add(index)
         return first, values
 
+    def holds(self, leaf: int) -> bool:
+        return leaf in self._filled
+
     def drop(self, leaves: Iterable[int]) -> None:
         self._filled.difference_update(leaves)
         if not self._filled:
@@ -288,6 +294,9 @@ class HandedGradients:
                 self._grads[index].add_(grad)
             else:
                 self._grads[index] = grad
+
+    def holds(self, leaf: int) -> bool:
+        return leaf in self._grads
 
     def drop(self, leaves: Iterable[int]) -> None:
         for index in leaves:

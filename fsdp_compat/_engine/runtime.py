@@ -12,6 +12,7 @@ import collections
 import contextlib
 import dataclasses
 import itertools
+import threading
 import typing
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -79,6 +80,8 @@ class Runtime:
         )
         self._homes = list({id(group.home): group.home for group in self.groups if group.home.apart}.values())
         self._streams = compute_streams(root.options.device)
+        # Held by the thread of autograd that is in here, where there may be several: one for each device.
+        self._lock = threading.RLock() if self._streams.several else None
         self._prefetches_backward = options.backward_prefetch is Prefetch.PRE
         self._ticks = itertools.count()
         self._stack: list[Call] = []
@@ -349,7 +352,17 @@ class Runtime:
         return current
 
     def pre_backward(self, call: Call) -> None:
-        """The gradient of one of the call's outputs is complete: everything recorded after the call has run."""
+        """The gradient of one of the call's outputs is complete: everything recorded after the call has run.
+
+        On a device of its own, everything but what goes over the CPU: autograd has a thread for each, and they may come at once.
+        """
+        if self._lock is None:
+            self._pre_backward(call)
+        else:
+            with self._lock:
+                self._pre_backward(call)
+
+    def _pre_backward(self, call: Call) -> None:
         if call.lent or call.unit.lent:
             self._refuse_lent(call)
         backward = self._backward() or self._current_backward()
@@ -357,12 +370,14 @@ class Runtime:
             return
         call.seen_by = backward.serial
         backward.keep |= torch.is_grad_enabled()
+        self._streams.join()
         unit, entered = call.unit, backward.entered
         if self.options.backward_prefetch is Prefetch.POST and not self.options.uneven:
             unit.gather(call.form)
         for other in tuple(entered):
             if other is not unit and other.calls[0].enter > call.exit and all(its.enter > call.exit for its in other.calls):
-                self._leave(other, backward)
+                if self._lock is None or other.lacks_no_gradient():
+                    self._leave(other, backward)
         if not unit.calls:
             entered.append(unit)
         unit.calls.append(call)
@@ -370,9 +385,10 @@ class Runtime:
 
     def on_gradient(self, group: Group, index: int, leaf: torch.nn.Parameter) -> None:
         """A large leaf's gradient was accumulated."""
-        self._streams.join()
-        self._current_backward()
-        group.take(index, leaf)
+        with self._lock or _UNLOCKED:
+            self._streams.join()
+            self._current_backward()
+            group.take(index, leaf)
 
     def _leave(self, unit: Unit, backward: Backward) -> None:
         """Start the reduction and free. A gradient that comes later starts a further reduction, which adds."""
@@ -569,6 +585,9 @@ class Runtime:
                 fix="return the tensor that the loss is made of from forward, or keep it as an attribute of a module of the unit",
             )
         )
+
+
+_UNLOCKED = contextlib.nullcontext()
 
 
 def _nothing() -> None:

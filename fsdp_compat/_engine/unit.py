@@ -159,6 +159,8 @@ class Group:
             return
         memory.allocate()
         self._gathering = self.shard.begin_gather(self.store.shard, memory.full, memory.segments, self._tag)
+        if self.home.apart:
+            self.home.was_read()
 
     def wait(self) -> None:
         """Make the leaves readable."""
@@ -239,6 +241,14 @@ class Group:
     @property
     def has_gradients(self) -> bool:
         return bool(self._collected)
+
+    def lacks_no_gradient(self) -> bool:
+        """True if the gradients of all trainable leaves have come."""
+        collected = self._collected
+        return all(
+            not leaf.requires_grad or leaf.grad is not None or (collected is not None and collected.holds(index))
+            for index, leaf in enumerate(self.leaves)
+        )
 
     @property
     def resident_nbytes(self) -> int:
@@ -583,6 +593,10 @@ class Unit:
             self._move(Residency.GATHERING)
             for group in self.groups:
                 group.gather()
+
+    def lacks_no_gradient(self) -> bool:
+        """True if the gradients of all trainable leaves have come: nothing in backward reads them any more, on any device."""
+        return all(group.lacks_no_gradient() for group in self.groups)
 
     def send_again(self) -> None:
         """Collective. The parameters are here, but other ranks gather them: take part, and receive what is there already."""
