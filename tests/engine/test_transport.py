@@ -370,7 +370,8 @@ def writes_after_a_fork() -> tuple[float, int]:
             os._exit(0 if right else 1)
         finally:
             os._exit(2)
-    return block.max().item(), os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    return block.max().item(), status
 
 
 def test_what_a_forked_process_writes_stays_its_own() -> None:
