@@ -289,7 +289,9 @@ class Exchange(Grouped):
         card = torch.frombuffer(bytearray(shared_memory.card()), dtype=torch.uint8)
         cards = self._swap(dict.fromkeys([source for source, _ in self._peers], card), _CARDS)
         near = {peer: shared_memory.meet(bytes(its.tolist())) for peer, its in cards.items()}
-        verdicts = self._swap({peer: torch.tensor([it is not None], dtype=torch.uint8) for peer, it in near.items()}, _VERDICTS)
+        verdicts = self._swap(
+            {peer: torch.tensor([it is not None], dtype=torch.uint8, device="cpu") for peer, it in near.items()}, _VERDICTS
+        )
         self._near = {peer: it for peer, it in near.items() if it is not None and bool(verdicts[peer])}
         self._near_sources = [source for source, _ in self._peers if source in self._near]
         self._near_targets = [target for _, target in self._peers if target in self._near]

@@ -178,8 +178,10 @@ class ReduceBuffer:
         self._storage.free()
 
     def put(self, indices: Sequence[int], grads: list[torch.Tensor]) -> None:
-        self._allocate()
-        whole, filled = self._views.whole, self._filled
+        filled = self._filled
+        if not filled:
+            self._allocate()
+        whole = self._views.whole
         if whole is not None and filled.isdisjoint(indices) and len(set(indices)) == len(indices):
             first = whole if indices == self._all else [whole[index] for index in indices]
             values = grads
@@ -224,8 +226,10 @@ class ReduceBuffer:
         self._free()
 
     def reduce(self, wire: Wire, what: str) -> Iterator[list[torch.Tensor] | None]:
-        self._allocate()
-        views, filled = self._views, self._filled
+        filled = self._filled
+        if not filled:
+            self._allocate()
+        views = self._views
         # The last place belongs to no leaf and is never filled.
         some_lack = len(filled) < len(views.places) - 1
         empty = [places for i, places in enumerate(views.places) if i not in filled] if some_lack else views.places[-1:]

@@ -275,17 +275,21 @@ class Runtime:
 
     def exit(self, call: Call, output: object) -> None:
         """A forward call has ended, with None where it raised. A recomputation frees nothing: backward is about to use it."""
-        if call not in self._stack:
+        stack, unit = self._stack, call.unit
+        if call not in stack:
             return
-        while self._stack.pop() is not call:
+        while stack.pop() is not call:
             pass
-        unit = call.unit
-        if call.counted:
-            unit.running = max(unit.running - 1, 0)
+        if call.counted and unit.running:
+            unit.running -= 1
         call.exit, in_graph = next(self._ticks), False
         if torch.is_grad_enabled():
-            outputs = (output,) if type(output) is torch.Tensor else tensors_in(output)
-            for tensor in itertools.chain(outputs, unit.attributes()):
+            tensors = unit.attributes()
+            if type(output) is torch.Tensor:
+                tensors.append(output)
+            else:
+                tensors += tensors_in(output)
+            for tensor in tensors:
                 if tensor.requires_grad and tensor.grad_fn is not None:
                     hooks.on_gradient_of_output(tensor, call)
                     in_graph = True
@@ -410,7 +414,8 @@ class Runtime:
     def _reduce(self, groups: list[Group], backward: Backward) -> None:
         """Start the reductions of a unit."""
         backward.reduced.update(groups)
-        self._make_room()
+        if len(self._reductions) > self.options.reductions_in_flight:
+            self._make_room()
         for group in groups:
             group.start_reduction()
         self._reductions.append(groups)
