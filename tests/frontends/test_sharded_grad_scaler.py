@@ -38,7 +38,8 @@ def _sgd(parameters: Any) -> torch.optim.Optimizer:
 
 
 def _fused_sgd(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, 0.1, momentum=0.9, fused=True)
+    # No momentum: if its first step is skipped, torch leaves the buffers of a fused SGD without values, and adds them in the next.
+    return torch.optim.SGD(parameters, 0.1, fused=True)
 
 
 def _fused_adamw(parameters: Any) -> torch.optim.Optimizer:
