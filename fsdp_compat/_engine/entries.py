@@ -25,9 +25,6 @@ class Entries:
         items = list(entries)
         self._dicts, self._keys, self._values = [d for d, _, _ in items], [k for _, k, _ in items], [v for _, _, v in items]
 
-    def __len__(self) -> int:
-        return len(self._keys)
-
     def stand(self) -> bool:
         """True if every place holds what belongs there."""
         return all(map(operator.is_, map(_value_of, self._dicts, self._keys), self._values))

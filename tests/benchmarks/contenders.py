@@ -29,7 +29,20 @@ from torch.nn.parallel import DistributedDataParallel
 import fsdp_compat
 from fsdp_compat.wrap import ModuleWrapPolicy
 
-__all__ = ["FSDP1", "FSDP2", "MIN_ROUNDS", "OURS", "PLAIN", "Contender", "Strategy", "Timings", "build", "fsdp1_of", "measure"]
+__all__ = [
+    "DDP",
+    "FSDP1",
+    "FSDP2",
+    "MIN_ROUNDS",
+    "OURS",
+    "PLAIN",
+    "Contender",
+    "Strategy",
+    "Timings",
+    "build",
+    "fsdp1_of",
+    "measure",
+]
 
 PLAIN, DDP, OURS, FSDP1, FSDP2 = "plain", "DDP", "ours", "FSDP1", "FSDP2"
 ORIGINAL = ", original parameters"  # suffix: use_orig_params=True

@@ -243,7 +243,9 @@ def least_seconds(function: Callable[[], None]) -> float:
     return min(timeit.repeat(function, number=number, repeat=15, timer=time.process_time)) / number
 
 
-def print_parts(steps: dict[str, Callable[[], None]], num_parameters: int, arguments: argparse.Namespace, strategy: Strategy) -> None:
+def print_parts(
+    steps: dict[str, Callable[[], None]], num_parameters: int, arguments: argparse.Namespace, strategy: Strategy
+) -> None:
     floor = floors(num_parameters, strategy)
     scale = 1e6 / arguments.units
     columns: dict[str, dict[str, float]] = {"floor": {part: seconds * 1e6 for part, seconds in floor.items()}}

@@ -12,6 +12,8 @@ long as its slowest rank. The columns:
     to plain         step / step of the unwrapped model in the same round, which sends nothing: median of the rounds
     to FSDP1         (step - plain) / (FSDP1's step - plain), paired by round, median: the cost of being distributed. FSDP1 with the
                      same use_orig_params
+    to FSDP2         the same to FSDP2, and to DDP, where they take part
+    limit            ours only: "met" if both ratios to FSDP are at most 0.40, with NO_SHARD if the one to DDP is below 1
 
 With --cpu-time they are times on the processor, those of gloo's threads with them, and not on the clock: what a step costs, without
 how long it waits. They tell more where other programs keep the processors busy.
@@ -30,9 +32,10 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from contenders import MIN_ROUNDS, PLAIN, Contender, Strategy, Timings, build, fsdp1_of, measure
+from contenders import DDP, FSDP2, MIN_ROUNDS, OURS, PLAIN, Contender, Strategy, Timings, build, fsdp1_of, measure
 from torch import nn
 
+LIMIT = 0.4
 CHECKED_STEPS = 3
 OPTIMIZERS = {"sgd": functools.partial(torch.optim.SGD, lr=1e-3), "adamw": functools.partial(torch.optim.AdamW, lr=1e-5)}
 COMMUNICATION_BOUND = {"batch": 1, "sequence": 16}
@@ -169,12 +172,20 @@ def slowest_rank(timings: Timings) -> Timings:
 
 
 def print_table(timings: Timings) -> None:
-    say(f"\n{'':28} {'median':>10} {'minimum':>10} {'to plain':>9} {'to FSDP1':>9}")
+    say(f"\n{'':28} {'median':>10} {'minimum':>10} {'to plain':>9} {'to FSDP1':>9} {'to FSDP2':>9} {'to DDP':>9}  limit")
     for name in timings.seconds:
-        to_fsdp1 = "" if name == PLAIN else f"{timings.above_plain_ratio(name, fsdp1_of(name)):9.3f}"
+        others = [] if name == PLAIN else [fsdp1_of(name), FSDP2, DDP]
+        ratios = [timings.above_plain_ratio(name, other) if other in timings.seconds else None for other in others]
+        verdict = ""
+        if name.startswith(OURS):
+            to_fsdp1, to_fsdp2, to_ddp = ratios
+            met = to_ddp is not None and to_ddp < 1 if to_fsdp2 is None else max(to_fsdp1 or 0.0, to_fsdp2) <= LIMIT
+            verdict = "met" if met else "NOT MET"
+        median, minimum = timings.median(name) * 1e3, timings.minimum(name) * 1e3
         say(
-            f"{name:28} {timings.median(name) * 1e3:7.1f} ms {timings.minimum(name) * 1e3:7.1f} ms "
-            f"{timings.ratio(name, PLAIN):9.3f} {to_fsdp1}"
+            f"{name:28} {median:7.1f} ms {minimum:7.1f} ms {timings.ratio(name, PLAIN):9.3f} "
+            + " ".join(f"{'' if ratio is None else f'{ratio:.3f}':>9}" for ratio in ratios)
+            + f"  {verdict}"
         )
 
 
