@@ -24,8 +24,6 @@ from .store import ParamStore
 
 __all__ = ["Collected", "CommHook", "HandedGradients", "ReduceBuffer", "Reduction", "Wire", "predivisor"]
 
-KNOWN_BLOCKS = 4  # whose views are kept: a buffer has one while it fills, one while it travels, and one that peers still read
-
 
 class CommHook(typing.NamedTuple):
     """A user's way to sum and average gradients. Where gradients are split it is called with (state, flat gradient [ranks * S],
@@ -107,7 +105,7 @@ class Collected(typing.Protocol):
 
 
 class _Views(typing.NamedTuple):
-    """A reduce buffer, and everything that is ever asked of it. They do not keep its memory."""
+    """A reduce buffer, and everything that is ever asked of it."""
 
     buffer: torch.Tensor  # [ranks * S]
     segments: Segments  # [S] each
@@ -118,8 +116,7 @@ class _Views(typing.NamedTuple):
 class ReduceBuffer:
     """A flat buffer [ranks * S] in the dtype gradients travel in. Its memory is there only while something is filled or travels.
 
-    Where ranks read each other's memory the buffer lies in a block, another one each time: peers may still read the last one. A
-    block comes back at an address that it has had, so its views are made once.
+    Where ranks read each other's memory the buffer lies in a block, another one each time: peers may still read the last one.
     """
 
     def __init__(
@@ -140,7 +137,6 @@ class ReduceBuffer:
         self._own, self._storage = self._views_of(self._buffer), Storage(self._buffer)
         self._views, self._split = self._own, store.split
         self._block: torch.Tensor | None = None  # whose views are used
-        self._known: dict[int, _Views] = {}  # by address of a block; the last ones
         self._all = list(range(len(self._own.places) - 1))  # the leaves' indices
         self._storage.free()
 
@@ -166,11 +162,7 @@ class ReduceBuffer:
             return
         wire.shard.settle("gradients that this rank has sent")  # so that their blocks can be had again
         self._block = shared_memory.empty(buffer.numel(), buffer.dtype)
-        address = self._block.data_ptr()
-        views = self._known.pop(address, None) or self._views_of(shared_memory.window(self._block))
-        self._known[address] = self._views = views
-        if len(self._known) > KNOWN_BLOCKS:
-            del self._known[next(iter(self._known))]
+        self._views = self._views_of(self._block)
 
     def _free(self) -> None:
         """Let go of the memory. What travels keeps its block by itself."""
@@ -251,7 +243,7 @@ class ReduceBuffer:
                 now = divisor if wire.replica.ranks == 1 else None
                 total = wire.shard.end_reduce(pending, views.segments[wire.shard.rank], self._sum_dtype, what, now)
                 divisor = divisor if now is None else None
-            del buffer, pending
+            del buffer, pending, views  # they keep the block
         self._free()
         if replicas_left and wire.replica.ranks > 1:
             total = total.to(self._buffer.dtype)  # what travels is in the dtype of the reduction here, too

@@ -379,9 +379,13 @@ class Runtime:
         if self.options.backward_prefetch is Prefetch.POST and not self.options.uneven:
             unit.gather(call.form)
         for other in tuple(entered):
-            if other is not unit and other.calls[0].enter > call.exit and all(its.enter > call.exit for its in other.calls):
-                if self._lock is None or other.lacks_no_gradient():
-                    self._leave(other, backward)
+            if (
+                other is not unit
+                and other.calls[0].enter > call.exit
+                and all(its.enter > call.exit for its in other.calls)
+                and (self._lock is None or other.lacks_no_gradient())
+            ):
+                self._leave(other, backward)
         if not unit.calls:
             entered.append(unit)
         unit.calls.append(call)

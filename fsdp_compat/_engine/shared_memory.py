@@ -36,7 +36,6 @@ __all__ = [
     "locate",
     "meet",
     "renounce",
-    "window",
     "zeros",
 ]
 
@@ -245,20 +244,6 @@ def locate(tensor: torch.Tensor) -> Location | None:
     address = tensor.data_ptr()
     chunk = _arena.chunk_of(address)
     return None if chunk is None or not tensor.is_contiguous() else Location(now(), chunk.fd, address - chunk.address)
-
-
-def window(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor over the same memory that does not keep the block: who uses it has to.
-
-    Blocks come again at the same address, so views of them can be made once and kept. A tensor that is in no block is returned as
-    it is.
-    """
-    address = tensor.data_ptr()
-    chunk = _arena.chunk_of(address)
-    if chunk is None:
-        return tensor
-    start = address - chunk.address
-    return torch.frombuffer(chunk.view[start : start + tensor.nbytes], dtype=tensor.dtype)
 
 
 def now() -> int:

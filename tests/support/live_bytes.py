@@ -68,7 +68,7 @@ class LiveBytes(TorchDispatchMode):
             tracker._note(storage, "resize_")
             return result
 
-        def empty(*args: Any, **kwargs: Any) -> Tensor:  # no operation shows it: blocks are seen through windows
+        def empty(*args: Any, **kwargs: Any) -> Tensor:  # no operation shows it
             tracker._bury()
             block = _EMPTY(*args, **kwargs)
             tracker._see(block, "a block")
@@ -145,7 +145,7 @@ class LiveBytes(TorchDispatchMode):
         if storage.device.type == "meta":
             return
         key, nbytes = storage._cdata, storage.nbytes()
-        if nbytes >= shared_memory.CHUNK_NBYTES and key in _windows():
+        if _is_of_another_process(storage):
             return
         if key in self._alive:
             number = self._alive[key][1]
@@ -169,11 +169,10 @@ class LiveBytes(TorchDispatchMode):
                 self._events.append((number, 0))
 
 
-def _windows() -> set[int]:
-    """The storages through which blocks are seen, this process's and others'. They are as large as a whole range of addresses."""
-    seen = [chunk.whole for chunk in shared_memory._arena.chunks]
-    seen += [chunk for neighbour in shared_memory._neighbours.values() for chunk in neighbour._chunks.values()]
-    return {torch_private.storage_key(tensor) for tensor in seen}
+def _is_of_another_process(storage: torch.UntypedStorage) -> bool:
+    """True for a block of a neighbour, which counts there."""
+    mapped = [chunk for neighbour in shared_memory._neighbours.values() for chunk in neighbour._chunks.values()]
+    return storage.device.type == "cpu" and any(0 <= storage.data_ptr() - chunk.address < len(chunk.view) for chunk in mapped)
 
 
 def spare_pages_nbytes() -> int:
