@@ -158,7 +158,7 @@ class _Holder(typing.NamedTuple):
 class _ForwardSlot:
     """A module whose forward is guarded while it holds parts: of one unit, or, with ties, of several."""
 
-    __slots__ = ("attributes", "guard", "holders", "module")
+    __slots__ = ("__weakref__", "attributes", "guard", "holders", "module")
 
     def __init__(self, module: nn.Module) -> None:
         self.module, self.attributes = weakref.ref(module), module.__dict__
@@ -192,7 +192,18 @@ class _ForwardSlot:
                 self.attributes["forward"] = self.guard.hidden
 
 
-_slots: WeakIdKeyDictionary = WeakIdKeyDictionary()  # {module: its _ForwardSlot}
+# {module: weak reference of its _ForwardSlot}. The Guards hold it: by way of the module's attributes it holds all that is below
+# the module, and what holds those may hold the module.
+_slots: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
+def _slot_of(module: nn.Module) -> _ForwardSlot:
+    reference = _slots.get(module)
+    slot = reference() if reference is not None else None
+    if slot is None:
+        slot = _ForwardSlot(module)
+        _slots[module] = weakref.ref(slot)
+    return slot
 
 
 class Guards:
@@ -215,10 +226,8 @@ class Guards:
                 continue
             in_forward.append((module.__dict__, attribute, placeholder))
             if module not in self._forwards and type(module).forward is not nn.Module.forward:
-                if module not in _slots:
-                    _slots[module] = _ForwardSlot(module)
-                self._forwards[module] = _slots[module]
-                _slots[module].add(_Holder(weakref.ref(self), weakref.ref(unit), attribute))
+                slot_of_forward = self._forwards[module] = _slot_of(module)
+                slot_of_forward.add(_Holder(weakref.ref(self), weakref.ref(unit), attribute))
         self.has_parts = bool(in_forward)  # modules hold parts of parameters while the unit is sharded
         self._always, self._in_forward, self._reads_armed = Entries(self.always), Entries(in_forward), False
         for guards in {holder.guards() for slot in self._forwards.values() for holder in slot.holders} or (self,):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import weakref
 from typing import Any
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp_compat import FullStateDictConfig, FullyShardedDataParallel, StateDictType, StateError
+from fsdp_compat._engine.runtime import live_runtimes
 from fsdp_compat.wrap import ModuleWrapPolicy, always_wrap_policy
 from tests.support.ranks import run_ranks
 
@@ -168,3 +170,45 @@ def _containers_own_nothing(use_orig_params: bool) -> None:
 @pytest.mark.parametrize("use_orig_params", [False, True])
 def test_a_container_that_is_never_called_owns_no_parameters(use_orig_params: bool) -> None:
     run_ranks(2, _containers_own_nothing, use_orig_params)
+
+
+class WithOwnParameters(nn.Module):
+    """The root's parameters lie beside modules that are units: what holds its attributes reaches the units, and so the root."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(8))
+        self.inner = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x) * self.scale
+
+
+def _what_is_left_of_models(use_orig_params: bool, forward_replaced: bool) -> tuple[bool, int]:
+    """After models were trained and dropped: whether one is alive, and how many runtimes."""
+
+    def train_and_drop() -> weakref.ref[nn.Module]:
+        model = WithOwnParameters()
+        if forward_replaced:  # as wrappers of a module's call do; it holds the module
+            model.forward = functools.partial(WithOwnParameters.forward, model)
+        sharded = FSDP(model, auto_wrap_policy=ModuleWrapPolicy({nn.Linear}), use_orig_params=use_orig_params)
+        optimizer = torch.optim.Adam(sharded.parameters())
+        for _ in range(2):
+            sharded(torch.ones(2, 8)).sum().backward()
+            optimizer.step()
+        sharded.state_dict()
+        return weakref.ref(model)
+
+    alive = []
+    for _ in range(2):
+        reference = train_and_drop()
+        gc.collect()
+        alive.append(reference() is not None)
+    return any(alive), len(list(live_runtimes()))
+
+
+@pytest.mark.parametrize("forward_replaced", [False, True])
+@pytest.mark.parametrize("use_orig_params", [False, True])
+def test_nothing_is_left_of_a_model_that_nobody_holds(use_orig_params: bool, forward_replaced: bool) -> None:
+    for left in run_ranks(2, _what_is_left_of_models, use_orig_params, forward_replaced):
+        assert left == (False, 0)
