@@ -486,8 +486,12 @@ class Exchange(Grouped):
             self._releases.append((transfer([scratch], member, tag), scratch))
 
     def forget(self) -> None:
-        """Connections close when nothing holds them any more, and that includes the works."""
         shared_memory.renounce()  # first: who still reads what is given up here must see it
+        self.generation += 1  # also of connections that were not used since: others have heard that they are given up
+        self.close()
+
+    def close(self) -> None:
+        """Connections close when nothing holds them any more, and that includes the works."""
         for reference in self._open.values():
             pending = reference()
             if pending is not None:
@@ -500,7 +504,6 @@ class Exchange(Grouped):
         self._sends.clear()
         self._reads.clear()
         self._releases.clear()
-        self.generation += 1  # also of connections that were not used since: others have heard that they are given up
         self.counts.clear()
         self._asked.clear()
         self._near = {}

@@ -37,12 +37,12 @@ def attach_unit(unit: Unit) -> Callable[[], None]:
     def before(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         assert unit.runtime is not None
         calls.append(unit.runtime.call(unit))
-        return unit.runtime.enter(calls[-1], args, kwargs)
+        return unit.runtime.enter(calls[-1], unit, args, kwargs)
 
     def after(module: torch.nn.Module, args: tuple[Any, ...], output: Any) -> None:
         assert unit.runtime is not None
         if calls:
-            unit.runtime.exit(calls.pop(), output)
+            unit.runtime.exit(calls.pop(), unit, output)
 
     handles: list[RemovableHandle] = [
         unit.module.register_forward_pre_hook(before, prepend=True, with_kwargs=True),
@@ -123,8 +123,9 @@ def on_gradient_of_output(tensor: torch.Tensor, call: Call) -> None:
     """The pre-backward of a call: the gradient of one of its outputs is complete."""
 
     def hook(grad: torch.Tensor) -> None:
-        assert call.unit.runtime is not None
-        call.unit.runtime.pre_backward(call)
+        unit = call.unit or call.hold_unit()
+        assert unit.runtime is not None
+        unit.runtime.pre_backward(call, unit)
 
     tensor.register_hook(hook)
 

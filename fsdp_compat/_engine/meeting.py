@@ -271,6 +271,9 @@ class _RollCall:
         self.counts.clear()
         self.diagnosis = None
 
+    def close(self) -> None:
+        """It has no connections of its own."""
+
 
 # By world, and by members.
 _roll_calls: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], _RollCall | None]] = weakref.WeakKeyDictionary()

@@ -111,16 +111,16 @@ class Runtime:
         call = Call(unit, next(self._ticks))
         try:
             try:
-                args, kwargs = self.enter(call, args, kwargs)
+                args, kwargs = self.enter(call, unit, args, kwargs)
                 torch_private.set_compiler(compiler)
                 output = function(*args, **kwargs)
             except BaseException:
                 torch_private.set_compiler(None)
                 with contextlib.suppress(StateError):  # what cannot be waited for any more is not what happened first
-                    self.exit(call, None)
+                    self.exit(call, unit, None)
                 raise
             torch_private.set_compiler(None)
-            self.exit(call, output)
+            self.exit(call, unit, output)
             return output
         finally:
             torch_private.set_compiler(compiler)
@@ -172,9 +172,8 @@ class Runtime:
         """Return a forward call that begins now."""
         return Call(unit, next(self._ticks))
 
-    def enter(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+    def enter(self, call: Call, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         """A forward call begins. Returns its inputs, moved and cast."""
-        unit = call.unit
         recomputing = torch_private.in_graph_task()
         outermost = not recomputing and (unit.is_root or not self._stack)
         if outermost:
@@ -273,9 +272,9 @@ class Runtime:
         if not unit.shown_full:
             unit.show(True)
 
-    def exit(self, call: Call, output: object) -> None:
+    def exit(self, call: Call, unit: Unit, output: object) -> None:
         """A forward call has ended, with None where it raised. A recomputation frees nothing: backward is about to use it."""
-        stack, unit = self._stack, call.unit
+        stack = self._stack
         if call not in stack:
             return
         while stack.pop() is not call:
@@ -355,27 +354,27 @@ class Runtime:
             self._backward_order.restart(list(reversed(self.units)))
         return current
 
-    def pre_backward(self, call: Call) -> None:
+    def pre_backward(self, call: Call, unit: Unit) -> None:
         """The gradient of one of the call's outputs is complete: everything recorded after the call has run.
 
         On a device of its own, everything but what goes over the CPU: autograd has a thread for each, and they may come at once.
         """
         if self._lock is None:
-            self._pre_backward(call)
+            self._pre_backward(call, unit)
         else:
             with self._lock:
-                self._pre_backward(call)
+                self._pre_backward(call, unit)
 
-    def _pre_backward(self, call: Call) -> None:
-        if call.lent or call.unit.lent:
-            self._refuse_lent(call)
+    def _pre_backward(self, call: Call, unit: Unit) -> None:
+        if call.lent or unit.lent:
+            self._refuse_lent(unit)
         backward = self._backward() or self._current_backward()
         if call.seen_by == backward.serial:  # several outputs, one event
             return
         call.seen_by = backward.serial
         backward.keep |= torch.is_grad_enabled()
         self._streams.join()
-        unit, entered = call.unit, backward.entered
+        entered = backward.entered
         if self.options.backward_prefetch is Prefetch.POST and not self.options.uneven:
             unit.gather(call.form)
         for other in tuple(entered):
@@ -402,7 +401,7 @@ class Runtime:
         """Start the reduction and free. A gradient that comes later starts a further reduction, which adds."""
         self._streams.join()
         if unit.calls:
-            unit.calls.clear()
+            unit.forget_calls()
             backward.entered.remove(unit)
         if not backward.keep:
             unit.free()  # first: gradients may need memory
@@ -488,7 +487,7 @@ class Runtime:
         self._reductions.clear()
         self._backward_order = Order()  # ranks may have come to different places: nobody guesses from it
         for unit in self.units:
-            unit.calls.clear()
+            unit.forget_calls()
             for group in unit.groups:
                 group.discard()
             unit.free()
@@ -571,13 +570,13 @@ class Runtime:
             self.sync = before
 
     @staticmethod
-    def _refuse_lent(call: Call) -> typing.NoReturn:
+    def _refuse_lent(unit: Unit) -> typing.NoReturn:
         raise StateError(
             explain(
                 "Backward reached a forward that ran inside of summon_full_params.",
                 expected="forward and backward outside of the context, which shows parameters that gradients cannot reach",
                 got="a backward through a forward inside of it",
-                where=call.unit.label,
+                where=unit.label,
                 fix="leave the context before the forward; for evaluation inside of it use torch.no_grad()",
             )
         )

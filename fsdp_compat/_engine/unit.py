@@ -8,6 +8,7 @@ import enum
 import itertools
 import operator
 import typing
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
@@ -477,16 +478,36 @@ class Unwritten(typing.NamedTuple):
 
 
 class Call:
-    """One forward call of a unit, in ticks of the runtime. It lives in the hooks of its outputs."""
+    """One forward call of a unit, in ticks of the runtime. It lives in the hooks of its outputs.
 
-    __slots__ = ("counted", "enter", "exit", "form", "lent", "seen_by", "unit")
+    The garbage collector does not see what a graph holds. A loss that a module keeps as an attribute would keep that module for
+    ever, so a call holds its unit until backward has left it, and no longer.
+    """
+
+    __slots__ = ("_its_unit", "counted", "enter", "exit", "form", "lent", "seen_by", "unit")
 
     def __init__(self, unit: Unit, enter: int) -> None:
-        self.unit, self.enter, self.lent = unit, enter, unit.lent
+        self.unit: Unit | None = unit
+        self._its_unit, self.enter, self.lent = unit.reference, enter, unit.lent
         self.form = unit.wanted_form()
         self.counted = False  # among the unit's running calls
         self.exit = -1  # tick; set when the call ends
         self.seen_by = -1  # serial of the backward that has passed it
+
+    def hold_unit(self) -> Unit:
+        """Return the unit, for a backward that passes the call again."""
+        unit = self.unit = self._its_unit()
+        if unit is None:
+            raise StateError(
+                explain(
+                    "A second backward passed a graph whose model is gone, and with it the parameters.",
+                    expected="a model that lives as long as there are backwards through it",
+                    got="a graph that was kept, by retain_graph=True, longer than its model",
+                    where="an output of a FullyShardedDataParallel",
+                    fix="keep the model until the last backward",
+                )
+            )
+        return unit
 
 
 class Unit:
@@ -501,6 +522,7 @@ class Unit:
     ) -> None:
         """module: whose forward calls are the unit's. buffers: what of its buffers is cast, if anything."""
         self.module, self.groups, self.options, self.buffers = module, list(groups), options, buffers
+        self.reference = weakref.ref(self)
         self.owner: Callable[[], nn.Module | None] = _nobody  # weak: the wrapper, if there is one
         self.runtime: Runtime | None = None  # set by the runtime that takes the unit over
         self.label, self.is_root = "a unit", False  # likewise; the label is for errors
@@ -549,6 +571,12 @@ class Unit:
     def holders(self) -> list[nn.Module]:
         """The modules that hold what the unit manages."""
         return list(dict.fromkeys(slot.module for slot in self._to_sharded[0].slots))
+
+    def forget_calls(self) -> None:
+        """Backward has left the unit."""
+        for call in self.calls:
+            call.unit = None
+        self.calls.clear()
 
     @contextlib.contextmanager
     def described(self) -> Iterator[None]:

@@ -101,7 +101,10 @@ class Line(typing.Protocol):
         """End the wait of another member, which knows that it was in vain."""
 
     def forget(self) -> None:
-        """Drop the connections and everything that travels on them."""
+        """Give the connections up, with everything that travels on them."""
+
+    def close(self) -> None:
+        """Let go of the connections, as there is nobody left to give them up to: their process group was destroyed."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -286,6 +289,8 @@ class _Watch:
         while not self._stop.wait(min(LOOK_S, PATIENCE / 5)):
             with self.lock:
                 lines = self.lines()
+                for line in set(self._lines).difference(lines):  # whoever holds a model keeps its lines
+                    line.close()
                 if not lines:  # torch may hold groups, and so lines, that are destroyed
                     self._thread = None
                 with contextlib.suppress(Exception):  # the store is gone, or the process group is going

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
+import time
 import weakref
 from typing import Any
 
@@ -13,7 +15,6 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp_compat import FullStateDictConfig, FullyShardedDataParallel, StateDictType, StateError
-from fsdp_compat._engine.runtime import live_runtimes
 from fsdp_compat.wrap import ModuleWrapPolicy, always_wrap_policy
 from tests.support.ranks import run_ranks
 
@@ -184,31 +185,80 @@ class WithOwnParameters(nn.Module):
         return self.inner(x) * self.scale
 
 
-def _what_is_left_of_models(use_orig_params: bool, forward_replaced: bool) -> tuple[bool, int]:
-    """After models were trained and dropped: whether one is alive, and how many runtimes."""
+class WithLoss(nn.Module):
+    """Keeps its loss, and so the graph of the last forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.inner(x)
+        self.loss = y.pow(2).mean()
+        return y
+
+
+def _what_is_left_of_a_model(use_orig_params: bool, forward_replaced: bool, sync: bool) -> bool:
+    """Whether a model is alive that was trained and dropped."""
 
     def train_and_drop() -> weakref.ref[nn.Module]:
         model = WithOwnParameters()
+        model.inner[1] = WithLoss()
         if forward_replaced:  # as wrappers of a module's call do; it holds the module
             model.forward = functools.partial(WithOwnParameters.forward, model)
         sharded = FSDP(model, auto_wrap_policy=ModuleWrapPolicy({nn.Linear}), use_orig_params=use_orig_params)
         optimizer = torch.optim.Adam(sharded.parameters())
         for _ in range(2):
-            sharded(torch.ones(2, 8)).sum().backward()
+            with contextlib.nullcontext() if sync else sharded.no_sync():
+                loss = sharded(torch.ones(2, 8)).sum() + model.inner[1].loss
+                loss.backward(retain_graph=True)
+                loss.backward()
             optimizer.step()
         sharded.state_dict()
         return weakref.ref(model)
 
-    alive = []
-    for _ in range(2):
-        reference = train_and_drop()
-        gc.collect()
-        alive.append(reference() is not None)
-    return any(alive), len(list(live_runtimes()))
+    reference = train_and_drop()
+    gc.collect()
+    return reference() is not None
 
 
+@pytest.mark.parametrize("sync", [True, False])
 @pytest.mark.parametrize("forward_replaced", [False, True])
 @pytest.mark.parametrize("use_orig_params", [False, True])
-def test_nothing_is_left_of_a_model_that_nobody_holds(use_orig_params: bool, forward_replaced: bool) -> None:
-    for left in run_ranks(2, _what_is_left_of_models, use_orig_params, forward_replaced):
-        assert left == (False, 0)
+def test_nothing_is_left_of_a_model_that_nobody_holds(use_orig_params: bool, forward_replaced: bool, sync: bool) -> None:
+    assert run_ranks(2, _what_is_left_of_a_model, use_orig_params, forward_replaced, sync) == [False, False]
+
+
+def _backward_without_model() -> str:
+    x = torch.ones(2, 8, requires_grad=True)
+    loss = FSDP(network())(x).sum()
+    gc.collect()
+    loss.backward(retain_graph=True)  # the graph holds the model until then
+    assert x.grad is not None
+    gc.collect()
+    with pytest.raises(StateError) as caught:
+        loss.backward()
+    return str(caught.value)
+
+
+def test_a_graph_holds_its_model_for_one_backward() -> None:
+    for message in run_ranks(2, _backward_without_model):
+        assert "whose model is gone" in message
+
+
+def _connections_after_the_end() -> None:
+    model = FSDP(network())
+    model(torch.ones(2, 8)).sum().backward()
+    wire = model._runtime.groups[0].shard
+    assert wire._wires is not None
+    dist.destroy_process_group()
+    end = time.monotonic() + 20
+    while wire._wires is not None:
+        assert time.monotonic() < end, "the connections of a destroyed process group stay"
+        time.sleep(0.01)
+    with pytest.raises(StateError, match="was destroyed"):
+        model(torch.ones(2, 8))
+
+
+def test_connections_close_with_the_process_group_although_the_model_lives_on() -> None:
+    run_ranks(2, _connections_after_the_end)

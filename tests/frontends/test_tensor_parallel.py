@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import math
-import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,6 @@ from torch import Tensor, nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 
 from fsdp_compat import CheckpointError, FullStateDictConfig, ShardingStrategy, StateDictType, UsageError
@@ -80,15 +78,6 @@ def whole_sequence(model: Net, tp: DeviceMesh) -> None:
 
 Plan = Callable[[Net, DeviceMesh], None]
 
-_seen: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
-
-
-def forget_meshes() -> None:
-    """DTensor remembers meshes of earlier calls of run_ranks in this process, whose groups are gone."""
-    if dist.group.WORLD not in _seen:
-        _clear_sharding_prop_cache()
-        _seen.add(dist.group.WORLD)
-
 
 def network(dtype: torch.dtype = torch.float64) -> Net:
     torch.manual_seed(0)
@@ -116,7 +105,6 @@ class Pair:
         settings: dict[str, Any] | None = None,
         **options: Any,
     ) -> None:
-        forget_meshes()
         self.plain, model = network(dtype), network(dtype)
         names = ("dp", "tp") if len(shape) == 2 else ("replicas", "shards", "tp")
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
@@ -389,7 +377,6 @@ def test_whole_parameters_are_shown_and_written_back(plan: Plan, use_orig_params
 
 def _two_dimensional(plan: Plan, seed: int, kind: str, use_orig_params: bool) -> FSDP:
     """kind: "mesh", wrapped with a mesh, so that values are DTensors; "boxes", with a group; "flat", not tensor-parallel."""
-    forget_meshes()
     torch.manual_seed(seed)
     model = Net()
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))

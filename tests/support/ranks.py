@@ -474,6 +474,10 @@ def _clean_up(num_modules: int) -> str:
         if dist.is_initialized():
             groups += dist.distributed_c10d._world.pg_map  # private, but the only list of all groups
             dist.destroy_process_group()
+        if "torch.distributed.tensor" in sys.modules:
+            from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+            _clear_sharding_prop_cache()  # which remembers meshes, and with them their groups
         dist.distributed_c10d._world.group_count = 0  # also where another rank's error ended the set-up: names have to stay in step
         if len(sys.modules) != num_modules:
             groups.clear()  # first: what is frozen and part of a cycle is never freed, and connections hang on it
