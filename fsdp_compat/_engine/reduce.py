@@ -174,9 +174,11 @@ class ReduceBuffer:
         if not filled:
             self._allocate()
         whole = self._views.whole
-        if whole is not None and filled.isdisjoint(indices) and len(set(indices)) == len(indices):
-            first = whole if indices == self._all else [whole[index] for index in indices]
-            values = grads
+        if whole is not None and not filled and indices == self._all:  # the usual case of a unit without large parameters
+            first, values = whole, grads
+            filled.update(indices)
+        elif whole is not None and filled.isdisjoint(indices) and len(set(indices)) == len(indices):
+            first, values = [whole[index] for index in indices], grads
             filled.update(indices)
         else:
             first, values = self._add_where_filled(indices, grads)

@@ -80,6 +80,7 @@ class Runtime:
         )
         self._homes = list({id(group.home): group.home for group in self.groups if group.home.apart}.values())
         self._streams = compute_streams(root.options.device)
+        self._joins = self._streams.several
         # Held by the thread of autograd that is in here, where there may be several: one for each device.
         self._lock = threading.RLock() if self._streams.several else None
         self._prefetches_backward = options.backward_prefetch is Prefetch.PRE
@@ -174,7 +175,7 @@ class Runtime:
 
     def enter(self, call: Call, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         """A forward call begins. Returns its inputs, moved and cast."""
-        recomputing = torch_private.in_graph_task()
+        recomputing = torch_private.graph_task() != -1
         outermost = not recomputing and (unit.is_root or not self._stack)
         if outermost:
             self._begin_forward()
@@ -193,7 +194,8 @@ class Runtime:
 
     def _begin_forward(self) -> None:
         """The outermost forward. Legal from every state, as an exception may have left any. What was kept full is stale by now."""
-        self._streams.join()
+        if self._joins:
+            self._streams.join()
         if self._open:
             self._discard()
         self._stack.clear()
@@ -255,7 +257,8 @@ class Runtime:
         Collective. With uneven use all ranks gather all units in one fixed order, each at the latest when it needs a later one or
         when the pass ends, so that a rank which skips a unit still serves it.
         """
-        self._streams.join()
+        if self._joins:
+            self._streams.join()
         uneven = self.options.uneven or bool(self._serving)
         if uneven:
             if self._serving and unit.residency is Residency.SHARDED and unit not in order.to_issue:
@@ -267,7 +270,7 @@ class Runtime:
             unit.gather(form)
         following = order.advance(unit)
         if following is not None and not uneven and (self._prefetches_backward if backward else self.options.forward_prefetch):
-            following.gather(following.wanted_form())
+            following.gather(0 if following.has_one_form else following.wanted_form())
         unit.wait()
         if not unit.shown_full:
             unit.show(True)
@@ -292,9 +295,10 @@ class Runtime:
                 if tensor.requires_grad and tensor.grad_fn is not None:
                     hooks.on_gradient_of_output(tensor, call)
                     in_graph = True
-        if torch_private.in_graph_task() or unit.running:
+        if unit.running or torch_private.graph_task() != -1:
             return
-        self._streams.join()
+        if self._joins:
+            self._streams.join()
         if in_graph and self._keeps(unit):
             unit.show(False)
         else:
@@ -373,15 +377,17 @@ class Runtime:
             return
         call.seen_by = backward.serial
         backward.keep |= torch.is_grad_enabled()
-        self._streams.join()
+        if self._joins:
+            self._streams.join()
         entered = backward.entered
         if self.options.backward_prefetch is Prefetch.POST and not self.options.uneven:
             unit.gather(call.form)
         for other in tuple(entered):
+            calls = other.calls
             if (
                 other is not unit
-                and other.calls[0].enter > call.exit
-                and all(its.enter > call.exit for its in other.calls)
+                and calls[0].enter > call.exit
+                and (len(calls) == 1 or all(its.enter > call.exit for its in calls))
                 and (self._lock is None or other.lacks_no_gradient())
             ):
                 self._leave(other, backward)
@@ -393,13 +399,15 @@ class Runtime:
     def on_gradient(self, group: Group, index: int, leaf: torch.nn.Parameter) -> None:
         """A large leaf's gradient was accumulated."""
         with self._lock or _UNLOCKED:
-            self._streams.join()
+            if self._joins:
+                self._streams.join()
             self._current_backward()
             group.take(index, leaf)
 
     def _leave(self, unit: Unit, backward: Backward) -> None:
         """Start the reduction and free. A gradient that comes later starts a further reduction, which adds."""
-        self._streams.join()
+        if self._joins:
+            self._streams.join()
         if unit.calls:
             unit.forget_calls()
             backward.entered.remove(unit)

@@ -34,9 +34,9 @@ class Order:
     def advance(self, unit: Unit) -> Unit | None:
         """Note the use of ``unit``; return the unit to gather meanwhile, or None."""
         now, last = self._now, self._last
+        number = len(now)
         now.append(unit)
-        following = len(now)
-        return last[following] if following < len(last) and last[following - 1] is unit else None
+        return last[number + 1] if number + 1 < len(last) and last[number] is unit else None
 
     def first_after_root(self) -> Unit | None:
         """The first unit of the pass that is not the root."""

@@ -28,6 +28,7 @@ __all__ = [
     "gloo_of_its_own",
     "group_named",
     "group_timeout",
+    "graph_task",
     "in_graph_task",
     "is_gloo",
     "is_plain",
@@ -55,9 +56,14 @@ __all__ = [
 ]
 
 
+# graph_task(): the number of the graph task, -1 outside of backward. Nothing public tells a recomputation from a forward. The C
+# function itself: every forward of a unit asks twice.
+graph_task: Callable[[], int] = torch._C._current_graph_task_id
+
+
 def in_graph_task() -> bool:
-    """True inside of backward. Nothing public tells a recomputation from a forward."""
-    return torch._C._current_graph_task_id() != -1
+    """True inside of backward."""
+    return graph_task() != -1
 
 
 def on_end_of_backward(callback: Callable[[], None]) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import dataclasses
 import enum
 import itertools
 import pickle
@@ -47,23 +46,27 @@ class Kind(enum.IntEnum):
     REPLICATE = 2
     REPLICATE_BACK = 3
 
-    __hash__ = int.__hash__  # that of enum.Enum is a function of Python, and what is sent is counted by kind
 
-
-@dataclasses.dataclass
 class Traffic:
     """What one rank has sent along one axis: numbers of collectives and bytes, by kind."""
 
-    counts: collections.Counter[Kind] = dataclasses.field(default_factory=collections.Counter)
-    nbytes: collections.Counter[Kind] = dataclasses.field(default_factory=collections.Counter)
+    def __init__(self) -> None:
+        self.clear()
 
     def add(self, kind: Kind, nbytes: int) -> None:
-        self.counts[kind] += 1
-        self.nbytes[kind] += nbytes
+        self._counts[kind] += 1
+        self._nbytes[kind] += nbytes
 
     def clear(self) -> None:
-        self.counts.clear()
-        self.nbytes.clear()
+        self._counts, self._nbytes = [0] * len(Kind), [0] * len(Kind)
+
+    @property
+    def counts(self) -> collections.Counter[Kind]:
+        return collections.Counter({kind: self._counts[kind] for kind in Kind if self._counts[kind]})
+
+    @property
+    def nbytes(self) -> collections.Counter[Kind]:
+        return collections.Counter({kind: self._nbytes[kind] for kind in Kind if self._counts[kind]})
 
 
 _NOTHING: Mapping[int, torch.Tensor] = types.MappingProxyType({})

@@ -489,7 +489,7 @@ class Call:
     def __init__(self, unit: Unit, enter: int) -> None:
         self.unit: Unit | None = unit
         self._its_unit, self.enter, self.lent = unit.reference, enter, unit.lent
-        self.form = unit.wanted_form()
+        self.form = 0 if unit.has_one_form else unit.wanted_form()
         self.counted = False  # among the unit's running calls
         self.exit = -1  # tick; set when the call ends
         self.seen_by = -1  # serial of the backward that has passed it
@@ -533,7 +533,8 @@ class Unit:
         self.unwritten: list[Unwritten] = []  # to be looked at once, before the first forward
         self.residency, self.shown_full = Residency.SHARDED, False  # only this class sets them
         self._attribute_holders = [(m.__dict__, _num_internal(m)) for m in module.modules() if _keeps_attributes(m)]
-        num_forms = 2 if options.full_precision_in_eval else 1
+        self.has_one_form = not options.full_precision_in_eval  # the first: that of the dtype computed in
+        num_forms = 1 if self.has_one_form else 2
         self.form = 0  # of what is gathered, or was last: 1 for evaluation in full precision
         sharded = [slot for group in self.groups for slot in group.store.shown(None)]
         forms = [self._shown(form) for form in range(num_forms)]
@@ -542,6 +543,7 @@ class Unit:
         self._to_sharded = [_Swap(shown, sharded, here=self._guards.always) for shown in forms]
         self._orders = _orders_to_keep(forms[0])
         self._rnns = list(dict.fromkeys(slot.module for slot in forms[0] if isinstance(slot.module, nn.RNNBase)))
+        self._has_parts, self._has_orders = self._guards.has_parts, bool(self._orders or self._rnns)
         self.show_sharded_again()
 
     def _shown(self, form: int) -> list[Shown]:
@@ -653,8 +655,7 @@ class Unit:
     def show(self, full: bool) -> None:
         if self.shown_full is full or self.lent:
             return
-        has_parts = self._guards.has_parts
-        if full and has_parts:
+        if full and self._has_parts:
             self._guards.disarm_parts()
         swap = (self._to_full if full else self._to_sharded)[self.form]
         if not swap.exchange():
@@ -662,9 +663,9 @@ class Unit:
             if foreign is not None:
                 self._refuse_foreign(foreign)
         self.shown_full = full
-        if self._orders or self._rnns:
+        if self._has_orders:
             self.keep_order()
-        if not full and has_parts:
+        if self._has_parts and not full:
             self._guards.arm_parts()
             if self.runtime is not None and self.runtime.in_forward:
                 self._guards.arm_reads()

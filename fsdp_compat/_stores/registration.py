@@ -95,8 +95,9 @@ class OriginalRegistration:
         slots: Sequence[Sequence[tuple[nn.Module, str]]],
     ) -> None:
         """slots: per original."""
-        self._parts = [layout.part_in_shard(index, rank).slice for index in range(len(layout.params))]
-        self._shapes = [param.shape if layout.ranks == 1 else None for param in layout.params]
+        self._sizes, self._numbers = _cuts([layout.part_in_shard(index, rank).slice for index in range(len(layout.params))])
+        self._sizes.append(shard.numel() - sum(self._sizes))
+        self._shapes = [param.shape for param in layout.params] if layout.ranks == 1 else None
         self._names = layout.names
         self.targets = [Target(parameter, (index,)) for index, parameter in enumerate(originals)]
         self._shown = [
@@ -116,9 +117,11 @@ class OriginalRegistration:
         return []
 
     def grads(self, total: torch.Tensor) -> list[torch.Tensor]:
-        return [
-            total[part] if shape is None else total[part].view(shape) for part, shape in zip(self._parts, self._shapes, strict=True)
-        ]
+        pieces = total.split_with_sizes(self._sizes)  # in one call
+        parts = [pieces[number] for number in self._numbers]
+        if self._shapes is not None:
+            parts = [part.view(shape) for part, shape in zip(parts, self._shapes, strict=True)]
+        return parts
 
     def check(self, shard: torch.Tensor, where: str) -> None:
         if _places_of(self._parameters) == self._places:
@@ -126,6 +129,22 @@ class OriginalRegistration:
         for index, (parameter, view) in enumerate(zip(self._parameters, self.grads(shard), strict=True)):
             if _places_of([parameter]) != _places_of([view]):
                 _adopt(parameter, view, f"{where}, parameter {self._names[index]!r}")
+
+
+def _cuts(parts: Sequence[slice]) -> tuple[list[int], list[int]]:
+    """parts: apart and in order, but for empty ones, which may be anywhere. Return the sizes of the pieces, parts and gaps, up to
+    the end of the last one, and which pieces the parts are."""
+    sizes: list[int] = []
+    numbers, end = [], 0
+    for part in parts:
+        if part.start < part.stop:
+            assert part.start >= end, "parts overlap, or are in another order"
+            if part.start > end:
+                sizes.append(part.start - end)
+            end = part.stop
+        numbers.append(len(sizes))
+        sizes.append(part.stop - part.start)
+    return sizes, numbers
 
 
 _Places = tuple[list[int], list[int], list[torch.dtype]]
