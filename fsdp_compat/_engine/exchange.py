@@ -29,6 +29,7 @@ _PIECE_NUMEL = 1 << 17  # what is summed at a time stays in the cache until it i
 
 
 _WHOLE_NBYTES = 1 << 20  # of totals that two ranks do not cut into pieces: as many bytes, one way less; more ranks would send more
+_TIMES = {2: 4}  # by number of ranks, measured by tests/benchmarks/transport.py: with one peer there is less to send
 _NOBODY: dict[int, shared_memory.Neighbour] = {}
 _NO_BYTES = torch.empty(0, dtype=torch.uint8, device="cpu")
 
@@ -39,7 +40,7 @@ class Exchange(Grouped):
     A message is kept until ``drain`` and must not change before. Every wait has the time limit of the process group: without one a
     point-to-point wait ignores it and may last for ever.
 
-    Ranks that can read each other's memory are *near*. Between them a message of MIN_NBYTES and more stays where it is, in a
+    Ranks that can read each other's memory are *near*. Between them a message of _min_nbytes and more stays where it is, in a
     block (or is copied into one): in its place goes a *note* that says where it lies. Who gets a note reads the memory when the
     exchange is ended, and answers with an *ack*; until that is here the memory stays as it is. Notes and acks are messages like
     others, so time limits, the watch and its diagnoses hold for them as they do for everything else. Whoever gives the connections
@@ -193,7 +194,7 @@ class Exchange(Grouped):
         return full
 
     def shares(self, numel: int, dtype: torch.dtype) -> bool:
-        return numel * dtype.itemsize >= shared_memory.MIN_NBYTES and bool(self._near)
+        return numel * dtype.itemsize >= self._min_nbytes and bool(self._near)
 
     def _pieces(self, total: torch.Tensor) -> list[torch.Tensor]:
         size = -(-total.numel() // self.ranks)
@@ -220,7 +221,12 @@ class Exchange(Grouped):
         """The ranks that read a message where it lies."""
         if self._wires is None:
             self._connect()
-        return self._near if nbytes >= shared_memory.MIN_NBYTES else _NOBODY
+        return self._near if nbytes >= self._min_nbytes else _NOBODY
+
+    @property
+    def _min_nbytes(self) -> int:
+        """Bytes of a message below which it is there sooner if it is sent."""
+        return shared_memory.MIN_NBYTES * _TIMES.get(self.ranks, 1)
 
     @staticmethod
     def _in_block(tensor: torch.Tensor) -> torch.Tensor:

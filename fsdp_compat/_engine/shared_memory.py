@@ -39,7 +39,7 @@ __all__ = [
     "zeros",
 ]
 
-MIN_NBYTES = 1 << 19  # smaller messages are there sooner if they are sent, at 2 to 4 ranks
+MIN_NBYTES = 1 << 19  # what is smaller is not worth a block: it is there sooner if it is sent, at 3 and 4 ranks
 KEPT_NBYTES = 1 << 30  # pages of freed blocks that wait for the next block; what is freed beyond goes back to the system
 CHUNK_NBYTES = 1 << 30  # of address space, at least: a chunk is as large as all before it, so that there are few
 ALIGN_NBYTES = 64

@@ -9,6 +9,7 @@ import io
 import os
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp_compat import MixedPrecision, ShardingStrategy
-from fsdp_compat._engine import shared_memory
+from fsdp_compat._engine import exchange, shared_memory
 from fsdp_compat._engine.collectives import communicator
 from fsdp_compat._engine.mesh import mesh_from_group
 from tests.engine.test_counts import Operations, counting_sends
@@ -34,11 +35,18 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.com
 @contextlib.contextmanager
 def sharing_from(nbytes: int) -> Iterator[None]:
     """Messages of at least ``nbytes`` are read where they lie."""
-    before, shared_memory.MIN_NBYTES = shared_memory.MIN_NBYTES, nbytes
-    try:
+    with mock.patch.object(shared_memory, "MIN_NBYTES", nbytes), mock.patch.dict(exchange._TIMES, clear=True):
         yield
-    finally:
-        shared_memory.MIN_NBYTES = before
+
+
+def _messages_that_are_read() -> list[bool]:
+    wire, nbytes = line(), shared_memory.MIN_NBYTES
+    return [wire.shares(times * nbytes // 4 - less, torch.float32) for times in (1, 4) for less in (1, 0)]
+
+
+@pytest.mark.parametrize(("ranks", "expected"), [(2, [False, False, False, True]), (3, [False, True, True, True])])
+def test_with_one_peer_messages_are_read_where_they_lie_from_four_times_the_size_on(ranks: int, expected: list[bool]) -> None:
+    assert run_ranks(ranks, _messages_that_are_read) == [expected] * ranks
 
 
 def line() -> Any:
