@@ -27,7 +27,7 @@ from tests.support.parity import backward, make_pair
 from tests.support.ranks import run_ranks
 
 CPU = torch.device("cpu")
-NUMEL = 300_001  # of a message: more than one piece of a sum, and no multiple of anything
+NUMEL = 1_200_001  # of a message: more than one piece of a sum, and no multiple of anything
 NOTE_NBYTES = 40
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex64)
 
@@ -180,7 +180,7 @@ def mixes_dtypes() -> str:
 
 def test_a_message_of_another_dtype_is_refused() -> None:
     first, second = run_ranks(2, mixes_dtypes)
-    assert "of torch.int32 for 300001 of torch.float32" in first + second
+    assert "of torch.int32 for 1200001 of torch.float32" in first + second
     assert "Waiting for tag 4 failed" in first and "Waiting for tag 4 failed" in second
 
 
@@ -341,7 +341,7 @@ def test_without_shared_memory_tensors_are_ordinary(monkeypatch: pytest.MonkeyPa
     tensor = shared_memory.zeros(NUMEL, torch.float32)
     assert shared_memory.locate(tensor) is None
     assert not tensor.any()
-    with pytest.raises(MemoryError, match="1200004 bytes"):
+    with pytest.raises(MemoryError, match="4800004 bytes"):
         shared_memory.copy_of(torch.ones(NUMEL))
 
 
