@@ -12,6 +12,7 @@ import collections
 import contextlib
 import dataclasses
 import itertools
+import operator
 import threading
 import typing
 import weakref
@@ -29,6 +30,7 @@ from .materialize import is_unwritten
 from .reduce import CommHook
 from .schedule import Order, Prefetch
 from .unit import Call, Group, Residency, Unit, Zeroed
+from .untouched import Untouched
 
 __all__ = ["Runtime", "RuntimeOptions", "live_runtimes"]
 
@@ -75,6 +77,8 @@ class Runtime:
             for group in unit.groups:
                 group.name, group.make_room = label, self._make_room
         self.groups = [group for unit in self.units for group in unit.groups]
+        self._units_with_parts = [unit for unit in self.units if unit.has_parts]
+        self._untouched = Untouched(self.groups)
         self._wires: list[Communicator] = list(
             {id(wire): wire for group in self.groups for wire in (group.shard, group.replica) if wire.ranks > 1}.values()
         )
@@ -205,20 +209,25 @@ class Runtime:
             unit.running = 0
             if unit.residency is not Residency.SHARDED or unit.shown_full:
                 unit.free()
-            if unit.lent:
-                continue
-            for group in unit.groups:
+        if not self._untouched.stands():
+            self._look_at_units()
+            self._untouched.note()
+        if not self._has_values:
+            self._require_values()
+        for unit in self._units_with_parts:
+            unit.hide_parts()
+        self._forward_order.restart(self._serving or self.units)
+
+    def _look_at_units(self) -> None:
+        """Follow what somebody has changed between steps, or refuse it."""
+        for unit in self.units:
+            for group in () if unit.lent else unit.groups:
                 stray = group.stray_gradient()
                 if stray is not None:
                     self._refuse_stray(unit, group, stray)
                 group.store.check(group.name)
                 for index, leaf in group.follow_requires_grad():
                     hooks.on_gradient_of_leaf(unit, group, index, leaf)
-        if not self._has_values:
-            self._require_values()
-        for unit in self.units:
-            unit.hide_parts()
-        self._forward_order.restart(self._serving or self.units)
 
     def _require_values(self) -> None:
         """Raise UsageError, on all ranks, if a tensor that came from the meta device has been given no value up to now.
@@ -315,7 +324,7 @@ class Runtime:
     def _end_forward(self) -> None:
         """Sends never outlive the pass that posted them: after it, somebody may write the shards."""
         self._issue_rest(self._forward_order)
-        for unit in self.units:
+        for unit in self._units_with_parts:
             unit.reveal_parts()
         self._end_gathers()
 
@@ -441,8 +450,9 @@ class Runtime:
         """The graph task has ended: leave every unit, finish every reduction."""
         with torch.no_grad():
             self._issue_rest(self._backward_order)
+            left_some = self._untouched.has_gradients()
             for unit in reversed(self.units):  # blocks before the root, whose buffer is the largest
-                if unit.calls or unit.residency is not Residency.SHARDED or any(map(Group.holds_gradients, unit.groups)):
+                if left_some or unit.calls or unit.residency is not Residency.SHARDED or any(map(_has_gradients, unit.groups)):
                     self._leave(unit, backward)
             if self.options.uneven and self.sync:
                 self._reduce_what_others_reduced(backward)
@@ -604,6 +614,7 @@ class Runtime:
 
 
 _UNLOCKED = contextlib.nullcontext()
+_has_gradients = operator.attrgetter("has_gradients")
 
 
 def _nothing() -> None:

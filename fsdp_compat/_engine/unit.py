@@ -110,11 +110,10 @@ class Group:
         self._leaves = [(index, leaf) for memory in self.memories for index, leaf in enumerate(memory.leaves)]
         self._streamed = streamed
         self._small = [(index, leaf) for index, leaf in self._leaves if not self._is_large(leaf)]
-        self._small_indices, self._small_leaves = [index for index, _ in self._small], [leaf for _, leaf in self._small]
+        self._small_indices, self.small_leaves = [index for index, _ in self._small], [leaf for _, leaf in self._small]
         self._no_gradients = [None] * len(self._small)
-        self._all_leaves = [leaf for _, leaf in self._leaves]
+        self.all_leaves = [leaf for _, leaf in self._leaves]
         self._targets = [target for target, _ in store.targets]
-        self._told: tuple[list[bool], list[bool]] = ([], [])  # requires_grad of targets and leaves when they last agreed
         self._tag = self.shard.new_tag()
         grad_dtype = precision.grad if precision.grad not in (None, store.dtype) else None
         if grad_dtype is not None:
@@ -198,8 +197,6 @@ class Group:
     def follow_requires_grad(self) -> list[tuple[int, nn.Parameter]]:
         """Honour toggles on what the optimizer sees. Returns the large leaves, with their indices, that are trainable for the first
         time: they need a hook."""
-        if (list(map(_requires_grad, self._targets)), list(map(_requires_grad, self._all_leaves))) == self._told:
-            return []
         for position, (target, indices) in enumerate(self.store.targets):
             if target.requires_grad is self._wanted[position]:
                 self._follow_leaves(target, indices)
@@ -216,7 +213,6 @@ class Group:
                     if wanted and leaf not in self._hooked and self._is_large(leaf):
                         self._hooked.add(leaf)
                         found.append((index, leaf))
-        self._told = list(map(_requires_grad, self._targets)), list(map(_requires_grad, self._all_leaves))
         return found
 
     def _follow_leaves(self, target: nn.Parameter, indices: Sequence[int]) -> None:
@@ -274,13 +270,13 @@ class Group:
 
     def collect(self) -> None:
         """Move the gradients of the small leaves, which autograd has left in ``.grad``."""
-        grads, indices = list(map(_grad, self._small_leaves)), self._small_indices
+        grads, indices = list(map(_grad, self.small_leaves)), self._small_indices
         if not any(map(operator.is_not, grads, self._no_gradients)):
             return
         if any(map(operator.is_, grads, self._no_gradients)):
             indices = [index for index, grad in zip(indices, grads, strict=True) if grad is not None]
             grads = [grad for grad in grads if grad is not None]
-        for leaf in self._small_leaves:
+        for leaf in self.small_leaves:
             leaf.grad = None
         self._put(indices, grads)
 
@@ -344,18 +340,9 @@ class Group:
         for _, leaf in self._leaves:
             leaf.grad = None
 
-    def holds_gradients(self) -> bool:
-        """True if gradients have been collected, or autograd has left some in leaves."""
-        return bool(self._collected) or self._has_small_gradients()
-
-    def _has_small_gradients(self) -> bool:
-        return any(map(operator.is_not, map(_grad, self._small_leaves), self._no_gradients))
-
     def stray_gradient(self) -> int | None:
         """The index of a leaf with a gradient that came past every hook."""
-        if not self._has_small_gradients():
-            return None
-        return next(index for index, leaf in self._small if leaf.grad is not None)
+        return next((index for index, leaf in self._small if leaf.grad is not None), None)
 
     # -- accumulation without communication
 
@@ -543,7 +530,7 @@ class Unit:
         self._to_sharded = [_Swap(shown, sharded, here=self._guards.always) for shown in forms]
         self._orders = _orders_to_keep(forms[0])
         self._rnns = list(dict.fromkeys(slot.module for slot in forms[0] if isinstance(slot.module, nn.RNNBase)))
-        self._has_parts, self._has_orders = self._guards.has_parts, bool(self._orders or self._rnns)
+        self.has_parts, self._has_orders = self._guards.has_parts, bool(self._orders or self._rnns)
         self.show_sharded_again()
 
     def _shown(self, form: int) -> list[Shown]:
@@ -655,7 +642,7 @@ class Unit:
     def show(self, full: bool) -> None:
         if self.shown_full is full or self.lent:
             return
-        if full and self._has_parts:
+        if full and self.has_parts:
             self._guards.disarm_parts()
         swap = (self._to_full if full else self._to_sharded)[self.form]
         if not swap.exchange():
@@ -665,7 +652,7 @@ class Unit:
         self.shown_full = full
         if self._has_orders:
             self.keep_order()
-        if self._has_parts and not full:
+        if self.has_parts and not full:
             self._guards.arm_parts()
             if self.runtime is not None and self.runtime.in_forward:
                 self._guards.arm_reads()

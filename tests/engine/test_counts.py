@@ -14,6 +14,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp_compat import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
 from fsdp_compat._engine.collectives import Kind
+from fsdp_compat._engine.runtime import Runtime
 from fsdp_compat._engine.unit import LARGE, Group, Residency
 from fsdp_compat.wrap import ModuleWrapPolicy
 from tests.support.ranks import run_ranks
@@ -435,3 +437,36 @@ def test_without_prefetching_one_unit_at_a_time_is_there() -> None:
 def test_without_resharding_all_units_are_there_and_one_reduce_buffer_travels() -> None:
     for found in run_ranks(2, peaks, 3, sharding_strategy=ShardingStrategy.SHARD_GRAD_OP):
         assert [(peak.units, peak.travelling) for peak in found] == [(BLOCKS, 1)] * 3
+
+
+# -- what is looked at before a forward
+
+
+def looks_at_units(use_orig_params: bool) -> list[int]:
+    """How often all units were looked at one by one, in steps that follow what is written beside them."""
+    model = wrapped(use_orig_params=use_orig_params)
+    parameter = next(model.parameters())
+    found = []
+    with mock.patch.object(Runtime, "_look_at_units", autospec=True, side_effect=Runtime._look_at_units) as looks:
+
+        def train() -> None:
+            looks.reset_mock()
+            step(model)
+            found.append(looks.call_count)
+
+        train()  # the first
+        train()  # nothing
+        model.zero_grad()
+        train()  # gradients set to None
+        parameter.requires_grad_(False)
+        train()  # a toggle
+        train()
+        parameter.data = parameter.data.clone()
+        train()  # other memory
+        train()
+    return found
+
+
+@pytest.mark.parametrize("use_orig_params", [False, True])
+def test_units_are_looked_at_one_by_one_only_where_somebody_has_touched_something(use_orig_params: bool) -> None:
+    assert run_ranks(2, looks_at_units, use_orig_params) == [[1, 0, 0, 1, 0, 1, 0]] * 2
