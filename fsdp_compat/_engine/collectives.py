@@ -27,7 +27,6 @@ from .transport import (
     Traffic,
     all_gather,
     gather_in_group,
-    reduce_scatter,
 )
 
 __all__ = ["Communicator", "Kind", "Pending", "Traffic", "communicator", "gather_in_group", "max_in_group"]
@@ -115,8 +114,6 @@ class _Native(Grouped):
         if own.dtype is not full.dtype or own.device != full.device:  # it is cast and moved into its place, and sent from there
             own = segments[self.rank].copy_(own, non_blocking=True)
         self.traffic.add(Kind.GATHER, own.nbytes * (self.ranks - 1))
-        if torch.compiler.is_compiling():  # which traces public functions only
-            return _Started(_work(all_gather(full, own, group=self.group, async_op=True)), own)
         return _Started(torch_private.start_all_gather(self.group, full, own), own)
 
     def end_gather(self, pending: _Started, what: str) -> None:
@@ -125,8 +122,6 @@ class _Native(Grouped):
     def begin_reduce(self, buffer: torch.Tensor, segments: Sequence[torch.Tensor], tag: int) -> _Started:
         total = torch.empty_like(segments[0])
         self.traffic.add(Kind.REDUCE, total.nbytes * (self.ranks - 1))
-        if torch.compiler.is_compiling():
-            return _Started(_work(reduce_scatter(total, buffer, group=self.group, async_op=True)), buffer, total)
         return _Started(torch_private.start_reduce_scatter(self.group, total, buffer), buffer, total)
 
     def end_reduce(

@@ -47,6 +47,8 @@ class Exchange(Grouped):
     up says so in his memory too (``renounce``), and a reader looks there when it has read.
     """
 
+    reads_in_place = True
+
     def __init__(self, axis: Axis) -> None:
         super().__init__(axis)
         self.timeout = torch_private.group_timeout(self.group)

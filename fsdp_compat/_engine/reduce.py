@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import typing
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -58,6 +58,7 @@ class Wire:
     # None: nothing is left to divide by. 0-d on the CPU: a number would be made into one at every call.
     divisor: torch.Tensor | None = dataclasses.field(init=False)
     is_exact: bool = dataclasses.field(init=False)  # it rounds nothing
+    reads_in_place: bool = dataclasses.field(init=False)  # some rank may read gradients where they lie
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "ranks", self.shard.ranks * self.replica.ranks)
@@ -67,6 +68,7 @@ class Wire:
         tensor = torch.tensor(divisor, dtype=torch.float64, device="cpu")
         object.__setattr__(self, "divisor", None if divisor == 1 else tensor)
         object.__setattr__(self, "is_exact", math.frexp(divisor)[0] == 0.5)
+        object.__setattr__(self, "reads_in_place", self.shard.reads_in_place or self.replica.reads_in_place)
 
     def shares(self, numel: int, dtype: torch.dtype) -> bool:
         """True if some rank reads a buffer [numel] of gradients where it lies."""
@@ -77,14 +79,12 @@ class Wire:
 class Collected(typing.Protocol):
     """What has been collected of one group's gradients."""
 
-    def __bool__(self) -> bool:
-        """True if some leaf is filled."""
+    @property
+    def filled(self) -> Collection[int]:
+        """The leaves that are filled: one object, whatever comes and goes."""
 
     def put(self, indices: Sequence[int], grads: list[torch.Tensor]) -> None:
         """Take the gradients of some leaves over: assigned where a leaf is not filled, else added. An index may come twice."""
-
-    def holds(self, leaf: int) -> bool:
-        """True if a leaf is filled."""
 
     def drop(self, leaves: Iterable[int]) -> None:
         """Forget the gradients of some leaves."""
@@ -129,7 +129,7 @@ class ReduceBuffer:
         wire: Wire | None = None,
     ) -> None:
         """predivisor: what gradients are divided by on their way in. wire: that they will take, if it may be asked for its way."""
-        self._store, self._filled, self._predivisor = store, set[int](), predivisor
+        self._store, self.filled, self._predivisor = store, set[int](), predivisor
         self._ranks, self._wire = ranks, wire
         self._buffer = torch.empty(ranks * store.numel, dtype=dtype, device=device)
         # Nothing is rounded before it is summed and divided: in bf16 one more would be lost beside 256 already.
@@ -145,9 +145,6 @@ class ReduceBuffer:
         whole = [its[0] for its in places[:-1]] if self._store.pieces_are_whole else None
         return _Views(buffer, Segments(buffer, self._ranks), places, whole)
 
-    def __bool__(self) -> bool:
-        return bool(self._filled)
-
     @property
     def resident_nbytes(self) -> int:
         return self._storage.resident_nbytes if self._block is None else self._block.nbytes
@@ -157,7 +154,7 @@ class ReduceBuffer:
         if self._block is not None or self._storage.resident_nbytes:
             return
         buffer, wire = self._buffer, self._wire
-        if wire is None or not wire.shares(buffer.numel(), buffer.dtype):
+        if wire is None or not wire.reads_in_place or not wire.shares(buffer.numel(), buffer.dtype):
             self._storage.allocate()
             return
         wire.shard.settle("gradients that this rank has sent")  # so that their blocks can be had again
@@ -170,7 +167,7 @@ class ReduceBuffer:
         self._storage.free()
 
     def put(self, indices: Sequence[int], grads: list[torch.Tensor]) -> None:
-        filled = self._filled
+        filled = self.filled
         if not filled:
             self._allocate()
         whole = self._views.whole
@@ -198,29 +195,26 @@ class ReduceBuffer:
         values: list[torch.Tensor] = []
         for index, grad in zip(indices, grads, strict=True):
             parts = self._split(index, grad)
-            if index in self._filled:
+            if index in self.filled:
                 for place, part in zip(self._views.places[index], parts, strict=True):
                     place.add_(part, alpha=1 / self._predivisor)
             else:
                 first += self._views.places[index]
                 values += parts
-                self._filled.add(index)
+                self.filled.add(index)
         return first, values
 
-    def holds(self, leaf: int) -> bool:
-        return leaf in self._filled
-
     def drop(self, leaves: Iterable[int]) -> None:
-        self._filled.difference_update(leaves)
-        if not self._filled:
+        self.filled.difference_update(leaves)
+        if not self.filled:
             self._free()
 
     def discard(self) -> None:
-        self._filled.clear()
+        self.filled.clear()
         self._free()
 
     def reduce(self, wire: Wire, what: str) -> Iterator[list[torch.Tensor] | None]:
-        filled = self._filled
+        filled = self.filled
         if not filled:
             self._allocate()
         views = self._views
@@ -230,7 +224,7 @@ class ReduceBuffer:
         for places in empty:
             for place in places:
                 place.zero_()
-        self._filled.clear()
+        self.filled.clear()
         replicas_left = wire.hook is None or not wire.one_group
         divisor = wire.divisor
         if wire.hook is not None:
@@ -278,9 +272,7 @@ class HandedGradients:
 
     def __init__(self, store: ParamStore) -> None:
         self._targets, self._grads = store.targets, dict[int, torch.Tensor]()
-
-    def __bool__(self) -> bool:
-        return bool(self._grads)
+        self.filled = self._grads.keys()
 
     @property
     def resident_nbytes(self) -> int:
@@ -293,9 +285,6 @@ class HandedGradients:
             else:
                 self._grads[index] = grad
 
-    def holds(self, leaf: int) -> bool:
-        return leaf in self._grads
-
     def drop(self, leaves: Iterable[int]) -> None:
         for index in leaves:
             self._grads.pop(index, None)
@@ -304,7 +293,8 @@ class HandedGradients:
         self._grads.clear()
 
     def reduce(self, wire: Wire, what: str) -> Iterator[list[torch.Tensor] | None]:
-        grads, self._grads = self._grads, {}
+        grads = dict(self._grads)
+        self._grads.clear()
         yield [
             grads[target.leaves[0]] if target.leaves[0] in grads else torch.zeros_like(target.parameter) for target in self._targets
         ]

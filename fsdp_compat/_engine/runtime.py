@@ -75,7 +75,8 @@ class Runtime:
             label = f"unit {name!r}" if name else f"the root unit (a {type(unit.module).__name__})"
             unit.runtime, unit.label, unit.is_root = self, label, unit is root
             for group in unit.groups:
-                group.name, group.make_room = label, self._make_room
+                group.make_room = self._make_room
+                group.call_it(label)
         self.groups = [group for unit in self.units for group in unit.groups]
         self._units_with_parts = [unit for unit in self.units if unit.has_parts]
         self._untouched = Untouched(self.groups)
@@ -87,6 +88,10 @@ class Runtime:
         self._joins = self._streams.several
         # Held by the thread of autograd that is in here, where there may be several: one for each device.
         self._lock = threading.RLock() if self._streams.several else None
+        # pre_backward(call, unit): the gradient of one of the call's outputs is complete: everything recorded after the call has
+        # run. On a device of its own, everything but what goes over the CPU: autograd has a thread for each, and they may come at
+        # once.
+        self.pre_backward = self._pre_backward if self._lock is None else self._pre_backward_alone
         self._prefetches_backward = options.backward_prefetch is Prefetch.PRE
         self._ticks = itertools.count()
         self._stack: list[Call] = []
@@ -367,16 +372,10 @@ class Runtime:
             self._backward_order.restart(list(reversed(self.units)))
         return current
 
-    def pre_backward(self, call: Call, unit: Unit) -> None:
-        """The gradient of one of the call's outputs is complete: everything recorded after the call has run.
-
-        On a device of its own, everything but what goes over the CPU: autograd has a thread for each, and they may come at once.
-        """
-        if self._lock is None:
+    def _pre_backward_alone(self, call: Call, unit: Unit) -> None:
+        assert self._lock is not None
+        with self._lock:
             self._pre_backward(call, unit)
-        else:
-            with self._lock:
-                self._pre_backward(call, unit)
 
     def _pre_backward(self, call: Call, unit: Unit) -> None:
         if call.lent or unit.lent:
@@ -426,7 +425,7 @@ class Runtime:
         for group in unit.groups:
             group.collect()
             # A user's hook communicates by itself: with uneven use the ranks meet in it at the end of backward only.
-            if self.sync and group.has_gradients and (group.hook is None or not self.options.uneven):
+            if self.sync and group.filled and (group.hook is None or not self.options.uneven):
                 found.append(group)
         if found:
             self._reduce(found, backward)
@@ -452,12 +451,12 @@ class Runtime:
             self._issue_rest(self._backward_order)
             left_some = self._untouched.has_gradients()
             for unit in reversed(self.units):  # blocks before the root, whose buffer is the largest
-                if left_some or unit.calls or unit.residency is not Residency.SHARDED or any(map(_has_gradients, unit.groups)):
+                if left_some or unit.calls or unit.residency is not Residency.SHARDED or any(map(_filled, unit.groups)):
                     self._leave(unit, backward)
             if self.options.uneven and self.sync:
                 self._reduce_what_others_reduced(backward)
             for group in self.groups:
-                if group.has_gradients:  # no_sync
+                if group.filled:  # no_sync
                     group.note_unreduced()
                     self._notes_open = True
             for _ in range(3):  # every stage for all groups, before the next for any
@@ -614,7 +613,7 @@ class Runtime:
 
 
 _UNLOCKED = contextlib.nullcontext()
-_has_gradients = operator.attrgetter("has_gradients")
+_filled = operator.attrgetter("filled")
 
 
 def _nothing() -> None:

@@ -94,6 +94,7 @@ class GroupMemory:
         self.segments = Segments(self.full, ranks)  # [S] each
         self.leaves = store.make_leaves(self.full)
         self._buffer = Storage(self.full)
+        self.allocate, self.free_buffer = self._buffer.allocate, self._buffer.free  # before a gather; of the gathered buffer alone
         self._own_storages: list[Storage] = []  # of leaves that do not view `full`
         self._fill: tuple[list[torch.Tensor], list[torch.Tensor]] | None = None
         if self.leaves and not torch_private.same_storage(self.leaves[0], self.full):
@@ -102,11 +103,8 @@ class GroupMemory:
             pieces = [piece for i, leaf in enumerate(self.leaves) for piece in store.split(i, leaf.data)]
             places = [place for of_leaf in store.places(self.full)[:-1] for place in of_leaf]
             self._fill = pieces, places
+        self.has_copies = self._fill is not None  # leaves do not view the buffer: see `fill_leaves`
         self.free()
-
-    def allocate(self) -> None:
-        """Make room for a gather."""
-        self._buffer.allocate()
 
     def fill_leaves(self) -> None:
         """A gather has arrived: make the leaves readable. Leaves that view the buffer are so already."""
@@ -119,7 +117,7 @@ class GroupMemory:
 
     def free(self) -> None:
         if not self.aliased:
-            self._buffer.free()
+            self.free_buffer()
             for storage in self._own_storages:
                 storage.free()
 

@@ -20,8 +20,7 @@ from . import torch_private
 from .mesh import Axis
 from .storage import memory_of
 
-# torch 2.13 renamed them; 2.11 and 2.12 have the older names only.
-reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+# torch 2.13 renamed it; 2.11 and 2.12 have the older name only.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 __all__ = [
@@ -34,7 +33,6 @@ __all__ = [
     "Traffic",
     "all_gather",
     "gather_in_group",
-    "reduce_scatter",
 ]
 
 
@@ -107,6 +105,7 @@ class Communicator(typing.Protocol):
     members: tuple[int, ...]  # global ranks
     traffic: Traffic
     generation: int  # how often its connections were given up
+    reads_in_place: bool  # `shares` may be true
 
     def new_tag(self) -> int:
         """Return a tag of its own for a group; all ranks ask in the same order."""
@@ -169,6 +168,8 @@ class Communicator(typing.Protocol):
 
 class AnyRanks:
     """An axis in numbers. It does not hold the axis's process group: the cache of communicators hangs on that one's life."""
+
+    reads_in_place = False
 
     def __init__(self, axis: Axis) -> None:
         self.rank, self.ranks, self.members, self.traffic = axis.rank, axis.ranks, axis.members, Traffic()

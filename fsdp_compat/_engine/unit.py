@@ -9,7 +9,7 @@ import itertools
 import operator
 import typing
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 import torch
 from torch import nn
@@ -95,8 +95,8 @@ class Group:
     ) -> None:
         """Collective over the mesh, once per process group (see ``communicator``). offload: the shard is on the CPU. streamed: the
         gradients of large leaves move on as they come."""
-        self.name = ""  # of its unit, for errors; the runtime sets it
-        self.make_room: Callable[[], None] = _nothing  # before memory is taken for gradients; likewise
+        self.make_room: Callable[[], None] = _nothing  # before memory is taken for gradients; the runtime sets it
+        self.call_it("")
         self.store, self.precision, self.device = store, precision, device
         self.shard: Communicator = communicator(mesh.shard, device)
         self.replica: Communicator = communicator(mesh.replica, device)
@@ -135,8 +135,13 @@ class Group:
         self._wanted = [target.requires_grad for target, _ in store.targets]  # as the leaves were last told
         self._gathering: Pending | None = None
         self._collected: Collected | None = None  # made when the first gradient comes: frozen groups never have one
+        self.filled: Collection[int] = ()  # leaves whose gradients have been collected
         self._unreduced: list[Unreduced | None] = []
         self.reduction: Reduction | None = None
+
+    def call_it(self, name: str) -> None:
+        """name: of its unit, for errors."""
+        self.name, self._parameters_text, self._gradients_text = name, f"the parameters of {name}", f"the gradients of {name}"
 
     def _is_large(self, leaf: nn.Parameter) -> bool:
         """True for a leaf with a hook of its own. Those of other tensor types are collected with the small ones."""
@@ -174,8 +179,10 @@ class Group:
                     fix="let that error end the step on all ranks, then begin the next one",
                 )
             )
-        self._arrive()
-        self.memory.fill_leaves()
+        if self._gathering is not None:
+            self._arrive()
+        if self.memory.has_copies:
+            self.memory.fill_leaves()
 
     def free(self) -> None:
         if self._gathering is not None:
@@ -190,9 +197,9 @@ class Group:
         return self.shard.gather_now(self.home.bring(self.store.shard if own is None else own))
 
     def _arrive(self) -> None:
-        if self._gathering is not None:
-            pending, self._gathering = self._gathering, None
-            self.shard.end_gather(pending, f"the parameters of {self.name}")
+        pending, self._gathering = self._gathering, None
+        assert pending is not None
+        self.shard.end_gather(pending, self._parameters_text)
 
     def follow_requires_grad(self) -> list[tuple[int, nn.Parameter]]:
         """Honour toggles on what the optimizer sees. Returns the large leaves, with their indices, that are trainable for the first
@@ -237,15 +244,12 @@ class Group:
 
     @property
     def has_gradients(self) -> bool:
-        return bool(self._collected)
+        return bool(self.filled)
 
     def lacks_no_gradient(self) -> bool:
         """True if the gradients of all trainable leaves have come."""
-        collected = self._collected
-        return all(
-            not leaf.requires_grad or leaf.grad is not None or (collected is not None and collected.holds(index))
-            for index, leaf in enumerate(self.leaves)
-        )
+        filled = self.filled
+        return all(not leaf.requires_grad or leaf.grad is not None or index in filled for index, leaf in enumerate(self.leaves))
 
     @property
     def resident_nbytes(self) -> int:
@@ -260,7 +264,7 @@ class Group:
     def set_hook(self, hook: CommHook) -> None:
         """Sum and average gradients in the user's way from now on. Not while gradients are being collected."""
         self._wire = dataclasses.replace(self._wire, hook=hook, predivisor=1.0)
-        self._collected = None  # made anew: without division on the way in
+        self._collected, self.filled = None, ()  # made anew: without division on the way in
 
     def take(self, index: int, leaf: nn.Parameter) -> None:
         """Move one large leaf's gradient to where they collect."""
@@ -281,12 +285,13 @@ class Group:
         self._put(indices, grads)
 
     def _put(self, indices: list[int], grads: list[torch.Tensor]) -> None:
-        if not self._collected:
+        if not self.filled:
             self.make_room()
         if self.reduction is not None:  # the buffer still travels
             self.finish_reduction()
         if self._collected is None:
             self._collected = self._make_collected()
+            self.filled = self._collected.filled
         if any(map(_is_sparse, grads)) or any(map(_requires_grad, grads)):  # the latter with create_graph
             grads = [grad.to_dense() if grad.is_sparse else grad.detach() for grad in grads]
         self._collected.put(indices, grads)
@@ -307,8 +312,10 @@ class Group:
     def start_reduction(self) -> None:
         if self._collected is None:  # served for ranks that have gradients
             self._collected = self._make_collected()
-        self.finish_reduction()
-        self.reduction = Reduction(self._collected.reduce(self._wire, f"the gradients of {self.name}"))
+            self.filled = self._collected.filled
+        if self.reduction is not None:
+            self.finish_reduction()
+        self.reduction = Reduction(self._collected.reduce(self._wire, self._gradients_text))
 
     def finish_reduction(self) -> None:
         if self.reduction is not None:
