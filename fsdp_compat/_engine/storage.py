@@ -94,7 +94,6 @@ class GroupMemory:
         self.segments = Segments(self.full, ranks)  # [S] each
         self.leaves = store.make_leaves(self.full)
         self._buffer = Storage(self.full)
-        self.allocate, self.free_buffer = self._buffer.allocate, self._buffer.free  # before a gather; of the gathered buffer alone
         self._own_storages: list[Storage] = []  # of leaves that do not view `full`
         self._fill: tuple[list[torch.Tensor], list[torch.Tensor]] | None = None
         if self.leaves and not torch_private.same_storage(self.leaves[0], self.full):
@@ -105,6 +104,10 @@ class GroupMemory:
             self._fill = pieces, places
         self.has_copies = self._fill is not None  # leaves do not view the buffer: see `fill_leaves`
         self.free()
+
+    def allocate(self) -> None:
+        """Make room for a gather."""
+        self._buffer.allocate()
 
     def fill_leaves(self) -> None:
         """A gather has arrived: make the leaves readable. Leaves that view the buffer are so already."""
@@ -117,7 +120,7 @@ class GroupMemory:
 
     def free(self) -> None:
         if not self.aliased:
-            self.free_buffer()
+            self._buffer.free()
             for storage in self._own_storages:
                 storage.free()
 
