@@ -10,20 +10,22 @@ from __future__ import annotations
 
 import typing
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
 
 from . import torch_private
 from .exchange import Exchange
-from .mesh import Axis
+from .mesh import Axis, axis_of
 from .transport import (
     AnyRanks,
+    Collectives,
     Communicator,
     Grouped,
     Kind,
     Pending,
+    PublicCollectives,
     Traffic,
     all_gather,
     gather_in_group,
@@ -33,11 +35,9 @@ __all__ = ["Communicator", "Kind", "Pending", "Traffic", "communicator", "gather
 
 
 class _Started:
-    """A collective under way. (A Pending: nothing is ever lost with a backend that has its own.)"""
+    """A collective under way."""
 
     __slots__ = ("divisor", "keep", "total", "work")
-
-    lost = False
 
     def __init__(
         self, work: dist.Work, keep: torch.Tensor, total: torch.Tensor | None = None, divisor: torch.Tensor | None = None
@@ -109,6 +109,12 @@ class _Alone(AnyRanks):
 
 class _Native(Grouped):
     """The backend's own collectives, asynchronous. On a stream device a wait orders streams; the CPU never waits."""
+
+    def _run(self, what: str, collective: Callable[[Collectives], None]) -> None:
+        try:
+            collective(PublicCollectives(self.group))
+        except RuntimeError as error:
+            raise self._error(f"{what[0].upper()}{what[1:]} failed.", f"an error of the backend ({error})") from error
 
     def begin_gather(self, own: torch.Tensor, full: torch.Tensor, segments: Sequence[torch.Tensor], tag: int) -> _Started:
         if own.dtype is not full.dtype or own.device != full.device:  # it is cast and moved into its place, and sent from there
@@ -186,9 +192,9 @@ def communicator(axis: Axis, device: torch.device) -> Communicator:
 
 def max_in_group(group: dist.ProcessGroup, value: torch.Tensor) -> torch.Tensor:
     """Return the elementwise maximum over all ranks of ``value``, whatever device it is on and the group takes. Collective."""
-    if dist.get_world_size(group) == 1:
+    axis = axis_of(group)
+    if axis.ranks == 1:
         return value
     takes = [pair.partition(":")[0] for pair in dist.get_backend_config(group).split(",")]  # device types: "cpu:gloo,cuda:nccl"
     found = value.clone() if value.device.type in takes else value.to(takes[0])
-    dist.all_reduce(found, op=dist.ReduceOp.MAX, group=group)
-    return found.to(value.device)
+    return communicator(axis, found.device).max_of(found).to(value.device)

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
+import functools
 import time
 import typing
-import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from threading import get_ident
 
 import torch
 import torch.distributed as dist
 
-from ..errors import StateError
+from ..errors import StateError, explain
 from . import pulse, shared_memory, torch_private, watch
 from .mesh import Axis
-from .transport import Grouped, Kind, Pending, Post
+from .transport import Collectives, Grouped, Kind, Pending, Post
 
 __all__ = ["Exchange"]
 
@@ -34,6 +33,25 @@ _NOBODY: dict[int, shared_memory.Neighbour] = {}
 _NO_BYTES = torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
+Method = typing.TypeVar("Method", bound=Callable[..., typing.Any])
+
+
+def _whole(method: Method) -> Method:
+    """Let communication fail if an exception ends the method in the middle: nobody would know what was sent and what was read."""
+
+    @functools.wraps(method)
+    def whole(self: Exchange, *args: typing.Any, **kwargs: typing.Any) -> typing.Any:
+        try:
+            return method(self, *args, **kwargs)
+        except StateError:  # it has failed, or nothing was begun
+            raise
+        except BaseException as error:
+            self._leave("its communication", error)
+            raise
+
+    return typing.cast(Method, whole)
+
+
 class Exchange(Grouped):
     """Exchange by sends and receives, for gloo: a line of the watch.
 
@@ -43,8 +61,12 @@ class Exchange(Grouped):
     Ranks that can read each other's memory are *near*. Between them a message of _min_nbytes and more stays where it is, in a
     block (or is copied into one): in its place goes a *note* that says where it lies. Who gets a note reads the memory when the
     exchange is ended, and answers with an *ack*; until that is here the memory stays as it is. Notes and acks are messages like
-    others, so time limits, the watch and its diagnoses hold for them as they do for everything else. Whoever gives the connections
-    up says so in his memory too (``renounce``), and a reader looks there when it has read.
+    others, so time limits, the watch and its diagnoses hold for them as they do for everything else. A rank whose communication
+    fails says so in its memory too (``renounce``), and a reader looks there when it has read.
+
+    A communicator that failed stays failed. A wait that fails, or an exception in the middle of a call, leaves nobody knowing what
+    has arrived; so all connections of the process are closed (``watch.give_up``), and every later use raises. The small collectives
+    go over these connections, too: one that a rank leaves never meets a message of the user's.
     """
 
     reads_in_place = True
@@ -52,20 +74,19 @@ class Exchange(Grouped):
     def __init__(self, axis: Axis) -> None:
         super().__init__(axis)
         self.timeout = torch_private.group_timeout(self.group)
-        self.name = str(self.group.group_name)
-        self.generation = 0  # how often connections were given up
         self.counts: dict[int, int] = {}
         self.waiting: watch.Waiting | None = None
         self.diagnosis: watch.Report | None = None
-        self.many_threads = False
-        self._thread, self._threads = 0, set[int]()  # that begun something last; all that did
-        self._wires: typing.Any = None  # while there are no connections
-        self._open: dict[int, weakref.ref[Pending]] = {}  # by id: an exception may leave one behind
+        self.thread = 0  # that has begun something last
+        self._wires: typing.Any = None  # the connections, as long as there are any
+        self._is_closed, self._failure = False, ""  # why: nothing where the process group was destroyed
+        # By tag: what has not ended. Held here, as an exception may leave it behind, and gloo never comes to the next message of a
+        # pair that has one for memory that is gone.
+        self._open: dict[int, Pending] = {}
         self._sends: list[tuple[list[dist.Work], object, Post]] = []  # of gathers, and acks for them
         self._reads: list[tuple[list[dist.Work], object, Post]] = []  # acks for what was reduced, and own ones
         self._asked: dict[int, int] = {}  # by tag: how many acks this rank has asked for
         self._near: dict[int, shared_memory.Neighbour] = {}  # by rank: they can read this one's memory, and it theirs
-        self._releases: list[tuple[dist.Work, torch.Tensor]] = []
         self._names: dict[int, str] = {}  # by tag: what was waited for last
         ranks, rank = axis.ranks, axis.rank
         # The peers in the order in which they are served: every rank begins with another one.
@@ -75,6 +96,18 @@ class Exchange(Grouped):
         watch.add(self)
         self._connect()
 
+    @property
+    def has_failed(self) -> bool:
+        return self._is_closed
+
+    def left(self, tag: int) -> Pending | None:
+        return self._open.get(tag)
+
+    def require_working(self) -> None:
+        if self._wires is None:
+            self._refuse()
+
+    @_whole
     def begin_gather(self, own: torch.Tensor, full: torch.Tensor, segments: Sequence[torch.Tensor], tag: int) -> Pending:
         nbytes, ranks = own.numel() * full.itemsize, self.ranks
         self.traffic.add(Kind.GATHER, nbytes * (ranks - 1))
@@ -92,13 +125,15 @@ class Exchange(Grouped):
         segments[self.rank].copy_(own)  # sends never read `full`: freeing `full` need not wait for slow peers
         return self._opened(Pending(receives, segments, own, (tag, number, nbytes, len(receives)), notes))
 
+    @_whole
     def end_gather(self, pending: Pending, what: str) -> None:
         self._names[pending.post[0]] = what
         if self._end(pending, what) and pending.notes:
             self._read_into(pending, pending.parts, what)
             self._sends.append(self._ack(pending, what))
-            self._open.pop(id(pending), None)
+            self._open.pop(pending.post[0], None)
 
+    @_whole
     def begin_reduce(self, buffer: torch.Tensor, segments: Sequence[torch.Tensor], tag: int) -> Pending:
         tag += Kind.REDUCE
         own = segments[self.rank]
@@ -110,13 +145,11 @@ class Exchange(Grouped):
         parts = [own if r == self.rank or r in near else torch.empty_like(own) for r in range(self.ranks)]
         return self._exchange(segments, parts, tag, buffer, near)
 
+    @_whole
     def end_reduce(
         self, pending: Pending, own: torch.Tensor, dtype: torch.dtype, what: str, divisor: torch.Tensor | None = None
     ) -> torch.Tensor:
-        if not self._end(pending, what):
-            total = own.to(dtype, copy=True)
-            _lost_totals.append(weakref.ref(total))
-            return total
+        self._end(pending, what)
         parts = self._parts(pending, own, what)
         total = next((part for r, part in enumerate(parts[:2]) if r != self.rank and r not in pending.notes), own)
         if total is own or total.dtype != dtype:
@@ -125,11 +158,8 @@ class Exchange(Grouped):
         self._end_reading(pending, what)
         return total
 
+    @_whole
     def begin_total(self, total: torch.Tensor, tag: int, divisor: torch.Tensor | None = None) -> Pending:
-        if _lost_totals and _is_lost(total):
-            pending = Pending([])
-            pending.lost = True
-            return pending
         tag += Kind.REPLICATE
         if self._is_sent_whole(total):
             self.traffic.add(Kind.REPLICATE, total.nbytes)
@@ -148,13 +178,15 @@ class Exchange(Grouped):
         pending.divisor = divisor
         return pending
 
+    @_whole
     def continue_total(self, pending: Pending, total: torch.Tensor, tag: int, what: str) -> Pending:
-        if self._is_sent_whole(total) or not self._end(pending, what):
+        if self._is_sent_whole(total):
             return pending
+        self._end(pending, what)
         own = self._pieces(total)[self.rank]
         _sum_in_rank_order(self._parts(pending, own, what), own, pending.divisor)
         self._check(pending, what)
-        self._open.pop(id(pending), None)
+        self._open.pop(pending.post[0], None)
         sent = pending.keep
         assert isinstance(sent, torch.Tensor)
         if sent is not total:
@@ -164,26 +196,28 @@ class Exchange(Grouped):
         outgoing, near = [self._pieces(sent)[self.rank]] * self.ranks, self._near_for(pieces[0].nbytes)
         return self._exchange(outgoing, pieces, tag + Kind.REPLICATE_BACK, sent, near)
 
+    @_whole
     def end_total(self, pending: Pending, total: torch.Tensor, what: str) -> None:
-        if self._end(pending, what):
-            if self._is_sent_whole(total):
-                _sum_in_rank_order(pending.parts, total, pending.divisor)
-            elif pending.notes:
-                self._read_into(pending, pending.parts, what)
-                self._end_reading(pending, what)
+        self._end(pending, what)
+        if self._is_sent_whole(total):
+            _sum_in_rank_order(pending.parts, total, pending.divisor)
+        elif pending.notes:
+            self._read_into(pending, pending.parts, what)
+            self._end_reading(pending, what)
 
     def _is_sent_whole(self, total: torch.Tensor) -> bool:
         """True if every rank sends its whole total, and sums it all."""
         return self.ranks == 2 and total.nbytes <= _WHOLE_NBYTES
 
+    @_whole
     def settle(self, what: str) -> None:
         self._wait_for_all(self._reads, what)
 
+    @_whole
     def drain(self, what: str) -> None:
-        for reference in list(self._open.values()):  # others wait until this rank has read theirs
-            pending = reference()
-            if pending is not None and pending.notes and pending.post[0] % len(Kind) == Kind.GATHER:
-                self.end_gather(pending, self._names.get(pending.post[0], what))
+        for tag, pending in list(self._open.items()):  # others wait until this rank has read theirs
+            if tag % len(Kind) == Kind.GATHER:
+                self.end_gather(pending, self._names.get(tag, what))
         self._wait_for_all(self._reads, what)
         self._wait_for_all(self._sends, what)
 
@@ -221,8 +255,6 @@ class Exchange(Grouped):
 
     def _near_for(self, nbytes: int) -> dict[int, shared_memory.Neighbour]:
         """The ranks that read a message where it lies."""
-        if self._wires is None:
-            self._connect()
         return self._near if nbytes >= self._min_nbytes else _NOBODY
 
     @property
@@ -259,10 +291,10 @@ class Exchange(Grouped):
             targets[source].copy_(self._read(pending, source, targets[source], what))
 
     def _check(self, pending: Pending, what: str) -> None:
-        """Raise StateError if what was read had been given up by then."""
+        """Raise StateError if the communication of a rank had failed by the time that its memory was read."""
         for source, note in pending.notes.items():
             if self._near[source].epoch != int(note[0]):
-                self._fail(what, RuntimeError(f"rank {self.members[source]} has given its connections up"))
+                self._fail(what, RuntimeError(f"the communication of rank {self.members[source]} has failed"))
 
     def _ack(self, pending: Pending, what: str) -> tuple[list[dist.Work], object, Post]:
         """Say that everything was read."""
@@ -280,7 +312,7 @@ class Exchange(Grouped):
             self._reads.append(self._ack(pending, what))
             self._reads.append((pending.acks, pending.keep, self._post_of_acks(pending.post[0], pending.acks)))
             self._names[pending.post[0]] = what
-            self._open.pop(id(pending), None)
+            self._open.pop(pending.post[0], None)
 
     def _post_of_acks(self, tag: int, acks: Sequence[dist.Work]) -> Post:
         tag += TAKEN
@@ -316,16 +348,38 @@ class Exchange(Grouped):
     # -- what every exchange goes through
 
     def _begin(self, tag: int) -> int:
-        """Something is begun: return how often it was, on these connections. All members count alike."""
+        """Something is begun: return how often it was. All members count alike."""
         if self._wires is None:
-            self._connect()
+            self._refuse()
         thread = get_ident()
-        if thread != self._thread:
-            self.many_threads |= thread in self._threads  # one moves to another thread for good, two take turns
-            self._threads.add(thread)
-            self._thread = thread
+        if thread != self.thread:
+            self._change_thread(thread)
+        if tag in self._open:
+            self._end_left(tag)
         number = self.counts[tag] = self.counts.get(tag, 0) + 1
         return number
+
+    def _end_left(self, tag: int) -> None:
+        """An exception has left what is on its way with this tag: the others count it, so it comes before the next one."""
+        what = self._names.get(tag, "what was on its way before an exception")
+        if tag % len(Kind) != Kind.GATHER:
+            self._fail(what, RuntimeError("an exception has left a reduction in the middle"))
+        self.end_gather(self._open[tag], what)
+
+    def _change_thread(self, thread: int) -> None:
+        """Threads may take turns, between one pass and the next."""
+        if self.waiting is not None or self._open or self._sends or self._reads:
+            raise StateError(
+                explain(
+                    "Two threads communicate over one process group at once.",
+                    expected="one thread at a time: what a process sends has one order, the same on every rank",
+                    got="a call from a second thread, in the middle of a forward or backward of the first",
+                    where=f"rank {self.rank} of {self.ranks} (global ranks {list(self.members)}), at {pulse.place()}",
+                    fix="give each model that has a thread of its own a process group of its own: "
+                    "process_group=torch.distributed.new_group()",
+                )
+            )
+        self.thread = thread
 
     def _start(
         self,
@@ -342,8 +396,8 @@ class Exchange(Grouped):
         sends: list[dist.Work] = []
         acks: list[dist.Work] = []
         notes: dict[int, torch.Tensor] = {}
+        wires = self._wires
         try:
-            wires = self._wires
             for source, _ in self._peers:
                 if source in near:
                     notes[source] = torch.zeros(_NOTE_NUMEL, dtype=torch.int64, device="cpu")
@@ -362,68 +416,57 @@ class Exchange(Grouped):
         return receives, sends, notes, acks, number
 
     def _opened(self, pending: Pending) -> Pending:
-        self._open[id(pending)] = weakref.ref(pending)
+        self._open[pending.post[0]] = pending
         return pending
 
     def _end(self, pending: Pending, what: str) -> bool:
-        """Wait for it. False if there is nothing more to do: it was lost, or ended before."""
-        if pending.lost or pending.ended:
+        """Wait for it. False if it had ended before."""
+        if pending.ended:
             return False
+        if self._wires is None:
+            self._refuse()
         self._wait(pending.works, pending.post, what)
         pending.works.clear()
         pending.ended = True
         if not pending.notes:
-            self._open.pop(id(pending), None)  # what is still to be read stays: it holds connections
+            self._open.pop(pending.post[0], None)  # what is still to be read stays: others wait for it
         return True
 
     def _wait(self, works: list[dist.Work], post: Post, what: str) -> None:
         waiting, timeout = None, self.timeout
-        failure: RuntimeError | None = None
         try:
             for index, work in enumerate(works):
                 self.waiting = waiting = post, index, what
                 work.wait(timeout)
-                if self.diagnosis is not None:
-                    break
-            else:
-                self.waiting = None
-                return
         except RuntimeError as error:
-            failure = error
-        except BaseException:
+            self._fail(self._name(post, what), error, waiting)
+        finally:
             self.waiting = None
-            raise
-        self.waiting = None
-        del work  # a traceback would keep it, and with it the connections
-        works.clear()
-        self._fail(self._name(post, what), failure, waiting)
 
     def _name(self, post: Post, what: str) -> str:
         """What a wait is for: what is drained was gathered under a name of its own."""
         tag, _, _, num_receives = post
         return what if num_receives and tag < TAKEN else self._names.get(tag % TAKEN, what)
 
-    @contextlib.contextmanager
-    def _together(self, what: str) -> Iterator[None]:
-        # The watch cannot end such a wait; it tells those who wait for this rank.
+    def _run(self, what: str, collective: Callable[[Collectives], None]) -> None:
         number = self._begin(watch.TOGETHER)
         self.waiting = waiting = (watch.TOGETHER, number, 0, 0), 0, what
-        failure = None
         try:
-            yield
+            collective(torch_private.GlooCollectives(self._wires))
         except RuntimeError as error:
-            failure = error
+            self._fail(what, error, waiting)
+        except BaseException as error:
+            self._leave(what, error)
+            raise
         finally:
             self.waiting = None
-        if failure is not None or self.diagnosis is not None:
-            self._fail(what, failure, waiting)
 
     def _connect(self) -> None:
-        """Collective. Connect, or connect anew where connections were given up."""
+        """Collective."""
         here, others = watch.board(), [rank for rank in self.members if rank != self.members[self.rank]]
         if here is None:
             raise StateError("the process group of this module was destroyed; wrap the model again after init_process_group")
-        what, waiting, failure = "the other ranks to connect", None, None
+        what, waiting = "the other ranks to connect", None
         try:
             self.counts[watch.ARRIVAL] = 1
             here.arrive(self)
@@ -432,33 +475,56 @@ class Exchange(Grouped):
                 index = next((i for i, (peer, _) in enumerate(self._peers) if not here.have_arrived(self, [self.members[peer]])), 0)
                 if waiting is None or waiting[1] != index:
                     self.waiting = waiting = (watch.ARRIVAL, 1, 0, self.ranks), index, what
-                if self.diagnosis is not None:
-                    break
-                if time.monotonic() > end or here.why_broken(self.name, self.generation, self.members[self._peers[index][0]]):
-                    raise RuntimeError("a rank did not come")
+                missing = self.members[self._peers[index][0]]
+                if self.diagnosis is not None or time.monotonic() > end or here.why_broken(self.name, missing):
+                    raise RuntimeError(f"rank {missing} did not come")
                 time.sleep(pause_s)
                 pause_s = min(2 * pause_s, 0.05)
-            else:
-                self._wires = torch_private.gloo_of_its_own(self.group, self.rank, self.ranks, self.timeout, self.generation)
-                self._find_near()
+            self._wires = torch_private.gloo_of_its_own(self.group, self.rank, self.ranks, self.timeout)
+            self._find_near()
         except RuntimeError as error:
-            failure = error
+            self._fail(what, error, waiting)
+        except BaseException as error:
+            self._leave(what, error)
+            raise
         finally:
             self.waiting = None
-        if failure is not None or self._wires is None:
-            self._fail(what, failure, waiting)
 
-    def _fail(self, what: str, error: RuntimeError | None, waiting: watch.Waiting | None = None) -> typing.NoReturn:
-        """A wait was in vain: give up all connections, and raise the error that says why."""
+    def _fail(self, what: str, error: RuntimeError, waiting: watch.Waiting | None = None) -> typing.NoReturn:
+        """A wait was in vain: communication has failed, and the error says why."""
         report = self.diagnosis or watch.why(self) or watch.Report(False, {})
         if waiting is not None:
             wait = self.describe(waiting)
             report = dataclasses.replace(report, lines={**report.lines, wait.rank: wait.text})
-        watch.give_up(self, report)
-        if report.circle:
-            raise self._error(f"Waiting for {what} can never end: ranks wait for each other.", str(report)) from error
         silence = f"no message within {self.timeout.total_seconds():g} s, or a broken connection ({error})"
-        raise self._error(f"Waiting for {what} failed.", "; ".join(filter(None, [silence, str(report)]))) from error
+        if report.circle:
+            first, got = f"Waiting for {what} can never end: ranks wait for each other.", str(report)
+        else:
+            first, got = f"Waiting for {what} failed.", "; ".join(filter(None, [silence, str(report)]))
+        self._failure = self._failure or f"{first} {got}"
+        watch.give_up(self, report)
+        raise self._error(first, got) from error
+
+    def _leave(self, what: str, error: BaseException) -> None:
+        """An exception that is not of communication, above all an interrupt, came in the middle of it."""
+        if not self._is_closed:
+            rank = self.members[self.rank]
+            self._failure = f"rank {rank} left {what} with {type(error).__name__}, at {pulse.place()}"
+            watch.give_up(self, watch.Report(False, {rank: self._failure}))
+
+    def _refuse(self) -> typing.NoReturn:
+        if not self._failure:
+            raise StateError("the process group of this module was destroyed; wrap the model again after init_process_group")
+        raise StateError(
+            explain(
+                "Communication between the ranks has failed before, and stays failed.",
+                expected="no further use of these ranks' connections after the error that said so",
+                got=self._failure,
+                where=f"rank {self.rank} of {self.ranks} (global ranks {list(self.members)}), at {pulse.place()}",
+                fix="end the process, so that torchrun restarts all ranks from a checkpoint; or, on all ranks, wrap the model "
+                "again over a new process group",
+            )
+        )
 
     # -- for the watch
 
@@ -467,8 +533,12 @@ class Exchange(Grouped):
         group = self._group()
         return group is not None and torch_private.is_registered(group)
 
+    @property
+    def is_connected(self) -> bool:
+        return not self._is_closed
+
     def describe(self, waiting: watch.Waiting) -> watch.Wait:
-        (tag, number, nbytes, num_receives), index, what = waiting
+        (tag, number, _, num_receives), index, what = waiting
         what = self._name(waiting[0], what)
         rank, sends = self.members[self.rank], index >= num_receives
         if tag == watch.TOGETHER:
@@ -485,46 +555,27 @@ class Exchange(Grouped):
             if tag == watch.ARRIVAL:
                 text = f"rank {rank} waits for rank {peers[0]} to connect"
         text += f", at {pulse.place()}"
-        return watch.Wait(rank, peers, self.name, self.generation, self.rank, tag, number, nbytes, sends, text)
+        return watch.Wait(rank, peers, self.name, tag, number, text)
 
-    def release(self, member: int, tag: int, nbytes: int, sends: bool) -> None:
-        if self._wires is not None:  # a message may be shorter than the memory it goes to
-            scratch = torch.empty(max(nbytes, 8 * _NOTE_NUMEL) if sends else 0, dtype=torch.uint8, device="cpu")
-            transfer = self._wires.recv if sends else self._wires.send
-            self._releases.append((transfer([scratch], member, tag), scratch))
+    def end_wait(self) -> None:
+        if self._wires is not None:
+            torch_private.break_connections(self._wires, self._peers[0][0])
 
-    def forget(self) -> None:
+    def fail(self, report: watch.Report) -> None:
         shared_memory.renounce()  # first: who still reads what is given up here must see it
-        self.generation += 1  # also of connections that were not used since: others have heard that they are given up
+        self._failure = self._failure or f"another communication of this process failed: {report}"
+        self.end_wait()
         self.close()
 
     def close(self) -> None:
-        """Connections close when nothing holds them any more, and that includes the works."""
-        for reference in self._open.values():
-            pending = reference()
-            if pending is not None:
-                pending.works.clear()
-                pending.acks.clear()
-                pending.lost = True
+        """Nothing is received any more, whoever still holds a work or a message."""
+        self._wires, self._is_closed = None, True
         self._open.clear()
-        for works, _, _ in (*self._sends, *self._reads):
-            works.clear()
         self._sends.clear()
         self._reads.clear()
-        self._releases.clear()
         self.counts.clear()
         self._asked.clear()
         self._near = {}
-        self._wires = self.diagnosis = None
-
-
-# What a reduction goes on with after its connections were given up, until it has come to its end.
-_lost_totals: list[weakref.ref[torch.Tensor]] = []
-
-
-def _is_lost(total: torch.Tensor) -> bool:
-    _lost_totals[:] = [reference for reference in _lost_totals if reference() is not None]
-    return any(reference() is total for reference in _lost_totals)
 
 
 def _note(message: torch.Tensor) -> torch.Tensor:

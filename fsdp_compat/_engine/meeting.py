@@ -11,75 +11,63 @@ Without groups, or with one rank, nothing is sent: a call that does not communic
 How ranks meet. All meetings of one set of ranks are numbered. A rank writes down what it calls and from where, and adds to the
 meeting's counter: 1, and the checksum of the call (with the number of the model among those of these ranks) above the bits of the
 count. So one addition says how many are here and whether all of them call the same; who is not the last reads the counter until it
-says so. That is two round trips to the store for each rank, however many there are; the longer it takes, the rarer it is read.
+says so. That is one round trip to the store for the last rank, however many there are; the longer it takes, the rarer it is read.
 
-Who does not come. The first one to arrive asks those who are missing what they are doing; the watch's thread answers (watch.py,
-pulse.py). A rank that makes progress, or waits for others in a way that the watch knows, is waited for until the time limit of the
-process group. One that has made none for ``LIMIT_S``, whose program has ended, or that gives no answer for three times as long (a
-thread gets no turn while a long call into C keeps the interpreter), ends the meeting. A meeting is also a wait that the watch
-sees: if a missing rank waits for one that is here, that is a circle, and both get its error.
+Who does not come. Those who are here, above all the first one, ask those who are missing what they are doing; the watch's thread
+answers (watch.py, pulse.py). A rank that makes progress, waits for others in a way that the watch knows, or does not answer (it is
+stopped, or a long call into C keeps the interpreter) is waited for until the time limit of the process group. One that has made no
+progress for ``watch.idle_limit_s()``, whose communication has failed, whose program has ended or whose process is gone ends the
+meeting. A meeting is also a wait that the watch sees: if a missing rank waits for one that is here, that is a circle.
 
-How it ends. Either the counter gets complete or somebody puts a negative number in its place, by compare-and-set: never both. Who
-does that gives up all its connections as after any circle (watch.py): who is in the meeting, who comes to it later, and who waits
-for this rank somewhere else, are told the same. Each rank goes on to the next *generation* of meetings, which begin at number 1
-again. A counter is used again three meetings later, when nobody can be reading it; so the store does not grow.
+How it ends. Either the counter gets complete or somebody puts a negative number in its place, by compare-and-set: never both. Then
+all who are in the meeting get the error. Nothing was sent, so nothing is given up: they can go on. A rank that comes later finds
+the meeting closed and goes on to the next number, where those who were refused come next; if they do not come, it is refused there.
+The last rank of a complete meeting removes the counters of those before, which nobody can be reading: so the store does not grow.
 
 Two environment variables, which all ranks have to see alike: FSDP_COMPAT_MEET=0 switches meetings off, FSDP_COMPAT_MEET_TIMEOUT is
-``LIMIT_S``.
+for how many seconds a missing rank may be idle.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
+import json
 import os
 import threading
 import time
-import typing
 import weakref
 import zlib
 from collections.abc import Iterable, Iterator
 
 import torch.distributed as dist
 
-from ..errors import StateError, UsageError, explain
+from ..errors import StateError, explain
 from . import pulse, torch_private, watch
 from .collectives import Communicator
 from .unit import Group
 
-__all__ = ["LIMIT_S", "ON", "expect", "meet", "together"]
+__all__ = ["expect", "is_on", "meet", "together"]
 
-
-def _limit_s(text: str) -> float:
-    with contextlib.suppress(ValueError):
-        if float(text) > 0:
-            return float(text)
-    raise UsageError(
-        explain(
-            "The environment variable FSDP_COMPAT_MEET_TIMEOUT is not a time.",
-            expected="a positive number of seconds",
-            got=repr(text),
-            where="the environment of this process",
-            fix="set it to a number of seconds, alike on all ranks, or unset it for 10",
-        )
-    )
-
-
-ON = os.environ.get("FSDP_COMPAT_MEET", "1") != "0"
-LIMIT_S = _limit_s(os.environ.get("FSDP_COMPAT_MEET_TIMEOUT", "10"))  # without progress, before a missing rank is given up
 ASK_S = 1.0  # at most, between two questions to a missing rank
+_NUM_ASKED = 64  # at most, of those who are missing
 PAUSE_S = 0.2  # at most, between two looks at the counter
 
 _COUNT_BITS, _CALL_BITS = 18, 24  # together with as many again for a sum over all ranks they fit into the store's 64 bits
 _CLOSED = -(1 << 61)  # whatever is added afterwards, it stays negative
-_NUM_COUNTERS = 3
+
+
+def is_on() -> bool:
+    """False where FSDP_COMPAT_MEET=0 has switched meetings off."""
+    return os.environ.get("FSDP_COMPAT_MEET", "1") != "0"
 
 
 class _Inquiry:
-    """What the first one at a meeting knows about those who are missing."""
+    """What a rank that waits at a meeting knows about those who are missing."""
 
-    def __init__(self, board: watch.Board) -> None:
-        self._board = board
+    def __init__(self, board: watch.Board, line: str) -> None:
+        """line: the communication that the meeting is for."""
+        self._board, self._line = board, line
         self._heard: dict[int, tuple[int, float]] = {}  # by rank: number of the last answer, when it came
 
     def of(self, rank: int) -> tuple[str, bool]:
@@ -88,12 +76,16 @@ class _Inquiry:
         answer = self._board.answer_of(rank)
         if answer is not None and answer.ended:
             return f"it {answer.text}", True
+        failed = self._board.why_broken(self._line, rank)
+        if failed is not None:
+            return f"its communication has failed ({failed})", True
         last, at = self._heard.setdefault(rank, (number - 1, now))
         if answer is None or answer.number <= last:  # nothing new
-            silent_s = now - at
-            return f"it has given no sign of life for {silent_s:.0f} s", silent_s > 3 * LIMIT_S
+            if self._board.is_gone(rank):
+                return "its process has ended without a word, as one that was killed does", True
+            return f"it has given no sign of life for {now - at:.0f} s", False
         self._heard[rank] = (answer.number, now)
-        idle = answer.idle_s >= LIMIT_S
+        idle = answer.idle_s >= watch.idle_limit_s()
         return f"it {answer.text}" + (f", and has made no progress for {answer.idle_s:.0f} s" if idle else ""), idle
 
 
@@ -111,168 +103,182 @@ class _RollCall:
         # A store may outlive a world, and begin the next one with the keys of the last.
         world_number = (store.add(f"fsdp_compat/worlds/{ranks}", 1) - 1) // len(members)
         self.name = f"meetings/{ranks}/{world_number}"
-        self.generation = 0
         self.counts: dict[int, int] = {}
+        self.thread = 0  # that has met last
         self.waiting: watch.Waiting | None = None
         self.diagnosis: watch.Report | None = None
-        self.many_threads = False
-        self._threads = [0]  # those that meet, in the order in which they did
         self.num_groups = 0  # that were expected: the same on all members
-        self._value: int | None = None  # while in a meeting: what each member adds to its counter
+        self._next = 1  # number of the next meeting, unless it is closed by then
+        self._last = 0  # the last complete one
+        self._lock = threading.Lock()
         watch.add(self)
 
-    def meet(self, call: str, number: int) -> None:
-        """number: of the first group that the call is about, among all that are spread over these ranks."""
-        thread = threading.get_ident()
-        if thread != self._threads[-1]:
-            self.many_threads |= thread in self._threads
-            self._threads.append(thread)
-        turn = self.counts[watch.TOGETHER] = self.counts.get(watch.TOGETHER, 0) + 1
-        self._value = 1 + ((zlib.crc32(f"{call} {number}".encode()) & ((1 << _CALL_BITS) - 1)) << _COUNT_BITS)
-        call = f"{call}()"
+    def meet(self, call: str, number: int, line: str) -> None:
+        """number: of the first group that the call is about, among all that are spread over these ranks. line: of its ranks."""
+        if not self._lock.acquire(blocking=False):
+            raise self._error(
+                f"{call}() was called while another thread of this rank waits for other ranks.",
+                f"rank {self.members[self.rank]} called {call}() from a second thread",
+            )
         try:
-            self._store.set(self._post_key(turn, self.members[self.rank]), f"{turn} called {call} at {pulse.place()}")
-            self._store.set(self._counter_key(turn + 1), "0")  # before this meeting is complete, so before anybody adds to that
-            total = self._store.add(self._counter_key(turn), self._value)
-            if not self._is_complete(total):
-                self.waiting = (watch.TOGETHER, turn, 0, 0), 0, call
-                self._wait(call, turn, total)
+            self._meet(f"{call}()", zlib.crc32(f"{call}() {number}".encode()), line)
+        finally:
+            self.waiting = self.diagnosis = None
+            self._lock.release()
+
+    def _meet(self, call: str, checksum: int, line: str) -> None:
+        rank, self.thread, value = self.members[self.rank], threading.get_ident(), _value_of(checksum)
+        turn, self.diagnosis = self._next, None
+        try:
+            while True:
+                turn = self._next
+                self._store.set(self._key(f"post/{rank}"), f"{turn} called {call} at {pulse.place()}")
+                total = self._store.add(self._key(str(turn)), value)
+                self._next += 1
+                if total > 0:  # else it was closed before this rank came
+                    break
+            self.counts[watch.RENDEZVOUS] = turn
+            if total == len(self.members) * value:
+                self._clear(turn)
+            else:
+                self.waiting = (watch.RENDEZVOUS, turn, 0, 0), 0, call
+                self._wait(call, turn, total, value, line)
+            self._last = turn
         except RuntimeError as error:
             if isinstance(error, StateError):
                 raise
-            self._fail(call, {self.members[self.rank]: f"rank {self.members[self.rank]} cannot reach the store ({error})"}, error)
+            raise self._error(_FIRST.format(call), f"rank {rank} cannot reach the store ({error})") from error
         except BaseException as error:  # above all an interrupt, while others wait here
-            if self._close(turn):
-                rank = self.members[self.rank]
-                watch.give_up(self, watch.Report(True, {rank: f"rank {rank} left {call} with {type(error).__name__}"}))
+            with contextlib.suppress(RuntimeError):
+                self._close(turn, value, {rank: f"rank {rank} left {call} with {type(error).__name__}"})
             raise
-        finally:
-            self.waiting = self._value = None
 
-    def _wait(self, call: str, turn: int, total: int) -> None:
-        assert self._value is not None
+    def _wait(self, call: str, turn: int, total: int, value: int, line: str) -> None:
         started = asked_at = time.monotonic()
-        num_here = total & ((1 << _COUNT_BITS) - 1) if total > 0 else 0
-        inquiry = _Inquiry(watch.Board(self._store)) if num_here == 1 else None
-        if total != num_here * self._value and num_here:
-            self._end(call, turn, {rank: "" for rank in self._missing(turn)})
-            return
-        while not self._is_complete(total):
+        num_here = total & ((1 << _COUNT_BITS) - 1)
+        inquiry, ask_s = _Inquiry(watch.Board(self._store), line), min(ASK_S, watch.idle_limit_s() / 5)
+        if num_here > 1:  # somebody asks already, and may die while it waits
+            ask_s *= 5 * max(1, len(self.members) / 64)
+        found: dict[int, str] | None = None  # why it is in vain to wait, by rank that is missing
+        if total != num_here * value:
+            found = dict.fromkeys(self._missing(turn), "")
+        while found is None and total != len(self.members) * value:
             now = time.monotonic()
             if total < 0:
-                self._raise_as_told(call, ", which others had given up" if num_here == 0 else "")
+                raise self._as_told(call, turn)
             if self.diagnosis is not None:
-                self._fail(call, self.diagnosis.lines)
-            if now - started > self._timeout_s:
-                self._end(call, turn, {rank: f": the time limit of {self._timeout_s:g} s is over" for rank in self._missing(turn)})
-                return
-            if inquiry is not None and now - asked_at > min(ASK_S, LIMIT_S / 5):
+                self._close(turn, value, self.diagnosis.lines)
+            elif now - started > self._timeout_s:
+                found = {rank: f": the time limit of {self._timeout_s:g} s is over" for rank in self._missing(turn)}
+                break
+            elif now - asked_at > ask_s:
                 asked_at = now
-                found = {rank: inquiry.of(rank) for rank in self._missing(turn)}
-                if any(vain for _, vain in found.values()):
-                    self._end(call, turn, {rank: f": {text}" for rank, (text, _) in found.items()})
-                    return
+                missing = self._missing(turn)
+                answers = {rank: inquiry.of(rank) for rank in missing[:_NUM_ASKED]}
+                if any(vain for _, vain in answers.values()):
+                    found = dict.fromkeys(missing, "") | {rank: f": {text}" for rank, (text, _) in answers.items()}
+                    break
             time.sleep(min(PAUSE_S, max(5e-5, (now - started) / 10)))
-            total = self._store.add(self._counter_key(turn), 0)
+            total = self._store.add(self._key(str(turn)), 0)
+        if found is not None:
+            lines = {rank: f"rank {rank} has not come{why}" for rank, why in found.items()}
+            for rank in self.members:
+                if rank not in found:
+                    lines[rank] = f"rank {rank} {self._post(turn, rank) or 'came'}"
+            if not self._close(turn, value, lines):  # it has got complete meanwhile
+                return
+            raise self._as_told(call, turn)
 
-    def _end(self, call: str, turn: int, missing: dict[int, str]) -> None:
-        """Give the meeting up, unless it has got complete meanwhile. missing: why, by rank."""
-        if not self._close(turn):
-            return
-        lines = {rank: f"rank {rank} has not come{why}" for rank, why in missing.items()}
-        for rank in self.members:
-            if rank not in missing:
-                lines[rank] = f"rank {rank} {self._post(turn, rank) or 'came'}"
-        self._fail(call, lines)
-
-    def _raise_as_told(self, call: str, late: str) -> typing.NoReturn:
-        """Another member has given the meeting up, and says why as soon as it has found the words. late: of who comes later."""
-        report, end, rank = None, time.monotonic() + 2.0, self.members[self.rank]
-        board = watch.Board(self._store)
-        while report is None and time.monotonic() < end:
-            closer = self._store.compare_set(self._key("closed by"), "", "")
-            report = board.why_broken(self.name, self.generation, int(closer)) if closer else None
+    def _as_told(self, call: str, turn: int) -> StateError:
+        """The error of a meeting that was closed, in the words of who has closed it: the same on all its ranks."""
+        text, end = "", time.monotonic() + 2.0
+        while not text and time.monotonic() < end:
+            text = self._store.compare_set(self._key(f"why/{turn}"), "", "").decode()
             time.sleep(0.001)
-        lines = dict(report.lines) if report is not None else {}
-        if late or rank not in lines:
-            lines[rank] = f"rank {rank} called {call} at {pulse.place()}{late}"
-        self._fail(call, lines)
-
-    def _fail(self, call: str, lines: dict[int, str], cause: BaseException | None = None) -> typing.NoReturn:
+        lines = {int(rank): line for rank, line in json.loads(text or "{}").items()}
         rank = self.members[self.rank]
-        report = watch.Report(True, lines)
-        watch.give_up(self, report)
-        raise StateError(
+        lines.setdefault(rank, f"rank {rank} called {call} at {pulse.place()}")
+        return self._error(_FIRST.format(call), str(watch.Report(False, lines)))
+
+    def _error(self, first: str, got: str) -> StateError:
+        return StateError(
             explain(
-                f"The ranks did not come together in {call}.",
+                first,
                 expected=f"the same call on each of the ranks {list(self.members)}, of the same model, in the same order",
-                got=str(report),
-                where=f"rank {rank}, at {pulse.place()}",
+                got=got,
+                where=f"rank {self.members[self.rank]}, at {pulse.place()}",
                 fix="make the call on every rank, whatever one of them does with the result; if a rank decides about it, let all "
-                "follow one decision (broadcast it). FSDP_COMPAT_MEET=0 switches this check off",
+                "follow one decision (broadcast it). Nothing was sent: every rank can go on. FSDP_COMPAT_MEET=0 switches this "
+                "check off",
             )
-        ) from cause
+        )
 
     # -- in the store
 
     def _key(self, what: str) -> str:
-        return f"fsdp_compat/{self.name}/{self.generation}/{what}"
-
-    def _counter_key(self, turn: int) -> str:
-        return self._key(str(turn % _NUM_COUNTERS))
-
-    def _post_key(self, turn: int, rank: int) -> str:
-        return self._key(f"{turn % _NUM_COUNTERS}/{rank}")
+        return f"fsdp_compat/{self.name}/{what}"
 
     def _post(self, turn: int, rank: int) -> str:
         """What a member called and from where, or nothing if it has not come."""
-        number, _, text = self._store.compare_set(self._post_key(turn, rank), "", "").decode().partition(" ")
+        number, _, text = self._store.compare_set(self._key(f"post/{rank}"), "", "").decode().partition(" ")
         return text if number == str(turn) else ""
 
     def _missing(self, turn: int) -> list[int]:
         return [rank for rank in self.members if not self._post(turn, rank)]
 
-    def _is_complete(self, total: int) -> bool:
-        return self._value is not None and total == len(self.members) * self._value
-
-    def _close(self, turn: int) -> bool:
-        """Let a meeting never take place; return False if it has already."""
-        key, found = self._counter_key(turn), ""
+    def _close(self, turn: int, value: int, lines: dict[int, str]) -> bool:
+        """Let a meeting never take place, and say why by rank; return False if it has taken place already."""
+        key, found, closed = self._key(str(turn)), "", str(_CLOSED - self.rank)  # by this rank, not by another one
         while True:
-            now = self._store.compare_set(key, found, str(_CLOSED)).decode()
+            now = self._store.compare_set(key, found, closed).decode()
+            if now == closed:
+                self._store.set(self._key(f"why/{turn}"), json.dumps(lines))
+                return True
             if int(now) < 0:
                 return True
-            if self._is_complete(int(now)):
+            if int(now) == len(self.members) * value:
                 return False
             found = now
 
+    def _clear(self, turn: int) -> None:
+        """All have come to this meeting, so nobody looks at those before any more."""
+        with contextlib.suppress(RuntimeError):
+            for before in range(max(self._last, 1), turn):
+                self._store.delete_key(self._key(str(before)))
+                if before > self._last:
+                    self._store.delete_key(self._key(f"why/{before}"))
+
     # -- for the watch
+
+    is_connected = False
 
     @property
     def is_alive(self) -> bool:
         return dist.group.WORLD is not None and self._world() is dist.group.WORLD
 
     def describe(self, waiting: watch.Waiting) -> watch.Wait:
-        (tag, number, nbytes, _), _, what = waiting
+        (tag, number, _, _), _, what = waiting
         rank = self.members[self.rank]
         peers = tuple(r for r in self.members if r != rank)
         text = f"rank {rank} waits in {what} for the ranks {list(peers)}, at {pulse.place()}"
-        return watch.Wait(rank, peers, self.name, self.generation, self.rank, tag, number, nbytes, False, text)
+        return watch.Wait(rank, peers, self.name, tag, number, text)
 
-    def release(self, member: int, tag: int, nbytes: int, sends: bool) -> None:
-        """Nobody needs it: who waits looks up by itself."""
+    def end_wait(self) -> None:
+        """Nobody needs it: who waits looks at its diagnosis."""
 
-    def forget(self) -> None:
-        turn = self.counts.get(watch.TOGETHER, 0) + (self._value is None)  # that it is in, or would come to next
-        with contextlib.suppress(RuntimeError):
-            self._store.set(self._key("closed by"), str(self.members[self.rank]))
-            self._close(turn)
-        self.generation += 1
-        self.counts.clear()
-        self.diagnosis = None
+    def fail(self, report: watch.Report) -> None:
+        """Nothing can fail: it has no connections."""
 
     def close(self) -> None:
-        """It has no connections of its own."""
+        """It has no connections."""
+
+
+_FIRST = "The ranks did not come together in {}."
+
+
+def _value_of(checksum: int) -> int:
+    """What each member of a meeting adds to its counter."""
+    return 1 + ((checksum & ((1 << _CALL_BITS) - 1)) << _COUNT_BITS)
 
 
 # By world, and by members.
@@ -318,7 +324,8 @@ def _number(group: Group, roll_call: _RollCall) -> int:
 
 def expect(groups: Iterable[Group]) -> None:
     """Number groups, and let this process answer those who will wait for it. All ranks of the groups, in the same order."""
-    if ON:
+    if is_on():
+        watch.idle_limit_s()  # a bad one is said now, on every rank, and not when one waits
         pulse.follow()
         for group in groups:
             for wire, _ in _wires([group], copies=True):
@@ -332,10 +339,10 @@ def meet(call: str, groups: Iterable[Group], *, copies: bool = False) -> None:
 
     Raises StateError, on all of them, as soon as that can never be.
     """
-    if not ON or _depth.value:
-        return
     wires = list(_wires(groups, copies))
-    if not wires:
+    for wire, _ in wires:
+        wire.require_working()
+    if not wires or _depth.value or not is_on():
         return
     pulse.follow()
     wires.sort(key=lambda pair: (-pair[0].ranks, pair[0].members))  # one order on all ranks, or they would wait in a circle
@@ -345,7 +352,7 @@ def meet(call: str, groups: Iterable[Group], *, copies: bool = False) -> None:
             continue
         roll_call = _roll_call(wire.members)
         if roll_call is not None:
-            roll_call.meet(call, _number(group, roll_call))
+            roll_call.meet(call, _number(group, roll_call), wire.name)
             met.append(frozenset(wire.members) if len(wires) > 1 else frozenset())
 
 

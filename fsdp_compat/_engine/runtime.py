@@ -67,7 +67,6 @@ class Runtime:
         self.sync = True  # False inside of no_sync
         # No parameter or buffer is without a value: looked at before the first forward. A simulation on meta has none at all.
         self._has_values = root.options.device.type == "meta"
-        self._generation = 0  # of the connections, in all: changes when they were given up
         self._serving: list[Unit] = []  # the units of a method that runs, whose ranks may make different numbers of calls
         for unit, name in zip(self.units, names, strict=True):
             if unit.runtime is not None:
@@ -208,8 +207,6 @@ class Runtime:
         if self._open:
             self._discard()
         self._stack.clear()
-        if (generation := sum(wire.generation for wire in self._wires)) != self._generation:  # a forward has failed
-            self._generation, self._forward_order, self._backward_order = generation, Order(), Order()
         for unit in self.units:
             unit.running = 0
             if unit.residency is not Residency.SHARDED or unit.shown_full:

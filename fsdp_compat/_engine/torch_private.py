@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import functools
 import sys
@@ -11,16 +12,25 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._C._distributed_c10d import AllgatherOptions, PrefixStore, ReduceScatterOptions, Store
+from torch._C._distributed_c10d import (
+    AllgatherOptions,
+    AllreduceOptions,
+    BroadcastOptions,
+    PrefixStore,
+    ReduceScatterOptions,
+    Store,
+)
 from torch._C._dynamo import eval_frame
 from torch.nn.utils import clip_grad
 from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
+    "GlooCollectives",
     "PoisonedMemory",
     "Store",
     "as_plain_tensor",
     "base_of",
+    "break_connections",
     "children_of",
     "copy_together",
     "default_device_of_backend",
@@ -255,15 +265,49 @@ def is_registered(group: dist.ProcessGroup) -> bool:
     return group in dist.distributed_c10d._world.pg_map
 
 
-def gloo_of_its_own(group: dist.ProcessGroup, rank: int, ranks: int, timeout: datetime.timedelta, generation: int = 0) -> Any:
+def gloo_of_its_own(group: dist.ProcessGroup, rank: int, ranks: int, timeout: datetime.timedelta) -> Any:
     """Connect the ranks of a group a second time, so that a user's messages and ours never meet.
 
     ``new_group`` would do it for all ranks of the world only, or under a name that depends on how many groups each process has
-    made; and what it makes lives until the world ends. generation: how often they have done so before. Collective: the ranks of
-    the group.
+    made; and what it makes lives until the world ends. Collective: the ranks of the group.
     """
-    store = PrefixStore(f"fsdp_compat/{group.group_name}/{generation}", dist.distributed_c10d._world.pg_map[group][1])
+    store = PrefixStore(f"fsdp_compat/{group.group_name}", dist.distributed_c10d._world.pg_map[group][1])
     return dist.ProcessGroupGloo(store, rank, ranks, timeout)
+
+
+def break_connections(gloo: Any, peer: int) -> None:
+    """Close the connections of ``gloo_of_its_own``, which ends every wait for them, in other threads too.
+
+    gloo has no call for it, and keeps connections while anything holds a work: but a wait that runs out of time closes them all.
+    """
+    with contextlib.suppress(RuntimeError):
+        gloo.recv([torch.empty(0, dtype=torch.uint8)], peer, _NEVER_SENT).wait(datetime.timedelta(milliseconds=1))
+
+
+_NEVER_SENT = (1 << 31) - 1  # a tag
+
+
+class GlooCollectives:
+    """The collectives of ``gloo_of_its_own``, which no public function takes."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, gloo: Any) -> None:
+        self._gloo = gloo
+
+    def all_reduce(self, values: torch.Tensor, op: dist.ReduceOp.RedOpType) -> None:
+        options: Any = AllreduceOptions()
+        options.reduceOp = op
+        self._gloo.allreduce([values], options).wait()
+
+    def broadcast(self, tensors: Sequence[torch.Tensor]) -> None:
+        for work in [self._gloo.broadcast([tensor], BroadcastOptions()) for tensor in tensors]:  # from the first rank, by default
+            work.wait()
+
+    def all_gather(self, own: torch.Tensor) -> torch.Tensor:
+        full = own.new_empty(self._gloo.size() * own.numel())
+        self._gloo.allgather([list(full.chunk(self._gloo.size()))], [own], AllgatherOptions()).wait()
+        return full
 
 
 def default_device_of_backend(group: dist.ProcessGroup) -> torch.device:

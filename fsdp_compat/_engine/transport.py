@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import collections
-import contextlib
 import enum
 import itertools
 import pickle
 import types
 import typing
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -25,11 +24,13 @@ all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_te
 
 __all__ = [
     "AnyRanks",
+    "Collectives",
     "Communicator",
     "Grouped",
     "Kind",
     "Pending",
     "Post",
+    "PublicCollectives",
     "Traffic",
     "all_gather",
     "gather_in_group",
@@ -74,7 +75,7 @@ Post = tuple[int, int, int, int]  # tag, number of its use, nbytes of a message,
 class Pending:
     """Something on its way: the works to wait for, and the tensors that must stay until then."""
 
-    __slots__ = ("__weakref__", "acks", "divisor", "ended", "keep", "lost", "notes", "parts", "post", "works")
+    __slots__ = ("acks", "divisor", "ended", "keep", "notes", "parts", "post", "works")
 
     def __init__(
         self,
@@ -90,22 +91,29 @@ class Pending:
         self.notes, self.acks = notes, list(acks)
         self.divisor: torch.Tensor | None = None  # of a total
         self.ended = False  # it has arrived
-        self.lost = False  # its connections were given up: it will never arrive
 
 
 class Communicator(typing.Protocol):
-    """Communication along one axis. Every method but ``drain`` and ``new_tag`` is a collective of the axis.
+    """Communication along one axis. Every method but ``drain``, ``settle``, ``new_tag`` and ``require_working`` is a collective of
+    the axis.
 
-    ``what`` names, for an error, what a wait was for. A wait that fails raises StateError; what was on its way then is *lost*, on
-    all axes: to wait for it returns at once, without data, and whatever is begun afterwards goes over new connections.
+    ``what`` names, for an error, what a wait was for. A wait that fails raises StateError, and so does every later use: nothing
+    travels any more, on any axis of this process. Only ``drain`` and ``settle`` return at once then: there is nothing to wait for.
     """
 
     rank: int
     ranks: int
     members: tuple[int, ...]  # global ranks
     traffic: Traffic
-    generation: int  # how often its connections were given up
+    name: str  # the same on all ranks
     reads_in_place: bool  # `shares` may be true
+
+    @property
+    def has_failed(self) -> bool:
+        """True if nothing is written or read any more of what was begun."""
+
+    def require_working(self) -> None:
+        """Raise StateError if communication has failed before."""
 
     def new_tag(self) -> int:
         """Return a tag of its own for a group; all ranks ask in the same order."""
@@ -118,6 +126,9 @@ class Communicator(typing.Protocol):
 
     def end_gather(self, pending: Pending, what: str) -> None:
         """``full`` is readable afterwards (on a stream device: by what is enqueued afterwards)."""
+
+    def left(self, tag: int) -> Pending | None:
+        """Return the gather with this tag that has not ended, if what it receives into must stay."""
 
     def shares(self, numel: int, dtype: torch.dtype) -> bool:
         """True if messages [numel] are read by some rank where they lie, if they lie in a block (shared_memory.py)."""
@@ -173,11 +184,21 @@ class AnyRanks:
 
     def __init__(self, axis: Axis) -> None:
         self.rank, self.ranks, self.members, self.traffic = axis.rank, axis.ranks, axis.members, Traffic()
-        self.generation = 0
+        self.name = "" if axis.group is None else str(axis.group.group_name)
+
+    @property
+    def has_failed(self) -> bool:
+        return False
+
+    def left(self, tag: int) -> Pending | None:
+        return None
+
+    def require_working(self) -> None:
+        pass
 
 
 class Grouped(AnyRanks):
-    """What both real transports share: the small synchronous collectives."""
+    """What both real transports share: the small synchronous collectives, over what each of them communicates with."""
 
     def __init__(self, axis: Axis) -> None:
         super().__init__(axis)
@@ -195,13 +216,9 @@ class Grouped(AnyRanks):
     def new_tag(self) -> int:
         return len(Kind) * next(self._tags)
 
-    @contextlib.contextmanager
-    def _together(self, what: str) -> Iterator[None]:
-        """Around a collective of the group that is waited for."""
-        try:
-            yield
-        except RuntimeError as error:
-            raise self._error(f"{what[0].upper()}{what[1:]} failed.", f"an error of the backend ({error})") from error
+    def _run(self, what: str, collective: Callable[[Collectives], None]) -> None:
+        """Run a collective to its end."""
+        raise NotImplementedError
 
     def _error(self, first: str, got: str) -> StateError:
         return StateError(
@@ -219,33 +236,65 @@ class Grouped(AnyRanks):
         return self.max_of(flags)
 
     def sum_of(self, values: torch.Tensor) -> torch.Tensor:
-        with self._together("a sum over the ranks"):
-            dist.all_reduce(values, group=self.group)
+        self._run("a sum over the ranks", lambda group: group.all_reduce(values, dist.ReduceOp.SUM))
         return values
 
     def max_of(self, values: torch.Tensor) -> torch.Tensor:
-        with self._together("a maximum over the ranks"):
-            dist.all_reduce(values, op=dist.ReduceOp.MAX, group=self.group)
+        self._run("a maximum over the ranks", lambda group: group.all_reduce(values, dist.ReduceOp.MAX))
         return values
 
     def broadcast(self, tensors: Sequence[torch.Tensor], what: str) -> None:
         raw = [tensor.reshape(-1).view(torch.uint8) for tensor in tensors if tensor.numel()]  # backends do not know every dtype
-        with self._together(f"a broadcast of {what}"):
-            works = [dist.broadcast(tensor, group_src=0, group=self.group, async_op=True) for tensor in raw]
-            for work in works:
-                if work is not None:
-                    work.wait()
+        self._run(f"a broadcast of {what}", lambda group: group.broadcast(raw))
 
     def gather_objects(self, value: object) -> list[typing.Any]:
         packed = bytearray(pickle.dumps(value))  # torch's own all_gather_object needs numpy
-        device = torch_private.default_device_of_backend(self.group)
-        with self._together("an exchange of what each rank holds"):
-            sizes = gather_in_group(self.group, torch.tensor([len(packed)], device=device)).tolist()
+        found: list[typing.Any] = []
+
+        def gather(group: Collectives) -> None:
+            sizes = group.all_gather(torch.tensor([len(packed)], device=group.device)).tolist()
             longest = max(sizes)
-            own = torch.zeros(longest, dtype=torch.uint8, device=device)
-            own[: len(packed)] = torch.frombuffer(packed, dtype=torch.uint8).to(device)
-            full = gather_in_group(self.group, own).cpu()
-        return [pickle.loads(memory_of(full[r * longest : r * longest + size])) for r, size in enumerate(sizes)]
+            own = torch.zeros(longest, dtype=torch.uint8, device=group.device)
+            own[: len(packed)] = torch.frombuffer(packed, dtype=torch.uint8).to(group.device)
+            full = group.all_gather(own).cpu()
+            found.extend(pickle.loads(memory_of(full[r * longest : r * longest + size])) for r, size in enumerate(sizes))
+
+        self._run("an exchange of what each rank holds", gather)
+        return found
+
+
+class Collectives(typing.Protocol):
+    """Synchronous collectives of one set of ranks."""
+
+    device: torch.device  # whose tensors it takes
+
+    def all_reduce(self, values: torch.Tensor, op: dist.ReduceOp.RedOpType) -> None:
+        """In place."""
+
+    def broadcast(self, tensors: Sequence[torch.Tensor]) -> None:
+        """From the first rank."""
+
+    def all_gather(self, own: torch.Tensor) -> torch.Tensor:
+        """Return [ranks * n] from every rank's ``own`` [n]."""
+
+
+class PublicCollectives:
+    """Those of a process group, as torch has them for everybody."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group, self.device = group, torch_private.default_device_of_backend(group)
+
+    def all_reduce(self, values: torch.Tensor, op: dist.ReduceOp.RedOpType) -> None:
+        dist.all_reduce(values, op=op, group=self._group)
+
+    def broadcast(self, tensors: Sequence[torch.Tensor]) -> None:
+        works = [dist.broadcast(tensor, group_src=0, group=self._group, async_op=True) for tensor in tensors]
+        for work in works:
+            if work is not None:
+                work.wait()
+
+    def all_gather(self, own: torch.Tensor) -> torch.Tensor:
+        return gather_in_group(self._group, own)
 
 
 def gather_in_group(group: dist.ProcessGroup, own: torch.Tensor) -> torch.Tensor:

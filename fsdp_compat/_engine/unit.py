@@ -169,24 +169,17 @@ class Group:
 
     def wait(self) -> None:
         """Make the leaves readable."""
-        if self._gathering is not None and self._gathering.lost:
-            raise StateError(
-                explain(
-                    "Parameters were on their way when the connections between the ranks were given up.",
-                    expected="a new step after the error that said so",
-                    got="a forward or backward that goes on after it",
-                    where=self.name,
-                    fix="let that error end the step on all ranks, then begin the next one",
-                )
-            )
         if self._gathering is not None:
             self._arrive()
         if self.memory.has_copies:
             self.memory.fill_leaves()
 
     def free(self) -> None:
-        if self._gathering is not None:
+        if self._gathering is None:
+            self._gathering = self.shard.left(self._tag)  # by an exception, before it was noted here
+        if self._gathering is not None and not self.shard.has_failed:
             self._arrive()  # memory that is being received into cannot be freed
+        self._gathering = None
         self.memory.free()
 
     def gather_full(self, own: torch.Tensor | None = None) -> torch.Tensor:
@@ -197,9 +190,9 @@ class Group:
         return self.shard.gather_now(self.home.bring(self.store.shard if own is None else own))
 
     def _arrive(self) -> None:
-        pending, self._gathering = self._gathering, None
-        assert pending is not None
-        self.shard.end_gather(pending, self._parameters_text)
+        assert self._gathering is not None
+        self.shard.end_gather(self._gathering, self._parameters_text)
+        self._gathering = None  # not before: what has not arrived is still received
 
     def follow_requires_grad(self) -> list[tuple[int, nn.Parameter]]:
         """Honour toggles on what the optimizer sees. Returns the large leaves, with their indices, that are trainable for the first
@@ -340,8 +333,9 @@ class Group:
         """After a backward that raised: wait for what travels, drop partial gradients."""
         if self.reduction is not None:
             reduction, self.reduction = self.reduction, None
-            with contextlib.suppress(StopIteration):  # it has raised, and ended with that
-                reduction.finish()
+            if not self.shard.has_failed and not self.replica.has_failed:
+                with contextlib.suppress(StopIteration):  # it has raised, and ended with that
+                    reduction.finish()
         if self._collected is not None:
             self._collected.discard()
         for _, leaf in self._leaves:

@@ -1,21 +1,22 @@
 """The watch: finds ranks that wait for each other for ever, and says who waits for what from whom.
 
-A thread beside the main one looks at what the main thread waits for. When that has been the same for ``PATIENCE`` seconds it posts
-it in the store of the default process group, together with how often this rank has begun what (per line and tag), and follows the
-posts of others from rank to rank. A rank *lacks* what is waited for while it has begun it less often than the one that waits.
+A thread beside the main one looks at what the main thread waits for. When that has been the same for ``PATIENCE`` seconds, it posts
+the wait in the store of the default process group, together with how often this rank has begun what (per line and tag), and follows
+the posts of others from rank to rank. A rank *lacks* what is waited for while it has begun it less often than the one that waits.
 
 Why what it finds is true, however old a post is: a rank that waits begins nothing, so one that lacks something and waits begins it
 after its own wait has ended. Each wait of the chain therefore ends after the next one does, and in a circle no wait can be the
-first to end. The same holds for a chain that ends at a rank which has given the connections up. A rank that computes posts nothing,
-and what is on its way was begun; so neither a slow rank nor a slow network is ever taken for a circle.
+first to end. The same holds for a chain that ends at a rank whose communication has failed. A rank that computes posts nothing, and
+what is on its way was begun; so neither a slow rank nor a slow network is ever taken for a circle. It needs one thread that
+communicates: while several do, nothing is searched.
 
-A wait in gloo cannot be ended from inside its process, but the rank that it waits for can end it, with a message that has the tag
-and no content. So a rank that knows its wait to be vain asks for that. Then it raises, and gives all its connections up: they
-close, and who waits for one of them finds the reason in the store. Each member of a line gives up each generation of it once at
-most, which is how they agree on the generation with which they connect anew.
+Who gets the error. A rank that waits in a rendezvous (meeting.py) has sent nothing yet. If a circle passes through such ranks, they
+alone are refused, and the others' waits go on: whoever was refused can still do what they wait for. In any other circle every wait
+is ended with the connections that it waits on, and communication has failed: see ``give_up``.
 
 The same thread answers others who ask what this process is doing (pulse.py), so that a rank that has not come can be told from one
-that never will. It has a connection to the store of its own: another thread may be waiting in the other one.
+that never will. It has a connection to the store of its own: another thread may be waiting in the other one. While nobody asks and
+nothing waits, it makes one request, which only reads, every ``quiet_s()`` seconds.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import dataclasses
+import functools
 import json
 import os
 import sys
@@ -31,14 +33,16 @@ import threading
 import time
 import typing
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 
 import torch.distributed as dist
 
+from ..errors import UsageError, explain
 from . import pulse, torch_private
 
 __all__ = [
     "ARRIVAL",
+    "RENDEZVOUS",
     "TOGETHER",
     "Answer",
     "Board",
@@ -49,6 +53,7 @@ __all__ = [
     "add",
     "board",
     "give_up",
+    "idle_limit_s",
     "why",
 ]
 
@@ -57,10 +62,42 @@ LOOK_S = 1.0  # at most, between two looks of the thread
 FORGOTTEN_S = 10.0  # without a question: nobody wants to know any more
 
 ARRIVAL = -1  # in place of a tag: the wait for a member to connect
-TOGETHER = -2  # likewise: a collective that all members take part in
+TOGETHER = -2  # likewise: a collective of all members
+RENDEZVOUS = -3  # likewise: a rendezvous, in which nothing has been sent yet
 
 # ((tag, number, nbytes, num_receives), index of the work, what); only its identity counts here
 Waiting = tuple[tuple[int, int, int, int], int, str]
+
+
+@functools.cache
+def _told_limit_s(text: str) -> float:
+    with contextlib.suppress(ValueError):
+        if 0 < float(text) < float("inf"):
+            return float(text)
+    raise UsageError(
+        explain(
+            "The environment variable FSDP_COMPAT_MEET_TIMEOUT is not a time.",
+            expected="a positive number of seconds",
+            got=repr(text),
+            where="the environment of this process",
+            fix="set it to a number of seconds, the same on all ranks, or unset it for 10",
+        )
+    )
+
+
+def idle_limit_s() -> float:
+    """Return for how many seconds a rank that others wait for may be idle: FSDP_COMPAT_MEET_TIMEOUT, by default 10.
+
+    Raises UsageError for a text that is not a time.
+    """
+    return _told_limit_s(os.environ.get("FSDP_COMPAT_MEET_TIMEOUT", "10"))
+
+
+def quiet_s() -> float:
+    """Seconds between two looks at the store while nobody asks and nothing waits."""
+    with contextlib.suppress(UsageError):  # who makes the call that needs it raises
+        return min(10.0, idle_limit_s())
+    return 10.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,48 +107,52 @@ class Wait:
     rank: int  # global, of the one that waits
     peers: tuple[int, ...]  # global: it goes on when all of them have begun the same
     line: str
-    generation: int
-    member: int  # of the line: the one that waits
     tag: int
     number: int  # how often it has begun this itself
-    nbytes: int
-    sends: bool
     text: str
+
+    @property
+    def can_be_refused(self) -> bool:
+        """True if nothing was sent: an error here leaves every rank able to go on."""
+        return self.tag == RENDEZVOUS
 
 
 class Line(typing.Protocol):
-    """Connections along one axis, as the watch sees them."""
+    """Communication along one axis, as the watch sees it."""
 
     name: str  # the same on all members
-    generation: int
     rank: int
     members: tuple[int, ...]
-    counts: dict[int, int]  # by tag: how often this rank has begun it on this generation
+    counts: dict[int, int]  # by tag: how often this rank has begun it
+    thread: int  # that has begun something last, 0 if none has
     waiting: Waiting | None  # another object for every wait
     diagnosis: Report | None  # of a wait that can never end; it is set before the wait is
-    many_threads: bool
 
     @property
     def is_alive(self) -> bool:
         """True while its process group is."""
 
+    @property
+    def is_connected(self) -> bool:
+        """True while it has connections that can fail."""
+
     def describe(self, waiting: Waiting) -> Wait: ...
 
-    def release(self, member: int, tag: int, nbytes: int, sends: bool) -> None:
-        """End the wait of another member, which knows that it was in vain."""
+    def end_wait(self) -> None:
+        """End the wait of the main thread with an error, from the watch's thread."""
 
-    def forget(self) -> None:
-        """Give the connections up, with everything that travels on them."""
+    def fail(self, report: Report) -> None:
+        """Close the connections, with everything that travels on them; every later use raises and says why."""
 
     def close(self) -> None:
-        """Let go of the connections, as there is nobody left to give them up to: their process group was destroyed."""
+        """Close the connections, as there is nobody left to fail for: their process group was destroyed."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """Why a rank has given its connections up."""
+    """Why communication has failed."""
 
-    circle: bool  # ranks wait for each other; else a time limit or a broken connection
+    circle: bool  # ranks wait for each other; else a time limit, a broken connection or an interrupt
     lines: dict[int, str]  # by global rank: what it waits for
 
     def __str__(self) -> str:
@@ -123,11 +164,10 @@ class _Post:
     """A wait, and what its rank had begun when it was in it."""
 
     wait: Wait
-    counts: dict[str, tuple[int, dict[int, int]]]  # by line: generation, counts
+    counts: dict[str, dict[int, int]]  # by line and tag
 
     def lacks(self, wait: Wait) -> bool:
-        generation, counts = self.counts.get(wait.line, (0, {}))
-        return (generation, counts.get(wait.tag, 0)) < (wait.generation, wait.number)
+        return self.counts.get(wait.line, {}).get(wait.tag, 0) < wait.number
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,13 +181,14 @@ class Answer:
 
 
 class Board:
-    """What ranks tell each other by way of the store. No method blocks."""
+    """What ranks tell each other by way of the store. No method waits for another rank."""
 
     def __init__(self, store: torch_private.Store) -> None:
         self._store = store
 
-    def _get(self, key: str) -> bytes:
-        return self._store.compare_set(f"fsdp_compat/{key}", "", "")  # `get` waits for what is not there
+    def _get(self, key: str) -> str:
+        key = f"fsdp_compat/{key}"
+        return self._store.get(key).decode() if self._store.check([key]) else ""  # `get` alone waits for what is not there
 
     def _set(self, key: str, value: object) -> None:
         self._store.set(f"fsdp_compat/{key}", "" if value is None else json.dumps(value))
@@ -160,38 +201,28 @@ class Board:
         if not text:
             return None
         (rank, peers, *rest), begun = json.loads(text)
-        counts = {line: (gen, {int(tag): n for tag, n in of.items()}) for line, (gen, of) in begun.items()}
+        counts = {line: {int(tag): n for tag, n in of.items()} for line, of in begun.items()}
         return _Post(Wait(rank, tuple(peers), *rest), counts)
 
     def break_line(self, line: Line, report: Report) -> None:
-        self._set(f"broken/{line.name}/{line.generation}/{line.members[line.rank]}", [report.circle, report.lines])
+        self._set(f"broken/{line.name}/{line.members[line.rank]}", [report.circle, report.lines])
 
-    def why_broken(self, line: str, generation: int, rank: int) -> Report | None:
-        """What a member said when it gave up this generation of the line."""
-        text = self._get(f"broken/{line}/{generation}/{rank}")
+    def why_broken(self, line: str, rank: int) -> Report | None:
+        """What a member said when communication along a line failed for it."""
+        text = self._get(f"broken/{line}/{rank}")
         if not text:
             return None
         circle, lines = json.loads(text)
         return Report(circle, {int(rank): line for rank, line in lines.items()})
 
-    def ask_for_release(self, wait: Wait, of: int) -> None:
-        request = [wait.line, wait.generation, wait.member, wait.tag, wait.nbytes, wait.sends]
-        self._set(f"release/{of}/{self._store.add(f'fsdp_compat/releases/{of}', 1)}", request)
-
-    def requests(self, rank: int, seen: int) -> Iterator[tuple[int, list[typing.Any]]]:
-        """Yield the requests to ``rank`` after the first ``seen``, each with its number."""
-        for number in range(seen + 1, self._store.add(f"fsdp_compat/releases/{rank}", 0) + 1):
-            text = self._get(f"release/{rank}/{number}")
-            if not text:  # counted, and not written yet
-                return
-            yield number, json.loads(text)
-
     def ask(self, rank: int) -> int:
         """Ask a rank what it is doing; return the number of the question. Who waits asks again and again."""
         return self._store.add(f"fsdp_compat/asked/{rank}", 1)
 
-    def num_asked(self, rank: int) -> int:
-        return self._store.add(f"fsdp_compat/asked/{rank}", 0)
+    def num_asked(self, rank: int, before: int) -> int:
+        """Return how often a rank was asked, which was ``before`` at the last look. One request where nothing is new."""
+        key = f"fsdp_compat/asked/{rank}"
+        return int(self._store.get(key)) if before or self._store.check([key]) else 0
 
     def answer(self, rank: int, answer: Answer | None) -> None:
         self._set(f"answer/{rank}", answer and dataclasses.astuple(answer))
@@ -200,11 +231,20 @@ class Board:
         text = self._get(f"answer/{rank}")
         return Answer(*json.loads(text)) if text else None
 
+    def introduce(self, rank: int) -> None:
+        """Say which process of which host this rank is."""
+        self._set(f"process/{rank}", pulse.identity_of(str(os.getpid())))
+
+    def is_gone(self, rank: int) -> bool:
+        """True if the process of a rank is known to have ended: others can tell on its own host."""
+        text = self._get(f"process/{rank}")
+        return bool(text) and pulse.is_gone(json.loads(text))
+
     def arrive(self, line: Line) -> None:
-        self._store.set(f"fsdp_compat/arrived/{line.name}/{line.generation}/{line.members[line.rank]}", "1")
+        self._store.set(f"fsdp_compat/arrived/{line.name}/{line.members[line.rank]}", "1")
 
     def have_arrived(self, line: Line, ranks: Iterable[int]) -> bool:
-        return self._store.check([f"fsdp_compat/arrived/{line.name}/{line.generation}/{rank}" for rank in ranks])
+        return self._store.check([f"fsdp_compat/arrived/{line.name}/{rank}" for rank in ranks])
 
 
 def board() -> Board | None:
@@ -221,25 +261,28 @@ class _Doorkeeper:
         self.board = Board(torch_private.second_connection(store))
         self._rank = dist.get_rank()
         self._num_answered = 0
-        self._answered_at = 0.0
-        self._pulse: pulse.Pulse | None = None  # while others ask
+        self._answered_at = self._looked_at = -FORGOTTEN_S
+        self._pulse = pulse.Pulse()
+        self.board.introduce(self._rank)
         self.board.answer(self._rank, None)
 
     def answer(self, lines: Sequence[Line]) -> None:
-        number = self.board.num_asked(self._rank)
-        now = time.monotonic()
-        if number == self._num_answered:
-            if now - self._answered_at > FORGOTTEN_S:
-                self._pulse = None
-            return
-        self._num_answered, self._answered_at = number, now
-        if self._pulse is None:
-            self._pulse = pulse.Pulse()
-        idle_s, text = self._pulse.idle_s(), f"is at {pulse.place()}"
+        idle_s = self._pulse.idle_s()  # looked at without a question, too: whoever asks hears how long it has been
         line = next((line for line in lines if line.waiting is not None), None)
         waiting = None if line is None else line.waiting
+        if waiting is not None:
+            self._pulse, idle_s = pulse.Pulse(), 0.0
+        now = time.monotonic()
+        if now - self._answered_at > FORGOTTEN_S and now - self._looked_at < quiet_s():
+            return
+        self._looked_at = now
+        number = self.board.num_asked(self._rank, self._num_answered)
+        if number == self._num_answered:
+            return
+        self._num_answered, self._answered_at = number, now
+        text = f"is at {pulse.place()}"
         if line is not None and waiting is not None:
-            self._pulse, idle_s, text = None, 0.0, line.describe(waiting).text.removeprefix(f"rank {self._rank} ")
+            text = line.describe(waiting).text.removeprefix(f"rank {self._rank} ")
         self.board.answer(self._rank, Answer(number, text, idle_s))
 
     def leave(self, text: str) -> None:
@@ -260,8 +303,6 @@ class _Watch:
         self._since = 0.0  # monotonic seconds
         self._posted: int | None = None  # the global rank under which a post stands
         self._door: _Doorkeeper | None = None
-        # By default group: how many requests for a release were answered.
-        self._num_answered: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 
     def add(self, line: Line) -> None:
         with self.lock:
@@ -316,6 +357,9 @@ class _Watch:
         return self._door.board if self._door is not None else board()
 
     def _look(self, lines: Sequence[Line]) -> None:
+        alive = {thread.ident for thread in threading.enumerate()}
+        if len({line.thread for line in lines} & alive) > 1:
+            lines = []  # while one thread waits, another may begin what others wait for
         line = next((line for line in lines if line.waiting is not None), None)
         waiting = None if line is None else line.waiting
         if waiting is not self._seen:
@@ -334,41 +378,29 @@ class _Watch:
 
     def _long_wait(self, lines: Sequence[Line], line: Line, waiting: Waiting) -> None:
         here = self._board()
-        if here is None or any(line.many_threads for line in lines):
+        if here is None:
             return
-        wait = line.describe(waiting)
-        own = _Post(wait, {line.name: (line.generation, dict(line.counts)) for line in lines})
+        own = _Post(line.describe(waiting), {line.name: dict(line.counts) for line in lines})
         if line.waiting is not waiting:  # it has gone on, and the counts may be of later
             return
         if self._posted is None:
-            self._posted = wait.rank
-            here.post(wait.rank, own)
-        self._answer(here, lines, wait.rank)
-        if line.diagnosis is None:
-            report = _doom(here, own)
-            if report is not None:
-                line.diagnosis = report
-                for other in lines:
-                    here.break_line(other, report)
-                if wait.tag not in (ARRIVAL, TOGETHER):
-                    here.ask_for_release(wait, wait.peers[0])
-
-    def _answer(self, here: Board, lines: Sequence[Line], rank: int) -> None:
-        """Release those that wait for this rank in vain."""
-        world = dist.group.WORLD
-        if world is None:
+            self._posted = own.wait.rank
+            here.post(own.wait.rank, own)
+        if line.diagnosis is not None:
             return
-        for number, (name, generation, *message) in here.requests(rank, self._num_answered.get(world, 0)):
-            self._num_answered[world] = number
-            for line in lines:
-                if (line.name, line.generation) == (name, generation):
-                    with contextlib.suppress(RuntimeError):
-                        line.release(*message)
+        report = _doom(here, own)
+        if report is not None and line.waiting is waiting:
+            line.diagnosis = report
+            if not own.wait.can_be_refused:
+                for other in lines:  # first: whoever loses a connection looks here for the reason
+                    if other.is_connected:
+                        here.break_line(other, report)
+            line.end_wait()
 
 
 def _doom(here: Board, own: _Post) -> Report | None:
     """Return why a wait can never end, or None where it may."""
-    path: dict[int, _Post] = {}
+    path: dict[int, _Post] = {}  # in the order of the search
     done: set[int] = set()  # ranks from which no way leads to a circle
 
     def texts() -> dict[int, str]:
@@ -378,17 +410,21 @@ def _doom(here: Board, own: _Post) -> Report | None:
         wait = post.wait
         path[wait.rank] = post
         for rank in wait.peers:
-            given_up = here.why_broken(wait.line, wait.generation, rank)
-            if given_up is not None:
-                return Report(given_up.circle, {**given_up.lines, **texts()})
+            failed = None if wait.can_be_refused else here.why_broken(wait.line, rank)
+            if failed is not None:
+                return Report(failed.circle, {**failed.lines, **texts()})
             peer = path.get(rank) or (None if rank in done else here.post_of(rank))
             if peer is None or not peer.lacks(wait):
                 continue
-            if rank in path:
+            if rank not in path:
+                found = search(peer)
+                if found is not None:
+                    return found
+                continue
+            ranks = list(path)
+            refused = [rank for rank in ranks[ranks.index(rank) :] if path[rank].wait.can_be_refused]
+            if not refused or own.wait.rank in refused:
                 return Report(True, texts())
-            found = search(peer)
-            if found is not None:
-                return found
         del path[wait.rank]
         done.add(wait.rank)
         return None
@@ -415,25 +451,30 @@ def add(line: Line) -> None:
 
 
 def why(line: Line) -> Report | None:
-    """Return what another member said when it gave the line up."""
+    """Return what another member said when communication along the line failed for it."""
     here = board()
     if here is not None:
         with contextlib.suppress(RuntimeError):
             for rank in line.members:
-                report = here.why_broken(line.name, line.generation, rank)
+                report = here.why_broken(line.name, rank)
                 if report is not None and rank != line.members[line.rank]:
                     return report
     return None
 
 
 def give_up(failed: Line, report: Report) -> None:
-    """Give up all connections of this process, and say why: a rank that has left a wait behind is out of step with everybody."""
+    """Communication of this process has failed: a rank that has left a wait behind is out of step with everybody.
+
+    All its connections are closed, and stay so; who waits for one of them gets an error, and finds the reason in the store.
+    """
     with _watch.lock:
-        here, lines = board(), _watch.lines()
+        here, lines = board(), {failed, *_watch.lines()}
         if here is not None:
             with contextlib.suppress(RuntimeError):
                 for line in lines:
-                    here.break_line(line, report)
+                    if line.is_connected:
+                        here.break_line(line, report)
                 _watch.withdraw()
-        for line in {*lines, failed}:
-            line.forget()
+        for line in lines:
+            if line.is_connected:
+                line.fail(report)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import _thread
 import contextlib
 import functools
+import os
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -16,11 +18,12 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch import nn
 
 from fsdp_compat import FullyShardedDataParallel as FSDP
-from fsdp_compat import StateError, UsageError
+from fsdp_compat import StateError
 from fsdp_compat._engine import meeting, pulse, watch
 from tests.support.ranks import run_ranks
 
@@ -29,12 +32,15 @@ PROMPT_S = 8.0  # on a busy machine; every other time limit is far beyond it
 
 @contextlib.contextmanager
 def limits(idle_s: float = 0.6, patience_s: float = 0.4) -> Iterator[None]:
-    before = meeting.LIMIT_S, watch.PATIENCE
-    meeting.LIMIT_S, watch.PATIENCE = idle_s, patience_s
+    before = os.environ.get("FSDP_COMPAT_MEET_TIMEOUT"), watch.PATIENCE
+    os.environ["FSDP_COMPAT_MEET_TIMEOUT"], watch.PATIENCE = str(idle_s), patience_s
     try:
         yield
     finally:
-        meeting.LIMIT_S, watch.PATIENCE = before
+        os.environ.pop("FSDP_COMPAT_MEET_TIMEOUT")
+        if before[0] is not None:
+            os.environ["FSDP_COMPAT_MEET_TIMEOUT"] = before[0]
+        watch.PATIENCE = before[1]
 
 
 def message_of(call: Callable[[], object], idle_s: float = 0.6, patience_s: float = 0.4) -> str:
@@ -68,38 +74,71 @@ class Recorded:
     """A store that keeps account of what is asked of it."""
 
     def __init__(self, store: Any) -> None:
-        self.store, self.calls, self.keys = store, [], set[str]()
+        self.store, self.calls = store, []
 
     def __getattr__(self, name: str) -> Any:
-        def call(key: str, *args: Any) -> Any:
+        def call(*args: Any) -> Any:
             self.calls.append(name)
-            self.keys.add(key)
-            return getattr(self.store, name)(key, *args)
+            return getattr(self.store, name)(*args)
 
         return call
 
 
+def meet(roll: meeting._RollCall, call: str = "call") -> None:
+    roll.meet(call, 1, "no line")
+
+
 def costs(num_meetings: int) -> tuple[list[list[str]], int]:
+    """What each meeting asks of the store, and by how many keys that grows after the first one."""
     roll = all_ranks()
     recorded = roll._store = Recorded(roll._store)
-    per_meeting = []
+    per_meeting, sizes = [], []
     for _ in range(num_meetings):
         recorded.calls = []
-        roll.meet("call", 1)
+        meet(roll)
         per_meeting.append(recorded.calls)
-    return per_meeting, len(recorded.keys)
+        dist.barrier()
+        sizes.append(recorded.store.num_keys())
+        dist.barrier()
+    return per_meeting, sizes[-1] - sizes[1]
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_a_meeting_takes_one_addition_and_reading_it_and_no_new_keys(ranks: int) -> None:
     found = run_ranks(ranks, costs, 50)
-    for per_meeting, num_keys in found:
-        assert num_keys == 6  # counters and own posts, three of each
+    for per_meeting, growth in found:
+        assert growth <= 0
         for calls in per_meeting:
-            assert calls[:3] == ["set", "set", "add"]  # a set waits for no answer
-            assert set(calls[3:]) <= {"add"}
+            assert calls[:2] == ["set", "add"]  # a set waits for no answer
+            assert set(calls[2:]) <= {"add", "delete_key"}
     for meetings in zip(*(per_meeting for per_meeting, _ in found), strict=True):
-        assert any(len(calls) == 3 for calls in meetings), "who comes last reads nothing"
+        assert any("add" not in calls[2:] for calls in meetings), "who comes last reads nothing"
+
+
+def is_quiet(passed_s: float) -> tuple[int, list[str], int]:
+    """What a process with a model asks of the store while nothing waits, in seconds by a clock that is moved on by hand."""
+    model = FSDP(nn.Linear(4, 4))
+    model(torch.ones(1, 4)).sum().backward()
+    with watch._watch.lock:  # the thread stands still meanwhile
+        lines = watch._watch.lines()
+        watch._watch._at_door(lines)
+        door = watch._watch._door
+        assert door is not None
+        recorded = door.board._store = Recorded(door.board._store)
+        started, before, clock = time.monotonic(), recorded.store.num_keys(), time.monotonic
+        try:
+            for second in range(int(passed_s)):
+                time.monotonic = lambda second=second: started + second
+                watch._watch._at_door(lines)
+                watch._watch._look(lines)
+        finally:
+            time.monotonic = clock
+        return len(recorded.calls), sorted(set(recorded.calls)), recorded.store.num_keys() - before
+
+
+def test_while_nothing_waits_a_process_reads_from_the_store_once_in_ten_seconds_and_writes_nothing() -> None:
+    for num_calls, kinds, growth in run_ranks(2, is_quiet, 100.0):
+        assert num_calls <= 10 and kinds == ["check"] and growth == 0
 
 
 def threads() -> int:
@@ -133,79 +172,109 @@ def test_a_process_answers_whatever_its_backend() -> None:
 
 
 def one_is_not_there() -> list[str]:
-    """Of three ranks two call different things; then rank 2 comes, and then all call the same."""
+    """Of three ranks two call different things; all call the same then."""
     roll = all_ranks()
     found = []
     if roll.rank < 2:
-        found.append(message_of(lambda: roll.meet(f"call_{roll.rank}", 1)))
+        found.append(message_of(lambda: meet(roll, f"call_{roll.rank}")))
     dist.barrier()
-    if roll.rank == 2:
-        found.append(message_of(lambda: roll.meet("call_2", 1)))
-    found.append(message_of(lambda: roll.meet("call", 1)))
+    found.append(message_of(lambda: meet(roll)))
     return found
 
 
-def test_two_that_differ_do_not_wait_for_the_third_who_is_told_later() -> None:
-    found = run_ranks(3, one_is_not_there)
-    assert [again for _, again in found] == [""] * 3
-    for message, _ in found:
+def test_two_that_differ_do_not_wait_for_the_third_and_all_can_go_on() -> None:
+    *differed, third = run_ranks(3, one_is_not_there)
+    assert third == [""]
+    for message, again in differed:
+        assert again == ""
         for rank in range(2):
             assert re.search(rf"rank {rank} called call_{rank}\(\) at {re.escape(__file__)}:\d+", message), message
-    assert all("rank 2 has not come" in message for message, _ in found[:2])
-    assert re.search(r"rank 2 called call_2\(\) at .*, which others had given up", found[2][0])
+        assert "rank 2 has not come" in message
+
+
+def calls_alone(times: int) -> list[str]:
+    """Rank 0 makes a call that the others do not make, again and again; then all make one."""
+    roll, found = all_ranks(), []
+    if roll.rank == 0:
+        found = [message_of(lambda: meet(roll, "alone")) for _ in range(times)]
+    dist.barrier()
+    for _ in range(3):
+        found.append(message_of(lambda: meet(roll)))
+    return found
+
+
+def test_calls_that_were_refused_leave_ranks_that_raised_and_ranks_that_did_not_able_to_meet() -> None:
+    first, *others = run_ranks(3, calls_alone, 2)
+    assert all(re.search(r"rank [12] has not come: it is at .*, and has made no progress", message) for message in first[:2])
+    assert first[2:] == [""] * 3 and others == [[""] * 3] * 2
 
 
 def is_interrupted() -> tuple[str, str]:
+    """Rank 0 is interrupted in a meeting in which rank 1 waits as well."""
     roll = all_ranks()
     kind = message = ""
     if roll.rank == 0:
-        timer = threading.Timer(0.2, _thread.interrupt_main)
+        timer = threading.Timer(0.5, _thread.interrupt_main)
         timer.start()
         try:
-            roll.meet("call", 1)
+            meet(roll)
         except KeyboardInterrupt:
             kind = "interrupted"
+    elif roll.rank == 1:
+        message = message_of(lambda: meet(roll), idle_s=60.0)
     dist.barrier()
-    if roll.rank == 1:
-        message = message_of(lambda: roll.meet("call", 1))
-    roll.meet("call", 1)
+    meet(roll)
     return kind, message
 
 
 def test_a_rank_that_is_interrupted_while_it_waits_does_not_leave_others_waiting() -> None:
-    (kind, _), (_, message) = run_ranks(2, is_interrupted)
+    (kind, _), (_, message), _ = run_ranks(3, is_interrupted)
     assert kind == "interrupted"
     assert "rank 0 left call() with KeyboardInterrupt" in message
 
 
-def gives_up_elsewhere() -> str:
-    """Rank 1 has failed while rank 0 did something else; no limit is near, and nobody is asked."""
-    roll, message = all_ranks(), ""
-    if roll.rank == 1:
-        watch.give_up(roll, watch.Report(True, {1: "rank 1 lost its way"}))
-    dist.barrier()
-    if roll.rank == 0:
-        message = message_of(lambda: roll.meet("call", 1), idle_s=60.0, patience_s=60.0)
-    roll.meet("call", 1)
+def is_needed_elsewhere() -> str:
+    """Rank 0 comes to a meeting while the others are in a meeting of their own that needs it."""
+    roll, other = all_ranks(), "the other call"
+    message = message_of(lambda: meet(roll, "one call" if roll.rank == 0 else other), idle_s=60.0)
+    meet(roll)
     return message
 
 
-def test_a_rank_that_failed_elsewhere_is_not_waited_for() -> None:
-    first, _ = run_ranks(2, gives_up_elsewhere)
-    assert re.search(r"rank 0 called call\(\) at .*, which others had given up; rank 1 lost its way", first)
+def test_calls_that_differ_are_told_at_once() -> None:
+    for message in run_ranks(2, is_needed_elsewhere):
+        assert "rank 0 called one call()" in message and "rank 1 called the other call()" in message
+
+
+def has_failed() -> str:
+    """The communication of rank 1 has failed; no limit is near."""
+    model, message = FSDP(nn.Linear(4, 4)), ""
+    wire = model._runtime.groups[0].shard
+    if dist.get_rank() == 1:
+        watch.give_up(wire, watch.Report(True, {1: "rank 1 lost its way"}))
+    dist.barrier()
+    if dist.get_rank() == 0:
+        message = message_of(model.state_dict, idle_s=5.0, patience_s=60.0)
+    dist.barrier()
+    return message
+
+
+def test_a_rank_whose_communication_has_failed_is_not_waited_for() -> None:
+    first, _ = run_ranks(2, has_failed)
+    assert re.search(r"rank 1 has not come: its communication has failed \(rank 1 lost its way\)", first)
 
 
 def is_busy_for_too_long() -> str:
     roll = all_ranks()
     if roll.rank == 1:
         works(2.0)
-    return message_of(lambda: roll.meet("call", 1), idle_s=30.0)
+        return ""
+    return message_of(lambda: meet(roll), idle_s=30.0)
 
 
 def test_a_busy_rank_is_waited_for_no_longer_than_the_process_group_would() -> None:
-    first, second = run_ranks(2, is_busy_for_too_long, group_timeout=1)
+    first, _ = run_ranks(2, is_busy_for_too_long, group_timeout=1)
     assert "rank 1 has not come: the time limit of 1 s is over" in first
-    assert "rank 1 called call()" in second and "which others had given up" in second
 
 
 def meets_in_several_groups() -> list[tuple[int, ...]]:
@@ -215,11 +284,11 @@ def meets_in_several_groups() -> list[tuple[int, ...]]:
     models = [FSDP(nn.Linear(4, 4), process_group=pair)] if rank < 2 else []
     models += [FSDP(nn.Linear(4, 4)), FSDP(nn.Linear(4, 4))]
     met: list[tuple[int, ...]] = []
-    meet = meeting._RollCall.meet
+    original = meeting._RollCall.meet
 
     def counting(self: Any, *args: Any) -> None:
         met.append(self.members)
-        meet(self, *args)
+        original(self, *args)
 
     meeting._RollCall.meet = counting
     try:
@@ -229,7 +298,7 @@ def meets_in_several_groups() -> list[tuple[int, ...]]:
         if rank < 2:
             models[0].state_dict()
     finally:
-        meeting._RollCall.meet = meet
+        meeting._RollCall.meet = original
     return met
 
 
@@ -245,7 +314,7 @@ def test_ranks_that_have_met_in_a_larger_group_do_not_meet_in_a_smaller_one() ->
 def inquire(*answers: watch.Answer | None) -> list[tuple[str, bool]]:
     """What is made of a rank that has given these answers, one by one; the first is there before it is asked."""
     board = watch.Board(dist.HashStore())
-    inquiry, found = meeting._Inquiry(board), []
+    inquiry, found = meeting._Inquiry(board, "line"), []
     for answer in answers:
         if answer is not None:
             board.answer(1, answer)
@@ -254,7 +323,7 @@ def inquire(*answers: watch.Answer | None) -> list[tuple[str, bool]]:
 
 
 def test_a_rank_without_progress_is_waited_for_in_vain_and_one_with_some_is_not() -> None:
-    moving, idle = watch.Answer(1, "is here", meeting.LIMIT_S / 2), watch.Answer(2, "is there", meeting.LIMIT_S)
+    moving, idle = watch.Answer(1, "is here", 5.0), watch.Answer(2, "is there", 10.0)
     first, second = inquire(moving, idle)
     assert first == ("it is here", False)
     assert second == ("it is there, and has made no progress for 10 s", True)
@@ -264,24 +333,33 @@ def test_a_rank_that_has_ended_is_waited_for_in_vain() -> None:
     assert inquire(watch.Answer(0, "has ended", 0.0, ended=True)) == [("it has ended", True)]
 
 
-def test_a_rank_that_does_not_answer_gets_three_times_as_long(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_does_not_answer_is_waited_for_as_long_as_its_process_lives(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be stopped."""
     now = [100.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     board = watch.Board(dist.HashStore())
     board.answer(1, watch.Answer(0, "of somebody who asked before", 99.0))
-    inquiry = meeting._Inquiry(board)
-    found = []
-    for passed_s in (0, 29, 31):
-        now[0] = 100.0 + passed_s
-        found.append(inquiry.of(1))
-    assert [vain for _, vain in found] == [False, False, True]
-    assert found[2][0] == "it has given no sign of life for 31 s"
+    inquiry = meeting._Inquiry(board, "line")
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as other:
+        board._set("process/1", pulse.identity_of(str(other.pid)))
+        os.kill(other.pid, signal.SIGSTOP)
+        assert inquiry.of(1) == ("it has given no sign of life for 0 s", False)
+        now[0] += 1000.0
+        assert inquiry.of(1) == ("it has given no sign of life for 1000 s", False)
+        os.kill(other.pid, signal.SIGKILL)
+        os.waitid(os.P_PID, other.pid, os.WEXITED | os.WNOWAIT)
+        assert inquiry.of(1) == ("its process has ended without a word, as one that was killed does", True), "not waited for yet"
+    assert inquiry.of(1)[1], "its number is free again"
 
 
-@pytest.mark.parametrize("text", ["soon", "0", "-1", ""])
-def test_a_limit_that_is_no_time_is_refused(text: str) -> None:
-    with pytest.raises(UsageError, match="FSDP_COMPAT_MEET_TIMEOUT"):
-        meeting._limit_s(text)
+@pytest.mark.parametrize("text", ["soon", "0", "-1", "", "inf", "nan"])
+def test_a_limit_that_is_no_time_is_refused_when_it_is_needed(text: str) -> None:
+    """Not by the import, which programs make that never wait."""
+    environment = os.environ | {"FSDP_COMPAT_MEET_TIMEOUT": text}
+    program = "import fsdp_compat\nfrom fsdp_compat._engine import watch\nprint('imported')\nwatch.idle_limit_s()"
+    ended = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=60)
+    assert ended.stdout == "imported\n"
+    assert "UsageError" in ended.stderr and "FSDP_COMPAT_MEET_TIMEOUT" in ended.stderr
 
 
 # -- how a process is seen
@@ -362,3 +440,16 @@ def test_the_place_of_a_thread_is_the_users_line() -> None:
     library = next(frame for frame in (sys._getframe(depth) for depth in range(1, 60)) if "_pytest" in frame.f_code.co_filename)
     assert "_pytest" in pulse.place_of(library)  # installed by the user
     assert pulse.place_of(None) == "a place outside of the user's code"
+
+
+def test_a_forked_process_sees_itself() -> None:
+    """It has one thread, of which the system gives it another number."""
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if not pid:
+        os.write(writer, f"{pulse._native_id == os.getpid()} {pulse._frame() is not None}".encode())
+        os._exit(0)
+    os.close(writer)
+    os.waitpid(pid, 0)
+    assert os.read(reader, 100) == b"True True"
+    os.close(reader)

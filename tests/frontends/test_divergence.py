@@ -1,9 +1,11 @@
-"""Calls that ranks do not share: all get an error that names the call, each rank's line and who is missing; slow ranks get none."""
+"""Calls that ranks do not share: an error names the call, each rank's line and who is missing, and every rank can go on."""
 
 from __future__ import annotations
 
 import contextlib
+import os
 import re
+import signal
 import subprocess
 import sys
 import textwrap
@@ -32,12 +34,15 @@ HERE = re.escape(__file__)
 
 @contextlib.contextmanager
 def limits(idle_s: float = 0.6, patience_s: float = 0.4) -> Iterator[None]:
-    before = meeting.LIMIT_S, watch.PATIENCE
-    meeting.LIMIT_S, watch.PATIENCE = idle_s, patience_s
+    before = os.environ.get("FSDP_COMPAT_MEET_TIMEOUT"), watch.PATIENCE
+    os.environ["FSDP_COMPAT_MEET_TIMEOUT"], watch.PATIENCE = str(idle_s), patience_s
     try:
         yield
     finally:
-        meeting.LIMIT_S, watch.PATIENCE = before
+        os.environ.pop("FSDP_COMPAT_MEET_TIMEOUT")
+        if before[0] is not None:
+            os.environ["FSDP_COMPAT_MEET_TIMEOUT"] = before[0]
+        watch.PATIENCE = before[1]
 
 
 def build(num_blocks: int = 3, **options: Any) -> FSDP:
@@ -77,30 +82,39 @@ def assert_told(message: str, *facts: str) -> None:
         assert re.search(fact, message), f"{fact!r} is not in\n{message}"
 
 
-def saves_on_rank_0() -> str:
+def saves_on_rank_0(catches: bool) -> str:
+    """Rank 0 saves, which the others do not, and trains on; or does not come back."""
     model = build()
     step(model)
-
-    def epoch() -> None:
-        if dist.get_rank() == 0:
-            model.state_dict()
+    if dist.get_rank() == 0:
+        message = message_of(model.state_dict)
+        if not catches:
+            watch.give_up(model._runtime.groups[0].shard, watch.Report(False, {0: "rank 0 has left"}))
+            return message
         step(model)
-
-    message = message_of(epoch)
-    model.zero_grad()
-    assert_goes_on(model)
+    else:
+        message = message_of(lambda: step(model))
+    if catches:
+        model.zero_grad()
+        assert_goes_on(model)
     return message
 
 
-def test_a_rank_that_trains_on_while_another_saves_and_the_one_that_saves_are_told_both() -> None:
-    messages = run_ranks(2, saves_on_rank_0)
-    assert messages[0].startswith("The ranks did not come together in state_dict().")
-    for message in messages:
-        assert_told(
-            message,
-            rf"rank 0 waits in state_dict\(\) for the ranks \[1\], at {HERE}:\d+ in epoch\(\)",
-            r"rank 1 waits for the parameters of unit '0' from rank 0, at .*test_divergence\.py:\d+ in step\(\)",
-        )
+def test_a_rank_that_saves_while_another_trains_on_is_told_what_both_do_and_can_train_on() -> None:
+    saving, training = run_ranks(2, saves_on_rank_0, True)
+    assert saving.startswith("The ranks did not come together in state_dict().")
+    assert_told(
+        saving,
+        rf"rank 0 waits in state_dict\(\) for the ranks \[1\], at {HERE}:\d+ in message_of\(\)",
+        r"rank 1 waits for the parameters of unit '0' from rank 0, at .*test_divergence\.py:\d+ in step\(\)",
+    )
+    assert training == ""
+
+
+def test_a_rank_that_waits_for_one_that_has_left_after_such_an_error_is_told() -> None:
+    saving, training = run_ranks(2, saves_on_rank_0, False)
+    assert saving.startswith("The ranks did not come together in state_dict().")
+    assert_told(training, "Waiting for the parameters of unit '0' failed", "rank 0 has left")
 
 
 def calls_something_else(which: str) -> str:
@@ -134,53 +148,35 @@ def test_different_calls_and_calls_of_different_models_are_told_at_once(ranks: i
         assert_told(message, *(rf"rank {rank} called {names[rank]}\(\) at {HERE}:\d+ in diverge\(\)" for rank in range(2)))
 
 
-def decides_alone(waits: str) -> tuple[str, str, float]:
+def decides_alone(waits: str) -> tuple[str, float]:
     """Rank 0 finds its loss the best; the last rank does not, and waits for the others somewhere else."""
     model, rank, world = build(), dist.get_rank(), dist.get_world_size()
     store = dist.distributed_c10d._get_default_store()
     step(model)
-    started = time.monotonic()
+    started, message = time.monotonic(), ""
     if rank < world - 1:
-        with limits():
-            first = message_of(model.state_dict)
-        passed_s = time.monotonic() - started
-        store.add("given up", 1)
+        message = message_of(model.state_dict)
         if rank == 0:
             store.set("go on", "1")
-    else:
-        passed_s = 0.0
-        with limits():
-            if waits == "barrier":
-                pass
-            elif waits == "store":
-                store.wait(["go on"], timedelta(seconds=30))
-        first = ""
-    with limits():
-        dist.barrier()
-        if rank == world - 1:  # comes later: to another call
-            first = message_of(lambda: model.clip_grad_norm_(1.0))
-        dist.barrier()
+    elif waits == "store":
+        store.wait(["go on"], timedelta(seconds=30))
+    passed_s = time.monotonic() - started
+    dist.barrier()
     assert_goes_on(model)
-    return first, waits, passed_s
+    return message, passed_s
 
 
 @pytest.mark.parametrize(("ranks", "waits"), [(2, "barrier"), (3, "store")])
-def test_a_rank_that_decided_otherwise_and_idles_is_missed_soon_and_told_when_it_comes(ranks: int, waits: str) -> None:
-    found = run_ranks(ranks, decides_alone, waits)
-    missing = ranks - 1
-    for message, _, _ in found:
+def test_a_rank_that_decided_otherwise_and_idles_is_missed_soon_and_then_all_go_on(ranks: int, waits: str) -> None:
+    *found, (last, _) = run_ranks(ranks, decides_alone, waits)
+    assert last == ""
+    for message, passed_s in found:
+        assert passed_s < PROMPT_S
         assert_told(
             message,
             rf"rank 0 called state_dict\(\) at {HERE}:\d+ in message_of\(\)",
+            rf"rank {ranks - 1} has not come: it is at .*:\d+ in decides_alone\(\), and has made no progress for \d+ s",
         )
-    for message, _, passed_s in found[:-1]:
-        assert 0.6 < passed_s < PROMPT_S
-        assert_told(
-            message, rf"rank {missing} has not come: it is at .*:\d+ in decides_alone\(\), and has made no progress for \d+ s"
-        )
-    assert_told(
-        found[-1][0], rf"rank {missing} called clip_grad_norm_\(\) at {HERE}:\d+ in <lambda>\(\), which others had given up"
-    )
 
 
 def disjoint(num_rounds: int) -> list[str]:
@@ -315,12 +311,9 @@ def test_calls_meet_once_and_only_if_they_communicate() -> None:
 def is_switched_off() -> list[str]:
     model, found = build(), []
     step(model)
-    before, meeting.ON = meeting.ON, False
-    try:
-        with counted(found):
-            assert_goes_on(model)
-    finally:
-        meeting.ON = before
+    os.environ["FSDP_COMPAT_MEET"] = "0"
+    with counted(found):
+        assert_goes_on(model)
     return found
 
 
@@ -377,3 +370,46 @@ def test_a_rank_whose_program_has_ended_is_missed_at_once(tmp_path: Path) -> Non
         first, r"rank 0 called state_dict\(\) at <string>:\d+ in <module>\(\)", r"rank 1 .*ended with KeyError: 'no such file'"
     )
     assert "KeyError" in second and "StateError" not in second
+
+
+KILLED = """
+    import os, signal, sys, time, torch, torch.distributed as dist
+    from fsdp_compat import FullyShardedDataParallel as FSDP
+    from torch import nn
+
+    rank, path = int(sys.argv[1]), sys.argv[2]
+    dist.init_process_group("gloo", store=dist.FileStore(path, 2), rank=rank, world_size=2)
+    model = FSDP(nn.Linear(4, 4))
+    model(torch.ones(2, 4)).sum().backward()
+    if rank == 1:
+        print("stopped", flush=True)
+        os.kill(os.getpid(), signal.SIGSTOP)
+    started = time.monotonic()
+    model.state_dict()
+    print(f"saved after {time.monotonic() - started:.1f}")
+"""
+
+
+@pytest.mark.parametrize("killed", [True, False])
+def test_a_rank_that_was_killed_is_missed_soon_and_one_that_was_stopped_is_waited_for(tmp_path: Path, killed: bool) -> None:
+    program = [sys.executable, "-c", textwrap.dedent(KILLED)]
+    pipe = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "cwd": ROOT}
+    environment = os.environ | {"FSDP_COMPAT_MEET_TIMEOUT": "1"}
+    processes = [subprocess.Popen([*program, str(rank), str(tmp_path / "store")], env=environment, **pipe) for rank in range(2)]
+    try:
+        assert processes[1].stdout.readline() == "stopped\n"
+        if killed:
+            processes[1].send_signal(signal.SIGKILL)
+        else:
+            with pytest.raises(subprocess.TimeoutExpired):  # four times the limit of one that idles
+                processes[0].wait(4.0)
+            processes[1].send_signal(signal.SIGCONT)
+        out, err = processes[0].communicate(timeout=50)
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
+    if killed:
+        assert_told(err, r"rank 0 called state_dict\(\)", r"rank 1 has not come: its process has ended without a word")
+    else:
+        assert out.startswith("saved after")
