@@ -263,7 +263,6 @@ class _Doorkeeper:
         self._num_answered = 0
         self._answered_at = self._looked_at = -FORGOTTEN_S
         self._pulse = pulse.Pulse()
-        self.board.introduce(self._rank)
         self.board.answer(self._rank, None)
 
     def answer(self, lines: Sequence[Line]) -> None:
@@ -303,10 +302,15 @@ class _Watch:
         self._since = 0.0  # monotonic seconds
         self._posted: int | None = None  # the global rank under which a post stands
         self._door: _Doorkeeper | None = None
+        self._introduced: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()  # worlds that know this process
 
     def add(self, line: Line) -> None:
         with self.lock:
             self._lines.add(line)
+            world, here = dist.group.WORLD, board()
+            if world is not None and here is not None and world not in self._introduced:
+                self._introduced.add(world)
+                here.introduce(dist.get_rank())
             if self._thread is None or not self._thread.is_alive():
                 self._thread = threading.Thread(target=self._run, daemon=True, name="fsdp_compat watch")
                 self._thread.start()
