@@ -179,7 +179,8 @@ _communicators: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, Communica
 def communicator(axis: Axis, device: torch.device) -> Communicator:
     """Return what sends tensors of ``device`` along an axis; one per process group, however many units use it.
 
-    Collective: every rank of the axis, the first time it is asked for (gloo gets connections of its own then).
+    Collective: every rank of the axis, the first time it is asked for (gloo gets connections of its own then). Raises StateError if
+    communication along the axis has failed before.
     """
     if axis.group is None:
         return typing.cast(Communicator, _Alone(axis))
@@ -187,6 +188,7 @@ def communicator(axis: Axis, device: torch.device) -> Communicator:
     if device.type not in found:
         transport = Exchange if device.type == "cpu" and torch_private.is_gloo(axis.group, device) else _Native
         found[device.type] = typing.cast(Communicator, transport(axis))
+    found[device.type].require_working()
     return found[device.type]
 
 
