@@ -23,7 +23,8 @@ __all__ = ["Exchange"]
 
 TAKEN = 1 << 24  # added to the tag of a message: that of the answer that says that it was read
 _CARDS, _VERDICTS = TAKEN - 2, TAKEN - 1  # tags while connecting
-_NOTE_NUMEL = 5  # epoch, chunk, offset, numel, dtype: of a message that is read where it lies
+_SENT = 2 * TAKEN  # added to the tag of a message: that of its values, where a note says that they are sent
+_NOTE_NUMEL = len(shared_memory.Location._fields) + 2  # and numel, dtype: of a message that is read where it lies
 _DTYPES = [value for _, value in sorted(vars(torch).items()) if isinstance(value, torch.dtype)]
 _PIECE_NUMEL = 1 << 17  # what is summed at a time stays in the cache until it is divided
 
@@ -44,7 +45,8 @@ class Exchange(Grouped):
     block (or is copied into one): in its place goes a *note* that says where it lies. Who gets a note reads the memory when the
     exchange is ended, and answers with an *ack*; until that is here the memory stays as it is. Notes and acks are messages like
     others, so time limits, the watch and its diagnoses hold for them as they do for everything else. Whoever gives the connections
-    up says so in his memory too (``renounce``), and a reader looks there when it has read.
+    up says so in his memory too (``renounce``), and a reader looks there when it has read. Where a rank can get no block for a
+    message any more, its note says that the values follow, and they are sent after the note.
     """
 
     reads_in_place = True
@@ -73,6 +75,7 @@ class Exchange(Grouped):
         self._near_sources: list[int] = []  # those of the peers that are near
         self._near_targets: list[int] = []
         watch.add(self)
+        _lines.add(self)
         self._connect()
 
     def begin_gather(self, own: torch.Tensor, full: torch.Tensor, segments: Sequence[torch.Tensor], tag: int) -> Pending:
@@ -88,7 +91,7 @@ class Exchange(Grouped):
         receives, sends, notes, acks, number = self._start(outgoing, segments, tag, self._names.get(tag, "parameters"), near)
         self._sends.append((sends, sent, (tag, number, nbytes, 0)))
         if acks:
-            self._sends.append((acks, read, self._post_of_acks(tag, acks)))
+            self._sends.append((acks, read, self._post_of_acks(tag)))
         segments[self.rank].copy_(own)  # sends never read `full`: freeing `full` need not wait for slow peers
         return self._opened(Pending(receives, segments, own, (tag, number, nbytes, len(receives)), notes))
 
@@ -155,6 +158,8 @@ class Exchange(Grouped):
         _sum_in_rank_order(self._parts(pending, own, what), own, pending.divisor)
         self._check(pending, what)
         self._open.pop(id(pending), None)
+        if pending.acks:  # there are no acks, but values that follow a note
+            self._reads.append((pending.acks, pending.keep, (pending.post[0] + _SENT, 0, own.nbytes, 0)))
         sent = pending.keep
         assert isinstance(sent, torch.Tensor)
         if sent is not total:
@@ -186,6 +191,13 @@ class Exchange(Grouped):
                 self.end_gather(pending, self._names.get(pending.post[0], what))
         self._wait_for_all(self._reads, what)
         self._wait_for_all(self._sends, what)
+        if shared_memory.has_old_files() and not any(line._awaits_readers for line in _lines):
+            shared_memory.forget_old_files()
+
+    @property
+    def _awaits_readers(self) -> bool:
+        """True if somebody may still read what this rank has sent."""
+        return bool(self._sends or self._reads or any(reference() is not None for reference in self._open.values()))
 
     def gather_now(self, own: torch.Tensor) -> torch.Tensor:
         own = own.contiguous()
@@ -236,16 +248,29 @@ class Exchange(Grouped):
 
     def _read(self, pending: Pending, source: int, like: torch.Tensor, what: str) -> torch.Tensor:
         """What a peer has sent, where it lies. ``like``: of its length and dtype, unless it has sent what this rank keeps."""
-        epoch, chunk, offset, numel, dtype = pending.notes[source].tolist()
-        if numel != like.numel() or _DTYPES[dtype] not in (like.dtype, pending.keep.dtype):
-            error = RuntimeError(
-                f"rank {self.members[source]} has sent {numel} elements of {_DTYPES[dtype]} for {like.numel()} of {like.dtype}"
-            )
-            self._fail(what, error)
+        *place, numel, number = pending.notes[source].tolist()
+        dtype = _DTYPES[number] if 0 <= number < len(_DTYPES) else None
+        if dtype is None or numel != like.numel() or dtype not in (like.dtype, pending.keep.dtype):
+            sent = f"{numel} elements of {dtype or f'an unknown dtype ({number})'}"
+            self._fail(what, RuntimeError(f"rank {self.members[source]} has sent {sent} for {like.numel()} of {like.dtype}"))
+        location = shared_memory.Location(*place)
+        if location.is_sent:
+            return self._receive(pending, source, torch.empty(numel, dtype=dtype, device="cpu"), what)
         try:
-            return self._near[source].view(shared_memory.Location(epoch, chunk, offset), numel, _DTYPES[dtype])
+            return self._near[source].view(location, numel, dtype)
         except OSError as error:
-            self._fail(what, RuntimeError(f"the memory of rank {self.members[source]} is gone: {error}"))
+            self._fail(what, RuntimeError(f"the memory of rank {self.members[source]} cannot be read: {error}"))
+
+    def _receive(self, pending: Pending, source: int, into: torch.Tensor, what: str) -> torch.Tensor:
+        """Receive what a peer sends after its note."""
+        tag = pending.post[0] + _SENT
+        try:
+            works = [self._wires.recv([into], source, tag)]
+        except RuntimeError as error:
+            self._fail(what, error)
+        self._names[pending.post[0]] = what
+        self._wait(works, (tag, 0, into.nbytes, len(self._near_sources)), what, self._near_sources.index(source))
+        return into
 
     def _parts(self, pending: Pending, own: torch.Tensor, what: str) -> list[torch.Tensor]:
         """What was received, by rank; ``own`` from this one."""
@@ -278,14 +303,14 @@ class Exchange(Grouped):
     def _end_reading(self, pending: Pending, what: str) -> None:
         if pending.notes:
             self._reads.append(self._ack(pending, what))
-            self._reads.append((pending.acks, pending.keep, self._post_of_acks(pending.post[0], pending.acks)))
+            self._reads.append((pending.acks, pending.keep, self._post_of_acks(pending.post[0])))
             self._names[pending.post[0]] = what
             self._open.pop(id(pending), None)
 
-    def _post_of_acks(self, tag: int, acks: Sequence[dist.Work]) -> Post:
+    def _post_of_acks(self, tag: int) -> Post:
         tag += TAKEN
         number = self._asked[tag] = self._asked.get(tag, 0) + 1
-        return tag, number, 0, len(acks)
+        return tag, number, 0, len(self._near_sources)
 
     def _wait_for_all(self, sent: list[tuple[list[dist.Work], object, Post]], what: str) -> None:
         for works, _, post in sent:
@@ -336,7 +361,10 @@ class Exchange(Grouped):
         near: dict[int, shared_memory.Neighbour],
         acked: bool = True,
     ) -> tuple[list[dist.Work], list[dist.Work], dict[int, torch.Tensor], list[dist.Work], int]:
-        """Begin what an exchange consists of; see ``_exchange``. Return (receives, sends, notes, acks, number of its use)."""
+        """Begin what an exchange consists of; see ``_exchange``. Return (receives, sends, notes, acks, number of its use).
+
+        acks: also the sends of values that follow a note; ``acked`` or not.
+        """
         number = self._begin(tag)
         receives: list[dist.Work] = []
         sends: list[dist.Work] = []
@@ -350,10 +378,15 @@ class Exchange(Grouped):
                 receives.append(wires.recv([notes.get(source, incoming[source])], source, tag))
             if near and acked:  # asked for before they can be given
                 acks += [wires.recv([_NO_BYTES], source, tag + TAKEN) for source in self._near_sources]
-            sends += [
-                wires.send([_note(outgoing[target]) if target in near else outgoing[target]], target, tag)
-                for _, target in self._peers
-            ]
+            for _, target in self._peers:
+                message = outgoing[target]
+                if target not in near:
+                    sends.append(wires.send([message], target, tag))
+                    continue
+                place = shared_memory.place_of(message)
+                sends.append(wires.send([_note(place, message)], target, tag))
+                if place.is_sent:  # a peer takes it when it reads: who waits for the acks, which come first, need not wait for it
+                    acks.append(wires.send([message], target, tag + _SENT))
         except RuntimeError as error:
             receives.clear()
             sends.clear()
@@ -376,11 +409,12 @@ class Exchange(Grouped):
             self._open.pop(id(pending), None)  # what is still to be read stays: it holds connections
         return True
 
-    def _wait(self, works: list[dist.Work], post: Post, what: str) -> None:
+    def _wait(self, works: list[dist.Work], post: Post, what: str, first: int = 0) -> None:
+        """first: the index of the first work, where there were others before."""
         waiting, timeout = None, self.timeout
         failure: RuntimeError | None = None
         try:
-            for index, work in enumerate(works):
+            for index, work in enumerate(works, first):
                 self.waiting = waiting = post, index, what
                 work.wait(timeout)
                 if self.diagnosis is not None:
@@ -476,11 +510,11 @@ class Exchange(Grouped):
             text = f"rank {rank} waits in {what} for ranks {list(peers)}"
         else:
             if tag >= TAKEN:
-                peer = self._near_targets[index] if sends else self._near_sources[index]
+                peer = self._near_targets[index - num_receives] if sends else self._near_sources[index]
             else:
                 peer = self._peers[index - num_receives][1] if sends else self._peers[index][0]
             peers = (self.members[peer],)
-            takes = sends or tag >= TAKEN
+            takes = sends or TAKEN <= tag < _SENT
             text = f"rank {rank} waits for " + (f"rank {peers[0]} to take {what}" if takes else f"{what} from rank {peers[0]}")
             if tag == watch.ARRIVAL:
                 text = f"rank {rank} waits for rank {peers[0]} to connect"
@@ -518,6 +552,8 @@ class Exchange(Grouped):
         self._wires = self.diagnosis = None
 
 
+_lines: weakref.WeakSet[Exchange] = weakref.WeakSet()
+
 # What a reduction goes on with after its connections were given up, until it has come to its end.
 _lost_totals: list[weakref.ref[torch.Tensor]] = []
 
@@ -527,10 +563,8 @@ def _is_lost(total: torch.Tensor) -> bool:
     return any(reference() is total for reference in _lost_totals)
 
 
-def _note(message: torch.Tensor) -> torch.Tensor:
+def _note(place: shared_memory.Location, message: torch.Tensor) -> torch.Tensor:
     """Where a message lies, for a peer that is near."""
-    place = shared_memory.locate(message)
-    assert place is not None, "a message between neighbours is in a block"
     return torch.tensor([*place, message.numel(), _DTYPES.index(message.dtype)], dtype=torch.int64, device="cpu")
 
 

@@ -28,7 +28,7 @@ from tests.support.ranks import run_ranks
 
 CPU = torch.device("cpu")
 NUMEL = 1_200_001  # of a message: more than one piece of a sum, and no multiple of anything
-NOTE_NBYTES = 40
+NOTE_NBYTES = 56
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex64)
 
 
@@ -341,8 +341,9 @@ def test_without_shared_memory_tensors_are_ordinary(monkeypatch: pytest.MonkeyPa
     tensor = shared_memory.zeros(NUMEL, torch.float32)
     assert shared_memory.locate(tensor) is None
     assert not tensor.any()
-    with pytest.raises(MemoryError, match="4800004 bytes"):
-        shared_memory.copy_of(torch.ones(NUMEL))
+    copy_of_it = shared_memory.copy_of(torch.ones(NUMEL))
+    assert shared_memory.locate(copy_of_it) is None
+    assert torch.equal(copy_of_it, torch.ones(NUMEL))
 
 
 def test_copies_of_what_lies_in_a_block_are_ordinary_tensors_of_the_same_values() -> None:
