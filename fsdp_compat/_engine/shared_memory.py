@@ -37,7 +37,6 @@ import struct
 import sys
 import threading
 import typing
-import warnings
 import weakref
 
 import torch
@@ -213,7 +212,7 @@ class _Arena:
         self.pid, self.token = os.getpid(), os.urandom(_TOKEN_NBYTES)
         self.chunks: list[_Chunk] = []
         self.control: _File | None = None
-        self.epoch = memoryview(bytearray(8)).cast("q")
+        self.epoch = _epoch_in(memoryview(bytearray(PAGE_NBYTES)))  # nobody else's, until there is a control file
         self.is_closed = not _is_supported()
         self.lock = threading.RLock()
         # A block may die inside of any allocation, this one's too: what is returned waits here for the next one that takes.
@@ -306,11 +305,15 @@ class _Arena:
         """In a child: keep no file of the parent's but those that its private memory is made of."""
         for chunk in self.chunks:
             chunk.file = chunk.old_file = None
-        self.control = None
+        self.control, self.epoch = None, _epoch_in(memoryview(bytearray(PAGE_NBYTES)))
 
 
 def _is_supported() -> bool:
     return sys.platform == "linux" and hasattr(os, "memfd_create") and os.path.isdir("/proc/self/fd")
+
+
+def _epoch_in(control: memoryview) -> memoryview:
+    return control[_HEADER.size : _HEADER.size + 8].cast("q")
 
 
 def _in_pages(nbytes: int) -> int:
@@ -342,8 +345,10 @@ def _libc() -> ctypes.CDLL:
     return libc
 
 
-def _map(address: int | None, nbytes: int, flags: int, fd: int, offset: int) -> int:
-    found = _libc().mmap(address, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, fd, offset)
+def _map(
+    address: int | None, nbytes: int, flags: int, fd: int, offset: int, access: int = mmap.PROT_READ | mmap.PROT_WRITE
+) -> int:
+    found = _libc().mmap(address, nbytes, access, flags, fd, offset)
     if found is None or found == ctypes.c_void_p(-1).value:
         raise OSError(ctypes.get_errno(), f"no mapping of {nbytes} bytes")
     return int(found)
@@ -477,7 +482,8 @@ class Neighbour:
         """Raises OSError where they cannot be read, or are not those that the token belongs to."""
         self._pid, self._token = pid, token
         self._chunks: dict[int, _Mapped] = {}  # by index: the file that was told of last
-        self._epoch = _epoch_in(self._open(control, 0).view)
+        self._control = self._open(control, 0)
+        self._epoch = _epoch_in(self._control.view)
 
     def _open(self, fd: int, number: int) -> _Mapped:
         path = f"/proc/{self._pid}/fd/{fd}"
@@ -487,9 +493,7 @@ class Neighbour:
         try:
             if not fcntl.fcntl(file, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
                 raise OSError(f"descriptor {fd} of process {self._pid} is a file that may shrink")
-            found = _Mapped(mmap.mmap(file, 0, prot=mmap.PROT_READ), number)
-        except ValueError as error:  # it is empty
-            raise OSError(str(error)) from error
+            found = _Mapped(file, number)
         finally:
             os.close(file)
         if found.view[: _HEADER.size] != _HEADER.pack(self._token, number):
@@ -518,17 +522,14 @@ class Neighbour:
 
 
 class _Mapped:
-    """A file of another process."""
+    """A file of another process, without a descriptor, and without a mapping in children, which would keep its memory."""
 
-    def __init__(self, memory: mmap.mmap, number: int) -> None:
-        self.view, self.number = memoryview(memory), number
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch says that it knows no memory that cannot be written to
-            self.address = torch.frombuffer(self.view, dtype=torch.uint8).data_ptr()
-
-
-def _epoch_in(control: memoryview) -> memoryview:
-    return control[_HEADER.size : _HEADER.size + 8].cast("q")
+    def __init__(self, file: int, number: int) -> None:
+        self.number, nbytes = number, os.fstat(file).st_size
+        self.address = _map(None, nbytes, _SHARED, file, 0, mmap.PROT_READ)
+        weakref.finalize(self, _unmap_in, os.getpid(), self.address, nbytes).atexit = False
+        _advise(self.address, nbytes, _DONTFORK)
+        self.view = memoryview((ctypes.c_ubyte * nbytes).from_address(self.address)).cast("B")
 
 
 _neighbours: weakref.WeakValueDictionary[bytes, Neighbour] = weakref.WeakValueDictionary()
