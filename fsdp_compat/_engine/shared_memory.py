@@ -6,9 +6,9 @@ handed out as a tensor whose storage is exactly as large as it is, and comes bac
 next block: a page fault costs several times as much as filling the page.
 
 Where any part of this cannot be had (no Linux, no /proc, another host, user or pid namespace) there are no neighbours, and messages
-travel as everywhere else. Where it cannot be had any more (no descriptors, no addresses), tensors are ordinary memory from then on,
-and what lies there is sent. What a neighbour says of its memory is checked before anything is read: the file is one of its arena and
-sealed, so that it cannot shrink, and the place lies inside it.
+travel as everywhere else. Where no more can be had (no descriptors, no addresses), new tensors are ordinary memory, and what lies
+there is sent. What a neighbour says of its memory is checked before anything is read: the file is one of its arena and sealed, so
+that it cannot shrink, and the place lies inside it.
 
 A child made by fork sees the memory as it was at the fork, as it would see ordinary memory. A private mapping of a shared file does
 not do that, because it shows what is written to the file later. So nothing is written to the file later. A fork *freezes* every
@@ -154,7 +154,8 @@ class _Chunk:
     def forget_pages(self, start: int, nbytes: int) -> None:
         """Give pages of the file back to the system. They read as zeros then. Those of a frozen block are not the file's."""
         if start not in self.frozen:
-            _advise(self.address + start, nbytes, _REMOVE)
+            with contextlib.suppress(OSError):  # it is frozen just now
+                _advise(self.address + start, nbytes, _REMOVE)
 
     def freeze(self) -> int:
         """See the beginning of this module. Return how many bytes of free blocks were forgotten.
@@ -345,9 +346,7 @@ def _libc() -> ctypes.CDLL:
     return libc
 
 
-def _map(
-    address: int | None, nbytes: int, flags: int, fd: int, offset: int, access: int = mmap.PROT_READ | mmap.PROT_WRITE
-) -> int:
+def _map(address: int | None, nbytes: int, flags: int, fd: int, offset: int, access: int = mmap.PROT_READ | mmap.PROT_WRITE) -> int:
     found = _libc().mmap(address, nbytes, access, flags, fd, offset)
     if found is None or found == ctypes.c_void_p(-1).value:
         raise OSError(ctypes.get_errno(), f"no mapping of {nbytes} bytes")
@@ -425,11 +424,14 @@ def locate(tensor: torch.Tensor) -> Location | None:
     if chunk is None or not tensor.is_contiguous():
         return None
     offset = address - chunk.address
+    file = (
+        chunk.file
+    )  # before the question: a fork in another thread freezes first, and what the old file holds is right until then
     if chunk.frozen:
         with _arena.lock:
             if not chunk.thaw(offset):
                 return None
-    file = chunk.file
+            file = chunk.file
     return None if file is None else Location(now(), chunk.index, file.number, file.fd, offset)
 
 
