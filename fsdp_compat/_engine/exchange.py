@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import time
 import typing
+import weakref
 from collections.abc import Callable, Sequence
 from threading import get_ident
 
@@ -22,7 +23,8 @@ __all__ = ["Exchange"]
 
 TAKEN = 1 << 24  # added to the tag of a message: that of the answer that says that it was read
 _CARDS, _VERDICTS = TAKEN - 2, TAKEN - 1  # tags while connecting
-_NOTE_NUMEL = 5  # epoch, chunk, offset, numel, dtype: of a message that is read where it lies
+_SENT = 2 * TAKEN  # added to the tag of a message: that of its values, where a note says that they are sent
+_NOTE_NUMEL = len(shared_memory.Location._fields) + 2  # and numel, dtype: of a message that is read where it lies
 _DTYPES = [value for _, value in sorted(vars(torch).items()) if isinstance(value, torch.dtype)]
 _PIECE_NUMEL = 1 << 17  # what is summed at a time stays in the cache until it is divided
 
@@ -62,7 +64,8 @@ class Exchange(Grouped):
     block (or is copied into one): in its place goes a *note* that says where it lies. Who gets a note reads the memory when the
     exchange is ended, and answers with an *ack*; until that is here the memory stays as it is. Notes and acks are messages like
     others, so time limits, the watch and its diagnoses hold for them as they do for everything else. A rank whose communication
-    fails says so in its memory too (``renounce``), and a reader looks there when it has read.
+    fails says so in its memory too (``renounce``), and a reader looks there when it has read. Where a rank can get no block for a
+    message any more, its note says that the values follow, and they are sent after the note.
 
     A communicator that failed stays failed. A wait that fails, or an exception in the middle of a call, leaves nobody knowing what
     has arrived; so all connections of the process are closed (``watch.give_up``), and every later use raises. The small collectives
@@ -94,6 +97,7 @@ class Exchange(Grouped):
         self._near_sources: list[int] = []  # those of the peers that are near
         self._near_targets: list[int] = []
         watch.add(self)
+        _lines.add(self)
         self._connect()
 
     @property
@@ -121,7 +125,7 @@ class Exchange(Grouped):
         receives, sends, notes, acks, number = self._start(outgoing, segments, tag, self._names.get(tag, "parameters"), near)
         self._sends.append((sends, sent, (tag, number, nbytes, 0)))
         if acks:
-            self._sends.append((acks, read, self._post_of_acks(tag, acks)))
+            self._sends.append((acks, read, self._post_of_acks(tag)))
         segments[self.rank].copy_(own)  # sends never read `full`: freeing `full` need not wait for slow peers
         return self._opened(Pending(receives, segments, own, (tag, number, nbytes, len(receives)), notes))
 
@@ -187,6 +191,8 @@ class Exchange(Grouped):
         _sum_in_rank_order(self._parts(pending, own, what), own, pending.divisor)
         self._check(pending, what)
         self._open.pop(pending.post[0], None)
+        if pending.acks:  # there are no acks, but values that follow a note
+            self._reads.append((pending.acks, pending.keep, (pending.post[0] + _SENT, 0, own.nbytes, 0)))
         sent = pending.keep
         assert isinstance(sent, torch.Tensor)
         if sent is not total:
@@ -220,6 +226,13 @@ class Exchange(Grouped):
                 self.end_gather(pending, self._names.get(tag, what))
         self._wait_for_all(self._reads, what)
         self._wait_for_all(self._sends, what)
+        if shared_memory.has_old_files() and not any(line._awaits_readers for line in _lines):
+            shared_memory.forget_old_files()
+
+    @property
+    def _awaits_readers(self) -> bool:
+        """True if somebody may still read what this rank has sent."""
+        return bool(self._sends or self._reads or self._open)
 
     def gather_now(self, own: torch.Tensor) -> torch.Tensor:
         own = own.contiguous()
@@ -268,16 +281,29 @@ class Exchange(Grouped):
 
     def _read(self, pending: Pending, source: int, like: torch.Tensor, what: str) -> torch.Tensor:
         """What a peer has sent, where it lies. ``like``: of its length and dtype, unless it has sent what this rank keeps."""
-        epoch, chunk, offset, numel, dtype = pending.notes[source].tolist()
-        if numel != like.numel() or _DTYPES[dtype] not in (like.dtype, pending.keep.dtype):
-            error = RuntimeError(
-                f"rank {self.members[source]} has sent {numel} elements of {_DTYPES[dtype]} for {like.numel()} of {like.dtype}"
-            )
-            self._fail(what, error)
+        *place, numel, number = pending.notes[source].tolist()
+        dtype = _DTYPES[number] if 0 <= number < len(_DTYPES) else None
+        if dtype is None or numel != like.numel() or dtype not in (like.dtype, pending.keep.dtype):
+            sent = f"{numel} elements of {dtype or f'an unknown dtype ({number})'}"
+            self._fail(what, RuntimeError(f"rank {self.members[source]} has sent {sent} for {like.numel()} of {like.dtype}"))
+        location = shared_memory.Location(*place)
+        if location.is_sent:
+            return self._receive(pending, source, torch.empty(numel, dtype=dtype, device="cpu"), what)
         try:
-            return self._near[source].view(shared_memory.Location(epoch, chunk, offset), numel, _DTYPES[dtype])
+            return self._near[source].view(location, numel, dtype)
         except OSError as error:
-            self._fail(what, RuntimeError(f"the memory of rank {self.members[source]} is gone: {error}"))
+            self._fail(what, RuntimeError(f"the memory of rank {self.members[source]} cannot be read: {error}"))
+
+    def _receive(self, pending: Pending, source: int, into: torch.Tensor, what: str) -> torch.Tensor:
+        """Receive what a peer sends after its note."""
+        tag = pending.post[0] + _SENT
+        try:
+            works = [self._wires.recv([into], source, tag)]
+        except RuntimeError as error:
+            self._fail(what, error)
+        self._names[pending.post[0]] = what
+        self._wait(works, (tag, 0, into.nbytes, len(self._near_sources)), what, self._near_sources.index(source))
+        return into
 
     def _parts(self, pending: Pending, own: torch.Tensor, what: str) -> list[torch.Tensor]:
         """What was received, by rank; ``own`` from this one."""
@@ -310,14 +336,14 @@ class Exchange(Grouped):
     def _end_reading(self, pending: Pending, what: str) -> None:
         if pending.notes:
             self._reads.append(self._ack(pending, what))
-            self._reads.append((pending.acks, pending.keep, self._post_of_acks(pending.post[0], pending.acks)))
+            self._reads.append((pending.acks, pending.keep, self._post_of_acks(pending.post[0])))
             self._names[pending.post[0]] = what
             self._open.pop(pending.post[0], None)
 
-    def _post_of_acks(self, tag: int, acks: Sequence[dist.Work]) -> Post:
+    def _post_of_acks(self, tag: int) -> Post:
         tag += TAKEN
         number = self._asked[tag] = self._asked.get(tag, 0) + 1
-        return tag, number, 0, len(acks)
+        return tag, number, 0, len(self._near_sources)
 
     def _wait_for_all(self, sent: list[tuple[list[dist.Work], object, Post]], what: str) -> None:
         for works, _, post in sent:
@@ -390,7 +416,10 @@ class Exchange(Grouped):
         near: dict[int, shared_memory.Neighbour],
         acked: bool = True,
     ) -> tuple[list[dist.Work], list[dist.Work], dict[int, torch.Tensor], list[dist.Work], int]:
-        """Begin what an exchange consists of; see ``_exchange``. Return (receives, sends, notes, acks, number of its use)."""
+        """Begin what an exchange consists of; see ``_exchange``. Return (receives, sends, notes, acks, number of its use).
+
+        acks: also the sends of values that follow a note; ``acked`` or not.
+        """
         number = self._begin(tag)
         receives: list[dist.Work] = []
         sends: list[dist.Work] = []
@@ -404,10 +433,15 @@ class Exchange(Grouped):
                 receives.append(wires.recv([notes.get(source, incoming[source])], source, tag))
             if near and acked:  # asked for before they can be given
                 acks += [wires.recv([_NO_BYTES], source, tag + TAKEN) for source in self._near_sources]
-            sends += [
-                wires.send([_note(outgoing[target]) if target in near else outgoing[target]], target, tag)
-                for _, target in self._peers
-            ]
+            for _, target in self._peers:
+                message = outgoing[target]
+                if target not in near:
+                    sends.append(wires.send([message], target, tag))
+                    continue
+                place = shared_memory.place_of(message)
+                sends.append(wires.send([_note(place, message)], target, tag))
+                if place.is_sent:  # a peer takes it when it reads: who waits for the acks, which come first, need not wait for it
+                    acks.append(wires.send([message], target, tag + _SENT))
         except RuntimeError as error:
             receives.clear()
             sends.clear()
@@ -432,10 +466,11 @@ class Exchange(Grouped):
             self._open.pop(pending.post[0], None)  # what is still to be read stays: others wait for it
         return True
 
-    def _wait(self, works: list[dist.Work], post: Post, what: str) -> None:
+    def _wait(self, works: list[dist.Work], post: Post, what: str, first: int = 0) -> None:
+        """first: the index of the first work, where there were others before."""
         waiting, timeout = None, self.timeout
         try:
-            for index, work in enumerate(works):
+            for index, work in enumerate(works, first):
                 self.waiting = waiting = post, index, what
                 work.wait(timeout)
         except RuntimeError as error:
@@ -546,11 +581,11 @@ class Exchange(Grouped):
             text = f"rank {rank} waits in {what} for ranks {list(peers)}"
         else:
             if tag >= TAKEN:
-                peer = self._near_targets[index] if sends else self._near_sources[index]
+                peer = self._near_targets[index - num_receives] if sends else self._near_sources[index]
             else:
                 peer = self._peers[index - num_receives][1] if sends else self._peers[index][0]
             peers = (self.members[peer],)
-            takes = sends or tag >= TAKEN
+            takes = sends or TAKEN <= tag < _SENT
             text = f"rank {rank} waits for " + (f"rank {peers[0]} to take {what}" if takes else f"{what} from rank {peers[0]}")
             if tag == watch.ARRIVAL:
                 text = f"rank {rank} waits for rank {peers[0]} to connect"
@@ -578,10 +613,11 @@ class Exchange(Grouped):
         self._near = {}
 
 
-def _note(message: torch.Tensor) -> torch.Tensor:
+_lines: weakref.WeakSet[Exchange] = weakref.WeakSet()
+
+
+def _note(place: shared_memory.Location, message: torch.Tensor) -> torch.Tensor:
     """Where a message lies, for a peer that is near."""
-    place = shared_memory.locate(message)
-    assert place is not None, "a message between neighbours is in a block"
     return torch.tensor([*place, message.numel(), _DTYPES.index(message.dtype)], dtype=torch.int64, device="cpu")
 
 

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fsdp_compat import MixedPrecision, ShardingStrategy
+from fsdp_compat import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
 from fsdp_compat._engine import exchange, shared_memory
 from fsdp_compat._engine.collectives import communicator
 from fsdp_compat._engine.mesh import mesh_from_group
@@ -28,7 +28,7 @@ from tests.support.ranks import run_ranks
 
 CPU = torch.device("cpu")
 NUMEL = 1_200_001  # of a message: more than one piece of a sum, and no multiple of anything
-NOTE_NBYTES = 40
+NOTE_NBYTES = 56
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex64)
 
 
@@ -83,10 +83,20 @@ def totalled(wire: Any, total: torch.Tensor, tag: int, divisor: torch.Tensor | N
 # -- what arrives
 
 
-def exchanges_everything(blind: tuple[int, ...] = ()) -> tuple[int, int]:
+@contextlib.contextmanager
+def no_room() -> Iterator[None]:
+    """What there is of shared memory is full, and there is no more to be had."""
+    with (
+        mock.patch.object(shared_memory._Chunk, "take", return_value=None),
+        mock.patch.object(os, "memfd_create", side_effect=OSError(24, "no descriptors")),
+    ):
+        yield
+
+
+def exchanges_everything(blind: tuple[int, ...] = (), full_up: tuple[int, ...] = ()) -> tuple[int, int]:
     """Gather, reduce and total in every dtype. Returns how many ranks are near, and the bytes handed to gloo for float32.
 
-    blind: ranks whose memory nobody can read.
+    blind: ranks whose memory nobody can read. full_up: those that can get no more, once they have connected.
     """
     if dist.get_rank() in blind:
         shared_memory.card, card = lambda: bytes(shared_memory.CARD_NBYTES), shared_memory.card
@@ -95,6 +105,11 @@ def exchanges_everything(blind: tuple[int, ...] = ()) -> tuple[int, int]:
     finally:
         if dist.get_rank() in blind:
             shared_memory.card = card
+    with no_room() if dist.get_rank() in full_up else contextlib.nullcontext():
+        return _exchanges_everything(wire)
+
+
+def _exchanges_everything(wire: Any) -> tuple[int, int]:
     ranks, rank, sent = wire.ranks, wire.rank, []
     divisor = torch.tensor(2.0, dtype=torch.float64)
     for number, dtype in enumerate(DTYPES):
@@ -124,6 +139,15 @@ def test_a_rank_whose_memory_cannot_be_read_is_sent_to_and_sends_itself() -> Non
     two, one, blind = run_ranks(3, exchanges_everything, (2,))
     assert [two[0], one[0], blind[0]] == [1, 1, 0]
     assert blind[1] > 2 * 2 * 4 * NUMEL  # everything, to both others
+
+
+@pytest.mark.parametrize(("ranks", "full_up"), [(2, (0,)), (2, (0, 1)), (3, (1,)), (3, (0, 2))])
+def test_a_rank_that_gets_no_more_shared_memory_sends_what_it_had_shared(ranks: int, full_up: tuple[int, ...]) -> None:
+    notes = 6 * NOTE_NBYTES * (ranks - 1)
+    values = 4 * NUMEL * (ranks - 1) * (2 + 2 * 2)  # a gather, a reduction, two totals of two steps
+    for rank, (near, sent) in enumerate(run_ranks(ranks, exchanges_everything, (), full_up)):
+        assert near == ranks - 1
+        assert sent == notes if rank not in full_up else abs(sent - notes - values) < 100
 
 
 def equals_gloo() -> None:
@@ -182,6 +206,90 @@ def test_a_message_of_another_dtype_is_refused() -> None:
     first, second = run_ranks(2, mixes_dtypes)
     assert "of torch.int32 for 1200001 of torch.float32" in first + second
     assert "Waiting for tag 4 failed" in first and "Waiting for tag 4 failed" in second
+
+
+def tells_lies(lie: str) -> tuple[str, str]:
+    """Rank 1 says of a gather that it lies where it does not. Returns what each rank is told."""
+    wire = line()
+    own, full = numbers(NUMEL, wire.rank), torch.empty(2 * NUMEL)
+    if wire.rank == 0:
+        pending = wire.begin_gather(own, full, full.chunk(2), 4)
+        return message_of(lambda: wire.end_gather(pending, "the parameters of 'a'"))
+    note, place = exchange._note, shared_memory.locate(own)
+    with contextlib.ExitStack() as opened:
+        pipe = os.pipe()
+        opened.callback(os.close, pipe[0])
+        opened.callback(os.close, pipe[1])
+        small = os.memfd_create("small", os.MFD_ALLOW_SEALING)
+        opened.callback(os.close, small)
+        os.ftruncate(small, 1 << 12)
+        false = {
+            "offset": place._replace(offset=1 << 40),
+            "pipe": place._replace(number=7, fd=pipe[0]),
+            "small": place._replace(number=7, fd=small),
+        }.get(lie, place)
+
+        def other_note(place: Any, message: torch.Tensor) -> torch.Tensor:
+            told = note(false, message)
+            if lie == "dtype":
+                told[-1] = -1
+            if lie == "numel":
+                told[-2] = 1 << 40
+            return told
+
+        with mock.patch.object(exchange, "_note", other_note):
+            pending = wire.begin_gather(own, full, full.chunk(2), 4)
+        return message_of(lambda: (wire.end_gather(pending, "the parameters of 'a'"), wire.drain("what was sent")))
+
+
+@pytest.mark.parametrize(
+    ("lie", "expected"),
+    [
+        ("offset", "the memory of rank 1 cannot be read: 4800004 bytes at 1099511627776 do not lie in a chunk"),
+        ("pipe", "the memory of rank 1 cannot be read: descriptor"),
+        ("small", "is a file that may shrink"),
+        ("dtype", "rank 1 has sent 1200001 elements of an unknown dtype (-1) for 1200001 of torch.float32"),
+        ("numel", "rank 1 has sent 1099511627776 elements of torch.float32 for 1200001 of torch.float32"),
+    ],
+)
+def test_a_note_that_is_wrong_is_an_error_that_names_its_rank(lie: str, expected: str) -> None:
+    first, second = run_ranks(2, tells_lies, lie, group_timeout=20)
+    assert expected in first
+    assert "Waiting for the parameters of 'a' failed" in first and second.startswith("Waiting for")
+
+
+def test_what_a_neighbour_says_is_checked_before_anything_is_read() -> None:
+    own = numbers(NUMEL, 0)
+    arena, place = shared_memory._arena, shared_memory.locate(own)
+    assert place is not None
+    neighbour = shared_memory.Neighbour(os.getpid(), arena.control.fd, arena.token)
+    assert torch.equal(neighbour.view(place, NUMEL, torch.float32), own)
+    nbytes = arena.chunks[0].nbytes
+    small = os.memfd_create("small", os.MFD_ALLOW_SEALING)
+    device, (read, write) = os.open("/dev/zero", os.O_RDONLY), os.pipe()
+    try:
+        os.ftruncate(small, 1 << 20)
+        for wrong in (
+            {"offset": -64},
+            {"offset": 0},
+            {"offset": nbytes},
+            {"offset": nbytes - 4 * NUMEL + 4},
+            {"offset": place.offset + 1},
+            {"offset": 1 << 62},
+            {"number": 9},
+            {"number": 9, "fd": 1 << 30},
+            {"number": 9, "fd": -1},
+            {"number": 9, "fd": device},
+            {"number": 9, "fd": read},
+            {"number": 9, "fd": small},
+        ):
+            with pytest.raises(OSError):
+                neighbour.view(place._replace(**wrong), NUMEL, torch.float32)
+        with pytest.raises(PermissionError):
+            os.ftruncate(arena.chunks[0].fd, 1)
+    finally:
+        for fd in (small, device, read, write):
+            os.close(fd)
 
 
 # -- what stays until it was read
@@ -335,8 +443,9 @@ def test_without_shared_memory_tensors_are_ordinary(monkeypatch: pytest.MonkeyPa
     tensor = shared_memory.zeros(NUMEL, torch.float32)
     assert shared_memory.locate(tensor) is None
     assert not tensor.any()
-    with pytest.raises(MemoryError, match="4800004 bytes"):
-        shared_memory.copy_of(torch.ones(NUMEL))
+    copy_of_it = shared_memory.copy_of(torch.ones(NUMEL))
+    assert shared_memory.locate(copy_of_it) is None
+    assert torch.equal(copy_of_it, torch.ones(NUMEL))
 
 
 def test_copies_of_what_lies_in_a_block_are_ordinary_tensors_of_the_same_values() -> None:
@@ -394,6 +503,36 @@ def trains_through_shared_memory(replicas: int) -> None:
 @pytest.mark.parametrize(("ranks", "replicas"), [(2, 1), (4, 2)])
 def test_models_whose_every_message_is_shared_train_as_unsharded(ranks: int, replicas: int) -> None:
     run_ranks(ranks, trains_through_shared_memory, replicas)
+
+
+def train(full_up: tuple[int, ...], **options: Any) -> list[torch.Tensor]:
+    """Parameters after each of four steps; for the last two, ``full_up`` get no more shared memory."""
+    torch.manual_seed(0)
+    model = FullyShardedDataParallel(nn.Sequential(Block(), Block(), nn.Linear(DIM, 3)), **options)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    found = []
+    for number in range(4):
+        with no_room() if number > 1 and dist.get_rank() in full_up else contextlib.nullcontext():
+            optimizer.zero_grad()
+            model(torch.linspace(-1, 1, DIM) + dist.get_rank()).pow(2).mean().backward()
+            optimizer.step()
+        found += [parameter.detach().clone() for parameter in model.parameters()]
+    return found
+
+
+def trains_when_memory_runs_out(full_up: tuple[int, ...]) -> None:
+    precision = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for options in ({}, {"mixed_precision": precision}, {"sharding_strategy": ShardingStrategy.NO_SHARD}):
+        with sharing_from(1 << 62):
+            sent = train((), **options)
+        with sharing_from(1):
+            found = train(full_up, **options)
+        assert all(torch.equal(one, other) for one, other in zip(found, sent, strict=True)), options
+
+
+@pytest.mark.parametrize(("ranks", "full_up"), [(2, (1,)), (3, (0, 1, 2)), (3, (2,))])
+def test_models_train_to_the_same_bits_when_shared_memory_runs_out(ranks: int, full_up: tuple[int, ...]) -> None:
+    run_ranks(ranks, trains_when_memory_runs_out, full_up)
 
 
 def where_things_lie() -> tuple[bool, bool, list[int], int]:

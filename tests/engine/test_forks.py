@@ -1,0 +1,232 @@
+"""Forks of a process whose shards other ranks read where they lie: a child sees them as they were, and training goes on."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import multiprocessing
+import os
+import signal
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+
+from fsdp_compat import FullyShardedDataParallel, ShardingStrategy
+from fsdp_compat._engine import shared_memory
+from tests.support.models import DIM, Block
+from tests.support.parity import make_pair, one_backward
+from tests.support.ranks import run_ranks
+
+WIDTH = 1024  # of a matrix whose shard on each of two ranks is large enough to be shared
+
+
+class Training:
+    """A sharded model, and the steps of one that no fork disturbs."""
+
+    def __init__(self, strategy: ShardingStrategy = ShardingStrategy.FULL_SHARD) -> None:
+        torch.manual_seed(0)
+        layers = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(2)))
+        self.model = FullyShardedDataParallel(layers, sharding_strategy=strategy)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
+
+    def step(self) -> None:
+        self.optimizer.zero_grad()
+        self.model(torch.linspace(-1, 1, WIDTH) + dist.get_rank()).pow(2).mean().backward()
+        self.optimizer.step()
+
+    def state(self) -> list[Tensor]:
+        """What of the model lies in memory that ranks share."""
+        parameters = list(self.model.parameters())
+        return [*(p.detach() for p in parameters), *(p.grad for p in parameters if p.grad is not None)]
+
+
+class Child:
+    """A forked process that looks at tensors when it is asked to."""
+
+    def __init__(self, look: Callable[[], Any]) -> None:
+        fork = multiprocessing.get_context("fork")
+        self._connection, theirs = fork.Pipe()
+        self._process = fork.Process(target=self._run, args=(look, theirs))
+        self._process.start()
+        theirs.close()
+
+    @staticmethod
+    def _run(look: Callable[[], Any], connection: Any) -> None:
+        torch.set_num_threads(1)  # threads do not come along
+        connection.recv()
+        connection.send(look())
+
+    def answer(self) -> Any:
+        self._connection.send(None)
+        try:
+            return self._connection.recv()
+        finally:
+            self._connection.close()
+            self._process.join()
+
+
+def bits(tensors: list[Tensor]) -> list[bytes]:
+    return [tensor.contiguous().view(torch.uint8).numpy().tobytes() for tensor in tensors]
+
+
+@contextlib.contextmanager
+def no_files() -> Iterator[None]:
+    with mock.patch.object(os, "memfd_create", side_effect=OSError(24, "no descriptors")):
+        yield
+
+
+# -- what a child sees
+
+
+def forks_while_it_trains(strategy: ShardingStrategy, refused: int = -1) -> None:
+    """refused: the fork at which the system gives no file."""
+    training, undisturbed = Training(strategy), Training(strategy)
+    training.step()
+    children, expected = [], []
+    for number in range(3):
+        with no_files() if number == refused else contextlib.nullcontext():
+            children += [Child(lambda: bits(training.state())) for _ in range(2)]
+        expected += [bits(training.state())] * 2
+        training.step()
+    found = [child.answer() for child in children]
+    assert found == expected
+    assert len({tuple(state) for state in expected}) == 3, "there is nothing to see if nothing changes"
+    for _ in range(4):
+        undisturbed.step()
+    assert bits(training.state()) == bits(undisturbed.state())
+
+
+@pytest.mark.parametrize("strategy", [ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD])
+def test_a_forked_process_sees_weights_and_gradients_as_they_were_when_it_was_forked(strategy: ShardingStrategy) -> None:
+    run_ranks(2, forks_while_it_trains, strategy)
+
+
+@pytest.mark.parametrize("refused", [0, 1])
+def test_it_does_so_where_the_system_gives_no_more_files(refused: int) -> None:
+    run_ranks(2, forks_while_it_trains, ShardingStrategy.FULL_SHARD, refused)
+
+
+class Weights(Dataset[float]):
+    """A data set that looks at the model."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> float:
+        return sum(float(parameter.detach().sum()) for parameter in self._model.parameters())
+
+
+def trains_on_its_own_weights() -> None:
+    training = Training()
+    for _ in range(2):
+        training.step()
+        data = Weights(training.model)
+        expected = data[0]
+        loader = DataLoader(data, batch_size=None, num_workers=2, prefetch_factor=1, multiprocessing_context="fork")
+        seen = []
+        for value in loader:
+            seen.append(float(value))
+            training.step()
+        assert seen == [pytest.approx(expected, rel=1e-6, abs=0)] * len(data)
+        assert data[0] != pytest.approx(expected, rel=1e-6, abs=0)
+
+
+def test_workers_of_a_data_loader_do() -> None:
+    run_ranks(2, trains_on_its_own_weights)
+
+
+def forks_in_forward() -> None:
+    """Between the gathers of a forward, which other ranks have still to read, and before what they read in backward."""
+    pair = make_pair(lambda: nn.Sequential(Block(), Block(), nn.Linear(DIM, 3)))
+    children: list[Child] = []
+
+    def fork(*_: object) -> None:
+        children.append(Child(lambda: 0))
+
+    for module in pair.model.modules():
+        if isinstance(module, nn.Linear):
+            module.register_forward_hook(fork)
+    for _ in range(2):
+        pair.step(one_backward)
+    assert [child.answer() for child in children] == [0] * len(children)
+    assert len(children) == 2 * 5
+
+
+def test_forks_in_the_middle_of_a_step_change_nothing() -> None:
+    with_small_blocks(2, forks_in_forward)
+
+
+def with_small_blocks(ranks: int, function: Callable[[], None]) -> None:
+    run_ranks(ranks, shares_everything, function)
+
+
+def shares_everything(function: Callable[[], None]) -> None:
+    with mock.patch.object(shared_memory, "MIN_NBYTES", 1):
+        function()
+
+
+# -- what it costs
+
+
+def memory_of_forks() -> tuple[int, int, list[int], int]:
+    """Bytes in files before four forks, after them, descriptors in each child, and bytes in files after the next steps."""
+    training = Training()
+    for _ in range(2):
+        training.step()
+
+    def files() -> dict[int, int]:
+        """By inode."""
+        found = {}
+        for name in os.listdir("/proc/self/fd"):
+            with contextlib.suppress(OSError):
+                if "fsdp_compat" in os.readlink(f"/proc/self/fd/{name}"):
+                    status = os.fstat(int(name))
+                    found[status.st_ino] = status.st_blocks * 512
+        return found
+
+    training.optimizer.zero_grad()
+    before = sum(files().values())
+    children = [Child(lambda: len(files())) for _ in range(4)]
+    during = sum(files().values())
+    held = [child.answer() for child in children]
+    for _ in range(2):
+        training.step()
+    training.optimizer.zero_grad()
+    return before, during, held, sum(files().values())
+
+
+def test_a_fork_copies_nothing_and_leaves_nothing() -> None:
+    shards = 2 * WIDTH * WIDTH * 4 // 2
+    for before, during, in_child, after in run_ranks(2, memory_of_forks):
+        assert shards <= during <= before + (1 << 14), "one copy"
+        assert in_child == [0] * 4, "no descriptors of what the parent writes from now on"
+        assert after <= before + (1 << 16)
+
+
+# -- who does not ask Python
+
+
+def reads_in_a_process_that_c_has_forked() -> tuple[int, float]:
+    """How a child ends that writes to a shard, and what the parent finds there."""
+    block = shared_memory.zeros(WIDTH * WIDTH, torch.float32)
+    assert shared_memory.locate(block) is not None
+    child = ctypes.PyDLL(None).fork()
+    if child == 0:
+        signal.signal(signal.SIGSEGV, signal.SIG_DFL)
+        ctypes.memset(block.data_ptr(), 1, 4)
+        os._exit(0)
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    return status, float(block.sum())
+
+
+def test_a_process_that_c_has_forked_cannot_write_to_the_shards_of_its_parent() -> None:
+    assert run_ranks(1, reads_in_a_process_that_c_has_forked) == [(-signal.SIGSEGV, 0.0)]
