@@ -6,6 +6,7 @@ import contextlib
 import copy
 import itertools
 import pickle
+import types
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -22,6 +23,7 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler as Torc
 import fsdp_compat
 from fsdp_compat import FullyShardedDataParallel as FSDP
 from fsdp_compat import ShardingStrategy, StateError, UsageError
+from fsdp_compat._engine import collectives, torch_private
 from fsdp_compat._engine.collectives import max_in_group
 from fsdp_compat.sharded_grad_scaler import ShardedGradScaler
 from fsdp_compat.wrap import ModuleWrapPolicy
@@ -79,13 +81,13 @@ def _wrapped(build: Callable[[], nn.Module], **options: Any) -> FSDP:
 def _reductions() -> Iterator[list[int]]:
     """Yield a list that gets the number of elements of everything that is all-reduced inside."""
     seen: list[int] = []
-    real = dist.all_reduce
+    real = torch_private.GlooCollectives.all_reduce
 
-    def counted(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def counted(self: Any, tensor: Tensor, *args: Any) -> None:
         seen.append(tensor.numel())
-        return real(tensor, *args, **kwargs)
+        real(self, tensor, *args)
 
-    with mock.patch.object(dist, "all_reduce", counted):
+    with mock.patch.object(torch_private.GlooCollectives, "all_reduce", counted):
         yield seen
 
 
@@ -609,11 +611,17 @@ def test_without_cuda_the_default_scaler_warns_and_does_nothing() -> None:
 )
 def test_a_verdict_travels_on_a_device_that_the_group_takes(backends: str, device: str, sent_from: str) -> None:
     sent: list[str] = []
+
+    class Wire:
+        def max_of(self, values: Tensor) -> Tensor:
+            sent.append(values.device.type)
+            return values
+
     with (
         FakeTensorMode(),
-        mock.patch.object(dist, "get_world_size", lambda group: 2),
+        mock.patch.object(collectives, "axis_of", lambda group: types.SimpleNamespace(ranks=2)),
+        mock.patch.object(collectives, "communicator", lambda axis, device: Wire()),
         mock.patch.object(dist, "get_backend_config", lambda group: backends),
-        mock.patch.object(dist, "all_reduce", lambda tensor, op, group: sent.append(tensor.device.type)),
     ):
         group: Any = object()
         found = max_in_group(group, torch.zeros((), device=device))
