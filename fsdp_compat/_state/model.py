@@ -18,7 +18,18 @@ from .._layout.spec import FlatLayout, Interval
 from .._stores.flat_store import FlatStore, home_attribute
 from .._stores.registration import FLAT_PARAM
 from ..errors import UsageError, explain
-from .formats import is_readable, is_sharded, local_value, mesh_sharded_value, read_local, read_part, shape_of, sharded_value
+from .entries import copied
+from .formats import (
+    is_readable,
+    is_sharded,
+    local_value,
+    mesh_sharded_value,
+    misfit,
+    read_local,
+    read_part,
+    shape_of,
+    sharded_value,
+)
 from .names import Wanted, clean_name, everything
 
 __all__ = [
@@ -168,8 +179,8 @@ def sharded_entries(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (name, value) of a unit's parameters, where a value holds this rank's part of the parameter.
 
-    Without a mesh it is boxes over ``process_group``, and nothing is sent. They view the shard; only where some parameters are left
-    out, or go to another device, they are copies, no larger than themselves. With a mesh it is a DTensor, a copy, and this is
+    Without a mesh it is boxes over ``process_group``, and nothing is sent. They view the shard; with ``to_cpu``, and where some
+    parameters are left out, they are copies, no larger than themselves. With a mesh it is a DTensor, a copy, and this is
     collective: all ranks, to the end; one group is gathered at a time.
     """
     for group in unit.groups:
@@ -197,7 +208,8 @@ def _boxes(
     store = store_of(group)
     for index, names in _chosen(store, [prefix], wanted).items():
         run = store.shard.detach()[store.layout.part_in_shard(index, store.rank).slice]
-        run = run.to("cpu") if to_cpu and run.device.type != "cpu" else run if wanted is everything else run.clone()
+        if to_cpu or wanted is not everything:
+            run = copied(run, to_cpu)
         value = sharded_value(store.layout, index, store.rank, run, group.shard.members, process_group, store.parallel[index])
         for name in names:
             yield name, value
@@ -208,6 +220,7 @@ def local_entries(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (name of a flat parameter, this rank's shard of it) of those of a unit that hold anything wanted. Nothing is sent.
 
+    The value views the shard; with ``to_cpu``, and where some parameters are left out, it is a copy.
     Where one rank holds all there are no shards: then the parameters come under their own names, as torch has it.
     """
     for flat_name, group in zip(flat_names(unit), unit.groups, strict=True):
@@ -218,7 +231,8 @@ def local_entries(
             if store.parallel[0] is not None:
                 raise no_parallel_boxes(unit.label, store.members[0].name, "LOCAL_STATE_DICT")
             shard = store.shard.detach()
-            shard = shard.to("cpu") if to_cpu and shard.device.type != "cpu" else shard if wanted is everything else shard.clone()
+            if to_cpu or wanted is not everything:
+                shard = copied(shard, to_cpu)
             yield prefix + flat_name, local_value(store.layout, store.rank, shard, group.shard.members, process_group)
 
 
@@ -248,6 +262,8 @@ def _wrong_local(group: Group, key: str, value: Any) -> list[str]:
         return [f"{key}: expected a ShardedTensor, got {type(value).__name__}"]
     if value.dtype.is_complex and not store.dtype.is_complex:
         return [f"{key}: expected {store.dtype}, got {value.dtype}, whose imaginary part would be lost"]
+    if (wrong := misfit(value)) is not None:
+        return [f"{key}: {wrong}"]
     if group.shard.ranks > 1 and read_local(value, store.layout, store.rank, group.shard.members) is not None:
         return []
     return [other_local(key, f"{len(store.members)} parameter(s) over {group.shard.ranks} rank(s)")]
@@ -275,6 +291,8 @@ def wrong_value(key: str, value: Any, shape: tuple[int, ...], dtype: torch.dtype
         return None
     if not isinstance(value, torch.Tensor):
         return f"{key}: expected a tensor of shape {shape}, got {type(value).__name__}"
+    if (wrong := misfit(value)) is not None:
+        return f"{key}: {wrong}"
     got = shape_of(value)
     if got != shape and not (shape == () and got == (1,)):
         return f"size mismatch for {key}: expected shape {list(shape)} as in the current model, got {list(got)}"
