@@ -273,7 +273,8 @@ class StateDicts(Instance):
 
         With full values nothing is sent: every rank copies its part. Where ``FullStateDictConfig(rank0_only=True)`` is set, other
         ranks than the first may pass {} or None and get what the first one has, one unit at a time; this is collective then.
-        Parameters are written in place, also with ``assign``.
+        Parameters are written in place, also with ``assign``. What is like a tensor (``torch.overrides.is_tensor_like``) and knows
+        its shape and dtype is taken too: a lazy value is read when its parameter is loaded, on ranks that have a part of it.
 
         Raises CheckpointError, before anything changes, for what is missing, unknown or does not fit.
         """

@@ -41,7 +41,9 @@ __all__ = [
     "BoxedTensor",
     "is_readable",
     "is_sharded",
+    "is_tensor",
     "local_value",
+    "materialised",
     "misfit",
     "mesh_sharded_value",
     "read_local",
@@ -445,12 +447,49 @@ def is_sharded(value: object) -> bool:
     return isinstance(value, (ShardedTensor, DTensor))
 
 
+def is_tensor(value: object) -> bool:
+    """True for a tensor, and for what stands for one and knows its shape and dtype: a lazy value, which reads its file later."""
+    if isinstance(value, torch.Tensor):
+        return True
+    has_dtype = isinstance(getattr(value, "dtype", None), torch.dtype)
+    return torch.overrides.is_tensor_like(value) and has_dtype and hasattr(value, "shape")
+
+
+def materialised(value: Any, name: str) -> torch.Tensor:
+    """Return the tensor that a value stands for, itself if it is one. ``torch.detach`` makes a lazy value load.
+
+    Raises CheckpointError if it cannot, or if what comes is not what the value has said of itself.
+    """
+    if isinstance(value, torch.Tensor):
+        return value
+    wanted = f"a tensor of shape {tuple(value.shape)} and {value.dtype}"
+    try:
+        found: Any = torch.detach(value)
+        if isinstance(found, torch.Tensor) and not is_sharded(found) and not found.is_meta:
+            if (found.shape, found.dtype) == (tuple(value.shape), value.dtype):
+                return found
+            got, cause = f"one of shape {tuple(found.shape)} and {found.dtype}", None
+        else:
+            got, cause = f"a {type(found).__name__}{' on the meta device' if isinstance(found, torch.Tensor) else ''}", None
+    except Exception as error:  # reading a file may fail in any way
+        got, cause = f"{type(error).__name__}: {error}", error
+    raise CheckpointError(
+        explain(
+            "A lazy value did not load.",
+            expected=f"{wanted}, as it says of itself",
+            got=got,
+            where=f"load_state_dict, {name!r}, a {type(value).__name__}; parameters before it are loaded already",
+            fix="load the file as a whole (torch.load), and see whether it is complete and has not changed",
+        )
+    ) from cause
+
+
 def misfit(value: object) -> str | None:
     """Say why what somebody has put into ``value.local_shards()`` cannot be its part; None if nothing is wrong with it."""
     return value.wrong_shard() if isinstance(value, BoxedTensor) else None
 
 
-def shape_of(value: torch.Tensor) -> tuple[int, ...]:
+def shape_of(value: Any) -> tuple[int, ...]:
     """Return the shape of the whole that a value stands for."""
     if isinstance(value, BoxedTensor):
         return value.whole_shape
@@ -458,7 +497,7 @@ def shape_of(value: torch.Tensor) -> tuple[int, ...]:
 
 
 def read_part(
-    value: torch.Tensor,
+    value: Any,
     layout: FlatLayout,
     index: int,
     rank: int,
@@ -468,11 +507,15 @@ def read_part(
     """Return ``rank``'s elements of parameter ``index`` of ``layout``, out of any value that stands for the whole of it.
 
     members: the global ranks that the layout is spread over. parallel: how the parameter lies on a mesh of its own, if it does.
-    1-D, a view where it can be. Collective if ``value`` is sharded in another way than ``layout``: then all ranks see that it is,
-    and all of them call, in one order.
+    1-D, a view where it can be. A lazy value is materialised, if the rank has a part. Collective if ``value`` is sharded in another
+    way than ``layout``: then all ranks see that it is, and all of them call, in one order.
     """
     part = layout.part(index, rank)
     place = place_of(layout.params[index].shape, parallel)
+    if not isinstance(value, torch.Tensor):
+        if not part:
+            return torch.empty(0, dtype=value.dtype)
+        value = materialised(value, layout.params[index].name)
     if isinstance(value, BoxedTensor) and value.is_cut_as(layout, index, members, place):
         return value.elements()
     if isinstance(value, DTensor):
