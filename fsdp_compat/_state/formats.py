@@ -197,16 +197,7 @@ class BoxedTensor(ShardedTensor):
 
         Raises CheckpointError if somebody has put something there that does not fit.
         """
-        if (wrong := self.wrong_shard()) is not None:
-            raise CheckpointError(
-                explain(
-                    "A local shard of a sharded tensor does not fit.",
-                    expected="tensors in the shapes that the metadata of local_shards() have",
-                    got=wrong,
-                    where=f"a sharded tensor of shape {self.whole_shape}, rank {self._members[self._rank]}",
-                    fix="put tensors of the same shape as before into local_shards()",
-                )
-            )
+        self._require_fitting_shards()
         tensors = [shard.tensor.detach() for shard in self._local_shards]
         first, end = tensors[0], tensors[0].data_ptr()
         for tensor in tensors:
@@ -215,6 +206,18 @@ class BoxedTensor(ShardedTensor):
                 return torch.cat([each.reshape(-1) for each in tensors])
             end += tensor.nbytes
         return first.as_strided((self.part.numel,), (1,))
+
+    def _require_fitting_shards(self) -> None:
+        if (wrong := self.wrong_shard()) is not None:
+            raise CheckpointError(
+                explain(
+                    "A local shard of a sharded tensor does not fit.",
+                    expected="tensors of the shapes that the metadata of local_shards() have",
+                    got=wrong,
+                    where=f"a sharded tensor of shape {self.whole_shape}, rank {self._members[self._rank]}",
+                    fix="put tensors of the same shape as before into local_shards()",
+                )
+            )
 
     def wrong_shard(self) -> str | None:
         """Say what of the local shards cannot be what this rank holds; None if all is well."""
@@ -251,7 +254,7 @@ class BoxedTensor(ShardedTensor):
         return [shard for shard in self._local_shards if math.prod(shard.metadata.shard_sizes)]
 
     def __create_write_items__(self, fqn: str, object: object) -> list[WriteItem]:
-        self.elements()  # or an error, before anything is written
+        self._require_fitting_shards()  # before anything is written
         return [
             WriteItem(
                 MetadataIndex(fqn, chunk.offsets),
