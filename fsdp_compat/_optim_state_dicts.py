@@ -39,7 +39,8 @@ class OptimStateDicts(StateDicts):
         """Return the optimizer's state keyed by parameter names, in the form set for ``model``.
 
         optim_state_dict: what ``optim.state_dict()`` gives, if it is there. Collective in the full form: one gather per flat
-        parameter and state. In the sharded form tensors are this rank's boxes, which view the optimizer's own state.
+        parameter and state. In the sharded form tensors are this rank's boxes; with ``offload_to_cpu=False`` (it
+        is True by default) they view the optimizer's own state, and change when training goes on.
         A state that is neither a number nor has one element per element of its parameter belongs to this rank's part: it is kept
         under a key that ends with ``@rank`` and its number, and can be loaded at an equal layout only; the first such call warns.
         """

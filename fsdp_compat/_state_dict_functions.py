@@ -28,6 +28,8 @@ from ._engine import torch_private
 from ._instances import instances_in, named_units
 from ._optim_state_dicts import OptimStateDicts
 from ._optimizers import convert
+from ._state.entries import copied
+from ._state.formats import BoxedTensor
 from ._state.model import store_of
 from ._state.names import clean_name
 from ._state.opaque import RankState
@@ -211,13 +213,20 @@ def _is_first(model: nn.Module) -> bool:
     return instances_in(model)[0]._settings.mesh.is_first
 
 
-def _finished(value: Any, options: _Options) -> Any:
-    """What our state dicts pass on as it is: parameters that no unit manages. Collective if one is a DTensor."""
+def _finished(value: Any, options: _Options, live: Collection[int] = ()) -> Any:
+    """What our state dicts pass on as it is: parameters that no unit manages. Collective if one is a DTensor.
+
+    live: the storages of which nothing goes out with ``cpu_offload``, only copies.
+    """
     if options.full and isinstance(value, DTensor):
         value = value.full_tensor()
-    if options.cpu_offload and isinstance(value, torch.Tensor) and value.device.type not in ("cpu", "meta"):
-        value = value.cpu()
-    return value
+    if not options.cpu_offload or not isinstance(value, torch.Tensor) or isinstance(value, BoxedTensor) or value.is_meta:
+        return value
+    return copied(value, to_cpu=True) if value.device.type != "cpu" or torch_private.storage_key(value) in live else value
+
+
+def _live_storages(model: nn.Module) -> set[int]:
+    return {torch_private.storage_key(tensor) for tensor in (*model.parameters(), *model.buffers())}
 
 
 def _each(optimizers: Optimizer | Iterable[Optimizer], call: str, needed: bool = True) -> tuple[Optimizer, ...]:
@@ -283,8 +292,9 @@ def _get_model(model: nn.Module, submodules: Collection[nn.Module] | None, optio
         get = functools.partial(get, filter=lambda name: is_wanted(names.public(name)))  # what is not wanted is not gathered
     with _form(model, options, model_on_rank0=options.full and options.cpu_offload):
         state = get()
+    live = _live_storages(model) if options.cpu_offload else ()
     found: collections.OrderedDict[str, Any] = collections.OrderedDict(
-        (names.public(key), _finished(value, options)) for key, value in state.items()
+        (names.public(key), _finished(value, options, live)) for key, value in state.items()
     )
     if options.full and options.cpu_offload and not _is_first(model):
         return {}

@@ -26,6 +26,7 @@ from ._engine import meeting, torch_private
 from ._engine.unit import Group
 from ._instances import Instance, instances_in, named_units, names_in_order
 from ._refusals import EVERYWHERE, not_loaded, others_in, refuse_values
+from ._state.entries import copied
 from ._state.first_rank import fill_from_first
 from ._state.formats import BoxedTensor, is_sharded
 from ._state.model import (
@@ -174,6 +175,10 @@ class StateDicts(Instance):
         part of each parameter, as boxes that view its shard, and nothing is sent; of a model with a device mesh a DTensor, a copy,
         and collective. LOCAL_STATE_DICT: this rank's flat shards themselves; nothing is sent.
 
+        Values that are views, which buffers are in every form, change when training goes on, as those of an unwrapped module's
+        state dict do. ``offload_to_cpu=True`` in the configuration, ``copy.deepcopy``, ``clone()`` and pickling give values that
+        do not.
+
         filter: what of it to return, a function of a name, or "trainable" for the parameters that require grad; the same on all
         ranks. Only that is gathered, and nothing in the dict is a view of a shard. A flat shard is returned if it holds any.
         """
@@ -215,18 +220,14 @@ class StateDicts(Instance):
                 values[base + name] = exact
         met = {clean_name(key) for key in own if key.startswith(f"{prefix}{FSDP_WRAPPED_MODULE}.")}  # by no inner instance
         values = self._only_wanted(values, met, base)
-        if self._unit.lent:  # inside of summon_full_params the traversal has met whole parameters
-            pass
-        else:
-            if not keep_vars:
-                values = {key: _compact(value) if key in met else value for key, value in values.items()}
-            values.update(self._entries(base, keep))
         if not keep:
             values = {}
         elif getattr(config, "offload_to_cpu", False):
-            values = {
-                k: v.cpu() if isinstance(v, torch.Tensor) and v.device.type not in ("cpu", "meta") else v for k, v in values.items()
-            }
+            values = {key: _on_cpu(value, as_copy=key in met) for key, value in values.items()}
+        elif not self._unit.lent and not keep_vars:
+            values = {key: _compact(value) if key in met else value for key, value in values.items()}
+        if not self._unit.lent:  # inside of summon_full_params the traversal has met whole parameters
+            values.update(self._entries(base, keep))
         for key in in_module_order(list(values), names_in_order(self, base)):
             destination[key] = values[key]
         metadata = getattr(destination, "_metadata", None)
@@ -272,7 +273,8 @@ class StateDicts(Instance):
 
         With full values nothing is sent: every rank copies its part. Where ``FullStateDictConfig(rank0_only=True)`` is set, other
         ranks than the first may pass {} or None and get what the first one has, one unit at a time; this is collective then.
-        Parameters are written in place, also with ``assign``.
+        Parameters are written in place, also with ``assign``. What is like a tensor (``torch.overrides.is_tensor_like``) and knows
+        its shape and dtype is taken too: a lazy value is read when its parameter is loaded, on ranks that have a part of it.
 
         Raises CheckpointError, before anything changes, for what is missing, unknown or does not fit.
         """
@@ -427,6 +429,13 @@ def _with_dtensors(settings: StateDictSettings) -> StateDictSettings:
     configs: tuple[Any, Any] = settings.state_dict_config, settings.optim_state_dict_config
     model_config, optim_config = (dataclasses.replace(config, _use_dtensor=True) for config in configs)
     return StateDictSettings(settings.state_dict_type, model_config, optim_config)
+
+
+def _on_cpu(value: Any, as_copy: bool) -> Any:
+    """Return a tensor on the CPU. as_copy: a copy also where it is there already, which training does not change."""
+    if not isinstance(value, torch.Tensor) or value.is_meta or (value.device.type == "cpu" and not as_copy):
+        return value
+    return copied(value, to_cpu=True)
 
 
 def _compact(value: Any) -> Any:

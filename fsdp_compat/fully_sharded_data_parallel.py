@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from . import _clipping as clipping
 from . import _copying as copying
 from . import _dcp_adapter as dcp_adapter
+from . import _hugging_face_storage as hugging_face_storage
 from ._checks import (
     AssertedStateError,
     NotImplementedUsageError,
@@ -228,6 +229,7 @@ class FullyShardedDataParallel(LegacyOptimStateDicts):
         names = {child: clean_name(name) for name, child in self.named_modules() if isinstance(child, FullyShardedDataParallel)}
         clipping.teach_torch()
         dcp_adapter.teach_torch()
+        hugging_face_storage.teach_torch()
         Runtime(unit, [child._unit for child in instances], [names[child] for child in instances], settings.runtime)
 
     @staticmethod

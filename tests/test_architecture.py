@@ -24,6 +24,7 @@ LAYERS = (
         "_construction",
         "_copying",
         "_dcp_adapter",
+        "_hugging_face_storage",
         "_optimizers",
         "_settings",
         "_state_dict_functions",

@@ -18,7 +18,7 @@ from .._engine.collectives import communicator
 from .._engine.materialize import broadcast_states
 from .._engine.mesh import Mesh
 from ..errors import CheckpointError, explain
-from .formats import is_sharded
+from .formats import is_sharded, is_tensor, materialised
 from .model import FromFirst
 from .names import clean_name
 
@@ -31,6 +31,7 @@ class _Plan:
 
     error: str  # nothing may be loaded, and why; "" if all is well
     managed: list[str]  # keys, with the next two in the order of the dict
+    lazy: list[str]  # of the managed ones those that stand for a tensor
     tensors: list[str]
     objects: dict[str, Any]  # values that travel with the plan
     keys: list[str]
@@ -78,9 +79,10 @@ def fill_from_first(
     if mesh.is_first:
         try:
             check(given)
+            given = _with_others_materialised(given, managed)
             plan = _plan_of(given, managed, {} if assign else others)
         except CheckpointError as error:
-            plan, raised = _Plan(str(error), [], [], {}, [], None), error
+            plan, raised = _Plan(str(error), [], [], [], {}, [], None), error
     for wire in wires:
         plan = wire.gather_objects(plan)[0]
     assert isinstance(plan, _Plan)
@@ -91,8 +93,19 @@ def fill_from_first(
     return _filled(given if mesh.is_first else None, plan, mesh, device, others)
 
 
+def _with_others_materialised(given: Mapping[str, Any], managed: Collection[str]) -> Mapping[str, Any]:
+    """Lazy values of what no unit manages load here, where all ranks hear of it if one does not."""
+    found = collections.OrderedDict(
+        (key, materialised(value, key) if is_tensor(value) and clean_name(key) not in managed else value)
+        for key, value in given.items()
+    )
+    if (metadata := getattr(given, "_metadata", None)) is not None:
+        setattr(found, "_metadata", metadata)
+    return found
+
+
 def _plan_of(given: Mapping[str, Any], managed: Collection[str], others: Mapping[str, torch.Tensor | None]) -> _Plan:
-    plan = _Plan("", [], [], {}, list(given), getattr(given, "_metadata", None))
+    plan = _Plan("", [], [], [], {}, list(given), getattr(given, "_metadata", None))
     for key, value in given.items():
         if isinstance(value, torch.Tensor) and is_sharded(value):
             raise _refused(
@@ -103,6 +116,7 @@ def _plan_of(given: Mapping[str, Any], managed: Collection[str], others: Mapping
             )
         if clean_name(key) in managed:
             plan.managed.append(key)
+            plan.lazy.extend([] if isinstance(value, torch.Tensor) else [key])
         elif isinstance(value, torch.Tensor) and _takes_in_place(others.get(clean_name(key))):
             plan.tensors.append(key)
         else:
@@ -122,8 +136,9 @@ def _filled(
     others: Mapping[str, torch.Tensor | None],
 ) -> MutableMapping[str, Any]:
     """given: what the first rank has; None on the others."""
+    lazy = set(plan.lazy)
     found: dict[str, Any] = dict(plan.objects) if given is None else dict(given)
-    found.update({key: FromFirst(None if given is None else given[key]) for key in plan.managed})
+    found.update({key: FromFirst(None if given is None else given[key], key in lazy) for key in plan.managed})
     for key in plan.tensors:
         target = others[clean_name(key)]
         assert target is not None

@@ -11,6 +11,7 @@ import functools
 import math
 import typing
 import warnings
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -33,13 +34,17 @@ from .._layout.box import Box, cut_into_boxes
 from .._layout.spec import FlatLayout, Interval, ParamSpec
 from .._layout.transfer import same_parts
 from .._stores.tensor_parallel import TensorParallel
+from ..errors import CheckpointError, explain
 from .names import clean_name
 
 __all__ = [
     "BoxedTensor",
     "is_readable",
     "is_sharded",
+    "is_tensor",
     "local_value",
+    "materialised",
+    "misfit",
     "mesh_sharded_value",
     "read_local",
     "read_part",
@@ -54,6 +59,8 @@ _FACTS = {
 } | {
     getattr(torch.Tensor, name) for name in ("dim", "element_size", "is_complex", "is_floating_point", "nelement", "numel", "size")
 }
+
+_COPIES = {torch.clone, torch.detach, torch.Tensor.clone, torch.Tensor.detach, torch.Tensor.cpu, torch.Tensor.cuda, torch.Tensor.to}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,14 +96,15 @@ class _Shared:
 
 
 class BoxedTensor(ShardedTensor):
-    """One parameter (or one optimizer state of its shape), sharded: this rank's boxes are views of its flat shard.
+    """One parameter (or one optimizer state of its shape), sharded: this rank's boxes, which view its flat shard.
 
-    A ShardedTensor for whoever asks for one; the metadata of all ranks, which costs time in proportion to their number, is made
-    when somebody reads it. A rank without a part has one empty shard, as torch.distributed.checkpoint drops values without any.
+    ``local_shards()`` is all that it holds: a tensor that somebody puts there is saved, copied and loaded like the one before.
+    A copy (deepcopy, ``clone()``, pickle) has memory of its own. A ShardedTensor for whoever asks for one; the metadata of all
+    ranks, which costs time in proportion to their number, is made when somebody reads it. A rank without a part has one empty
+    shard, as torch.distributed.checkpoint drops values without any.
     """
 
-    run: torch.Tensor  # 1-D: this rank's elements of the parameter, in order
-    part: Interval  # which elements those are
+    part: Interval  # which elements of the parameter this rank holds
     place: Place  # `.shape` of a ShardedTensor is answered out of its metadata
     _layout: FlatLayout
     _index: int
@@ -108,12 +116,13 @@ class BoxedTensor(ShardedTensor):
     def __new__(cls, *args: Any, **kwargs: Any) -> BoxedTensor:
         layout, index, rank, run, members, group, *rest = args
         shape = layout.params[index].shape
-        place = rest[0] if rest else place_of(shape, None)
+        place = (rest[0] if rest else None) or place_of(shape, None)
         self: Any = torch_private.tensor_without_storage(cls, place.whole_shape, run.dtype, run.device)
         self._layout, self._index, self._members, self.place = layout, index, members, place
-        self.run, self.part = run, layout.part(index, rank)
+        self.part = layout.part(index, rank)
         self._group, self._init_rrefs, self._sharded_tensor_id, self._remote_shards = _Shared(group), False, None, {}
-        self._rank, self._local_shards = rank, self._make_shards(self._boxes(), members[rank])
+        self._rank = rank
+        self._local_shards = self._make_shards(self._views(run))
         return self
 
     def __init__(
@@ -138,24 +147,32 @@ class BoxedTensor(ShardedTensor):
         """What the ranks of its process group have together; less than the whole of a tensor-parallel parameter."""
         return self._layout.params[self._index].shape
 
-    def _make_shards(self, boxes: list[Box], global_rank: int) -> list[LocalShard]:
-        shards, start, place = [], 0, f"rank:{global_rank}/{self.run.device}"
-        for box in boxes:
-            view = self.run[start : start + box.numel].view(box.sizes)
-            shards.append(LocalShard(view, ShardMetadata(list(box.offsets), list(box.sizes), place)))
+    def _views(self, run: torch.Tensor) -> list[torch.Tensor]:
+        """Return the tensors of the local shards as views of ``run``, this rank's elements one after the other."""
+        views, start = [], 0
+        for box in self._own_boxes():
+            views.append(run[start : start + box.numel].view(box.sizes))
             start += box.numel
-        if not shards:
-            sizes = [0, *self.whole_shape[1:]]  # a 0-d tensor has no empty part, so that is 1-D: nobody may read a value out of it
-            shards.append(LocalShard(self.run.new_zeros(sizes), ShardMetadata([0] * len(sizes), sizes, place)))
-        return shards
+        return views
+
+    def _own_boxes(self) -> list[Box]:
+        """The boxes of this rank; one that is empty where it has no part."""
+        sizes = (0, *self.whole_shape[1:])  # a 0-d tensor has no empty part, so that is 1-D: nobody may read a value out of it
+        return self.place.boxes(self.shape_here, self.part) or [Box((0,) * len(sizes), sizes)]
+
+    def _make_shards(self, tensors: Iterable[torch.Tensor]) -> list[LocalShard]:
+        return [
+            LocalShard(t, ShardMetadata(list(box.offsets), list(box.sizes), f"rank:{self._members[self._rank]}/{t.device}"))
+            for box, t in zip(self._own_boxes(), tensors, strict=True)
+        ]
 
     @functools.cached_property
     def _metadata(self) -> ShardedTensorMetadata:  # type: ignore[override]
         described = []
         for rank, global_rank in enumerate(self._members):
             for box in self.place.boxes(self.shape_here, self._layout.part(self._index, rank)):
-                described.append(ShardMetadata(list(box.offsets), list(box.sizes), f"rank:{global_rank}/{self.run.device}"))
-        return ShardedTensorMetadata(described, torch.Size(self.whole_shape), TensorProperties(dtype=self.run.dtype))
+                described.append(ShardMetadata(list(box.offsets), list(box.sizes), f"rank:{global_rank}/{self.device}"))
+        return ShardedTensorMetadata(described, torch.Size(self.whole_shape), TensorProperties(dtype=self.dtype))
 
     @functools.cached_property
     def _sharding_spec(self) -> EnumerableShardingSpec:
@@ -175,52 +192,141 @@ class BoxedTensor(ShardedTensor):
         """True if this is the flat tensor of ``layout`` itself, spread over the global ranks ``members``."""
         return isinstance(self._layout, FlatOfParameters) and self._layout.fits(layout) and self._members == members
 
+    def elements(self) -> torch.Tensor:
+        """Return this rank's elements out of the local shards, 1-D and in order: a view where they follow one another in memory.
+
+        Raises CheckpointError if somebody has put something there that does not fit.
+        """
+        self._require_fitting_shards()
+        tensors = [shard.tensor.detach() for shard in self._local_shards]
+        first, end = tensors[0], tensors[0].data_ptr()
+        for tensor in tensors:
+            follows = tensor.data_ptr() == end and torch_private.same_storage(tensor, first) and tensor.dtype == first.dtype
+            if not follows or not tensor.is_contiguous():
+                return torch.cat([each.reshape(-1) for each in tensors])
+            end += tensor.nbytes
+        return first.as_strided((self.part.numel,), (1,))
+
+    def _require_fitting_shards(self) -> None:
+        if (wrong := self.wrong_shard()) is not None:
+            raise CheckpointError(
+                explain(
+                    "A local shard of a sharded tensor does not fit.",
+                    expected="tensors of the shapes that the metadata of local_shards() have",
+                    got=wrong,
+                    where=f"a sharded tensor of shape {self.whole_shape}, rank {self._members[self._rank]}",
+                    fix="put tensors of the same shape as before into local_shards()",
+                )
+            )
+
+    def wrong_shard(self) -> str | None:
+        """Say what of the local shards cannot be what this rank holds; None if all is well."""
+        boxes = self._own_boxes()
+        if len(boxes) != len(self._local_shards):
+            return f"{len(self._local_shards)} local shards instead of {len(boxes)}"
+        for box, shard in zip(boxes, self._local_shards, strict=True):
+            tensor: Any = shard.tensor
+            if not isinstance(tensor, torch.Tensor) or not torch_private.is_plain(tensor):
+                return f"a {type(tensor).__name__} in the place of a local tensor of shape {box.sizes}"
+            if tuple(tensor.shape) != box.sizes:
+                return f"a local tensor of shape {tuple(tensor.shape)} instead of {box.sizes}"
+            if tensor.is_meta != self.is_meta or tensor.layout is not torch.strided:
+                return f"a local tensor without values, {'on the meta device' if tensor.is_meta else tensor.layout}"
+            if tensor.dtype.is_complex and not self.dtype.is_complex:
+                return f"a local tensor of {tensor.dtype} instead of {self.dtype}"
+        return None
+
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """What it is made of, it says by itself; anything else is a ShardedTensor's affair (which warns that it is deprecated)."""
+        """What it is made of, it says by itself, and copies it makes itself; anything else is a ShardedTensor's affair (which warns
+        that it is deprecated)."""
         if func in _FACTS:
             return torch_private.as_plain_tensor(func, args, kwargs or {})
+        if func in _COPIES:
+            return getattr(args[0], func.__name__)(*args[1:], **(kwargs or {}))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)
             return super().__torch_function__(func, types, args, kwargs)
 
     # -- how torch.distributed.checkpoint asks a value for its parts
 
-    def _boxes(self) -> list[Box]:
-        return self.place.boxes(self.shape_here, self.part)
+    def _filled_shards(self) -> list[LocalShard]:
+        return [shard for shard in self._local_shards if math.prod(shard.metadata.shard_sizes)]
 
     def __create_write_items__(self, fqn: str, object: object) -> list[WriteItem]:
-        properties = StoredProperties(dtype=self.run.dtype)
+        self._require_fitting_shards()  # before anything is written
         return [
             WriteItem(
-                MetadataIndex(fqn, torch.Size(box.offsets)),
+                MetadataIndex(fqn, chunk.offsets),
                 WriteItemType.SHARD,
-                tensor_data=TensorWriteData(
-                    ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)), properties, torch.Size(self.whole_shape)
-                ),
+                tensor_data=TensorWriteData(chunk, StoredProperties(dtype=shard.tensor.dtype), torch.Size(self.whole_shape)),
             )
-            for box in self._boxes()
+            for shard, chunk in zip(self._filled_shards(), self.__create_chunk_list__(), strict=True)
         ]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return [ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)) for box in self._boxes()]
+        return [
+            ChunkStorageMetadata(torch.Size(shard.metadata.shard_offsets), torch.Size(shard.metadata.shard_sizes))
+            for shard in self._filled_shards()
+        ]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
         for shard in self._local_shards:
             if torch.Size(shard.metadata.shard_offsets) == index.offset:
-                return of_its_own_size(shard.tensor)
+                own = shard.tensor.detach()
+                return of_its_own_size(own) if own.is_contiguous() else own
         raise ValueError(f"this rank holds no box of {index.fqn} at offsets {index.offset}")
 
     # -- how it is copied
 
+    def _with(self, tensors: Sequence[torch.Tensor], group: Any = None) -> BoxedTensor:
+        """Return the same value with other tensors as local shards."""
+        new = self._empty(tensors[0].dtype, tensors[0].device)
+        attributes = {key: value for key, value in self.__dict__.items() if key not in ("_metadata", "_sharding_spec")}
+        new.__dict__.update(attributes, _local_shards=self._make_shards(tensors))
+        if group is not None:
+            new._process_group = group
+        return new
+
+    def _empty(self, dtype: torch.dtype, device: torch.device) -> BoxedTensor:
+        empty: Any = torch_private.tensor_without_storage(type(self), self.whole_shape, dtype, device)
+        return empty
+
+    def clone(self, *, memory_format: torch.memory_format = torch.preserve_format) -> BoxedTensor:  # type: ignore[override]
+        """Return a value with memory of its own. Nothing is sent."""
+        return self._with([shard.tensor.clone(memory_format=memory_format) for shard in self._local_shards])
+
+    def detach(self) -> BoxedTensor:
+        """Return a value that views the same memory. Nothing is sent."""
+        return self._with([shard.tensor.detach() for shard in self._local_shards])
+
+    def to(self, *args: Any, process_group: Any = None, **kwargs: Any) -> BoxedTensor:
+        """Return a value of another dtype or on another device, itself if it is there: as ``torch.Tensor.to``. Nothing is sent."""
+        moved = [shard.tensor.to(*args, **kwargs) for shard in self._local_shards]
+        if all(tensor is shard.tensor for tensor, shard in zip(moved, self._local_shards, strict=True)):
+            return self
+        return self._with(moved, process_group)
+
+    def cpu(self, memory_format: torch.memory_format = torch.preserve_format, process_group: Any = None) -> BoxedTensor:
+        return self.to("cpu", memory_format=memory_format, process_group=process_group)
+
+    def cuda(
+        self,
+        device: Any = None,
+        non_blocking: bool = False,
+        memory_format: torch.memory_format = torch.preserve_format,
+        process_group: Any = None,
+    ) -> BoxedTensor:
+        target = torch.device("cuda") if device is None else device
+        return self.to(target, non_blocking=non_blocking, memory_format=memory_format, process_group=process_group)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> BoxedTensor:
         """Return a value with memory of its own: this rank's elements, and no more."""
-        run = self.run.detach().clone()
-        return BoxedTensor(self._layout, self._index, self._rank, run, self._members, self._process_group, self.place)
+        return self._with([shard.tensor.detach().clone() for shard in self._local_shards])
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickled without its process group, to be read where there is none; the default group takes its place if there is."""
-        return _rebuilt, (self._layout, self._index, self._rank, self.run.detach().clone(), self._members, self.place)
+        return _rebuilt, (self._layout, self._index, self._rank, self.elements().clone(), self._members, self.place)
 
     def data_ptr(self) -> int:
         """0: the memory is that of the local shards."""
@@ -230,9 +336,7 @@ class BoxedTensor(ShardedTensor):
         """Return a value of the same shape without any attributes yet, which is what copying begins with."""
         if tuple(size) != self.whole_shape:
             raise ValueError(f"a sharded tensor of shape {self.whole_shape} can only be copied as a whole, not as {tuple(size)}")
-        device = torch.device(kwargs.get("device") or self.run.device)
-        empty: Any = torch_private.tensor_without_storage(type(self), self.whole_shape, self.run.dtype, device)
-        return empty
+        return self._empty(self.dtype, torch.device(kwargs.get("device") or self.device))
 
     @property
     def _process_group(self) -> Any:
@@ -301,6 +405,10 @@ class FlatOfParameters(FlatLayout):
         return _places(self.inside) == _places(layout)
 
 
+# torch.load(weights_only=True) reads files of sharded and local state dicts: plain descriptions, and what makes a value of them.
+torch.serialization.add_safe_globals([FlatLayout, FlatOfParameters, ParamSpec, Place, _rebuilt])
+
+
 def _places(layout: FlatLayout) -> tuple[Any, ...]:
     return layout.ranks, layout.shard_numel, [(clean_name(param.name), param.shape, param.start) for param in layout.params]
 
@@ -326,7 +434,7 @@ def read_local(value: torch.Tensor, layout: FlatLayout, rank: int, members: tupl
     """
     flat = flat_of_parameters(layout)
     if isinstance(value, BoxedTensor):
-        return value.run if value.is_local_of(layout, members) else None
+        return value.elements() if value.is_local_of(layout, members) else None
     if isinstance(value, ShardedTensor):
         parts = [flat.part(0, each) for each in range(layout.ranks)]
         described = sorted((*shard.shard_offsets, *shard.shard_sizes) for shard in value.metadata().shards_metadata)
@@ -342,7 +450,49 @@ def is_sharded(value: object) -> bool:
     return isinstance(value, (ShardedTensor, DTensor))
 
 
-def shape_of(value: torch.Tensor) -> tuple[int, ...]:
+def is_tensor(value: object) -> bool:
+    """True for a tensor, and for what stands for one and knows its shape and dtype: a lazy value, which reads its file later."""
+    if isinstance(value, torch.Tensor):
+        return True
+    has_dtype = isinstance(getattr(value, "dtype", None), torch.dtype)
+    return torch.overrides.is_tensor_like(value) and has_dtype and hasattr(value, "shape")
+
+
+def materialised(value: Any, name: str) -> torch.Tensor:
+    """Return the tensor that a value stands for, itself if it is one. ``torch.detach`` makes a lazy value load.
+
+    Raises CheckpointError if it cannot, or if what comes is not what the value has said of itself.
+    """
+    if isinstance(value, torch.Tensor):
+        return value
+    wanted = f"a tensor of shape {tuple(value.shape)} and {value.dtype}"
+    try:
+        found: Any = torch.detach(value)
+        if isinstance(found, torch.Tensor) and not is_sharded(found) and not found.is_meta:
+            if (found.shape, found.dtype) == (tuple(value.shape), value.dtype):
+                return found
+            got, cause = f"one of shape {tuple(found.shape)} and {found.dtype}", None
+        else:
+            got, cause = f"a {type(found).__name__}{' on the meta device' if isinstance(found, torch.Tensor) else ''}", None
+    except Exception as error:  # reading a file may fail in any way
+        got, cause = f"{type(error).__name__}: {error}", error
+    raise CheckpointError(
+        explain(
+            "A lazy value did not load.",
+            expected=f"{wanted}, as it says of itself",
+            got=got,
+            where=f"load_state_dict, {name!r}, a {type(value).__name__}; parameters before it are loaded already",
+            fix="load the file as a whole (torch.load), and see whether it is complete and has not changed",
+        )
+    ) from cause
+
+
+def misfit(value: object) -> str | None:
+    """Say why what somebody has put into ``value.local_shards()`` cannot be its part; None if nothing is wrong with it."""
+    return value.wrong_shard() if isinstance(value, BoxedTensor) else None
+
+
+def shape_of(value: Any) -> tuple[int, ...]:
     """Return the shape of the whole that a value stands for."""
     if isinstance(value, BoxedTensor):
         return value.whole_shape
@@ -350,7 +500,7 @@ def shape_of(value: torch.Tensor) -> tuple[int, ...]:
 
 
 def read_part(
-    value: torch.Tensor,
+    value: Any,
     layout: FlatLayout,
     index: int,
     rank: int,
@@ -360,13 +510,17 @@ def read_part(
     """Return ``rank``'s elements of parameter ``index`` of ``layout``, out of any value that stands for the whole of it.
 
     members: the global ranks that the layout is spread over. parallel: how the parameter lies on a mesh of its own, if it does.
-    1-D, a view where it can be. Collective if ``value`` is sharded in another way than ``layout``: then all ranks see that it is,
-    and all of them call, in one order.
+    1-D, a view where it can be. A lazy value is materialised, if the rank has a part. Collective if ``value`` is sharded in another
+    way than ``layout``: then all ranks see that it is, and all of them call, in one order.
     """
     part = layout.part(index, rank)
     place = place_of(layout.params[index].shape, parallel)
+    if not isinstance(value, torch.Tensor):
+        if not part:
+            return torch.empty(0, dtype=value.dtype)
+        value = materialised(value, layout.params[index].name)
     if isinstance(value, BoxedTensor) and value.is_cut_as(layout, index, members, place):
-        return value.run
+        return value.elements()
     if isinstance(value, DTensor):
         moved: Any = value.to(value.device_mesh.device_type)  # a state dict may have been put on the CPU
         value = moved.full_tensor() if parallel is None else parallel.local(moved)
@@ -399,7 +553,8 @@ def _whole(value: ShardedTensor) -> torch.Tensor:
     for shard in metadata.shards_metadata:
         sizes[_rank_of(shard)] += math.prod(shard.shard_sizes)
     longest = max(sizes.values())
-    tensors = [shard.tensor.detach().reshape(-1) for shard in value.local_shards()]
+    own_shards = [value.elements()] if isinstance(value, BoxedTensor) else [shard.tensor for shard in value.local_shards()]
+    tensors = [tensor.detach().reshape(-1) for tensor in own_shards]
     own = torch.zeros(longest, dtype=value.dtype, device=tensors[0].device if tensors else None)
     start = 0
     for tensor in tensors:

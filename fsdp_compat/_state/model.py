@@ -17,8 +17,21 @@ from .._engine.unit import Group, Unit
 from .._layout.spec import FlatLayout, Interval
 from .._stores.flat_store import FlatStore, home_attribute
 from .._stores.registration import FLAT_PARAM
-from ..errors import UsageError, explain
-from .formats import is_readable, is_sharded, local_value, mesh_sharded_value, read_local, read_part, shape_of, sharded_value
+from ..errors import CheckpointError, UsageError, explain
+from .entries import copied
+from .formats import (
+    is_readable,
+    is_sharded,
+    is_tensor,
+    local_value,
+    materialised,
+    mesh_sharded_value,
+    misfit,
+    read_local,
+    read_part,
+    shape_of,
+    sharded_value,
+)
 from .names import Wanted, clean_name, everything
 
 __all__ = [
@@ -43,7 +56,8 @@ __all__ = [
 class FromFirst:
     """The value of a parameter that only the first rank was given. It is sent when the unit of the parameter is loaded."""
 
-    value: torch.Tensor | None  # None on the other ranks
+    value: Any  # a tensor, or what stands for one; None on the other ranks
+    is_lazy: bool = False  # the same on all ranks: it may be that it does not load
 
 
 def store_of(group: Group) -> FlatStore:
@@ -168,8 +182,8 @@ def sharded_entries(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (name, value) of a unit's parameters, where a value holds this rank's part of the parameter.
 
-    Without a mesh it is boxes over ``process_group``, and nothing is sent. They view the shard; only where some parameters are left
-    out, or go to another device, they are copies, no larger than themselves. With a mesh it is a DTensor, a copy, and this is
+    Without a mesh it is boxes over ``process_group``, and nothing is sent. They view the shard; with ``to_cpu``, and where some
+    parameters are left out, they are copies, no larger than themselves. With a mesh it is a DTensor, a copy, and this is
     collective: all ranks, to the end; one group is gathered at a time.
     """
     for group in unit.groups:
@@ -197,7 +211,8 @@ def _boxes(
     store = store_of(group)
     for index, names in _chosen(store, [prefix], wanted).items():
         run = store.shard.detach()[store.layout.part_in_shard(index, store.rank).slice]
-        run = run.to("cpu") if to_cpu and run.device.type != "cpu" else run if wanted is everything else run.clone()
+        if to_cpu or wanted is not everything:
+            run = copied(run, to_cpu)
         value = sharded_value(store.layout, index, store.rank, run, group.shard.members, process_group, store.parallel[index])
         for name in names:
             yield name, value
@@ -208,6 +223,7 @@ def local_entries(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (name of a flat parameter, this rank's shard of it) of those of a unit that hold anything wanted. Nothing is sent.
 
+    The value views the shard; with ``to_cpu``, and where some parameters are left out, it is a copy.
     Where one rank holds all there are no shards: then the parameters come under their own names, as torch has it.
     """
     for flat_name, group in zip(flat_names(unit), unit.groups, strict=True):
@@ -218,7 +234,8 @@ def local_entries(
             if store.parallel[0] is not None:
                 raise no_parallel_boxes(unit.label, store.members[0].name, "LOCAL_STATE_DICT")
             shard = store.shard.detach()
-            shard = shard.to("cpu") if to_cpu and shard.device.type != "cpu" else shard if wanted is everything else shard.clone()
+            if to_cpu or wanted is not everything:
+                shard = copied(shard, to_cpu)
             yield prefix + flat_name, local_value(store.layout, store.rank, shard, group.shard.members, process_group)
 
 
@@ -248,6 +265,8 @@ def _wrong_local(group: Group, key: str, value: Any) -> list[str]:
         return [f"{key}: expected a ShardedTensor, got {type(value).__name__}"]
     if value.dtype.is_complex and not store.dtype.is_complex:
         return [f"{key}: expected {store.dtype}, got {value.dtype}, whose imaginary part would be lost"]
+    if (wrong := misfit(value)) is not None:
+        return [f"{key}: {wrong}"]
     if group.shard.ranks > 1 and read_local(value, store.layout, store.rank, group.shard.members) is not None:
         return []
     return [other_local(key, f"{len(store.members)} parameter(s) over {group.shard.ranks} rank(s)")]
@@ -270,15 +289,17 @@ def other_local(key: str, here: str) -> str:
 
 
 def wrong_value(key: str, value: Any, shape: tuple[int, ...], dtype: torch.dtype) -> str | None:
-    """Say why ``value`` cannot be loaded into a tensor of this shape and dtype; None if it can."""
+    """Say why ``value`` cannot be loaded into a tensor of this shape and dtype; None if it can. A lazy value stays lazy."""
     if isinstance(value, FromFirst):  # the first rank has looked at it
         return None
-    if not isinstance(value, torch.Tensor):
+    if not is_tensor(value):
         return f"{key}: expected a tensor of shape {shape}, got {type(value).__name__}"
+    if (wrong := misfit(value)) is not None:
+        return f"{key}: {wrong}"
     got = shape_of(value)
     if got != shape and not (shape == () and got == (1,)):
         return f"size mismatch for {key}: expected shape {list(shape)} as in the current model, got {list(got)}"
-    if not is_sharded(value) and (value.is_meta or value.layout is not torch.strided):
+    if isinstance(value, torch.Tensor) and not is_sharded(value) and (value.is_meta or value.layout is not torch.strided):
         return f"{key}: expected a tensor with values, got one {'on the meta device' if value.is_meta else value.layout}"
     if value.dtype.is_complex and not dtype.is_complex:
         return f"{key}: expected {dtype}, got {value.dtype}, whose imaginary part would be lost"
@@ -288,8 +309,9 @@ def wrong_value(key: str, value: Any, shape: tuple[int, ...], dtype: torch.dtype
 def load_unit(unit: Unit, entries: MutableMapping[str, Any], prefix: str, missing: list[str], errors: list[str]) -> None:
     """Take a unit's parameters out of ``entries`` (keys start with ``prefix``) and copy this rank's part of each into its shard.
 
-    Whatever form a value has, it is the value that says so. What is not there is added to ``missing``, what does not fit to
-    ``errors``, of which nothing is loaded then. Collective if a value is sharded in another way than the unit, or is `FromFirst`.
+    Whatever form a value has, it is the value that says so. Lazy values are materialised one by one. What is not there is added to
+    ``missing``, what does not fit to ``errors``, of which nothing is loaded then. Collective if a value is sharded in another way
+    than the unit, or is `FromFirst`.
     """
     wrong: list[str] = []  # where a module around this one is loaded nobody has looked yet
     check_unit(unit, entries, prefix, missing, wrong)
@@ -315,24 +337,40 @@ def load_unit(unit: Unit, entries: MutableMapping[str, Any], prefix: str, missin
                 _load_parameter(group, index, received.pop(index))
 
 
-def _received(group: Group, found: dict[int, Any]) -> dict[int, torch.Tensor]:
-    """Send what only the first rank has to the others. Collective if there is any."""
+def _received(group: Group, found: dict[int, Any]) -> dict[int, Any]:
+    """Send what only the first rank has to the others. Collective if there is any.
+
+    Raises CheckpointError, on all ranks, if a lazy value there does not load.
+    """
     sent: dict[int, torch.Tensor] = {}
+    error: CheckpointError | None = None
+    store = store_of(group)
     for index, value in found.items():
-        if isinstance(value, FromFirst):
-            shape, dtype = store_of(group).shape(index), store_of(group).dtype
-            sent[index] = (
-                torch.empty(shape, dtype=dtype, device=group.device)
-                if value.value is None
-                else value.value.detach().to(group.device, dtype).reshape(shape).contiguous()
-            )
+        if not isinstance(value, FromFirst):
+            continue
+        shape, dtype = store.shape(index), store.dtype
+        if value.value is None:
+            sent[index] = torch.empty(shape, dtype=dtype, device=group.device)
+        elif error is None:
+            try:
+                own = materialised(value.value, store.layout.params[index].name)
+                sent[index] = own.detach().to(group.device, dtype).reshape(shape).contiguous()
+            except CheckpointError as caught:
+                error = caught
+    wires = (group.replica, group.shard)  # the first replica's first rank to every replica's first one, and on to the rest
+    if any(isinstance(value, FromFirst) and value.is_lazy for value in found.values()):
+        told = "" if error is None else str(error)
+        for wire in wires:
+            told = wire.gather_objects(told)[0]
+        if told:
+            raise error or CheckpointError(told)
     if sent:
-        for wire in (group.replica, group.shard):  # the first replica's first rank to every replica's first one, and on to the rest
+        for wire in wires:
             wire.broadcast(list(sent.values()), f"the parameters of {group.name} that are loaded")
     return {**found, **sent}
 
 
-def _load_parameter(group: Group, index: int, value: torch.Tensor) -> None:
+def _load_parameter(group: Group, index: int, value: Any) -> None:
     store = store_of(group)
     run = read_part(value, store.layout, index, store.rank, group.shard.members, store.parallel[index])
     _write(store.shard[store.layout.part_in_shard(index, store.rank).slice], run)

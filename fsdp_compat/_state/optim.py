@@ -32,7 +32,7 @@ class Values(enum.Enum):
     """What stands for a tensor that has a parameter's shape."""
 
     WHOLE = enum.auto()  # itself; and every rank's states that only it can use
-    BOXES = enum.auto()  # this rank's boxes, views of the optimizer's own state where that is on the wanted device
+    BOXES = enum.auto()  # this rank's boxes, views of the optimizer's own state; with ``to_cpu`` copies
     DTENSORS = enum.auto()  # a DTensor over the mesh that the model was given
 
 
@@ -194,9 +194,9 @@ class _GroupStates:
         store, members = store_of(self.group), self.group.shard.members
         for target in having:
             value = self.states[target][key].detach().reshape(-1)
-            value = value.cpu() if self.form.to_cpu else value
             for index, name in self.holdings.held[target].names:
                 run = value[store.layout.part_in_shard(index, store.rank).slice] if is_flat(self.group, target) else value
+                run = copied(run, to_cpu=True) if self.form.to_cpu else run
                 state[name][key] = sharded_value(
                     store.layout, index, store.rank, run, members, self.form.group, store.parallel[index]
                 )

@@ -18,7 +18,7 @@ from torch import nn
 from .._engine.unit import Group
 from ..errors import CheckpointError, FsdpCompatError, UsageError, explain
 from .entries import Entry, classify, copied, snapshot
-from .formats import is_sharded, read_part, shape_of
+from .formats import is_sharded, misfit, read_part, shape_of
 from .holdings import Holdings, is_flat, is_whole
 from .model import store_of
 from .opaque import RankState, check_layout, restored
@@ -269,6 +269,8 @@ def _check_value(value: object, shape: tuple[int, ...], where: str) -> None:
         got = f"a {type(value).__name__}"
     elif shape_of(value) != shape:
         got = f"shape {shape_of(value)}"
+    elif (wrong := misfit(value)) is not None:
+        got = wrong
     elif not is_sharded(value) and (value.is_meta or value.layout is not torch.strided):
         got = "a tensor on the meta device, without values" if value.is_meta else f"a tensor of {value.layout}"
     else:

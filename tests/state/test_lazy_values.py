@@ -1,0 +1,201 @@
+"""State dicts of values that know their shape and dtype and are read from their file when somebody computes with them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy as TorchWrapPolicy
+
+from fsdp_compat import CheckpointError, FullStateDictConfig, StateDictType
+from fsdp_compat import FullyShardedDataParallel as FSDP
+from fsdp_compat.wrap import ModuleWrapPolicy
+from tests.support.memory import NewBytes
+from tests.support.odd_model import Block, Config, assert_same, cloned, make_model, shard
+from tests.support.ranks import run_ranks
+
+FLAT: Config = ("FULL_SHARD", False, "blocks")
+ORIGINAL: Config = ("SHARD_GRAD_OP", True, "always")
+UNSHARDED: Config = ("NO_SHARD", True, "blocks")
+MESH: Config = ("HYBRID_SHARD", False, "blocks")
+
+
+class Lazy:
+    """What Lightning has in its place while a checkpoint is read: it shows a tensor on the meta device, and has no methods."""
+
+    loads = 0  # of all of them
+
+    def __init__(self, load: Callable[[], Any], like: Tensor) -> None:
+        self.load, self.shape, self.dtype, self.is_meta, self.layout = load, like.shape, like.dtype, True, like.layout
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        cls.loads += sum(isinstance(arg, Lazy) for arg in args)
+        return func(*(arg.load() if isinstance(arg, Lazy) else arg for arg in args), **(kwargs or {}))
+
+
+def lazily(state: dict[str, Any]) -> dict[str, Any]:
+    def lazy(value: Tensor) -> Lazy:
+        return Lazy(value.clone, value)
+
+    return {name: lazy(value) for name, value in state.items()}
+
+
+def _loads(config: Config) -> None:
+    wanted = make_model(1).state_dict()
+    model = shard(make_model(2), config)
+    assert str(model.load_state_dict(lazily(wanted))) == "<All keys matched successfully>"
+    assert_same(model.state_dict(), wanted)
+    model.blocks[0].load_state_dict(lazily(make_model(3).blocks[0].state_dict()))
+    assert_same(model.blocks[0].state_dict(), make_model(3).blocks[0].state_dict())
+    with FSDP.summon_full_params(model):
+        model.load_state_dict(lazily(wanted))
+    assert_same(model.state_dict(), wanted)
+    half = {name: value.half() if value.is_floating_point() else value for name, value in wanted.items()}
+    model.load_state_dict(lazily(half))
+    assert_same(model.state_dict(), {name: half[name].to(value.dtype) for name, value in wanted.items()})
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_lazy_values_are_loaded_as_the_tensors_that_they_stand_for(world_size: int) -> None:
+    for config in (FLAT, ORIGINAL, UNSHARDED, MESH):
+        run_ranks(world_size, _loads, config)
+
+
+def _as_torchs_fsdp1() -> None:
+    """Torch's takes them inside of its full state dict."""
+    wanted = make_model(1, scalar=False).state_dict()
+    theirs = TorchFSDP(
+        make_model(2, scalar=False), auto_wrap_policy=TorchWrapPolicy({Block}), device_id=torch.device("cpu"), use_orig_params=True
+    )
+    ours = shard(make_model(2, scalar=False), FLAT)
+    for model in (theirs, ours):
+        model.load_state_dict(lazily(wanted))
+    found = theirs.state_dict()
+    assert torch.equal(found["cube"], wanted["cube"])
+    assert_same(ours.state_dict(), found)
+
+
+def test_lazy_values_are_taken_as_by_torchs_fsdp1() -> None:
+    run_ranks(2, _as_torchs_fsdp1)
+
+
+class Stack(nn.Module):
+    """Units of one size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(6)))
+
+
+def wrapped_stack(seed: int) -> FSDP:
+    torch.manual_seed(seed)
+    return FSDP(Stack(), auto_wrap_policy=ModuleWrapPolicy({nn.Linear}))
+
+
+def rank0_only(model: nn.Module) -> None:
+    FSDP.set_state_dict_type(model, StateDictType.FULL_STATE_DICT, FullStateDictConfig(rank0_only=True))
+
+
+def _one_at_a_time() -> None:
+    wanted = {name: value.clone() for name, value in wrapped_stack(1).state_dict().items()}
+    unit_nbytes = wanted["layers.0.weight"].nbytes
+    model = wrapped_stack(2)
+    Lazy.loads = 0
+    with NewBytes() as new:
+        model.load_state_dict(lazily(wanted))
+    assert Lazy.loads == len(wanted), "each is read once"
+    assert new.peak <= 2 * unit_nbytes, "one unit at a time"
+    assert_same(model.state_dict(), wanted)
+
+    model = wrapped_stack(2)
+    rank0_only(model)
+    Lazy.loads = 0
+    with NewBytes() as new:
+        model.load_state_dict(lazily(wanted) if dist.get_rank() == 0 else {})
+    assert Lazy.loads == (len(wanted) if dist.get_rank() == 0 else 0)
+    assert new.peak <= 3 * unit_nbytes, "one unit at a time"
+    FSDP.set_state_dict_type(model, StateDictType.FULL_STATE_DICT)
+    assert_same(model.state_dict(), wanted)
+
+
+def test_one_unit_is_read_at_a_time_and_each_value_once() -> None:
+    run_ranks(2, _one_at_a_time)
+
+
+def _only_own_parts() -> int:
+    """A model of one unit, whose parameters are one after the other in it."""
+    torch.manual_seed(0)
+    model = FSDP(nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(4))))
+    wanted = {name: value.clone() * 2 for name, value in model.state_dict().items()}
+    Lazy.loads = 0
+    model.load_state_dict(lazily(wanted))
+    assert_same(model.state_dict(), wanted)
+    return Lazy.loads
+
+
+def test_a_rank_reads_what_it_has_a_part_of() -> None:
+    assert run_ranks(4, _only_own_parts) == [1, 1, 1, 1]
+
+
+def _refused_without_reading() -> None:
+    wanted = lazily(make_model(1).state_dict())
+    wrong: list[tuple[str, str, Any]] = [
+        ("cube", "size mismatch for cube: expected shape .3, 1, 5. as .* got .2, 2.", Lazy(lambda: None, torch.empty(2, 2))),
+        ("cube", "complex64, whose imaginary part", Lazy(lambda: None, torch.empty(3, 1, 5, dtype=torch.complex64))),
+        ("count", "size mismatch for count", Lazy(lambda: None, torch.empty(3, dtype=torch.int64))),
+        ("one", "Unexpected key.*surplus", None),
+    ]
+    for model, loading in ((shard(make_model(2), FLAT), "every rank"), (shard(make_model(2), ORIGINAL), "the first rank")):
+        before = cloned(model.state_dict())
+        if loading == "the first rank":
+            rank0_only(model)
+        for key, words, value in wrong:
+            given = {**wanted, key: value} if value is not None else {**wanted, "surplus": wanted["cube"]}
+            Lazy.loads = 0
+            with pytest.raises(CheckpointError, match=words):
+                model.load_state_dict(given if loading == "every rank" or dist.get_rank() == 0 else {})
+            assert Lazy.loads == 0, words
+        FSDP.set_state_dict_type(model, StateDictType.FULL_STATE_DICT)
+        assert_same(model.state_dict(), before, "nothing was loaded")
+
+
+def test_what_does_not_fit_is_refused_without_reading_anything() -> None:
+    run_ranks(2, _refused_without_reading)
+
+
+def _fails_while_it_loads() -> None:
+    def torn() -> Tensor:
+        raise OSError("the file ends here")
+
+    faults: list[tuple[str, Callable[[], Any]]] = [
+        ("OSError: the file ends here", torn),
+        (r"one of shape \(2, 2\)", lambda: torch.ones(2, 2)),
+        ("on the meta device", lambda: torch.empty(3, 1, 5, device="meta")),
+        ("float64", lambda: torch.ones(3, 1, 5).double()),
+    ]
+    for words, load in faults:
+        given = {**lazily(make_model(1).state_dict()), "cube": Lazy(load, torch.empty(3, 1, 5))}
+        model = shard(make_model(2), ("NO_SHARD", True, "blocks"))
+        with pytest.raises(CheckpointError, match=f"(?s){words}.*'cube'"):
+            model.load_state_dict(given)
+        model = shard(make_model(2), FLAT)
+        rank0_only(model)
+        with pytest.raises(CheckpointError, match=f"(?s){words}.*'cube'"):  # on all ranks
+            model.load_state_dict(given if dist.get_rank() == 0 else {})
+        count = {**copy.copy(given), "cube": make_model(1).cube, "count": Lazy(load, torch.empty(()))}
+        with pytest.raises(CheckpointError, match="'count'"):
+            model.load_state_dict(count if dist.get_rank() == 0 else None)
+        model.load_state_dict(lazily(make_model(1).state_dict()) if dist.get_rank() == 0 else None)
+        FSDP.set_state_dict_type(model, StateDictType.FULL_STATE_DICT)
+        assert_same(model.state_dict(), make_model(1).state_dict(), "the next load works")
+
+
+def test_a_value_that_does_not_load_is_an_error_on_all_ranks() -> None:
+    run_ranks(2, _fails_while_it_loads)
