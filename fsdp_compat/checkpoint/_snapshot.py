@@ -212,9 +212,10 @@ def take_snapshot(model: nn.Module, optimizer: torch.optim.Optimizer | None, ext
 
 
 def _settings(group: Mapping[str, Any], number: int, left_out: list[str]) -> Any:
-    """Return the settings of a parameter group, encoded. An enum, a function or an object among them is left out, and named:
+    """Return the settings of a parameter group, encoded.
 
-    it is what the optimizer was made with, and the one that is loaded into has its own.
+    What is not data, such as an enum or a function, is left out, and named in ``left_out``: the optimizer was made with it, and
+    the one that is loaded into has its own.
     """
     found: dict[str, Any] = {}
     for key, value in group.items():

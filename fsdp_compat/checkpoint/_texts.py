@@ -67,10 +67,10 @@ def open_file(path: Path) -> int:
 def read_text(path: Path) -> bytes:
     """Return what a regular file holds. Raises OSError, CheckpointError as ``open_file`` does, and ValueError if it is too long."""
     with open(open_file(path), "rb") as file:
-        content = file.read(MAX_TEXT_NBYTES + 1)
-    if len(content) > MAX_TEXT_NBYTES:
-        raise ValueError(f"more than {MAX_TEXT_NBYTES} bytes of text")
-    return content
+        nbytes = os.fstat(file.fileno()).st_size
+        if nbytes > MAX_TEXT_NBYTES:
+            raise ValueError(f"{nbytes} bytes of text, and at most {MAX_TEXT_NBYTES} are taken")
+        return file.read(nbytes)
 
 
 def parse_json(text: bytes, max_depth: int = MAX_DEPTH, **hooks: Any) -> Any:
