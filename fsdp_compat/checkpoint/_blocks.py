@@ -6,13 +6,15 @@ system calls, as both leave the interpreter's lock.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import os
 import queue
 import threading
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -20,22 +22,26 @@ import torch
 
 from .._engine.storage import memory_of
 from ..errors import CheckpointError, explain
+from ._texts import open_file
 
 __all__ = [
     "BLOCK_NBYTES",
     "BlockWriter",
     "Facts",
     "Wanted",
+    "changed_meanwhile",
     "check",
     "damaged",
     "merged",
     "nbytes_to_check",
+    "read_checked",
     "read_plain",
     "sync_directory",
 ]
 
 BLOCK_NBYTES = 4 << 20
 QUEUED = 8  # calls that wait for the second thread
+NUM_BUFFERS = 4  # blocks that are read, or wait for their checksums
 
 STARTED_NBYTES = 32 << 20  # are brought to the disk while the next ones are written
 _advise = getattr(os, "posix_fadvise", None)  # not on every system
@@ -116,8 +122,7 @@ class _Aside:
     """Calls one after the other on a second thread, few of them waiting; in place where no thread can be started any more."""
 
     def __init__(self) -> None:
-        self.results: list[Any] = []
-        self._queue: queue.Queue[tuple[Callable[..., Any], Any] | None] = queue.Queue(QUEUED)
+        self._queue: queue.Queue[tuple[Callable[[Any], Any], Any, Future[Any]] | None] = queue.Queue(QUEUED)
         self._thread: threading.Thread | None = threading.Thread(target=self._run, daemon=True, name="fsdp_compat checksums")
         try:
             self._thread.start()
@@ -126,21 +131,23 @@ class _Aside:
 
     def _run(self) -> None:
         while (call := self._queue.get()) is not None:
-            self.results.append(call[0](call[1]))
+            function, argument, future = call
+            future.set_result(function(argument))
 
-    def do(self, function: Callable[[Any], Any], argument: Any) -> None:
+    def do(self, function: Callable[[Any], Any], argument: Any) -> Future[Any]:
+        future: Future[Any] = Future()
         if self._thread is None:
-            self.results.append(function(argument))
+            future.set_result(function(argument))
         else:
-            self._queue.put((function, argument))
+            self._queue.put((function, argument, future))
+        return future
 
-    def end(self) -> list[Any]:
-        """Return the results of all calls. A second call returns them again."""
+    def end(self) -> None:
+        """Return when all calls have been made. A second call does nothing."""
         if self._thread is not None:
             self._queue.put(None)
             self._thread.join()
             self._thread = None
-        return self.results
 
 
 class BlockWriter:
@@ -206,49 +213,111 @@ class BlockWriter:
             self._descriptor = -1
 
 
+class _Run:
+    """A run that is being read: gives memory for its next bytes, and brings them to where they go, in their dtype there.
+
+    That memory is the target's or, for another dtype or device, a buffer of 4 MiB.
+    """
+
+    def __init__(self, one: Wanted) -> None:
+        self.position = one.start  # of the next byte in the file
+        self._one = one
+        self._num_done = 0  # elements of a run that is converted
+        self._buffer: torch.Tensor | None = None
+        self._through = one.through if one.stored.is_floating_point else None
+        self._room = memory_of(one.target) if one.is_direct else memoryview(b"")
+
+    @property
+    def is_done(self) -> bool:
+        return self.position == self._one.stop
+
+    def room(self) -> memoryview:
+        """Return memory for the next bytes: 4 MiB at most, and none at all only where the run is done."""
+        if not self._room and not self.is_done:
+            if self._buffer is None:
+                self._buffer = torch.empty(min(self._chunk, self._one.target.numel()), dtype=self._one.stored)
+            self._room = memory_of(self._buffer[: self._one.target.numel() - self._num_done])
+        return self._room[:BLOCK_NBYTES]
+
+    @property
+    def _chunk(self) -> int:
+        size = self._one.stored.itemsize
+        return max(1, BLOCK_NBYTES // (size if self._through is None else size + self._through.itemsize))
+
+    def advance(self, nbytes: int) -> None:
+        """So many bytes are there."""
+        self.position += nbytes
+        self._room = self._room[nbytes:]
+        if self._buffer is not None and not self._room:
+            values = self._buffer[: self._one.target.numel() - self._num_done]
+            if self._through is not None:
+                values = values.to(self._through)
+            self._one.target[self._num_done : self._num_done + values.numel()].copy_(values)
+            self._num_done += values.numel()
+            if self.is_done:
+                self._buffer = None
+
+    def take(self, data: memoryview) -> int:
+        """Take the next bytes out of ``data``, as many as are wanted of them; return how many."""
+        num_taken = 0
+        while (piece := data[num_taken:]) and (room := self.room()):
+            nbytes = min(len(piece), len(room))
+            room[:nbytes] = piece[:nbytes]
+            self.advance(nbytes)
+            num_taken += nbytes
+        return num_taken
+
+
 def read_plain(path: Path, wanted: Sequence[Wanted], tick: Tick) -> None:
     """Read runs, straight to where they go or, to another dtype or device, by way of a buffer of 4 MiB.
 
-    Raises CheckpointError where the file ends too early, OSError.
+    Raises CheckpointError where the file ends too early or is not a regular file, OSError.
     """
-    descriptor = os.open(path, os.O_RDONLY)
+    descriptor = open_file(path)
     try:
         for one in sorted(wanted, key=lambda one: one.start):
-            if not one.is_direct:
-                _read_converted(descriptor, one, path, tick)
-                continue
-            memory = memory_of(one.target)
-            for start in range(0, len(memory), BLOCK_NBYTES):
-                piece = memory[start : start + BLOCK_NBYTES]
-                _read_into(descriptor, piece, one.start + start, path)
-                tick(len(piece))
+            run = _Run(one)
+            while room := run.room():
+                _read_into(descriptor, room, run.position, path)
+                run.advance(len(room))
+                tick(len(room))
     finally:
         os.close(descriptor)
-
-
-def _read_converted(descriptor: int, one: Wanted, path: Path, tick: Tick) -> None:
-    through = one.through if one.stored.is_floating_point else None
-    size = one.stored.itemsize
-    chunk = BLOCK_NBYTES // (size if through is None else size + through.itemsize)
-    buffer = torch.empty(min(chunk, one.target.numel()), dtype=one.stored)
-    rounded = None if through is None else torch.empty_like(buffer, dtype=through)
-    for at in range(0, one.target.numel(), chunk):
-        values = buffer[: min(chunk, one.target.numel() - at)]
-        _read_into(descriptor, memory_of(values), one.start + at * size, path)
-        tick(values.nbytes)
-        if rounded is not None:
-            values = rounded[: values.numel()].copy_(values)
-        one.target[at : at + values.numel()].copy_(values)
 
 
 def check(path: Path, facts: Facts, wanted: Sequence[Wanted], tick: Tick) -> None:
     """Read the blocks that hold anything wanted, each once, compare their checksums, and keep nothing.
 
-    Raises CheckpointError for a file that is missing, has another length, or in which a block is not what was written. What follows
-    reads from the system's memory what was read here, without new memory of its own for it.
+    Raises as ``read_checked`` does. What follows reads from the system's memory what was read here.
+    """
+    with contextlib.closing(_checked_blocks(path, facts, wanted)) as blocks:
+        for _, content in blocks:
+            tick(len(content))
+
+
+def read_checked(path: Path, facts: Facts, wanted: Sequence[Wanted], tick: Tick) -> None:
+    """Read runs to where they go, out of blocks whose checksums hold: no byte is copied before that of its block was compared.
+
+    Raises CheckpointError for a file that is missing, has another length, or in which a block is not what was written, OSError.
+    """
+    to_begin = collections.deque(sorted(wanted, key=lambda one: one.start))
+    with contextlib.closing(_checked_blocks(path, facts, wanted)) as blocks:
+        runs: list[_Run] = []
+        for start, content in blocks:
+            runs = [run for run in runs if not run.is_done]
+            while to_begin and to_begin[0].start < start + len(content):
+                runs.append(_Run(to_begin.popleft()))
+            for run in runs:
+                tick(run.take(content[run.position - start :]))
+
+
+def _checked_blocks(path: Path, facts: Facts, wanted: Sequence[Wanted]) -> Generator[tuple[int, memoryview], None, None]:
+    """Yield where every block begins that holds anything wanted, and what it holds, in order, if its checksum is the right one.
+
+    What was yielded is valid until the next one is asked for. The checksums are computed while the next blocks are read.
     """
     try:
-        descriptor = os.open(path, os.O_RDONLY)
+        descriptor = open_file(path)
     except FileNotFoundError as error:
         raise damaged(path, f"a file of {facts.nbytes} bytes", "no such file") from error
     try:
@@ -256,25 +325,33 @@ def check(path: Path, facts: Facts, wanted: Sequence[Wanted], tick: Tick) -> Non
         if found != facts.nbytes:
             raise damaged(path, f"a file of {facts.nbytes} bytes", f"{found} bytes")
         blocks, aside = _blocks_of(facts.nbytes, wanted), _Aside()
-        buffers = [memoryview(bytearray(BLOCK_NBYTES)) for _ in range(min(len(blocks), QUEUED + 2))]  # others wait to be looked at
+        buffers = [memoryview(bytearray(BLOCK_NBYTES)) for _ in range(min(len(blocks), NUM_BUFFERS))]
+        waiting: collections.deque[tuple[int, memoryview, Future[int]]] = collections.deque()
         try:
             for number, block in enumerate(blocks):
+                if len(waiting) == len(buffers):
+                    yield _verified(path, facts, *waiting.popleft())
                 start = block * BLOCK_NBYTES
                 memory = buffers[number % len(buffers)][: min(BLOCK_NBYTES, facts.nbytes - start)]
                 _read_into(descriptor, memory, start, path)
-                aside.do(zlib.crc32, memory)
-                tick(len(memory))
+                waiting.append((block, memory, aside.do(zlib.crc32, memory)))
+            while waiting:
+                yield _verified(path, facts, *waiting.popleft())
         finally:
-            checksums = aside.end()
-        for block, checksum in zip(blocks, checksums, strict=True):
-            if checksum != facts.checksums[block]:
-                raise damaged(
-                    path,
-                    f"checksum {facts.checksums[block]:08x} of the block at byte {block * BLOCK_NBYTES}",
-                    f"{checksum:08x}: the file was changed, or comes from another checkpoint",
-                )
+            aside.end()
     finally:
         os.close(descriptor)
+
+
+def _verified(path: Path, facts: Facts, block: int, memory: memoryview, checksum: Future[int]) -> tuple[int, memoryview]:
+    start, expected, found = block * BLOCK_NBYTES, facts.checksums[block], checksum.result()
+    if found != expected:
+        raise damaged(
+            path,
+            f"checksum {expected:08x} of the block at byte {start}",
+            f"{found:08x}: the file was changed, or comes from another checkpoint",
+        )
+    return start, memory
 
 
 def nbytes_to_check(facts: Facts, wanted: Sequence[Wanted]) -> int:
@@ -299,6 +376,21 @@ def _read_into(descriptor: int, memory: memoryview, start: int, path: Path) -> N
         if not num_read:
             raise damaged(path, f"at least {start + len(memory)} bytes", f"the file ends at {start}")
         memory, start = memory[num_read:], start + num_read
+
+
+def changed_meanwhile(error: CheckpointError, path: object) -> CheckpointError:
+    """The error for files that were right before anything was changed, and are not any more: ``error`` says what is wrong."""
+    made = CheckpointError(
+        explain(
+            "The files changed while they were being loaded.",
+            expected="files that stay as they were checked until the load has returned",
+            got=" ".join(line.strip() for line in str(error).splitlines()[:3]),
+            where=str(path),
+            fix="the model and its optimizer may be partly changed: load again before you go on, this checkpoint or another one",
+        )
+    )
+    made.__cause__ = error
+    return made
 
 
 def damaged(path: Path, expected: str, got: str) -> CheckpointError:

@@ -1,14 +1,15 @@
 """Loading: every rank works out from the manifest which bytes it needs, reads these alone, and changes nothing until all ranks have
-found that their files are there and the checksums hold.
+found that their files are there and make sense, that the checksums hold, and that every value can be made.
 
 Files are read twice: once to check them, and once to where the values go, which is then out of the system's memory. To keep what
 was read the first time would take as much memory again, and more time: to be given fresh memory takes longer than to read.
+The second time the checksum of each block is compared again before anything is copied out of it, so nothing is loaded but what was
+saved. If the files change between the two readings, the load ends with an error, which says that a part was loaded before.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -23,13 +24,15 @@ from .._instances import named_units
 from .._layout.transfer import runs_of_part, same_parts
 from .._optimizers import convert
 from .._state.model import store_of
-from ..errors import CheckpointError, explain
-from ._blocks import BLOCK_NBYTES, Facts, Wanted, check, damaged, merged, nbytes_to_check, read_plain
-from ._header import Entry, dtype_of, length_of_header, parse_header
+from ..errors import CheckpointError, FsdpCompatError, explain
+from ._blocks import BLOCK_NBYTES, Facts, Wanted, changed_meanwhile, check, damaged, merged, nbytes_to_check, read_checked
+from ._head import Head, parse_head
+from ._header import dtype_of, is_known, length_of_header, parse_header
 from ._manifest import FlatGroup, file_name, read_manifest
 from ._progress import progress_bar, require_bar
 from ._ranks import Ranks, agree, as_ours, ranks_of, require_rest
 from ._snapshot import NamedGroup, held_by, named_groups, names_in, unmanaged, warn_of_left_out, without_groups
+from ._texts import brief, listed, parse_json, sizes
 from ._values import decode
 
 __all__ = ["load"]
@@ -56,7 +59,8 @@ def load(
     Raises:
         UsageError: an argument cannot work.
         CheckpointError: the checkpoint is another model's, or a file of it is missing, truncated, changed or another checkpoint's;
-            on all ranks, before anything has changed. If a file that was checked cannot be read again, the error says so.
+            on all ranks, before anything has changed. If a file changes or cannot be read any more after it was checked, or the
+            model or the optimizer refuses a value, the error says that the model and the optimizer may be partly changed.
     """
     call = "checkpoint.load"
     instances, ranks = ranks_of(model, call)
@@ -91,18 +95,28 @@ def load(
     extra = None
     try:
         extra = plan.commit(progress and ranks.number == 0)
-    except Exception as error:
+    except FsdpCompatError as error:
+        problem = error
+    except OSError as error:
         problem = as_ours(error, "The checkpoint could not be read.", path, "a part was loaded before: load again")
+    except Exception as error:
+        problem = _not_taken(error, path)
     agree(ranks, problem, None, call)
     return extra
 
 
-@dataclasses.dataclass
-class _Head:
-    """What one file says of itself."""
-
-    entries: dict[str, Entry]
-    text: dict[str, Any]
+def _not_taken(error: Exception, path: object) -> CheckpointError:
+    made = CheckpointError(
+        explain(
+            "The model or the optimizer does not take what the checkpoint holds.",
+            expected="values that load_state_dict of both takes",
+            got=brief(error),
+            where=str(path),
+            fix="the model and its optimizer may be partly changed: load another checkpoint before you go on",
+        )
+    )
+    made.__cause__ = error
+    return made
 
 
 class _Source:
@@ -111,49 +125,52 @@ class _Source:
     def __init__(self, path: Path) -> None:
         self.path, self.manifest = path, read_manifest(path)
         self.located = dict(self.manifest.located())
-        self._heads: dict[int, _Head] = {}
+        self._heads: dict[int, Head] = {}
         self._wanted: dict[int, list[Wanted]] = {}
+        self._whole: set[tuple[int, str]] = set()  # (file, entry) that is wanted as a tensor of its own
 
-    def head(self, number: int) -> _Head:
+    def head(self, number: int) -> Head:
         """Return a file's head: read at once, and checked before anybody looks at what it says."""
         if number not in self._heads:
             path, facts = self.path / file_name(number), self._facts(number)
             first = self._checked(number, 0, min(BLOCK_NBYTES, facts.nbytes))
+            stop = 8 + length_of_header(first[:8], facts.nbytes, path)
+            text = first[8:stop] + (self._checked(number, len(first), stop - len(first)) if stop > len(first) else b"")
             try:
-                stop = 8 + length_of_header(first[:8], facts.nbytes, path)
-                text = first[8:stop] + (self._checked(number, len(first), stop - len(first)) if stop > len(first) else b"")
-                entries, metadata = parse_header(text, facts.nbytes, path)
-                said = json.loads(metadata["fsdp_compat"])
-            except (KeyError, ValueError) as error:
-                raise damaged(path, "what a rank has written", f"{type(error).__name__}: {error}") from error
-            if said["identity"] != self.manifest.identity:
-                raise damaged(path, f"a file of save {self.manifest.identity}", f"one of save {said['identity']}")
-            self._heads[number] = _Head(entries, said)
+                head = parse_head(*parse_header(text, facts.nbytes, path))
+            except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+                raise damaged(path, "what a rank has written", brief(error)) from error
+            if (head.identity, head.number) != (self.manifest.identity, number):
+                got = f"file {head.number} of save {head.identity[:40]}"
+                raise damaged(path, f"file {number} of save {self.manifest.identity[:40]}", got)
+            self._heads[number] = head
         return self._heads[number]
 
     def _checked(self, number: int, start: int, nbytes: int) -> bytes:
-        path, found = self.path / file_name(number), torch.empty(nbytes, dtype=torch.uint8)
-        check(path, self._facts(number), [Wanted(start, found)], _nothing)
-        read_plain(path, [Wanted(start, found)], _nothing)
+        found = torch.empty(nbytes, dtype=torch.uint8)
+        read_checked(self.path / file_name(number), self._facts(number), [Wanted(start, found)], _nothing)
         return bytes(memory_of(found))
 
     def want(self, number: int, name: str, dtype: torch.dtype, start: int, target: torch.Tensor) -> None:
         """Ask for elements of an entry, of ``dtype``, from ``start`` on, as many as ``target`` (1-D) has."""
         entry = self.head(number).entries.get(name)
         size = dtype.itemsize
-        if entry is None or (start + target.numel()) * size > entry.nbytes:
+        described_as = dtype if is_known(dtype) else torch.uint8
+        if entry is None or entry.dtype != described_as or (start + target.numel()) * size > entry.nbytes:
             raise damaged(
                 self.path / file_name(number),
                 f"{start + target.numel()} elements of {dtype} under {name!r}",
-                "no such entry" if entry is None else f"{entry.nbytes} bytes",
+                "no such entry" if entry is None else f"{entry.nbytes} bytes of {entry.dtype}",
             )
         self._wanted.setdefault(number, []).append(Wanted(entry.start + start * size, target, dtype))
 
     def want_tensor(self, number: int, name: str) -> torch.Tensor:
         """Ask for a whole tensor; return where it will be."""
         entry = self.head(number).entries.get(name)
-        if entry is None:
-            raise damaged(self.path / file_name(number), f"an entry {name!r}", "none of that name")
+        if entry is None or (number, name) in self._whole:  # a save gives each tensor a name of its own
+            got = "none of that name" if entry is None else "one that was read before"
+            raise damaged(self.path / file_name(number), f"an entry {name!r}", got)
+        self._whole.add((number, name))
         target = torch.empty(entry.shape, dtype=entry.dtype)
         self.want(number, name, entry.dtype, 0, target.view(-1))
         return target
@@ -163,7 +180,7 @@ class _Source:
 
     def left_out(self) -> list[str]:
         """What the files that were read say is missing from them."""
-        return sorted({name for head in self._heads.values() for name in head.text["left_out"]})
+        return sorted({name for head in self._heads.values() for name in head.left_out})
 
     def check(self, shown: bool) -> None:
         """Check all blocks that hold what is wanted."""
@@ -173,11 +190,14 @@ class _Source:
                 check(self.path / file_name(number), self._facts(number), wanted, tick)
 
     def read(self, shown: bool) -> None:
-        """Read all that is wanted to where it goes."""
+        """Read all that is wanted to where it goes. Raises CheckpointError if it is not any more what ``check`` has seen."""
         total = sum(one.nbytes for wanted in self._wanted.values() for one in wanted)
         with progress_bar(shown, f"load step {self.manifest.step}", total) as tick:
             for number, wanted in sorted(self._wanted.items()):
-                read_plain(self.path / file_name(number), merged(wanted), tick)
+                try:
+                    read_checked(self.path / file_name(number), self._facts(number), merged(wanted), tick)
+                except CheckpointError as error:
+                    raise changed_meanwhile(error, self.path) from error
         self._wanted.clear()
 
 
@@ -199,19 +219,21 @@ class _Plan:
         self._common = self.source.manifest.common
         self._model, self._optimizer, self._ranks = model, optimizer, ranks
         self._groups = named_groups(named_units(model))
-        self._others: dict[str, Any] = {}
+        self._others = {
+            name: decode(value, name, lambda entry: self.source.want_tensor(self._common, entry))
+            for name, value in self.source.head(self._common).others.items()
+        }
         self._to_clear: list[torch.Tensor] = []  # before anything is read: states of which a part has no values
         self._refuse_names()
         for named in self._groups:
             self._plan_parameters(named)
-        self._plan_others()
         self._state: dict[torch.Tensor, dict[Any, Any]] = {}
+        self._settings: list[tuple[list[str], dict[str, Any]]] = []  # of each saved group: its parameters' names, and the rest
         if optimizer is not None:
             self._plan_optimizer(optimizer)
         same = len(self.source.manifest.files) == ranks.count
         number = ranks.number if same else 0
-        head = self.source.head(number)
-        self._extra = decode(head.text["extra"], "extra", lambda name: self.source.want_tensor(number, name))
+        self._extra = decode(self.source.head(number).extra, "extra", lambda name: self.source.want_tensor(number, name))
 
     def commit(self, shown: bool) -> Any:
         """Change the model and the optimizer; return ``extra``."""
@@ -245,18 +267,15 @@ class _Plan:
                     shape = list(found[0].layout.params[found[1]].shape)
                     wrong.append(f"{names[0]}: shape {shape} in the checkpoint, {list(store.shape(index))} in the model")
         others = unmanaged(self._model, self._groups)
-        saved = self.source.head(self._common).text["others"]
+        saved = self._others
         known.update(others)
         wrong += [f"missing: {name}" for name in others if name not in saved and name not in located]
         wrong += [f"not in the model: {name}" for name in (*located, *saved) if name not in known]
         for name, value in others.items():
             if name in saved and isinstance(value, torch.Tensor):
-                its = saved[name] if isinstance(saved[name], dict) else {}
-                if "@tensor_of" in its:
-                    continue
-                facts = its.get("@tensor")
-                if facts is None or facts[2] != list(value.shape):
-                    got = "no tensor" if facts is None else f"shape {facts[2]}"
+                its = saved[name]
+                if not isinstance(its, torch.Tensor) or its.shape != value.shape:
+                    got = f"shape {list(its.shape)}" if isinstance(its, torch.Tensor) else "not a tensor"
                     wrong.append(f"{name}: {got} in the checkpoint, shape {list(value.shape)} in the model")
         if wrong:
             more = f" and {len(wrong) - 20} more" if len(wrong) > 20 else ""
@@ -302,11 +321,6 @@ class _Plan:
             target = store.shard.detach()[store.layout.part_in_shard(index, store.rank).slice]
             self._want_part(part, part.group.name, part.group.dtype, target)
 
-    def _plan_others(self) -> None:
-        saved = self.source.head(self._common).text["others"]
-        for name, value in saved.items():
-            self._others[name] = decode(value, name, lambda name: self.source.want_tensor(self._common, name))
-
     # -- the optimizer
 
     def _plan_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
@@ -320,7 +334,8 @@ class _Plan:
                     fix="pass optimizer=None, and begin with the optimizer as it is",
                 )
             )
-        held_by(self._model, optimizer, self._groups)
+        held = held_by(self._model, optimizer, self._groups)
+        self._settings = [(group["params"], _settings_of(group["settings"])) for group in self.source.manifest.param_groups]
         mine = {parameter for group in optimizer.param_groups for parameter in group["params"]}
         for named in self._groups:
             store = store_of(named.group)
@@ -331,8 +346,8 @@ class _Plan:
                     if entry:
                         self._state[target] = entry
         managed = {target for named in self._groups for target, _ in store_of(named.group).targets}
-        states = self.source.head(self._common).text.get("other_states", {})
-        for parameter, names in held_by(self._model, optimizer, self._groups).items():
+        states = self.source.head(self._common).other_states
+        for parameter, names in held.items():
             if parameter not in managed and parameter in mine and names[0] in states:
                 self._state[parameter] = {
                     key: decode(value, f"state {key!r} of {names[0]}", lambda name: self.source.want_tensor(self._common, name))
@@ -354,10 +369,9 @@ class _Plan:
                     cut[key] = state[key].view(-1)
                 having[key] = having.get(key, 0) + 1
                 self._want_part(part, entry, dtype, cut[key][place.slice] if flat else cut[key])
-            for key, values_of in self.source.head(part.home).text["scalars"].get(part.group.name, []):
-                for of, value in values_of:
-                    if (of is None or part.index in of) and key not in state:
-                        state[key] = decode(value, f"state {key!r}", inlined_again)
+            for key, of, value in self.source.head(part.home).scalars.get(part.group.name, []):
+                if (of is None or part.index in of) and key not in state:
+                    state[key] = decode(value, f"state {key!r}", inlined_again)
             self._add_own(state, named, index, part)
         self._to_clear += [cut[key] for key, number in having.items() if number < len(parts)]
         return state
@@ -375,9 +389,9 @@ class _Plan:
         """Return (key, entry, dtype) of the states that a parameter has, as any of the files with a part of it says."""
         found: dict[Any, tuple[str, torch.dtype]] = {}
         for number in numbers:
-            for facts in self.source.head(number).text["states"].get(part.group.name, []):
-                if facts["of"] is None or part.index in facts["of"]:
-                    found.setdefault(facts["key"], (facts["entry"], dtype_of(facts["dtype"])))
+            for state in self.source.head(number).states.get(part.group.name, []):
+                if state.of is None or part.index in state.of:
+                    found.setdefault(state.key, (state.entry, state.dtype))
         return [(key, entry, dtype) for key, (entry, dtype) in found.items()]
 
     def _add_own(self, state: dict[Any, Any], named: NamedGroup, index: int, part: _Part) -> None:
@@ -389,7 +403,7 @@ class _Plan:
         flat = store.flat_parameter is not None
         same = same and (not flat or [p.start for p in layout.params] == [p.start for p in store.layout.params])
         number = axis[store.rank] if same else part.home
-        for its_index, key, value in self.source.head(number).text["own"].get(part.group.name, []):
+        for its_index, key, value in self.source.head(number).own.get(part.group.name, []):
             if its_index != part.index:
                 continue
             if not same:
@@ -408,10 +422,7 @@ class _Plan:
         numbers = {p: n for n, p in enumerate(p for group in optimizer.param_groups for p in group["params"])}
         held = held_by(self._model, optimizer, self._groups)
         state = {p: {key: _on(value, p) for key, value in entry.items()} for p, entry in self._state.items()}
-        saved = [
-            (group["params"], decode(group["settings"], "parameter group", inlined_again))
-            for group in self.source.manifest.param_groups
-        ]
+        saved = self._settings
         by_name = {name: settings for names, settings in saved for name in names}
         groups = []
         for position, group in enumerate(optimizer.param_groups):
@@ -427,13 +438,29 @@ class _Plan:
                     optimizer.state[parameter][key] = value
 
 
+def _settings_of(content: Any) -> dict[str, Any]:
+    """Return the settings of a parameter group, decoded. Raises CheckpointError."""
+    found = decode(content, "parameter group", inlined_again)
+    if not isinstance(found, dict):
+        raise CheckpointError(
+            explain(
+                "A checkpoint holds a parameter group that makes no sense.",
+                expected="settings by name",
+                got=f"a {type(found).__name__}",
+                where="param_groups of the optimizer",
+                fix="load an older checkpoint; nothing was loaded",
+            )
+        )
+    return found
+
+
 def inlined_again(text: str) -> torch.Tensor:
     """The opposite of `_snapshot.inlined`."""
-    name, shape, values = json.loads(text)
+    name, shape, values = parse_json(text.encode("utf-8"))
     dtype = dtype_of(name)
     if dtype.is_complex:
-        return torch.view_as_complex(torch.tensor(values).to(dtype.to_real()).view(*shape, 2)).clone()
-    return torch.tensor(values, dtype=dtype).view(shape)
+        return torch.view_as_complex(torch.tensor(listed(values)).to(dtype.to_real()).view(*sizes(shape), 2)).clone()
+    return torch.tensor(listed(values), dtype=dtype).view(sizes(shape))
 
 
 def _on(value: Any, parameter: torch.Tensor) -> Any:

@@ -9,6 +9,8 @@ from __future__ import annotations
 import dataclasses
 import importlib.metadata
 import json
+import re
+import reprlib
 import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -20,6 +22,7 @@ from .._layout.spec import FlatLayout, ParamSpec
 from ..errors import CheckpointError, explain
 from ._blocks import Facts, damaged
 from ._header import dtype_name, dtype_of
+from ._texts import brief, listed, parse_json, read_text, shape_in, size, sizes, text_in, texts
 
 __all__ = ["MANIFEST", "FlatGroup", "Manifest", "file_name", "read_manifest", "versions"]
 
@@ -65,17 +68,17 @@ class FlatGroup:
 
     @staticmethod
     def of_json(content: dict[str, Any], axes: Sequence[Sequence[int]]) -> FlatGroup:
-        names = tuple(tuple(param["names"]) for param in content["parameters"])
-        sizes = [content["shard_numel"], content["axis"]]
-        sizes += [size for param in content["parameters"] for size in (*param["shape"], param["start"])]
-        if not all(type(size) is int and size >= 0 for size in sizes) or not all(names):
-            raise ValueError(f"sizes {sizes[:8]} of {content['name']}")
-        specs = tuple(
-            ParamSpec(its[0], tuple(param["shape"]), param["start"])
-            for its, param in zip(names, content["parameters"], strict=True)
-        )
-        layout = FlatLayout(specs, len(axes[content["axis"]]), content["shard_numel"])
-        return FlatGroup(content["name"], dtype_of(content["dtype"]), content["axis"], layout, names)
+        """Raises KeyError, TypeError and ValueError for what ``as_json`` does not return."""
+        found = [
+            (tuple(texts(param["names"])), shape_in(param["shape"]), size(param["start"]))
+            for param in listed(content["parameters"])
+        ]
+        if not all(names for names, _, _ in found):
+            raise ValueError(f"a parameter of {content['name']!r} has no name")
+        specs = tuple(ParamSpec(names[0], shape, start) for names, shape, start in found)
+        axis = size(content["axis"])
+        layout = FlatLayout(specs, len(axes[axis]), size(content["shard_numel"]))
+        return FlatGroup(text_in(content["name"]), dtype_of(content["dtype"]), axis, layout, tuple(names for names, _, _ in found))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,21 +121,22 @@ class Manifest:
                 for number, facts in enumerate(self.files)
             ],
         }
-        return _framed(json.dumps(content, indent=1))
+        return _framed(json.dumps(content, indent=1).encode()).decode()
 
 
-_BEFORE = '{"content": '
+_BEFORE = b'{"content": '
+_CHECKSUMS = re.compile("(?:[0-9a-f]{8})*")
 
 
-def _framed(content: str) -> str:
-    return f'{_BEFORE}{content},\n"crc32": "{zlib.crc32(content.encode()):08x}"}}\n'
+def _framed(content: bytes) -> bytes:
+    return b'%b%b,\n"crc32": "%08x"}\n' % (_BEFORE, content, zlib.crc32(content))
 
 
 def read_manifest(path: Path) -> Manifest:
     """Return the manifest of the checkpoint in directory ``path``. Raises CheckpointError where there is none, or a damaged one."""
     file = path / MANIFEST
     try:
-        text = file.read_bytes().decode()
+        text = read_text(file)
     except (FileNotFoundError, NotADirectoryError) as error:
         raise CheckpointError(
             explain(
@@ -143,56 +147,60 @@ def read_manifest(path: Path) -> Manifest:
                 fix="pass latest(folder), which is the newest complete checkpoint, or what save returned",
             )
         ) from error
-    except (OSError, UnicodeDecodeError) as error:
-        raise damaged(file, "text", str(error)) from error
-    content_text = text[len(_BEFORE) : text.rfind(',\n"crc32": "')]
+    except (OSError, ValueError) as error:
+        raise damaged(file, "text", brief(error)) from error
+    content_text = text[len(_BEFORE) : text.rfind(b',\n"crc32": "')]
     if text != _framed(content_text):
-        raise damaged(file, "a text with its checksum at the end", f"{len(text)} characters that do not have it")
+        raise damaged(file, "a text with its checksum at the end", f"{len(text)} bytes that do not have it")
     try:
-        content = json.loads(content_text)
-    except (ValueError, RecursionError) as error:
-        raise damaged(file, "JSON", str(error)) from error
-    if not isinstance(content, dict):
-        raise damaged(file, "a JSON object", f"a {type(content).__name__}")
-    if content.get("format") != FORMAT or content.get("version") != VERSION:
-        raise CheckpointError(
-            explain(
-                "This checkpoint has another format.",
-                expected=f"{FORMAT}, version {VERSION}",
-                got=f"{content.get('format')!r}, version {content.get('version')!r}",
-                where=str(file),
-                fix="load it with the version of fsdp_compat that stands in it as 'written_by', or a later one",
-            )
+        content = parse_json(content_text)
+        if not isinstance(content, dict):
+            raise TypeError(f"a {type(content).__name__} instead of an object")
+        if (content.get("format"), content.get("version")) == (FORMAT, VERSION):
+            return _of_json(content)
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError, RecursionError) as error:
+        raise damaged(file, "a layout in which every element lies in one place", brief(error)) from error
+    raise CheckpointError(
+        explain(
+            "This checkpoint has another format.",
+            expected=f"{FORMAT}, version {VERSION}",
+            got=f"{reprlib.repr(content.get('format'))}, version {reprlib.repr(content.get('version'))}",
+            where=str(file),
+            fix="load it with the version of fsdp_compat that stands in it as 'written_by', or a later one",
         )
-    try:
-        return _of_json(content)
-    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
-        raise damaged(file, "a layout in which every element lies in one place", f"{type(error).__name__}: {error}") from error
+    )
 
 
 def _of_json(content: dict[str, Any]) -> Manifest:
-    axes = tuple(tuple(axis) for axis in content["axes"])
+    axes = tuple(tuple(sizes(axis)) for axis in listed(content["axes"]))
     files = []
-    for number, file in enumerate(content["files"]):
+    for number, file in enumerate(listed(content["files"])):
+        if _CHECKSUMS.fullmatch(file["crc32"]) is None:
+            raise ValueError(f"checksums of file {number}")
         checksums = tuple(int(file["crc32"][at : at + 8], 16) for at in range(0, len(file["crc32"]), 8))
-        files.append(Facts(file["nbytes"], checksums))
+        files.append(Facts(size(file["nbytes"]), checksums))
         if file["name"] != file_name(number):
             raise ValueError(f"file {number} is called {file['name']!r}")
-    if any(not 0 <= number < len(files) for axis in axes for number in axis) or any(len(set(axis)) < len(axis) for axis in axes):
+    if any(not axis or max(axis) >= len(files) or len(set(axis)) < len(axis) for axis in axes):
         raise ValueError(f"shards in files {axes}, of {len(files)}")
-    if not 0 <= content["common"] < len(files):
+    if size(content["common"]) >= len(files):
         raise ValueError(f"file {content['common']} of {len(files)}")
-    groups = tuple(FlatGroup.of_json(group, axes) for group in content["groups"])
+    groups = tuple(FlatGroup.of_json(group, axes) for group in listed(content["groups"]))
     names = [name for group in groups for its in group.names for name in its]
     if len(set(names)) < len(names) or len({group.name for group in groups}) < len(groups):
         raise ValueError("a parameter has two places, or two groups have one name")
+    if content["param_groups"] is not None:
+        for group in listed(content["param_groups"]):
+            texts(group["params"])
+            if not isinstance(group["settings"], dict):
+                raise TypeError("the settings of a parameter group are not an object")
     return Manifest(
-        content["identity"],
-        content["step"],
+        text_in(content["identity"]),
+        size(content["step"]),
         content["common"],
         axes,
         groups,
         tuple(files),
         content["param_groups"],
-        content["written_by"],
+        {text_in(name): text_in(version) for name, version in content["written_by"].items()},
     )

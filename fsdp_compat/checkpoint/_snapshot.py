@@ -11,7 +11,7 @@ import contextlib
 import dataclasses
 import json
 import warnings
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -28,8 +28,10 @@ from .._state.names import clean_name, everything
 from .._state.optim import NamedUnit
 from ..api import LocalOptimStateDictConfig, LocalStateDictConfig, StateDictSettings, StateDictType
 from ..errors import UsageError, explain
+from ._head import TEXT
 from ._header import dtype_name
 from ._manifest import FlatGroup
+from ._texts import require_readable
 from ._values import encode
 
 __all__ = [
@@ -47,6 +49,9 @@ __all__ = [
     "warn_of_left_out",
     "without_groups",
 ]
+
+
+_STATE_KEYS = (str, int, float, type(None))  # keys of optimizer states that JSON has
 
 
 @dataclasses.dataclass(frozen=True)
@@ -183,7 +188,7 @@ def take_snapshot(model: nn.Module, optimizer: torch.optim.Optimizer | None, ext
         snapshot.param_groups = [
             {
                 "params": [name for parameter in group["params"] for name in held[parameter]],
-                "settings": encode({k: v for k, v in group.items() if k != "params"}, f"parameter group {number}", inlined),
+                "settings": _settings(group, number, snapshot.text["left_out"]),
             }
             for number, group in enumerate(optimizer.param_groups)
         ]
@@ -197,10 +202,7 @@ def take_snapshot(model: nn.Module, optimizer: torch.optim.Optimizer | None, ext
     if optimizer is not None:
         targets = {target for named in groups for target, _ in store_of(named.group).targets}
         snapshot.common_text["other_states"] = {
-            held[parameter][0]: [
-                [key, encode(value, f"optimizer state {key!r}", common.under("other state", held[parameter][0]))]
-                for key, value in state.items()
-            ]
+            held[parameter][0]: _other_states(held[parameter][0], state, common, snapshot.text["left_out"])
             for parameter, state in optimizer.state.items()
             if parameter not in targets
         }
@@ -209,11 +211,42 @@ def take_snapshot(model: nn.Module, optimizer: torch.optim.Optimizer | None, ext
     return snapshot
 
 
+def _settings(group: Mapping[str, Any], number: int, left_out: list[str]) -> Any:
+    """Return the settings of a parameter group, encoded.
+
+    What is not data, such as an enum or a function, is left out, and named in ``left_out``: the optimizer was made with it, and
+    the one that is loaded into has its own.
+    """
+    found: dict[str, Any] = {}
+    for key, value in group.items():
+        if key != "params":
+            try:
+                encode({key: value}, f"parameter group {number}", inlined)
+            except UsageError:
+                left_out.append(f"param_groups[{number}][{key!r}]")
+            else:
+                found[key] = value
+    return encode(found, f"parameter group {number}", inlined)
+
+
+def _other_states(name: str, state: Mapping[Any, Any], common: _Adder, left_out: list[str]) -> list[list[Any]]:
+    """Return the states of a parameter that no unit manages, encoded; what cannot be is left out, and named."""
+    found: list[list[Any]] = []
+    for key, value in state.items():
+        try:
+            encoded = encode(value, f"optimizer state {key!r}", common.under("other state", name))
+        except UsageError:
+            left_out.append(f"{name}.{key}")
+        else:
+            found.append([key, encoded]) if isinstance(key, _STATE_KEYS) else left_out.append(f"{name}.{key}")
+    return found
+
+
 def warn_of_left_out(names: Sequence[str], what: str) -> None:
     if names:
         warnings.warn(
-            f"Optimizer states that only pickle could save {what}: {', '.join(names)}. Give their classes state that is numbers, "
-            "texts and tensors.",
+            f"States and settings of the optimizer that only pickle could save {what}: {', '.join(names)}. A checkpoint holds "
+            "numbers, texts, tensors, and containers of these.",
             stacklevel=5,
         )
 
@@ -299,8 +332,10 @@ def _add_states(
     own_names: list[str] = []
     for target, indices in store.targets:
         for key, kind in kinds.get(target, {}).items():
-            value = optimizer.state[target][key]
-            if kind is Kind.PER_ELEMENT:
+            value, state_name = optimizer.state[target][key], f"{named.names(indices[0])[0]}.{key}"
+            if not isinstance(key, _STATE_KEYS):
+                snapshot.text["left_out"].append(state_name)
+            elif kind is Kind.PER_ELEMENT:
                 which = key, value.dtype
                 if which not in flats:
                     name = f"{named.name}.{key}"
@@ -310,17 +345,17 @@ def _add_states(
                 start = 0 if target is store.flat_parameter else store.layout.part_in_shard(indices[0], store.rank).start
                 flats[which].pieces.append(Piece(start, value.detach().reshape(-1)))
                 of.setdefault(which, []).extend(indices)
-            elif kind is Kind.SCALAR:
-                text = json.dumps(encode(value, f"optimizer state {key!r}", inlined))
-                scalars.setdefault(key, {}).setdefault(text, []).extend(indices)
             else:
                 try:
-                    encoded = encode(value, f"optimizer state {key!r}", add.under("own", named.name, str(key)))
+                    if kind is Kind.SCALAR:
+                        text = json.dumps(encode(value, f"optimizer state {key!r}", inlined))
+                        scalars.setdefault(key, {}).setdefault(text, []).extend(indices)
+                    else:
+                        encoded = encode(value, f"optimizer state {key!r}", add.under("own", named.name, str(key)))
+                        own.append([indices[0], key, encoded])
+                        own_names.append(state_name)
                 except UsageError:  # to lose one object is better than to lose the save
-                    snapshot.text["left_out"].append(f"{named.names(indices[0])[0]}.{key}")
-                else:
-                    own.append([indices[0], key, encoded])
-                    own_names.append(f"{named.names(indices[0])[0]}.{key}")
+                    snapshot.text["left_out"].append(state_name)
     everything = len(store.members)
     snapshot.entries += flats.values()
     snapshot.text["states"][named.name] = [
@@ -350,5 +385,7 @@ def inlined(tensor: torch.Tensor) -> str:
 
 
 def as_text(text: dict[str, Any]) -> dict[str, str]:
-    """What a safetensors file's head holds."""
-    return {"fsdp_compat": json.dumps(text, separators=(",", ":"))}
+    """What a safetensors file's head holds. Raises UsageError for more than is read again."""
+    found = json.dumps(text, separators=(",", ":"))
+    require_readable(found.encode("ascii"))
+    return {TEXT: found}

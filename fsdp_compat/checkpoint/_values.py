@@ -1,34 +1,31 @@
-"""Python values as JSON, and back, without pickle: to read a file runs no code out of it, nor any that it names, but for tensors of
-classes of their own, which are put together by their class's ``__tensor_unflatten__``.
+"""Values as JSON, and back, without pickle: reading a file runs no code out of it, and makes no object of a class that it names.
 
-What JSON has stands for itself; everything else is a dict with one key that begins with ``@``. Tensors are kept apart: the JSON has
-their names. Objects of other classes are what their attributes are; to be read back, their class has to be imported already, and to
-have no code that would run then.
+What JSON has stands for itself; everything else is a dict with one key that begins with ``@``, and there is a fixed list of these.
+Tensors are kept apart: the JSON has their names. Objects of other classes, enums and dataclasses among them, are not values.
 """
 
 from __future__ import annotations
 
 import base64
 import collections
-import contextlib
-import enum
 import sys
-import types
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import nn
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 
 from .._engine import torch_private
 from ..errors import CheckpointError, FsdpCompatError, UsageError, explain
 from ._header import dtype_name, dtype_of
+from ._texts import brief, listed, sizes, text_in
 
 __all__ = ["decode", "encode"]
 
 Put = Callable[[torch.Tensor], str]  # keeps a plain tensor, returns its name
 Get = Callable[[str], torch.Tensor]  # its bytes, as a tensor of its dtype or of uint8
+
+MAX_LEVELS = 64  # of containers in containers; each is at most three levels of JSON
 
 _SEQUENCES: dict[str, type[Any]] = {"@tuple": tuple, "@set": set, "@frozenset": frozenset, "@size": torch.Size}
 _TAG_OF_SEQUENCE: dict[type[Any], str] = {kind: tag for tag, kind in _SEQUENCES.items()}
@@ -43,17 +40,12 @@ _TAG_OF_MAPPING: dict[type[Any], str] = {
     collections.OrderedDict: "@ordered",
     collections.Counter: "@counter",
 }
-# What may be a key, or in a set: things whose hash is none of a user's code.
-_KEYS = (type(None), bool, int, float, str, bytes, complex, tuple, frozenset, torch.dtype, torch.device)
-_CODE = ("__del__", "__setstate__", "__getattribute__", "__getattr__", "state_dict", "__call__", "__next__")  # runs, or is meant to
+_KEYS = (type(None), bool, int, float, str, bytes, complex, torch.dtype, torch.device)  # may be keys, or in a set
 
 
 def encode(value: Any, where: str, put: Put) -> Any:
     """Return ``value`` as something that JSON holds. where: what it is, for errors. Raises UsageError for what is not data."""
-    try:
-        return _encoded(value, where, put, ())
-    except RecursionError as error:
-        raise _no_data(where, "a value nested too deeply") from error
+    return _encoded(value, where, put, ())
 
 
 def _encoded(value: Any, where: str, put: Put, around: tuple[int, ...]) -> Any:
@@ -63,9 +55,11 @@ def _encoded(value: Any, where: str, put: Put, around: tuple[int, ...]) -> Any:
     if kind is int:
         return value if abs(value) < 1 << 63 else {"@int": hex(value)}
     if isinstance(value, torch.Tensor):
-        return _encoded_tensor(value, where, put, around)
+        return _encoded_tensor(value, where, put)
     if id(value) in around:
         raise _no_data(where, "a value that contains itself")
+    if len(around) > MAX_LEVELS:
+        raise _no_data(where, f"a value nested more than {MAX_LEVELS} levels deep")
     around = (*around, id(value))
     if kind is list:
         return [_encoded(item, f"{where}[{i}]", put, around) for i, item in enumerate(value)]
@@ -79,8 +73,9 @@ def _encoded(value: Any, where: str, put: Put, around: tuple[int, ...]) -> Any:
         return {_TAG_OF_MAPPING[kind]: items}
     if kind in (set, frozenset):
         return {_TAG_OF_SEQUENCE[kind]: [_encoded_key(item, f"an element of {where}", put, around) for item in value]}
-    if kind in _TAG_OF_SEQUENCE:
-        return {_TAG_OF_SEQUENCE[kind]: [_encoded(item, f"{where}[{i}]", put, around) for i, item in enumerate(value)]}
+    if kind in _TAG_OF_SEQUENCE or isinstance(value, tuple):  # of a named tuple, and of what torch returns, the tuple is kept
+        tag = _TAG_OF_SEQUENCE.get(kind, "@tuple")
+        return {tag: [_encoded(item, f"{where}[{i}]", put, around) for i, item in enumerate(tuple.__iter__(value))]}
     if kind is collections.deque:
         return {"@deque": [[_encoded(item, f"{where}[{i}]", put, around) for i, item in enumerate(value)], value.maxlen]}
     if kind in (bytes, bytearray):
@@ -91,19 +86,10 @@ def _encoded(value: Any, where: str, put: Put, around: tuple[int, ...]) -> Any:
         return {"@dtype": dtype_name(value)}
     if isinstance(value, torch.device):
         return {"@device": str(value)}
-    if isinstance(value, enum.Enum):
-        return _encoded_member(value, where)
     if kind.__module__.partition(".")[0] == "numpy":
         return _encoded_numpy(value, where, put)
-    if isinstance(value, tuple) and "_fields" in kind.__dict__:
-        items = [_encoded(item, f"{where}[{i}]", put, around) for i, item in enumerate(value)]
-        return {"@named_tuple": [_path_of(kind, where), items]}
-    if isinstance(value, str) and not getattr(value, "__dict__", None):  # torch.__version__
+    if kind is type(torch.__version__):  # a text of a class of its own
         return str.__str__(value)
-    if _holds_attributes_only(kind):
-        attributes = {**_slots_of(value), **getattr(value, "__dict__", {})}
-        encoded = {name: _encoded(item, f"{where}.{name}", put, around) for name, item in attributes.items()}
-        return {"@object": [_path_of(kind, where), encoded]}
     raise _no_data(where, f"a {kind.__module__}.{kind.__qualname__}")
 
 
@@ -114,37 +100,17 @@ def _encoded_key(value: Any, where: str, put: Put, around: tuple[int, ...]) -> A
 
 
 def _may_be_key(value: Any) -> bool:
-    if isinstance(value, enum.Enum):
-        return type(value).__hash__ in (enum.Enum.__hash__, int.__hash__, str.__hash__)
-    kind: Any = type(value)
-    if kind is frozenset or (isinstance(value, tuple) and (kind.__hash__, kind.__eq__) == (tuple.__hash__, tuple.__eq__)):
+    if type(value) in (frozenset, tuple):
         return all(map(_may_be_key, value))
-    return kind in _KEYS
+    return type(value) in _KEYS
 
 
-def _encoded_member(value: enum.Enum, where: str) -> Any:
-    path = _path_of(type(value), where)
-    if isinstance(value, enum.Flag):
-        if not _has_plain_members(type(value)):
-            raise _no_data(where, f"a {path}, whose members are made by code of its own")
-        return {"@flag": [path, value.value]}
-    return {"@enum": [path, value.name]}
-
-
-def _has_plain_members(kind: type[enum.Enum]) -> bool:
-    return getattr(kind._missing_, "__func__", None) is getattr(enum.Flag._missing_, "__func__", None)
-
-
-def _encoded_tensor(value: torch.Tensor, where: str, put: Put, around: tuple[int, ...]) -> Any:
+def _encoded_tensor(value: torch.Tensor, where: str, put: Put) -> Any:
     value = value.detach()
-    flatten = getattr(value, "__tensor_flatten__", None)
-    if flatten is not None and torch_private.is_plain(value):
-        names, context = flatten()
-        inner = {name: _encoded(getattr(value, name), f"{where}.{name}", put, around) for name in names}
-        its_context = _encoded(context, f"{where}, its context", put, around)
-        return {"@tensor_of": [_path_of(type(value), where), inner, its_context, list(value.shape), list(value.stride())]}
     if isinstance(value, ShardedTensor) or not torch_private.is_plain(value):
         raise _no_data(where, f"a {type(value).__name__}, of which every rank has a part")
+    if hasattr(value, "__tensor_flatten__"):
+        raise _no_data(where, f"a {type(value).__name__}, a tensor that is made of others")
     strided = value.layout is torch.strided and not (value.is_quantized or value.is_nested)
     if value.is_meta or not strided or (value.numel() and not value.untyped_storage().data_ptr()):
         raise _no_data(where, f"a tensor of {value.layout}, {value.dtype}" if not strided else "a tensor without values")
@@ -170,52 +136,6 @@ def _encoded_numpy(value: Any, where: str, put: Put) -> Any:
     raise _no_data(where, f"a numpy.{type(value).__name__}")
 
 
-def _slots_of(value: Any) -> dict[str, Any]:
-    found = {}
-    for name, slot in _slots(type(value)).items():
-        with contextlib.suppress(AttributeError):  # it may be empty
-            found[name] = slot.__get__(value)
-    return found
-
-
-def _slots(kind: type[Any]) -> dict[str, types.MemberDescriptorType]:
-    """The attributes that objects of a class have in slots: what reads and writes each, which is the interpreter's own."""
-    found: dict[str, types.MemberDescriptorType] = {}
-    for base in kind.__mro__:
-        for name, slot in vars(base).items():
-            if isinstance(slot, types.MemberDescriptorType):
-                found.setdefault(name, slot)
-    return found
-
-
-def _holds_attributes_only(kind: type[Any]) -> bool:
-    """True for a class of which an object can be made and filled without running any code of the class."""
-    return (
-        all(getattr(kind, name) is getattr(object, name) for name in ("__new__", "__setattr__", "__reduce_ex__", "__reduce__"))
-        and not any(name in base.__dict__ for base in kind.__mro__[:-1] for name in _CODE)
-        and kind.__module__ != "builtins"
-        and bool(kind.__flags__ & (1 << 9))  # a heap type: made by a class statement, so its state is its attributes
-    )
-
-
-def _path_of(kind: type[Any], where: str) -> str:
-    path = f"{kind.__module__}:{kind.__qualname__}"
-    if _class_at(path) is not kind:
-        raise _no_data(where, f"an object of {path}, a class that cannot be found under its name")
-    return path
-
-
-def _class_at(path: str) -> Any:
-    """Return what is at ``path``, or None. Nothing is imported, and no ``__getattr__`` is asked."""
-    module, _, name = path.partition(":")
-    found: Any = sys.modules.get(module)
-    for part in name.split("."):
-        if not isinstance(found, (type, type(sys))):
-            return None
-        found = vars(found).get(part)
-    return found
-
-
 def decode(value: Any, where: str, get: Get) -> Any:
     """Return what was encoded. Raises CheckpointError for what cannot be read here."""
     try:
@@ -223,7 +143,7 @@ def decode(value: Any, where: str, get: Get) -> Any:
     except FsdpCompatError:
         raise
     except Exception as error:  # whatever stands in a file
-        raise _unreadable(where, "what save has written", f"{type(error).__name__}: {error}") from error
+        raise _unreadable(where, "what save has written", brief(error)) from error
 
 
 def _decoded(value: Any, where: str, get: Get) -> Any:
@@ -236,17 +156,17 @@ def _decoded(value: Any, where: str, get: Get) -> Any:
     if not tag.startswith("@"):
         return {key: _decoded(item, f"{where}[{key!r}]", get) for key, item in value.items()}
     if tag in _MAPPINGS:
-        return _MAPPINGS[tag]([(_as_key(_decoded(key, where, get)), _decoded(item, where, get)) for key, item in content])
+        return _MAPPINGS[tag]([(_as_key(_decoded(key, where, get)), _decoded(item, where, get)) for key, item in listed(content)])
     if tag in ("@set", "@frozenset"):
-        return _SEQUENCES[tag](_as_key(_decoded(item, where, get)) for item in _listed(content))
+        return _SEQUENCES[tag](_as_key(_decoded(item, where, get)) for item in listed(content))
     if tag in _SEQUENCES:
-        return _SEQUENCES[tag](_decoded(_listed(content), where, get))
+        return _SEQUENCES[tag](_decoded(listed(content), where, get))
     if tag == "@deque":
-        items, maxlen = content
-        return collections.deque(_decoded(_listed(items), where, get), maxlen)
+        items, maxlen = listed(content)
+        return collections.deque(_decoded(listed(items), where, get), maxlen)
     if tag in ("@tensor", "@array"):
-        name, dtype, shape = content
-        tensor = get(name).view(-1).view(dtype_of(dtype)).view([int(size) for size in shape])
+        name, dtype, shape = listed(content)
+        tensor = get(text_in(name)).view(-1).view(dtype_of(dtype)).view(sizes(shape))
         return tensor if tag == "@tensor" else tensor.numpy()
     if tag == "@int":
         return int(content, 16)
@@ -254,19 +174,13 @@ def _decoded(value: Any, where: str, get: Get) -> Any:
         found = base64.b64decode(content, validate=True)
         return found if tag == "@bytes" else bytearray(found)
     if tag == "@complex":
-        real, imag = content
+        real, imag = listed(content)
         return complex(float(real), float(imag))
     if tag == "@dtype":
         return dtype_of(content)
     if tag == "@device":
-        return torch.device(str(content))
-    return _decoded_object(tag, content, where, get)
-
-
-def _listed(content: Any) -> list[Any]:
-    if not isinstance(content, list):
-        raise TypeError(f"a list, not a {type(content).__name__}")
-    return content
+        return torch.device(text_in(content))
+    raise _unreadable(where, "a number, a text, a tensor or a container", f"{tag[:40]!r}, which this version does not read")
 
 
 def _as_key(value: Any) -> Any:
@@ -275,70 +189,25 @@ def _as_key(value: Any) -> Any:
     return value
 
 
-def _decoded_object(tag: str, content: Any, where: str, get: Get) -> Any:
-    path, *rest = _listed(content)
-    kind = _class_at(path)
-    fits = isinstance(kind, type) and (
-        (tag == "@enum" and issubclass(kind, enum.Enum))
-        or (tag == "@flag" and issubclass(kind, enum.Flag) and _has_plain_members(kind))
-        or (tag == "@named_tuple" and issubclass(kind, tuple) and "_fields" in kind.__dict__)
-        or (tag == "@object" and _holds_attributes_only(kind))
-        or (tag == "@tensor_of" and issubclass(kind, torch.Tensor) and kind not in (torch.Tensor, nn.Parameter))
-    )
-    if not fits:
-        raise _unreadable(
-            where,
-            f"the class {path}, imported before, and as it was when the checkpoint was saved",
-            "no such class" if kind is None else f"{kind!r}",
-            f"import {str(path).partition(':')[0]} before loading, in the version it was saved with",
-        )
-    if tag == "@enum":
-        return kind.__members__[rest[0]]
-    if tag == "@flag":
-        return kind(int(rest[0]))
-    if tag == "@named_tuple":
-        items = _decoded(_listed(rest[0]), where, get)
-        if len(items) != len(kind.__dict__["_fields"]):
-            raise TypeError(f"{len(items)} values for {path}")
-        return tuple.__new__(kind, items)
-    if tag == "@tensor_of":
-        inner, context, shape, stride = rest
-        return kind.__tensor_unflatten__(
-            {name: _decoded(item, f"{where}.{name}", get) for name, item in inner.items()},
-            _decoded(context, where, get),
-            torch.Size(shape),
-            tuple(stride),
-        )
-    made = object.__new__(kind)
-    slots = _slots(kind)
-    for name, item in rest[0].items():
-        decoded = _decoded(item, f"{where}.{name}", get)
-        if name in slots:
-            slots[name].__set__(made, decoded)
-        else:
-            made.__dict__[name] = decoded  # not by way of a property
-    return made
-
-
 def _no_data(where: str, got: str) -> UsageError:
     return UsageError(
         explain(
             "This cannot be saved without pickle, which a checkpoint does not use.",
-            expected="numbers, texts, None, tensors, arrays, and lists, tuples, dicts and plain objects of these",
+            expected="numbers, texts, None, tensors, arrays, and lists, tuples, sets and dicts of these",
             got=got,
-            where=where,
-            fix="save what state_dict() of it returns, or the values that it is made of",
+            where=where if len(where) <= 300 else f"{where[:300]}...",
+            fix="save what it is made of: state_dict() of an object, asdict() of a dataclass, the value of an enum",
         )
     )
 
 
-def _unreadable(where: str, expected: str, got: str, fix: str = "load an older checkpoint") -> CheckpointError:
+def _unreadable(where: str, expected: str, got: str) -> CheckpointError:
     return CheckpointError(
         explain(
             "A checkpoint holds a value that cannot be made here.",
             expected=expected,
             got=got,
-            where=where,
-            fix=f"{fix}; nothing was loaded",
+            where=where if len(where) <= 300 else f"{where[:300]}...",
+            fix="load an older checkpoint, or this one with the version that saved it; nothing was loaded",
         )
     )

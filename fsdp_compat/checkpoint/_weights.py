@@ -24,11 +24,12 @@ from .._instances import named_units, names_before
 from .._layout.spec import Interval
 from .._state.model import store_of
 from ..errors import CheckpointError, UsageError, explain
-from ._blocks import BLOCK_NBYTES, Tick, Wanted, merged, read_plain, sync_directory
+from ._blocks import BLOCK_NBYTES, Tick, Wanted, changed_meanwhile, merged, read_plain, sync_directory
 from ._header import METADATA, Entry, encode_header, is_known, read_header
 from ._progress import progress_bar, require_bar
 from ._ranks import Ranks, agree, as_ours, ranks_of, require_rest
 from ._snapshot import NamedGroup, named_groups, names_in, unmanaged, without_groups
+from ._texts import brief, parse_json, read_text, text_in
 
 __all__ = ["load_safetensors", "save_safetensors"]
 
@@ -97,6 +98,8 @@ def load_safetensors(
                 read_plain(file, merged([_wanted(held, entry, dtype) for held, its, entry in plan if its == file]), tick)
         with without_groups(model, names_in(groups)):
             model.load_state_dict(others, strict=False)
+    except CheckpointError as error:
+        problem = changed_meanwhile(error, path)
     except Exception as error:
         problem = as_ours(error, "The weights could not be read.", path, "a part of the weights was loaded before: load all again")
     agree(ranks, problem, None, call)
@@ -309,16 +312,16 @@ def _tensors_of(path: Path) -> dict[str, tuple[Path, Entry]]:
         files = sorted(path.glob("*.safetensors"))
     elif index.suffix == ".json":
         try:
-            wanted = json.loads(index.read_text())["weight_map"]
+            wanted = {text_in(name): _beside(file) for name, file in parse_json(read_text(index))["weight_map"].items()}
             files = [index.parent / name for name in dict.fromkeys(wanted.values())]
         except FileNotFoundError:
             files = []
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise CheckpointError(
                 explain(
                     "The index cannot be read.",
-                    expected="a JSON text with 'weight_map', from names to files",
-                    got=f"{type(error).__name__}: {error}",
+                    expected="a JSON text with 'weight_map', from names to files beside it",
+                    got=brief(error),
                     where=str(index),
                     fix="copy it again, or pass the directory without it to read all files in it",
                 )
@@ -365,6 +368,13 @@ def _tensors_of(path: Path) -> dict[str, tuple[Path, Entry]]:
                 )
             )
     return found
+
+
+def _beside(name: Any) -> str:
+    """Return the name of a file that lies beside an index. Raises TypeError, ValueError for anything else."""
+    if Path(text_in(name)).name != name:
+        raise ValueError(f"{name!r}, which is not the name of a file")
+    return str(name)
 
 
 def _wanted(held: _Held, entry: Entry, dtype: torch.dtype | None) -> Wanted:

@@ -6,6 +6,7 @@ import dataclasses
 import errno
 import os
 import random
+import socket
 import threading
 import zlib
 from collections.abc import Iterator
@@ -19,7 +20,7 @@ from hypothesis import strategies as st
 
 from fsdp_compat._engine.storage import memory_of
 from fsdp_compat.checkpoint import _blocks as blocks
-from fsdp_compat.checkpoint._blocks import BlockWriter, Facts, Wanted, check, merged, read_plain, sync_directory
+from fsdp_compat.checkpoint._blocks import BlockWriter, Facts, Wanted, check, merged, read_checked, read_plain, sync_directory
 from fsdp_compat.errors import CheckpointError
 
 BLOCK = 16  # in these tests
@@ -35,12 +36,6 @@ def small_blocks() -> Iterator[None]:
 
 def nothing(nbytes: int) -> None:
     pass
-
-
-def read_checked(path: Path, facts: Facts, wanted: list[Wanted], tick: Any) -> None:
-    """As loading does it."""
-    check(path, facts, wanted, tick)
-    read_plain(path, wanted, nothing)
 
 
 def content_of(nbytes: int) -> bytes:
@@ -128,6 +123,7 @@ def test_any_run_that_was_written_is_read(tmp_path: Path, sizes: list[int], want
         if how == "plain":
             read_plain(path, wanted, nothing)
         else:
+            check(path, facts, wanted, nothing)
             read_checked(path, facts, merged(wanted) if how == "merged" else wanted, nothing)
         assert [bytes_of(one.target) for one in wanted] == [content[start:stop] for start, stop in runs], how
 
@@ -140,8 +136,11 @@ def test_what_is_done_is_told_in_bytes(tmp_path: Path) -> None:
     facts = writer.finish()
     assert told == [16, 16, 8, 2]
     told.clear()
-    read_checked(tmp_path / "file", facts, [Wanted(0, cleared(42))], told.append)
+    check(tmp_path / "file", facts, [Wanted(0, cleared(41))], told.append)
     assert told == [16, 16, 10]
+    told.clear()
+    read_checked(tmp_path / "file", facts, [Wanted(1, cleared(40))], told.append)
+    assert told == [15, 16, 9]
     told.clear()
     read_plain(tmp_path / "file", [Wanted(1, cleared(40))], told.append)
     assert told == [16, 16, 8]
@@ -219,16 +218,14 @@ def test_each_flipped_bit_of_a_block_that_is_read_is_noticed(tmp_path: Path) -> 
 
 @pytest.mark.parametrize(
     ("change", "got"),
-    [("truncated", "39 bytes"), ("empty", "0 bytes"), ("longer", "41 bytes"), ("missing", "no such file"), ("directory", "bytes")],
+    [("truncated", "39 bytes"), ("empty", "0 bytes"), ("longer", "41 bytes"), ("missing", "no such file")],
 )
 def test_a_file_of_another_length_is_named_with_what_was_expected(tmp_path: Path, change: str, got: str) -> None:
     path, before = tmp_path / "file", descriptors()
     content = content_of(40)
     facts = written(path, content)
     path.unlink()
-    if change == "directory":
-        path.mkdir()
-    elif change != "missing":
+    if change != "missing":
         path.write_bytes({"truncated": content[:-1], "empty": b"", "longer": content + b"x"}[change])
     target = cleared(40)
     with pytest.raises(CheckpointError, match="expected: a file of 40 bytes") as caught:
@@ -238,6 +235,69 @@ def test_a_file_of_another_length_is_named_with_what_was_expected(tmp_path: Path
     assert str(path) in str(caught.value)
     assert not target.any()
     assert descriptors() == before
+
+
+@pytest.mark.parametrize("kind", ["a FIFO", "a directory", "a socket", "a device"])
+def test_what_is_not_a_regular_file_is_refused_before_it_is_opened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    path = tmp_path / "file"
+    if kind == "a FIFO":
+        os.mkfifo(path)
+    elif kind == "a directory":
+        path.mkdir()
+    elif kind == "a socket":
+        socket.socket(socket.AF_UNIX).bind(str(path))
+    else:
+        path.symlink_to("/dev/zero")
+    monkeypatch.setattr(os, "open", lambda *_: pytest.fail("opened"))
+    facts, wanted = Facts(3, (0,)), [Wanted(0, cleared(3))]
+    for read in (check, read_checked):
+        with pytest.raises(CheckpointError, match=f"file is not a regular file(.|\n)*got: +{kind}\n"):
+            read(path, facts, wanted, nothing)
+    with pytest.raises(CheckpointError, match=f"file is not a regular file(.|\n)*got: +{kind}\n"):
+        read_plain(path, wanted, nothing)
+
+
+def test_a_link_to_a_file_is_followed(tmp_path: Path) -> None:
+    facts, target = written(tmp_path / "file", content_of(40)), cleared(40)
+    (tmp_path / "link").symlink_to(tmp_path / "file")
+    read_checked(tmp_path / "link", facts, [Wanted(0, target)], nothing)
+    assert bytes_of(target) == content_of(40)
+
+
+@pytest.mark.parametrize("num_blocks", [1, 3, 9])
+def test_no_byte_is_copied_out_of_a_block_before_its_checksum_was_compared(tmp_path: Path, num_blocks: int) -> None:
+    """A file that was right when it was checked, and is not any more when it is read."""
+    content = content_of(num_blocks * BLOCK)
+    facts = written(tmp_path / "file", content)
+    check(tmp_path / "file", facts, [Wanted(0, cleared(len(content)))], nothing)
+    for block in range(num_blocks):
+        changed = bytearray(content)
+        changed[block * BLOCK + 5] ^= 1
+        (tmp_path / "file").write_bytes(changed)
+        direct, converted = cleared(len(content)), torch.zeros(len(content), dtype=torch.int16)
+        for target, dtype in ((direct, None), (converted, torch.uint8)):
+            with pytest.raises(CheckpointError, match=f"of the block at byte {block * BLOCK}\n"):
+                read_checked(tmp_path / "file", facts, [Wanted(0, target, dtype)], nothing)
+            assert target[: block * BLOCK].tolist() == list(content[: block * BLOCK])
+            assert not target[block * BLOCK :].any()
+    assert not checksum_threads()
+
+
+def test_elements_that_lie_across_blocks_are_converted_whole(tmp_path: Path) -> None:
+    """Files of others need not be aligned."""
+    values = torch.arange(30, dtype=torch.float64)
+    facts = written(tmp_path / "file", bytes(3), bytes_of(values))
+    for how in ("checked", "plain"):
+        target, rounded = torch.zeros(30), torch.zeros(30)
+        wanted = [Wanted(3, target, torch.float64), Wanted(3, rounded, torch.float64, torch.bfloat16)]
+        if how == "plain":
+            read_plain(tmp_path / "file", wanted, nothing)
+        else:
+            read_checked(tmp_path / "file", facts, wanted, nothing)
+        assert torch.equal(target, values.float())
+        assert torch.equal(rounded, values.bfloat16().float())
 
 
 def test_a_file_without_checksums_that_ends_too_early_is_named(tmp_path: Path) -> None:
@@ -292,8 +352,10 @@ def test_the_blocks_that_hold_what_is_wanted_are_read_once_and_no_others(
 ) -> None:
     content = content_of(83)
     facts = written(tmp_path / "file", content)
-    check(tmp_path / "file", facts, [Wanted(start, cleared(nbytes)) for start, nbytes in wanted], nothing)
-    assert reads.runs == expected
+    for read in (check, read_checked):
+        reads.runs.clear()
+        read(tmp_path / "file", facts, [Wanted(start, cleared(nbytes)) for start, nbytes in wanted], nothing)
+        assert reads.runs == expected
 
 
 def test_elements_of_another_dtype_are_converted_and_rounded_on_the_way(tmp_path: Path) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import json
+import os
 import struct
 from pathlib import Path
 from typing import Any
@@ -15,8 +18,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fsdp_compat._engine.storage import memory_of
-from fsdp_compat.checkpoint._header import Entry, dtype_name, dtype_of, encode_header, read_header
-from fsdp_compat.errors import CheckpointError
+from fsdp_compat.checkpoint._header import _NAMES, Entry, dtype_name, dtype_of, encode_header, read_header
+from fsdp_compat.errors import CheckpointError, UsageError
 
 DTYPES = [getattr(torch, name) for name in ("bool", "uint8", "int8", "int16", "uint16", "int32", "uint32", "int64", "uint64")]
 DTYPES += [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64]
@@ -119,7 +122,7 @@ def test_anything_else_is_no_dtype(name: Any) -> None:
         dtype_of(name)
 
 
-# -- what is no safetensors file
+# -- what is not a safetensors file
 
 
 def file_of(described: Any, nbytes: int = 8, length: int | None = None) -> bytes:
@@ -143,7 +146,6 @@ DAMAGED: dict[str, bytes] = {
     "deep": file_of(b'{"a":' + b"[" * 100_000 + b"]" * 100_000 + b"}"),
     "truncated": file_of({"a": GOOD}, 7),
     "texts are a list": file_of({"__metadata__": [], "a": GOOD}),
-    "texts are null": file_of({"__metadata__": None, "a": GOOD}),
     "texts are numbers": file_of({"__metadata__": {"a": 1}, "a": GOOD}),
     "overlap": file_of({"a": GOOD, "b": {**GOOD, "data_offsets": [4, 12]}}, 12),
     "the same place": file_of({"a": GOOD, "b": GOOD}),
@@ -175,6 +177,58 @@ DAMAGED: dict[str, bytes] = {
     **{f"without {key}": file_of({"a": {k: v for k, v in GOOD.items() if k != key}}) for key in GOOD},
     "facts are a list": file_of({"a": [1]}),
     "facts are a text": file_of({"a": "dtype"}),
+    # what the library refuses, and a reader that is content with JSON takes
+    "a byte inserted before the first tensor": file_of({"a": {**GOOD, "data_offsets": [1, 9]}}, 9),
+    "a byte inserted behind the header": file_of({"a": GOOD}, 9),
+    "a hole": file_of({"a": GOOD, "b": {**GOOD, "data_offsets": [12, 20]}}, 20),
+    "a hole at the end": file_of({"a": GOOD, "b": {**GOOD, "shape": [0], "data_offsets": [12, 12]}}, 12),
+    "an empty tensor inside of another": file_of({"a": GOOD, "b": {**GOOD, "shape": [0], "data_offsets": [4, 4]}}),
+    "bytes and no tensors": file_of({}),
+    "UTF-16": file_of(json.dumps({"a": GOOD}).encode("utf-16")),
+    "UTF-16 without a mark": file_of(json.dumps({"a": GOOD}).encode("utf-16-le")),
+    "UTF-32": file_of(json.dumps({"a": GOOD}).encode("utf-32")),
+    "a byte order mark": file_of(b"\xef\xbb\xbf" + json.dumps({"a": GOOD}).encode()),
+    "zeros behind the text": file_of(json.dumps({"a": GOOD}).encode() + bytes(3)),
+    "a second text": file_of(json.dumps({"a": GOOD}).encode() + b"{}"),
+    "a field twice": file_of(b'{"a": {"dtype": "F32", "dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}'),
+    "the texts twice": file_of(b'{"__metadata__": {}, "__metadata__": {"b": "c"}}', 0),
+    "a name in surrogates": file_of(b'{"a\xed\xa0\x80": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}'),
+    "half of an escaped character": file_of(b'{"\\ud83d": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}'),
+    "half of one in a text": file_of(b'{"__metadata__": {"b": "\\udc00"}}', 0),
+    "a control character": file_of(b'{"a\n": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}'),
+    "minus zero": file_of(b'{"a": {"dtype": "F32", "shape": [2], "data_offsets": [-0, 8]}}'),
+    "2e0": file_of(b'{"a": {"dtype": "F32", "shape": [2e0], "data_offsets": [0, 8]}}'),
+    "02": file_of(b'{"a": {"dtype": "F32", "shape": [02], "data_offsets": [0, 8]}}'),
+    "2**64 elements": file_of({"a": {**GOOD, "shape": [2**32, 2**32, 0], "data_offsets": [0, 0]}}, 0),
+    **{
+        f"beside the facts: {odd[:10]!r}": file_of(b'{"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8], "x": %b}}' % odd)
+        for odd in (b"NaN", b"-Infinity", b"1e999", b"9" * 400, b'"\\ud800"', b"[" * 126 + b"]" * 126, b"[1,]", b"nul")
+    },
+}
+
+# Read by both alike.
+READ: dict[str, bytes] = {
+    "nothing": file_of({}, 0),
+    "a tensor": file_of({"a": GOOD}),
+    "spaces around": file_of(b" \t\r\n" + json.dumps({"a": GOOD}).encode() + b" \n "),
+    "texts that are null": file_of({"__metadata__": None, "a": GOOD}),
+    "in another order": file_of({"b": {**GOOD, "data_offsets": [8, 16]}, "a": GOOD}, 16),
+    "an empty tensor before": file_of({"a": GOOD, "b": {**GOOD, "shape": [2, 0], "data_offsets": [0, 0]}}),
+    "an empty tensor behind": file_of({"a": GOOD, "b": {**GOOD, "shape": [0, 2**40], "data_offsets": [8, 8]}}),
+    "a scalar without a name": file_of({"": {**GOOD, "shape": [], "data_offsets": [0, 4]}}, 4),
+    "an escaped pair": file_of(b'{"\\ud83d\\ude00\\\\ud83d": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}'),
+    "more than the facts": file_of({"a": {**GOOD, "x": [1.5, None, {"y": -3, "z": 10**300}], "\u00e9": {}}}),
+    "125 lists in one another": file_of({"a": {**GOOD, "x": functools.reduce(lambda inner, _: [inner], range(124), [])}}),
+    "brackets and quotes in texts": file_of({"__metadata__": {"b": '[{"' * 500 + "\\"}, "[[{": GOOD}),
+    "f8_e8m0": file_of({"a": {"dtype": "F8_E8M0", "shape": [8], "data_offsets": [0, 8]}}),
+}
+
+# Read by the library, though it could be read in two ways: refused.
+AMBIGUOUS: dict[str, bytes] = {
+    "a tensor twice": file_of(json.dumps({"a": GOOD}).encode()[:-1] + b',"a":' + json.dumps(GOOD).encode() + b"}"),
+    "a text twice": file_of(b'{"__metadata__": {"b": "c", "b": "d"}}', 0),
+    "facts without their names": file_of(b'{"a": ["F32", [2], [0, 8]]}'),
+    "strides that do not fit 64 bits": file_of({"a": {**GOOD, "shape": [0, 2**32, 2**32], "data_offsets": [0, 0]}}, 0),
 }
 
 
@@ -182,11 +236,152 @@ DAMAGED: dict[str, bytes] = {
 def test_what_is_no_safetensors_file_is_named(tmp_path: Path, name: str) -> None:
     path = tmp_path / "odd.safetensors"
     path.write_bytes(DAMAGED[name])
-    with pytest.raises(CheckpointError, match=r"odd.safetensors is no safetensors file") as caught:
+    with pytest.raises(CheckpointError, match=r"odd.safetensors is not a safetensors file") as caught:
         read_header(path)
     lines = str(caught.value).splitlines()
     assert [line.strip().partition(":")[0] for line in lines[1:]] == ["expected", "got", "where", "to do"]
     assert len(str(caught.value)) < 2000
+
+
+Tensors = dict[str, torch.Tensor]
+
+
+def read_by_the_library(path: Path) -> Tensors | None:
+    try:
+        return safetensors.torch.load_file(path)
+    except Exception:
+        return None
+
+
+def read_here(path: Path) -> Tensors | None:
+    try:
+        entries, _ = read_header(path)
+    except CheckpointError:
+        return None
+    content = path.read_bytes()
+    return {
+        name: torch.tensor(list(content[entry.start : entry.stop]), dtype=torch.uint8).view(entry.dtype).view(entry.shape)
+        for name, entry in entries.items()
+    }
+
+
+def assert_read_alike(path: Path) -> None:
+    """Never another answer than the library's; an error where it has none."""
+    ours = read_here(path)
+    if ours is not None:
+        theirs = read_by_the_library(path)
+        assert theirs is not None, path.read_bytes()
+        assert_same(ours, theirs)
+
+
+@pytest.mark.parametrize("name", [*DAMAGED, *READ, *AMBIGUOUS])
+def test_the_library_reads_and_refuses_the_same_files(tmp_path: Path, name: str) -> None:
+    path = tmp_path / "odd.safetensors"
+    path.write_bytes((DAMAGED | READ | AMBIGUOUS)[name])
+    assert (read_by_the_library(path) is None) == (name in DAMAGED)
+    assert (read_here(path) is None) == (name not in READ)
+    assert_read_alike(path)
+
+
+def test_the_abuse_files_that_the_library_has_published_are_refused(tmp_path: Path) -> None:
+    """A length that reaches beyond the file; very many tensors that share their bytes, in a header below and above the limit."""
+    path = tmp_path / "abuse.safetensors"
+    safetensors.torch.save_file({"weight": torch.zeros(2, 2)}, path)
+    with open(path, "r+b") as file:
+        file.write((1000).to_bytes(8, "little"))
+    assert read_here(path) is read_by_the_library(path) is None
+
+    facts = json.dumps({"dtype": "F32", "shape": [200, 200], "data_offsets": [0, 160_000]})
+    text = f"{{{', '.join(f'{chr(34)}weight_{i}{chr(34)}: {facts}' for i in range(30_000))}}}".encode()
+    for length, got in ((len(text), "after byte 160000"), (1_000_000_000, "a header of 1000000000 bytes")):
+        with open(path, "wb") as file:
+            file.write(struct.pack("<Q", length) + text + b" " * 16)
+            file.truncate(2 * length)
+        with pytest.raises(CheckpointError, match=got):
+            read_header(path)
+        assert read_by_the_library(path) is None
+
+
+ODD_NUMBERS: list[Any] = [0, 1, 2, 3, 8, -1, 2**31, 2**32, 2**63 - 1, 2**63, 2**64, 10**30, 2.0, -0.0, True, None, "2", [2]]
+ODD_VALUES: list[Any] = [{}, [], [0, 8], [8, 0], [0], [0, 4, 8], "F32", "F64", "f32", "", "F31", "C64", "F4", "BOOL"]
+
+
+@st.composite
+def near_files(draw: st.DrawFn) -> bytes:
+    """Files as the library writes them, with a few changes in what the header says, in its text, and in its length."""
+    described: dict[str, Any] = {}
+    nbytes = 0
+    for name, (dtype, shape) in draw(tensors).items():
+        size = torch.Size(shape).numel() * dtype.itemsize
+        described[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [nbytes, nbytes + size]}
+        nbytes += size
+    if draw(st.booleans()):
+        described["__metadata__"] = draw(texts)
+    for _ in range(draw(st.integers(0, 2))):
+        facts = described.get(draw(st.sampled_from([*described, ""])))
+        if not isinstance(facts, dict):
+            continue
+        key = draw(st.sampled_from([*facts, "x"]))
+        old = facts.get(key)
+        if isinstance(old, list) and old and draw(st.booleans()):
+            odd = draw(st.sampled_from(ODD_NUMBERS) | st.integers(0, nbytes))
+            old[draw(st.integers(0, len(old) - 1))] = copy.deepcopy(odd)
+        elif draw(st.booleans()):
+            facts[key] = copy.deepcopy(draw(st.sampled_from([*ODD_NUMBERS, *ODD_VALUES])))
+        else:
+            facts.pop(key, None)
+    text = json.dumps(described, ensure_ascii=draw(st.booleans())).encode("utf-8", "surrogatepass")
+    text = draw(st.sampled_from([b"", b"", b"", b" ", b"\n", b"\xef\xbb\xbf", b"\x00"])) + text
+    text += draw(st.sampled_from([b"", b"", b"", b"   ", b"\t\r\n ", b"\x00", b","]))
+    changed = bytearray(text)
+    if draw(st.integers(0, 3)) == 0:
+        changed[draw(st.integers(0, len(changed) - 1))] = draw(st.integers(0, 255))
+    data = bytes(max(nbytes + draw(st.sampled_from([0, 0, 0, 0, 1, -1, 8])), 0))
+    return struct.pack("<Q", max(0, len(changed) + draw(st.sampled_from([0, 0, 0, 0, 1, -1])))) + bytes(changed) + data
+
+
+@settings(same_path, max_examples=200)
+@given(content=near_files())
+def test_no_file_is_read_that_the_library_refuses_and_none_in_another_way(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "file.safetensors"
+    path.write_bytes(content)
+    assert_read_alike(path)
+
+
+BOMBS: dict[str, bytes] = {
+    "brackets in one another": b'{"a":' + b"[" * 3_000_000 + b"]" * 3_000_000 + b"}",
+    "brackets side by side": b'{"a":[' + b"[]," * 3_000_000 + b"[]]}",
+    "objects side by side": b'{"a":[' + b"{}," * 3_000_000 + b"{}]}",
+    "quotes before them": b'{"\\"":"\\\\","a":[' + b"[]," * 3_000_000 + b"[]]}",
+    "128 lists in one another": b'{"__metadata__":{},"a":' + b"[" * 127 + b"]" * 127 + b"}",
+}
+
+
+@pytest.mark.parametrize("name", BOMBS)
+def test_a_header_of_brackets_is_refused_before_it_is_parsed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    path = tmp_path / "odd.safetensors"
+    path.write_bytes(file_of(BOMBS[name], 0))
+    monkeypatch.setattr(json, "loads", lambda *_, **__: pytest.fail("parsed"))
+    with pytest.raises(CheckpointError, match=r"odd.safetensors is not a safetensors file"):
+        read_header(path)
+
+
+def test_a_shape_of_very_many_large_sizes_is_refused_without_multiplying_them(tmp_path: Path) -> None:
+    path = tmp_path / "odd.safetensors"
+    path.write_bytes(file_of({"a": {**GOOD, "shape": [10**18] * 100_000 + [0], "data_offsets": [0, 0]}}, 0))
+    with pytest.raises(CheckpointError, match="a shape that is too large"):
+        read_header(path)
+
+
+def test_what_would_not_be_read_again_is_not_written() -> None:
+    with pytest.raises(UsageError, match="too large to be read again"):
+        encode_header([("a", torch.float32, (2,))], {"text": "x" * 100_000_000})
+
+
+def test_a_fifo_is_refused_before_it_is_opened(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "file.safetensors")
+    with pytest.raises(CheckpointError, match=r"file.safetensors is not a regular file(.|\n)*got: +a FIFO"):
+        read_header(tmp_path / "file.safetensors")
 
 
 @same_path

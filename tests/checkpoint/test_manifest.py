@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import random
 import zlib
 from collections.abc import Callable
@@ -234,6 +235,25 @@ WRONG: dict[str, Callable[[dict[str, Any]], object]] = {
     "a file for all that is a text": lambda c: c.update(common="2"),
     "a negative file for all": lambda c: c.update(common=-1),
     "no step": lambda c: c.pop("step"),
+    "a step that is a text": lambda c: c.update(step="1"),
+    "a negative step": lambda c: c.update(step=-1),
+    "an identity that is an object": lambda c: c.update(identity={}),
+    "an axis of truths": lambda c: c["axes"].__setitem__(1, [True]),
+    "a name that is a list": lambda c: c["groups"][0]["parameters"][0].update(names=[["a"]]),
+    "names that are a text": lambda c: c["groups"][0]["parameters"][0].update(names="ab"),
+    "a group whose name is a list": lambda c: c["groups"][0].update(name=[]),
+    "very many large sizes": lambda c: c["groups"][0]["parameters"][0].update(shape=[10**18] * 100_000),
+    "an empty tensor of very large sizes": lambda c: c["groups"][0]["parameters"][1].update(shape=[0, 2**40, 2**40]),
+    "a checksum with a sign": lambda c: c["files"][2].update(crc32="+000000a"),
+    "a checksum with a space": lambda c: c["files"][2].update(crc32=" 000000a"),
+    "parameter groups that are an object": lambda c: c.update(param_groups={}),
+    "a parameter group that is a text": lambda c: c.update(param_groups=["a"]),
+    "a parameter group without settings": lambda c: c["param_groups"][0].pop("settings"),
+    "settings that are a list": lambda c: c["param_groups"][0].update(settings=[]),
+    "parameters that are a text": lambda c: c["param_groups"][0].update(params="ab"),
+    "parameters that are numbers": lambda c: c["param_groups"][0].update(params=[1]),
+    "no parameter groups": lambda c: c.pop("param_groups"),
+    "versions that are a text": lambda c: c.update(written_by="3"),
 }
 
 
@@ -243,15 +263,63 @@ def test_a_layout_that_cannot_be_is_noticed_also_where_the_checksum_fits(tmp_pat
     assert_damaged(tmp_path)
 
 
-@pytest.mark.parametrize("content", ["{", "{}", '{"format": 1]', "{" * 3, '{"a":' + "[" * 100_000 + "]" * 100_000 + "}"], ids=len)
+CONTENT = example().as_text()[len('{"content": ') :].rpartition(',\n"crc32"')[0]
+TWICE = CONTENT.replace('"step": 1200,', '"step": 1200, "step": 1200,')
+
+
+@pytest.mark.parametrize("content", ["{", "[]", "3", '{"format": 1]', "{" * 3, TWICE], ids=len)
 def test_a_content_that_is_no_json_is_noticed_also_where_the_checksum_fits(tmp_path: Path, content: str) -> None:
     (tmp_path / MANIFEST).write_text(text_of(content))
     assert_damaged(tmp_path)
 
 
-def test_a_directory_in_the_place_of_the_manifest_is_no_checkpoint(tmp_path: Path) -> None:
-    (tmp_path / MANIFEST).mkdir()
+def test_an_object_without_a_format_is_no_checkpoint_of_this_version(tmp_path: Path) -> None:
+    (tmp_path / MANIFEST).write_text(text_of("{}"))
     assert_damaged(tmp_path)
+
+
+@pytest.mark.parametrize("odd", ["[" * 300 + "]" * 300, "[" + "[]," * 1_100_000 + "[]]"], ids=["deep", "wide"])
+def test_a_text_of_brackets_is_refused_before_it_is_parsed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, odd: str) -> None:
+    (tmp_path / MANIFEST).write_text(text_of(f'{{"format": "fsdp_compat checkpoint", "version": 1, "groups": {odd}}}'))
+    monkeypatch.setattr(json, "loads", lambda *_, **__: pytest.fail("parsed"))
+    assert_damaged(tmp_path)
+
+
+def test_a_text_that_is_too_long_is_refused_before_it_is_parsed(tmp_path: Path) -> None:
+    with open(tmp_path / MANIFEST, "wb") as file:
+        file.truncate(1 << 40)  # without a byte on the disk
+    assert_damaged(tmp_path)
+
+
+@pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo], ids=["directory", "FIFO"])
+def test_what_is_not_a_file_in_the_place_of_the_manifest_is_no_checkpoint(tmp_path: Path, make: Callable[[Path], object]) -> None:
+    make(tmp_path / MANIFEST)
+    assert_damaged(tmp_path)
+
+
+ODD: list[Any] = [None, True, -1, 1, 2.5, 10**30, "", "a", [], [[]], [1, "a"], {}, {"a": 1}, {"names": 3}]
+
+
+@settings(same_path, max_examples=200)
+@given(data=st.data())
+def test_a_manifest_with_any_value_replaced_is_read_or_is_a_checkpoint_error(tmp_path: Path, data: st.DataObject) -> None:
+    content = around = json.loads(example().as_text())["content"]
+    while True:
+        key = data.draw(st.sampled_from(list(around) if isinstance(around, dict) else range(len(around))))
+        if not around[key] or not isinstance(around[key], (list, dict)) or data.draw(st.booleans()):
+            break
+        around = around[key]
+    if data.draw(st.booleans()):
+        del around[key]
+    else:
+        around[key] = data.draw(st.sampled_from(ODD))
+    (tmp_path / MANIFEST).write_text(text_of(json.dumps(content)))
+    try:
+        found = read_manifest(tmp_path)
+    except CheckpointError:
+        return
+    found.as_text()
+    dict(found.located())
 
 
 # -- how large it is

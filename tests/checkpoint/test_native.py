@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
+import copy
+import dataclasses
+import enum
+import functools
 import io
 import json
+import math
 import os
+import random
 import shutil
 import tempfile
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -22,6 +30,7 @@ from torch import Tensor, nn
 
 from fsdp_compat import FullyShardedDataParallel as FSDP
 from fsdp_compat import MixedPrecision, StateDictType, checkpoint
+from fsdp_compat.checkpoint import _loading as loading
 from fsdp_compat.checkpoint._blocks import BLOCK_NBYTES
 from fsdp_compat.errors import CheckpointError, FsdpCompatError, UsageError
 from fsdp_compat.wrap import ModuleWrapPolicy
@@ -251,10 +260,9 @@ def test_a_rank_reads_the_blocks_that_hold_its_part_and_no_others(tmp_path: Path
     run_ranks(1, _reads, str(tmp_path), "", "")
     for ranks in (2, 3):
         for read, own in run_ranks(ranks, _reads, str(tmp_path), str(tmp_path / "step-00000000"), "x"):
-            # Checked: 6 runs, each of which may begin and end in the middle of a block, in a file of 24 MiB; twice the block with
-            # the head. Then what is wanted.
-            checked = read - own
-            assert own <= checked <= min(own + 6 * 2 * BLOCK_NBYTES, (24 << 20) + 100_000) + 2 * BLOCK_NBYTES
+            # The block with the head; then 6 runs, each of which may begin and end in the middle of a block, in a file of 24 MiB,
+            # once to be checked, and once to be checked again and loaded.
+            assert 2 * own <= read <= 2 * min(own + 6 * 2 * BLOCK_NBYTES, (24 << 20) + 100_000) + BLOCK_NBYTES
 
 
 # -- what is damaged
@@ -280,6 +288,11 @@ def _lengthen(path: Path) -> None:
     path.write_bytes(path.read_bytes() + b"x")
 
 
+def _replace(path: Path, make: Callable[[Path], object]) -> None:
+    path.unlink()
+    make(path)
+
+
 def _foreign(path: Path) -> None:
     shutil.copy(path.parent.parent / "other" / f"step-{STEPS:08d}" / path.name, path)
 
@@ -294,6 +307,9 @@ DAMAGES: dict[str, tuple[str, Callable[[Path], None]]] = {
     "a flipped bit in the manifest": ("manifest.json", _flip),
     "a truncated manifest": ("manifest.json", _truncate),
     "no manifest": ("manifest.json", Path.unlink),
+    "a FIFO in the place of a file": ("rank-00001.safetensors", lambda path: _replace(path, os.mkfifo)),
+    "a FIFO in the place of the manifest": ("manifest.json", lambda path: _replace(path, os.mkfifo)),
+    "a directory in the place of a file": ("rank-00001.safetensors", lambda path: _replace(path, os.mkdir)),
 }
 
 
@@ -322,6 +338,190 @@ def test_what_is_damaged_is_named_on_all_ranks_and_nothing_changes(tmp_path: Pat
         shutil.copytree(tmp_path / f"step-{STEPS:08d}", tmp_path / what)
         damage(tmp_path / what / name)
     run_ranks(2, _load_damaged, str(tmp_path), {what: name for what, (name, _) in DAMAGES.items()})
+
+
+# -- what changes while it is loaded
+
+CHANGES: dict[str, Callable[[Path], None]] = {
+    "a flipped bit": _flip,
+    "a truncated file": _truncate,
+    "a longer file": _lengthen,
+    "a missing file": Path.unlink,
+    "a FIFO": lambda path: _replace(path, os.mkfifo),
+}
+
+
+def _load_changing(folder: str) -> None:
+    """The files change when all ranks have checked them, and before any has copied a byte out of them."""
+    model, optimizer = build(ORIGINAL, seed=1)
+    train(model, optimizer, range(1))
+    path, file = Path(folder) / f"step-{STEPS:08d}", Path(folder) / f"step-{STEPS:08d}" / "rank-00001.safetensors"
+    good, together = file.read_bytes(), loading.agree
+
+    def held() -> list[Tensor]:
+        parameters = list(model.parameters())
+        return [*parameters, *(value for each in parameters for _, value in sorted(optimizer.state.get(each, {}).items()))]
+
+    before = [value.detach().clone() for value in held()]
+    checkpoint.load(path, model, optimizer)
+    saved = [value.detach().clone() for value in held()]
+    for what, change in CHANGES.items():
+        for value, old in zip(held(), before, strict=True):
+            value.data.copy_(old)
+
+        def checked_by_all(*args: Any, change: Callable[[Path], None] = change) -> Any:
+            found = together(*args)
+            loading.agree = together
+            if dist.get_rank() == 0:
+                change(file)
+            dist.barrier()
+            return found
+
+        loading.agree = checked_by_all  # type: ignore[assignment]
+        with pytest.raises(CheckpointError, match="The files changed while they were being loaded") as raised:
+            checkpoint.load(path, model, optimizer)
+        message = str(raised.value)
+        assert all(fact in message for fact in FACTS), message
+        assert "the model and its optimizer may be partly changed" in message.splitlines()[-1], message
+        assert "nothing was loaded" not in message, message
+        for now, old, new in zip(held(), before, saved, strict=True):
+            assert all(((now == old) | (now == new)).reshape(-1)), f"{what}: a value that nobody has saved"
+        dist.barrier()
+        if dist.get_rank() == 0:
+            file.unlink(missing_ok=True)
+            file.write_bytes(good)
+        dist.barrier()
+        checkpoint.load(path, model, optimizer)
+        assert all(torch.equal(now, new) for now, new in zip(held(), saved, strict=True)), what
+
+
+def test_files_that_change_after_they_were_checked_are_an_error_that_says_that_a_part_was_loaded(tmp_path: Path) -> None:
+    run_ranks(2, _save_one, str(tmp_path))
+    run_ranks(2, _load_changing, str(tmp_path))
+
+
+# -- what is forged: with the right checksums, so that only its sense can tell
+
+
+class Forgery:
+    """A checkpoint of one rank as JSON, to be changed anywhere and written again."""
+
+    def __init__(self, path: Path) -> None:
+        content = (path / "rank-00000.safetensors").read_bytes()
+        stop = 8 + int.from_bytes(content[:8], "little")
+        self.header = json.loads(content[8:stop])
+        self.text = json.loads(self.header["__metadata__"].pop("fsdp_compat"))
+        self.manifest = json.loads((path / "manifest.json").read_text())["content"]
+        self.data = content[stop:]
+
+    def write(self, path: Path) -> None:
+        if isinstance(metadata := self.header.get("__metadata__"), dict):
+            metadata.setdefault("fsdp_compat", json.dumps(self.text))
+        header = json.dumps(self.header).encode()
+        content = len(header).to_bytes(8, "little") + header + self.data
+        for file in self.manifest["files"] if isinstance(self.manifest.get("files"), list) else ():
+            if isinstance(file, dict) and isinstance(file.get("nbytes"), int) and isinstance(file.get("crc32"), str):
+                file.update(nbytes=len(content), crc32=f"{zlib.crc32(content):08x}")
+        text = json.dumps(self.manifest)
+        path.mkdir(exist_ok=True)
+        (path / "rank-00000.safetensors").write_bytes(content)
+        (path / "manifest.json").write_text(f'{{"content": {text},\n"crc32": "{zlib.crc32(text.encode()):08x}"}}\n')
+
+
+def _places(content: Any, above: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Yield the path of every value in a JSON content, of long lists only the first ones."""
+    for key in content if isinstance(content, dict) else range(min(len(content), 3)) if isinstance(content, list) else ():
+        yield (*above, key)
+        yield from _places(content[key], (*above, key))
+
+
+ODD: list[Any] = [None, True, -1, 3, 2.5, 10**30, "", "x", [], [[]], {}, [1, 2, 3], {"a": 1}, {"": None}, {"@tuple": 3}, {"@x": 1}]
+ODD += [{"@enum": ["nowhere:Colour", "RED"]}, {"@object": ["builtins:object", {}]}, {"@tensor": ["none", "float32", [1]]}]
+GONE = object()
+
+
+def _forge(folder: str, num: int) -> dict[str, int]:
+    torch.manual_seed(0)
+    model = FSDP(nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)), use_orig_params=True)
+    optimizer = torch.optim.Adam([{"params": model[0].parameters(), "betas": (0.8, 0.9)}, {"params": model[1].parameters()}])
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(torch.randn(4, 3)).square().sum().backward()
+        optimizer.step()
+
+    def values() -> list[Any]:
+        states = [value for entry in optimizer.state.values() for value in entry.values()]
+        tensors = [value.detach().clone() for value in (*model.parameters(), *model.buffers(), *states)]
+        return [*tensors, torch.tensor([[group["lr"], *group["betas"]] for group in optimizer.param_groups])]
+
+    step()
+    good = checkpoint.save(folder, model, optimizer, {"a": [1, (2.5, "b")], "t": torch.arange(3), 3: 10**30}, step=1)
+    step()
+    outcomes: dict[str, int] = collections.Counter()
+    choose = random.Random(0)
+    for _ in range(num):
+        forgery = Forgery(good)
+        documents = [forgery.header, forgery.text, forgery.manifest]
+        number = choose.choice([0, 1, 2])
+        path = choose.choice(list(_places(documents[number])))
+        around = functools.reduce(lambda inner, key: inner[key], path[:-1], documents[number])
+        odd = choose.choice([*ODD, GONE, copy.deepcopy(around)])
+        what = f"{('header', 'text', 'manifest')[number]} {path}: {'nothing' if odd is GONE else repr(odd)[:300]}"
+        if odd is GONE:
+            del around[path[-1]]
+        else:
+            around[path[-1]] = odd
+        forgery.write(Path(folder) / "forged")
+        before = values()
+        try:
+            checkpoint.load(Path(folder) / "forged", model, optimizer)
+        except CheckpointError as error:
+            assert all(fact in str(error) for fact in FACTS), f"{what}: {error}"
+            if "may be partly changed" not in str(error):
+                outcomes["refused"] += 1
+                assert all(torch.equal(now, then) for now, then in zip(values(), before, strict=True)), what
+                continue
+            outcomes["refused by the optimizer"] += 1
+        except Exception as error:
+            raise AssertionError(f"{what}: {type(error).__name__}: {error}") from error
+        else:
+            outcomes["loaded"] += 1
+        checkpoint.load(good, model, optimizer)
+        step()
+    return outcomes
+
+
+def test_a_forged_checkpoint_is_loaded_or_is_a_checkpoint_error_and_nothing_has_changed(tmp_path: Path) -> None:
+    """Any value of its header, its text or its manifest is another one, or is not there."""
+    (outcomes,) = run_ranks(1, _forge, str(tmp_path), 400)
+    assert outcomes["refused"] > 200, outcomes
+    assert outcomes["loaded"] > 20, "another number is a number"
+    assert outcomes["refused by the optimizer"] < 20, outcomes
+
+
+def _unknown_values(folder: str) -> None:
+    torch.manual_seed(0)
+    model = FSDP(nn.Linear(3, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    good = checkpoint.save(folder, model, optimizer, step=1)
+    before = [value.detach() + 1 for value in model.parameters()]
+    with torch.no_grad():
+        for value in model.parameters():
+            value.add_(1)
+    for tag in ("@enum", "@object", "@flag", "@named_tuple", "@tensor_of"):
+        forgery = Forgery(good)
+        forgery.manifest["param_groups"][0]["settings"]["mode"] = {tag: ["nowhere:Colour", "RED"]}
+        forgery.write(Path(folder) / "forged")
+        with pytest.raises(CheckpointError, match=r"holds a value that cannot be made here(.|\n)*nothing was loaded"):
+            checkpoint.load(Path(folder) / "forged", model, optimizer)
+        assert all(torch.equal(value, old) for value, old in zip(model.parameters(), before, strict=True)), tag
+
+
+def test_settings_are_decoded_before_a_byte_of_the_model_is_written(tmp_path: Path) -> None:
+    run_ranks(1, _unknown_values, str(tmp_path))
 
 
 # -- steps and folders
@@ -520,7 +720,7 @@ def test_a_full_disk_is_an_error_on_all_ranks_and_what_stood_stands(tmp_path: Pa
 
 
 class Blockwise(torch.optim.Optimizer):
-    """Keeps one number per three elements, an object, and settings of every kind."""
+    """Keeps one number per three elements, a dict, and settings of every kind."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params, {"lr": 0.1, "betas": (0.9, 0.99), "note": None})
@@ -534,12 +734,10 @@ class Blockwise(torch.optim.Optimizer):
                 if not state:
                     state["scales"] = torch.zeros(-(-parameter.numel() // 3) + 2, dtype=torch.uint8)
                     state["map"] = {"code": [1, 2.5, (None, "x")], "table": torch.zeros(2)}
-                    state["memory"] = Memory()
                     state["momentum"] = torch.zeros_like(parameter)
                     state["count"] = 0
                 state["scales"] += 1 + dist.get_rank()
                 state["map"]["table"] += 1
-                state["memory"].steps.append(dist.get_rank())
                 state["momentum"] += parameter.grad
                 state["count"] += 1
                 parameter.data -= group["lr"] * state["momentum"]
@@ -573,14 +771,43 @@ def test_a_state_that_cannot_be_saved_is_named_and_everything_else_is_saved(tmp_
     run_ranks(2, _left_out, str(tmp_path))
 
 
-class Memory:
-    def __init__(self) -> None:
-        self.steps: list[int] = []
+class Mode(enum.Enum):
+    FAST = 1
+    EXACT = 2
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Memory) and other.steps == self.steps
 
-    __hash__ = None  # type: ignore[assignment]
+@dataclasses.dataclass
+class Preconditioner:
+    """As some optimizers have in their parameter groups."""
+
+    size: int
+
+
+def _objects_in_settings(folder: str) -> None:
+    def made(mode: Mode, lr: float) -> tuple[FSDP, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        model = FSDP(nn.Linear(3, 2))
+        optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.5)
+        optimizer.param_groups[0].update(mode=mode, preconditioner=Preconditioner(mode.value), schedule=math.sqrt, note=[(1, "a")])
+        model(torch.ones(1, 3)).sum().backward()
+        optimizer.step()
+        return model, optimizer
+
+    model, optimizer = made(Mode.FAST, 0.1)
+    left_out = r"param_groups\[0\]\['mode'\], param_groups\[0\]\['preconditioner'\], param_groups\[0\]\['schedule'\]"
+    with pytest.warns(UserWarning, match=f"are not in the checkpoint: {left_out}"):
+        path = checkpoint.save(folder, model, optimizer, step=1)
+    model, optimizer = made(Mode.EXACT, 0.7)
+    optimizer.param_groups[0]["note"] = None
+    with pytest.warns(UserWarning, match=f"were not saved.*{left_out}"):
+        checkpoint.load(path, model, optimizer)
+    (group,) = optimizer.param_groups
+    assert (group["lr"], group["note"]) == (0.1, [(1, "a")])
+    assert (group["mode"], group["preconditioner"], group["schedule"]) == (Mode.EXACT, Preconditioner(2), math.sqrt)
+
+
+def test_settings_that_are_objects_stay_those_of_the_optimizer_that_is_loaded_into(tmp_path: Path) -> None:
+    run_ranks(2, _objects_in_settings, str(tmp_path))
 
 
 def _own_states(folder: str, use_orig_params: bool, resumes: bool) -> Any:

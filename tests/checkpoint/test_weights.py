@@ -498,6 +498,30 @@ def _by_rank(first: Any, second: Any) -> Any:
     return first if dist.get_rank() == 0 else second
 
 
+def _with_header(content: bytes, change: Callable[[bytes], bytes], behind: bytes = b"") -> bytes:
+    stop = 8 + int.from_bytes(content[:8], "little")
+    header = change(content[8:stop])
+    return len(header).to_bytes(8, "little") + header + behind + content[stop:]
+
+
+# What the safetensors library refuses as well.
+ODD_FILES: dict[str, Callable[[bytes], bytes]] = {
+    "a byte at the end": lambda content: content + b"x",
+    "a byte before the tensors": lambda content: _with_header(content, bytes, b"x"),
+    "UTF-16": lambda content: _with_header(content, lambda header: header.decode().encode("utf-16")),
+    "a byte order mark": lambda content: _with_header(content, lambda header: b"\xef\xbb\xbf" + header),
+    "a field twice": lambda content: _with_header(content, lambda text: text.replace(b'"dtype":', b'"dtype":"F32","dtype":', 1)),
+}
+ODD_INDICES: dict[str, bytes] = {
+    "deep index": b'{"weight_map":' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+    "wide index": b'{"weight_map":[' + b"[]," * 1_100_000 + b"[]]}",
+    "index in UTF-16": '{"weight_map": {}}'.encode("utf-16"),
+    "name twice in the index": b'{"weight_map": {"a.bias": "model.safetensors", "a.bias": "other.safetensors"}}',
+    "index of files elsewhere": b'{"weight_map": {"a.bias": "../good/model.safetensors"}}',
+    "index that is a list": b"[]",
+}
+
+
 def _wrong_files(folder: Path) -> None:
     good = {name: value + 1 for name, value in Small().state_dict().items()}
     files = {
@@ -522,6 +546,15 @@ def _wrong_files(folder: Path) -> None:
     (folder / "no json" / INDEX).write_text("{")
     (folder / "odd map" / INDEX).write_text(json.dumps({"weight_map": names | {"a.bias": ["model.safetensors"]}}))
     (folder / "lost" / INDEX).write_text(json.dumps({"weight_map": names | {"c.bias": "model.safetensors"}}))
+    for name, text in ODD_INDICES.items():
+        shutil.copytree(folder / "good", folder / name)
+        (folder / name / INDEX).write_bytes(text)
+    for name, change in ODD_FILES.items():
+        (folder / name).mkdir()
+        (folder / name / "model.safetensors").write_bytes(change(whole))
+    for name, file in (("FIFO", "model.safetensors"), ("FIFO in a directory", "other.safetensors"), ("index FIFO", INDEX)):
+        (folder / name).mkdir()
+        os.mkfifo(folder / name / file)
     save_file({"a.bias": torch.zeros(2)}, folder / "twice" / "second.safetensors")
     save_file({"c.bias": torch.zeros(2)}, folder / "stray" / "second.safetensors")
     (folder / "empty").mkdir()
@@ -548,6 +581,9 @@ def _refused_loads(folder: Path) -> dict[str, Outcome]:
     )
     calls: dict[str, Callable[[], object]] = {
         **{name: (lambda path=folder / name: load_safetensors(path, model)) for name in (*names, "lost", "twice", "stray")},
+        **{name: (lambda path=folder / name: load_safetensors(path, model)) for name in (*ODD_FILES, *ODD_INDICES)},
+        **{name: (lambda path=folder / name: load_safetensors(path, model)) for name in ("FIFO in a directory", "index FIFO")},
+        "FIFO": lambda: load_safetensors(folder / "FIFO" / "model.safetensors", model),
         "pickled": lambda: load_safetensors(folder / "pickled" / "model.safetensors", model),
         "empty": lambda: load_safetensors(folder / "empty", model),
         "nowhere": lambda: load_safetensors(folder / "nowhere", model),
@@ -580,6 +616,9 @@ def _refused_loads(folder: Path) -> dict[str, Outcome]:
         if dist.get_rank() == 1:
             patch.setattr(os, "preadv", broken)
         found["disk"] = outcome(lambda: load_safetensors(good, model))
+        if dist.get_rank() == 1:
+            patch.setattr(os, "preadv", lambda *_: 0)  # as of a file that was truncated after it was looked at
+        found["truncated later"] = outcome(lambda: load_safetensors(good, model))
     load_safetensors(good, model)
     assert all(torch.equal(value, torch.full_like(value, 2)) for value in full_state(model).values()), "and the ranks are in step"
     return found
@@ -594,13 +633,18 @@ def test_loading_what_is_wrong_is_refused_on_all_ranks_with_nothing_changed(tmp_
             "shape": ("CheckpointError", "b.weight: shape [4] in model.safetensors, [2, 2] in the model"),
             "buffer shape": ("CheckpointError", "count: shape [4] in model.safetensors, [3] in the model"),
             "no buffer": ("CheckpointError", "missing: count"),
-            "truncated": ("CheckpointError", "model.safetensors is no safetensors file, or not a complete one"),
-            "pickled": ("CheckpointError", "model.safetensors is no safetensors file, or not a complete one"),
+            "truncated": ("CheckpointError", "model.safetensors is not a safetensors file, or not a complete one"),
+            "pickled": ("CheckpointError", "model.safetensors is not a safetensors file, or not a complete one"),
             "no file": ("CheckpointError", "no file other.safetensors"),
             "no weight_map": ("CheckpointError", "The index cannot be read"),
             "no json": ("CheckpointError", "The index cannot be read"),
             "odd map": ("CheckpointError", "The index cannot be read"),
             "lost": ("CheckpointError", "'c.bias' in model.safetensors"),
+            **{name: ("CheckpointError", "is not a safetensors file") for name in ODD_FILES},
+            **{name: ("CheckpointError", "The index cannot be read") for name in ODD_INDICES},
+            "FIFO": ("CheckpointError", "There are no such weights"),
+            "FIFO in a directory": ("CheckpointError", "There are no such weights"),
+            "index FIFO": ("CheckpointError", "is not a regular file"),
             "twice": ("CheckpointError", "'a.bias'"),
             "stray": ("CheckpointError", "not in the model: c.bias"),
             "empty": ("CheckpointError", "There are no such weights"),
@@ -621,6 +665,7 @@ def test_loading_what_is_wrong_is_refused_on_all_ranks_with_nothing_changed(tmp_
             "other weights": ("CheckpointError", "b.weight: shape [4]"),
             "summoned": ("FsdpCompatError", "summon_full_params"),
             "disk": ("CheckpointError", "Input/output error"),
+            "truncated later": ("CheckpointError", "the model and its optimizer may be partly changed"),
         },
     )
 

@@ -1,0 +1,97 @@
+"""What a rank's file says beside its tensors, in the text that `_snapshot` makes: its types are checked before it is used."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+
+from ._header import Entry, dtype_of
+from ._texts import listed, parse_json, size, sizes, text_in, texts
+
+__all__ = ["TEXT", "Head", "StateEntry", "parse_head"]
+
+TEXT = "fsdp_compat"  # the key of the text in the metadata of the file
+
+_T = TypeVar("_T")
+
+
+@dataclasses.dataclass(frozen=True)
+class StateEntry:
+    """A state of some parameters of a group with one element per element, in an entry of the file."""
+
+    key: Any
+    entry: str
+    dtype: torch.dtype
+    of: frozenset[int] | None  # of which parameters of the group; None: of all
+
+    @staticmethod
+    def of_json(content: Any) -> StateEntry:
+        return StateEntry(_key(content["key"]), text_in(content["entry"]), dtype_of(content["dtype"]), _indices(content["of"]))
+
+
+@dataclasses.dataclass(frozen=True)
+class Head:
+    """What one file says of itself. Values are encoded, as `_values.encode` returns them."""
+
+    entries: dict[str, Entry]
+    identity: str  # of the save
+    number: int  # of the rank that wrote the file
+    left_out: list[str]
+    states: dict[str, list[StateEntry]]  # by the name of the group
+    scalars: dict[str, list[tuple[Any, frozenset[int] | None, Any]]]  # (key, of which parameters, value)
+    own: dict[str, list[tuple[int, Any, Any]]]  # (of which parameter, key, value)
+    extra: Any
+    others: dict[str, Any]  # in the common file alone, as what follows
+    other_states: dict[str, list[tuple[Any, Any]]]
+
+
+def parse_head(entries: dict[str, Entry], metadata: dict[str, str]) -> Head:
+    """Return what the header of a file says. Raises KeyError, TypeError, ValueError, RecursionError for what is not such a text."""
+    content = parse_json(metadata[TEXT].encode("utf-8"))
+    return Head(
+        entries,
+        text_in(content["identity"]),
+        size(content["number"]),
+        texts(content["left_out"]),
+        _by_name(content["states"], StateEntry.of_json),
+        {
+            group: [scalar for scalars in found for scalar in scalars]
+            for group, found in _by_name(content["scalars"], _scalars_of_key).items()
+        },
+        _by_name(content["own"], _own),
+        content["extra"],
+        dict(content.get("others", {})),
+        _by_name(content.get("other_states", {}), _key_and_value),
+    )
+
+
+def _by_name(content: Any, parse: Callable[[Any], _T]) -> dict[str, list[_T]]:
+    return {name: [parse(item) for item in listed(items)] for name, items in dict(content).items()}
+
+
+def _scalars_of_key(content: Any) -> list[tuple[Any, frozenset[int] | None, Any]]:
+    key, values = listed(content)
+    return [(_key(key), _indices(of), value) for of, value in map(listed, listed(values))]
+
+
+def _own(content: Any) -> tuple[int, Any, Any]:
+    index, key, value = listed(content)
+    return size(index), _key(key), value
+
+
+def _key_and_value(content: Any) -> tuple[Any, Any]:
+    key, value = listed(content)
+    return _key(key), value
+
+
+def _key(content: Any) -> Any:
+    if isinstance(content, (list, dict)):
+        raise TypeError(f"a {type(content).__name__} as a key")
+    return content
+
+
+def _indices(content: Any) -> frozenset[int] | None:
+    return None if content is None else frozenset(sizes(content))

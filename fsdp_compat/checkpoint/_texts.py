@@ -1,0 +1,176 @@
+"""JSON texts out of files that anybody may have written: bounded in length and depth before they are parsed."""
+
+from __future__ import annotations
+
+import json
+import os
+import reprlib
+import stat
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..errors import CheckpointError, UsageError, explain
+
+__all__ = [
+    "MAX_DEPTH",
+    "MAX_TEXT_NBYTES",
+    "brief",
+    "listed",
+    "open_file",
+    "parse_json",
+    "read_text",
+    "require_bounded",
+    "require_readable",
+    "shape_in",
+    "size",
+    "sizes",
+    "text_in",
+    "texts",
+]
+
+MAX_TEXT_NBYTES = 100_000_000  # as the safetensors library has it for headers
+MAX_DEPTH = 256
+_MAX_CONTAINERS = 1 << 20  # in a short text; a longer one may have one in 16 bytes, which the shortest header of tensors needs
+
+_KINDS = {
+    stat.S_IFDIR: "a directory",
+    stat.S_IFIFO: "a FIFO",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+}
+_QUOTE = 2
+_STEPS = bytes({ord("["): 1, ord("{"): 1, ord("]"): 255, ord("}"): 255, ord('"'): _QUOTE}.get(byte, 0) for byte in range(256))
+
+
+def open_file(path: Path) -> int:
+    """Return a descriptor to read a regular file. Raises OSError, and CheckpointError for anything else.
+
+    That is not opened: opening a FIFO waits for a writer, and opening a device may do anything.
+    """
+    kind = stat.S_IFMT(os.stat(path).st_mode)
+    if kind != stat.S_IFREG:
+        raise CheckpointError(
+            explain(
+                f"{path.name} is not a regular file.",
+                expected="a file, or a link to one",
+                got=_KINDS.get(kind, "something else"),
+                where=str(path),
+                fix="copy the file again from where it is intact; nothing was loaded",
+            )
+        )
+    return os.open(path, os.O_RDONLY)
+
+
+def read_text(path: Path) -> bytes:
+    """Return what a regular file holds. Raises OSError, CheckpointError as ``open_file`` does, and ValueError if it is too long."""
+    with open(open_file(path), "rb") as file:
+        nbytes = os.fstat(file.fileno()).st_size
+        if nbytes > MAX_TEXT_NBYTES:
+            raise ValueError(f"{nbytes} bytes of text, and at most {MAX_TEXT_NBYTES} are taken")
+        return file.read(nbytes)
+
+
+def parse_json(text: bytes, max_depth: int = MAX_DEPTH, **hooks: Any) -> Any:
+    """Return what a JSON text in UTF-8 says; no key may stand twice in one object. hooks: of ``json.loads``, such as ``parse_int``.
+
+    Raises ValueError, for a text that is out of bounds before it is parsed, and RecursionError near the end of the stack.
+    """
+    require_bounded(text, max_depth)
+    return json.loads(text.decode("utf-8"), object_pairs_hook=_without_repetition, **hooks)
+
+
+def require_bounded(text: bytes, max_depth: int = MAX_DEPTH) -> None:
+    """Raise ValueError if a JSON text is too long, nested too deeply, or little but brackets.
+
+    Up to the first error in the text, these are its brackets; a parser does not go beyond that.
+    """
+    if len(text) > MAX_TEXT_NBYTES:
+        raise ValueError(f"{len(text)} bytes of text, and at most {MAX_TEXT_NBYTES} are taken")
+    without_escapes = text.replace(b"\\\\", b"").replace(b'\\"', b"")
+    steps = torch.frombuffer(bytearray(without_escapes.translate(_STEPS) + b"\x00"), dtype=torch.int8)
+    in_strings = (steps == _QUOTE).cumsum(0, dtype=torch.uint8).bitwise_and_(1).bool()
+    steps.masked_fill_(in_strings, 0).masked_fill_(steps == _QUOTE, 0)
+    num = int(steps.eq(1).sum())
+    if num > max(_MAX_CONTAINERS, len(text) // 16):
+        raise ValueError(f"{num} lists and objects in {len(text)} bytes of text")
+    depth = int(steps[steps != 0].cumsum(0, dtype=torch.int32).max()) if num else 0
+    if depth > max_depth:
+        raise ValueError(f"{depth} lists and objects one inside of the other, and at most {max_depth} are taken")
+
+
+def require_readable(text: bytes, max_depth: int = MAX_DEPTH) -> None:
+    """Raise UsageError for a text that is about to be written and that ``parse_json`` would not take."""
+    try:
+        require_bounded(text, max_depth)
+    except ValueError as error:
+        raise UsageError(
+            explain(
+                "What describes the tensors of a file would be too large to be read again.",
+                expected=f"names, and values that are not tensors, of at most {MAX_TEXT_NBYTES} bytes",
+                got=str(error),
+                where="the head of a file",
+                fix="save long lists as tensors or arrays",
+            )
+        ) from error
+
+
+def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        seen: set[str] = set()
+        twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+        raise ValueError(f"{reprlib.repr(twice)} stands twice in one object")
+    return found
+
+
+def brief(error: BaseException) -> str:
+    """Return an error as one line of bounded length: it may quote what stands in a file."""
+    text = " ".join(f"{type(error).__name__}: {error}".split())
+    return text if len(text) <= 300 else f"{text[:300]}..."
+
+
+# -- what a parsed text has to hold
+
+
+def listed(value: Any) -> list[Any]:
+    """Return a list as it is. Raises TypeError for anything else."""
+    if not isinstance(value, list):
+        raise TypeError(f"a {type(value).__name__} instead of a list")
+    return value
+
+
+def size(value: Any) -> int:
+    """Return a whole number that is not negative. Raises TypeError, ValueError for anything else."""
+    if type(value) is not int:
+        raise TypeError(f"a {type(value).__name__} instead of a whole number")
+    if value < 0:
+        raise ValueError("a number below 0")
+    return value
+
+
+def sizes(value: Any) -> list[int]:
+    return [size(item) for item in listed(value)]
+
+
+def shape_in(value: Any) -> tuple[int, ...]:
+    """Return the shape of a tensor. Raises TypeError, ValueError, also where strides would not fit 64 bits."""
+    numel = 1
+    for item in listed(value):
+        numel *= size(item) or 1
+        if numel >= 1 << 63:
+            raise ValueError("a shape that is too large")
+    return tuple(value)
+
+
+def text_in(value: Any) -> str:
+    """Return a text as it is. Raises TypeError for anything else."""
+    if not isinstance(value, str):
+        raise TypeError(f"a {type(value).__name__} instead of a text")
+    return value
+
+
+def texts(value: Any) -> list[str]:
+    return [text_in(item) for item in listed(value)]
