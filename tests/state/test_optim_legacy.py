@@ -212,7 +212,8 @@ def _inputs() -> None:
         once(lambda: FSDP.shard_full_optim_state_dict(full, model)), FSDP.optim_state_dict_to_load(model, optimizer, full)
     )
     numbered = {"state": dict(enumerate(full["state"].values())), "param_groups": [{"params": list(range(len(full["state"])))}]}
-    assert once(lambda: FSDP.shard_full_optim_state_dict(numbered, model))["state"].keys() == set(range(len(full["state"])))
+    found = once(lambda: FSDP.shard_full_optim_state_dict(numbered, model))["state"].keys()
+    assert {number for number, p in enumerate(model.parameters()) if p.numel()} <= found <= set(range(len(full["state"])))
     for wrong, kind in ((3, TypeError), ([], ValueError), ([1, 2], TypeError), ([{"lr": 1}], AssertionError)):
         for call in (
             lambda w=wrong: FSDP.full_optim_state_dict(model, optimizer, w),
@@ -279,7 +280,7 @@ def test_keys_that_do_not_fit_are_refused() -> None:
         ({"state": {("weight",): {}}, "param_groups": groups}, UsageError),
         ({"state": {"other": {}}, "param_groups": groups}, CheckpointError),
         ({"state": {}, "param_groups": [{"params": ["other"]}]}, CheckpointError),
-        ({"state": {}}, CheckpointError),
+        ({"param_groups": groups}, CheckpointError),
         ([1], CheckpointError),
     )
     for state, kind in cases:
@@ -316,10 +317,6 @@ def _between_wrapped_and_plain() -> None:
     back = rekeyed(FSDP, OptimStateKeyType.PARAM_ID, raw, plain, optim=reference)
     assert_state(back["state"], reference.state_dict()["state"])
     assert_state(FSDP.optim_state_dict_to_load(model, optimizer, raw)["state"], dict(optimizer.state_dict()["state"]))
-    flat = shard(make_model(), ("FULL_SHARD", False, "blocks"))
-    with pytest.raises(CheckpointError) as caught:
-        rekeyed(FSDP, OptimStateKeyType.PARAM_ID, full, flat, optim=OPTIMIZERS["AdamW"](flat.parameters()))
-    assert_four_facts(caught.value)
 
 
 def test_state_goes_between_wrapped_and_plain_models() -> None:
