@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .._checks import ValueCheckpointError
+from .._checks import RuntimeUsageError, ValueCheckpointError
 from .._engine.unit import Group
 from ..errors import CheckpointError, FsdpCompatError, UsageError, explain
 from .entries import Entry, classify, copied, snapshot
@@ -127,14 +127,14 @@ def optim_state_to_load(
                     _refuse_sharded(plan, call)
             except FsdpCompatError as caught:
                 problem = caught
-    answers = first.gather((plan is not None, "" if problem is None else str(problem), told))
+    kind = type(problem) if isinstance(problem, FsdpCompatError) else RuntimeUsageError
+    answers = first.gather((plan is not None, "" if problem is None else str(problem), kind, told))
     if problem is not None:
         raise problem
-    statuses = [(has, text) for has, text, _ in answers]
-    _refuse_together(statuses, wanted.from_first, state_dict, call)
+    _refuse_together([answer[:3] for answer in answers], wanted.from_first, state_dict, call)
     assert holdings is not None
-    everyones = [its for _, _, its in answers]
-    sends = not all(has for has, _ in statuses)
+    everyones = [its for *_, its in answers]
+    sends = not all(answer[0] for answer in answers)
     require_alike(holdings, groups, everyones, call, unmanaged=sends)
     targets = held_by_any(holdings, groups, everyones) | set(holdings.members)
     if sends:
@@ -145,11 +145,13 @@ def optim_state_to_load(
     return _Loading(holdings, plan, first if sends else None, targets, wanted).result()
 
 
-def _refuse_together(statuses: list[tuple[bool, str]], from_first: bool, given: object, call: str) -> None:
-    """Raise, on every rank, if some rank has no dict or a wrong one."""
-    wrong = next(((rank, text) for rank, (_, text) in enumerate(statuses) if text), None)
+def _refuse_together(
+    statuses: Sequence[tuple[bool, str, type[FsdpCompatError]]], from_first: bool, given: object, call: str
+) -> None:
+    """Raise, on every rank, if some rank has no dict or a wrong one. statuses: (has one, its error, of which kind)."""
+    wrong = next(((rank, text, kind) for rank, (_, text, kind) in enumerate(statuses) if text), None)
     if wrong is not None:
-        raise CheckpointError(
+        raise wrong[2](
             explain(
                 "Another rank refused the optimizer state dict.",
                 expected="a dict that fits on every rank",
@@ -158,7 +160,7 @@ def _refuse_together(statuses: list[tuple[bool, str]], from_first: bool, given: 
                 fix="see what that rank says",
             )
         )
-    lacking = [rank for rank, (has, _) in enumerate(statuses) if not has]
+    lacking = [rank for rank, (has, *_) in enumerate(statuses) if not has]
     if lacking and (not from_first or 0 in lacking):
         raise UsageError(
             explain(
