@@ -1,4 +1,4 @@
-"""Optimizers that differ between ranks: another order of parameters changes nothing; other parameters are one error on all ranks."""
+"""Optimizers that differ between ranks: their order changes nothing; other parameters are one error on all ranks."""
 
 from __future__ import annotations
 
