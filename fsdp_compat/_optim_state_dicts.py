@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import typing
 import warnings
 import weakref
 from collections.abc import Mapping, Sequence
@@ -26,7 +27,7 @@ from ._state.sending import FirstRank
 from ._state_dicts import StateDicts
 from .api import StateDictType
 
-__all__ = ["OptimStateDicts", "check_optimizer", "given_states", "states_in_form", "taken_states", "warn_of_layout"]
+__all__ = ["OptimStateDicts", "check_optimizer", "form_set", "given_states", "taken_states", "warn_of_layout"]
 
 _warned: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # whose states were said to need an equal layout
 
@@ -52,7 +53,11 @@ class OptimStateDicts(StateDicts):
         where = "optim_state_dict(model, optim, optim_state_dict)"
         require_model_and_optimizer(model, optim, where)
         require_group(group, where)
-        return states_in_form(model, optim, optim_state_dict, group, where)
+        form = form_set(model)
+        sharded = form["values"] is not Values.WHOLE
+        return taken_states(
+            model, optim, optim.param_groups, optim_state_dict, **form, group=group, where=where, first_step=sharded
+        )
 
     @staticmethod
     def optim_state_dict_to_load(
@@ -92,19 +97,14 @@ class OptimStateDicts(StateDicts):
         return loadable
 
 
-def states_in_form(
-    model: nn.Module,
-    optim: Optimizer,
-    state_dict: Mapping[str, Any] | None,
-    group: dist.ProcessGroup | None,
-    where: str,
-    *,
-    first_step: bool = False,
-) -> dict[str, Any]:
-    """Return the optimizer's state by names, in the form set for ``model``; see ``taken_states``.
+class _FormSet(typing.TypedDict):
+    values: Values
+    to_cpu: bool
+    rank0_only: bool
 
-    first_step: also in the full form, an optimizer without state gives what its first step would make.
-    """
+
+def form_set(model: nn.Module) -> _FormSet:
+    """Return the form of optimizer state dicts that is set for ``model``, for ``taken_states``."""
     settings = OptimStateDicts.get_state_dict_type(model)
     config: Any = settings.optim_state_dict_config
     values = Values.BOXES
@@ -112,18 +112,7 @@ def states_in_form(
         values = Values.WHOLE
     elif getattr(config, "_use_dtensor", False):
         values = Values.DTENSORS
-    return taken_states(
-        model,
-        optim,
-        optim.param_groups,
-        state_dict,
-        values=values,
-        to_cpu=bool(config.offload_to_cpu),
-        rank0_only=bool(getattr(config, "rank0_only", False)),
-        group=group,
-        where=where,
-        first_step=first_step or values is not Values.WHOLE,
-    )
+    return {"values": values, "to_cpu": bool(config.offload_to_cpu), "rank0_only": bool(getattr(config, "rank0_only", False))}
 
 
 def taken_states(

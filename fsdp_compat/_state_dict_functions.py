@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 from ._checks import RuntimeUsageError, wrong_type
 from ._engine import torch_private
 from ._instances import instances_in, named_units
-from ._optim_state_dicts import OptimStateDicts, states_in_form
+from ._optim_state_dicts import OptimStateDicts, form_set, taken_states
 from ._optimizers import convert
 from ._state.model import store_of
 from ._state.names import clean_name
@@ -318,7 +318,9 @@ def _get_optimizers(model: nn.Module, optimizers: Iterable[Optimizer], options: 
         convert(optimizer)
         with _form(model, options, model_on_rank0=options.on_rank0):
             get = torch_private.unpatched(optimizer, "state_dict")
-            found = states_in_form(model, optimizer, get(), None, "get_optimizer_state_dict(model, optimizers)", first_step=True)
+            where = "get_optimizer_state_dict(model, optimizers)"
+            form, groups = form_set(model), optimizer.param_groups
+            found = taken_states(model, optimizer, groups, get(), **form, group=None, where=where, first_step=True)
         result["state"].update(
             (names.public(name), {key: _finished(value, options) for key, value in entry.items()})
             for name, entry in found.get("state", {}).items()

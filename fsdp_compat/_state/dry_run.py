@@ -55,7 +55,7 @@ def first_states(holdings: Holdings, optimizer: Optimizer) -> _States:
             f"{type(optimizer).__name__} has no state yet, and what its first step would make could not be tried out "
             f"({type(error).__name__}: {textwrap.shorten(str(error), 200)}): its state dict has no entries that a checkpoint could "
             "be read into. Take it after the first step.",
-            stacklevel=5,
+            stacklevel=4,
         )
         return {}
     for entry in states.values():

@@ -161,6 +161,7 @@ class Facts:
     """What a rank tells others of the states of one flat group."""
 
     is_tried: bool
+    has_states: bool  # of any group, of steps that were made
     states: Sequence[Mapping[Any, _Described]]  # by target
 
 
@@ -171,7 +172,7 @@ def facts_of(holdings: Holdings, source: Source) -> Callable[[Group], Facts]:
     def of_group(group: Group) -> Facts:
         targets = holdings.in_group(group)
         described = [{key: _described(source.states[t][key], kind) for key, kind in kinds.get(t, {}).items()} for t in targets]
-        return Facts(source.is_tried, described)
+        return Facts(source.is_tried, bool(source.states) and not source.is_tried, described)
 
     return of_group
 
@@ -217,8 +218,9 @@ class _GroupStates:
         self.group, self.holdings, self.form = group, holdings, form
         self.targets = holdings.in_group(group)
         self.states = {target: source.states.get(target, {}) for target in self.targets}
-        if not all(facts.is_tried or not any(facts.states) for facts in everyones):  # what is tried counts if nobody has more
-            everyones = [Facts(False, [{}] * len(self.targets)) if facts.is_tried else facts for facts in everyones]
+        if any(facts.has_states for facts in everyones):  # what is tried counts only if nobody has made a step
+            nothing = [dict[Any, _Described]()] * len(self.targets)
+            everyones = [dataclasses.replace(facts, states=nothing) if facts.is_tried else facts for facts in everyones]
             if source.is_tried:
                 self.states = {target: {} for target in self.targets}
         by_target = list(zip(*(facts.states for facts in everyones), strict=True))  # for each target, what every rank has
