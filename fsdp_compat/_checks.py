@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from .errors import StateError, UsageError, explain
+from .errors import CheckpointError, StateError, UsageError, explain
 
 __all__ = [
     "AssertedStateError",
@@ -19,6 +19,7 @@ __all__ = [
     "NotImplementedUsageError",
     "RuntimeUsageError",
     "TypeUsageError",
+    "ValueCheckpointError",
     "ValueStateError",
     "require_bools",
     "require_module",
@@ -31,6 +32,10 @@ __all__ = [
 
 class AssertedStateError(StateError, AssertionError):
     """A call at the wrong moment, where torch asserts."""
+
+
+class ValueCheckpointError(CheckpointError, ValueError):
+    """A state dict that is not what it should be; torch's type for it is ValueError."""
 
 
 class ValueStateError(StateError, ValueError):

@@ -12,9 +12,11 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ._checks import require_bools, require_group, require_model_and_optimizer, require_module, wrong_type
+from ._instances import named_units, names_before
 from ._optim_state_dicts import OptimStateDicts, given_states, taken_states
+from ._state.holdings import holdings_of, numbered_names
 from ._state.optim import Values, other_form
-from ._state.optim_legacy import by_names, by_numbers, groups_of_input
+from ._state.optim_legacy import Numbering, groups_of_input
 from .api import as_ours
 from .errors import CheckpointError, explain
 
@@ -59,13 +61,25 @@ class LegacyOptimStateDicts(OptimStateDicts):
 
     @staticmethod
     def sharded_optim_state_dict(model: nn.Module, optim: Optimizer, group: dist.ProcessGroup | None = None) -> dict[str, Any]:
-        """Return the optimizer's state by parameter names, in the sharded form, whatever form is set. Nothing is sent."""
+        """Return the optimizer's state by parameter names, in the sharded form, whatever form is set.
+
+        Collective: one small exchange; tensors are not sent.
+        """
         where = "sharded_optim_state_dict(model, optim)"
         _deprecated("sharded_optim_state_dict", "optim_state_dict")
         require_model_and_optimizer(model, optim, where)
         require_group(group, where)
         return taken_states(
-            model, optim, optim.param_groups, None, values=Values.BOXES, to_cpu=True, rank0_only=False, group=group, where=where
+            model,
+            optim,
+            optim.param_groups,
+            None,
+            values=Values.BOXES,
+            to_cpu=True,
+            rank0_only=False,
+            group=group,
+            where=where,
+            first_step=True,
         )
 
     @staticmethod
@@ -120,8 +134,9 @@ class LegacyOptimStateDicts(OptimStateDicts):
     ) -> dict[str, Any]:
         """Return an optimizer's state dict keyed by parameter names, or by numbers, whatever it is keyed by; values are not copied.
 
-        model: not wrapped, or with ``use_orig_params=True``. Raises UsageError for keys of several kinds, and CheckpointError for
-        a parameter that the model or the optimizer does not have. ``optim_state_dict_to_load`` takes both kinds as they are.
+        model: wrapped or not. Numbers are those of the unwrapped model's optimizer: those of the parameters that a FlatParameter
+        holds count in the model's order. Nothing is sent. Raises UsageError for keys of several kinds, and CheckpointError for a
+        parameter that the model or the optimizer does not have. ``optim_state_dict_to_load`` takes both kinds as they are.
         """
         where = "rekey_optim_state_dict(optim_state_dict, optim_state_key_type, model)"
         _deprecated("rekey_optim_state_dict", "optim_state_dict_to_load")
@@ -140,7 +155,11 @@ class LegacyOptimStateDicts(OptimStateDicts):
                 )
             )
         groups = groups_of_input(optim_input, optim, model, where)
-        return (by_names if kind is OptimStateKeyType.PARAM_NAME else by_numbers)(optim_state_dict, model, groups)
+        units, names = named_units(model), None
+        if units:
+            names = numbered_names(holdings_of(groups, where, units, model), names_before(model))
+        numbering = Numbering(model, groups, names)
+        return (numbering.by_names if kind is OptimStateKeyType.PARAM_NAME else numbering.by_numbers)(optim_state_dict)
 
 
 def _given(
@@ -155,7 +174,7 @@ def _given(
     _require_model(model, optim, where)
     groups = groups_of_input(optim_input, optim, model, where)
     label = type(optim).__name__ if optim is not None else "the optimizer"
-    return given_states(model, groups, state_dict, rank0_only=rank0_only, label=label, where=where)
+    return given_states(model, groups, state_dict, rank0_only=rank0_only, label=label, where=where, as_saved=True)
 
 
 def _require_model(model: Any, optim: Any, where: str) -> None:

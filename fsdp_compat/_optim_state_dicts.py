@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import typing
 import warnings
 import weakref
 from collections.abc import Mapping, Sequence
@@ -15,16 +17,17 @@ from ._checks import require_bools, require_group, require_model_and_optimizer
 from ._engine import meeting
 from ._instances import instances_in, named_units, names_before
 from ._optimizers import convert
-from ._state.dry_run import states_to_be
-from ._state.holdings import holdings_of
+from ._state.dry_run import first_states, states_to_be
+from ._state.holdings import Holdings, holdings_of, require_units
 from ._state.opaque import unshardable
-from ._state.optim import Form, Values, by_target, optim_state
-from ._state.optim_load import optim_state_to_load
+from ._state.optim import Form, Values, facts_of, optim_state, source_of
+from ._state.optim_alike import agree_together
+from ._state.optim_load import Wanted, optim_state_to_load
 from ._state.sending import FirstRank
 from ._state_dicts import StateDicts
 from .api import StateDictType
 
-__all__ = ["OptimStateDicts", "check_optimizer", "given_states", "taken_states", "warn_of_layout"]
+__all__ = ["OptimStateDicts", "check_optimizer", "form_set", "given_states", "taken_states", "warn_of_layout"]
 
 _warned: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # whose states were said to need an equal layout
 
@@ -38,32 +41,23 @@ class OptimStateDicts(StateDicts):
     ) -> dict[str, Any]:
         """Return the optimizer's state keyed by parameter names, in the form set for ``model``.
 
-        optim_state_dict: what ``optim.state_dict()`` gives, if it is there. Collective in the full form: one gather per flat
-        parameter and state. In the sharded form tensors are this rank's boxes; with ``offload_to_cpu=False`` (it
-        is True by default) they view the optimizer's own state, and change when training goes on.
+        optim_state_dict: what ``optim.state_dict()`` gives, if it is there; it may be keyed by numbers, or by the names that the
+        model gives its parameters now, and may lack "param_groups". State of no parameter is copied, with a warning.
+        Collective: one small exchange, and in the full form one gather per flat parameter and state. Every rank's optimizer may
+        hold its parameters in an order of its own; all have to hold the same, but for those that a rank has no part of.
+        In the sharded form tensors are this rank's boxes; with ``offload_to_cpu=False`` (it is True by default) they view the
+        optimizer's own state, and change when training goes on. An optimizer without state gives what its first step would make,
+        for torch.distributed.checkpoint to read a checkpoint into.
         A state that is neither a number nor has one element per element of its parameter belongs to this rank's part: it is kept
         under a key that ends with ``@rank`` and its number, and can be loaded at an equal layout only; the first such call warns.
         """
         where = "optim_state_dict(model, optim, optim_state_dict)"
         require_model_and_optimizer(model, optim, where)
         require_group(group, where)
-        settings = OptimStateDicts.get_state_dict_type(model)
-        config: Any = settings.optim_state_dict_config
-        values = Values.BOXES
-        if settings.state_dict_type is StateDictType.FULL_STATE_DICT:
-            values = Values.WHOLE
-        elif getattr(config, "_use_dtensor", False):
-            values = Values.DTENSORS
+        form = form_set(model)
+        sharded = form["values"] is not Values.WHOLE
         return taken_states(
-            model,
-            optim,
-            optim.param_groups,
-            optim_state_dict,
-            values=values,
-            to_cpu=bool(config.offload_to_cpu),
-            rank0_only=bool(getattr(config, "rank0_only", False)),
-            group=group,
-            where=where,
+            model, optim, optim.param_groups, optim_state_dict, **form, group=group, where=where, first_step=sharded
         )
 
     @staticmethod
@@ -77,7 +71,9 @@ class OptimStateDicts(StateDicts):
     ) -> dict[str, Any]:
         """Return the dict that ``optim.load_state_dict`` takes, from one keyed by parameter names, full or sharded, or by numbers.
 
-        By numbers is what the optimizer of an unwrapped model, or of one in DistributedDataParallel, gives.
+        By numbers is what the optimizer of an unwrapped model, or of one in DistributedDataParallel, gives. The result is keyed by
+        the numbers of ``optim``, or with ``is_named_optimizer`` by the names that the model gives its parameters now, and has
+        "param_groups" if the given one has.
         The number of ranks, the wrapping and ``use_orig_params`` it was saved with do not matter. ``load_directly`` loads it, too.
         Collective: one small exchange, in which ranks agree whether the dict fits. With full values, or boxes of the own shards,
         nothing else is sent; other sharded values are gathered. With ``FullOptimStateDictConfig(rank0_only=True)`` set for the
@@ -95,10 +91,29 @@ class OptimStateDicts(StateDicts):
             rank0_only=bool(getattr(config, "rank0_only", False)),
             label=type(optim).__name__,
             where=where,
+            named=optim if is_named_optimizer else None,
         )
         if load_directly:
             optim.load_state_dict(loadable)
         return loadable
+
+
+class _FormSet(typing.TypedDict):
+    values: Values
+    to_cpu: bool
+    rank0_only: bool
+
+
+def form_set(model: nn.Module) -> _FormSet:
+    """Return the form of optimizer state dicts that is set for ``model``, for ``taken_states``."""
+    settings = OptimStateDicts.get_state_dict_type(model)
+    config: Any = settings.optim_state_dict_config
+    values = Values.BOXES
+    if settings.state_dict_type is StateDictType.FULL_STATE_DICT:
+        values = Values.WHOLE
+    elif getattr(config, "_use_dtensor", False):
+        values = Values.DTENSORS
+    return {"values": values, "to_cpu": bool(config.offload_to_cpu), "rank0_only": bool(getattr(config, "rank0_only", False))}
 
 
 def taken_states(
@@ -112,25 +127,39 @@ def taken_states(
     rank0_only: bool,
     group: dist.ProcessGroup | None,
     where: str,
+    first_step: bool = False,
 ) -> dict[str, Any]:
-    """Return the optimizer's state by names; collective unless ``values`` are boxes.
+    """Return the optimizer's state by names. Collective: one small exchange, and gathers unless ``values`` are boxes.
 
     groups: the optimizer's parameter groups. state_dict: what it gives, or None for that. group: whose first rank keeps the result
-    if ``rank0_only``, by default the model's.
+    if ``rank0_only``, by default the model's. first_step: of an optimizer without state return what its first step would make.
     """
-    _require_idle(model, where.partition("(")[0])
-    convert(optim)
-    holdings = holdings_of(groups, f"the state of {type(optim).__name__}", named_units(model), model)
-    source = optim.state_dict() if state_dict is None else state_dict
-    states = by_target(holdings, source, where)
+    call = where.partition("(")[0]
+    _require_idle(model, call)
+    units = named_units(model)
+    require_units(units, model, f"the state of {type(optim).__name__}")
+    all_groups = [each for named in units for each in named.unit.groups]
+    meeting.meet(call, all_groups)
+    holdings, source, problem = None, None, None
+    facts: Any = None
+    try:
+        convert(optim)
+        holdings = holdings_of(groups, f"the state of {type(optim).__name__}", units, model)
+        source = source_of(holdings, optim.state_dict() if state_dict is None else state_dict, where)
+        if first_step and not source.states and not optim.state:
+            source = dataclasses.replace(source, states=first_states(holdings, optim), is_tried=True)
+        facts = facts_of(holdings, source)
+    except Exception as error:  # other ranks have to hear of it
+        holdings, problem = None, error
+    agreed = agree_together(holdings, all_groups, problem, facts, where)
+    assert holdings is not None
+    assert source is not None
     if optim not in _warned:
-        warn_of_layout(unshardable(holdings, states), optim, stacklevel=4)
+        warn_of_layout(unshardable(holdings, source.states), optim, stacklevel=4)
     settings = instances_in(model)[0]._settings
     is_first = settings.mesh.is_first if group is None else dist.get_rank(group) == 0
     keep = values is not Values.WHOLE or not rank0_only or is_first
-    if values is not Values.BOXES:
-        meeting.meet(where.partition("(")[0], (each for named in named_units(model) for each in named.unit.groups))
-    return optim_state(holdings, source, states, Form(values, to_cpu, keep, settings.group, settings.device_mesh))
+    return optim_state(holdings, source, agreed, Form(values, to_cpu, keep, settings.group, settings.device_mesh))
 
 
 def given_states(
@@ -141,18 +170,29 @@ def given_states(
     rank0_only: bool,
     label: str,
     where: str,
+    named: Optimizer | None = None,
+    as_saved: bool = False,
 ) -> dict[str, Any]:
     """Return what an optimizer with these parameter groups loads; collective, see ``optim_state_dict_to_load``.
 
-    label: the optimizer, for errors.
+    label: the optimizer, for errors. named: the optimizer if its state is keyed by names. as_saved: as the older calls have it, see
+    ``Wanted``.
     """
     _require_idle(model, where.partition("(")[0])
     units = named_units(model)
-    holdings = holdings_of(groups, f"the state of {label}", units, model)
+    require_units(units, model, f"the state of {label}")
     settings = instances_in(model)[0]._settings
-    meeting.meet(where.partition("(")[0], (each for named in units for each in named.unit.groups), copies=True)
+    all_groups = [each for its in units for each in its.unit.groups]
+    meeting.meet(where.partition("(")[0], all_groups, copies=True)
+    holdings: Holdings | None = None
+    problem: Exception | None = None
+    try:
+        holdings = holdings_of(groups, f"the state of {label}", units, model)
+    except Exception as error:  # other ranks have to hear of it
+        problem = error
     first = FirstRank(settings.mesh, settings.device)
-    return optim_state_to_load(holdings, state_dict, names_before(model), first, from_first=rank0_only, call=where)
+    wanted = Wanted(names_before(model), from_first=rank0_only, as_saved=as_saved, named=named)
+    return optim_state_to_load(holdings, problem, all_groups, state_dict, wanted, first, where)
 
 
 def check_optimizer(model: nn.Module, optim: Optimizer) -> list[str]:

@@ -15,7 +15,7 @@ import functools
 import importlib.metadata
 import typing
 import warnings
-from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 from ._checks import RuntimeUsageError, wrong_type
 from ._engine import torch_private
 from ._instances import instances_in, named_units
-from ._optim_state_dicts import OptimStateDicts
+from ._optim_state_dicts import OptimStateDicts, form_set, taken_states
 from ._optimizers import convert
 from ._state.entries import copied
 from ._state.formats import BoxedTensor
@@ -326,9 +326,11 @@ def _get_optimizers(model: nn.Module, optimizers: Iterable[Optimizer], options: 
     result: dict[str, Any] = {"state": {}, "param_groups": []}
     for optimizer in optimizers:
         convert(optimizer)
-        with _form(model, options, model_on_rank0=options.on_rank0), _with_state(optimizer):
+        with _form(model, options, model_on_rank0=options.on_rank0):
             get = torch_private.unpatched(optimizer, "state_dict")
-            found = OptimStateDicts.optim_state_dict(model, optimizer, get())
+            where = "get_optimizer_state_dict(model, optimizers)"
+            form, groups = form_set(model), optimizer.param_groups
+            found = taken_states(model, optimizer, groups, get(), **form, group=None, where=where, first_step=True)
         result["state"].update(
             (names.public(name), {key: _finished(value, options) for key, value in entry.items()})
             for name, entry in found.get("state", {}).items()
@@ -339,42 +341,6 @@ def _get_optimizers(model: nn.Module, optimizers: Iterable[Optimizer], options: 
     if options.on_rank0 and not _is_first(model):
         return {}
     return _flattened(result) if options.flatten else result
-
-
-@contextlib.contextmanager
-def _with_state(optimizer: Optimizer) -> Iterator[None]:
-    """Inside of it, an optimizer without state has what its first step would make, for a load to read into; then none again.
-
-    Torch leaves it there, with one step counted that was none, and makes none where gradients wait for the first step. A step with
-    gradients, learning rate and weight decay of zero changes no parameter.
-    """
-    if optimizer.state:
-        yield
-        return
-    grads = {parameter: parameter.grad for group in optimizer.param_groups for parameter in group["params"]}
-    before: list[dict[str, Any]] = [
-        {key: value for key, value in group.items() if key in ("lr", "weight_decay")} for group in optimizer.param_groups
-    ]
-    try:
-        for group, settings in zip(optimizer.param_groups, before, strict=True):
-            group.update({key: torch.zeros_like(v) if isinstance(v, torch.Tensor) else 0.0 for key, v in settings.items()})
-        for parameter in grads:
-            if parameter.requires_grad:
-                parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype or parameter.dtype)
-        optimizer.step()
-    finally:
-        for parameter, grad in grads.items():
-            parameter.grad = grad
-        for group, settings in zip(optimizer.param_groups, before, strict=True):
-            group.update(settings)
-    for entry in optimizer.state.values():
-        counts = [key for key, value in entry.items() if not isinstance(value, torch.Tensor) or value.dim() == 0]
-        if counts == ["step"]:  # where others go with it, it has to stay
-            entry["step"] = torch.zeros_like(entry["step"]) if isinstance(entry["step"], torch.Tensor) else type(entry["step"])(0)
-    try:
-        yield
-    finally:
-        optimizer.state.clear()
 
 
 def _flattened(state: Mapping[str, Any]) -> dict[str, Any]:

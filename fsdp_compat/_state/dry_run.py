@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import collections
 import copy
-from collections.abc import Mapping
+import textwrap
+import warnings
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -14,15 +16,17 @@ from torch.optim import Optimizer
 from ..errors import StateError, explain
 from .holdings import Holdings
 
-__all__ = ["states_to_be"]
+__all__ = ["first_states", "states_to_be"]
+
+_States = dict[nn.Parameter, Mapping[Any, Any]]
 
 
-def states_to_be(holdings: Holdings, optimizer: Optimizer) -> dict[nn.Parameter, Mapping[Any, Any]]:
-    """Return the optimizer's states by parameter, and for those without what it would make in its first step.
+def states_to_be(holdings: Holdings, optimizer: Optimizer) -> _States:
+    """Return the optimizer's states by parameter, and for those without the form of what it would make in its first step.
 
     Raises StateError if that step fails.
     """
-    states: dict[nn.Parameter, Mapping[Any, Any]] = {}
+    states: _States = {}
     tried: dict[object, Mapping[Any, Any]] = {}
     for number, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
@@ -31,27 +35,40 @@ def states_to_be(holdings: Holdings, optimizer: Optimizer) -> dict[nn.Parameter,
             elif parameter.requires_grad:
                 kind = number, tuple(parameter.shape), parameter.dtype, parameter.device
                 if kind not in tried:
-                    tried[kind] = _shapes_of(_first_state(holdings, optimizer, number, parameter))
+                    tried[kind] = _shapes_of(_tried_alone(holdings, optimizer, parameter))
                 states[parameter] = tried[kind]
     return states
 
 
-def _first_state(holdings: Holdings, optimizer: Optimizer, number: int, parameter: nn.Parameter) -> Mapping[Any, Any]:
-    """The state that a copy of the optimizer has for a stand-in of ``parameter``, in group ``number``, after one step of zeros."""
-    stand_in = nn.Parameter(torch.zeros_like(parameter))
-    stand_in.grad = torch.zeros_like(stand_in)
-    nobody: dict[int, Any] = {id(p): stand_in for p in holdings.held} | {id(optimizer.state): collections.defaultdict(dict)}
-    devices = [parameter.device] if parameter.device.type != "cpu" else []
-    trial = object.__new__(type(optimizer))
+def first_states(holdings: Holdings, optimizer: Optimizer) -> _States:
+    """Return what an optimizer without state would make in its first step, by parameter, with no step counted yet.
+
+    Gradients and weight decay of that step are zero. If it fails, a warning says so, and the answer is empty.
+    """
+    trainable = [
+        p for group in optimizer.param_groups for p in group["params"] if p.requires_grad and not holdings.is_vacant(p)
+    ]
     try:
-        trial.__dict__ = copy.deepcopy({k: v for k, v in optimizer.__dict__.items() if k not in _LEFT_OUT}, nobody)
-        for name in optimizer.__dict__.keys() & _HOOKS:
-            trial.__dict__[name] = collections.OrderedDict()
-        for position, group in enumerate(trial.param_groups):
-            group["params"] = [stand_in] if position == number else []
-        with torch.random.fork_rng(devices, device_type=parameter.device.type if devices else "cuda"):
-            type(optimizer).step(trial)
+        states = _after_one_step(holdings, optimizer, trainable)
     except Exception as error:  # whatever a user's step raises on its own terms: it wants a closure, or a model
+        warnings.warn(
+            f"{type(optimizer).__name__} has no state yet, and what its first step would make could not be tried out "
+            f"({type(error).__name__}: {textwrap.shorten(str(error), 200)}): its state dict has no entries that a checkpoint could "
+            "be read into. Take it after the first step.",
+            stacklevel=4,
+        )
+        return {}
+    for entry in states.values():
+        counts = [key for key, value in entry.items() if not isinstance(value, torch.Tensor) or value.dim() == 0]
+        if counts == ["step"]:  # where others go with it, it has to stay
+            entry["step"] = torch.zeros_like(entry["step"]) if isinstance(entry["step"], torch.Tensor) else type(entry["step"])(0)
+    return {parameter: entry for parameter, entry in states.items() if entry}
+
+
+def _tried_alone(holdings: Holdings, optimizer: Optimizer, parameter: nn.Parameter) -> Mapping[Any, Any]:
+    try:
+        return _after_one_step(holdings, optimizer, [parameter])[parameter]
+    except Exception as error:
         if not parameter.numel():  # some steps divide by the number of elements
             return {}
         raise StateError(
@@ -63,8 +80,45 @@ def _first_state(holdings: Holdings, optimizer: Optimizer, number: int, paramete
                 fix="call check_optimizer after the first step: it looks at the states that are there then",
             )
         ) from error
-    state: Mapping[Any, Any] = trial.state.get(stand_in, {})
-    return state
+
+
+def _after_one_step(
+    holdings: Holdings, optimizer: Optimizer, parameters: Iterable[nn.Parameter]
+) -> dict[nn.Parameter, dict[Any, Any]]:
+    """The states that a copy of the optimizer has for copies of ``parameters`` alone, after one step without gradients."""
+    optimizer = _innermost(optimizer)
+    stand_ins = {parameter: _stand_in(parameter) for parameter in parameters}
+    left_out = nn.Parameter(torch.empty(0))
+    copies: dict[int, Any] = {id(p): stand_ins.get(p, left_out) for p in holdings.held}  # by the ids of what deepcopy meets
+    copies[id(optimizer.state)] = collections.defaultdict(dict)
+    trial = object.__new__(type(optimizer))
+    trial.__dict__ = copy.deepcopy({k: v for k, v in optimizer.__dict__.items() if k not in _LEFT_OUT}, copies)
+    for name in optimizer.__dict__.keys() & _HOOKS:
+        trial.__dict__[name] = collections.OrderedDict()
+    for group in trial.param_groups:
+        group["params"] = [parameter for parameter in group["params"] if parameter is not left_out]
+        if "weight_decay" in group:
+            group["weight_decay"] = 0.0
+    devices = {parameter.device for parameter in stand_ins if parameter.device.type != "cpu"}
+    with torch.random.fork_rng(devices, device_type=next(iter(devices)).type if devices else "cuda"):
+        type(optimizer).step(trial)
+    return {parameter: dict(trial.state.get(stand_in) or {}) for parameter, stand_in in stand_ins.items()}
+
+
+def _innermost(optimizer: Optimizer) -> Optimizer:
+    """The optimizer that keeps the state: others may be wrapped around it."""
+    for value in vars(optimizer).values():
+        if isinstance(value, Optimizer) and value is not optimizer and value.state is optimizer.state:
+            return _innermost(value)
+    return optimizer
+
+
+def _stand_in(parameter: nn.Parameter) -> nn.Parameter:
+    stand_in = nn.Parameter(parameter.detach().clone())
+    if parameter.grad_dtype not in (None, parameter.dtype):
+        stand_in.grad_dtype = parameter.grad_dtype
+    stand_in.grad = torch.zeros_like(stand_in, dtype=parameter.grad_dtype or parameter.dtype)
+    return stand_in
 
 
 def _shapes_of(state: Mapping[Any, Any]) -> dict[Any, Any]:

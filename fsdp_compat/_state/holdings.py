@@ -14,7 +14,7 @@ from ..errors import UsageError, explain
 from .model import store_of
 from .names import clean_name
 
-__all__ = ["Held", "Holdings", "NamedUnit", "holdings_of", "is_flat", "is_whole"]
+__all__ = ["Held", "Holdings", "NamedUnit", "holdings_of", "is_flat", "is_whole", "numbered_names", "require_units"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +39,8 @@ class Holdings:
 
     where: str  # for errors: whose they are
     groups: Sequence[Mapping[str, Any]]  # the optimizer's parameter groups
-    held: Mapping[nn.Parameter, Held]  # of all parameters of the model; the optimizer may have some of them only
+    held: Mapping[nn.Parameter, Held]  # of all parameters of the model, in its order; the optimizer may have only some of them
+    names: Mapping[nn.Parameter, str]  # what the model calls its parameters now, with the parts that wrappers add
 
     @functools.cached_property
     def parameters(self) -> list[nn.Parameter]:
@@ -51,6 +52,24 @@ class Holdings:
         """Which parameter holds each name of the model, and the name's index in the layout."""
         return {name: (parameter, index) for parameter, its in self.held.items() for index, name in its.names}
 
+    @functools.cached_property
+    def members(self) -> frozenset[nn.Parameter]:
+        """The optimizer's parameters."""
+        return frozenset(self.parameters)
+
+    @functools.cached_property
+    def by_current_name(self) -> dict[str, nn.Parameter]:
+        """The optimizer's parameters by what the model calls them now, which is how a named optimizer keys its state."""
+        return {self.names[parameter]: parameter for parameter in self.parameters if parameter in self.names}
+
+    def is_vacant(self, parameter: nn.Parameter) -> bool:
+        """True for a parameter that has elements, but none on this rank: what an optimizer keeps for it here means nothing."""
+        group = self.held[parameter].group
+        if group is None or parameter.numel():
+            return False
+        layout = store_of(group).layout
+        return any(layout.params[index].numel for index, _ in self.held[parameter].names)
+
     def name_before(self, name: object) -> str:
         """The name of a parameter before anything was wrapped: DistributedDataParallel's begin with ``module.``."""
         clean = clean_name(str(name))
@@ -61,12 +80,23 @@ class Holdings:
         """The targets of one flat group, whether the optimizer has them or not."""
         return [target for target, _ in store_of(group).targets if target in self.held]
 
+    @functools.cached_property
+    def groups_held(self) -> list[Group]:
+        """The flat groups of which the optimizer has a parameter, in the model's order."""
+        found: dict[int, Group] = {}
+        for parameter, its in self.held.items():
+            if its.group is not None and parameter in self.members:
+                found.setdefault(id(its.group), its.group)
+        return list(found.values())
 
-def holdings_of(groups: Sequence[Mapping[str, Any]], where: str, units: Sequence[NamedUnit], model: nn.Module) -> Holdings:
-    """Return what every parameter in the groups of an optimizer holds.
+    @functools.cached_property
+    def unmanaged(self) -> list[tuple[nn.Parameter, str]]:
+        """The optimizer's parameters that no unit manages, with their names, in the model's order."""
+        return [(p, its.names[0][1]) for p, its in self.held.items() if its.group is None and p in self.members]
 
-    Raises UsageError for a parameter that is not the model's, and for a model without units.
-    """
+
+def require_units(units: Sequence[NamedUnit], model: nn.Module, where: str) -> None:
+    """Raise UsageError for a model without units."""
     if not units:
         raise UsageError(
             explain(
@@ -77,13 +107,23 @@ def holdings_of(groups: Sequence[Mapping[str, Any]], where: str, units: Sequence
                 fix="wrap the model before, or use optimizer.state_dict() and optimizer.load_state_dict(...), which do without",
             )
         )
+
+
+def holdings_of(groups: Sequence[Mapping[str, Any]], where: str, units: Sequence[NamedUnit], model: nn.Module) -> Holdings:
+    """Return what every parameter in the groups of an optimizer holds.
+
+    Raises UsageError for a parameter that is not the model's, and for a model without units.
+    """
+    require_units(units, model, where)
     held: dict[nn.Parameter, Held] = {}
     for named in units:
         for group in named.unit.groups:
             members = store_of(group).members
             for target, indices in group.store.targets:
                 held[target] = Held(group, tuple((i, named.prefix + clean_name(members[i].name)) for i in indices))
-    for name, parameter in model.named_parameters():
+    names: dict[nn.Parameter, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, name)
         held.setdefault(parameter, Held(None, ((0, clean_name(name)),)))
     for position, group_of_optimizer in enumerate(groups):
         for parameter in group_of_optimizer["params"]:
@@ -97,7 +137,29 @@ def holdings_of(groups: Sequence[Mapping[str, Any]], where: str, units: Sequence
                         fix="make the optimizer after wrapping, from model.parameters(), or wrap with use_orig_params=True",
                     )
                 )
-    return Holdings(where, groups, held)
+    return Holdings(where, groups, held, names)
+
+
+def numbered_names(holdings: Holdings, order: Sequence[str]) -> list[list[str]]:
+    """Return, group by group, the names of parameters in the order in which the optimizer of an unwrapped model numbers them.
+
+    order: of the model's names before wrapping, in which a FlatParameter's are counted. Where an optimizer holds the parameters
+    themselves (original ones) their order in it counts.
+    """
+    position = {name: number for number, name in enumerate(order)}
+    found = []
+    for group in holdings.groups:
+        names = [name for parameter in group["params"] for _, name in holdings.held[parameter].names]
+        if any(is_flattened(holdings, parameter) for parameter in group["params"]):
+            names.sort(key=lambda name: position.get(name, len(position)))
+        found.append(names)
+    return found
+
+
+def is_flattened(holdings: Holdings, parameter: nn.Parameter) -> bool:
+    """True for a FlatParameter."""
+    group = holdings.held[parameter].group
+    return group is not None and is_flat(group, parameter)
 
 
 def is_flat(group: Group, target: nn.Parameter) -> bool:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import dataclasses
 import enum
 import textwrap
-from collections.abc import Mapping
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,15 +18,17 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from .._checks import RuntimeUsageError
 from .._engine.unit import Group
 from ..errors import UsageError, explain
 from .entries import Entry, classify_all, copied, snapshot
 from .formats import mesh_sharded_value, sharded_value
 from .holdings import Holdings, NamedUnit, is_flat, is_whole
 from .model import store_of
-from .opaque import gather_states, own_states
+from .opaque import gather_states, own_states, part_of
+from .optim_alike import Agreed
 
-__all__ = ["Form", "NamedUnit", "Values", "optim_state", "other_form"]
+__all__ = ["Facts", "Form", "NamedUnit", "Source", "Values", "facts_of", "is_user_state", "optim_state", "other_form", "source_of"]
 
 
 class Values(enum.Enum):
@@ -48,18 +51,30 @@ class Form:
 
 
 _ByTarget = Mapping[nn.Parameter, Mapping[Any, Any]]
-_Kinds = Mapping[nn.Parameter, Mapping[Any, Entry]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """What an optimizer's own state dict says."""
+
+    states: _ByTarget
+    user_states: Mapping[str, Any]  # of no parameter, by the keys that the user gave them
+    param_groups: Sequence[Mapping[str, Any]] | None  # as there, but "params" are parameters; None: it has none
+    is_tried: bool = False  # the optimizer has no state yet: this is what its first step would make
 
 
 def other_form(state_dict: Any) -> tuple[str, object] | None:
-    """Return what is expected of an optimizer's state dict, and what is there instead; None if all is as it should be."""
-    if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= state_dict.keys():
+    """Return what is expected of an optimizer's state dict, and what is there instead; None if all is as it should be.
+
+    "param_groups" may be missing, and below names of no parameter there may be anything.
+    """
+    if not isinstance(state_dict, Mapping) or "state" not in state_dict:
         return "a dict with 'state' and 'param_groups'", list(state_dict) if isinstance(state_dict, Mapping) else state_dict
-    state, groups = state_dict["state"], state_dict["param_groups"]
+    state, groups = state_dict["state"], state_dict.get("param_groups", ())
     if not isinstance(state, Mapping):
         return "'state': a dict by parameters", state
     for name, entry in state.items():
-        if not isinstance(entry, Mapping):
+        if not isinstance(entry, Mapping) and not isinstance(name, str):
             return f"'state' of {name!r}: a dict", entry
     if not isinstance(groups, (list, tuple)):
         return "'param_groups': a list of dicts", groups
@@ -69,9 +84,17 @@ def other_form(state_dict: Any) -> tuple[str, object] | None:
     return None
 
 
-def by_target(holdings: Holdings, source: Any, where: str) -> dict[nn.Parameter, Mapping[Any, Any]]:
-    """Return the states in what ``optimizer.state_dict()`` gives, by parameter. Raises UsageError for another dict."""
-    if (found := other_form(source)) is not None:
+def is_user_state(holdings: Holdings, key: object) -> bool:
+    """True for a key under which an optimizer keeps something that belongs to no parameter."""
+    return isinstance(key, str) and holdings.name_before(key) not in holdings.by_name and key not in holdings.by_current_name
+
+
+def source_of(holdings: Holdings, state_dict: Any, where: str) -> Source:
+    """Return what ``optimizer.state_dict()`` says, by parameter: it may be keyed by numbers, or by the model's current names.
+
+    Raises UsageError for another dict.
+    """
+    if (found := other_form(state_dict)) is not None:
         expected, got = found
         raise UsageError(
             explain(
@@ -82,66 +105,144 @@ def by_target(holdings: Holdings, source: Any, where: str) -> dict[nn.Parameter,
                 fix="pass what optimizer.state_dict() or optim_state_dict(model, optim) returned, on every rank",
             )
         )
-    parameters = holdings.parameters
-    for key in (*source["state"], *(key for group in source["param_groups"] for key in group["params"])):
-        if not isinstance(key, int) or not 0 <= key < len(parameters):
+    states: dict[nn.Parameter, Mapping[Any, Any]] = {}
+    user_states: dict[str, Any] = {}
+    for key, value in state_dict["state"].items():
+        if is_user_state(holdings, key):
+            user_states[key] = value
+            continue
+        parameter = _parameter_of(holdings, key, where)
+        if not isinstance(value, Mapping):
             raise UsageError(
                 explain(
-                    "The optimizer's state is keyed by something else than the numbers of its parameters.",
-                    expected=f"what optimizer.state_dict() returns: parameters by number, 0 to {len(parameters) - 1}",
-                    got=f"the key {textwrap.shorten(repr(key), 300)}",
+                    "This is no optimizer state dict.",
+                    expected=f"'state' of {key!r}: a dict",
+                    got=f"{textwrap.shorten(repr(value), 300)} of type {type(value).__name__}",
                     where=where,
-                    fix="leave the third argument out; a dict that optim_state_dict has returned needs no second pass",
+                    fix="pass what optimizer.state_dict() returned, on every rank",
                 )
             )
-    return {parameters[number]: value for number, value in source["state"].items()}
+        if not holdings.is_vacant(parameter):
+            states[parameter] = value
+    if user_states:
+        warnings.warn(
+            f"{where}: the state of no parameter is copied as it is: {textwrap.shorten(', '.join(user_states), 300)}.",
+            stacklevel=4,
+        )
+    groups = None
+    if "param_groups" in state_dict:
+        groups = [
+            {**group, "params": [_parameter_of(holdings, key, where) for key in group["params"]]}
+            for group in state_dict["param_groups"]
+        ]
+    return Source(states, user_states, groups)
 
 
-def optim_state(holdings: Holdings, source: Mapping[str, Any], states: _ByTarget, form: Form) -> dict[str, Any]:
+def _parameter_of(holdings: Holdings, key: object, where: str) -> nn.Parameter:
+    parameters = holdings.parameters
+    if isinstance(key, str) and key in holdings.by_current_name:
+        return holdings.by_current_name[key]
+    if isinstance(key, int) and 0 <= key < len(parameters):
+        return parameters[key]
+    raise UsageError(
+        explain(
+            "The optimizer's state is keyed by something else than its parameters.",
+            expected=f"what optimizer.state_dict() returns: parameters by number, 0 to {len(parameters) - 1}, or by the names that "
+            "model.named_parameters() gives",
+            got=f"the key {textwrap.shorten(repr(key), 300)}",
+            where=where,
+            fix="leave the third argument out; a dict that optim_state_dict has returned needs no second pass",
+        )
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Facts:
+    """What a rank tells others of the states of one flat group."""
+
+    is_tried: bool
+    has_states: bool  # of any group, of steps that were made
+    states: Sequence[Mapping[Any, _Described]]  # by target
+
+
+def facts_of(holdings: Holdings, source: Source) -> Callable[[Group], Facts]:
+    """Return what gives the facts of each group."""
+    kinds = classify_all(source.states)
+
+    def of_group(group: Group) -> Facts:
+        targets = holdings.in_group(group)
+        described = [{key: _described(source.states[t][key], kind) for key, kind in kinds.get(t, {}).items()} for t in targets]
+        return Facts(source.is_tried, bool(source.states) and not source.is_tried, described)
+
+    return of_group
+
+
+def optim_state(holdings: Holdings, source: Source, agreed: Agreed, form: Form) -> dict[str, Any]:
     """Return {"state": {name: {...}}, "param_groups": [{..., "params": [names]}]}.
 
-    source: what optimizer.state_dict() gives; states: those in it, ``by_target``. With boxes nothing is sent. Else collective:
-    one gather per (group, state name), and for whole values one exchange per group of what the ranks have, and one more gather
-    if some of it belongs to single ranks.
+    agreed: ``Facts`` of all ranks. The states of groups of which some rank's optimizer has parameters are put together in the
+    model's order. With boxes nothing is sent. Else collective: one gather per (group, state name), and for whole values one more
+    per group if some of its state belongs to single ranks.
     """
-    state: dict[str, dict[str, Any]] = {}
-    done: set[int] = set()
-    kinds = classify_all(states)
-    for parameter in holdings.parameters:
-        held = holdings.held[parameter]
-        if held.group is None:
-            if parameter in states:
-                state[held.names[0][1]] = {key: snapshot(value, form.to_cpu) for key, value in states[parameter].items()}
-        elif id(held.group) not in done:
-            done.add(id(held.group))
-            _GroupStates(held.group, holdings, states, kinds, form).add_to(state)
+    state: dict[str, Any] = {}
+    groups = {id(its.group): its.group for p, its in holdings.held.items() if p in agreed.targets and its.group is not None}
+    for number, group in groups.items():
+        _GroupStates(group, holdings, source, agreed.facts[number], form).add_to(state)
+    for parameter, name in holdings.unmanaged:
+        if parameter in source.states:
+            state[name] = {key: snapshot(value, form.to_cpu) for key, value in source.states[parameter].items()}
     if not form.keep:
         return {}
-    parameters = holdings.parameters
-    ordered = {name: state[name] for p in parameters for _, name in holdings.held[p].names if name in state}
-    groups = []
-    for group_state in source["param_groups"]:
-        names = [name for number in group_state["params"] for _, name in holdings.held[parameters[number]].names]
-        groups.append({**{key: copied(value) for key, value in group_state.items() if key != "params"}, "params": names})
-    return {"state": ordered, "param_groups": groups}
+    first = [name for parameter in holdings.parameters for _, name in holdings.held[parameter].names]
+    result: dict[str, Any] = {"state": {name: state[name] for name in dict.fromkeys([*first, *state]) if name in state}}
+    result["state"].update({key: snapshot(value, form.to_cpu) for key, value in source.user_states.items()})
+    if source.param_groups is not None:
+        result["param_groups"] = [
+            {
+                **{key: copied(value) for key, value in group.items() if key != "params"},
+                "params": [name for parameter in group["params"] for _, name in holdings.held[parameter].names],
+            }
+            for group in source.param_groups
+        ]
+    return result
 
 
 class _GroupStates:
     """The state of everything one group holds, and what each state is for the ranks together."""
 
-    def __init__(self, group: Group, holdings: Holdings, states: _ByTarget, kinds: _Kinds, form: Form) -> None:
-        """kinds: of ``states``, on this rank.
+    def __init__(self, group: Group, holdings: Holdings, source: Source, everyones: Sequence[Facts], form: Form) -> None:
+        """everyones: of the ranks of the shard axis, which find the same, also where one of them raises.
 
-        Collective unless the values are boxes: an optimizer may keep nothing for an empty part, or not the same everywhere.
+        An optimizer may keep nothing for an empty part, or not the same everywhere.
         """
         self.group, self.holdings, self.form = group, holdings, form
         self.targets = holdings.in_group(group)
-        self.states = {target: states.get(target, {}) for target in self.targets}
-        own = [{key: _described(self.states[t][key], kind) for key, kind in kinds.get(t, {}).items()} for t in self.targets]
-        everyones = [own]
-        if form.values is not Values.BOXES and group.shard.ranks > 1:
-            everyones = group.shard.gather_objects([{key: its.to_cpu() for key, its in known.items()} for known in own])
-        self.known = [_agreed([its[number] for its in everyones], self.states[t]) for number, t in enumerate(self.targets)]
+        self.states = {target: source.states.get(target, {}) for target in self.targets}
+        if any(facts.has_states for facts in everyones):  # what is tried counts only if nobody has made a step
+            nothing = [dict[Any, _Described]()] * len(self.targets)
+            everyones = [dataclasses.replace(facts, states=nothing) if facts.is_tried else facts for facts in everyones]
+            if source.is_tried:
+                self.states = {target: {} for target in self.targets}
+        by_target = list(zip(*(facts.states for facts in everyones), strict=True))  # for each target, what every rank has
+        self.known = [_agreed(by_rank, self.states[t]) for t, by_rank in zip(self.targets, by_target, strict=True)]
+        for target, known, by_rank in zip(self.targets, self.known, by_target, strict=True):
+            for key in (key for key, its in known.items() if _is_per_element(its)):
+                self._require_everywhere(target, key, [key in described for described in by_rank])
+
+    def _require_everywhere(self, target: nn.Parameter, key: Any, there: list[bool]) -> None:
+        """Raise UsageError if a rank lacks a state for its part of a parameter: in the whole it would be zeros."""
+        names, members = self.holdings.held[target].names, self.group.shard.members
+        for rank, has in enumerate(there):
+            if not has and (is_flat(self.group, target) or part_of(self.group, target, names, rank).runs):
+                raise RuntimeUsageError(
+                    explain(
+                        "The optimizers of the ranks do not keep the same state.",
+                        expected="every state of a parameter on all ranks that have a part of it",
+                        got=f"the state {key!r} of {names[0][1]!r}: on rank {members[there.index(True)]}, not on {members[rank]}",
+                        where=f"{self.holdings.where}, {self.group.name}",
+                        fix="step the optimizer, and load its state, on every rank alike",
+                    )
+                )
 
     def add_to(self, state: dict[str, dict[str, Any]]) -> None:
         form, rank_states = self.form, {}
@@ -154,21 +255,26 @@ class _GroupStates:
                     if its.kind is Entry.SCALAR or (whole and its.kind is Entry.OPAQUE)
                 }
             rank_states[target] = [key for key, its in known.items() if its.kind is Entry.OPAQUE and not whole]
-        for key in dict.fromkeys(key for known in self.known for key, its in known.items() if its.kind is Entry.PER_ELEMENT):
-            having = [t for t, known in zip(self.targets, self.known, strict=True) if key in known and _is_per_element(known[key])]
+        per_element: dict[tuple[Any, torch.dtype | None], list[nn.Parameter]] = {}  # parameters of one group may differ in dtype
+        for target, known in zip(self.targets, self.known, strict=True):
+            for key, its in known.items():
+                if _is_per_element(its):
+                    per_element.setdefault((key, its.dtype), []).append(target)
+        for (key, dtype), having in per_element.items():
             if form.values is Values.BOXES:
-                self._add_boxes(state, key, having)
+                self._add_boxes(state, key, dtype, having)
             else:
-                self._add_wholes(state, key, having)
+                self._add_wholes(state, key, dtype, having)
         found = own_states(self.group, self.holdings, self.states, rank_states, form.to_cpu)
         if form.values is Values.WHOLE and any(rank_states.values()):
             found = gather_states(self.group, found, to_cpu=form.to_cpu, keep=form.keep)
         for name, rank_state in found:
             state[name][rank_state.own_key] = rank_state
 
-    def _add_wholes(self, state: dict[str, dict[str, Any]], key: Any, having: list[nn.Parameter]) -> None:
+    def _add_wholes(
+        self, state: dict[str, dict[str, Any]], key: Any, dtype: torch.dtype | None, having: list[nn.Parameter]
+    ) -> None:
         store = store_of(self.group)
-        dtype = next(known[key].dtype for known in self.known if key in known and _is_per_element(known[key]))
         buffer = torch.zeros(store.numel, dtype=dtype, device=store.shard.device)
         places = {target: place for (target, _), place in zip(store.targets, store.grads(buffer), strict=True)}
         for target in having:
@@ -190,10 +296,12 @@ class _GroupStates:
         value = mesh_sharded_value(whole, self.form.mesh)
         return value.cpu() if self.form.to_cpu else value
 
-    def _add_boxes(self, state: dict[str, dict[str, Any]], key: Any, having: list[nn.Parameter]) -> None:
+    def _add_boxes(
+        self, state: dict[str, dict[str, Any]], key: Any, dtype: torch.dtype | None, having: list[nn.Parameter]
+    ) -> None:
         store, members = store_of(self.group), self.group.shard.members
-        for target in having:
-            value = self.states[target][key].detach().reshape(-1)
+        for target in having:  # who has no part of a parameter has boxes without elements, as torch has them
+            value = self.states[target].get(key, store.shard.new_empty(0, dtype=dtype)).detach().reshape(-1)
             for index, name in self.holdings.held[target].names:
                 run = value[store.layout.part_in_shard(index, store.rank).slice] if is_flat(self.group, target) else value
                 run = copied(run, to_cpu=True) if self.form.to_cpu else run
@@ -210,9 +318,6 @@ class _Described:
     dtype: torch.dtype | None = None  # of one that has one element per element
     value: Any = None  # of a scalar
 
-    def to_cpu(self) -> _Described:
-        return dataclasses.replace(self, value=self.value.cpu()) if isinstance(self.value, torch.Tensor) else self
-
 
 def _is_per_element(its: _Described) -> bool:
     return its.kind is Entry.PER_ELEMENT
@@ -222,12 +327,12 @@ def _described(value: Any, kind: Entry) -> _Described:
     if kind is Entry.PER_ELEMENT:
         return _Described(kind, dtype=value.dtype)
     if kind is Entry.SCALAR:
-        return _Described(kind, value=value.detach() if isinstance(value, torch.Tensor) else value)
+        return _Described(kind, value=value.detach().cpu() if isinstance(value, torch.Tensor) else value)
     return _Described(kind)
 
 
-def _agreed(everyones: list[dict[Any, _Described]], own: Mapping[Any, Any]) -> dict[Any, _Described]:
-    """What a target's states are for all ranks: what one of them finds opaque, or what differs as a scalar, is opaque.
+def _agreed(everyones: Sequence[Mapping[Any, _Described]], own: Mapping[Any, Any]) -> dict[Any, _Described]:
+    """What a target's states are for all ranks: what one of them finds opaque, or what differs as a scalar or in dtype, is opaque.
 
     Scalars and opaque states of the own rank come as it has them.
     """
@@ -235,7 +340,7 @@ def _agreed(everyones: list[dict[Any, _Described]], own: Mapping[Any, Any]) -> d
     for its in everyones:
         for key, described in its.items():
             known = agreed.setdefault(key, described)
-            if known.kind is not described.kind or not _equal(known.value, described.value):
+            if (known.kind, known.dtype) != (described.kind, described.dtype) or not _equal(known.value, described.value):
                 agreed[key] = _Described(Entry.OPAQUE)
     for key, described in agreed.items():
         if key in own and described.kind is not Entry.PER_ELEMENT:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from .._checks import AssertedUsageError, TypeUsageError
 from ..errors import CheckpointError, UsageError, explain
 from .names import clean_name
 
-__all__ = ["by_names", "by_numbers", "groups_of_input"]
+__all__ = ["Numbering", "groups_of_input"]
 
 
 def groups_of_input(
@@ -53,30 +53,37 @@ def _wrong_input(optim_input: object, call: str) -> str:
     )
 
 
-def by_names(state_dict: Mapping[str, Any], model: nn.Module, groups: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return a dict keyed by numbers with the names of the model's parameters as keys; values are the same objects.
+class Numbering:
+    """How an optimizer numbers a model's parameters, whose names are those before wrapping."""
 
-    Names are those before wrapping. Raises UsageError for a dict whose keys are of several kinds, or numbers of no parameter.
-    """
-    if _kinds(state_dict) == {str}:
-        return dict(state_dict)
-    names = {parameter: clean_name(name) for name, parameter in model.named_parameters()}
-    numbers = dict(enumerate(parameter for group in groups for parameter in group["params"]))
-    return _rekeyed(state_dict, {number: names.get(parameter) for number, parameter in numbers.items()})
+    def __init__(self, model: nn.Module, groups: Iterable[Mapping[str, Any]], names: Sequence[Sequence[str]] | None) -> None:
+        """names: by parameter group, of a model with units; None for another model."""
+        first = {parameter: clean_name(name) for name, parameter in model.named_parameters()}
+        if names is None:
+            self.names = [first.get(parameter) for group in groups for parameter in group["params"]]
+        else:
+            self.names = [name for its in names for name in its]
+        self.numbers = {name: number for number, name in enumerate(self.names) if name is not None}
+        for name, parameter in model.named_parameters(remove_duplicate=False):  # a shared parameter has several
+            if first[parameter] in self.numbers:
+                self.numbers.setdefault(clean_name(name), self.numbers[first[parameter]])
 
+    def by_names(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a dict keyed by numbers with names as keys; values are the same objects. One keyed by names comes back as it is.
 
-def by_numbers(state_dict: Mapping[str, Any], model: nn.Module, groups: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return a dict keyed by names with the numbers that the optimizer gives the model's parameters as keys; see ``by_names``."""
-    if _kinds(state_dict) == {int}:
-        return dict(state_dict)
-    named = {clean_name(name): parameter for name, parameter in model.named_parameters(remove_duplicate=False)}
-    numbers = {parameter: number for number, parameter in enumerate(p for group in groups for p in group["params"])}
-    found = {name: numbers.get(parameter) for name, parameter in named.items()}
-    return _rekeyed(state_dict, {name: found.get(clean_name(str(name))) for name in _keys(state_dict)})
+        Raises UsageError for a dict whose keys are of several kinds, CheckpointError for numbers of no parameter.
+        """
+        return dict(state_dict) if _kinds(state_dict) == {str} else _rekeyed(state_dict, dict(enumerate(self.names)))
+
+    def by_numbers(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
+        """The opposite of ``by_names``."""
+        if _kinds(state_dict) == {int}:
+            return dict(state_dict)
+        return _rekeyed(state_dict, {name: self.numbers.get(clean_name(str(name))) for name in _keys(state_dict)})
 
 
 def _keys(state_dict: Mapping[str, Any]) -> list[Any]:
-    return [*state_dict["state"], *(key for group in state_dict["param_groups"] for key in group["params"])]
+    return [*state_dict["state"], *(key for group in state_dict.get("param_groups", ()) for key in group["params"])]
 
 
 def _kinds(state_dict: Mapping[str, Any]) -> set[type]:
@@ -104,11 +111,13 @@ def _rekeyed(state_dict: Mapping[str, Any], keys: Mapping[Any, Any]) -> dict[str
                     expected="state of parameters that the optimizer holds and the model has under one name",
                     got=f"the key {key!r}",
                     where="rekey_optim_state_dict",
-                    fix="pass the model without wrapping, or wrapped with use_orig_params=True, and its optimizer",
+                    fix="pass the model and the optimizer that the dict is of, or is to be loaded into",
                 )
             )
-    groups = [
-        {**{k: copy.deepcopy(v) for k, v in group.items() if k != "params"}, "params": sorted(keys[key] for key in group["params"])}
-        for group in state_dict["param_groups"]
-    ]
-    return {"state": {keys[key]: value for key, value in state_dict["state"].items()}, "param_groups": groups}
+    result: dict[str, Any] = {"state": {keys[key]: value for key, value in state_dict["state"].items()}}
+    if "param_groups" in state_dict:
+        result["param_groups"] = [
+            {**{k: copy.deepcopy(v) for k, v in g.items() if k != "params"}, "params": sorted(keys[key] for key in g["params"])}
+            for g in state_dict["param_groups"]
+        ]
+    return result

@@ -9,23 +9,25 @@ import dataclasses
 import enum
 import numbers
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
+from .._checks import RuntimeUsageError, ValueCheckpointError
 from .._engine.unit import Group
 from ..errors import CheckpointError, FsdpCompatError, UsageError, explain
 from .entries import Entry, classify, copied, snapshot
 from .formats import is_sharded, misfit, read_part, shape_of
-from .holdings import Holdings, is_flat, is_whole
+from .holdings import Holdings, is_flat, is_whole, numbered_names
 from .model import store_of
 from .opaque import RankState, check_layout, restored
-from .optim import other_form
+from .optim import is_user_state, other_form
+from .optim_alike import held_by_any, require_alike, tell
 from .sending import FirstRank, Outline
 
-__all__ = ["optim_state_to_load"]
+__all__ = ["Wanted", "optim_state_to_load"]
 
 
 class _Later(enum.Enum):
@@ -38,13 +40,24 @@ _LATER = _Later.LATER
 
 
 @dataclasses.dataclass(frozen=True)
+class Wanted:
+    """How a dict is to be loaded."""
+
+    order: Sequence[str]  # the names of all parameters, as the model had them before it was wrapped
+    from_first: bool  # where ranks have None or {}, all take what the first one has
+    as_saved: bool = False  # groups list what was saved, and all parameters of a FlatParameter have state, or none
+    named: torch.optim.Optimizer | None = None  # the optimizer, if its state is keyed by the model's current names
+
+
+@dataclasses.dataclass(frozen=True)
 class _Plan:
     """A state dict that was looked through and fits, by the names before wrapping."""
 
     entries: Mapping[str, Mapping[Any, Any]]
     rank_states: Mapping[str, Sequence[RankState]]  # those in it that belong to single ranks
     per_element: frozenset[Any]  # the names of states with one element per element of a parameter
-    groups: Sequence[Mapping[str, Any]]  # parameter groups, their params by name
+    groups: Sequence[Mapping[str, Any]] | None  # parameter groups, their params by name
+    user_states: Mapping[str, Any]  # of no parameter
 
     def is_cut(self, holdings: Holdings, name: str, key: Any) -> bool:
         """True for a value that has one element per element of a parameter, which is cut as that is."""
@@ -61,8 +74,16 @@ class _Plan:
         entries: dict[str, dict[Any, Any]] = {}
         for name, entry in self.entries.items():
             entries[name] = {key: _outline(value, self.is_cut(holdings, name, key)) for key, value in entry.items()}
-        groups = [{key: value.cpu() if isinstance(value, torch.Tensor) else value for key, value in g.items()} for g in self.groups]
-        return dataclasses.replace(self, entries=entries, rank_states=dict.fromkeys(self.rank_states, ()), groups=groups)
+        groups = self.groups
+        if groups is not None:
+            groups = [{key: value.cpu() if isinstance(value, torch.Tensor) else value for key, value in g.items()} for g in groups]
+        return dataclasses.replace(
+            self,
+            entries=entries,
+            rank_states=dict.fromkeys(self.rank_states, ()),
+            groups=groups,
+            user_states={key: _outline(value, cut=False) for key, value in self.user_states.items()},
+        )
 
 
 def _outline(value: Any, cut: bool) -> Any:
@@ -75,46 +96,62 @@ def _outline(value: Any, cut: bool) -> Any:
 
 
 def optim_state_to_load(
-    holdings: Holdings, state_dict: Any, order: Sequence[str], first: FirstRank, *, from_first: bool, call: str
+    holdings: Holdings | None,
+    problem: Exception | None,
+    groups: Sequence[Group],
+    state_dict: Any,
+    wanted: Wanted,
+    first: FirstRank,
+    call: str,
 ) -> dict[str, Any]:
     """Return what ``optimizer.load_state_dict`` takes, from a dict by names, full or sharded, or by numbers, as the optimizer of an
-    unwrapped model gives it. order: the names of all parameters, as the model had them before it was wrapped.
+    unwrapped model gives it. problem: what keeps this rank from loading, which has no ``holdings`` then. groups: all of the model.
 
-    Collective over the mesh of ``first``: one small exchange, in which ranks learn whether all have a dict that fits. With full
-    values, or own boxes, nothing else is sent; values that are sharded in another way are gathered. ``from_first``: where ranks
-    have None or {}, all take what the first one has, which sends one (group, state) at a time.
+    Collective over the mesh of ``first``: one small exchange, in which ranks learn whether all have a dict that fits, and
+    optimizers of the same parameters. With full values, or own boxes, nothing else is sent; values that are sharded in another way
+    are gathered. ``from_first``: where ranks have None or {}, all take what the first one has, which sends one (group, state) at a
+    time. What is sent goes in the model's order.
 
-    Raises UsageError where there is no dict, and CheckpointError for one that is not of this model's optimizer, on every rank,
-    before anything else is sent.
+    Raises UsageError where there is no dict, or optimizers differ, and CheckpointError for a dict that is not of this model's
+    optimizer, on every rank, before anything else is sent.
     """
-    plan, error = None, None
+    plan, told = None, None
+    groups = [group for group in groups if group.shard.ranks * group.replica.ranks == first.num_ranks]
     missing = state_dict is None or (isinstance(state_dict, Mapping) and not state_dict)
-    if not missing:
-        try:
-            plan = _planned(holdings, state_dict, order, call)
-            if from_first and first.is_here:
-                _refuse_sharded(plan, call)
-        except FsdpCompatError as caught:
-            error = caught
-    statuses = first.gather((plan is not None, "" if error is None else str(error)))
-    if error is not None:
-        raise error
-    _refuse_together(statuses, from_first, state_dict, call)
-    sender = None
-    if not all(has for has, _ in statuses):
-        sender = first
+    if holdings is not None:
+        told = tell(holdings, groups)
+        if not missing:
+            try:
+                plan = _planned(holdings, state_dict, wanted, call)
+                if wanted.from_first and first.is_here:
+                    _refuse_sharded(plan, call)
+            except FsdpCompatError as caught:
+                problem = caught
+    kind = type(problem) if isinstance(problem, FsdpCompatError) else RuntimeUsageError
+    answers = first.gather((plan is not None, "" if problem is None else str(problem), kind, told))
+    if problem is not None:
+        raise problem
+    _refuse_together([answer[:3] for answer in answers], wanted.from_first, state_dict, call)
+    assert holdings is not None
+    everyones = [its for *_, its in answers]
+    sends = not all(answer[0] for answer in answers)
+    require_alike(holdings, groups, everyones, call, unmanaged=sends)
+    targets = held_by_any(holdings, groups, everyones) | set(holdings.members)
+    if sends:
         _refuse_other_ranks(holdings, first, call)
-        told = first.tell(None if plan is None else plan.outline(holdings))
-        plan = plan if first.is_here else told
+        told_plan = first.tell(None if plan is None else plan.outline(holdings))
+        plan = plan if first.is_here else told_plan
     assert plan is not None
-    return _Loading(holdings, plan, sender).result()
+    return _Loading(holdings, plan, first if sends else None, targets, wanted).result()
 
 
-def _refuse_together(statuses: list[tuple[bool, str]], from_first: bool, given: object, call: str) -> None:
-    """Raise, on every rank, if some rank has no dict or a wrong one."""
-    wrong = next(((rank, text) for rank, (_, text) in enumerate(statuses) if text), None)
+def _refuse_together(
+    statuses: Sequence[tuple[bool, str, type[FsdpCompatError]]], from_first: bool, given: object, call: str
+) -> None:
+    """Raise, on every rank, if some rank has no dict or a wrong one. statuses: (has one, its error, of which kind)."""
+    wrong = next(((rank, text, kind) for rank, (_, text, kind) in enumerate(statuses) if text), None)
     if wrong is not None:
-        raise CheckpointError(
+        raise wrong[2](
             explain(
                 "Another rank refused the optimizer state dict.",
                 expected="a dict that fits on every rank",
@@ -123,7 +160,7 @@ def _refuse_together(statuses: list[tuple[bool, str]], from_first: bool, given: 
                 fix="see what that rank says",
             )
         )
-    lacking = [rank for rank, (has, _) in enumerate(statuses) if not has]
+    lacking = [rank for rank, (has, *_) in enumerate(statuses) if not has]
     if lacking and (not from_first or 0 in lacking):
         raise UsageError(
             explain(
@@ -158,13 +195,11 @@ def _refuse_other_ranks(holdings: Holdings, first: FirstRank, call: str) -> None
 # --- looking through a dict -------------------------------------------------------------------------------------------
 
 
-def _planned(holdings: Holdings, state_dict: Any, order: Sequence[str], call: str) -> _Plan:
+def _planned(holdings: Holdings, state_dict: Any, wanted: Wanted, call: str) -> _Plan:
     """Raises UsageError for what has not the form of a dict, CheckpointError for one that does not fit. Nothing is sent."""
     if (found := other_form(state_dict)) is not None:
         expected, got = found
-        error = (
-            CheckpointError if isinstance(state_dict, Mapping) and {"state", "param_groups"} <= state_dict.keys() else UsageError
-        )
+        error = CheckpointError if isinstance(state_dict, Mapping) and "state" in state_dict else UsageError
         raise error(
             explain(
                 "This is no optimizer state dict.",
@@ -175,9 +210,34 @@ def _planned(holdings: Holdings, state_dict: Any, order: Sequence[str], call: st
                 "the arguments",
             )
         )
-    if any(isinstance(number, int) for group in state_dict["param_groups"] for number in group["params"]):
-        state_dict = _by_name(state_dict, holdings, order)
-    named = {holdings.name_before(name): entry for name, entry in state_dict["state"].items()}
+    if _is_by_number(state_dict):
+        state_dict = _by_name(state_dict, holdings, wanted.order)
+    named, user_states = dict[str, Mapping[Any, Any]](), dict[str, Any]()
+    for name, entry in state_dict["state"].items():
+        if is_user_state(holdings, name) and (wanted.named is not None or not isinstance(entry, Mapping)):
+            user_states[name] = entry
+        else:
+            named[holdings.name_before(name)] = entry
+    _refuse_unknown(holdings, named)
+    groups = None
+    if "param_groups" in state_dict:
+        groups = [{**g, "params": [holdings.name_before(name) for name in g["params"]]} for g in state_dict["param_groups"]]
+    entries = {name: {k: v for k, v in entry.items() if not isinstance(v, RankState)} for name, entry in named.items()}
+    rank_states = {name: [v for v in entry.values() if isinstance(v, RankState)] for name, entry in named.items()}
+    rank_states = {name: its for name, its in rank_states.items() if its}
+    check_layout(holdings, rank_states)
+    if wanted.as_saved:
+        _refuse_missing(holdings, entries, call)
+    return _Plan(entries, rank_states, _per_element(entries, holdings), groups, user_states)
+
+
+def _is_by_number(state_dict: Mapping[str, Any]) -> bool:
+    groups = state_dict.get("param_groups", ())
+    return any(isinstance(key, int) for key in (*state_dict["state"], *(key for group in groups for key in group["params"])))
+
+
+def _refuse_unknown(holdings: Holdings, named: Mapping[str, Any]) -> None:
+    """Raise CheckpointError for names that are no parameters', and for entries that are no dicts."""
     unknown = [name for name in named if name not in holdings.by_name]
     if unknown:
         raise CheckpointError(
@@ -186,36 +246,59 @@ def _planned(holdings: Holdings, state_dict: Any, order: Sequence[str], call: st
                 expected=f"names of the model's parameters, such as {next(iter(holdings.by_name), 'none')!r}",
                 got=f"{len(unknown)} unknown name(s), such as {unknown[0]!r}",
                 where="the 'state' of the optimizer state dict",
-                fix="load the optimizer state that optim_state_dict returned for this model, keyed by parameter names",
+                fix="load the optimizer state that optim_state_dict returned for this model, keyed by parameter names; dicts that "
+                "belong to no parameter are passed on with is_named_optimizer=True",
             )
         )
-    entries = {name: {k: v for k, v in entry.items() if not isinstance(v, RankState)} for name, entry in named.items()}
-    rank_states = {name: [v for v in entry.values() if isinstance(v, RankState)] for name, entry in named.items()}
-    rank_states = {name: its for name, its in rank_states.items() if its}
-    check_layout(holdings, rank_states)
-    groups = [{**g, "params": [holdings.name_before(name) for name in g["params"]]} for g in state_dict["param_groups"]]
-    return _Plan(entries, rank_states, _per_element(entries, holdings), groups)
+    for name, entry in named.items():
+        if not isinstance(entry, Mapping):
+            raise CheckpointError(
+                explain(
+                    "This is no optimizer state dict.",
+                    expected=f"'state' of {name!r}: a dict",
+                    got=f"{textwrap.shorten(repr(entry), 300)} of type {type(entry).__name__}",
+                    where="the 'state' of the optimizer state dict",
+                    fix="load the optimizer state that optim_state_dict returned for this model",
+                )
+            )
+
+
+def _refuse_missing(holdings: Holdings, entries: Mapping[str, Mapping[Any, Any]], call: str) -> None:
+    """Raise CheckpointError for a parameter without state in a FlatParameter whose others have counts.
+
+    Zeros can stand for other states of such a parameter, but one count is not right for all of them.
+    """
+    for target in holdings.parameters:
+        names = [name for _, name in holdings.held[target].names]
+        missing = [name for name in names if name not in entries]
+        values = [value for name in names for value in entries.get(name, {}).values() if value is not None]
+        if missing and not all(isinstance(value, torch.Tensor) and value.dim() for value in values):
+            raise ValueCheckpointError(
+                explain(
+                    "A parameter that goes into a FlatParameter has no optimizer state.",
+                    expected=f"state of all {len(names)} parameters of the FlatParameter, or of none of them",
+                    got=f"none of {len(missing)}, such as {missing[0]!r}",
+                    where=call,
+                    fix="load the state of this model, or use optim_state_dict_to_load, which counts all of them alike",
+                )
+            )
 
 
 def _by_name(state_dict: Mapping[str, Any], holdings: Holdings, order: Sequence[str]) -> dict[str, Any]:
-    """Return the same dict with names: the numbers count an unwrapped model's parameters, group by group, in the model's order.
-
-    Where an optimizer holds the parameters themselves (original ones) their order in it counts.
-    """
-    position = {name: number for number, name in enumerate(order)}
-    names: dict[int, str] = {}
-    groups = []
-    saved = list(state_dict["param_groups"])
-    for number, group in enumerate(holdings.groups):
-        its = [name for parameter in group["params"] for _, name in holdings.held[parameter].names]
-        if any(len(holdings.held[parameter].names) > 1 for parameter in group["params"]):
-            its.sort(key=lambda name: position.get(name, len(position)))
+    """Return the same dict with names, see ``numbered_names``."""
+    wanted = numbered_names(holdings, order)
+    saved = state_dict.get("param_groups")
+    if saved is None:
+        names = dict(enumerate(name for its in wanted for name in its))
+        return {"state": {names.get(number, number): value for number, value in state_dict["state"].items()}}
+    names, groups = dict[int, str](), []
+    for number, its in enumerate(wanted):
         given = list(saved[number]["params"]) if number < len(saved) else []
-        if len(given) != len(its) or len(saved) != len(holdings.groups):
+        if len(given) != len(its) or len(saved) != len(wanted):
             raise CheckpointError(
                 explain(
                     "The optimizer state, which is keyed by numbers, does not fit the optimizer.",
-                    expected=f"{len(holdings.groups)} parameter group(s), number {number} of {len(its)} parameters",
+                    expected=f"{len(wanted)} parameter group(s), number {number} of {len(its)} parameters",
                     got=f"{len(saved)} parameter group(s), number {number} of {len(given)} parameters",
                     where=f"optim_state_dict_to_load, parameter group {number}, {holdings.where}",
                     fix="make the optimizer with the same groups of parameters as the one that was saved, or load state by names",
@@ -322,24 +405,34 @@ def _refuse_sharded(plan: _Plan, call: str) -> None:
 class _Loading:
     """A plan that is carried out, in one order on all ranks. sender: None where every rank has its values itself."""
 
-    def __init__(self, holdings: Holdings, plan: _Plan, sender: FirstRank | None) -> None:
-        self._holdings, self._plan, self._sender = holdings, plan, sender
+    def __init__(
+        self, holdings: Holdings, plan: _Plan, sender: FirstRank | None, targets: Collection[nn.Parameter], wanted: Wanted
+    ) -> None:
+        """targets: the managed parameters that some rank's optimizer has; ranks that lack one have no part of it."""
+        self._holdings, self._plan, self._sender, self._targets, self._wanted = holdings, plan, sender, targets, wanted
 
     def result(self) -> dict[str, Any]:
+        holdings, plan = self._holdings, self._plan
         state: dict[nn.Parameter, dict[Any, Any]] = {}
-        wanted = set(self._holdings.parameters)
-        done: set[int] = set()
-        for parameter in self._holdings.parameters:
-            held = self._holdings.held[parameter]
-            if held.group is None:
-                name = held.names[0][1]
-                if name in self._plan.entries:
-                    state[parameter] = self._uncut(self._plan.entries[name], name)
-            elif id(held.group) not in done:
-                done.add(id(held.group))
-                state.update(self._of_group(held.group, [t for t in self._holdings.in_group(held.group) if t in wanted]))
-        by_number = {number: state[p] for number, p in enumerate(self._holdings.parameters) if p in state}
-        return {"state": by_number, "param_groups": self._groups()}
+        groups = {id(its.group): its.group for p, its in holdings.held.items() if p in self._targets and its.group is not None}
+        for group in groups.values():
+            state.update(self._of_group(group, [t for t in holdings.in_group(group) if t in self._targets]))
+        for parameter, name in holdings.unmanaged:
+            if name in plan.entries:
+                state[parameter] = self._uncut(plan.entries[name], name)
+        keys: dict[nn.Parameter, Any] = {p: number for number, p in enumerate(holdings.parameters)}
+        if self._wanted.named is not None:
+            keys = {parameter: name for name, parameter in holdings.by_current_name.items()}
+            for parameter in holdings.parameters:  # such an optimizer wants state of all its parameters
+                if holdings.is_vacant(parameter) and self._wanted.named.state.get(parameter):
+                    state[parameter] = {key: snapshot(value) for key, value in self._wanted.named.state[parameter].items()}
+        else:
+            state = {parameter: entry for parameter, entry in state.items() if not holdings.is_vacant(parameter)}
+        result: dict[str, Any] = {"state": {key: state[p] for p, key in keys.items() if p in state}}
+        result["state"].update(self._uncut(plan.user_states, "the optimizer itself") if plan.user_states else {})
+        if plan.groups is not None:
+            result["param_groups"] = self._groups(plan.groups, keys)
+        return result
 
     def _of_group(self, group: Group, targets: list[nn.Parameter]) -> dict[nn.Parameter, dict[Any, Any]]:
         """The states of a group's targets, cut to their shapes."""
@@ -403,18 +496,15 @@ class _Loading:
                 found = self._sender.send_object(found, f"the state of {names[0]}")
             states[target].update(restored(group, found))
 
-    def _groups(self) -> list[dict[str, Any]]:
+    def _groups(self, saved: Sequence[Mapping[str, Any]], keys: Mapping[nn.Parameter, Any]) -> list[dict[str, Any]]:
         """The optimizer's groups with the settings of the saved group that holds the same parameters."""
-        saved = self._plan.groups
         by_name = {name: group for group in saved for name in group["params"]}
-        groups, number = [], 0
+        groups = []
         for position, group in enumerate(self._holdings.groups):
-            names = [name for parameter in group["params"] for _, name in self._holdings.held[parameter].names]
-            match = next((by_name[name] for name in names if name in by_name), saved[position] if position < len(saved) else {})
+            names = {p: [name for _, name in self._holdings.held[p].names if name in by_name] for p in group["params"]}
+            match = next((by_name[its[0]] for its in names.values() if its), saved[position] if position < len(saved) else {})
             settings = {key: copied(value) for key, value in match.items() if key != "params"}
-            numbers = list(range(number, number + len(group["params"])))
-            number += len(numbers)
-            groups.append(
-                {**{k: v for k, v in group.items() if k != "params" and k not in settings}, **settings, "params": numbers}
-            )
+            present = {k: v for k, v in group.items() if k != "params" and k not in settings}
+            listed = [p for p in group["params"] if names[p] or not self._wanted.as_saved]
+            groups.append({**present, **settings, "params": [keys[p] for p in listed]})
         return groups

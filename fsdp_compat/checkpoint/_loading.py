@@ -29,6 +29,7 @@ from ._blocks import BLOCK_NBYTES, Facts, Wanted, changed_meanwhile, check, dama
 from ._head import Head, parse_head
 from ._header import dtype_of, is_known, length_of_header, parse_header
 from ._manifest import FlatGroup, file_name, read_manifest
+from ._optimizers import SharedOptimizer
 from ._progress import progress_bar, require_bar
 from ._ranks import Ranks, agree, as_ours, ranks_of, require_rest
 from ._snapshot import NamedGroup, held_by, named_groups, names_in, unmanaged, warn_of_left_out, without_groups
@@ -65,7 +66,7 @@ def load(
     call = "checkpoint.load"
     instances, ranks = ranks_of(model, call)
     problem: BaseException | None = None
-    plan = None
+    plan, shared = None, None
     try:
         if not isinstance(path, (str, os.PathLike)):
             raise checks.wrong_type("path", "a path", path, call)
@@ -76,18 +77,22 @@ def load(
         require_rest(instances, call)
         if optimizer is not None:
             convert(optimizer)
+        shared = SharedOptimizer(model, optimizer, ranks)
         plan = _Plan(Path(path), model, optimizer, ranks)
         plan.source.check(progress and ranks.number == 0)
     except Exception as error:
         problem = as_ours(error, "The checkpoint could not be read.", path, "nothing was loaded")
-    identities = agree(ranks, problem, "" if plan is None else plan.source.manifest.identity, call)
+    told = agree(ranks, problem, None if plan is None or shared is None else (plan.source.manifest.identity, shared.told()), call)
     assert plan is not None
-    if len(set(identities)) > 1:
+    assert shared is not None
+    shared.require_alike([of_optimizer for _, of_optimizer in told], call)
+    identities = {identity for identity, _ in told}
+    if len(identities) > 1:
         raise CheckpointError(
             explain(
                 "Ranks load different checkpoints.",
                 expected="one checkpoint on all ranks",
-                got=f"{len(set(identities))} of them; this rank: {path}",
+                got=f"{len(identities)} of them; this rank: {path}",
                 where=call,
                 fix="pass one path on all ranks; call latest(folder) when no save is under way",
             )

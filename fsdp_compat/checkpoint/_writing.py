@@ -23,6 +23,7 @@ from . import _directory as directory
 from ._blocks import BLOCK_NBYTES, BlockWriter, Facts
 from ._header import encode_header
 from ._manifest import Manifest, file_name, versions
+from ._optimizers import SharedOptimizer
 from ._progress import progress_bar, require_bar
 from ._ranks import Postbox, agree, ranks_of, require_rest
 from ._snapshot import Flat, NamedGroup, Snapshot, as_text, named_groups, take_snapshot
@@ -162,6 +163,7 @@ class _Save:
         instances, self._ranks = ranks_of(model, self.call)
         self._snapshot = Snapshot([], {})
         self._groups: list[NamedGroup] = []
+        shared: SharedOptimizer | None = None
         problem: BaseException | None = None
         try:
             _check_arguments(self.call, folder, optimizer, step, keep_last, progress)
@@ -171,24 +173,28 @@ class _Save:
                 raise _exists(self._target, self.call)
             self._groups = named_groups(named_units(model))
             self._snapshot = take_snapshot(model, optimizer, extra, self._groups)
+            shared = SharedOptimizer(model, optimizer, self._ranks)
         except Exception as error:
             problem = error
         shards = [(named.mesh, named.writer, named.group.shard.rank) for named in self._groups if named.is_written_here]
-        told = agree(self._ranks, problem, (uuid.uuid4().hex, step, list(dict.fromkeys(shards))), self.call)
+        own = uuid.uuid4().hex, step, list(dict.fromkeys(shards)), None if shared is None else shared.told()
+        told = agree(self._ranks, problem, own, self.call)
+        assert shared is not None
+        shared.require_alike([of_optimizer for *_, of_optimizer in told], self.call)
         self._identity = told[0][0]
-        if any(its_step != step for _, its_step, _ in told):
+        if any(its_step != step for _, its_step, *_ in told):
             raise UsageError(
                 explain(
                     "Ranks save different steps.",
                     expected="one step on all ranks",
-                    got=f"{[its_step for _, its_step, _ in told]} by rank",
+                    got=f"{[its_step for _, its_step, *_ in told]} by rank",
                     where=self.call,
                     fix="pass a step that all ranks count alike",
                 )
             )
         self._step, self._keep_last, self._shows = step, keep_last, progress and self._ranks.number == 0
         axes: dict[tuple[int, int], dict[int, int]] = {}  # by (mesh, writer): files by shard
-        for number, (_, _, its_shards) in enumerate(told):
+        for number, (_, _, its_shards, _) in enumerate(told):
             for mesh, writer, shard in its_shards:
                 axes.setdefault((mesh, writer), {})[shard] = number
         order = sorted(axes)

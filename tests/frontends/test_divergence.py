@@ -289,8 +289,9 @@ def meets() -> dict[str, list[str]]:
         model.load_state_dict(full)
         with FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
             model.load_state_dict(model.state_dict())
-            FSDP.optim_state_dict(model, optim)
         step(model)
+    with during("said, not sent"), FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
+        FSDP.optim_state_dict(model, optim)
     return found
 
 
@@ -303,6 +304,7 @@ def test_calls_meet_once_and_only_if_they_communicate() -> None:
         "whole already": [],
         "loads": loads,
         "nothing sent": [],
+        "said, not sent": ["optim_state_dict"],
     }
     assert run_ranks(2, meets) == [found] * 2
     assert run_ranks(1, meets) == [{what: [] for what in found}]

@@ -212,7 +212,8 @@ def _inputs() -> None:
         once(lambda: FSDP.shard_full_optim_state_dict(full, model)), FSDP.optim_state_dict_to_load(model, optimizer, full)
     )
     numbered = {"state": dict(enumerate(full["state"].values())), "param_groups": [{"params": list(range(len(full["state"])))}]}
-    assert once(lambda: FSDP.shard_full_optim_state_dict(numbered, model))["state"].keys() == set(range(len(full["state"])))
+    found = once(lambda: FSDP.shard_full_optim_state_dict(numbered, model))["state"].keys()
+    assert {number for number, p in enumerate(model.parameters()) if p.numel()} <= found <= set(range(len(full["state"])))
     for wrong, kind in ((3, TypeError), ([], ValueError), ([1, 2], TypeError), ([{"lr": 1}], AssertionError)):
         for call in (
             lambda w=wrong: FSDP.full_optim_state_dict(model, optimizer, w),
@@ -279,7 +280,7 @@ def test_keys_that_do_not_fit_are_refused() -> None:
         ({"state": {("weight",): {}}, "param_groups": groups}, UsageError),
         ({"state": {"other": {}}, "param_groups": groups}, CheckpointError),
         ({"state": {}, "param_groups": [{"params": ["other"]}]}, CheckpointError),
-        ({"state": {}}, CheckpointError),
+        ({"param_groups": groups}, CheckpointError),
         ([1], CheckpointError),
     )
     for state, kind in cases:
@@ -316,10 +317,6 @@ def _between_wrapped_and_plain() -> None:
     back = rekeyed(FSDP, OptimStateKeyType.PARAM_ID, raw, plain, optim=reference)
     assert_state(back["state"], reference.state_dict()["state"])
     assert_state(FSDP.optim_state_dict_to_load(model, optimizer, raw)["state"], dict(optimizer.state_dict()["state"]))
-    flat = shard(make_model(), ("FULL_SHARD", False, "blocks"))
-    with pytest.raises(CheckpointError) as caught:
-        rekeyed(FSDP, OptimStateKeyType.PARAM_ID, full, flat, optim=OPTIMIZERS["AdamW"](flat.parameters()))
-    assert_four_facts(caught.value)
 
 
 def test_state_goes_between_wrapped_and_plain_models() -> None:
@@ -349,3 +346,96 @@ def _arguments() -> None:
 
 def test_wrong_arguments_are_refused_on_every_rank() -> None:
     run_ranks(2, _arguments)
+
+
+def _rekeyed_flat() -> None:
+    """A model of FlatParameters: numbers are those of the model without wrapping, whatever order its units have."""
+    plain = make_model()
+    reference = OPTIMIZERS["AdamW"](plain.parameters())
+    train(plain, reference, range(2))
+    for policy in ("blocks", "always"):
+        model = shard(make_model(), ("FULL_SHARD", False, policy))
+        optimizer = OPTIMIZERS["AdamW"](model.parameters())
+        train(model, optimizer, range(2))
+        full = full_state(model, optimizer)
+        for how in ({}, {"optim": optimizer}, {"optim_input": list(model.parameters())}):
+            numbered = rekeyed(FSDP, OptimStateKeyType.PARAM_ID, full, model, **how)
+            assert numbered["param_groups"][0]["params"] == reference.state_dict()["param_groups"][0]["params"]
+            assert_state(numbered["state"], reference.state_dict()["state"], tolerance=1e-4)
+            named = rekeyed(FSDP, OptimStateKeyType.PARAM_NAME, numbered, model, **how)
+            assert_state(named["state"], full["state"])
+            assert sorted(named["param_groups"][0]["params"]) == sorted(full["param_groups"][0]["params"])
+            other = OPTIMIZERS["AdamW"](model.parameters())
+            other.load_state_dict(FSDP.optim_state_dict_to_load(model, other, named))
+            assert_state(full_state(model, other)["state"], full["state"])
+        part = {"state": {"other": full["state"]["gain"]}, "param_groups": []}
+        with pytest.raises(CheckpointError) as caught:
+            rekeyed(FSDP, OptimStateKeyType.PARAM_ID, part, model)
+        assert_four_facts(caught.value)
+
+
+def test_a_dict_is_keyed_anew_for_a_model_of_flat_parameters() -> None:
+    run_ranks(2, _rekeyed_flat)
+
+
+class Beside(nn.Module):
+    """A unit, and parameters that are no unit's or, with ``inside``, one more in the unit."""
+
+    def __init__(self, cls: Any, extra: bool, inside: bool, **options: Any) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        block = Block()
+        self.first = nn.Linear(5, 5)
+        if extra:
+            (block if inside else self).register_parameter("extra", nn.Parameter(torch.ones(3)))
+        self.block = cls(block, **options)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.block(self.first(x))
+
+
+def _beside_units() -> None:
+    torchs = {"device_id": torch.device("cpu")}
+    loads: dict[str, Callable[..., Any]] = {
+        "shard": lambda cls, s, m, o: cls.shard_full_optim_state_dict(copy.deepcopy(s), m, optim=o),
+        "input": lambda cls, s, m, o: cls.shard_full_optim_state_dict(copy.deepcopy(s), m, list(m.parameters())),
+        "scatter": lambda cls, s, m, o: cls.scatter_full_optim_state_dict(s if dist.get_rank() == 0 else None, m, optim=o),
+        "flatten": lambda cls, s, m, o: cls.flatten_sharded_optim_state_dict(s, m, o),
+    }
+    for kind in ("Adam", "SGD"):
+        saved: dict[Any, Any] = {}
+        for cls, options in ((FSDP, {}), (TorchFSDP, torchs)):
+            model = Beside(cls, False, False, **options)
+            optimizer = OPTIMIZERS[kind](model.parameters())
+            model(torch.ones(2, 5)).sum().backward()
+            optimizer.step()
+            whole = quietly(lambda m=model, o=optimizer, c=cls: c.full_optim_state_dict(m, o, rank0_only=False))
+            parts = quietly(lambda m=model, o=optimizer, c=cls: c.sharded_optim_state_dict(m, o))
+            saved[cls] = {"shard": whole, "input": whole, "scatter": whole, "flatten": parts}
+        for name, load in loads.items():
+            for inside in (False, True):
+                found: list[Any] = []
+                for cls, options in ((FSDP, {}), (TorchFSDP, torchs)):
+                    if cls is TorchFSDP and name == "scatter":  # it fails on parameters of no unit
+                        continue
+                    model = Beside(cls, True, inside, **options)
+                    optimizer = OPTIMIZERS[kind](model.parameters())
+                    given = saved[cls][name]
+                    call = lambda c=cls, s=given, m=model, o=optimizer, go=load: quietly(lambda: go(c, s, m, o))  # noqa: E731
+                    if inside and kind == "Adam":
+                        with pytest.raises(ValueError):  # a count, and none
+                            call()
+                        continue
+                    loadable = call()
+                    listed = loadable["param_groups"][0]["params"]
+                    found.append((set(loadable["state"]), list(listed)))
+                    if not inside:
+                        number = next(n for n, p in enumerate(model.parameters()) if p is model.extra)
+                        assert number not in listed
+                        listed.insert(number, number)  # as programs do that keep its state themselves
+                        optimizer.load_state_dict(loadable)
+                assert all(one == found[0] for one in found)
+
+
+def test_parameters_outside_of_units_that_were_not_saved_are_not_listed_and_those_inside_are_missed() -> None:
+    run_ranks(2, _beside_units)

@@ -177,7 +177,8 @@ def _is_wrong_without(run: dict[str, Any]) -> None:
     assert not torch.equal(wrong, right), "only the first box of each rank is gathered"
     model, optimizer = in_state("Adam", CONFIGS[1], run)
     wrong = theirs["get_optimizer_state_dict"](model, optimizer)
-    assert wrong["state"]["_fsdp_wrapped_module.cube"]["exp_avg"].dim() == 1, "each rank has a part of its own, under one key"
+    name = next(name for name in sorted(wrong["state"]) if wrong["state"][name]["exp_avg"].numel() > 1)
+    assert wrong["state"][name]["exp_avg"].dim() == 1, "each rank has a part of its own, under one key"
 
 
 def test_torchs_own_code_is_wrong_over_boxes_without_an_error() -> None:
@@ -375,7 +376,8 @@ def _parts_of_one_rank(path: str) -> None:
             saved = get_optimizer_state_dict(model, again, options=options)
             dcp.load(saved, checkpoint_id=f"{path}/{number}")
         set_optimizer_state_dict(model, again, saved, options=options)
-        for one, other in zip(optimizer.state.values(), again.state.values(), strict=True):
+        for p in (p for p in model.parameters() if p.numel()):
+            one, other = optimizer.state[p], again.state[p]
             assert_same(other, one, f"{config} {options}")
             assert other["scales"].unique().tolist() == [dist.get_rank()]
 

@@ -1,0 +1,51 @@
+"""Whether the optimizers that ranks save or load together are of the same parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from .._checks import RuntimeUsageError
+from .._engine.unit import Group
+from .._instances import named_units
+from .._state.holdings import Holdings, holdings_of
+from .._state.optim_alike import Told, require_alike, tell
+from ..errors import explain
+from ._ranks import Ranks
+
+__all__ = ["SharedOptimizer"]
+
+
+class SharedOptimizer:
+    """What this rank tells of its optimizer, and what it makes of what the others tell."""
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | None, ranks: Ranks) -> None:
+        """Raises UsageError for an optimizer with a parameter that is not the model's."""
+        self._ranks, units = ranks, named_units(model)
+        self._groups: list[Group] = [
+            group for named in units for group in named.unit.groups if group.shard.ranks * group.replica.ranks == ranks.count
+        ]
+        self._holdings: Holdings | None = None
+        if optimizer is not None:
+            self._holdings = holdings_of(optimizer.param_groups, f"the state of {type(optimizer).__name__}", units, model)
+
+    def told(self) -> Told | None:
+        return None if self._holdings is None else tell(self._holdings, self._groups)
+
+    def require_alike(self, everyones: Sequence[Told | None], call: str) -> None:
+        """Raise UsageError, on all ranks, unless all have told the same. everyones: by number of the rank."""
+        told = [its for its in everyones if its is not None]
+        if self._holdings is not None and len(told) == len(everyones):
+            require_alike(self._holdings, self._groups, told, call, unmanaged=True)
+        elif told:
+            raise RuntimeUsageError(
+                explain(
+                    "Only some ranks have an optimizer.",
+                    expected="an optimizer on every rank, or None on every rank",
+                    got=f"none on rank(s) {[number for number, its in enumerate(everyones) if its is None]} of {self._ranks.count}",
+                    where=call,
+                    fix="pass the model's optimizer on every rank",
+                )
+            )
