@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -184,19 +185,26 @@ class Preparation:
             give_back_freed()  # of the unit before
         modules = [module for module in self._modules.pop(unit) if module not in self._done]
         self._done.update(modules)
-        was_meta = not self._simulated and materialize.materialize(self._root, modules, settings.param_init_fn, settings.device)
-        self._was_meta = self._was_meta or was_meta
+        filled: set[materialize.Slot] = set()
+        if not self._simulated:
+            filled = materialize.materialize(self._root, modules, settings.param_init_fn, settings.device)
+        self._was_meta = self._was_meta or bool(filled)
         materialize.restore_ties(self._ties)
         materialize.move_buffers(modules, settings.device)
         if settings.sync_module_states:
-            materialize.broadcast_states(
-                [p for m in modules for p in m.parameters(recurse=False) if p not in settings.ignored_parameters],
-                [buffer for module in modules for buffer in module.buffers(recurse=False)],
-                settings.mesh,
-                settings.device,
-            )
-        if was_meta or (settings.sync_module_states and not self._simulated):
-            self.left |= materialize.unwritten(modules)
+            sent = {
+                (module, name): tensor
+                for module in modules
+                for name, tensor in materialize.own_tensors(module)
+                if tensor not in settings.ignored_parameters
+            }
+            # What is NaN on the first rank is so everywhere. It is a value, unless the first rank has it from filled memory.
+            marks = torch.tensor([slot in filled for slot in sent], dtype=torch.uint8, device=settings.device)
+            materialize.broadcast_states([*sent.values(), marks], settings.mesh, settings.device)
+            if not self._simulated:
+                filled.difference_update(sent)
+                filled.update(slot for slot, mark in zip(sent, marks.tolist(), strict=True) if mark)
+        self.left |= materialize.unwritten(filled)
         return [Member(_present(member), member.place) for member in members]
 
 
@@ -228,8 +236,7 @@ def unwritten_of(
     for store in stores if left else ():
         for index, member in enumerate(store.members):
             if any(slot in left for slot in member.slots):
-                part = store.shard.detach()[store.layout.part_in_shard(index, store.rank).slice]
-                found.append(Unwritten(member.name, lambda part=part: part))  # type: ignore[misc]
+                found.append(Unwritten(member.name, functools.partial(store.part, index)))
     for path, child in module.named_modules() if left else ():
         for name in child._buffers:
             if (child, name) in left and child not in taken:

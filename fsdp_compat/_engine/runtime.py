@@ -250,7 +250,7 @@ class Runtime:
         for wire in self._wires:
             flag = wire.any_of(flag)
         if flag:
-            found = left or names  # of another rank's: this one holds nothing of it
+            found = left or names or ["what another rank has from its meta device"]  # of which this one holds nothing
             raise UsageError(
                 explain(
                     "Parameters or buffers were never given values: they came from the meta device as uninitialised memory.",

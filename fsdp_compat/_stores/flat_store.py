@@ -164,6 +164,10 @@ class FlatStore:
         parallel = self.parallel[index]
         return self.layout.params[index].shape if parallel is None else parallel.shape
 
+    def part(self, index: int) -> torch.Tensor:
+        """Return what this rank holds of a parameter: a 1-D view of the shard, empty where it holds nothing."""
+        return self.shard.detach()[self.layout.part_in_shard(index, self.rank).slice]
+
     @property
     def flat_parameter(self) -> FlatParameter | None:
         parameter = self.targets[0].parameter if self.targets else None
