@@ -20,6 +20,7 @@ from ._engine.unit import Unit, Unwritten
 from ._settings import Arguments, Settings, resolve
 from ._state.names import clean_name
 from ._stores.flat_store import FlatStore
+from ._stores.registration import FlatParameter
 from .errors import UsageError, explain
 
 __all__ = [
@@ -38,10 +39,14 @@ __all__ = [
 _wrapped: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
-def remember(module: nn.Module, originals: Iterable[nn.Parameter], stores: Iterable[FlatStore]) -> None:
+def remember(module: nn.Module, originals: Iterable[nn.Parameter], stores: Sequence[FlatStore]) -> None:
     """Note that ``module`` is wrapped now, that ``originals`` are flattened, and what the stores' targets hold."""
     _wrapped[module] = True
     optimizers.note(originals, stores)
+    for store in stores:
+        for target, _ in store.targets:
+            if not isinstance(target, FlatParameter):  # for clients, which see it on that class
+                target.__dict__["_fsdp_flattened"] = True
 
 
 def listed(given: Any) -> Any:

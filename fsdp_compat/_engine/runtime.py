@@ -65,6 +65,7 @@ class Runtime:
         self.root, self.units, self.options = root, list(units), options
         _live.add(self)
         self.sync = True  # False inside of no_sync
+        self.has_run = False  # a forward has begun
         # No parameter or buffer is without a value: looked at before the first forward. A simulation on meta has none at all.
         self._has_values = root.options.device.type == "meta"
         self._generation = 0  # of the connections, in all: changes when they were given up
@@ -74,16 +75,7 @@ class Runtime:
                 unit.runtime.rest()
             label = f"unit {name!r}" if name else f"the root unit (a {type(unit.module).__name__})"
             unit.runtime, unit.label, unit.is_root = self, label, unit is root
-            for group in unit.groups:
-                group.make_room = self._make_room
-                group.call_it(label)
-        self.groups = [group for unit in self.units for group in unit.groups]
-        self._units_with_parts = [unit for unit in self.units if unit.has_parts]
-        self._untouched = Untouched(self.groups)
-        self._wires: list[Communicator] = list(
-            {id(wire): wire for group in self.groups for wire in (group.shard, group.replica) if wire.ranks > 1}.values()
-        )
-        self._homes = list({id(group.home): group.home for group in self.groups if group.home.apart}.values())
+        self.take_groups()
         self._streams = compute_streams(root.options.device)
         self._joins = self._streams.several
         # Held by the thread of autograd that is in here, where there may be several: one for each device.
@@ -100,6 +92,20 @@ class Runtime:
         self._backward: Callable[[], Backward | None] = _nothing  # weak
         self._open = False  # a backward was begun and not ended
         self._notes_open = False  # some group has collected gradients that were not reduced
+
+    def take_groups(self) -> None:
+        """Work with the groups that the units have now."""
+        self.groups = [group for unit in self.units for group in unit.groups]
+        for unit in self.units:
+            for group in unit.groups:
+                group.make_room = self._make_room
+                group.call_it(unit.label)
+        self._units_with_parts = [unit for unit in self.units if unit.has_parts]
+        self._untouched = Untouched(self.groups)
+        self._wires: list[Communicator] = list(
+            {id(wire): wire for group in self.groups for wire in (group.shard, group.replica) if wire.ranks > 1}.values()
+        )
+        self._homes = list({id(group.home): group.home for group in self.groups if group.home.apart}.values())
 
     # -- forward
 
@@ -217,6 +223,7 @@ class Runtime:
         if not self._untouched.stands():
             self._look_at_units()
             self._untouched.note()
+            self.has_run = True
         if not self._has_values:
             self._require_values()
         for unit in self._units_with_parts:

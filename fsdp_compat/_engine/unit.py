@@ -30,8 +30,9 @@ from .store import ParamStore, Shown
 if typing.TYPE_CHECKING:
     from .runtime import Runtime
 
-__all__ = ["LARGE", "Call", "Group", "Residency", "Unit", "UnitOptions", "Unwritten"]
+__all__ = ["LARGE", "MARKS", "Call", "Group", "Residency", "Unit", "UnitOptions", "Unwritten"]
 
+MARKS = ("_is_fsdp_managed_module", "_fsdp_use_orig_params")  # that front ends put on modules, in front of what these have
 LARGE = 65536  # elements; gradients below are moved together when the unit is left, without a hook each
 
 
@@ -515,7 +516,7 @@ class Unit:
         self, module: nn.Module, groups: Sequence[Group], options: UnitOptions, buffers: CastBuffers | None = None
     ) -> None:
         """module: whose forward calls are the unit's. buffers: what of its buffers is cast, if anything."""
-        self.module, self.groups, self.options, self.buffers = module, list(groups), options, buffers
+        self.module, self.options, self.buffers = module, options, buffers
         self.reference = weakref.ref(self)
         self.owner: Callable[[], nn.Module | None] = _nobody  # weak: the wrapper, if there is one
         self.runtime: Runtime | None = None  # set by the runtime that takes the unit over
@@ -528,10 +529,14 @@ class Unit:
         self.residency, self.shown_full = Residency.SHARDED, False  # only this class sets them
         self._attribute_holders = [(m.__dict__, _num_internal(m)) for m in module.modules() if _keeps_attributes(m)]
         self.has_one_form = not options.full_precision_in_eval  # the first: that of the dtype computed in
-        num_forms = 1 if self.has_one_form else 2
         self.form = 0  # of what is gathered, or was last: 1 for evaluation in full precision
+        self._take(groups)
+
+    def _take(self, groups: Sequence[Group]) -> None:
+        """Manage ``groups`` from now on, and show them sharded."""
+        self.groups = list(groups)
         sharded = [slot for group in self.groups for slot in group.store.shown(None)]
-        forms = [self._shown(form) for form in range(num_forms)]
+        forms = [self._shown(form) for form in range(1 if self.has_one_form else 2)]
         self._guards = Guards(self, forms[0], sharded)
         self._to_full = [_Swap(sharded, shown, away=self._guards.always) for shown in forms]
         self._to_sharded = [_Swap(shown, sharded, here=self._guards.always) for shown in forms]
@@ -539,6 +544,12 @@ class Unit:
         self._rnns = list(dict.fromkeys(slot.module for slot in forms[0] if isinstance(slot.module, nn.RNNBase)))
         self.has_parts, self._has_orders = self._guards.has_parts, bool(self._orders or self._rnns)
         self.show_sharded_again()
+
+    def exchange_groups(self, groups: Sequence[Group]) -> None:
+        """Manage ``groups`` in place of those before, whose stores they have. Only while everything is sharded."""
+        assert self.residency is Residency.SHARDED and not self.shown_full and not self.lent
+        self._guards.retire()
+        self._take(groups)
 
     def _shown(self, form: int) -> list[Shown]:
         return [
@@ -728,11 +739,11 @@ class Unit:
         )
 
 
-_INTERNAL = frozenset(nn.Module().__dict__)
+_INTERNAL = frozenset((*nn.Module().__dict__, *MARKS))
 
 
 def _num_internal(module: nn.Module) -> int:
-    """How many of a module's first attributes are nn.Module's own."""
+    """How many of a module's first attributes are nn.Module's own, or marks."""
     return next((n for n, name in enumerate(module.__dict__) if name not in _INTERNAL), len(module.__dict__))
 
 

@@ -22,6 +22,19 @@ class FlatParameter(nn.Parameter):
     """One rank's shard of a flat group, as the optimizer sees it: 1-D, padded, never changing its memory."""
 
     _fqns: tuple[str, ...]
+    _fsdp_flattened = True  # for clients that tell it by that
+
+    @property
+    def _local_shard(self) -> torch.Tensor:
+        """Another tensor over the same memory, one object while that stays, for clients that compare the two, or set it."""
+        kept = self.__dict__.get("_kept_shard")
+        if kept is None or kept.data_ptr() != self.data_ptr() or kept.dtype != self.dtype:
+            kept = self.__dict__["_kept_shard"] = self.data
+        return kept
+
+    @_local_shard.setter
+    def _local_shard(self, tensor: torch.Tensor) -> None:
+        self.__dict__["_kept_shard"] = tensor
 
 
 class Registration(typing.Protocol):
