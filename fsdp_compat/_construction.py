@@ -12,7 +12,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from . import _optimizers as optimizers
 from ._checks import takes, wrong_type
-from ._engine import materialize
+from ._engine import materialize, torch_private
 from ._engine.buffers import CastBuffers
 from ._engine.storage import give_back_freed
 from ._engine.tree import Member, Place
@@ -29,6 +29,7 @@ __all__ = [
     "listed",
     "refuse_managed",
     "refuse_module",
+    "refuse_optimizers_in_backward",
     "remember",
     "renamed",
     "settings_of",
@@ -154,6 +155,26 @@ def refuse_managed(module: nn.Module, closed: set[nn.Module], ignored: frozenset
                         "uses; or do not wrap the inner modules that share it",
                     )
                 )
+
+
+def refuse_optimizers_in_backward(module: nn.Module, settings: Settings) -> None:
+    """Raise UsageError for parameters with optimizers that step in backward, if these would not see them any more."""
+    for name, parameter in module.named_parameters():
+        if (
+            torch_private.optimizers_in_backward(parameter)
+            and parameter not in settings.ignored_parameters
+            and not isinstance(parameter, FlatParameter)
+            and not (settings.use_orig_params and torch_private.is_plain(parameter))
+        ):
+            raise UsageError(
+                explain(
+                    "An optimizer that steps in backward would hold a parameter that is not trained any more.",
+                    expected="_apply_optimizer_in_backward() after wrapping, or use_orig_params=True",
+                    got=f"a call of it before, for {clean_name(name)!r}",
+                    where=f"FullyShardedDataParallel({type(module).__name__})",
+                    fix="wrap the model first, then call _apply_optimizer_in_backward(..., wrapped_model.parameters(), ...)",
+                )
+            )
 
 
 def settings_of(module: nn.Module, kwargs: Mapping[str, Any], arguments: Arguments, settings: Settings) -> Settings:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from . import _assignments as assignments
 from . import _client_attributes as attributes
 from . import _clipping as clipping
 from . import _conversion as conversion
@@ -35,6 +36,7 @@ from ._construction import (
     refuse_hook,
     refuse_managed,
     refuse_module,
+    refuse_optimizers_in_backward,
     refuse_parts_of_a_model,
     remember,
     renamed,
@@ -71,6 +73,13 @@ class FullyShardedDataParallel(LegacyOptimStateDicts):
 
     Every rank holds one part of each parameter; the parameters of a unit (this module, less what nested instances hold) are whole
     only while forward or backward need them. Gradients are averaged over the ranks. Make the optimizer after wrapping.
+
+    With ``use_orig_params=True`` a Parameter may be assigned to an attribute between steps, on all ranks: its value is taken over,
+    and its ``requires_grad``; the parameter object that was there stays, with gradient and optimizer state. What does not fit, a
+    tied parameter, and any assignment with ``use_orig_params=False`` is refused; inside of summon_full_params both take the value.
+
+    Optimizers that ``torch.distributed.optim._apply_optimizer_in_backward`` makes step when backward has reduced all gradients, and
+    drop these; inside of no_sync they do not.
 
     Collective: construction, forward and backward are called on all ranks of the process group, in the same order.
 
@@ -149,6 +158,7 @@ class FullyShardedDataParallel(LegacyOptimStateDicts):
         nested = [child for child in module.modules() if isinstance(child, FullyShardedDataParallel)]
         closed = {*nested, *settings.ignored_modules}
         refuse_managed(module, closed, settings.ignored_parameters)
+        refuse_optimizers_in_backward(module, settings)
         refuse_parts_of_a_model(module, [(child, child._runtime.root) for child in nested])
         plan: dict[nn.Module, Settings] = {}
         apart = [child for child in module.modules() if child is not module and isinstance(child, settings.uncast_classes)]
@@ -221,6 +231,7 @@ class FullyShardedDataParallel(LegacyOptimStateDicts):
         unit = self._unit = Unit(self._fsdp_wrapped_module, groups, options, buffers)
         unit.owner = weakref.ref(self)
         hooks.guard_state_dicts(unit)
+        assignments.follow(unit)
         instances = FullyShardedDataParallel.fsdp_modules(self)
         names = {child: clean_name(name) for name, child in self.named_modules() if isinstance(child, FullyShardedDataParallel)}
         clipping.teach_torch()

@@ -20,6 +20,7 @@ LAYERS = (
         "fully_sharded_data_parallel",
         "_fully_shard",
         "sharded_grad_scaler",
+        "_assignments",
         "_client_attributes",
         "_clipping",
         "_construction",

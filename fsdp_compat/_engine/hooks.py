@@ -23,6 +23,7 @@ __all__ = [
     "cast_again",
     "cast_around",
     "guard_state_dicts",
+    "on_assignment",
     "on_end_of_backward",
     "on_gradient_of_leaf",
     "on_gradient_of_output",
@@ -126,6 +127,16 @@ def _require_state_dict(module: torch.nn.Module, method: str) -> None:
         unit = reference()
         if unit is not None:
             unit.require_state_dict(module, method)
+
+
+def on_assignment(
+    callback: Callable[[torch.nn.Module, str, torch.nn.Parameter], torch.nn.Parameter | None],
+) -> RemovableHandle:
+    """Whenever a module, whichever, is given a parameter, let ``callback(module, name, parameter)`` say what else to put there.
+
+    It changes nn.Module for the whole process. The undo: remove() on what is returned.
+    """
+    return torch.nn.modules.module.register_module_parameter_registration_hook(callback)  # type: ignore[arg-type]
 
 
 def on_gradient_of_output(tensor: torch.Tensor, call: Call) -> None:

@@ -161,6 +161,9 @@ class FlatStore:
         ]
         return shown + self.registration.hidden_when_full()
 
+    def stands(self) -> bool:
+        return self.registration.stands()
+
     def check(self, where: str) -> None:
         if self.shard.device != self._device:
             raise StateError(
@@ -192,6 +195,19 @@ class FlatStore:
         """The shape of a parameter as its module had it."""
         parallel = self.parallel[index]
         return self.layout.params[index].shape if parallel is None else parallel.shape
+
+    def take(self, index: int, value: torch.Tensor) -> bool:
+        """Copy into the shard this rank's part of a parameter, from its whole value or from that part; False if neither fits."""
+        layout = self.layout
+        if value.dtype != self.dtype or not torch_private.is_plain(value) or value.is_meta or self.parallel[index] is not None:
+            return False
+        own = self.part(index)
+        if tuple(value.shape) == layout.params[index].shape:
+            value = value.detach().reshape(-1)[layout.part(index, self.rank).slice]
+        if value.shape != own.shape:
+            return False
+        own.copy_(value.detach())
+        return True
 
     def part(self, index: int) -> torch.Tensor:
         """Return what this rank holds of a parameter: a 1-D view of the shard, empty where it holds nothing."""
