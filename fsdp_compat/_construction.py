@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from . import _optimizers as optimizers
 from ._checks import takes, wrong_type
-from ._engine import materialize
+from ._engine import materialize, torch_private
 from ._engine.buffers import CastBuffers
 from ._engine.storage import give_back_freed
 from ._engine.tree import Member, Place
@@ -19,6 +20,7 @@ from ._engine.unit import Unit, Unwritten
 from ._settings import Arguments, Settings, resolve
 from ._state.names import clean_name
 from ._stores.flat_store import FlatStore
+from ._stores.registration import FlatParameter
 from .errors import UsageError, explain
 
 __all__ = [
@@ -27,6 +29,7 @@ __all__ = [
     "listed",
     "refuse_managed",
     "refuse_module",
+    "refuse_optimizers_in_backward",
     "remember",
     "renamed",
     "settings_of",
@@ -37,10 +40,14 @@ __all__ = [
 _wrapped: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
-def remember(module: nn.Module, originals: Iterable[nn.Parameter], stores: Iterable[FlatStore]) -> None:
+def remember(module: nn.Module, originals: Iterable[nn.Parameter], stores: Sequence[FlatStore]) -> None:
     """Note that ``module`` is wrapped now, that ``originals`` are flattened, and what the stores' targets hold."""
     _wrapped[module] = True
     optimizers.note(originals, stores)
+    for store in stores:
+        for target, _ in store.targets:
+            if not isinstance(target, FlatParameter):  # for clients, which see it on that class
+                target.__dict__["_fsdp_flattened"] = True
 
 
 def listed(given: Any) -> Any:
@@ -150,6 +157,26 @@ def refuse_managed(module: nn.Module, closed: set[nn.Module], ignored: frozenset
                 )
 
 
+def refuse_optimizers_in_backward(module: nn.Module, settings: Settings) -> None:
+    """Raise UsageError for parameters with optimizers that step in backward, if these would not see them any more."""
+    for name, parameter in module.named_parameters():
+        if (
+            torch_private.optimizers_in_backward(parameter)
+            and parameter not in settings.ignored_parameters
+            and not isinstance(parameter, FlatParameter)
+            and not (settings.use_orig_params and torch_private.is_plain(parameter))
+        ):
+            raise UsageError(
+                explain(
+                    "An optimizer that steps in backward would hold a parameter that is not trained any more.",
+                    expected="_apply_optimizer_in_backward() after wrapping, or use_orig_params=True",
+                    got=f"a call of it before, for {clean_name(name)!r}",
+                    where=f"FullyShardedDataParallel({type(module).__name__})",
+                    fix="wrap the model first, then call _apply_optimizer_in_backward(..., wrapped_model.parameters(), ...)",
+                )
+            )
+
+
 def settings_of(module: nn.Module, kwargs: Mapping[str, Any], arguments: Arguments, settings: Settings) -> Settings:
     """The settings of a unit that a policy chose; resolved anew only where the policy changed something."""
     changes = {name: value for name, value in kwargs.items() if getattr(arguments, name, arguments) is not value}
@@ -184,19 +211,26 @@ class Preparation:
             give_back_freed()  # of the unit before
         modules = [module for module in self._modules.pop(unit) if module not in self._done]
         self._done.update(modules)
-        was_meta = not self._simulated and materialize.materialize(self._root, modules, settings.param_init_fn, settings.device)
-        self._was_meta = self._was_meta or was_meta
+        filled: set[materialize.Slot] = set()
+        if not self._simulated:
+            filled = materialize.materialize(self._root, modules, settings.param_init_fn, settings.device)
+        self._was_meta = self._was_meta or bool(filled)
         materialize.restore_ties(self._ties)
         materialize.move_buffers(modules, settings.device)
         if settings.sync_module_states:
-            materialize.broadcast_states(
-                [p for m in modules for p in m.parameters(recurse=False) if p not in settings.ignored_parameters],
-                [buffer for module in modules for buffer in module.buffers(recurse=False)],
-                settings.mesh,
-                settings.device,
-            )
-        if was_meta or (settings.sync_module_states and not self._simulated):
-            self.left |= materialize.unwritten(modules)
+            sent = {
+                (module, name): tensor
+                for module in modules
+                for name, tensor in materialize.own_tensors(module)
+                if tensor not in settings.ignored_parameters
+            }
+            # What is NaN on the first rank is so everywhere. It is a value, unless the first rank has it from filled memory.
+            marks = torch.tensor([slot in filled for slot in sent], dtype=torch.uint8, device=settings.device)
+            materialize.broadcast_states([*sent.values(), marks], settings.mesh, settings.device)
+            if not self._simulated:
+                filled.difference_update(sent)
+                filled.update(slot for slot, mark in zip(sent, marks.tolist(), strict=True) if mark)
+        self.left |= materialize.unwritten(filled)
         return [Member(_present(member), member.place) for member in members]
 
 
@@ -228,8 +262,7 @@ def unwritten_of(
     for store in stores if left else ():
         for index, member in enumerate(store.members):
             if any(slot in left for slot in member.slots):
-                part = store.shard.detach()[store.layout.part_in_shard(index, store.rank).slice]
-                found.append(Unwritten(member.name, lambda part=part: part))  # type: ignore[misc]
+                found.append(Unwritten(member.name, functools.partial(store.part, index)))
     for path, child in module.named_modules() if left else ():
         for name in child._buffers:
             if (child, name) in left and child not in taken:

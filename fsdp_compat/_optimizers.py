@@ -21,11 +21,12 @@ from ._state.full_params import shown_stores
 from ._stores.flat_store import FlatStore
 from .errors import StateError, UsageError, explain
 
-__all__ = ["convert", "is_managed", "note"]
+__all__ = ["convert", "is_held", "is_managed", "note", "note_assigned"]
 
 # Parameters that some unit manages. Of what the optimizer is to hold: (weak reference to the store, index of the first parameter it
 # holds); of originals whose values live in a FlatParameter now: what they were.
 _managed: WeakIdKeyDictionary = WeakIdKeyDictionary()
+_assigned: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameters whose values units have taken, and for which attribute
 _MARK = "_fsdp_compat_part"  # on what the optimizer is to hold; unlike `_managed` it is pickled with a parameter
 _wrappings = itertools.count(1)
 _last_wrapping = 0
@@ -51,11 +52,25 @@ def is_managed(parameter: nn.Parameter) -> bool:
     return parameter in _managed
 
 
+def is_held(parameter: nn.Parameter) -> bool:
+    """True for what an optimizer is to hold of a unit."""
+    return isinstance(_managed.get(parameter), tuple)
+
+
+def note_assigned(parameter: nn.Parameter, name: str) -> None:
+    """A unit has taken the value of ``parameter`` for its attribute ``name``, and not the object."""
+    global _last_wrapping
+    _assigned[parameter] = name
+    _last_wrapping = next(_wrappings)  # optimizers are looked at again
+
+
 def convert(optimizer: torch.optim.Optimizer) -> None:
     """Cut state of whole parameters to this rank's parts. Raises UsageError if the optimizer holds what is not trained any more."""
     for number, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
             place = _managed.get(parameter)
+            if parameter in _assigned:
+                raise _not_taken(optimizer, number, _assigned[parameter])
             if isinstance(place, str):
                 raise _orphaned(optimizer, number, place)
             if place is None and _MARK in parameter.__dict__:
@@ -73,7 +88,7 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
     if shown_stores():
         _refuse(optimizer, shown_stores(), "inside of summon_full_params")
     for runtime in live_runtimes():
-        if runtime.runs:
+        if runtime.runs and not runtime.steps:
             _refuse(optimizer, {group.store for group in runtime.groups}, "inside of forward or backward")
 
 
@@ -112,6 +127,18 @@ def _pickled_apart(optimizer: torch.optim.Optimizer, number: int) -> UsageError:
             got="parameters that were pickled beside a wrapped model, which packs its own apart",
             where=f"parameter group {number} of {type(optimizer).__name__}",
             fix="make the optimizer from model.parameters() after unpickling, and load its state_dict() into it",
+        )
+    )
+
+
+def _not_taken(optimizer: torch.optim.Optimizer, number: int, name: str) -> UsageError:
+    return UsageError(
+        explain(
+            "The optimizer holds a parameter that the model does not train.",
+            expected="an optimizer made from wrapped_model.parameters()",
+            got=f"a parameter that was assigned to the attribute {name!r} of a sharded module, which took its value only",
+            where=f"parameter group {number} of {type(optimizer).__name__}",
+            fix="make the optimizer from wrapped_model.parameters(); to train that parameter elsewhere, assign a copy of it",
         )
     )
 

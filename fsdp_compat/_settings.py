@@ -97,6 +97,8 @@ class Settings:
     offload: bool  # shards, gradients and the optimizer on the CPU
     full_precision_in_eval: bool
     keep_units_below: int  # elements: smaller units are not resharded after forward
+    forward_prefetch: bool  # the argument, for clients that ask
+    limit_all_gathers: bool  # likewise
 
     def precision(self, dtype: torch.dtype) -> Precision:
         """The dtypes in which a group of ``dtype`` travels. Packed formats, integers and 8-bit floats, are never cast."""
@@ -242,6 +244,8 @@ def resolve(module: nn.Module, arguments: Arguments) -> Settings:
         offload=offload.offload_params,
         full_precision_in_eval=os.environ.get("FSDP_USE_FULL_PREC_IN_EVAL", "") == "1",
         keep_units_below=small,
+        forward_prefetch=bool(arguments.forward_prefetch),
+        limit_all_gathers=bool(arguments.limit_all_gathers),
     )
 
 

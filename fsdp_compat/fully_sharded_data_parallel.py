@@ -15,7 +15,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from . import _assignments as assignments
+from . import _client_attributes as attributes
 from . import _clipping as clipping
+from . import _conversion as conversion
 from . import _copying as copying
 from . import _dcp_adapter as dcp_adapter
 from . import _hugging_face_storage as hugging_face_storage
@@ -34,6 +37,7 @@ from ._construction import (
     refuse_hook,
     refuse_managed,
     refuse_module,
+    refuse_optimizers_in_backward,
     refuse_parts_of_a_model,
     remember,
     renamed,
@@ -45,7 +49,7 @@ from ._engine.buffers import CastBuffers
 from ._engine.reduce import CommHook
 from ._engine.runtime import Runtime
 from ._engine.tree import Member, assign_owners, group_members
-from ._engine.unit import Group, Unit
+from ._engine.unit import Group, Unit, UnitOptions
 from ._legacy_optim_state_dicts import LegacyOptimStateDicts, OptimStateKeyType
 from ._settings import Arguments, Settings, resolve
 from ._state.full_params import full_parameters
@@ -70,6 +74,13 @@ class FullyShardedDataParallel(LegacyOptimStateDicts):
 
     Every rank holds one part of each parameter; the parameters of a unit (this module, less what nested instances hold) are whole
     only while forward or backward need them. Gradients are averaged over the ranks. Make the optimizer after wrapping.
+
+    With ``use_orig_params=True`` a Parameter may be assigned to an attribute between steps, on all ranks: its value is taken over,
+    and its ``requires_grad``; the parameter object that was there stays, with gradient and optimizer state. What does not fit, a
+    tied parameter, and any assignment with ``use_orig_params=False`` is refused; inside of summon_full_params both take the value.
+
+    Optimizers that ``torch.distributed.optim._apply_optimizer_in_backward`` makes step when backward has reduced all gradients, and
+    drop these; inside of no_sync they do not.
 
     Collective: construction, forward and backward are called on all ranks of the process group, in the same order.
 
@@ -148,6 +159,7 @@ class FullyShardedDataParallel(LegacyOptimStateDicts):
         nested = [child for child in module.modules() if isinstance(child, FullyShardedDataParallel)]
         closed = {*nested, *settings.ignored_modules}
         refuse_managed(module, closed, settings.ignored_parameters)
+        refuse_optimizers_in_backward(module, settings)
         refuse_parts_of_a_model(module, [(child, child._runtime.root) for child in nested])
         plan: dict[nn.Module, Settings] = {}
         apart = [child for child in module.modules() if child is not module and isinstance(child, settings.uncast_classes)]
@@ -203,6 +215,7 @@ class FullyShardedDataParallel(LegacyOptimStateDicts):
         self._forward_methods = {}
         self._begin_state_dicts(module)
         self._fsdp_wrapped_module = module
+        attributes.mark(module, settings.ignored_modules)
         taken = {below for child in FullyShardedDataParallel.fsdp_modules(module) for below in child.modules()}
         with torch.inference_mode(False), torch.no_grad():
             stores = [self._make_store(module, settings, index, its) for index, (_, its) in enumerate(group_members(members))]
@@ -212,25 +225,29 @@ class FullyShardedDataParallel(LegacyOptimStateDicts):
 
     def _set_up(self, stores: Sequence[FlatStore], settings: Settings, buffers: CastBuffers | None) -> None:
         """Make the unit around its stores, and the runtime around it and the units below."""
-        device, offload = settings.device, settings.offload
+        self._settings = settings
         options = settings.unit_options(sum(param.numel for store in stores for param in store.layout.params))
-        groups = []
-        for store in stores:
-            precision = settings.precision(store.dtype)
-            # Where all units are whole when backward begins, a buffer of wider gradients waits until the first one is not any more.
-            streamed = options.reshard_after_forward or precision.reduce.itemsize <= precision.gather.itemsize
-            groups.append(Group(store, settings.mesh, precision, device, offload, streamed))
+        groups = [self._group_of(store, options) for store in stores]
         meeting.expect(groups)
         unit = self._unit = Unit(self._fsdp_wrapped_module, groups, options, buffers)
         unit.owner = weakref.ref(self)
-        self._settings = settings
         hooks.guard_state_dicts(unit)
+        assignments.follow(unit)
         instances = FullyShardedDataParallel.fsdp_modules(self)
         names = {child: clean_name(name) for name, child in self.named_modules() if isinstance(child, FullyShardedDataParallel)}
         clipping.teach_torch()
         dcp_adapter.teach_torch()
         hugging_face_storage.teach_torch()
         Runtime(unit, [child._unit for child in instances], [names[child] for child in instances], settings.runtime)
+
+    def _group_of(self, store: FlatStore, options: UnitOptions | None = None) -> Group:
+        """Make the group around a store. options: of the unit, which has some already."""
+        settings = self._settings
+        options = options or self._unit.options
+        precision = settings.precision(store.dtype)
+        # Where all units are whole when backward begins, a buffer of wider gradients waits until the first one is not any more.
+        streamed = options.reshard_after_forward or precision.reduce.itemsize <= precision.gather.itemsize
+        return Group(store, settings.mesh, precision, settings.device, settings.offload, streamed)
 
     @staticmethod
     def _make_store(module: nn.Module, settings: Settings, index: int, members: list[Member]) -> FlatStore:
@@ -252,16 +269,6 @@ class FullyShardedDataParallel(LegacyOptimStateDicts):
         return self._fsdp_wrapped_module
 
     @property
-    def sharding_strategy(self) -> ShardingStrategy:
-        """The strategy it was made with."""
-        return self._settings.strategy
-
-    @property
-    def process_group(self) -> dist.ProcessGroup:
-        """The ranks over which one copy of the parameters is spread."""
-        return self._settings.group
-
-    @property
     def compute_device(self) -> torch.device:
         """Where forward and backward run."""
         return self._settings.device
@@ -271,13 +278,25 @@ class FullyShardedDataParallel(LegacyOptimStateDicts):
         """The dtypes it was made with."""
         return self._settings.mixed_precision
 
-    @property
-    def _has_params(self) -> bool:
-        return bool(self._unit.groups)
-
-    @property
-    def _is_root(self) -> bool:
-        return self._unit.is_root
+    # What else torch's class has, for those who ask: _client_attributes.py.
+    sharding_strategy = property(attributes.sharding_strategy)
+    process_group = property(attributes.process_group)
+    rank = property(attributes.rank)
+    world_size = property(attributes.world_size)
+    cpu_offload = property(attributes.cpu_offload)
+    backward_prefetch = property(attributes.backward_prefetch)
+    forward_prefetch = property(attributes.forward_prefetch)
+    limit_all_gathers = property(attributes.limit_all_gathers)
+    params = property(attributes.params)
+    training_state = property(attributes.training_state)
+    _has_params = property(attributes.has_params)
+    _is_root = property(attributes.is_root, attributes.ignore)
+    _flat_param = property(attributes.flat_param)
+    _handle = property(attributes.handle)
+    _all_handles = property(attributes.all_handles)
+    _exec_order_data = property(attributes.exec_order_data)
+    _lazy_init = staticmethod(attributes.lazy_init)
+    _root_pre_forward = staticmethod(attributes.root_pre_forward)
 
     def __getattr__(self, name: str) -> Any:
         """What this module does not have is looked up on the wrapped one."""
@@ -342,6 +361,16 @@ class FullyShardedDataParallel(LegacyOptimStateDicts):
         require_bools("fsdp_modules", root_only=root_only)
         found = [child for child in module.modules() if isinstance(child, FullyShardedDataParallel)]
         return [child for child in found if child._unit.is_root] if root_only else found
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> FullyShardedDataParallel:
+        """What ``half``, ``to`` and the like do. Before the first forward another dtype converts the shards; collective then."""
+        if recurse:
+            conversion.follow(self, fn)
+        with self._unit.buffers.uncast() if self._unit.buffers is not None else contextlib.nullcontext():
+            super()._apply(fn, recurse)
+        for child in self.modules():
+            hooks.cast_again(child, _own_dtype)
+        return self
 
     def apply(self, fn: Callable[[nn.Module], None]) -> FullyShardedDataParallel:
         """Call ``fn`` on every submodule and on this one, with whole parameters, and keep what it changes. Collective."""

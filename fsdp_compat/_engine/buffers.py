@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Iterator
 
 import torch
@@ -22,15 +23,31 @@ class CastBuffers:
 
     def __init__(self, modules: Iterable[nn.Module], dtype: torch.dtype) -> None:
         """Cast the buffers of ``modules`` (of each alone, not of those in it) now, before the first forward."""
-        self._dtype, self._form = dtype, 1
-        self._slots = [  # (module, name, dtype before)
+        self._dtype, self._form, self._modules = dtype, 1, list(modules)
+        self._slots: list[tuple[nn.Module, str, torch.dtype]] = []  # (module, name, dtype before)
+        self._exact: list[tuple[torch.Tensor, torch.Tensor]] = []  # (buffer as it was cast, its values before)
+        self._look()
+        self.follow(0)
+
+    def _look(self) -> None:
+        """Note the buffers that there are, in the dtypes they have without the cast."""
+        self._slots = [
             (module, name, _dtypes_before.get(buffer, buffer.dtype))
-            for module in modules
+            for module in self._modules
             for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False)
             if buffer.is_floating_point()
         ]
-        self._exact: list[tuple[torch.Tensor, torch.Tensor]] = []  # (buffer as it was cast, its values before)
-        self.follow(0)
+
+    @contextlib.contextmanager
+    def uncast(self) -> Iterator[None]:
+        """Inside of it modules have the buffers without the cast, and may get others."""
+        form = self._form
+        self.follow(1)
+        try:
+            yield
+        finally:
+            self._look()
+            self.follow(form)
 
     def follow(self, form: int) -> None:
         """form 0: the dtype of computation; 1: the dtypes they had, for evaluation in full precision and for loading."""

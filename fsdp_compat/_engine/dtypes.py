@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["Precision", "cast_floats", "map_tensors", "move_to", "tensors_in"]
+__all__ = ["Precision", "cast_floats", "is_packed", "map_tensors", "move_to", "tensors_in"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,6 +19,11 @@ class Precision:
     reduce: torch.dtype
     evaluate: torch.dtype | None = None  # what modules in evaluation mode compute in; None: the same
     grad: torch.dtype | None = None  # of ``.grad``; None: the shard's
+
+
+def is_packed(dtype: torch.dtype) -> bool:
+    """True for the dtypes of packed formats, integers and 8-bit floats, which are never cast."""
+    return not dtype.is_floating_point or dtype.itemsize == 1
 
 
 def tensors_in(value: object) -> Iterator[torch.Tensor]:

@@ -244,11 +244,20 @@ class Guards:
     def leave_forward(self, module: nn.Module) -> None:
         """The calls of ``module`` are those that gather: they are not refused."""
         self.disarm()
+        self._leave(module)
+        self._look_at_forwards()
+        self.arm()
+
+    def retire(self) -> None:
+        """Others guard the same modules from now on."""
+        self.disarm()
+        for module in list(self._forwards):
+            self._leave(module)
+
+    def _leave(self, module: nn.Module) -> None:
         slot = self._forwards.pop(module, None)
         if slot is not None:
             slot.holders = [holder for holder in slot.holders if holder.guards() is not self]
-        self._look_at_forwards()
-        self.arm()
 
     def arm(self) -> None:
         self._always.put_in()

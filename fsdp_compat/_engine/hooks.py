@@ -20,8 +20,10 @@ if typing.TYPE_CHECKING:
 __all__ = [
     "attach_unit",
     "before_loading",
+    "cast_again",
     "cast_around",
     "guard_state_dicts",
+    "on_assignment",
     "on_end_of_backward",
     "on_gradient_of_leaf",
     "on_gradient_of_output",
@@ -60,12 +62,12 @@ class _CastAround:
     """Casts the inputs of a module's forward, and its outputs back."""
 
     def __init__(self, dtype: torch.dtype) -> None:
-        self._dtype = dtype
+        self.dtype = dtype
         self._given: torch.dtype | None = None  # of the first floating-point input of the running call
 
     def before(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         self._given = next((t.dtype for t in tensors_in((args, kwargs)) if t.is_floating_point()), None)
-        return cast_floats(args, self._dtype), cast_floats(kwargs, self._dtype)
+        return cast_floats(args, self.dtype), cast_floats(kwargs, self.dtype)
 
     def after(self, module: torch.nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         return output if self._given is None else cast_floats(output, self._given)
@@ -76,6 +78,14 @@ def cast_around(module: torch.nn.Module, dtype: torch.dtype) -> None:
     cast = _CastAround(dtype)
     module.register_forward_pre_hook(cast.before, with_kwargs=True)
     module.register_forward_hook(cast.after)
+
+
+def cast_again(module: torch.nn.Module, dtype_of: Callable[[torch.nn.Module], torch.dtype]) -> None:
+    """Let a module that ``cast_around`` was called for, if it is one, compute in ``dtype_of(module)`` from now on."""
+    for hook in module._forward_hooks.values():
+        cast = getattr(hook, "__self__", None)
+        if isinstance(cast, _CastAround):
+            cast.dtype = dtype_of(module)
 
 
 def _nothing(module: torch.nn.Module, args: Any) -> None:
@@ -117,6 +127,16 @@ def _require_state_dict(module: torch.nn.Module, method: str) -> None:
         unit = reference()
         if unit is not None:
             unit.require_state_dict(module, method)
+
+
+def on_assignment(
+    callback: Callable[[torch.nn.Module, str, torch.nn.Parameter], torch.nn.Parameter | None],
+) -> RemovableHandle:
+    """Whenever a module, whichever, is given a parameter, let ``callback(module, name, parameter)`` say what else to put there.
+
+    It changes nn.Module for the whole process. The undo: remove() on what is returned.
+    """
+    return torch.nn.modules.module.register_module_parameter_registration_hook(callback)  # type: ignore[arg-type]
 
 
 def on_gradient_of_output(tensor: torch.Tensor, call: Call) -> None:

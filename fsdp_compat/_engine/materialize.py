@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
@@ -18,30 +17,34 @@ __all__ = [
     "is_unwritten",
     "materialize",
     "move_buffers",
+    "own_tensors",
     "require_initial_values",
     "restore_ties",
     "ties",
     "unwritten",
 ]
 
+Slot = tuple[nn.Module, str]  # a module, and the attribute of a parameter or buffer that it holds
+
 
 def require_initial_values(root: nn.Module, modules: Iterable[nn.Module]) -> None:
     """Raise UsageError for a module of ``modules`` on the meta device that has no way of its own to get its values."""
     for module in modules:
-        if any(tensor.is_meta for tensor in _own_tensors(module)):
+        if any(tensor.is_meta for _, tensor in own_tensors(module)):
             _require_reset(root, module)
 
 
 def materialize(
     root: nn.Module, modules: Sequence[nn.Module], init: Callable[[nn.Module], None] | None, device: torch.device
-) -> bool:
-    """Give every module of ``modules`` with tensors on the meta device memory on ``device`` and values; True if there were any.
+) -> set[Slot]:
+    """Give every module of ``modules`` with tensors on the meta device memory on ``device`` and values. Return what got memory.
 
     ``init`` (param_init_fn) is called for each such module; without it, ``to_empty`` and the module's ``reset_parameters``.
     root: what they belong to, for errors.
     """
-    on_meta = [module for module in modules if any(tensor.is_meta for tensor in _own_tensors(module))]
-    for module in on_meta:
+    wanting = [module for module in modules if any(tensor.is_meta for _, tensor in own_tensors(module))]
+    before = _addresses(wanting)
+    for module in wanting:
         with torch_private.PoisonedMemory():  # what init leaves as it is can be told, see `unwritten`
             if init is not None:
                 init(module)
@@ -49,7 +52,7 @@ def materialize(
             with torch.no_grad():
                 module.to_empty(device=device, recurse=False)
                 module.reset_parameters()  # type: ignore[operator]
-    left = [f"{_name_of(root, m)}.{name}" for m in on_meta for name, tensor in _named_own_tensors(m) if tensor.is_meta]
+    left = [f"{_name_of(root, m)}.{name}" for m in wanting for name, tensor in own_tensors(m) if tensor.is_meta]
     if left:
         raise UsageError(
             explain(
@@ -60,7 +63,17 @@ def materialize(
                 fix="call module.to_empty(device=..., recurse=False) and fill the values in param_init_fn",
             )
         )
-    return bool(on_meta)
+    # Also what was not on the meta device: ``to_empty`` empties all tensors of a module.
+    return {slot for slot, address in _addresses(wanting).items() if before.get(slot) != address}
+
+
+def _addresses(modules: Iterable[nn.Module]) -> dict[Slot, int | None]:
+    """Return where the tensors of ``modules`` lie; None for those on the meta device."""
+    return {
+        (module, name): None if tensor.is_meta else torch_private.local_part(tensor).data_ptr()
+        for module in modules
+        for name, tensor in own_tensors(module)
+    }
 
 
 def is_unwritten(tensor: torch.Tensor) -> bool:
@@ -73,9 +86,14 @@ def is_unwritten(tensor: torch.Tensor) -> bool:
     return bool((tensor == torch.iinfo(tensor.dtype).max).all())
 
 
-def unwritten(modules: Iterable[nn.Module]) -> set[tuple[nn.Module, str]]:
-    """Return where initialisation has left tensors without values: (module, attribute), of parameters and buffers."""
-    return {(module, name) for module in modules for name, tensor in _named_own_tensors(module) if is_unwritten(tensor)}
+def unwritten(slots: set[Slot]) -> set[Slot]:
+    """Return which of ``slots`` (what ``materialize`` gave memory) initialisation has left without values."""
+    return {
+        (module, name)
+        for module in {module for module, _ in slots}
+        for name, tensor in own_tensors(module)
+        if (module, name) in slots and is_unwritten(tensor)
+    }
 
 
 def _require_reset(root: nn.Module, module: nn.Module) -> None:
@@ -86,7 +104,7 @@ def _require_reset(root: nn.Module, module: nn.Module) -> None:
             "A module on the meta device cannot be given its initial values.",
             expected="a method reset_parameters() that fills the module's own parameters and buffers",
             got=f"{type(module).__name__} without one, with "
-            f"{[name for name, t in _named_own_tensors(module) if t.is_meta]} on the meta device",
+            f"{[name for name, t in own_tensors(module) if t.is_meta]} on the meta device",
             where=f"module {_name_of(root, module)!r}",
             fix="pass param_init_fn=, or give the class a reset_parameters method",
         )
@@ -101,13 +119,13 @@ def move_buffers(modules: Iterable[nn.Module], device: torch.device) -> None:
                 setattr(module, name, buffer.to(device))
 
 
-def broadcast_states(parameters: Iterable[torch.Tensor], buffers: Iterable[torch.Tensor], mesh: Mesh, device: torch.device) -> None:
-    """Overwrite parameters and buffers (non-persistent ones too) with those of the mesh's first rank.
+def broadcast_states(states: Iterable[torch.Tensor], mesh: Mesh, device: torch.device) -> None:
+    """Overwrite tensors with those of the mesh's first rank.
 
     Collective: all ranks of the mesh. Along the replica axis first, which gives the first replica's values to every shard rank's
     first one, then along the shard axis. Tensors elsewhere than on ``device`` travel by way of it, one at a time.
     """
-    tensors = {id(tensor): torch_private.local_part(tensor.detach()) for tensor in itertools.chain(parameters, buffers)}
+    tensors = {id(tensor): torch_private.local_part(tensor.detach()) for tensor in states}
     with torch.no_grad():
         for axis in (mesh.replica, mesh.shard):
             if axis.ranks == 1:
@@ -124,11 +142,8 @@ def broadcast_states(parameters: Iterable[torch.Tensor], buffers: Iterable[torch
                     tensor.copy_(packed)
 
 
-def _own_tensors(module: nn.Module) -> Iterable[torch.Tensor]:
-    return (tensor for _, tensor in _named_own_tensors(module))
-
-
-def _named_own_tensors(module: nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
+def own_tensors(module: nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
+    """Yield the parameters and buffers that a module holds itself, with their attributes."""
     yield from module.named_parameters(recurse=False)
     yield from module.named_buffers(recurse=False)
 

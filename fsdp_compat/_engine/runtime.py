@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from .._checks import AssertedStateError
 from ..errors import StateError, UsageError, explain
 from . import hooks, torch_private
 from .collectives import Communicator
@@ -65,6 +66,8 @@ class Runtime:
         self.root, self.units, self.options = root, list(units), options
         _live.add(self)
         self.sync = True  # False inside of no_sync
+        self.has_run = False  # a forward has begun
+        self.steps = False  # optimizers step in backward now
         # No parameter or buffer is without a value: looked at before the first forward. A simulation on meta has none at all.
         self._has_values = root.options.device.type == "meta"
         self._serving: list[Unit] = []  # the units of a method that runs, whose ranks may make different numbers of calls
@@ -73,16 +76,7 @@ class Runtime:
                 unit.runtime.rest()
             label = f"unit {name!r}" if name else f"the root unit (a {type(unit.module).__name__})"
             unit.runtime, unit.label, unit.is_root = self, label, unit is root
-            for group in unit.groups:
-                group.make_room = self._make_room
-                group.call_it(label)
-        self.groups = [group for unit in self.units for group in unit.groups]
-        self._units_with_parts = [unit for unit in self.units if unit.has_parts]
-        self._untouched = Untouched(self.groups)
-        self._wires: list[Communicator] = list(
-            {id(wire): wire for group in self.groups for wire in (group.shard, group.replica) if wire.ranks > 1}.values()
-        )
-        self._homes = list({id(group.home): group.home for group in self.groups if group.home.apart}.values())
+        self.take_groups()
         self._streams = compute_streams(root.options.device)
         self._joins = self._streams.several
         # Held by the thread of autograd that is in here, where there may be several: one for each device.
@@ -99,6 +93,20 @@ class Runtime:
         self._backward: Callable[[], Backward | None] = _nothing  # weak
         self._open = False  # a backward was begun and not ended
         self._notes_open = False  # some group has collected gradients that were not reduced
+
+    def take_groups(self) -> None:
+        """Work with the groups that the units have now."""
+        self.groups = [group for unit in self.units for group in unit.groups]
+        for unit in self.units:
+            for group in unit.groups:
+                group.make_room = self._make_room
+                group.call_it(unit.label)
+        self._units_with_parts = [unit for unit in self.units if unit.has_parts]
+        self._untouched = Untouched(self.groups)
+        self._wires: list[Communicator] = list(
+            {id(wire): wire for group in self.groups for wire in (group.shard, group.replica) if wire.ranks > 1}.values()
+        )
+        self._homes = list({id(group.home): group.home for group in self.groups if group.home.apart}.values())
 
     # -- forward
 
@@ -214,6 +222,7 @@ class Runtime:
         if not self._untouched.stands():
             self._look_at_units()
             self._untouched.note()
+            self.has_run = True
         if not self._has_values:
             self._require_values()
         for unit in self._units_with_parts:
@@ -228,6 +237,7 @@ class Runtime:
                 if stray is not None:
                     self._refuse_stray(unit, group, stray)
                 group.store.check(group.name)
+                group.require_leaves()
                 for index, leaf in group.follow_requires_grad():
                     hooks.on_gradient_of_leaf(unit, group, index, leaf)
 
@@ -247,7 +257,7 @@ class Runtime:
         for wire in self._wires:
             flag = wire.any_of(flag)
         if flag:
-            found = left or names  # of another rank's: this one holds nothing of it
+            found = left or names or ["what another rank has from its meta device"]  # of which this one holds nothing
             raise UsageError(
                 explain(
                     "Parameters or buffers were never given values: they came from the meta device as uninitialised memory.",
@@ -366,8 +376,33 @@ class Runtime:
             self._drop_zeroed()
             self._backward = weakref.ref(current)
             hooks.on_end_of_backward(lambda: self._end_backward(current))
+            self._require_parameters_of_forward()
             self._backward_order.restart(list(reversed(self.units)))
         return current
+
+    def _require_parameters_of_forward(self) -> None:
+        """Raise AssertedStateError if parameters that are kept whole from forward to backward were given other memory meanwhile.
+
+        Of the other units the new values count, as they are gathered again.
+        """
+        follow = not self._untouched.targets_stand()
+        for unit in self.units:
+            kept = unit.residency is Residency.FULL
+            for group in unit.groups:
+                if kept:
+                    group.require_leaves()
+                if follow and not group.store.stands():
+                    if kept:
+                        raise AssertedStateError(
+                            explain(
+                                "Parameters were changed between forward and backward, which goes on with those of forward.",
+                                expected="changes by `.data =` before forward or after backward, as this unit stays whole between",
+                                got="a parameter that has other memory than in forward",
+                                where=group.name,
+                                fix="move the change, or choose a strategy that frees parameters after forward (FULL_SHARD)",
+                            )
+                        )
+                    group.store.check(group.name)
 
     def _pre_backward_alone(self, call: Call, unit: Unit) -> None:
         assert self._lock is not None
@@ -465,6 +500,18 @@ class Runtime:
             self._reductions.clear()
             self._drain("gradients and parameters that this rank has sent")
         self._backward, self._open = _nothing, False
+        if torch_private.has_optimizers_in_backward():
+            self._step_in_backward(backward.reduced)
+
+    def _step_in_backward(self, reduced: set[Group]) -> None:
+        """Let optimizers that step in backward do it: at its end, when nobody reads the shards any more, nor adds a gradient."""
+        self.steps = True
+        try:
+            for group in self.groups:
+                if group in reduced:
+                    group.step_in_backward()
+        finally:
+            self.steps = False
 
     def _reduce_what_others_reduced(self, backward: Backward) -> None:
         """One byte per group and backward: a rank without gradients supplies zeros; a group used nowhere keeps ``.grad`` None."""
@@ -526,8 +573,14 @@ class Runtime:
         for unit in self.units:
             unit.free()
             unit.reveal_parts()
+        self.require_own()
+
+    def require_own(self) -> None:
+        """Raise StateError if somebody has replaced parameters; what was written by `.data =` between steps counts from now on."""
+        for unit in self.units:
+            unit.require_own()
             for group in () if unit.lent else unit.groups:
-                group.store.check(group.name)  # what somebody wrote by `.data =` counts from now on
+                group.store.check(group.name)
 
     @property
     def runs(self) -> bool:
@@ -548,7 +601,7 @@ class Runtime:
             )
 
     def require_parts(self, what: str) -> None:
-        """Raise StateError if ``what`` is called inside of summon_full_params."""
+        """Raise StateError if ``what`` is called inside of summon_full_params, or after parameters were replaced."""
         if any(unit.lent for unit in self.units):
             raise StateError(
                 explain(
@@ -559,6 +612,7 @@ class Runtime:
                     fix="leave the context first",
                 )
             )
+        self.require_own()
 
     def set_comm_hook(self, hook: CommHook) -> None:
         """Sum and average gradients in the user's way."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ctypes
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -104,6 +105,23 @@ class GroupMemory:
             self._fill = pieces, places
         self.has_copies = self._fill is not None  # leaves do not view the buffer: see `fill_leaves`
         self.free()
+        self._views = [torch_private.local_part(leaf) for leaf in self.leaves]
+        self._offsets = list(map(torch.Tensor.data_ptr, self._views))  # in an empty storage that is how far from its beginning
+
+    def strayed(self) -> list[int]:
+        """Return the leaves that somebody gave other memory, by ``.data =``. Not for leaves with storages of their own."""
+        start = 0 if self.aliased or self.has_copies else self.full.data_ptr()
+        return [
+            index
+            for index, (view, offset) in enumerate(zip(self._views, self._offsets, strict=True))
+            if view.numel() and view.data_ptr() != start + offset and not (self.has_copies and view.data_ptr())
+        ]
+
+    def bring_back(self, store: ParamStore, indices: Sequence[int]) -> None:
+        """Let strayed leaves view the buffer again; what they held is lost."""
+        leaves = store.make_leaves(self.full)
+        for index in indices:
+            self._views[index].data = torch_private.local_part(leaves[index]).data
 
     def allocate(self) -> None:
         """Make room for a gather."""

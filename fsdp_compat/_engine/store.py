@@ -71,6 +71,9 @@ class ParamStore(typing.Protocol):
     def shown(self, leaves: Sequence[nn.Parameter] | None) -> list[Shown]:
         """Return what the modules show: the leaves, or with None the sharded form. Both have the same slots in the same order."""
 
+    def stands(self) -> bool:
+        """True if no target has been moved away from the shard."""
+
     def check(self, where: str) -> None:
         """Put right, or refuse with a StateError, targets that somebody replaced or moved away from the shard."""
 

@@ -45,9 +45,11 @@ __all__ = [
     "is_registered",
     "local_part",
     "never_compiled",
+    "has_optimizers_in_backward",
     "norms_together",
     "offsets_on_mesh",
     "on_end_of_backward",
+    "optimizers_in_backward",
     "parameters_of",
     "placement",
     "refresh_rnn_weights",
@@ -93,6 +95,17 @@ def never_compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     eval_frame.set_code_exec_strategy(function.__code__, skip)
     function._torchdynamo_disable = True  # type: ignore[attr-defined]  # for calls from code that is traced
     return function
+
+
+def has_optimizers_in_backward() -> bool:
+    """True if ``_apply_optimizer_in_backward`` of torch.distributed.optim was called for any parameter that lives."""
+    module = sys.modules.get("torch.distributed.optim.apply_optimizer_in_backward")
+    return module is not None and len(module.param_to_acc_grad_map) > 0
+
+
+def optimizers_in_backward(parameter: nn.Parameter) -> Sequence[torch.optim.Optimizer]:
+    """Return the optimizers that ``_apply_optimizer_in_backward`` made for a parameter. Nothing public says it without a module."""
+    return parameter.__dict__.get("_in_backward_optimizers", ())
 
 
 def is_plain(tensor: torch.Tensor) -> bool:

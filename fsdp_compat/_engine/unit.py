@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 import torch
 from torch import nn
 
+from .._checks import AssertedStateError
 from ..errors import StateError, explain
 from . import torch_private
 from .buffers import CastBuffers
@@ -30,8 +31,9 @@ from .store import ParamStore, Shown
 if typing.TYPE_CHECKING:
     from .runtime import Runtime
 
-__all__ = ["LARGE", "Call", "Group", "Residency", "Unit", "UnitOptions", "Unwritten"]
+__all__ = ["LARGE", "MARKS", "Call", "Group", "Residency", "Unit", "UnitOptions", "Unwritten"]
 
+MARKS = ("_is_fsdp_managed_module", "_fsdp_use_orig_params")  # that front ends put on modules, in front of what these have
 LARGE = 65536  # elements; gradients below are moved together when the unit is left, without a hook each
 
 
@@ -329,6 +331,16 @@ class Group:
                 self.replica.settle(f"the gradients of {self.name}")  # of this backward: peers may still read them
                 target.grad.add_(grad)
 
+    def step_in_backward(self) -> None:
+        """Let the optimizers that step in backward do it, with gradients that are complete, and drop these."""
+        for target in self._targets:
+            optimizers = torch_private.optimizers_in_backward(target)
+            if optimizers and target.grad is not None:
+                if target.numel():  # a rank without a part of it keeps no state
+                    for optimizer in optimizers:
+                        optimizer.step()
+                target.grad = None
+
     def discard(self) -> None:
         """After a backward that raised: wait for what travels, drop partial gradients."""
         if self.reduction is not None:
@@ -344,6 +356,22 @@ class Group:
     def stray_gradient(self) -> int | None:
         """The index of a leaf with a gradient that came past every hook."""
         return next((index for index, leaf in self._small if leaf.grad is not None), None)
+
+    def require_leaves(self) -> None:
+        """Raise AssertedStateError, and put it right, if somebody has given a whole parameter other memory."""
+        for memory in self.memories:
+            strayed = memory.strayed()
+            if strayed:
+                memory.bring_back(self.store, strayed)
+                raise AssertedStateError(
+                    explain(
+                        "A whole parameter was given other memory: its change would be lost with the next gather.",
+                        expected="changes by `.data =` between steps; inside of forward and until backward has ended none",
+                        got=f"other memory for parameter {strayed[0]} (shape {tuple(memory.leaves[strayed[0]].shape)})",
+                        where=self.name,
+                        fix="change it between steps, in place inside of summon_full_params; this change was dropped",
+                    )
+                )
 
     # -- accumulation without communication
 
@@ -431,7 +459,7 @@ class _Slot(typing.NamedTuple):
 class _Swap:
     """Going from one form to the other. What is done in every step is done for all slots by few calls of C functions."""
 
-    __slots__ = ("_new", "_old", "exchange", "slots")
+    __slots__ = ("_new", "_old", "_present", "exchange", "slots")
 
     def __init__(
         self, before: Sequence[Shown], after: Sequence[Shown], away: Sequence[Entry] = (), here: Sequence[Entry] = ()
@@ -444,14 +472,20 @@ class _Swap:
         present = [(slot.parameters, slot.attribute, slot.old) for slot in self.slots]
         gone = [entry for slot, entry in zip(self.slots, present, strict=True) if slot.new is None and slot.old is not None]
         new = [(slot.parameters, slot.attribute, slot.new) for slot in self.slots if slot.new is not None]
-        self._old, self._new = Entries([*gone, *away]), Entries([*new, *here])
+        self._present, self._old, self._new = Entries(present), Entries([*gone, *away]), Entries([*new, *here])
         # What carries it out, where everything stands that was shown before. What is old is absent then: None would silently drop a
         # bias.
         self.exchange = exchange_of(Entries([*present, *away]), self._old, self._new)
 
+    def foreign(self) -> _Slot | None:
+        """Return a slot where something else stands than what was shown before."""
+        if self._present.stand():
+            return None
+        return next(slot for slot in self.slots if slot.parameters.get(slot.attribute) is not slot.old)
+
     def around_others(self) -> _Slot | None:
-        """Carry it out where ``exchange`` does not: return the slot where something else stands than what was shown before."""
-        foreign = next((slot for slot in self.slots if slot.parameters.get(slot.attribute) is not slot.old), None)
+        """Carry it out where ``exchange`` does not, unless something else stands in a slot; return that slot then."""
+        foreign = self.foreign()
         if foreign is None:  # somebody has set an attribute where a placeholder was: it stays
             self._old.take_out_own()
             self._new.put_in()
@@ -509,12 +543,13 @@ class Unit:
         self, module: nn.Module, groups: Sequence[Group], options: UnitOptions, buffers: CastBuffers | None = None
     ) -> None:
         """module: whose forward calls are the unit's. buffers: what of its buffers is cast, if anything."""
-        self.module, self.groups, self.options, self.buffers = module, list(groups), options, buffers
+        self.module, self.options, self.buffers = module, options, buffers
         self.reference = weakref.ref(self)
         self.owner: Callable[[], nn.Module | None] = _nobody  # weak: the wrapper, if there is one
         self.runtime: Runtime | None = None  # set by the runtime that takes the unit over
         self.label, self.is_root = "a unit", False  # likewise; the label is for errors
         self.running = 0  # forward calls that have entered and not exited
+        self.withdrawn = False  # nothing stands where parameters were
         self.lent = False  # somebody else shows full parameters (summon_full_params): neither gather nor free
         self.in_state_dict = False  # the front end takes or loads a state dict: the modules' own methods may see sharded forms
         self.calls: list[Call] = []  # that backward has entered and not left
@@ -522,10 +557,14 @@ class Unit:
         self.residency, self.shown_full = Residency.SHARDED, False  # only this class sets them
         self._attribute_holders = [(m.__dict__, _num_internal(m)) for m in module.modules() if _keeps_attributes(m)]
         self.has_one_form = not options.full_precision_in_eval  # the first: that of the dtype computed in
-        num_forms = 1 if self.has_one_form else 2
         self.form = 0  # of what is gathered, or was last: 1 for evaluation in full precision
+        self._take(groups)
+
+    def _take(self, groups: Sequence[Group]) -> None:
+        """Manage ``groups`` from now on, and show them sharded."""
+        self.groups = list(groups)
         sharded = [slot for group in self.groups for slot in group.store.shown(None)]
-        forms = [self._shown(form) for form in range(num_forms)]
+        forms = [self._shown(form) for form in range(1 if self.has_one_form else 2)]
         self._guards = Guards(self, forms[0], sharded)
         self._to_full = [_Swap(sharded, shown, away=self._guards.always) for shown in forms]
         self._to_sharded = [_Swap(shown, sharded, here=self._guards.always) for shown in forms]
@@ -533,6 +572,12 @@ class Unit:
         self._rnns = list(dict.fromkeys(slot.module for slot in forms[0] if isinstance(slot.module, nn.RNNBase)))
         self.has_parts, self._has_orders = self._guards.has_parts, bool(self._orders or self._rnns)
         self.show_sharded_again()
+
+    def exchange_groups(self, groups: Sequence[Group]) -> None:
+        """Manage ``groups`` in place of those before, whose stores they have. Only while everything is sharded."""
+        assert self.residency is Residency.SHARDED and not self.shown_full and not self.lent
+        self._guards.retire()
+        self._take(groups)
 
     def _shown(self, form: int) -> list[Shown]:
         return [
@@ -673,6 +718,7 @@ class Unit:
 
     def withdraw(self) -> None:
         """Take the sharded form out of the modules, and leave nothing, until ``show_sharded_again``."""
+        self.withdrawn = True
         self._guards.disarm()
         for _, parameters, attribute, new, _ in self._to_sharded[0].slots:
             if new is not None and parameters.get(attribute) is new:
@@ -697,6 +743,7 @@ class Unit:
 
     def show_sharded_again(self) -> None:
         """From whatever the modules hold now to the sharded form."""
+        self.withdrawn = False
         for _, parameters, attribute, new, _ in self._to_sharded[0].slots:
             if new is None:
                 parameters.pop(attribute, None)
@@ -704,6 +751,20 @@ class Unit:
                 parameters[attribute] = new
         self.keep_order()
         self._guards.arm()
+
+    def require_own(self) -> None:
+        """Raise StateError if somebody has put something else where the sharded form belongs."""
+        if not (self.shown_full or self.lent or self.withdrawn):
+            foreign = self._to_full[0].foreign()
+            if foreign is not None:
+                self._refuse_foreign(foreign)
+
+    def hide_again(self) -> None:
+        """Placeholders that somebody has taken out of a module stand there again."""
+        if not (self.shown_full or self.lent):
+            self._guards.arm()
+            if self.runtime is not None and self.runtime.in_forward:
+                self.hide_parts()
 
     def _refuse_foreign(self, slot: _Slot) -> typing.NoReturn:
         module, parameters, attribute, _, expected = slot
@@ -716,17 +777,18 @@ class Unit:
                 else "no such attribute while the unit is sharded",
                 got=f"an object of type {type(found).__name__}" if found is not None else "nothing",
                 where=f"{self.label}, {type(module).__name__}.{attribute}",
-                fix="change values in place, or inside of summon_full_params; torch.func.functional_call and "
-                "load_state_dict(assign=True) cannot replace sharded parameters",
+                fix="put back what was there, and change values in place, inside of summon_full_params or, with "
+                "use_orig_params=True, by assigning a Parameter to the attribute between steps; deleting parameters, "
+                "parametrizations made after wrapping and torch.func.functional_call cannot replace sharded parameters",
             )
         )
 
 
-_INTERNAL = frozenset(nn.Module().__dict__)
+_INTERNAL = frozenset((*nn.Module().__dict__, *MARKS))
 
 
 def _num_internal(module: nn.Module) -> int:
-    """How many of a module's first attributes are nn.Module's own."""
+    """How many of a module's first attributes are nn.Module's own, or marks."""
     return next((n for n, name in enumerate(module.__dict__) if name not in _INTERNAL), len(module.__dict__))
 
 

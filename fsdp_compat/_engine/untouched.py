@@ -1,7 +1,7 @@
 """Whether anybody has touched what a runtime left between steps: one look at all units, by few calls of C functions.
 
-Gradients of small leaves are None, requires_grad is as it was, and targets have the memory they had. Where that is so, nothing has
-to be looked at unit by unit, which would cost a dozen calls each.
+Gradients of small leaves are None, requires_grad is as it was, targets and leaves have the memory they had. Where that is so,
+nothing has to be looked at unit by unit, which would cost a dozen calls each.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Iterable
 
 import torch
 
+from . import torch_private
 from .unit import Group
 
 __all__ = ["Untouched"]
@@ -27,8 +28,10 @@ class Untouched:
         groups = list(groups)
         self._small_leaves = [leaf for group in groups for leaf in group.small_leaves]
         self._targets = [target for group in groups for target, _ in group.store.targets]
-        self._trainable = [*self._targets, *(leaf for group in groups for leaf in group.all_leaves)]
-        self._noted: object = None
+        leaves = [leaf for group in groups for leaf in group.all_leaves]
+        self._trainable = [*self._targets, *leaves]
+        self._leaf_views = [torch_private.local_part(leaf) for leaf in leaves]
+        self._noted: tuple[list[object], ...] | None = None
 
     def has_gradients(self) -> bool:
         """True if autograd has left a gradient in a small leaf."""
@@ -37,6 +40,10 @@ class Untouched:
     def stands(self) -> bool:
         """True if nothing has changed since ``note``, and no gradient was left."""
         return not self.has_gradients() and self._found() == self._noted
+
+    def targets_stand(self) -> bool:
+        """True if no target has been given other memory since ``note``."""
+        return self._noted is None or list(map(torch.Tensor.data_ptr, self._targets)) == self._noted[1]
 
     def note(self) -> None:
         """Everything has been looked at, and put right."""
@@ -49,4 +56,5 @@ class Untouched:
             list(map(torch.Tensor.data_ptr, targets)),
             list(map(torch.Tensor.numel, targets)),
             list(map(_dtype, targets)),
+            list(map(torch.Tensor.data_ptr, self._leaf_views)),
         )

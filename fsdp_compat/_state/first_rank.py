@@ -145,7 +145,7 @@ def _filled(
         value = target.detach()
         if given is not None:  # sent as the others keep it
             value = given[key].detach().to(value.device, value.dtype).reshape(value.shape)
-        broadcast_states([value], (), mesh, device)
+        broadcast_states([value], mesh, device)
         if given is None:
             found[key] = value
     filled = collections.OrderedDict((key, found[key]) for key in plan.keys)

@@ -16,6 +16,7 @@ from .._engine.tree import Member, Place
 from .._layout.flat import flat_layout
 from .._layout.spec import FlatLayout
 from .._layout.transfer import pieces_of_rank, pieces_of_whole, plan_moves
+from ..errors import StateError, explain
 from .registration import FLAT_PARAM, FlatParameter, FlatRegistration, OriginalRegistration, Registration
 from .tensor_parallel import tensor_parallel
 
@@ -58,7 +59,7 @@ class FlatStore:
         self._from_whole = plan_moves(pieces_of_whole([self.layout]), pieces_of_rank([self.layout], rank))
         self.shard = new_shard(self.numel, self.dtype, device, ranks=ranks, pin=pin)  # [S], padding zero
         self.take_from_whole(locals_)
-        self._home = home
+        self._home, self._device, self._pin = home, device, pin
         # Attributes are shared with the original: what is set on it later is seen in forward, and the other way round.
         self._kinds = [Kind(type(p), p.__dict__) if its is None else None for p, its in zip(originals, self.parallel, strict=True)]
         trainable = [p.requires_grad for p in originals]
@@ -109,6 +110,24 @@ class FlatStore:
             if not target.is_meta and source.data_ptr() != target.data_ptr():
                 target.copy_(source)
 
+    def convert(self, dtype: torch.dtype, device: torch.device) -> None:
+        """Keep the values in another shard from now on; targets stay the objects they are, and gradients follow.
+
+        The shard's holders and its leaves' have to ask for them again. Away from where it was made, no forward may run.
+        """
+        flat, trainable = self.flat_parameter, [target.requires_grad for target, indices in self.targets for _ in indices]
+        grads = [target.grad for target, _ in self.targets]
+        for target, _ in self.targets:
+            target.grad = None
+        is_home = device == self._device
+        shard = new_shard(self.numel, dtype, device, ranks=self.layout.ranks if is_home else 1, pin=self._pin and is_home)
+        self.shard, self.dtype = shard.copy_(self.shard.detach()), dtype
+        if flat is not None:
+            flat.data = self.shard
+        self._register(trainable, None if flat is not None else [target for target, _ in self.targets], flat)
+        for (target, _), grad in zip(self.targets, grads, strict=True):
+            target.grad = None if grad is None else grad.to(device, dtype)
+
     # -- the seam
 
     @property
@@ -142,7 +161,20 @@ class FlatStore:
         ]
         return shown + self.registration.hidden_when_full()
 
+    def stands(self) -> bool:
+        return self.registration.stands()
+
     def check(self, where: str) -> None:
+        if self.shard.device != self._device:
+            raise StateError(
+                explain(
+                    "A shard was moved away, and has not come back.",
+                    expected=f"it on {self._device}",
+                    got=f"it on {self.shard.device}",
+                    where=where,
+                    fix=f"move it back before the model is used: handle.flat_param_to({str(self._device)!r})",
+                )
+            )
         self.registration.check(self.shard, where)
 
     # -- for state dicts
@@ -164,6 +196,23 @@ class FlatStore:
         parallel = self.parallel[index]
         return self.layout.params[index].shape if parallel is None else parallel.shape
 
+    def take(self, index: int, value: torch.Tensor) -> bool:
+        """Copy into the shard this rank's part of a parameter, from its whole value or from that part; False if neither fits."""
+        layout = self.layout
+        if value.dtype != self.dtype or not torch_private.is_plain(value) or value.is_meta or self.parallel[index] is not None:
+            return False
+        own = self.part(index)
+        if tuple(value.shape) == layout.params[index].shape:
+            value = value.detach().reshape(-1)[layout.part(index, self.rank).slice]
+        if value.shape != own.shape:
+            return False
+        own.copy_(value.detach())
+        return True
+
+    def part(self, index: int) -> torch.Tensor:
+        """Return what this rank holds of a parameter: a 1-D view of the shard, empty where it holds nothing."""
+        return self.shard.detach()[self.layout.part_in_shard(index, self.rank).slice]
+
     @property
     def flat_parameter(self) -> FlatParameter | None:
         parameter = self.targets[0].parameter if self.targets else None
@@ -181,6 +230,7 @@ class FlatStore:
             "shard": self.shard.detach() if flat is None else None,
             "flat": flat,
             "home": self._home,
+            "memory": (self._device, self._pin),
             "kinds": [None if kind is None else tuple(kind) for kind in self._kinds] if flat is not None else None,
             "trainable": [target.requires_grad for target, indices in self.targets for _ in indices],
             "originals": [target for target, _ in self.targets] if flat is None else None,
@@ -189,6 +239,7 @@ class FlatStore:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.members = tuple(Place(slots, names) for slots, names in state["members"])
         self.layout, self.rank, self.parallel, self._home = state["layout"], state["rank"], state["parallel"], state["home"]
+        self._device, self._pin = state["memory"]
         flat = state["flat"]  # a copy that an optimizer's copy may hold as well
         self.shard = state["shard"] if flat is None else flat.data
         self.dtype, self.numel = self.shard.dtype, self.layout.shard_numel

@@ -22,6 +22,19 @@ class FlatParameter(nn.Parameter):
     """One rank's shard of a flat group, as the optimizer sees it: 1-D, padded, never changing its memory."""
 
     _fqns: tuple[str, ...]
+    _fsdp_flattened = True  # for clients that tell it by that
+
+    @property
+    def _local_shard(self) -> torch.Tensor:
+        """Another tensor over the same memory, one object while that stays, for clients that compare the two, or set it."""
+        kept = self.__dict__.get("_kept_shard")
+        if kept is None or kept.data_ptr() != self.data_ptr() or kept.dtype != self.dtype:
+            kept = self.__dict__["_kept_shard"] = self.data
+        return kept
+
+    @_local_shard.setter
+    def _local_shard(self, tensor: torch.Tensor) -> None:
+        self.__dict__["_kept_shard"] = tensor
 
 
 class Registration(typing.Protocol):
@@ -38,6 +51,9 @@ class Registration(typing.Protocol):
 
     def grads(self, total: torch.Tensor) -> list[torch.Tensor]:
         """total: [S]. One view per target."""
+
+    def stands(self) -> bool:
+        """True if no target has been given other memory."""
 
     def check(self, shard: torch.Tensor, where: str) -> None:
         """Put right or refuse targets that no longer view the shard."""
@@ -74,8 +90,11 @@ class FlatRegistration:
     def grads(self, total: torch.Tensor) -> list[torch.Tensor]:
         return [total]
 
+    def stands(self) -> bool:
+        return _places_of([self.parameter]) == self._places
+
     def check(self, shard: torch.Tensor, where: str) -> None:
-        if _places_of([self.parameter]) != self._places:
+        if not self.stands():
             _adopt(self.parameter, shard, f"{where}, {FLAT_PARAM}")
 
 
@@ -98,7 +117,7 @@ class OriginalRegistration:
         self._sizes, self._numbers = _cuts([layout.part_in_shard(index, rank).slice for index in range(len(layout.params))])
         self._sizes.append(shard.numel() - sum(self._sizes))
         self._shapes = [param.shape for param in layout.params] if layout.ranks == 1 else None
-        self._names = layout.names
+        self._names, self._layout, self._rank = layout.names, layout, rank
         self.targets = [Target(parameter, (index,)) for index, parameter in enumerate(originals)]
         self._shown = [
             Shown(module, name, parameter)
@@ -123,11 +142,16 @@ class OriginalRegistration:
             parts = [part.view(shape) for part, shape in zip(parts, self._shapes, strict=True)]
         return parts
 
+    def stands(self) -> bool:
+        return _places_of(self._parameters) == self._places
+
     def check(self, shard: torch.Tensor, where: str) -> None:
-        if _places_of(self._parameters) == self._places:
+        if self.stands():
             return
         for index, (parameter, view) in enumerate(zip(self._parameters, self.grads(shard), strict=True)):
             if _places_of([parameter]) != _places_of([view]):
+                if parameter.shape == self._layout.params[index].shape != view.shape:  # a whole value
+                    parameter.data = parameter.data.reshape(-1)[self._layout.part(index, self._rank).slice]
                 _adopt(parameter, view, f"{where}, parameter {self._names[index]!r}")
 
 

@@ -416,3 +416,36 @@ def _sends_nothing(use_orig_params: bool) -> None:
 @both_forms
 def test_a_first_rank_without_values_is_reported_on_all(use_orig_params: bool) -> None:
     run_ranks(2, _sends_nothing, use_orig_params)
+
+
+class Extreme(nn.Module):
+    """Buffers that hold what uninitialised memory is filled with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(DIM, DIM)
+        self.register_buffer("unknown", torch.full((3,), torch.nan))
+        self.register_buffer("largest", torch.full((2,), torch.iinfo(torch.int64).max))
+
+    def reset_parameters(self) -> None:
+        """Fills nothing."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x)
+
+
+def _sends_extremes() -> None:
+    for elsewhere in (lambda: Extreme(), lambda: on_meta(Extreme)):
+        first = dist.get_rank() == 0
+        inner = Extreme() if first else elsewhere()
+        options: dict[str, Any] = {"param_init_fn": to_empty} if inner.unknown.is_meta else {}
+        model = FSDP(inner, sync_module_states=True, **options)
+        assert model(batch()).isfinite().all()
+        assert model.module.unknown.isnan().all() and (model.module.largest == torch.iinfo(torch.int64).max).all()
+    inner = on_meta(Extreme) if dist.get_rank() == 0 else Extreme()
+    text = refusal(partial(FSDP(inner, sync_module_states=True), batch()))
+    assert "unknown" in text and "largest" in text, text
+
+
+def test_nan_and_the_largest_integers_are_values_unless_they_came_from_the_meta_device() -> None:
+    run_ranks(2, _sends_extremes)

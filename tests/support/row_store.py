@@ -112,10 +112,15 @@ class RowStore:
             for module, attribute in member.slots
         ]
 
+    def stands(self) -> bool:
+        return all(
+            (parameter.data_ptr(), parameter.shape, parameter.dtype) == (own.data_ptr(), own.shape, own.dtype)
+            for parameter, own in zip(self._sharded, self.grads(self.shard), strict=True)
+        )
+
     def check(self, where: str) -> None:
-        for parameter, own in zip(self._sharded, self.grads(self.shard), strict=True):
-            if (parameter.data_ptr(), parameter.shape, parameter.dtype) != (own.data_ptr(), own.shape, own.dtype):
-                raise StateError(f"{where}: a parameter no longer views its shard")
+        if not self.stands():
+            raise StateError(f"{where}: a parameter no longer views its shard")
 
 
 def _not_empty(views: Sequence[torch.Tensor]) -> list[torch.Tensor]:

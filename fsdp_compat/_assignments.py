@@ -1,0 +1,133 @@
+"""``module.weight = nn.Parameter(...)`` on a wrapped model: the value is taken over at once, or refused.
+
+With original parameters an assignment is a write. This rank's part of the value goes into the shard; the parameter that was there
+stays, with its gradient and its optimizer's state, and takes ``requires_grad`` of the new one, which does not become part of the
+model: an optimizer that holds it is refused at its next step. Refused are values of another shape or dtype, parameters that are
+tied (the assignment might untie them) or DTensors, and assignments while the model runs or keeps whole parameters for backward.
+Without original parameters every assignment is refused. Inside of summon_full_params both forms take the value, where it fits.
+
+Every rank makes the assignment: each takes its own part of the value that it was given.
+"""
+
+from __future__ import annotations
+
+import typing
+import weakref
+
+import torch
+from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from . import _optimizers as optimizers
+from ._engine import hooks, torch_private
+from ._engine.unit import Residency, Unit
+from ._state.model import store_of
+from ._stores.flat_store import FlatStore
+from .errors import StateError, explain
+
+__all__ = ["follow"]
+
+
+class _Place(typing.NamedTuple):
+    """Where a parameter of a unit is."""
+
+    unit: weakref.ref[Unit]
+    store: weakref.ref[FlatStore]
+    number: int
+
+
+_places: WeakIdKeyDictionary = WeakIdKeyDictionary()  # {module: {attribute: _Place}}
+_following = False
+
+
+def follow(unit: Unit) -> None:
+    """Look from now on at what is assigned to the parameters of a unit."""
+    global _following
+    if not _following:
+        hooks.on_assignment(_on_assignment)
+        _following = True
+    for group in unit.groups:
+        store = store_of(group)
+        for index, member in enumerate(store.members):
+            for module, attribute in member.slots:
+                _places.setdefault(module, {})[attribute] = _Place(unit.reference, weakref.ref(store), index)
+
+
+def _on_assignment(module: nn.Module, name: str, value: nn.Parameter) -> nn.Parameter | None:
+    """Return the parameter that stays, or None for what is not a unit's."""
+    place = _places.get(module, {}).get(name)
+    unit, store = (None, None) if place is None else (place.unit(), place.store())
+    if place is None or unit is None or store is None:
+        return None
+    current = torch_private.parameters_of(module).get(name)
+    if value is current:
+        return None
+    target = None if store.flat_parameter is not None else store.targets[place.number].parameter
+    if unit.lent and current is not None:
+        wrong = _does_not_fit(store, place.number, value, (tuple(current.shape), current.dtype))
+        target = current
+    else:
+        wrong = _why_not(unit, store, place.number, value, target)
+    if wrong:
+        unit.hide_again()
+        raise _refused(unit, module, name, wrong)
+    assert target is not None
+    if value is target:  # it was taken out, and comes back
+        return None
+    with torch.inference_mode(False), torch.no_grad():
+        if unit.lent:
+            target.copy_(value)
+        else:
+            store.take(place.number, value)
+    if store.flat_parameter is None:
+        target.requires_grad_(value.requires_grad)
+    optimizers.note_assigned(value, name)
+    return target
+
+
+def _why_not(unit: Unit, store: FlatStore, index: int, value: nn.Parameter, target: nn.Parameter | None) -> str:
+    """Return why a value cannot be taken over, or nothing."""
+    if target is None:
+        return "an assignment to a part of a FlatParameter (use_orig_params=False)"
+    if value is target:
+        return ""
+    assert unit.runtime is not None
+    if unit.runtime.runs:
+        return "an assignment from inside of forward or backward"
+    if unit.residency is Residency.FULL:
+        return "an assignment between forward and backward, while the unit stays whole"
+    if optimizers.is_held(value):
+        return "a parameter that a FullyShardedDataParallel holds already"
+    whole = store.layout.params[index].shape
+    part = tuple(store.part(index).shape)
+    shape = part if tuple(value.shape) == part else whole
+    return _does_not_fit(store, index, value, (shape, store.dtype))
+
+
+def _does_not_fit(store: FlatStore, index: int, value: nn.Parameter, wanted: tuple[tuple[int, ...], torch.dtype]) -> str:
+    shape, dtype = wanted
+    if len(store.members[index].slots) > 1:
+        return "an assignment to one of the names of a tied parameter"
+    if store.parallel[index] is not None or not torch_private.is_plain(value):
+        return "an assignment that concerns a DTensor"
+    if isinstance(value, nn.parameter.UninitializedParameter) or value.is_meta:
+        return "a parameter without values"
+    if (tuple(value.shape), value.dtype) != (shape, dtype):
+        return f"one of shape {tuple(value.shape)} and {value.dtype}, where shape {shape} and {dtype} belong"
+    if store.flat_parameter is not None and value.requires_grad is not store.targets[0].parameter.requires_grad:
+        return f"one with requires_grad={value.requires_grad} for a part of a FlatParameter that has the opposite"
+    return ""
+
+
+def _refused(unit: Unit, module: nn.Module, name: str, got: str) -> StateError:
+    return StateError(
+        explain(
+            "A sharded parameter cannot be replaced like this.",
+            expected="with use_orig_params=True, between steps: a Parameter of the whole shape and the same dtype, for one that is "
+            "not tied",
+            got=got,
+            where=f"{unit.label}, {type(module).__name__}.{name}",
+            fix="write the values in place: `with FullyShardedDataParallel.summon_full_params(model), torch.no_grad(): "
+            "parameter.copy_(value)`; what changes a model's structure belongs before wrapping",
+        )
+    )

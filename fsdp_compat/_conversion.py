@@ -1,0 +1,117 @@
+"""Other dtypes for a wrapped model that has not run yet: ``.half()``, ``.to(dtype)`` and what clients set."""
+
+from __future__ import annotations
+
+import typing
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+
+from ._checks import ValueStateError
+from ._engine import meeting
+from ._engine.unit import Group
+from ._state.model import store_of
+from ._stores.flat_store import FlatStore
+from .errors import explain
+
+if typing.TYPE_CHECKING:
+    from .fully_sharded_data_parallel import FullyShardedDataParallel
+
+__all__ = ["convert", "follow", "move"]
+
+
+def follow(instance: FullyShardedDataParallel, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Convert the shards of an instance, and of all below it, to the dtypes of what ``fn`` returns. Collective if any changes."""
+    stores = [store_of(group) for each in type(instance).fsdp_modules(instance) for group in each._unit.groups]
+    dtypes = {(store.dtype, store.shard.device): store.dtype for store in stores}
+    for dtype, device in dtypes:
+        dtypes[dtype, device] = fn(torch.empty(0, dtype=dtype, device=device)).dtype
+    convert(instance, {store: dtypes[store.dtype, store.shard.device] for store in stores})
+
+
+def convert(instance: FullyShardedDataParallel, wanted: Mapping[FlatStore, torch.dtype]) -> None:
+    """Give shards of an instance, or of some below it, other dtypes. Collective if any changes.
+
+    Parameters stay the objects they are. Raises ValueStateError, before anything changes, if the model has run.
+    """
+    changed = [
+        each
+        for each in type(instance).fsdp_modules(instance)
+        if any(wanted.get(store_of(group), group.store.dtype) != group.store.dtype for group in each._unit.groups)
+    ]
+    if not changed:
+        return
+    for each in changed:
+        each._runtime.require_idle("a conversion to another dtype", ValueStateError)
+        each._runtime.require_parts("a conversion to another dtype")
+        if each._runtime.has_run or not each._runtime.sync:
+            raise _too_late(each, {str(dtype) for dtype in wanted.values()})
+        each._runtime.rest()
+    meeting.meet("a conversion to another dtype", (group for each in changed for group in each._unit.groups), copies=True)
+    with torch.inference_mode(False), torch.no_grad():
+        for each in changed:
+            _convert(each, wanted)
+    for runtime in {id(each._runtime): each._runtime for each in changed}.values():
+        runtime.take_groups()
+
+
+def _convert(instance: FullyShardedDataParallel, wanted: Mapping[FlatStore, torch.dtype]) -> None:
+    changed = []
+    for group in instance._unit.groups:
+        store = store_of(group)
+        if wanted.get(store, store.dtype) != store.dtype:
+            store.convert(wanted[store], store.shard.device)
+            changed.append(group)
+    _exchange(instance, changed)
+
+
+def _exchange(instance: FullyShardedDataParallel, old: Sequence[Group]) -> None:
+    """Make groups anew around stores that have other shards now."""
+    groups = []
+    for group in instance._unit.groups:
+        if group in old:
+            hook, group = group.hook, instance._group_of(store_of(group))
+            if hook is not None:
+                group.set_hook(hook)
+            meeting.expect([group])
+        groups.append(group)
+    instance._unit.exchange_groups(groups)
+
+
+def move(instance: FullyShardedDataParallel, group: Group, device: torch.device) -> None:
+    """Move a shard of an instance to another device, or back. Nothing is sent; every rank does it."""
+    store, runtime = store_of(group), instance._runtime
+    device = torch.empty(0, device=device).device  # with its index
+    if device == store.shard.device:
+        return
+    runtime.require_idle("flat_param_to", ValueStateError)
+    runtime.require_parts("flat_param_to")
+    if group.has_gradients:
+        raise ValueStateError(
+            explain(
+                "Gradients that were collected and not reduced cannot be moved.",
+                expected="flat_param_to between steps, after a backward outside of no_sync()",
+                got="a call after one inside of it",
+                where=group.name,
+                fix="move the shard after the gradients have been reduced and used",
+            )
+        )
+    instance._unit.free()
+    with torch.inference_mode(False), torch.no_grad():
+        store.convert(store.dtype, device)
+        if group.memory.aliased and device == instance._settings.home:  # its whole parameters view the shard
+            _exchange(instance, [group])
+            runtime.take_groups()
+
+
+def _too_late(instance: FullyShardedDataParallel, dtypes: set[str]) -> ValueStateError:
+    return ValueStateError(
+        explain(
+            "The parameters of a sharded model cannot change their dtype any more.",
+            expected="half(), to(dtype) and the like before the first forward, outside of no_sync()",
+            got=f"a conversion to {', '.join(sorted(dtypes))} "
+            + ("afterwards" if instance._runtime.has_run else "inside of no_sync()"),
+            where=instance._unit.label,
+            fix="convert the model before it runs; for computing in another dtype pass mixed_precision=",
+        )
+    )

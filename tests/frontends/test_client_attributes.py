@@ -1,0 +1,184 @@
+"""What programs and client libraries read, or set, on an instance of torch's class: ours has it, with the same values."""
+
+from __future__ import annotations
+
+import copy
+import gc
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import BackwardPrefetch as TorchBackwardPrefetch
+from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
+
+from fsdp_compat import BackwardPrefetch, CPUOffload, FlatParameter, MixedPrecision, StateError
+from fsdp_compat import FullyShardedDataParallel as FSDP
+from fsdp_compat.wrap import ModuleWrapPolicy
+from tests.support.models import DIM, Block, Stack
+from tests.support.parity import assert_close, both_forms, make_pair, one_backward
+from tests.support.ranks import run_ranks
+
+
+def _answers() -> None:
+    """Names of enum members stand for them, as the two packages have enums of their own."""
+    for prefetch in (None, "BACKWARD_PRE", "BACKWARD_POST"):
+        for flag in (False, True):
+            options: dict[str, Any] = {"forward_prefetch": flag, "limit_all_gathers": not flag, "use_orig_params": flag}
+            ours = FSDP(Block(), backward_prefetch=prefetch and BackwardPrefetch[prefetch], **options)
+            theirs = TorchFSDP(
+                Block(), backward_prefetch=prefetch and TorchBackwardPrefetch[prefetch], device_id=torch.device("cpu"), **options
+            )
+            for name in ("forward_prefetch", "limit_all_gathers", "rank", "world_size", "compute_device", "process_group"):
+                assert getattr(ours, name) == getattr(theirs, name), name
+            for name in ("backward_prefetch", "training_state", "sharding_strategy"):
+                assert getattr(getattr(ours, name), "name", None) == getattr(getattr(theirs, name), "name", None), name
+            assert ours.cpu_offload == CPUOffload(False) and FSDP(Block(), cpu_offload=CPUOffload(True)).cpu_offload.offload_params
+            assert [p.dim() for p in ours.params] == [p.dim() for p in theirs.params] == [1]
+            assert ours._has_params and not FSDP(nn.Sequential(FSDP(Block())))._has_params
+            for model in (ours, theirs):
+                assert all(m._is_fsdp_managed_module for m in model.module.modules())
+                assert all(p._fsdp_flattened for p in model.parameters())
+                assert model._flat_param is model._handle.flat_param
+                assert list(map(clean, model._flat_param._fqns)) == [name for name, _ in Block().named_parameters()]
+                assert model._handle._offload_params is False and model._handle.uses_sharded_strategy
+    with FSDP.summon_full_params(ours):
+        assert ours.training_state.name == "SUMMON_FULL_PARAMS"
+    seen = []
+    ours.module.register_forward_hook(lambda *_: seen.append(ours.training_state.name))
+    ours(torch.randn(2, DIM))
+    assert seen == ["FORWARD_BACKWARD"]
+
+
+def clean(name: str) -> str:
+    return name.removeprefix("_fsdp_wrapped_module.")
+
+
+def test_an_instance_answers_as_one_of_torch() -> None:
+    run_ranks(2, _answers)
+
+
+def _sets(use_orig_params: bool) -> None:
+    """What Composer, litgpt and verl set, so that torch looks again, and what they call."""
+    pair = make_pair(lambda: Stack(2), use_orig_params=use_orig_params)
+    pair.step(one_backward)
+    model = pair.model
+    model._is_root = None
+    model._exec_order_data._forward_prefetch_limit = model._exec_order_data._backward_prefetch_limit = 3
+    assert model._is_root and model._exec_order_data._forward_prefetch_limit == 3
+    FSDP._lazy_init(model, model)
+    assert FSDP._root_pre_forward(model, model, [1], {"a": 2}) == ([1], {"a": 2})
+    pair.step(one_backward)
+
+
+@both_forms
+def test_what_clients_set_has_no_effect(use_orig_params: bool) -> None:
+    run_ranks(2, _sets, use_orig_params)
+
+
+def _moves_shards_as_verl(use_orig_params: bool) -> None:
+    """Offload and reload, with verl's own assertions."""
+    pair = make_pair(lambda: Stack(2), use_orig_params=use_orig_params)
+    pair.step(one_backward)
+    handles = pair.model._all_handles
+    assert len(handles) == 3 and all(a is b for a, b in zip(handles, pair.model._all_handles, strict=True))
+    for _ in range(2):
+        for handle in handles:
+            flat = handle.flat_param
+            assert flat is handle.flat_param and flat.requires_grad
+            assert flat.data.data_ptr() == flat._local_shard.data_ptr() and flat.data.size() == flat._local_shard.size()
+            first, second = flat.data, flat._local_shard
+            assert first is not second
+            handle.flat_param_to(torch.device("cpu"), non_blocking=True)
+            flat._local_shard = flat.data
+    with torch.no_grad():
+        for handle, original in zip(handles, pair.model._runtime.groups, strict=True):
+            value = original.store.shard.clone()
+            handle.flat_param.mul_(2)
+            assert torch.equal(original.store.shard, value * 2), "it is the shard"
+            handle.flat_param.mul_(0.5)
+    pair.model._handle.reshard(True)
+    pair.step(one_backward)
+    loss = pair.model(torch.randn(2, DIM)).sum()
+    assert not pair.model._handle.needs_unshard(), "the root is kept for backward"
+    pair.model._handle.reshard(True)
+    assert pair.model._handle.needs_unshard()
+    loss.backward()
+
+
+@both_forms
+def test_handles_lead_to_the_shards(use_orig_params: bool) -> None:
+    run_ranks(2, _moves_shards_as_verl, use_orig_params)
+
+
+def _outlives_its_model(use_orig_params: bool) -> None:
+    model = FSDP(Block(), use_orig_params=use_orig_params)
+    handle = model._handle
+    del model
+    gc.collect()
+    with pytest.raises(StateError, match="is gone"):
+        _ = handle.flat_param
+
+
+@both_forms
+def test_a_handle_does_not_keep_its_model(use_orig_params: bool) -> None:
+    run_ranks(2, _outlives_its_model, use_orig_params)
+
+
+def upcast(model: nn.Module, cls: type[Any]) -> None:
+    """As accelerate does with trainable parameters loaded in 16 bits."""
+    for module in cls.fsdp_modules(model):
+        if module._has_params:
+            flat = module._flat_param
+            if flat.dtype != torch.float32 and flat.requires_grad:
+                flat.data = flat.data.to(torch.float32)
+                module._handle._orig_param_dtype = torch.float32
+
+
+def _upcasts(use_orig_params: bool) -> None:
+    inner = Stack(2).bfloat16()
+    torch.manual_seed(1)
+    for p in inner.parameters():
+        nn.init.normal_(p, std=0.1)
+    plain, precision = copy.deepcopy(inner).float(), MixedPrecision(param_dtype=torch.float32)
+    frozen = use_orig_params
+    for module in (inner, plain):
+        module.head.weight.requires_grad_(not frozen)
+    model = FSDP(inner, auto_wrap_policy=ModuleWrapPolicy({Block}), use_orig_params=use_orig_params, mixed_precision=precision)
+    optims = [torch.optim.SGD(m.parameters(), 0.1, momentum=0.9) for m in (model, plain)]
+    upcast(model, FSDP)
+    assert {p.dtype for p in model.parameters()} == {torch.float32}, "of a unit, all shards"
+    assert all(handle._orig_param_dtype == handle.flat_param.dtype == torch.float32 for handle in model._all_handles)
+    x = torch.randn(4, DIM, generator=torch.Generator().manual_seed(2))
+    for _ in range(2):
+        for module, optim in zip((model, plain), optims, strict=True):
+            module(x).pow(2).mean().backward()
+            optim.step()
+            optim.zero_grad()
+    for name, value in plain.state_dict().items():
+        assert_close(model.state_dict()[name], value, name)
+    with pytest.raises(ValueError, match="before the first forward"):
+        model._handle._orig_param_dtype = torch.bfloat16
+
+
+@both_forms
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_unit_is_upcast_as_accelerate_does_it(ranks: int, use_orig_params: bool) -> None:
+    run_ranks(ranks, _upcasts, use_orig_params)
+
+
+def _takes_what_the_flat_parameter_was_given(use_orig_params: bool) -> None:
+    model = FSDP(nn.Linear(DIM, DIM).bfloat16(), use_orig_params=use_orig_params)
+    flat = model._flat_param
+    flat.data = flat.data.float() + 2**-20  # no bfloat16 holds that
+    model._handle._orig_param_dtype = torch.float32
+    assert model._flat_param is flat and isinstance(flat, FlatParameter)
+    assert torch.equal(model._runtime.groups[0].store.shard, flat.data)
+    assert all(bool((value * 2**19 % 1 != 0).any()) for value in model.state_dict().values())
+    dist.barrier()
+
+
+@both_forms
+def test_the_values_of_an_upcast_are_those_the_client_has_set(use_orig_params: bool) -> None:
+    run_ranks(2, _takes_what_the_flat_parameter_was_given, use_orig_params)

@@ -1,0 +1,203 @@
+"""Other dtypes for a wrapped model: before it has run its shards are converted, afterwards there is one error."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
+from torch.distributed.fsdp import MixedPrecision as TorchMixedPrecision
+
+from fsdp_compat import FullyShardedDataParallel as FSDP
+from fsdp_compat import MixedPrecision, ShardingStrategy, StateError
+from fsdp_compat.wrap import ModuleWrapPolicy
+from tests.support.parity import assert_close, both_forms
+from tests.support.ranks import run_ranks
+
+DIM = 8
+CPU = torch.device("cpu")
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(DIM, DIM), nn.BatchNorm1d(DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.linear(x)).relu()
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks, self.head = nn.Sequential(Block(), Block()), nn.Linear(DIM, 3)
+        self.register_buffer("scale", torch.full((3,), 0.7))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.blocks(x)) * self.scale
+
+
+def network() -> Net:
+    torch.manual_seed(0)
+    return Net()
+
+
+def batch(dtype: torch.dtype) -> Tensor:
+    return torch.randn(4, DIM, generator=torch.Generator().manual_seed(1)).to(dtype)
+
+
+def wrapped(inner: nn.Module, **options: Any) -> FSDP:
+    return FSDP(inner, auto_wrap_policy=ModuleWrapPolicy({Block}), **options)
+
+
+def train(module: nn.Module, dtype: torch.dtype) -> None:
+    optim = torch.optim.SGD(module.parameters(), 0.1, momentum=0.9)
+    for _ in range(2):
+        optim.zero_grad()
+        module(batch(dtype)).pow(2).mean().backward()
+        optim.step()
+
+
+CONVERSIONS: list[tuple[Callable[[nn.Module], nn.Module], torch.dtype]] = [
+    (lambda m: m.double(), torch.float64),
+    (lambda m: m.bfloat16(), torch.bfloat16),
+    (lambda m: m.to(torch.float64), torch.float64),
+    (lambda m: m.to("cpu", torch.float64), torch.float64),
+    (lambda m: m.half().double(), torch.float64),  # rounded once
+    (lambda m: m.double().float(), torch.float32),
+]
+
+
+def _converts(use_orig_params: bool) -> None:
+    strategies = [ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD]
+    for index, (convert, dtype) in enumerate(CONVERSIONS):
+        model = wrapped(network(), use_orig_params=use_orig_params, sharding_strategy=strategies[index % 3])
+        before = list(model.parameters())
+        assert convert(model) is model
+        assert list(map(id, model.parameters())) == list(map(id, before)), "an optimizer made before goes on working"
+        assert {p.dtype for p in model.parameters()} == {dtype}
+        plain = convert(network())
+        assert [b.dtype for b in model.buffers()] == [b.dtype for b in plain.buffers()]
+        for name, value in model.state_dict().items():
+            assert value.dtype == plain.state_dict()[name].dtype and torch.equal(value, plain.state_dict()[name]), name
+        train(model, dtype)
+        train(plain, dtype)
+        tolerance = 0.02 if dtype == torch.bfloat16 else None  # of sums in another order
+        assert {p.grad.dtype for p in model.parameters() if p.grad is not None} == {dtype}
+        for name, value in plain.state_dict().items():
+            assert_close(model.state_dict()[name], value, f"{name} after conversion {index}", tolerance)
+
+
+@both_forms
+def test_a_model_that_has_not_run_trains_in_the_dtype_it_is_converted_to(use_orig_params: bool) -> None:
+    run_ranks(2, _converts, use_orig_params)
+    run_ranks(1, _converts, use_orig_params)
+
+
+def _equals_torch(use_orig_params: bool) -> None:
+    """Mixed precision takes precedence over the dtype of the shards, for what it names."""
+    for names in ({}, {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}, {"param_dtype": torch.float32}):
+        inner = nn.Sequential(nn.Linear(DIM, DIM), nn.Tanh(), nn.Linear(DIM, 3))
+        options: dict[str, Any] = {"use_orig_params": use_orig_params}
+        ours = FSDP(copy.deepcopy(inner), mixed_precision=MixedPrecision(**names), **options)
+        theirs = TorchFSDP(inner, device_id=CPU, mixed_precision=TorchMixedPrecision(**names), **options)
+        losses = []
+        for model in (ours, theirs):
+            model.bfloat16()
+            optim = torch.optim.SGD(model.parameters(), 0.1)
+            for _ in range(2):
+                loss = model(batch(torch.bfloat16)).float().pow(2).mean()
+                loss.backward()
+                optim.step()
+                optim.zero_grad()
+                losses.append(loss.item())
+            handle = model._handle
+            losses.append((handle._orig_param_dtype, handle._fwd_bwd_param_dtype, handle._reduce_dtype))
+            assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+            if model is ours or not names:  # torch says it in forward, and not where parameters are cast
+                with pytest.raises(ValueError):
+                    model.double()
+                    model(batch(torch.float64)).sum().backward()
+        half = len(losses) // 2
+        assert losses[half - 1] == losses[-1]
+        for got, expected in zip(losses[: half - 1], losses[half:-1], strict=True):
+            assert abs(got - expected) <= 0.01 * abs(expected), (names, losses)
+
+
+@both_forms
+def test_dtypes_and_losses_after_a_conversion_are_those_of_torch(use_orig_params: bool) -> None:
+    run_ranks(2, _equals_torch, use_orig_params)
+
+
+def _follows_mixed_precision(use_orig_params: bool) -> None:
+    """Buffers go on being cast, and lose nothing by it; batch norms compute in their own dtype, the new one."""
+    precision = MixedPrecision(param_dtype=torch.float32, buffer_dtype=torch.bfloat16)
+    model = wrapped(network(), use_orig_params=use_orig_params, mixed_precision=precision).double()
+    assert model.module.scale.dtype == torch.bfloat16
+    assert model.blocks[0].module.norm.running_mean.dtype == torch.float64
+    state = model.state_dict()
+    assert torch.equal(state["scale"], torch.full((3,), 0.7).double())
+    assert {value.dtype for value in state.values()} == {torch.float64, torch.int64}
+    model(batch(torch.float32)).sum().backward()
+    assert {p.grad.dtype for p in model.parameters() if p.grad is not None} == {torch.float64}
+
+
+@both_forms
+def test_mixed_precision_and_buffers_follow_a_conversion(use_orig_params: bool) -> None:
+    run_ranks(2, _follows_mixed_precision, use_orig_params)
+
+
+def _is_too_late(use_orig_params: bool) -> None:
+    model = wrapped(network(), use_orig_params=use_orig_params)
+    with pytest.raises(StateError, match=r"whole for the while"), FSDP.summon_full_params(model):
+        model.half()
+    model(batch(torch.float32)).sum().backward()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    for convert in (lambda: model.half(), lambda: model.to(torch.float64), lambda: model.blocks[0].bfloat16()):
+        with pytest.raises(ValueError, match="before the first forward"):
+            convert()
+    model.float()
+    model.to("cpu")
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[name]) and value.dtype == before[name].dtype, name
+    model(batch(torch.float32)).sum().backward()
+
+
+@both_forms
+def test_a_model_that_has_run_refuses_and_goes_on_as_it_was(use_orig_params: bool) -> None:
+    run_ranks(2, _is_too_late, use_orig_params)
+
+
+def _one_rank_converts() -> str:
+    model = wrapped(network())
+    with pytest.raises(StateError) as caught:
+        if dist.get_rank() == 0:
+            model.half()
+        else:
+            model.state_dict()
+    return str(caught.value)
+
+
+def test_a_conversion_on_one_rank_alone_is_an_error_on_all() -> None:
+    assert all("conversion" in text for text in run_ranks(2, _one_rank_converts))
+
+
+def _copies_and_wraps_again(use_orig_params: bool) -> None:
+    inner = FSDP(network(), use_orig_params=use_orig_params).double()
+    copied, plain = copy.deepcopy(inner), network().double()
+    around = FSDP(nn.Sequential(inner, nn.Linear(3, 3).double()), use_orig_params=use_orig_params)
+    around(batch(torch.float64)).sum().backward()
+    train(copied, torch.float64)
+    train(plain, torch.float64)
+    for name, value in plain.state_dict().items():
+        assert_close(copied.state_dict()[name], value, name)
+
+
+@both_forms
+def test_a_converted_model_can_be_copied_and_wrapped_again(use_orig_params: bool) -> None:
+    run_ranks(2, _copies_and_wraps_again, use_orig_params)

@@ -1,0 +1,108 @@
+"""Optimizers that step in backward: ``_apply_optimizer_in_backward`` of torch.distributed.optim."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy as TorchModuleWrapPolicy
+from torch.distributed.optim import _apply_optimizer_in_backward
+
+from fsdp_compat import CPUOffload, ShardingStrategy, UsageError
+from fsdp_compat import FullyShardedDataParallel as FSDP
+from fsdp_compat.wrap import ModuleWrapPolicy
+from tests.support.models import DIM, Block, RecomputesBlocks, Reuse, Stack
+from tests.support.parity import assert_close, both_forms
+from tests.support.ranks import run_ranks
+
+ADAM = {"lr": 0.01, "betas": (0.8, 0.9)}
+
+
+def batch(seed: int) -> Tensor:
+    return torch.randn(4, DIM, generator=torch.Generator().manual_seed(seed))
+
+
+def train(model: nn.Module, in_backward: bool, num_steps: int = 3) -> None:
+    optim = None if in_backward else torch.optim.Adam(model.parameters(), **ADAM)
+    for seed in range(num_steps):
+        if hasattr(model, "no_sync") and seed == 1:
+            with model.no_sync():
+                model(batch(7)).pow(2).mean().backward()
+        elif seed == 1:
+            model(batch(7)).pow(2).mean().backward()
+        model(batch(seed)).pow(2).mean().backward()
+        if optim is None:
+            assert all(p.grad is None for p in model.parameters())
+        else:
+            optim.step()
+            optim.zero_grad()
+
+
+def _trains(use_orig_params: bool) -> None:
+    cases: list[tuple[Callable[[], nn.Module], dict[str, Any]]] = [
+        (lambda: Stack(2), {"cpu_offload": CPUOffload(True)}),
+        (lambda: Reuse(True), {}),
+        (lambda: RecomputesBlocks(Block, True), {"sharding_strategy": ShardingStrategy.SHARD_GRAD_OP}),
+        (lambda: RecomputesBlocks(Block, False), {"sharding_strategy": ShardingStrategy.NO_SHARD}),
+    ]
+    for build, options in cases:
+        torch.manual_seed(0)
+        plain = build()
+        model = FSDP(copy.deepcopy(plain), auto_wrap_policy=ModuleWrapPolicy({Block}), use_orig_params=use_orig_params, **options)
+        _apply_optimizer_in_backward(torch.optim.Adam, model.parameters(), ADAM)
+        train(model, in_backward=True)
+        train(plain, in_backward=False)
+        for name, value in plain.state_dict().items():
+            assert_close(model.state_dict()[name], value, f"{name} of {type(plain).__name__}, {options}")
+
+
+@both_forms
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_optimizers_step_in_backward_after_the_reduction(ranks: int, use_orig_params: bool) -> None:
+    run_ranks(ranks, _trains, use_orig_params)
+
+
+def _equals_torch() -> None:
+    torch.manual_seed(0)
+    inner = Stack(2)
+    ours = FSDP(copy.deepcopy(inner), auto_wrap_policy=ModuleWrapPolicy({Block}), use_orig_params=True)
+    theirs = TorchFSDP(inner, auto_wrap_policy=TorchModuleWrapPolicy({Block}), use_orig_params=True, device_id=torch.device("cpu"))
+    for model in (ours, theirs):
+        some = [p for name, p in model.named_parameters() if "head" not in name]
+        _apply_optimizer_in_backward(torch.optim.Adam, some, ADAM)
+        for seed in range(3):
+            model(batch(seed)).pow(2).mean().backward()
+    with FSDP.summon_full_params(ours, with_grads=True), TorchFSDP.summon_full_params(theirs):
+        for (name, p), q in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+            assert_close(p, q, name)
+            assert (p.grad is not None) or "head" not in name, "what is not theirs goes on collecting gradients"
+
+
+def test_parameters_are_those_of_torch_where_some_step_in_backward() -> None:
+    run_ranks(2, _equals_torch)
+
+
+def _begins_before_wrapping(use_orig_params: bool) -> None:
+    torch.manual_seed(0)
+    inner = Stack(2)
+    plain = copy.deepcopy(inner)
+    _apply_optimizer_in_backward(torch.optim.Adam, inner.parameters(), ADAM)
+    if not use_orig_params:
+        with pytest.raises(UsageError, match="after wrapping"):
+            FSDP(inner, use_orig_params=False)
+        return
+    model = FSDP(inner, use_orig_params=True)
+    train(model, in_backward=True)
+    train(plain, in_backward=False)
+    for name, value in plain.state_dict().items():
+        assert_close(model.state_dict()[name], value, name)
+
+
+@both_forms
+def test_optimizers_from_before_wrapping_go_on_or_are_refused(use_orig_params: bool) -> None:
+    run_ranks(2, _begins_before_wrapping, use_orig_params)
