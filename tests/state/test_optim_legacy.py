@@ -387,7 +387,7 @@ class Beside(nn.Module):
         block = Block()
         self.first = nn.Linear(5, 5)
         if extra:
-            (block if inside else self).register_parameter("extra", nn.Parameter(torch.ones(3)))
+            (block.linear if inside else self).register_parameter("extra", nn.Parameter(torch.ones(3)))
         self.block = cls(block, **options)
 
     def forward(self, x: Tensor) -> Tensor:
