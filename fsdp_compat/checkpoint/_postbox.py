@@ -37,11 +37,16 @@ class Postbox:
     def __init__(self, members: Members, name: str, timeout_s: float) -> None:
         """name: the same on all ranks, and never used before."""
         self._members, self._timeout_s = members, timeout_s
+        self._connection: torch_private.Store | None = None
         home = torch_private.default_store()
         if home is None:
             raise StateError("the process group of this module was destroyed before a checkpoint was saved or loaded")
         self._home = home  # held: on one rank it serves all
-        self._store = torch_private.store_of_its_own(home, f"fsdp_compat/checkpoint/{name}")
+        try:
+            self._connection = members.connections.pop()
+        except IndexError:
+            self._connection = torch_private.second_connection(home)
+        self._store = torch_private.under_prefix(self._connection, f"fsdp_compat/checkpoint/{name}")
         self._turn = 0  # the first to which this rank still owes something
         self._posted: list[str] = []
         self._is_over = False
@@ -79,9 +84,15 @@ class Postbox:
         self._clear(key)
         return verdict["value"]
 
+    def __del__(self) -> None:
+        self.close()
+
     def close(self) -> None:
-        """The call is over, and all ranks know it."""
+        """The call is over, and all ranks know it. A second call does nothing."""
         self._is_over = True
+        if self._connection is not None:
+            self._members.connections.append(self._connection)
+            self._connection = None
 
     def leave(self, error: BaseException) -> None:
         """This rank does not go on with the call: no other one is to wait for it, unless the call is over."""
@@ -102,7 +113,7 @@ class Postbox:
         try:
             found: dict[str, Any] = json.loads(self._store.compare_set(key, "", json.dumps(verdict)))
         except RuntimeError as error:
-            return {"lost": verdict.get("lost", _unreachable(error))}
+            return {"lost": verdict.get("lost", self._unreachable(error))}
         return found
 
     def _clear(self, key: str) -> None:
@@ -124,7 +135,7 @@ class Postbox:
             self._wait(keys, owed, turn)
             return [text.decode() for text in self._store.multi_get(keys)]
         except RuntimeError as error:
-            raise Lost(_unreachable(error)) from error
+            raise Lost(self._unreachable(error)) from error
 
     def _wait(self, keys: Sequence[str], owed: dict[str, int], turn: int) -> None:
         """A waiting request would be one message, but it blocks interrupts, and torch warns when its time is over."""
@@ -136,6 +147,8 @@ class Postbox:
             if now - max(looked_at, started) >= 1.0:
                 looked_at = now
                 keys = self._absent(keys)
+                if not keys:
+                    return
                 self._require_hope(turn, [owed[key] for key in keys], inquiry)
                 if now - started > self._timeout_s:
                     raise Lost(f"{self._names(owed[key] for key in keys)} gave no word within {self._timeout_s:g} s")
@@ -169,9 +182,9 @@ class Postbox:
         names = [self._members.describe(number) for number in numbers]
         return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
 
-
-def _unreachable(error: RuntimeError) -> str:
-    return f"the store of the process group cannot be reached, which ends with the process that serves it ({error})"
+    def _unreachable(self, error: RuntimeError) -> str:
+        self._connection = None  # nobody is to use it again
+        return f"the store of the process group cannot be reached, which ends with the process that serves it ({error})"
 
 
 def _program_has_failed() -> bool:

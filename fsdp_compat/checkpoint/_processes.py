@@ -73,6 +73,7 @@ class Members:
         """name: the same on all of them, and nobody else's. ranks: global, by number."""
         self.name, self.number, self.ranks = name, number, ranks
         self.num_calls = 0  # that they have made together
+        self.connections: list[torch_private.Store] = []  # to the store, which nobody uses: to open many in a row takes seconds
         own = processes[number]
         self._here = {
             other: process
