@@ -53,10 +53,10 @@ def fresh_name(target: Path, identity: str) -> Path:
 def _steps_in(folder: Path) -> dict[int, Path]:
     """Return what has the name of a checkpoint, by step."""
     try:
-        found = {int(match[1]): path for path in folder.iterdir() if (match := _NAME.fullmatch(path.name))}
+        found = [(int(match[1]), path) for path in folder.iterdir() if (match := _NAME.fullmatch(path.name))]
     except (FileNotFoundError, NotADirectoryError):
         return {}
-    return {step: path for step, path in found.items() if path == directory_of(folder, step)}
+    return {step: path for step, path in found if path == directory_of(folder, step)}
 
 
 def _problem_with(path: Path, step: int) -> str | None:
