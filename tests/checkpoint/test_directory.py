@@ -141,7 +141,7 @@ def _two_jobs(folder: str) -> None:
     model = FSDP(nn.Linear(3, 3), process_group=groups[job])
     saves = []
     for number in range(6):
-        saves.append(checkpoint.async_save(folder, model, job, step=2 * number + job, keep_last=2))
+        saves.append(checkpoint.async_save(folder, model, extra=job, step=2 * number + job, keep_last=2))
     for save in saves:
         save.wait()
     dist.barrier()
