@@ -255,7 +255,9 @@ def _interrupted(folder: str) -> None:
                     patch.setattr(f"{owner}.{name}", _interrupt)
                 with pytest.raises(KeyboardInterrupt) if rank == 1 else pytest.raises(StateError, match=left):
                     call()
-    with _replaced(blocks.BlockWriter, "write", _interrupt) if rank == 1 else contextlib.nullcontext():
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+            patch.setattr(blocks.BlockWriter, "write", _interrupt)
         with pytest.raises(KeyboardInterrupt) if rank == 1 else pytest.raises(StateError, match=left):
             calls[0]()
     with pytest.MonkeyPatch.context() as patch:

@@ -1,4 +1,4 @@
-"""The folder of checkpoints: what latest() finds, what keep_last removes, what the next save clears up, and what it leaves alone."""
+"""The folder of checkpoints: what latest() finds, what keep_last removes, what the next save clears up, and what they leave."""
 
 from __future__ import annotations
 

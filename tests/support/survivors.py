@@ -48,7 +48,7 @@ def _lost_before(operation: str) -> None:
 
 def _save(rank: int, store: str, folder: str, case: tuple[str, int, int, str], results: int) -> None:
     call, ranks, lost, operation = case
-    limit = datetime.timedelta(hours=1)
+    limit = datetime.timedelta(minutes=10)
     dist.init_process_group("gloo", store=dist.FileStore(store, ranks), rank=rank, world_size=ranks, timeout=limit)
     model = FSDP(nn.Linear(9, 9))
     checkpoint.save(folder, model, step=0)
