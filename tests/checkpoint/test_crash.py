@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def test_a_save_that_is_killed_at_any_of_its_steps_leaves_the_checkpoint_before_it(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tests.support.killed_saves", str(tmp_path), "66"]
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=200, cwd=ROOT, check=False)
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=500, cwd=ROOT, check=False)
     assert ran.returncode == 0, ran.stderr
     saves = json.loads(ran.stdout.splitlines()[-1])
     assert all(save["well"] for save in saves), ran.stderr
@@ -38,7 +38,7 @@ def test_a_save_that_is_killed_at_any_of_its_steps_leaves_the_checkpoint_before_
 
 def test_ranks_that_wait_in_a_save_for_one_that_is_killed_get_an_error_that_names_it(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tests.support.survivors", str(tmp_path)]
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=200, cwd=ROOT, check=False)
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=500, cwd=ROOT, check=False)
     assert ran.returncode == 0, ran.stderr
     told = json.loads(ran.stdout.splitlines()[-1])
     for call, ranks, lost, operation in CASES:
