@@ -60,9 +60,9 @@ __all__ = [
     "set_compiler",
     "start_all_gather",
     "start_reduce_scatter",
-    "store_of_its_own",
     "storage_key",
     "tensor_without_storage",
+    "under_prefix",
     "unpatched",
     "wraps_as",
 ]
@@ -360,9 +360,9 @@ def unpatched(owner: nn.Module | torch.optim.Optimizer, method: str) -> Callable
     return functools.partial(getattr(type(owner), method), owner) if found in patched else found
 
 
-def store_of_its_own(store: Store, prefix: str) -> Store:
-    """A second connection to the ranks' store, for keys under ``prefix``: a thread that waits in it holds nobody up."""
-    return PrefixStore(prefix, second_connection(store))
+def under_prefix(store: Store, prefix: str) -> Store:
+    """The keys of ``store`` that begin with ``prefix``, on the same connection."""
+    return PrefixStore(prefix, store)
 
 
 def offsets_on_mesh(shape: tuple[int, ...], mesh: Any, placements: tuple[Any, ...]) -> tuple[int, ...]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -31,12 +33,13 @@ class SharedOptimizer:
         if optimizer is not None:
             self._holdings = holdings_of(optimizer.param_groups, f"the state of {type(optimizer).__name__}", units, model)
 
-    def told(self) -> Told | None:
-        return None if self._holdings is None else tell(self._holdings, self._groups)
+    def told(self) -> list[Any] | None:
+        """Return what this rank tells, as JSON has it."""
+        return None if self._holdings is None else list(dataclasses.astuple(tell(self._holdings, self._groups)))
 
-    def require_alike(self, everyones: Sequence[Told | None], call: str) -> None:
+    def require_alike(self, everyones: Sequence[list[Any] | None], call: str) -> None:
         """Raise UsageError, on all ranks, unless all have told the same. everyones: by number of the rank."""
-        told = [its for its in everyones if its is not None]
+        told = [Told(*its) for its in everyones if its is not None]
         if self._holdings is not None and len(told) == len(everyones):
             require_alike(self._holdings, self._groups, told, call, unmanaged=True)
         elif told:

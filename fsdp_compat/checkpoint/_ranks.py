@@ -4,34 +4,65 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
-from collections.abc import Sequence
+import json
+import weakref
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import nn
 
 from .._engine import meeting, torch_private
-from .._engine.collectives import Communicator, communicator
+from .._engine.collectives import communicator
 from .._engine.mesh import Mesh
 from .._instances import Instance, instances_in
 from ..errors import CheckpointError, StateError, UsageError, explain
+from . import _background as background
+from ._postbox import Lost, Postbox
+from ._processes import Members, members_of, own_facts
 
-__all__ = ["Postbox", "Ranks", "agree", "as_ours", "ranks_of", "require_rest"]
+__all__ = ["Ranks", "agree", "as_ours", "ranks_of", "require_rest"]
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class Ranks:
-    """All ranks of a model, numbered from 0: copy by copy, and in each in the order of the shards."""
+    """All ranks of a model in one call, numbered from 0: copy by copy, and in each in the order of the shards."""
 
+    call: str
     number: int  # of this one
     count: int
     mesh: Mesh
-    timeout: datetime.timedelta  # for waiting for others
-    _along: tuple[Communicator, Communicator]
+    box: Postbox
+    have_agreed: bool = False
 
     def exchange(self, value: object) -> list[Any]:
-        """Return every rank's picklable ``value``, by number. Collective."""
-        shard, replica = self._along
-        return [its for copy in replica.gather_objects(shard.gather_objects(value)) for its in copy]
+        """Return every rank's ``value`` (JSON), by number. Collective.
+
+        Raises StateError, on all ranks, if one of them does not come to it.
+        """
+
+        def work() -> object:
+            self.box.post(json.dumps(value))
+            if self.number:
+                return None
+            texts = self.box.read(range(self.count))
+            different = {text: index for index, text in enumerate(dict.fromkeys(texts))}  # most say the same
+            return list(different), [different[text] for text in texts]
+
+        try:
+            texts, indices = self.box.conclude(work)
+        except Lost as lost:
+            raise StateError(
+                explain(
+                    f"The ranks did not stay together in {self.call}.",
+                    expected=f"all {self.count} ranks to go through the call",
+                    got=str(lost),
+                    where=f"rank {self.number} of {self.count}",
+                    fix="look for the error of that rank; the checkpoints that stood before stand as they were",
+                )
+            ) from lost
+        values = [json.loads(text) for text in texts]
+        return [values[index] for index in indices]
 
 
 def ranks_of(model: nn.Module, call: str) -> tuple[list[Instance], Ranks]:
@@ -52,76 +83,51 @@ def ranks_of(model: nn.Module, call: str) -> tuple[list[Instance], Ranks]:
         )
     meeting.meet(call, [group for instance in instances for group in instance._unit.groups], copies=True)
     settings = instances[0]._settings
-    mesh, device = settings.mesh, settings.device
-    number = mesh.replica.rank * mesh.shard.ranks + mesh.shard.rank
-    along = communicator(mesh.shard, device), communicator(mesh.replica, device)
-    return instances, Ranks(number, mesh.ranks, mesh, torch_private.group_timeout(settings.group), along)
+    members = _members(settings.mesh, settings.device)
+    members.num_calls += 1
+    timeout: datetime.timedelta = torch_private.group_timeout(settings.group)
+    box = Postbox(members, f"{members.name}/{members.num_calls}", timeout.total_seconds())
+    return instances, Ranks(call, members.number, members.count, settings.mesh, box)
+
+
+# By process group, and by the ranks of both axes.
+_known: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Any, Members]] = weakref.WeakKeyDictionary()
+
+
+def _members(mesh: Mesh, device: torch.device) -> Members:
+    """Return the ranks of a mesh, which introduce themselves to each other the first time. Collective."""
+    shard, replica = mesh.shard, mesh.replica
+    group = shard.group or replica.group
+    known = {} if group is None else _known.setdefault(group, {})
+    key = shard.members, replica.members
+    if key not in known:
+        copy = communicator(shard, device).gather_objects(own_facts(shard.members[shard.rank]))
+        facts = [its for each in communicator(replica, device).gather_objects(copy) for its in each]
+        known[key] = members_of(facts, replica.rank * shard.ranks + shard.rank)
+    return known[key]
 
 
 def agree(ranks: Ranks, problem: BaseException | None, value: Any, call: str) -> list[Any]:
-    """Return every rank's ``value``, or raise on all ranks if any has a problem: its own error where it is, and the news elsewhere.
+    """Return every rank's ``value`` (JSON), or raise on all ranks if any has a problem: its own error there, the news elsewhere.
 
-    Collective.
+    The first time in a call it raises the error of an earlier ``async_save`` that nobody was told. Collective.
     """
-    found = ranks.exchange((None if problem is None else (type(problem).__name__, str(problem)), value))
+    unheard = {} if ranks.have_agreed else background.unheard()
+    ranks.have_agreed = True
+    told = None if problem is None else (type(problem).__name__, str(problem))
+    found = ranks.exchange((told, value if problem is None else None, unheard))
+    earlier = {identity: text for _, _, its in found for identity, text in its.items()}
+    if earlier or any(its_problem is not None for its_problem, _, _ in found):
+        ranks.box.close()
+    if earlier:
+        raise background.hear(earlier, call) from problem
     if problem is not None:
         raise problem
-    for number, (its_problem, _) in enumerate(found):
+    for number, (its_problem, _, _) in enumerate(found):
         if its_problem is not None:
             kind = UsageError if its_problem[0].endswith("UsageError") else CheckpointError
             raise kind(f"{call}, on rank {number} of {ranks.count}: {its_problem[1]}")
-    return [its for _, its in found]
-
-
-class Postbox:
-    """What ranks tell each other about one save by way of the store, on a connection of its own, from any thread."""
-
-    def __init__(self, ranks: Ranks, name: str) -> None:
-        """name: the same on all ranks, and never used before."""
-        self._ranks = ranks
-        home = torch_private.default_store()
-        if home is None:
-            raise StateError("the process group of this module was destroyed before a checkpoint was saved")
-        self._home = home  # held: on one rank it serves all
-        self._store = torch_private.store_of_its_own(home, f"fsdp_compat/checkpoint/{name}")
-        self._posted: list[str] = []
-
-    def post(self, key: str, text: str) -> None:
-        self._store.set(key, text)
-        self._posted.append(key)
-
-    def post_for_good(self, key: str, text: str) -> None:
-        """Post what ``clear`` leaves, as nobody knows when all have read it."""
-        self._store.set(key, text)
-
-    def read(self, keys: Sequence[str], what: str) -> list[str]:
-        """Return what stands under ``keys``, when it stands there. Raises StateError after the time limit."""
-        try:
-            self._store.wait(list(keys), self._ranks.timeout)
-            return [text.decode() for text in self._store.multi_get(list(keys))]
-        except RuntimeError as error:
-            missing = [key for key in keys if not self._there(key)]
-            raise StateError(
-                explain(
-                    f"Waiting for {what} failed.",
-                    expected=f"word from all {self._ranks.count} ranks within {self._ranks.timeout.total_seconds():g} s",
-                    got=f"none under {missing[:8]}, {len(missing)} in all ({error})",
-                    where=f"rank {self._ranks.number} of {self._ranks.count}",
-                    fix="look for a rank that ended; the checkpoints that stood before stand as they were",
-                )
-            ) from error
-
-    def _there(self, key: str) -> bool:
-        try:
-            return bool(self._store.check([key]))
-        except RuntimeError:
-            return False
-
-    def clear(self) -> None:
-        """Take back what this rank has posted, when all have read it."""
-        for key in self._posted:
-            self._store.delete_key(key)
-        self._posted.clear()
+    return [its for _, its, _ in found]
 
 
 def require_rest(instances: list[Instance], call: str) -> None:

@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import json
 import os
-import shutil
 import threading
 import uuid
 from pathlib import Path
@@ -18,14 +17,16 @@ from torch import nn
 from .. import _checks as checks
 from .._engine.storage import memory_of
 from .._instances import named_units
-from ..errors import CheckpointError, FsdpCompatError, UsageError, explain
+from ..errors import CheckpointError, FsdpCompatError, StateError, UsageError, explain
+from . import _background as background
 from . import _directory as directory
 from ._blocks import BLOCK_NBYTES, BlockWriter, Facts
 from ._header import encode_header
 from ._manifest import Manifest, file_name, versions
 from ._optimizers import SharedOptimizer
+from ._postbox import Lost
 from ._progress import progress_bar, require_bar
-from ._ranks import Postbox, agree, ranks_of, require_rest
+from ._ranks import agree, ranks_of, require_rest
 from ._snapshot import Flat, NamedGroup, Snapshot, as_text, named_groups, take_snapshot
 
 __all__ = ["AsyncSave", "async_save", "save"]
@@ -57,7 +58,10 @@ def save(
 
     Raises:
         UsageError: an argument cannot work; on all ranks, before anything is written.
-        CheckpointError: a rank could not write, as on a full disk; on all ranks. What was there is as it was.
+        CheckpointError: a rank could not write, as on a full disk; on all ranks. What was there is as it was. If the checkpoint
+            stands nevertheless, the message says so. Also, before anything is written, if an earlier ``async_save`` has failed and
+            nobody was told.
+        StateError: a rank has ended or was interrupted, on all others; a slow one is waited for.
     """
     return _Save("save", folder, model, optimizer, extra, step, keep_last, progress).write()
 
@@ -76,38 +80,36 @@ def async_save(
 
     The copy is on the CPU and of the size of this rank's part. One save at a time is under way in a process: another one waits for
     it. Collective. The arguments are those of ``save``, and so are the errors: about arguments here, about writing from ``wait``.
+    Where nobody waits, the next call that saves or loads raises them, on all ranks; or they are printed when the process ends.
     """
-    return AsyncSave(_Save("async_save", folder, model, optimizer, extra, step, keep_last, progress))
-
-
-_under_way: AsyncSave | None = None
+    return AsyncSave(_Save("async_save", folder, model, optimizer, extra, step, keep_last, progress, in_background=True))
 
 
 class AsyncSave:
     """A save that a thread goes on with. The process does not end before it has."""
 
     def __init__(self, started: _Save) -> None:
-        global _under_way
-        if _under_way is not None:
-            _under_way._thread.join()
-        started.detach()
-        self._started = started
+        self._started, self._identity = started, started.identity
         self._path: Path | None = None
         self._error: BaseException | None = None
-        self._thread: threading.Thread = threading.Thread(target=self._run, name="fsdp_compat save")
-        self._thread.start()
-        _under_way = self
+        self._thread = threading.Thread(target=self._run, name="fsdp_compat save")
+        try:
+            started.detach()
+            background.begin(self._identity, self._thread)
+            self._thread.start()
+        except BaseException as error:
+            background.end(self._identity, None)
+            started.leave(error)
+            raise
 
     def _run(self) -> None:
-        global _under_way
         try:
             self._path = self._started.write()
         except BaseException as error:  # raised by wait
             self._error = error
         finally:
             self._started.let_go()
-            if _under_way is self:
-                _under_way = None
+            background.end(self._identity, None if self._error is None else f"{type(self._error).__name__}: {self._error}")
 
     def done(self) -> bool:
         """True when it has ended, also with an error."""
@@ -119,6 +121,7 @@ class AsyncSave:
         if self._thread.is_alive():
             raise TimeoutError(f"the checkpoint is not complete after {timeout:g} s; it is still being written")
         if self._error is not None:
+            background.told(self._identity)
             raise self._error
         assert self._path is not None
         return self._path
@@ -157,42 +160,59 @@ class _Save:
         step: int,
         keep_last: int | None,
         progress: bool,
+        in_background: bool = False,
     ) -> None:
         """Collective."""
         self.call = f"checkpoint.{call}"
-        instances, self._ranks = ranks_of(model, self.call)
         self._snapshot = Snapshot([], {})
         self._groups: list[NamedGroup] = []
-        shared: SharedOptimizer | None = None
-        problem: BaseException | None = None
+        self._fresh: directory.Fresh | None = None  # of the rank that leads
+        self._problem: Exception | None = None
+        instances, self._ranks = ranks_of(model, self.call)
         try:
-            _check_arguments(self.call, folder, optimizer, step, keep_last, progress)
-            require_rest(instances, self.call)
-            self._target = directory.directory_of(Path(folder), step)
-            if self._target.exists():
-                raise _exists(self._target, self.call)
-            self._groups = named_groups(named_units(model))
-            self._snapshot = take_snapshot(model, optimizer, extra, self._groups)
-            shared = SharedOptimizer(model, optimizer, self._ranks)
-        except Exception as error:
-            problem = error
+            if in_background:
+                background.wait_for_the_last()
+            shared: SharedOptimizer | None = None
+            problem: Exception | None = None
+            try:
+                _check_arguments(self.call, folder, optimizer, step, keep_last, progress)
+                require_rest(instances, self.call)
+                self._target = directory.directory_of(Path(folder), step)
+                if self._target.exists():
+                    raise _exists(self._target, self.call)
+                self._groups = named_groups(named_units(model))
+                self._snapshot = take_snapshot(model, optimizer, extra, self._groups)
+                shared = SharedOptimizer(model, optimizer, self._ranks)
+            except Exception as error:
+                problem = error
+            self._step, self._keep_last, self._shows = step, keep_last, progress and self._ranks.number == 0
+            self._plan(problem, shared)
+            self._make_directory()
+            self._snapshot.take_common(self._fresh is not None)
+        except BaseException as error:
+            self.leave(error)
+            raise
+
+    def _plan(self, problem: Exception | None, shared: SharedOptimizer | None) -> None:
+        """Agree on what is saved, and on which file holds which shard. Collective."""
         shards = [(named.mesh, named.writer, named.group.shard.rank) for named in self._groups if named.is_written_here]
-        own = uuid.uuid4().hex, step, list(dict.fromkeys(shards)), None if shared is None else shared.told()
+        identity = uuid.uuid4().hex if self._ranks.number == 0 else ""
+        own = identity, self._step, list(dict.fromkeys(shards)), None if shared is None else shared.told()
         told = agree(self._ranks, problem, own, self.call)
         assert shared is not None
         shared.require_alike([of_optimizer for *_, of_optimizer in told], self.call)
-        self._identity = told[0][0]
-        if any(its_step != step for _, its_step, *_ in told):
+        self.identity = told[0][0]
+        if any(step != self._step for _, step, *_ in told):
+            self._ranks.box.close()
             raise UsageError(
                 explain(
                     "Ranks save different steps.",
                     expected="one step on all ranks",
-                    got=f"{[its_step for _, its_step, *_ in told]} by rank",
+                    got=f"{[step for _, step, *_ in told]} by rank",
                     where=self.call,
                     fix="pass a step that all ranks count alike",
                 )
             )
-        self._step, self._keep_last, self._shows = step, keep_last, progress and self._ranks.number == 0
         axes: dict[tuple[int, int], dict[int, int]] = {}  # by (mesh, writer): files by shard
         for number, (_, _, its_shards, _) in enumerate(told):
             for mesh, writer, shard in its_shards:
@@ -200,18 +220,14 @@ class _Save:
         order = sorted(axes)
         self._axes = tuple(tuple(number for _, number in sorted(axes[key].items())) for key in order)
         self._described = tuple(named.described(order.index((named.mesh, named.writer))) for named in self._groups)
-        self._box = Postbox(self._ranks, self._identity)
-        self._make_directory()
-        self._snapshot.take_common(self._leads)
 
     def _make_directory(self) -> None:
         """The first rank before the others, so that it leads where all see one file system. Collective."""
-        self._leads, self._fresh = False, self._target.with_name(f".{self._target.name}-{self._identity}")
-        self._problem: Exception | None = None
+        self._directory = directory.fresh_name(self._target, self.identity)
         for turn in (self._ranks.number == 0, self._ranks.number != 0):
             try:
                 if turn:
-                    self._leads = directory.make_fresh(self._fresh)
+                    self._fresh = directory.make_fresh(self._directory)
             except OSError as error:
                 self._problem = error
             self._ranks.exchange(None)
@@ -226,69 +242,115 @@ class _Save:
     def let_go(self) -> None:
         self._snapshot, self._groups = Snapshot([], {}), []
 
+    def leave(self, error: BaseException) -> None:
+        """This rank does not go on with the save: no other one is to wait for it."""
+        self._ranks.box.leave(error)
+        if self._fresh is not None:
+            self._fresh.discard()
+
     def write(self) -> Path:
         """Write, and return the directory when it stands on all ranks."""
-        number, count, fresh, leads = self._ranks.number, self._ranks.count, self._fresh, self._leads
+        try:
+            outcome = self._ranks.box.conclude(self._do_part)
+            self._ranks.box.close()
+        except Lost as lost:
+            raise self._lost(lost) from lost
+        except BaseException as error:
+            self.leave(error)
+            raise
+        finally:
+            if self._fresh is not None:
+                self._fresh.discard()  # unless it is published
+        problems, stands = outcome
+        if problems:
+            raise (self._not_synced(problems) if stands else self._failed(problems)) from self._problem
+        return self._target
+
+    def _do_part(self) -> object:
+        """Do this rank's part; return on the first one what has become of the whole: (problems, whether it stands nevertheless)."""
+        box, ranks = self._ranks.box, self._ranks
+        if self._fresh is not None:
+            with contextlib.suppress(OSError):
+                directory.remove_left_overs(self._target.parent)
+        box.post(self._write_report().as_text())
+        if self._fresh is None and ranks.number:
+            return None
+        reports = [_Report.of_text(text) for text in box.read(range(ranks.count))]
+        problems = [f"rank {n}: {report.problem}" for n, report in enumerate(reports) if report.problem is not None]
+        if self._fresh is not None:
+            if problems:
+                self._fresh.discard()
+            box.post(json.dumps(("", False) if problems else self._publish(self._fresh, reports)), "leader")
+        if ranks.number:
+            return None
+        leaders = [n for n, report in enumerate(reports) if report.leads]
+        published = [json.loads(text) for text in box.read(leaders, "leader")]
+        if not leaders and not problems:
+            problems = ["no rank could make a directory"]
+        stands = not problems and all(stands for _, stands in published)
+        return "; ".join([*problems, *(problem for problem, _ in published if problem)]), stands
+
+    def _write_report(self) -> _Report:
+        """Write this rank's file."""
         facts = Facts(0, ())
         if self._problem is None:
             try:
-                facts = self._write_file(fresh / file_name(number))
+                facts = self._write_file(self._directory / file_name(self._ranks.number))
             except Exception as error:
                 self._problem = error
         problem = None if self._problem is None else f"{type(self._problem).__name__}: {self._problem}"
-        self._box.post(f"file/{number}", _Report(leads, facts.nbytes, facts.checksums, problem).as_text())
-        try:
-            if leads or number == 0:
-                self._complete(fresh, leads)
-            (outcome,) = self._box.read(["outcome"], f"the checkpoint of step {self._step}")
-        except BaseException:
-            if leads:
-                shutil.rmtree(fresh, ignore_errors=True)
-            raise
-        self._box.clear()
-        if outcome:
-            raise CheckpointError(
-                explain(
-                    "The checkpoint could not be saved.",
-                    expected=f"all {count} ranks to write their parts",
-                    got=outcome,
-                    where=str(self._target),
-                    fix="see that there is space and permission; the checkpoints that stood before stand as they were",
-                )
-            ) from self._problem
-        return self._target
+        return _Report(self._fresh is not None, facts.nbytes, facts.checksums, problem)
 
-    def _complete(self, fresh: Path, leads: bool) -> None:
-        """What a leader does with its directory, and the first rank with what the leaders say."""
-        number, count = self._ranks.number, self._ranks.count
-        texts = self._box.read([f"file/{n}" for n in range(count)], "the files of all ranks")
-        reports = [_Report.of_text(text) for text in texts]
-        problems = [f"rank {n}: {report.problem}" for n, report in enumerate(reports) if report.problem is not None]
-        if leads:
-            failure = ""
-            try:
-                if problems:
-                    shutil.rmtree(fresh, ignore_errors=True)
-                else:
-                    directory.publish(fresh, self._target, self._manifest(reports).as_text())
-            except OSError as error:
-                failure = f"rank {number}: {type(error).__name__}: {error}"
-                shutil.rmtree(fresh, ignore_errors=True)
-            if not problems and not failure and self._keep_last is not None:
-                with contextlib.suppress(OSError):  # the new one stands, whatever becomes of the old ones
-                    directory.remove_older(self._target.parent, self._step, self._keep_last)
-            self._box.post(f"leader/{number}", failure)
-        if number == 0:
-            leaders = [n for n, report in enumerate(reports) if report.leads]
-            problems += filter(None, self._box.read([f"leader/{n}" for n in leaders], "the manifest"))
-            if not leaders and not problems:
-                problems = ["no rank could make a directory"]
-            self._box.post_for_good("outcome", "; ".join(problems))
+    def _publish(self, fresh: directory.Fresh, reports: list[_Report]) -> tuple[str, bool]:
+        """Complete the directory that this rank leads; return what went wrong, and whether the checkpoint stands."""
+        try:
+            fresh.publish(self._target, self._manifest(reports).as_text())
+        except OSError as error:
+            fresh.discard()
+            return f"rank {self._ranks.number}: {type(error).__name__}: {error}", isinstance(error, directory.NotSynced)
+        if self._keep_last is not None:
+            with contextlib.suppress(OSError):  # the new one stands, whatever becomes of the old ones
+                directory.remove_older(self._target.parent, self._step, self._keep_last)
+        return "", True
+
+    def _failed(self, problems: str) -> CheckpointError:
+        return CheckpointError(
+            explain(
+                "The checkpoint could not be saved.",
+                expected=f"all {self._ranks.count} ranks to write their parts",
+                got=problems,
+                where=str(self._target),
+                fix="see that there is space and permission; the checkpoints that stood before stand as they were",
+            )
+        )
+
+    def _not_synced(self, problems: str) -> CheckpointError:
+        return CheckpointError(
+            explain(
+                "The checkpoint stands, but it might not outlast a loss of power.",
+                expected="its folder to be synced to the disk after the checkpoint got its name",
+                got=problems,
+                where=str(self._target),
+                fix="look for errors of the disk; the checkpoint is complete, and no older one was removed",
+            )
+        )
+
+    def _lost(self, lost: Lost) -> StateError:
+        stands = "stands, complete" if os.path.exists(self._target) else "is not complete"
+        return StateError(
+            explain(
+                "The ranks did not stay together while they saved.",
+                expected=f"all {self._ranks.count} ranks to write their parts",
+                got=str(lost),
+                where=f"rank {self._ranks.number} of {self._ranks.count}, {self._target}",
+                fix=f"look for the error of that rank; this checkpoint {stands}, and those before it stand as they were",
+            )
+        )
 
     def _manifest(self, reports: list[_Report]) -> Manifest:
         files = tuple(Facts(report.nbytes, report.checksums) for report in reports)
         return Manifest(
-            self._identity,
+            self.identity,
             self._step,
             self._ranks.number,
             self._axes,
@@ -299,7 +361,7 @@ class _Save:
         )
 
     def _write_file(self, path: Path) -> Facts:
-        self._snapshot.text.update(identity=self._identity, number=self._ranks.number)
+        self._snapshot.text.update(identity=self.identity, number=self._ranks.number)
         flats = {flat.name: flat for flat in self._snapshot.entries}
         described = [(flat.name, flat.dtype, flat.shape) for flat in flats.values()]
         head, entries = encode_header(described, as_text(self._snapshot.text))

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import subprocess
 import sys
 import threading
+import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +16,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fsdp_compat import checkpoint
+from fsdp_compat import StateError, checkpoint
 from fsdp_compat.checkpoint import _blocks as blocks
-from tests.checkpoint.test_native import ORIGINAL, PLAIN, build, whole_state
+from fsdp_compat.checkpoint import _processes as processes
+from fsdp_compat.errors import CheckpointError
+from tests.checkpoint.test_native import ORIGINAL, PLAIN, _no_more_than, build, whole_state
 from tests.support.memory import allocated_nbytes
 from tests.support.odd_model import Config, assert_same, assert_same_optim, train
 from tests.support.ranks import run_ranks
@@ -116,3 +122,231 @@ def test_a_program_ends_when_its_last_save_is_complete(tmp_path: Path) -> None:
     path = checkpoint.latest(tmp_path)
     assert path is not None
     assert (path / "rank-00000.safetensors").stat().st_size > 4 * 2000 * 2000
+
+
+def _ends_at_once(folder: str) -> None:
+    """The thread has ended before the call that starts it returns."""
+    model, _ = build(PLAIN)
+    start = threading.Thread.start
+
+    def start_and_end(thread: threading.Thread) -> None:
+        start(thread)
+        if thread.name == "fsdp_compat save":
+            thread.join()
+
+    threading.Thread.start = start_and_end  # type: ignore[method-assign]
+    try:
+        saving = checkpoint.async_save(folder, model, step=1)
+    finally:
+        threading.Thread.start = start  # type: ignore[method-assign]
+    assert saving.done()
+    saving.wait()
+    reference = weakref.ref(saving)
+    del saving
+    gc.collect()
+    assert reference() is None, "a save that has ended is held as if it were under way"
+
+
+def test_a_save_that_ends_at_once_is_not_under_way(tmp_path: Path) -> None:
+    run_ranks(1, _ends_at_once, str(tmp_path))
+
+
+def _until_done(saving: checkpoint.AsyncSave) -> None:
+    while not saving.done():
+        threading.Event().wait(0.01)
+
+
+def _nobody_waits(folder: str) -> None:
+    model, _ = build(PLAIN)
+    good = checkpoint.save(folder, model, step=0)
+    first = dist.get_rank() == 0
+
+    def fails() -> checkpoint.AsyncSave:
+        with _no_more_than(1000) if not first else contextlib.nullcontext():
+            saving = checkpoint.async_save(folder, model, step=1)
+            if first:
+                _until_done(saving)  # the other rank may not know yet
+            dist.barrier()
+            _until_done(saving) if not first else None
+        return saving
+
+    calls: list[Callable[[], Any]] = [
+        lambda: checkpoint.async_save(folder, model, step=2),
+        lambda: checkpoint.save(folder, model, step=2),
+        lambda: checkpoint.load(good, model),
+    ]
+    for call in calls:
+        saving = fails()
+        with pytest.raises(CheckpointError, match=r"earlier async_save failed(.|\n)*rank 1: OSError"):
+            call()
+        assert checkpoint.latest(folder) == good
+        checkpoint.load(good, model)  # it was told once
+    with pytest.raises(CheckpointError, match="rank 1: OSError"):
+        saving.wait()
+    saving = fails()
+    with pytest.raises(CheckpointError, match="rank 1: OSError"):
+        saving.wait()
+    assert checkpoint.async_save(folder, model, step=2).wait().name == "step-00000002"
+    saving = fails()
+    if first:  # one rank was told, the other one was not
+        with pytest.raises(CheckpointError, match="rank 1: OSError"):
+            saving.wait()
+    with pytest.raises(CheckpointError, match="earlier async_save failed"):
+        checkpoint.save(folder, model, step=3)
+    checkpoint.save(folder, model, step=3)
+
+
+def test_a_failure_that_nobody_waited_for_is_raised_once_by_the_next_call_on_all_ranks(tmp_path: Path) -> None:
+    run_ranks(2, _nobody_waits, str(tmp_path))
+
+
+FULL_DISK = """
+import resource, signal, sys
+import torch, torch.distributed as dist
+from fsdp_compat import FullyShardedDataParallel as FSDP, checkpoint
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+model = FSDP(torch.nn.Linear(2000, 2000))
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
+saving = checkpoint.async_save({folder!r}, model, step=1)
+try:
+    saving.wait() if {waits} else None
+except checkpoint_error as error:
+    pass
+"""
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_a_failure_that_nobody_was_told_is_printed_once_when_the_program_ends(waits: bool, tmp_path: Path) -> None:
+    program = FULL_DISK.format(folder=str(tmp_path), waits=waits).replace("checkpoint_error", "RuntimeError")
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=200, cwd=ROOT, check=False)
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stderr.count("The checkpoint could not be saved") == (0 if waits else 1), ran.stderr
+    assert ("an async_save failed, and nobody has waited for it" in ran.stderr) == (not waits)
+
+
+@contextlib.contextmanager
+def _replaced(owner: Any, name: str, replacement: Any) -> Any:
+    original = getattr(owner, name)
+    setattr(owner, name, replacement)
+    try:
+        yield original
+    finally:
+        setattr(owner, name, original)
+
+
+def _interrupt(*args: Any) -> None:
+    raise KeyboardInterrupt
+
+
+def _interrupted(folder: str) -> None:
+    model, optimizer = build(PLAIN)
+    rank, store = dist.get_rank(), dist.distributed_c10d._get_default_store()
+    left = "rank 1 .*left with KeyboardInterrupt"
+    calls: list[Callable[[], Any]] = [
+        lambda: checkpoint.save(folder, model, step=1),
+        lambda: checkpoint.async_save(folder, model, optimizer, step=1).wait(),
+    ]
+    for place in ("fsdp_compat.checkpoint._writing.take_snapshot", "fsdp_compat.checkpoint._writing.Snapshot.take_common"):
+        owner, _, name = place.rpartition(".")
+        for call in calls:
+            with pytest.MonkeyPatch.context() as patch:
+                if rank == 1:
+                    patch.setattr(f"{owner}.{name}", _interrupt)
+                with pytest.raises(KeyboardInterrupt) if rank == 1 else pytest.raises(StateError, match=left):
+                    call()
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+            patch.setattr(blocks.BlockWriter, "write", _interrupt)
+        with pytest.raises(KeyboardInterrupt) if rank == 1 else pytest.raises(StateError, match=left):
+            calls[0]()
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+            patch.setattr("fsdp_compat.checkpoint._writing.Snapshot.detach", _interrupt)
+        with pytest.raises(KeyboardInterrupt) if rank == 1 else pytest.raises(StateError, match=left):
+            calls[1]()
+    dist.barrier()
+    assert list(Path(folder).iterdir()) == []
+    write = blocks.BlockWriter.write
+
+    def write_when_told(self: Any, data: memoryview) -> None:
+        store.get("interrupted")
+        write(self, data)
+
+    if rank == 1:  # it has done its part, and the others go on without it
+        with _replaced(processes.Members, "ended_here", _interrupt), pytest.raises(KeyboardInterrupt):
+            checkpoint.save(folder, model, step=1)
+        store.set("interrupted", "1")
+    else:
+        with _replaced(blocks.BlockWriter, "write", write_when_told):
+            checkpoint.save(folder, model, step=1)
+    dist.barrier()
+    assert checkpoint.save(folder, model, optimizer, step=2) == checkpoint.latest(folder)
+    assert checkpoint.load(Path(folder) / "step-00000001", model) is None
+
+
+def test_a_rank_that_is_interrupted_in_a_save_does_not_leave_others_waiting(tmp_path: Path) -> None:
+    run_ranks(2, _interrupted, str(tmp_path), timeout=100, group_timeout=3600)
+
+
+def _slow(folder: str) -> None:
+    model, _ = build(PLAIN)
+    store, write = dist.distributed_c10d._get_default_store(), blocks.BlockWriter.write
+    ended_here, looks = processes.Members.ended_here, []
+
+    def looked(self: processes.Members) -> list[int]:
+        looks.append(ended_here(self))
+        if len(looks) == 3:
+            store.set("looked", "1")
+        return looks[-1]
+
+    def write_when_told(self: Any, data: memoryview) -> None:
+        store.get("looked")
+        write(self, data)
+
+    slow = dist.get_rank() == 1
+    replaced = (blocks.BlockWriter, "write", write_when_told) if slow else (processes.Members, "ended_here", looked)
+    with _replaced(*replaced):
+        path = checkpoint.save(folder, model, step=1)
+    assert path == checkpoint.latest(folder)
+    assert slow or looks[:3] == [[], [], []]
+
+
+def test_a_slow_rank_that_lives_is_waited_for(tmp_path: Path) -> None:
+    run_ranks(2, _slow, str(tmp_path))
+
+
+TRAINING_FAILS = """
+import datetime, sys
+import torch, torch.distributed as dist
+from fsdp_compat import FullyShardedDataParallel as FSDP, checkpoint
+from fsdp_compat.checkpoint import _blocks as blocks, _postbox as postbox
+rank, postbox.EXIT_S = int(sys.argv[1]), 1.0
+store = dist.FileStore({store!r}, 2)
+dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=datetime.timedelta(hours=1))
+model, write = FSDP(torch.nn.Linear(20, 20)), blocks.BlockWriter.write
+if rank == 1:
+    blocks.BlockWriter.write = lambda self, data: (sys.stdin.readline(), write(self, data))
+saving = checkpoint.async_save({folder!r}, model, step=1)
+if rank == 0:
+    raise ArithmeticError("training has failed")
+saving.wait()
+"""
+
+
+def test_a_process_whose_training_has_failed_ends_while_others_are_still_writing(tmp_path: Path) -> None:
+    program = TRAINING_FAILS.format(store=str(tmp_path / "store"), folder=str(tmp_path / "saves"))
+    pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "cwd": ROOT}
+    ranks = [subprocess.Popen([sys.executable, "-c", program, str(rank)], **pipes) for rank in range(2)]
+    try:
+        _, first = ranks[0].communicate(timeout=200)
+        _, second = ranks[1].communicate("go on\n" * 10, timeout=200)
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+    assert [rank.returncode for rank in ranks] == [1, 1], first + second
+    assert "ArithmeticError: training has failed" in first
+    assert "an async_save failed, and nobody has waited for it" in first
+    assert "StateError: The ranks did not stay together while they saved" in second
+    assert "its program has failed" in second

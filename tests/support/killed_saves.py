@@ -2,7 +2,8 @@
 
 Every save is of two ranks, forked from a process that has imported everything. One of them is killed with SIGKILL before the n-th
 thing that it does with files, n from 0 on, or in the middle of it if that is a write; the other one is killed at its death, as a
-launcher would. Then a third process loads the newest checkpoint. Every parameter of a model is the step that it is saved at.
+launcher would. Then a third process loads the newest checkpoint. Every parameter of a model is the step that it is saved at. Nobody
+is killed in the first two saves and in the last one.
 """
 
 from __future__ import annotations
@@ -98,7 +99,7 @@ def main(folder: str, num_saves: int) -> None:
     with tempfile.TemporaryDirectory() as scratch:
         for step in range(num_saves):
             victim = step % 2
-            deadly = None if step < 2 else (step - 2) // 2
+            deadly = None if step in (0, 1, num_saves - 1) else (step - 2) // 2
             store = str(Path(scratch) / f"save {step}")
             ranks = [_forked(_save, rank, store, folder, step, deadly if rank == victim else None) for rank in range(2)]
             ended, first = os.wait()
@@ -112,7 +113,8 @@ def main(folder: str, num_saves: int) -> None:
             with os.fdopen(reader) as results:
                 text = results.read()
             loaded = os.waitpid(loader, 0)[1] == 0
-            found.append({"step": step, "killed": bool(first or second), "loads": json.loads(text or "null"), "well": loaded})
+            facts = {"step": step, "killed": bool(first or second), "loads": json.loads(text or "null"), "well": loaded}
+            found.append({**facts, "left": [path.name for path in Path(folder).iterdir() if path.name.startswith(".")]})
     print(json.dumps(found))
 
 

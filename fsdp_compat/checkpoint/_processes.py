@@ -1,0 +1,144 @@
+"""Which processes take part, and which of them have ended.
+
+A process that is killed says nothing. Whether it still runs is certain only on its own machine; there, the others look it up. Of a
+process on another machine that is silent, the engine's watch may know (watch.py); and a rank on that machine that takes part, too,
+tells everybody (see _postbox.py).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import os
+import time
+import uuid
+from pathlib import Path
+from typing import Any
+
+from .._engine import torch_private, watch
+
+__all__ = ["Inquiry", "Members", "Process", "host", "members_of", "own_facts"]
+
+ASK_S = 1.0  # at least, between two questions to a silent rank on another machine
+SILENCE_S = 30.0  # without an answer; a thread gets no turn to answer while a long call into C keeps the interpreter
+
+
+@functools.cache
+def host() -> str:
+    """What tells this machine, since it was started, from every other one."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return f"{uuid.getnode():012x}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Process:
+    """A process, in words with which others on its machine find it."""
+
+    machine: str  # the same for all processes that see each other's ids
+    pid: int
+    started: str  # tells it from a later process with the same id
+
+    @staticmethod
+    def own() -> Process | None:
+        """This process, or None where others cannot look for it."""
+        pid = os.getpid()
+        try:
+            namespace = os.stat("/proc/self/ns/pid").st_ino
+        except OSError:
+            return None
+        facts = _state_and_start(pid)
+        return None if facts is None else Process(f"{host()}/{namespace}", pid, facts[1])
+
+    def has_ended(self) -> bool:
+        """True if it does not run any more. The caller is on its machine."""
+        facts = _state_and_start(self.pid)
+        return facts is None or facts[0] in "ZX" or facts[1] != self.started
+
+
+def _state_and_start(pid: int) -> tuple[str, str] | None:
+    """Return the state of a process and when it was started, or None if there is none."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    return fields[0], fields[19]
+
+
+class Members:
+    """The ranks of a model, as processes."""
+
+    def __init__(self, name: str, number: int, ranks: list[int], processes: list[Process | None]) -> None:
+        """name: the same on all of them, and nobody else's. ranks: global, by number."""
+        self.name, self.number, self.ranks = name, number, ranks
+        self.num_calls = 0  # that they have made together
+        self.connections: list[torch_private.Store] = []  # to the store, which nobody uses: to open many in a row takes seconds
+        own = processes[number]
+        self._here = {
+            other: process
+            for other, process in enumerate(processes)
+            if process is not None and own is not None and other != number and process.machine == own.machine
+        }
+
+    @property
+    def count(self) -> int:
+        return len(self.ranks)
+
+    def is_here(self, number: int) -> bool:
+        """True if a rank's process can be seen from this one."""
+        return number in self._here
+
+    def ended_here(self) -> list[int]:
+        """Return the ranks of this machine whose processes have ended."""
+        return [number for number, process in self._here.items() if process.has_ended()]
+
+    def describe(self, number: int) -> str:
+        process = self._here.get(number)
+        return f"rank {self.ranks[number]}" + ("" if process is None else f" (process {process.pid})")
+
+
+class Inquiry:
+    """What one wait has found out about silent ranks on other machines."""
+
+    def __init__(self, members: Members, store: torch_private.Store) -> None:
+        self._members, self._store = members, store
+        self._board: watch.Board | None = None
+        self._asked_at = time.monotonic()
+        self._heard: dict[int, tuple[int, float]] = {}  # by number: of the last answer, and when it came
+
+    def silent(self, missing: list[int]) -> list[int]:
+        """Ask the missing ranks of other machines once more; return those that have given no answer for too long."""
+        now, own = time.monotonic(), self._members.number
+        missing = [number for number in missing if number != own and not self._members.is_here(number)]
+        if not missing or now - self._asked_at < max(ASK_S, self._members.count / 500):
+            return []
+        self._asked_at = now
+        if self._board is None:
+            self._board = watch.Board(torch_private.second_connection(self._store))
+        if self._silence_s(own, now) > SILENCE_S / 2:  # questions are not answered here, so they are not elsewhere
+            self._heard = {own: self._heard[own]}
+            return []
+        return [number for number in missing if self._silence_s(number, now) > SILENCE_S]
+
+    def _silence_s(self, number: int, now: float) -> float:
+        assert self._board is not None
+        rank = self._members.ranks[number]
+        question, answer = self._board.ask(rank), self._board.answer_of(rank)
+        last, since = self._heard.setdefault(number, (question - 1, now))
+        if answer is not None and (answer.number > last or answer.ended):  # it may go on with a save after that
+            self._heard[number] = max(answer.number, last), now
+            return 0.0
+        return now - since
+
+
+def members_of(facts: list[list[Any]], number: int) -> Members:
+    """Make the members from what each has said of itself: a name, its global rank, its process."""
+    processes = [None if process is None else Process(*process) for _, _, process in facts]
+    return Members(facts[0][0], number, [rank for _, rank, _ in facts], processes)
+
+
+def own_facts(rank: int) -> list[Any]:
+    """Return what this process says of itself, see ``members_of``. rank: global."""
+    process = Process.own()
+    return [uuid.uuid4().hex, rank, None if process is None else dataclasses.astuple(process)]

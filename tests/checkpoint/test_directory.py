@@ -1,0 +1,215 @@
+"""The folder of checkpoints: what latest() finds, what keep_last removes, what the next save clears up, and what they leave."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from torch import nn
+
+from fsdp_compat import FullyShardedDataParallel as FSDP
+from fsdp_compat import checkpoint
+from fsdp_compat.checkpoint import _directory as directory
+from fsdp_compat.errors import CheckpointError
+from tests.support.ranks import run_ranks
+
+IDENTITY = "0123456789abcdef" * 2
+
+
+def _names(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
+def _foreign(folder: str) -> None:
+    """What is not ours looks like it: the name, and a file called manifest.json."""
+    root, model = Path(folder), FSDP(nn.Linear(3, 3))
+    for step in (1, 5):
+        checkpoint.save(root, model, step=step)
+    foreign = {
+        "step-00000002": "{}",
+        "step-00000003": (root / "step-00000001" / "manifest.json").read_text(),  # of another step
+        "step-\u0660\u0660\u0660\u0660\u0660\u0660\u0660\u0664": (root / "step-00000001" / "manifest.json").read_text(),
+        "step-000000001": (root / "step-00000001" / "manifest.json").read_text(),  # as no save names it
+        "step-00000009": '{"content": {}}',
+    }
+    for name, manifest in foreign.items():
+        (root / name).mkdir()
+        (root / name / "manifest.json").write_text(manifest)
+    (root / "step-00000008" / "manifest.json").mkdir(parents=True)
+    (root / "step-00000010").mkdir()
+    os.symlink("manifest.json", root / "step-00000010" / "manifest.json")  # which cannot be opened
+    os.mkfifo(root / "step-00000011")
+    with pytest.warns(UserWarning, match="passes over .*step-00000009"):
+        assert checkpoint.latest(root) == root / "step-00000005"
+    checkpoint.save(root, model, step=6, keep_last=1)
+    assert _names(root) == {*foreign, "step-00000006", "step-00000008", "step-00000010", "step-00000011"}
+
+
+def test_only_what_has_a_manifest_of_its_step_is_loaded_or_removed(tmp_path: Path) -> None:
+    run_ranks(1, _foreign, str(tmp_path))
+
+
+def _unreadable(folder: str) -> None:
+    root, model = Path(folder), FSDP(nn.Linear(3, 3))
+    os.chmod(root, 0o755)
+    for step in (1, 2):
+        checkpoint.save(root, model, step=step)
+    (root / "step-00000002").chmod(0)
+    for parent in root.parents:
+        if parent.stat().st_uid == os.getuid() and parent.name.startswith("pytest"):
+            parent.chmod(0o755)
+    reader, writer = os.pipe()
+    process = os.fork()
+    if not process:
+        try:
+            if os.getuid() == 0:
+                os.setuid(65534)  # root reads everything
+            with pytest.warns(UserWarning, match="passes over .*step-00000002"):
+                os.write(writer, str(checkpoint.latest(root)).encode())
+        finally:
+            os._exit(0)
+    os.waitpid(process, 0)
+    os.close(writer)
+    assert os.read(reader, 4096).decode() == str(root / "step-00000001")
+
+
+def test_a_directory_that_cannot_be_read_is_passed_over(tmp_path: Path) -> None:
+    run_ranks(1, _unreadable, str(tmp_path))
+
+
+def _left_overs(folder: str) -> None:
+    root, model = Path(folder), FSDP(nn.Linear(3, 3))
+    here, other, old = f".owner-{directory.host()}", ".owner-elsewhere", time.time() - 2 * 86400
+    living: list[int] = []
+    first = dist.get_rank() == 0
+
+    def left(step: int, owner: str | None, *, age: float | None = None, lives: bool = False) -> str:
+        path = root / f".step-{step:08d}-{IDENTITY}"
+        path.mkdir()
+        (path / "rank-00000.safetensors").write_bytes(b"1234")
+        if owner is not None:
+            (path / owner).touch()
+            if lives:
+                living.append(os.open(path / owner, os.O_RDWR))
+                fcntl.flock(living[-1], fcntl.LOCK_EX)
+        if age is not None:
+            for file in (*path.iterdir(), path):
+                os.utime(file, (age, age))
+        return path.name
+
+    if first:
+        gone = [left(1, here), left(2, other, age=old), left(3, None, age=old)]
+        stays = [left(4, here, lives=True), left(5, other), left(6, None), left(7, here, age=old, lives=True)]
+        (root / f".step-00000008-{IDENTITY}").mkdir()  # killed before it was owned
+        (root / ".removed-step-00000009-123").mkdir()  # killed while it removed an old one
+        (root / ".removed-step-00000009-123" / "manifest.json").touch()
+        for name in (".step-1-mine", ".removed", ".step-00000001", "step-notes"):
+            (root / name).mkdir()
+        (root / f".step-00000010-{IDENTITY}").write_text("a file")
+        os.symlink(root / stays[0], root / f".step-00000011-{IDENTITY}")
+        before = _names(root)
+    dist.barrier()
+    checkpoint.save(root, model, step=20)
+    if first:
+        removed = {*gone, f".step-00000008-{IDENTITY}", ".removed-step-00000009-123"}
+        assert _names(root) == before - removed | {"step-00000020"}
+        assert all((root / name / "rank-00000.safetensors").read_bytes() == b"1234" for name in stays)
+        assert _names(root / "step-00000020") == {"manifest.json", "rank-00000.safetensors", "rank-00001.safetensors"}
+        for descriptor in living:
+            os.close(descriptor)
+    dist.barrier()
+    checkpoint.async_save(root, model, step=21).wait()
+    if first:
+        assert not _names(root) & {stays[0], stays[3]}
+
+
+def test_the_next_save_removes_what_killed_saves_have_left_and_nothing_that_may_be_alive(tmp_path: Path) -> None:
+    run_ranks(2, _left_overs, str(tmp_path))
+
+
+def _two_jobs(folder: str) -> None:
+    """Two models, on two ranks each, save into one folder at the same time."""
+    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    job = dist.get_rank() // 2
+    model = FSDP(nn.Linear(3, 3), process_group=groups[job])
+    saves = []
+    for number in range(6):
+        saves.append(checkpoint.async_save(folder, model, extra=job, step=2 * number + job, keep_last=2))
+    for save in saves:
+        save.wait()
+    dist.barrier()
+    path = checkpoint.latest(folder)
+    assert path == Path(folder) / "step-00000011"
+    newest = {0: "step-00000010", 1: "step-00000011"}[job]
+    if (Path(folder) / newest).exists():
+        assert checkpoint.load(Path(folder) / newest, model) == job
+    dist.barrier()
+    assert all(name.startswith("step-") for name in _names(Path(folder)))
+
+
+def test_two_jobs_save_into_one_folder(tmp_path: Path) -> None:
+    run_ranks(4, _two_jobs, str(tmp_path))
+
+
+def _not_synced(folder: str) -> None:
+    root, model = Path(folder), FSDP(nn.Linear(3, 3))
+    checkpoint.save(root, model, step=1)
+    original: Callable[[Path], None] = directory.sync_directory
+
+    def sync(path: Path) -> None:
+        if path == root:
+            raise OSError(5, "Input/output error")
+        original(path)
+
+    directory.sync_directory = sync  # type: ignore[assignment]
+    try:
+        for step, save in ((2, _save), (3, _save_in_background)):
+            with pytest.raises(CheckpointError, match=r"checkpoint stands(.|\n)*rank 0: NotSynced: .*Input/output error"):
+                save(root, model, step)
+            dist.barrier()
+            assert checkpoint.latest(root) == root / f"step-{step:08d}"
+    finally:
+        directory.sync_directory = original
+    checkpoint.load(root / "step-00000003", model)
+    dist.barrier()
+    assert _names(root) == {"step-00000001", "step-00000002", "step-00000003"}  # keep_last has removed none
+
+
+def _save(root: Path, model: Any, step: int) -> None:
+    checkpoint.save(root, model, step=step, keep_last=1)
+
+
+def _save_in_background(root: Path, model: Any, step: int) -> None:
+    checkpoint.async_save(root, model, step=step, keep_last=1).wait()
+
+
+def test_a_save_whose_folder_cannot_be_synced_says_that_the_checkpoint_stands(tmp_path: Path) -> None:
+    run_ranks(2, _not_synced, str(tmp_path))
+
+
+def test_a_directory_that_is_removed_before_it_is_owned_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, mkdir, swept = tmp_path / f".step-00000001-{IDENTITY}", os.mkdir, []
+
+    def mkdir_and_lose(name: Any, *args: Any, **kwargs: Any) -> None:
+        mkdir(name, *args, **kwargs)
+        if not swept:
+            swept.append(name)
+            directory.remove_left_overs(tmp_path)  # as another job's save does
+            assert not path.exists()
+
+    monkeypatch.setattr(os, "mkdir", mkdir_and_lose)
+    fresh = directory.make_fresh(path)
+    assert fresh is not None
+    directory.remove_left_overs(tmp_path)
+    assert path.is_dir()
+    fresh.release()
+    directory.remove_left_overs(tmp_path)
+    assert not path.exists()
+    shutil.rmtree(tmp_path)
