@@ -24,6 +24,7 @@ from ._checks import (
     ValueStateError,
     require_bools,
     require_module,
+    truth,
     wrong_type,
 )
 from ._construction import (
@@ -499,16 +500,18 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str, *, synced:
     The method itself is called on all ranks the same number of times, and one that yields is asked for as many items on all ranks.
     Collective: each call of it, not the registration.
     """
-    if not isinstance(module, nn.Module) or not isinstance(method_name, str) or not (synced is None or isinstance(synced, bool)):
+    if not isinstance(module, nn.Module) or not isinstance(method_name, str):
         raise UsageError(
             explain(
                 "register_fsdp_forward_method got something else than a module and a name.",
-                expected="an nn.Module, the name of one of its methods, and synced=True, False or None",
-                got=f"({type(module).__name__}, {method_name!r}, synced={synced!r})",
+                expected="an nn.Module, and the name of one of its methods",
+                got=f"({type(module).__name__}, {method_name!r})",
                 where="register_fsdp_forward_method(module, method_name)",
                 fix="register_fsdp_forward_method(model, 'generate')",
             )
         )
+    if synced is not None:
+        synced = truth("synced", synced, "register_fsdp_forward_method")
     if not isinstance(module, FullyShardedDataParallel):
         return
     inner = module.module

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.amp.grad_scaler import GradScaler
 
-from ._checks import require_bools, wrong_type
+from ._checks import truth, wrong_type
 from ._engine.collectives import max_in_group
 from .errors import StateError, UsageError, explain
 
@@ -76,7 +76,7 @@ class ShardedGradScaler(GradScaler):
         enabled: bool = True,
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
-        require_bools("ShardedGradScaler", enabled=enabled)
+        enabled = truth("enabled", enabled, "ShardedGradScaler")
         if enabled:
             _refuse_number("init_scale", init_scale, "a finite factor > 0", 0, _INFINITE)
             _refuse_number("backoff_factor", backoff_factor, "0 < factor < 1", 0, 1)

@@ -470,8 +470,8 @@ ARGUMENTS: dict[str, Case] = {
     "buffer_dtype: a name": Case(mixed(buffer_dtype="half"), ("buffer_dtype", "'half'")),
     "buffer_dtype: a bool": Case(mixed(buffer_dtype=torch.bool), ("buffer_dtype", "bool")),
     "keep_low_precision_grads": Case(mixed(keep_low_precision_grads="no"), ("keep_low_precision_grads", "'no'")),
-    "cast_forward_inputs": Case(mixed(cast_forward_inputs=1), ("cast_forward_inputs", "1")),
-    "cast_root_forward_inputs": Case(mixed(cast_root_forward_inputs=None), ("cast_root_forward_inputs", "None")),
+    "cast_forward_inputs": Case(mixed(cast_forward_inputs=b"1"), ("cast_forward_inputs", "b'1'")),
+    "cast_root_forward_inputs": Case(mixed(cast_root_forward_inputs=""), ("cast_root_forward_inputs", "''")),
     "_module_classes_to_ignore: a class": Case(
         mixed(param_dtype=torch.half, _module_classes_to_ignore=nn.BatchNorm1d), ("_module_classes_to_ignore",)
     ),
@@ -503,12 +503,11 @@ ARGUMENTS: dict[str, Case] = {
     "device_id: no device": Case(wrapping(device_id="nonsense"), ("device_id", "nonsense")),
     "device_id: negative": Case(wrapping(device_id=-1), ("device_id=-1",)),
     "device_id: meta": Case(wrapping(device_id="meta"), ("device_id", "meta")),
-    "sync_module_states": Case(wrapping(sync_module_states=CPUOffload()), ("sync_module_states",)),
-    "forward_prefetch": Case(wrapping(forward_prefetch=1), ("forward_prefetch", "1")),
-    "limit_all_gathers": Case(wrapping(limit_all_gathers=None), ("limit_all_gathers", "None")),
+    "sync_module_states": Case(wrapping(sync_module_states="False"), ("sync_module_states", "'False'")),
+    "forward_prefetch": Case(wrapping(forward_prefetch="1"), ("forward_prefetch", "'1'")),
+    "limit_all_gathers": Case(wrapping(limit_all_gathers=torch.ones(2)), ("limit_all_gathers", "Tensor")),
     "use_orig_params": Case(wrapping(use_orig_params="no"), ("use_orig_params", "'no'")),
-    "use_orig_params: None": Case(wrapping(use_orig_params=None), ("use_orig_params", "None")),
-    "allow_unused_units": Case(wrapping(allow_unused_units=0), ("allow_unused_units", "0")),
+    "allow_unused_units": Case(wrapping(allow_unused_units="0"), ("allow_unused_units", "'0'")),
     "keep_units_below: negative": Case(wrapping(keep_units_below=-1), ("keep_units_below", "-1")),
     "keep_units_below: a switch": Case(wrapping(keep_units_below=True), ("keep_units_below", "True")),
 }
@@ -617,15 +616,15 @@ TRAINING: dict[str, Case] = {
     "method: an attribute": Case(registers("not_a_method"), ("'not_a_method'", "Net")),
     "method: forward": Case(registers("forward"), ("'forward'",)),
     "method: of every module": Case(registers("parameters"), ("'parameters'",)),
-    "method: synced": Case(registers("encode", synced="yes"), ("synced='yes'",)),
+    "method: synced": Case(registers("encode", synced="yes"), ("synced", "'yes'")),
     "summon: of no module": Case(on_wrapped(lambda m, o: summon(3)), ("summon_full_params", "int")),
     "summon: of nothing": Case(on_wrapped(lambda m, o: summon(None)), ("summon_full_params", "NoneType")),
     "summon: of parameters": Case(on_wrapped(lambda m, o: summon(m.parameters())), ("summon_full_params", "generator")),
     "summon: recurse": Case(summons(recurse="no"), ("recurse", "'no'")),
-    "summon: writeback": Case(summons(writeback=0), ("writeback", "0")),
-    "summon: rank0_only": Case(summons(rank0_only=None), ("rank0_only", "None")),
+    "summon: writeback": Case(summons(writeback="0"), ("writeback", "'0'")),
+    "summon: rank0_only": Case(summons(rank0_only=""), ("rank0_only", "''")),
     "summon: offload_to_cpu": Case(summons(offload_to_cpu="cpu"), ("offload_to_cpu", "'cpu'")),
-    "summon: with_grads": Case(summons(with_grads=1), ("with_grads", "1")),
+    "summon: with_grads": Case(summons(with_grads="1"), ("with_grads", "'1'")),
     "summon: write back from rank 0": Case(summons(rank0_only=True), ("writeback=False",), torch=NotImplementedError),
     "summon: write gradients back from rank 0": Case(
         summons(rank0_only=True, with_grads=True), ("writeback=False",), torch=NotImplementedError
@@ -722,8 +721,8 @@ STATE_DICTS: dict[str, Case] = {
     ),
     "form: optimizer config of models": Case(sets(FULL, None, FullStateDictConfig()), ("optim_state_dict_config",)),
     "form: optimizer config with a bad field": Case(
-        sets(FULL, None, FullOptimStateDictConfig(offload_to_cpu=None)),
-        ("offload_to_cpu", "None"),
+        sets(FULL, None, FullOptimStateDictConfig(offload_to_cpu="False")),
+        ("offload_to_cpu", "'False'"),
     ),
     "form: config of another, in a context": Case(
         sets_around(FULL, ShardedStateDictConfig()), ("state_dict_config", "FullStateDictConfig"), torch=RuntimeError
