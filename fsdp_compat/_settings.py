@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -400,14 +401,10 @@ def _ignored(module: nn.Module, arguments: Arguments) -> tuple[frozenset[nn.Modu
             raise _wrong_type(name, "modules" if name == "ignored_modules" else "modules or parameters", item)
     parameters += [parameter for ignored in modules for parameter in ignored.parameters(recurse=False)]
     if module in modules:
-        raise UsageError(
-            explain(
-                "The module that is wrapped is also ignored.",
-                expected=f"{name}= with submodules only",
-                got=f"the {type(module).__name__} itself",
-                where="FullyShardedDataParallel(...)",
-                fix="do not wrap it, or leave it out of the ignored ones",
-            )
+        warnings.warn(
+            f"{name} contains the {type(module).__name__} that is wrapped, so all of its parameters are ignored: none is sharded, "
+            f"and no gradient is averaged over the ranks. Leave it out of {name}, or do not wrap it.",
+            stacklevel=4,
         )
     return frozenset(modules), frozenset(parameters)
 

@@ -32,6 +32,7 @@ from ._construction import (
     buffers_to_cast,
     listed,
     refuse_hook,
+    refuse_ignored_units,
     refuse_managed,
     refuse_module,
     refuse_parts_of_a_model,
@@ -82,7 +83,8 @@ class FullyShardedDataParallel(LegacyOptimStateDicts):
         auto_wrap_policy: which submodules become units of their own, see ``fsdp_compat.wrap``; default: none.
         backward_prefetch: when backward gathers the next unit; None, for the least memory, also turns off prefetching in forward.
         mixed_precision: dtypes in which parameters compute and gradients travel; shards keep their own.
-        ignored_modules: modules (with all below them) whose parameters stay as they are, unsharded and unsynchronised.
+        ignored_modules: modules (with all below them) whose parameters stay as they are, unsharded and unsynchronised; not
+            wrapped ones. With ``module`` itself among them nothing is sharded, which is warned of.
         param_init_fn: materialises one module of the meta device; default: ``to_empty`` and its ``reset_parameters``.
         device_id: where to compute and keep the shards; default: where the parameters are, or what the backend needs. With the
             process group "fake", ``"meta"`` simulates one rank of any number: layouts, plans and steps without values or memory.
@@ -144,6 +146,8 @@ class FullyShardedDataParallel(LegacyOptimStateDicts):
             keep_units_below=keep_units_below,
         )
         refuse_module(module, FullyShardedDataParallel)
+        refuse_ignored_units(arguments.ignored_modules, FullyShardedDataParallel)
+        refuse_ignored_units(arguments.ignored_states, FullyShardedDataParallel)
         settings = resolve(module, arguments)
         nested = [child for child in module.modules() if isinstance(child, FullyShardedDataParallel)]
         closed = {*nested, *settings.ignored_modules}

@@ -306,6 +306,16 @@ def around_an_inner_unit() -> tuple[nn.Module, Call]:
     return model, lambda: FSDP(nn.Sequential(model.module.layers[0], nn.Linear(4, 4)))
 
 
+def around_an_ignored_unit() -> tuple[nn.Module, Call]:
+    inner = shard(use_orig_params=_use_orig_params)
+    return inner, lambda: FSDP(nn.Sequential(inner, nn.Linear(4, 4)), ignored_modules=[inner])
+
+
+def around_an_ignored_state() -> tuple[nn.Module, Call]:
+    inner = shard(use_orig_params=_use_orig_params)
+    return inner, lambda: FSDP(nn.Sequential(inner, nn.Linear(4, 4)), ignored_states={inner})
+
+
 def made_in_inference_mode() -> Any:
     with torch.inference_mode():
         return net()
@@ -421,8 +431,8 @@ ARGUMENTS: dict[str, Case] = {
         wrapping(ignored_modules=_OnRank(lambda m: [m.layers[0]]), ignored_states=_OnRank(lambda m: [m.layers[1]])),
         ("ignored_modules", "ignored_states"),
     ),
-    "ignored: itself": Case(wrapping(ignored_modules=_OnRank(lambda m: [m])), ("ignored_modules", "Net")),
-    "ignored: itself as a state": Case(wrapping(ignored_states=_OnRank(lambda m: [m])), ("ignored_states", "Net")),
+    "ignored: an instance": Case(around_an_ignored_unit, ("ignored_modules", "FullyShardedDataParallel"), torch=ValueError),
+    "ignored: an instance as a state": Case(around_an_ignored_state, ("ignored_states", "FullyShardedDataParallel")),
     "hybrid, one group": Case(wrapping(sharding_strategy=HYBRID, process_group=WORLD), ("HYBRID_SHARD",)),
     "hybrid, 3-D mesh": Case(wrapping(sharding_strategy=HYBRID, device_mesh=mesh(1, 1, 2)), ("HYBRID_SHARD", "3 dim")),
     "hybrid, one group twice": Case(wrapping(sharding_strategy=HYBRID, process_group=TWO_GROUPS), ("process_group", "replica")),
