@@ -19,6 +19,7 @@ from ._engine.dtypes import Precision
 from ._engine.mesh import (
     Mesh,
     axis_by_name,
+    first_dimension,
     group_by_name,
     groups_node_by_node,
     mesh_from_device_mesh,
@@ -87,7 +88,7 @@ class Settings:
     strategy: ShardingStrategy  # for clients that ask; nothing is decided by it
     mesh: Mesh
     group: dist.ProcessGroup  # over which sharded values of state dicts are spread
-    device_mesh: DeviceMesh | None  # as it was given: then those values are DTensors over it
+    device_mesh: DeviceMesh | None  # what is used of the one that was given: then those values are DTensors over it
     device: torch.device
     mixed_precision: MixedPrecision
     reshard_after_forward: bool
@@ -208,7 +209,7 @@ def resolve(module: nn.Module, arguments: Arguments) -> Settings:
     small = arguments.keep_units_below
     if not isinstance(small, int) or isinstance(small, bool) or small < 0:
         raise _wrong_type("keep_units_below", "a number of elements, 0 or more", small)
-    mesh, group = _mesh(strategy, arguments.process_group, arguments.device_mesh)
+    mesh, group, device_mesh = _mesh(strategy, arguments.process_group, arguments.device_mesh)
     device = _device(module, arguments.device_id, group)
     _check_fields(precision, offload)
     if device.type == "meta":
@@ -218,7 +219,7 @@ def resolve(module: nn.Module, arguments: Arguments) -> Settings:
         strategy=strategy,
         mesh=mesh,
         group=group,
-        device_mesh=arguments.device_mesh,
+        device_mesh=device_mesh,
         device=device,
         mixed_precision=precision,
         reshard_after_forward=strategy in _RESHARDS and mesh.shard.ranks > 1,
@@ -260,8 +261,10 @@ def _refuse_conflicts(arguments: Arguments) -> None:
             )
 
 
-def _mesh(strategy: ShardingStrategy, process_group: Any, device_mesh: Any) -> tuple[Mesh, dist.ProcessGroup]:
-    """Return the mesh and the group over which one copy of the parameters is spread."""
+def _mesh(
+    strategy: ShardingStrategy, process_group: Any, device_mesh: Any
+) -> tuple[Mesh, dist.ProcessGroup, DeviceMesh | None]:
+    """Return the mesh, the group over which one copy of the parameters is spread, and what is used of ``device_mesh``."""
     hybrid = strategy in _HYBRID
     the_group(None)
     groups = process_group if isinstance(process_group, tuple) else (process_group,)
@@ -270,7 +273,8 @@ def _mesh(strategy: ShardingStrategy, process_group: Any, device_mesh: Any) -> t
     if device_mesh is not None:
         if not isinstance(device_mesh, DeviceMesh):
             raise _wrong_type("device_mesh", "a torch.distributed.device_mesh.DeviceMesh", device_mesh)
-        mesh = mesh_from_device_mesh(device_mesh, hybrid=hybrid, strategy=strategy.name)
+        device_mesh = device_mesh if hybrid else first_dimension(device_mesh)
+        mesh = mesh_from_device_mesh(device_mesh, strategy=strategy.name)
         group = device_mesh.get_group(device_mesh.ndim - 1)
     elif isinstance(process_group, tuple):
         if not hybrid or len(process_group) != 2 or not all(isinstance(g, dist.ProcessGroup) for g in process_group):
@@ -302,7 +306,7 @@ def _mesh(strategy: ShardingStrategy, process_group: Any, device_mesh: Any) -> t
     else:
         group = the_group(process_group)
         mesh = mesh_from_group(group)
-    return (replicated(mesh) if strategy is ShardingStrategy.NO_SHARD else mesh), group
+    return (replicated(mesh) if strategy is ShardingStrategy.NO_SHARD else mesh), group, device_mesh
 
 
 def _ranks_per_node() -> int:

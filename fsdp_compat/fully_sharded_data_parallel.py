@@ -94,7 +94,8 @@ class FullyShardedDataParallel(LegacyOptimStateDicts):
             collect or travel; with False, as always on devices with streams, those of one travel while the next one's collect.
         use_orig_params: the optimizer sees the module's own Parameter objects, as views of the shard, instead of FlatParameters.
         ignored_states: parameters, or modules, to ignore; not together with ``ignored_modules``.
-        device_mesh: a 1-D mesh, for hybrid strategies also a 2-D one (replica, shard), instead of ``process_group``.
+        device_mesh: instead of ``process_group``: for hybrid strategies a 2-D mesh (replica, shard) or a 1-D one; otherwise a mesh
+            whose first dimension is sharded over.
         allow_unused_units: ranks may run different units; costs one byte per unit and backward, prefetching, and that every
             strategy frees parameters after forward.
         keep_units_below: units with fewer elements, in whole parameters, stay gathered from forward to backward, as all do with

@@ -16,6 +16,7 @@ __all__ = [
     "Mesh",
     "axis_by_name",
     "axis_of",
+    "first_dimension",
     "group_by_name",
     "groups_node_by_node",
     "mesh_from_device_mesh",
@@ -173,21 +174,36 @@ def mesh_from_groups(shard: dist.ProcessGroup, replica: dist.ProcessGroup) -> Me
     return mesh
 
 
-def mesh_from_device_mesh(mesh: DeviceMesh, *, hybrid: bool, strategy: str) -> Mesh:
-    """A 1-D mesh splits, for a hybrid strategy as one replica; a 2-D mesh is (replica, shard), as torch has it."""
+def first_dimension(mesh: DeviceMesh) -> DeviceMesh:
+    """Return the 1-D mesh of this rank along the first dimension of ``mesh``: what strategies that are not hybrid use of it."""
+    if mesh.get_coordinate() is None:
+        raise not_a_member()
+    if mesh.ndim == 1:
+        return mesh
+    if mesh.mesh_dim_names is not None:
+        return mesh[mesh.mesh_dim_names[0]]
+    return DeviceMesh.from_group(mesh.get_group(0), mesh.device_type)
+
+
+def mesh_from_device_mesh(mesh: DeviceMesh, *, strategy: str) -> Mesh:
+    """A 1-D mesh splits, for a hybrid strategy as one replica; a 2-D mesh is (replica, shard), as torch has it.
+
+    strategy: for an error.
+    """
     if mesh.get_coordinate() is None:
         raise not_a_member()
     if mesh.ndim == 1:
         return Mesh(_axis(mesh.get_group()), _alone())
-    if mesh.ndim == 2 and hybrid:
+    if mesh.ndim == 2:
         return Mesh(_axis(mesh.get_group(1)), _axis(mesh.get_group(0)))
     raise UsageError(
         explain(
             "The device mesh does not fit the sharding strategy.",
-            expected="a 1-D mesh, or for a hybrid strategy a 2-D one (replica, shard)",
+            expected="a 2-D mesh (replica, shard), or a 1-D one (shard)",
             got=f"a mesh of {mesh.ndim} dimension(s) for {strategy}",
             where="device_mesh=",
-            fix="init_device_mesh(device_type, (num_nodes, ranks_per_node)) for HYBRID_SHARD, (num_ranks,) otherwise",
+            fix="pass init_device_mesh(device_type, (num_nodes, ranks_per_node)), or two dimensions of a named mesh: "
+            "mesh['replica', 'shard']",
         )
     )
 

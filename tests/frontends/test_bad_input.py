@@ -437,10 +437,6 @@ ARGUMENTS: dict[str, Case] = {
     "hybrid, 3-D mesh": Case(wrapping(sharding_strategy=HYBRID, device_mesh=mesh(1, 1, 2)), ("HYBRID_SHARD", "3 dim")),
     "hybrid, one group twice": Case(wrapping(sharding_strategy=HYBRID, process_group=TWO_GROUPS), ("process_group", "replica")),
     "two groups, not hybrid": Case(wrapping(process_group=TWO_GROUPS), ("FULL_SHARD", "tuple")),
-    "2-D mesh, not hybrid": Case(wrapping(device_mesh=mesh(1, 2)), ("FULL_SHARD", "2 dim")),
-    "2-D mesh, NO_SHARD": Case(
-        wrapping(sharding_strategy=ShardingStrategy.NO_SHARD, device_mesh=mesh(1, 2)), ("NO_SHARD", "2 dim")
-    ),
     # groups
     "process_group: a number": Case(wrapping(process_group=1), ("process_group",)),
     "process_group: ranks": Case(wrapping(process_group=[0, 1]), ("process_group", "[0, 1]")),
