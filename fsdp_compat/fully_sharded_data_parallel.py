@@ -49,7 +49,7 @@ from ._engine.tree import Member, assign_owners, group_members
 from ._engine.unit import Group, Unit
 from ._legacy_optim_state_dicts import LegacyOptimStateDicts, OptimStateKeyType
 from ._settings import Arguments, Settings, resolve
-from ._state.full_params import full_parameters
+from ._state.full_params import Options, full_parameters
 from ._state.names import FSDP_WRAPPED_MODULE, clean_name
 from ._stores.flat_store import FlatStore, home_attribute
 from ._stores.registration import FLAT_PARAM, FlatParameter
@@ -417,7 +417,8 @@ class FullyShardedDataParallel(LegacyOptimStateDicts):
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float | int, norm_type: float | int = 2.0) -> torch.Tensor:
-        """Scale all gradients so that their norm over all ranks is at most ``max_norm``; return the norm before, 0-d.
+        """Scale all gradients so that their norm over all ranks is at most ``max_norm``; return the norm before, 0-d, in the dtype
+        that those of the gradients promote to.
 
         Collective: all ranks, on the root. One all-reduce per shard axis. Gradients of parameters that no unit manages (ignored
         ones) count once.
@@ -436,10 +437,7 @@ class FullyShardedDataParallel(LegacyOptimStateDicts):
         grads = [(group, grad_norm.gradients_of(group)) for group in groups]
         norm = grad_norm.norm_of(grads, others, norm_type, self._settings.device)
         grad_norm.clip_by_norm([grad for _, its in grads for grad in its] + others, norm, float(max_norm))
-        dtypes = {group.store.dtype for group in groups if group.store.targets[0].parameter.requires_grad} | {
-            grad.dtype for grad in others
-        }
-        return norm.to(dtypes.pop()) if len(dtypes) == 1 else norm
+        return norm.to(grad_norm.dtype_of_norm(grads, others))
 
     @staticmethod
     @contextlib.contextmanager
@@ -453,8 +451,10 @@ class FullyShardedDataParallel(LegacyOptimStateDicts):
     ) -> Generator[None, None, None]:
         """Show whole parameters, in the dtype of the shards, in ``module`` and (``recurse``) all instances below it.
 
-        Collective: all ranks. ``writeback`` keeps changes made inside; ``rank0_only``: the others go on showing their parts (not
-        with ``writeback``); ``offload_to_cpu``: they are shown on the CPU; ``with_grads``: whole gradients beside them.
+        Collective: all ranks. ``writeback`` keeps changes made inside; where nothing is sharded (one rank, NO_SHARD) they stay
+        without it, too. ``rank0_only``: the others go on showing their parts (not with ``writeback``), and changes that the first
+        one of several ranks alone has made are dropped. ``offload_to_cpu``: they are shown on the CPU; ``with_grads``: whole
+        gradients beside them.
         """
         where = "summon_full_params"
         require_module(module, where)
@@ -484,13 +484,8 @@ class FullyShardedDataParallel(LegacyOptimStateDicts):
             instance._runtime.rest()
         units = [child._unit for child in instances]
         meeting.meet(where, (group for unit in units if not unit.lent for group in unit.groups))
-        with full_parameters(
-            units,
-            writeback=writeback,
-            serve_only=rank0_only and not all(child._settings.mesh.is_first for child in instances),
-            offload_to_cpu=offload_to_cpu,
-            with_grads=with_grads,
-        ):
+        serve_only = rank0_only and not all(child._settings.mesh.is_first for child in instances)
+        with full_parameters(units, Options(writeback, rank0_only, serve_only, offload_to_cpu, with_grads)):
             yield
 
 

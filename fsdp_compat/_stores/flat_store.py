@@ -164,6 +164,16 @@ class FlatStore:
         parallel = self.parallel[index]
         return self.layout.params[index].shape if parallel is None else parallel.shape
 
+    def has_part(self, indices: Sequence[int]) -> bool:
+        """False if the parameters have elements, and this rank has none of them: then it has no gradient and no optimizer state.
+
+        A FlatParameter that is all padding has both.
+        """
+        if self.flat_parameter is not None:
+            return True
+        layout = self.layout
+        return not any(layout.params[i].numel for i in indices) or any(layout.part(i, self.rank) for i in indices)
+
     @property
     def flat_parameter(self) -> FlatParameter | None:
         parameter = self.targets[0].parameter if self.targets else None

@@ -284,7 +284,9 @@ class _Plan:
             (axis[run.rank], run.in_shard.start, run.start, run.in_shard.numel)
             for run in runs_of_part(group.layout, its_index, part)
         )
-        home = runs[0][0] if runs else axis[store.rank * len(axis) // store.layout.ranks]
+        # Only a rank with a part knows of states: the one with the first element.
+        first = group.layout.params[its_index].start // group.layout.shard_numel
+        home = runs[0][0] if runs else axis[min(first, group.layout.ranks - 1)]
         return _Part(group, its_index, runs, home)
 
     def _want_part(self, part: _Part, entry: str, dtype: torch.dtype, target: torch.Tensor) -> None:
@@ -325,7 +327,7 @@ class _Plan:
         for named in self._groups:
             store = store_of(named.group)
             for target, indices in store.targets:
-                if target in mine:
+                if target in mine and store.has_part(indices):
                     parts = {index: part for index in indices if (part := self._part(named, index)) is not None}
                     entry = self._state_of_target(named, target, parts)
                     if entry:

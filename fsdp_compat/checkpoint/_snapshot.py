@@ -298,7 +298,8 @@ def _add_states(
     own: list[Any] = []
     own_names: list[str] = []
     for target, indices in store.targets:
-        for key, kind in kinds.get(target, {}).items():
+        # What an optimizer keeps where this rank has no part goes stale, as there are no gradients.
+        for key, kind in kinds.get(target, {}).items() if store.has_part(indices) else ():
             value = optimizer.state[target][key]
             if kind is Kind.PER_ELEMENT:
                 which = key, value.dtype
