@@ -20,6 +20,7 @@ from torch.amp.grad_scaler import GradScaler
 
 from ._checks import truth, wrong_type
 from ._engine.collectives import max_in_group
+from ._engine.mesh import is_in_python
 from .errors import StateError, UsageError, explain
 
 __all__ = ["ShardedGradScaler"]
@@ -318,7 +319,7 @@ def _refuse_group(group: Any) -> None:
                 fix="pass torch.distributed.new_group(ranks), model.process_group, or mesh.get_group() of a device mesh",
             )
         )
-    if outside or (dist.is_initialized() and dist.get_rank(group) < 0):
+    if outside or (dist.is_initialized() and not is_in_python(group) and dist.get_rank(group) < 0):
         raise UsageError(
             explain(
                 "This process does not belong to the process group it was given.",

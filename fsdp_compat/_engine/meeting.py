@@ -74,6 +74,8 @@ _COUNT_BITS, _CALL_BITS = 18, 24  # together with as many again for a sum over a
 _CLOSED = -(1 << 61)  # whatever is added afterwards, it stays negative
 _NUM_COUNTERS = 3
 
+_NOT_PROCESSES = ("fake", "threaded")  # backends of torch whose ranks do not exist, or are threads of one process
+
 
 class _Inquiry:
     """What the first one at a meeting knows about those who are missing."""
@@ -294,7 +296,7 @@ def _roll_call(members: tuple[int, ...]) -> _RollCall | None:
         return None
     found = _roll_calls.setdefault(world, {})
     if members not in found:
-        found[members] = None if dist.get_backend(world) == "fake" else _RollCall(members, store)  # whose ranks do not exist
+        found[members] = None if dist.get_backend(world) in _NOT_PROCESSES else _RollCall(members, store)
     return found[members]
 
 

@@ -19,6 +19,7 @@ __all__ = [
     "first_dimension",
     "group_by_name",
     "groups_node_by_node",
+    "is_in_python",
     "mesh_from_device_mesh",
     "mesh_from_group",
     "mesh_from_groups",
@@ -76,6 +77,18 @@ def the_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
             )
         )
     found = dist.group.WORLD if group is None else group
+    if found is not None and is_in_python(found) and not torch_private.is_registered(found):
+        if found.size() == dist.get_world_size():
+            return found
+        raise UsageError(
+            explain(
+                "The ranks of a process group that is written in Python are not known.",
+                expected="one over all ranks, or one that torch.distributed.new_group has made",
+                got=f"a {type(found).__name__} of {found.size()} ranks that was made by itself",
+                where=f"process_group=, global rank {dist.get_rank()}",
+                fix="register its backend with torch.distributed.Backend.register_backend, and make it with new_group",
+            )
+        )
     if found is not None and not torch_private.is_registered(found):
         raise UsageError(
             explain(
@@ -104,10 +117,16 @@ def not_a_member() -> UsageError:
     )
 
 
+def is_in_python(group: dist.ProcessGroup) -> bool:
+    """True for a process group whose collectives are methods of a Python class: it has no backend in C++."""
+    return type(group) is not dist.ProcessGroup
+
+
 def _axis(group: dist.ProcessGroup) -> Axis:
-    members = tuple(dist.get_process_group_ranks(group))
+    registered = torch_private.is_registered(group)  # others are over all ranks, see ``the_group``
+    members = tuple(dist.get_process_group_ranks(group)) if registered else tuple(range(group.size()))
     ranks = len(members)
-    return Axis(group if ranks > 1 else None, dist.get_rank(group), ranks, members)
+    return Axis(group if ranks > 1 else None, group.rank(), ranks, members)
 
 
 def group_by_name(name: str | None, members: tuple[int, ...] | None) -> dist.ProcessGroup | None:
