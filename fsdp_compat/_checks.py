@@ -26,6 +26,7 @@ __all__ = [
     "require_group",
     "require_model_and_optimizer",
     "takes",
+    "truth",
     "wrong_type",
 ]
 
@@ -107,8 +108,20 @@ def takes(function: Callable[..., Any], num_arguments: int) -> bool:
     return True
 
 
+def truth(name: str, flag: Any, where: str) -> bool:
+    """Return the truth value of a flag: None, 0, 1 and numpy's booleans are as good as True and False.
+
+    Raises UsageError for a text, as "False" would be true, and for anything without a truth value, such as several numbers.
+    """
+    if not isinstance(flag, (str, bytes, bytearray)):
+        try:
+            return bool(flag)
+        except (RuntimeError, TypeError, ValueError):
+            pass
+    raise wrong_type(name, "True or False", flag, where)
+
+
 def require_bools(where: str, **flags: Any) -> None:
-    """Raise UsageError for a flag that is neither True nor False."""
+    """Raise UsageError for a flag without a usable truth value, see ``truth``."""
     for name, flag in flags.items():
-        if not isinstance(flag, bool):
-            raise wrong_type(name, "True or False", flag, where)
+        truth(name, flag, where)

@@ -8,14 +8,16 @@ gradients of anything else go to torch's as before.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+import threading
+import types
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from ._engine import meeting, torch_private
-from ._engine.grad_norm import norm_of, packed
+from ._engine.grad_norm import dtype_of_norm, norm_of, packed
 from ._engine.runtime import live_runtimes
 from ._engine.unit import Group
 from .errors import UsageError, explain
@@ -80,7 +82,26 @@ def gradients_of_others(root: nn.Module, groups: Iterable[Group]) -> list[torch.
 
 def teach_torch() -> None:
     """Let torch.nn.utils.clip_grad_norm_ and get_total_norm see whole norms of sharded gradients. Once per process."""
-    torch_private.replace_total_norm(_total_norm)
+    torch_private.replace_clipping(_clip, _total_norm)
+
+
+class _Clipped(threading.local):
+    """The parameters that this thread is clipping with torch's function: of some, this rank may have no part, and no gradient."""
+
+    parameters: Sequence[torch.Tensor] = ()
+
+
+_clipped = _Clipped()
+
+
+def _clip(original: Any, parameters: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+    listed = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    before, _clipped.parameters = _clipped.parameters, listed
+    try:
+        # A generator that yields nothing is warned of.
+        return original((p for p in listed) if isinstance(parameters, types.GeneratorType) else listed, *args, **kwargs)
+    finally:
+        _clipped.parameters = before
 
 
 def _total_norm(
@@ -88,40 +109,41 @@ def _total_norm(
 ) -> torch.Tensor:
     """The norm of gradients as ``original`` computes it, over all ranks where they are parts. Collective in that case."""
     grads = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
-    split = _groups_of(grads)
-    if not split:
+    split, groups = _split_over_ranks(grads, _clipped.parameters)
+    if not groups:
         return original(grads, norm_type, error_if_nonfinite, foreach)
     order = checked_norm_type(norm_type)
-    parts: dict[int, tuple[Group, list[torch.Tensor]]] = {}
+    by_group: dict[Group, list[torch.Tensor]] = {group: [] for group in groups}
     whole = []
     for grad in grads:
-        group = split.get(id(grad))
-        if group is None:
-            whole.append(grad)
-        else:
-            parts.setdefault(id(group), (group, []))[1].append(grad)
-    meeting.meet("torch.nn.utils.clip_grad_norm_", (group for group, _ in parts.values()))
+        by_group[split[id(grad)]].append(grad) if id(grad) in split else whole.append(grad)
+    meeting.meet("torch.nn.utils.clip_grad_norm_", groups)
     with torch.no_grad():
-        norm = norm_of(
-            [(group, packed(group, its)) for group, its in parts.values()], whole, order, next(iter(split.values())).device
-        )
+        parts = [(group, packed(group, its)) for group, its in by_group.items()]
+        norm = norm_of(parts, whole, order, groups[0].device)
     if error_if_nonfinite and not bool(norm.isfinite()):
         raise RuntimeError(
             f"The norm of order {order} of the gradients over all ranks is non-finite ({norm.item()}), so they cannot be clipped; "
             "pass error_if_nonfinite=False to scale them all the same."
         )
-    dtypes = {group.store.dtype for group, _ in parts.values()} | {grad.dtype for grad in whole}
-    return norm.to(device=grads[0].device, dtype=dtypes.pop() if len(dtypes) == 1 else norm.dtype)
+    device = grads[0].device if grads else groups[0].store.shard.device
+    return norm.to(device=device, dtype=dtype_of_norm(parts, whole))
 
 
-def _groups_of(grads: Iterable[torch.Tensor]) -> dict[int, Group]:
-    """Return {id of a gradient: the group it is a part of} for those that are parts."""
-    wanted = {id(grad) for grad in grads}
-    return {
-        id(target.grad): group
-        for runtime in live_runtimes()
-        for group in runtime.groups
-        if group.shard.ranks > 1
-        for target, _ in group.store.targets
-        if target.grad is not None and id(target.grad) in wanted
-    }
+def _split_over_ranks(
+    grads: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor]
+) -> tuple[dict[int, Group], list[Group]]:
+    """Return {id of a gradient: the group that it is a part of} for those that are parts, and the groups that they, or
+    ``parameters``, are parts of: the same on all ranks where these are."""
+    wanted, asked = {id(grad) for grad in grads}, {id(parameter) for parameter in parameters}
+    split: dict[int, Group] = {}
+    found: dict[int, Group] = {}  # by the id of a parameter
+    for runtime in live_runtimes():
+        for group in runtime.groups if wanted or asked else ():
+            for target, _ in group.store.targets if group.shard.ranks > 1 else ():
+                if target.grad is not None and id(target.grad) in wanted:
+                    split[id(target.grad)] = group
+                if id(target) in asked and target.requires_grad:
+                    found[id(target)] = group
+    in_order = [found[id(p)] for p in parameters if id(p) in found] or [split[id(grad)] for grad in grads if id(grad) in split]
+    return split, list(dict.fromkeys(in_order))

@@ -27,6 +27,7 @@ __all__ = [
     "Preparation",
     "buffers_to_cast",
     "listed",
+    "refuse_ignored_units",
     "refuse_managed",
     "refuse_module",
     "refuse_optimizers_in_backward",
@@ -118,6 +119,20 @@ def refuse_hook(hook: Any, split: set[bool]) -> None:
     expected = expected or "hook(state, grad, output=None), as some units are split over ranks and others are not"
     if not callable(hook) or not all(takes(hook, 3 if is_split else 2) for is_split in split):
         raise wrong_type("hook", f"a function {expected}", hook, "register_comm_hook(state, hook)")
+
+
+def refuse_ignored_units(given: Any, wrapper: type[nn.Module]) -> None:
+    """Raise UsageError if an instance of ``wrapper`` is among what is to be ignored. given: as ``listed`` returns it."""
+    if isinstance(given, list) and any(isinstance(item, wrapper) for item in given):
+        raise UsageError(
+            explain(
+                "A wrapped module cannot be ignored.",
+                expected="ignored_modules= or ignored_states= without any FullyShardedDataParallel",
+                got="one of its instances",
+                where="FullyShardedDataParallel(...)",
+                fix="leave it out: it stays a unit of its own; modules inside of it are ignored where it is made",
+            )
+        )
 
 
 def refuse_parts_of_a_model(module: nn.Module, nested: Sequence[tuple[nn.Module, Unit]]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -12,12 +13,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from ._checks import takes, wrong_type
+from ._checks import takes, truth, wrong_type
 from ._engine import torch_private
 from ._engine.dtypes import Precision
 from ._engine.mesh import (
     Mesh,
     axis_by_name,
+    first_dimension,
     group_by_name,
     groups_node_by_node,
     mesh_from_device_mesh,
@@ -37,6 +39,8 @@ __all__ = ["Arguments", "Settings", "resolve"]
 
 _HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
 _RESHARDS = (ShardingStrategy.FULL_SHARD, ShardingStrategy.HYBRID_SHARD)
+_FLAGS = ("sync_module_states", "forward_prefetch", "limit_all_gathers", "use_orig_params", "allow_unused_units")
+_WHERE = "FullyShardedDataParallel"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,7 +88,7 @@ class Settings:
     strategy: ShardingStrategy  # for clients that ask; nothing is decided by it
     mesh: Mesh
     group: dist.ProcessGroup  # over which sharded values of state dicts are spread
-    device_mesh: DeviceMesh | None  # as it was given: then those values are DTensors over it
+    device_mesh: DeviceMesh | None  # what is used of the one that was given: then those values are DTensors over it
     device: torch.device
     mixed_precision: MixedPrecision
     reshard_after_forward: bool
@@ -143,8 +147,8 @@ class Settings:
         dtype = self.mixed_precision.param_dtype
         return UnitOptions(
             reshard_after_forward=self.reshard_after_forward and numel >= self.keep_units_below,
-            cast_inputs=dtype is not None and self.mixed_precision.cast_forward_inputs,
-            cast_root_inputs=dtype is not None and self.mixed_precision.cast_root_forward_inputs,
+            cast_inputs=dtype is not None and bool(self.mixed_precision.cast_forward_inputs),
+            cast_root_inputs=dtype is not None and bool(self.mixed_precision.cast_root_forward_inputs),
             compute_dtype=dtype or torch.get_default_dtype(),
             device=self.device,
             full_precision_in_eval=self.full_precision_in_eval,
@@ -203,13 +207,11 @@ def resolve(module: nn.Module, arguments: Arguments) -> Settings:
     precision = as_ours(arguments.mixed_precision, MixedPrecision, "mixed_precision") or MixedPrecision()
     offload = as_ours(arguments.cpu_offload, CPUOffload, "cpu_offload") or CPUOffload()
     _refuse_conflicts(arguments)
-    for name in ("sync_module_states", "forward_prefetch", "limit_all_gathers", "use_orig_params", "allow_unused_units"):
-        if not isinstance(getattr(arguments, name), bool):
-            raise _wrong_type(name, "True or False", getattr(arguments, name))
+    flags = {name: truth(name, getattr(arguments, name), _WHERE) for name in _FLAGS}
     small = arguments.keep_units_below
     if not isinstance(small, int) or isinstance(small, bool) or small < 0:
         raise _wrong_type("keep_units_below", "a number of elements, 0 or more", small)
-    mesh, group = _mesh(strategy, arguments.process_group, arguments.device_mesh)
+    mesh, group, device_mesh = _mesh(strategy, arguments.process_group, arguments.device_mesh)
     device = _device(module, arguments.device_id, group)
     _check_fields(precision, offload)
     if device.type == "meta":
@@ -219,29 +221,29 @@ def resolve(module: nn.Module, arguments: Arguments) -> Settings:
         strategy=strategy,
         mesh=mesh,
         group=group,
-        device_mesh=arguments.device_mesh,
+        device_mesh=device_mesh,
         device=device,
         mixed_precision=precision,
         reshard_after_forward=strategy in _RESHARDS and mesh.shard.ranks > 1,
-        use_orig_params=bool(arguments.use_orig_params),
-        sync_module_states=bool(arguments.sync_module_states),
+        use_orig_params=flags["use_orig_params"],
+        sync_module_states=flags["sync_module_states"],
         param_init_fn=_callable_or_none(arguments.param_init_fn),
         ignored_modules=ignored_modules,
         ignored_parameters=ignored_parameters,
         runtime=RuntimeOptions(
             # Without it, a gather would wait for the computation before it: overlap is the default in both directions, and
             # backward_prefetch=None, which asks for the least memory, turns both off.
-            forward_prefetch=bool(arguments.forward_prefetch) or prefetch is not None,
+            forward_prefetch=flags["forward_prefetch"] or prefetch is not None,
             backward_prefetch={
                 None: Prefetch.NONE,
                 BackwardPrefetch.BACKWARD_POST: Prefetch.POST,
                 BackwardPrefetch.BACKWARD_PRE: Prefetch.PRE,
             }[prefetch],
-            uneven=bool(arguments.allow_unused_units),
+            uneven=flags["allow_unused_units"],
             # Processors that compute do not send meanwhile, so one buffer costs no time there.
-            reductions_in_flight=0 if arguments.limit_all_gathers and device.type in ("cpu", "meta") else 1,
+            reductions_in_flight=0 if flags["limit_all_gathers"] and device.type in ("cpu", "meta") else 1,
         ),
-        offload=offload.offload_params,
+        offload=bool(offload.offload_params),
         full_precision_in_eval=os.environ.get("FSDP_USE_FULL_PREC_IN_EVAL", "") == "1",
         keep_units_below=small,
         forward_prefetch=bool(arguments.forward_prefetch),
@@ -263,8 +265,10 @@ def _refuse_conflicts(arguments: Arguments) -> None:
             )
 
 
-def _mesh(strategy: ShardingStrategy, process_group: Any, device_mesh: Any) -> tuple[Mesh, dist.ProcessGroup]:
-    """Return the mesh and the group over which one copy of the parameters is spread."""
+def _mesh(
+    strategy: ShardingStrategy, process_group: Any, device_mesh: Any
+) -> tuple[Mesh, dist.ProcessGroup, DeviceMesh | None]:
+    """Return the mesh, the group over which one copy of the parameters is spread, and what is used of ``device_mesh``."""
     hybrid = strategy in _HYBRID
     the_group(None)
     groups = process_group if isinstance(process_group, tuple) else (process_group,)
@@ -273,7 +277,8 @@ def _mesh(strategy: ShardingStrategy, process_group: Any, device_mesh: Any) -> t
     if device_mesh is not None:
         if not isinstance(device_mesh, DeviceMesh):
             raise _wrong_type("device_mesh", "a torch.distributed.device_mesh.DeviceMesh", device_mesh)
-        mesh = mesh_from_device_mesh(device_mesh, hybrid=hybrid, strategy=strategy.name)
+        device_mesh = device_mesh if hybrid else first_dimension(device_mesh)
+        mesh = mesh_from_device_mesh(device_mesh, strategy=strategy.name)
         group = device_mesh.get_group(device_mesh.ndim - 1)
     elif isinstance(process_group, tuple):
         if not hybrid or len(process_group) != 2 or not all(isinstance(g, dist.ProcessGroup) for g in process_group):
@@ -305,7 +310,7 @@ def _mesh(strategy: ShardingStrategy, process_group: Any, device_mesh: Any) -> t
     else:
         group = the_group(process_group)
         mesh = mesh_from_group(group)
-    return (replicated(mesh) if strategy is ShardingStrategy.NO_SHARD else mesh), group
+    return (replicated(mesh) if strategy is ShardingStrategy.NO_SHARD else mesh), group, device_mesh
 
 
 def _ranks_per_node() -> int:
@@ -404,14 +409,10 @@ def _ignored(module: nn.Module, arguments: Arguments) -> tuple[frozenset[nn.Modu
             raise _wrong_type(name, "modules" if name == "ignored_modules" else "modules or parameters", item)
     parameters += [parameter for ignored in modules for parameter in ignored.parameters(recurse=False)]
     if module in modules:
-        raise UsageError(
-            explain(
-                "The module that is wrapped is also ignored.",
-                expected=f"{name}= with submodules only",
-                got=f"the {type(module).__name__} itself",
-                where="FullyShardedDataParallel(...)",
-                fix="do not wrap it, or leave it out of the ignored ones",
-            )
+        warnings.warn(
+            f"{name} contains the {type(module).__name__} that is wrapped, so all of its parameters are ignored: none is sharded, "
+            f"and no gradient is averaged over the ranks. Leave it out of {name}, or do not wrap it.",
+            stacklevel=4,
         )
     return frozenset(modules), frozenset(parameters)
 
@@ -423,13 +424,11 @@ def _check_fields(precision: MixedPrecision, offload: CPUOffload) -> None:
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype.itemsize > 1):
             raise _wrong_type(f"MixedPrecision.{name}", "a floating-point torch.dtype of 16 bits or more, or None", dtype)
     for name in ("keep_low_precision_grads", "cast_forward_inputs", "cast_root_forward_inputs"):
-        if not isinstance(getattr(precision, name), bool):
-            raise _wrong_type(f"MixedPrecision.{name}", "True or False", getattr(precision, name))
+        truth(f"MixedPrecision.{name}", getattr(precision, name), _WHERE)
     classes = precision._module_classes_to_ignore
     if not isinstance(classes, Iterable) or not all(isinstance(cls, type) for cls in classes):
         raise _wrong_type("MixedPrecision._module_classes_to_ignore", "a sequence of module classes", classes)
-    if not isinstance(offload.offload_params, bool):
-        raise _wrong_type("CPUOffload.offload_params", "True or False", offload.offload_params)
+    truth("CPUOffload.offload_params", offload.offload_params, _WHERE)
 
 
 def _callable_or_none(value: Any) -> Callable[[nn.Module], None] | None:
@@ -439,4 +438,4 @@ def _callable_or_none(value: Any) -> Callable[[nn.Module], None] | None:
 
 
 def _wrong_type(name: str, expected: str, got: object) -> UsageError:
-    return wrong_type(name, expected, got, "FullyShardedDataParallel")
+    return wrong_type(name, expected, got, _WHERE)

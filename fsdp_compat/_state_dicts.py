@@ -20,6 +20,7 @@ from ._checks import (
     TypeUsageError,
     require_bools,
     require_module,
+    truth,
     wrong_type,
 )
 from ._engine import meeting, torch_private
@@ -98,8 +99,7 @@ class StateDicts(Instance):
             ("optim_state_dict_config", optim_config, default.optim_state_dict_config),
         ):
             for field in dataclasses.fields(given):
-                if not isinstance(getattr(given, field.name), bool):
-                    raise wrong_type(f"{name}.{field.name}", "True or False", getattr(given, field.name), "set_state_dict_type")
+                truth(f"{name}.{field.name}", getattr(given, field.name), "set_state_dict_type")
             if getattr(given, "_use_dtensor", False) and any(each._settings.device_mesh is None for each in instances):
                 raise UsageError(
                     explain(

@@ -28,6 +28,7 @@ from ._checks import (
     ValueStateError,
     require_bools,
     require_module,
+    truth,
     wrong_type,
 )
 from ._construction import (
@@ -35,6 +36,7 @@ from ._construction import (
     buffers_to_cast,
     listed,
     refuse_hook,
+    refuse_ignored_units,
     refuse_managed,
     refuse_module,
     refuse_optimizers_in_backward,
@@ -52,7 +54,7 @@ from ._engine.tree import Member, assign_owners, group_members
 from ._engine.unit import Group, Unit, UnitOptions
 from ._legacy_optim_state_dicts import LegacyOptimStateDicts, OptimStateKeyType
 from ._settings import Arguments, Settings, resolve
-from ._state.full_params import full_parameters
+from ._state.full_params import Options, full_parameters
 from ._state.names import FSDP_WRAPPED_MODULE, clean_name
 from ._stores.flat_store import FlatStore, home_attribute
 from ._stores.registration import FLAT_PARAM, FlatParameter
@@ -93,7 +95,8 @@ class FullyShardedDataParallel(LegacyOptimStateDicts):
         auto_wrap_policy: which submodules become units of their own, see ``fsdp_compat.wrap``; default: none.
         backward_prefetch: when backward gathers the next unit; None, for the least memory, also turns off prefetching in forward.
         mixed_precision: dtypes in which parameters compute and gradients travel; shards keep their own.
-        ignored_modules: modules (with all below them) whose parameters stay as they are, unsharded and unsynchronised.
+        ignored_modules: modules (with all below them) whose parameters stay as they are, unsharded and unsynchronised; not
+            wrapped ones. With ``module`` itself among them nothing is sharded, which is warned of.
         param_init_fn: materialises one module of the meta device; default: ``to_empty`` and its ``reset_parameters``.
         device_id: where to compute and keep the shards; default: where the parameters are, or what the backend needs. With the
             process group "fake", ``"meta"`` simulates one rank of any number: layouts, plans and steps without values or memory.
@@ -103,7 +106,8 @@ class FullyShardedDataParallel(LegacyOptimStateDicts):
             collect or travel; with False, as always on devices with streams, those of one travel while the next one's collect.
         use_orig_params: the optimizer sees the module's own Parameter objects, as views of the shard, instead of FlatParameters.
         ignored_states: parameters, or modules, to ignore; not together with ``ignored_modules``.
-        device_mesh: a 1-D mesh, for hybrid strategies also a 2-D one (replica, shard), instead of ``process_group``.
+        device_mesh: instead of ``process_group``: for hybrid strategies a 2-D mesh (replica, shard) or a 1-D one; otherwise a mesh
+            whose first dimension is sharded over.
         allow_unused_units: ranks may run different units; costs one byte per unit and backward, prefetching, and that every
             strategy frees parameters after forward.
         keep_units_below: units with fewer elements, in whole parameters, stay gathered from forward to backward, as all do with
@@ -155,6 +159,8 @@ class FullyShardedDataParallel(LegacyOptimStateDicts):
             keep_units_below=keep_units_below,
         )
         refuse_module(module, FullyShardedDataParallel)
+        refuse_ignored_units(arguments.ignored_modules, FullyShardedDataParallel)
+        refuse_ignored_units(arguments.ignored_states, FullyShardedDataParallel)
         settings = resolve(module, arguments)
         nested = [child for child in module.modules() if isinstance(child, FullyShardedDataParallel)]
         closed = {*nested, *settings.ignored_modules}
@@ -442,7 +448,8 @@ class FullyShardedDataParallel(LegacyOptimStateDicts):
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float | int, norm_type: float | int = 2.0) -> torch.Tensor:
-        """Scale all gradients so that their norm over all ranks is at most ``max_norm``; return the norm before, 0-d.
+        """Scale all gradients so that their norm over all ranks is at most ``max_norm``; return the norm before, 0-d, in the dtype
+        that those of the gradients promote to.
 
         Collective: all ranks, on the root. One all-reduce per shard axis. Gradients of parameters that no unit manages (ignored
         ones) count once.
@@ -461,10 +468,7 @@ class FullyShardedDataParallel(LegacyOptimStateDicts):
         grads = [(group, grad_norm.gradients_of(group)) for group in groups]
         norm = grad_norm.norm_of(grads, others, norm_type, self._settings.device)
         grad_norm.clip_by_norm([grad for _, its in grads for grad in its] + others, norm, float(max_norm))
-        dtypes = {group.store.dtype for group in groups if group.store.targets[0].parameter.requires_grad} | {
-            grad.dtype for grad in others
-        }
-        return norm.to(dtypes.pop()) if len(dtypes) == 1 else norm
+        return norm.to(grad_norm.dtype_of_norm(grads, others))
 
     @staticmethod
     @contextlib.contextmanager
@@ -478,8 +482,10 @@ class FullyShardedDataParallel(LegacyOptimStateDicts):
     ) -> Generator[None, None, None]:
         """Show whole parameters, in the dtype of the shards, in ``module`` and (``recurse``) all instances below it.
 
-        Collective: all ranks. ``writeback`` keeps changes made inside; ``rank0_only``: the others go on showing their parts (not
-        with ``writeback``); ``offload_to_cpu``: they are shown on the CPU; ``with_grads``: whole gradients beside them.
+        Collective: all ranks. ``writeback`` keeps changes made inside; where nothing is sharded (one rank, NO_SHARD) they stay
+        without it, too. ``rank0_only``: the others go on showing their parts (not with ``writeback``), and changes that the first
+        one of several ranks alone has made are dropped. ``offload_to_cpu``: they are shown on the CPU; ``with_grads``: whole
+        gradients beside them.
         """
         where = "summon_full_params"
         require_module(module, where)
@@ -509,13 +515,8 @@ class FullyShardedDataParallel(LegacyOptimStateDicts):
             instance._runtime.rest()
         units = [child._unit for child in instances]
         meeting.meet(where, (group for unit in units if not unit.lent for group in unit.groups))
-        with full_parameters(
-            units,
-            writeback=writeback,
-            serve_only=rank0_only and not all(child._settings.mesh.is_first for child in instances),
-            offload_to_cpu=offload_to_cpu,
-            with_grads=with_grads,
-        ):
+        serve_only = rank0_only and not all(child._settings.mesh.is_first for child in instances)
+        with full_parameters(units, Options(writeback, rank0_only, serve_only, offload_to_cpu, with_grads)):
             yield
 
 
@@ -530,16 +531,18 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str, *, synced:
     The method itself is called on all ranks the same number of times, and one that yields is asked for as many items on all ranks.
     Collective: each call of it, not the registration.
     """
-    if not isinstance(module, nn.Module) or not isinstance(method_name, str) or not (synced is None or isinstance(synced, bool)):
+    if not isinstance(module, nn.Module) or not isinstance(method_name, str):
         raise UsageError(
             explain(
                 "register_fsdp_forward_method got something else than a module and a name.",
-                expected="an nn.Module, the name of one of its methods, and synced=True, False or None",
-                got=f"({type(module).__name__}, {method_name!r}, synced={synced!r})",
+                expected="an nn.Module, and the name of one of its methods",
+                got=f"({type(module).__name__}, {method_name!r})",
                 where="register_fsdp_forward_method(module, method_name)",
                 fix="register_fsdp_forward_method(model, 'generate')",
             )
         )
+    if synced is not None:
+        synced = truth("synced", synced, "register_fsdp_forward_method")
     if not isinstance(module, FullyShardedDataParallel):
         return
     inner = module.module

@@ -18,8 +18,9 @@ import torch
 import torch.distributed as dist
 from torch.amp.grad_scaler import GradScaler
 
-from ._checks import require_bools, wrong_type
+from ._checks import truth, wrong_type
 from ._engine.collectives import max_in_group
+from ._engine.mesh import is_in_python
 from .errors import StateError, UsageError, explain
 
 __all__ = ["ShardedGradScaler"]
@@ -76,7 +77,7 @@ class ShardedGradScaler(GradScaler):
         enabled: bool = True,
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
-        require_bools("ShardedGradScaler", enabled=enabled)
+        enabled = truth("enabled", enabled, "ShardedGradScaler")
         if enabled:
             _refuse_number("init_scale", init_scale, "a finite factor > 0", 0, _INFINITE)
             _refuse_number("backoff_factor", backoff_factor, "0 < factor < 1", 0, 1)
@@ -318,7 +319,7 @@ def _refuse_group(group: Any) -> None:
                 fix="pass torch.distributed.new_group(ranks), model.process_group, or mesh.get_group() of a device mesh",
             )
         )
-    if outside or (dist.is_initialized() and dist.get_rank(group) < 0):
+    if outside or (dist.is_initialized() and not is_in_python(group) and dist.get_rank(group) < 0):
         raise UsageError(
             explain(
                 "This process does not belong to the process group it was given.",

@@ -23,7 +23,7 @@ from typing import Any
 from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
-from fsdp_compat._checks import TypeUsageError
+from fsdp_compat._checks import TypeUsageError, truth
 from fsdp_compat.errors import StateError, UsageError, explain
 
 __all__ = [
@@ -87,8 +87,9 @@ class ModuleWrapPolicy(_Policy):
 class CustomPolicy(_Policy):
     """Ask ``lambda_fn`` about every module: False leaves it, True chooses it, a dict chooses it with other arguments.
 
-    The dict is laid over the keyword arguments of the root; an empty one leaves the module, as False does. It can
-    also be called like a policy function, for callers that pass no keyword arguments on; a dict is refused there.
+    Other answers count by their truth value; a text is refused. The dict is laid over the keyword arguments of the
+    root; an empty one leaves the module, as False does. It can also be called like a policy function, for callers
+    that pass no keyword arguments on; a dict is refused there.
 
     Raises:
         UsageError: ``lambda_fn`` cannot be called; also a TypeError.
@@ -107,23 +108,27 @@ class CustomPolicy(_Policy):
         for name, module in root_module.named_modules():
             if module in ignored_modules:
                 continue
-            answer = self._ask(module, (bool, dict), f"module {name!r}" if name else "the root module")
+            answer = self._ask(module, f"module {name!r}" if name else "the root module")
             if answer:
                 chosen[module] = {**root_kwargs, **(answer if isinstance(answer, dict) else {})}
         return chosen
 
     def __call__(self, module: nn.Module, recurse: bool, *args: Any, **kwargs: Any) -> bool:
         """Answer as a policy function does; sizes play no part, so further arguments are not looked at."""
-        return recurse or bool(self._ask(module, (bool,), "a caller that takes only True or False from a policy"))
+        return recurse or bool(self._ask(module, "a caller that takes only True or False from a policy", dicts=False))
 
-    def _ask(self, module: nn.Module, allowed: tuple[type, ...], where: str) -> bool | dict[str, Any]:
+    def _ask(self, module: nn.Module, where: str, dicts: bool = True) -> bool | dict[str, Any]:
+        """dicts: whether a dict is an answer."""
         answer = self._lambda_fn(module)
-        if isinstance(answer, allowed):
+        if isinstance(answer, dict) and dicts:
             return answer
+        if not isinstance(answer, Mapping):
+            with contextlib.suppress(UsageError):
+                return truth("an answer", answer, where)
         raise UsageError(
             explain(
                 "The function of a CustomPolicy gave an answer that cannot be used.",
-                expected=" or ".join(cls.__name__ for cls in allowed),
+                expected="True, False or a dict" if dicts else "True or False",
                 got=f"{answer!r} of type {type(answer).__name__}",
                 where=f"{where}, a {type(module).__name__}",
                 fix="Return True or False, or a dict of FullyShardedDataParallel's keyword arguments to override.",

@@ -1,9 +1,9 @@
 """The only door to collectives: what travels along one mesh axis, how much of it, and for how long it is waited for.
 
-Two transports stand behind one interface. gloo gets point-to-point exchange on connections of its own (exchange.py), with a tag per
-(group, kind), so that ranks that differ in order get an error instead of each other's data; every other backend gets its own
-collectives. What gloo's transport waits for is watched (watch.py): ranks that wait for each other for ever get an error within
-seconds.
+Three transports stand behind one interface. gloo gets point-to-point exchange on connections of its own (exchange.py), with a tag
+per (group, kind), so that ranks that differ in order get an error instead of each other's data; every other backend gets its own
+collectives; process groups that are written in Python get torch's public ones. What gloo's transport waits for is watched
+(watch.py): ranks that wait for each other for ever get an error within seconds.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from . import torch_private
 from .exchange import Exchange
-from .mesh import Axis, axis_of
+from .mesh import Axis, axis_of, is_in_python
 from .transport import (
     AnyRanks,
     Collectives,
@@ -28,10 +28,16 @@ from .transport import (
     PublicCollectives,
     Traffic,
     all_gather,
+    defines,
     gather_in_group,
+    start_gather_in_python,
 )
 
 __all__ = ["Communicator", "Kind", "Pending", "Traffic", "communicator", "gather_in_group", "max_in_group"]
+
+
+# torch 2.13 renamed it; 2.11 and 2.12 have the older name only.
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class _Started:
@@ -120,7 +126,7 @@ class _Native(Grouped):
         if own.dtype is not full.dtype or own.device != full.device:  # it is cast and moved into its place, and sent from there
             own = segments[self.rank].copy_(own, non_blocking=True)
         self.traffic.add(Kind.GATHER, own.nbytes * (self.ranks - 1))
-        return _Started(torch_private.start_all_gather(self.group, full, own), own)
+        return _Started(self._start_gather(full, own), own)
 
     def end_gather(self, pending: _Started, what: str) -> None:
         pending.work.wait()
@@ -128,7 +134,13 @@ class _Native(Grouped):
     def begin_reduce(self, buffer: torch.Tensor, segments: Sequence[torch.Tensor], tag: int) -> _Started:
         total = torch.empty_like(segments[0])
         self.traffic.add(Kind.REDUCE, total.nbytes * (self.ranks - 1))
-        return _Started(torch_private.start_reduce_scatter(self.group, total, buffer), buffer, total)
+        return _Started(self._start_reduce(total, buffer), buffer, total)
+
+    def _start_gather(self, full: torch.Tensor, own: torch.Tensor) -> dist.Work:
+        return torch_private.start_all_gather(self.group, full, own)
+
+    def _start_reduce(self, total: torch.Tensor, buffer: torch.Tensor) -> dist.Work:
+        return torch_private.start_reduce_scatter(self.group, total, buffer)
 
     def end_reduce(
         self, pending: _Started, own: torch.Tensor, dtype: torch.dtype, what: str, divisor: torch.Tensor | None = None
@@ -167,6 +179,24 @@ class _Native(Grouped):
         return full
 
 
+class _InPython(_Native):
+    """A process group that is written in Python, through torch's public collectives, which call its methods. What ``_Native`` calls
+    looks for a backend in C++, which such a group lacks."""
+
+    def _start_gather(self, full: torch.Tensor, own: torch.Tensor) -> dist.Work:
+        return start_gather_in_python(self.group, full, own)
+
+    def _start_reduce(self, total: torch.Tensor, buffer: torch.Tensor) -> dist.Work:
+        if total.dtype.is_complex:
+            total, buffer = torch.view_as_real(total), torch.view_as_real(buffer)
+        if defines(self.group, "reduce_scatter_single", "_reduce_scatter_base"):
+            return _work(_reduce_scatter(total, buffer, group=self.group, async_op=True))
+        return _work(dist.reduce_scatter(total, list(buffer.chunk(self.ranks)), group=self.group, async_op=True))
+
+    def gather_now(self, own: torch.Tensor) -> torch.Tensor:
+        return gather_in_group(self.group, own.contiguous())
+
+
 def _work(work: dist.Work | None) -> dist.Work:
     """Narrow the type: None is the answer for a process that is not in the group, which was ruled out before."""
     assert work is not None
@@ -186,10 +216,15 @@ def communicator(axis: Axis, device: torch.device) -> Communicator:
         return typing.cast(Communicator, _Alone(axis))
     found = _communicators.setdefault(axis.group, {})
     if device.type not in found:
-        transport = Exchange if device.type == "cpu" and torch_private.is_gloo(axis.group, device) else _Native
-        found[device.type] = typing.cast(Communicator, transport(axis))
+        found[device.type] = typing.cast(Communicator, _transport(axis.group, device)(axis))
     found[device.type].require_working()
     return found[device.type]
+
+
+def _transport(group: dist.ProcessGroup, device: torch.device) -> type[Exchange | _Native]:
+    if is_in_python(group):
+        return _InPython
+    return Exchange if device.type == "cpu" and torch_private.is_gloo(group, device) else _Native
 
 
 def max_in_group(group: dist.ProcessGroup, value: torch.Tensor) -> torch.Tensor:
@@ -197,6 +232,9 @@ def max_in_group(group: dist.ProcessGroup, value: torch.Tensor) -> torch.Tensor:
     axis = axis_of(group)
     if axis.ranks == 1:
         return value
-    takes = [pair.partition(":")[0] for pair in dist.get_backend_config(group).split(",")]  # device types: "cpu:gloo,cuda:nccl"
+    if is_in_python(group):
+        takes = [value.device.type]  # nobody knows better
+    else:
+        takes = [pair.partition(":")[0] for pair in dist.get_backend_config(group).split(",")]  # "cpu:gloo,cuda:nccl"
     found = value.clone() if value.device.type in takes else value.to(takes[0])
     return communicator(axis, found.device).max_of(found).to(value.device)

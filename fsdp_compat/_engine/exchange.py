@@ -77,6 +77,7 @@ class Exchange(Grouped):
     def __init__(self, axis: Axis) -> None:
         super().__init__(axis)
         self.timeout = torch_private.group_timeout(self.group)
+        self.name = str(self.group.group_name)
         self.counts: dict[int, int] = {}
         self.waiting: watch.Waiting | None = None
         self.diagnosis: watch.Report | None = None

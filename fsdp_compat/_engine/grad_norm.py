@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable, Sequence
 
@@ -11,7 +12,7 @@ from . import torch_private
 from .collectives import Communicator
 from .unit import Group
 
-__all__ = ["clip_by_norm", "gradients_of", "norm_of", "packed"]
+__all__ = ["clip_by_norm", "dtype_of_norm", "gradients_of", "norm_of", "packed"]
 
 
 def gradients_of(group: Group) -> Sequence[torch.Tensor]:
@@ -20,11 +21,11 @@ def gradients_of(group: Group) -> Sequence[torch.Tensor]:
 
 
 def packed(group: Group, grads: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-    """Return the total [S] if ``grads`` are those of all targets of a group, and still the views of it that a reduction has left.
+    """Return the total [S] if ``grads`` are all that a group has, and still the views of it that a reduction has left.
 
     What lies between them is zero, unless a user's hook has reduced. Else they come as they are.
     """
-    if len(grads) < 2 or len(grads) != len(group.store.targets) or group.hook is not None:
+    if len(grads) < 2 or len(grads) != group.num_held or group.hook is not None:
         return grads
     total = torch_private.base_of(grads[0])
     if total is None or total.numel() != group.store.numel or any(torch_private.base_of(grad) is not total for grad in grads):
@@ -54,6 +55,20 @@ def norm_of(
             norm = _over_ranks(wire, norm, norm_type)
         parts.append(norm)
     return torch.linalg.vector_norm(torch.stack(parts), norm_type)
+
+
+def dtype_of_norm(sharded: Iterable[tuple[Group, Sequence[torch.Tensor]]], whole: Iterable[torch.Tensor]) -> torch.dtype:
+    """Return the dtype that torch gives the norm of these gradients: what theirs promote to, fp32 where there are none.
+
+    A group of which this rank holds nothing counts as well, so that ranks agree.
+    """
+    dtypes = [grad.dtype for grad in whole]
+    for group, grads in sharded:
+        if grads:
+            dtypes.append(grads[0].dtype)
+        elif not group.num_held and any(target.requires_grad for target, _ in group.store.targets):
+            dtypes.append(group.grad_dtype)
+    return functools.reduce(torch.promote_types, dtypes).to_real() if dtypes else torch.float32
 
 
 def _over_ranks(wire: Communicator, local: torch.Tensor, norm_type: float) -> torch.Tensor:

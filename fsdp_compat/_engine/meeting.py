@@ -61,6 +61,8 @@ def is_on() -> bool:
     """False where FSDP_COMPAT_MEET=0 has switched meetings off."""
     return os.environ.get("FSDP_COMPAT_MEET", "1") != "0"
 
+_NOT_PROCESSES = ("fake", "threaded")  # backends of torch whose ranks do not exist, or are threads of one process
+
 
 class _Inquiry:
     """What a rank that waits at a meeting knows about those who are missing."""
@@ -300,7 +302,7 @@ def _roll_call(members: tuple[int, ...]) -> _RollCall | None:
         return None
     found = _roll_calls.setdefault(world, {})
     if members not in found:
-        found[members] = None if dist.get_backend(world) == "fake" else _RollCall(members, store)  # whose ranks do not exist
+        found[members] = None if dist.get_backend(world) in _NOT_PROCESSES else _RollCall(members, store)
     return found[members]
 
 

@@ -16,8 +16,10 @@ __all__ = [
     "Mesh",
     "axis_by_name",
     "axis_of",
+    "first_dimension",
     "group_by_name",
     "groups_node_by_node",
+    "is_in_python",
     "mesh_from_device_mesh",
     "mesh_from_group",
     "mesh_from_groups",
@@ -75,6 +77,18 @@ def the_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
             )
         )
     found = dist.group.WORLD if group is None else group
+    if found is not None and is_in_python(found) and not torch_private.is_registered(found):
+        if found.size() == dist.get_world_size():
+            return found
+        raise UsageError(
+            explain(
+                "The ranks of a process group that is written in Python are not known.",
+                expected="one over all ranks, or one that torch.distributed.new_group has made",
+                got=f"a {type(found).__name__} of {found.size()} ranks that was made by itself",
+                where=f"process_group=, global rank {dist.get_rank()}",
+                fix="register its backend with torch.distributed.Backend.register_backend, and make it with new_group",
+            )
+        )
     if found is not None and not torch_private.is_registered(found):
         raise UsageError(
             explain(
@@ -103,10 +117,16 @@ def not_a_member() -> UsageError:
     )
 
 
+def is_in_python(group: dist.ProcessGroup) -> bool:
+    """True for a process group whose collectives are methods of a Python class: it has no backend in C++."""
+    return type(group) is not dist.ProcessGroup
+
+
 def _axis(group: dist.ProcessGroup) -> Axis:
-    members = tuple(dist.get_process_group_ranks(group))
+    registered = torch_private.is_registered(group)  # others are over all ranks, see ``the_group``
+    members = tuple(dist.get_process_group_ranks(group)) if registered else tuple(range(group.size()))
     ranks = len(members)
-    return Axis(group if ranks > 1 else None, dist.get_rank(group), ranks, members)
+    return Axis(group if ranks > 1 else None, group.rank(), ranks, members)
 
 
 def group_by_name(name: str | None, members: tuple[int, ...] | None) -> dist.ProcessGroup | None:
@@ -173,21 +193,36 @@ def mesh_from_groups(shard: dist.ProcessGroup, replica: dist.ProcessGroup) -> Me
     return mesh
 
 
-def mesh_from_device_mesh(mesh: DeviceMesh, *, hybrid: bool, strategy: str) -> Mesh:
-    """A 1-D mesh splits, for a hybrid strategy as one replica; a 2-D mesh is (replica, shard), as torch has it."""
+def first_dimension(mesh: DeviceMesh) -> DeviceMesh:
+    """Return the 1-D mesh of this rank along the first dimension of ``mesh``: what strategies that are not hybrid use of it."""
+    if mesh.get_coordinate() is None:
+        raise not_a_member()
+    if mesh.ndim == 1:
+        return mesh
+    if mesh.mesh_dim_names is not None:
+        return mesh[mesh.mesh_dim_names[0]]
+    return DeviceMesh.from_group(mesh.get_group(0), mesh.device_type)
+
+
+def mesh_from_device_mesh(mesh: DeviceMesh, *, strategy: str) -> Mesh:
+    """A 1-D mesh splits, for a hybrid strategy as one replica; a 2-D mesh is (replica, shard), as torch has it.
+
+    strategy: for an error.
+    """
     if mesh.get_coordinate() is None:
         raise not_a_member()
     if mesh.ndim == 1:
         return Mesh(_axis(mesh.get_group()), _alone())
-    if mesh.ndim == 2 and hybrid:
+    if mesh.ndim == 2:
         return Mesh(_axis(mesh.get_group(1)), _axis(mesh.get_group(0)))
     raise UsageError(
         explain(
             "The device mesh does not fit the sharding strategy.",
-            expected="a 1-D mesh, or for a hybrid strategy a 2-D one (replica, shard)",
+            expected="a 2-D mesh (replica, shard), or a 1-D one (shard)",
             got=f"a mesh of {mesh.ndim} dimension(s) for {strategy}",
             where="device_mesh=",
-            fix="init_device_mesh(device_type, (num_nodes, ranks_per_node)) for HYBRID_SHARD, (num_ranks,) otherwise",
+            fix="pass init_device_mesh(device_type, (num_nodes, ranks_per_node)), or two dimensions of a named mesh: "
+            "mesh['replica', 'shard']",
         )
     )
 

@@ -54,7 +54,7 @@ __all__ = [
     "placement",
     "refresh_rnn_weights",
     "same_storage",
-    "replace_total_norm",
+    "replace_clipping",
     "scale_together",
     "second_connection",
     "set_compiler",
@@ -153,22 +153,29 @@ def scale_together(tensors: list[torch.Tensor], factor: torch.Tensor) -> None:
     torch._foreach_mul_(tensors, factor)
 
 
-def replace_total_norm(replacement: Callable[..., torch.Tensor]) -> None:
-    """Compute norms in torch's clipping with ``replacement(torch's own function, ...)``. Nothing public lets a gradient say that it
-    is a part; importing names from torch.nn.utils is so common that only the step inside of it reaches all callers. Once."""
-    decorated = clip_grad._get_total_norm
-    if hasattr(decorated, "_fsdp_compat"):
-        return
-    decorated._fsdp_compat = True  # type: ignore[attr-defined]
-    original = getattr(decorated, "__wrapped__", None)
-    for cell in decorated.__closure__ or ():
-        if original is not None and cell.cell_contents is original:  # reaches those, too, who have imported it before
-            cell.cell_contents = functools.partial(replacement, original)
-            return
-    replaced = functools.partial(replacement, decorated)
-    clip_grad._get_total_norm = replaced
-    if getattr(torch.nn.utils, "get_total_norm", None) is decorated:
-        torch.nn.utils.get_total_norm = replaced
+def replace_clipping(clip: Callable[..., torch.Tensor], total_norm: Callable[..., torch.Tensor]) -> None:
+    """Clip with ``clip(torch's own function, ...)``, and compute norms with ``total_norm(torch's own function, ...)``, from now on.
+
+    Nothing public lets a gradient say that it is a part; importing names from torch.nn.utils is so common that only what is inside
+    of the functions reaches all callers. Once.
+    """
+    for name, public, replacement in (
+        ("clip_grad_norm_", "clip_grad_norm_", clip),
+        ("_get_total_norm", "get_total_norm", total_norm),
+    ):
+        decorated = getattr(clip_grad, name)
+        if hasattr(decorated, "_fsdp_compat"):
+            continue
+        decorated._fsdp_compat = True
+        original = getattr(decorated, "__wrapped__", None)
+        cells = [cell for cell in decorated.__closure__ or () if original is not None and cell.cell_contents is original]
+        if cells:  # reaches those, too, who have imported it before
+            cells[0].cell_contents = functools.partial(replacement, original)
+            continue
+        replaced = functools.partial(replacement, decorated)
+        setattr(clip_grad, name, replaced)
+        if getattr(torch.nn.utils, public, None) is decorated:
+            setattr(torch.nn.utils, public, replaced)
 
 
 def storage_key(tensor: torch.Tensor) -> int:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from ..errors import StateError, explain
 from . import torch_private
-from .mesh import Axis
+from .mesh import Axis, is_in_python
 from .storage import memory_of
 
 # torch 2.13 renamed it; 2.11 and 2.12 have the older name only.
@@ -33,7 +33,9 @@ __all__ = [
     "PublicCollectives",
     "Traffic",
     "all_gather",
+    "defines",
     "gather_in_group",
+    "start_gather_in_python",
 ]
 
 
@@ -105,7 +107,7 @@ class Communicator(typing.Protocol):
     ranks: int
     members: tuple[int, ...]  # global ranks
     traffic: Traffic
-    name: str  # the same on all ranks
+    name: str  # of connections that can fail, the same on all ranks
     reads_in_place: bool  # `shares` may be true
 
     @property
@@ -184,7 +186,7 @@ class AnyRanks:
 
     def __init__(self, axis: Axis) -> None:
         self.rank, self.ranks, self.members, self.traffic = axis.rank, axis.ranks, axis.members, Traffic()
-        self.name = "" if axis.group is None else str(axis.group.group_name)
+        self.name = ""
 
     @property
     def has_failed(self) -> bool:
@@ -300,5 +302,25 @@ class PublicCollectives:
 def gather_in_group(group: dist.ProcessGroup, own: torch.Tensor) -> torch.Tensor:
     """Return [ranks * n] from every rank's ``own`` [n], over any process group. Collective."""
     full = own.new_empty(dist.get_world_size(group) * own.numel())
-    all_gather(full, own, group=group)
+    if is_in_python(group):
+        start_gather_in_python(group, full, own).wait()
+    else:
+        all_gather(full, own, group=group)
     return full
+
+
+def defines(group: dist.ProcessGroup, *methods: str) -> bool:
+    """True if the class of a process group has one of these methods of its own, rather than those that look for a backend."""
+    return any(getattr(type(group), name, None) is not getattr(dist.ProcessGroup, name, None) for name in methods)
+
+
+def start_gather_in_python(group: dist.ProcessGroup, full: torch.Tensor, own: torch.Tensor) -> dist.Work:
+    """Start an all-gather over a process group written in Python: into one tensor if it can, else into a list, as all can."""
+    if full.dtype.is_complex:
+        full, own = torch.view_as_real(full), torch.view_as_real(own)
+    if defines(group, "all_gather_single", "_allgather_base"):
+        work = all_gather(full, own, group=group, async_op=True)
+    else:
+        work = dist.all_gather(list(full.chunk(group.size())), own, group=group, async_op=True)
+    assert work is not None  # it is for a process that is not in the group
+    return work

@@ -26,7 +26,7 @@ from .guards import Guards
 from .mesh import Mesh
 from .reduce import Collected, CommHook, HandedGradients, ReduceBuffer, Reduction, Wire, predivisor
 from .storage import GroupMemory
-from .store import ParamStore, Shown
+from .store import ParamStore, Shown, Target
 
 if typing.TYPE_CHECKING:
     from .runtime import Runtime
@@ -116,6 +116,9 @@ class Group:
         self._no_gradients = [None] * len(self._small)
         self.all_leaves = [leaf for _, leaf in self._leaves]
         self._targets = [target for target, _ in store.targets]
+        # Targets of which this rank has no part, so that they never have gradients here, and optimizers keep nothing for them.
+        self._vacant = frozenset(n for n, target in enumerate(store.targets) if self._is_vacant(target))
+        self.num_held = len(self._targets) - len(self._vacant)  # targets that this rank has a part of
         self._tag = self.shard.new_tag()
         grad_dtype = precision.grad if precision.grad not in (None, store.dtype) else None
         if grad_dtype is not None:
@@ -148,6 +151,10 @@ class Group:
     def _is_large(self, leaf: nn.Parameter) -> bool:
         """True for a leaf with a hook of its own. Those of other tensor types are collected with the small ones."""
         return self._streamed and leaf.numel() >= LARGE and torch_private.is_plain(leaf)
+
+    def _is_vacant(self, target: Target) -> bool:
+        leaves = self.memories[0].leaves
+        return not target.parameter.numel() and any(leaves[index].numel() for index in target.leaves)
 
     # -- parameters
 
@@ -253,6 +260,11 @@ class Group:
         return held + (self._collected.resident_nbytes if self._collected is not None else 0)
 
     @property
+    def grad_dtype(self) -> torch.dtype:
+        """What gradients have when they are reduced."""
+        return self._wire.grad_dtype or self.store.dtype
+
+    @property
     def hook(self) -> CommHook | None:
         return self._wire.hook
 
@@ -317,14 +329,16 @@ class Group:
             reduction, self.reduction = self.reduction, None
             self._accept(reduction.finish())
 
-    def _accept(self, grads: Sequence[torch.Tensor]) -> None:
+    def _accept(self, grads: Sequence[torch.Tensor | None]) -> None:
+        if self._vacant:
+            grads = [None if position in self._vacant else grad for position, grad in enumerate(grads)]
         if all(map(_requires_grad, self._targets)) and not any(map(operator.is_not, map(_grad, self._targets), _NONES)):
             exhaust(map(setattr, self._targets, _GRAD, grads))
             return
         for target, grad in zip(self._targets, grads, strict=True):
             if not target.requires_grad:
                 continue
-            if target.grad is None:
+            if target.grad is None or grad is None:
                 target.grad = grad
             else:
                 self.home.settle()
@@ -376,14 +390,17 @@ class Group:
     # -- accumulation without communication
 
     def note_unreduced(self) -> None:
-        """After a backward without communication: leave a gradient (of zeros) where zero_grad will find it, and note how it is."""
+        """After a backward without communication: leave a gradient (of zeros) where zero_grad will find it, and note how it is.
+
+        Also where this rank has no part, until the next reduction: what zero_grad clears is dropped on all ranks or on none.
+        """
         self._unreduced = []
         for target, _ in self.store.targets:
             if not target.requires_grad:
                 self._unreduced.append(None)
                 continue
             if target.grad is None:
-                target.grad = torch.zeros_like(target, dtype=self._wire.grad_dtype or target.dtype)
+                target.grad = torch.zeros_like(target, dtype=self.grad_dtype)
             grad = target.grad
             self._unreduced.append(Unreduced(grad, grad._version, grad.any()))
 

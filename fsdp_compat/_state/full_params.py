@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -13,7 +14,23 @@ from .._engine.unit import Group, Unit
 from .._stores.flat_store import FlatStore
 from .model import store_of
 
-__all__ = ["full_parameters", "shown_stores"]
+__all__ = ["Options", "full_parameters", "shown_stores"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What summon_full_params was asked for."""
+
+    writeback: bool
+    rank0_only: bool
+    serve_only: bool  # of this rank: it gathers for others, and shows nothing
+    offload_to_cpu: bool
+    with_grads: bool
+
+    def keeps_changes_of(self, group: Group) -> bool:
+        """Whether changes stay. Without ``writeback`` they do, as in torch, where nothing is sharded, because what is shown is all
+        that there is; but not those that one of several copies alone would have."""
+        return self.writeback or (group.shard.ranks == 1 and (group.replica.ranks == 1 or not self.rank0_only))
 
 
 _shown_stores: set[object] = set()
@@ -25,34 +42,31 @@ def shown_stores() -> set[object]:
 
 
 @contextlib.contextmanager
-def full_parameters(
-    units: Sequence[Unit], *, writeback: bool, serve_only: bool, offload_to_cpu: bool, with_grads: bool
-) -> Iterator[None]:
+def full_parameters(units: Sequence[Unit], options: Options) -> Iterator[None]:
     """Show whole parameters, in the dtype of the shards, in the modules of ``units``; write changes back at the end.
 
     Collective. With original parameters the user's own objects become whole for the while, otherwise plain Parameters stand in
-    their place. A forward inside of the context computes with what is shown. ``serve_only``: gather for others, show nothing.
+    their place. A forward inside of the context computes with what is shown.
     """
     with contextlib.ExitStack() as stack:
         for unit in units:
             if not unit.lent:  # an outer context shows it already
-                stack.enter_context(_full_unit(unit, writeback, serve_only, offload_to_cpu, with_grads))
+                stack.enter_context(_full_unit(unit, options))
         yield
 
 
 @contextlib.contextmanager
-def _full_unit(unit: Unit, writeback: bool, serve_only: bool, offload_to_cpu: bool, with_grads: bool) -> Iterator[None]:
-    """serve_only: take part in the gathers, but show nothing."""
+def _full_unit(unit: Unit, options: Options) -> Iterator[None]:
     fulls: list[tuple[Group, torch.Tensor, torch.Tensor | None]] = []
     for group in unit.groups:
         full = group.gather_full()
-        grads = _gather_grads(group) if with_grads else None
-        if serve_only:
+        grads = _gather_grads(group) if options.with_grads else None
+        if options.serve_only:
             continue
-        if full.data_ptr() == store_of(group).shard.data_ptr() and (not writeback or offload_to_cpu):
+        if full.data_ptr() == store_of(group).shard.data_ptr() and not options.keeps_changes_of(group):
             full = full.clone()
-        fulls.append((group, full.cpu() if offload_to_cpu else full, grads))
-    if serve_only:
+        fulls.append((group, full.cpu() if options.offload_to_cpu else full, grads))
+    if options.serve_only:
         yield
         return
     with contextlib.ExitStack() as stack:
@@ -61,7 +75,7 @@ def _full_unit(unit: Unit, writeback: bool, serve_only: bool, offload_to_cpu: bo
         _shown_stores.update(group.store for group, _, _ in fulls)
         stack.callback(_shown_stores.difference_update, {group.store for group, _, _ in fulls})
         for group, full, grads in fulls:
-            stack.enter_context(_shown(group, full, grads, writeback))
+            stack.enter_context(_shown(group, full, grads, options.keeps_changes_of(group)))
         unit.keep_order()
         yield
 
@@ -123,7 +137,7 @@ def _write_back_grads(store: FlatStore, wholes: Sequence[torch.Tensor], grads: S
 
 
 def _gather_grads(group: Group) -> torch.Tensor | None:
-    """Return the whole gradients [ranks * S], or None if no rank has any."""
+    """Return the whole gradients [ranks * S], or None if no rank has any. Collective."""
     store = store_of(group)
     own = torch.zeros(store.numel, dtype=store.dtype, device=store.shard.device)
     has = False
@@ -131,4 +145,5 @@ def _gather_grads(group: Group) -> torch.Tensor | None:
         if target.grad is not None:
             place.copy_(target.grad)
             has = True
-    return group.gather_full(own) if has else None
+    some_have = group.shard.any_of(torch.tensor([has], dtype=torch.uint8, device=group.device))
+    return group.gather_full(own) if some_have else None

@@ -213,6 +213,16 @@ class FlatStore:
         """Return what this rank holds of a parameter: a 1-D view of the shard, empty where it holds nothing."""
         return self.shard.detach()[self.layout.part_in_shard(index, self.rank).slice]
 
+    def has_part(self, indices: Sequence[int]) -> bool:
+        """False if the parameters have elements, and this rank has none of them: then it has no gradient and no optimizer state.
+
+        A FlatParameter that is all padding has both.
+        """
+        if self.flat_parameter is not None:
+            return True
+        layout = self.layout
+        return not any(layout.params[i].numel for i in indices) or any(layout.part(i, self.rank) for i in indices)
+
     @property
     def flat_parameter(self) -> FlatParameter | None:
         parameter = self.targets[0].parameter if self.targets else None

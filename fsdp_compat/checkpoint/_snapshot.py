@@ -331,7 +331,8 @@ def _add_states(
     own: list[Any] = []
     own_names: list[str] = []
     for target, indices in store.targets:
-        for key, kind in kinds.get(target, {}).items():
+        # What an optimizer keeps where this rank has no part goes stale, as there are no gradients.
+        for key, kind in kinds.get(target, {}).items() if store.has_part(indices) else ():
             value, state_name = optimizer.state[target][key], f"{named.names(indices[0])[0]}.{key}"
             if not isinstance(key, _STATE_KEYS):
                 snapshot.text["left_out"].append(state_name)

@@ -306,6 +306,16 @@ def around_an_inner_unit() -> tuple[nn.Module, Call]:
     return model, lambda: FSDP(nn.Sequential(model.module.layers[0], nn.Linear(4, 4)))
 
 
+def around_an_ignored_unit() -> tuple[nn.Module, Call]:
+    inner = shard(use_orig_params=_use_orig_params)
+    return inner, lambda: FSDP(nn.Sequential(inner, nn.Linear(4, 4)), ignored_modules=[inner])
+
+
+def around_an_ignored_state() -> tuple[nn.Module, Call]:
+    inner = shard(use_orig_params=_use_orig_params)
+    return inner, lambda: FSDP(nn.Sequential(inner, nn.Linear(4, 4)), ignored_states={inner})
+
+
 def made_in_inference_mode() -> Any:
     with torch.inference_mode():
         return net()
@@ -421,16 +431,12 @@ ARGUMENTS: dict[str, Case] = {
         wrapping(ignored_modules=_OnRank(lambda m: [m.layers[0]]), ignored_states=_OnRank(lambda m: [m.layers[1]])),
         ("ignored_modules", "ignored_states"),
     ),
-    "ignored: itself": Case(wrapping(ignored_modules=_OnRank(lambda m: [m])), ("ignored_modules", "Net")),
-    "ignored: itself as a state": Case(wrapping(ignored_states=_OnRank(lambda m: [m])), ("ignored_states", "Net")),
+    "ignored: an instance": Case(around_an_ignored_unit, ("ignored_modules", "FullyShardedDataParallel"), torch=ValueError),
+    "ignored: an instance as a state": Case(around_an_ignored_state, ("ignored_states", "FullyShardedDataParallel")),
     "hybrid, one group": Case(wrapping(sharding_strategy=HYBRID, process_group=WORLD), ("HYBRID_SHARD",)),
     "hybrid, 3-D mesh": Case(wrapping(sharding_strategy=HYBRID, device_mesh=mesh(1, 1, 2)), ("HYBRID_SHARD", "3 dim")),
     "hybrid, one group twice": Case(wrapping(sharding_strategy=HYBRID, process_group=TWO_GROUPS), ("process_group", "replica")),
     "two groups, not hybrid": Case(wrapping(process_group=TWO_GROUPS), ("FULL_SHARD", "tuple")),
-    "2-D mesh, not hybrid": Case(wrapping(device_mesh=mesh(1, 2)), ("FULL_SHARD", "2 dim")),
-    "2-D mesh, NO_SHARD": Case(
-        wrapping(sharding_strategy=ShardingStrategy.NO_SHARD, device_mesh=mesh(1, 2)), ("NO_SHARD", "2 dim")
-    ),
     # groups
     "process_group: a number": Case(wrapping(process_group=1), ("process_group",)),
     "process_group: ranks": Case(wrapping(process_group=[0, 1]), ("process_group", "[0, 1]")),
@@ -470,8 +476,8 @@ ARGUMENTS: dict[str, Case] = {
     "buffer_dtype: a name": Case(mixed(buffer_dtype="half"), ("buffer_dtype", "'half'")),
     "buffer_dtype: a bool": Case(mixed(buffer_dtype=torch.bool), ("buffer_dtype", "bool")),
     "keep_low_precision_grads": Case(mixed(keep_low_precision_grads="no"), ("keep_low_precision_grads", "'no'")),
-    "cast_forward_inputs": Case(mixed(cast_forward_inputs=1), ("cast_forward_inputs", "1")),
-    "cast_root_forward_inputs": Case(mixed(cast_root_forward_inputs=None), ("cast_root_forward_inputs", "None")),
+    "cast_forward_inputs": Case(mixed(cast_forward_inputs=b"1"), ("cast_forward_inputs", "b'1'")),
+    "cast_root_forward_inputs": Case(mixed(cast_root_forward_inputs=""), ("cast_root_forward_inputs", "''")),
     "_module_classes_to_ignore: a class": Case(
         mixed(param_dtype=torch.half, _module_classes_to_ignore=nn.BatchNorm1d), ("_module_classes_to_ignore",)
     ),
@@ -503,12 +509,11 @@ ARGUMENTS: dict[str, Case] = {
     "device_id: no device": Case(wrapping(device_id="nonsense"), ("device_id", "nonsense")),
     "device_id: negative": Case(wrapping(device_id=-1), ("device_id=-1",)),
     "device_id: meta": Case(wrapping(device_id="meta"), ("device_id", "meta")),
-    "sync_module_states": Case(wrapping(sync_module_states=CPUOffload()), ("sync_module_states",)),
-    "forward_prefetch": Case(wrapping(forward_prefetch=1), ("forward_prefetch", "1")),
-    "limit_all_gathers": Case(wrapping(limit_all_gathers=None), ("limit_all_gathers", "None")),
+    "sync_module_states": Case(wrapping(sync_module_states="False"), ("sync_module_states", "'False'")),
+    "forward_prefetch": Case(wrapping(forward_prefetch="1"), ("forward_prefetch", "'1'")),
+    "limit_all_gathers": Case(wrapping(limit_all_gathers=torch.ones(2)), ("limit_all_gathers", "Tensor")),
     "use_orig_params": Case(wrapping(use_orig_params="no"), ("use_orig_params", "'no'")),
-    "use_orig_params: None": Case(wrapping(use_orig_params=None), ("use_orig_params", "None")),
-    "allow_unused_units": Case(wrapping(allow_unused_units=0), ("allow_unused_units", "0")),
+    "allow_unused_units": Case(wrapping(allow_unused_units="0"), ("allow_unused_units", "'0'")),
     "keep_units_below: negative": Case(wrapping(keep_units_below=-1), ("keep_units_below", "-1")),
     "keep_units_below: a switch": Case(wrapping(keep_units_below=True), ("keep_units_below", "True")),
 }
@@ -617,15 +622,15 @@ TRAINING: dict[str, Case] = {
     "method: an attribute": Case(registers("not_a_method"), ("'not_a_method'", "Net")),
     "method: forward": Case(registers("forward"), ("'forward'",)),
     "method: of every module": Case(registers("parameters"), ("'parameters'",)),
-    "method: synced": Case(registers("encode", synced="yes"), ("synced='yes'",)),
+    "method: synced": Case(registers("encode", synced="yes"), ("synced", "'yes'")),
     "summon: of no module": Case(on_wrapped(lambda m, o: summon(3)), ("summon_full_params", "int")),
     "summon: of nothing": Case(on_wrapped(lambda m, o: summon(None)), ("summon_full_params", "NoneType")),
     "summon: of parameters": Case(on_wrapped(lambda m, o: summon(m.parameters())), ("summon_full_params", "generator")),
     "summon: recurse": Case(summons(recurse="no"), ("recurse", "'no'")),
-    "summon: writeback": Case(summons(writeback=0), ("writeback", "0")),
-    "summon: rank0_only": Case(summons(rank0_only=None), ("rank0_only", "None")),
+    "summon: writeback": Case(summons(writeback="0"), ("writeback", "'0'")),
+    "summon: rank0_only": Case(summons(rank0_only=""), ("rank0_only", "''")),
     "summon: offload_to_cpu": Case(summons(offload_to_cpu="cpu"), ("offload_to_cpu", "'cpu'")),
-    "summon: with_grads": Case(summons(with_grads=1), ("with_grads", "1")),
+    "summon: with_grads": Case(summons(with_grads="1"), ("with_grads", "'1'")),
     "summon: write back from rank 0": Case(summons(rank0_only=True), ("writeback=False",), torch=NotImplementedError),
     "summon: write gradients back from rank 0": Case(
         summons(rank0_only=True, with_grads=True), ("writeback=False",), torch=NotImplementedError
@@ -722,8 +727,8 @@ STATE_DICTS: dict[str, Case] = {
     ),
     "form: optimizer config of models": Case(sets(FULL, None, FullStateDictConfig()), ("optim_state_dict_config",)),
     "form: optimizer config with a bad field": Case(
-        sets(FULL, None, FullOptimStateDictConfig(offload_to_cpu=None)),
-        ("offload_to_cpu", "None"),
+        sets(FULL, None, FullOptimStateDictConfig(offload_to_cpu="False")),
+        ("offload_to_cpu", "'False'"),
     ),
     "form: config of another, in a context": Case(
         sets_around(FULL, ShardedStateDictConfig()), ("state_dict_config", "FullStateDictConfig"), torch=RuntimeError

@@ -7,6 +7,7 @@ import contextlib
 import itertools
 import math
 import operator
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -14,12 +15,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.fsdp as torch_fsdp
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.nn.utils import clip_grad_norm_, clip_grads_with_norm_, get_total_norm
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import fsdp_compat
 from fsdp_compat import CPUOffload, MixedPrecision, ShardingStrategy
 from fsdp_compat import FullyShardedDataParallel as FSDP
 from fsdp_compat._state.names import clean_name
@@ -410,7 +413,7 @@ def test_a_unit_is_one_norm_and_one_product_however_many_parameters_the_optimize
     for rank, found in enumerate(run_ranks(2, _counts_kernels, True)):
         assert found[0] == {"_foreach_norm": 5, "_foreach_mul_": 5}
         # Without its total, the unit has what the rank holds of weight and bias: rank 0 of the weight only.
-        alone = [{"_foreach_norm": 5, "_foreach_mul_": 6}, {"_foreach_norm": 6, "_foreach_mul_": 6}][rank]
+        alone = [{"_foreach_norm": 5, "_foreach_mul_": 5}, {"_foreach_norm": 6, "_foreach_mul_": 6}][rank]
         assert found[1] == alone
 
 
@@ -613,7 +616,7 @@ def _clips_in_two_calls(use_orig_params: bool) -> None:
         for norm_type in (2.0, math.inf):
             norm, clipped, max_norm = pair.expected(norm_type)
             pair.restore()
-            got = get_total_norm([p.grad for p in pair.model.parameters()], norm_type)
+            got = get_total_norm([p.grad for p in pair.model.parameters() if p.grad is not None], norm_type)
             _assert_close(got, norm, f"{strategy.name}, norm type {norm_type}")
             clip_grads_with_norm_(pair.model.parameters(), max_norm, got)
             pair.assert_gradients(clipped, f"{strategy.name}, norm type {norm_type}")
@@ -679,3 +682,86 @@ def _clips_a_plain_module_on_one_rank() -> None:
 
 def test_a_plain_module_beside_a_sharded_one_is_clipped_bit_for_bit_as_ever_and_alone() -> None:
     run_ranks(2, _clips_a_plain_module_on_one_rank, group_timeout=15)
+
+
+# -- gradients that a rank has no part of, and the dtype of the norm
+
+
+def _seen_when_clipping(library: Any, dtype: torch.dtype, precision: dict[str, Any], **options: Any) -> dict[str, Any]:
+    """Which parameters have gradients, and the norm with its dtype, of a model of one dtype."""
+    torch.manual_seed(0)
+    model = library.FullyShardedDataParallel(
+        nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).to(dtype),
+        auto_wrap_policy=library.wrap.ModuleWrapPolicy({nn.Linear}),
+        mixed_precision=library.MixedPrecision(**precision) if precision else None,
+        device_id=torch.device("cpu"),
+        **options,
+    )
+    optimizer = torch.optim.Adam(model.parameters(), 0.01)
+    model(torch.arange(4.0).to(dtype) + dist.get_rank()).float().sum().backward()
+    norm = model.clip_grad_norm_(1.0)
+    found: dict[str, Any] = {"dtype": str(norm.dtype), "norm": norm.item()}
+    if not precision.get("keep_low_precision_grads"):
+        optimizer.step()
+    found["grads"] = [p.grad is not None for p in model.parameters() if p.numel()]
+    found["without a part"] = [(p.grad is None, p in optimizer.state) for p in model.parameters() if not p.numel()]
+    return found
+
+
+CLIPPED: list[tuple[torch.dtype, dict[str, Any]]] = [
+    (torch.float32, {}),
+    (torch.bfloat16, {}),
+    (torch.float32, {"param_dtype": torch.bfloat16}),
+    (torch.float32, {"param_dtype": torch.bfloat16, "keep_low_precision_grads": True}),
+    (torch.float32, {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32, "keep_low_precision_grads": True}),
+]
+
+
+def _clips_as_torch(use_orig_params: bool, strategy: str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch warns of ranks without gradients, and of NO_SHARD
+        for dtype, precision in CLIPPED:
+            theirs, ours = (
+                _seen_when_clipping(
+                    library,
+                    dtype,
+                    precision,
+                    use_orig_params=use_orig_params,
+                    sharding_strategy=library.ShardingStrategy[strategy],
+                )
+                for library in (torch_fsdp, fsdp_compat)
+            )
+            where = f"{dtype}, {precision}"
+            assert ours["norm"] == pytest.approx(theirs["norm"], rel=2e-2), where
+            assert ours["dtype"] == theirs["dtype"], where
+            assert all(ours["grads"]) and all(theirs["grads"]), where
+            assert set(ours["without a part"]) <= {(True, False)}, where
+            assert set(theirs["without a part"]) <= {(True, False)}, where
+
+
+@both_forms
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
+def test_the_norm_has_torchs_dtype_and_what_a_rank_has_no_part_of_has_no_gradient_and_no_state(
+    strategy: str, use_orig_params: bool
+) -> None:
+    run_ranks(2, _clips_as_torch, use_orig_params, strategy)
+
+
+def _clips_what_few_ranks_hold() -> list[float]:
+    """A model of which two of four ranks hold nothing: by our function, by torch's, and of nothing but the bias."""
+    model = FSDP(nn.Linear(3, 1), use_orig_params=True)
+    found = []
+    for clip, parameters in (
+        (lambda _: model.clip_grad_norm_(0.5), None),
+        (lambda its: torch.nn.utils.clip_grad_norm_(its, 0.5), list(model.parameters())),
+        (lambda its: torch.nn.utils.clip_grad_norm_(its, 0.5), [model.bias]),
+    ):
+        model.zero_grad()
+        model(torch.tensor([2.0, 1.0, 2.0])).sum().backward()
+        found.append(clip(parameters).item())
+    return found
+
+
+def test_ranks_that_hold_nothing_of_what_is_clipped_take_part() -> None:
+    for found in run_ranks(4, _clips_what_few_ranks_hold):
+        assert found == pytest.approx([10**0.5, 10**0.5, 1.0])

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel as DDP
 
+import fsdp_compat
 from fsdp_compat import FullyShardedDataParallel as FSDP
 from fsdp_compat import MixedPrecision, ShardingStrategy, StateDictType, UsageError
 from fsdp_compat.wrap import CustomPolicy, ModuleWrapPolicy
@@ -231,6 +232,53 @@ def _trains_on_one_dimension(use_orig_params: bool) -> None:
             assert dist.get_process_group_ranks(pair.model.process_group) == [0, 1]
         one, two = (pair.model.state_dict() for pair in pairs)
         assert all(torch.equal(value, two[name]) for name, value in one.items())
+
+
+def _along_the_first_dimension(library: Any, shape: tuple[int, ...], names: tuple[str, ...] | None, **options: Any) -> Any:
+    """Losses, parameters and values of sharded state dicts of a model over a mesh, and the ranks it is sharded over."""
+    torch.manual_seed(0)
+    model = library.FullyShardedDataParallel(
+        Stack(),
+        auto_wrap_policy=library.wrap.ModuleWrapPolicy({Block}),
+        device_mesh=init_device_mesh("cpu", shape, mesh_dim_names=names),
+        device_id=torch.device("cpu"),
+        **options,
+    )
+    optimizer = torch.optim.Adam(model.parameters(), 0.01)
+    own_batches = dist.get_rank() // (dist.get_world_size() // shape[0])  # alike for ranks that hold the same part
+    generator, seen = torch.Generator().manual_seed(own_batches), list[Any]()
+    for _ in range(3):
+        loss = square(model, vectors(generator))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        seen.append(loss.item())
+    for kind in (library.StateDictType.FULL_STATE_DICT, library.StateDictType.SHARDED_STATE_DICT):
+        library.FullyShardedDataParallel.set_state_dict_type(model, kind)
+        state = model.state_dict()
+        seen.append({name: getattr(value, "full_tensor", value.clone)().tolist() for name, value in state.items()})
+    model.load_state_dict(state)
+    return seen, dist.get_process_group_ranks(model.process_group), sum(p.numel() for p in model.parameters())
+
+
+def _shards_as_torch(shape: tuple[int, ...], names: tuple[str, ...] | None) -> None:
+    for strategy in ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"):
+        theirs, ours = (
+            _along_the_first_dimension(library, shape, names, sharding_strategy=library.ShardingStrategy[strategy])
+            for library in (torch_fsdp, fsdp_compat)
+        )
+        assert ours[:2] == theirs[:2], strategy
+        assert len(ours[1]) == shape[0]
+        assert (ours[2] < theirs[2] + 64) is (theirs[2] < ours[2] + 64), strategy  # but for the padding
+
+
+@pytest.mark.parametrize(
+    ("shape", "names"), [((2, 2), None), ((2, 2), ("data", "tensor")), ((2, 1, 2), None), ((1, 4), None)], ids=str
+)
+def test_a_strategy_that_is_not_hybrid_shards_over_the_first_dimension_of_a_mesh_as_in_torch(
+    shape: tuple[int, ...], names: tuple[str, ...] | None
+) -> None:
+    run_ranks(4, _shards_as_torch, shape, names)
 
 
 @both_forms

@@ -154,7 +154,7 @@ def test_an_empty_dict_from_a_custom_policy_leaves_the_module() -> None:
 
 def test_a_custom_policy_that_answers_with_something_else_is_refused() -> None:
     policy = our_wrap.CustomPolicy(lambda module: "yes" if isinstance(module, Block) else False)
-    with pytest.raises(UsageError, match=r"expected: bool or dict\n.*'yes' of type str\n.*module 'layers\.0', a Block"):
+    with pytest.raises(UsageError, match=r"expected: True, False or a dict\n.*'yes' of type str\n.*module 'layers\.0', a Block"):
         plan_names(blocks(), policy)
 
 
@@ -478,7 +478,7 @@ def test_activation_checkpointing_of_torch_takes_our_policies(policy: Any) -> No
 
 def test_a_custom_policy_called_as_a_function_refuses_arguments_it_could_not_pass_on() -> None:
     policy = our_wrap.CustomPolicy(lambda module: {"device_id": 3})
-    with pytest.raises(UsageError, match="expected: bool\n"):
+    with pytest.raises(UsageError, match="expected: True or False\n"):
         policy(nn.Linear(2, 2), recurse=False, nonwrapped_numel=6)
 
 

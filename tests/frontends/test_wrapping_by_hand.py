@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -9,8 +10,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.fsdp as torch_fsdp
 from torch import nn
 
+import fsdp_compat
 from fsdp_compat import BackwardPrefetch, ShardingStrategy
 from fsdp_compat import FullyShardedDataParallel as FSDP
 from fsdp_compat.wrap import (
@@ -311,3 +314,47 @@ def _shares_a_subgroup(**options: Any) -> None:
 @both_forms
 def test_two_process_groups_train_two_models_apart(use_orig_params: bool) -> None:
     run_ranks(4, _shares_a_subgroup, use_orig_params=use_orig_params)
+
+
+def _ignoring_all(library: Any, name: str, use_orig_params: bool) -> dict[str, Any]:
+    """Train a model that is wrapped with itself among what is ignored."""
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        model = library.FullyShardedDataParallel(
+            module, use_orig_params=use_orig_params, device_id=torch.device("cpu"), **{name: [module]}
+        )
+    found: dict[str, Any] = {"warnings": sum("ignored" in str(each.message) for each in told)}
+    found["told where"] = all(each.filename == __file__ for each in told if library is fsdp_compat)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for _ in range(2):
+        loss = model(torch.arange(8.0).view(2, 4) + dist.get_rank()).pow(3).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        found["norm"] = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).item()
+        optimizer.step()
+        found["loss"] = loss.item()
+    return found | {name: value.tolist() for name, value in model.state_dict().items()}
+
+
+def _refusing_an_instance(library: Any, name: str) -> str:
+    inner = library.FullyShardedDataParallel(nn.Linear(2, 2), device_id=torch.device("cpu"))
+    try:
+        library.FullyShardedDataParallel(nn.Sequential(inner, nn.Linear(2, 2)), device_id=torch.device("cpu"), **{name: [inner]})
+    except ValueError:
+        return "ValueError"
+    return "nothing"
+
+
+def _ignores_as_torch(name: str) -> None:
+    for use_orig_params in (False, True):
+        theirs, ours = (_ignoring_all(library, name, use_orig_params) for library in (torch_fsdp, fsdp_compat))
+        assert ours == theirs
+        assert ours["warnings"] == 1
+    assert _refusing_an_instance(torch_fsdp, name) == _refusing_an_instance(fsdp_compat, name) == "ValueError"
+
+
+@pytest.mark.parametrize("name", ["ignored_modules", "ignored_states"])
+def test_the_wrapped_module_may_be_ignored_with_a_warning_and_an_instance_may_not_as_in_torch(name: str) -> None:
+    run_ranks(2, _ignores_as_torch, name)

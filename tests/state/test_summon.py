@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.fsdp as torch_fsdp
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import fsdp_compat
 from fsdp_compat import FullyShardedDataParallel as FSDP
 from fsdp_compat import ShardingStrategy
 from fsdp_compat.errors import StateError, UsageError
@@ -182,6 +184,11 @@ def test_rank0_only_shows_the_others_their_parts_and_cannot_write_back() -> None
 # --- changes ----------------------------------------------------------------------------------------------------------
 
 
+def _is_whole(model: FSDP) -> bool:
+    """Nothing is sharded: changes stay without writeback, too, as in torch."""
+    return dist.get_world_size() == 1 or model.sharding_strategy is ShardingStrategy.NO_SHARD
+
+
 def _changes() -> None:
     for config, offload_to_cpu in itertools.product(CONFIGS, (False, True)):
         model = shard(config)
@@ -190,7 +197,9 @@ def _changes() -> None:
             with FSDP.summon_full_params(model, writeback=False, offload_to_cpu=offload_to_cpu):
                 for parameter in model.parameters():
                     parameter.fill_(7.0)
-            assert_equal(model.state_dict(), original)
+            names = dict(make_model().named_parameters(remove_duplicate=False))
+            sevens = {name: torch.full_like(original[name], 7.0) for name in names if _is_whole(model)}
+            assert_equal(model.state_dict(), {**original, **sevens})
             other = make_model(1)
             with FSDP.summon_full_params(model, offload_to_cpu=offload_to_cpu):
                 for name, parameter in model.named_parameters():
@@ -208,6 +217,37 @@ def _changes() -> None:
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_changes_are_kept_with_writeback_and_dropped_without(world_size: int) -> None:
     run_ranks(world_size, _changes)
+
+
+def _kept_without_writeback(library: Any, strategy: str, use_orig_params: bool, **options: bool) -> dict[str, Any]:
+    torch.manual_seed(0)
+    model = library.FullyShardedDataParallel(
+        nn.Linear(3, 2),
+        sharding_strategy=library.ShardingStrategy[strategy],
+        use_orig_params=use_orig_params,
+        device_id=torch.device("cpu"),
+    )
+    with torch.no_grad(), library.FullyShardedDataParallel.summon_full_params(model, writeback=False, **options):
+        for parameter in model.parameters() if dist.get_rank() == 0 or not options else ():
+            parameter.fill_(7.0 + dist.get_rank())
+    return {name: value.tolist() for name, value in model.state_dict().items()}
+
+
+def _keeps_as_torch(strategy: str) -> None:
+    for use_orig_params in (False, True):
+        theirs, ours = (_kept_without_writeback(library, strategy, use_orig_params) for library in (torch_fsdp, fsdp_compat))
+        assert ours == theirs
+    kept = _kept_without_writeback(fsdp_compat, strategy, True, rank0_only=True)
+    if dist.get_world_size() > 1:  # in torch the copies would differ from then on
+        torch.manual_seed(0)
+        assert kept == {name: value.tolist() for name, value in nn.Linear(3, 2).state_dict().items()}
+
+
+@pytest.mark.parametrize(("world_size", "strategy"), [(1, "FULL_SHARD"), (2, "FULL_SHARD"), (2, "NO_SHARD")])
+def test_changes_stay_without_writeback_where_torch_keeps_them_but_never_on_one_of_several_copies(
+    world_size: int, strategy: str
+) -> None:
+    run_ranks(world_size, _keeps_as_torch, strategy)
 
 
 def _loads_inside() -> None:
@@ -301,7 +341,10 @@ def _with_grads() -> None:
             for parameter in model.parameters():
                 if parameter.grad is not None:
                     parameter.grad.zero_()
-        assert any(target.grad is not None and target.grad.any() for target in targets)
+        assert any(target.grad is not None and target.grad.any() for target in targets) is not _is_whole(model)
+        if _is_whole(model):  # back to what they were
+            model.zero_grad()
+            losses_of(model).backward()
         with torch.no_grad(), FSDP.summon_full_params(model, with_grads=True):
             for parameter in model.parameters():
                 if parameter.grad is not None:

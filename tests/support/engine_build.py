@@ -117,13 +117,15 @@ def full_gradients(runtime: Runtime) -> dict[str, torch.Tensor | None]:
     found: dict[str, torch.Tensor | None] = {}
     for group in runtime.groups:
         total = torch.zeros(group.store.numel, dtype=group.store.dtype)
-        there = [target.parameter.grad is not None for target in group.store.targets]
+        held = [target.parameter for target in group.store.targets if target.parameter.numel()]  # others have none
+        there = [parameter.grad is not None for parameter in held]
         assert all(there) or not any(there), f"{group.name}: only some targets have a gradient"
+        some_have = group.shard.any_of(torch.tensor([any(there)], dtype=torch.uint8))
         for (target, _), view in zip(group.store.targets, group.store.grads(total), strict=True):
             if target.grad is not None:
                 view.copy_(target.grad)
         whole = _whole(group, group.gather_full(total))
-        found.update(whole if any(there) else dict.fromkeys(whole))
+        found.update(whole if some_have else dict.fromkeys(whole))
     return found
 
 

@@ -229,11 +229,11 @@ class Pair:
     def assert_gradients_equal(self) -> None:
         """Collective."""
         own = [[target.grad for target, _ in group.store.targets] for group, _ in self._matches]
-        present = torch.tensor([any(grad is not None for grad in grads) for grads in own], dtype=torch.int64)
-        dist.all_reduce(present)
-        for (group, expected), num_present in zip(self._matches, present.tolist(), strict=True):
+        counts = torch.tensor([[any(grad is not None for grad in its) for its in own], [g.num_held > 0 for g, _ in self._matches]])
+        dist.all_reduce(counts := counts.long())
+        for (group, expected), num_present, num_holding in zip(self._matches, *counts.tolist(), strict=True):
             where = f"{group.name}, parameters of {group.store.dtype}"
-            assert num_present in (0, self.ranks), f"{where}: gradients on {num_present} of {self.ranks} ranks"
+            assert num_present in (0, num_holding), f"{where}: gradients on {num_present} of {num_holding} ranks with a part"
             if num_present == 0:
                 assert all(p.grad is None for p in expected), f"{where}: no gradients, the unsharded copy has some"
                 continue
