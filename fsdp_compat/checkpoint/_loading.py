@@ -214,7 +214,6 @@ class _Part:
     index: int
     runs: tuple[tuple[int, int, int, int], ...]  # (file, start in the entry, start in the part, numel)
     home: int  # a file of the group that tells of states and scalars
-    first: int  # the file with the parameter's first element, which tells of them in any case
 
 
 class _Plan:
@@ -310,8 +309,7 @@ class _Plan:
             for run in runs_of_part(group.layout, its_index, part)
         )
         home = runs[0][0] if runs else axis[store.rank * len(axis) // store.layout.ranks]
-        first = axis[min(group.layout.params[its_index].start // group.layout.shard_numel, len(axis) - 1)]
-        return _Part(group, its_index, runs, home, first)
+        return _Part(group, its_index, runs, home)
 
     def _want_part(self, part: _Part, entry: str, dtype: torch.dtype, target: torch.Tensor) -> None:
         for number, start, at, numel in part.runs:
@@ -380,10 +378,6 @@ class _Plan:
                 if (of is None or part.index in of) and key not in state:
                     state[key] = decode(value, f"state {key!r}", inlined_again)
             self._add_own(state, named, index, part)
-        if not state and any(part.home != part.first for part in parts.values()) and not any(part.runs for part in parts.values()):
-            # A FlatParameter that is all padding: only ranks with a part may have told of states.
-            parts = {index: dataclasses.replace(part, home=part.first) for index, part in parts.items()}
-            return self._state_of_target(named, target, parts)
         self._to_clear += [cut[key] for key, number in having.items() if number < len(parts)]
         return state
 
