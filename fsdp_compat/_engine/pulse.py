@@ -16,12 +16,13 @@ import sysconfig
 import threading
 import time
 import types
-from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
-__all__ = ["Pulse", "follow", "identity_of", "is_gone", "place", "place_of"]
+from .processes import stat_of
+
+__all__ = ["Pulse", "follow", "place", "place_of"]
 
 BUSY = 0.05  # of one processor
 BUSY_NBYTES = 1 << 16  # read or written per second; looking into /proc takes a few thousand
@@ -51,39 +52,6 @@ def _follow_in_child() -> None:
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_follow_in_child)
-
-
-def identity_of(pid: str) -> list[str]:
-    """Which process of which host that is, for ``is_gone``; empty where the system does not tell."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return [boot, str(os.stat("/proc/self/ns/pid").st_ino), pid, _stat(pid)[_START_TIME]]
-    except OSError:
-        return []
-
-
-def is_gone(other: Sequence[str]) -> bool:
-    """True if a process is known to have ended; False for one that lives, if stopped, and for one of another host.
-
-    other: its ``identity_of``.
-    """
-    own = identity_of(str(os.getpid()))
-    if not own or len(other) != len(own) or list(other[:2]) != own[:2]:
-        return False
-    try:
-        stat = _stat(other[2])
-    except (FileNotFoundError, ProcessLookupError):
-        return True
-    except OSError:
-        return False
-    return stat[_START_TIME] != other[3] or stat[0] in "ZX"  # ended, and not waited for by its parent
-
-
-_START_TIME = 19  # among the fields of a process's stat after its name, of which its state is the first
-
-
-def _stat(process: str) -> list[str]:
-    return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
 
 
 def _is_users(file: str) -> bool:
@@ -151,7 +119,7 @@ def _children() -> list[str]:
 
 def _cpu_s(pid: str) -> float:
     try:
-        fields = _stat(pid)
+        fields = stat_of(pid)
     except OSError:
         return 0.0
     return (int(fields[11]) + int(fields[12])) / _TICKS
@@ -176,6 +144,6 @@ def _num_wakes() -> int:
 def _in_transfer() -> bool:
     """True while the kernel holds the followed thread in a transfer that cannot be interrupted."""
     try:
-        return _stat(f"self/task/{_native_id}")[0] == "D"
+        return stat_of(f"self/task/{_native_id}")[0] == "D"
     except OSError:
         return False

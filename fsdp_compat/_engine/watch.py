@@ -39,6 +39,7 @@ import torch.distributed as dist
 
 from ..errors import UsageError, explain
 from . import pulse, torch_private
+from .processes import Process
 
 __all__ = [
     "ARRIVAL",
@@ -233,12 +234,13 @@ class Board:
 
     def introduce(self, rank: int) -> None:
         """Say which process of which host this rank is."""
-        self._set(f"process/{rank}", pulse.identity_of(str(os.getpid())))
+        own = Process.own()
+        self._set(f"process/{rank}", own and dataclasses.astuple(own))
 
     def is_gone(self, rank: int) -> bool:
         """True if the process of a rank is known to have ended: others can tell on its own host."""
         text = self._get(f"process/{rank}")
-        return bool(text) and pulse.is_gone(json.loads(text))
+        return bool(text) and Process(*json.loads(text)).is_known_to_have_ended()
 
     def arrive(self, line: Line) -> None:
         self._store.set(f"fsdp_compat/arrived/{line.name}/{line.members[line.rank]}", "1")

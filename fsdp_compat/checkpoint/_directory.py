@@ -22,10 +22,10 @@ import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
+from .._engine.processes import host
 from ..errors import CheckpointError
 from ._blocks import sync_directory
 from ._manifest import MANIFEST, read_manifest
-from ._processes import host
 
 __all__ = ["Fresh", "NotSynced", "directory_of", "fresh_name", "latest", "make_fresh", "remove_left_overs", "remove_older"]
 

@@ -8,62 +8,17 @@ tells everybody (see _postbox.py).
 from __future__ import annotations
 
 import dataclasses
-import functools
-import os
 import time
 import uuid
-from pathlib import Path
 from typing import Any
 
 from .._engine import torch_private, watch
+from .._engine.processes import Process
 
-__all__ = ["Inquiry", "Members", "Process", "host", "members_of", "own_facts"]
+__all__ = ["Inquiry", "Members", "members_of", "own_facts"]
 
 ASK_S = 1.0  # at least, between two questions to a silent rank on another machine
 SILENCE_S = 30.0  # without an answer; a thread gets no turn to answer while a long call into C keeps the interpreter
-
-
-@functools.cache
-def host() -> str:
-    """What tells this machine, since it was started, from every other one."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return f"{uuid.getnode():012x}"
-
-
-@dataclasses.dataclass(frozen=True)
-class Process:
-    """A process, in words with which others on its machine find it."""
-
-    machine: str  # the same for all processes that see each other's ids
-    pid: int
-    started: str  # tells it from a later process with the same id
-
-    @staticmethod
-    def own() -> Process | None:
-        """This process, or None where others cannot look for it."""
-        pid = os.getpid()
-        try:
-            namespace = os.stat("/proc/self/ns/pid").st_ino
-        except OSError:
-            return None
-        facts = _state_and_start(pid)
-        return None if facts is None else Process(f"{host()}/{namespace}", pid, facts[1])
-
-    def has_ended(self) -> bool:
-        """True if it does not run any more. The caller is on its machine."""
-        facts = _state_and_start(self.pid)
-        return facts is None or facts[0] in "ZX" or facts[1] != self.started
-
-
-def _state_and_start(pid: int) -> tuple[str, str] | None:
-    """Return the state of a process and when it was started, or None if there is none."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except (FileNotFoundError, ProcessLookupError):
-        return None
-    return fields[0], fields[19]
 
 
 class Members:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import _thread
 import contextlib
+import dataclasses
 import functools
 import os
 import re
@@ -25,6 +26,7 @@ from torch import nn
 from fsdp_compat import FullyShardedDataParallel as FSDP
 from fsdp_compat import StateError
 from fsdp_compat._engine import meeting, pulse, watch
+from fsdp_compat._engine.processes import Process
 from tests.support.ranks import run_ranks
 
 PROMPT_S = 8.0  # on a busy machine; every other time limit is far beyond it
@@ -341,7 +343,7 @@ def test_a_rank_that_does_not_answer_is_waited_for_as_long_as_its_process_lives(
     board.answer(1, watch.Answer(0, "of somebody who asked before", 99.0))
     inquiry = meeting._Inquiry(board, "line")
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as other:
-        board._set("process/1", pulse.identity_of(str(other.pid)))
+        board._set("process/1", dataclasses.astuple(Process.with_id(other.pid)))
         os.kill(other.pid, signal.SIGSTOP)
         assert inquiry.of(1) == ("it has given no sign of life for 0 s", False)
         now[0] += 1000.0
