@@ -376,7 +376,7 @@ def _parts_of_one_rank(path: str) -> None:
             saved = get_optimizer_state_dict(model, again, options=options)
             dcp.load(saved, checkpoint_id=f"{path}/{number}")
         set_optimizer_state_dict(model, again, saved, options=options)
-        for p in (p for p in model.parameters() if p.numel()):
+        for p in (p for p in optimizer.state if p.numel()):
             one, other = optimizer.state[p], again.state[p]
             assert_same(other, one, f"{config} {options}")
             assert other["scales"].unique().tolist() == [dist.get_rank()]
