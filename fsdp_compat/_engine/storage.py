@@ -119,9 +119,13 @@ class GroupMemory:
 
     def bring_back(self, store: ParamStore, indices: Sequence[int]) -> None:
         """Let strayed leaves view the buffer again; what they held is lost."""
+        was_free = not self._buffer.resident_nbytes
+        self._buffer.allocate()  # nothing can view memory that is not there
         leaves = store.make_leaves(self.full)
         for index in indices:
             self._views[index].data = torch_private.local_part(leaves[index]).data
+        if was_free:
+            self.free()
 
     def allocate(self) -> None:
         """Make room for a gather."""
