@@ -713,7 +713,6 @@ CLIPPED: list[tuple[torch.dtype, dict[str, Any]]] = [
     (torch.bfloat16, {}),
     (torch.float32, {"param_dtype": torch.bfloat16}),
     (torch.float32, {"param_dtype": torch.bfloat16, "keep_low_precision_grads": True}),
-    (torch.float32, {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32, "keep_low_precision_grads": True}),
 ]
 
 
