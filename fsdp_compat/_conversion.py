@@ -41,12 +41,12 @@ def convert(instance: FullyShardedDataParallel, wanted: Mapping[FlatStore, torch
     ]
     if not changed:
         return
-    for each in changed:
-        each._runtime.require_idle("a conversion to another dtype", ValueStateError)
-        each._runtime.require_parts("a conversion to another dtype")
-        if each._runtime.has_run or not each._runtime.sync:
+    for runtime, each in {each._runtime: each for each in reversed(changed)}.items():
+        runtime.require_idle("a conversion to another dtype", ValueStateError)
+        runtime.require_parts("a conversion to another dtype")
+        if runtime.has_run or not runtime.sync:
             raise _too_late(each, {str(dtype) for dtype in wanted.values()})
-        each._runtime.rest()
+        runtime.rest()
     meeting.meet("a conversion to another dtype", (group for each in changed for group in each._unit.groups), copies=True)
     with torch.inference_mode(False), torch.no_grad():
         for each in changed:

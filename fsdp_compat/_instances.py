@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import nn
@@ -15,7 +15,7 @@ from ._state.names import Wanted, clean_name
 from ._state.optim import NamedUnit
 from .api import StateDictSettings
 
-__all__ = ["Instance", "instances_in", "managed_in", "named_units", "names_before", "names_in_order"]
+__all__ = ["Instance", "instances_in", "managed_in", "named_units", "names_before", "names_in_order", "runtimes_of"]
 
 
 class Instance(nn.Module):
@@ -45,6 +45,11 @@ class Instance(nn.Module):
 def instances_in(module: nn.Module) -> list[Instance]:
     """The wrappers in ``module``, itself included, the outer ones first."""
     return [child for child in module.modules() if isinstance(child, Instance)]
+
+
+def runtimes_of(instances: Iterable[Instance]) -> list[Runtime]:
+    """The runtimes of wrappers, each once: those below one root have one together."""
+    return list(dict.fromkeys(instance._runtime for instance in instances))
 
 
 def named_units(model: nn.Module) -> list[NamedUnit]:

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from ._checks import require_bools, require_group, require_model_and_optimizer
 from ._engine import meeting
-from ._instances import instances_in, named_units, names_before
+from ._instances import instances_in, named_units, names_before, runtimes_of
 from ._optimizers import convert
 from ._state.dry_run import first_states, states_to_be
 from ._state.holdings import Holdings, holdings_of, require_units
@@ -223,6 +223,6 @@ def warn_of_layout(names: Sequence[str], optim: Optimizer, stacklevel: int) -> N
 
 
 def _require_idle(model: nn.Module, what: str) -> None:
-    for instance in instances_in(model):
-        instance._runtime.require_idle(what)
-        instance._runtime.require_parts(what)
+    for runtime in runtimes_of(instances_in(model)):
+        runtime.require_idle(what)
+        runtime.require_parts(what)

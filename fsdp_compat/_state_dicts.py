@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
+import itertools
 import typing
 from collections.abc import Generator, Iterator, Mapping, MutableMapping
 from typing import Any
@@ -195,10 +196,12 @@ class StateDicts(Instance):
                 instance._wanted = everything
 
     def _state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> dict[str, Any]:
-        if not self._unit.lent:
-            self._runtime.require_idle("state_dict")
-            self._runtime.rest()
-        first = len(destination)
+        with contextlib.nullcontext() if self._unit.lent else self._runtime.rested("state_dict"):
+            return self._rested_state_dict(destination, prefix, keep_vars)
+
+    def _rested_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> dict[str, Any]:
+        first, described = len(destination), getattr(destination, "_metadata", None) or {}
+        first_described = len(described)
         self._unit.in_state_dict = True
         try:
             with meeting.together("state_dict", _groups_of_state_dict(self)):
@@ -208,7 +211,7 @@ class StateDicts(Instance):
         settings = self._state_settings
         config: Any = settings.state_dict_config
         keep = not getattr(config, "rank0_only", False) or self._settings.mesh.is_first
-        own = list(destination)[first:]
+        own = list(itertools.islice(destination, first, None))
         base = clean_name(prefix)
         # Parts of this unit's parameters; inner instances, which do not know them (ties), have cleaned their names.
         parts = set() if self._unit.lent else {base + clean_name(name) for name in self._sharded_names()}
@@ -230,10 +233,8 @@ class StateDicts(Instance):
             values.update(self._entries(base, keep))
         for key in in_module_order(list(values), names_in_order(self, base)):
             destination[key] = values[key]
-        metadata = getattr(destination, "_metadata", None)
-        if metadata is not None:
-            for key in [key for key in metadata if key.startswith(prefix)]:
-                metadata.setdefault(clean_name(key), metadata[key])
+        for key in list(itertools.islice(described, first_described, None)):
+            described.setdefault(clean_name(key), described[key])
         return destination
 
     def _entries(self, base: str, keep: bool) -> Iterator[tuple[str, torch.Tensor]]:

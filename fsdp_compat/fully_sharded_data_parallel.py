@@ -52,6 +52,7 @@ from ._engine.reduce import CommHook
 from ._engine.runtime import Runtime
 from ._engine.tree import Member, assign_owners, group_members
 from ._engine.unit import Group, Unit, UnitOptions
+from ._instances import runtimes_of
 from ._legacy_optim_state_dicts import LegacyOptimStateDicts, OptimStateKeyType
 from ._settings import Arguments, Settings, resolve
 from ._state.full_params import Options, full_parameters
@@ -510,9 +511,9 @@ class FullyShardedDataParallel(LegacyOptimStateDicts):
         instances = FullyShardedDataParallel.fsdp_modules(module)
         if not recurse:
             instances = [child for child in instances if child is module or child._unit.is_root]
-        for instance in instances:
-            instance._runtime.require_idle("summon_full_params", AssertedStateError)
-            instance._runtime.rest()
+        for runtime in runtimes_of(instances):
+            runtime.require_idle("summon_full_params", AssertedStateError)
+            runtime.rest()
         units = [child._unit for child in instances]
         meeting.meet(where, (group for unit in units if not unit.lent for group in unit.groups))
         serve_only = rank0_only and not all(child._settings.mesh.is_first for child in instances)

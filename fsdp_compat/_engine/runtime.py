@@ -92,6 +92,7 @@ class Runtime:
         self._reductions: collections.deque[list[Group]] = collections.deque()  # those of a unit together, oldest first
         self._backward: Callable[[], Backward | None] = _nothing  # weak
         self._open = False  # a backward was begun and not ended
+        self._is_rested = False  # inside of ``rested``
         self._notes_open = False  # some group has collected gradients that were not reduced
 
     def take_groups(self) -> None:
@@ -562,22 +563,39 @@ class Runtime:
         """True between a backward that raised and whatever comes next."""
         return self._open and self._backward() is None
 
-    def rest(self) -> None:
-        """Bring every unit to its sharded form, from whatever an exception or a forward without backward has left."""
+    @contextlib.contextmanager
+    def rested(self, what: str) -> Iterator[None]:
+        """Around a call between steps that needs every unit sharded: what is called inside does not look at all units again.
+
+        Raises StateError if ``what`` is called from inside of forward or backward.
+        """
+        if self._is_rested:
+            yield
+            return
+        self.require_idle(what)
+        self.rest()
+        self._is_rested = True
+        try:
+            yield
+        finally:
+            self._is_rested = False
+
+    def rest(self, units: Iterable[Unit] | None = None) -> None:
+        """Bring units, by default all, to their sharded form, from whatever an exception or a forward without backward has left."""
         if self.broken:
             self._discard()
         if self._stack and not self.in_backward:
             self._stack.clear()
             for unit in self.units:
                 unit.running = 0
-        for unit in self.units:
+        for unit in self.units if units is None else units:
             unit.free()
             unit.reveal_parts()
-        self.require_own()
+        self.require_own(units)
 
-    def require_own(self) -> None:
+    def require_own(self, units: Iterable[Unit] | None = None) -> None:
         """Raise StateError if somebody has replaced parameters; what was written by `.data =` between steps counts from now on."""
-        for unit in self.units:
+        for unit in self.units if units is None else units:
             unit.require_own()
             for group in () if unit.lent else unit.groups:
                 group.store.check(group.name)

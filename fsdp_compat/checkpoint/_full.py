@@ -12,7 +12,7 @@ from torch import nn
 
 from .._checks import require_module
 from .._engine import meeting
-from .._instances import Instance, instances_in, managed_in, names_in_order
+from .._instances import Instance, instances_in, managed_in, names_in_order, runtimes_of
 from .._state.model import gathered_unit
 from .._state.names import Wanted, clean_name, wanted_by
 
@@ -41,9 +41,9 @@ def _full_state(model: nn.Module, wanted: Wanted) -> Iterator[tuple[str, torch.T
     Collective, as far as it is consumed.
     """
     instances = instances_in(model)
-    for instance in instances:
-        instance._runtime.require_idle("iter_full_state_dict")
-        instance._runtime.require_parts("iter_full_state_dict")
+    for runtime in runtimes_of(instances):
+        runtime.require_idle("iter_full_state_dict")
+        runtime.require_parts("iter_full_state_dict")
     meeting.meet("iter_full_state_dict", (group for each in instances for group in each._unit.groups))
     position = {name: number for number, name in enumerate(names_in_order(model, ""))}
     for owned in _by_owner(model):
@@ -52,7 +52,7 @@ def _full_state(model: nn.Module, wanted: Wanted) -> Iterator[tuple[str, torch.T
         ]
         if isinstance(owned.owner, Instance):
             owned.owner._runtime.require_idle("iter_full_state_dict")
-            owned.owner._runtime.rest()
+            owned.owner._runtime.rest([owned.owner._unit])
             found += gathered_unit(owned.owner._unit, [f"{path}." if path else "" for path in owned.paths], wanted)
         found.sort(key=lambda entry: position.get(entry[0][0], len(position)), reverse=True)
         while found:  # what was yielded is let go

@@ -15,7 +15,7 @@ from torch import nn
 from .._engine import meeting, torch_private
 from .._engine.collectives import communicator
 from .._engine.mesh import Mesh
-from .._instances import Instance, instances_in
+from .._instances import Instance, instances_in, runtimes_of
 from ..errors import CheckpointError, StateError, UsageError, explain
 from . import _background as background
 from ._postbox import Lost, Postbox
@@ -132,10 +132,10 @@ def agree(ranks: Ranks, problem: BaseException | None, value: Any, call: str) ->
 
 def require_rest(instances: list[Instance], call: str) -> None:
     """Raise StateError inside of a pass or of summon_full_params; bring all units to their sharded form."""
-    for instance in instances:
-        instance._runtime.require_idle(call)
-        instance._runtime.require_parts(call)
-        instance._runtime.rest()
+    for runtime in runtimes_of(instances):
+        runtime.require_idle(call)
+        runtime.require_parts(call)
+        runtime.rest()
 
 
 def as_ours(error: Exception, what: str, path: Any, state: str) -> Exception:

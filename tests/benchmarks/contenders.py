@@ -34,6 +34,7 @@ __all__ = [
     "FSDP1",
     "FSDP2",
     "MIN_ROUNDS",
+    "ORIGINAL",
     "OURS",
     "PLAIN",
     "Contender",
@@ -41,6 +42,7 @@ __all__ = [
     "Timings",
     "build",
     "fsdp1_of",
+    "makers",
     "measure",
 ]
 
@@ -73,22 +75,27 @@ class Contender:
             parameter.grad = None
 
 
-def build(base: nn.Module, block: type[nn.Module], strategy: Strategy, *, ddp: bool) -> list[Contender]:
-    """Return the contenders for one strategy, each around its own copy of ``base``. Collective: all ranks.
+def makers(block: type[nn.Module], strategy: Strategy, *, ddp: bool) -> dict[str, Callable[[nn.Module], nn.Module]]:
+    """Return what wraps a model, by contender. Each is collective: all ranks.
 
     Every instance of ``block`` becomes a unit, and what is left over belongs to the root. ddp: DistributedDataParallel takes part.
     """
-    makers: dict[str, Callable[[nn.Module], nn.Module]] = {PLAIN: lambda model: model}
+    found: dict[str, Callable[[nn.Module], nn.Module]] = {PLAIN: lambda model: model}
     if ddp:
-        makers[DDP] = DistributedDataParallel
+        found[DDP] = DistributedDataParallel
     for name, make in ((OURS, _ours), (FSDP1, _fsdp1)):
         for original in (False, True):
             suffix = ORIGINAL if original else ""
-            makers[name + suffix] = functools.partial(make, block=block, strategy=strategy, use_orig_params=original)
+            found[name + suffix] = functools.partial(make, block=block, strategy=strategy, use_orig_params=original)
     if strategy is not Strategy.NO_SHARD:
-        makers[FSDP2] = functools.partial(_fsdp2, block=block, strategy=strategy)
+        found[FSDP2] = functools.partial(_fsdp2, block=block, strategy=strategy)
+    return found
+
+
+def build(base: nn.Module, block: type[nn.Module], strategy: Strategy, *, ddp: bool) -> list[Contender]:
+    """Return the contenders for one strategy, each around its own copy of ``base``; see ``makers``."""
     found = []
-    for name, maker in makers.items():
+    for name, maker in makers(block, strategy, ddp=ddp).items():
         model = maker(copy.deepcopy(base))
         found.append(Contender(name, model, tuple(model.parameters())))
     return found
