@@ -65,49 +65,51 @@ def load(
     """
     call = "checkpoint.load"
     instances, ranks = ranks_of(model, call)
-    problem: BaseException | None = None
-    plan, shared = None, None
-    try:
-        if not isinstance(path, (str, os.PathLike)):
-            raise checks.wrong_type("path", "a path", path, call)
-        if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
-            raise checks.wrong_type("optimizer", "a torch.optim.Optimizer, or None", optimizer, call)
-        checks.require_bools(call, progress=progress)
-        require_bar(progress, f"{call}(..., progress=True)")
-        require_rest(instances, call)
-        if optimizer is not None:
-            convert(optimizer)
-        shared = SharedOptimizer(model, optimizer, ranks)
-        plan = _Plan(Path(path), model, optimizer, ranks)
-        plan.source.check(progress and ranks.number == 0)
-    except Exception as error:
-        problem = as_ours(error, "The checkpoint could not be read.", path, "nothing was loaded")
-    told = agree(ranks, problem, None if plan is None or shared is None else (plan.source.manifest.identity, shared.told()), call)
-    assert plan is not None
-    assert shared is not None
-    shared.require_alike([of_optimizer for _, of_optimizer in told], call)
-    identities = {identity for identity, _ in told}
-    if len(identities) > 1:
-        raise CheckpointError(
-            explain(
-                "Ranks load different checkpoints.",
-                expected="one checkpoint on all ranks",
-                got=f"{len(identities)} of them; this rank: {path}",
-                where=call,
-                fix="pass one path on all ranks; call latest(folder) when no save is under way",
+    with ranks.taking_part():
+        problem: BaseException | None = None
+        plan, shared = None, None
+        try:
+            if not isinstance(path, (str, os.PathLike)):
+                raise checks.wrong_type("path", "a path", path, call)
+            if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
+                raise checks.wrong_type("optimizer", "a torch.optim.Optimizer, or None", optimizer, call)
+            checks.require_bools(call, progress=progress)
+            require_bar(progress, f"{call}(..., progress=True)")
+            require_rest(instances, call)
+            if optimizer is not None:
+                convert(optimizer)
+            shared = SharedOptimizer(model, optimizer, ranks)
+            plan = _Plan(Path(path), model, optimizer, ranks)
+            plan.source.check(progress and ranks.number == 0)
+        except Exception as error:
+            problem = as_ours(error, "The checkpoint could not be read.", path, "nothing was loaded")
+        own = None if plan is None or shared is None else (plan.source.manifest.identity, shared.told())
+        told = agree(ranks, problem, own, call)
+        assert plan is not None
+        assert shared is not None
+        shared.require_alike([of_optimizer for _, of_optimizer in told], call)
+        identities = {identity for identity, _ in told}
+        if len(identities) > 1:
+            raise CheckpointError(
+                explain(
+                    "Ranks load different checkpoints.",
+                    expected="one checkpoint on all ranks",
+                    got=f"{len(identities)} of them; this rank: {path}",
+                    where=call,
+                    fix="pass one path on all ranks; call latest(folder) when no save is under way",
+                )
             )
-        )
-    extra = None
-    try:
-        extra = plan.commit(progress and ranks.number == 0)
-    except FsdpCompatError as error:
-        problem = error
-    except OSError as error:
-        problem = as_ours(error, "The checkpoint could not be read.", path, "a part was loaded before: load again")
-    except Exception as error:
-        problem = _not_taken(error, path)
-    agree(ranks, problem, None, call)
-    return extra
+        extra = None
+        try:
+            extra = plan.commit(progress and ranks.number == 0)
+        except FsdpCompatError as error:
+            problem = error
+        except OSError as error:
+            problem = as_ours(error, "The checkpoint could not be read.", path, "a part was loaded before: load again")
+        except Exception as error:
+            problem = _not_taken(error, path)
+        agree(ranks, problem, None, call)
+        return extra
 
 
 def _not_taken(error: Exception, path: object) -> CheckpointError:

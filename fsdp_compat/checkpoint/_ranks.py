@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime
 import json
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -34,6 +36,17 @@ class Ranks:
     mesh: Mesh
     box: Postbox
     have_agreed: bool = False
+
+    @contextlib.contextmanager
+    def taking_part(self) -> Iterator[None]:
+        """Around the call: no other rank is to wait for one that leaves it early."""
+        try:
+            yield
+        except BaseException as error:
+            self.box.leave(error)
+            raise
+        finally:
+            self.box.close()
 
     def exchange(self, value: object) -> list[Any]:
         """Return every rank's ``value`` (JSON), by number. Collective.

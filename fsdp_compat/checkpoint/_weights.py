@@ -78,31 +78,33 @@ def load_safetensors(
     """
     call = "checkpoint.load_safetensors"
     instances, ranks = ranks_of(model, call)
-    problem: BaseException | None = None
-    plan: list[tuple[_Held, Path, Entry]] = []
-    others: dict[str, torch.Tensor] = {}
-    groups: list[NamedGroup] = []
-    try:
-        _check_arguments(call, path, rename, dtype, progress)
-        require_rest(instances, call)
-        groups = named_groups(named_units(model))
-        plan, others = _plan_of_reading(Path(path), model, groups, rename, call)
-    except Exception as error:
-        problem = as_ours(error, "The weights could not be read.", path, "nothing was loaded")
-    places = [(held.names[0], file.name, entry.name, entry.start) for held, file, entry in plan]
-    _require_alike(agree(ranks, problem, _digest(places, dtype), call), ranks, call)
-    total = sum(held.part.numel * entry.dtype.itemsize for held, _, entry in plan)
-    try:
-        with progress_bar(progress and ranks.number == 0, "load weights", total) as tick, torch.no_grad():
-            for file in dict.fromkeys(file for _, file, _ in plan):
-                read_plain(file, merged([_wanted(held, entry, dtype) for held, its, entry in plan if its == file]), tick)
-        with without_groups(model, names_in(groups)):
-            model.load_state_dict(others, strict=False)
-    except CheckpointError as error:
-        problem = changed_meanwhile(error, path)
-    except Exception as error:
-        problem = as_ours(error, "The weights could not be read.", path, "a part of the weights was loaded before: load all again")
-    agree(ranks, problem, None, call)
+    with ranks.taking_part():
+        problem: BaseException | None = None
+        plan: list[tuple[_Held, Path, Entry]] = []
+        others: dict[str, torch.Tensor] = {}
+        groups: list[NamedGroup] = []
+        try:
+            _check_arguments(call, path, rename, dtype, progress)
+            require_rest(instances, call)
+            groups = named_groups(named_units(model))
+            plan, others = _plan_of_reading(Path(path), model, groups, rename, call)
+        except Exception as error:
+            problem = as_ours(error, "The weights could not be read.", path, "nothing was loaded")
+        places = [(held.names[0], file.name, entry.name, entry.start) for held, file, entry in plan]
+        _require_alike(agree(ranks, problem, _digest(places, dtype), call), ranks, call)
+        total = sum(held.part.numel * entry.dtype.itemsize for held, _, entry in plan)
+        try:
+            with progress_bar(progress and ranks.number == 0, "load weights", total) as tick, torch.no_grad():
+                for file in dict.fromkeys(file for _, file, _ in plan):
+                    read_plain(file, merged([_wanted(held, entry, dtype) for held, its, entry in plan if its == file]), tick)
+            with without_groups(model, names_in(groups)):
+                model.load_state_dict(others, strict=False)
+        except CheckpointError as error:
+            problem = changed_meanwhile(error, path)
+        except Exception as error:
+            was_loaded = "a part of the weights was loaded before: load all again"
+            problem = as_ours(error, "The weights could not be read.", path, was_loaded)
+        agree(ranks, problem, None, call)
 
 
 def save_safetensors(
@@ -134,39 +136,40 @@ def save_safetensors(
     """
     call = "checkpoint.save_safetensors"
     instances, ranks = ranks_of(model, call)
-    problem: BaseException | None = None
-    plan: _Output | None = None
-    try:
-        _check_arguments(call, path, rename, dtype, progress)
-        if isinstance(max_file_nbytes, bool) or not isinstance(max_file_nbytes, int) or max_file_nbytes < 1:
-            raise checks.wrong_type("max_file_nbytes", "a number of bytes, at least 1", max_file_nbytes, call)
-        require_rest(instances, call)
-        plan = _Output(Path(path), model, rename, dtype, max_file_nbytes, call, ranks.number == 0)
-        _refuse_existing(Path(path), call)
-    except Exception as error:
-        problem = as_ours(error, "The weights could not be saved.", path, "no file has its name yet")
-    told = agree(ranks, problem, (_digest(plan and plan.described()), uuid.uuid4().hex), call)
-    _require_alike([digest for digest, _ in told], ranks, call)
-    assert plan is not None
-    token = told[0][1]
-    for turn in (plan.make if ranks.number == 0 else None, plan.write):  # all others find what the first has made
+    with ranks.taking_part():
+        problem: BaseException | None = None
+        plan: _Output | None = None
         try:
-            if turn is not None and problem is None:
-                turn(token, progress and ranks.number == 0)
+            _check_arguments(call, path, rename, dtype, progress)
+            if isinstance(max_file_nbytes, bool) or not isinstance(max_file_nbytes, int) or max_file_nbytes < 1:
+                raise checks.wrong_type("max_file_nbytes", "a number of bytes, at least 1", max_file_nbytes, call)
+            require_rest(instances, call)
+            plan = _Output(Path(path), model, rename, dtype, max_file_nbytes, call, ranks.number == 0)
+            _refuse_existing(Path(path), call)
         except Exception as error:
             problem = as_ours(error, "The weights could not be saved.", path, "no file has its name yet")
-        failed = ranks.exchange(problem is not None)
-        if any(failed):
-            break
-    if ranks.number == 0:
-        try:
-            if not any(failed):
-                plan.publish(token)
-        except OSError as error:
-            problem = as_ours(error, "The weights could not be saved.", path, "take away what has its name already")
-        plan.remove(token)
-    agree(ranks, problem, None, call)
-    return [Path(path) / name for name in plan.names]
+        told = agree(ranks, problem, (_digest(plan and plan.described()), uuid.uuid4().hex), call)
+        _require_alike([digest for digest, _ in told], ranks, call)
+        assert plan is not None
+        token = told[0][1]
+        for turn in (plan.make if ranks.number == 0 else None, plan.write):  # all others find what the first has made
+            try:
+                if turn is not None and problem is None:
+                    turn(token, progress and ranks.number == 0)
+            except Exception as error:
+                problem = as_ours(error, "The weights could not be saved.", path, "no file has its name yet")
+            failed = ranks.exchange(problem is not None)
+            if any(failed):
+                break
+        if ranks.number == 0:
+            try:
+                if not any(failed):
+                    plan.publish(token)
+            except OSError as error:
+                problem = as_ours(error, "The weights could not be saved.", path, "take away what has its name already")
+            plan.remove(token)
+        agree(ranks, problem, None, call)
+        return [Path(path) / name for name in plan.names]
 
 
 def _refuse_existing(path: Path, call: str) -> None:

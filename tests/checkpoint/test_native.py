@@ -839,6 +839,8 @@ def test_states_of_one_ranks_part_come_back_where_the_parts_are_the_same(use_ori
     for rank in range(2):
         for entry, then in zip(found[rank], expected[rank], strict=True):
             assert entry.keys() == then.keys()
+            if not then:  # of a parameter of which the rank has no part
+                continue
             table, its_table = entry.pop("map"), then.pop("map")
             assert table["code"] == its_table["code"]
             assert torch.equal(table["table"], its_table["table"])

@@ -593,7 +593,7 @@ def _refused_loads(folder: Path) -> dict[str, Outcome]:
         "dtype": lambda: load_safetensors(good, model, dtype=torch.int32),
         "dtype by name": lambda: load_safetensors(good, model, dtype="float32"),  # type: ignore[arg-type]
         "rename": lambda: load_safetensors(good, model, rename={"a": "b"}),  # type: ignore[arg-type]
-        "progress": lambda: load_safetensors(good, model, progress=1),  # type: ignore[arg-type]
+        "progress": lambda: load_safetensors(good, model, progress="yes"),  # type: ignore[arg-type]
         "two for one name": lambda: load_safetensors(good, model, rename=lambda name: name.replace("a.bias", "b.bias")),
         "rename gives a number": lambda: load_safetensors(good, model, rename=len),  # type: ignore[arg-type]
         "no wrapping": lambda: load_safetensors(good, nn.Linear(1, 1)),

@@ -250,7 +250,7 @@ class Twins:
 
 def mesh_of(shape: str) -> Mesh:
     if shape == "hybrid":
-        return mesh_from_device_mesh(init_device_mesh("cpu", (2, 2)), hybrid=True, strategy="HYBRID_SHARD")
+        return mesh_from_device_mesh(init_device_mesh("cpu", (2, 2)), strategy="HYBRID_SHARD")
     return replicated(mesh_from_group(None)) if shape == "replicated" else mesh_from_group(None)
 
 
