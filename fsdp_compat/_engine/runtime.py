@@ -389,7 +389,7 @@ class Runtime:
         follow = not self._untouched.targets_stand()
         for unit in self.units:
             kept = unit.residency is Residency.FULL
-            for group in unit.groups:
+            for group in () if unit.lent else unit.groups:
                 if kept:
                     group.require_leaves()
                 if follow and not group.store.stands():

@@ -300,22 +300,6 @@ def gathers(line: Any, tag: int, numel: int = 3) -> Tensor:
     return full
 
 
-def sends_only() -> str:
-    line = own_line()
-
-    def step() -> None:
-        full = torch.empty(6)
-        line.begin_gather(torch.ones(3), full, full.chunk(2), 4 + 4 * line.rank)
-        line.drain("what was sent")
-
-    return message_of(step)
-
-
-def test_sends_that_nobody_takes_are_named_too() -> None:
-    messages = run_ranks(2, sends_only)
-    assert_alike(messages, "rank 0 waits for rank 1 to take what was sent", "rank 1 waits for rank 0 to take")
-
-
 def empty_messages() -> str:
     line = own_line()
     return message_of(lambda: gathers(line, 4 + 4 * line.rank, numel=0))

@@ -45,7 +45,6 @@ from fsdp_compat import (
     register_fsdp_forward_method,
 )
 from fsdp_compat import FullyShardedDataParallel as FSDP
-from fsdp_compat._engine import meeting
 from fsdp_compat.errors import CheckpointError, FsdpCompatError, StateError, UsageError
 from fsdp_compat.sharded_grad_scaler import ShardedGradScaler
 from fsdp_compat.wrap import (
@@ -892,8 +891,6 @@ OPTIMIZERS: dict[str, Case] = {
     "its dict": Case(optim(lambda m, o: FSDP.optim_state_dict(m, o.state_dict())), ("optim_state_dict", "dict")),
     "dict: a list": Case(optim(lambda m, o: FSDP.optim_state_dict(m, o, [])), ("optim_state_dict", "list")),
     "dict: empty": Case(optim(lambda m, o: FSDP.optim_state_dict(m, o, {})), ("'state'", "'param_groups'")),
-    "dict: without groups": Case(optim(lambda m, o: FSDP.optim_state_dict(m, o, {"state": {}})), ("'param_groups'",)),
-    "dict: by names": Case(optim(lambda m, o: FSDP.optim_state_dict(m, o, FSDP.optim_state_dict(m, o))), ("'scale'", "numbers")),
     "dict: of another optimizer": Case(
         optim(lambda m, o: FSDP.optim_state_dict(m, o, {"state": {99: {"step": 1}}, "param_groups": [{"params": [99]}]})), ("99",)
     ),
@@ -921,7 +918,6 @@ OPTIMIZERS: dict[str, Case] = {
         ("optim_state_dict_to_load(model, optim",),
     ),
     "to load: empty": Case(optim_loads(lambda state: {}), ("'state'", "'param_groups'")),
-    "to load: state only": Case(optim_loads(lambda state: {"state": state["state"]}), ("'param_groups'",)),
     "to load: the model's": Case(
         optim(lambda m, o: FSDP.optim_state_dict_to_load(m, o, m.state_dict())), ("'state'", "'param_groups'")
     ),
@@ -1422,13 +1418,13 @@ class Lone:
 
 def _lone_cases() -> dict[str, Lone]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(meeting, "LIMIT_S", LIMIT_S / 2)
+        patch.setenv("FSDP_COMPAT_MEET_TIMEOUT", str(LIMIT_S / 2))
         return _run_lone_cases()
 
 
 def _run_lone_cases() -> dict[str, Lone]:
     found = {}
-    for name, (good, bad, communicates) in ON_ONE_RANK.items():
+    for name, (good, bad, _) in ON_ONE_RANK.items():
         group = dist.new_group([0, 1], timeout=timedelta(seconds=LIMIT_S))
         model = shard(process_group=group)
         optimizer = torch.optim.Adam(model.parameters(), 0.0)
@@ -1442,14 +1438,8 @@ def _run_lone_cases() -> dict[str, Lone]:
             kinds = _classes(error)
         seconds = time.monotonic() - started
         dist.barrier()
-        wrong = ""
-        if communicates and dist.get_rank() == 1:  # the other one has given it up, and that it hears at its next call
-            with pytest.raises(StateError, match="given up"):
-                model.state_dict()
-        if not communicates:
-            step(model)
-            wrong = difference(model, 1)
-        found[name] = Lone(kinds, seconds, wrong)
+        step(model)  # nothing was sent: both can go on
+        found[name] = Lone(kinds, seconds, difference(model, 1))
     return found
 
 
@@ -1466,11 +1456,8 @@ def test_bad_input_on_one_rank_is_refused_there_and_holds_up_the_other_no_longer
     assert "FsdpCompatError" in bad.kinds, bad
     assert bad.seconds < LIMIT_S / 2, "it was noticed before anything was sent"
     assert other.seconds < LIMIT_S + 3
-    if ON_ONE_RANK[name][2]:
-        assert "StateError" in other.kinds, other
-    else:
-        assert not other.kinds
-        assert not other.wrong and not bad.wrong
+    assert ("FsdpCompatError" in other.kinds) == ON_ONE_RANK[name][2], other
+    assert not other.wrong and not bad.wrong
 
 
 # -- groups and meshes without this rank, and none at all

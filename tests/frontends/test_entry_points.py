@@ -436,9 +436,11 @@ def _registers() -> None:
     for name in ("no_such_method", "linear_", "forward", "state_dict", "parameters", "no_sync"):
         with about(name), pytest.raises(UsageError, match=re.escape(repr(name))):
             register_fsdp_forward_method(model, name)
-    for bad in ((model, 3), (3, "encode"), (model, "encode", 1)):
+    for bad in ((model, 3), (3, "encode")):
         with about(bad), pytest.raises(UsageError, match="got something else"):
-            register_fsdp_forward_method(*bad[:2], **({"synced": bad[2]} if len(bad) > 2 else {}))
+            register_fsdp_forward_method(*bad)
+    with pytest.raises(UsageError, match="'yes'"):
+        register_fsdp_forward_method(model, "encode", synced="yes")
     register_fsdp_forward_method(model, "encode")
     register_fsdp_forward_method(model, "encode", synced=False)  # the last one counts
     register_fsdp_forward_method(model, "constant")

@@ -298,14 +298,15 @@ def _keeps_grads_in(param_dtype: torch.dtype | None, reduce_dtype: torch.dtype |
         if step:
             with model.no_sync():
                 square(model, torch.randn(4, DIM)).backward()
-            found |= {p.grad.dtype for p in model.parameters()}
+            found |= {p.grad.dtype for p in model.parameters() if p.grad is not None}
         for _ in range(1 + step):
             square(model, torch.randn(4, DIM)).backward()
-        found |= {p.grad.dtype for p in model.parameters()}
+        found |= {p.grad.dtype for p in model.parameters() if p.grad is not None}
         grads = _whole(model)
         assert len(grads) == len(list(Stack(2).parameters()))
         norm = torch.linalg.vector_norm(torch.cat([grad.float().flatten() for grad in grads.values()]))
-        assert_close(model.clip_grad_norm_(1e9).float(), norm, "norm")
+        given = model.clip_grad_norm_(1e9)
+        assert abs(given.float() - norm) <= torch.finfo(given.dtype).eps * norm, "norm, rounded to the dtype of the gradients"
         model.clip_grad_norm_(float(norm) / 2)
         halved = _whole(model)
         for name, grad in grads.items():
@@ -392,7 +393,7 @@ def _low_grads_of_frozen_copies_and_earlier_ones(use_orig_params: bool) -> None:
     assert not any(name.startswith("blocks.0") or name == "blocks.1.up.weight" for name in one)
     assert all(torch.equal(value, other[name]) for name, value in one.items())
     for p, q in zip(model.parameters(), second.parameters(), strict=True):
-        assert (p.grad is None) == (not p.requires_grad)
+        assert (p.grad is None) == (not p.requires_grad or not p.numel())
         if p.grad is not None:
             assert p.grad.dtype == q.grad.dtype == BF16
     if not use_orig_params:
@@ -401,7 +402,7 @@ def _low_grads_of_frozen_copies_and_earlier_ones(use_orig_params: bool) -> None:
         p.requires_grad_(True)
     model.zero_grad()
     square(model, x).backward()
-    assert {p.grad.dtype for p in model.blocks[0].parameters()} == {BF16}
+    assert {p.grad.dtype for p in model.blocks[0].parameters() if p.grad is not None} == {BF16}
 
 
 @both_forms
@@ -420,7 +421,7 @@ def _writes_low_grads_back() -> None:
             p.grad.mul_(2)
         (grad,) = _whole(model).values()
         assert grad.tolist() == [0, 2, 4, 6, 8, 10, 12, 14]
-        assert {p.grad.dtype for p in model.parameters()} == {BF16}
+        assert {p.grad.dtype for p in model.parameters() if p.grad is not None} == {BF16}
 
 
 def test_low_gradients_can_be_changed_in_summon_full_params() -> None:

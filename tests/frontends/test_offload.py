@@ -162,7 +162,7 @@ def _as_without_offload(use_orig_params: bool) -> None:
                 with model.no_sync() if letter == "n" else contextlib.nullcontext():
                     values.append(backward(square(model, vectors(generator))))
                 if letter == "s":
-                    values += [p.grad.clone() for p in model.parameters()]
+                    values += [p.grad.clone() for p in model.parameters() if p.grad is not None]
                     norm = model.clip_grad_norm_(limit)
                     values += [norm] if limit < 1 else []
                     optim.step()
@@ -206,10 +206,11 @@ def _aliases_nothing(strategy: ShardingStrategy, use_orig_params: bool) -> None:
     assert group.resident_nbytes == 0
     for p in model.parameters():
         assert p.data_ptr() in homes or p.numel() == 0
-        assert p.grad.data_ptr() not in homes
+        assert p.grad is None or p.grad.data_ptr() not in homes
     values = shard.clone()
     for p in model.parameters():
-        p.grad.zero_()
+        if p.grad is not None:
+            p.grad.zero_()
     assert torch.equal(shard, values)
     state = model.state_dict()
     for value in state.values():
@@ -288,7 +289,10 @@ def _summons(strategy: ShardingStrategy, use_orig_params: bool) -> None:
                                     p.add_(1)
                                     if with_grads:
                                         p.grad.mul_(3)
-                    for p in pair.plain.parameters() if writeback else ():
+                    copies = dist.get_world_size() if strategy is ShardingStrategy.NO_SHARD else 1
+                    is_whole = copies == dist.get_world_size()  # then what is shown is all there is, see summon_full_params
+                    stays = writeback or (is_whole and (copies == 1 or not rank0_only))
+                    for p in pair.plain.parameters() if stays else ():
                         p.data.add_(1)
                         p.grad.mul_(3 if with_grads else 1)
                     pair.assert_parameters_equal()

@@ -621,6 +621,7 @@ def test_a_verdict_travels_on_a_device_that_the_group_takes(backends: str, devic
         FakeTensorMode(),
         mock.patch.object(collectives, "axis_of", lambda group: types.SimpleNamespace(ranks=2)),
         mock.patch.object(collectives, "communicator", lambda axis, device: Wire()),
+        mock.patch.object(collectives, "is_in_python", lambda group: False),
         mock.patch.object(dist, "get_backend_config", lambda group: backends),
     ):
         group: Any = object()
