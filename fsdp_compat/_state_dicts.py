@@ -200,8 +200,8 @@ class StateDicts(Instance):
             return self._rested_state_dict(destination, prefix, keep_vars)
 
     def _rested_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> dict[str, Any]:
-        first, described = len(destination), getattr(destination, "_metadata", None) or {}
-        first_described = len(described)
+        described: dict[str, Any] = getattr(destination, "_metadata", {})
+        first, first_described = len(destination), len(described)
         self._unit.in_state_dict = True
         try:
             with meeting.together("state_dict", _groups_of_state_dict(self)):
@@ -233,7 +233,7 @@ class StateDicts(Instance):
             values.update(self._entries(base, keep))
         for key in in_module_order(list(values), names_in_order(self, base)):
             destination[key] = values[key]
-        for key in list(itertools.islice(described, first_described, None)):
+        for key in [key for key in itertools.islice(described, first_described, None) if key.startswith(prefix)]:
             described.setdefault(clean_name(key), described[key])
         return destination
 

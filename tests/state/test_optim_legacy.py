@@ -328,7 +328,7 @@ def _arguments() -> None:
     optimizer = OPTIMIZERS["Adam"](model.parameters())
     calls: tuple[Callable[[], Any], ...] = (
         lambda: FSDP.full_optim_state_dict(optimizer, model),  # type: ignore[arg-type]
-        lambda: FSDP.full_optim_state_dict(model, optimizer, rank0_only=None),  # type: ignore[arg-type]
+        lambda: FSDP.full_optim_state_dict(model, optimizer, rank0_only="yes"),  # type: ignore[arg-type]
         lambda: FSDP.sharded_optim_state_dict(model, optimizer, "group"),  # type: ignore[arg-type]
         lambda: FSDP.shard_full_optim_state_dict(model, {}),  # type: ignore[arg-type]
         lambda: FSDP.shard_full_optim_state_dict({}, model, optim=model),  # type: ignore[arg-type]
