@@ -110,7 +110,7 @@ _known: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Any, Members]] = weakr
 def _members(mesh: Mesh, device: torch.device) -> Members:
     """Return the ranks of a mesh, which introduce themselves to each other the first time. Collective."""
     shard, replica = mesh.shard, mesh.replica
-    group = shard.group or replica.group
+    group = shard.group or replica.group or dist.group.WORLD  # one rank alone has none of its own
     known = {} if group is None else _known.setdefault(group, {})
     key = shard.members, replica.members
     if key not in known:

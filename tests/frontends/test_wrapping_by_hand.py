@@ -109,7 +109,7 @@ def _trains_first_and_is_then_nested(**options: Any) -> None:
         backward(square(own, torch.full((2, DIM), x)))
         with torch.no_grad():
             for p in own.parameters():
-                p.sub_(p.grad)
+                p.sub_(0 if p.grad is None else p.grad)
         own.zero_grad()
     _train(Pair(plain, FSDP(model, **options)))
 
