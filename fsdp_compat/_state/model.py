@@ -100,8 +100,10 @@ class _Gathered:
         """Collective: all ranks ask for the same. So is taking one, where parameters are DTensors."""
         self._store = store = store_of(group)
         self._parts: list[dict[int, tuple[Interval, Interval]]] = []  # by rank, unless all parameters lie in the buffer as they are
+        self._wholes: list[torch.Tensor] = []  # in that case
         if len(indices) == len(store.members) or group.shard.ranks == 1:
             self._buffer = group.gather_full()
+            self._wholes = store.whole(self._buffer)
             return
         self._parts = [_packed(store.layout, indices, rank) for rank in range(store.layout.ranks)]
         longest = max(1, *(place.stop for its in self._parts for _, place in its.values()))
@@ -113,7 +115,7 @@ class _Gathered:
     def whole(self, index: int) -> torch.Tensor:
         """Return a parameter, a view of what was gathered where it can be."""
         parallel = self._store.parallel[index]
-        value = self._put_together(index) if self._parts else self._store.whole(self._buffer)[index]
+        value = self._put_together(index) if self._parts else self._wholes[index]
         return (value if parallel is None else parallel.whole(value)).detach()
 
     def copy(self, index: int, device: torch.device | None = None) -> torch.Tensor:
