@@ -1,4 +1,5 @@
-"""Copy a checkout as a clean one would look, without what .gitignore names: `fresh_copy.py FROM TO`."""
+"""Copy a checkout as a clean one would look, without what .gitignore names: `fresh_copy.py FROM
+TO`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Print the one fenced sh block of a section of README.md: `readme_block.py README.md "Quick start"`."""
+"""Print the one fenced sh block of a section of README.md: `readme_block.py README.md "Quick
+start"`."""
 
 from __future__ import annotations
 
@@ -8,14 +9,19 @@ from pathlib import Path
 
 
 def sh_block(text: str, heading: str) -> str:
-    """Return the commands of the only ```sh block below ``## heading``; any other number of blocks is an error."""
+    """Return the commands of the only ```sh block below ``## heading``; any other number of blocks
+    is an error."""
     sections = re.split(r"^## +(.*?) *$", text, flags=re.MULTILINE)
-    bodies = [body for title, body in zip(sections[1::2], sections[2::2], strict=True) if title == heading]
+    bodies = [
+        body for title, body in zip(sections[1::2], sections[2::2], strict=True) if title == heading
+    ]
     if len(bodies) != 1:
         raise SystemExit(f"README.md: expected one section '## {heading}', found {len(bodies)}")
     blocks = re.findall(r"^```sh\n(.*?)^```$", bodies[0], flags=re.MULTILINE | re.DOTALL)
     if len(blocks) != 1 or bodies[0].count("```sh") != 1:
-        raise SystemExit(f"README.md, '## {heading}': expected exactly one fenced sh block, found {len(blocks)}")
+        raise SystemExit(
+            f"README.md, '## {heading}': expected exactly one fenced sh block, found {len(blocks)}"
+        )
     return blocks[0]
 
 

@@ -1,21 +1,24 @@
-"""Train one model under DistributedDataParallel and under fsdp_compat, and print the losses of both side by side.
+"""Train one model under DistributedDataParallel and under fsdp_compat, and print the losses of both
+side by side.
 
-    torchrun --nproc-per-node 2 examples/migrate_from_ddp.py
-    torchrun --nproc-per-node 3 examples/migrate_from_ddp.py --use-orig-params --steps 60 --every 5 --plot /tmp/curves.png
+    torchrun --nproc-per-node 2 examples/migrate_from_ddp.py torchrun --nproc-per-node 3
+    examples/migrate_from_ddp.py --use-orig-params --steps 60 --every 5 --plot /tmp/curves.png
 
-For training code that uses DDP and shall use FSDP. What differs between the two is in pairs of functions, `..._ddp` and
-`..._fsdp`, under "what differs": construction and optimizer, clipping, saving, loading, an average of the weights (EMA),
-and `generate`. All the rest, with gradient accumulation under no_sync and evaluation, is one code for both.
+For training code that uses DDP and shall use FSDP. What differs between the two is in pairs of
+functions, `..._ddp` and `..._fsdp`, under "what differs": construction and optimizer, clipping,
+saving, loading, an average of the weights (EMA), and `generate`. All the rest, with gradient
+accumulation under no_sync and evaluation, is one code for both.
 
-There are three runs over the same batches: DDP, which saves a checkpoint after half of the steps; FSDP, which does so
-too and goes on with a new model and optimizer from its file; and FSDP that starts half-way from DDP's file. It runs on
-CPU with gloo, or on GPUs with nccl, one per process; on several machines, --checkpoint-dir has to be shared.
+There are three runs over the same batches: DDP, which saves a checkpoint after half of the steps;
+FSDP, which does so too and goes on with a new model and optimizer from its file; and FSDP that
+starts half-way from DDP's file. It runs on CPU with gloo, or on GPUs with nccl, one per process; on
+several machines, --checkpoint-dir has to be shared.
 
-Both average gradients in fp32, but add them up in different orders, so the losses differ by rounding, see tolerance().
-The exit status is 1 if they differ by more, and a line says where. (torchrun then prints a report of its own.)
+Both average gradients in fp32, but add them up in different orders, so the losses differ by
+rounding, see tolerance(). The exit status is 1 if they differ by more, and a line says where.
+(torchrun then prints a report of its own.)
 
---plot needs matplotlib: pip install 'fsdp_compat[examples]'.
-"""
+--plot needs matplotlib: pip install 'fsdp_compat[examples]'."""
 
 from __future__ import annotations
 
@@ -48,26 +51,35 @@ MAX_NORM = 0.5  # of the gradients, after clipping
 EMA_DECAY = 0.9
 
 
-# --- data and model: the same for both --------------------------------------------------------------------------------
+# --- data and model: the same for both ------------------------------------------------------------
 
 
 def load_text() -> tuple[Tensor, Tensor]:
-    """Return the bytes to train on and the bytes held out for validation, the last tenth: both 1-D, uint8."""
+    """Return the bytes to train on and the bytes held out for validation, the last tenth: both 1-D,
+    uint8."""
     text = "\n".join(topics[name] for name in sorted(topics)).encode()
     data = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     return data[: len(data) * 9 // 10], data[len(data) * 9 // 10 :]
 
 
-def draw_batch(data: Tensor, args: argparse.Namespace, step: int, part: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return inputs and targets [batch, context] of this rank, for one of the parts that a step accumulates."""
-    seed = ((args.seed * 1_000_003 + step) * args.accumulate + part) * dist.get_world_size() + dist.get_rank()
-    starts = torch.randint(len(data) - args.context, (args.batch, 1), generator=torch.Generator().manual_seed(seed))
+def draw_batch(
+    data: Tensor, args: argparse.Namespace, step: int, part: int, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Return inputs and targets [batch, context] of this rank, for one of the parts that a step
+    accumulates."""
+    seed = (
+        (args.seed * 1_000_003 + step) * args.accumulate + part
+    ) * dist.get_world_size() + dist.get_rank()
+    starts = torch.randint(
+        len(data) - args.context, (args.batch, 1), generator=torch.Generator().manual_seed(seed)
+    )
     windows = data[starts + torch.arange(args.context + 1)].long().to(device)
     return windows[:, :-1], windows[:, 1:]
 
 
 class Block(nn.Module):
-    """Causal attention and an MLP, each normalised first and added to its input. FSDP shards block by block."""
+    """Causal attention and an MLP, each normalised first and added to its input. FSDP shards block
+    by block."""
 
     def __init__(self, dim: int, heads: int) -> None:
         super().__init__()
@@ -79,8 +91,14 @@ class Block(nn.Module):
         self.mlp = nn.Sequential(nn.Linear(dim, 4 * dim), nn.GELU(), nn.Linear(4 * dim, dim))
 
     def forward(self, x: Tensor) -> Tensor:  # [batch, time, dim]
-        q, k, v = self.qkv(self.attention_norm(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
-        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)  # [batch, heads, time, dim / heads]
+        q, k, v = (
+            self.qkv(self.attention_norm(x))
+            .unflatten(-1, (3, self.heads, -1))
+            .permute(2, 0, 3, 1, 4)
+        )
+        attended = F.scaled_dot_product_attention(
+            q, k, v, is_causal=True
+        )  # [batch, heads, time, dim / heads]
         x = x + self.attention_out(attended.transpose(1, 2).flatten(2))
         return x + self.mlp(self.mlp_norm(x))
 
@@ -106,7 +124,8 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def generate(self, tokens: Tensor, num_tokens: int, seed: int) -> Tensor:
-        """Return tokens [batch, time] and ``num_tokens`` drawn ones behind them, the same on every rank."""
+        """Return tokens [batch, time] and ``num_tokens`` drawn ones behind them, the same on every
+        rank."""
         generator = torch.Generator().manual_seed(seed)
         for _ in range(num_tokens):
             logits = self(tokens[:, -self.context :])[:, -1].double().cpu()
@@ -115,23 +134,31 @@ class GPT(nn.Module):
         return tokens
 
 
-# --- what differs: construction and optimizer -------------------------------------------------------------------------
+# --- what differs: construction and optimizer -----------------------------------------------------
 
 
-def build_ddp(module: GPT, device: torch.device, args: argparse.Namespace) -> tuple[nn.Module, torch.optim.Optimizer]:
+def build_ddp(
+    module: GPT, device: torch.device, args: argparse.Namespace
+) -> tuple[nn.Module, torch.optim.Optimizer]:
     model = DDP(module.to(device))  # takes rank 0's weights
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
     return model, optimizer
 
 
-def build_fsdp(module: GPT, device: torch.device, args: argparse.Namespace) -> tuple[nn.Module, torch.optim.Optimizer]:
+def build_fsdp(
+    module: GPT, device: torch.device, args: argparse.Namespace
+) -> tuple[nn.Module, torch.optim.Optimizer]:
     model = FSDP(
         module,
-        auto_wrap_policy=ModuleWrapPolicy({Block}),  # each Block is gathered, used and freed by itself
+        auto_wrap_policy=ModuleWrapPolicy(
+            {Block}
+        ),  # each Block is gathered, used and freed by itself
         device_id=device,
         sync_module_states=True,  # takes rank 0's weights
     )
-    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)  # after wrapping: it gets the shards
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=args.lr
+    )  # after wrapping: it gets the shards
     register_fsdp_forward_method(model, "generate")  # beside forward, this is called from outside
     return model, optimizer
 
@@ -139,7 +166,8 @@ def build_fsdp(module: GPT, device: torch.device, args: argparse.Namespace) -> t
 def build_fsdp_with_orig_params(
     module: GPT, device: torch.device, args: argparse.Namespace
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """As build_fsdp, with an optimizer that may come before wrapping: the module keeps its Parameter objects."""
+    """As build_fsdp, with an optimizer that may come before wrapping: the module keeps its
+    Parameter objects."""
     optimizer = torch.optim.AdamW(module.parameters(), lr=args.lr)
     model = FSDP(
         module,
@@ -152,7 +180,7 @@ def build_fsdp_with_orig_params(
     return model, optimizer
 
 
-# --- what differs: clipping -------------------------------------------------------------------------------------------
+# --- what differs: clipping -----------------------------------------------------------------------
 
 
 def clip_ddp(model: DDP) -> None:
@@ -160,22 +188,35 @@ def clip_ddp(model: DDP) -> None:
 
 
 def clip_fsdp(model: FSDP) -> None:
-    model.clip_grad_norm_(MAX_NORM)  # the norm over all ranks' parts; torch.nn.utils.clip_grad_norm_ does the same here
+    model.clip_grad_norm_(
+        MAX_NORM
+    )  # the norm over all ranks' parts; torch.nn.utils.clip_grad_norm_ does the same here
 
 
-# --- what differs: saving and loading ---------------------------------------------------------------------------------
+# --- what differs: saving and loading -------------------------------------------------------------
 
 
 def save_ddp(path: Path, model: DDP, optimizer: torch.optim.Optimizer, ema: nn.Module) -> None:
     if dist.get_rank() == 0:
-        torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "ema": ema.state_dict()}, path)
+        torch.save(
+            {
+                "model": model.state_dict(),
+                "optimizer": optimizer.state_dict(),
+                "ema": ema.state_dict(),
+            },
+            path,
+        )
     dist.barrier()  # whoever reads it finds it complete
 
 
 def save_fsdp(path: Path, model: FSDP, optimizer: torch.optim.Optimizer, ema: FSDP) -> None:
-    # Whole tensors, put together from all ranks: so all of them call state_dict() and optim_state_dict().
-    # For large models, train_gpt.py saves sharded checkpoints.
-    state = {"model": model.state_dict(), "optimizer": FSDP.optim_state_dict(model, optimizer), "ema": ema.state_dict()}
+    # Whole tensors, put together from all ranks: so all of them call state_dict() and
+    # optim_state_dict(). For large models, train_gpt.py saves sharded checkpoints.
+    state = {
+        "model": model.state_dict(),
+        "optimizer": FSDP.optim_state_dict(model, optimizer),
+        "ema": ema.state_dict(),
+    }
     if dist.get_rank() == 0:
         torch.save(state, path)
     dist.barrier()
@@ -196,7 +237,7 @@ def load_fsdp(path: Path, model: FSDP, optimizer: torch.optim.Optimizer, ema: FS
     ema.load_state_dict(state["ema"])
 
 
-# --- what differs: an average of the weights, and generate ------------------------------------------------------------
+# --- what differs: an average of the weights, and generate ----------------------------------------
 
 
 def average_ddp(model: DDP) -> nn.Module:
@@ -204,7 +245,9 @@ def average_ddp(model: DDP) -> nn.Module:
 
 
 def average_fsdp(model: FSDP) -> nn.Module:
-    return copy.deepcopy(model)  # sharded as the model is: every rank averages its own parts, see update_average
+    return copy.deepcopy(
+        model
+    )  # sharded as the model is: every rank averages its own parts, see update_average
 
 
 def generate_ddp(model: DDP, tokens: Tensor, num_tokens: int, seed: int) -> Tensor:
@@ -229,10 +272,12 @@ class Way:
 
 WITH_DDP = Way(build_ddp, clip_ddp, save_ddp, load_ddp, average_ddp, generate_ddp)
 WITH_FSDP = Way(build_fsdp, clip_fsdp, save_fsdp, load_fsdp, average_fsdp, generate_fsdp)
-WITH_FSDP_ORIG_PARAMS = Way(build_fsdp_with_orig_params, clip_fsdp, save_fsdp, load_fsdp, average_fsdp, generate_fsdp)
+WITH_FSDP_ORIG_PARAMS = Way(
+    build_fsdp_with_orig_params, clip_fsdp, save_fsdp, load_fsdp, average_fsdp, generate_fsdp
+)
 
 
-# --- training: the same for both --------------------------------------------------------------------------------------
+# --- training: the same for both ------------------------------------------------------------------
 
 
 @dataclass
@@ -246,9 +291,15 @@ class Run:
 
 
 def train(
-    way: Way, args: argparse.Namespace, device: torch.device, steps: range, load: Path | None = None, save: Path | None = None
+    way: Way,
+    args: argparse.Namespace,
+    device: torch.device,
+    steps: range,
+    load: Path | None = None,
+    save: Path | None = None,
 ) -> Run:
-    """Build a model, or load it, train it for these steps, saving it half-way, and try it out. Collective."""
+    """Build a model, or load it, train it for these steps, saving it half-way, and try it out.
+    Collective."""
     text, held_out = load_text()
     torch.manual_seed(args.seed)
     model, optimizer = way.build(GPT(args.dim, args.layers, args.heads, args.context), device, args)
@@ -277,7 +328,9 @@ def train(
     run.validation = evaluate(model, validation)
     run.average_validation = evaluate(ema, validation)
     model.eval()
-    tokens = way.generate(model, torch.tensor([list(PROMPT)], device=device), args.generate, args.seed)
+    tokens = way.generate(
+        model, torch.tensor([list(PROMPT)], device=device), args.generate, args.seed
+    )
     run.text = bytes(tokens[0].tolist()).decode(errors="replace")
     return run
 
@@ -294,7 +347,8 @@ def mean_over_ranks(value: Tensor) -> float:
 
 @torch.no_grad()
 def evaluate(model: nn.Module, batch: tuple[Tensor, Tensor]) -> float:
-    """Return the mean loss over the ranks' batches. Under FSDP all ranks take part, as in training."""
+    """Return the mean loss over the ranks' batches. Under FSDP all ranks take part, as in
+    training."""
     model.eval()
     loss = loss_of(model, *batch)
     model.train()
@@ -308,17 +362,19 @@ def update_average(ema: nn.Module, model: nn.Module) -> None:
         average.lerp_(parameter, 1 - EMA_DECAY)
 
 
-# --- comparison -------------------------------------------------------------------------------------------------------
+# --- comparison -----------------------------------------------------------------------------------
 
 TITLES = {"DDP": "DDP", "FSDP": "FSDP", "moved": "FSDP from DDP's file"}
 
 
 def tolerance(num_steps: int) -> float:
-    """Return how far rounding may take the losses of two runs apart, relatively, ``num_steps`` after they were equal.
+    """Return how far rounding may take the losses of two runs apart, relatively, ``num_steps``
+    after they were equal.
 
-    Gradients added up in another order differ in their last digits, and fp32 resolves a loss to 1.2e-7 at best. Measured
-    with learning rates from 1e-3 to 1e-2 on 1 to 4 processes: up to 1e-7 over 40 steps. After that, training amplifies it,
-    at 1e-2 by ten in about 40 steps. So the first steps are the ones that tell a mistake from rounding.
+    Gradients added up in another order differ in their last digits, and fp32 resolves a loss to
+    1.2e-7 at best. Measured with learning rates from 1e-3 to 1e-2 on 1 to 4 processes: up to 1e-7
+    over 40 steps. After that, training amplifies it, at 1e-2 by ten in about 40 steps. So the first
+    steps are the ones that tell a mistake from rounding.
     """
     return 1e-6 * 10 ** max(0.0, num_steps / 40 - 1)
 
@@ -330,12 +386,22 @@ def difference(value: float, expected: float) -> float:
 
 
 def table(runs: Mapping[str, Run], every: int) -> list[str]:
-    """Return a heading, a line for the first, the last and every ``every``-th step, and two with the validation losses."""
-    shown = [step for step in runs["DDP"].losses if step % every == 0 or step in (1, len(runs["DDP"].losses))]
-    rows = [(str(step), {name: run.losses.get(step) for name, run in runs.items()}) for step in shown]
+    """Return a heading, a line for the first, the last and every ``every``-th step, and two with
+    the validation losses."""
+    shown = [
+        step
+        for step in runs["DDP"].losses
+        if step % every == 0 or step in (1, len(runs["DDP"].losses))
+    ]
+    rows = [
+        (str(step), {name: run.losses.get(step) for name, run in runs.items()}) for step in shown
+    ]
     rows.append(("validation", {name: run.validation for name, run in runs.items()}))
     rows.append(("of average", {name: run.average_validation for name, run in runs.items()}))
-    lines = [f"{'step':>10}" + "".join(f"  {TITLES[name]:>20}" + "  difference" * (name != "DDP") for name in runs)]
+    lines = [
+        f"{'step':>10}"
+        + "".join(f"  {TITLES[name]:>20}" + "  difference" * (name != "DDP") for name in runs)
+    ]
     for label, values in rows:
         line = f"{label:>10}"
         for name, value in values.items():
@@ -348,19 +414,35 @@ def table(runs: Mapping[str, Run], every: int) -> list[str]:
 
 
 def problems(runs: Mapping[str, Run]) -> list[str]:
-    """Return what is further from DDP's run than rounding explains: of each other run, the first loss that is."""
+    """Return what is further from DDP's run than rounding explains: of each other run, the first
+    loss that is."""
     expected = runs["DDP"]
     found = []
     for name, run in runs.items():
-        values = [(step, f"loss of step {step}", loss, expected.losses[step]) for step, loss in run.losses.items()]
+        values = [
+            (step, f"loss of step {step}", loss, expected.losses[step])
+            for step, loss in run.losses.items()
+        ]
         last = max(run.losses)
         values.append((last, "validation loss", run.validation, expected.validation))
-        values.append((last, "validation loss of the average", run.average_validation, expected.average_validation))
+        values.append(
+            (
+                last,
+                "validation loss of the average",
+                run.average_validation,
+                expected.average_validation,
+            )
+        )
         for step, what, value, right in values:
             limit = tolerance(step - min(run.losses) + 1)
             if difference(value, right) > limit:
-                far = f"the relative difference is {difference(value, right):.1e}, above {limit:.1e}"
-                found.append(f"{TITLES[name]}: {what}: expected {right:.7f} as with DDP, got {value:.7f}; {far}")
+                far = (
+                    f"the relative difference is {difference(value, right):.1e}, above {limit:.1e}"
+                )
+                found.append(
+                    f"{TITLES[name]}: {what}: expected {right:.7f} as with DDP, got {value:.7f}; "
+                    f"{far}"
+                )
                 break
     return found
 
@@ -373,17 +455,28 @@ def plot(runs: Mapping[str, Run], path: Path) -> None:
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
-    styles = {"DDP": {"linewidth": 5, "alpha": 0.35}, "FSDP": {"linewidth": 1.5}, "moved": {"linestyle": "", "marker": "."}}
-    for name, run in runs.items():  # they lie on each other: the first one wide, the last one in points
+    styles = {
+        "DDP": {"linewidth": 5, "alpha": 0.35},
+        "FSDP": {"linewidth": 1.5},
+        "moved": {"linestyle": "", "marker": "."},
+    }
+    for (
+        name,
+        run,
+    ) in runs.items():  # they lie on each other: the first one wide, the last one in points
         axes.plot(list(run.losses), list(run.losses.values()), label=TITLES[name], **styles[name])
-    axes.set(xlabel="step", ylabel="training loss (nats per byte)", title="The same training under DDP and FSDP")
+    axes.set(
+        xlabel="step",
+        ylabel="training loss (nats per byte)",
+        title="The same training under DDP and FSDP",
+    )
     axes.legend()
     axes.grid(alpha=0.3)
     figure.savefig(path, dpi=120)
     plt.close(figure)
 
 
-# --- main -------------------------------------------------------------------------------------------------------------
+# --- main -----------------------------------------------------------------------------------------
 
 
 def compare(args: argparse.Namespace, device: torch.device) -> int:
@@ -415,7 +508,8 @@ def compare(args: argparse.Namespace, device: torch.device) -> int:
 
 @contextlib.contextmanager
 def checkpoint_directory(chosen: Path | None) -> Iterator[Path]:
-    """Yield the directory for checkpoints on all ranks: the chosen one, or one that is deleted at the end. Collective."""
+    """Yield the directory for checkpoints on all ranks: the chosen one, or one that is deleted at
+    the end. Collective."""
     if chosen is not None:
         yield chosen
         return
@@ -430,7 +524,9 @@ def checkpoint_directory(chosen: Path | None) -> Iterator[Path]:
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
 
     def add(option: str, default: Any, text: str) -> None:
         if default is False:
@@ -438,13 +534,19 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         elif default is None:
             parser.add_argument(option, type=Path, metavar="PATH", help=text)
         else:
-            parser.add_argument(option, type=type(default), default=default, help=f"{text} (default: {default})")
+            parser.add_argument(
+                option, type=type(default), default=default, help=f"{text} (default: {default})"
+            )
 
     add("--steps", 40, "train up to this step; the checkpoints are saved after half of them")
     add("--every", 1, "steps from one printed line to the next")
     add("--use-orig-params", False, "under FSDP, give the optimizer the model's own parameters")
     add("--plot", None, "PNG file to draw the curves into")
-    add("--checkpoint-dir", None, "directory to keep the two checkpoints in; without it they are deleted")
+    add(
+        "--checkpoint-dir",
+        None,
+        "directory to keep the two checkpoints in; without it they are deleted",
+    )
     add("--seed", 0, "of the initial model and the batches")
     add("--dim", 64, "width of the model")
     add("--layers", 2, "number of blocks")
@@ -456,27 +558,44 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--generate", 40, "bytes to generate at the end")
     args = parser.parse_args(arguments)
 
-    minima = {"steps": 2, "every": 1, "dim": 1, "layers": 1, "heads": 1, "context": 1, "batch": 1, "accumulate": 1}
+    minima = {
+        "steps": 2,
+        "every": 1,
+        "dim": 1,
+        "layers": 1,
+        "heads": 1,
+        "context": 1,
+        "batch": 1,
+        "accumulate": 1,
+    }
     for name, minimum in {**minima, "seed": 0, "generate": 0}.items():
         if getattr(args, name) < minimum:
             parser.error(f"--{name}: expected at least {minimum}, got {getattr(args, name)}")
     if args.dim % args.heads:
         parser.error(f"--heads: expected a divisor of --dim {args.dim}, got {args.heads}")
     if args.context >= len(load_text()[1]):
-        parser.error(f"--context: expected less than {len(load_text()[1])}, the text held out, got {args.context}")
+        parser.error(
+            f"--context: expected less than {len(load_text()[1])}, the text held out, got "
+            f"{args.context}"
+        )
     if not 0 < args.lr < math.inf:
         parser.error(f"--lr: expected a positive number, got {args.lr}")
     if args.plot is not None and not args.plot.parent.is_dir():
         parser.error(f"--plot: expected a file in a directory that exists, got {args.plot}")
     if args.checkpoint_dir is not None and not args.checkpoint_dir.is_dir():
-        parser.error(f"--checkpoint-dir: expected a directory that exists, got {args.checkpoint_dir}")
+        parser.error(
+            f"--checkpoint-dir: expected a directory that exists, got {args.checkpoint_dir}"
+        )
     return args
 
 
 def init_distributed() -> torch.device:
-    """Make the default process group, of torchrun's processes or of this one alone; return this rank's device."""
+    """Make the default process group, of torchrun's processes or of this one alone; return this
+    rank's device."""
     device, backend = torch.device("cpu"), "gloo"
-    if torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", 1)):  # one GPU per process
+    if torch.cuda.device_count() >= int(
+        os.environ.get("LOCAL_WORLD_SIZE", 1)
+    ):  # one GPU per process
         device, backend = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))), "nccl"
         torch.cuda.set_device(device)
     if "WORLD_SIZE" in os.environ:  # set by torchrun

@@ -4,15 +4,16 @@
     torchrun --nproc-per-node 4 examples/train_gpt.py --checkpoint-dir /tmp/gpt --resume --steps 400
     python examples/train_gpt.py --steps 20      # one process, the same losses
 
-It learns the bytes of pydoc_data.topics, Python's own documentation: on CPU with gloo, or on GPUs with nccl, one
-per process. It shows how to wrap a model, how to keep the loss independent of the number of processes, how to save
-sharded checkpoints that another number of processes (or another strategy) resumes, and how to stop cleanly.
+It learns the bytes of pydoc_data.topics, Python's own documentation: on CPU with gloo, or on GPUs
+with nccl, one per process. It shows how to wrap a model, how to keep the loss independent of the
+number of processes, how to save sharded checkpoints that another number of processes (or another
+strategy) resumes, and how to stop cleanly.
 
-Ctrl-C and SIGTERM save a checkpoint at the end of the step; the second one ends the process at once. The exit status
-is then 130 or 143. torchrun passes signals on, kills what has not ended 30 seconds later, and returns 1 itself.
+Ctrl-C and SIGTERM save a checkpoint at the end of the step; the second one ends the process at
+once. The exit status is then 130 or 143. torchrun passes signals on, kills what has not ended 30
+seconds later, and returns 1 itself.
 
-Beside fsdp_compat it needs tqdm and matplotlib: pip install 'fsdp_compat[examples]'.
-"""
+Beside fsdp_compat it needs tqdm and matplotlib: pip install 'fsdp_compat[examples]'."""
 
 from __future__ import annotations
 
@@ -54,18 +55,22 @@ class RunError(Exception):
     """The run cannot go on; the message says why and what to do. Raised on all ranks."""
 
 
-# --- data -------------------------------------------------------------------------------------------------------------
+# --- data -----------------------------------------------------------------------------------------
 
 
 def load_text() -> tuple[Tensor, Tensor]:
-    """Return the bytes to train on and the bytes held out for validation, the last tenth: both 1-D, uint8."""
+    """Return the bytes to train on and the bytes held out for validation, the last tenth: both 1-D,
+    uint8."""
     text = "\n".join(topics[name] for name in sorted(topics)).encode()
     data = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     return data[: len(data) * 9 // 10], data[len(data) * 9 // 10 :]
 
 
-def draw_batch(data: Tensor, batch: int, context: int, seed: int, step: int) -> tuple[Tensor, Tensor]:
-    """Return inputs and targets [batch, context] of one step for all ranks: they depend on seed and step alone."""
+def draw_batch(
+    data: Tensor, batch: int, context: int, seed: int, step: int
+) -> tuple[Tensor, Tensor]:
+    """Return inputs and targets [batch, context] of one step for all ranks: they depend on seed and
+    step alone."""
     generator = torch.Generator().manual_seed(seed * 1_000_003 + step)
     starts = torch.randint(len(data) - context, (batch, 1), generator=generator)
     windows = data[starts + torch.arange(context + 1)].long()
@@ -73,15 +78,17 @@ def draw_batch(data: Tensor, batch: int, context: int, seed: int, step: int) -> 
 
 
 def rank_part(batch: Tensor, rank: int, world_size: int) -> Tensor:
-    """Return this rank's rows: as even as possible, none for some if there are fewer rows than ranks."""
+    """Return this rank's rows: as even as possible, none for some if there are fewer rows than
+    ranks."""
     return batch[len(batch) * rank // world_size : len(batch) * (rank + 1) // world_size]
 
 
-# --- model ------------------------------------------------------------------------------------------------------------
+# --- model ----------------------------------------------------------------------------------------
 
 
 class Block(nn.Module):
-    """Causal attention and an MLP, each normalised first and added to its input. FSDP shards block by block."""
+    """Causal attention and an MLP, each normalised first and added to its input. FSDP shards block
+    by block."""
 
     def __init__(self, dim: int, heads: int) -> None:
         super().__init__()
@@ -94,8 +101,14 @@ class Block(nn.Module):
         self.mlp_out = nn.Linear(4 * dim, dim)
 
     def forward(self, x: Tensor) -> Tensor:  # [batch, time, dim]
-        q, k, v = self.qkv(self.attention_norm(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
-        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)  # [batch, heads, time, dim / heads]
+        q, k, v = (
+            self.qkv(self.attention_norm(x))
+            .unflatten(-1, (3, self.heads, -1))
+            .permute(2, 0, 3, 1, 4)
+        )
+        attended = F.scaled_dot_product_attention(
+            q, k, v, is_causal=True
+        )  # [batch, heads, time, dim / heads]
         x = x + self.attention_out(attended.transpose(1, 2).flatten(2))
         return x + self.mlp_out(F.gelu(self.mlp_in(self.mlp_norm(x))))
 
@@ -103,7 +116,9 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """Bytes [batch, time] to logits [batch, time, 256]."""
 
-    def __init__(self, dim: int, layers: int, heads: int, context: int, tie_embeddings: bool) -> None:
+    def __init__(
+        self, dim: int, layers: int, heads: int, context: int, tie_embeddings: bool
+    ) -> None:
         super().__init__()
         self.token_embedding = nn.Embedding(VOCABULARY, dim)
         self.position_embedding = nn.Embedding(context, dim)
@@ -112,7 +127,9 @@ class GPT(nn.Module):
         self.head = nn.Linear(dim, VOCABULARY, bias=False)
         for name, parameter in self.named_parameters():
             if name.endswith(("attention_out.weight", "mlp_out.weight")):
-                nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * layers))  # they add up along the layers
+                nn.init.normal_(
+                    parameter, std=0.02 / math.sqrt(2 * layers)
+                )  # they add up along the layers
             elif parameter.ndim == 2:
                 nn.init.normal_(parameter, std=0.02)
         if tie_embeddings:
@@ -126,7 +143,7 @@ class GPT(nn.Module):
         return self.head(self.norm(x))
 
 
-# --- checkpoints ------------------------------------------------------------------------------------------------------
+# --- checkpoints ----------------------------------------------------------------------------------
 
 
 @dataclass
@@ -143,13 +160,15 @@ class Record:
 
 
 def checkpoints(directory: Path) -> list[Path]:
-    """Return the checkpoints in a directory, newest first. One that was not finished has another name."""
+    """Return the checkpoints in a directory, newest first. One that was not finished has another
+    name."""
     found = [path for path in directory.glob("step-*") if re.fullmatch(r"step-\d+", path.name)]
     return sorted(found, key=lambda path: int(path.name[5:]), reverse=True)
 
 
 def what_is_missing(path: Path) -> str | None:
-    """Return what a checkpoint lacks, or None: files get lost or cut off after they were written, too."""
+    """Return what a checkpoint lacks, or None: files get lost or cut off after they were written,
+    too."""
     try:
         Record(**json.loads((path / "run.json").read_text()))
     except (OSError, ValueError, TypeError) as error:
@@ -165,19 +184,27 @@ def what_is_missing(path: Path) -> str | None:
     return None
 
 
-def starting_point(directory: Path, resume: bool, settings: dict[str, Any]) -> tuple[Path | None, Record]:
-    """Return the newest complete checkpoint, if any, and its record. Raise RunError when the directory does not fit."""
+def starting_point(
+    directory: Path, resume: bool, settings: dict[str, Any]
+) -> tuple[Path | None, Record]:
+    """Return the newest complete checkpoint, if any, and its record. Raise RunError when the
+    directory does not fit."""
     found = checkpoints(directory)
     if not resume:
         if found:
             got = f"expected no checkpoint for a new run, got {found[0]}"
-            raise RunError(f"--checkpoint-dir: {got}. To go on with it, add --resume; else choose another directory.")
+            raise RunError(
+                f"--checkpoint-dir: {got}. To go on with it, add --resume; else choose another "
+                "directory."
+            )
         return None, Record(settings)
     missing = {path: what_is_missing(path) for path in found}
     path = next((path for path, what in missing.items() if what is None), None)
     incomplete = [f"{path} lacks {what}" for path, what in missing.items() if what is not None]
     if path is None:
-        got = "; ".join(incomplete) or ("a directory without one" if directory.is_dir() else "no such directory")
+        got = "; ".join(incomplete) or (
+            "a directory without one" if directory.is_dir() else "no such directory"
+        )
         fix = "To start a new run, leave out --resume and choose an empty directory."
         raise RunError(f"--resume: expected a complete checkpoint in {directory}, got {got}. {fix}")
     record = Record(**json.loads((path / "run.json").read_text()))
@@ -185,24 +212,33 @@ def starting_point(directory: Path, resume: bool, settings: dict[str, Any]) -> t
         expected = record.settings.get(name)
         if got != expected:
             option = "--" + name.replace("_", "-")
-            raise RunError(f"{option}: expected {expected} as in {path}, got {got}. A resumed run must repeat it.")
+            raise RunError(
+                f"{option}: expected {expected} as in {path}, got {got}. A resumed run must repeat "
+                "it."
+            )
     for newer in found[: found.index(path)]:
         print(f"passed over: {newer} lacks {missing[newer]}", file=sys.stderr)
     return path, record
 
 
 def sharded_state(model: FSDP, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return this rank's parts of the model and the optimizer's state, for torch.distributed.checkpoint. Collective."""
+    """Return this rank's parts of the model and the optimizer's state, for
+    torch.distributed.checkpoint. Collective."""
     with FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
         return {"model": model.state_dict(), "optim": FSDP.optim_state_dict(model, optimizer)}
 
 
-def save_checkpoint(directory: Path, model: FSDP, optimizer: torch.optim.Optimizer, record: Record) -> Path:
-    """Write a checkpoint of the step and return its path. A directory of that name is always complete. Collective."""
+def save_checkpoint(
+    directory: Path, model: FSDP, optimizer: torch.optim.Optimizer, record: Record
+) -> Path:
+    """Write a checkpoint of the step and return its path. A directory of that name is always
+    complete. Collective."""
     path = directory / f"step-{record.step:06d}"
     partial = path.with_suffix(".partial")
     if dist.get_rank() == 0:
-        shutil.rmtree(partial, ignore_errors=True)  # of a killed run; no rank writes before rank 0 comes to save()
+        shutil.rmtree(
+            partial, ignore_errors=True
+        )  # of a killed run; no rank writes before rank 0 comes to save()
     dcp.save(sharded_state(model, optimizer), checkpoint_id=partial)
     if dist.get_rank() == 0:  # where save() returns last, after all ranks have written
         record.write(partial / "run.json")
@@ -212,7 +248,8 @@ def save_checkpoint(directory: Path, model: FSDP, optimizer: torch.optim.Optimiz
 
 
 def load_checkpoint(path: Path, model: FSDP, optimizer: torch.optim.Optimizer) -> None:
-    """Read a checkpoint, written by any number of ranks with any strategy, into model and optimizer. Collective."""
+    """Read a checkpoint, written by any number of ranks with any strategy, into model and
+    optimizer. Collective."""
     create_optimizer_state(optimizer)
     state = sharded_state(model, optimizer)
     dcp.load(state, checkpoint_id=path)  # in place
@@ -222,7 +259,8 @@ def load_checkpoint(path: Path, model: FSDP, optimizer: torch.optim.Optimizer) -
 
 
 def create_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
-    """Let a new optimizer make its state, which dcp.load needs to read into: it is made in the first step.
+    """Let a new optimizer make its state, which dcp.load needs to read into: it is made in the
+    first step.
 
     A step with zero gradients and a learning rate of zero changes no parameter.
     """
@@ -234,12 +272,13 @@ def create_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
     optimizer.zero_grad()
 
 
-# --- training ---------------------------------------------------------------------------------------------------------
+# --- training -------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
 def stop_requests() -> Iterator[dict[signal.Signals, bool]]:
-    """Yield which signals have come: the first one only sets its flag, a second one ends the process at once."""
+    """Yield which signals have come: the first one only sets its flag, a second one ends the
+    process at once."""
     asked = {signal.SIGINT: False, signal.SIGTERM: False}
 
     def note(number: int, frame: FrameType | None) -> None:
@@ -255,7 +294,8 @@ def stop_requests() -> Iterator[dict[signal.Signals, bool]]:
 
 
 def on_rank_0(function: Callable[[], T]) -> T:
-    """Return on all ranks what ``function`` returns on rank 0, or raise the RunError it raises there. Collective."""
+    """Return on all ranks what ``function`` returns on rank 0, or raise the RunError it raises
+    there. Collective."""
     outcome: list[Any] = [None]
     if dist.get_rank() == 0:
         try:
@@ -269,13 +309,17 @@ def on_rank_0(function: Callable[[], T]) -> T:
 
 
 def learning_rate(step: int, peak: float) -> float:
-    """Warmup, then the inverse square root. It knows no last step, so a resumed run equals one that never stopped."""
+    """Warmup, then the inverse square root. It knows no last step, so a resumed run equals one that
+    never stopped."""
     return peak * min(step / WARMUP_STEPS, math.sqrt(WARMUP_STEPS / step))
 
 
 def part_losses(model: nn.Module, batch: tuple[Tensor, Tensor], device: torch.device) -> Tensor:
-    """Return the losses of this rank's tokens, 1-D; none for a rank without a part, which still takes part."""
-    inputs, targets = (rank_part(tensor, dist.get_rank(), dist.get_world_size()).to(device) for tensor in batch)
+    """Return the losses of this rank's tokens, 1-D; none for a rank without a part, which still
+    takes part."""
+    inputs, targets = (
+        rank_part(tensor, dist.get_rank(), dist.get_world_size()).to(device) for tensor in batch
+    )
     return F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten(), reduction="none")
 
 
@@ -291,7 +335,8 @@ def validate(model: FSDP, batch: tuple[Tensor, Tensor], device: torch.device) ->
 
 @torch.no_grad()
 def sample(model: FSDP, num_bytes: int, context: int, seed: int, device: torch.device) -> str:
-    """Return the prompt and what the model makes of it. Collective: every rank runs it and draws the same bytes."""
+    """Return the prompt and what the model makes of it. Collective: every rank runs it and draws
+    the same bytes."""
     model.eval()
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.tensor([list(PROMPT)], device=device)
@@ -303,13 +348,19 @@ def sample(model: FSDP, num_bytes: int, context: int, seed: int, device: torch.d
 
 
 def train(args: argparse.Namespace, device: torch.device) -> int:
-    """Build or resume the model, train and save it, then plot and sample; return the exit status. Collective."""
+    """Build or resume the model, train and save it, then plot and sample; return the exit status.
+    Collective."""
     rank = dist.get_rank()
-    shape = {name: getattr(args, name) for name in ("dim", "layers", "heads", "context", "tie_embeddings")}
+    shape = {
+        name: getattr(args, name)
+        for name in ("dim", "layers", "heads", "context", "tie_embeddings")
+    }
     settings = {**shape, "batch": args.batch, "seed": args.seed}
     checkpoint, record = None, Record(settings)
     if args.checkpoint_dir is not None:
-        checkpoint, record = on_rank_0(lambda: starting_point(args.checkpoint_dir, args.resume, settings))
+        checkpoint, record = on_rank_0(
+            lambda: starting_point(args.checkpoint_dir, args.resume, settings)
+        )
 
     torch.manual_seed(args.seed)  # the same initial model on every rank
     model = FSDP(
@@ -319,7 +370,9 @@ def train(args: argparse.Namespace, device: torch.device) -> int:
         use_orig_params=args.use_orig_params,
         device_id=device,
     )
-    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.1)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.1
+    )
     if checkpoint is not None:
         load_checkpoint(checkpoint, model, optimizer)
 
@@ -328,7 +381,11 @@ def train(args: argparse.Namespace, device: torch.device) -> int:
         record.write(args.losses)
     if status:
         saved = checkpoints(args.checkpoint_dir) if args.checkpoint_dir is not None else []
-        hint = f"saved {saved[0]}; to go on, add --resume" if saved else "nothing is saved without --checkpoint-dir"
+        hint = (
+            f"saved {saved[0]}; to go on, add --resume"
+            if saved
+            else "nothing is saved without --checkpoint-dir"
+        )
         if rank == 0:
             print(f"stopped after step {record.step}: {hint}")
         return status
@@ -340,36 +397,57 @@ def train(args: argparse.Namespace, device: torch.device) -> int:
 
 
 def train_steps(
-    args: argparse.Namespace, model: FSDP, optimizer: torch.optim.Optimizer, record: Record, device: torch.device
+    args: argparse.Namespace,
+    model: FSDP,
+    optimizer: torch.optim.Optimizer,
+    record: Record,
+    device: torch.device,
 ) -> int:
-    """Train from the step after the record's to the last, or until a stop; return the exit status. Collective."""
+    """Train from the step after the record's to the last, or until a stop; return the exit status.
+    Collective."""
     text, held_out = load_text()
     validation_batch = draw_batch(held_out, args.batch, args.context, args.seed, step=0)
     num_tokens = args.batch * args.context  # of a step, over all ranks
-    scale = dist.get_world_size() / num_tokens  # FSDP averages over ranks: this makes it the mean over tokens
+    scale = (
+        dist.get_world_size() / num_tokens
+    )  # FSDP averages over ranks: this makes it the mean over tokens
     steps = range(record.step + 1, args.steps + 1)
-    show = {"initial": record.step, "total": args.steps, "unit": "step", "disable": dist.get_rank() != 0}
+    show = {
+        "initial": record.step,
+        "total": args.steps,
+        "unit": "step",
+        "disable": dist.get_rank() != 0,
+    }
     with stop_requests() as stop, tqdm(steps, **show) as bar:
         for step in bar:
             started = time.perf_counter()
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate(step, args.lr)
-            losses = part_losses(model, draw_batch(text, args.batch, args.context, args.seed, step), device)
+            losses = part_losses(
+                model, draw_batch(text, args.batch, args.context, args.seed, step), device
+            )
             (losses.sum() * scale).backward()
             model.clip_grad_norm_(1.0)
             optimizer.step()
             optimizer.zero_grad()
 
-            # One small all_reduce for the loss and for what any rank was asked, so that all ranks stop together.
+            # One small all_reduce for the loss and for what any rank was asked, so that all ranks
+            # stop together.
             totals = torch.tensor([0.0, *stop.values()], dtype=torch.float64, device=device)
             totals[0] = losses.detach().double().sum() / num_tokens
             dist.all_reduce(totals)
             loss, interrupts, terminations = totals.tolist()
-            status = 128 + (signal.SIGTERM if terminations else signal.SIGINT) if interrupts or terminations else 0
+            status = (
+                128 + (signal.SIGTERM if terminations else signal.SIGINT)
+                if interrupts or terminations
+                else 0
+            )
 
             record.step = step
             record.train.append((step, loss))
-            bar.set_postfix(loss=f"{loss:.3f}", tokens_per_s=round(num_tokens / (time.perf_counter() - started)))
+            bar.set_postfix(
+                loss=f"{loss:.3f}", tokens_per_s=round(num_tokens / (time.perf_counter() - started))
+            )
             if args.validate_every and (step % args.validate_every == 0 or step == args.steps):
                 record.validation.append((step, validate(model, validation_batch, device)))
             save = status or step == args.steps or (args.save_every and step % args.save_every == 0)
@@ -397,11 +475,13 @@ def plot(record: Record, path: Path) -> None:
     plt.close(figure)
 
 
-# --- main -------------------------------------------------------------------------------------------------------------
+# --- main -----------------------------------------------------------------------------------------
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
 
     def add(option: str, default: Any, text: str, **more: Any) -> None:
         if default is False:
@@ -413,7 +493,12 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
             parser.add_argument(option, type=type(default), default=default, help=text, **more)
 
     add("--steps", 200, "train up to this step")
-    add("--strategy", "FULL_SHARD", "how to shard", choices=("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"))
+    add(
+        "--strategy",
+        "FULL_SHARD",
+        "how to shard",
+        choices=("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"),
+    )
     add("--use-orig-params", False, "give the optimizer the model's own parameters")
     add("--checkpoint-dir", None, "directory of the checkpoints; without it nothing is saved")
     add("--save-every", 50, "steps from one checkpoint to the next; 0: only at the end")
@@ -428,24 +513,41 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--lr", 4e-3, "the highest learning rate")
     add("--validate-every", 20, "steps from one validation to the next; 0: never")
     add("--sample-bytes", 300, "length of the text to sample at the end")
-    add("--plot", None, "picture of the loss curve (default: loss.png in --checkpoint-dir, or here)")
+    add(
+        "--plot", None, "picture of the loss curve (default: loss.png in --checkpoint-dir, or here)"
+    )
     add("--losses", None, "JSON file to write the losses of all steps to")
     args = parser.parse_args(arguments)
 
     minima = {"steps": 1, "dim": 1, "layers": 1, "heads": 1, "context": 1, "batch": 1}
-    for name, minimum in {**minima, "save_every": 0, "validate_every": 0, "sample_bytes": 0, "seed": 0}.items():
+    for name, minimum in {
+        **minima,
+        "save_every": 0,
+        "validate_every": 0,
+        "sample_bytes": 0,
+        "seed": 0,
+    }.items():
         if getattr(args, name) < minimum:
-            parser.error(f"--{name.replace('_', '-')}: expected at least {minimum}, got {getattr(args, name)}")
+            parser.error(
+                f"--{name.replace('_', '-')}: expected at least {minimum}, got "
+                f"{getattr(args, name)}"
+            )
     if args.dim % args.heads:
         parser.error(f"--heads: expected a divisor of --dim {args.dim}, got {args.heads}")
     held_out = load_text()[1]
     if args.context >= len(held_out):
-        parser.error(f"--context: expected less than {len(held_out)}, the text held out, got {args.context}")
+        parser.error(
+            f"--context: expected less than {len(held_out)}, the text held out, got {args.context}"
+        )
     if not 0 < args.lr < math.inf:
         parser.error(f"--lr: expected a positive number, got {args.lr}")
     if args.resume and args.checkpoint_dir is None:
         parser.error("--resume: needs the --checkpoint-dir to resume from")
-    if args.checkpoint_dir is not None and args.checkpoint_dir.exists() and not args.checkpoint_dir.is_dir():
+    if (
+        args.checkpoint_dir is not None
+        and args.checkpoint_dir.exists()
+        and not args.checkpoint_dir.is_dir()
+    ):
         parser.error(f"--checkpoint-dir: expected a directory, got the file {args.checkpoint_dir}")
     for option, path in (("--plot", args.plot), ("--losses", args.losses)):
         if path is not None and not path.parent.is_dir():
@@ -456,9 +558,12 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def init_distributed() -> torch.device:
-    """Make the default process group, of torchrun's processes or of this one alone; return this rank's device."""
+    """Make the default process group, of torchrun's processes or of this one alone; return this
+    rank's device."""
     device, backend = torch.device("cpu"), "gloo"
-    if torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", 1)):  # one GPU per process
+    if torch.cuda.device_count() >= int(
+        os.environ.get("LOCAL_WORLD_SIZE", 1)
+    ):  # one GPU per process
         device, backend = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))), "nccl"
         torch.cuda.set_device(device)
     if "WORLD_SIZE" in os.environ:  # set by torchrun

@@ -1,4 +1,5 @@
-"""The home of code written against FullyShardedDataParallel: the same names, on any device that torch.distributed reaches."""
+"""The home of code written against FullyShardedDataParallel: the same names, on any device that
+torch.distributed reaches."""
 
 from fsdp_compat.api import (
     BackwardPrefetch,

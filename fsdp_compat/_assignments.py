@@ -1,13 +1,15 @@
-"""``module.weight = nn.Parameter(...)`` on a wrapped model: the value is taken over at once, or refused.
+"""``module.weight = nn.Parameter(...)`` on a wrapped model: the value is taken over at once, or
+refused.
 
-With original parameters an assignment is a write. This rank's part of the value goes into the shard; the parameter that was there
-stays, with its gradient and its optimizer's state, and takes ``requires_grad`` of the new one, which does not become part of the
-model: an optimizer that holds it is refused at its next step. Refused are values of another shape or dtype, parameters that are
-tied (the assignment might untie them) or DTensors, and assignments while the model runs or keeps whole parameters for backward.
-Without original parameters every assignment is refused. Inside of summon_full_params both forms take the value, where it fits.
+With original parameters an assignment is a write. This rank's part of the value goes into the
+shard; the parameter that was there stays, with its gradient and its optimizer's state, and takes
+``requires_grad`` of the new one, which does not become part of the model: an optimizer that holds
+it is refused at its next step. Refused are values of another shape or dtype, parameters that are
+tied (the assignment might untie them) or DTensors, and assignments while the model runs or keeps
+whole parameters for backward. Without original parameters every assignment is refused. Inside of
+summon_full_params both forms take the value, where it fits.
 
-Every rank makes the assignment: each takes its own part of the value that it was given.
-"""
+Every rank makes the assignment: each takes its own part of the value that it was given."""
 
 from __future__ import annotations
 
@@ -50,7 +52,9 @@ def follow(unit: Unit) -> None:
         store = store_of(group)
         for index, member in enumerate(store.members):
             for module, attribute in member.slots:
-                _places.setdefault(module, {})[attribute] = _Place(unit.reference, weakref.ref(store), index)
+                _places.setdefault(module, {})[attribute] = _Place(
+                    unit.reference, weakref.ref(store), index
+                )
 
 
 def _on_assignment(module: nn.Module, name: str, value: nn.Parameter) -> nn.Parameter | None:
@@ -85,7 +89,9 @@ def _on_assignment(module: nn.Module, name: str, value: nn.Parameter) -> nn.Para
     return target
 
 
-def _why_not(unit: Unit, store: FlatStore, index: int, value: nn.Parameter, target: nn.Parameter | None) -> str:
+def _why_not(
+    unit: Unit, store: FlatStore, index: int, value: nn.Parameter, target: nn.Parameter | None
+) -> str:
     """Return why a value cannot be taken over, or nothing."""
     if target is None:
         return "an assignment to a part of a FlatParameter (use_orig_params=False)"
@@ -104,7 +110,9 @@ def _why_not(unit: Unit, store: FlatStore, index: int, value: nn.Parameter, targ
     return _does_not_fit(store, index, value, (shape, store.dtype))
 
 
-def _does_not_fit(store: FlatStore, index: int, value: nn.Parameter, wanted: tuple[tuple[int, ...], torch.dtype]) -> str:
+def _does_not_fit(
+    store: FlatStore, index: int, value: nn.Parameter, wanted: tuple[tuple[int, ...], torch.dtype]
+) -> str:
     shape, dtype = wanted
     if len(store.members[index].slots) > 1:
         return "an assignment to one of the names of a tied parameter"
@@ -113,9 +121,18 @@ def _does_not_fit(store: FlatStore, index: int, value: nn.Parameter, wanted: tup
     if isinstance(value, nn.parameter.UninitializedParameter) or value.is_meta:
         return "a parameter without values"
     if (tuple(value.shape), value.dtype) != (shape, dtype):
-        return f"one of shape {tuple(value.shape)} and {value.dtype}, where shape {shape} and {dtype} belong"
-    if store.flat_parameter is not None and value.requires_grad is not store.targets[0].parameter.requires_grad:
-        return f"one with requires_grad={value.requires_grad} for a part of a FlatParameter that has the opposite"
+        return (
+            f"one of shape {tuple(value.shape)} and {value.dtype}, where shape {shape} and "
+            f"{dtype} belong"
+        )
+    if (
+        store.flat_parameter is not None
+        and value.requires_grad is not store.targets[0].parameter.requires_grad
+    ):
+        return (
+            f"one with requires_grad={value.requires_grad} for a part of a FlatParameter that "
+            "has the opposite"
+        )
     return ""
 
 
@@ -123,11 +140,13 @@ def _refused(unit: Unit, module: nn.Module, name: str, got: str) -> StateError:
     return StateError(
         explain(
             "A sharded parameter cannot be replaced like this.",
-            expected="with use_orig_params=True, between steps: a Parameter of the whole shape and the same dtype, for one that is "
+            expected="with use_orig_params=True, between steps: a Parameter of the whole shape and "
+            "the same dtype, for one that is "
             "not tied",
             got=got,
             where=f"{unit.label}, {type(module).__name__}.{name}",
-            fix="write the values in place: `with FullyShardedDataParallel.summon_full_params(model), torch.no_grad(): "
+            fix="write the values in place: `with "
+            "FullyShardedDataParallel.summon_full_params(model), torch.no_grad(): "
             "parameter.copy_(value)`; what changes a model's structure belongs before wrapping",
         )
     )

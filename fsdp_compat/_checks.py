@@ -64,7 +64,9 @@ def wrong_type(name: str, expected: str, got: object, where: str) -> TypeUsageEr
     long = (nn.Module, torch.Tensor, torch.optim.Optimizer, dict)
     shown = f"a {type(got).__name__}"
     if not isinstance(got, long):
-        shown = f"{textwrap.shorten(repr(got), 200, placeholder=' ...')} of type {type(got).__name__}"
+        shown = (
+            f"{textwrap.shorten(repr(got), 200, placeholder=' ...')} of type {type(got).__name__}"
+        )
     return TypeUsageError(
         explain(
             f"{name} has the wrong type.",
@@ -83,7 +85,8 @@ def require_module(module: Any, where: str) -> None:
 
 
 def require_model_and_optimizer(model: Any, optim: Any, where: str) -> None:
-    """Raise UsageError for what is no module, or no optimizer: arguments that are easily swapped."""
+    """Raise UsageError for what is no module, or no optimizer: arguments that are easily
+    swapped."""
     order = "note the order of the arguments"
     if not isinstance(model, nn.Module):
         raise wrong_type("model", f"a torch.nn.Module ({order})", model, where)
@@ -98,7 +101,8 @@ def require_group(group: Any, where: str) -> None:
 
 
 def takes(function: Callable[..., Any], num_arguments: int) -> bool:
-    """True if a function can be called with so many positional arguments, or does not say what it takes."""
+    """True if a function can be called with so many positional arguments, or does not say what it
+    takes."""
     try:
         inspect.signature(function).bind(*range(num_arguments))
     except TypeError:
@@ -109,9 +113,11 @@ def takes(function: Callable[..., Any], num_arguments: int) -> bool:
 
 
 def truth(name: str, flag: Any, where: str) -> bool:
-    """Return the truth value of a flag: None, 0, 1 and numpy's booleans are as good as True and False.
+    """Return the truth value of a flag: None, 0, 1 and numpy's booleans are as good as True and
+    False.
 
-    Raises UsageError for a text, as "False" would be true, and for anything without a truth value, such as several numbers.
+    Raises UsageError for a text, as "False" would be true, and for anything without a truth value,
+    such as several numbers.
     """
     if not isinstance(flag, (str, bytes, bytearray)):
         try:

@@ -1,9 +1,8 @@
 """Attributes of torch's FSDP1 that programs and client libraries read, or set, on a wrapped model.
 
-Accelerate, Lightning, verl, Composer and litgpt reach for a good part of what torch's class keeps on its instances, and dynamo asks
-the modules. All of it is answered here, from the settings, the unit and the runtime; the class binds each name in one line, and
-nothing of it runs in a step.
-"""
+Accelerate, Lightning, verl, Composer and litgpt reach for a good part of what torch's class keeps
+on its instances, and dynamo asks the modules. All of it is answered here, from the settings, the
+unit and the runtime; the class binds each name in one line, and nothing of it runs in a step."""
 
 from __future__ import annotations
 
@@ -43,16 +42,19 @@ class TrainingState(enum.Enum):
 
 
 def mark(module: nn.Module, left_out: Collection[nn.Module]) -> None:
-    """Mark the modules below a unit, but for those that are left out, as torch does. Before the unit is made.
+    """Mark the modules below a unit, but for those that are left out, as torch does. Before the
+    unit is made.
 
-    Dynamo asks for it, and so does transformers' generate, to keep ranks together. Dynamo refuses modules without original
-    parameters; ours show whole parameters in forward either way.
+    Dynamo asks for it, and so does transformers' generate, to keep ranks together. Dynamo refuses
+    modules without original parameters; ours show whole parameters in forward either way.
     """
     for child in module.modules():
         if child not in left_out and MARKS[0] not in child.__dict__:
             attributes = dict(child.__dict__)
             child.__dict__.clear()
-            child.__dict__.update(dict.fromkeys(MARKS, True), **attributes)  # in front, where a forward does not look
+            child.__dict__.update(
+                dict.fromkeys(MARKS, True), **attributes
+            )  # in front, where a forward does not look
 
 
 # -- what it was made with
@@ -126,14 +128,17 @@ def training_state(self: FullyShardedDataParallel) -> TrainingState:
 
 
 def is_root(self: FullyShardedDataParallel) -> bool:
-    """True if no other instance is around this one. Clients set it, to None, so that torch looks again: ours needs no such hint."""
+    """True if no other instance is around this one. Clients set it, to None, so that torch looks
+    again: ours needs no such hint."""
     return self._unit.is_root
 
 
 def exec_order_data(self: FullyShardedDataParallel) -> types.SimpleNamespace:
-    """Where clients set how far to prefetch. It has no effect: two units at most are gathered at a time."""
+    """Where clients set how far to prefetch. It has no effect: two units at most are gathered at a
+    time."""
     return self.__dict__.setdefault(
-        "_prefetch_limits", types.SimpleNamespace(_forward_prefetch_limit=1, _backward_prefetch_limit=1)
+        "_prefetch_limits",
+        types.SimpleNamespace(_forward_prefetch_limit=1, _backward_prefetch_limit=1),
     )
 
 
@@ -147,9 +152,13 @@ def lazy_init(state: FullyShardedDataParallel, module: nn.Module) -> FullySharde
 
 
 def root_pre_forward(
-    state: FullyShardedDataParallel, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    state: FullyShardedDataParallel,
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Torch's ``_root_pre_forward``, which clients call before they use a part of the model: forward does all that by itself."""
+    """Torch's ``_root_pre_forward``, which clients call before they use a part of the model:
+    forward does all that by itself."""
     return args, kwargs
 
 
@@ -157,7 +166,8 @@ def root_pre_forward(
 
 
 def flat_param(self: FullyShardedDataParallel) -> FlatParameter | None:
-    """This rank's flat shard of the unit's trainable parameters, or of all if none is; None without parameters."""
+    """This rank's flat shard of the unit's trainable parameters, or of all if none is; None without
+    parameters."""
     its = handle(self)
     return None if its is None else its.flat_param
 
@@ -192,7 +202,9 @@ class FlatParamHandle:
 
     def __init__(self, instance: FullyShardedDataParallel, store: FlatStore) -> None:
         self._instance, self._store = weakref.ref(instance), weakref.ref(store)
-        self._stand_in: FlatParameter | None = None  # with original parameters: made when it is asked for, and kept
+        self._stand_in: FlatParameter | None = (
+            None  # with original parameters: made when it is asked for, and kept
+        )
 
     @property
     def _owner(self) -> FullyShardedDataParallel:
@@ -229,7 +241,8 @@ class FlatParamHandle:
 
     @property
     def flat_param(self) -> FlatParameter:
-        """The FlatParameter; with original parameters one object over the same memory, which the optimizer does not know."""
+        """The FlatParameter; with original parameters one object over the same memory, which the
+        optimizer does not know."""
         store = self._flat_store
         if store.flat_parameter is not None:
             return store.flat_parameter
@@ -243,7 +256,8 @@ class FlatParamHandle:
 
     @property
     def _orig_param_dtype(self) -> torch.dtype:
-        """The dtype of the shard. To set it before the first forward converts all shards of the unit; collective."""
+        """The dtype of the shard. To set it before the first forward converts all shards of the
+        unit; collective."""
         return self._flat_store.dtype
 
     @_orig_param_dtype.setter
@@ -251,7 +265,9 @@ class FlatParamHandle:
     def _orig_param_dtype(self, dtype: torch.dtype) -> None:
         instance = self._owner
         handles = [its for its in _handles(instance) if not dtypes.is_packed(its._flat_store.dtype)]
-        given = [its._take_back() for its in handles]  # clients have converted `flat_param.data` by then
+        given = [
+            its._take_back() for its in handles
+        ]  # clients have converted `flat_param.data` by then
         conversion.convert(instance, {its._flat_store: dtype for its in handles})
         for its, data in zip(handles, given, strict=True):
             if data is not None:
@@ -260,7 +276,8 @@ class FlatParamHandle:
                 its._stand_in.data = its._flat_store.shard.detach()
 
     def _take_back(self) -> torch.Tensor | None:
-        """Let the flat parameter view the shard again; return the data that a client has given it instead, if it fits."""
+        """Let the flat parameter view the shard again; return the data that a client has given it
+        instead, if it fits."""
         flat, shard = self._flat_store.flat_parameter, self._flat_store.shard.detach()
         flat = self._stand_in if flat is None else flat
         if flat is None or (flat.data_ptr() == shard.data_ptr() and flat.dtype == shard.dtype):
@@ -303,9 +320,12 @@ class FlatParamHandle:
             self._owner._unit.free()
 
     def flat_param_to(self, *args: Any, **kwargs: Any) -> None:
-        """Move this rank's shard, with its gradients, as ``Tensor.to`` moves a tensor. It has to be back before the model runs."""
+        """Move this rank's shard, with its gradients, as ``Tensor.to`` moves a tensor. It has to be
+        back before the model runs."""
         store = self._flat_store
-        device = torch.empty(0, dtype=store.dtype, device=store.shard.device).to(*args, **kwargs).device
+        device = (
+            torch.empty(0, dtype=store.dtype, device=store.shard.device).to(*args, **kwargs).device
+        )
         conversion.move(self._owner, self._group, device)
         if self._stand_in is not None:
             self._stand_in.data = store.shard.detach()

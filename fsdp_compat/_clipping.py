@@ -1,9 +1,10 @@
-"""Clipping: what its arguments may be, and ``torch.nn.utils.clip_grad_norm_`` over sharded gradients.
+"""Clipping: what its arguments may be, and ``torch.nn.utils.clip_grad_norm_`` over sharded
+gradients.
 
-Code that was written for DistributedDataParallel clips with torch's own function, which would take the norm of this rank's parts
-alone, without an error. So the step of that function that computes the norm is replaced by one that knows sharded gradients; the
-gradients of anything else go to torch's as before.
-"""
+Code that was written for DistributedDataParallel clips with torch's own function, which would take
+the norm of this rank's parts alone, without an error. So the step of that function that computes
+the norm is replaced by one that knows sharded gradients; the gradients of anything else go to
+torch's as before."""
 
 from __future__ import annotations
 
@@ -29,7 +30,11 @@ def checked_norm_type(norm_type: Any) -> float:
     """Return the order of a norm as a float; raises UsageError for what is none."""
     if norm_type == "inf":
         return math.inf
-    if isinstance(norm_type, (int, float)) and not isinstance(norm_type, bool) and 0 < norm_type <= math.inf:
+    if (
+        isinstance(norm_type, (int, float))
+        and not isinstance(norm_type, bool)
+        and 0 < norm_type <= math.inf
+    ):
         try:
             return float(norm_type)
         except OverflowError:
@@ -43,7 +48,11 @@ def check_max_norm(max_norm: Any) -> None:
         try:
             if float(max_norm) >= 0:
                 return
-        except (OverflowError, RuntimeError, ValueError):  # several numbers, a complex one, one that is too large
+        except (
+            OverflowError,
+            RuntimeError,
+            ValueError,
+        ):  # several numbers, a complex one, one that is too large
             pass
     raise _bad("max_norm", "a number that is not negative", max_norm)
 
@@ -61,7 +70,8 @@ def _bad(name: str, expected: str, got: object) -> UsageError:
 
 
 def gradients_of_others(root: nn.Module, groups: Iterable[Group]) -> list[torch.Tensor]:
-    """Return the gradients of the parameters in ``root`` that none of ``groups`` manages, each once.
+    """Return the gradients of the parameters in ``root`` that none of ``groups`` manages, each
+    once.
 
     nn.Module's own walk puts a name together for each, which takes longer than a norm.
     """
@@ -81,12 +91,14 @@ def gradients_of_others(root: nn.Module, groups: Iterable[Group]) -> list[torch.
 
 
 def teach_torch() -> None:
-    """Let torch.nn.utils.clip_grad_norm_ and get_total_norm see whole norms of sharded gradients. Once per process."""
+    """Let torch.nn.utils.clip_grad_norm_ and get_total_norm see whole norms of sharded gradients.
+    Once per process."""
     torch_private.replace_clipping(_clip, _total_norm)
 
 
 class _Clipped(threading.local):
-    """The parameters that this thread is clipping with torch's function: of some, this rank may have no part, and no gradient."""
+    """The parameters that this thread is clipping with torch's function: of some, this rank may
+    have no part, and no gradient."""
 
     parameters: Sequence[torch.Tensor] = ()
 
@@ -99,15 +111,24 @@ def _clip(original: Any, parameters: Any, *args: Any, **kwargs: Any) -> torch.Te
     before, _clipped.parameters = _clipped.parameters, listed
     try:
         # A generator that yields nothing is warned of.
-        return original((p for p in listed) if isinstance(parameters, types.GeneratorType) else listed, *args, **kwargs)
+        return original(
+            (p for p in listed) if isinstance(parameters, types.GeneratorType) else listed,
+            *args,
+            **kwargs,
+        )
     finally:
         _clipped.parameters = before
 
 
 def _total_norm(
-    original: Any, tensors: Any, norm_type: float = 2.0, error_if_nonfinite: bool = False, foreach: bool | None = None
+    original: Any,
+    tensors: Any,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
 ) -> torch.Tensor:
-    """The norm of gradients as ``original`` computes it, over all ranks where they are parts. Collective in that case."""
+    """The norm of gradients as ``original`` computes it, over all ranks where they are parts.
+    Collective in that case."""
     grads = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
     split, groups = _split_over_ranks(grads, _clipped.parameters)
     if not groups:
@@ -123,7 +144,8 @@ def _total_norm(
         norm = norm_of(parts, whole, order, groups[0].device)
     if error_if_nonfinite and not bool(norm.isfinite()):
         raise RuntimeError(
-            f"The norm of order {order} of the gradients over all ranks is non-finite ({norm.item()}), so they cannot be clipped; "
+            f"The norm of order {order} of the gradients over all ranks is non-finite "
+            f"({norm.item()}), so they cannot be clipped; "
             "pass error_if_nonfinite=False to scale them all the same."
         )
     device = grads[0].device if grads else groups[0].store.shard.device
@@ -133,8 +155,8 @@ def _total_norm(
 def _split_over_ranks(
     grads: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor]
 ) -> tuple[dict[int, Group], list[Group]]:
-    """Return {id of a gradient: the group that it is a part of} for those that are parts, and the groups that they, or
-    ``parameters``, are parts of: the same on all ranks where these are."""
+    """Return {id of a gradient: the group that it is a part of} for those that are parts, and the
+    groups that they, or ``parameters``, are parts of: the same on all ranks where these are."""
     wanted, asked = {id(grad) for grad in grads}, {id(parameter) for parameter in parameters}
     split: dict[int, Group] = {}
     found: dict[int, Group] = {}  # by the id of a parameter
@@ -145,5 +167,7 @@ def _split_over_ranks(
                     split[id(target.grad)] = group
                 if id(target) in asked and target.requires_grad:
                     found[id(target)] = group
-    in_order = [found[id(p)] for p in parameters if id(p) in found] or [split[id(grad)] for grad in grads if id(grad) in split]
+    in_order = [found[id(p)] for p in parameters if id(p) in found] or [
+        split[id(grad)] for grad in grads if id(grad) in split
+    ]
     return split, list(dict.fromkeys(in_order))

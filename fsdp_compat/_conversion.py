@@ -1,4 +1,5 @@
-"""Other dtypes for a wrapped model that has not run yet: ``.half()``, ``.to(dtype)`` and what clients set."""
+"""Other dtypes for a wrapped model that has not run yet: ``.half()``, ``.to(dtype)`` and what
+clients set."""
 
 from __future__ import annotations
 
@@ -21,8 +22,13 @@ __all__ = ["convert", "follow", "move"]
 
 
 def follow(instance: FullyShardedDataParallel, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """Convert the shards of an instance, and of all below it, to the dtypes of what ``fn`` returns. Collective if any changes."""
-    stores = [store_of(group) for each in type(instance).fsdp_modules(instance) for group in each._unit.groups]
+    """Convert the shards of an instance, and of all below it, to the dtypes of what ``fn`` returns.
+    Collective if any changes."""
+    stores = [
+        store_of(group)
+        for each in type(instance).fsdp_modules(instance)
+        for group in each._unit.groups
+    ]
     dtypes = {(store.dtype, store.shard.device): store.dtype for store in stores}
     for dtype, device in dtypes:
         dtypes[dtype, device] = fn(torch.empty(0, dtype=dtype, device=device)).dtype
@@ -32,12 +38,16 @@ def follow(instance: FullyShardedDataParallel, fn: Callable[[torch.Tensor], torc
 def convert(instance: FullyShardedDataParallel, wanted: Mapping[FlatStore, torch.dtype]) -> None:
     """Give shards of an instance, or of some below it, other dtypes. Collective if any changes.
 
-    Parameters stay the objects they are. Raises ValueStateError, before anything changes, if the model has run.
+    Parameters stay the objects they are. Raises ValueStateError, before anything changes, if the
+    model has run.
     """
     changed = [
         each
         for each in type(instance).fsdp_modules(instance)
-        if any(wanted.get(store_of(group), group.store.dtype) != group.store.dtype for group in each._unit.groups)
+        if any(
+            wanted.get(store_of(group), group.store.dtype) != group.store.dtype
+            for group in each._unit.groups
+        )
     ]
     if not changed:
         return
@@ -47,7 +57,11 @@ def convert(instance: FullyShardedDataParallel, wanted: Mapping[FlatStore, torch
         if runtime.has_run or not runtime.sync:
             raise _too_late(each, {str(dtype) for dtype in wanted.values()})
         runtime.rest()
-    meeting.meet("a conversion to another dtype", (group for each in changed for group in each._unit.groups), copies=True)
+    meeting.meet(
+        "a conversion to another dtype",
+        (group for each in changed for group in each._unit.groups),
+        copies=True,
+    )
     with torch.inference_mode(False), torch.no_grad():
         for each in changed:
             _convert(each, wanted)
@@ -79,7 +93,8 @@ def _exchange(instance: FullyShardedDataParallel, old: Sequence[Group]) -> None:
 
 
 def move(instance: FullyShardedDataParallel, group: Group, device: torch.device) -> None:
-    """Move a shard of an instance to another device, or back. Nothing is sent; every rank does it."""
+    """Move a shard of an instance to another device, or back. Nothing is sent; every rank does
+    it."""
     store, runtime = store_of(group), instance._runtime
     device = torch.empty(0, device=device).device  # with its index
     if device == store.shard.device:
@@ -99,7 +114,9 @@ def move(instance: FullyShardedDataParallel, group: Group, device: torch.device)
     instance._unit.free()
     with torch.inference_mode(False), torch.no_grad():
         store.convert(store.dtype, device)
-        if group.memory.aliased and device == instance._settings.home:  # its whole parameters view the shard
+        if (
+            group.memory.aliased and device == instance._settings.home
+        ):  # its whole parameters view the shard
             _exchange(instance, [group])
             runtime.take_groups()
 
@@ -108,10 +125,12 @@ def _too_late(instance: FullyShardedDataParallel, dtypes: set[str]) -> ValueStat
     return ValueStateError(
         explain(
             "The parameters of a sharded model cannot change their dtype any more.",
-            expected="half(), to(dtype) and the like before the first forward, outside of no_sync()",
+            expected="half(), to(dtype) and the like before the first forward, outside of "
+            "no_sync()",
             got=f"a conversion to {', '.join(sorted(dtypes))} "
             + ("afterwards" if instance._runtime.has_run else "inside of no_sync()"),
             where=instance._unit.label,
-            fix="convert the model before it runs; for computing in another dtype pass mixed_precision=",
+            fix="convert the model before it runs; for computing in another dtype pass "
+            "mixed_precision=",
         )
     )

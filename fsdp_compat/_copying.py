@@ -1,7 +1,7 @@
 """Copies of a wrapped module: deepcopy, and this rank's part for pickle.
 
-A copy is made of the modules without their managed parameters, and of the stores; its unit and runtime are built anew around them.
-"""
+A copy is made of the modules without their managed parameters, and of the stores; its unit and
+runtime are built anew around them."""
 
 from __future__ import annotations
 
@@ -25,16 +25,25 @@ if typing.TYPE_CHECKING:
 __all__ = ["deepcopy_of", "reduced", "restore"]
 
 _OWN = frozenset({"_unit", "_settings"})  # of an instance: what is built anew
-_pickling = False  # an instance around this one is being pickled, and has withdrawn the parameters of all below it
+# an instance around this one is being pickled, and has withdrawn the parameters of all below it
+_pickling = False
 
 
-def deepcopy_of(instance: FullyShardedDataParallel, memo: dict[int, Any]) -> FullyShardedDataParallel:
+def deepcopy_of(
+    instance: FullyShardedDataParallel, memo: dict[int, Any]
+) -> FullyShardedDataParallel:
     """Return a second instance, with shards of its own, over the same process groups."""
     _require_rest(instance, "copy.deepcopy")
     copy = type(instance).__new__(type(instance))
     memo[id(instance)] = copy
     with _withdrawn(instance):
-        copy.__dict__.update({name: deepcopy(value, memo) for name, value in instance.__dict__.items() if name not in _OWN})
+        copy.__dict__.update(
+            {
+                name: deepcopy(value, memo)
+                for name, value in instance.__dict__.items()
+                if name not in _OWN
+            }
+        )
         stores = [deepcopy(store, memo) for store in _stores(instance)]
         buffers = deepcopy(instance._unit.buffers, memo)
     _build(copy, stores, instance._settings, buffers)
@@ -45,8 +54,8 @@ def deepcopy_of(instance: FullyShardedDataParallel, memo: dict[int, Any]) -> Ful
 
 
 def reduced(instance: FullyShardedDataParallel) -> tuple[Any, ...]:
-    """Return what pickle makes an instance of again. Everything below the outermost one is packed together, so that parts that
-    share a storage go on sharing it."""
+    """Return what pickle makes an instance of again. Everything below the outermost one is packed
+    together, so that parts that share a storage go on sharing it."""
     global _pickling
     if _pickling:
         return _blank, (type(instance),), _parts(instance)
@@ -61,7 +70,9 @@ def reduced(instance: FullyShardedDataParallel) -> tuple[Any, ...]:
             torch.save(instance, packed)
     finally:
         _pickling = False
-    return _unpacked, (torch.frombuffer(bytearray(packed.getbuffer()), dtype=torch.uint8),)  # torch.save would double some bytes
+    return _unpacked, (
+        torch.frombuffer(bytearray(packed.getbuffer()), dtype=torch.uint8),
+    )  # torch.save would double some bytes
 
 
 def _parts(instance: FullyShardedDataParallel) -> tuple[Any, ...]:
@@ -70,7 +81,9 @@ def _parts(instance: FullyShardedDataParallel) -> tuple[Any, ...]:
 
 
 def _unpacked(packed: torch.Tensor) -> FullyShardedDataParallel:
-    return torch.load(io.BytesIO(ctypes.string_at(packed.data_ptr(), packed.numel())), weights_only=False)
+    return torch.load(
+        io.BytesIO(ctypes.string_at(packed.data_ptr(), packed.numel())), weights_only=False
+    )
 
 
 def _blank(cls: type[FullyShardedDataParallel]) -> FullyShardedDataParallel:
@@ -84,7 +97,9 @@ def restore(instance: FullyShardedDataParallel, parts: tuple[Any, ...]) -> None:
     _build(instance, stores, settings.resolved(), buffers)
 
 
-def _build(instance: FullyShardedDataParallel, stores: list[Any], settings: Any, buffers: Any) -> None:
+def _build(
+    instance: FullyShardedDataParallel, stores: list[Any], settings: Any, buffers: Any
+) -> None:
     from ._construction import remember
 
     _restore_order(instance, stores)
@@ -94,10 +109,20 @@ def _build(instance: FullyShardedDataParallel, stores: list[Any], settings: Any,
 
 
 def _restore_order(instance: FullyShardedDataParallel, stores: list[Any]) -> None:
-    """Let parameters come back in the order they had: keep a place for each of them in its module."""
-    slots = {(id(module), name) for store in stores for member in store.members for module, name in member.slots}
+    """Let parameters come back in the order they had: keep a place for each of them in its
+    module."""
+    slots = {
+        (id(module), name)
+        for store in stores
+        for member in store.members
+        for module, name in member.slots
+    }
     for path, child in instance._fsdp_wrapped_module.named_modules(remove_duplicate=False):
-        order = [name for name in instance._attribute_order.get(clean_name(path), ()) if (id(child), name) in slots]
+        order = [
+            name
+            for name in instance._attribute_order.get(clean_name(path), ())
+            if (id(child), name) in slots
+        ]
         if order:
             parameters = torch_private.parameters_of(child)
             kept = dict(parameters)
@@ -126,7 +151,8 @@ def _require_rest(instance: FullyShardedDataParallel, what: str) -> None:
     if instance._unit.lent:
         raise StateError(
             explain(
-                f"{what} inside of summon_full_params would copy parameters that are about to be parts again.",
+                f"{what} inside of summon_full_params would copy parameters that are about to be "
+                "parts again.",
                 expected=f"{what} of a wrapped module between steps",
                 got="a call inside of summon_full_params",
                 where=instance._unit.label,

@@ -1,14 +1,14 @@
 """torch.distributed.checkpoint.state_dict's functions, taught about our models.
 
-They recognise torch's own wrappers by their classes. Ours they would take for plain modules, and answer wrongly without an
-error: of a sharded value a full state dict would hold the first local box only, and the ranks' parts of optimizer state would
-collide under one key. So a call with one of our models goes to ``_state_dict_functions``; any other runs the function as torch
-wrote it.
+They recognise torch's own wrappers by their classes. Ours they would take for plain modules, and
+answer wrongly without an error: of a sharded value a full state dict would hold the first local box
+only, and the ranks' parts of optimizer state would collide under one key. So a call with one of our
+models goes to ``_state_dict_functions``; any other runs the function as torch wrote it.
 
-That module imports torch's FSDP, which this package never does. So nothing happens before somebody else imports it: the import
-system is asked to tell us. Functions that were imported from it earlier are reached, too, as their code is replaced, not their
-names. Only public names of torch are relied on, so none is renamed unnoticed; what a later torch adds is refused for our models.
-"""
+That module imports torch's FSDP, which this package never does. So nothing happens before somebody
+else imports it: the import system is asked to tell us. Functions that were imported from it earlier
+are reached, too, as their code is replaced, not their names. Only public names of torch are relied
+on, so none is renamed unnoticed; what a later torch adds is refused for our models."""
 
 from __future__ import annotations
 
@@ -29,11 +29,14 @@ from ._state_dict_functions import FUNCTIONS, mixed, unknown_argument
 __all__ = ["teach_torch"]
 
 _MODULE = "torch.distributed.checkpoint.state_dict"
-_ROUTE = "_fsdp_compat_route"  # the keyword under which a function's replaced code finds where to go
+_ROUTE = (
+    "_fsdp_compat_route"  # the keyword under which a function's replaced code finds where to go
+)
 
 
 def teach_torch() -> None:
-    """Route the functions by model, now or as soon as their module is imported. Does nothing when called again."""
+    """Route the functions by model, now or as soon as their module is imported. Does nothing when
+    called again."""
     if (module := sys.modules.get(_MODULE)) is not None:
         _route_all(module)
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
@@ -43,26 +46,40 @@ def teach_torch() -> None:
 def _route_all(module: types.ModuleType) -> None:
     for name, ours in FUNCTIONS.items():
         function = getattr(module, name, None)  # what a later torch no longer has, nobody can call
-        if isinstance(function, types.FunctionType) and _ROUTE not in (function.__kwdefaults__ or {}):
+        if isinstance(function, types.FunctionType) and _ROUTE not in (
+            function.__kwdefaults__ or {}
+        ):
             _replace(module, function, ours)
 
 
-def _replace(module: types.ModuleType, function: types.FunctionType, ours: Callable[..., Any]) -> None:
+def _replace(
+    module: types.ModuleType, function: types.FunctionType, ours: Callable[..., Any]
+) -> None:
     """Let ``function(...)`` call ``ours`` for our models, whoever has imported it."""
     original = types.FunctionType(
-        function.__code__, function.__globals__, function.__name__, function.__defaults__, function.__closure__
+        function.__code__,
+        function.__globals__,
+        function.__name__,
+        function.__defaults__,
+        function.__closure__,
     )
     original.__kwdefaults__ = function.__kwdefaults__
     signature = inspect.signature(function)
     route = functools.partial(_call, ours, original, signature)
-    if function.__closure__:  # code without a closure does not fit; only its name in the module can be replaced
+    if (
+        function.__closure__
+    ):  # code without a closure does not fit; only its name in the module can be replaced
         routed = types.FunctionType(_routed.__code__, globals())
         functools.update_wrapper(routed, function)
         routed.__kwdefaults__ = {_ROUTE: route}
         setattr(module, function.__name__, routed)
         return
     function.__signature__ = signature  # type: ignore[attr-defined]
-    function.__code__, function.__defaults__, function.__kwdefaults__ = _routed.__code__, None, {_ROUTE: route}
+    function.__code__, function.__defaults__, function.__kwdefaults__ = (
+        _routed.__code__,
+        None,
+        {_ROUTE: route},
+    )
 
 
 def _routed(*args: Any, _fsdp_compat_route: Callable[..., Any], **kwargs: Any) -> Any:
@@ -71,7 +88,12 @@ def _routed(*args: Any, _fsdp_compat_route: Callable[..., Any], **kwargs: Any) -
 
 
 def _call(
-    ours: Callable[..., Any], original: Callable[..., Any], signature: inspect.Signature, /, *args: Any, **kwargs: Any
+    ours: Callable[..., Any],
+    original: Callable[..., Any],
+    signature: inspect.Signature,
+    /,
+    *args: Any,
+    **kwargs: Any,
 ) -> Any:
     """Call ``ours`` if the argument ``model`` has an instance of ours in it, else ``original``."""
     try:
@@ -91,15 +113,19 @@ def _call(
 def _is_of_torch(module: nn.Module) -> bool:
     """True for an instance of torch's FSDP, of which nobody has to import anything."""
     return any(
-        cls.__qualname__ == "FullyShardedDataParallel" and cls.__module__.startswith("torch.distributed.fsdp")
+        cls.__qualname__ == "FullyShardedDataParallel"
+        and cls.__module__.startswith("torch.distributed.fsdp")
         for cls in type(module).__mro__
     )
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Finds the one module as others find it, with a loader that routes its functions once they are there."""
+    """Finds the one module as others find it, with a loader that routes its functions once they are
+    there."""
 
-    def find_spec(self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None) -> ModuleSpec | None:
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None
+    ) -> ModuleSpec | None:
         if fullname != _MODULE:
             return None
         for finder in sys.meta_path:
@@ -123,6 +149,8 @@ class _Loader(importlib.abc.Loader):
     def exec_module(self, module: types.ModuleType) -> None:
         module.__loader__ = self._inner
         if module.__spec__ is not None:
-            module.__spec__.loader = self._inner  # who asks later finds all as it would be without us
+            module.__spec__.loader = (
+                self._inner
+            )  # who asks later finds all as it would be without us
         self._inner.exec_module(module)
         _route_all(module)

@@ -1,10 +1,11 @@
-"""torch.distributed.checkpoint.HuggingFaceStorageWriter, taught that a rank may hold several pieces of one tensor.
+"""torch.distributed.checkpoint.HuggingFaceStorageWriter, taught that a rank may hold several pieces
+of one tensor.
 
-It writes one safetensors file per rank, in which a name stands once: of several pieces of a tensor the last one would stay, and
-no error would say so. A rank's part of a parameter is several boxes, so each further piece goes into a further file of the rank.
-Torch's reader and its consolidation go by the offsets in every file of the directory, and find them there. What has one piece per
-name, as every other kind of value, is written as torch wrote it.
-"""
+It writes one safetensors file per rank, in which a name stands once: of several pieces of a tensor
+the last one would stay, and no error would say so. A rank's part of a parameter is several boxes,
+so each further piece goes into a further file of the rank. Torch's reader and its consolidation go
+by the offsets in every file of the directory, and find them there. What has one piece per name, as
+every other kind of value, is written as torch wrote it."""
 
 from __future__ import annotations
 
@@ -21,14 +22,23 @@ from .errors import CheckpointError, explain
 
 __all__ = ["teach_torch"]
 
-_FILES_OF_FIRST_PIECES = 100_000  # the writer counts ranks from 1; further pieces count from here on, by rank again
+_FILES_OF_FIRST_PIECES = (
+    100_000  # the writer counts ranks from 1; further pieces count from here on, by rank again
+)
 
 
 def teach_torch() -> None:
     """Replace two methods of the writer's class. Does nothing when called again."""
     if not hasattr(HuggingFaceStorageWriter.write_data, "_fsdp_compat"):
-        for name, ours in (("prepare_global_plan", _prepare_global_plan), ("write_data", _write_data)):
-            setattr(HuggingFaceStorageWriter, name, _around(getattr(HuggingFaceStorageWriter, name), ours))
+        for name, ours in (
+            ("prepare_global_plan", _prepare_global_plan),
+            ("write_data", _write_data),
+        ):
+            setattr(
+                HuggingFaceStorageWriter,
+                name,
+                _around(getattr(HuggingFaceStorageWriter, name), ours),
+            )
 
 
 def _around(original: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
@@ -50,18 +60,24 @@ def _prepare_global_plan(
             raise CheckpointError(
                 explain(
                     "Sharded values cannot be written into one safetensors file.",
-                    expected=f"HuggingFaceStorageWriter(..., save_distributed=True), and fewer than {_FILES_OF_FIRST_PIECES} ranks",
-                    got=f"save_distributed={writer.save_distributed}, {len(plans)} ranks, and several pieces of "
+                    expected="HuggingFaceStorageWriter(..., save_distributed=True), and fewer "
+                    f"than {_FILES_OF_FIRST_PIECES} ranks",
+                    got=f"save_distributed={writer.save_distributed}, {len(plans)} ranks, and "
+                    "several pieces of "
                     f"{parts[1][0].index.fqn!r} on rank {rank}",
                     where="torch.distributed.checkpoint.save",
-                    fix="set save_distributed=True, or save a full state dict (StateDictType.FULL_STATE_DICT) from one rank",
+                    fix="set save_distributed=True, or save a full state dict "
+                    "(StateDictType.FULL_STATE_DICT) from one rank",
                 )
             )
     return original(plans)
 
 
 def _write_data(
-    original: Callable[..., Future[Any]], writer: HuggingFaceStorageWriter, plan: SavePlan, planner: SavePlanner
+    original: Callable[..., Future[Any]],
+    writer: HuggingFaceStorageWriter,
+    plan: SavePlan,
+    planner: SavePlanner,
 ) -> Future[Any]:
     parts = _without_repetition(plan.items, planner)
     if len(parts) <= 1 or "shard_index" not in plan.storage_data:
@@ -69,16 +85,20 @@ def _write_data(
     results: list[Any] = []
     for number, items in enumerate(parts):
         file_index = plan.storage_data["shard_index"] + number * _FILES_OF_FIRST_PIECES
-        part = dataclasses.replace(plan, items=items, storage_data={**plan.storage_data, "shard_index": file_index})
+        part = dataclasses.replace(
+            plan, items=items, storage_data={**plan.storage_data, "shard_index": file_index}
+        )
         results += original(part, planner).wait()
     done: Future[Any] = Future()
     done.set_result(results)
     return done
 
 
-def _without_repetition(items: list[WriteItem], planner: SavePlanner | None) -> list[list[WriteItem]]:
-    """Part items so that no part has two of one name or, where the ``planner`` is there to give the data, of one memory: a tied
-    parameter's, which safetensors refuses to write twice."""
+def _without_repetition(
+    items: list[WriteItem], planner: SavePlanner | None
+) -> list[list[WriteItem]]:
+    """Part items so that no part has two of one name or, where the ``planner`` is there to give the
+    data, of one memory: a tied parameter's, which safetensors refuses to write twice."""
     parts: list[list[WriteItem]] = []
     taken: list[set[str | int]] = []
     for item in items:

@@ -1,4 +1,5 @@
-"""The six older calls for optimizer state, which newer releases of torch drop one by one: the same algorithm under other names."""
+"""The six older calls for optimizer state, which newer releases of torch drop one by one: the same
+algorithm under other names."""
 
 from __future__ import annotations
 
@@ -11,7 +12,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from ._checks import require_bools, require_group, require_model_and_optimizer, require_module, wrong_type
+from ._checks import (
+    require_bools,
+    require_group,
+    require_model_and_optimizer,
+    require_module,
+    wrong_type,
+)
 from ._instances import named_units, names_before
 from ._optim_state_dicts import OptimStateDicts, given_states, taken_states
 from ._state.holdings import holdings_of, numbered_names
@@ -31,10 +38,12 @@ class OptimStateKeyType(enum.Enum):
 
 
 class LegacyOptimStateDicts(OptimStateDicts):
-    """The part of an instance that keeps the older calls. Each warns once per call, with the new one's name.
+    """The part of an instance that keeps the older calls. Each warns once per call, with the new
+    one's name.
 
-    Where ``optim_input`` is accepted it is what the optimizer is made with, parameters or parameter groups, and numbers count that;
-    without it, and without ``optim``, they count ``model.parameters()``.
+    Where ``optim_input`` is accepted it is what the optimizer is made with, parameters or parameter
+    groups, and numbers count that; without it, and without ``optim``, they count
+    ``model.parameters()``.
     """
 
     @staticmethod
@@ -45,9 +54,11 @@ class LegacyOptimStateDicts(OptimStateDicts):
         rank0_only: bool = True,
         group: dist.ProcessGroup | None = None,
     ) -> dict[str, Any]:
-        """Return the optimizer's whole state by parameter names, on the CPU; with ``rank0_only`` {} on other ranks.
+        """Return the optimizer's whole state by parameter names, on the CPU; with ``rank0_only`` {}
+        on other ranks.
 
-        Collective: one gather per flat parameter and state. The same as ``optim_state_dict`` in the full form.
+        Collective: one gather per flat parameter and state. The same as ``optim_state_dict`` in the
+        full form.
         """
         where = "full_optim_state_dict(model, optim)"
         _deprecated("full_optim_state_dict", "optim_state_dict")
@@ -56,12 +67,23 @@ class LegacyOptimStateDicts(OptimStateDicts):
         require_bools(where, rank0_only=rank0_only)
         groups = groups_of_input(optim_input, optim, model, where)
         return taken_states(
-            model, optim, groups, None, values=Values.WHOLE, to_cpu=True, rank0_only=rank0_only, group=group, where=where
+            model,
+            optim,
+            groups,
+            None,
+            values=Values.WHOLE,
+            to_cpu=True,
+            rank0_only=rank0_only,
+            group=group,
+            where=where,
         )
 
     @staticmethod
-    def sharded_optim_state_dict(model: nn.Module, optim: Optimizer, group: dist.ProcessGroup | None = None) -> dict[str, Any]:
-        """Return the optimizer's state by parameter names, in the sharded form, whatever form is set.
+    def sharded_optim_state_dict(
+        model: nn.Module, optim: Optimizer, group: dist.ProcessGroup | None = None
+    ) -> dict[str, Any]:
+        """Return the optimizer's state by parameter names, in the sharded form, whatever form is
+        set.
 
         Collective: one small exchange; tensors are not sent.
         """
@@ -89,10 +111,13 @@ class LegacyOptimStateDicts(OptimStateDicts):
         optim_input: list[dict[str, Any]] | Iterable[nn.Parameter] | None = None,
         optim: Optimizer | None = None,
     ) -> dict[str, Any]:
-        """Return what the optimizer loads on this rank, from a full dict that every rank has. Collective: one small exchange."""
+        """Return what the optimizer loads on this rank, from a full dict that every rank has.
+        Collective: one small exchange."""
         where = "shard_full_optim_state_dict(full_optim_state_dict, model)"
         _deprecated("shard_full_optim_state_dict", "optim_state_dict_to_load")
-        return _given(full_optim_state_dict, model, optim_input, optim, rank0_only=False, where=where)
+        return _given(
+            full_optim_state_dict, model, optim_input, optim, rank0_only=False, where=where
+        )
 
     @staticmethod
     def flatten_sharded_optim_state_dict(
@@ -100,7 +125,8 @@ class LegacyOptimStateDicts(OptimStateDicts):
     ) -> dict[str, Any]:
         """Return what the optimizer loads on this rank, from a sharded dict.
 
-        Collective: one small exchange; values that are sharded in another way than the model are gathered.
+        Collective: one small exchange; values that are sharded in another way than the model are
+        gathered.
         """
         where = "flatten_sharded_optim_state_dict(sharded_optim_state_dict, model, optim)"
         _deprecated("flatten_sharded_optim_state_dict", "optim_state_dict_to_load")
@@ -115,14 +141,17 @@ class LegacyOptimStateDicts(OptimStateDicts):
         optim: Optimizer | None = None,
         group: Any | None = None,
     ) -> dict[str, Any]:
-        """Return what the optimizer loads on this rank, from a full dict that only the first rank needs to have.
+        """Return what the optimizer loads on this rank, from a full dict that only the first rank
+        needs to have.
 
         Collective: it is sent one state of one unit at a time.
         """
         where = "scatter_full_optim_state_dict(full_optim_state_dict, model)"
         _deprecated("scatter_full_optim_state_dict", "optim_state_dict_to_load")
         require_group(group, where)
-        return _given(full_optim_state_dict, model, optim_input, optim, rank0_only=True, where=where)
+        return _given(
+            full_optim_state_dict, model, optim_input, optim, rank0_only=True, where=where
+        )
 
     @staticmethod
     def rekey_optim_state_dict(
@@ -132,17 +161,21 @@ class LegacyOptimStateDicts(OptimStateDicts):
         optim_input: list[dict[str, Any]] | Iterable[nn.Parameter] | None = None,
         optim: Optimizer | None = None,
     ) -> dict[str, Any]:
-        """Return an optimizer's state dict keyed by parameter names, or by numbers, whatever it is keyed by; values are not copied.
+        """Return an optimizer's state dict keyed by parameter names, or by numbers, whatever it is
+        keyed by; values are not copied.
 
-        model: wrapped or not. Numbers are those of the unwrapped model's optimizer: those of the parameters that a FlatParameter
-        holds count in the model's order. Nothing is sent. Raises UsageError for keys of several kinds, and CheckpointError for a
-        parameter that the model or the optimizer does not have. ``optim_state_dict_to_load`` takes both kinds as they are.
+        model: wrapped or not. Numbers are those of the unwrapped model's optimizer: those of the
+        parameters that a FlatParameter holds count in the model's order. Nothing is sent. Raises
+        UsageError for keys of several kinds, and CheckpointError for a parameter that the model or
+        the optimizer does not have. ``optim_state_dict_to_load`` takes both kinds as they are.
         """
         where = "rekey_optim_state_dict(optim_state_dict, optim_state_key_type, model)"
         _deprecated("rekey_optim_state_dict", "optim_state_dict_to_load")
         kind = as_ours(optim_state_key_type, OptimStateKeyType, "optim_state_key_type")
         if kind is None:
-            raise wrong_type("optim_state_key_type", "an OptimStateKeyType", optim_state_key_type, where)
+            raise wrong_type(
+                "optim_state_key_type", "an OptimStateKeyType", optim_state_key_type, where
+            )
         _require_model(model, optim, where)
         if (found := other_form(optim_state_dict)) is not None:
             raise CheckpointError(
@@ -159,7 +192,9 @@ class LegacyOptimStateDicts(OptimStateDicts):
         if units:
             names = numbered_names(holdings_of(groups, where, units, model), names_before(model))
         numbering = Numbering(model, groups, names)
-        return (numbering.by_names if kind is OptimStateKeyType.PARAM_NAME else numbering.by_numbers)(optim_state_dict)
+        return (
+            numbering.by_names if kind is OptimStateKeyType.PARAM_NAME else numbering.by_numbers
+        )(optim_state_dict)
 
 
 def _given(
@@ -174,7 +209,9 @@ def _given(
     _require_model(model, optim, where)
     groups = groups_of_input(optim_input, optim, model, where)
     label = type(optim).__name__ if optim is not None else "the optimizer"
-    return given_states(model, groups, state_dict, rank0_only=rank0_only, label=label, where=where, as_saved=True)
+    return given_states(
+        model, groups, state_dict, rank0_only=rank0_only, label=label, where=where, as_saved=True
+    )
 
 
 def _require_model(model: Any, optim: Any, where: str) -> None:
@@ -187,7 +224,8 @@ def _require_model(model: Any, optim: Any, where: str) -> None:
 
 def _deprecated(old: str, new: str) -> None:
     warnings.warn(
-        f"FullyShardedDataParallel.{old} is deprecated; use FullyShardedDataParallel.{new} instead.",
+        f"FullyShardedDataParallel.{old} is deprecated; use FullyShardedDataParallel.{new} "
+        "instead.",
         DeprecationWarning,
         stacklevel=3,
     )

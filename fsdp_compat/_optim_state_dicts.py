@@ -27,9 +27,18 @@ from ._state.sending import FirstRank
 from ._state_dicts import StateDicts
 from .api import StateDictType
 
-__all__ = ["OptimStateDicts", "check_optimizer", "form_set", "given_states", "taken_states", "warn_of_layout"]
+__all__ = [
+    "OptimStateDicts",
+    "check_optimizer",
+    "form_set",
+    "given_states",
+    "taken_states",
+    "warn_of_layout",
+]
 
-_warned: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # whose states were said to need an equal layout
+_warned: weakref.WeakSet[Optimizer] = (
+    weakref.WeakSet()
+)  # whose states were said to need an equal layout
 
 
 class OptimStateDicts(StateDicts):
@@ -37,19 +46,25 @@ class OptimStateDicts(StateDicts):
 
     @staticmethod
     def optim_state_dict(
-        model: nn.Module, optim: Optimizer, optim_state_dict: dict[str, Any] | None = None, group: dist.ProcessGroup | None = None
+        model: nn.Module,
+        optim: Optimizer,
+        optim_state_dict: dict[str, Any] | None = None,
+        group: dist.ProcessGroup | None = None,
     ) -> dict[str, Any]:
         """Return the optimizer's state keyed by parameter names, in the form set for ``model``.
 
-        optim_state_dict: what ``optim.state_dict()`` gives, if it is there; it may be keyed by numbers, or by the names that the
-        model gives its parameters now, and may lack "param_groups". State of no parameter is copied, with a warning.
-        Collective: one small exchange, and in the full form one gather per flat parameter and state. Every rank's optimizer may
-        hold its parameters in an order of its own; all have to hold the same, but for those that a rank has no part of.
-        In the sharded form tensors are this rank's boxes; with ``offload_to_cpu=False`` (it is True by default) they view the
-        optimizer's own state, and change when training goes on. An optimizer without state gives what its first step would make,
-        for torch.distributed.checkpoint to read a checkpoint into.
-        A state that is neither a number nor has one element per element of its parameter belongs to this rank's part: it is kept
-        under a key that ends with ``@rank`` and its number, and can be loaded at an equal layout only; the first such call warns.
+        optim_state_dict: what ``optim.state_dict()`` gives, if it is there; it may be keyed by
+        numbers, or by the names that the model gives its parameters now, and may lack
+        "param_groups". State of no parameter is copied, with a warning. Collective: one small
+        exchange, and in the full form one gather per flat parameter and state. Every rank's
+        optimizer may hold its parameters in an order of its own; all have to hold the same, but for
+        those that a rank has no part of. In the sharded form tensors are this rank's boxes; with
+        ``offload_to_cpu=False`` (it is True by default) they view the optimizer's own state, and
+        change when training goes on. An optimizer without state gives what its first step would
+        make, for torch.distributed.checkpoint to read a checkpoint into. A state that is neither a
+        number nor has one element per element of its parameter belongs to this rank's part: it is
+        kept under a key that ends with ``@rank`` and its number, and can be loaded at an equal
+        layout only; the first such call warns.
         """
         where = "optim_state_dict(model, optim, optim_state_dict)"
         require_model_and_optimizer(model, optim, where)
@@ -57,7 +72,14 @@ class OptimStateDicts(StateDicts):
         form = form_set(model)
         sharded = form["values"] is not Values.WHOLE
         return taken_states(
-            model, optim, optim.param_groups, optim_state_dict, **form, group=group, where=where, first_step=sharded
+            model,
+            optim,
+            optim.param_groups,
+            optim_state_dict,
+            **form,
+            group=group,
+            where=where,
+            first_step=sharded,
         )
 
     @staticmethod
@@ -69,15 +91,18 @@ class OptimStateDicts(StateDicts):
         load_directly: bool = False,
         group: dist.ProcessGroup | None = None,
     ) -> dict[str, Any]:
-        """Return the dict that ``optim.load_state_dict`` takes, from one keyed by parameter names, full or sharded, or by numbers.
+        """Return the dict that ``optim.load_state_dict`` takes, from one keyed by parameter names,
+        full or sharded, or by numbers.
 
-        By numbers is what the optimizer of an unwrapped model, or of one in DistributedDataParallel, gives. The result is keyed by
-        the numbers of ``optim``, or with ``is_named_optimizer`` by the names that the model gives its parameters now, and has
-        "param_groups" if the given one has.
-        The number of ranks, the wrapping and ``use_orig_params`` it was saved with do not matter. ``load_directly`` loads it, too.
-        Collective: one small exchange, in which ranks agree whether the dict fits. With full values, or boxes of the own shards,
-        nothing else is sent; other sharded values are gathered. With ``FullOptimStateDictConfig(rank0_only=True)`` set for the
-        model, ranks other than the first may pass None: it sends them their state, one unit at a time.
+        By numbers is what the optimizer of an unwrapped model, or of one in
+        DistributedDataParallel, gives. The result is keyed by the numbers of ``optim``, or with
+        ``is_named_optimizer`` by the names that the model gives its parameters now, and has
+        "param_groups" if the given one has. The number of ranks, the wrapping and
+        ``use_orig_params`` it was saved with do not matter. ``load_directly`` loads it, too.
+        Collective: one small exchange, in which ranks agree whether the dict fits. With full
+        values, or boxes of the own shards, nothing else is sent; other sharded values are gathered.
+        With ``FullOptimStateDictConfig(rank0_only=True)`` set for the model, ranks other than the
+        first may pass None: it sends them their state, one unit at a time.
         """
         where = "optim_state_dict_to_load(model, optim, optim_state_dict)"
         require_model_and_optimizer(model, optim, where)
@@ -113,7 +138,11 @@ def form_set(model: nn.Module) -> _FormSet:
         values = Values.WHOLE
     elif getattr(config, "_use_dtensor", False):
         values = Values.DTENSORS
-    return {"values": values, "to_cpu": bool(config.offload_to_cpu), "rank0_only": bool(getattr(config, "rank0_only", False))}
+    return {
+        "values": values,
+        "to_cpu": bool(config.offload_to_cpu),
+        "rank0_only": bool(getattr(config, "rank0_only", False)),
+    }
 
 
 def taken_states(
@@ -129,10 +158,12 @@ def taken_states(
     where: str,
     first_step: bool = False,
 ) -> dict[str, Any]:
-    """Return the optimizer's state by names. Collective: one small exchange, and gathers unless ``values`` are boxes.
+    """Return the optimizer's state by names. Collective: one small exchange, and gathers unless
+    ``values`` are boxes.
 
-    groups: the optimizer's parameter groups. state_dict: what it gives, or None for that. group: whose first rank keeps the result
-    if ``rank0_only``, by default the model's. first_step: of an optimizer without state return what its first step would make.
+    groups: the optimizer's parameter groups. state_dict: what it gives, or None for that. group:
+    whose first rank keeps the result if ``rank0_only``, by default the model's. first_step: of an
+    optimizer without state return what its first step would make.
     """
     call = where.partition("(")[0]
     _require_idle(model, call)
@@ -145,9 +176,13 @@ def taken_states(
     try:
         convert(optim)
         holdings = holdings_of(groups, f"the state of {type(optim).__name__}", units, model)
-        source = source_of(holdings, optim.state_dict() if state_dict is None else state_dict, where)
+        source = source_of(
+            holdings, optim.state_dict() if state_dict is None else state_dict, where
+        )
         if first_step and not source.states and not optim.state:
-            source = dataclasses.replace(source, states=first_states(holdings, optim), is_tried=True)
+            source = dataclasses.replace(
+                source, states=first_states(holdings, optim), is_tried=True
+            )
         facts = facts_of(holdings, source)
     except Exception as error:  # other ranks have to hear of it
         holdings, problem = None, error
@@ -159,7 +194,9 @@ def taken_states(
     settings = instances_in(model)[0]._settings
     is_first = settings.mesh.is_first if group is None else dist.get_rank(group) == 0
     keep = values is not Values.WHOLE or not rank0_only or is_first
-    return optim_state(holdings, source, agreed, Form(values, to_cpu, keep, settings.group, settings.device_mesh))
+    return optim_state(
+        holdings, source, agreed, Form(values, to_cpu, keep, settings.group, settings.device_mesh)
+    )
 
 
 def given_states(
@@ -173,10 +210,11 @@ def given_states(
     named: Optimizer | None = None,
     as_saved: bool = False,
 ) -> dict[str, Any]:
-    """Return what an optimizer with these parameter groups loads; collective, see ``optim_state_dict_to_load``.
+    """Return what an optimizer with these parameter groups loads; collective, see
+    ``optim_state_dict_to_load``.
 
-    label: the optimizer, for errors. named: the optimizer if its state is keyed by names. as_saved: as the older calls have it, see
-    ``Wanted``.
+    label: the optimizer, for errors. named: the optimizer if its state is keyed by names. as_saved:
+    as the older calls have it, see ``Wanted``.
     """
     _require_idle(model, where.partition("(")[0])
     units = named_units(model)
@@ -196,28 +234,36 @@ def given_states(
 
 
 def check_optimizer(model: nn.Module, optim: Optimizer) -> list[str]:
-    """Return the states of an optimizer that cannot be resharded, as ``"parameter.state"``: empty if every state can.
+    """Return the states of an optimizer that cannot be resharded, as ``"parameter.state"``: empty
+    if every state can.
 
-    Such states (factored moments, scales of 8-bit blocks, objects) are saved, and loaded at an equal layout: the same number of
-    ranks, strategy, wrapping and ``use_orig_params``. For parameters without state, before training, a copy of the optimizer takes
-    one step on stand-ins of zeros, one parameter of each kind at a time; model and optimizer do not change. The names are those of
-    this rank's parts; nothing is sent. Raises StateError if the step of such a copy fails: ask again after the first real one.
+    Such states (factored moments, scales of 8-bit blocks, objects) are saved, and loaded at an
+    equal layout: the same number of ranks, strategy, wrapping and ``use_orig_params``. For
+    parameters without state, before training, a copy of the optimizer takes one step on stand-ins
+    of zeros, one parameter of each kind at a time; model and optimizer do not change. The names are
+    those of this rank's parts; nothing is sent. Raises StateError if the step of such a copy fails:
+    ask again after the first real one.
     """
     where = "check_optimizer(model, optim)"
     require_model_and_optimizer(model, optim, where)
     _require_idle(model, "check_optimizer")
     convert(optim)
-    holdings = holdings_of(optim.param_groups, f"the state of {type(optim).__name__}", named_units(model), model)
+    holdings = holdings_of(
+        optim.param_groups, f"the state of {type(optim).__name__}", named_units(model), model
+    )
     return unshardable(holdings, states_to_be(holdings, optim))
 
 
 def warn_of_layout(names: Sequence[str], optim: Optimizer, stacklevel: int) -> None:
-    """Warn, once for an optimizer, of states that belong to one rank's part. stacklevel: of who calls this."""
+    """Warn, once for an optimizer, of states that belong to one rank's part. stacklevel: of who
+    calls this."""
     if names and optim not in _warned:
         _warned.add(optim)
         warnings.warn(
-            f"{len(names)} state(s) of {type(optim).__name__} are saved, but can only be loaded with the layout that they are "
-            f"saved with (the same number of ranks, sharding strategy, wrapping and use_orig_params): {', '.join(names)}.",
+            f"{len(names)} state(s) of {type(optim).__name__} are saved, but can only be loaded "
+            "with the layout that they are "
+            "saved with (the same number of ranks, sharding strategy, wrapping and "
+            f"use_orig_params): {', '.join(names)}.",
             stacklevel=stacklevel,
         )
 

@@ -1,8 +1,8 @@
 """Optimizers that were made before their model was wrapped.
 
-With original parameters they go on working: the parameters are the same objects, and state that was there for whole parameters is
-cut to this rank's parts before it is used. Without, what they hold is not trained any more, which the first step says.
-"""
+With original parameters they go on working: the parameters are the same objects, and state that was
+there for whole parameters is cut to this rank's parts before it is used. Without, what they hold is
+not trained any more, which the first step says."""
 
 from __future__ import annotations
 
@@ -23,14 +23,20 @@ from .errors import StateError, UsageError, explain
 
 __all__ = ["convert", "is_held", "is_managed", "note", "note_assigned"]
 
-# Parameters that some unit manages. Of what the optimizer is to hold: (weak reference to the store, index of the first parameter it
-# holds); of originals whose values live in a FlatParameter now: what they were.
+# Parameters that some unit manages. Of what the optimizer is to hold: (weak reference to the store,
+# index of the first parameter it holds); of originals whose values live in a FlatParameter now:
+# what they were.
 _managed: WeakIdKeyDictionary = WeakIdKeyDictionary()
-_assigned: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameters whose values units have taken, and for which attribute
-_MARK = "_fsdp_compat_part"  # on what the optimizer is to hold; unlike `_managed` it is pickled with a parameter
+_assigned: WeakIdKeyDictionary = (
+    WeakIdKeyDictionary()
+)  # parameters whose values units have taken, and for which attribute
+# on what the optimizer is to hold; unlike `_managed` it is pickled with a parameter
+_MARK = "_fsdp_compat_part"
 _wrappings = itertools.count(1)
 _last_wrapping = 0
-_seen: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()  # and after which wrapping
+_seen: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = (
+    weakref.WeakKeyDictionary()
+)  # and after which wrapping
 
 
 def note(originals: Iterable[nn.Parameter], stores: Iterable[FlatStore]) -> None:
@@ -58,14 +64,16 @@ def is_held(parameter: nn.Parameter) -> bool:
 
 
 def note_assigned(parameter: nn.Parameter, name: str) -> None:
-    """A unit has taken the value of ``parameter`` for its attribute ``name``, and not the object."""
+    """A unit has taken the value of ``parameter`` for its attribute ``name``, and not the
+    object."""
     global _last_wrapping
     _assigned[parameter] = name
     _last_wrapping = next(_wrappings)  # optimizers are looked at again
 
 
 def convert(optimizer: torch.optim.Optimizer) -> None:
-    """Cut state of whole parameters to this rank's parts. Raises UsageError if the optimizer holds what is not trained any more."""
+    """Cut state of whole parameters to this rank's parts. Raises UsageError if the optimizer holds
+    what is not trained any more."""
     for number, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
             place = _managed.get(parameter)
@@ -89,11 +97,16 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
         _refuse(optimizer, shown_stores(), "inside of summon_full_params")
     for runtime in live_runtimes():
         if runtime.runs and not runtime.steps:
-            _refuse(optimizer, {group.store for group in runtime.groups}, "inside of forward or backward")
+            _refuse(
+                optimizer,
+                {group.store for group in runtime.groups},
+                "inside of forward or backward",
+            )
 
 
 def _refuse(optimizer: torch.optim.Optimizer, stores: Collection[object], when: str) -> None:
-    """While parameters are whole an optimizer would miss gradients, or write what is overwritten or read later."""
+    """While parameters are whole an optimizer would miss gradients, or write what is overwritten or
+    read later."""
     for number, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
             place = _managed.get(parameter)
@@ -101,7 +114,8 @@ def _refuse(optimizer: torch.optim.Optimizer, stores: Collection[object], when: 
                 raise StateError(
                     explain(
                         f"An optimizer steps {when}.",
-                        expected="a step between backward and the next forward, on this rank's parts",
+                        expected="a step between backward and the next forward, on this rank's "
+                        "parts",
                         got=f"a step {when}, where parameters are whole",
                         where=f"parameter group {number} of {type(optimizer).__name__}",
                         fix="call optimizer.step() after that has ended",
@@ -114,7 +128,11 @@ def _cut(state: dict[Any, Any], store: FlatStore, index: int, parameter: nn.Para
     if parameter.shape == shape:
         return
     for key, value in state.items():
-        per_element = isinstance(value, torch.Tensor) and tuple(value.shape) == shape and (shape != () or key != "step")
+        per_element = (
+            isinstance(value, torch.Tensor)
+            and tuple(value.shape) == shape
+            and (shape != () or key != "step")
+        )
         if per_element and tuple(value.shape) != tuple(parameter.shape):
             state[key] = value.reshape(-1)[part.slice].to(parameter.device, copy=True)
 
@@ -126,7 +144,8 @@ def _pickled_apart(optimizer: torch.optim.Optimizer, number: int) -> UsageError:
             expected="an optimizer made from the parameters of the model that pickle gave",
             got="parameters that were pickled beside a wrapped model, which packs its own apart",
             where=f"parameter group {number} of {type(optimizer).__name__}",
-            fix="make the optimizer from model.parameters() after unpickling, and load its state_dict() into it",
+            fix="make the optimizer from model.parameters() after unpickling, and load its "
+            "state_dict() into it",
         )
     )
 
@@ -136,9 +155,11 @@ def _not_taken(optimizer: torch.optim.Optimizer, number: int, name: str) -> Usag
         explain(
             "The optimizer holds a parameter that the model does not train.",
             expected="an optimizer made from wrapped_model.parameters()",
-            got=f"a parameter that was assigned to the attribute {name!r} of a sharded module, which took its value only",
+            got=f"a parameter that was assigned to the attribute {name!r} of a sharded module, "
+            "which took its value only",
             where=f"parameter group {number} of {type(optimizer).__name__}",
-            fix="make the optimizer from wrapped_model.parameters(); to train that parameter elsewhere, assign a copy of it",
+            fix="make the optimizer from wrapped_model.parameters(); to train that parameter "
+            "elsewhere, assign a copy of it",
         )
     )
 
@@ -146,10 +167,13 @@ def _not_taken(optimizer: torch.optim.Optimizer, number: int, name: str) -> Usag
 def _orphaned(optimizer: torch.optim.Optimizer, number: int, what: str) -> UsageError:
     return UsageError(
         explain(
-            "The optimizer was made before the model was wrapped, so it holds parameters that are not trained any more.",
-            expected="an optimizer made from wrapped_model.parameters(), or a model wrapped with use_orig_params=True",
+            "The optimizer was made before the model was wrapped, so it holds parameters that are "
+            "not trained any more.",
+            expected="an optimizer made from wrapped_model.parameters(), or a model wrapped with "
+            "use_orig_params=True",
             got=f"{what} from before, whose values live in a FlatParameter now",
             where=f"parameter group {number} of {type(optimizer).__name__}",
-            fix="make the optimizer after wrapping, or pass use_orig_params=True to FullyShardedDataParallel",
+            fix="make the optimizer after wrapping, or pass use_orig_params=True to "
+            "FullyShardedDataParallel",
         )
     )

@@ -16,8 +16,11 @@ from .errors import CheckpointError, explain
 __all__ = ["EVERYWHERE", "not_loaded", "others_in", "refuse_values"]
 
 
-def refuse_values(model: nn.Module, label: str, state_dict: Mapping[str, Any], strict: bool) -> None:
-    """Raise CheckpointError, before anything changes, if a parameter's value is missing (``strict``) or cannot be its value.
+def refuse_values(
+    model: nn.Module, label: str, state_dict: Mapping[str, Any], strict: bool
+) -> None:
+    """Raise CheckpointError, before anything changes, if a parameter's value is missing
+    (``strict``) or cannot be its value.
 
     model: an instance, or a module around some. label: what it is called in the error.
     """
@@ -30,31 +33,50 @@ def refuse_values(model: nn.Module, label: str, state_dict: Mapping[str, Any], s
             if not named.unit.lent:
                 check_unit(named.unit, by_name, named.prefix, missing, errors)
         for name, tensor in others_in(model).items():
-            if tensor is not None and name in by_name:  # where a class of the user's loads by itself there is none
+            if (
+                tensor is not None and name in by_name
+            ):  # where a class of the user's loads by itself there is none
                 wrong = wrong_value(name, by_name[name], tuple(tensor.shape), tensor.dtype)
                 errors += [wrong] if wrong else []
         known = {named.prefix + name for named in units for name in flat_names(named.unit)} | {
             clean_name(name) for name, _ in model.named_parameters(remove_duplicate=False)
         }
-        errors += [other_local(key, "no such flat parameter") for key in by_name if is_flat_name(key) and key not in known]
+        errors += [
+            other_local(key, "no such flat parameter")
+            for key in by_name
+            if is_flat_name(key) and key not in known
+        ]
     if strict and (missing or errors or _loads_plainly(model)):
         others, order = others_in(model), names_in_order(model, "")
         if not errors:  # modules of torch forgive that these are missing
             by_name.update((name, None) for name in others if name.endswith("num_batches_tracked"))
-        missing = [name for name in order if name in missing or (name in others and name not in by_name)]
-        known = {*order, *(clean_name(name) for name, _ in model.named_parameters(remove_duplicate=False))}
+        missing = [
+            name for name in order if name in missing or (name in others and name not in by_name)
+        ]
+        known = {
+            *order,
+            *(clean_name(name) for name, _ in model.named_parameters(remove_duplicate=False)),
+        }
         unexpected = [key for key in state_dict if clean_name(str(key)) not in known]
         for kind, keys in (("Unexpected", unexpected), ("Missing", missing)):
             if keys:
-                errors.insert(0, f"{kind} key(s) in state_dict: " + ", ".join(f'"{key}"' for key in keys) + ". ")
+                errors.insert(
+                    0,
+                    f"{kind} key(s) in state_dict: " + ", ".join(f'"{key}"' for key in keys) + ". ",
+                )
     if errors:
         lines = "\n\t".join(errors)
         inner = model._fsdp_wrapped_module if isinstance(model, Instance) else model
-        raise not_loaded(f"Error(s) in loading state_dict for {type(inner).__name__}:\n\t{lines}", label, state_dict)
+        raise not_loaded(
+            f"Error(s) in loading state_dict for {type(inner).__name__}:\n\t{lines}",
+            label,
+            state_dict,
+        )
 
 
 def _loads_plainly(model: nn.Module) -> bool:
-    """True if nobody changes keys on their way: what is missing or unknown can be said beforehand."""
+    """True if nobody changes keys on their way: what is missing or unknown can be said
+    beforehand."""
     return all(
         type(child)._load_from_state_dict.__module__.startswith("torch.")
         and all(
@@ -66,37 +88,46 @@ def _loads_plainly(model: nn.Module) -> bool:
 
 
 def others_in(model: nn.Module) -> dict[str, torch.Tensor | None]:
-    """What a module's state dict holds beside the units' parameters, by clean key; None for extra state."""
+    """What a module's state dict holds beside the units' parameters, by clean key; None for extra
+    state."""
     found: dict[str, torch.Tensor | None] = {}
     managed = managed_in(model)
     for path, child in model.named_modules(remove_duplicate=False):
         saved: dict[str, torch.Tensor | None] = {
             name: tensor
             for name, tensor in (*child._parameters.items(), *child._buffers.items())
-            if tensor is not None and id(tensor) not in managed and name not in child._non_persistent_buffers_set
+            if tensor is not None
+            and id(tensor) not in managed
+            and name not in child._non_persistent_buffers_set
         }
         if type(child).get_extra_state is not nn.Module.get_extra_state:
             saved["_extra_state"] = None
         own_way = not type(child)._load_from_state_dict.__module__.startswith("torch.")
-        found.update((clean_name(f"{path}.{name}".lstrip(".")), None if own_way else t) for name, t in saved.items())
+        found.update(
+            (clean_name(f"{path}.{name}".lstrip(".")), None if own_way else t)
+            for name, t in saved.items()
+        )
     return found
 
 
 EVERYWHERE = (
     "pass the loaded dict, on every rank; to load from rank 0 alone set "
-    "FullyShardedDataParallel.set_state_dict_type(model, StateDictType.FULL_STATE_DICT, FullStateDictConfig(rank0_only=True)) first"
+    "FullyShardedDataParallel.set_state_dict_type(model, StateDictType.FULL_STATE_DICT, "
+    "FullStateDictConfig(rank0_only=True)) first"
 )
 
 
 def not_loaded(what: str, where: str, state_dict: Mapping[str, Any]) -> CheckpointError:
     fix = (
-        "load what state_dict() of the same model gave (of a file with more in it, the entry that holds the model); "
+        "load what state_dict() of the same model gave (of a file with more in it, the entry that "
+        "holds the model); "
         "strict=False lets keys differ, not shapes"
     )
     return CheckpointError(
         explain(
             what,
-            expected="a state dict of this model, full or sharded, with the names it had before wrapping",
+            expected="a state dict of this model, full or sharded, with the names it had before "
+            "wrapping",
             got="the differences above",
             where=where,
             fix=fix if state_dict else EVERYWHERE,

@@ -1,10 +1,10 @@
 """The functions of torch.distributed.checkpoint.state_dict, for models with our instances in them.
 
-They have torch's names, arguments, options and results. In the full form everything is whole when it leaves our state dicts, in
-the sharded form values are boxes, so none of torch's gathering or distributing runs over them. Where torch's would lose
-something, these are right: an optimizer that has made no step yet is as it was after it was asked for its state, and with
-``full_state_dict`` and ``cpu_offload``, which leave the dict on rank 0 alone, it is loaded from there.
-"""
+They have torch's names, arguments, options and results. In the full form everything is whole when
+it leaves our state dicts, in the sharded form values are boxes, so none of torch's gathering or
+distributing runs over them. Where torch's would lose something, these are right: an optimizer that
+has made no step yet is as it was after it was asked for its state, and with ``full_state_dict`` and
+``cpu_offload``, which leave the dict on rank 0 alone, it is loaded from there."""
 
 from __future__ import annotations
 
@@ -85,9 +85,18 @@ def _resolve(options: Any, call: str) -> _Options:
     if not dataclasses.is_dataclass(options) or isinstance(options, type):
         raise wrong_type("options", "a StateDictOptions, or None", options, call)
     for field in dataclasses.fields(options):
-        if field.name not in (*_FIELDS, *_IGNORED) and getattr(options, field.name) != field.default:
+        if (
+            field.name not in (*_FIELDS, *_IGNORED)
+            and getattr(options, field.name) != field.default
+        ):
             raise unknown_argument(f"options.{field.name}", call)
-    found = _Options(**{ours: bool(getattr(options, field)) for field, ours in _FIELDS.items() if hasattr(options, field)})
+    found = _Options(
+        **{
+            ours: bool(getattr(options, field))
+            for field, ours in _FIELDS.items()
+            if hasattr(options, field)
+        }
+    )
     if found.from_rank0 and not found.full:
         raise UsageError(
             explain(
@@ -105,11 +114,13 @@ def unknown_argument(name: str, call: str) -> UsageError:
     """The error for what the installed torch's function takes, and ours does not know."""
     return UsageError(
         explain(
-            f"torch {torch.__version__} has something that {_PACKAGE} {_version()} does not know: {name}.",
+            f"torch {torch.__version__} has something that {_PACKAGE} {_version()} does not know: "
+            f"{name}.",
             expected=f"a call without {name}, or a {_PACKAGE} that was made for this torch",
             got=f"{name}, for a model with a FullyShardedDataParallel of {_PACKAGE} in it",
             where=call,
-            fix=f"update {_PACKAGE}, or use FullyShardedDataParallel.state_dict_type(...) with state_dict()",
+            fix=f"update {_PACKAGE}, or use FullyShardedDataParallel.state_dict_type(...) with "
+            "state_dict()",
         )
     )
 
@@ -122,7 +133,8 @@ def mixed(call: str) -> UsageError:
             expected="modules of one of them",
             got="both",
             where=call,
-            fix="import FullyShardedDataParallel from one place, or take the state dicts of the parts one by one",
+            fix="import FullyShardedDataParallel from one place, or take the state dicts of the "
+            "parts one by one",
         )
     )
 
@@ -134,11 +146,12 @@ def _version() -> str:
         return "(not installed)"
 
 
-# --- names ------------------------------------------------------------------------------------------------------------
+# --- names ----------------------------------------------------------------------------------------
 
 
 class _Names:
-    """The names that torch's functions use, which are without the parts of compilers and DistributedDataParallel, and our own."""
+    """The names that torch's functions use, which are without the parts of compilers and
+    DistributedDataParallel, and our own."""
 
     def __init__(self, model: nn.Module) -> None:
         self.of_module: dict[nn.Module, str] = {}
@@ -160,7 +173,8 @@ class _Names:
             self._own[public] = clean_name(path)  # the innermost of the modules that have one name
 
     def public(self, own: str) -> str:
-        """Return torch's name of a parameter, buffer or module, given what our state dicts call it."""
+        """Return torch's name of a parameter, buffer or module, given what our state dicts call
+        it."""
         return _with_head(own, self._public)
 
     def own(self, public: str) -> str:
@@ -177,13 +191,16 @@ def _with_head(name: str, heads: Mapping[str, str]) -> str:
 
 
 def _names_of_targets(model: nn.Module) -> dict[nn.Parameter, list[list[str]]]:
-    """What every parameter that an optimizer may hold is: of each parameter of the model all its names, the first one first."""
+    """What every parameter that an optimizer may hold is: of each parameter of the model all its
+    names, the first one first."""
     found: dict[nn.Parameter, list[list[str]]] = {}
     for named in named_units(model):
         for group in named.unit.groups:
             members = store_of(group).members
             for target, indices in group.store.targets:
-                found[target] = [[named.prefix + clean_name(name) for name in members[i].names] for i in indices]
+                found[target] = [
+                    [named.prefix + clean_name(name) for name in members[i].names] for i in indices
+                ]
     plain: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if parameter not in found:
@@ -191,7 +208,7 @@ def _names_of_targets(model: nn.Module) -> dict[nn.Parameter, list[list[str]]]:
     return {**found, **{parameter: [names] for parameter, names in plain.items()}}
 
 
-# --- the form ---------------------------------------------------------------------------------------------------------
+# --- the form -------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
@@ -199,8 +216,12 @@ def _form(model: nn.Module, options: _Options, model_on_rank0: bool) -> Generato
     """Inside of it, our state dicts have the form that was asked for."""
     if options.full:
         kind = StateDictType.FULL_STATE_DICT
-        config: Any = FullStateDictConfig(offload_to_cpu=options.cpu_offload, rank0_only=model_on_rank0)
-        optim: Any = FullOptimStateDictConfig(offload_to_cpu=options.cpu_offload, rank0_only=options.on_rank0)
+        config: Any = FullStateDictConfig(
+            offload_to_cpu=options.cpu_offload, rank0_only=model_on_rank0
+        )
+        optim: Any = FullOptimStateDictConfig(
+            offload_to_cpu=options.cpu_offload, rank0_only=options.on_rank0
+        )
     else:
         kind = StateDictType.SHARDED_STATE_DICT
         config = ShardedStateDictConfig(offload_to_cpu=options.cpu_offload)
@@ -214,34 +235,52 @@ def _is_first(model: nn.Module) -> bool:
 
 
 def _finished(value: Any, options: _Options, live: Collection[int] = ()) -> Any:
-    """What our state dicts pass on as it is: parameters that no unit manages. Collective if one is a DTensor.
+    """What our state dicts pass on as it is: parameters that no unit manages. Collective if one is
+    a DTensor.
 
     live: the storages of which nothing goes out with ``cpu_offload``, only copies.
     """
     if options.full and isinstance(value, DTensor):
         value = value.full_tensor()
-    if not options.cpu_offload or not isinstance(value, torch.Tensor) or isinstance(value, BoxedTensor) or value.is_meta:
+    if (
+        not options.cpu_offload
+        or not isinstance(value, torch.Tensor)
+        or isinstance(value, BoxedTensor)
+        or value.is_meta
+    ):
         return value
-    return copied(value, to_cpu=True) if value.device.type != "cpu" or torch_private.storage_key(value) in live else value
+    return (
+        copied(value, to_cpu=True)
+        if value.device.type != "cpu" or torch_private.storage_key(value) in live
+        else value
+    )
 
 
 def _live_storages(model: nn.Module) -> set[int]:
     return {torch_private.storage_key(tensor) for tensor in (*model.parameters(), *model.buffers())}
 
 
-def _each(optimizers: Optimizer | Iterable[Optimizer], call: str, needed: bool = True) -> tuple[Optimizer, ...]:
+def _each(
+    optimizers: Optimizer | Iterable[Optimizer], call: str, needed: bool = True
+) -> tuple[Optimizer, ...]:
     found = (optimizers,) if isinstance(optimizers, Optimizer) else tuple(optimizers)
     for optimizer in found:
         if not isinstance(optimizer, Optimizer):
             raise wrong_type("optimizers", "an optimizer, or several", optimizer, call)
     if needed and not found:
         raise RuntimeUsageError(
-            explain("There is no optimizer.", expected="at least one", got="none", where=call, fix="pass the model's optimizer")
+            explain(
+                "There is no optimizer.",
+                expected="at least one",
+                got="none",
+                where=call,
+                fix="pass the model's optimizer",
+            )
         )
     return found
 
 
-# --- out of the model and the optimizer -------------------------------------------------------------------------------
+# --- out of the model and the optimizer -----------------------------------------------------------
 
 
 @torch.no_grad()
@@ -260,7 +299,8 @@ def get_optimizer_state_dict(
     submodules: Collection[nn.Module] | None = None,
     options: Any = None,
 ) -> dict[str, Any]:
-    """Return the optimizers' state by names. ``submodules`` change nothing, as in torch. Collective in the full form."""
+    """Return the optimizers' state by names. ``submodules`` change nothing, as in torch. Collective
+    in the full form."""
     call = "get_optimizer_state_dict"
     return _get_optimizers(model, _each(optimizers, call), _resolve(options, call))
 
@@ -276,20 +316,28 @@ def get_state_dict(
     """Return the model's state dict and that of the optimizers. Collective in the full form."""
     resolved = _resolve(options, "get_state_dict")
     found = _each(optimizers, "get_state_dict", needed=False)
-    return _get_model(model, submodules, resolved), _get_optimizers(model, found, resolved) if found else {}
+    return _get_model(model, submodules, resolved), _get_optimizers(
+        model, found, resolved
+    ) if found else {}
 
 
-def _get_model(model: nn.Module, submodules: Collection[nn.Module] | None, options: _Options) -> dict[str, Any]:
+def _get_model(
+    model: nn.Module, submodules: Collection[nn.Module] | None, options: _Options
+) -> dict[str, Any]:
     names = _Names(model)
     prefixes = [names.of_module[module] for module in submodules or () if module in names.of_module]
     frozen = _frozen(model, names) if options.ignore_frozen else set()
 
     def is_wanted(name: str) -> bool:
-        return name not in frozen and (not submodules or any(_is_below(name, prefix) for prefix in prefixes))
+        return name not in frozen and (
+            not submodules or any(_is_below(name, prefix) for prefix in prefixes)
+        )
 
     get = torch_private.unpatched(model, "state_dict")
     if options.full and isinstance(model, StateDicts) and (frozen or submodules):
-        get = functools.partial(get, filter=lambda name: is_wanted(names.public(name)))  # what is not wanted is not gathered
+        get = functools.partial(
+            get, filter=lambda name: is_wanted(names.public(name))
+        )  # what is not wanted is not gathered
     with _form(model, options, model_on_rank0=options.full and options.cpu_offload):
         state = get()
     live = _live_storages(model) if options.cpu_offload else ()
@@ -301,7 +349,11 @@ def _get_model(model: nn.Module, submodules: Collection[nn.Module] | None, optio
     if not submodules:
         setattr(found, "_metadata", getattr(state, "_metadata", None))
     else:
-        warnings.warn("The argument submodules is deprecated: filter the state dict by names instead.", FutureWarning, stacklevel=6)
+        warnings.warn(
+            "The argument submodules is deprecated: filter the state dict by names instead.",
+            FutureWarning,
+            stacklevel=6,
+        )
     for name in [name for name in found if not is_wanted(name)]:
         del found[name]
     if not options.keep_prefixes:
@@ -318,10 +370,18 @@ def _is_below(name: str, prefix: str) -> bool:
 def _frozen(model: nn.Module, names: _Names) -> set[str]:
     """The names of parameters that are not trained."""
     held = _names_of_targets(model)
-    return {names.public(name) for target, its in held.items() if not target.requires_grad for each in its for name in each}
+    return {
+        names.public(name)
+        for target, its in held.items()
+        if not target.requires_grad
+        for each in its
+        for name in each
+    }
 
 
-def _get_optimizers(model: nn.Module, optimizers: Iterable[Optimizer], options: _Options) -> dict[str, Any]:
+def _get_optimizers(
+    model: nn.Module, optimizers: Iterable[Optimizer], options: _Options
+) -> dict[str, Any]:
     names = _Names(model)
     result: dict[str, Any] = {"state": {}, "param_groups": []}
     for optimizer in optimizers:
@@ -330,13 +390,16 @@ def _get_optimizers(model: nn.Module, optimizers: Iterable[Optimizer], options: 
             get = torch_private.unpatched(optimizer, "state_dict")
             where = "get_optimizer_state_dict(model, optimizers)"
             form, groups = form_set(model), optimizer.param_groups
-            found = taken_states(model, optimizer, groups, get(), **form, group=None, where=where, first_step=True)
+            found = taken_states(
+                model, optimizer, groups, get(), **form, group=None, where=where, first_step=True
+            )
         result["state"].update(
             (names.public(name), {key: _finished(value, options) for key, value in entry.items()})
             for name, entry in found.get("state", {}).items()
         )
         result["param_groups"] += [
-            {**group, "params": [names.public(name) for name in group["params"]]} for group in found.get("param_groups", ())
+            {**group, "params": [names.public(name) for name in group["params"]]}
+            for group in found.get("param_groups", ())
         ]
     if options.on_rank0 and not _is_first(model):
         return {}
@@ -344,7 +407,8 @@ def _get_optimizers(model: nn.Module, optimizers: Iterable[Optimizer], options: 
 
 
 def _flattened(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return {"state.<parameter>.<key>": value, "param_groups.<parameter>.<key>": value}, which has no nested dicts."""
+    """Return {"state.<parameter>.<key>": value, "param_groups.<parameter>.<key>": value}, which has
+    no nested dicts."""
     found: dict[str, Any] = {}
 
     def add(prefix: str, value: Any) -> None:
@@ -368,16 +432,23 @@ def _flattened(state: Mapping[str, Any]) -> dict[str, Any]:
         add(f"state.{name}", entry)
     for group in state["param_groups"]:
         for name in group["params"]:
-            found.update((f"param_groups.{name}.{key}", value) for key, value in group.items() if key != "params")
+            found.update(
+                (f"param_groups.{name}.{key}", value)
+                for key, value in group.items()
+                if key != "params"
+            )
     return found
 
 
-# --- into the model and the optimizer ---------------------------------------------------------------------------------
+# --- into the model and the optimizer -------------------------------------------------------------
 
 
 @torch.no_grad()
-def set_model_state_dict(model: nn.Module, model_state_dict: Mapping[Any, Any], *, options: Any = None) -> Any:
-    """Load the model's state dict; return the missing and unexpected keys. Collective if rank 0 alone has it."""
+def set_model_state_dict(
+    model: nn.Module, model_state_dict: Mapping[Any, Any], *, options: Any = None
+) -> Any:
+    """Load the model's state dict; return the missing and unexpected keys. Collective if rank 0
+    alone has it."""
     return _set_model(model, model_state_dict, _resolve(options, "set_model_state_dict"))
 
 
@@ -391,7 +462,9 @@ def set_optimizer_state_dict(
 ) -> None:
     """Load the optimizers' state. Collective if rank 0 alone has it."""
     call = "set_optimizer_state_dict"
-    for optimizer, loadable in _loadable(model, _each(optimizers, call), optim_state_dict, _resolve(options, call)):
+    for optimizer, loadable in _loadable(
+        model, _each(optimizers, call), optim_state_dict, _resolve(options, call)
+    ):
         torch_private.unpatched(optimizer, "load_state_dict")(loadable)
 
 
@@ -404,14 +477,19 @@ def set_state_dict(
     optim_state_dict: Mapping[str, Any],
     options: Any = None,
 ) -> Any:
-    """Load both; return the model's missing and unexpected keys. Collective if rank 0 alone has them.
+    """Load both; return the model's missing and unexpected keys. Collective if rank 0 alone has
+    them.
 
     A dict that does not fit the optimizers is refused before the model changes.
     """
     resolved = _resolve(options, "set_state_dict")
-    loadable = _loadable(model, _each(optimizers, "set_state_dict", needed=False), optim_state_dict, resolved)
+    loadable = _loadable(
+        model, _each(optimizers, "set_state_dict", needed=False), optim_state_dict, resolved
+    )
     wanted = bool(model_state_dict) or resolved.on_rank0
-    answer = _set_model(model, model_state_dict, resolved) if wanted else nn.Module().load_state_dict({})
+    answer = (
+        _set_model(model, model_state_dict, resolved) if wanted else nn.Module().load_state_dict({})
+    )
     for optimizer, its in loadable:
         torch_private.unpatched(optimizer, "load_state_dict")(its)
     return answer
@@ -436,14 +514,20 @@ def _by_names(state: Mapping[Any, Any], names: _Names) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for key, value in (state or {}).items():
         if isinstance(key, nn.Module):
-            found.update((f"{names.of_module[key]}.{name}".lstrip("."), inner) for name, inner in value.items())
+            found.update(
+                (f"{names.of_module[key]}.{name}".lstrip("."), inner)
+                for name, inner in value.items()
+            )
         else:
             found[key] = value
     return found
 
 
 def _loadable(
-    model: nn.Module, optimizers: Iterable[Optimizer], state: Mapping[str, Any] | None, options: _Options
+    model: nn.Module,
+    optimizers: Iterable[Optimizer],
+    state: Mapping[str, Any] | None,
+    options: _Options,
 ) -> list[tuple[Optimizer, dict[str, Any]]]:
     """Return what each optimizer's ``load_state_dict`` takes. Nothing changes yet.
 
@@ -467,7 +551,9 @@ def _loadable(
         if refused is not None or texts:
             raise refused or CheckpointError(texts[0])
         with _form(model, options, model_on_rank0=options.on_rank0):
-            loadable = OptimStateDicts.optim_state_dict_to_load(model, optimizer, typing.cast(Any, part))
+            loadable = OptimStateDicts.optim_state_dict_to_load(
+                model, optimizer, typing.cast(Any, part)
+            )
         found.append((optimizer, loadable))
     return found
 
@@ -479,7 +565,8 @@ def _part_of(
     held: Mapping[nn.Parameter, list[list[str]]],
     strict: bool,
 ) -> Mapping[str, Any]:
-    """Return what of a dict by torch's names belongs to one optimizer, by our names. By numbers it is returned as it is."""
+    """Return what of a dict by torch's names belongs to one optimizer, by our names. By numbers it
+    is returned as it is."""
     if "state" not in state:
         state = _unflattened(state, optimizer, names, held)
     if all(isinstance(key, int) for key in state["state"]) and any(
@@ -499,10 +586,12 @@ def _part_of(
         raise CheckpointError(
             explain(
                 "The optimizer state dict has no state for some of the parameters.",
-                expected=f"state for the {sum(needed.values())} parameters of {type(optimizer).__name__} that are trained",
+                expected=f"state for the {sum(needed.values())} parameters of "
+                f"{type(optimizer).__name__} that are trained",
                 got=f"none for {len(missing)}, such as {names.public(missing[0])!r}",
                 where="the 'state' of the optimizer state dict",
-                fix="load the state that was saved with this model, or allow it with StateDictOptions(strict=False)",
+                fix="load the state that was saved with this model, or allow it with "
+                "StateDictOptions(strict=False)",
             )
         )
     groups = [
@@ -514,10 +603,18 @@ def _part_of(
 
 
 def _unflattened(
-    state: Mapping[str, Any], optimizer: Optimizer, names: _Names, held: Mapping[nn.Parameter, list[list[str]]]
+    state: Mapping[str, Any],
+    optimizer: Optimizer,
+    names: _Names,
+    held: Mapping[nn.Parameter, list[list[str]]],
 ) -> dict[str, Any]:
     """Undo ``_flattened`` for the parameters of one optimizer."""
-    known = {names.public(name) for target in _targets(optimizer) for its in held.get(target, ()) for name in its}
+    known = {
+        names.public(name)
+        for target in _targets(optimizer)
+        for its in held.get(target, ())
+        for name in its
+    }
     entries: dict[str, dict[str, Any]] = {}
     settings: dict[str, dict[str, Any]] = {}
     for key, value in state.items():
@@ -532,7 +629,12 @@ def _unflattened(
         place[last] = value
     groups = []
     for group in optimizer.param_groups:
-        its = [names.public(name) for target in group["params"] for parameter in held.get(target, ()) for name in parameter]
+        its = [
+            names.public(name)
+            for target in group["params"]
+            for parameter in held.get(target, ())
+            for name in parameter
+        ]
         its = [name for name in its if name in settings or name in entries]
         found = [settings[name] for name in its if name in settings]
         groups.append({**(found[0] if found else {}), "params": its})
@@ -559,7 +661,8 @@ def _empty(what: str) -> CheckpointError:
             expected="a dict with the names of the model's parameters, on every rank",
             got="{}",
             where="torch.distributed.checkpoint.state_dict",
-            fix="load the dict on all ranks, or set full_state_dict=True and broadcast_from_rank0=True if rank 0 alone has it",
+            fix="load the dict on all ranks, or set full_state_dict=True and "
+            "broadcast_from_rank0=True if rank 0 alone has it",
         )
     )
 

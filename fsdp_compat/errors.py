@@ -5,8 +5,8 @@
     ├── StateError       (also RuntimeError)   a call that is fine came at the wrong moment
     └── CheckpointError  (also RuntimeError)   a file or a state dict is not what it should be
 
-A message has four facts: what was expected, what was found, where (unit, parameter, rank), and what to do.
-"""
+A message has four facts: what was expected, what was found, where (unit, parameter, rank), and what
+to do."""
 
 from __future__ import annotations
 
@@ -31,4 +31,6 @@ class CheckpointError(FsdpCompatError, RuntimeError):
 
 def explain(what: str, *, expected: str, got: str, where: str, fix: str) -> str:
     """Return the text of an error: one sentence, then the four facts, each on a line of its own."""
-    return f"{what}\n  expected: {expected}\n  got:      {got}\n  where:    {where}\n  to do:    {fix}"
+    return (
+        f"{what}\n  expected: {expected}\n  got:      {got}\n  where:    {where}\n  to do:    {fix}"
+    )

@@ -1,4 +1,5 @@
-"""The flat front end: ``FullyShardedDataParallel``, which resolves arguments, builds units, and hands every call on."""
+"""The flat front end: ``FullyShardedDataParallel``, which resolves arguments, builds units, and
+hands every call on."""
 
 from __future__ import annotations
 
@@ -69,59 +70,83 @@ from .api import (
 from .errors import StateError, UsageError, explain
 from .wrap import CustomPolicy, ModuleWrapPolicy, plan_wrapping, replace_modules
 
-__all__ = ["FLAT_PARAM", "FlatParameter", "FullyShardedDataParallel", "OptimStateKeyType", "register_fsdp_forward_method"]
+__all__ = [
+    "FLAT_PARAM",
+    "FlatParameter",
+    "FullyShardedDataParallel",
+    "OptimStateKeyType",
+    "register_fsdp_forward_method",
+]
 
 
 class FullyShardedDataParallel(LegacyOptimStateDicts):
     """Shard a module's parameters, gradients and optimizer state over the ranks of a process group.
 
-    Every rank holds one part of each parameter; the parameters of a unit (this module, less what nested instances hold) are whole
-    only while forward or backward need them. Gradients are averaged over the ranks. Make the optimizer after wrapping.
+    Every rank holds one part of each parameter; the parameters of a unit (this module, less what
+    nested instances hold) are whole only while forward or backward need them. Gradients are
+    averaged over the ranks. Make the optimizer after wrapping.
 
-    With ``use_orig_params=True`` a Parameter may be assigned to an attribute between steps, on all ranks: its value is taken over,
-    and its ``requires_grad``; the parameter object that was there stays, with gradient and optimizer state. What does not fit, a
-    tied parameter, and any assignment with ``use_orig_params=False`` is refused; inside of summon_full_params both take the value.
+    With ``use_orig_params=True`` a Parameter may be assigned to an attribute between steps, on all
+    ranks: its value is taken over, and its ``requires_grad``; the parameter object that was there
+    stays, with gradient and optimizer state. What does not fit, a tied parameter, and any
+    assignment with ``use_orig_params=False`` is refused; inside of summon_full_params both take the
+    value.
 
-    Optimizers that ``torch.distributed.optim._apply_optimizer_in_backward`` makes step when backward has reduced all gradients, and
-    drop these; inside of no_sync they do not.
+    Optimizers that ``torch.distributed.optim._apply_optimizer_in_backward`` makes step when
+    backward has reduced all gradients, and drop these; inside of no_sync they do not.
 
-    Collective: construction, forward and backward are called on all ranks of the process group, in the same order.
+    Collective: construction, forward and backward are called on all ranks of the process group, in
+    the same order.
 
     Args:
         module: the module to wrap; it becomes the child ``_fsdp_wrapped_module``.
-        process_group: the ranks to shard over; default: all. For hybrid strategies a tuple (shard group, replica group).
+        process_group: the ranks to shard over; default: all. For hybrid strategies a tuple (shard
+            group, replica group).
         sharding_strategy: default FULL_SHARD.
-        cpu_offload: ``CPUOffload(offload_params=True)`` keeps shards, gradients and the optimizer on the CPU; where the CPU
-            computes as well, the same copies are made.
-        auto_wrap_policy: which submodules become units of their own, see ``fsdp_compat.wrap``; default: none.
-        backward_prefetch: when backward gathers the next unit; None, for the least memory, also turns off prefetching in forward.
-        mixed_precision: dtypes in which parameters compute and gradients travel; shards keep their own.
-        ignored_modules: modules (with all below them) whose parameters stay as they are, unsharded and unsynchronised; not
-            wrapped ones. With ``module`` itself among them nothing is sharded, which is warned of.
-        param_init_fn: materialises one module of the meta device; default: ``to_empty`` and its ``reset_parameters``.
-        device_id: where to compute and keep the shards; default: where the parameters are, or what the backend needs. With the
-            process group "fake", ``"meta"`` simulates one rank of any number: layouts, plans and steps without values or memory.
-        sync_module_states: overwrite parameters and buffers with those of the group's first rank before sharding.
+        cpu_offload: ``CPUOffload(offload_params=True)`` keeps shards, gradients and the optimizer
+            on the CPU; where the CPU computes as well, the same copies are made.
+        auto_wrap_policy: which submodules become units of their own, see ``fsdp_compat.wrap``;
+            default: none.
+        backward_prefetch: when backward gathers the next unit; None, for the least memory, also
+            turns off prefetching in forward.
+        mixed_precision: dtypes in which parameters compute and gradients travel; shards keep their
+            own.
+        ignored_modules: modules (with all below them) whose parameters stay as they are, unsharded
+            and unsynchronised; not wrapped ones. With ``module`` itself among them nothing is
+            sharded, which is warned of.
+        param_init_fn: materialises one module of the meta device; default: ``to_empty`` and its
+            ``reset_parameters``.
+        device_id: where to compute and keep the shards; default: where the parameters are, or what
+            the backend needs. With the process group "fake", ``"meta"`` simulates one rank of any
+            number: layouts, plans and steps without values or memory.
+        sync_module_states: overwrite parameters and buffers with those of the group's first rank
+            before sharding.
         forward_prefetch: gather the next unit in forward even with ``backward_prefetch=None``.
-        limit_all_gathers: two units at most are gathered at a time, whatever it is. On the CPU the gradients of one unit at a time
-            collect or travel; with False, as always on devices with streams, those of one travel while the next one's collect.
-        use_orig_params: the optimizer sees the module's own Parameter objects, as views of the shard, instead of FlatParameters.
+        limit_all_gathers: two units at most are gathered at a time, whatever it is. On the CPU the
+            gradients of one unit at a time collect or travel; with False, as always on devices with
+            streams, those of one travel while the next one's collect.
+        use_orig_params: the optimizer sees the module's own Parameter objects, as views of the
+            shard, instead of FlatParameters.
         ignored_states: parameters, or modules, to ignore; not together with ``ignored_modules``.
-        device_mesh: instead of ``process_group``: for hybrid strategies a 2-D mesh (replica, shard) or a 1-D one; otherwise a mesh
-            whose first dimension is sharded over.
-        allow_unused_units: ranks may run different units; costs one byte per unit and backward, prefetching, and that every
-            strategy frees parameters after forward.
-        keep_units_below: units with fewer elements, in whole parameters, stay gathered from forward to backward, as all do with
-            SHARD_GRAD_OP: the gathers of many small units cost more time than their memory is worth.
+        device_mesh: instead of ``process_group``: for hybrid strategies a 2-D mesh (replica, shard)
+            or a 1-D one; otherwise a mesh whose first dimension is sharded over.
+        allow_unused_units: ranks may run different units; costs one byte per unit and backward,
+            prefetching, and that every strategy frees parameters after forward.
+        keep_units_below: units with fewer elements, in whole parameters, stay gathered from forward
+            to backward, as all do with SHARD_GRAD_OP: the gathers of many small units cost more
+            time than their memory is worth.
 
     Raises:
-        UsageError: an argument, or a combination of them, cannot work; on every rank, before anything is sent or changed.
+        UsageError: an argument, or a combination of them, cannot work; on every rank, before
+            anything is sent or changed.
     """
 
     def __init__(
         self,
         module: nn.Module,
-        process_group: dist.ProcessGroup | tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None,
+        process_group: dist.ProcessGroup
+        | tuple[dist.ProcessGroup, dist.ProcessGroup]
+        | None = None,
         sharding_strategy: ShardingStrategy | None = None,
         cpu_offload: CPUOffload | None = None,
         auto_wrap_policy: Callable[..., Any] | ModuleWrapPolicy | CustomPolicy | None = None,
@@ -163,28 +188,42 @@ class FullyShardedDataParallel(LegacyOptimStateDicts):
         refuse_ignored_units(arguments.ignored_modules, FullyShardedDataParallel)
         refuse_ignored_units(arguments.ignored_states, FullyShardedDataParallel)
         settings = resolve(module, arguments)
-        nested = [child for child in module.modules() if isinstance(child, FullyShardedDataParallel)]
+        nested = [
+            child for child in module.modules() if isinstance(child, FullyShardedDataParallel)
+        ]
         closed = {*nested, *settings.ignored_modules}
         refuse_managed(module, closed, settings.ignored_parameters)
         refuse_optimizers_in_backward(module, settings)
         refuse_parts_of_a_model(module, [(child, child._runtime.root) for child in nested])
         plan: dict[nn.Module, Settings] = {}
-        apart = [child for child in module.modules() if child is not module and isinstance(child, settings.uncast_classes)]
+        apart = [
+            child
+            for child in module.modules()
+            if child is not module and isinstance(child, settings.uncast_classes)
+        ]
         if auto_wrap_policy is not None or apart:
             planned = plan_wrapping(
                 module,
                 auto_wrap_policy or _no_module,
-                {*settings.ignored_modules, *(below for child in nested for below in child.modules())},
+                {
+                    *settings.ignored_modules,
+                    *(below for child in nested for below in child.modules()),
+                },
                 settings.ignored_parameters,
                 {field: getattr(arguments, field) for field in arguments.__dataclass_fields__},
                 is_wrapped=lambda child: isinstance(child, FullyShardedDataParallel),
             )
-            plan = {child: settings_of(child, kwargs, arguments, settings) for child, kwargs in planned.items()}
+            plan = {
+                child: settings_of(child, kwargs, arguments, settings)
+                for child, kwargs in planned.items()
+            }
         units = {module: None, **dict.fromkeys(plan)}
         preparation = Preparation(module, units, settings, closed)
         owned = assign_owners(module, units, settings.ignored_parameters, closed)
         replace_modules(
-            module, {child: {} for child in plan}, lambda child: self._of_unit(child, plan[child], owned.pop(child), preparation)
+            module,
+            {child: {} for child in plan},
+            lambda child: self._of_unit(child, plan[child], owned.pop(child), preparation),
         )
         self._build(module, settings, owned.pop(module), preparation)
         if settings.mixed_precision.param_dtype is not None:
@@ -196,13 +235,16 @@ class FullyShardedDataParallel(LegacyOptimStateDicts):
 
     # -- construction
 
-    _forward_methods: dict[str, bool | None]  # other entry points of the wrapped module, see register_fsdp_forward_method
+    _forward_methods: dict[
+        str, bool | None
+    ]  # other entry points of the wrapped module, see register_fsdp_forward_method
 
     @classmethod
     def _of_unit(
         cls, module: nn.Module, settings: Settings, members: list[Member], preparation: Preparation
     ) -> FullyShardedDataParallel:
-        """Wrap a submodule that a policy chose, whose parameters were assigned by the instance around it."""
+        """Wrap a submodule that a policy chose, whose parameters were assigned by the instance
+        around it."""
         self = cls.__new__(cls)
         nn.Module.__init__(self)
         self._build(module, settings, members, preparation, relative_to=module)
@@ -223,17 +265,28 @@ class FullyShardedDataParallel(LegacyOptimStateDicts):
         self._begin_state_dicts(module)
         self._fsdp_wrapped_module = module
         attributes.mark(module, settings.ignored_modules)
-        taken = {below for child in FullyShardedDataParallel.fsdp_modules(module) for below in child.modules()}
+        taken = {
+            below
+            for child in FullyShardedDataParallel.fsdp_modules(module)
+            for below in child.modules()
+        }
         with torch.inference_mode(False), torch.no_grad():
-            stores = [self._make_store(module, settings, index, its) for index, (_, its) in enumerate(group_members(members))]
+            stores = [
+                self._make_store(module, settings, index, its)
+                for index, (_, its) in enumerate(group_members(members))
+            ]
             self._set_up(stores, settings, buffers_to_cast(module, settings, taken))
         remember(module, [member.parameter for member in members], stores)
         self._unit.unwritten = unwritten_of(module, stores, preparation.left, taken)
 
-    def _set_up(self, stores: Sequence[FlatStore], settings: Settings, buffers: CastBuffers | None) -> None:
+    def _set_up(
+        self, stores: Sequence[FlatStore], settings: Settings, buffers: CastBuffers | None
+    ) -> None:
         """Make the unit around its stores, and the runtime around it and the units below."""
         self._settings = settings
-        options = settings.unit_options(sum(param.numel for store in stores for param in store.layout.params))
+        options = settings.unit_options(
+            sum(param.numel for store in stores for param in store.layout.params)
+        )
         groups = [self._group_of(store, options) for store in stores]
         meeting.expect(groups)
         unit = self._unit = Unit(self._fsdp_wrapped_module, groups, options, buffers)
@@ -241,23 +294,37 @@ class FullyShardedDataParallel(LegacyOptimStateDicts):
         hooks.guard_state_dicts(unit)
         assignments.follow(unit)
         instances = FullyShardedDataParallel.fsdp_modules(self)
-        names = {child: clean_name(name) for name, child in self.named_modules() if isinstance(child, FullyShardedDataParallel)}
+        names = {
+            child: clean_name(name)
+            for name, child in self.named_modules()
+            if isinstance(child, FullyShardedDataParallel)
+        }
         clipping.teach_torch()
         dcp_adapter.teach_torch()
         hugging_face_storage.teach_torch()
-        Runtime(unit, [child._unit for child in instances], [names[child] for child in instances], settings.runtime)
+        Runtime(
+            unit,
+            [child._unit for child in instances],
+            [names[child] for child in instances],
+            settings.runtime,
+        )
 
     def _group_of(self, store: FlatStore, options: UnitOptions | None = None) -> Group:
         """Make the group around a store. options: of the unit, which has some already."""
         settings = self._settings
         options = options or self._unit.options
         precision = settings.precision(store.dtype)
-        # Where all units are whole when backward begins, a buffer of wider gradients waits until the first one is not any more.
-        streamed = options.reshard_after_forward or precision.reduce.itemsize <= precision.gather.itemsize
+        # Where all units are whole when backward begins, a buffer of wider gradients waits until
+        # the first one is not any more.
+        streamed = (
+            options.reshard_after_forward or precision.reduce.itemsize <= precision.gather.itemsize
+        )
         return Group(store, settings.mesh, precision, settings.device, settings.offload, streamed)
 
     @staticmethod
-    def _make_store(module: nn.Module, settings: Settings, index: int, members: list[Member]) -> FlatStore:
+    def _make_store(
+        module: nn.Module, settings: Settings, index: int, members: list[Member]
+    ) -> FlatStore:
         return FlatStore(
             members,
             rank=settings.mesh.shard.rank,
@@ -314,10 +381,14 @@ class FullyShardedDataParallel(LegacyOptimStateDicts):
                 raise
             found = getattr(super().__getattr__(FSDP_WRAPPED_MODULE), name)
         if name in self._forward_methods:
-            return functools.update_wrapper(functools.partial(self._run_method, found, self._forward_methods[name]), found)
+            return functools.update_wrapper(
+                functools.partial(self._run_method, found, self._forward_methods[name]), found
+            )
         return found
 
-    def _run_method(self, method: Callable[..., Any], synced: bool | None, /, *args: Any, **kwargs: Any) -> Any:
+    def _run_method(
+        self, method: Callable[..., Any], synced: bool | None, /, *args: Any, **kwargs: Any
+    ) -> Any:
         """Run a method of the wrapped module as its forward is run. Collective."""
         serving = not torch.is_grad_enabled() if synced is None else synced
         output = self._runtime.run_method(self._unit, method, args, kwargs, serving)
@@ -340,18 +411,21 @@ class FullyShardedDataParallel(LegacyOptimStateDicts):
         return unit.runtime.run(unit, unit.module, args, kwargs)  # type: ignore[union-attr]
 
     def __repr__(self) -> str:
-        """As nn.Module's; the shapes that modules print of themselves are those of whole parameters."""
+        """As nn.Module's; the shapes that modules print of themselves are those of whole
+        parameters."""
         with contextlib.ExitStack() as stack:
             for instance in FullyShardedDataParallel.fsdp_modules(self):
                 stack.enter_context(instance._unit.described())
             return super().__repr__()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FullyShardedDataParallel:
-        """A second module with shards of its own, over the same process groups; like parameters, without gradients. Collective."""
+        """A second module with shards of its own, over the same process groups; like parameters,
+        without gradients. Collective."""
         return copying.deepcopy_of(self, memo)
 
     def __reduce_ex__(self, protocol: typing.SupportsIndex) -> Any:
-        """This rank's part, for pickle. Process groups are found again by their names; loading is collective."""
+        """This rank's part, for pickle. Process groups are found again by their names; loading is
+        collective."""
         return copying.reduced(self)
 
     def __setstate__(self, state: Any) -> None:
@@ -363,24 +437,33 @@ class FullyShardedDataParallel(LegacyOptimStateDicts):
 
     @staticmethod
     def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[FullyShardedDataParallel]:
-        """Return the instances in ``module``, itself included, the outer ones first; ``root_only``: only those that are roots."""
+        """Return the instances in ``module``, itself included, the outer ones first; ``root_only``:
+        only those that are roots."""
         require_module(module, "fsdp_modules")
         require_bools("fsdp_modules", root_only=root_only)
         found = [child for child in module.modules() if isinstance(child, FullyShardedDataParallel)]
         return [child for child in found if child._unit.is_root] if root_only else found
 
-    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> FullyShardedDataParallel:
-        """What ``half``, ``to`` and the like do. Before the first forward another dtype converts the shards; collective then."""
+    def _apply(
+        self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True
+    ) -> FullyShardedDataParallel:
+        """What ``half``, ``to`` and the like do. Before the first forward another dtype converts
+        the shards; collective then."""
         if recurse:
             conversion.follow(self, fn)
-        with self._unit.buffers.uncast() if self._unit.buffers is not None else contextlib.nullcontext():
+        with (
+            self._unit.buffers.uncast()
+            if self._unit.buffers is not None
+            else contextlib.nullcontext()
+        ):
             super()._apply(fn, recurse)
         for child in self.modules():
             hooks.cast_again(child, _own_dtype)
         return self
 
     def apply(self, fn: Callable[[nn.Module], None]) -> FullyShardedDataParallel:
-        """Call ``fn`` on every submodule and on this one, with whole parameters, and keep what it changes. Collective."""
+        """Call ``fn`` on every submodule and on this one, with whole parameters, and keep what it
+        changes. Collective."""
         if not callable(fn):
             raise wrong_type("fn", "a function of one module", fn, "apply")
         if self._unit.lent:
@@ -394,7 +477,8 @@ class FullyShardedDataParallel(LegacyOptimStateDicts):
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """As nn.Module's; inside of ``summon_full_params`` names are those of the model before wrapping."""
+        """As nn.Module's; inside of ``summon_full_params`` names are those of the model before
+        wrapping."""
         if self._runtime.broken:  # an exception in backward has left units shown full
             self._runtime.rest()
         for name, parameter in super().named_parameters(prefix, recurse, remove_duplicate):
@@ -403,7 +487,8 @@ class FullyShardedDataParallel(LegacyOptimStateDicts):
     def named_buffers(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """As nn.Module's; inside of ``summon_full_params`` names are those of the model before wrapping."""
+        """As nn.Module's; inside of ``summon_full_params`` names are those of the model before
+        wrapping."""
         for name, buffer in super().named_buffers(prefix, recurse, remove_duplicate):
             yield clean_name(name) if self._unit.lent else name, buffer
 
@@ -411,7 +496,8 @@ class FullyShardedDataParallel(LegacyOptimStateDicts):
 
     @contextlib.contextmanager
     def no_sync(self) -> Generator[None, None, None]:
-        """Collect gradients in backward without sending them; the next backward outside of the context reduces them all.
+        """Collect gradients in backward without sending them; the next backward outside of the
+        context reduces them all.
 
         They are kept whole, as long as they are not reduced. Called on the root.
         """
@@ -422,12 +508,14 @@ class FullyShardedDataParallel(LegacyOptimStateDicts):
             yield
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
-        """Sum and average gradients with ``hook`` instead of the built-in way, in this instance and all below it.
+        """Sum and average gradients with ``hook`` instead of the built-in way, in this instance and
+        all below it.
 
-        Where gradients are split over ranks: ``hook(state, grad, output)``, grad [ranks * S] the flat gradient of a unit in the
-        dtype it is reduced in, output [S] this rank's part to fill; where they are not (NO_SHARD, one rank): ``hook(state, grad)``,
-        which changes grad [S] in place. The hook divides as well; hybrid strategies average over the replicas afterwards. The hooks
-        of ``torch.distributed.algorithms._comm_hooks.default_hooks`` fit.
+        Where gradients are split over ranks: ``hook(state, grad, output)``, grad [ranks * S] the
+        flat gradient of a unit in the dtype it is reduced in, output [S] this rank's part to fill;
+        where they are not (NO_SHARD, one rank): ``hook(state, grad)``, which changes grad [S] in
+        place. The hook divides as well; hybrid strategies average over the replicas afterwards. The
+        hooks of ``torch.distributed.algorithms._comm_hooks.default_hooks`` fit.
 
         Called once, on the root, on all ranks, before the first backward.
         """
@@ -449,11 +537,11 @@ class FullyShardedDataParallel(LegacyOptimStateDicts):
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float | int, norm_type: float | int = 2.0) -> torch.Tensor:
-        """Scale all gradients so that their norm over all ranks is at most ``max_norm``; return the norm before, 0-d, in the dtype
-        that those of the gradients promote to.
+        """Scale all gradients so that their norm over all ranks is at most ``max_norm``; return the
+        norm before, 0-d, in the dtype that those of the gradients promote to.
 
-        Collective: all ranks, on the root. One all-reduce per shard axis. Gradients of parameters that no unit manages (ignored
-        ones) count once.
+        Collective: all ranks, on the root. One all-reduce per shard axis. Gradients of parameters
+        that no unit manages (ignored ones) count once.
         """
         if not self._unit.is_root:
             raise StateError(_on_root_only("clip_grad_norm_()", self._unit.label))
@@ -468,7 +556,9 @@ class FullyShardedDataParallel(LegacyOptimStateDicts):
         others = clipping.gradients_of_others(self, groups)
         grads = [(group, grad_norm.gradients_of(group)) for group in groups]
         norm = grad_norm.norm_of(grads, others, norm_type, self._settings.device)
-        grad_norm.clip_by_norm([grad for _, its in grads for grad in its] + others, norm, float(max_norm))
+        grad_norm.clip_by_norm(
+            [grad for _, its in grads for grad in its] + others, norm, float(max_norm)
+        )
         return norm.to(grad_norm.dtype_of_norm(grads, others))
 
     @staticmethod
@@ -481,11 +571,13 @@ class FullyShardedDataParallel(LegacyOptimStateDicts):
         offload_to_cpu: bool = False,
         with_grads: bool = False,
     ) -> Generator[None, None, None]:
-        """Show whole parameters, in the dtype of the shards, in ``module`` and (``recurse``) all instances below it.
+        """Show whole parameters, in the dtype of the shards, in ``module`` and (``recurse``) all
+        instances below it.
 
-        Collective: all ranks. ``writeback`` keeps changes made inside; where nothing is sharded (one rank, NO_SHARD) they stay
-        without it, too. ``rank0_only``: the others go on showing their parts (not with ``writeback``), and changes that the first
-        one of several ranks alone has made are dropped. ``offload_to_cpu``: they are shown on the CPU; ``with_grads``: whole
+        Collective: all ranks. ``writeback`` keeps changes made inside; where nothing is sharded
+        (one rank, NO_SHARD) they stay without it, too. ``rank0_only``: the others go on showing
+        their parts (not with ``writeback``), and changes that the first one of several ranks alone
+        has made are dropped. ``offload_to_cpu``: they are shown on the CPU; ``with_grads``: whole
         gradients beside them.
         """
         where = "summon_full_params"
@@ -517,20 +609,26 @@ class FullyShardedDataParallel(LegacyOptimStateDicts):
         units = [child._unit for child in instances]
         meeting.meet(where, (group for unit in units if not unit.lent for group in unit.groups))
         serve_only = rank0_only and not all(child._settings.mesh.is_first for child in instances)
-        with full_parameters(units, Options(writeback, rank0_only, serve_only, offload_to_cpu, with_grads)):
+        with full_parameters(
+            units, Options(writeback, rank0_only, serve_only, offload_to_cpu, with_grads)
+        ):
             yield
 
 
-def register_fsdp_forward_method(module: nn.Module, method_name: str, *, synced: bool | None = None) -> None:
-    """Let ``module.method_name(...)`` run with whole parameters, as forward does: for ``generate``, ``encode`` and the like.
+def register_fsdp_forward_method(
+    module: nn.Module, method_name: str, *, synced: bool | None = None
+) -> None:
+    """Let ``module.method_name(...)`` run with whole parameters, as forward does: for ``generate``,
+    ``encode`` and the like.
 
-    module: a FullyShardedDataParallel; anything else is left as it is. method_name: of a method of the wrapped module.
-    synced: ranks may call what is inside different numbers of times, as with ``generate`` until each has its end token; a rank that
-    is done waits for the others, serving them. It costs one small reduction per round of calls and gives up prefetching. Default:
-    exactly while gradients are off; with gradients, ranks have to make the same calls, as backward does.
+    module: a FullyShardedDataParallel; anything else is left as it is. method_name: of a method of
+    the wrapped module. synced: ranks may call what is inside different numbers of times, as with
+    ``generate`` until each has its end token; a rank that is done waits for the others, serving
+    them. It costs one small reduction per round of calls and gives up prefetching. Default: exactly
+    while gradients are off; with gradients, ranks have to make the same calls, as backward does.
 
-    The method itself is called on all ranks the same number of times, and one that yields is asked for as many items on all ranks.
-    Collective: each call of it, not the registration.
+    The method itself is called on all ranks the same number of times, and one that yields is asked
+    for as many items on all ranks. Collective: each call of it, not the registration.
     """
     if not isinstance(module, nn.Module) or not isinstance(method_name, str):
         raise UsageError(
@@ -547,11 +645,14 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str, *, synced:
     if not isinstance(module, FullyShardedDataParallel):
         return
     inner = module.module
-    if not callable(getattr(inner, method_name, None)) or hasattr(FullyShardedDataParallel, method_name):
+    if not callable(getattr(inner, method_name, None)) or hasattr(
+        FullyShardedDataParallel, method_name
+    ):
         raise UsageError(
             explain(
                 f"{method_name!r} is not a method that can be registered.",
-                expected="a method that the wrapped module has and a FullyShardedDataParallel has not",
+                expected="a method that the wrapped module has and a FullyShardedDataParallel has "
+                "not",
                 got=f"{method_name!r} of a {type(inner).__name__}",
                 where="register_fsdp_forward_method(module, method_name)",
                 fix="check the name; forward needs no registration",
@@ -572,11 +673,16 @@ def _own_dtype(module: nn.Module) -> torch.dtype:
 
 
 def _slow_transformers(module: nn.Module) -> None:
-    """Torch's transformer layers read their submodules' parameters by themselves in evaluation. Not if these are units."""
+    """Torch's transformer layers read their submodules' parameters by themselves in evaluation. Not
+    if these are units."""
     for child in module.modules():
-        if isinstance(child, nn.TransformerEncoderLayer) and FullyShardedDataParallel.fsdp_modules(child):
+        if isinstance(child, nn.TransformerEncoderLayer) and FullyShardedDataParallel.fsdp_modules(
+            child
+        ):
             hooks.without_fast_path(child)
-        if isinstance(child, nn.TransformerEncoder) and FullyShardedDataParallel.fsdp_modules(child):
+        if isinstance(child, nn.TransformerEncoder) and FullyShardedDataParallel.fsdp_modules(
+            child
+        ):
             child.use_nested_tensor = False
 
 

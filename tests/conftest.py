@@ -16,6 +16,7 @@ settings.load_profile("fsdp_compat")
 
 @pytest.fixture(scope="session", autouse=True)
 def rank_processes() -> Iterator[None]:
-    """End the processes of tests.support.ranks.run_ranks, which start on its first use, with the session."""
+    """End the processes of tests.support.ranks.run_ranks, which start on its first use, with the
+    session."""
     yield
     close_pool()

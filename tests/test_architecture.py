@@ -1,4 +1,5 @@
-"""The structure of the package: imports point down, and what can do harm has one owner. Only sources are read."""
+"""The structure of the package: imports point down, and what can do harm has one owner. Only
+sources are read."""
 
 from __future__ import annotations
 
@@ -54,22 +55,56 @@ TOP_LEVEL = {
 }
 
 COLLECTIVES = {
-    *("all_gather", "all_gather_coalesced", "all_gather_into_tensor", "all_gather_into_tensor_coalesced"),
+    *(
+        "all_gather",
+        "all_gather_coalesced",
+        "all_gather_into_tensor",
+        "all_gather_into_tensor_coalesced",
+    ),
     *("all_gather_object", "all_gather_single", "all_reduce", "all_reduce_coalesced", "all_to_all"),
-    *("all_to_all_single", "barrier", "batch_isend_irecv", "broadcast", "broadcast_object_list", "gather"),
+    *(
+        "all_to_all_single",
+        "barrier",
+        "batch_isend_irecv",
+        "broadcast",
+        "broadcast_object_list",
+        "gather",
+    ),
     *("gather_object", "irecv", "isend", "monitored_barrier", "recv", "recv_object_list", "reduce"),
-    *("reduce_scatter", "reduce_scatter_single", "reduce_scatter_tensor", "reduce_scatter_tensor_coalesced"),
+    *(
+        "reduce_scatter",
+        "reduce_scatter_single",
+        "reduce_scatter_tensor",
+        "reduce_scatter_tensor_coalesced",
+    ),
     *("scatter", "scatter_object_list", "send", "send_object_list", "P2POp"),
 }
 HOOK_REGISTRATIONS = {
-    *("queue_callback", "register_backward_hook", "register_forward_hook", "register_forward_pre_hook"),
+    *(
+        "queue_callback",
+        "register_backward_hook",
+        "register_forward_hook",
+        "register_forward_pre_hook",
+    ),
     *("register_full_backward_hook", "register_full_backward_pre_hook", "register_hook"),
-    *("register_module_forward_hook", "register_module_forward_pre_hook", "register_multi_grad_hook"),
+    *(
+        "register_module_forward_hook",
+        "register_module_forward_pre_hook",
+        "register_multi_grad_hook",
+    ),
     "register_post_accumulate_grad_hook",
 }
 STATE_DICT_HOOKS = {
-    *("register_load_state_dict_post_hook", "register_load_state_dict_pre_hook", "register_state_dict_post_hook"),
-    *("register_state_dict_pre_hook", "_register_load_state_dict_pre_hook", "_register_state_dict_hook"),
+    *(
+        "register_load_state_dict_post_hook",
+        "register_load_state_dict_pre_hook",
+        "register_state_dict_post_hook",
+    ),
+    *(
+        "register_state_dict_pre_hook",
+        "_register_load_state_dict_pre_hook",
+        "_register_state_dict_hook",
+    ),
 }
 # Private in spelling only: the project relies on these modules of torch as if they were public.
 ALLOWED_PRIVATE_MODULES = (
@@ -82,7 +117,8 @@ ALLOWED_PRIVATE_MODULES = (
 
 @dataclass(frozen=True)
 class Source:
-    """One file of the package: its path from the root of the package, its dotted name and its syntax tree."""
+    """One file of the package: its path from the root of the package, its dotted name and its
+    syntax tree."""
 
     path: str
     module: str
@@ -92,7 +128,8 @@ class Source:
         return f"{PACKAGE}/{self.path}:{getattr(node, 'lineno', 1)}"
 
     def imports(self) -> Iterator[tuple[ast.stmt, str]]:
-        """Yield every imported name with its module in front, relative imports resolved, wherever it is imported."""
+        """Yield every imported name with its module in front, relative imports resolved, wherever
+        it is imported."""
         for node in ast.walk(self.tree):
             if isinstance(node, ast.Import):
                 for alias in node.names:
@@ -110,11 +147,17 @@ class Source:
                     top = alias.name.partition(".")[0]
                     bound[alias.asname or top] = alias.name if alias.asname else top
             elif isinstance(node, ast.ImportFrom):
-                bound.update({alias.asname or alias.name: f"{self._origin(node)}.{alias.name}" for alias in node.names})
+                bound.update(
+                    {
+                        alias.asname or alias.name: f"{self._origin(node)}.{alias.name}"
+                        for alias in node.names
+                    }
+                )
         return bound
 
     def uses(self) -> Iterator[tuple[ast.AST, str]]:
-        """Yield every import, and every attribute chain that starts at an imported name, spelled out in full."""
+        """Yield every import, and every attribute chain that starts at an imported name, spelled
+        out in full."""
         yield from self.imports()
         bound = self.bound_names()
         for node in ast.walk(self.tree):
@@ -134,8 +177,14 @@ class Source:
     def _origin(self, node: ast.ImportFrom) -> str:
         if node.level == 0:
             return node.module or ""
-        package = self.module.split(".") if self.path.endswith("__init__.py") else self.module.split(".")[:-1]
-        return ".".join(package[: len(package) - node.level + 1] + ([node.module] if node.module else []))
+        package = (
+            self.module.split(".")
+            if self.path.endswith("__init__.py")
+            else self.module.split(".")[:-1]
+        )
+        return ".".join(
+            package[: len(package) - node.level + 1] + ([node.module] if node.module else [])
+        )
 
 
 def source(path: str, text: str) -> Source:
@@ -145,11 +194,15 @@ def source(path: str, text: str) -> Source:
 
 def sources() -> list[Source]:
     folder = ROOT / PACKAGE
-    return [source(path.relative_to(folder).as_posix(), path.read_text()) for path in sorted(folder.rglob("*.py"))]
+    return [
+        source(path.relative_to(folder).as_posix(), path.read_text())
+        for path in sorted(folder.rglob("*.py"))
+    ]
 
 
 def layer_of(module: str) -> int | None:
-    """Return the index in LAYERS of a dotted name of the package, or None for a module that no layer names."""
+    """Return the index in LAYERS of a dotted name of the package, or None for a module that no
+    layer names."""
     _, _, inner = module.partition(".")
     first = inner.partition(".")[0] or PACKAGE
     return next((index for index, names in enumerate(LAYERS) if first in names), None)
@@ -162,10 +215,14 @@ def upward_imports(source: Source) -> list[str]:
         if name.partition(".")[0] != PACKAGE:
             continue
         target = layer_of(name)
-        if target is None:  # a name that the package itself exports, or a module that no layer knows
+        if (
+            target is None
+        ):  # a name that the package itself exports, or a module that no layer knows
             target = 0
         if own is not None and target < own:
-            found.append(f"{source.at(node)} imports {name}: layer {LAYERS[own][0]} may only look down")
+            found.append(
+                f"{source.at(node)} imports {name}: layer {LAYERS[own][0]} may only look down"
+            )
     return found
 
 
@@ -173,7 +230,9 @@ def private_names_of_torch(source: Source) -> list[str]:
     return [
         f"{source.at(node)} uses {name}"
         for node, name in source.uses()
-        if name.partition(".")[0] == "torch" and _is_private(name) and not name.startswith(ALLOWED_PRIVATE_MODULES)
+        if name.partition(".")[0] == "torch"
+        and _is_private(name)
+        and not name.startswith(ALLOWED_PRIVATE_MODULES)
     ]
 
 
@@ -191,7 +250,9 @@ def collectives_called(source: Source) -> list[str]:
 
 
 def calls_of(source: Source, names: set[str]) -> list[str]:
-    return [f"{source.at(node)} calls {name}" for node, name in source.method_calls() if name in names]
+    return [
+        f"{source.at(node)} calls {name}" for node, name in source.method_calls() if name in names
+    ]
 
 
 def uses_of(source: Source, wanted: str) -> list[str]:
@@ -228,7 +289,11 @@ def test_no_file_imports_the_fsdp_of_torch() -> None:
 def test_the_layout_is_pure_arithmetic_without_torch() -> None:
     layout = [source for source in sources() if source.path.startswith("_layout/")]
     found = [line for source in layout for line in imports_of(source, "torch")]
-    report(found, "_layout is integers and shapes; what needs tensors, modules or ranks belongs to a layer above:")
+    report(
+        found,
+        "_layout is integers and shapes; what needs tensors, modules or ranks belongs to a layer "
+        "above:",
+    )
 
 
 def test_only_collectives_py_communicates() -> None:
@@ -246,33 +311,51 @@ def test_only_storage_py_frees_and_allocates_storages() -> None:
 
 def test_only_hooks_py_registers_hooks() -> None:
     adapter = f"{PACKAGE}._engine.torch_private"  # holds the private queue_callback, for hooks.py
-    others = [source for source in sources() if source.path not in ("_engine/hooks.py", "_engine/torch_private.py")]
+    others = [
+        source
+        for source in sources()
+        if source.path not in ("_engine/hooks.py", "_engine/torch_private.py")
+    ]
     found = [line for source in others for line in calls_of(source, HOOK_REGISTRATIONS)]
-    found += [line for source in others for line in uses_of(source, f"{adapter}.on_end_of_backward")]
+    found += [
+        line for source in others for line in uses_of(source, f"{adapter}.on_end_of_backward")
+    ]
     report(found, "Call a function of _engine/hooks.py instead:")
 
 
 def test_only_hooks_py_and_state_dicts_py_register_state_dict_hooks() -> None:
     owners = {"_engine/hooks.py", "_state_dicts.py"}
-    found = [line for source in sources() if source.path not in owners for line in calls_of(source, STATE_DICT_HOOKS)]
+    found = [
+        line
+        for source in sources()
+        if source.path not in owners
+        for line in calls_of(source, STATE_DICT_HOOKS)
+    ]
     report(found, "State-dict hooks are registered by _engine/hooks.py or _state_dicts.py:")
 
 
 def test_only_the_adapter_uses_private_names_of_torch() -> None:
     others = [source for source in sources() if source.path != "_engine/torch_private.py"]
     found = [line for source in others for line in private_names_of_torch(source)]
-    report(found, "Give the private name a public one in _engine/torch_private.py, with the reason beside it:")
+    report(
+        found,
+        "Give the private name a public one in _engine/torch_private.py, with the reason beside "
+        "it:",
+    )
 
 
 def test_the_top_level_holds_nothing_but_the_agreed_names() -> None:
     lines = (ROOT / ".gitignore").read_text().splitlines()
     ignored = [".git", *(line for line in lines if line and not line.startswith("#"))]
     here = {path.name for path in ROOT.iterdir()}
-    extra = {name for name in here if not any(fnmatch.fnmatch(name, pattern) for pattern in ignored)} - TOP_LEVEL
+    extra = {
+        name for name in here if not any(fnmatch.fnmatch(name, pattern) for pattern in ignored)
+    } - TOP_LEVEL
     report(sorted(extra), "Not agreed on for the top level of the repository:")
 
 
-# The rules themselves, on small sources: each of them sees what it forbids and lets pass what it allows.
+# The rules themselves, on small sources: each of them sees what it forbids and lets pass what it
+# allows.
 
 
 @pytest.mark.parametrize(
@@ -294,7 +377,10 @@ def test_an_import_that_points_up_is_seen(path: str, text: str) -> None:
     [
         ("__init__.py", "from .fully_sharded_data_parallel import FullyShardedDataParallel"),
         ("_engine/unit.py", "from . import store\nfrom .._layout.flat import FlatLayout"),
-        ("_stores/flat_store.py", "from ..errors import StateError\nimport fsdp_compat._engine.store"),
+        (
+            "_stores/flat_store.py",
+            "from ..errors import StateError\nimport fsdp_compat._engine.store",
+        ),
         ("_state/model.py", "from fsdp_compat._state import formats"),
         ("wrap.py", "import torch\nfrom fsdp_compat.errors import UsageError"),
     ],
@@ -318,7 +404,10 @@ def test_a_collective_is_seen(text: str) -> None:
 
 
 def test_what_only_has_the_name_of_a_collective_passes() -> None:
-    text = "import torch\nimport torch.distributed as dist\ntorch.gather(x, 0, i)\nlinks.send(x)\ndist.get_rank()"
+    text = (
+        "import torch\nimport torch.distributed as dist\ntorch.gather(x, 0, "
+        "i)\nlinks.send(x)\ndist.get_rank()"
+    )
     assert collectives_called(source("_engine/unit.py", text)) == []
 
 
@@ -338,7 +427,8 @@ def test_a_private_name_of_torch_is_seen(text: str) -> None:
 
 def test_public_dunder_and_agreed_names_of_torch_pass() -> None:
     text = (
-        "import torch\nfrom torch import nn\nfrom torch.distributed._shard.sharded_tensor import ShardedTensor\n"
+        "import torch\nfrom torch import nn\nfrom torch.distributed._shard.sharded_tensor import "
+        "ShardedTensor\n"
         "torch.__version__\nnn.BatchNorm1d.__bases__\nself._parameters\nmodule._buffers"
     )
     assert private_names_of_torch(source("_engine/unit.py", text)) == []
@@ -346,7 +436,9 @@ def test_public_dunder_and_agreed_names_of_torch_pass() -> None:
 
 def test_a_call_is_seen_by_the_last_part_of_its_name() -> None:
     text = "full.untyped_storage().resize_(0)\nmodule.register_forward_hook(f)"
-    assert calls_of(source("_engine/unit.py", text), {"resize_"}) == ["fsdp_compat/_engine/unit.py:1 calls resize_"]
+    assert calls_of(source("_engine/unit.py", text), {"resize_"}) == [
+        "fsdp_compat/_engine/unit.py:1 calls resize_"
+    ]
     assert len(calls_of(source("_engine/unit.py", text), HOOK_REGISTRATIONS)) == 1
 
 
@@ -361,4 +453,9 @@ def test_a_call_is_seen_by_the_last_part_of_its_name() -> None:
 def test_a_use_is_seen_under_every_name(text: str) -> None:
     wanted = "fsdp_compat._engine.torch_private.on_end_of_backward"
     assert len(uses_of(source("_engine/runtime.py", text), wanted)) == 1
-    assert uses_of(source("_engine/runtime.py", "from . import hooks\nhooks.on_end_of_backward(f)"), wanted) == []
+    assert (
+        uses_of(
+            source("_engine/runtime.py", "from . import hooks\nhooks.on_end_of_backward(f)"), wanted
+        )
+        == []
+    )

@@ -1,4 +1,5 @@
-"""The public names: listed in order, importable, with a docstring that is a contract and with type hints."""
+"""The public names: listed in order, importable, with a docstring that is a contract and with type
+hints."""
 
 from __future__ import annotations
 
@@ -21,7 +22,9 @@ def public_modules() -> list[str]:
     """The package and its modules whose names have no underscore in front, folders included."""
     paths = [path.relative_to(ROOT).with_suffix("") for path in (ROOT / PACKAGE).rglob("*.py")]
     names = {".".join(path.parts).removesuffix(".__init__") for path in paths}
-    return sorted(name for name in names if not any(part.startswith("_") for part in name.split(".")))
+    return sorted(
+        name for name in names if not any(part.startswith("_") for part in name.split("."))
+    )
 
 
 def public_objects() -> list[tuple[str, Any]]:
@@ -46,19 +49,25 @@ def functions_of(name: str, value: Any) -> Iterator[tuple[str, Callable[..., Any
         if isinstance(member, property):
             member = member.fget
         member = getattr(member, "__func__", member)  # a staticmethod or classmethod
-        shown = not member_name.startswith("_") or (member_name in ("__init__", "__call__") and not generated)
+        shown = not member_name.startswith("_") or (
+            member_name in ("__init__", "__call__") and not generated
+        )
         if shown and inspect.isfunction(member):
             yield f"{name}.{member_name}", inspect.unwrap(member)
 
 
 def by_module(check: Callable[..., None]) -> Callable[..., None]:
     names = public_modules()
-    return pytest.mark.parametrize("module", [importlib.import_module(name) for name in names], ids=names)(check)
+    return pytest.mark.parametrize(
+        "module", [importlib.import_module(name) for name in names], ids=names
+    )(check)
 
 
 def by_object(check: Callable[..., None]) -> Callable[..., None]:
     objects = public_objects()
-    return pytest.mark.parametrize(("name", "value"), objects, ids=[name for name, _ in objects])(check)
+    return pytest.mark.parametrize(("name", "value"), objects, ids=[name for name, _ in objects])(
+        check
+    )
 
 
 @by_module
@@ -95,6 +104,7 @@ def test_what_is_public_has_type_hints(name: str, value: Any) -> None:
         bare += [
             f"{function_name}({parameter.name}: ?)"
             for index, parameter in enumerate(signature.parameters.values())
-            if parameter.annotation is inspect.Parameter.empty and not (index == 0 and parameter.name in ("self", "cls"))
+            if parameter.annotation is inspect.Parameter.empty
+            and not (index == 0 and parameter.name in ("self", "cls"))
         ]
     assert bare == []

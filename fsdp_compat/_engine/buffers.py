@@ -11,21 +11,28 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 __all__ = ["CastBuffers"]
 
-_dtypes_before: WeakIdKeyDictionary = WeakIdKeyDictionary()  # of buffers that some unit has cast; another may share them
+_dtypes_before: WeakIdKeyDictionary = (
+    WeakIdKeyDictionary()
+)  # of buffers that some unit has cast; another may share them
 
 
 class CastBuffers:
-    """The floating-point buffers of one unit's modules that are kept in another dtype than the user's model has them.
+    """The floating-point buffers of one unit's modules that are kept in another dtype than the
+    user's model has them.
 
-    They are known by module and name. The tensors stay the objects they are, so whoever shares one goes on sharing it. Exact values
-    are kept beside: for evaluation in full precision and for state dicts, which lose nothing by what is a matter of computation.
+    They are known by module and name. The tensors stay the objects they are, so whoever shares one
+    goes on sharing it. Exact values are kept beside: for evaluation in full precision and for state
+    dicts, which lose nothing by what is a matter of computation.
     """
 
     def __init__(self, modules: Iterable[nn.Module], dtype: torch.dtype) -> None:
-        """Cast the buffers of ``modules`` (of each alone, not of those in it) now, before the first forward."""
+        """Cast the buffers of ``modules`` (of each alone, not of those in it) now, before the first
+        forward."""
         self._dtype, self._form, self._modules = dtype, 1, list(modules)
         self._slots: list[tuple[nn.Module, str, torch.dtype]] = []  # (module, name, dtype before)
-        self._exact: list[tuple[torch.Tensor, torch.Tensor]] = []  # (buffer as it was cast, its values before)
+        self._exact: list[
+            tuple[torch.Tensor, torch.Tensor]
+        ] = []  # (buffer as it was cast, its values before)
         self._look()
         self.follow(0)
 
@@ -50,7 +57,8 @@ class CastBuffers:
             self.follow(form)
 
     def follow(self, form: int) -> None:
-        """form 0: the dtype of computation; 1: the dtypes they had, for evaluation in full precision and for loading."""
+        """form 0: the dtype of computation; 1: the dtypes they had, for evaluation in full
+        precision and for loading."""
         if form == self._form:
             return
         self._form = form
@@ -62,7 +70,11 @@ class CastBuffers:
                 return
             for module, name, before in self._slots:
                 buffer = module._buffers.get(name)
-                if buffer is not None and buffer.is_floating_point() and buffer.dtype != self._dtype:
+                if (
+                    buffer is not None
+                    and buffer.is_floating_point()
+                    and buffer.dtype != self._dtype
+                ):
                     exact = buffer.data
                     buffer.data = exact.to(self._dtype)
                     self._exact.append((buffer, exact))
@@ -82,5 +94,9 @@ class CastBuffers:
                 continue
             exact = next((exact for its, exact in self._exact if its is buffer), None)
             # By value: no version counter tells of a write through `.data`.
-            unchanged = exact is not None and exact.dtype == before and torch.equal(exact.to(buffer.dtype), buffer.detach())
+            unchanged = (
+                exact is not None
+                and exact.dtype == before
+                and torch.equal(exact.to(buffer.dtype), buffer.detach())
+            )
             yield slot, exact if unchanged and exact is not None else buffer.detach().to(before)

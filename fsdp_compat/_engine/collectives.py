@@ -1,10 +1,11 @@
-"""The only door to collectives: what travels along one mesh axis, how much of it, and for how long it is waited for.
+"""The only door to collectives: what travels along one mesh axis, how much of it, and for how long
+it is waited for.
 
-Three transports stand behind one interface. gloo gets point-to-point exchange on connections of its own (exchange.py), with a tag
-per (group, kind), so that ranks that differ in order get an error instead of each other's data; every other backend gets its own
-collectives; process groups that are written in Python get torch's public ones. What gloo's transport waits for is watched
-(watch.py): ranks that wait for each other for ever get an error within seconds.
-"""
+Three transports stand behind one interface. gloo gets point-to-point exchange on connections of its
+own (exchange.py), with a tag per (group, kind), so that ranks that differ in order get an error
+instead of each other's data; every other backend gets its own collectives; process groups that are
+written in Python get torch's public ones. What gloo's transport waits for is watched (watch.py):
+ranks that wait for each other for ever get an error within seconds."""
 
 from __future__ import annotations
 
@@ -33,7 +34,15 @@ from .transport import (
     start_gather_in_python,
 )
 
-__all__ = ["Communicator", "Kind", "Pending", "Traffic", "communicator", "gather_in_group", "max_in_group"]
+__all__ = [
+    "Communicator",
+    "Kind",
+    "Pending",
+    "Traffic",
+    "communicator",
+    "gather_in_group",
+    "max_in_group",
+]
 
 
 # torch 2.13 renamed it; 2.11 and 2.12 have the older name only.
@@ -46,7 +55,11 @@ class _Started:
     __slots__ = ("divisor", "keep", "total", "work")
 
     def __init__(
-        self, work: dist.Work, keep: torch.Tensor, total: torch.Tensor | None = None, divisor: torch.Tensor | None = None
+        self,
+        work: dist.Work,
+        keep: torch.Tensor,
+        total: torch.Tensor | None = None,
+        divisor: torch.Tensor | None = None,
     ) -> None:
         """keep: what stays until it has ended. total: what it fills."""
         self.work, self.keep, self.total, self.divisor = work, keep, total, divisor
@@ -58,18 +71,27 @@ class _Alone(AnyRanks):
     def new_tag(self) -> int:
         return 0
 
-    def begin_gather(self, own: torch.Tensor, full: torch.Tensor, segments: Sequence[torch.Tensor], tag: int) -> Pending:
+    def begin_gather(
+        self, own: torch.Tensor, full: torch.Tensor, segments: Sequence[torch.Tensor], tag: int
+    ) -> Pending:
         full.copy_(own)
         return Pending([])
 
     def end_gather(self, pending: Pending, what: str) -> None:
         pass
 
-    def begin_reduce(self, buffer: torch.Tensor, segments: Sequence[torch.Tensor], tag: int) -> Pending:
+    def begin_reduce(
+        self, buffer: torch.Tensor, segments: Sequence[torch.Tensor], tag: int
+    ) -> Pending:
         return Pending([])
 
     def end_reduce(
-        self, pending: Pending, own: torch.Tensor, dtype: torch.dtype, what: str, divisor: torch.Tensor | None = None
+        self,
+        pending: Pending,
+        own: torch.Tensor,
+        dtype: torch.dtype,
+        what: str,
+        divisor: torch.Tensor | None = None,
     ) -> torch.Tensor:
         total = own.to(dtype, copy=True)
         return total if divisor is None else total.div_(divisor)
@@ -77,7 +99,9 @@ class _Alone(AnyRanks):
     def shares(self, numel: int, dtype: torch.dtype) -> bool:
         return False
 
-    def begin_total(self, total: torch.Tensor, tag: int, divisor: torch.Tensor | None = None) -> Pending:
+    def begin_total(
+        self, total: torch.Tensor, tag: int, divisor: torch.Tensor | None = None
+    ) -> Pending:
         if divisor is not None:
             total.div_(divisor)
         return Pending([])
@@ -114,16 +138,23 @@ class _Alone(AnyRanks):
 
 
 class _Native(Grouped):
-    """The backend's own collectives, asynchronous. On a stream device a wait orders streams; the CPU never waits."""
+    """The backend's own collectives, asynchronous. On a stream device a wait orders streams; the
+    CPU never waits."""
 
     def _run(self, what: str, collective: Callable[[Collectives], None]) -> None:
         try:
             collective(PublicCollectives(self.group))
         except RuntimeError as error:
-            raise self._error(f"{what[0].upper()}{what[1:]} failed.", f"an error of the backend ({error})") from error
+            raise self._error(
+                f"{what[0].upper()}{what[1:]} failed.", f"an error of the backend ({error})"
+            ) from error
 
-    def begin_gather(self, own: torch.Tensor, full: torch.Tensor, segments: Sequence[torch.Tensor], tag: int) -> _Started:
-        if own.dtype is not full.dtype or own.device != full.device:  # it is cast and moved into its place, and sent from there
+    def begin_gather(
+        self, own: torch.Tensor, full: torch.Tensor, segments: Sequence[torch.Tensor], tag: int
+    ) -> _Started:
+        if (
+            own.dtype is not full.dtype or own.device != full.device
+        ):  # it is cast and moved into its place, and sent from there
             own = segments[self.rank].copy_(own, non_blocking=True)
         self.traffic.add(Kind.GATHER, own.nbytes * (self.ranks - 1))
         return _Started(self._start_gather(full, own), own)
@@ -131,7 +162,9 @@ class _Native(Grouped):
     def end_gather(self, pending: _Started, what: str) -> None:
         pending.work.wait()
 
-    def begin_reduce(self, buffer: torch.Tensor, segments: Sequence[torch.Tensor], tag: int) -> _Started:
+    def begin_reduce(
+        self, buffer: torch.Tensor, segments: Sequence[torch.Tensor], tag: int
+    ) -> _Started:
         total = torch.empty_like(segments[0])
         self.traffic.add(Kind.REDUCE, total.nbytes * (self.ranks - 1))
         return _Started(self._start_reduce(total, buffer), buffer, total)
@@ -143,7 +176,12 @@ class _Native(Grouped):
         return torch_private.start_reduce_scatter(self.group, total, buffer)
 
     def end_reduce(
-        self, pending: _Started, own: torch.Tensor, dtype: torch.dtype, what: str, divisor: torch.Tensor | None = None
+        self,
+        pending: _Started,
+        own: torch.Tensor,
+        dtype: torch.dtype,
+        what: str,
+        divisor: torch.Tensor | None = None,
     ) -> torch.Tensor:
         pending.work.wait()
         total = pending.total
@@ -154,12 +192,18 @@ class _Native(Grouped):
     def shares(self, numel: int, dtype: torch.dtype) -> bool:
         return False
 
-    def begin_total(self, total: torch.Tensor, tag: int, divisor: torch.Tensor | None = None) -> _Started:
+    def begin_total(
+        self, total: torch.Tensor, tag: int, divisor: torch.Tensor | None = None
+    ) -> _Started:
         ranks = self.ranks
         self.traffic.add(Kind.REPLICATE, 2 * (ranks - 1) * total.nbytes // ranks)
-        return _Started(_work(dist.all_reduce(total, group=self.group, async_op=True)), total, None, divisor)
+        return _Started(
+            _work(dist.all_reduce(total, group=self.group, async_op=True)), total, None, divisor
+        )
 
-    def continue_total(self, pending: _Started, total: torch.Tensor, tag: int, what: str) -> _Started:
+    def continue_total(
+        self, pending: _Started, total: torch.Tensor, tag: int, what: str
+    ) -> _Started:
         return pending
 
     def end_total(self, pending: _Started, total: torch.Tensor, what: str) -> None:
@@ -180,8 +224,8 @@ class _Native(Grouped):
 
 
 class _InPython(_Native):
-    """A process group that is written in Python, through torch's public collectives, which call its methods. What ``_Native`` calls
-    looks for a backend in C++, which such a group lacks."""
+    """A process group that is written in Python, through torch's public collectives, which call its
+    methods. What ``_Native`` calls looks for a backend in C++, which such a group lacks."""
 
     def _start_gather(self, full: torch.Tensor, own: torch.Tensor) -> dist.Work:
         return start_gather_in_python(self.group, full, own)
@@ -191,26 +235,34 @@ class _InPython(_Native):
             total, buffer = torch.view_as_real(total), torch.view_as_real(buffer)
         if defines(self.group, "reduce_scatter_single", "_reduce_scatter_base"):
             return _work(_reduce_scatter(total, buffer, group=self.group, async_op=True))
-        return _work(dist.reduce_scatter(total, list(buffer.chunk(self.ranks)), group=self.group, async_op=True))
+        return _work(
+            dist.reduce_scatter(
+                total, list(buffer.chunk(self.ranks)), group=self.group, async_op=True
+            )
+        )
 
     def gather_now(self, own: torch.Tensor) -> torch.Tensor:
         return gather_in_group(self.group, own.contiguous())
 
 
 def _work(work: dist.Work | None) -> dist.Work:
-    """Narrow the type: None is the answer for a process that is not in the group, which was ruled out before."""
+    """Narrow the type: None is the answer for a process that is not in the group, which was ruled
+    out before."""
     assert work is not None
     return work
 
 
-_communicators: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, Communicator]] = weakref.WeakKeyDictionary()
+_communicators: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, Communicator]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 def communicator(axis: Axis, device: torch.device) -> Communicator:
-    """Return what sends tensors of ``device`` along an axis; one per process group, however many units use it.
+    """Return what sends tensors of ``device`` along an axis; one per process group, however many
+    units use it.
 
-    Collective: every rank of the axis, the first time it is asked for (gloo gets connections of its own then). Raises StateError if
-    communication along the axis has failed before.
+    Collective: every rank of the axis, the first time it is asked for (gloo gets connections of its
+    own then). Raises StateError if communication along the axis has failed before.
     """
     if axis.group is None:
         return typing.cast(Communicator, _Alone(axis))
@@ -228,13 +280,16 @@ def _transport(group: dist.ProcessGroup, device: torch.device) -> type[Exchange 
 
 
 def max_in_group(group: dist.ProcessGroup, value: torch.Tensor) -> torch.Tensor:
-    """Return the elementwise maximum over all ranks of ``value``, whatever device it is on and the group takes. Collective."""
+    """Return the elementwise maximum over all ranks of ``value``, whatever device it is on and the
+    group takes. Collective."""
     axis = axis_of(group)
     if axis.ranks == 1:
         return value
     if is_in_python(group):
         takes = [value.device.type]  # nobody knows better
     else:
-        takes = [pair.partition(":")[0] for pair in dist.get_backend_config(group).split(",")]  # "cpu:gloo,cuda:nccl"
+        takes = [
+            pair.partition(":")[0] for pair in dist.get_backend_config(group).split(",")
+        ]  # "cpu:gloo,cuda:nccl"
     found = value.clone() if value.device.type in takes else value.to(takes[0])
     return communicator(axis, found.device).max_of(found).to(value.device)

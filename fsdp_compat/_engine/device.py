@@ -1,11 +1,12 @@
 """The order of streams, and where shards live.
 
-There is one order: the stream on which the engine was last called goes before the one on which it is called now.
+There is one order: the stream on which the engine was last called goes before the one on which it
+is called now.
 
-Buffers are allocated and freed on the stream that computes, collectives start on it, and their waits are waits of it. So a gather
-sends the shard as the optimizer left it, an unused prefetch is freed after it has arrived, and no memory needs to be recorded on a
-second stream. What is left to do is to join streams where a program computes on several: forward on one, backward on another.
-"""
+Buffers are allocated and freed on the stream that computes, collectives start on it, and their
+waits are waits of it. So a gather sends the shard as the optimizer left it, an unused prefetch is
+freed after it has arrived, and no memory needs to be recorded on a second stream. What is left to
+do is to join streams where a program computes on several: forward on one, backward on another."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ class ComputeStreams(typing.Protocol):
     several: bool  # the device has streams, and so a thread of its own in autograd
 
     def join(self) -> None:
-        """Let what is enqueued from now on run after everything the runtime has enqueued before. The CPU does not wait."""
+        """Let what is enqueued from now on run after everything the runtime has enqueued before.
+        The CPU does not wait."""
 
 
 class _NoStreams:
@@ -64,7 +66,8 @@ class Home(typing.Protocol):
         """Return ``own``, from home, on the device that computes."""
 
     def back(self, total: torch.Tensor) -> torch.Tensor:
-        """Return ``total``, from the device that computes, at home. It may be read after ``settle``."""
+        """Return ``total``, from the device that computes, at home. It may be read after
+        ``settle``."""
 
     def was_read(self) -> None:
         """Something was begun that reads what lives here."""
@@ -92,7 +95,8 @@ class _OnDevice:
 
 
 class _OnHost:
-    """Shards, gradients and so the optimizer live on the CPU. Where the CPU computes as well, the same copies are made."""
+    """Shards, gradients and so the optimizer live on the CPU. Where the CPU computes as well, the
+    same copies are made."""
 
     apart = True
 
@@ -106,7 +110,9 @@ class _OnHost:
         return there
 
     def back(self, total: torch.Tensor) -> torch.Tensor:
-        home = torch.empty(total.shape, dtype=total.dtype, device="cpu", pin_memory=self._has_streams)
+        home = torch.empty(
+            total.shape, dtype=total.dtype, device="cpu", pin_memory=self._has_streams
+        )
         home.copy_(total, non_blocking=True)
         self.was_read()
         return home

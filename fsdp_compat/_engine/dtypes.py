@@ -13,11 +13,14 @@ __all__ = ["Precision", "cast_floats", "is_packed", "map_tensors", "move_to", "t
 
 @dataclasses.dataclass(frozen=True)
 class Precision:
-    """In which dtypes one group travels: ``gather`` is what modules compute in, ``reduce`` what gradients are sent in."""
+    """In which dtypes one group travels: ``gather`` is what modules compute in, ``reduce`` what
+    gradients are sent in."""
 
     gather: torch.dtype
     reduce: torch.dtype
-    evaluate: torch.dtype | None = None  # what modules in evaluation mode compute in; None: the same
+    evaluate: torch.dtype | None = (
+        None  # what modules in evaluation mode compute in; None: the same
+    )
     grad: torch.dtype | None = None  # of ``.grad``; None: the shard's
 
 
@@ -42,7 +45,8 @@ def tensors_in(value: object) -> Iterator[torch.Tensor]:
 
 
 def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """Return ``value`` with its tensors changed; containers keep their types, and one in which nothing changes is kept itself."""
+    """Return ``value`` with its tensors changed; containers keep their types, and one in which
+    nothing changes is kept itself."""
     if isinstance(value, torch.Tensor):
         return change(value)
     if isinstance(value, dict):
@@ -64,7 +68,8 @@ def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> A
         changes = {
             field.name: new
             for field in dataclasses.fields(value)
-            if field.init and (new := map_tensors(old := getattr(value, field.name), change)) is not old
+            if field.init
+            and (new := map_tensors(old := getattr(value, field.name), change)) is not old
         }
         return dataclasses.replace(value, **changes) if changes else value
     return value
@@ -72,9 +77,13 @@ def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> A
 
 def cast_floats(value: Any, dtype: torch.dtype) -> Any:
     """Return ``value`` with its floating-point tensors in ``dtype``."""
-    return map_tensors(value, lambda t: t.to(dtype) if t.is_floating_point() and t.dtype != dtype else t)
+    return map_tensors(
+        value, lambda t: t.to(dtype) if t.is_floating_point() and t.dtype != dtype else t
+    )
 
 
 def move_to(value: Any, device: torch.device) -> Any:
     """Return ``value`` with its tensors on ``device``."""
-    return map_tensors(value, lambda t: t if t.device == device else t.to(device, non_blocking=True))
+    return map_tensors(
+        value, lambda t: t if t.device == device else t.to(device, non_blocking=True)
+    )

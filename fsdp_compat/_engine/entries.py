@@ -1,4 +1,5 @@
-"""Entries of many dictionaries, looked at and changed by few calls of C functions: a loop in Python costs five times as much."""
+"""Entries of many dictionaries, looked at and changed by few calls of C functions: a loop in Python
+costs five times as much."""
 
 from __future__ import annotations
 
@@ -23,7 +24,11 @@ class Entries:
 
     def __init__(self, entries: Iterable[Entry]) -> None:
         items = list(entries)
-        self._dicts, self._keys, self._values = [d for d, _, _ in items], [k for _, k, _ in items], [v for _, _, v in items]
+        self._dicts, self._keys, self._values = (
+            [d for d, _, _ in items],
+            [k for _, k, _ in items],
+            [v for _, _, v in items],
+        )
 
     def stand(self) -> bool:
         """True if every place holds what belongs there."""
@@ -51,7 +56,8 @@ class Entries:
 
 
 def exchange_of(present: Entries, old: Entries, new: Entries) -> Callable[[], bool]:
-    """Return a function which, if everything in ``present`` stands, puts ``new`` in the place of ``old``, a part of it.
+    """Return a function which, if everything in ``present`` stands, puts ``new`` in the place of
+    ``old``, a part of it.
 
     It returns whether it did.
     """

@@ -23,14 +23,21 @@ __all__ = ["Exchange"]
 
 TAKEN = 1 << 24  # added to the tag of a message: that of the answer that says that it was read
 _CARDS, _VERDICTS = TAKEN - 2, TAKEN - 1  # tags while connecting
-_SENT = 2 * TAKEN  # added to the tag of a message: that of its values, where a note says that they are sent
-_NOTE_NUMEL = len(shared_memory.Location._fields) + 2  # and numel, dtype: of a message that is read where it lies
+_SENT = (
+    2 * TAKEN
+)  # added to the tag of a message: that of its values, where a note says that they are sent
+_NOTE_NUMEL = (
+    len(shared_memory.Location._fields) + 2
+)  # and numel, dtype: of a message that is read where it lies
 _DTYPES = [value for _, value in sorted(vars(torch).items()) if isinstance(value, torch.dtype)]
 _PIECE_NUMEL = 1 << 17  # what is summed at a time stays in the cache until it is divided
 
 
-_WHOLE_NBYTES = 1 << 20  # of totals that two ranks do not cut into pieces: as many bytes, one way less; more ranks would send more
-_TIMES = {2: 4}  # by number of ranks, measured by tests/benchmarks/transport.py: with one peer there is less to send
+# of totals that two ranks do not cut into pieces: as many bytes, one way less; more ranks would
+# send more
+_WHOLE_NBYTES = 1 << 20
+# by number of ranks, measured by tests/benchmarks/transport.py: with one peer there is less to send
+_TIMES = {2: 4}
 _NOBODY: dict[int, shared_memory.Neighbour] = {}
 _NO_BYTES = torch.empty(0, dtype=torch.uint8, device="cpu")
 
@@ -39,7 +46,8 @@ Method = typing.TypeVar("Method", bound=Callable[..., typing.Any])
 
 
 def _whole(method: Method) -> Method:
-    """Let communication fail if an exception ends the method in the middle: nobody would know what was sent and what was read."""
+    """Let communication fail if an exception ends the method in the middle: nobody would know what
+    was sent and what was read."""
 
     @functools.wraps(method)
     def whole(self: Exchange, *args: typing.Any, **kwargs: typing.Any) -> typing.Any:
@@ -57,19 +65,22 @@ def _whole(method: Method) -> Method:
 class Exchange(Grouped):
     """Exchange by sends and receives, for gloo: a line of the watch.
 
-    A message is kept until ``drain`` and must not change before. Every wait has the time limit of the process group: without one a
-    point-to-point wait ignores it and may last for ever.
+    A message is kept until ``drain`` and must not change before. Every wait has the time limit of
+    the process group: without one a point-to-point wait ignores it and may last for ever.
 
-    Ranks that can read each other's memory are *near*. Between them a message of _min_nbytes and more stays where it is, in a
-    block (or is copied into one): in its place goes a *note* that says where it lies. Who gets a note reads the memory when the
-    exchange is ended, and answers with an *ack*; until that is here the memory stays as it is. Notes and acks are messages like
-    others, so time limits, the watch and its diagnoses hold for them as they do for everything else. A rank whose communication
-    fails says so in its memory too (``renounce``), and a reader looks there when it has read. Where a rank can get no block for a
-    message any more, its note says that the values follow, and they are sent after the note.
+    Ranks that can read each other's memory are *near*. Between them a message of _min_nbytes and
+    more stays where it is, in a block (or is copied into one): in its place goes a *note* that says
+    where it lies. Who gets a note reads the memory when the exchange is ended, and answers with an
+    *ack*; until that is here the memory stays as it is. Notes and acks are messages like others, so
+    time limits, the watch and its diagnoses hold for them as they do for everything else. A rank
+    whose communication fails says so in its memory too (``renounce``), and a reader looks there
+    when it has read. Where a rank can get no block for a message any more, its note says that the
+    values follow, and they are sent after the note.
 
-    A communicator that failed stays failed. A wait that fails, or an exception in the middle of a call, leaves nobody knowing what
-    has arrived; so all connections of the process are closed (``watch.give_up``), and every later use raises. The small collectives
-    go over these connections, too: one that a rank leaves never meets a message of the user's.
+    A communicator that failed stays failed. A wait that fails, or an exception in the middle of a
+    call, leaves nobody knowing what has arrived; so all connections of the process are closed
+    (``watch.give_up``), and every later use raises. The small collectives go over these
+    connections, too: one that a rank leaves never meets a message of the user's.
     """
 
     reads_in_place = True
@@ -83,14 +94,23 @@ class Exchange(Grouped):
         self.diagnosis: watch.Report | None = None
         self.thread = 0  # that has begun something last
         self._wires: typing.Any = None  # the connections, as long as there are any
-        self._is_closed, self._failure = False, ""  # why: nothing where the process group was destroyed
-        # By tag: what has not ended. Held here, as an exception may leave it behind, and gloo never comes to the next message of a
-        # pair that has one for memory that is gone.
+        self._is_closed, self._failure = (
+            False,
+            "",
+        )  # why: nothing where the process group was destroyed
+        # By tag: what has not ended. Held here, as an exception may leave it behind, and gloo never
+        # comes to the next message of a pair that has one for memory that is gone.
         self._open: dict[int, Pending] = {}
-        self._sends: list[tuple[list[dist.Work], object, Post]] = []  # of gathers, and acks for them
-        self._reads: list[tuple[list[dist.Work], object, Post]] = []  # acks for what was reduced, and own ones
+        self._sends: list[
+            tuple[list[dist.Work], object, Post]
+        ] = []  # of gathers, and acks for them
+        self._reads: list[
+            tuple[list[dist.Work], object, Post]
+        ] = []  # acks for what was reduced, and own ones
         self._asked: dict[int, int] = {}  # by tag: how many acks this rank has asked for
-        self._near: dict[int, shared_memory.Neighbour] = {}  # by rank: they can read this one's memory, and it theirs
+        self._near: dict[
+            int, shared_memory.Neighbour
+        ] = {}  # by rank: they can read this one's memory, and it theirs
         self._names: dict[int, str] = {}  # by tag: what was waited for last
         ranks, rank = axis.ranks, axis.rank
         # The peers in the order in which they are served: every rank begins with another one.
@@ -113,22 +133,35 @@ class Exchange(Grouped):
             self._refuse()
 
     @_whole
-    def begin_gather(self, own: torch.Tensor, full: torch.Tensor, segments: Sequence[torch.Tensor], tag: int) -> Pending:
+    def begin_gather(
+        self, own: torch.Tensor, full: torch.Tensor, segments: Sequence[torch.Tensor], tag: int
+    ) -> Pending:
         nbytes, ranks = own.numel() * full.itemsize, self.ranks
         self.traffic.add(Kind.GATHER, nbytes * (ranks - 1))
         near = self._near_for(nbytes)
-        # Who reads the shard where it lies casts as it reads: no cast is kept until the last one has it.
+        # Who reads the shard where it lies casts as it reads: no cast is kept until the last one
+        # has it.
         read = own if near and shared_memory.locate(own) is not None else None
-        sent = own if own.dtype == full.dtype or (read is not None and len(near) == ranks - 1) else own.to(full.dtype)
+        sent = (
+            own
+            if own.dtype == full.dtype or (read is not None and len(near) == ranks - 1)
+            else own.to(full.dtype)
+        )
         if near and read is None:
             read = sent = self._in_block(sent)
         outgoing = [sent if read is None or r not in near else read for r in range(ranks)]
-        receives, sends, notes, acks, number = self._start(outgoing, segments, tag, self._names.get(tag, "parameters"), near)
+        receives, sends, notes, acks, number = self._start(
+            outgoing, segments, tag, self._names.get(tag, "parameters"), near
+        )
         self._sends.append((sends, sent, (tag, number, nbytes, 0)))
         if acks:
             self._sends.append((acks, read, self._post_of_acks(tag)))
-        segments[self.rank].copy_(own)  # sends never read `full`: freeing `full` need not wait for slow peers
-        return self._opened(Pending(receives, segments, own, (tag, number, nbytes, len(receives)), notes))
+        segments[self.rank].copy_(
+            own
+        )  # sends never read `full`: freeing `full` need not wait for slow peers
+        return self._opened(
+            Pending(receives, segments, own, (tag, number, nbytes, len(receives)), notes)
+        )
 
     @_whole
     def end_gather(self, pending: Pending, what: str) -> None:
@@ -139,7 +172,9 @@ class Exchange(Grouped):
             self._open.pop(pending.post[0], None)
 
     @_whole
-    def begin_reduce(self, buffer: torch.Tensor, segments: Sequence[torch.Tensor], tag: int) -> Pending:
+    def begin_reduce(
+        self, buffer: torch.Tensor, segments: Sequence[torch.Tensor], tag: int
+    ) -> Pending:
         tag += Kind.REDUCE
         own = segments[self.rank]
         self.traffic.add(Kind.REDUCE, own.nbytes * (self.ranks - 1))
@@ -147,28 +182,46 @@ class Exchange(Grouped):
         if near and shared_memory.locate(buffer) is None:
             buffer = shared_memory.copy_of(buffer)
             segments = buffer.chunk(self.ranks)
-        parts = [own if r == self.rank or r in near else torch.empty_like(own) for r in range(self.ranks)]
+        parts = [
+            own if r == self.rank or r in near else torch.empty_like(own) for r in range(self.ranks)
+        ]
         return self._exchange(segments, parts, tag, buffer, near)
 
     @_whole
     def end_reduce(
-        self, pending: Pending, own: torch.Tensor, dtype: torch.dtype, what: str, divisor: torch.Tensor | None = None
+        self,
+        pending: Pending,
+        own: torch.Tensor,
+        dtype: torch.dtype,
+        what: str,
+        divisor: torch.Tensor | None = None,
     ) -> torch.Tensor:
         self._end(pending, what)
         parts = self._parts(pending, own, what)
-        total = next((part for r, part in enumerate(parts[:2]) if r != self.rank and r not in pending.notes), own)
+        total = next(
+            (part for r, part in enumerate(parts[:2]) if r != self.rank and r not in pending.notes),
+            own,
+        )
         if total is own or total.dtype != dtype:
-            total = shared_memory.empty(own.numel(), dtype) if pending.notes else own.new_empty(own.numel(), dtype=dtype)
+            total = (
+                shared_memory.empty(own.numel(), dtype)
+                if pending.notes
+                else own.new_empty(own.numel(), dtype=dtype)
+            )
         _sum_in_rank_order(parts, total, divisor)
         self._end_reading(pending, what)
         return total
 
     @_whole
-    def begin_total(self, total: torch.Tensor, tag: int, divisor: torch.Tensor | None = None) -> Pending:
+    def begin_total(
+        self, total: torch.Tensor, tag: int, divisor: torch.Tensor | None = None
+    ) -> Pending:
         tag += Kind.REPLICATE
         if self._is_sent_whole(total):
             self.traffic.add(Kind.REPLICATE, total.nbytes)
-            parts = [total if r == self.rank else torch.empty_like(total) for r in range(self.ranks)]
+            parts = [
+                total if r == self.rank else torch.empty_like(total) for r in range(self.ranks)
+            ]
             pending = self._exchange([total] * self.ranks, parts, tag, total, _NOBODY)
             pending.divisor = divisor
             return pending
@@ -178,7 +231,9 @@ class Exchange(Grouped):
         if near:
             total = self._in_block(total)
             pieces = self._pieces(total)
-        parts = [own if r == self.rank or r in near else torch.empty_like(own) for r in range(self.ranks)]
+        parts = [
+            own if r == self.rank or r in near else torch.empty_like(own) for r in range(self.ranks)
+        ]
         pending = self._exchange(pieces, parts, tag, total, near, acked=False)
         pending.divisor = divisor
         return pending
@@ -193,14 +248,20 @@ class Exchange(Grouped):
         self._check(pending, what)
         self._open.pop(pending.post[0], None)
         if pending.acks:  # there are no acks, but values that follow a note
-            self._reads.append((pending.acks, pending.keep, (pending.post[0] + _SENT, 0, own.nbytes, 0)))
+            self._reads.append(
+                (pending.acks, pending.keep, (pending.post[0] + _SENT, 0, own.nbytes, 0))
+            )
         sent = pending.keep
         assert isinstance(sent, torch.Tensor)
         if sent is not total:
             self._pieces(sent)[self.rank].copy_(own)
-        # What a rank sends now says that it has read its piece of everybody's total as well: the others may write there.
+        # What a rank sends now says that it has read its piece of everybody's total as well: the
+        # others may write there.
         pieces = self._pieces(total)
-        outgoing, near = [self._pieces(sent)[self.rank]] * self.ranks, self._near_for(pieces[0].nbytes)
+        outgoing, near = (
+            [self._pieces(sent)[self.rank]] * self.ranks,
+            self._near_for(pieces[0].nbytes),
+        )
         return self._exchange(outgoing, pieces, tag + Kind.REPLICATE_BACK, sent, near)
 
     @_whole
@@ -259,9 +320,11 @@ class Exchange(Grouped):
         near: dict[int, shared_memory.Neighbour],
         acked: bool = True,
     ) -> Pending:
-        """Send ``outgoing[r]``, of which the first is the longest, to rank r and receive from it into ``incoming[r]``; what goes
-        between ranks that are ``near`` is read where it lies."""
-        receives, sends, notes, acks, number = self._start(outgoing, incoming, tag, "gradients", near, acked)
+        """Send ``outgoing[r]``, of which the first is the longest, to rank r and receive from it
+        into ``incoming[r]``; what goes between ranks that are ``near`` is read where it lies."""
+        receives, sends, notes, acks, number = self._start(
+            outgoing, incoming, tag, "gradients", near, acked
+        )
         post = tag, number, outgoing[0].nbytes, len(receives)
         return self._opened(Pending([*receives, *sends], incoming, keep, post, notes, acks))
 
@@ -281,21 +344,35 @@ class Exchange(Grouped):
         return tensor if shared_memory.locate(tensor) is not None else shared_memory.copy_of(tensor)
 
     def _read(self, pending: Pending, source: int, like: torch.Tensor, what: str) -> torch.Tensor:
-        """What a peer has sent, where it lies. ``like``: of its length and dtype, unless it has sent what this rank keeps."""
+        """What a peer has sent, where it lies. ``like``: of its length and dtype, unless it has
+        sent what this rank keeps."""
         *place, numel, number = pending.notes[source].tolist()
         dtype = _DTYPES[number] if 0 <= number < len(_DTYPES) else None
         if dtype is None or numel != like.numel() or dtype not in (like.dtype, pending.keep.dtype):
             sent = f"{numel} elements of {dtype or f'an unknown dtype ({number})'}"
-            self._fail(what, RuntimeError(f"rank {self.members[source]} has sent {sent} for {like.numel()} of {like.dtype}"))
+            self._fail(
+                what,
+                RuntimeError(
+                    f"rank {self.members[source]} has sent {sent} for {like.numel()} of "
+                    f"{like.dtype}"
+                ),
+            )
         location = shared_memory.Location(*place)
         if location.is_sent:
-            return self._receive(pending, source, torch.empty(numel, dtype=dtype, device="cpu"), what)
+            return self._receive(
+                pending, source, torch.empty(numel, dtype=dtype, device="cpu"), what
+            )
         try:
             return self._near[source].view(location, numel, dtype)
         except OSError as error:
-            self._fail(what, RuntimeError(f"the memory of rank {self.members[source]} cannot be read: {error}"))
+            self._fail(
+                what,
+                RuntimeError(f"the memory of rank {self.members[source]} cannot be read: {error}"),
+            )
 
-    def _receive(self, pending: Pending, source: int, into: torch.Tensor, what: str) -> torch.Tensor:
+    def _receive(
+        self, pending: Pending, source: int, into: torch.Tensor, what: str
+    ) -> torch.Tensor:
         """Receive what a peer sends after its note."""
         tag = pending.post[0] + _SENT
         try:
@@ -303,13 +380,22 @@ class Exchange(Grouped):
         except RuntimeError as error:
             self._fail(what, error)
         self._names[pending.post[0]] = what
-        self._wait(works, (tag, 0, into.nbytes, len(self._near_sources)), what, self._near_sources.index(source))
+        self._wait(
+            works,
+            (tag, 0, into.nbytes, len(self._near_sources)),
+            what,
+            self._near_sources.index(source),
+        )
         return into
 
     def _parts(self, pending: Pending, own: torch.Tensor, what: str) -> list[torch.Tensor]:
         """What was received, by rank; ``own`` from this one."""
         return [
-            own if r == self.rank else self._read(pending, r, own, what) if r in pending.notes else part
+            own
+            if r == self.rank
+            else self._read(pending, r, own, what)
+            if r in pending.notes
+            else part
             for r, part in enumerate(pending.parts)
         ]
 
@@ -318,10 +404,14 @@ class Exchange(Grouped):
             targets[source].copy_(self._read(pending, source, targets[source], what))
 
     def _check(self, pending: Pending, what: str) -> None:
-        """Raise StateError if the communication of a rank had failed by the time that its memory was read."""
+        """Raise StateError if the communication of a rank had failed by the time that its memory
+        was read."""
         for source, note in pending.notes.items():
             if self._near[source].epoch != int(note[0]):
-                self._fail(what, RuntimeError(f"the communication of rank {self.members[source]} has failed"))
+                self._fail(
+                    what,
+                    RuntimeError(f"the communication of rank {self.members[source]} has failed"),
+                )
 
     def _ack(self, pending: Pending, what: str) -> tuple[list[dist.Work], object, Post]:
         """Say that everything was read."""
@@ -332,7 +422,11 @@ class Exchange(Grouped):
             works = [self._wires.send([_NO_BYTES], target, tag) for target in self._near_targets]
         except RuntimeError as error:
             self._fail(what, error)
-        return works, None, (tag, 0, 0, 0)  # number 0: nobody lacks it, as it was asked for before this rank was told
+        return (
+            works,
+            None,
+            (tag, 0, 0, 0),
+        )  # number 0: nobody lacks it, as it was asked for before this rank was told
 
     def _end_reading(self, pending: Pending, what: str) -> None:
         if pending.notes:
@@ -357,9 +451,15 @@ class Exchange(Grouped):
         cards = self._swap(dict.fromkeys([source for source, _ in self._peers], card), _CARDS)
         near = {peer: shared_memory.meet(bytes(its.tolist())) for peer, its in cards.items()}
         verdicts = self._swap(
-            {peer: torch.tensor([it is not None], dtype=torch.uint8, device="cpu") for peer, it in near.items()}, _VERDICTS
+            {
+                peer: torch.tensor([it is not None], dtype=torch.uint8, device="cpu")
+                for peer, it in near.items()
+            },
+            _VERDICTS,
         )
-        self._near = {peer: it for peer, it in near.items() if it is not None and bool(verdicts[peer])}
+        self._near = {
+            peer: it for peer, it in near.items() if it is not None and bool(verdicts[peer])
+        }
         self._near_sources = [source for source, _ in self._peers if source in self._near]
         self._near_targets = [target for _, target in self._peers if target in self._near]
 
@@ -387,7 +487,8 @@ class Exchange(Grouped):
         return number
 
     def _end_left(self, tag: int) -> None:
-        """An exception has left what is on its way with this tag: the others count it, so it comes before the next one."""
+        """An exception has left what is on its way with this tag: the others count it, so it comes
+        before the next one."""
         what = self._names.get(tag, "what was on its way before an exception")
         if tag % len(Kind) != Kind.GATHER:
             self._fail(what, RuntimeError("an exception has left a reduction in the middle"))
@@ -399,9 +500,12 @@ class Exchange(Grouped):
             raise StateError(
                 explain(
                     "Two threads communicate over one process group at once.",
-                    expected="one thread at a time: what a process sends has one order, the same on every rank",
-                    got="a call from a second thread, in the middle of a forward or backward of the first",
-                    where=f"rank {self.rank} of {self.ranks} (global ranks {list(self.members)}), at {pulse.place()}",
+                    expected="one thread at a time: what a process sends has one order, the same "
+                    "on every rank",
+                    got="a call from a second thread, in the middle of a forward or backward of "
+                    "the first",
+                    where=f"rank {self.rank} of {self.ranks} (global ranks {list(self.members)}), "
+                    f"at {pulse.place()}",
                     fix="give each model that has a thread of its own a process group of its own: "
                     "process_group=torch.distributed.new_group()",
                 )
@@ -417,7 +521,8 @@ class Exchange(Grouped):
         near: dict[int, shared_memory.Neighbour],
         acked: bool = True,
     ) -> tuple[list[dist.Work], list[dist.Work], dict[int, torch.Tensor], list[dist.Work], int]:
-        """Begin what an exchange consists of; see ``_exchange``. Return (receives, sends, notes, acks, number of its use).
+        """Begin what an exchange consists of; see ``_exchange``. Return (receives, sends, notes,
+        acks, number of its use).
 
         acks: also the sends of values that follow a note; ``acked`` or not.
         """
@@ -433,7 +538,9 @@ class Exchange(Grouped):
                     notes[source] = torch.zeros(_NOTE_NUMEL, dtype=torch.int64, device="cpu")
                 receives.append(wires.recv([notes.get(source, incoming[source])], source, tag))
             if near and acked:  # asked for before they can be given
-                acks += [wires.recv([_NO_BYTES], source, tag + TAKEN) for source in self._near_sources]
+                acks += [
+                    wires.recv([_NO_BYTES], source, tag + TAKEN) for source in self._near_sources
+                ]
             for _, target in self._peers:
                 message = outgoing[target]
                 if target not in near:
@@ -441,7 +548,9 @@ class Exchange(Grouped):
                     continue
                 place = shared_memory.place_of(message)
                 sends.append(wires.send([_note(place, message)], target, tag))
-                if place.is_sent:  # a peer takes it when it reads: who waits for the acks, which come first, need not wait for it
+                # a peer takes it when it reads: who waits for the acks, which come first, need not
+                # wait for it
+                if place.is_sent:
                     acks.append(wires.send([message], target, tag + _SENT))
         except RuntimeError as error:
             receives.clear()
@@ -464,7 +573,9 @@ class Exchange(Grouped):
         pending.works.clear()
         pending.ended = True
         if not pending.notes:
-            self._open.pop(pending.post[0], None)  # what is still to be read stays: others wait for it
+            self._open.pop(
+                pending.post[0], None
+            )  # what is still to be read stays: others wait for it
         return True
 
     def _wait(self, works: list[dist.Work], post: Post, what: str, first: int = 0) -> None:
@@ -499,24 +610,43 @@ class Exchange(Grouped):
 
     def _connect(self) -> None:
         """Collective."""
-        here, others = watch.board(), [rank for rank in self.members if rank != self.members[self.rank]]
+        here, others = (
+            watch.board(),
+            [rank for rank in self.members if rank != self.members[self.rank]],
+        )
         if here is None:
-            raise StateError("the process group of this module was destroyed; wrap the model again after init_process_group")
+            raise StateError(
+                "the process group of this module was destroyed; wrap the model again after "
+                "init_process_group"
+            )
         what, waiting = "the other ranks to connect", None
         try:
             self.counts[watch.ARRIVAL] = 1
             here.arrive(self)
             end, pause_s = time.monotonic() + self.timeout.total_seconds(), 0.0005
             while not here.have_arrived(self, others):
-                index = next((i for i, (peer, _) in enumerate(self._peers) if not here.have_arrived(self, [self.members[peer]])), 0)
+                index = next(
+                    (
+                        i
+                        for i, (peer, _) in enumerate(self._peers)
+                        if not here.have_arrived(self, [self.members[peer]])
+                    ),
+                    0,
+                )
                 if waiting is None or waiting[1] != index:
                     self.waiting = waiting = (watch.ARRIVAL, 1, 0, self.ranks), index, what
                 missing = self.members[self._peers[index][0]]
-                if self.diagnosis is not None or time.monotonic() > end or here.why_broken(self.name, missing):
+                if (
+                    self.diagnosis is not None
+                    or time.monotonic() > end
+                    or here.why_broken(self.name, missing)
+                ):
                     raise RuntimeError(f"rank {missing} did not come")
                 time.sleep(pause_s)
                 pause_s = min(2 * pause_s, 0.05)
-            self._wires = torch_private.gloo_of_its_own(self.group, self.rank, self.ranks, self.timeout)
+            self._wires = torch_private.gloo_of_its_own(
+                self.group, self.rank, self.ranks, self.timeout
+            )
             self._find_near()
         except RuntimeError as error:
             self._fail(what, error, waiting)
@@ -526,38 +656,57 @@ class Exchange(Grouped):
         finally:
             self.waiting = None
 
-    def _fail(self, what: str, error: RuntimeError, waiting: watch.Waiting | None = None) -> typing.NoReturn:
+    def _fail(
+        self, what: str, error: RuntimeError, waiting: watch.Waiting | None = None
+    ) -> typing.NoReturn:
         """A wait was in vain: communication has failed, and the error says why."""
         report = self.diagnosis or watch.why(self) or watch.Report(False, {})
         if waiting is not None:
             wait = self.describe(waiting)
             report = dataclasses.replace(report, lines={**report.lines, wait.rank: wait.text})
-        silence = f"no message within {self.timeout.total_seconds():g} s, or a broken connection ({error})"
+        silence = (
+            f"no message within {self.timeout.total_seconds():g} s, or a broken connection "
+            f"({error})"
+        )
         if report.circle:
-            first, got = f"Waiting for {what} can never end: ranks wait for each other.", str(report)
+            first, got = (
+                f"Waiting for {what} can never end: ranks wait for each other.",
+                str(report),
+            )
         else:
-            first, got = f"Waiting for {what} failed.", "; ".join(filter(None, [silence, str(report)]))
+            first, got = (
+                f"Waiting for {what} failed.",
+                "; ".join(filter(None, [silence, str(report)])),
+            )
         self._failure = self._failure or f"{first} {got}"
         watch.give_up(self, report)
         raise self._error(first, got) from error
 
     def _leave(self, what: str, error: BaseException) -> None:
-        """An exception that is not of communication, above all an interrupt, came in the middle of it."""
+        """An exception that is not of communication, above all an interrupt, came in the middle of
+        it."""
         if not self._is_closed:
             rank = self.members[self.rank]
-            self._failure = f"rank {rank} left {what} with {type(error).__name__}, at {pulse.place()}"
+            self._failure = (
+                f"rank {rank} left {what} with {type(error).__name__}, at {pulse.place()}"
+            )
             watch.give_up(self, watch.Report(False, {rank: self._failure}))
 
     def _refuse(self) -> typing.NoReturn:
         if not self._failure:
-            raise StateError("the process group of this module was destroyed; wrap the model again after init_process_group")
+            raise StateError(
+                "the process group of this module was destroyed; wrap the model again after "
+                "init_process_group"
+            )
         raise StateError(
             explain(
                 "Communication between the ranks has failed before, and stays failed.",
                 expected="no further use of these ranks' connections after the error that said so",
                 got=self._failure,
-                where=f"rank {self.rank} of {self.ranks} (global ranks {list(self.members)}), at {pulse.place()}",
-                fix="end the process, so that torchrun restarts all ranks from a checkpoint; or, on all ranks, wrap the model "
+                where=f"rank {self.rank} of {self.ranks} (global ranks {list(self.members)}), at "
+                f"{pulse.place()}",
+                fix="end the process, so that torchrun restarts all ranks from a checkpoint; or, "
+                "on all ranks, wrap the model "
                 "again over a new process group",
             )
         )
@@ -582,12 +731,16 @@ class Exchange(Grouped):
             text = f"rank {rank} waits in {what} for ranks {list(peers)}"
         else:
             if tag >= TAKEN:
-                peer = self._near_targets[index - num_receives] if sends else self._near_sources[index]
+                peer = (
+                    self._near_targets[index - num_receives] if sends else self._near_sources[index]
+                )
             else:
                 peer = self._peers[index - num_receives][1] if sends else self._peers[index][0]
             peers = (self.members[peer],)
             takes = sends or TAKEN <= tag < _SENT
-            text = f"rank {rank} waits for " + (f"rank {peers[0]} to take {what}" if takes else f"{what} from rank {peers[0]}")
+            text = f"rank {rank} waits for " + (
+                f"rank {peers[0]} to take {what}" if takes else f"{what} from rank {peers[0]}"
+            )
             if tag == watch.ARRIVAL:
                 text = f"rank {rank} waits for rank {peers[0]} to connect"
         text += f", at {pulse.place()}"
@@ -619,16 +772,23 @@ _lines: weakref.WeakSet[Exchange] = weakref.WeakSet()
 
 def _note(place: shared_memory.Location, message: torch.Tensor) -> torch.Tensor:
     """Where a message lies, for a peer that is near."""
-    return torch.tensor([*place, message.numel(), _DTYPES.index(message.dtype)], dtype=torch.int64, device="cpu")
+    return torch.tensor(
+        [*place, message.numel(), _DTYPES.index(message.dtype)], dtype=torch.int64, device="cpu"
+    )
 
 
-def _sum_in_rank_order(parts: Sequence[torch.Tensor], total: torch.Tensor, divisor: torch.Tensor | None) -> None:
-    """Add ``parts`` in rank order into ``total``, which may be one of them, so that all ranks get the same bits; then divide.
+def _sum_in_rank_order(
+    parts: Sequence[torch.Tensor], total: torch.Tensor, divisor: torch.Tensor | None
+) -> None:
+    """Add ``parts`` in rank order into ``total``, which may be one of them, so that all ranks get
+    the same bits; then divide.
 
     In fp32 at least: in bf16 a 1 would be lost beside 256 already.
     """
     numel, wide = total.numel(), torch.promote_types(total.dtype, torch.float32)
-    apart = total.dtype != wide or any(part.data_ptr() == total.data_ptr() for part in parts[2:])  # it is read late
+    apart = total.dtype != wide or any(
+        part.data_ptr() == total.data_ptr() for part in parts[2:]
+    )  # it is read late
     step = _PIECE_NUMEL * max(torch.get_num_threads(), 1)
     for start in range(0, numel, step):
         piece, its = total, list(parts)

@@ -1,9 +1,11 @@
-"""What modules show in place of parameters that are sharded: any use says which parameter it is and what to do instead.
+"""What modules show in place of parameters that are sharded: any use says which parameter it is and
+what to do instead.
 
-Without original parameters an attribute has no value while its unit is sharded, and a placeholder stands there. With original
-parameters the attribute is the user's own parameter, which holds a part; outside of forward it may be read and written like that,
-but a module that holds one cannot be called, and inside of forward, where only whole parameters make sense, placeholders hide it.
-Nothing of this costs anything while a unit is full: what is in an instance's dictionary is taken out again.
+Without original parameters an attribute has no value while its unit is sharded, and a placeholder
+stands there. With original parameters the attribute is the user's own parameter, which holds a
+part; outside of forward it may be read and written like that, but a module that holds one cannot be
+called, and inside of forward, where only whole parameters make sense, placeholders hide it. Nothing
+of this costs anything while a unit is full: what is in an instance's dictionary is taken out again.
 """
 
 from __future__ import annotations
@@ -27,39 +29,72 @@ if typing.TYPE_CHECKING:
 
 __all__ = ["AbsentParameter", "Guards", "UsedWhileSharded"]
 
-_METADATA = frozenset({"dim", "dtype", "is_complex", "is_floating_point", "ndim", "numel", "ndimension", "shape", "size"})
+_METADATA = frozenset(
+    {
+        "dim",
+        "dtype",
+        "is_complex",
+        "is_floating_point",
+        "ndim",
+        "numel",
+        "ndimension",
+        "shape",
+        "size",
+    }
+)
 
 
 class UsedWhileSharded(StateError, AttributeError):
-    """A parameter was used while its unit is sharded. An AttributeError too, so that ``hasattr`` and ``getattr`` get an answer."""
+    """A parameter was used while its unit is sharded. An AttributeError too, so that ``hasattr``
+    and ``getattr`` get an answer."""
 
 
-def _refuse(unit: Unit | None, module: nn.Module | None, attribute: str, use: str) -> typing.NoReturn:
+def _refuse(
+    unit: Unit | None, module: nn.Module | None, attribute: str, use: str
+) -> typing.NoReturn:
     path = ""
     if unit is not None and module is not None:
-        path = next((f"{name}." for name, child in unit.module.named_modules() if child is module and name), "")
+        path = next(
+            (f"{name}." for name, child in unit.module.named_modules() if child is module and name),
+            "",
+        )
     label = unit.label if unit is not None else "a unit that is gone"
     raise UsedWhileSharded(
         explain(
-            f"Parameter {path + attribute!r} was used while its unit is sharded: this rank holds a part of it, or nothing.",
+            f"Parameter {path + attribute!r} was used while its unit is sharded: this rank holds a "
+            "part of it, or nothing.",
             expected="a use inside of the unit's forward, where its parameters are whole",
             got=use,
             where=label,
-            fix="one of three: call the FullyShardedDataParallel itself instead of the module inside it; for another entry point "
-            "(generate, encode, ...) call register_fsdp_forward_method(wrapped_model, 'name') once; or put the use into "
+            fix="one of three: call the FullyShardedDataParallel itself instead of the module "
+            "inside it; for another entry point "
+            "(generate, encode, ...) call register_fsdp_forward_method(wrapped_model, 'name') "
+            "once; or put the use into "
             "`with FullyShardedDataParallel.summon_full_params(model):`",
         )
     )
 
 
 class AbsentParameter:
-    """Stands where a parameter is not. It knows shape and dtype of the whole parameter, and refuses everything else."""
+    """Stands where a parameter is not. It knows shape and dtype of the whole parameter, and refuses
+    everything else."""
 
-    __slots__ = ("__weakref__", "_attribute", "_device", "_like", "_module", "_unit")  # RNNs take weak references of their weights
+    __slots__ = (
+        "__weakref__",
+        "_attribute",
+        "_device",
+        "_like",
+        "_module",
+        "_unit",
+    )  # RNNs take weak references of their weights
 
     def __init__(self, unit: Unit, module: nn.Module, attribute: str, like: torch.Tensor) -> None:
         """like: has the shape and dtype of the whole parameter."""
-        self._unit, self._module, self._attribute = weakref.ref(unit), weakref.ref(module), attribute
+        self._unit, self._module, self._attribute = (
+            weakref.ref(unit),
+            weakref.ref(module),
+            attribute,
+        )
         self._like, self._device = torch.empty_like(like, device="meta"), like.device
 
     def _used(self, use: str) -> typing.NoReturn:
@@ -67,7 +102,11 @@ class AbsentParameter:
 
     @classmethod
     def __torch_function__(
-        cls, func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         found = _first_absent((args, kwargs or {}))
         assert found is not None
@@ -85,7 +124,10 @@ class AbsentParameter:
         self._used(f"its attribute {name!r}")
 
     def __repr__(self) -> str:
-        return f"<sharded parameter {self._attribute!r} of shape {tuple(self._like.shape)}, {self._like.dtype}>"
+        return (
+            f"<sharded parameter {self._attribute!r} of shape {tuple(self._like.shape)}, "
+            f"{self._like.dtype}>"
+        )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> AbsentParameter:
         return self  # a copy of a module inside of a wrapper refuses its use as well
@@ -104,7 +146,22 @@ def _operator(name: str) -> Callable[..., Any]:
 for _name in (
     *("add", "and", "floordiv", "matmul", "mod", "mul", "or", "pow", "sub", "truediv"),
     *("radd", "rand", "rfloordiv", "rmatmul", "rmod", "rmul", "ror", "rpow", "rsub", "rtruediv"),
-    *("iadd", "imul", "isub", "itruediv", "abs", "bool", "float", "getitem", "int", "invert", "iter", "len", "neg", "setitem"),
+    *(
+        "iadd",
+        "imul",
+        "isub",
+        "itruediv",
+        "abs",
+        "bool",
+        "float",
+        "getitem",
+        "int",
+        "invert",
+        "iter",
+        "len",
+        "neg",
+        "setitem",
+    ),
     *("ge", "gt", "le", "lt", "array", "index"),
 ):
     setattr(AbsentParameter, f"__{_name}__", _operator(f"__{_name}__"))
@@ -113,14 +170,22 @@ for _name in (
 def _first_absent(value: Any) -> AbsentParameter | None:
     if isinstance(value, AbsentParameter):
         return value
-    items = value.values() if isinstance(value, dict) else value if isinstance(value, (tuple, list)) else ()
+    items = (
+        value.values()
+        if isinstance(value, dict)
+        else value
+        if isinstance(value, (tuple, list))
+        else ()
+    )
     return next((found for item in items if (found := _first_absent(item)) is not None), None)
 
 
 class _GuardedForward:
-    """Stands in for the forward that a module has (``hidden``, or None for that of its class) while it holds parts of parameters.
+    """Stands in for the forward that a module has (``hidden``, or None for that of its class) while
+    it holds parts of parameters.
 
-    Somebody may have taken hold of it in the meantime, to put a forward of his own around it: then it goes on to what it hides.
+    Somebody may have taken hold of it in the meantime, to put a forward of his own around it: then
+    it goes on to what it hides.
     """
 
     __slots__ = ("_slot", "hidden")
@@ -132,7 +197,12 @@ class _GuardedForward:
         holder = self._slot.armed_holder()
         if holder is not None:
             module = self._slot.module()
-            _refuse(holder.unit(), module, holder.attribute, f"a call of the {type(module).__name__} that holds it")
+            _refuse(
+                holder.unit(),
+                module,
+                holder.attribute,
+                f"a call of the {type(module).__name__} that holds it",
+            )
         return self.__wrapped__(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _GuardedForward:
@@ -156,7 +226,8 @@ class _Holder(typing.NamedTuple):
 
 
 class _ForwardSlot:
-    """A module whose forward is guarded while it holds parts: of one unit, or, with ties, of several."""
+    """A module whose forward is guarded while it holds parts: of one unit, or, with ties, of
+    several."""
 
     __slots__ = ("__weakref__", "attributes", "guard", "holders", "module")
 
@@ -170,7 +241,14 @@ class _ForwardSlot:
 
     def armed_holder(self) -> _Holder | None:
         """One whose parts the module holds now."""
-        return next((holder for holder in self.holders if (guards := holder.guards()) is not None and guards.armed), None)
+        return next(
+            (
+                holder
+                for holder in self.holders
+                if (guards := holder.guards()) is not None and guards.armed
+            ),
+            None,
+        )
 
     @property
     def is_plain(self) -> bool:
@@ -180,7 +258,9 @@ class _ForwardSlot:
     def arm(self) -> None:
         present = self.attributes.get("forward")
         if present is not self.guard:
-            if present is not self.guard.hidden:  # another forward since: the guard before may be within it
+            if (
+                present is not self.guard.hidden
+            ):  # another forward since: the guard before may be within it
                 self.guard = _GuardedForward(self, present)
             self.attributes["forward"] = self.guard
 
@@ -192,8 +272,8 @@ class _ForwardSlot:
                 self.attributes["forward"] = self.guard.hidden
 
 
-# {module: weak reference of its _ForwardSlot}. The Guards hold it: by way of the module's attributes it holds all that is below
-# the module, and what holds those may hold the module.
+# {module: weak reference of its _ForwardSlot}. The Guards hold it: by way of the module's
+# attributes it holds all that is below the module, and what holds those may hold the module.
 _slots: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
@@ -207,15 +287,20 @@ def _slot_of(module: nn.Module) -> _ForwardSlot:
 
 
 class Guards:
-    """All placeholders of one unit. ``arm`` puts them up when the unit goes sharded, ``disarm`` takes them away."""
+    """All placeholders of one unit. ``arm`` puts them up when the unit goes sharded, ``disarm``
+    takes them away."""
 
     def __init__(self, unit: Unit, full: Sequence[Shown], sharded: Sequence[Shown]) -> None:
         """full, sharded: what is shown in the two forms, slot by slot."""
-        self.always: list[Entry] = []  # placeholders that stand for what is not there while the unit is sharded
+        self.always: list[
+            Entry
+        ] = []  # placeholders that stand for what is not there while the unit is sharded
         in_forward: list[Entry] = []
         self.armed = False
         self._forwards: dict[nn.Module, _ForwardSlot] = {}
-        self._plain: Entries | None = None  # what `arm` puts and `disarm` takes where all slots are plain
+        self._plain: Entries | None = (
+            None  # what `arm` puts and `disarm` takes where all slots are plain
+        )
         for slot, instead in zip(full, sharded, strict=True):
             module, attribute, leaf = slot
             if leaf is None:
@@ -228,9 +313,17 @@ class Guards:
             if module not in self._forwards and type(module).forward is not nn.Module.forward:
                 slot_of_forward = self._forwards[module] = _slot_of(module)
                 slot_of_forward.add(_Holder(weakref.ref(self), weakref.ref(unit), attribute))
-        self.has_parts = bool(in_forward)  # modules hold parts of parameters while the unit is sharded
-        self._always, self._in_forward, self._reads_armed = Entries(self.always), Entries(in_forward), False
-        for guards in {holder.guards() for slot in self._forwards.values() for holder in slot.holders} or (self,):
+        self.has_parts = bool(
+            in_forward
+        )  # modules hold parts of parameters while the unit is sharded
+        self._always, self._in_forward, self._reads_armed = (
+            Entries(self.always),
+            Entries(in_forward),
+            False,
+        )
+        for guards in {
+            holder.guards() for slot in self._forwards.values() for holder in slot.holders
+        } or (self,):
             if guards is not None:
                 guards._look_at_forwards()
 
@@ -238,7 +331,9 @@ class Guards:
         """Somebody else holds parts of a module as well, or a guard hides another forward."""
         slots = self._forwards.values()
         self._plain = (
-            Entries((slot.attributes, "forward", slot.guard) for slot in slots) if all(s.is_plain for s in slots) else None
+            Entries((slot.attributes, "forward", slot.guard) for slot in slots)
+            if all(s.is_plain for s in slots)
+            else None
         )
 
     def leave_forward(self, module: nn.Module) -> None:

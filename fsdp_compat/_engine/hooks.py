@@ -1,4 +1,5 @@
-"""Every hook the engine registers, each a thin line to the runtime. What registers returns how to take back."""
+"""Every hook the engine registers, each a thin line to the runtime. What registers returns how to
+take back."""
 
 from __future__ import annotations
 
@@ -32,11 +33,14 @@ __all__ = [
 
 
 def attach_unit(unit: Unit) -> Callable[[], None]:
-    """Bracket the forward calls of the unit's module, for front ends that do not wrap it. Return the undo."""
+    """Bracket the forward calls of the unit's module, for front ends that do not wrap it. Return
+    the undo."""
     calls: list[Call] = []
     unit.is_called_itself()
 
-    def before(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+    def before(
+        module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Any, Any]:
         assert unit.runtime is not None
         calls.append(unit.runtime.call(unit))
         return unit.runtime.enter(calls[-1], unit, args, kwargs)
@@ -48,7 +52,9 @@ def attach_unit(unit: Unit) -> Callable[[], None]:
 
     handles: list[RemovableHandle] = [
         unit.module.register_forward_pre_hook(before, prepend=True, with_kwargs=True),
-        unit.module.register_forward_hook(after, always_call=True),  # after an exception too, with None
+        unit.module.register_forward_hook(
+            after, always_call=True
+        ),  # after an exception too, with None
     ]
 
     def undo() -> None:
@@ -63,10 +69,16 @@ class _CastAround:
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
-        self._given: torch.dtype | None = None  # of the first floating-point input of the running call
+        self._given: torch.dtype | None = (
+            None  # of the first floating-point input of the running call
+        )
 
-    def before(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        self._given = next((t.dtype for t in tensors_in((args, kwargs)) if t.is_floating_point()), None)
+    def before(
+        self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Any, Any]:
+        self._given = next(
+            (t.dtype for t in tensors_in((args, kwargs)) if t.is_floating_point()), None
+        )
         return cast_floats(args, self.dtype), cast_floats(kwargs, self.dtype)
 
     def after(self, module: torch.nn.Module, args: tuple[Any, ...], output: Any) -> Any:
@@ -74,14 +86,16 @@ class _CastAround:
 
 
 def cast_around(module: torch.nn.Module, dtype: torch.dtype) -> None:
-    """Let a module compute in ``dtype`` whatever it is called with, and return what it computed in the dtype it was given."""
+    """Let a module compute in ``dtype`` whatever it is called with, and return what it computed in
+    the dtype it was given."""
     cast = _CastAround(dtype)
     module.register_forward_pre_hook(cast.before, with_kwargs=True)
     module.register_forward_hook(cast.after)
 
 
 def cast_again(module: torch.nn.Module, dtype_of: Callable[[torch.nn.Module], torch.dtype]) -> None:
-    """Let a module that ``cast_around`` was called for, if it is one, compute in ``dtype_of(module)`` from now on."""
+    """Let a module that ``cast_around`` was called for, if it is one, compute in
+    ``dtype_of(module)`` from now on."""
     for hook in module._forward_hooks.values():
         cast = getattr(hook, "__self__", None)
         if isinstance(cast, _CastAround):
@@ -93,14 +107,17 @@ def _nothing(module: torch.nn.Module, args: Any) -> None:
 
 
 def without_fast_path(module: torch.nn.Module) -> None:
-    """Keep a transformer layer of torch from reading its submodules' parameters by itself: it does not if there are hooks."""
+    """Keep a transformer layer of torch from reading its submodules' parameters by itself: it does
+    not if there are hooks."""
     module.register_forward_pre_hook(_nothing)
 
 
 def guard_state_dicts(unit: Unit) -> None:
-    """Nobody takes parts of parameters for the whole: modules of the unit refuse what did not come through the front end.
+    """Nobody takes parts of parameters for the whole: modules of the unit refuse what did not come
+    through the front end.
 
-    The hooks find the unit by the module: they are copied with it, and a copy may belong to another unit, or to none.
+    The hooks find the unit by the module: they are copied with it, and a copy may belong to another
+    unit, or to none.
     """
     for module in unit.holders():
         if module not in _guarded:
@@ -110,7 +127,9 @@ def guard_state_dicts(unit: Unit) -> None:
         _guarded[module].append(weakref.ref(unit))
 
 
-_guarded: WeakIdKeyDictionary = WeakIdKeyDictionary()  # modules, with weak references to the units whose parameters they hold
+_guarded: WeakIdKeyDictionary = (
+    WeakIdKeyDictionary()
+)  # modules, with weak references to the units whose parameters they hold
 
 
 def _before_taking(module: torch.nn.Module, prefix: str, keep_vars: bool) -> None:
@@ -132,7 +151,8 @@ def _require_state_dict(module: torch.nn.Module, method: str) -> None:
 def on_assignment(
     callback: Callable[[torch.nn.Module, str, torch.nn.Parameter], torch.nn.Parameter | None],
 ) -> RemovableHandle:
-    """Whenever a module, whichever, is given a parameter, let ``callback(module, name, parameter)`` say what else to put there.
+    """Whenever a module, whichever, is given a parameter, let ``callback(module, name, parameter)``
+    say what else to put there.
 
     It changes nn.Module for the whole process. The undo: remove() on what is returned.
     """
@@ -153,13 +173,16 @@ def on_gradient_of_output(tensor: torch.Tensor, call: Call) -> None:
 def on_gradient_of_leaf(unit: Unit, group: Group, index: int, leaf: torch.Tensor) -> None:
     """A large leaf's gradient was accumulated: it moves on at once.
 
-    The group holds the leaf, and the garbage collector does not see what torch holds for a leaf: the hook holds neither.
+    The group holds the leaf, and the garbage collector does not see what torch holds for a leaf:
+    the hook holds neither.
     """
     its_unit, its_group = weakref.ref(unit), weakref.ref(group)
 
     def hook(leaf: torch.Tensor) -> None:
         unit, group = its_unit(), its_group()
-        if unit is not None and unit.runtime is not None and group is not None:  # a graph may outlive them
+        if (
+            unit is not None and unit.runtime is not None and group is not None
+        ):  # a graph may outlive them
             unit.runtime.on_gradient(group, index, typing.cast(torch.nn.Parameter, leaf))
 
     leaf.register_post_accumulate_grad_hook(hook)

@@ -1,4 +1,5 @@
-"""Before a module is sharded: meta tensors get memory and values, buffers their device, all ranks the same values."""
+"""Before a module is sharded: meta tensors get memory and values, buffers their device, all ranks
+the same values."""
 
 from __future__ import annotations
 
@@ -28,39 +29,55 @@ Slot = tuple[nn.Module, str]  # a module, and the attribute of a parameter or bu
 
 
 def require_initial_values(root: nn.Module, modules: Iterable[nn.Module]) -> None:
-    """Raise UsageError for a module of ``modules`` on the meta device that has no way of its own to get its values."""
+    """Raise UsageError for a module of ``modules`` on the meta device that has no way of its own to
+    get its values."""
     for module in modules:
         if any(tensor.is_meta for _, tensor in own_tensors(module)):
             _require_reset(root, module)
 
 
 def materialize(
-    root: nn.Module, modules: Sequence[nn.Module], init: Callable[[nn.Module], None] | None, device: torch.device
+    root: nn.Module,
+    modules: Sequence[nn.Module],
+    init: Callable[[nn.Module], None] | None,
+    device: torch.device,
 ) -> set[Slot]:
-    """Give every module of ``modules`` with tensors on the meta device memory on ``device`` and values. Return what got memory.
+    """Give every module of ``modules`` with tensors on the meta device memory on ``device`` and
+    values. Return what got memory.
 
-    ``init`` (param_init_fn) is called for each such module; without it, ``to_empty`` and the module's ``reset_parameters``.
-    root: what they belong to, for errors.
+    ``init`` (param_init_fn) is called for each such module; without it, ``to_empty`` and the
+    module's ``reset_parameters``. root: what they belong to, for errors.
     """
-    wanting = [module for module in modules if any(tensor.is_meta for _, tensor in own_tensors(module))]
+    wanting = [
+        module for module in modules if any(tensor.is_meta for _, tensor in own_tensors(module))
+    ]
     before = _addresses(wanting)
     for module in wanting:
-        with torch_private.PoisonedMemory():  # what init leaves as it is can be told, see `unwritten`
+        with (
+            torch_private.PoisonedMemory()
+        ):  # what init leaves as it is can be told, see `unwritten`
             if init is not None:
                 init(module)
                 continue
             with torch.no_grad():
                 module.to_empty(device=device, recurse=False)
                 module.reset_parameters()  # type: ignore[operator]
-    left = [f"{_name_of(root, m)}.{name}" for m in wanting for name, tensor in own_tensors(m) if tensor.is_meta]
+    left = [
+        f"{_name_of(root, m)}.{name}"
+        for m in wanting
+        for name, tensor in own_tensors(m)
+        if tensor.is_meta
+    ]
     if left:
         raise UsageError(
             explain(
                 "Tensors are still on the meta device after initialisation.",
-                expected="param_init_fn to materialise every parameter and buffer of the module it is given",
+                expected="param_init_fn to materialise every parameter and buffer of the module it "
+                "is given",
                 got=f"{left[:5]}{' and more' if len(left) > 5 else ''}",
                 where=type(root).__name__,
-                fix="call module.to_empty(device=..., recurse=False) and fill the values in param_init_fn",
+                fix="call module.to_empty(device=..., recurse=False) and fill the values in "
+                "param_init_fn",
             )
         )
     # Also what was not on the meta device: ``to_empty`` empties all tensors of a module.
@@ -77,7 +94,8 @@ def _addresses(modules: Iterable[nn.Module]) -> dict[Slot, int | None]:
 
 
 def is_unwritten(tensor: torch.Tensor) -> bool:
-    """True if a tensor holds nothing but what uninitialised memory was filled with. Empty and boolean ones never do."""
+    """True if a tensor holds nothing but what uninitialised memory was filled with. Empty and
+    boolean ones never do."""
     tensor = torch_private.local_part(tensor.detach()).reshape(-1)
     if not tensor.numel() or tensor.is_meta or tensor.dtype == torch.bool:
         return False
@@ -87,7 +105,8 @@ def is_unwritten(tensor: torch.Tensor) -> bool:
 
 
 def unwritten(slots: set[Slot]) -> set[Slot]:
-    """Return which of ``slots`` (what ``materialize`` gave memory) initialisation has left without values."""
+    """Return which of ``slots`` (what ``materialize`` gave memory) initialisation has left without
+    values."""
     return {
         (module, name)
         for module in {module for module, _ in slots}
@@ -102,7 +121,8 @@ def _require_reset(root: nn.Module, module: nn.Module) -> None:
     raise UsageError(
         explain(
             "A module on the meta device cannot be given its initial values.",
-            expected="a method reset_parameters() that fills the module's own parameters and buffers",
+            expected="a method reset_parameters() that fills the module's own parameters and "
+            "buffers",
             got=f"{type(module).__name__} without one, with "
             f"{[name for name, t in own_tensors(module) if t.is_meta]} on the meta device",
             where=f"module {_name_of(root, module)!r}",
@@ -112,7 +132,8 @@ def _require_reset(root: nn.Module, module: nn.Module) -> None:
 
 
 def move_buffers(modules: Iterable[nn.Module], device: torch.device) -> None:
-    """Move buffers to ``device``. Parameters need not move: a store copies its own part of each to where its shard is."""
+    """Move buffers to ``device``. Parameters need not move: a store copies its own part of each to
+    where its shard is."""
     for module in modules:
         for name, buffer in module.named_buffers(recurse=False):
             if buffer.device != device:
@@ -122,8 +143,9 @@ def move_buffers(modules: Iterable[nn.Module], device: torch.device) -> None:
 def broadcast_states(states: Iterable[torch.Tensor], mesh: Mesh, device: torch.device) -> None:
     """Overwrite tensors with those of the mesh's first rank.
 
-    Collective: all ranks of the mesh. Along the replica axis first, which gives the first replica's values to every shard rank's
-    first one, then along the shard axis. Tensors elsewhere than on ``device`` travel by way of it, one at a time.
+    Collective: all ranks of the mesh. Along the replica axis first, which gives the first replica's
+    values to every shard rank's first one, then along the shard axis. Tensors elsewhere than on
+    ``device`` travel by way of it, one at a time.
     """
     tensors = {id(tensor): torch_private.local_part(tensor.detach()) for tensor in states}
     with torch.no_grad():
@@ -132,11 +154,17 @@ def broadcast_states(states: Iterable[torch.Tensor], mesh: Mesh, device: torch.d
                 continue
             wire = communicator(axis, device)
             for tensor in tensors.values():
-                for dim, stride in enumerate(tensor.stride()):  # an expanded tensor has one element behind many
-                    tensor = tensor.narrow(dim, 0, min(1, tensor.shape[dim])) if stride == 0 else tensor
+                for dim, stride in enumerate(
+                    tensor.stride()
+                ):  # an expanded tensor has one element behind many
+                    tensor = (
+                        tensor.narrow(dim, 0, min(1, tensor.shape[dim])) if stride == 0 else tensor
+                    )
                 packed = tensor.to(device).contiguous()
                 if 0 in packed.stride():
-                    packed = torch.empty(packed.shape, dtype=packed.dtype, device=device).copy_(packed)
+                    packed = torch.empty(packed.shape, dtype=packed.dtype, device=device).copy_(
+                        packed
+                    )
                 wire.broadcast([packed], "the first rank's parameters and buffers")
                 if packed.data_ptr() != tensor.data_ptr():
                     tensor.copy_(packed)
@@ -159,13 +187,17 @@ def ties(root: nn.Module) -> list[list[tuple[nn.Module, str]]]:
 
 
 def restore_ties(ties: Iterable[Sequence[tuple[nn.Module, str]]]) -> None:
-    """Materialising modules one by one gives each its own parameter; tie them to the first one's again.
+    """Materialising modules one by one gives each its own parameter; tie them to the first one's
+    again.
 
     A tie that a module on the meta device still has a part in is left for later.
     """
     for (first, first_name), *others in ties:
         parameter = torch_private.parameters_of(first).get(first_name)
-        its = [parameter, *(torch_private.parameters_of(module).get(name) for module, name in others)]
+        its = [
+            parameter,
+            *(torch_private.parameters_of(module).get(name) for module, name in others),
+        ]
         if any(one is None or one.is_meta for one in its):
             continue
         for module, name in others:
@@ -174,4 +206,6 @@ def restore_ties(ties: Iterable[Sequence[tuple[nn.Module, str]]]) -> None:
 
 
 def _name_of(root: nn.Module, module: nn.Module) -> str:
-    return next((name for name, m in root.named_modules() if m is module), "") or type(root).__name__
+    return (
+        next((name for name, m in root.named_modules() if m is module), "") or type(root).__name__
+    )

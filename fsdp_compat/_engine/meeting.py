@@ -1,32 +1,40 @@
-"""Calls that all ranks have to make: they meet in the store first, so that ranks that diverge get an error instead of a hang.
+"""Calls that all ranks have to make: they meet in the store first, so that ranks that diverge get
+an error instead of a hang.
 
-    meet(call, groups)            when it returns, all ranks that ``groups`` are spread over are in ``call``; else StateError on all
-    with together(call, groups):  the same, and what is called inside does not meet again
-    expect(groups)                once, when the groups are made: the constructor does it
+    meet(call, groups)            when it returns, all ranks that ``groups`` are spread over are in
+    ``call``; else StateError on all with together(call, groups):  the same, and what is called
+    inside does not meet again expect(groups)                once, when the groups are made: the
+    constructor does it
 
-``call`` is the name that users know, such as "state_dict"; ``groups`` are the engine's groups whose parts the call is about to put
-together: the ranks of one copy meet. With ``copies=True`` those that hold the other copies (hybrid strategies, NO_SHARD) come, too.
-Without groups, or with one rank, nothing is sent: a call that does not communicate does not meet.
+``call`` is the name that users know, such as "state_dict"; ``groups`` are the engine's groups whose
+parts the call is about to put together: the ranks of one copy meet. With ``copies=True`` those that
+hold the other copies (hybrid strategies, NO_SHARD) come, too. Without groups, or with one rank,
+nothing is sent: a call that does not communicate does not meet.
 
-How ranks meet. All meetings of one set of ranks are numbered. A rank writes down what it calls and from where, and adds to the
-meeting's counter: 1, and the checksum of the call (with the number of the model among those of these ranks) above the bits of the
-count. So one addition says how many are here and whether all of them call the same; who is not the last reads the counter until it
-says so. That is one round trip to the store for the last rank, however many there are; the longer it takes, the rarer it is read.
+How ranks meet. All meetings of one set of ranks are numbered. A rank writes down what it calls and
+from where, and adds to the meeting's counter: 1, and the checksum of the call (with the number of
+the model among those of these ranks) above the bits of the count. So one addition says how many are
+here and whether all of them call the same; who is not the last reads the counter until it says so.
+That is one round trip to the store for the last rank, however many there are; the longer it takes,
+the rarer it is read.
 
-Who does not come. Those who are here, above all the first one, ask those who are missing what they are doing; the watch's thread
-answers (watch.py, pulse.py). A rank that makes progress, waits for others in a way that the watch knows, or does not answer (it is
-stopped, or a long call into C keeps the interpreter) is waited for until the time limit of the process group. One that has made no
-progress for ``watch.idle_limit_s()``, whose communication has failed, whose program has ended or whose process is gone ends the
-meeting. A meeting is also a wait that the watch sees: if a missing rank waits for one that is here, that is a circle.
+Who does not come. Those who are here, above all the first one, ask those who are missing what they
+are doing; the watch's thread answers (watch.py, pulse.py). A rank that makes progress, waits for
+others in a way that the watch knows, or does not answer (it is stopped, or a long call into C keeps
+the interpreter) is waited for until the time limit of the process group. One that has made no
+progress for ``watch.idle_limit_s()``, whose communication has failed, whose program has ended or
+whose process is gone ends the meeting. A meeting is also a wait that the watch sees: if a missing
+rank waits for one that is here, that is a circle.
 
-How it ends. Either the counter gets complete or somebody puts a negative number in its place, by compare-and-set: never both. Then
-all who are in the meeting get the error. Nothing was sent, so nothing is given up: they can go on. A rank that comes later finds
-the meeting closed and goes on to the next number, where those who were refused come next; if they do not come, it is refused there.
-The last rank of a complete meeting removes the counters of those before, which nobody can be reading: so the store does not grow.
+How it ends. Either the counter gets complete or somebody puts a negative number in its place, by
+compare-and-set: never both. Then all who are in the meeting get the error. Nothing was sent, so
+nothing is given up: they can go on. A rank that comes later finds the meeting closed and goes on to
+the next number, where those who were refused come next; if they do not come, it is refused there.
+The last rank of a complete meeting removes the counters of those before, which nobody can be
+reading: so the store does not grow.
 
-Two environment variables, which all ranks have to see alike: FSDP_COMPAT_MEET=0 switches meetings off, FSDP_COMPAT_MEET_TIMEOUT is
-for how many seconds a missing rank may be idle.
-"""
+Two environment variables, which all ranks have to see alike: FSDP_COMPAT_MEET=0 switches meetings
+off, FSDP_COMPAT_MEET_TIMEOUT is for how many seconds a missing rank may be idle."""
 
 from __future__ import annotations
 
@@ -53,7 +61,10 @@ ASK_S = 1.0  # at most, between two questions to a missing rank
 _NUM_ASKED = 64  # at most, of those who are missing
 PAUSE_S = 0.2  # at most, between two looks at the counter
 
-_COUNT_BITS, _CALL_BITS = 18, 24  # together with as many again for a sum over all ranks they fit into the store's 64 bits
+_COUNT_BITS, _CALL_BITS = (
+    18,
+    24,
+)  # together with as many again for a sum over all ranks they fit into the store's 64 bits
 _CLOSED = -(1 << 61)  # whatever is added afterwards, it stays negative
 
 
@@ -61,7 +72,11 @@ def is_on() -> bool:
     """False where FSDP_COMPAT_MEET=0 has switched meetings off."""
     return os.environ.get("FSDP_COMPAT_MEET", "1") != "0"
 
-_NOT_PROCESSES = ("fake", "threaded")  # backends of torch whose ranks do not exist, or are threads of one process
+
+_NOT_PROCESSES = (
+    "fake",
+    "threaded",
+)  # backends of torch whose ranks do not exist, or are threads of one process
 
 
 class _Inquiry:
@@ -70,10 +85,13 @@ class _Inquiry:
     def __init__(self, board: watch.Board, line: str) -> None:
         """line: the communication that the meeting is for."""
         self._board, self._line = board, line
-        self._heard: dict[int, tuple[int, float]] = {}  # by rank: number of the last answer, when it came
+        self._heard: dict[
+            int, tuple[int, float]
+        ] = {}  # by rank: number of the last answer, when it came
 
     def of(self, rank: int) -> tuple[str, bool]:
-        """Ask a missing rank once more; return what it does, in words, and whether it is in vain to wait for it."""
+        """Ask a missing rank once more; return what it does, in words, and whether it is in vain to
+        wait for it."""
         number, now = self._board.ask(rank), time.monotonic()
         answer = self._board.answer_of(rank)
         if answer is not None and answer.ended:
@@ -88,11 +106,14 @@ class _Inquiry:
             return f"it has given no sign of life for {now - at:.0f} s", False
         self._heard[rank] = (answer.number, now)
         idle = answer.idle_s >= watch.idle_limit_s()
-        return f"it {answer.text}" + (f", and has made no progress for {answer.idle_s:.0f} s" if idle else ""), idle
+        return f"it {answer.text}" + (
+            f", and has made no progress for {answer.idle_s:.0f} s" if idle else ""
+        ), idle
 
 
 class _RollCall:
-    """The meetings of one set of ranks, in one process group of the world: a line of the watch, without connections."""
+    """The meetings of one set of ranks, in one process group of the world: a line of the watch,
+    without connections."""
 
     def __init__(self, members: tuple[int, ...], store: torch_private.Store) -> None:
         """Every member makes one, in each world."""
@@ -116,7 +137,8 @@ class _RollCall:
         watch.add(self)
 
     def meet(self, call: str, number: int, line: str) -> None:
-        """number: of the first group that the call is about, among all that are spread over these ranks. line: of its ranks."""
+        """number: of the first group that the call is about, among all that are spread over these
+        ranks. line: of its ranks."""
         if not self._lock.acquire(blocking=False):
             raise self._error(
                 f"{call}() was called while another thread of this rank waits for other ranks.",
@@ -129,12 +151,18 @@ class _RollCall:
             self._lock.release()
 
     def _meet(self, call: str, checksum: int, line: str) -> None:
-        rank, self.thread, value = self.members[self.rank], threading.get_ident(), _value_of(checksum)
+        rank, self.thread, value = (
+            self.members[self.rank],
+            threading.get_ident(),
+            _value_of(checksum),
+        )
         turn, self.diagnosis = self._next, None
         try:
             while True:
                 turn = self._next
-                self._store.set(self._key(f"post/{rank}"), f"{turn} called {call} at {pulse.place()}")
+                self._store.set(
+                    self._key(f"post/{rank}"), f"{turn} called {call} at {pulse.place()}"
+                )
                 total = self._store.add(self._key(str(turn)), value)
                 self._next += 1
                 if total > 0:  # else it was closed before this rank came
@@ -149,16 +177,23 @@ class _RollCall:
         except RuntimeError as error:
             if isinstance(error, StateError):
                 raise
-            raise self._error(_FIRST.format(call), f"rank {rank} cannot reach the store ({error})") from error
+            raise self._error(
+                _FIRST.format(call), f"rank {rank} cannot reach the store ({error})"
+            ) from error
         except BaseException as error:  # above all an interrupt, while others wait here
             with contextlib.suppress(RuntimeError):
-                self._close(turn, value, {rank: f"rank {rank} left {call} with {type(error).__name__}"})
+                self._close(
+                    turn, value, {rank: f"rank {rank} left {call} with {type(error).__name__}"}
+                )
             raise
 
     def _wait(self, call: str, turn: int, total: int, value: int, line: str) -> None:
         started = asked_at = time.monotonic()
         num_here = total & ((1 << _COUNT_BITS) - 1)
-        inquiry, ask_s = _Inquiry(watch.Board(self._store), line), min(ASK_S, watch.idle_limit_s() / 5)
+        inquiry, ask_s = (
+            _Inquiry(watch.Board(self._store), line),
+            min(ASK_S, watch.idle_limit_s() / 5),
+        )
         if num_here > 1:  # somebody asks already, and may die while it waits
             ask_s *= 5 * max(1, len(self.members) / 64)
         found: dict[int, str] | None = None  # why it is in vain to wait, by rank that is missing
@@ -171,14 +206,19 @@ class _RollCall:
             if self.diagnosis is not None:
                 self._close(turn, value, self.diagnosis.lines)
             elif now - started > self._timeout_s:
-                found = {rank: f": the time limit of {self._timeout_s:g} s is over" for rank in self._missing(turn)}
+                found = {
+                    rank: f": the time limit of {self._timeout_s:g} s is over"
+                    for rank in self._missing(turn)
+                }
                 break
             elif now - asked_at > ask_s:
                 asked_at = now
                 missing = self._missing(turn)
                 answers = {rank: inquiry.of(rank) for rank in missing[:_NUM_ASKED]}
                 if any(vain for _, vain in answers.values()):
-                    found = dict.fromkeys(missing, "") | {rank: f": {text}" for rank, (text, _) in answers.items()}
+                    found = dict.fromkeys(missing, "") | {
+                        rank: f": {text}" for rank, (text, _) in answers.items()
+                    }
                     break
             time.sleep(min(PAUSE_S, max(5e-5, (now - started) / 10)))
             total = self._store.add(self._key(str(turn)), 0)
@@ -192,7 +232,8 @@ class _RollCall:
             raise self._as_told(call, turn)
 
     def _as_told(self, call: str, turn: int) -> StateError:
-        """The error of a meeting that was closed, in the words of who has closed it: the same on all its ranks."""
+        """The error of a meeting that was closed, in the words of who has closed it: the same on
+        all its ranks."""
         text, end = "", time.monotonic() + 2.0
         while not text and time.monotonic() < end:
             text = self._store.compare_set(self._key(f"why/{turn}"), "", "").decode()
@@ -206,11 +247,14 @@ class _RollCall:
         return StateError(
             explain(
                 first,
-                expected=f"the same call on each of the ranks {list(self.members)}, of the same model, in the same order",
+                expected=f"the same call on each of the ranks {list(self.members)}, of the same "
+                "model, in the same order",
                 got=got,
                 where=f"rank {self.members[self.rank]}, at {pulse.place()}",
-                fix="make the call on every rank, whatever one of them does with the result; if a rank decides about it, let all "
-                "follow one decision (broadcast it). Nothing was sent: every rank can go on. FSDP_COMPAT_MEET=0 switches this "
+                fix="make the call on every rank, whatever one of them does with the result; if a "
+                "rank decides about it, let all "
+                "follow one decision (broadcast it). Nothing was sent: every rank can go on. "
+                "FSDP_COMPAT_MEET=0 switches this "
                 "check off",
             )
         )
@@ -222,15 +266,22 @@ class _RollCall:
 
     def _post(self, turn: int, rank: int) -> str:
         """What a member called and from where, or nothing if it has not come."""
-        number, _, text = self._store.compare_set(self._key(f"post/{rank}"), "", "").decode().partition(" ")
+        number, _, text = (
+            self._store.compare_set(self._key(f"post/{rank}"), "", "").decode().partition(" ")
+        )
         return text if number == str(turn) else ""
 
     def _missing(self, turn: int) -> list[int]:
         return [rank for rank in self.members if not self._post(turn, rank)]
 
     def _close(self, turn: int, value: int, lines: dict[int, str]) -> bool:
-        """Let a meeting never take place, and say why by rank; return False if it has taken place already."""
-        key, found, closed = self._key(str(turn)), "", str(_CLOSED - self.rank)  # by this rank, not by another one
+        """Let a meeting never take place, and say why by rank; return False if it has taken place
+        already."""
+        key, found, closed = (
+            self._key(str(turn)),
+            "",
+            str(_CLOSED - self.rank),
+        )  # by this rank, not by another one
         while True:
             now = self._store.compare_set(key, found, closed).decode()
             if now == closed:
@@ -284,8 +335,11 @@ def _value_of(checksum: int) -> int:
 
 
 # By world, and by members.
-_roll_calls: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], _RollCall | None]] = weakref.WeakKeyDictionary()
-# By group, and by name of the roll call: its number among the groups that are spread over the same ranks.
+_roll_calls: weakref.WeakKeyDictionary[
+    dist.ProcessGroup, dict[tuple[int, ...], _RollCall | None]
+] = weakref.WeakKeyDictionary()
+# By group, and by name of the roll call: its number among the groups that are spread over the same
+# ranks.
 _numbers: weakref.WeakKeyDictionary[Group, dict[str, int]] = weakref.WeakKeyDictionary()
 
 
@@ -302,7 +356,9 @@ def _roll_call(members: tuple[int, ...]) -> _RollCall | None:
         return None
     found = _roll_calls.setdefault(world, {})
     if members not in found:
-        found[members] = None if dist.get_backend(world) in _NOT_PROCESSES else _RollCall(members, store)
+        found[members] = (
+            None if dist.get_backend(world) in _NOT_PROCESSES else _RollCall(members, store)
+        )
     return found[members]
 
 
@@ -325,7 +381,8 @@ def _number(group: Group, roll_call: _RollCall) -> int:
 
 
 def expect(groups: Iterable[Group]) -> None:
-    """Number groups, and let this process answer those who will wait for it. All ranks of the groups, in the same order."""
+    """Number groups, and let this process answer those who will wait for it. All ranks of the
+    groups, in the same order."""
     if is_on():
         watch.idle_limit_s()  # a bad one is said now, on every rank, and not when one waits
         pulse.follow()
@@ -337,7 +394,8 @@ def expect(groups: Iterable[Group]) -> None:
 
 
 def meet(call: str, groups: Iterable[Group], *, copies: bool = False) -> None:
-    """Return when all ranks that ``groups`` are spread over have come to the same call; see above. Collective.
+    """Return when all ranks that ``groups`` are spread over have come to the same call; see above.
+    Collective.
 
     Raises StateError, on all of them, as soon as that can never be.
     """
@@ -347,7 +405,9 @@ def meet(call: str, groups: Iterable[Group], *, copies: bool = False) -> None:
     if not wires or _depth.value or not is_on():
         return
     pulse.follow()
-    wires.sort(key=lambda pair: (-pair[0].ranks, pair[0].members))  # one order on all ranks, or they would wait in a circle
+    wires.sort(
+        key=lambda pair: (-pair[0].ranks, pair[0].members)
+    )  # one order on all ranks, or they would wait in a circle
     met: list[frozenset[int]] = []
     for wire, group in wires:
         if len(wires) > 1 and any(ranks.issuperset(wire.members) for ranks in met):

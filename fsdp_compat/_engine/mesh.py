@@ -1,4 +1,5 @@
-"""The two axes over which a unit is spread: ranks that split one copy, and copies that repeat it."""
+"""The two axes over which a unit is spread: ranks that split one copy, and copies that repeat
+it."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ __all__ = [
 
 @dataclasses.dataclass(frozen=True)
 class Axis:
-    """One mesh axis as this process sees it: the process group that communicates along it, and this rank's place in it."""
+    """One mesh axis as this process sees it: the process group that communicates along it, and this
+    rank's place in it."""
 
     group: dist.ProcessGroup | None  # None: an axis of one rank, which never communicates
     rank: int
@@ -40,7 +42,9 @@ class Axis:
 
     def __post_init__(self) -> None:
         if len(self.members) != self.ranks or not 0 <= self.rank < self.ranks:
-            raise ValueError(f"rank {self.rank} of {self.ranks} does not fit members {self.members}")
+            raise ValueError(
+                f"rank {self.rank} of {self.ranks} does not fit members {self.members}"
+            )
         if self.group is None and self.ranks != 1:
             raise ValueError(f"an axis of {self.ranks} ranks needs a process group")
 
@@ -51,7 +55,8 @@ class Mesh:
 
     shard: Axis
     replica: Axis
-    one_group: bool = False  # the replicas are the ranks of the one group there is, rather than copies of split ones
+    # the replicas are the ranks of the one group there is, rather than copies of split ones
+    one_group: bool = False
 
     @property
     def ranks(self) -> int:
@@ -64,12 +69,14 @@ class Mesh:
 
 
 def the_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    """Return ``group``, or the default one; raises UsageError if torch.distributed is not initialised."""
+    """Return ``group``, or the default one; raises UsageError if torch.distributed is not
+    initialised."""
     if not dist.is_available() or not dist.is_initialized():
         raise UsageError(
             explain(
                 "There is no process group to shard over.",
-                expected="torch.distributed initialised before a module is wrapped, with one process as well",
+                expected="torch.distributed initialised before a module is wrapped, with one "
+                "process as well",
                 got="no default process group",
                 where="FullyShardedDataParallel(...), on this process",
                 fix="call torch.distributed.init_process_group(...) first; with torchrun: "
@@ -86,7 +93,8 @@ def the_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
                 expected="one over all ranks, or one that torch.distributed.new_group has made",
                 got=f"a {type(found).__name__} of {found.size()} ranks that was made by itself",
                 where=f"process_group=, global rank {dist.get_rank()}",
-                fix="register its backend with torch.distributed.Backend.register_backend, and make it with new_group",
+                fix="register its backend with torch.distributed.Backend.register_backend, and "
+                "make it with new_group",
             )
         )
     if found is not None and not torch_private.is_registered(found):
@@ -118,13 +126,16 @@ def not_a_member() -> UsageError:
 
 
 def is_in_python(group: dist.ProcessGroup) -> bool:
-    """True for a process group whose collectives are methods of a Python class: it has no backend in C++."""
+    """True for a process group whose collectives are methods of a Python class: it has no backend
+    in C++."""
     return type(group) is not dist.ProcessGroup
 
 
 def _axis(group: dist.ProcessGroup) -> Axis:
     registered = torch_private.is_registered(group)  # others are over all ranks, see ``the_group``
-    members = tuple(dist.get_process_group_ranks(group)) if registered else tuple(range(group.size()))
+    members = (
+        tuple(dist.get_process_group_ranks(group)) if registered else tuple(range(group.size()))
+    )
     ranks = len(members)
     return Axis(group if ranks > 1 else None, group.rank(), ranks, members)
 
@@ -135,14 +146,20 @@ def group_by_name(name: str | None, members: tuple[int, ...] | None) -> dist.Pro
         return None
     the_group(None)
     group = torch_private.group_named(name)
-    if group is None or (members is not None and tuple(dist.get_process_group_ranks(group)) != members):
+    if group is None or (
+        members is not None and tuple(dist.get_process_group_ranks(group)) != members
+    ):
         raise UsageError(
             explain(
                 "The process groups of a pickled module are not here.",
-                expected=f"a process group named {name!r}" + (f" of the ranks {list(members)}" if members is not None else ""),
-                got="none of that name" if group is None else f"one of the ranks {dist.get_process_group_ranks(group)}",
+                expected=f"a process group named {name!r}"
+                + (f" of the ranks {list(members)}" if members is not None else ""),
+                got="none of that name"
+                if group is None
+                else f"one of the ranks {dist.get_process_group_ranks(group)}",
                 where=f"unpickling a FullyShardedDataParallel, global rank {dist.get_rank()}",
-                fix="unpickle with the number of ranks, and after making the process groups, that it was pickled with; to change "
+                fix="unpickle with the number of ranks, and after making the process groups, that "
+                "it was pickled with; to change "
                 "them save state_dict() instead",
             )
         )
@@ -170,7 +187,8 @@ def mesh_from_group(group: dist.ProcessGroup | None) -> Mesh:
 
 
 def replicated(mesh: Mesh) -> Mesh:
-    """The same ranks, each with a whole copy. ``mesh`` has one replica, or one shard rank already."""
+    """The same ranks, each with a whole copy. ``mesh`` has one replica, or one shard rank
+    already."""
     if mesh.shard.ranks > 1 and mesh.replica.ranks > 1:
         raise ValueError("a mesh of two real axes has no single group to replicate over")
     return mesh if mesh.shard.ranks == 1 else Mesh(_alone(), mesh.shard, one_group=True)
@@ -184,17 +202,20 @@ def mesh_from_groups(shard: dist.ProcessGroup, replica: dist.ProcessGroup) -> Me
         raise UsageError(
             explain(
                 "The two process groups of a hybrid strategy overlap.",
-                expected="a shard group and a replica group that have this rank, and nothing else, in common",
+                expected="a shard group and a replica group that have this rank, and nothing else, "
+                "in common",
                 got=f"global ranks {sorted(both)} in both",
                 where=f"process_group=, global rank {dist.get_rank()}",
-                fix="pass device_mesh=init_device_mesh(device_type, (replicas, shard_ranks)), which makes both groups",
+                fix="pass device_mesh=init_device_mesh(device_type, (replicas, shard_ranks)), "
+                "which makes both groups",
             )
         )
     return mesh
 
 
 def first_dimension(mesh: DeviceMesh) -> DeviceMesh:
-    """Return the 1-D mesh of this rank along the first dimension of ``mesh``: what strategies that are not hybrid use of it."""
+    """Return the 1-D mesh of this rank along the first dimension of ``mesh``: what strategies that
+    are not hybrid use of it."""
     if mesh.get_coordinate() is None:
         raise not_a_member()
     if mesh.ndim == 1:
@@ -205,7 +226,8 @@ def first_dimension(mesh: DeviceMesh) -> DeviceMesh:
 
 
 def mesh_from_device_mesh(mesh: DeviceMesh, *, strategy: str) -> Mesh:
-    """A 1-D mesh splits, for a hybrid strategy as one replica; a 2-D mesh is (replica, shard), as torch has it.
+    """A 1-D mesh splits, for a hybrid strategy as one replica; a 2-D mesh is (replica, shard), as
+    torch has it.
 
     strategy: for an error.
     """
@@ -221,20 +243,22 @@ def mesh_from_device_mesh(mesh: DeviceMesh, *, strategy: str) -> Mesh:
             expected="a 2-D mesh (replica, shard), or a 1-D one (shard)",
             got=f"a mesh of {mesh.ndim} dimension(s) for {strategy}",
             where="device_mesh=",
-            fix="pass init_device_mesh(device_type, (num_nodes, ranks_per_node)), or two dimensions of a named mesh: "
+            fix="pass init_device_mesh(device_type, (num_nodes, ranks_per_node)), or two "
+            "dimensions of a named mesh: "
             "mesh['replica', 'shard']",
         )
     )
 
 
 # The groups of each default group, by ranks per node: (shard, replica).
-_node_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, tuple[dist.ProcessGroup, dist.ProcessGroup]]] = (
-    weakref.WeakKeyDictionary()
-)
+_node_groups: weakref.WeakKeyDictionary[
+    dist.ProcessGroup, dict[int, tuple[dist.ProcessGroup, dist.ProcessGroup]]
+] = weakref.WeakKeyDictionary()
 
 
 def groups_node_by_node(ranks_per_node: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
-    """Return (shard group, replica group) that split inside of each node of ``ranks_per_node`` and replicate across nodes.
+    """Return (shard group, replica group) that split inside of each node of ``ranks_per_node`` and
+    replicate across nodes.
 
     Collective: every rank of the default group, the first time; later calls use the same groups.
     """
@@ -252,8 +276,12 @@ def groups_node_by_node(ranks_per_node: int) -> tuple[dist.ProcessGroup, dist.Pr
         )
     known = _node_groups.setdefault(default, {})
     if ranks_per_node not in known:
-        nodes = [list(range(start, start + ranks_per_node)) for start in range(0, world, ranks_per_node)]
+        nodes = [
+            list(range(start, start + ranks_per_node)) for start in range(0, world, ranks_per_node)
+        ]
         shard, _ = dist.new_subgroups_by_enumeration(nodes)
-        replica, _ = dist.new_subgroups_by_enumeration([list(column) for column in zip(*nodes, strict=True)])
+        replica, _ = dist.new_subgroups_by_enumeration(
+            [list(column) for column in zip(*nodes, strict=True)]
+        )
         known[ranks_per_node] = shard, replica
     return known[ranks_per_node]

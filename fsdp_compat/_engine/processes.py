@@ -1,4 +1,5 @@
-"""Processes, in words with which others on their machine find them: whether one that says nothing still lives."""
+"""Processes, in words with which others on their machine find them: whether one that says nothing
+still lives."""
 
 from __future__ import annotations
 
@@ -23,13 +24,15 @@ def host() -> str:
 
 
 def stat_of(process: str) -> list[str]:
-    """Return what the system says of a process, or of a thread (``self/task/7``), in numbers. Raises OSError if there is none."""
+    """Return what the system says of a process, or of a thread (``self/task/7``), in numbers.
+    Raises OSError if there is none."""
     return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
 
 
 @dataclasses.dataclass(frozen=True)
 class Process:
-    """A process, in words with which others on its machine find it. A killed process says nothing, and a stopped one neither."""
+    """A process, in words with which others on its machine find it. A killed process says nothing,
+    and a stopped one neither."""
 
     machine: str  # the same for all processes that see each other's ids
     pid: int
@@ -54,7 +57,9 @@ class Process:
             fields = stat_of(str(self.pid))
         except (FileNotFoundError, ProcessLookupError):
             return True
-        return fields[_STATE] in "ZX" or fields[_START_TIME] != self.started  # Z: its parent has not waited for it yet
+        return (
+            fields[_STATE] in "ZX" or fields[_START_TIME] != self.started
+        )  # Z: its parent has not waited for it yet
 
     def is_known_to_have_ended(self) -> bool:
         """False for one that lives, and for one of another machine."""

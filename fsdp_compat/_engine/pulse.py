@@ -1,11 +1,12 @@
-"""What this process is doing, as another thread sees it: where its user's code stands, and whether it makes progress.
+"""What this process is doing, as another thread sees it: where its user's code stands, and whether
+it makes progress.
 
-It *makes progress* while its stack changes, it (or a child process: a loader's worker, an upload) uses the processor, it reads or
-writes, or the kernel wakes it up again and again, or holds it, for a transfer. So a long loop, an evaluation, ``torch.save`` of a
-large file and an upload are progress; a sleep, a barrier, a wait for a file or for a message are not. What cannot be told apart:
-a wait that spins (for a CUDA device) looks like work, and work that is done elsewhere and waited for without any traffic looks like
-none.
-"""
+It *makes progress* while its stack changes, it (or a child process: a loader's worker, an upload)
+uses the processor, it reads or writes, or the kernel wakes it up again and again, or holds it, for
+a transfer. So a long loop, an evaluation, ``torch.save`` of a large file and an upload are
+progress; a sleep, a barrier, a wait for a file or for a message are not. What cannot be told apart:
+a wait that spins (for a CUDA device) looks like work, and work that is done elsewhere and waited
+for without any traffic looks like none."""
 
 from __future__ import annotations
 
@@ -26,10 +27,15 @@ __all__ = ["Pulse", "follow", "place", "place_of"]
 
 BUSY = 0.05  # of one processor
 BUSY_NBYTES = 1 << 16  # read or written per second; looking into /proc takes a few thousand
-BUSY_WAKES = 25  # times per second that the thread has waited and gone on; a loop that looks for something sleeps longer
+# times per second that the thread has waited and gone on; a loop that looks for something sleeps
+# longer
+BUSY_WAKES = 25
 
 _TICKS = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
-_PACKAGES = tuple(str(Path(file).parent) + os.sep for file in (os.path.dirname(os.path.abspath(__file__)), torch.__file__))
+_PACKAGES = tuple(
+    str(Path(file).parent) + os.sep
+    for file in (os.path.dirname(os.path.abspath(__file__)), torch.__file__)
+)
 _LIBRARY = sysconfig.get_paths()["stdlib"] + os.sep
 _INSTALLED = tuple(sysconfig.get_paths()[name] + os.sep for name in ("purelib", "platlib"))
 
@@ -45,7 +51,8 @@ def follow() -> None:
 
 
 def _follow_in_child() -> None:
-    """A forked process has one thread, of the same number in Python and another one in the system."""
+    """A forked process has one thread, of the same number in Python and another one in the
+    system."""
     global _followed, _native_id
     _followed, _native_id = threading.get_ident(), threading.get_native_id()
 
@@ -89,23 +96,34 @@ class Pulse:
         self._at = self._moved_at = time.monotonic()
 
     def idle_s(self) -> float:
-        """Return for how long every look has found that nothing had moved since the one before; 0.0 where something has."""
+        """Return for how long every look has found that nothing had moved since the one before; 0.0
+        where something has."""
         now, sample = time.monotonic(), self._sample()
         passed_s, (stack, cpu_s, nbytes, num_wakes) = now - self._at, self._last
         self._last, self._at = sample, now
-        moved = sample[0] != stack or sample[1] - cpu_s > BUSY * passed_s or sample[2] - nbytes > BUSY_NBYTES * passed_s
+        moved = (
+            sample[0] != stack
+            or sample[1] - cpu_s > BUSY * passed_s
+            or sample[2] - nbytes > BUSY_NBYTES * passed_s
+        )
         if moved or sample[3] - num_wakes > BUSY_WAKES * passed_s or _in_transfer():
             self._moved_at = now
         return now - self._moved_at
 
     @staticmethod
     def _sample() -> tuple[tuple[tuple[int, int], ...], float, int, int]:
-        """(stack, seconds of processor time, bytes read and written, number of waits that have ended)"""
+        """(stack, seconds of processor time, bytes read and written, number of waits that have
+        ended)"""
         stack, frame = [], _frame()
         while frame is not None:
             stack.append((id(frame.f_code), frame.f_lasti))
             frame = frame.f_back
-        return tuple(stack), time.process_time() + sum(map(_cpu_s, _children())), _io_nbytes(), _num_wakes()
+        return (
+            tuple(stack),
+            time.process_time() + sum(map(_cpu_s, _children())),
+            _io_nbytes(),
+            _num_wakes(),
+        )
 
 
 def _children() -> list[str]:
@@ -130,7 +148,11 @@ def _io_nbytes() -> int:
         lines = Path("/proc/self/io").read_text().splitlines()
     except OSError:
         return 0
-    return sum(int(line.split()[1]) for line in lines if line.startswith(("rchar", "wchar", "read_bytes", "write_bytes")))
+    return sum(
+        int(line.split()[1])
+        for line in lines
+        if line.startswith(("rchar", "wchar", "read_bytes", "write_bytes"))
+    )
 
 
 def _num_wakes() -> int:
@@ -138,7 +160,9 @@ def _num_wakes() -> int:
         lines = Path(f"/proc/self/task/{_native_id}/status").read_text().splitlines()
     except OSError:
         return 0
-    return next((int(line.split()[1]) for line in lines if line.startswith("voluntary_ctxt_switches")), 0)
+    return next(
+        (int(line.split()[1]) for line in lines if line.startswith("voluntary_ctxt_switches")), 0
+    )
 
 
 def _in_transfer() -> bool:

@@ -1,9 +1,10 @@
-"""From the gradients of leaves to the gradients of targets: where they collect, and how they are summed over the ranks.
+"""From the gradients of leaves to the gradients of targets: where they collect, and how they are
+summed over the ranks.
 
-One rule governs what collects: which leaves are *filled* is a property of the collection. A first gradient is put, a later one is
-added, and a reduction takes what is there (zeros for the rest) and empties the set. Accumulation without communication, several
-backwards, recomputation and gradients that come late are all that rule.
-"""
+One rule governs what collects: which leaves are *filled* is a property of the collection. A first
+gradient is put, a later one is added, and a reduction takes what is there (zeros for the rest) and
+empties the set. Accumulation without communication, several backwards, recomputation and gradients
+that come late are all that rule."""
 
 from __future__ import annotations
 
@@ -22,19 +23,29 @@ from .segments import Segments
 from .storage import Storage
 from .store import ParamStore
 
-__all__ = ["Collected", "CommHook", "HandedGradients", "ReduceBuffer", "Reduction", "Wire", "predivisor"]
+__all__ = [
+    "Collected",
+    "CommHook",
+    "HandedGradients",
+    "ReduceBuffer",
+    "Reduction",
+    "Wire",
+    "predivisor",
+]
 
 
 class CommHook(typing.NamedTuple):
-    """A user's way to sum and average gradients. Where gradients are split it is called with (state, flat gradient [ranks * S],
-    empty output [S]), else with (state, flat gradient [S]), which it changes in place. It divides as well."""
+    """A user's way to sum and average gradients. Where gradients are split it is called with
+    (state, flat gradient [ranks * S], empty output [S]), else with (state, flat gradient [S]),
+    which it changes in place. It divides as well."""
 
     state: Any
     function: Callable[..., Any]
 
 
 def predivisor(ranks: int, dtype: torch.dtype) -> float:
-    """What gradients are divided by before they travel: the sum of fp16 numbers overflows otherwise. About the square root."""
+    """What gradients are divided by before they travel: the sum of fp16 numbers overflows
+    otherwise. About the square root."""
     factor = 1
     while dtype == torch.float16 and ranks % factor == 0 and ranks / factor > factor:
         factor *= 2
@@ -43,7 +54,8 @@ def predivisor(ranks: int, dtype: torch.dtype) -> float:
 
 @dataclasses.dataclass(frozen=True)
 class Wire:
-    """How a group's gradients travel: along the shard axis, then along the replica axis, under one tag each; then home."""
+    """How a group's gradients travel: along the shard axis, then along the replica axis, under one
+    tag each; then home."""
 
     shard: Communicator
     replica: Communicator
@@ -51,14 +63,19 @@ class Wire:
     replica_tag: int
     home: Home = ON_DEVICE
     predivisor: float = 1.0  # what gradients were divided by before
-    hook: CommHook | None = None  # instead of the shard axis's sum (with `one_group` instead of the replica axis's)
+    hook: CommHook | None = (
+        None  # instead of the shard axis's sum (with `one_group` instead of the replica axis's)
+    )
     one_group: bool = False  # see Mesh
     grad_dtype: torch.dtype | None = None  # of the result; None: the shard's
     ranks: int = dataclasses.field(init=False)
-    # None: nothing is left to divide by. 0-d on the CPU: a number would be made into one at every call.
+    # None: nothing is left to divide by. 0-d on the CPU: a number would be made into one at every
+    # call.
     divisor: torch.Tensor | None = dataclasses.field(init=False)
     is_exact: bool = dataclasses.field(init=False)  # it rounds nothing
-    reads_in_place: bool = dataclasses.field(init=False)  # some rank may read gradients where they lie
+    reads_in_place: bool = dataclasses.field(
+        init=False
+    )  # some rank may read gradients where they lie
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "ranks", self.shard.ranks * self.replica.ranks)
@@ -68,7 +85,9 @@ class Wire:
         tensor = torch.tensor(divisor, dtype=torch.float64, device="cpu")
         object.__setattr__(self, "divisor", None if divisor == 1 else tensor)
         object.__setattr__(self, "is_exact", math.frexp(divisor)[0] == 0.5)
-        object.__setattr__(self, "reads_in_place", self.shard.reads_in_place or self.replica.reads_in_place)
+        object.__setattr__(
+            self, "reads_in_place", self.shard.reads_in_place or self.replica.reads_in_place
+        )
 
     def shares(self, numel: int, dtype: torch.dtype) -> bool:
         """True if some rank reads a buffer [numel] of gradients where it lies."""
@@ -84,7 +103,8 @@ class Collected(typing.Protocol):
         """The leaves that are filled: one object, whatever comes and goes."""
 
     def put(self, indices: Sequence[int], grads: list[torch.Tensor]) -> None:
-        """Take the gradients of some leaves over: assigned where a leaf is not filled, else added. An index may come twice."""
+        """Take the gradients of some leaves over: assigned where a leaf is not filled, else added.
+        An index may come twice."""
 
     def drop(self, leaves: Iterable[int]) -> None:
         """Forget the gradients of some leaves."""
@@ -93,11 +113,11 @@ class Collected(typing.Protocol):
         """Forget everything and free the memory."""
 
     def reduce(self, wire: Wire, what: str) -> Iterator[list[torch.Tensor] | None]:
-        """Send what is there, zeros where there is nothing. A generator of stages: each may wait for the one before; the last
-        yields the gradient of every target.
+        """Send what is there, zeros where there is nothing. A generator of stages: each may wait
+        for the one before; the last yields the gradient of every target.
 
-        Stages are taken for all groups in turn at the end of backward, so that ranks which finish groups in different orders do not
-        wait for each other in a circle.
+        Stages are taken for all groups in turn at the end of backward, so that ranks which finish
+        groups in different orders do not wait for each other in a circle.
         """
 
     @property
@@ -110,13 +130,17 @@ class _Views(typing.NamedTuple):
     buffer: torch.Tensor  # [ranks * S]
     segments: Segments  # [S] each
     places: list[list[torch.Tensor]]
-    whole: list[torch.Tensor] | None  # by leaf, its only place, in its shape; None if some have several
+    whole: (
+        list[torch.Tensor] | None
+    )  # by leaf, its only place, in its shape; None if some have several
 
 
 class ReduceBuffer:
-    """A flat buffer [ranks * S] in the dtype gradients travel in. Its memory is there only while something is filled or travels.
+    """A flat buffer [ranks * S] in the dtype gradients travel in. Its memory is there only while
+    something is filled or travels.
 
-    Where ranks read each other's memory the buffer lies in a block, another one each time: peers may still read the last one.
+    Where ranks read each other's memory the buffer lies in a block, another one each time: peers
+    may still read the last one.
     """
 
     def __init__(
@@ -128,12 +152,16 @@ class ReduceBuffer:
         predivisor: float = 1.0,
         wire: Wire | None = None,
     ) -> None:
-        """predivisor: what gradients are divided by on their way in. wire: that they will take, if it may be asked for its way."""
+        """predivisor: what gradients are divided by on their way in. wire: that they will take, if
+        it may be asked for its way."""
         self._store, self.filled, self._predivisor = store, set[int](), predivisor
         self._ranks, self._wire = ranks, wire
         self._buffer = torch.empty(ranks * store.numel, dtype=dtype, device=device)
-        # Nothing is rounded before it is summed and divided: in bf16 one more would be lost beside 256 already.
-        self._sum_dtype = torch.promote_types(torch.promote_types(dtype, store.dtype), torch.float32)
+        # Nothing is rounded before it is summed and divided: in bf16 one more would be lost beside
+        # 256 already.
+        self._sum_dtype = torch.promote_types(
+            torch.promote_types(dtype, store.dtype), torch.float32
+        )
         self._own, self._storage = self._views_of(self._buffer), Storage(self._buffer)
         self._views, self._split = self._own, store.split
         self._block: torch.Tensor | None = None  # whose views are used
@@ -157,7 +185,9 @@ class ReduceBuffer:
         if wire is None or not wire.reads_in_place or not wire.shares(buffer.numel(), buffer.dtype):
             self._storage.allocate()
             return
-        wire.shard.settle("gradients that this rank has sent")  # so that their blocks can be had again
+        wire.shard.settle(
+            "gradients that this rank has sent"
+        )  # so that their blocks can be had again
         self._block = shared_memory.empty(buffer.numel(), buffer.dtype)
         self._views = self._views_of(self._block)
 
@@ -171,7 +201,9 @@ class ReduceBuffer:
         if not filled:
             self._allocate()
         whole = self._views.whole
-        if whole is not None and not filled and indices == self._all:  # the usual case of a unit without large parameters
+        if (
+            whole is not None and not filled and indices == self._all
+        ):  # the usual case of a unit without large parameters
             first, values = whole, grads
             filled.update(indices)
         elif whole is not None and filled.isdisjoint(indices) and len(set(indices)) == len(indices):
@@ -185,7 +217,9 @@ class ReduceBuffer:
         elif len(first) == 1:
             first[0].copy_(values[0])
         elif first:
-            torch_private.copy_together(first, values)  # the cast to the dtype of the buffer is part of the copy
+            torch_private.copy_together(
+                first, values
+            )  # the cast to the dtype of the buffer is part of the copy
 
     def _add_where_filled(
         self, indices: Sequence[int], grads: Sequence[torch.Tensor]
@@ -220,7 +254,11 @@ class ReduceBuffer:
         views = self._views
         # The last place belongs to no leaf and is never filled.
         some_lack = len(filled) < len(views.places) - 1
-        empty = [places for i, places in enumerate(views.places) if i not in filled] if some_lack else views.places[-1:]
+        empty = (
+            [places for i, places in enumerate(views.places) if i not in filled]
+            if some_lack
+            else views.places[-1:]
+        )
         for places in empty:
             for place in places:
                 place.zero_()
@@ -234,16 +272,23 @@ class ReduceBuffer:
             pending = wire.shard.begin_reduce(buffer, views.segments, wire.shard_tag)
             yield None
             if self._block is not None and wire.shard.ranks == 1:
-                total = self._block  # it is given away, and comes back when the gradients that view it die
+                total = (
+                    self._block
+                )  # it is given away, and comes back when the gradients that view it die
             else:
                 now = divisor if wire.replica.ranks == 1 else None
-                total = wire.shard.end_reduce(pending, views.segments[wire.shard.rank], self._sum_dtype, what, now)
+                total = wire.shard.end_reduce(
+                    pending, views.segments[wire.shard.rank], self._sum_dtype, what, now
+                )
                 divisor = divisor if now is None else None
             del buffer, pending, views  # they keep the block
         self._free()
         if replicas_left and wire.replica.ranks > 1:
-            total = total.to(self._buffer.dtype)  # what travels is in the dtype of the reduction here, too
-            # A piece is divided while it is at hand, unless that would round it before it is wide again.
+            total = total.to(
+                self._buffer.dtype
+            )  # what travels is in the dtype of the reduction here, too
+            # A piece is divided while it is at hand, unless that would round it before it is wide
+            # again.
             now = divisor if wire.is_exact or total.dtype == self._sum_dtype else None
             pending = wire.replica.begin_total(total, wire.replica_tag, now)
             yield None
@@ -257,7 +302,8 @@ class ReduceBuffer:
         yield self._store.grads(wire.home.back(total if total.dtype is dtype else total.to(dtype)))
 
     def _by_hook(self, hook: CommHook, ranks: int) -> torch.Tensor:
-        """Let the user's hook sum and divide; return [S] in the dtype of sums. It may give what it is handed other data."""
+        """Let the user's hook sum and divide; return [S] in the dtype of sums. It may give what it
+        is handed other data."""
         grad = self._views.buffer.clone()  # the hook may keep it
         if ranks == 1:
             hook.function(hook.state, grad)
@@ -268,7 +314,8 @@ class ReduceBuffer:
 
 
 class HandedGradients:
-    """For one rank, and leaves that are shaped as their targets: gradients are handed over as they are, without a buffer."""
+    """For one rank, and leaves that are shaped as their targets: gradients are handed over as they
+    are, without a buffer."""
 
     def __init__(self, store: ParamStore) -> None:
         self._targets, self._grads = store.targets, dict[int, torch.Tensor]()
@@ -296,7 +343,10 @@ class HandedGradients:
         grads = dict(self._grads)
         self._grads.clear()
         yield [
-            grads[target.leaves[0]] if target.leaves[0] in grads else torch.zeros_like(target.parameter) for target in self._targets
+            grads[target.leaves[0]]
+            if target.leaves[0] in grads
+            else torch.zeros_like(target.parameter)
+            for target in self._targets
         ]
 
 

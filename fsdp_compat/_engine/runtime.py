@@ -1,10 +1,12 @@
-"""The runtime of one root: what happens when a forward enters and exits a unit, and when backward passes it.
+"""The runtime of one root: what happens when a forward enters and exits a unit, and when backward
+passes it.
 
-One event ends a unit's backward, *leave*: start the reduction, free the parameters. Every forward call has two ticks, enter and
-exit. At the first pre-backward of a call c, every unit whose calls all entered after c exited is left, at the end of backward the
-rest. It holds because autograd runs ready nodes newest first: when the gradient of a call's output is complete, everything that
-was recorded after that output has run. No hooks on inputs and no counts of outstanding calls are needed.
-"""
+One event ends a unit's backward, *leave*: start the reduction, free the parameters. Every forward
+call has two ticks, enter and exit. At the first pre-backward of a call c, every unit whose calls
+all entered after c exited is left, at the end of backward the rest. It holds because autograd runs
+ready nodes newest first: when the gradient of a call's output is complete, everything that was
+recorded after that output has run. No hooks on inputs and no counts of outstanding calls are
+needed."""
 
 from __future__ import annotations
 
@@ -43,11 +45,14 @@ class RuntimeOptions:
     forward_prefetch: bool
     backward_prefetch: Prefetch
     uneven: bool  # ranks may use different units
-    reductions_in_flight: int = 0  # units whose gradients may still travel when those of a further one begin to collect
+    reductions_in_flight: int = (
+        0  # units whose gradients may still travel when those of a further one begin to collect
+    )
 
 
 class Backward:
-    """One outermost graph task. Only the callback queued at its end holds it: a dead reference means that the task is gone."""
+    """One outermost graph task. Only the callback queued at its end holds it: a dead reference
+    means that the task is gone."""
 
     _serials = itertools.count()
 
@@ -55,22 +60,29 @@ class Backward:
         self.serial = next(self._serials)
         self.entered: list[Unit] = []  # whose pre-backward ran and that were not left
         self.reduced: set[Group] = set()
-        self.keep = False  # create_graph: the gradients' own graph may read parameters without passing an output hook
+        # create_graph: the gradients' own graph may read parameters without passing an output hook
+        self.keep = False
 
 
 class Runtime:
     """All units below one root, and what they are doing now."""
 
-    def __init__(self, root: Unit, units: Sequence[Unit], names: Sequence[str], options: RuntimeOptions) -> None:
-        """units: the root first, then those below it, taken over from the runtimes they had. names: theirs, for errors."""
+    def __init__(
+        self, root: Unit, units: Sequence[Unit], names: Sequence[str], options: RuntimeOptions
+    ) -> None:
+        """units: the root first, then those below it, taken over from the runtimes they had. names:
+        theirs, for errors."""
         self.root, self.units, self.options = root, list(units), options
         _live.add(self)
         self.sync = True  # False inside of no_sync
         self.has_run = False  # a forward has begun
         self.steps = False  # optimizers step in backward now
-        # No parameter or buffer is without a value: looked at before the first forward. A simulation on meta has none at all.
+        # No parameter or buffer is without a value: looked at before the first forward. A
+        # simulation on meta has none at all.
         self._has_values = root.options.device.type == "meta"
-        self._serving: list[Unit] = []  # the units of a method that runs, whose ranks may make different numbers of calls
+        self._serving: list[
+            Unit
+        ] = []  # the units of a method that runs, whose ranks may make different numbers of calls
         for unit, name in zip(self.units, names, strict=True):
             if unit.runtime is not None:
                 unit.runtime.rest()
@@ -79,17 +91,20 @@ class Runtime:
         self.take_groups()
         self._streams = compute_streams(root.options.device)
         self._joins = self._streams.several
-        # Held by the thread of autograd that is in here, where there may be several: one for each device.
+        # Held by the thread of autograd that is in here, where there may be several: one for each
+        # device.
         self._lock = threading.RLock() if self._streams.several else None
-        # pre_backward(call, unit): the gradient of one of the call's outputs is complete: everything recorded after the call has
-        # run. On a device of its own, everything but what goes over the CPU: autograd has a thread for each, and they may come at
-        # once.
+        # pre_backward(call, unit): the gradient of one of the call's outputs is complete:
+        # everything recorded after the call has run. On a device of its own, everything but what
+        # goes over the CPU: autograd has a thread for each, and they may come at once.
         self.pre_backward = self._pre_backward if self._lock is None else self._pre_backward_alone
         self._prefetches_backward = options.backward_prefetch is Prefetch.PRE
         self._ticks = itertools.count()
         self._stack: list[Call] = []
         self._forward_order, self._backward_order = Order(), Order()
-        self._reductions: collections.deque[list[Group]] = collections.deque()  # those of a unit together, oldest first
+        self._reductions: collections.deque[list[Group]] = (
+            collections.deque()
+        )  # those of a unit together, oldest first
         self._backward: Callable[[], Backward | None] = _nothing  # weak
         self._open = False  # a backward was begun and not ended
         self._is_rested = False  # inside of ``rested``
@@ -105,9 +120,16 @@ class Runtime:
         self._units_with_parts = [unit for unit in self.units if unit.has_parts]
         self._untouched = Untouched(self.groups)
         self._wires: list[Communicator] = list(
-            {id(wire): wire for group in self.groups for wire in (group.shard, group.replica) if wire.ranks > 1}.values()
+            {
+                id(wire): wire
+                for group in self.groups
+                for wire in (group.shard, group.replica)
+                if wire.ranks > 1
+            }.values()
         )
-        self._homes = list({id(group.home): group.home for group in self.groups if group.home.apart}.values())
+        self._homes = list(
+            {id(group.home): group.home for group in self.groups if group.home.apart}.values()
+        )
 
     # -- forward
 
@@ -120,10 +142,17 @@ class Runtime:
         return self._open and self._backward() is not None
 
     @torch_private.never_compiled
-    def run(self, unit: Unit, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(
+        self,
+        unit: Unit,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
         """Run a forward of ``unit``, with whole parameters. Collective.
 
-        A compiler that runs what is called here does not look at what the engine does before and after.
+        A compiler that runs what is called here does not look at what the engine does before and
+        after.
         """
         compiler = torch_private.set_compiler(None)
         call = Call(unit, next(self._ticks))
@@ -134,7 +163,9 @@ class Runtime:
                 output = function(*args, **kwargs)
             except BaseException:
                 torch_private.set_compiler(None)
-                with contextlib.suppress(StateError):  # what cannot be waited for any more is not what happened first
+                with contextlib.suppress(
+                    StateError
+                ):  # what cannot be waited for any more is not what happened first
                     self.exit(call, unit, None)
                 raise
             torch_private.set_compiler(None)
@@ -145,12 +176,18 @@ class Runtime:
 
     @torch_private.never_compiled
     def run_method(
-        self, unit: Unit, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], serving: bool
+        self,
+        unit: Unit,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        serving: bool,
     ) -> Any:
         """Run another entry point than forward in the same way. Collective.
 
-        With ``serving``, ranks may call what is inside different numbers of times: the units below are gathered in rounds, all of
-        them once in one fixed order, and a rank that is done takes part in the rounds of the others. One small reduction per round.
+        With ``serving``, ranks may call what is inside different numbers of times: the units below
+        are gathered in rounds, all of them once in one fixed order, and a rank that is done takes
+        part in the rounds of the others. One small reduction per round.
         """
         if not serving or self._stack or torch_private.in_graph_task():
             return self.run(unit, function, args, kwargs)
@@ -172,14 +209,17 @@ class Runtime:
             self._serving = []
 
     def _next_round(self, running: bool) -> bool:
-        """Every unit was gathered once. Return True, and begin another round, if some rank still runs."""
+        """Every unit was gathered once. Return True, and begin another round, if some rank still
+        runs."""
         self._end_gathers()
         flag = torch.tensor([running], dtype=torch.uint8, device=self.root.options.device)
         for wire in self._wires:
             flag = wire.any_of(flag)
         again = bool(flag)
         if again:
-            self._forward_order.restart([unit for unit in self._serving if unit is not self._stack[0].unit])
+            self._forward_order.restart(
+                [unit for unit in self._serving if unit is not self._stack[0].unit]
+            )
         return again
 
     @property
@@ -190,14 +230,21 @@ class Runtime:
         """Return a forward call that begins now."""
         return Call(unit, next(self._ticks))
 
-    def enter(self, call: Call, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+    def enter(
+        self, call: Call, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Any, Any]:
         """A forward call begins. Returns its inputs, moved and cast."""
         recomputing = torch_private.graph_task() != -1
         outermost = not recomputing and (unit.is_root or not self._stack)
         if outermost:
             self._begin_forward()
         self._stack.append(call)
-        self._use(unit, call.form, self._backward_order if recomputing else self._forward_order, recomputing)
+        self._use(
+            unit,
+            call.form,
+            self._backward_order if recomputing else self._forward_order,
+            recomputing,
+        )
         unit.running += 1
         call.counted = True
         if unit.buffers is not None:
@@ -206,11 +253,15 @@ class Runtime:
         if outermost:
             args, kwargs = move_to(args, options.device), move_to(kwargs, options.device)
         if call.form == 0 and (options.cast_inputs or (outermost and options.cast_root_inputs)):
-            args, kwargs = cast_floats(args, options.compute_dtype), cast_floats(kwargs, options.compute_dtype)
+            args, kwargs = (
+                cast_floats(args, options.compute_dtype),
+                cast_floats(kwargs, options.compute_dtype),
+            )
         return args, kwargs
 
     def _begin_forward(self) -> None:
-        """The outermost forward. Legal from every state, as an exception may have left any. What was kept full is stale by now."""
+        """The outermost forward. Legal from every state, as an exception may have left any. What
+        was kept full is stale by now."""
         if self._joins:
             self._streams.join()
         if self._open:
@@ -243,7 +294,8 @@ class Runtime:
                     hooks.on_gradient_of_leaf(unit, group, index, leaf)
 
     def _require_values(self) -> None:
-        """Raise UsageError, on all ranks, if a tensor that came from the meta device has been given no value up to now.
+        """Raise UsageError, on all ranks, if a tensor that came from the meta device has been given
+        no value up to now.
 
         Collective: one byte, once, as one rank alone may lack something.
         """
@@ -258,11 +310,15 @@ class Runtime:
         for wire in self._wires:
             flag = wire.any_of(flag)
         if flag:
-            found = left or names or ["what another rank has from its meta device"]  # of which this one holds nothing
+            found = (
+                left or names or ["what another rank has from its meta device"]
+            )  # of which this one holds nothing
             raise UsageError(
                 explain(
-                    "Parameters or buffers were never given values: they came from the meta device as uninitialised memory.",
-                    expected="reset_parameters() or param_init_fn to fill all of a module's tensors, unsaved buffers too; or "
+                    "Parameters or buffers were never given values: they came from the meta device "
+                    "as uninitialised memory.",
+                    expected="reset_parameters() or param_init_fn to fill all of a module's "
+                    "tensors, unsaved buffers too; or "
                     "load_state_dict(), or sync_module_states=True with values on the first rank",
                     got=f"nothing in {', '.join(found[:5])}{' and more' if len(found) > 5 else ''}",
                     where=self.root.label,
@@ -276,8 +332,9 @@ class Runtime:
     def _use(self, unit: Unit, form: int, order: Order, backward: bool) -> None:
         """Make ``unit`` full and shown.
 
-        Collective. With uneven use all ranks gather all units in one fixed order, each at the latest when it needs a later one or
-        when the pass ends, so that a rank which skips a unit still serves it.
+        Collective. With uneven use all ranks gather all units in one fixed order, each at the
+        latest when it needs a later one or when the pass ends, so that a rank which skips a unit
+        still serves it.
         """
         if self._joins:
             self._streams.join()
@@ -291,14 +348,19 @@ class Runtime:
         if unit.residency is Residency.SHARDED or unit.form != form:
             unit.gather(form)
         following = order.advance(unit)
-        if following is not None and not uneven and (self._prefetches_backward if backward else self.options.forward_prefetch):
+        if (
+            following is not None
+            and not uneven
+            and (self._prefetches_backward if backward else self.options.forward_prefetch)
+        ):
             following.gather(0 if following.has_one_form else following.wanted_form())
         unit.wait()
         if not unit.shown_full:
             unit.show(True)
 
     def exit(self, call: Call, unit: Unit, output: object) -> None:
-        """A forward call has ended, with None where it raised. A recomputation frees nothing: backward is about to use it."""
+        """A forward call has ended, with None where it raised. A recomputation frees nothing:
+        backward is about to use it."""
         stack = self._stack
         if call not in stack:
             return
@@ -329,13 +391,19 @@ class Runtime:
             self._end_forward()
 
     def _keeps(self, unit: Unit) -> bool:
-        """What backward uses first is not freed. With uneven use nothing stays: ranks have to gather the same again in backward."""
+        """What backward uses first is not freed. With uneven use nothing stays: ranks have to
+        gather the same again in backward."""
         if self._uneven:
             return False
-        return unit.is_root or not unit.options.reshard_after_forward or unit is self._backward_order.first_after_root()
+        return (
+            unit.is_root
+            or not unit.options.reshard_after_forward
+            or unit is self._backward_order.first_after_root()
+        )
 
     def _end_forward(self) -> None:
-        """Sends never outlive the pass that posted them: after it, somebody may write the shards."""
+        """Sends never outlive the pass that posted them: after it, somebody may write the
+        shards."""
         self._issue_rest(self._forward_order)
         for unit in self._units_with_parts:
             unit.reveal_parts()
@@ -368,7 +436,8 @@ class Runtime:
     # -- backward
 
     def _current_backward(self) -> Backward:
-        """The Backward of this graph task; it begins at the first pre-backward or the first gradient."""
+        """The Backward of this graph task; it begins at the first pre-backward or the first
+        gradient."""
         current = self._backward()
         if current is None:
             if self._open:
@@ -382,7 +451,8 @@ class Runtime:
         return current
 
     def _require_parameters_of_forward(self) -> None:
-        """Raise AssertedStateError if parameters that are kept whole from forward to backward were given other memory meanwhile.
+        """Raise AssertedStateError if parameters that are kept whole from forward to backward were
+        given other memory meanwhile.
 
         Of the other units the new values count, as they are gathered again.
         """
@@ -396,11 +466,14 @@ class Runtime:
                     if kept:
                         raise AssertedStateError(
                             explain(
-                                "Parameters were changed between forward and backward, which goes on with those of forward.",
-                                expected="changes by `.data =` before forward or after backward, as this unit stays whole between",
+                                "Parameters were changed between forward and backward, which goes "
+                                "on with those of forward.",
+                                expected="changes by `.data =` before forward or after backward, "
+                                "as this unit stays whole between",
                                 got="a parameter that has other memory than in forward",
                                 where=group.name,
-                                fix="move the change, or choose a strategy that frees parameters after forward (FULL_SHARD)",
+                                fix="move the change, or choose a strategy that frees parameters "
+                                "after forward (FULL_SHARD)",
                             )
                         )
                     group.store.check(group.name)
@@ -446,7 +519,8 @@ class Runtime:
             group.take(index, leaf)
 
     def _leave(self, unit: Unit, backward: Backward) -> None:
-        """Start the reduction and free. A gradient that comes later starts a further reduction, which adds."""
+        """Start the reduction and free. A gradient that comes later starts a further reduction,
+        which adds."""
         if self._joins:
             self._streams.join()
         if unit.calls:
@@ -457,7 +531,8 @@ class Runtime:
         found = []
         for group in unit.groups:
             group.collect()
-            # A user's hook communicates by itself: with uneven use the ranks meet in it at the end of backward only.
+            # A user's hook communicates by itself: with uneven use the ranks meet in it at the end
+            # of backward only.
             if self.sync and group.filled and (group.hook is None or not self.options.uneven):
                 found.append(group)
         if found:
@@ -473,7 +548,8 @@ class Runtime:
         self._reductions.append(groups)
 
     def _make_room(self) -> None:
-        """A reduce buffer is about to be filled or sent: end so many earlier reductions that no more than wanted are held."""
+        """A reduce buffer is about to be filled or sent: end so many earlier reductions that no
+        more than wanted are held."""
         while len(self._reductions) > self.options.reductions_in_flight and not self.options.uneven:
             for group in self._reductions.popleft():
                 group.finish_reduction()
@@ -484,7 +560,12 @@ class Runtime:
             self._issue_rest(self._backward_order)
             left_some = self._untouched.has_gradients()
             for unit in reversed(self.units):  # blocks before the root, whose buffer is the largest
-                if left_some or unit.calls or unit.residency is not Residency.SHARDED or any(map(_filled, unit.groups)):
+                if (
+                    left_some
+                    or unit.calls
+                    or unit.residency is not Residency.SHARDED
+                    or any(map(_filled, unit.groups))
+                ):
                     self._leave(unit, backward)
             if self.options.uneven and self.sync:
                 self._reduce_what_others_reduced(backward)
@@ -505,7 +586,8 @@ class Runtime:
             self._step_in_backward(backward.reduced)
 
     def _step_in_backward(self, reduced: set[Group]) -> None:
-        """Let optimizers that step in backward do it: at its end, when nobody reads the shards any more, nor adds a gradient."""
+        """Let optimizers that step in backward do it: at its end, when nobody reads the shards any
+        more, nor adds a gradient."""
         self.steps = True
         try:
             for group in self.groups:
@@ -515,7 +597,8 @@ class Runtime:
             self.steps = False
 
     def _reduce_what_others_reduced(self, backward: Backward) -> None:
-        """One byte per group and backward: a rank without gradients supplies zeros; a group used nowhere keeps ``.grad`` None."""
+        """One byte per group and backward: a rank without gradients supplies zeros; a group used
+        nowhere keeps ``.grad`` None."""
         here = [group in backward.reduced or group.has_gradients for group in self.groups]
         flags = torch.tensor(here, dtype=torch.uint8, device="cpu")
         for wire in self._wires:
@@ -525,10 +608,12 @@ class Runtime:
                 self._reduce([group], backward)
 
     def _drop_zeroed(self) -> None:
-        """What zero_grad has cleared since a backward without communication is dropped from what was collected, too.
+        """What zero_grad has cleared since a backward without communication is dropped from what
+        was collected, too.
 
-        Replaced gradients (``set_to_none``) are plain to see. One that was written to, was zero and still is, tells nothing: then
-        other gradients decide, on all ranks together, whether the write was a zero_grad or a change of scale.
+        Replaced gradients (``set_to_none``) are plain to see. One that was written to, was zero and
+        still is, tells nothing: then other gradients decide, on all ranks together, whether the
+        write was a zero_grad or a change of scale.
         """
         if not self._notes_open:
             return
@@ -536,18 +621,28 @@ class Runtime:
         noted = [group for group in self.groups if group.unreduced]
         found = {group: group.was_zeroed() for group in noted}
         cleared = True
-        if any(group.was_written() for group in noted):  # alike on all ranks: they run the same program
-            scaled = torch.tensor([any(group.scaled() for group in noted)], dtype=torch.uint8, device=self.root.options.device)
+        if any(
+            group.was_written() for group in noted
+        ):  # alike on all ranks: they run the same program
+            scaled = torch.tensor(
+                [any(group.scaled() for group in noted)],
+                dtype=torch.uint8,
+                device=self.root.options.device,
+            )
             for wire in self._wires:
                 scaled = wire.any_of(scaled)
             cleared = not bool(scaled)
         for group, answers in found.items():
-            group.drop_unreduced([a is Zeroed.YES or (a is Zeroed.UNCLEAR and cleared) for a in answers])
+            group.drop_unreduced(
+                [a is Zeroed.YES or (a is Zeroed.UNCLEAR and cleared) for a in answers]
+            )
 
     def _discard(self) -> None:
         """After a backward that raised: wait for what travels, drop partial gradients."""
         self._reductions.clear()
-        self._backward_order = Order()  # ranks may have come to different places: nobody guesses from it
+        self._backward_order = (
+            Order()
+        )  # ranks may have come to different places: nobody guesses from it
         for unit in self.units:
             unit.forget_calls()
             for group in unit.groups:
@@ -565,7 +660,8 @@ class Runtime:
 
     @contextlib.contextmanager
     def rested(self, what: str) -> Iterator[None]:
-        """Around a call between steps that needs every unit sharded: what is called inside does not look at all units again.
+        """Around a call between steps that needs every unit sharded: what is called inside does not
+        look at all units again.
 
         Raises StateError if ``what`` is called from inside of forward or backward.
         """
@@ -581,7 +677,8 @@ class Runtime:
             self._is_rested = False
 
     def rest(self, units: Iterable[Unit] | None = None) -> None:
-        """Bring units, by default all, to their sharded form, from whatever an exception or a forward without backward has left."""
+        """Bring units, by default all, to their sharded form, from whatever an exception or a
+        forward without backward has left."""
         if self.broken:
             self._discard()
         if self._stack and not self.in_backward:
@@ -594,7 +691,8 @@ class Runtime:
         self.require_own(units)
 
     def require_own(self, units: Iterable[Unit] | None = None) -> None:
-        """Raise StateError if somebody has replaced parameters; what was written by `.data =` between steps counts from now on."""
+        """Raise StateError if somebody has replaced parameters; what was written by `.data =`
+        between steps counts from now on."""
         for unit in self.units if units is None else units:
             unit.require_own()
             for group in () if unit.lent else unit.groups:
@@ -619,11 +717,13 @@ class Runtime:
             )
 
     def require_parts(self, what: str) -> None:
-        """Raise StateError if ``what`` is called inside of summon_full_params, or after parameters were replaced."""
+        """Raise StateError if ``what`` is called inside of summon_full_params, or after parameters
+        were replaced."""
         if any(unit.lent for unit in self.units):
             raise StateError(
                 explain(
-                    f"{what} was called inside of summon_full_params, where parameters and gradients are whole for the while.",
+                    f"{what} was called inside of summon_full_params, where parameters and "
+                    "gradients are whole for the while.",
                     expected="a call outside of the context",
                     got="a call inside of it",
                     where=self.root.label,
@@ -660,10 +760,12 @@ class Runtime:
         raise StateError(
             explain(
                 "Backward reached a forward that ran inside of summon_full_params.",
-                expected="forward and backward outside of the context, which shows parameters that gradients cannot reach",
+                expected="forward and backward outside of the context, which shows parameters that "
+                "gradients cannot reach",
                 got="a backward through a forward inside of it",
                 where=unit.label,
-                fix="leave the context before the forward; for evaluation inside of it use torch.no_grad()",
+                fix="leave the context before the forward; for evaluation inside of it use "
+                "torch.no_grad()",
             )
         )
 
@@ -673,10 +775,13 @@ class Runtime:
         raise StateError(
             explain(
                 "A gradient came past every hook, so it was never reduced over the ranks.",
-                expected="backward from the outputs of a unit's forward, or from tensors its modules keep as attributes",
-                got=f"a gradient on parameter {index} (shape {tuple(group.leaves[index].shape)}) left by an earlier backward",
+                expected="backward from the outputs of a unit's forward, or from tensors its "
+                "modules keep as attributes",
+                got=f"a gradient on parameter {index} (shape {tuple(group.leaves[index].shape)}) "
+                "left by an earlier backward",
                 where=group.name,
-                fix="return the tensor that the loss is made of from forward, or keep it as an attribute of a module of the unit",
+                fix="return the tensor that the loss is made of from forward, or keep it as an "
+                "attribute of a module of the unit",
             )
         )
 
@@ -693,5 +798,6 @@ _live: weakref.WeakSet[Runtime] = weakref.WeakSet()
 
 
 def live_runtimes() -> Iterable[Runtime]:
-    """All that somebody still holds. One whose units an outer one took over has its groups no longer to itself."""
+    """All that somebody still holds. One whose units an outer one took over has its groups no
+    longer to itself."""
     return (runtime for runtime in _live if runtime.root.runtime is runtime)

@@ -21,12 +21,15 @@ class Prefetch(enum.Enum):
 
 
 class Order:
-    """The units in the order of the last pass. A wrong guess costs a gather, never correctness, if all ranks guess alike."""
+    """The units in the order of the last pass. A wrong guess costs a gather, never correctness, if
+    all ranks guess alike."""
 
     def __init__(self) -> None:
         self._last: list[Unit] = []
         self._now: list[Unit] = []
-        self.to_issue: list[Unit] = []  # with uneven use: what all ranks still gather in this pass, in this order
+        self.to_issue: list[
+            Unit
+        ] = []  # with uneven use: what all ranks still gather in this pass, in this order
 
     def restart(self, to_issue: Sequence[Unit] = ()) -> None:
         self._last, self._now, self.to_issue = self._now or self._last, [], list(to_issue)

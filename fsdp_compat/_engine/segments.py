@@ -11,10 +11,12 @@ __all__ = ["Segments"]
 
 
 class Segments(Sequence[torch.Tensor]):
-    """The views [S] of a buffer [ranks * S], by rank. Each is made when it is first asked for, and kept.
+    """The views [S] of a buffer [ranks * S], by rank. Each is made when it is first asked for, and
+    kept.
 
-    Who sends to single ranks asks for all of them, step after step; a backend with collectives of its own asks for one or two, and
-    with 16,384 ranks the views of all take more memory than a shard.
+    Who sends to single ranks asks for all of them, step after step; a backend with collectives of
+    its own asks for one or two, and with 16,384 ranks the views of all take more memory than a
+    shard.
     """
 
     __slots__ = ("_buffer", "_made", "_ranks", "_size")

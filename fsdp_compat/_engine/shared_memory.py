@@ -1,26 +1,31 @@
-"""Memory of this process that the other ranks of its host can read: blocks of an arena, and the view of a peer's.
+"""Memory of this process that the other ranks of its host can read: blocks of an arena, and the
+view of a peer's.
 
-The arena is a few large sparse files without a name (memfd), mapped shared. A peer opens them through ``/proc``, so nothing has to
-be agreed on beforehand, nothing depends on the size of /dev/shm, and nothing is left behind by a process that is killed. A block is
-handed out as a tensor whose storage is exactly as large as it is, and comes back when that storage dies. Its pages are kept for the
-next block: a page fault costs several times as much as filling the page.
+The arena is a few large sparse files without a name (memfd), mapped shared. A peer opens them
+through ``/proc``, so nothing has to be agreed on beforehand, nothing depends on the size of
+/dev/shm, and nothing is left behind by a process that is killed. A block is handed out as a tensor
+whose storage is exactly as large as it is, and comes back when that storage dies. Its pages are
+kept for the next block: a page fault costs several times as much as filling the page.
 
-Where any part of this cannot be had (no Linux, no /proc, another host, user or pid namespace) there are no neighbours, and messages
-travel as everywhere else. Where no more can be had (no descriptors, no addresses), new tensors are ordinary memory, and what lies
-there is sent. What a neighbour says of its memory is checked before anything is read: the file is one of its arena and sealed, so
-that it cannot shrink, and the place lies inside it.
+Where any part of this cannot be had (no Linux, no /proc, another host, user or pid namespace) there
+are no neighbours, and messages travel as everywhere else. Where no more can be had (no descriptors,
+no addresses), new tensors are ordinary memory, and what lies there is sent. What a neighbour says
+of its memory is checked before anything is read: the file is one of its arena and sealed, so that
+it cannot shrink, and the place lies inside it.
 
-A child made by fork sees the memory as it was at the fork, as it would see ordinary memory. A private mapping of a shared file does
-not do that, because it shows what is written to the file later. So nothing is written to the file later. A fork *freezes* every
-file that holds a live block: parent and child both map it privately from then on, which makes each copy the pages that it writes
-to, and the parent puts a new file under the addresses of its chunk. A block *thaws*, by a copy into the new file, when a message is
-sent from it again. This makes a fork cheap, however often it happens: a few system calls and no copy, no memory for a child that
-never touches the weights, and one copy of this rank's shards for all the forks between two gathers. Three simpler ways were
-weighed. A copy at each fork costs every worker of a DataLoader the memory and the time of a whole copy. Pages that are missing in
-the child (MADV_DONTFORK) end it with a segmentation fault. And torch has no storage that raises when it is read, at least not in
-builds for the CPU. Children that are forked by C code run no Python hooks: in them the blocks are missing, so that they cannot read
-torn weights or write to their parent's, but end with a segmentation fault if they try.
-"""
+A child made by fork sees the memory as it was at the fork, as it would see ordinary memory. A
+private mapping of a shared file does not do that, because it shows what is written to the file
+later. So nothing is written to the file later. A fork *freezes* every file that holds a live block:
+parent and child both map it privately from then on, which makes each copy the pages that it writes
+to, and the parent puts a new file under the addresses of its chunk. A block *thaws*, by a copy into
+the new file, when a message is sent from it again. This makes a fork cheap, however often it
+happens: a few system calls and no copy, no memory for a child that never touches the weights, and
+one copy of this rank's shards for all the forks between two gathers. Three simpler ways were
+weighed. A copy at each fork costs every worker of a DataLoader the memory and the time of a whole
+copy. Pages that are missing in the child (MADV_DONTFORK) end it with a segmentation fault. And
+torch has no storage that raises when it is read, at least not in builds for the CPU. Children that
+are forked by C code run no Python hooks: in them the blocks are missing, so that they cannot read
+torn weights or write to their parent's, but end with a segmentation fault if they try."""
 
 from __future__ import annotations
 
@@ -60,13 +65,20 @@ __all__ = [
     "zeros",
 ]
 
-MIN_NBYTES = 1 << 19  # what is smaller is not worth a block: it is there sooner if it is sent, at 3 and 4 ranks
-KEPT_NBYTES = 1 << 30  # pages of freed blocks that wait for the next block; what is freed beyond goes back to the system
-CHUNK_NBYTES = 1 << 30  # of address space, at least: a chunk is as large as all before it, so that there are few
+MIN_NBYTES = (
+    1 << 19
+)  # what is smaller is not worth a block: it is there sooner if it is sent, at 3 and 4 ranks
+# pages of freed blocks that wait for the next block; what is freed beyond goes back to the system
+KEPT_NBYTES = 1 << 30
+CHUNK_NBYTES = (
+    1 << 30
+)  # of address space, at least: a chunk is as large as all before it, so that there are few
 PAGE_NBYTES = mmap.PAGESIZE  # blocks begin and end at pages, so that each can be mapped by itself
 
 _TOKEN_NBYTES = 16
-_CARD = struct.Struct(f"16sQqq{_TOKEN_NBYTES}s")  # boot, pid namespace, pid, descriptor of the control file, token
+_CARD = struct.Struct(
+    f"16sQqq{_TOKEN_NBYTES}s"
+)  # boot, pid namespace, pid, descriptor of the control file, token
 CARD_NBYTES = _CARD.size
 _NO_CARD = bytes(CARD_NBYTES)
 _HEADER = struct.Struct(f"{_TOKEN_NBYTES}sq")  # at the beginning of every file: token, number
@@ -89,29 +101,43 @@ class Location(typing.NamedTuple):
 
 
 class _File:
-    """Memory without a name. It is sealed at its size: pages that a reader has mapped stay there."""
+    """Memory without a name. It is sealed at its size: pages that a reader has mapped stay
+    there."""
 
     def __init__(self, nbytes: int, token: bytes, number: int) -> None:
         """Raises OSError where the system does not give it."""
-        self.fd, self.number = os.memfd_create("fsdp_compat", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING), number
+        self.fd, self.number = (
+            os.memfd_create("fsdp_compat", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING),
+            number,
+        )
         weakref.finalize(self, os.close, self.fd).atexit = False
         os.ftruncate(self.fd, nbytes)
-        fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+        fcntl.fcntl(
+            self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+        )
         os.pwrite(self.fd, _HEADER.pack(token, number), 0)
 
 
 class _Chunk:
     """A range of addresses, and the file under it, whose pages come when they are written to.
 
-    ``frozen`` blocks lie in a file of before, as private memory (see the beginning of this module). Without a file, which a fork
-    may leave behind, all blocks are private, and no more are handed out.
+    ``frozen`` blocks lie in a file of before, as private memory (see the beginning of this module).
+    Without a file, which a fork may leave behind, all blocks are private, and no more are handed
+    out.
     """
 
     def __init__(self, index: int, nbytes: int, token: bytes) -> None:
         """Raises OSError where the system does not give it."""
-        self.index, self.nbytes, self._token, self._numbers = index, nbytes, token, itertools.count(1)
+        self.index, self.nbytes, self._token, self._numbers = (
+            index,
+            nbytes,
+            token,
+            itertools.count(1),
+        )
         self.file: _File | None = _File(nbytes, token, next(self._numbers))
-        self.old_file: _File | None = None  # of the last fork: a peer may have been told of it and not have opened it yet
+        self.old_file: _File | None = (
+            None  # of the last fork: a peer may have been told of it and not have opened it yet
+        )
         self.address = _map(None, nbytes, _SHARED, self.file.fd, 0)
         weakref.finalize(self, _unmap_in, os.getpid(), self.address, nbytes).atexit = False
         _advise(self.address, nbytes, _DONTFORK)
@@ -130,7 +156,9 @@ class _Chunk:
         """Return the offset of the first place that is large enough."""
         for index, (start, end) in enumerate(self.free):
             if end - start >= nbytes:
-                self.free[index : index + 1] = [(start + nbytes, end)] if end - start > nbytes else []
+                self.free[index : index + 1] = (
+                    [(start + nbytes, end)] if end - start > nbytes else []
+                )
                 self.taken[start] = nbytes
                 return start
         return None
@@ -152,7 +180,8 @@ class _Chunk:
         self.free.insert(index, (start, end))
 
     def forget_pages(self, start: int, nbytes: int) -> None:
-        """Give pages of the file back to the system. They read as zeros then. Those of a frozen block are not the file's."""
+        """Give pages of the file back to the system. They read as zeros then. Those of a frozen
+        block are not the file's."""
         if start not in self.frozen:
             with contextlib.suppress(OSError):  # it is frozen just now
                 _advise(self.address + start, nbytes, _REMOVE)
@@ -160,15 +189,26 @@ class _Chunk:
     def freeze(self) -> int:
         """See the beginning of this module. Return how many bytes of free blocks were forgotten.
 
-        Raises OSError where the system does not give what it takes. Then the chunk has no file, and no block of it is shared again.
+        Raises OSError where the system does not give what it takes. Then the chunk has no file, and
+        no block of it is shared again.
         """
         live = sorted(self.taken.keys() - set(self.frozen))
         if not live or self.file is None:
             return 0
         old, free = self.file, self.free
-        self.frozen, self.file, self.free = sorted(self.taken), None, []  # should anything below fail
+        self.frozen, self.file, self.free = (
+            sorted(self.taken),
+            None,
+            [],
+        )  # should anything below fail
         for start, end in _joined([(start, start + self.taken[start]) for start in live]):
-            _map(self.address + start, end - start, mmap.MAP_PRIVATE | _FIXED | _NORESERVE, old.fd, start)
+            _map(
+                self.address + start,
+                end - start,
+                mmap.MAP_PRIVATE | _FIXED | _NORESERVE,
+                old.fd,
+                start,
+            )
         new = _File(self.nbytes, self._token, next(self._numbers))
         forgotten = 0
         for start, end in free:
@@ -213,10 +253,13 @@ class _Arena:
         self.pid, self.token = os.getpid(), os.urandom(_TOKEN_NBYTES)
         self.chunks: list[_Chunk] = []
         self.control: _File | None = None
-        self.epoch = _epoch_in(memoryview(bytearray(PAGE_NBYTES)))  # nobody else's, until there is a control file
+        self.epoch = _epoch_in(
+            memoryview(bytearray(PAGE_NBYTES))
+        )  # nobody else's, until there is a control file
         self.is_closed = not _is_supported()
         self.lock = threading.RLock()
-        # A block may die inside of any allocation, this one's too: what is returned waits here for the next one that takes.
+        # A block may die inside of any allocation, this one's too: what is returned waits here for
+        # the next one that takes.
         self._returned: collections.deque[tuple[_Chunk, int, int]] = collections.deque()
         self._kept_nbytes = 0  # about: pages of free blocks
 
@@ -228,7 +271,8 @@ class _Arena:
         return bool(self.chunks)
 
     def take(self, nbytes: int, zero: bool) -> memoryview | None:
-        """Return a block, which comes back when nothing holds it any more, or None where there is no more room."""
+        """Return a block, which comes back when nothing holds it any more, or None where there is
+        no more room."""
         if self.is_closed and not self.chunks:
             return None
         size = _in_pages(nbytes)
@@ -265,7 +309,10 @@ class _Arena:
         if self.is_closed:
             return False
         needed = _in_pages(size) + PAGE_NBYTES
-        for nbytes in (max(needed, CHUNK_NBYTES, sum(chunk.nbytes for chunk in self.chunks)), needed):
+        for nbytes in (
+            max(needed, CHUNK_NBYTES, sum(chunk.nbytes for chunk in self.chunks)),
+            needed,
+        ):
             try:
                 if self.control is None:
                     self._make_control()
@@ -294,7 +341,14 @@ class _Arena:
         self._returned.append((chunk, start, size))
 
     def chunk_of(self, address: int) -> _Chunk | None:
-        return next((chunk for chunk in self.chunks if chunk.address <= address < chunk.address + chunk.nbytes), None)
+        return next(
+            (
+                chunk
+                for chunk in self.chunks
+                if chunk.address <= address < chunk.address + chunk.nbytes
+            ),
+            None,
+        )
 
     def freeze(self) -> None:
         self._take_back()
@@ -310,7 +364,9 @@ class _Arena:
 
 
 def _is_supported() -> bool:
-    return sys.platform == "linux" and hasattr(os, "memfd_create") and os.path.isdir("/proc/self/fd")
+    return (
+        sys.platform == "linux" and hasattr(os, "memfd_create") and os.path.isdir("/proc/self/fd")
+    )
 
 
 def _epoch_in(control: memoryview) -> memoryview:
@@ -340,13 +396,27 @@ _SHARED, _FIXED, _NORESERVE, _REMOVE, _DONTFORK = 0x01, 0x10, 0x4000, 9, 10  # L
 def _libc() -> ctypes.CDLL:
     libc = ctypes.CDLL(None, use_errno=True)
     libc.mmap.restype = ctypes.c_void_p
-    libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
+    libc.mmap.argtypes = (
+        ctypes.c_void_p,
+        ctypes.c_size_t,
+        ctypes.c_int,
+        ctypes.c_int,
+        ctypes.c_int,
+        ctypes.c_long,
+    )
     libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
     libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
     return libc
 
 
-def _map(address: int | None, nbytes: int, flags: int, fd: int, offset: int, access: int = mmap.PROT_READ | mmap.PROT_WRITE) -> int:
+def _map(
+    address: int | None,
+    nbytes: int,
+    flags: int,
+    fd: int,
+    offset: int,
+    access: int = mmap.PROT_READ | mmap.PROT_WRITE,
+) -> int:
     found = _libc().mmap(address, nbytes, access, flags, fd, offset)
     if found is None or found == ctypes.c_void_p(-1).value:
         raise OSError(ctypes.get_errno(), f"no mapping of {nbytes} bytes")
@@ -385,18 +455,25 @@ def _after_fork_in_child() -> None:
     _neighbours.clear()
 
 
-os.register_at_fork(before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork_in_child)
+os.register_at_fork(
+    before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork_in_child
+)
 
 
 # -- this process's
 
 
 def empty(numel: int, dtype: torch.dtype, *, zero: bool = False) -> torch.Tensor:
-    """Return a new tensor [numel] on the CPU without values, in a block where it is large enough and can be had."""
+    """Return a new tensor [numel] on the CPU without values, in a block where it is large enough
+    and can be had."""
     nbytes = numel * dtype.itemsize
     block = _arena.take(nbytes, zero) if nbytes >= MIN_NBYTES else None
     if block is None:
-        return torch.zeros(numel, dtype=dtype, device="cpu") if zero else torch.empty(numel, dtype=dtype, device="cpu")
+        return (
+            torch.zeros(numel, dtype=dtype, device="cpu")
+            if zero
+            else torch.empty(numel, dtype=dtype, device="cpu")
+        )
     return torch.frombuffer(block, dtype=dtype)
 
 
@@ -416,7 +493,8 @@ def can_share() -> bool:
 
 
 def locate(tensor: torch.Tensor) -> Location | None:
-    """Where a contiguous tensor lies in this process's blocks; None: elsewhere. One without elements lies anywhere."""
+    """Where a contiguous tensor lies in this process's blocks; None: elsewhere. One without
+    elements lies anywhere."""
     if not tensor.numel():
         return Location(now(), 0, 0, 0, 0) if _arena.chunks else None
     address = tensor.data_ptr()
@@ -424,9 +502,9 @@ def locate(tensor: torch.Tensor) -> Location | None:
     if chunk is None or not tensor.is_contiguous():
         return None
     offset = address - chunk.address
-    file = (
-        chunk.file
-    )  # before the question: a fork in another thread freezes first, and what the old file holds is right until then
+    # before the question: a fork in another thread freezes first, and what the old file holds is
+    # right until then
+    file = chunk.file
     if chunk.frozen:
         with _arena.lock:
             if not chunk.thaw(offset):
@@ -446,12 +524,14 @@ def now() -> int:
 
 
 def renounce() -> None:
-    """From now on blocks are no longer what this process has said of them. Who reads one looks at the epoch afterwards."""
+    """From now on blocks are no longer what this process has said of them. Who reads one looks at
+    the epoch afterwards."""
     _arena.epoch[0] += 1
 
 
 def has_old_files() -> bool:
-    """True if files are kept since the last fork for neighbours that were told of them and have not opened them yet."""
+    """True if files are kept since the last fork for neighbours that were told of them and have not
+    opened them yet."""
     return any(chunk.old_file is not None for chunk in _arena.chunks)
 
 
@@ -508,23 +588,31 @@ class Neighbour:
         return self._epoch[0]
 
     def view(self, place: Location, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return what lies there, [numel], to be read only. Raises OSError where it cannot be read, or not any more."""
+        """Return what lies there, [numel], to be read only. Raises OSError where it cannot be read,
+        or not any more."""
         if not numel:
             return torch.empty(0, dtype=dtype, device="cpu")
         chunk = self._chunks.get(place.chunk)
         if chunk is None or chunk.number != place.number:
             chunk = self._chunks[place.chunk] = self._open(place.fd, place.number)
         nbytes = numel * dtype.itemsize
-        if not PAGE_NBYTES <= place.offset <= len(chunk.view) - nbytes or place.offset % dtype.itemsize:
-            raise OSError(f"{nbytes} bytes at {place.offset} do not lie in a chunk of {len(chunk.view)} bytes")
-        # Of its own size: a view of the whole chunk would look like gigabytes to whoever adds up what tensors hold.
+        if (
+            not PAGE_NBYTES <= place.offset <= len(chunk.view) - nbytes
+            or place.offset % dtype.itemsize
+        ):
+            raise OSError(
+                f"{nbytes} bytes at {place.offset} do not lie in a chunk of {len(chunk.view)} bytes"
+            )
+        # Of its own size: a view of the whole chunk would look like gigabytes to whoever adds up
+        # what tensors hold.
         held: typing.Any = (ctypes.c_ubyte * nbytes).from_address(chunk.address + place.offset)
         held.chunk = chunk
         return torch.frombuffer(held, dtype=dtype)
 
 
 class _Mapped:
-    """A file of another process, without a descriptor, and without a mapping in children, which would keep its memory."""
+    """A file of another process, without a descriptor, and without a mapping in children, which
+    would keep its memory."""
 
     def __init__(self, file: int, number: int) -> None:
         self.number, nbytes = number, os.fstat(file).st_size
@@ -538,7 +626,8 @@ _neighbours: weakref.WeakValueDictionary[bytes, Neighbour] = weakref.WeakValueDi
 
 
 def meet(its_card: bytes) -> Neighbour | None:
-    """Return the process of a card as one whose memory can be read from here, or None where it cannot."""
+    """Return the process of a card as one whose memory can be read from here, or None where it
+    cannot."""
     own = card()
     if _NO_CARD in (its_card, own) or own[:24] != its_card[:24]:
         return None

@@ -1,5 +1,5 @@
-"""The only code that allocates or frees the memory of parameters and gradient buffers: storages that are emptied and refilled
-under tensors that stay."""
+"""The only code that allocates or frees the memory of parameters and gradient buffers: storages
+that are emptied and refilled under tensors that stay."""
 
 from __future__ import annotations
 
@@ -23,8 +23,9 @@ _malloc_trim = None if sys.platform == "win32" else getattr(ctypes.CDLL(None), "
 def give_back_freed() -> None:
     """Give pages that were freed on the CPU back to the system.
 
-    glibc keeps what lies between blocks that live on. Whole parameters that come and go while shards are made leave holes, each a
-    little too small for the next one: together as large as the model.
+    glibc keeps what lies between blocks that live on. Whole parameters that come and go while
+    shards are made leave holes, each a little too small for the next one: together as large as the
+    model.
     """
     if _malloc_trim is not None:
         _malloc_trim(0)
@@ -40,16 +41,23 @@ def memory_of(tensor: torch.Tensor) -> memoryview:
 
 
 def of_its_own_size(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor over the same memory whose storage object ends where it ends, as writers copy what keeps more than it shows.
+    """Return a tensor over the same memory whose storage object ends where it ends, as writers copy
+    what keeps more than it shows.
 
     tensor: contiguous; one that is not on the CPU is returned as it is.
     """
-    if tensor.device.type != "cpu" or tensor.untyped_storage().nbytes() == tensor.nbytes or not tensor.nbytes:
+    if (
+        tensor.device.type != "cpu"
+        or tensor.untyped_storage().nbytes() == tensor.nbytes
+        or not tensor.nbytes
+    ):
         return tensor
     return torch.frombuffer(memory_of(tensor), dtype=tensor.dtype).view(tensor.shape)
 
 
-def new_shard(numel: int, dtype: torch.dtype, device: torch.device, *, ranks: int, pin: bool) -> torch.Tensor:
+def new_shard(
+    numel: int, dtype: torch.dtype, device: torch.device, *, ranks: int, pin: bool
+) -> torch.Tensor:
     """Return memory [numel] of zeros for one of ``ranks`` shards; ``pin``: that a GPU can read.
 
     On the CPU it is where other ranks of the same host can read it, so that it need not be sent.
@@ -60,7 +68,8 @@ def new_shard(numel: int, dtype: torch.dtype, device: torch.device, *, ranks: in
 
 
 class Storage:
-    """A storage object that stays, and whose memory comes and goes. Views of it, saved by autograd too, stay valid."""
+    """A storage object that stays, and whose memory comes and goes. Views of it, saved by autograd
+    too, stay valid."""
 
     __slots__ = ("nbytes", "untyped")
 
@@ -82,39 +91,61 @@ class Storage:
 
 
 class GroupMemory:
-    """The full form of one group: the gathered buffer, the leaves that modules show while full, and what lies between them.
+    """The full form of one group: the gathered buffer, the leaves that modules show while full, and
+    what lies between them.
 
-    With one rank and no cast the leaves view the shard itself (``aliased``), and nothing is ever allocated, copied or freed.
+    With one rank and no cast the leaves view the shard itself (``aliased``), and nothing is ever
+    allocated, copied or freed.
     """
 
-    def __init__(self, store: ParamStore, ranks: int, dtype: torch.dtype, device: torch.device, apart: bool = False) -> None:
-        """dtype: of what is gathered, and so of the leaves. apart: the shard lives elsewhere than on ``device``."""
+    def __init__(
+        self,
+        store: ParamStore,
+        ranks: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        apart: bool = False,
+    ) -> None:
+        """dtype: of what is gathered, and so of the leaves. apart: the shard lives elsewhere than
+        on ``device``."""
         self.aliased = ranks == 1 and dtype == store.dtype and not apart
         numel = ranks * store.numel
-        self.full = store.shard if self.aliased else torch.empty(numel, dtype=dtype, device=device)  # [ranks * S]
+        self.full = (
+            store.shard if self.aliased else torch.empty(numel, dtype=dtype, device=device)
+        )  # [ranks * S]
         self.segments = Segments(self.full, ranks)  # [S] each
         self.leaves = store.make_leaves(self.full)
         self._buffer = Storage(self.full)
         self._own_storages: list[Storage] = []  # of leaves that do not view `full`
         self._fill: tuple[list[torch.Tensor], list[torch.Tensor]] | None = None
         if self.leaves and not torch_private.same_storage(self.leaves[0], self.full):
-            self._own_storages = list({torch_private.storage_key(leaf): Storage(leaf) for leaf in self.leaves}.values())
-            # `.data`: neither a gather nor a fill may move the version counters that autograd has noted.
-            pieces = [piece for i, leaf in enumerate(self.leaves) for piece in store.split(i, leaf.data)]
+            self._own_storages = list(
+                {torch_private.storage_key(leaf): Storage(leaf) for leaf in self.leaves}.values()
+            )
+            # `.data`: neither a gather nor a fill may move the version counters that autograd has
+            # noted.
+            pieces = [
+                piece for i, leaf in enumerate(self.leaves) for piece in store.split(i, leaf.data)
+            ]
             places = [place for of_leaf in store.places(self.full)[:-1] for place in of_leaf]
             self._fill = pieces, places
         self.has_copies = self._fill is not None  # leaves do not view the buffer: see `fill_leaves`
         self.free()
         self._views = [torch_private.local_part(leaf) for leaf in self.leaves]
-        self._offsets = list(map(torch.Tensor.data_ptr, self._views))  # in an empty storage that is how far from its beginning
+        self._offsets = list(
+            map(torch.Tensor.data_ptr, self._views)
+        )  # in an empty storage that is how far from its beginning
 
     def strayed(self) -> list[int]:
-        """Return the leaves that somebody gave other memory, by ``.data =``. Not for leaves with storages of their own."""
+        """Return the leaves that somebody gave other memory, by ``.data =``. Not for leaves with
+        storages of their own."""
         start = 0 if self.aliased or self.has_copies else self.full.data_ptr()
         return [
             index
             for index, (view, offset) in enumerate(zip(self._views, self._offsets, strict=True))
-            if view.numel() and view.data_ptr() != start + offset and not (self.has_copies and view.data_ptr())
+            if view.numel()
+            and view.data_ptr() != start + offset
+            and not (self.has_copies and view.data_ptr())
         ]
 
     def bring_back(self, store: ParamStore, indices: Sequence[int]) -> None:
@@ -132,7 +163,8 @@ class GroupMemory:
         self._buffer.allocate()
 
     def fill_leaves(self) -> None:
-        """A gather has arrived: make the leaves readable. Leaves that view the buffer are so already."""
+        """A gather has arrived: make the leaves readable. Leaves that view the buffer are so
+        already."""
         if self._fill is not None:
             for storage in self._own_storages:
                 storage.allocate()
@@ -149,4 +181,8 @@ class GroupMemory:
     @property
     def resident_nbytes(self) -> int:
         """Bytes beyond the shard that are held now."""
-        return 0 if self.aliased else sum(s.resident_nbytes for s in (self._buffer, *self._own_storages))
+        return (
+            0
+            if self.aliased
+            else sum(s.resident_nbytes for s in (self._buffer, *self._own_storages))
+        )

@@ -1,4 +1,5 @@
-"""Every private name of torch that the package uses, each with the reason why no public one will do."""
+"""Every private name of torch that the package uses, each with the reason why no public one will
+do."""
 
 from __future__ import annotations
 
@@ -68,8 +69,8 @@ __all__ = [
 ]
 
 
-# graph_task(): the number of the graph task, -1 outside of backward. Nothing public tells a recomputation from a forward. The C
-# function itself: every forward of a unit asks twice.
+# graph_task(): the number of the graph task, -1 outside of backward. Nothing public tells a
+# recomputation from a forward. The C function itself: every forward of a unit asks twice.
 graph_task: Callable[[], int] = torch._C._current_graph_task_id
 
 
@@ -79,32 +80,39 @@ def in_graph_task() -> bool:
 
 
 def on_end_of_backward(callback: Callable[[], None]) -> None:
-    """Run ``callback`` when the running graph task has ended. The engine's queue has no public door."""
+    """Run ``callback`` when the running graph task has ended. The engine's queue has no public
+    door."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
-# set_compiler(compiler): let torch.compile's evaluation of frames be done by ``compiler`` from now on (None: code runs as it is),
-# and return what it was. ``torch.compiler.disable`` does the same around a call, but imports the compiler, which takes seconds.
-# The C function itself: a function of ours around it would be compiled.
+# set_compiler(compiler): let torch.compile's evaluation of frames be done by ``compiler`` from now
+# on (None: code runs as it is), and return what it was. ``torch.compiler.disable`` does the same
+# around a call, but imports the compiler, which takes seconds. The C function itself: a function of
+# ours around it would be compiled.
 set_compiler: Callable[[Any], Any] = eval_frame.set_eval_frame
 
 
 def never_compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Mark a function that torch.compile neither traces into nor compiles; what it calls may be compiled."""
-    skip = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.DEFAULT)
+    """Mark a function that torch.compile neither traces into nor compiles; what it calls may be
+    compiled."""
+    skip = eval_frame._FrameExecStrategy(
+        eval_frame._FrameAction.SKIP, eval_frame._FrameAction.DEFAULT
+    )
     eval_frame.set_code_exec_strategy(function.__code__, skip)
     function._torchdynamo_disable = True  # type: ignore[attr-defined]  # for calls from code that is traced
     return function
 
 
 def has_optimizers_in_backward() -> bool:
-    """True if ``_apply_optimizer_in_backward`` of torch.distributed.optim was called for any parameter that lives."""
+    """True if ``_apply_optimizer_in_backward`` of torch.distributed.optim was called for any
+    parameter that lives."""
     module = sys.modules.get("torch.distributed.optim.apply_optimizer_in_backward")
     return module is not None and len(module.param_to_acc_grad_map) > 0
 
 
 def optimizers_in_backward(parameter: nn.Parameter) -> Sequence[torch.optim.Optimizer]:
-    """Return the optimizers that ``_apply_optimizer_in_backward`` made for a parameter. Nothing public says it without a module."""
+    """Return the optimizers that ``_apply_optimizer_in_backward`` made for a parameter. Nothing
+    public says it without a module."""
     return parameter.__dict__.get("_in_backward_optimizers", ())
 
 
@@ -114,7 +122,8 @@ def is_plain(tensor: torch.Tensor) -> bool:
 
 
 def _dtensor_class() -> Any:
-    """DTensor, if anybody has imported it: that takes a second, and without it no tensor can be one."""
+    """DTensor, if anybody has imported it: that takes a second, and without it no tensor can be
+    one."""
     module = sys.modules.get("torch.distributed.tensor")
     return () if module is None else module.DTensor
 
@@ -125,18 +134,22 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def placement(tensor: torch.Tensor) -> tuple[object, ...]:
-    """() for a plain tensor; for a DTensor its mesh, and along which of the mesh's dimensions it is split."""
+    """() for a plain tensor; for a DTensor its mesh, and along which of the mesh's dimensions it is
+    split."""
     if is_plain(tensor):
         return ()
     return tensor.device_mesh, tuple(p.is_replicate() for p in tensor.placements)  # type: ignore[attr-defined]
 
 
 def copy_together(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
-    """Copy many tensors in one call, casts included. A loop of ``copy_`` costs six times as much host time."""
+    """Copy many tensors in one call, casts included. A loop of ``copy_`` costs six times as much
+    host time."""
     torch._foreach_copy_(targets, sources)
 
 
-def norms_together(tensors: list[torch.Tensor], order: float, dtype: torch.dtype) -> Sequence[torch.Tensor]:
+def norms_together(
+    tensors: list[torch.Tensor], order: float, dtype: torch.dtype
+) -> Sequence[torch.Tensor]:
     """Return the norm of each tensor, 0-d, computed in ``dtype``, in one call."""
     if dtype.is_complex:  # which the one call does not know
         return [torch.linalg.vector_norm(tensor, order, dtype=dtype) for tensor in tensors]
@@ -144,7 +157,8 @@ def norms_together(tensors: list[torch.Tensor], order: float, dtype: torch.dtype
 
 
 def base_of(tensor: torch.Tensor) -> torch.Tensor | None:
-    """The tensor that another one is a view of; None for one that is no view. Nothing public tells."""
+    """The tensor that another one is a view of; None for one that is no view. Nothing public
+    tells."""
     return tensor._base
 
 
@@ -153,11 +167,14 @@ def scale_together(tensors: list[torch.Tensor], factor: torch.Tensor) -> None:
     torch._foreach_mul_(tensors, factor)
 
 
-def replace_clipping(clip: Callable[..., torch.Tensor], total_norm: Callable[..., torch.Tensor]) -> None:
-    """Clip with ``clip(torch's own function, ...)``, and compute norms with ``total_norm(torch's own function, ...)``, from now on.
+def replace_clipping(
+    clip: Callable[..., torch.Tensor], total_norm: Callable[..., torch.Tensor]
+) -> None:
+    """Clip with ``clip(torch's own function, ...)``, and compute norms with ``total_norm(torch's
+    own function, ...)``, from now on.
 
-    Nothing public lets a gradient say that it is a part; importing names from torch.nn.utils is so common that only what is inside
-    of the functions reaches all callers. Once.
+    Nothing public lets a gradient say that it is a part; importing names from torch.nn.utils is so
+    common that only what is inside of the functions reaches all callers. Once.
     """
     for name, public, replacement in (
         ("clip_grad_norm_", "clip_grad_norm_", clip),
@@ -168,7 +185,11 @@ def replace_clipping(clip: Callable[..., torch.Tensor], total_norm: Callable[...
             continue
         decorated._fsdp_compat = True
         original = getattr(decorated, "__wrapped__", None)
-        cells = [cell for cell in decorated.__closure__ or () if original is not None and cell.cell_contents is original]
+        cells = [
+            cell
+            for cell in decorated.__closure__ or ()
+            if original is not None and cell.cell_contents is original
+        ]
         if cells:  # reaches those, too, who have imported it before
             cells[0].cell_contents = functools.partial(replacement, original)
             continue
@@ -179,7 +200,8 @@ def replace_clipping(clip: Callable[..., torch.Tensor], total_norm: Callable[...
 
 
 def storage_key(tensor: torch.Tensor) -> int:
-    """The identity of a tensor's storage object, which its data pointer is not while it is freed."""
+    """The identity of a tensor's storage object, which its data pointer is not while it is
+    freed."""
     return local_part(tensor).untyped_storage()._cdata
 
 
@@ -188,19 +210,26 @@ def same_storage(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
-    """The dictionary in which a module keeps its own parameters; ``setattr`` costs ten times as much per swap."""
+    """The dictionary in which a module keeps its own parameters; ``setattr`` costs ten times as
+    much per swap."""
     return module._parameters
 
 
 class PoisonedMemory(TorchDispatchMode):
-    """Inside of it, new tensors without values hold what nobody would put there: NaN, or the largest integer.
+    """Inside of it, new tensors without values hold what nobody would put there: NaN, or the
+    largest integer.
 
-    Torch's own ``fill_uninitialized_memory`` does it in deterministic mode only, which changes more than that.
+    Torch's own ``fill_uninitialized_memory`` does it in deterministic mode only, which changes more
+    than that.
     """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if func.overloadpacket in _EMPTY and isinstance(result, torch.Tensor) and not result.is_meta:
+        if (
+            func.overloadpacket in _EMPTY
+            and isinstance(result, torch.Tensor)
+            and not result.is_meta
+        ):
             if result.is_floating_point() or result.is_complex():
                 result.fill_(float("nan"))
             elif result.dtype != torch.bool:
@@ -208,11 +237,17 @@ class PoisonedMemory(TorchDispatchMode):
         return result
 
 
-_EMPTY = (torch.ops.aten.empty, torch.ops.aten.empty_like, torch.ops.aten.empty_strided, torch.ops.aten.new_empty)
+_EMPTY = (
+    torch.ops.aten.empty,
+    torch.ops.aten.empty_like,
+    torch.ops.aten.empty_strided,
+    torch.ops.aten.new_empty,
+)
 
 
 def children_of(module: nn.Module) -> list[tuple[str, nn.Module]]:
-    """A module's children under all their names; ``named_children`` leaves out the second name of one."""
+    """A module's children under all their names; ``named_children`` leaves out the second name of
+    one."""
     return [(name, child) for name, child in module._modules.items() if child is not None]
 
 
@@ -224,17 +259,24 @@ def refresh_rnn_weights(module: nn.RNNBase) -> None:
 
 def group_named(name: str) -> dist.ProcessGroup | None:
     """The process group of a name, which is alike on all ranks and survives a pickle."""
-    return next((group for group, its in dist.distributed_c10d._world.pg_names.items() if its == name), None)
+    return next(
+        (group for group, its in dist.distributed_c10d._world.pg_names.items() if its == name), None
+    )
 
 
 def group_timeout(group: dist.ProcessGroup) -> datetime.timedelta:
-    """The time limit a process group was made with; a point-to-point wait ignores it unless it is handed over."""
+    """The time limit a process group was made with; a point-to-point wait ignores it unless it is
+    handed over."""
     for device in ("cpu", "cuda"):
         try:
             return group._get_backend(torch.device(device)).options._timeout
         except (AttributeError, RuntimeError):
             continue
-    return dist.default_pg_timeout if hasattr(dist, "default_pg_timeout") else datetime.timedelta(minutes=30)
+    return (
+        dist.default_pg_timeout
+        if hasattr(dist, "default_pg_timeout")
+        else datetime.timedelta(minutes=30)
+    )
 
 
 _ASYNC_GATHER: Any = AllgatherOptions()
@@ -245,13 +287,16 @@ _ASYNC_SUM.reduceOp = dist.ReduceOp.SUM
 
 
 def start_all_gather(group: dist.ProcessGroup, full: torch.Tensor, own: torch.Tensor) -> dist.Work:
-    """Start an all-gather of tensors. The public function's frames cost more host time than the call itself."""
+    """Start an all-gather of tensors. The public function's frames cost more host time than the
+    call itself."""
     if full.dtype.is_complex:  # backends know no complex numbers
         full, own = torch.view_as_real(full), torch.view_as_real(own)
     return group._allgather_base(full, own, _ASYNC_GATHER)
 
 
-def start_reduce_scatter(group: dist.ProcessGroup, total: torch.Tensor, buffer: torch.Tensor) -> dist.Work:
+def start_reduce_scatter(
+    group: dist.ProcessGroup, total: torch.Tensor, buffer: torch.Tensor
+) -> dist.Work:
     """Start a summing reduce-scatter of tensors; see ``start_all_gather``."""
     if total.dtype.is_complex:
         total, buffer = torch.view_as_real(total), torch.view_as_real(buffer)
@@ -259,7 +304,8 @@ def start_reduce_scatter(group: dist.ProcessGroup, total: torch.Tensor, buffer: 
 
 
 def is_gloo(group: dist.ProcessGroup, device: torch.device) -> bool:
-    """True if tensors of a device go through gloo in a group, which may have a backend for each kind of device."""
+    """True if tensors of a device go through gloo in a group, which may have a backend for each
+    kind of device."""
     try:
         return group._get_backend(device).name() == "gloo"
     except (RuntimeError, AttributeError):
@@ -267,12 +313,14 @@ def is_gloo(group: dist.ProcessGroup, device: torch.device) -> bool:
 
 
 def default_store() -> Store | None:
-    """The store in which the ranks of the default process group met, or None where there is none. It has no public door."""
+    """The store in which the ranks of the default process group met, or None where there is none.
+    It has no public door."""
     return dist.distributed_c10d._get_default_store() if dist.is_initialized() else None
 
 
 def second_connection(store: Store) -> Store:
-    """The same store, for another thread: a wait in it blocks every other use of one connection. ``clone`` is in no type stub."""
+    """The same store, for another thread: a wait in it blocks every other use of one connection.
+    ``clone`` is in no type stub."""
     try:
         found: Store = store.clone()  # type: ignore[attr-defined]
     except RuntimeError:  # a store of the user's
@@ -281,27 +329,37 @@ def second_connection(store: Store) -> Store:
 
 
 def is_registered(group: dist.ProcessGroup) -> bool:
-    """True until a process group is destroyed. The public functions that know it raise instead of answering."""
+    """True until a process group is destroyed. The public functions that know it raise instead of
+    answering."""
     return group in dist.distributed_c10d._world.pg_map
 
 
-def gloo_of_its_own(group: dist.ProcessGroup, rank: int, ranks: int, timeout: datetime.timedelta) -> Any:
+def gloo_of_its_own(
+    group: dist.ProcessGroup, rank: int, ranks: int, timeout: datetime.timedelta
+) -> Any:
     """Connect the ranks of a group a second time, so that a user's messages and ours never meet.
 
-    ``new_group`` would do it for all ranks of the world only, or under a name that depends on how many groups each process has
-    made; and what it makes lives until the world ends. Collective: the ranks of the group.
+    ``new_group`` would do it for all ranks of the world only, or under a name that depends on how
+    many groups each process has made; and what it makes lives until the world ends. Collective: the
+    ranks of the group.
     """
-    store = PrefixStore(f"fsdp_compat/{group.group_name}", dist.distributed_c10d._world.pg_map[group][1])
+    store = PrefixStore(
+        f"fsdp_compat/{group.group_name}", dist.distributed_c10d._world.pg_map[group][1]
+    )
     return dist.ProcessGroupGloo(store, rank, ranks, timeout)
 
 
 def break_connections(gloo: Any, peer: int) -> None:
-    """Close the connections of ``gloo_of_its_own``, which ends every wait for them, in other threads too.
+    """Close the connections of ``gloo_of_its_own``, which ends every wait for them, in other
+    threads too.
 
-    gloo has no call for it, and keeps connections while anything holds a work: but a wait that runs out of time closes them all.
+    gloo has no call for it, and keeps connections while anything holds a work: but a wait that runs
+    out of time closes them all.
     """
     with contextlib.suppress(RuntimeError):
-        gloo.recv([torch.empty(0, dtype=torch.uint8)], peer, _NEVER_SENT).wait(datetime.timedelta(milliseconds=1))
+        gloo.recv([torch.empty(0, dtype=torch.uint8)], peer, _NEVER_SENT).wait(
+            datetime.timedelta(milliseconds=1)
+        )
 
 
 _NEVER_SENT = (1 << 31) - 1  # a tag
@@ -321,12 +379,16 @@ class GlooCollectives:
         self._gloo.allreduce([values], options).wait()
 
     def broadcast(self, tensors: Sequence[torch.Tensor]) -> None:
-        for work in [self._gloo.broadcast([tensor], BroadcastOptions()) for tensor in tensors]:  # from the first rank, by default
+        for work in [
+            self._gloo.broadcast([tensor], BroadcastOptions()) for tensor in tensors
+        ]:  # from the first rank, by default
             work.wait()
 
     def all_gather(self, own: torch.Tensor) -> torch.Tensor:
         full = own.new_empty(self._gloo.size() * own.numel())
-        self._gloo.allgather([list(full.chunk(self._gloo.size()))], [own], AllgatherOptions()).wait()
+        self._gloo.allgather(
+            [list(full.chunk(self._gloo.size()))], [own], AllgatherOptions()
+        ).wait()
         return full
 
 
@@ -339,8 +401,11 @@ def default_device_of_backend(group: dist.ProcessGroup) -> torch.device:
 def tensor_without_storage(
     cls: type[torch.Tensor], shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
-    """Make an instance of a tensor subclass that stands for more than this process holds. Subclasses are made in no other way."""
-    return torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device, layout=torch.strided)
+    """Make an instance of a tensor subclass that stands for more than this process holds.
+    Subclasses are made in no other way."""
+    return torch.Tensor._make_wrapper_subclass(
+        cls, shape, dtype=dtype, device=device, layout=torch.strided
+    )
 
 
 def as_plain_tensor(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -350,9 +415,11 @@ def as_plain_tensor(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
 
 
 def wraps_as(module: nn.Module) -> str | None:
-    """The name under which a module that does not show in names, a compiled one or DistributedDataParallel, holds what it wraps.
+    """The name under which a module that does not show in names, a compiled one or
+    DistributedDataParallel, holds what it wraps.
 
-    torch.compile has no public name for what it returns, and its module takes seconds to import: without it nothing is compiled.
+    torch.compile has no public name for what it returns, and its module takes seconds to import:
+    without it nothing is compiled.
     """
     compiler = sys.modules.get("torch._dynamo.eval_frame")
     if compiler is not None and isinstance(module, compiler.OptimizedModule):
@@ -361,9 +428,12 @@ def wraps_as(module: nn.Module) -> str | None:
 
 
 def unpatched(owner: nn.Module | torch.optim.Optimizer, method: str) -> Callable[..., Any]:
-    """Return a method of a model or optimizer, or what it was where torch.distributed.checkpoint has let it call its functions."""
+    """Return a method of a model or optimizer, or what it was where torch.distributed.checkpoint
+    has let it call its functions."""
     found = getattr(owner, method)
-    patched = getattr(sys.modules.get("torch.distributed.checkpoint.state_dict"), "_patched_state_dict", ())
+    patched = getattr(
+        sys.modules.get("torch.distributed.checkpoint.state_dict"), "_patched_state_dict", ()
+    )
     return functools.partial(getattr(type(owner), method), owner) if found in patched else found
 
 
@@ -372,8 +442,11 @@ def under_prefix(store: Store, prefix: str) -> Store:
     return PrefixStore(prefix, store)
 
 
-def offsets_on_mesh(shape: tuple[int, ...], mesh: Any, placements: tuple[Any, ...]) -> tuple[int, ...]:
-    """Where this process's part of a DTensor begins in the whole. DTensor knows it, and says it to nobody in public."""
+def offsets_on_mesh(
+    shape: tuple[int, ...], mesh: Any, placements: tuple[Any, ...]
+) -> tuple[int, ...]:
+    """Where this process's part of a DTensor begins in the whole. DTensor knows it, and says it to
+    nobody in public."""
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     return tuple(compute_local_shape_and_global_offset(torch.Size(shape), mesh, placements)[1])

@@ -1,4 +1,5 @@
-"""What every transport shares: what it promises, what it counts, and the small collectives of a process group."""
+"""What every transport shares: what it promises, what it counts, and the small collectives of a
+process group."""
 
 from __future__ import annotations
 
@@ -63,15 +64,21 @@ class Traffic:
 
     @property
     def counts(self) -> collections.Counter[Kind]:
-        return collections.Counter({kind: self._counts[kind] for kind in Kind if self._counts[kind]})
+        return collections.Counter(
+            {kind: self._counts[kind] for kind in Kind if self._counts[kind]}
+        )
 
     @property
     def nbytes(self) -> collections.Counter[Kind]:
-        return collections.Counter({kind: self._nbytes[kind] for kind in Kind if self._counts[kind]})
+        return collections.Counter(
+            {kind: self._nbytes[kind] for kind in Kind if self._counts[kind]}
+        )
 
 
 _NOTHING: Mapping[int, torch.Tensor] = types.MappingProxyType({})
-Post = tuple[int, int, int, int]  # tag, number of its use, nbytes of a message, num_receives (works: receives come before sends)
+Post = tuple[
+    int, int, int, int
+]  # tag, number of its use, nbytes of a message, num_receives (works: receives come before sends)
 
 
 class Pending:
@@ -88,7 +95,8 @@ class Pending:
         notes: Mapping[int, torch.Tensor] = _NOTHING,
         acks: Sequence[dist.Work] = (),
     ) -> None:
-        """notes: by rank, where in its memory a part lies (see exchange.py). acks: they say that others have read this one's."""
+        """notes: by rank, where in its memory a part lies (see exchange.py). acks: they say that
+        others have read this one's."""
         self.works, self.parts, self.keep, self.post = works, parts, keep, post
         self.notes, self.acks = notes, list(acks)
         self.divisor: torch.Tensor | None = None  # of a total
@@ -96,11 +104,12 @@ class Pending:
 
 
 class Communicator(typing.Protocol):
-    """Communication along one axis. Every method but ``drain``, ``settle``, ``new_tag`` and ``require_working`` is a collective of
-    the axis.
+    """Communication along one axis. Every method but ``drain``, ``settle``, ``new_tag`` and
+    ``require_working`` is a collective of the axis.
 
-    ``what`` names, for an error, what a wait was for. A wait that fails raises StateError, and so does every later use: nothing
-    travels any more, on any axis of this process. Only ``drain`` and ``settle`` return at once then: there is nothing to wait for.
+    ``what`` names, for an error, what a wait was for. A wait that fails raises StateError, and so
+    does every later use: nothing travels any more, on any axis of this process. Only ``drain`` and
+    ``settle`` return at once then: there is nothing to wait for.
     """
 
     rank: int
@@ -120,8 +129,11 @@ class Communicator(typing.Protocol):
     def new_tag(self) -> int:
         """Return a tag of its own for a group; all ranks ask in the same order."""
 
-    def begin_gather(self, own: torch.Tensor, full: torch.Tensor, segments: Sequence[torch.Tensor], tag: int) -> Pending:
-        """Send ``own`` [S], in the dtype of ``full``, to all; ``full`` [ranks * S], in ``segments``, receives.
+    def begin_gather(
+        self, own: torch.Tensor, full: torch.Tensor, segments: Sequence[torch.Tensor], tag: int
+    ) -> Pending:
+        """Send ``own`` [S], in the dtype of ``full``, to all; ``full`` [ranks * S], in
+        ``segments``, receives.
 
         own: of any dtype and device. It stays unchanged until ``drain``.
         """
@@ -130,24 +142,38 @@ class Communicator(typing.Protocol):
         """``full`` is readable afterwards (on a stream device: by what is enqueued afterwards)."""
 
     def left(self, tag: int) -> Pending | None:
-        """Return the gather with this tag that has not ended, if what it receives into must stay."""
+        """Return the gather with this tag that has not ended, if what it receives into must
+        stay."""
 
     def shares(self, numel: int, dtype: torch.dtype) -> bool:
-        """True if messages [numel] are read by some rank where they lie, if they lie in a block (shared_memory.py)."""
+        """True if messages [numel] are read by some rank where they lie, if they lie in a block
+        (shared_memory.py)."""
 
-    def begin_reduce(self, buffer: torch.Tensor, segments: Sequence[torch.Tensor], tag: int) -> Pending:
+    def begin_reduce(
+        self, buffer: torch.Tensor, segments: Sequence[torch.Tensor], tag: int
+    ) -> Pending:
         """Send segment r of ``buffer`` [ranks * S] to rank r."""
 
     def end_reduce(
-        self, pending: Pending, own: torch.Tensor, dtype: torch.dtype, what: str, divisor: torch.Tensor | None = None
+        self,
+        pending: Pending,
+        own: torch.Tensor,
+        dtype: torch.dtype,
+        what: str,
+        divisor: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Return the sum [S] over the ranks in ``dtype``, a new tensor, divided by ``divisor``. ``own``: the own segment.
+        """Return the sum [S] over the ranks in ``dtype``, a new tensor, divided by ``divisor``.
+        ``own``: the own segment.
 
-        Then the buffer may be freed, but not written to: peers may read it until ``settle``. What is begun keeps what it sends.
+        Then the buffer may be freed, but not written to: peers may read it until ``settle``. What
+        is begun keeps what it sends.
         """
 
-    def begin_total(self, total: torch.Tensor, tag: int, divisor: torch.Tensor | None = None) -> Pending:
-        """Begin to add ``total`` up over the ranks, and to divide it, in place: every rank ends with the same bits."""
+    def begin_total(
+        self, total: torch.Tensor, tag: int, divisor: torch.Tensor | None = None
+    ) -> Pending:
+        """Begin to add ``total`` up over the ranks, and to divide it, in place: every rank ends
+        with the same bits."""
 
     def continue_total(self, pending: Pending, total: torch.Tensor, tag: int, what: str) -> Pending:
         """The second of three steps. All groups take it before any takes the third."""
@@ -170,22 +196,30 @@ class Communicator(typing.Protocol):
     def max_of(self, values: torch.Tensor) -> torch.Tensor: ...
 
     def broadcast(self, tensors: Sequence[torch.Tensor], what: str) -> None:
-        """The first rank of the axis sends; the tensors of the others, which are contiguous, are overwritten."""
+        """The first rank of the axis sends; the tensors of the others, which are contiguous, are
+        overwritten."""
 
     def gather_now(self, own: torch.Tensor) -> torch.Tensor:
         """Return [ranks * S] from every rank's ``own`` [S], waited for."""
 
     def gather_objects(self, value: object) -> list[typing.Any]:
-        """Return every rank's picklable ``value``, in rank order. For plans and errors, never for tensors of size."""
+        """Return every rank's picklable ``value``, in rank order. For plans and errors, never for
+        tensors of size."""
 
 
 class AnyRanks:
-    """An axis in numbers. It does not hold the axis's process group: the cache of communicators hangs on that one's life."""
+    """An axis in numbers. It does not hold the axis's process group: the cache of communicators
+    hangs on that one's life."""
 
     reads_in_place = False
 
     def __init__(self, axis: Axis) -> None:
-        self.rank, self.ranks, self.members, self.traffic = axis.rank, axis.ranks, axis.members, Traffic()
+        self.rank, self.ranks, self.members, self.traffic = (
+            axis.rank,
+            axis.ranks,
+            axis.members,
+            Traffic(),
+        )
         self.name = ""
 
     @property
@@ -200,7 +234,8 @@ class AnyRanks:
 
 
 class Grouped(AnyRanks):
-    """What both real transports share: the small synchronous collectives, over what each of them communicates with."""
+    """What both real transports share: the small synchronous collectives, over what each of them
+    communicates with."""
 
     def __init__(self, axis: Axis) -> None:
         super().__init__(axis)
@@ -212,7 +247,10 @@ class Grouped(AnyRanks):
     def group(self) -> dist.ProcessGroup:
         group = self._group()
         if group is None:
-            raise StateError("the process group of this module was destroyed; wrap the model again after init_process_group")
+            raise StateError(
+                "the process group of this module was destroyed; wrap the model again after "
+                "init_process_group"
+            )
         return group
 
     def new_tag(self) -> int:
@@ -229,7 +267,8 @@ class Grouped(AnyRanks):
                 expected="every rank to use the same units in the same order, and to be alive",
                 got=got,
                 where=f"rank {self.rank} of {self.ranks} (global ranks {list(self.members)})",
-                fix="look for a rank that raised, or that skipped a unit; ranks that may use different units need "
+                fix="look for a rank that raised, or that skipped a unit; ranks that may use "
+                "different units need "
                 "allow_unused_units=True",
             )
         )
@@ -242,11 +281,15 @@ class Grouped(AnyRanks):
         return values
 
     def max_of(self, values: torch.Tensor) -> torch.Tensor:
-        self._run("a maximum over the ranks", lambda group: group.all_reduce(values, dist.ReduceOp.MAX))
+        self._run(
+            "a maximum over the ranks", lambda group: group.all_reduce(values, dist.ReduceOp.MAX)
+        )
         return values
 
     def broadcast(self, tensors: Sequence[torch.Tensor], what: str) -> None:
-        raw = [tensor.reshape(-1).view(torch.uint8) for tensor in tensors if tensor.numel()]  # backends do not know every dtype
+        raw = [
+            tensor.reshape(-1).view(torch.uint8) for tensor in tensors if tensor.numel()
+        ]  # backends do not know every dtype
         self._run(f"a broadcast of {what}", lambda group: group.broadcast(raw))
 
     def gather_objects(self, value: object) -> list[typing.Any]:
@@ -259,7 +302,10 @@ class Grouped(AnyRanks):
             own = torch.zeros(longest, dtype=torch.uint8, device=group.device)
             own[: len(packed)] = torch.frombuffer(packed, dtype=torch.uint8).to(group.device)
             full = group.all_gather(own).cpu()
-            found.extend(pickle.loads(memory_of(full[r * longest : r * longest + size])) for r, size in enumerate(sizes))
+            found.extend(
+                pickle.loads(memory_of(full[r * longest : r * longest + size]))
+                for r, size in enumerate(sizes)
+            )
 
         self._run("an exchange of what each rank holds", gather)
         return found
@@ -290,7 +336,10 @@ class PublicCollectives:
         dist.all_reduce(values, op=op, group=self._group)
 
     def broadcast(self, tensors: Sequence[torch.Tensor]) -> None:
-        works = [dist.broadcast(tensor, group_src=0, group=self._group, async_op=True) for tensor in tensors]
+        works = [
+            dist.broadcast(tensor, group_src=0, group=self._group, async_op=True)
+            for tensor in tensors
+        ]
         for work in works:
             if work is not None:
                 work.wait()
@@ -310,12 +359,19 @@ def gather_in_group(group: dist.ProcessGroup, own: torch.Tensor) -> torch.Tensor
 
 
 def defines(group: dist.ProcessGroup, *methods: str) -> bool:
-    """True if the class of a process group has one of these methods of its own, rather than those that look for a backend."""
-    return any(getattr(type(group), name, None) is not getattr(dist.ProcessGroup, name, None) for name in methods)
+    """True if the class of a process group has one of these methods of its own, rather than those
+    that look for a backend."""
+    return any(
+        getattr(type(group), name, None) is not getattr(dist.ProcessGroup, name, None)
+        for name in methods
+    )
 
 
-def start_gather_in_python(group: dist.ProcessGroup, full: torch.Tensor, own: torch.Tensor) -> dist.Work:
-    """Start an all-gather over a process group written in Python: into one tensor if it can, else into a list, as all can."""
+def start_gather_in_python(
+    group: dist.ProcessGroup, full: torch.Tensor, own: torch.Tensor
+) -> dist.Work:
+    """Start an all-gather over a process group written in Python: into one tensor if it can, else
+    into a list, as all can."""
     if full.dtype.is_complex:
         full, own = torch.view_as_real(full), torch.view_as_real(own)
     if defines(group, "all_gather_single", "_allgather_base"):

@@ -15,10 +15,15 @@ __all__ = ["Member", "Place", "assign_owners", "group_members"]
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """Where modules hold an original parameter, and its names (the first one counts). It does not hold the parameter itself."""
+    """Where modules hold an original parameter, and its names (the first one counts). It does not
+    hold the parameter itself."""
 
-    slots: tuple[tuple[nn.Module, str], ...]  # (module, attribute), at least one; several where it is tied
-    names: tuple[str, ...]  # at least one per slot (a shared module has several), relative to the module that was walked
+    slots: tuple[
+        tuple[nn.Module, str], ...
+    ]  # (module, attribute), at least one; several where it is tied
+    names: tuple[
+        str, ...
+    ]  # at least one per slot (a shared module has several), relative to the module that was walked
 
     @property
     def name(self) -> str:
@@ -27,7 +32,8 @@ class Place:
 
 @dataclasses.dataclass(frozen=True)
 class Member:
-    """An original parameter and its place. Whoever keeps one keeps the whole parameter in memory."""
+    """An original parameter and its place. Whoever keeps one keeps the whole parameter in
+    memory."""
 
     parameter: nn.Parameter
     place: Place
@@ -42,13 +48,18 @@ class Member:
 
 
 def assign_owners(
-    root: nn.Module, unit_modules: Collection[nn.Module], skip: Collection[nn.Parameter], closed: Collection[nn.Module]
+    root: nn.Module,
+    unit_modules: Collection[nn.Module],
+    skip: Collection[nn.Parameter],
+    closed: Collection[nn.Module],
 ) -> dict[nn.Module, list[Member]]:
-    """Return the members of each unit: a parameter belongs to the lowest unit that encloses all its uses and can be called.
+    """Return the members of each unit: a parameter belongs to the lowest unit that encloses all its
+    uses and can be called.
 
-    That unit is full whenever any of the uses runs; gathering the parameter in every one of them would double bytes and split its
-    gradient over several reductions. ``skip``: parameters that are not managed. ``closed``: modules that are not entered, because
-    they are units of their own already.
+    That unit is full whenever any of the uses runs; gathering the parameter in every one of them
+    would double bytes and split its gradient over several reductions. ``skip``: parameters that are
+    not managed. ``closed``: modules that are not entered, because they are units of their own
+    already.
     """
     chains: dict[nn.Parameter, list[tuple[nn.Module, ...]]] = {}
     slots: dict[nn.Parameter, dict[tuple[nn.Module, str], None]] = {}
@@ -57,26 +68,39 @@ def assign_owners(
     def visit(module: nn.Module, chain: tuple[nn.Module, ...], prefix: str) -> None:
         if module in closed:
             return
-        chain = (*chain, module) if module in unit_modules and (module is root or _has_forward(module)) else chain
+        chain = (
+            (*chain, module)
+            if module in unit_modules and (module is root or _has_forward(module))
+            else chain
+        )
         for attribute, parameter in torch_private.parameters_of(module).items():
             if parameter is None or parameter in skip:
                 continue
             slots.setdefault(parameter, {})[module, attribute] = None
             names.setdefault(parameter, []).append(prefix + attribute)
             chains.setdefault(parameter, []).append(chain)
-        for name, child in torch_private.children_of(module):  # a shared module is met once per name
+        for name, child in torch_private.children_of(
+            module
+        ):  # a shared module is met once per name
             visit(child, chain, f"{prefix}{name}.")
 
     visit(root, (), "")
     owned: dict[nn.Module, list[Member]] = {module: [] for module in unit_modules}
     for parameter, its_chains in chains.items():
-        owner = next(module for module in reversed(its_chains[0]) if all(module in chain for chain in its_chains))
-        owned[owner].append(Member(parameter, Place(tuple(slots[parameter]), tuple(names[parameter]))))
+        owner = next(
+            module
+            for module in reversed(its_chains[0])
+            if all(module in chain for chain in its_chains)
+        )
+        owned[owner].append(
+            Member(parameter, Place(tuple(slots[parameter]), tuple(names[parameter])))
+        )
     return owned
 
 
 def _has_forward(module: nn.Module) -> bool:
-    """False for what is never called, such as an nn.ModuleList or an nn.ParameterList: nothing would gather what it owns."""
+    """False for what is never called, such as an nn.ModuleList or an nn.ParameterList: nothing
+    would gather what it owns."""
     return type(module).forward is not nn.Module.forward or "forward" in vars(module)
 
 
@@ -84,8 +108,8 @@ Kinds = tuple[torch.dtype, bool, tuple[object, ...]]
 
 
 def group_members(members: Iterable[Member]) -> list[tuple[Kinds, list[Member]]]:
-    """Return a unit's members by (dtype, requires_grad, how a DTensor is placed), in order of first appearance; trainable groups
-    come first."""
+    """Return a unit's members by (dtype, requires_grad, how a DTensor is placed), in order of first
+    appearance; trainable groups come first."""
     kinds: dict[Kinds, list[Member]] = {}
     for member in members:
         p = member.parameter

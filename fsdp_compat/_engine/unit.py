@@ -1,4 +1,5 @@
-"""Units: groups that are gathered, shown, reduced and freed together, and what memory each of them holds now."""
+"""Units: groups that are gathered, shown, reduced and freed together, and what memory each of them
+holds now."""
 
 from __future__ import annotations
 
@@ -33,8 +34,13 @@ if typing.TYPE_CHECKING:
 
 __all__ = ["LARGE", "MARKS", "Call", "Group", "Residency", "Unit", "UnitOptions", "Unwritten"]
 
-MARKS = ("_is_fsdp_managed_module", "_fsdp_use_orig_params")  # that front ends put on modules, in front of what these have
-LARGE = 65536  # elements; gradients below are moved together when the unit is left, without a hook each
+MARKS = (
+    "_is_fsdp_managed_module",
+    "_fsdp_use_orig_params",
+)  # that front ends put on modules, in front of what these have
+LARGE = (
+    65536  # elements; gradients below are moved together when the unit is left, without a hook each
+)
 
 
 class Residency(enum.Enum):
@@ -44,12 +50,17 @@ class Residency(enum.Enum):
     GATHERING = enum.auto()  # holds: own shard + full buffer, not readable yet
     FULL = enum.auto()  # holds: own shard + full form, readable
 
-    __hash__ = object.__hash__  # that of enum.Enum is a function of Python, and moves are looked up several times a step
+    __hash__ = (
+        object.__hash__
+    )  # that of enum.Enum is a function of Python, and moves are looked up several times a step
 
 
 _MOVES: dict[Residency, tuple[Residency, ...]] = {
     Residency.SHARDED: (Residency.GATHERING,),
-    Residency.GATHERING: (Residency.FULL, Residency.SHARDED),  # sharded: gathered on a wrong guess, or an exception came
+    Residency.GATHERING: (
+        Residency.FULL,
+        Residency.SHARDED,
+    ),  # sharded: gathered on a wrong guess, or an exception came
     Residency.FULL: (Residency.SHARDED,),
 }
 
@@ -63,7 +74,9 @@ class UnitOptions:
     cast_root_inputs: bool  # the same, for the unit that a forward begins with
     compute_dtype: torch.dtype
     device: torch.device
-    full_precision_in_eval: bool = False  # modules in evaluation mode compute in the dtype of the shard
+    full_precision_in_eval: bool = (
+        False  # modules in evaluation mode compute in the dtype of the shard
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,7 +97,8 @@ class Zeroed(enum.Enum):
 
 
 class Group:
-    """The engine's half of one store: which of its memory is there, what travels, which gradients have come. It knows no layout."""
+    """The engine's half of one store: which of its memory is there, what travels, which gradients
+    have come. It knows no layout."""
 
     def __init__(
         self,
@@ -95,9 +109,11 @@ class Group:
         offload: bool = False,
         streamed: bool = True,
     ) -> None:
-        """Collective over the mesh, once per process group (see ``communicator``). offload: the shard is on the CPU. streamed: the
-        gradients of large leaves move on as they come."""
-        self.make_room: Callable[[], None] = _nothing  # before memory is taken for gradients; the runtime sets it
+        """Collective over the mesh, once per process group (see ``communicator``). offload: the
+        shard is on the CPU. streamed: the gradients of large leaves move on as they come."""
+        self.make_room: Callable[[], None] = (
+            _nothing  # before memory is taken for gradients; the runtime sets it
+        )
         self.call_it("")
         self.store, self.precision, self.device = store, precision, device
         self.shard: Communicator = communicator(mesh.shard, device)
@@ -109,16 +125,26 @@ class Group:
             for dtype in dict.fromkeys((precision.gather, precision.evaluate or precision.gather))
         ]
         self.memory = self.memories[0]
-        self._leaves = [(index, leaf) for memory in self.memories for index, leaf in enumerate(memory.leaves)]
+        self._leaves = [
+            (index, leaf) for memory in self.memories for index, leaf in enumerate(memory.leaves)
+        ]
         self._streamed = streamed
         self._small = [(index, leaf) for index, leaf in self._leaves if not self._is_large(leaf)]
-        self._small_indices, self.small_leaves = [index for index, _ in self._small], [leaf for _, leaf in self._small]
+        self._small_indices, self.small_leaves = (
+            [index for index, _ in self._small],
+            [leaf for _, leaf in self._small],
+        )
         self._no_gradients = [None] * len(self._small)
         self.all_leaves = [leaf for _, leaf in self._leaves]
         self._targets = [target for target, _ in store.targets]
-        # Targets of which this rank has no part, so that they never have gradients here, and optimizers keep nothing for them.
-        self._vacant = frozenset(n for n, target in enumerate(store.targets) if self._is_vacant(target))
-        self.num_held = len(self._targets) - len(self._vacant)  # targets that this rank has a part of
+        # Targets of which this rank has no part, so that they never have gradients here, and
+        # optimizers keep nothing for them.
+        self._vacant = frozenset(
+            n for n, target in enumerate(store.targets) if self._is_vacant(target)
+        )
+        self.num_held = len(self._targets) - len(
+            self._vacant
+        )  # targets that this rank has a part of
         self._tag = self.shard.new_tag()
         grad_dtype = precision.grad if precision.grad not in (None, store.dtype) else None
         if grad_dtype is not None:
@@ -137,24 +163,35 @@ class Group:
             one_group=mesh.one_group,
         )
         self._hooked: set[nn.Parameter] = set()
-        self._wanted = [target.requires_grad for target, _ in store.targets]  # as the leaves were last told
+        self._wanted = [
+            target.requires_grad for target, _ in store.targets
+        ]  # as the leaves were last told
         self._gathering: Pending | None = None
-        self._collected: Collected | None = None  # made when the first gradient comes: frozen groups never have one
+        self._collected: Collected | None = (
+            None  # made when the first gradient comes: frozen groups never have one
+        )
         self.filled: Collection[int] = ()  # leaves whose gradients have been collected
         self._unreduced: list[Unreduced | None] = []
         self.reduction: Reduction | None = None
 
     def call_it(self, name: str) -> None:
         """name: of its unit, for errors."""
-        self.name, self._parameters_text, self._gradients_text = name, f"the parameters of {name}", f"the gradients of {name}"
+        self.name, self._parameters_text, self._gradients_text = (
+            name,
+            f"the parameters of {name}",
+            f"the gradients of {name}",
+        )
 
     def _is_large(self, leaf: nn.Parameter) -> bool:
-        """True for a leaf with a hook of its own. Those of other tensor types are collected with the small ones."""
+        """True for a leaf with a hook of its own. Those of other tensor types are collected with
+        the small ones."""
         return self._streamed and leaf.numel() >= LARGE and torch_private.is_plain(leaf)
 
     def _is_vacant(self, target: Target) -> bool:
         leaves = self.memories[0].leaves
-        return not target.parameter.numel() and any(leaves[index].numel() for index in target.leaves)
+        return not target.parameter.numel() and any(
+            leaves[index].numel() for index in target.leaves
+        )
 
     # -- parameters
 
@@ -164,7 +201,8 @@ class Group:
         return self.memory.leaves
 
     def use(self, form: int) -> None:
-        """Compute in the first dtype, or, where there is a second one for evaluation, in that. Only while nothing is gathered."""
+        """Compute in the first dtype, or, where there is a second one for evaluation, in that. Only
+        while nothing is gathered."""
         self.memory = self.memories[min(form, len(self.memories) - 1)]
 
     def gather(self) -> None:
@@ -172,7 +210,9 @@ class Group:
         if memory.aliased:
             return
         memory.allocate()
-        self._gathering = self.shard.begin_gather(self.store.shard, memory.full, memory.segments, self._tag)
+        self._gathering = self.shard.begin_gather(
+            self.store.shard, memory.full, memory.segments, self._tag
+        )
         if self.home.apart:
             self.home.was_read()
 
@@ -185,14 +225,17 @@ class Group:
 
     def free(self) -> None:
         if self._gathering is None:
-            self._gathering = self.shard.left(self._tag)  # by an exception, before it was noted here
+            self._gathering = self.shard.left(
+                self._tag
+            )  # by an exception, before it was noted here
         if self._gathering is not None and not self.shard.has_failed:
             self._arrive()  # memory that is being received into cannot be freed
         self._gathering = None
         self.memory.free()
 
     def gather_full(self, own: torch.Tensor | None = None) -> torch.Tensor:
-        """Return [ranks * S] from every rank's ``own`` [S], by default the shard: memory of its own, unless there is one rank.
+        """Return [ranks * S] from every rank's ``own`` [S], by default the shard: memory of its
+        own, unless there is one rank.
 
         Collective. It does not touch what the group holds for forward and backward.
         """
@@ -204,8 +247,8 @@ class Group:
         self._gathering = None  # not before: what has not arrived is still received
 
     def follow_requires_grad(self) -> list[tuple[int, nn.Parameter]]:
-        """Honour toggles on what the optimizer sees. Returns the large leaves, with their indices, that are trainable for the first
-        time: they need a hook."""
+        """Honour toggles on what the optimizer sees. Returns the large leaves, with their indices,
+        that are trainable for the first time: they need a hook."""
         for position, (target, indices) in enumerate(self.store.targets):
             if target.requires_grad is self._wanted[position]:
                 self._follow_leaves(target, indices)
@@ -225,17 +268,25 @@ class Group:
         return found
 
     def _follow_leaves(self, target: nn.Parameter, indices: Sequence[int]) -> None:
-        """Somebody may have toggled a whole parameter inside of forward: that counts for what it is a part of."""
+        """Somebody may have toggled a whole parameter inside of forward: that counts for what it is
+        a part of."""
         known = target.requires_grad
-        toggled = [index for index in indices if any(memory.leaves[index].requires_grad is not known for memory in self.memories)]
+        toggled = [
+            index
+            for index in indices
+            if any(memory.leaves[index].requires_grad is not known for memory in self.memories)
+        ]
         if not toggled:
             return
         if len(toggled) < len(indices):
             raise StateError(
                 explain(
-                    "requires_grad was changed inside of forward for some of the parameters that are flattened together.",
-                    expected="a change for all parameters of the FlatParameter, or use_orig_params=True",
-                    got=f"{len(toggled)} of {len(indices)} parameters with requires_grad={not known}",
+                    "requires_grad was changed inside of forward for some of the parameters that "
+                    "are flattened together.",
+                    expected="a change for all parameters of the FlatParameter, or "
+                    "use_orig_params=True",
+                    got=f"{len(toggled)} of {len(indices)} parameters with "
+                    f"requires_grad={not known}",
                     where=self.name,
                     fix="set requires_grad before wrapping, or pass use_orig_params=True",
                 )
@@ -251,7 +302,10 @@ class Group:
     def lacks_no_gradient(self) -> bool:
         """True if the gradients of all trainable leaves have come."""
         filled = self.filled
-        return all(not leaf.requires_grad or leaf.grad is not None or index in filled for index, leaf in enumerate(self.leaves))
+        return all(
+            not leaf.requires_grad or leaf.grad is not None or index in filled
+            for index, leaf in enumerate(self.leaves)
+        )
 
     @property
     def resident_nbytes(self) -> int:
@@ -269,7 +323,8 @@ class Group:
         return self._wire.hook
 
     def set_hook(self, hook: CommHook) -> None:
-        """Sum and average gradients in the user's way from now on. Not while gradients are being collected."""
+        """Sum and average gradients in the user's way from now on. Not while gradients are being
+        collected."""
         self._wire = dataclasses.replace(self._wire, hook=hook, predivisor=1.0)
         self._collected, self.filled = None, ()  # made anew: without division on the way in
 
@@ -285,7 +340,9 @@ class Group:
         if not any(map(operator.is_not, grads, self._no_gradients)):
             return
         if any(map(operator.is_, grads, self._no_gradients)):
-            indices = [index for index, grad in zip(indices, grads, strict=True) if grad is not None]
+            indices = [
+                index for index, grad in zip(indices, grads, strict=True) if grad is not None
+            ]
             grads = [grad for grad in grads if grad is not None]
         for leaf in self.small_leaves:
             leaf.grad = None
@@ -299,7 +356,9 @@ class Group:
         if self._collected is None:
             self._collected = self._make_collected()
             self.filled = self._collected.filled
-        if any(map(_is_sparse, grads)) or any(map(_requires_grad, grads)):  # the latter with create_graph
+        if any(map(_is_sparse, grads)) or any(
+            map(_requires_grad, grads)
+        ):  # the latter with create_graph
             grads = [grad.to_dense() if grad.is_sparse else grad.detach() for grad in grads]
         self._collected.put(indices, grads)
 
@@ -311,10 +370,16 @@ class Group:
             and torch_private.is_plain(self.leaves[target.leaves[0]])
             for target in self.store.targets
         )
-        exact = self.precision.reduce == self.store.dtype and wire.grad_dtype is None and len(self.memories) == 1
+        exact = (
+            self.precision.reduce == self.store.dtype
+            and wire.grad_dtype is None
+            and len(self.memories) == 1
+        )
         if wire.ranks == 1 and wire.hook is None and self.memory.aliased and whole and exact:
             return HandedGradients(self.store)
-        return ReduceBuffer(self.store, self.shard.ranks, self.precision.reduce, self.device, wire.predivisor, wire)
+        return ReduceBuffer(
+            self.store, self.shard.ranks, self.precision.reduce, self.device, wire.predivisor, wire
+        )
 
     def start_reduction(self) -> None:
         if self._collected is None:  # served for ranks that have gradients
@@ -331,8 +396,12 @@ class Group:
 
     def _accept(self, grads: Sequence[torch.Tensor | None]) -> None:
         if self._vacant:
-            grads = [None if position in self._vacant else grad for position, grad in enumerate(grads)]
-        if all(map(_requires_grad, self._targets)) and not any(map(operator.is_not, map(_grad, self._targets), _NONES)):
+            grads = [
+                None if position in self._vacant else grad for position, grad in enumerate(grads)
+            ]
+        if all(map(_requires_grad, self._targets)) and not any(
+            map(operator.is_not, map(_grad, self._targets), _NONES)
+        ):
             exhaust(map(setattr, self._targets, _GRAD, grads))
             return
         for target, grad in zip(self._targets, grads, strict=True):
@@ -342,11 +411,14 @@ class Group:
                 target.grad = grad
             else:
                 self.home.settle()
-                self.replica.settle(f"the gradients of {self.name}")  # of this backward: peers may still read them
+                self.replica.settle(
+                    f"the gradients of {self.name}"
+                )  # of this backward: peers may still read them
                 target.grad.add_(grad)
 
     def step_in_backward(self) -> None:
-        """Let the optimizers that step in backward do it, with gradients that are complete, and drop these."""
+        """Let the optimizers that step in backward do it, with gradients that are complete, and
+        drop these."""
         for target in self._targets:
             optimizers = torch_private.optimizers_in_backward(target)
             if optimizers and target.grad is not None:
@@ -372,27 +444,34 @@ class Group:
         return next((index for index, leaf in self._small if leaf.grad is not None), None)
 
     def require_leaves(self) -> None:
-        """Raise AssertedStateError, and put it right, if somebody has given a whole parameter other memory."""
+        """Raise AssertedStateError, and put it right, if somebody has given a whole parameter other
+        memory."""
         for memory in self.memories:
             strayed = memory.strayed()
             if strayed:
                 memory.bring_back(self.store, strayed)
                 raise AssertedStateError(
                     explain(
-                        "A whole parameter was given other memory: its change would be lost with the next gather.",
-                        expected="changes by `.data =` between steps; inside of forward and until backward has ended none",
-                        got=f"other memory for parameter {strayed[0]} (shape {tuple(memory.leaves[strayed[0]].shape)})",
+                        "A whole parameter was given other memory: its change would be lost with "
+                        "the next gather.",
+                        expected="changes by `.data =` between steps; inside of forward and until "
+                        "backward has ended none",
+                        got=f"other memory for parameter {strayed[0]} (shape "
+                        f"{tuple(memory.leaves[strayed[0]].shape)})",
                         where=self.name,
-                        fix="change it between steps, in place inside of summon_full_params; this change was dropped",
+                        fix="change it between steps, in place inside of summon_full_params; this "
+                        "change was dropped",
                     )
                 )
 
     # -- accumulation without communication
 
     def note_unreduced(self) -> None:
-        """After a backward without communication: leave a gradient (of zeros) where zero_grad will find it, and note how it is.
+        """After a backward without communication: leave a gradient (of zeros) where zero_grad will
+        find it, and note how it is.
 
-        Also where this rank has no part, until the next reduction: what zero_grad clears is dropped on all ranks or on none.
+        Also where this rank has no part, until the next reduction: what zero_grad clears is dropped
+        on all ranks or on none.
         """
         self._unreduced = []
         for target, _ in self.store.targets:
@@ -430,7 +509,8 @@ class Group:
         )
 
     def scaled(self) -> bool:
-        """True if a noted gradient was written to, and something that was not zero still is not: a change that is no zero_grad."""
+        """True if a noted gradient was written to, and something that was not zero still is not: a
+        change that is no zero_grad."""
         return any(
             note is not None
             and target.grad is note.grad
@@ -474,34 +554,60 @@ class _Slot(typing.NamedTuple):
 
 
 class _Swap:
-    """Going from one form to the other. What is done in every step is done for all slots by few calls of C functions."""
+    """Going from one form to the other. What is done in every step is done for all slots by few
+    calls of C functions."""
 
     __slots__ = ("_new", "_old", "_present", "exchange", "slots")
 
     def __init__(
-        self, before: Sequence[Shown], after: Sequence[Shown], away: Sequence[Entry] = (), here: Sequence[Entry] = ()
+        self,
+        before: Sequence[Shown],
+        after: Sequence[Shown],
+        away: Sequence[Entry] = (),
+        here: Sequence[Entry] = (),
     ) -> None:
         """away, here: placeholders that go and that come with it."""
         self.slots = [
-            _Slot(new.module, torch_private.parameters_of(new.module), new.attribute, new.parameter, old.parameter)
+            _Slot(
+                new.module,
+                torch_private.parameters_of(new.module),
+                new.attribute,
+                new.parameter,
+                old.parameter,
+            )
             for old, new in zip(before, after, strict=True)
         ]
         present = [(slot.parameters, slot.attribute, slot.old) for slot in self.slots]
-        gone = [entry for slot, entry in zip(self.slots, present, strict=True) if slot.new is None and slot.old is not None]
-        new = [(slot.parameters, slot.attribute, slot.new) for slot in self.slots if slot.new is not None]
-        self._present, self._old, self._new = Entries(present), Entries([*gone, *away]), Entries([*new, *here])
-        # What carries it out, where everything stands that was shown before. What is old is absent then: None would silently drop a
-        # bias.
+        gone = [
+            entry
+            for slot, entry in zip(self.slots, present, strict=True)
+            if slot.new is None and slot.old is not None
+        ]
+        new = [
+            (slot.parameters, slot.attribute, slot.new)
+            for slot in self.slots
+            if slot.new is not None
+        ]
+        self._present, self._old, self._new = (
+            Entries(present),
+            Entries([*gone, *away]),
+            Entries([*new, *here]),
+        )
+        # What carries it out, where everything stands that was shown before. What is old is absent
+        # then: None would silently drop a bias.
         self.exchange = exchange_of(Entries([*present, *away]), self._old, self._new)
 
     def foreign(self) -> _Slot | None:
         """Return a slot where something else stands than what was shown before."""
         if self._present.stand():
             return None
-        return next(slot for slot in self.slots if slot.parameters.get(slot.attribute) is not slot.old)
+        return next(
+            slot for slot in self.slots if slot.parameters.get(slot.attribute) is not slot.old
+        )
 
     def around_others(self) -> _Slot | None:
-        """Carry it out where ``exchange`` does not, unless something else stands in a slot; return that slot then."""
+        """Carry it out where ``exchange`` does not, unless something else stands in a slot; return
+        that slot then."""
         foreign = self.foreign()
         if foreign is None:  # somebody has set an attribute where a placeholder was: it stays
             self._old.take_out_own()
@@ -519,8 +625,9 @@ class Unwritten(typing.NamedTuple):
 class Call:
     """One forward call of a unit, in ticks of the runtime. It lives in the hooks of its outputs.
 
-    The garbage collector does not see what a graph holds. A loss that a module keeps as an attribute would keep that module for
-    ever, so a call holds its unit until backward has left it, and no longer.
+    The garbage collector does not see what a graph holds. A loss that a module keeps as an
+    attribute would keep that module for ever, so a call holds its unit until backward has left it,
+    and no longer.
     """
 
     __slots__ = ("_its_unit", "counted", "enter", "exit", "form", "lent", "seen_by", "unit")
@@ -539,7 +646,8 @@ class Call:
         if unit is None:
             raise StateError(
                 explain(
-                    "A second backward passed a graph whose model is gone, and with it the parameters.",
+                    "A second backward passed a graph whose model is gone, and with it the "
+                    "parameters.",
                     expected="a model that lives as long as there are backwards through it",
                     got="a graph that was kept, by retain_graph=True, longer than its model",
                     where="an output of a FullyShardedDataParallel",
@@ -552,14 +660,20 @@ class Call:
 class Unit:
     """The parameters that are gathered together, and what its modules show of them.
 
-    What is shown is apart from what is resident: full only inside of forward, and from pre-backward until backward leaves the unit.
-    A freed leaf is never within reach, as reading one would read freed memory.
+    What is shown is apart from what is resident: full only inside of forward, and from pre-backward
+    until backward leaves the unit. A freed leaf is never within reach, as reading one would read
+    freed memory.
     """
 
     def __init__(
-        self, module: nn.Module, groups: Sequence[Group], options: UnitOptions, buffers: CastBuffers | None = None
+        self,
+        module: nn.Module,
+        groups: Sequence[Group],
+        options: UnitOptions,
+        buffers: CastBuffers | None = None,
     ) -> None:
-        """module: whose forward calls are the unit's. buffers: what of its buffers is cast, if anything."""
+        """module: whose forward calls are the unit's. buffers: what of its buffers is cast, if
+        anything."""
         self.module, self.options, self.buffers = module, options, buffers
         self.reference = weakref.ref(self)
         self.owner: Callable[[], nn.Module | None] = _nobody  # weak: the wrapper, if there is one
@@ -567,13 +681,19 @@ class Unit:
         self.label, self.is_root = "a unit", False  # likewise; the label is for errors
         self.running = 0  # forward calls that have entered and not exited
         self.withdrawn = False  # nothing stands where parameters were
-        self.lent = False  # somebody else shows full parameters (summon_full_params): neither gather nor free
-        self.in_state_dict = False  # the front end takes or loads a state dict: the modules' own methods may see sharded forms
+        # somebody else shows full parameters (summon_full_params): neither gather nor free
+        self.lent = False
+        # the front end takes or loads a state dict: the modules' own methods may see sharded forms
+        self.in_state_dict = False
         self.calls: list[Call] = []  # that backward has entered and not left
         self.unwritten: list[Unwritten] = []  # to be looked at once, before the first forward
         self.residency, self.shown_full = Residency.SHARDED, False  # only this class sets them
-        self._attribute_holders = [(m.__dict__, _num_internal(m)) for m in module.modules() if _keeps_attributes(m)]
-        self.has_one_form = not options.full_precision_in_eval  # the first: that of the dtype computed in
+        self._attribute_holders = [
+            (m.__dict__, _num_internal(m)) for m in module.modules() if _keeps_attributes(m)
+        ]
+        self.has_one_form = (
+            not options.full_precision_in_eval
+        )  # the first: that of the dtype computed in
         self.form = 0  # of what is gathered, or was last: 1 for evaluation in full precision
         self._take(groups)
 
@@ -586,32 +706,41 @@ class Unit:
         self._to_full = [_Swap(sharded, shown, away=self._guards.always) for shown in forms]
         self._to_sharded = [_Swap(shown, sharded, here=self._guards.always) for shown in forms]
         self._orders = _orders_to_keep(forms[0])
-        self._rnns = list(dict.fromkeys(slot.module for slot in forms[0] if isinstance(slot.module, nn.RNNBase)))
+        self._rnns = list(
+            dict.fromkeys(slot.module for slot in forms[0] if isinstance(slot.module, nn.RNNBase))
+        )
         self.has_parts, self._has_orders = self._guards.has_parts, bool(self._orders or self._rnns)
         self.show_sharded_again()
 
     def exchange_groups(self, groups: Sequence[Group]) -> None:
-        """Manage ``groups`` in place of those before, whose stores they have. Only while everything is sharded."""
+        """Manage ``groups`` in place of those before, whose stores they have. Only while everything
+        is sharded."""
         assert self.residency is Residency.SHARDED and not self.shown_full and not self.lent
         self._guards.retire()
         self._take(groups)
 
     def _shown(self, form: int) -> list[Shown]:
         return [
-            slot for group in self.groups for slot in group.store.shown(group.memories[min(form, len(group.memories) - 1)].leaves)
+            slot
+            for group in self.groups
+            for slot in group.store.shown(group.memories[min(form, len(group.memories) - 1)].leaves)
         ]
 
     def wanted_form(self) -> int:
-        """1 if the unit is to compute in the dtype of its shard now, for evaluation, 0 otherwise."""
+        """1 if the unit is to compute in the dtype of its shard now, for evaluation, 0
+        otherwise."""
         return 1 if self.options.full_precision_in_eval and not self.module.training else 0
 
     def _move(self, to: Residency) -> None:
         if to not in _MOVES[self.residency]:
-            raise StateError(f"internal: {self.label} cannot go from {self.residency.name} to {to.name}")
+            raise StateError(
+                f"internal: {self.label} cannot go from {self.residency.name} to {to.name}"
+            )
         self.residency = to
 
     def attributes(self) -> list[torch.Tensor]:
-        """Tensors that forward left on the modules (``self.aux_loss = ...``): a backward from them must pass a hook too."""
+        """Tensors that forward left on the modules (``self.aux_loss = ...``): a backward from them
+        must pass a hook too."""
         return [
             value
             for attributes, start in self._attribute_holders
@@ -632,13 +761,16 @@ class Unit:
 
     @contextlib.contextmanager
     def described(self) -> Iterator[None]:
-        """Put parameters without values where attributes are absent, for code that asks for shapes, as ``repr`` does."""
+        """Put parameters without values where attributes are absent, for code that asks for shapes,
+        as ``repr`` does."""
         put = []
         if not self.shown_full:
             self._guards.disarm()
         for _, parameters, attribute, leaf, _ in self._to_full[0].slots:
             if leaf is not None and attribute not in parameters:
-                parameters[attribute] = nn.Parameter(torch.empty_like(leaf, device="meta"), requires_grad=False)
+                parameters[attribute] = nn.Parameter(
+                    torch.empty_like(leaf, device="meta"), requires_grad=False
+                )
                 put.append((parameters, attribute))
         try:
             yield
@@ -649,16 +781,20 @@ class Unit:
                 self._guards.arm()
 
     def require_state_dict(self, module: nn.Module, method: str) -> None:
-        """Raise StateError where a module's own ``state_dict`` or ``load_state_dict`` would meet flat or partial parameters."""
+        """Raise StateError where a module's own ``state_dict`` or ``load_state_dict`` would meet
+        flat or partial parameters."""
         if self.in_state_dict or self.lent:
             return
         raise StateError(
             explain(
-                f"{method}() was called on a module inside of a sharded one, where it meets parts of parameters only.",
-                expected=f"{method}() of the FullyShardedDataParallel around it, or a call inside of summon_full_params",
+                f"{method}() was called on a module inside of a sharded one, where it meets parts "
+                "of parameters only.",
+                expected=f"{method}() of the FullyShardedDataParallel around it, or a call inside "
+                "of summon_full_params",
                 got=f"{method}() that reached a {type(module).__name__} by itself",
                 where=self.label,
-                fix=f"call {method}() on the wrapper: its names are those of the module before wrapping",
+                fix=f"call {method}() on the wrapper: its names are those of the module before "
+                "wrapping",
             )
         )
 
@@ -675,11 +811,13 @@ class Unit:
                 group.gather()
 
     def lacks_no_gradient(self) -> bool:
-        """True if the gradients of all trainable leaves have come: nothing in backward reads them any more, on any device."""
+        """True if the gradients of all trainable leaves have come: nothing in backward reads them
+        any more, on any device."""
         return all(group.lacks_no_gradient() for group in self.groups)
 
     def send_again(self) -> None:
-        """Collective. The parameters are here, but other ranks gather them: take part, and receive what is there already."""
+        """Collective. The parameters are here, but other ranks gather them: take part, and receive
+        what is there already."""
         for group in self.groups:
             group.gather()
             group.wait()
@@ -692,7 +830,8 @@ class Unit:
             self._move(Residency.FULL)
 
     def free(self) -> None:
-        """What a running forward call uses stays: backward may run inside of a forward (forces = autograd.grad(energy, x))."""
+        """What a running forward call uses stays: backward may run inside of a forward (forces =
+        autograd.grad(energy, x))."""
         if self.running:
             return
         if self.shown_full:
@@ -734,7 +873,8 @@ class Unit:
         self._guards.disarm_reads()
 
     def withdraw(self) -> None:
-        """Take the sharded form out of the modules, and leave nothing, until ``show_sharded_again``."""
+        """Take the sharded form out of the modules, and leave nothing, until
+        ``show_sharded_again``."""
         self.withdrawn = True
         self._guards.disarm()
         for _, parameters, attribute, new, _ in self._to_sharded[0].slots:
@@ -752,7 +892,8 @@ class Unit:
         self.lent = False
 
     def keep_order(self) -> None:
-        """Parameters have been put in or taken out: names come in the order they had, and RNNs see them."""
+        """Parameters have been put in or taken out: names come in the order they had, and RNNs see
+        them."""
         for module, order in self._orders:
             _reorder(torch_private.parameters_of(module), order)
         for rnn in self._rnns:
@@ -794,9 +935,12 @@ class Unit:
                 else "no such attribute while the unit is sharded",
                 got=f"an object of type {type(found).__name__}" if found is not None else "nothing",
                 where=f"{self.label}, {type(module).__name__}.{attribute}",
-                fix="put back what was there, and change values in place, inside of summon_full_params or, with "
-                "use_orig_params=True, by assigning a Parameter to the attribute between steps; deleting parameters, "
-                "parametrizations made after wrapping and torch.func.functional_call cannot replace sharded parameters",
+                fix="put back what was there, and change values in place, inside of "
+                "summon_full_params or, with "
+                "use_orig_params=True, by assigning a Parameter to the attribute between steps; "
+                "deleting parameters, "
+                "parametrizations made after wrapping and torch.func.functional_call cannot "
+                "replace sharded parameters",
             )
         )
 
@@ -806,31 +950,40 @@ _INTERNAL = frozenset((*nn.Module().__dict__, *MARKS))
 
 def _num_internal(module: nn.Module) -> int:
     """How many of a module's first attributes are nn.Module's own, or marks."""
-    return next((n for n, name in enumerate(module.__dict__) if name not in _INTERNAL), len(module.__dict__))
+    return next(
+        (n for n, name in enumerate(module.__dict__) if name not in _INTERNAL), len(module.__dict__)
+    )
 
 
 def _keeps_attributes(module: nn.Module) -> bool:
-    """Torch's own layers, and wrappers, leave no tensors on themselves in forward; looking through all of them would cost more than
-    the swap."""
+    """Torch's own layers, and wrappers, leave no tensors on themselves in forward; looking through
+    all of them would cost more than the swap."""
     return type(module).__module__.partition(".")[0] not in ("torch", __name__.partition(".")[0])
 
 
 def _orders_to_keep(shown: Sequence[Shown]) -> list[tuple[nn.Module, list[str]]]:
-    """Modules that hold, beside what a unit manages, parameters of others: swapping would change the order of their names."""
+    """Modules that hold, beside what a unit manages, parameters of others: swapping would change
+    the order of their names."""
     managed: dict[nn.Module, list[str]] = {}
     for module, attribute, parameter in shown:
         if parameter is not None:  # a FlatParameter is absent while the leaves are shown
             managed.setdefault(module, []).append(attribute)
     kept = []
     for module, names in managed.items():
-        order = [name for name, parameter in torch_private.parameters_of(module).items() if parameter is not None or name in names]
+        order = [
+            name
+            for name, parameter in torch_private.parameters_of(module).items()
+            if parameter is not None or name in names
+        ]
         if order != names:
             kept.append((module, order))
     return kept
 
 
 def _reorder(parameters: dict[str, nn.Parameter | None], order: Sequence[str]) -> None:
-    items = {name: parameters[name] for name in itertools.chain(order, parameters) if name in parameters}
+    items = {
+        name: parameters[name] for name in itertools.chain(order, parameters) if name in parameters
+    }
     if list(items) != list(parameters):
         parameters.clear()
         parameters.update(items)

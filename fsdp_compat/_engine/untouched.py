@@ -1,8 +1,9 @@
-"""Whether anybody has touched what a runtime left between steps: one look at all units, by few calls of C functions.
+"""Whether anybody has touched what a runtime left between steps: one look at all units, by few
+calls of C functions.
 
-Gradients of small leaves are None, requires_grad is as it was, targets and leaves have the memory they had. Where that is so,
-nothing has to be looked at unit by unit, which would cost a dozen calls each.
-"""
+Gradients of small leaves are None, requires_grad is as it was, targets and leaves have the memory
+they had. Where that is so, nothing has to be looked at unit by unit, which would cost a dozen calls
+each."""
 
 from __future__ import annotations
 
@@ -43,7 +44,9 @@ class Untouched:
 
     def targets_stand(self) -> bool:
         """True if no target has been given other memory since ``note``."""
-        return self._noted is None or list(map(torch.Tensor.data_ptr, self._targets)) == self._noted[1]
+        return (
+            self._noted is None or list(map(torch.Tensor.data_ptr, self._targets)) == self._noted[1]
+        )
 
     def note(self) -> None:
         """Everything has been looked at, and put right."""

@@ -1,23 +1,26 @@
 """The watch: finds ranks that wait for each other for ever, and says who waits for what from whom.
 
-A thread beside the main one looks at what the main thread waits for. When that has been the same for ``PATIENCE`` seconds, it posts
-the wait in the store of the default process group, together with how often this rank has begun what (per line and tag), and follows
-the posts of others from rank to rank. A rank *lacks* what is waited for while it has begun it less often than the one that waits.
+A thread beside the main one looks at what the main thread waits for. When that has been the same
+for ``PATIENCE`` seconds, it posts the wait in the store of the default process group, together with
+how often this rank has begun what (per line and tag), and follows the posts of others from rank to
+rank. A rank *lacks* what is waited for while it has begun it less often than the one that waits.
 
-Why what it finds is true, however old a post is: a rank that waits begins nothing, so one that lacks something and waits begins it
-after its own wait has ended. Each wait of the chain therefore ends after the next one does, and in a circle no wait can be the
-first to end. The same holds for a chain that ends at a rank whose communication has failed. A rank that computes posts nothing, and
-what is on its way was begun; so neither a slow rank nor a slow network is ever taken for a circle. It needs one thread that
-communicates: while several do, nothing is searched.
+Why what it finds is true, however old a post is: a rank that waits begins nothing, so one that
+lacks something and waits begins it after its own wait has ended. Each wait of the chain therefore
+ends after the next one does, and in a circle no wait can be the first to end. The same holds for a
+chain that ends at a rank whose communication has failed. A rank that computes posts nothing, and
+what is on its way was begun; so neither a slow rank nor a slow network is ever taken for a circle.
+It needs one thread that communicates: while several do, nothing is searched.
 
-Who gets the error. A rank that waits in a rendezvous (meeting.py) has sent nothing yet. If a circle passes through such ranks, they
-alone are refused, and the others' waits go on: whoever was refused can still do what they wait for. In any other circle every wait
-is ended with the connections that it waits on, and communication has failed: see ``give_up``.
+Who gets the error. A rank that waits in a rendezvous (meeting.py) has sent nothing yet. If a circle
+passes through such ranks, they alone are refused, and the others' waits go on: whoever was refused
+can still do what they wait for. In any other circle every wait is ended with the connections that
+it waits on, and communication has failed: see ``give_up``.
 
-The same thread answers others who ask what this process is doing (pulse.py), so that a rank that has not come can be told from one
-that never will. It has a connection to the store of its own: another thread may be waiting in the other one. While nobody asks and
-nothing waits, it makes one request, which only reads, every ``quiet_s()`` seconds.
-"""
+The same thread answers others who ask what this process is doing (pulse.py), so that a rank that
+has not come can be told from one that never will. It has a connection to the store of its own:
+another thread may be waiting in the other one. While nobody asks and nothing waits, it makes one
+request, which only reads, every ``quiet_s()`` seconds."""
 
 from __future__ import annotations
 
@@ -87,7 +90,8 @@ def _told_limit_s(text: str) -> float:
 
 
 def idle_limit_s() -> float:
-    """Return for how many seconds a rank that others wait for may be idle: FSDP_COMPAT_MEET_TIMEOUT, by default 10.
+    """Return for how many seconds a rank that others wait for may be idle:
+    FSDP_COMPAT_MEET_TIMEOUT, by default 10.
 
     Raises UsageError for a text that is not a time.
     """
@@ -143,17 +147,21 @@ class Line(typing.Protocol):
         """End the wait of the main thread with an error, from the watch's thread."""
 
     def fail(self, report: Report) -> None:
-        """Close the connections, with everything that travels on them; every later use raises and says why."""
+        """Close the connections, with everything that travels on them; every later use raises and
+        says why."""
 
     def close(self) -> None:
-        """Close the connections, as there is nobody left to fail for: their process group was destroyed."""
+        """Close the connections, as there is nobody left to fail for: their process group was
+        destroyed."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Report:
     """Why communication has failed."""
 
-    circle: bool  # ranks wait for each other; else a time limit, a broken connection or an interrupt
+    circle: (
+        bool  # ranks wait for each other; else a time limit, a broken connection or an interrupt
+    )
     lines: dict[int, str]  # by global rank: what it waits for
 
     def __str__(self) -> str:
@@ -189,7 +197,9 @@ class Board:
 
     def _get(self, key: str) -> str:
         key = f"fsdp_compat/{key}"
-        return self._store.get(key).decode() if self._store.check([key]) else ""  # `get` alone waits for what is not there
+        return (
+            self._store.get(key).decode() if self._store.check([key]) else ""
+        )  # `get` alone waits for what is not there
 
     def _set(self, key: str, value: object) -> None:
         self._store.set(f"fsdp_compat/{key}", "" if value is None else json.dumps(value))
@@ -217,11 +227,13 @@ class Board:
         return Report(circle, {int(rank): line for rank, line in lines.items()})
 
     def ask(self, rank: int) -> int:
-        """Ask a rank what it is doing; return the number of the question. Who waits asks again and again."""
+        """Ask a rank what it is doing; return the number of the question. Who waits asks again and
+        again."""
         return self._store.add(f"fsdp_compat/asked/{rank}", 1)
 
     def num_asked(self, rank: int, before: int) -> int:
-        """Return how often a rank was asked, which was ``before`` at the last look. One request where nothing is new."""
+        """Return how often a rank was asked, which was ``before`` at the last look. One request
+        where nothing is new."""
         key = f"fsdp_compat/asked/{rank}"
         return int(self._store.get(key)) if before or self._store.check([key]) else 0
 
@@ -250,7 +262,8 @@ class Board:
 
 
 def board() -> Board | None:
-    """Return the board of the ranks of the world, or None where there is no process group any more."""
+    """Return the board of the ranks of the world, or None where there is no process group any
+    more."""
     store = torch_private.default_store()
     return None if store is None else Board(store)
 
@@ -268,7 +281,9 @@ class _Doorkeeper:
         self.board.answer(self._rank, None)
 
     def answer(self, lines: Sequence[Line]) -> None:
-        idle_s = self._pulse.idle_s()  # looked at without a question, too: whoever asks hears how long it has been
+        idle_s = (
+            self._pulse.idle_s()
+        )  # looked at without a question, too: whoever asks hears how long it has been
         line = next((line for line in lines if line.waiting is not None), None)
         waiting = None if line is None else line.waiting
         if waiting is not None:
@@ -304,7 +319,9 @@ class _Watch:
         self._since = 0.0  # monotonic seconds
         self._posted: int | None = None  # the global rank under which a post stands
         self._door: _Doorkeeper | None = None
-        self._introduced: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()  # worlds that know this process
+        self._introduced: weakref.WeakSet[dist.ProcessGroup] = (
+            weakref.WeakSet()
+        )  # worlds that know this process
 
     def add(self, line: Line) -> None:
         with self.lock:
@@ -314,7 +331,9 @@ class _Watch:
                 self._introduced.add(world)
                 here.introduce(dist.get_rank())
             if self._thread is None or not self._thread.is_alive():
-                self._thread = threading.Thread(target=self._run, daemon=True, name="fsdp_compat watch")
+                self._thread = threading.Thread(
+                    target=self._run, daemon=True, name="fsdp_compat watch"
+                )
                 self._thread.start()
 
     def lines(self) -> list[Line]:
@@ -330,17 +349,28 @@ class _Watch:
             self._at_door(self.lines())  # that may be its first time
         if self._door is not None:
             error = getattr(sys, "last_value", None)  # that the interpreter has printed
-            self._door.leave("has ended" + (f" with {type(error).__name__}: {textwrap.shorten(str(error), 200)}" if error else ""))
+            self._door.leave(
+                "has ended"
+                + (
+                    f" with {type(error).__name__}: {textwrap.shorten(str(error), 200)}"
+                    if error
+                    else ""
+                )
+            )
 
     def _run(self) -> None:
         while not self._stop.wait(min(LOOK_S, PATIENCE / 5)):
             with self.lock:
                 lines = self.lines()
-                for line in set(self._lines).difference(lines):  # whoever holds a model keeps its lines
+                for line in set(self._lines).difference(
+                    lines
+                ):  # whoever holds a model keeps its lines
                     line.close()
                 if not lines:  # torch may hold groups, and so lines, that are destroyed
                     self._thread = None
-                with contextlib.suppress(Exception):  # the store is gone, or the process group is going
+                with contextlib.suppress(
+                    Exception
+                ):  # the store is gone, or the process group is going
                     self._at_door(lines)
                 if not lines:
                     return
@@ -371,7 +401,9 @@ class _Watch:
         if waiting is not self._seen:
             self._seen, self._since = waiting, time.monotonic()
             self.withdraw()
-        elif line is not None and waiting is not None and time.monotonic() - self._since >= PATIENCE:
+        elif (
+            line is not None and waiting is not None and time.monotonic() - self._since >= PATIENCE
+        ):
             self._long_wait(lines, line, waiting)
 
     def withdraw(self) -> None:
@@ -428,7 +460,9 @@ def _doom(here: Board, own: _Post) -> Report | None:
                     return found
                 continue
             ranks = list(path)
-            refused = [rank for rank in ranks[ranks.index(rank) :] if path[rank].wait.can_be_refused]
+            refused = [
+                rank for rank in ranks[ranks.index(rank) :] if path[rank].wait.can_be_refused
+            ]
             if not refused or own.wait.rank in refused:
                 return Report(True, texts())
         del path[wait.rank]
@@ -469,9 +503,11 @@ def why(line: Line) -> Report | None:
 
 
 def give_up(failed: Line, report: Report) -> None:
-    """Communication of this process has failed: a rank that has left a wait behind is out of step with everybody.
+    """Communication of this process has failed: a rank that has left a wait behind is out of step
+    with everybody.
 
-    All its connections are closed, and stay so; who waits for one of them gets an error, and finds the reason in the store.
+    All its connections are closed, and stay so; who waits for one of them gets an error, and finds
+    the reason in the store.
     """
     with _watch.lock:
         here, lines = board(), {failed, *_watch.lines()}

@@ -1,4 +1,5 @@
-"""Boxes: an interval of a row-major tensor as rectangular pieces, each of them a contiguous run of the interval."""
+"""Boxes: an interval of a row-major tensor as rectangular pieces, each of them a contiguous run of
+the interval."""
 
 from __future__ import annotations
 
@@ -25,8 +26,9 @@ class Box:
 def cut_into_boxes(shape: tuple[int, ...], part: Interval) -> list[Box]:
     """Cut the row-major elements ``part`` of a tensor of ``shape`` into boxes, in memory order.
 
-    There are at most ``2 * len(shape) - 1`` of them (1 for a 0-d tensor, 0 for an empty part), and each one's elements
-    follow one another in memory: box k of a part held in a 1-D tensor is the run that starts where box k - 1 ended.
+    There are at most ``2 * len(shape) - 1`` of them (1 for a 0-d tensor, 0 for an empty part), and
+    each one's elements follow one another in memory: box k of a part held in a 1-D tensor is the
+    run that starts where box k - 1 ended.
     """
     if not part:
         return []
@@ -42,7 +44,9 @@ def cut_into_boxes(shape: tuple[int, ...], part: Interval) -> list[Box]:
     if part.start < first_whole * row:
         boxes += _inside_row(shape, first_whole - 1, Interval(part.start, first_whole * row))
     if first_whole < end_whole:
-        boxes.append(Box((first_whole, *(0,) * (len(shape) - 1)), (end_whole - first_whole, *shape[1:])))
+        boxes.append(
+            Box((first_whole, *(0,) * (len(shape) - 1)), (end_whole - first_whole, *shape[1:]))
+        )
     if end_whole * row < part.stop:
         boxes += _inside_row(shape, end_whole, Interval(end_whole * row, part.stop))
     return boxes

@@ -10,11 +10,14 @@ from .spec import FlatLayout, ParamSpec
 __all__ = ["flat_layout"]
 
 
-def flat_layout(names: Sequence[str], shapes: Sequence[tuple[int, ...]], *, ranks: int, align: int) -> FlatLayout:
-    """Return the layout of a group: every parameter, and every rank's shard, starts at a multiple of ``align`` elements.
+def flat_layout(
+    names: Sequence[str], shapes: Sequence[tuple[int, ...]], *, ranks: int, align: int
+) -> FlatLayout:
+    """Return the layout of a group: every parameter, and every rank's shard, starts at a multiple
+    of ``align`` elements.
 
-    An empty group, and one whose parameters are all empty, still gets one aligned element run per rank, so that
-    collectives always have something to carry.
+    An empty group, and one whose parameters are all empty, still gets one aligned element run per
+    rank, so that collectives always have something to carry.
     """
     params, end = [], 0
     for name, shape in zip(names, shapes, strict=True):

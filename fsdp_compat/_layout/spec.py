@@ -17,7 +17,9 @@ class Interval:
 
     def __post_init__(self) -> None:
         if not 0 <= self.start <= self.stop:
-            raise ValueError(f"an interval needs 0 <= start <= stop, got [{self.start}, {self.stop})")
+            raise ValueError(
+                f"an interval needs 0 <= start <= stop, got [{self.start}, {self.stop})"
+            )
 
     @property
     def numel(self) -> int:
@@ -42,7 +44,8 @@ class Interval:
 
 @dataclasses.dataclass(frozen=True)
 class ParamSpec:
-    """One original parameter: its name, its shape, and where its row-major elements start in the flat tensor."""
+    """One original parameter: its name, its shape, and where its row-major elements start in the
+    flat tensor."""
 
     name: str
     shape: tuple[int, ...]
@@ -60,9 +63,11 @@ class ParamSpec:
 
 @dataclasses.dataclass(frozen=True)
 class FlatLayout:
-    """The parameters of one group, one after the other, cut into ``ranks`` equal intervals of ``shard_numel`` elements.
+    """The parameters of one group, one after the other, cut into ``ranks`` equal intervals of
+    ``shard_numel`` elements.
 
-    The full flat tensor is ``[ranks * shard_numel]``, rank-major; elements that no parameter claims are padding.
+    The full flat tensor is ``[ranks * shard_numel]``, rank-major; elements that no parameter claims
+    are padding.
     """
 
     params: tuple[ParamSpec, ...]
@@ -71,11 +76,16 @@ class FlatLayout:
 
     def __post_init__(self) -> None:
         if self.ranks < 1 or self.shard_numel < 1:
-            raise ValueError(f"a layout needs at least one rank and one element, got {self.ranks} and {self.shard_numel}")
+            raise ValueError(
+                f"a layout needs at least one rank and one element, got {self.ranks} and "
+                f"{self.shard_numel}"
+            )
         end = 0
         for param in self.params:
             if param.start < end:
-                raise ValueError(f"{param.name} starts at {param.start}, inside of what ends at {end}")
+                raise ValueError(
+                    f"{param.name} starts at {param.start}, inside of what ends at {end}"
+                )
             end = param.place.stop
         if end > self.full_numel:
             raise ValueError(f"the parameters end at {end}, the flat tensor at {self.full_numel}")
@@ -93,18 +103,29 @@ class FlatLayout:
         return Interval(rank * self.shard_numel, (rank + 1) * self.shard_numel)
 
     def part(self, index: int, rank: int) -> Interval:
-        """Return which elements of parameter ``index``, counted from its own first one, ``rank`` holds."""
+        """Return which elements of parameter ``index``, counted from its own first one, ``rank``
+        holds."""
         param = self.params[index]
-        return param.place.clipped(self.interval(rank)).shifted(-param.start) if self._meets(index, rank) else Interval(0, 0)
+        return (
+            param.place.clipped(self.interval(rank)).shifted(-param.start)
+            if self._meets(index, rank)
+            else Interval(0, 0)
+        )
 
     def part_in_shard(self, index: int, rank: int) -> Interval:
-        """Return where in ``rank``'s shard ``[S]`` its part of parameter ``index`` lies; empty where it has none."""
-        return self.params[index].place.clipped(self.interval(rank)).shifted(-rank * self.shard_numel)
+        """Return where in ``rank``'s shard ``[S]`` its part of parameter ``index`` lies; empty
+        where it has none."""
+        return (
+            self.params[index].place.clipped(self.interval(rank)).shifted(-rank * self.shard_numel)
+        )
 
     def gaps(self) -> list[Interval]:
         """Return the padding: what belongs to no parameter, in order."""
         found, end = [], 0
-        for start, stop in [*((p.place.start, p.place.stop) for p in self.params), (self.full_numel, self.full_numel)]:
+        for start, stop in [
+            *((p.place.start, p.place.stop) for p in self.params),
+            (self.full_numel, self.full_numel),
+        ]:
             if end < start:
                 found.append(Interval(end, start))
             end = max(end, stop)

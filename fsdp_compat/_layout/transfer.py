@@ -1,4 +1,5 @@
-"""What moves where when parameters go from one layout to another: another number of ranks, another grouping, or none."""
+"""What moves where when parameters go from one layout to another: another number of ranks, another
+grouping, or none."""
 
 from __future__ import annotations
 
@@ -8,7 +9,16 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from .spec import FlatLayout, Interval
 
-__all__ = ["Move", "Piece", "Run", "pieces_of_rank", "pieces_of_whole", "plan_moves", "runs_of_part", "same_parts"]
+__all__ = [
+    "Move",
+    "Piece",
+    "Run",
+    "pieces_of_rank",
+    "pieces_of_whole",
+    "plan_moves",
+    "runs_of_part",
+    "same_parts",
+]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,26 +44,36 @@ class Move:
 
 
 def pieces_of_rank(layouts: Sequence[FlatLayout], rank: int) -> list[Piece]:
-    """Return what ``rank`` holds of each parameter: one run at most, as a shard is one interval. Holder: (group, rank)."""
+    """Return what ``rank`` holds of each parameter: one run at most, as a shard is one interval.
+    Holder: (group, rank)."""
     found = []
     for group, layout in enumerate(layouts):
         for index, param in enumerate(layout.params):
             part = layout.part(index, rank)
             if part:
-                found.append(Piece(param.name, part, (group, rank), layout.part_in_shard(index, rank).start))
+                found.append(
+                    Piece(param.name, part, (group, rank), layout.part_in_shard(index, rank).start)
+                )
     return found
 
 
 def pieces_of_whole(layouts: Iterable[FlatLayout]) -> list[Piece]:
-    """Return the same parameters as whole tensors, each its own holder. Holder: (index in order of appearance,)."""
+    """Return the same parameters as whole tensors, each its own holder. Holder: (index in order of
+    appearance,)."""
     params = [param for layout in layouts for param in layout.params]
-    return [Piece(p.name, Interval(0, p.numel), (index,), 0) for index, p in enumerate(params) if p.numel]
+    return [
+        Piece(p.name, Interval(0, p.numel), (index,), 0)
+        for index, p in enumerate(params)
+        if p.numel
+    ]
 
 
 def plan_moves(sources: Iterable[Piece], targets: Iterable[Piece]) -> list[Move]:
-    """Return the moves that fill ``targets`` from ``sources``, in the order of the targets and of the elements in them.
+    """Return the moves that fill ``targets`` from ``sources``, in the order of the targets and of
+    the elements in them.
 
-    Every element of a target that some source holds is moved exactly once, from the first source that holds it.
+    Every element of a target that some source holds is moved exactly once, from the first source
+    that holds it.
     """
     by_name: dict[str, list[Piece]] = {}
     for piece in sources:
@@ -68,7 +88,16 @@ def plan_moves(sources: Iterable[Piece], targets: Iterable[Piece]) -> list[Move]
             if run:
                 source_start = source.start + run.start - source.part.start
                 target_start = target.start + run.start - target.part.start
-                moves.append(Move(target.name, source.holder, source_start, target.holder, target_start, run.numel))
+                moves.append(
+                    Move(
+                        target.name,
+                        source.holder,
+                        source_start,
+                        target.holder,
+                        target_start,
+                        run.numel,
+                    )
+                )
                 position = run.stop
     return moves
 
@@ -83,7 +112,8 @@ class Run:
 
 
 def runs_of_part(layout: FlatLayout, index: int, part: Interval) -> Iterator[Run]:
-    """Yield where the shards of ``layout`` hold the elements ``part`` of parameter ``index``, in order: each exactly once.
+    """Yield where the shards of ``layout`` hold the elements ``part`` of parameter ``index``, in
+    order: each exactly once.
 
     It takes as many steps as there are shards that hold any, whatever the number of ranks.
     """
@@ -97,7 +127,8 @@ def runs_of_part(layout: FlatLayout, index: int, part: Interval) -> Iterator[Run
 
 
 def same_parts(one: FlatLayout, index: int, other: FlatLayout, its_index: int) -> bool:
-    """True if every rank holds the same elements of parameter ``index`` of one layout as of ``its_index`` of the other.
+    """True if every rank holds the same elements of parameter ``index`` of one layout as of
+    ``its_index`` of the other.
 
     It takes two steps, whatever the number of ranks: all further runs are as long as the second.
     """

@@ -22,7 +22,8 @@ _States = dict[nn.Parameter, Mapping[Any, Any]]
 
 
 def states_to_be(holdings: Holdings, optimizer: Optimizer) -> _States:
-    """Return the optimizer's states by parameter, and for those without the form of what it would make in its first step.
+    """Return the optimizer's states by parameter, and for those without the form of what it would
+    make in its first step.
 
     Raises StateError if that step fails.
     """
@@ -41,31 +42,50 @@ def states_to_be(holdings: Holdings, optimizer: Optimizer) -> _States:
 
 
 def first_states(holdings: Holdings, optimizer: Optimizer) -> _States:
-    """Return what an optimizer without state would make in its first step, by parameter, with no step counted yet.
+    """Return what an optimizer without state would make in its first step, by parameter, with no
+    step counted yet.
 
-    Gradients and weight decay of that step are zero. If it fails, a warning says so, and the answer is empty.
+    Gradients and weight decay of that step are zero. If it fails, a warning says so, and the answer
+    is empty.
     """
     trainable = [
-        p for group in optimizer.param_groups for p in group["params"] if p.requires_grad and not holdings.is_vacant(p)
+        p
+        for group in optimizer.param_groups
+        for p in group["params"]
+        if p.requires_grad and not holdings.is_vacant(p)
     ]
     try:
         states = _after_one_step(holdings, optimizer, trainable)
-    except Exception as error:  # whatever a user's step raises on its own terms: it wants a closure, or a model
+    except (
+        Exception
+    ) as error:  # whatever a user's step raises on its own terms: it wants a closure, or a model
         warnings.warn(
-            f"{type(optimizer).__name__} has no state yet, and what its first step would make could not be tried out "
-            f"({type(error).__name__}: {textwrap.shorten(str(error), 200)}): its state dict has no entries that a checkpoint could "
+            f"{type(optimizer).__name__} has no state yet, and what its first step would make "
+            "could not be tried out "
+            f"({type(error).__name__}: {textwrap.shorten(str(error), 200)}): its state dict has no "
+            "entries that a checkpoint could "
             "be read into. Take it after the first step.",
             stacklevel=4,
         )
         return {}
     for entry in states.values():
-        counts = [key for key, value in entry.items() if not isinstance(value, torch.Tensor) or value.dim() == 0]
+        counts = [
+            key
+            for key, value in entry.items()
+            if not isinstance(value, torch.Tensor) or value.dim() == 0
+        ]
         if counts == ["step"]:  # where others go with it, it has to stay
-            entry["step"] = torch.zeros_like(entry["step"]) if isinstance(entry["step"], torch.Tensor) else type(entry["step"])(0)
+            entry["step"] = (
+                torch.zeros_like(entry["step"])
+                if isinstance(entry["step"], torch.Tensor)
+                else type(entry["step"])(0)
+            )
     return {parameter: entry for parameter, entry in states.items() if entry}
 
 
-def _tried_alone(holdings: Holdings, optimizer: Optimizer, parameter: nn.Parameter) -> Mapping[Any, Any]:
+def _tried_alone(
+    holdings: Holdings, optimizer: Optimizer, parameter: nn.Parameter
+) -> Mapping[Any, Any]:
     try:
         return _after_one_step(holdings, optimizer, [parameter])[parameter]
     except Exception as error:
@@ -77,7 +97,8 @@ def _tried_alone(holdings: Holdings, optimizer: Optimizer, parameter: nn.Paramet
                 expected="an optimizer whose step() needs nothing but gradients",
                 got=f"{type(error).__name__}: {error}",
                 where=f"check_optimizer, {holdings.where}",
-                fix="call check_optimizer after the first step: it looks at the states that are there then",
+                fix="call check_optimizer after the first step: it looks at the states that are "
+                "there then",
             )
         ) from error
 
@@ -85,14 +106,19 @@ def _tried_alone(holdings: Holdings, optimizer: Optimizer, parameter: nn.Paramet
 def _after_one_step(
     holdings: Holdings, optimizer: Optimizer, parameters: Iterable[nn.Parameter]
 ) -> dict[nn.Parameter, dict[Any, Any]]:
-    """The states that a copy of the optimizer has for copies of ``parameters`` alone, after one step without gradients."""
+    """The states that a copy of the optimizer has for copies of ``parameters`` alone, after one
+    step without gradients."""
     optimizer = _innermost(optimizer)
     stand_ins = {parameter: _stand_in(parameter) for parameter in parameters}
     left_out = nn.Parameter(torch.empty(0))
-    copies: dict[int, Any] = {id(p): stand_ins.get(p, left_out) for p in holdings.held}  # by the ids of what deepcopy meets
+    copies: dict[int, Any] = {
+        id(p): stand_ins.get(p, left_out) for p in holdings.held
+    }  # by the ids of what deepcopy meets
     copies[id(optimizer.state)] = collections.defaultdict(dict)
     trial = object.__new__(type(optimizer))
-    trial.__dict__ = copy.deepcopy({k: v for k, v in optimizer.__dict__.items() if k not in _LEFT_OUT}, copies)
+    trial.__dict__ = copy.deepcopy(
+        {k: v for k, v in optimizer.__dict__.items() if k not in _LEFT_OUT}, copies
+    )
     for name in optimizer.__dict__.keys() & _HOOKS:
         trial.__dict__[name] = collections.OrderedDict()
     for group in trial.param_groups:
@@ -100,15 +126,24 @@ def _after_one_step(
         if "weight_decay" in group:
             group["weight_decay"] = 0.0
     devices = {parameter.device for parameter in stand_ins if parameter.device.type != "cpu"}
-    with torch.random.fork_rng(devices, device_type=next(iter(devices)).type if devices else "cuda"):
+    with torch.random.fork_rng(
+        devices, device_type=next(iter(devices)).type if devices else "cuda"
+    ):
         type(optimizer).step(trial)
-    return {parameter: dict(trial.state.get(stand_in) or {}) for parameter, stand_in in stand_ins.items()}
+    return {
+        parameter: dict(trial.state.get(stand_in) or {})
+        for parameter, stand_in in stand_ins.items()
+    }
 
 
 def _innermost(optimizer: Optimizer) -> Optimizer:
     """The optimizer that keeps the state: others may be wrapped around it."""
     for value in vars(optimizer).values():
-        if isinstance(value, Optimizer) and value is not optimizer and value.state is optimizer.state:
+        if (
+            isinstance(value, Optimizer)
+            and value is not optimizer
+            and value.state is optimizer.state
+        ):
             return _innermost(value)
     return optimizer
 
@@ -123,7 +158,10 @@ def _stand_in(parameter: nn.Parameter) -> nn.Parameter:
 
 def _shapes_of(state: Mapping[Any, Any]) -> dict[Any, Any]:
     """Tensors without memory in the place of plain ones."""
-    return {key: value.to("meta") if type(value) is torch.Tensor else value for key, value in state.items()}
+    return {
+        key: value.to("meta") if type(value) is torch.Tensor else value
+        for key, value in state.items()
+    }
 
 
 _HOOKS = frozenset(
@@ -136,4 +174,6 @@ _HOOKS = frozenset(
         "_optimizer_load_state_dict_post_hooks",
     }
 )
-_LEFT_OUT = _HOOKS | {"step"}  # a scheduler puts a step of its own on the object, which is bound to the original
+_LEFT_OUT = _HOOKS | {
+    "step"
+}  # a scheduler puts a step of its own on the object, which is bound to the original

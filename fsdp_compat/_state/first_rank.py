@@ -1,8 +1,8 @@
 """A full state dict that only the first rank has, for all ranks to load.
 
-Names, and what is no tensor of the model, go once and by pickle; parameters and buffers that no unit manages go straight to where
-they belong; a unit's parameters stay where they are until the unit is loaded (`FromFirst`), so that one unit is there at a time.
-"""
+Names, and what is no tensor of the model, go once and by pickle; parameters and buffers that no
+unit manages go straight to where they belong; a unit's parameters stay where they are until the
+unit is loaded (`FromFirst`), so that one unit is there at a time."""
 
 from __future__ import annotations
 
@@ -51,21 +51,33 @@ def fill_from_first(
 ) -> Any:
     """Return what every rank is to load; on ranks without a state dict, what the first one's says.
 
-    given: a state dict, which may be None or empty on ranks that have none; it is not changed. If all have one, or nobody has, it
-    comes back as it is. check: raises CheckpointError for a dict that cannot be loaded; called on the first rank.
-    managed: the clean names of parameters of units. others: the model's other tensors by clean name, None for what is no tensor.
-    On ranks without a dict these are overwritten here, unless ``assign``: then they are replaced later.
+    given: a state dict, which may be None or empty on ranks that have none; it is not changed. If
+    all have one, or nobody has, it comes back as it is. check: raises CheckpointError for a dict
+    that cannot be loaded; called on the first rank. managed: the clean names of parameters of
+    units. others: the model's other tensors by clean name, None for what is no tensor. On ranks
+    without a dict these are overwritten here, unless ``assign``: then they are replaced later.
 
-    Collective: all ranks of the mesh. Raises CheckpointError, on all of them and before anything changes, for a bad dict.
+    Collective: all ranks of the mesh. Raises CheckpointError, on all of them and before anything
+    changes, for a bad dict.
     """
-    has, wrong = isinstance(given, Mapping) and bool(given), not (given is None or isinstance(given, Mapping))
-    flags = torch.tensor([has, not has, mesh.is_first and not has, wrong], dtype=torch.uint8, device=device)
+    has, wrong = (
+        isinstance(given, Mapping) and bool(given),
+        not (given is None or isinstance(given, Mapping)),
+    )
+    flags = torch.tensor(
+        [has, not has, mesh.is_first and not has, wrong], dtype=torch.uint8, device=device
+    )
     wires = [communicator(axis, device) for axis in (mesh.replica, mesh.shard)]
     for wire in wires:
         flags = wire.any_of(flags)
     somebody_has, somebody_lacks, first_lacks, somebody_wrong = flags.tolist()
     if somebody_wrong and not wrong:
-        raise _refused("On another rank that is not a state dict.", "a dict, or None", "something else, on another rank", where)
+        raise _refused(
+            "On another rank that is not a state dict.",
+            "a dict, or None",
+            "something else, on another rank",
+            where,
+        )
     if wrong or not somebody_has or not somebody_lacks:
         return given
     if first_lacks:
@@ -93,10 +105,17 @@ def fill_from_first(
     return _filled(given if mesh.is_first else None, plan, mesh, device, others)
 
 
-def _with_others_materialised(given: Mapping[str, Any], managed: Collection[str]) -> Mapping[str, Any]:
+def _with_others_materialised(
+    given: Mapping[str, Any], managed: Collection[str]
+) -> Mapping[str, Any]:
     """Lazy values of what no unit manages load here, where all ranks hear of it if one does not."""
     found = collections.OrderedDict(
-        (key, materialised(value, key) if is_tensor(value) and clean_name(key) not in managed else value)
+        (
+            key,
+            materialised(value, key)
+            if is_tensor(value) and clean_name(key) not in managed
+            else value,
+        )
         for key, value in given.items()
     )
     if (metadata := getattr(given, "_metadata", None)) is not None:
@@ -104,7 +123,9 @@ def _with_others_materialised(given: Mapping[str, Any], managed: Collection[str]
     return found
 
 
-def _plan_of(given: Mapping[str, Any], managed: Collection[str], others: Mapping[str, torch.Tensor | None]) -> _Plan:
+def _plan_of(
+    given: Mapping[str, Any], managed: Collection[str], others: Mapping[str, torch.Tensor | None]
+) -> _Plan:
     plan = _Plan("", [], [], [], {}, list(given), getattr(given, "_metadata", None))
     for key, value in given.items():
         if isinstance(value, torch.Tensor) and is_sharded(value):
@@ -138,7 +159,9 @@ def _filled(
     """given: what the first rank has; None on the others."""
     lazy = set(plan.lazy)
     found: dict[str, Any] = dict(plan.objects) if given is None else dict(given)
-    found.update({key: FromFirst(None if given is None else given[key], key in lazy) for key in plan.managed})
+    found.update(
+        {key: FromFirst(None if given is None else given[key], key in lazy) for key in plan.managed}
+    )
     for key in plan.tensors:
         target = others[clean_name(key)]
         assert target is not None
@@ -161,6 +184,7 @@ def _refused(what: str, expected: str, got: str, where: str) -> CheckpointError:
             expected=expected,
             got=got,
             where=where,
-            fix="call load_state_dict(...) on all ranks, on rank 0 with the whole state dict, on the others with it or with {}",
+            fix="call load_state_dict(...) on all ranks, on rank 0 with the whole state dict, on "
+            "the others with it or with {}",
         )
     )

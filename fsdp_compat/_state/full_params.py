@@ -28,9 +28,12 @@ class Options:
     with_grads: bool
 
     def keeps_changes_of(self, group: Group) -> bool:
-        """Whether changes stay. Without ``writeback`` they do, as in torch, where nothing is sharded, because what is shown is all
-        that there is; but not those that one of several copies alone would have."""
-        return self.writeback or (group.shard.ranks == 1 and (group.replica.ranks == 1 or not self.rank0_only))
+        """Whether changes stay. Without ``writeback`` they do, as in torch, where nothing is
+        sharded, because what is shown is all that there is; but not those that one of several
+        copies alone would have."""
+        return self.writeback or (
+            group.shard.ranks == 1 and (group.replica.ranks == 1 or not self.rank0_only)
+        )
 
 
 _shown_stores: set[object] = set()
@@ -43,10 +46,12 @@ def shown_stores() -> set[object]:
 
 @contextlib.contextmanager
 def full_parameters(units: Sequence[Unit], options: Options) -> Iterator[None]:
-    """Show whole parameters, in the dtype of the shards, in the modules of ``units``; write changes back at the end.
+    """Show whole parameters, in the dtype of the shards, in the modules of ``units``; write changes
+    back at the end.
 
-    Collective. With original parameters the user's own objects become whole for the while, otherwise plain Parameters stand in
-    their place. A forward inside of the context computes with what is shown.
+    Collective. With original parameters the user's own objects become whole for the while,
+    otherwise plain Parameters stand in their place. A forward inside of the context computes with
+    what is shown.
     """
     with contextlib.ExitStack() as stack:
         for unit in units:
@@ -63,7 +68,9 @@ def _full_unit(unit: Unit, options: Options) -> Iterator[None]:
         grads = _gather_grads(group) if options.with_grads else None
         if options.serve_only:
             continue
-        if full.data_ptr() == store_of(group).shard.data_ptr() and not options.keeps_changes_of(group):
+        if full.data_ptr() == store_of(group).shard.data_ptr() and not options.keeps_changes_of(
+            group
+        ):
             full = full.clone()
         fulls.append((group, full.cpu() if options.offload_to_cpu else full, grads))
     if options.serve_only:
@@ -81,8 +88,11 @@ def _full_unit(unit: Unit, options: Options) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _shown(group: Group, full: torch.Tensor, grads: torch.Tensor | None, writeback: bool) -> Iterator[None]:
-    """Put whole parameters where the modules hold them; at the end write back, and make originals what they were."""
+def _shown(
+    group: Group, full: torch.Tensor, grads: torch.Tensor | None, writeback: bool
+) -> Iterator[None]:
+    """Put whole parameters where the modules hold them; at the end write back, and make originals
+    what they were."""
     store = store_of(group)
     wholes = store.whole(full.detach())
     whole_grads = store.whole(grads.to(full.device)) if grads is not None else [None] * len(wholes)
@@ -95,7 +105,9 @@ def _shown(group: Group, full: torch.Tensor, grads: torch.Tensor | None, writeba
     for target, indices in store.targets:
         target_grads.append(target.grad)
         for index in indices:
-            if flat is None and store.parallel[index] is None:  # the user's own object becomes whole
+            if (
+                flat is None and store.parallel[index] is None
+            ):  # the user's own object becomes whole
                 kept.append((target, target.data, target.grad))
                 target.grad = None
                 target.data = wholes[index]
@@ -108,15 +120,21 @@ def _shown(group: Group, full: torch.Tensor, grads: torch.Tensor | None, writeba
         parallel = store.parallel[index]
         if grad is not None:
             dtype = parameter.grad_dtype  # another one with keep_low_precision_grads
-            parameter.grad = parallel.wrap(grad) if parallel is not None else grad.to(dtype or grad.dtype)
+            parameter.grad = (
+                parallel.wrap(grad) if parallel is not None else grad.to(dtype or grad.dtype)
+            )
     try:
         yield
     finally:
         with torch.no_grad():
             if writeback:
-                store.take_from_whole([torch_private.local_part(parameter.data) for parameter in shown])
+                store.take_from_whole(
+                    [torch_private.local_part(parameter.data) for parameter in shown]
+                )
                 if grads is not None:
-                    _write_back_grads(store, [_grad_of(parameter) for parameter in shown], target_grads)
+                    _write_back_grads(
+                        store, [_grad_of(parameter) for parameter in shown], target_grads
+                    )
             for parameter, data, grad in kept:
                 parameter.grad = None
                 parameter.data = data
@@ -124,10 +142,14 @@ def _shown(group: Group, full: torch.Tensor, grads: torch.Tensor | None, writeba
 
 
 def _grad_of(parameter: nn.Parameter) -> torch.Tensor:
-    return torch_private.local_part(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
+    return torch_private.local_part(
+        torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+    )
 
 
-def _write_back_grads(store: FlatStore, wholes: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | None]) -> None:
+def _write_back_grads(
+    store: FlatStore, wholes: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | None]
+) -> None:
     """Copy this rank's part of whole gradients into those of the targets, where they have any."""
     changed = torch.zeros_like(store.shard)
     store.take_from_whole(wholes, changed)

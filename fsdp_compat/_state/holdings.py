@@ -1,4 +1,5 @@
-"""What the parameters of an optimizer hold: each of them a part of one parameter of the user's, or of many."""
+"""What the parameters of an optimizer hold: each of them a part of one parameter of the user's, or
+of many."""
 
 from __future__ import annotations
 
@@ -14,7 +15,16 @@ from ..errors import UsageError, explain
 from .model import store_of
 from .names import clean_name
 
-__all__ = ["Held", "Holdings", "NamedUnit", "holdings_of", "is_flat", "is_whole", "numbered_names", "require_units"]
+__all__ = [
+    "Held",
+    "Holdings",
+    "NamedUnit",
+    "holdings_of",
+    "is_flat",
+    "is_whole",
+    "numbered_names",
+    "require_units",
+]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,7 +37,8 @@ class NamedUnit:
 
 @dataclasses.dataclass(frozen=True)
 class Held:
-    """What one parameter of the optimizer holds: parameters of the user's, by (index in the layout, name)."""
+    """What one parameter of the optimizer holds: parameters of the user's, by (index in the layout,
+    name)."""
 
     group: Group | None  # None: a parameter that no unit manages
     names: tuple[tuple[int, str], ...]
@@ -39,8 +50,12 @@ class Holdings:
 
     where: str  # for errors: whose they are
     groups: Sequence[Mapping[str, Any]]  # the optimizer's parameter groups
-    held: Mapping[nn.Parameter, Held]  # of all parameters of the model, in its order; the optimizer may have only some of them
-    names: Mapping[nn.Parameter, str]  # what the model calls its parameters now, with the parts that wrappers add
+    held: Mapping[
+        nn.Parameter, Held
+    ]  # of all parameters of the model, in its order; the optimizer may have only some of them
+    names: Mapping[
+        nn.Parameter, str
+    ]  # what the model calls its parameters now, with the parts that wrappers add
 
     @functools.cached_property
     def parameters(self) -> list[nn.Parameter]:
@@ -50,7 +65,11 @@ class Holdings:
     @functools.cached_property
     def by_name(self) -> dict[str, tuple[nn.Parameter, int]]:
         """Which parameter holds each name of the model, and the name's index in the layout."""
-        return {name: (parameter, index) for parameter, its in self.held.items() for index, name in its.names}
+        return {
+            name: (parameter, index)
+            for parameter, its in self.held.items()
+            for index, name in its.names
+        }
 
     @functools.cached_property
     def members(self) -> frozenset[nn.Parameter]:
@@ -59,11 +78,17 @@ class Holdings:
 
     @functools.cached_property
     def by_current_name(self) -> dict[str, nn.Parameter]:
-        """The optimizer's parameters by what the model calls them now, which is how a named optimizer keys its state."""
-        return {self.names[parameter]: parameter for parameter in self.parameters if parameter in self.names}
+        """The optimizer's parameters by what the model calls them now, which is how a named
+        optimizer keys its state."""
+        return {
+            self.names[parameter]: parameter
+            for parameter in self.parameters
+            if parameter in self.names
+        }
 
     def is_vacant(self, parameter: nn.Parameter) -> bool:
-        """True for a parameter that has elements, but none on this rank: what an optimizer keeps for it here means nothing."""
+        """True for a parameter that has elements, but none on this rank: what an optimizer keeps
+        for it here means nothing."""
         group = self.held[parameter].group
         if group is None or parameter.numel():
             return False
@@ -71,7 +96,8 @@ class Holdings:
         return any(layout.params[index].numel for index, _ in self.held[parameter].names)
 
     def name_before(self, name: object) -> str:
-        """The name of a parameter before anything was wrapped: DistributedDataParallel's begin with ``module.``."""
+        """The name of a parameter before anything was wrapped: DistributedDataParallel's begin with
+        ``module.``."""
         clean = clean_name(str(name))
         inner = clean.removeprefix("module.")
         return inner if clean not in self.by_name and inner in self.by_name else clean
@@ -91,8 +117,13 @@ class Holdings:
 
     @functools.cached_property
     def unmanaged(self) -> list[tuple[nn.Parameter, str]]:
-        """The optimizer's parameters that no unit manages, with their names, in the model's order."""
-        return [(p, its.names[0][1]) for p, its in self.held.items() if its.group is None and p in self.members]
+        """The optimizer's parameters that no unit manages, with their names, in the model's
+        order."""
+        return [
+            (p, its.names[0][1])
+            for p, its in self.held.items()
+            if its.group is None and p in self.members
+        ]
 
 
 def require_units(units: Sequence[NamedUnit], model: nn.Module, where: str) -> None:
@@ -104,12 +135,15 @@ def require_units(units: Sequence[NamedUnit], model: nn.Module, where: str) -> N
                 expected="a model with a FullyShardedDataParallel in it",
                 got=f"a {type(model).__name__} without any",
                 where=where,
-                fix="wrap the model before, or use optimizer.state_dict() and optimizer.load_state_dict(...), which do without",
+                fix="wrap the model before, or use optimizer.state_dict() and "
+                "optimizer.load_state_dict(...), which do without",
             )
         )
 
 
-def holdings_of(groups: Sequence[Mapping[str, Any]], where: str, units: Sequence[NamedUnit], model: nn.Module) -> Holdings:
+def holdings_of(
+    groups: Sequence[Mapping[str, Any]], where: str, units: Sequence[NamedUnit], model: nn.Module
+) -> Holdings:
     """Return what every parameter in the groups of an optimizer holds.
 
     Raises UsageError for a parameter that is not the model's, and for a model without units.
@@ -120,7 +154,9 @@ def holdings_of(groups: Sequence[Mapping[str, Any]], where: str, units: Sequence
         for group in named.unit.groups:
             members = store_of(group).members
             for target, indices in group.store.targets:
-                held[target] = Held(group, tuple((i, named.prefix + clean_name(members[i].name)) for i in indices))
+                held[target] = Held(
+                    group, tuple((i, named.prefix + clean_name(members[i].name)) for i in indices)
+                )
     names: dict[nn.Parameter, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, name)
@@ -134,22 +170,26 @@ def holdings_of(groups: Sequence[Mapping[str, Any]], where: str, units: Sequence
                         expected="an optimizer made from the parameters of the wrapped model",
                         got=f"a parameter of shape {tuple(parameter.shape)}",
                         where=f"parameter group {position}, {where}",
-                        fix="make the optimizer after wrapping, from model.parameters(), or wrap with use_orig_params=True",
+                        fix="make the optimizer after wrapping, from model.parameters(), or wrap "
+                        "with use_orig_params=True",
                     )
                 )
     return Holdings(where, groups, held, names)
 
 
 def numbered_names(holdings: Holdings, order: Sequence[str]) -> list[list[str]]:
-    """Return, group by group, the names of parameters in the order in which the optimizer of an unwrapped model numbers them.
+    """Return, group by group, the names of parameters in the order in which the optimizer of an
+    unwrapped model numbers them.
 
-    order: of the model's names before wrapping, in which a FlatParameter's are counted. Where an optimizer holds the parameters
-    themselves (original ones) their order in it counts.
+    order: of the model's names before wrapping, in which a FlatParameter's are counted. Where an
+    optimizer holds the parameters themselves (original ones) their order in it counts.
     """
     position = {name: number for number, name in enumerate(order)}
     found = []
     for group in holdings.groups:
-        names = [name for parameter in group["params"] for _, name in holdings.held[parameter].names]
+        names = [
+            name for parameter in group["params"] for _, name in holdings.held[parameter].names
+        ]
         if any(is_flattened(holdings, parameter) for parameter in group["params"]):
             names.sort(key=lambda name: position.get(name, len(position)))
         found.append(names)
@@ -168,5 +208,6 @@ def is_flat(group: Group, target: nn.Parameter) -> bool:
 
 
 def is_whole(group: Group, target: nn.Parameter) -> bool:
-    """True for one of the user's own parameters in its own shape: nothing is sharded, and its state is what it always was."""
+    """True for one of the user's own parameters in its own shape: nothing is sharded, and its state
+    is what it always was."""
     return store_of(group).layout.ranks == 1 and not is_flat(group, target)

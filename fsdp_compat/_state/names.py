@@ -7,17 +7,31 @@ from typing import Any
 
 from .._checks import takes, wrong_type
 
-__all__ = ["FSDP_WRAPPED_MODULE", "Wanted", "clean_name", "everything", "wanted_by", "without_checkpoint_wrapper"]
+__all__ = [
+    "FSDP_WRAPPED_MODULE",
+    "Wanted",
+    "clean_name",
+    "everything",
+    "wanted_by",
+    "without_checkpoint_wrapper",
+]
 
-Wanted = Callable[[str, bool], bool]  # (name, whether it is a parameter that requires grad) -> whether a state dict is to hold it
+Wanted = Callable[
+    [str, bool], bool
+]  # (name, whether it is a parameter that requires grad) -> whether a state dict is to hold it
 
-FSDP_WRAPPED_MODULE = "_fsdp_wrapped_module"  # the child that holds the wrapped module, named as in torch
-_CHECKPOINT_WRAPPED_MODULE = "_checkpoint_wrapped_module"  # torch's wrapper of activation checkpointing has its module there
+FSDP_WRAPPED_MODULE = (
+    "_fsdp_wrapped_module"  # the child that holds the wrapped module, named as in torch
+)
+_CHECKPOINT_WRAPPED_MODULE = (
+    "_checkpoint_wrapped_module"  # torch's wrapper of activation checkpointing has its module there
+)
 _WRAPPERS = frozenset({FSDP_WRAPPED_MODULE, _CHECKPOINT_WRAPPED_MODULE})
 
 
 def clean_name(name: str) -> str:
-    """Return a parameter's, buffer's or module's name as it was before FSDP and activation checkpointing wrapped anything."""
+    """Return a parameter's, buffer's or module's name as it was before FSDP and activation
+    checkpointing wrapped anything."""
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
@@ -32,7 +46,8 @@ def everything(name: str, trainable: bool) -> bool:
 
 
 def wanted_by(given: Any, where: str) -> Wanted:
-    """Return what a ``filter`` chooses: a function of a name, the string "trainable", or None for everything.
+    """Return what a ``filter`` chooses: a function of a name, the string "trainable", or None for
+    everything.
 
     Raises UsageError for anything else.
     """
@@ -41,5 +56,10 @@ def wanted_by(given: Any, where: str) -> Wanted:
     if given == "trainable":
         return lambda name, trainable: trainable
     if not callable(given) or not takes(given, 1):
-        raise wrong_type("filter", "a function of a name that returns True or False, the string 'trainable', or None", given, where)
+        raise wrong_type(
+            "filter",
+            "a function of a name that returns True or False, the string 'trainable', or None",
+            given,
+            where,
+        )
     return lambda name, trainable: bool(given(name))

@@ -1,8 +1,9 @@
-"""State that belongs to one rank's part of a parameter: kept per rank, and put back where a rank has that same part.
+"""State that belongs to one rank's part of a parameter: kept per rank, and put back where a rank
+has that same part.
 
-A factored second moment, scales of 8-bit blocks, an object: nobody knows how such a state is cut. It stands in a state dict under a
-key that no other rank has, as one value that is no tensor, so torch.distributed.checkpoint keeps every rank's.
-"""
+A factored second moment, scales of 8-bit blocks, an object: nobody knows how such a state is cut.
+It stands in a state dict under a key that no other rank has, as one value that is no tensor, so
+torch.distributed.checkpoint keeps every rank's."""
 
 from __future__ import annotations
 
@@ -38,15 +39,21 @@ __all__ = [
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """What one parameter of an optimizer holds on one rank. State of another part means nothing to it."""
+    """What one parameter of an optimizer holds on one rank. State of another part means nothing to
+    it."""
 
     rank: int  # of the ranks that split the parameters
     ranks: int
     shape: tuple[int, ...]  # of the optimizer's parameter
-    runs: tuple[tuple[str, int, int], ...]  # (name, first element, end), in order; what has no element here is left out
+    runs: tuple[
+        tuple[str, int, int], ...
+    ]  # (name, first element, end), in order; what has no element here is left out
 
     def __str__(self) -> str:
-        held = ", ".join(f"elements {start} to {stop} of {name}" for name, start, stop in self.runs) or "no element"
+        held = (
+            ", ".join(f"elements {start} to {stop} of {name}" for name, start, stop in self.runs)
+            or "no element"
+        )
         return f"rank {self.rank} of {self.ranks}, which holds {held}"
 
 
@@ -65,20 +72,33 @@ class RankState:
         return f"{self.key}@rank{self.holder}"
 
 
-torch.serialization.add_safe_globals([Part, RankState])  # torch.load(weights_only=True) reads files with tensors in them
+torch.serialization.add_safe_globals(
+    [Part, RankState]
+)  # torch.load(weights_only=True) reads files with tensors in them
 
 
-def part_of(group: Group, target: nn.Parameter, names: Iterable[tuple[int, str]], rank: int) -> Part:
-    """names: (index, name) of what ``target`` holds. rank: of the group's shard axis, this one or another."""
+def part_of(
+    group: Group, target: nn.Parameter, names: Iterable[tuple[int, str]], rank: int
+) -> Part:
+    """names: (index, name) of what ``target`` holds. rank: of the group's shard axis, this one or
+    another."""
     layout = store_of(group).layout
     named_parts = [(name, layout.part(index, rank)) for index, name in names]
-    numel = layout.shard_numel if is_flat(group, target) else sum(part.numel for _, part in named_parts)
+    numel = (
+        layout.shard_numel if is_flat(group, target) else sum(part.numel for _, part in named_parts)
+    )
     shape = tuple(target.shape) if is_whole(group, target) else (numel,)
-    return Part(rank, layout.ranks, shape, tuple((name, part.start, part.stop) for name, part in named_parts if part))
+    return Part(
+        rank,
+        layout.ranks,
+        shape,
+        tuple((name, part.start, part.stop) for name, part in named_parts if part),
+    )
 
 
 def unshardable(holdings: Holdings, states: Mapping[nn.Parameter, Mapping[Any, Any]]) -> list[str]:
-    """Return ``"name.state"`` of everything in ``states`` that can only be put back at an equal layout. Nothing is sent."""
+    """Return ``"name.state"`` of everything in ``states`` that can only be put back at an equal
+    layout. Nothing is sent."""
     found = []
     for target, its in classify_all(states).items():
         held = holdings.held[target]
@@ -95,21 +115,29 @@ def own_states(
     keys: Mapping[nn.Parameter, Iterable[Any]],
     to_cpu: bool,
 ) -> list[tuple[str, RankState]]:
-    """Return (name, state) for the given keys of the targets of a group, as this rank has them: copies."""
+    """Return (name, state) for the given keys of the targets of a group, as this rank has them:
+    copies."""
     rank, members = group.shard.rank, group.shard.members
     found = []
     for target, its_keys in keys.items():
         names, held = holdings.held[target].names, states.get(target, {})
         part = part_of(group, target, names, rank)
-        found += [(names[0][1], RankState(k, snapshot(held[k], to_cpu), part, members[rank])) for k in its_keys if k in held]
+        found += [
+            (names[0][1], RankState(k, snapshot(held[k], to_cpu), part, members[rank]))
+            for k in its_keys
+            if k in held
+        ]
     return found
 
 
-def gather_states(group: Group, own: Sequence[tuple[str, RankState]], *, to_cpu: bool, keep: bool) -> list[tuple[str, RankState]]:
-    """Return what all ranks of the group's shard axis have, in rank order; tensors on the CPU, or where the group's are.
+def gather_states(
+    group: Group, own: Sequence[tuple[str, RankState]], *, to_cpu: bool, keep: bool
+) -> list[tuple[str, RankState]]:
+    """Return what all ranks of the group's shard axis have, in rank order; tensors on the CPU, or
+    where the group's are.
 
-    Collective: all ranks, each with its own; those with ``keep=False`` get nothing. Objects that cannot be pickled stay where they
-    are, which is warned of.
+    Collective: all ranks, each with its own; those with ``keep=False`` get nothing. Objects that
+    cannot be pickled stay where they are, which is warned of.
     """
     home = torch.device("cpu") if to_cpu else store_of(group).shard.device
     if group.shard.ranks == 1:
@@ -122,21 +150,28 @@ def gather_states(group: Group, own: Sequence[tuple[str, RankState]], *, to_cpu:
     gathered = group.gather_full(padded.to(group.device)).cpu()
     found = []
     for rank, size in enumerate(sizes if keep else ()):
-        found += unpacked(gathered[rank * padded.numel() :][:size], home) + (kept if rank == group.shard.rank else [])
+        found += unpacked(gathered[rank * padded.numel() :][:size], home) + (
+            kept if rank == group.shard.rank else []
+        )
     return found
 
 
-def _sorted_out(own: Sequence[tuple[str, RankState]]) -> tuple[list[tuple[str, RankState]], list[tuple[str, RankState]]]:
+def _sorted_out(
+    own: Sequence[tuple[str, RankState]],
+) -> tuple[list[tuple[str, RankState]], list[tuple[str, RankState]]]:
     """Return what can be pickled, and what cannot."""
     sent, kept = [], []
     for name, state in own:
         try:
             packed_bytes(state)
             sent.append((name, state))
-        except Exception as error:  # whatever an object's own way of pickling raises: a save does not fail for it
+        except (
+            Exception
+        ) as error:  # whatever an object's own way of pickling raises: a save does not fail for it
             kept.append((name, state))
             warnings.warn(
-                f"The optimizer state {state.key!r} of {name!r} cannot be pickled ({error}): a full state dict has this rank's on "
+                f"The optimizer state {state.key!r} of {name!r} cannot be pickled ({error}): a "
+                "full state dict has this rank's on "
                 "this rank only.",
                 stacklevel=2,
             )
@@ -152,32 +187,43 @@ def packed_bytes(value: object) -> torch.Tensor:
 
 def unpacked(packed: torch.Tensor, device: torch.device) -> Any:
     """The opposite of ``packed_bytes``, for what ranks of the same program have sent."""
-    return torch.load(io.BytesIO(memory_of(packed.contiguous())), map_location=device, weights_only=False)
+    return torch.load(
+        io.BytesIO(memory_of(packed.contiguous())), map_location=device, weights_only=False
+    )
 
 
 def check_layout(holdings: Holdings, states: Mapping[str, Sequence[RankState]]) -> None:
-    """Raise CheckpointError unless every rank that ``states`` come from holds now what it held then. states: by name."""
+    """Raise CheckpointError unless every rank that ``states`` come from holds now what it held
+    then. states: by name."""
     for name, its_states in states.items():
         held = holdings.held[holdings.by_name[name][0]]
         for state in its_states:
             saved = dataclasses.replace(
-                state.part, runs=tuple((holdings.name_before(run), start, stop) for run, start, stop in state.part.runs)
+                state.part,
+                runs=tuple(
+                    (holdings.name_before(run), start, stop) for run, start, stop in state.part.runs
+                ),
             )
             if (now := _part_now(holdings, name, saved.rank)) != saved:
                 raise CheckpointError(
                     explain(
-                        f"The state {state.key!r} of {name!r} belongs to one rank's part and cannot be resharded.",
+                        f"The state {state.key!r} of {name!r} belongs to one rank's part and "
+                        "cannot be resharded.",
                         expected=f"the layout that it was saved with: {saved}",
-                        got="a parameter that no unit manages" if held.group is None else str(now or _part_now(holdings, name, 0)),
+                        got="a parameter that no unit manages"
+                        if held.group is None
+                        else str(now or _part_now(holdings, name, 0)),
                         where=f"optim_state_dict_to_load, state {state.own_key!r} of {name!r}",
-                        fix="load with the same number of ranks, strategy, wrapping and use_orig_params as it was saved with, or "
+                        fix="load with the same number of ranks, strategy, wrapping and "
+                        "use_orig_params as it was saved with, or "
                         "take such states out of the dict, if the optimizer can do without",
                     )
                 )
 
 
 def _part_now(holdings: Holdings, name: str, rank: int) -> Part | None:
-    """What ``rank`` holds in the optimizer's parameter that holds ``name``; None if there is no such rank."""
+    """What ``rank`` holds in the optimizer's parameter that holds ``name``; None if there is no
+    such rank."""
     target = holdings.by_name[name][0]
     held = holdings.held[target]
     if held.group is None or rank >= store_of(held.group).layout.ranks:
@@ -186,7 +232,8 @@ def _part_now(holdings: Holdings, name: str, rank: int) -> Part | None:
 
 
 def restored(group: Group, states: Iterable[RankState]) -> dict[Any, Any]:
-    """Return this rank's states by their names in the optimizer, out of those of all ranks, whose layout fits.
+    """Return this rank's states by their names in the optimizer, out of those of all ranks, whose
+    layout fits.
 
     Where replicas have the same part, what this rank has saved itself goes before the others'.
     """

@@ -1,8 +1,8 @@
 """The optimizer's state dict, keyed by parameter names, full or sharded, out of the optimizer.
 
-The optimizer sees targets: a FlatParameter that holds a part of many parameters, or 1-D parts of single ones. A state tensor of a
-target's shape holds one element per element of the shard, so it is cut by the same layout as the parameters.
-"""
+The optimizer sees targets: a FlatParameter that holds a part of many parameters, or 1-D parts of
+single ones. A state tensor of a target's shape holds one element per element of the shard, so it is
+cut by the same layout as the parameters."""
 
 from __future__ import annotations
 
@@ -28,14 +28,27 @@ from .model import store_of
 from .opaque import gather_states, own_states, part_of
 from .optim_alike import Agreed
 
-__all__ = ["Facts", "Form", "NamedUnit", "Source", "Values", "facts_of", "is_user_state", "optim_state", "other_form", "source_of"]
+__all__ = [
+    "Facts",
+    "Form",
+    "NamedUnit",
+    "Source",
+    "Values",
+    "facts_of",
+    "is_user_state",
+    "optim_state",
+    "other_form",
+    "source_of",
+]
 
 
 class Values(enum.Enum):
     """What stands for a tensor that has a parameter's shape."""
 
     WHOLE = enum.auto()  # itself; and every rank's states that only it can use
-    BOXES = enum.auto()  # this rank's boxes, views of the optimizer's own state; with ``to_cpu`` copies
+    BOXES = (
+        enum.auto()
+    )  # this rank's boxes, views of the optimizer's own state; with ``to_cpu`` copies
     DTENSORS = enum.auto()  # a DTensor over the mesh that the model was given
 
 
@@ -59,17 +72,22 @@ class Source:
 
     states: _ByTarget
     user_states: Mapping[str, Any]  # of no parameter, by the keys that the user gave them
-    param_groups: Sequence[Mapping[str, Any]] | None  # as there, but "params" are parameters; None: it has none
+    param_groups: (
+        Sequence[Mapping[str, Any]] | None
+    )  # as there, but "params" are parameters; None: it has none
     is_tried: bool = False  # the optimizer has no state yet: this is what its first step would make
 
 
 def other_form(state_dict: Any) -> tuple[str, object] | None:
-    """Return what is expected of an optimizer's state dict, and what is there instead; None if all is as it should be.
+    """Return what is expected of an optimizer's state dict, and what is there instead; None if all
+    is as it should be.
 
     "param_groups" may be missing, and below names of no parameter there may be anything.
     """
     if not isinstance(state_dict, Mapping) or "state" not in state_dict:
-        return "a dict with 'state' and 'param_groups'", list(state_dict) if isinstance(state_dict, Mapping) else state_dict
+        return "a dict with 'state' and 'param_groups'", list(state_dict) if isinstance(
+            state_dict, Mapping
+        ) else state_dict
     state, groups = state_dict["state"], state_dict.get("param_groups", ())
     if not isinstance(state, Mapping):
         return "'state': a dict by parameters", state
@@ -86,11 +104,16 @@ def other_form(state_dict: Any) -> tuple[str, object] | None:
 
 def is_user_state(holdings: Holdings, key: object) -> bool:
     """True for a key under which an optimizer keeps something that belongs to no parameter."""
-    return isinstance(key, str) and holdings.name_before(key) not in holdings.by_name and key not in holdings.by_current_name
+    return (
+        isinstance(key, str)
+        and holdings.name_before(key) not in holdings.by_name
+        and key not in holdings.by_current_name
+    )
 
 
 def source_of(holdings: Holdings, state_dict: Any, where: str) -> Source:
-    """Return what ``optimizer.state_dict()`` says, by parameter: it may be keyed by numbers, or by the model's current names.
+    """Return what ``optimizer.state_dict()`` says, by parameter: it may be keyed by numbers, or by
+    the model's current names.
 
     Raises UsageError for another dict.
     """
@@ -102,7 +125,8 @@ def source_of(holdings: Holdings, state_dict: Any, where: str) -> Source:
                 expected=expected,
                 got=f"{textwrap.shorten(repr(got), 300)} of type {type(got).__name__}",
                 where=where,
-                fix="pass what optimizer.state_dict() or optim_state_dict(model, optim) returned, on every rank",
+                fix="pass what optimizer.state_dict() or optim_state_dict(model, optim) returned, "
+                "on every rank",
             )
         )
     states: dict[nn.Parameter, Mapping[Any, Any]] = {}
@@ -126,7 +150,8 @@ def source_of(holdings: Holdings, state_dict: Any, where: str) -> Source:
             states[parameter] = value
     if user_states:
         warnings.warn(
-            f"{where}: the state of no parameter is copied as it is: {textwrap.shorten(', '.join(user_states), 300)}.",
+            f"{where}: the state of no parameter is copied as it is: "
+            f"{textwrap.shorten(', '.join(user_states), 300)}.",
             stacklevel=4,
         )
     groups = None
@@ -147,11 +172,13 @@ def _parameter_of(holdings: Holdings, key: object, where: str) -> nn.Parameter:
     raise UsageError(
         explain(
             "The optimizer's state is keyed by something else than its parameters.",
-            expected=f"what optimizer.state_dict() returns: parameters by number, 0 to {len(parameters) - 1}, or by the names that "
+            expected="what optimizer.state_dict() returns: parameters by number, 0 to "
+            f"{len(parameters) - 1}, or by the names that "
             "model.named_parameters() gives",
             got=f"the key {textwrap.shorten(repr(key), 300)}",
             where=where,
-            fix="leave the third argument out; a dict that optim_state_dict has returned needs no second pass",
+            fix="leave the third argument out; a dict that optim_state_dict has returned needs no "
+            "second pass",
         )
     )
 
@@ -171,7 +198,10 @@ def facts_of(holdings: Holdings, source: Source) -> Callable[[Group], Facts]:
 
     def of_group(group: Group) -> Facts:
         targets = holdings.in_group(group)
-        described = [{key: _described(source.states[t][key], kind) for key, kind in kinds.get(t, {}).items()} for t in targets]
+        described = [
+            {key: _described(source.states[t][key], kind) for key, kind in kinds.get(t, {}).items()}
+            for t in targets
+        ]
         return Facts(source.is_tried, bool(source.states) and not source.is_tried, described)
 
     return of_group
@@ -180,27 +210,44 @@ def facts_of(holdings: Holdings, source: Source) -> Callable[[Group], Facts]:
 def optim_state(holdings: Holdings, source: Source, agreed: Agreed, form: Form) -> dict[str, Any]:
     """Return {"state": {name: {...}}, "param_groups": [{..., "params": [names]}]}.
 
-    agreed: ``Facts`` of all ranks. The states of groups of which some rank's optimizer has parameters are put together in the
-    model's order. With boxes nothing is sent. Else collective: one gather per (group, state name), and for whole values one more
-    per group if some of its state belongs to single ranks.
+    agreed: ``Facts`` of all ranks. The states of groups of which some rank's optimizer has
+    parameters are put together in the model's order. With boxes nothing is sent. Else collective:
+    one gather per (group, state name), and for whole values one more per group if some of its state
+    belongs to single ranks.
     """
     state: dict[str, Any] = {}
-    groups = {id(its.group): its.group for p, its in holdings.held.items() if p in agreed.targets and its.group is not None}
+    groups = {
+        id(its.group): its.group
+        for p, its in holdings.held.items()
+        if p in agreed.targets and its.group is not None
+    }
     for number, group in groups.items():
         _GroupStates(group, holdings, source, agreed.facts[number], form).add_to(state)
     for parameter, name in holdings.unmanaged:
         if parameter in source.states:
-            state[name] = {key: snapshot(value, form.to_cpu) for key, value in source.states[parameter].items()}
+            state[name] = {
+                key: snapshot(value, form.to_cpu) for key, value in source.states[parameter].items()
+            }
     if not form.keep:
         return {}
-    first = [name for parameter in holdings.parameters for _, name in holdings.held[parameter].names]
-    result: dict[str, Any] = {"state": {name: state[name] for name in dict.fromkeys([*first, *state]) if name in state}}
-    result["state"].update({key: snapshot(value, form.to_cpu) for key, value in source.user_states.items()})
+    first = [
+        name for parameter in holdings.parameters for _, name in holdings.held[parameter].names
+    ]
+    result: dict[str, Any] = {
+        "state": {name: state[name] for name in dict.fromkeys([*first, *state]) if name in state}
+    }
+    result["state"].update(
+        {key: snapshot(value, form.to_cpu) for key, value in source.user_states.items()}
+    )
     if source.param_groups is not None:
         result["param_groups"] = [
             {
                 **{key: copied(value) for key, value in group.items() if key != "params"},
-                "params": [name for parameter in group["params"] for _, name in holdings.held[parameter].names],
+                "params": [
+                    name
+                    for parameter in group["params"]
+                    for _, name in holdings.held[parameter].names
+                ],
             }
             for group in source.param_groups
         ]
@@ -210,35 +257,57 @@ def optim_state(holdings: Holdings, source: Source, agreed: Agreed, form: Form) 
 class _GroupStates:
     """The state of everything one group holds, and what each state is for the ranks together."""
 
-    def __init__(self, group: Group, holdings: Holdings, source: Source, everyones: Sequence[Facts], form: Form) -> None:
-        """everyones: of the ranks of the shard axis, which find the same, also where one of them raises.
+    def __init__(
+        self,
+        group: Group,
+        holdings: Holdings,
+        source: Source,
+        everyones: Sequence[Facts],
+        form: Form,
+    ) -> None:
+        """everyones: of the ranks of the shard axis, which find the same, also where one of them
+        raises.
 
         An optimizer may keep nothing for an empty part, or not the same everywhere.
         """
         self.group, self.holdings, self.form = group, holdings, form
         self.targets = holdings.in_group(group)
         self.states = {target: source.states.get(target, {}) for target in self.targets}
-        if any(facts.has_states for facts in everyones):  # what is tried counts only if nobody has made a step
+        if any(
+            facts.has_states for facts in everyones
+        ):  # what is tried counts only if nobody has made a step
             nothing = [dict[Any, _Described]()] * len(self.targets)
-            everyones = [dataclasses.replace(facts, states=nothing) if facts.is_tried else facts for facts in everyones]
+            everyones = [
+                dataclasses.replace(facts, states=nothing) if facts.is_tried else facts
+                for facts in everyones
+            ]
             if source.is_tried:
                 self.states = {target: {} for target in self.targets}
-        by_target = list(zip(*(facts.states for facts in everyones), strict=True))  # for each target, what every rank has
-        self.known = [_agreed(by_rank, self.states[t]) for t, by_rank in zip(self.targets, by_target, strict=True)]
+        by_target = list(
+            zip(*(facts.states for facts in everyones), strict=True)
+        )  # for each target, what every rank has
+        self.known = [
+            _agreed(by_rank, self.states[t])
+            for t, by_rank in zip(self.targets, by_target, strict=True)
+        ]
         for target, known, by_rank in zip(self.targets, self.known, by_target, strict=True):
             for key in (key for key, its in known.items() if _is_per_element(its)):
                 self._require_everywhere(target, key, [key in described for described in by_rank])
 
     def _require_everywhere(self, target: nn.Parameter, key: Any, there: list[bool]) -> None:
-        """Raise UsageError if a rank lacks a state for its part of a parameter: in the whole it would be zeros."""
+        """Raise UsageError if a rank lacks a state for its part of a parameter: in the whole it
+        would be zeros."""
         names, members = self.holdings.held[target].names, self.group.shard.members
         for rank, has in enumerate(there):
-            if not has and (is_flat(self.group, target) or part_of(self.group, target, names, rank).runs):
+            if not has and (
+                is_flat(self.group, target) or part_of(self.group, target, names, rank).runs
+            ):
                 raise RuntimeUsageError(
                     explain(
                         "The optimizers of the ranks do not keep the same state.",
                         expected="every state of a parameter on all ranks that have a part of it",
-                        got=f"the state {key!r} of {names[0][1]!r}: on rank {members[there.index(True)]}, not on {members[rank]}",
+                        got=f"the state {key!r} of {names[0][1]!r}: on rank "
+                        f"{members[there.index(True)]}, not on {members[rank]}",
                         where=f"{self.holdings.where}, {self.group.name}",
                         fix="step the optimizer, and load its state, on every rank alike",
                     )
@@ -254,8 +323,12 @@ class _GroupStates:
                     for key, its in known.items()
                     if its.kind is Entry.SCALAR or (whole and its.kind is Entry.OPAQUE)
                 }
-            rank_states[target] = [key for key, its in known.items() if its.kind is Entry.OPAQUE and not whole]
-        per_element: dict[tuple[Any, torch.dtype | None], list[nn.Parameter]] = {}  # parameters of one group may differ in dtype
+            rank_states[target] = [
+                key for key, its in known.items() if its.kind is Entry.OPAQUE and not whole
+            ]
+        per_element: dict[
+            tuple[Any, torch.dtype | None], list[nn.Parameter]
+        ] = {}  # parameters of one group may differ in dtype
         for target, known in zip(self.targets, self.known, strict=True):
             for key, its in known.items():
                 if _is_per_element(its):
@@ -272,11 +345,18 @@ class _GroupStates:
             state[name][rank_state.own_key] = rank_state
 
     def _add_wholes(
-        self, state: dict[str, dict[str, Any]], key: Any, dtype: torch.dtype | None, having: list[nn.Parameter]
+        self,
+        state: dict[str, dict[str, Any]],
+        key: Any,
+        dtype: torch.dtype | None,
+        having: list[nn.Parameter],
     ) -> None:
         store = store_of(self.group)
         buffer = torch.zeros(store.numel, dtype=dtype, device=store.shard.device)
-        places = {target: place for (target, _), place in zip(store.targets, store.grads(buffer), strict=True)}
+        places = {
+            target: place
+            for (target, _), place in zip(store.targets, store.grads(buffer), strict=True)
+        }
         for target in having:
             if (value := self.states[target].get(key)) is not None:
                 places[target].copy_(value)
@@ -297,16 +377,37 @@ class _GroupStates:
         return value.cpu() if self.form.to_cpu else value
 
     def _add_boxes(
-        self, state: dict[str, dict[str, Any]], key: Any, dtype: torch.dtype | None, having: list[nn.Parameter]
+        self,
+        state: dict[str, dict[str, Any]],
+        key: Any,
+        dtype: torch.dtype | None,
+        having: list[nn.Parameter],
     ) -> None:
         store, members = store_of(self.group), self.group.shard.members
-        for target in having:  # who has no part of a parameter has boxes without elements, as torch has them
-            value = self.states[target].get(key, store.shard.new_empty(0, dtype=dtype)).detach().reshape(-1)
+        for (
+            target
+        ) in having:  # who has no part of a parameter has boxes without elements, as torch has them
+            value = (
+                self.states[target]
+                .get(key, store.shard.new_empty(0, dtype=dtype))
+                .detach()
+                .reshape(-1)
+            )
             for index, name in self.holdings.held[target].names:
-                run = value[store.layout.part_in_shard(index, store.rank).slice] if is_flat(self.group, target) else value
+                run = (
+                    value[store.layout.part_in_shard(index, store.rank).slice]
+                    if is_flat(self.group, target)
+                    else value
+                )
                 run = copied(run, to_cpu=True) if self.form.to_cpu else run
                 state[name][key] = sharded_value(
-                    store.layout, index, store.rank, run, members, self.form.group, store.parallel[index]
+                    store.layout,
+                    index,
+                    store.rank,
+                    run,
+                    members,
+                    self.form.group,
+                    store.parallel[index],
                 )
 
 
@@ -327,12 +428,17 @@ def _described(value: Any, kind: Entry) -> _Described:
     if kind is Entry.PER_ELEMENT:
         return _Described(kind, dtype=value.dtype)
     if kind is Entry.SCALAR:
-        return _Described(kind, value=value.detach().cpu() if isinstance(value, torch.Tensor) else value)
+        return _Described(
+            kind, value=value.detach().cpu() if isinstance(value, torch.Tensor) else value
+        )
     return _Described(kind)
 
 
-def _agreed(everyones: Sequence[Mapping[Any, _Described]], own: Mapping[Any, Any]) -> dict[Any, _Described]:
-    """What a target's states are for all ranks: what one of them finds opaque, or what differs as a scalar or in dtype, is opaque.
+def _agreed(
+    everyones: Sequence[Mapping[Any, _Described]], own: Mapping[Any, Any]
+) -> dict[Any, _Described]:
+    """What a target's states are for all ranks: what one of them finds opaque, or what differs as a
+    scalar or in dtype, is opaque.
 
     Scalars and opaque states of the own rank come as it has them.
     """
@@ -340,7 +446,9 @@ def _agreed(everyones: Sequence[Mapping[Any, _Described]], own: Mapping[Any, Any
     for its in everyones:
         for key, described in its.items():
             known = agreed.setdefault(key, described)
-            if (known.kind, known.dtype) != (described.kind, described.dtype) or not _equal(known.value, described.value):
+            if (known.kind, known.dtype) != (described.kind, described.dtype) or not _equal(
+                known.value, described.value
+            ):
                 agreed[key] = _Described(Entry.OPAQUE)
     for key, described in agreed.items():
         if key in own and described.kind is not Entry.PER_ELEMENT:
@@ -350,5 +458,7 @@ def _agreed(everyones: Sequence[Mapping[Any, _Described]], own: Mapping[Any, Any
 
 def _equal(one: Any, other: Any) -> bool:
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-        return one.dtype == other.dtype and (torch.equal(one, other) or bool(one.isnan() & other.isnan()))
+        return one.dtype == other.dtype and (
+            torch.equal(one, other) or bool(one.isnan() & other.isnan())
+        )
     return type(one) is type(other) and bool(one == other or (one != one and other != other))

@@ -1,8 +1,8 @@
-"""Whether the optimizers of all ranks hold the same parameters, which ranks tell each other before anything is gathered or sent.
+"""Whether the optimizers of all ranks hold the same parameters, which ranks tell each other before
+anything is gathered or sent.
 
-Every rank's optimizer may have its parameters in another order, and may lack those that the rank has no part of. Everything else
-that differs is one error on all of them.
-"""
+Every rank's optimizer may have its parameters in another order, and may lack those that the rank
+has no part of. Everything else that differs is one error on all of them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ _Runs = tuple[tuple[int, int], ...]  # (start, stop), in order
 
 @dataclasses.dataclass(frozen=True)
 class Told:
-    """What one rank says of its optimizer. Parameters of some flat groups are counted through, in the model's order."""
+    """What one rank says of its optimizer. Parameters of some flat groups are counted through, in
+    the model's order."""
 
     rank: int  # the global one
     sizes: tuple[int, ...]  # elements of a shard, by flat group
@@ -40,7 +41,11 @@ class Told:
 
 def tell(holdings: Holdings, groups: Sequence[Group]) -> Told:
     """Return what this rank says of its optimizer. groups: flat groups, the same on all ranks."""
-    here = [(position, p) for position, p in enumerate(_targets(holdings, groups)) if not holdings.is_vacant(p)]
+    here = [
+        (position, p)
+        for position, p in enumerate(_targets(holdings, groups))
+        if not holdings.is_vacant(p)
+    ]
     return Told(
         _global_rank(),
         tuple(store_of(group).numel for group in groups),
@@ -50,13 +55,21 @@ def tell(holdings: Holdings, groups: Sequence[Group]) -> Told:
     )
 
 
-def held_by_any(holdings: Holdings, groups: Sequence[Group], told: Sequence[Told]) -> set[nn.Parameter]:
+def held_by_any(
+    holdings: Holdings, groups: Sequence[Group], told: Sequence[Told]
+) -> set[nn.Parameter]:
     """Return the parameters of ``groups`` that some rank's optimizer has."""
     held = {position for its in told for run in its.held for position in range(*run)}
-    return {p for position, p in enumerate(_targets(holdings, groups)) if position in held or p in holdings.members}
+    return {
+        p
+        for position, p in enumerate(_targets(holdings, groups))
+        if position in held or p in holdings.members
+    }
 
 
-def require_alike(holdings: Holdings, groups: Sequence[Group], told: Sequence[Told], call: str, *, unmanaged: bool) -> None:
+def require_alike(
+    holdings: Holdings, groups: Sequence[Group], told: Sequence[Told], call: str, *, unmanaged: bool
+) -> None:
     """Raise UsageError unless all ranks have told the same; all of them find the same.
 
     unmanaged: also of parameters that no unit manages.
@@ -67,12 +80,19 @@ def require_alike(holdings: Holdings, groups: Sequence[Group], told: Sequence[To
             raise _unlike(
                 "A unit has another size on other ranks.",
                 "the same model, with parameters of the same shapes, on every rank",
-                f"{group.name}: shards of {', '.join(f'{size} elements on rank {rank}' for rank, size in sizes.items())}",
+                f"{group.name}: shards of "
+                f"{', '.join(f'{size} elements on rank {rank}' for rank, size in sizes.items())}",
                 call,
                 "build and wrap the model in the same way on every rank",
             )
     held = {position: its.rank for its in told for run in its.held for position in range(*run)}
-    lacking = [(position, its.rank) for its in told for run in its.missing for position in range(*run) if position in held]
+    lacking = [
+        (position, its.rank)
+        for its in told
+        for run in its.missing
+        for position in range(*run)
+        if position in held
+    ]
     if lacking:
         targets = _targets(holdings, groups)
         position = min(position for position, _ in lacking)
@@ -81,17 +101,20 @@ def require_alike(holdings: Holdings, groups: Sequence[Group], told: Sequence[To
         raise _unlike(
             "The optimizers of the ranks hold different parameters.",
             "the same parameters in the optimizer of every rank, in any order",
-            f"{holdings.held[targets[position]].names[0][1]!r}{f' and {more} more' if more else ''}: missing on rank(s) "
+            f"{holdings.held[targets[position]].names[0][1]!r}"
+            f"{f' and {more} more' if more else ''}: missing on rank(s) "
             f"{textwrap.shorten(str(without), 200)}, there on rank {held[position]}",
             call,
-            "make the optimizer from the same parameters on every rank; only those that a rank has no part of may be missing there",
+            "make the optimizer from the same parameters on every rank; only those that a rank has "
+            "no part of may be missing there",
         )
     if unmanaged and len({its.unmanaged for its in told}) > 1:
         own = next((its.unmanaged for its in told if its.rank == _global_rank()), "")
         raise _unlike(
             "The optimizers of the ranks hold different parameters outside of units.",
             "the same parameters in the optimizer of every rank, in any order",
-            f"other ones than here on rank(s) {textwrap.shorten(str([its.rank for its in told if its.unmanaged != own]), 200)}",
+            "other ones than here on rank(s) "
+            f"{textwrap.shorten(str([its.rank for its in told if its.unmanaged != own]), 200)}",
             call,
             "make the optimizer from the same parameters on every rank",
         )
@@ -102,7 +125,9 @@ class Agreed:
     """What ranks have told each other, when they go on."""
 
     targets: set[nn.Parameter]  # those that the optimizer of some rank has
-    facts: Mapping[int, Sequence[Any]]  # by the id of a flat group: what each rank of its shard axis has told of it
+    facts: Mapping[
+        int, Sequence[Any]
+    ]  # by the id of a flat group: what each rank of its shard axis has told of it
 
 
 def agree_together(
@@ -112,11 +137,13 @@ def agree_together(
     facts_of: Callable[[Group], Any],
     call: str,
 ) -> Agreed:
-    """Return what the ranks that ``groups`` are spread over have told each other: ``facts_of`` each group.
+    """Return what the ranks that ``groups`` are spread over have told each other: ``facts_of`` each
+    group.
 
-    Collective: one small exchange for each set of ranks, the smaller sets first, so that what is wrong in one is heard of in those
-    around it. Raises ``problem``, what keeps this rank from going on and leaves it without ``holdings``, and on all other ranks
-    UsageError; likewise if ranks do not hold alike.
+    Collective: one small exchange for each set of ranks, the smaller sets first, so that what is
+    wrong in one is heard of in those around it. Raises ``problem``, what keeps this rank from going
+    on and leaves it without ``holdings``, and on all other ranks UsageError; likewise if ranks do
+    not hold alike.
     """
     wires: dict[int, tuple[Communicator, list[Group]]] = {}
     for group in groups:
@@ -126,7 +153,9 @@ def agree_together(
     text = "" if problem is None else str(_elsewhere(problem, call))
     targets, facts = set[nn.Parameter](), dict[int, Sequence[Any]]()
     for wire, its in sorted(wires.values(), key=lambda pair: (pair[0].ranks, pair[0].members)):
-        own = None if holdings is None else (tell(holdings, its), [facts_of(group) for group in its])
+        own = (
+            None if holdings is None else (tell(holdings, its), [facts_of(group) for group in its])
+        )
         answers = wire.gather_objects((text, own))
         text = text or next((its_text for its_text, _ in answers if its_text), "")
         if text or holdings is None:

@@ -1,4 +1,5 @@
-"""What the older calls for optimizer state have of their own: an optimizer's input in its place, and dicts keyed anew."""
+"""What the older calls for optimizer state have of their own: an optimizer's input in its place,
+and dicts keyed anew."""
 
 from __future__ import annotations
 
@@ -17,37 +18,51 @@ __all__ = ["Numbering", "groups_of_input"]
 
 
 def groups_of_input(
-    optim_input: Iterable[Any] | None, optim: torch.optim.Optimizer | None, model: nn.Module, call: str
+    optim_input: Iterable[Any] | None,
+    optim: torch.optim.Optimizer | None,
+    model: nn.Module,
+    call: str,
 ) -> list[dict[str, Any]]:
     """Return parameter groups in the order in which an optimizer numbers its parameters.
 
-    Those of ``optim_input``, what an optimizer is made with; without it the optimizer's; without that, one group with all the
-    model's parameters.
+    Those of ``optim_input``, what an optimizer is made with; without it the optimizer's; without
+    that, one group with all the model's parameters.
 
     Raises UsageError for an input that is neither parameters nor parameter groups.
     """
     if optim_input is None:
         return optim.param_groups if optim is not None else [{"params": list(model.parameters())}]
     try:
-        given: list[Any] = [optim_input] if isinstance(optim_input, torch.Tensor) else list(optim_input)
+        given: list[Any] = (
+            [optim_input] if isinstance(optim_input, torch.Tensor) else list(optim_input)
+        )
     except TypeError:
         given = []
     if not given:
-        raise (UsageError if isinstance(optim_input, Iterable) else TypeUsageError)(_wrong_input(optim_input, call))
+        raise (UsageError if isinstance(optim_input, Iterable) else TypeUsageError)(
+            _wrong_input(optim_input, call)
+        )
     if all(isinstance(item, torch.Tensor) for item in given):
         return [{"params": given}]
     if not all(isinstance(item, dict) for item in given):
         raise TypeUsageError(_wrong_input(optim_input, call))
     if not all("params" in group for group in given):
         raise AssertedUsageError(_wrong_input(optim_input, call))
-    return [{**g, "params": [g["params"]] if isinstance(g["params"], torch.Tensor) else list(g["params"])} for g in given]
+    return [
+        {
+            **g,
+            "params": [g["params"]] if isinstance(g["params"], torch.Tensor) else list(g["params"]),
+        }
+        for g in given
+    ]
 
 
 def _wrong_input(optim_input: object, call: str) -> str:
     return explain(
         "optim_input is not what an optimizer is made with.",
         expected="parameters, or dicts with 'params'",
-        got=f"a {type(optim_input).__name__}" + (f" of {len(optim_input)}" if isinstance(optim_input, (list, tuple, dict)) else ""),
+        got=f"a {type(optim_input).__name__}"
+        + (f" of {len(optim_input)}" if isinstance(optim_input, (list, tuple, dict)) else ""),
         where=f"argument 'optim_input' of {call}",
         fix="leave it out and pass optim=, the optimizer",
     )
@@ -56,7 +71,12 @@ def _wrong_input(optim_input: object, call: str) -> str:
 class Numbering:
     """How an optimizer numbers a model's parameters, whose names are those before wrapping."""
 
-    def __init__(self, model: nn.Module, groups: Iterable[Mapping[str, Any]], names: Sequence[Sequence[str]] | None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        groups: Iterable[Mapping[str, Any]],
+        names: Sequence[Sequence[str]] | None,
+    ) -> None:
         """names: by parameter group, of a model with units; None for another model."""
         first = {parameter: clean_name(name) for name, parameter in model.named_parameters()}
         if names is None:
@@ -64,26 +84,40 @@ class Numbering:
         else:
             self.names = [name for its in names for name in its]
         self.numbers = {name: number for number, name in enumerate(self.names) if name is not None}
-        for name, parameter in model.named_parameters(remove_duplicate=False):  # a shared parameter has several
+        for name, parameter in model.named_parameters(
+            remove_duplicate=False
+        ):  # a shared parameter has several
             if first[parameter] in self.numbers:
                 self.numbers.setdefault(clean_name(name), self.numbers[first[parameter]])
 
     def by_names(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a dict keyed by numbers with names as keys; values are the same objects. One keyed by names comes back as it is.
+        """Return a dict keyed by numbers with names as keys; values are the same objects. One keyed
+        by names comes back as it is.
 
-        Raises UsageError for a dict whose keys are of several kinds, CheckpointError for numbers of no parameter.
+        Raises UsageError for a dict whose keys are of several kinds, CheckpointError for numbers of
+        no parameter.
         """
-        return dict(state_dict) if _kinds(state_dict) == {str} else _rekeyed(state_dict, dict(enumerate(self.names)))
+        return (
+            dict(state_dict)
+            if _kinds(state_dict) == {str}
+            else _rekeyed(state_dict, dict(enumerate(self.names)))
+        )
 
     def by_numbers(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
         """The opposite of ``by_names``."""
         if _kinds(state_dict) == {int}:
             return dict(state_dict)
-        return _rekeyed(state_dict, {name: self.numbers.get(clean_name(str(name))) for name in _keys(state_dict)})
+        return _rekeyed(
+            state_dict,
+            {name: self.numbers.get(clean_name(str(name))) for name in _keys(state_dict)},
+        )
 
 
 def _keys(state_dict: Mapping[str, Any]) -> list[Any]:
-    return [*state_dict["state"], *(key for group in state_dict.get("param_groups", ()) for key in group["params"])]
+    return [
+        *state_dict["state"],
+        *(key for group in state_dict.get("param_groups", ()) for key in group["params"]),
+    ]
 
 
 def _kinds(state_dict: Mapping[str, Any]) -> set[type]:
@@ -96,7 +130,8 @@ def _kinds(state_dict: Mapping[str, Any]) -> set[type]:
                 expected="parameter names everywhere, or numbers everywhere",
                 got=", ".join(sorted(kind.__name__ for kind in kinds)),
                 where="rekey_optim_state_dict",
-                fix="pass what full_optim_state_dict(...) or optimizer.state_dict() returned, unchanged",
+                fix="pass what full_optim_state_dict(...) or optimizer.state_dict() returned, "
+                "unchanged",
             )
         )
     return kinds
@@ -108,16 +143,23 @@ def _rekeyed(state_dict: Mapping[str, Any], keys: Mapping[Any, Any]) -> dict[str
             raise CheckpointError(
                 explain(
                     "The optimizer state dict does not belong to the model and the optimizer.",
-                    expected="state of parameters that the optimizer holds and the model has under one name",
+                    expected="state of parameters that the optimizer holds and the model has under "
+                    "one name",
                     got=f"the key {key!r}",
                     where="rekey_optim_state_dict",
-                    fix="pass the model and the optimizer that the dict is of, or is to be loaded into",
+                    fix="pass the model and the optimizer that the dict is of, or is to be loaded "
+                    "into",
                 )
             )
-    result: dict[str, Any] = {"state": {keys[key]: value for key, value in state_dict["state"].items()}}
+    result: dict[str, Any] = {
+        "state": {keys[key]: value for key, value in state_dict["state"].items()}
+    }
     if "param_groups" in state_dict:
         result["param_groups"] = [
-            {**{k: copy.deepcopy(v) for k, v in g.items() if k != "params"}, "params": sorted(keys[key] for key in g["params"])}
+            {
+                **{k: copy.deepcopy(v) for k, v in g.items() if k != "params"},
+                "params": sorted(keys[key] for key in g["params"]),
+            }
             for g in state_dict["param_groups"]
         ]
     return result

@@ -1,7 +1,7 @@
-"""The optimizer's state dict, keyed by parameter names or numbers, full or sharded, into the optimizer.
+"""The optimizer's state dict, keyed by parameter names or numbers, full or sharded, into the
+optimizer.
 
-Every rank has the dict, or only the first one has it.
-"""
+Every rank has the dict, or only the first one has it."""
 
 from __future__ import annotations
 
@@ -45,8 +45,11 @@ class Wanted:
 
     order: Sequence[str]  # the names of all parameters, as the model had them before it was wrapped
     from_first: bool  # where ranks have None or {}, all take what the first one has
-    as_saved: bool = False  # groups list what was saved, and all parameters of a FlatParameter have state, or none
-    named: torch.optim.Optimizer | None = None  # the optimizer, if its state is keyed by the model's current names
+    # groups list what was saved, and all parameters of a FlatParameter have state, or none
+    as_saved: bool = False
+    named: torch.optim.Optimizer | None = (
+        None  # the optimizer, if its state is keyed by the model's current names
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,7 +63,8 @@ class _Plan:
     user_states: Mapping[str, Any]  # of no parameter
 
     def is_cut(self, holdings: Holdings, name: str, key: Any) -> bool:
-        """True for a value that has one element per element of a parameter, which is cut as that is."""
+        """True for a value that has one element per element of a parameter, which is cut as that
+        is."""
         value = self.entries[name][key]
         if key not in self.per_element or not isinstance(value, (torch.Tensor, Outline)):
             return False
@@ -73,21 +77,33 @@ class _Plan:
         """The same without what is of size."""
         entries: dict[str, dict[Any, Any]] = {}
         for name, entry in self.entries.items():
-            entries[name] = {key: _outline(value, self.is_cut(holdings, name, key)) for key, value in entry.items()}
+            entries[name] = {
+                key: _outline(value, self.is_cut(holdings, name, key))
+                for key, value in entry.items()
+            }
         groups = self.groups
         if groups is not None:
-            groups = [{key: value.cpu() if isinstance(value, torch.Tensor) else value for key, value in g.items()} for g in groups]
+            groups = [
+                {
+                    key: value.cpu() if isinstance(value, torch.Tensor) else value
+                    for key, value in g.items()
+                }
+                for g in groups
+            ]
         return dataclasses.replace(
             self,
             entries=entries,
             rank_states=dict.fromkeys(self.rank_states, ()),
             groups=groups,
-            user_states={key: _outline(value, cut=False) for key, value in self.user_states.items()},
+            user_states={
+                key: _outline(value, cut=False) for key, value in self.user_states.items()
+            },
         )
 
 
 def _outline(value: Any, cut: bool) -> Any:
-    """cut: the value is a tensor with one element per element of a parameter that a unit manages."""
+    """cut: the value is a tensor with one element per element of a parameter that a unit
+    manages."""
     if cut:
         return Outline(shape_of(value), value.dtype)
     if isinstance(value, torch.Tensor) and value.dim() == 0:
@@ -104,19 +120,23 @@ def optim_state_to_load(
     first: FirstRank,
     call: str,
 ) -> dict[str, Any]:
-    """Return what ``optimizer.load_state_dict`` takes, from a dict by names, full or sharded, or by numbers, as the optimizer of an
-    unwrapped model gives it. problem: what keeps this rank from loading, which has no ``holdings`` then. groups: all of the model.
+    """Return what ``optimizer.load_state_dict`` takes, from a dict by names, full or sharded, or by
+    numbers, as the optimizer of an unwrapped model gives it. problem: what keeps this rank from
+    loading, which has no ``holdings`` then. groups: all of the model.
 
-    Collective over the mesh of ``first``: one small exchange, in which ranks learn whether all have a dict that fits, and
-    optimizers of the same parameters. With full values, or own boxes, nothing else is sent; values that are sharded in another way
-    are gathered. ``from_first``: where ranks have None or {}, all take what the first one has, which sends one (group, state) at a
-    time. What is sent goes in the model's order.
+    Collective over the mesh of ``first``: one small exchange, in which ranks learn whether all have
+    a dict that fits, and optimizers of the same parameters. With full values, or own boxes, nothing
+    else is sent; values that are sharded in another way are gathered. ``from_first``: where ranks
+    have None or {}, all take what the first one has, which sends one (group, state) at a time. What
+    is sent goes in the model's order.
 
-    Raises UsageError where there is no dict, or optimizers differ, and CheckpointError for a dict that is not of this model's
-    optimizer, on every rank, before anything else is sent.
+    Raises UsageError where there is no dict, or optimizers differ, and CheckpointError for a dict
+    that is not of this model's optimizer, on every rank, before anything else is sent.
     """
     plan, told = None, None
-    groups = [group for group in groups if group.shard.ranks * group.replica.ranks == first.num_ranks]
+    groups = [
+        group for group in groups if group.shard.ranks * group.replica.ranks == first.num_ranks
+    ]
     missing = state_dict is None or (isinstance(state_dict, Mapping) and not state_dict)
     if holdings is not None:
         told = tell(holdings, groups)
@@ -146,10 +166,16 @@ def optim_state_to_load(
 
 
 def _refuse_together(
-    statuses: Sequence[tuple[bool, str, type[FsdpCompatError]]], from_first: bool, given: object, call: str
+    statuses: Sequence[tuple[bool, str, type[FsdpCompatError]]],
+    from_first: bool,
+    given: object,
+    call: str,
 ) -> None:
-    """Raise, on every rank, if some rank has no dict or a wrong one. statuses: (has one, its error, of which kind)."""
-    wrong = next(((rank, text, kind) for rank, (_, text, kind) in enumerate(statuses) if text), None)
+    """Raise, on every rank, if some rank has no dict or a wrong one. statuses: (has one, its error,
+    of which kind)."""
+    wrong = next(
+        ((rank, text, kind) for rank, (_, text, kind) in enumerate(statuses) if text), None
+    )
     if wrong is not None:
         raise wrong[2](
             explain(
@@ -164,27 +190,38 @@ def _refuse_together(
     if lacking and (not from_first or 0 in lacking):
         raise UsageError(
             explain(
-                "The optimizer state dict is missing on other ranks." if given else "This is no optimizer state dict.",
+                "The optimizer state dict is missing on other ranks."
+                if given
+                else "This is no optimizer state dict.",
                 expected="a dict with 'state' and 'param_groups' on the first rank"
                 if from_first
                 else "a dict with 'state' and 'param_groups' on every rank",
-                got=f"nothing on rank(s) {textwrap.shorten(str(lacking), 100)} of {len(statuses)}, here a {type(given).__name__}",
+                got=f"nothing on rank(s) {textwrap.shorten(str(lacking), 100)} of {len(statuses)}, "
+                f"here a {type(given).__name__}",
                 where=call,
-                fix="pass what optim_state_dict(model, optim) returned, on every rank; note the order of the arguments. To load "
-                "what rank 0 alone has, set FullOptimStateDictConfig(rank0_only=True) for the model",
+                fix="pass what optim_state_dict(model, optim) returned, on every rank; note the "
+                "order of the arguments. To load "
+                "what rank 0 alone has, set FullOptimStateDictConfig(rank0_only=True) for the "
+                "model",
             )
         )
 
 
 def _refuse_other_ranks(holdings: Holdings, first: FirstRank, call: str) -> None:
-    """Raise if a unit is over some of the ranks only: then others hold something else under the same names."""
+    """Raise if a unit is over some of the ranks only: then others hold something else under the
+    same names."""
     for held in holdings.held.values():
-        num_ranks = first.num_ranks if held.group is None else held.group.shard.ranks * held.group.replica.ranks
+        num_ranks = (
+            first.num_ranks
+            if held.group is None
+            else held.group.shard.ranks * held.group.replica.ranks
+        )
         if num_ranks != first.num_ranks:
             raise UsageError(
                 explain(
                     "Units over different ranks cannot be loaded from one rank.",
-                    expected=f"all units over the same {first.num_ranks} ranks, or a dict on every rank",
+                    expected=f"all units over the same {first.num_ranks} ranks, or a dict on every "
+                    "rank",
                     got=f"a unit over {num_ranks} ranks, with {held.names[0][1]!r}",
                     where=call,
                     fix="load the optimizer state dict on every rank, without rank0_only=True",
@@ -192,21 +229,27 @@ def _refuse_other_ranks(holdings: Holdings, first: FirstRank, call: str) -> None
             )
 
 
-# --- looking through a dict -------------------------------------------------------------------------------------------
+# --- looking through a dict -----------------------------------------------------------------------
 
 
 def _planned(holdings: Holdings, state_dict: Any, wanted: Wanted, call: str) -> _Plan:
-    """Raises UsageError for what has not the form of a dict, CheckpointError for one that does not fit. Nothing is sent."""
+    """Raises UsageError for what has not the form of a dict, CheckpointError for one that does not
+    fit. Nothing is sent."""
     if (found := other_form(state_dict)) is not None:
         expected, got = found
-        error = CheckpointError if isinstance(state_dict, Mapping) and "state" in state_dict else UsageError
+        error = (
+            CheckpointError
+            if isinstance(state_dict, Mapping) and "state" in state_dict
+            else UsageError
+        )
         raise error(
             explain(
                 "This is no optimizer state dict.",
                 expected=expected,
                 got=f"{textwrap.shorten(repr(got), 300)} of type {type(got).__name__}",
                 where=call,
-                fix="pass what optim_state_dict(model, optim) or optimizer.state_dict() returned, on every rank; note the order of "
+                fix="pass what optim_state_dict(model, optim) or optimizer.state_dict() returned, "
+                "on every rank; note the order of "
                 "the arguments",
             )
         )
@@ -214,16 +257,27 @@ def _planned(holdings: Holdings, state_dict: Any, wanted: Wanted, call: str) -> 
         state_dict = _by_name(state_dict, holdings, wanted.order)
     named, user_states = dict[str, Mapping[Any, Any]](), dict[str, Any]()
     for name, entry in state_dict["state"].items():
-        if is_user_state(holdings, name) and (wanted.named is not None or not isinstance(entry, Mapping)):
+        if is_user_state(holdings, name) and (
+            wanted.named is not None or not isinstance(entry, Mapping)
+        ):
             user_states[name] = entry
         else:
             named[holdings.name_before(name)] = entry
     _refuse_unknown(holdings, named)
     groups = None
     if "param_groups" in state_dict:
-        groups = [{**g, "params": [holdings.name_before(name) for name in g["params"]]} for g in state_dict["param_groups"]]
-    entries = {name: {k: v for k, v in entry.items() if not isinstance(v, RankState)} for name, entry in named.items()}
-    rank_states = {name: [v for v in entry.values() if isinstance(v, RankState)] for name, entry in named.items()}
+        groups = [
+            {**g, "params": [holdings.name_before(name) for name in g["params"]]}
+            for g in state_dict["param_groups"]
+        ]
+    entries = {
+        name: {k: v for k, v in entry.items() if not isinstance(v, RankState)}
+        for name, entry in named.items()
+    }
+    rank_states = {
+        name: [v for v in entry.values() if isinstance(v, RankState)]
+        for name, entry in named.items()
+    }
     rank_states = {name: its for name, its in rank_states.items() if its}
     check_layout(holdings, rank_states)
     if wanted.as_saved:
@@ -233,20 +287,26 @@ def _planned(holdings: Holdings, state_dict: Any, wanted: Wanted, call: str) -> 
 
 def _is_by_number(state_dict: Mapping[str, Any]) -> bool:
     groups = state_dict.get("param_groups", ())
-    return any(isinstance(key, int) for key in (*state_dict["state"], *(key for group in groups for key in group["params"])))
+    return any(
+        isinstance(key, int)
+        for key in (*state_dict["state"], *(key for group in groups for key in group["params"]))
+    )
 
 
 def _refuse_unknown(holdings: Holdings, named: Mapping[str, Any]) -> None:
-    """Raise CheckpointError for names that are no parameters', and for entries that are no dicts."""
+    """Raise CheckpointError for names that are no parameters', and for entries that are no
+    dicts."""
     unknown = [name for name in named if name not in holdings.by_name]
     if unknown:
         raise CheckpointError(
             explain(
                 "The optimizer state belongs to another model.",
-                expected=f"names of the model's parameters, such as {next(iter(holdings.by_name), 'none')!r}",
+                expected="names of the model's parameters, such as "
+                f"{next(iter(holdings.by_name), 'none')!r}",
                 got=f"{len(unknown)} unknown name(s), such as {unknown[0]!r}",
                 where="the 'state' of the optimizer state dict",
-                fix="load the optimizer state that optim_state_dict returned for this model, keyed by parameter names; dicts that "
+                fix="load the optimizer state that optim_state_dict returned for this model, keyed "
+                "by parameter names; dicts that "
                 "belong to no parameter are passed on with is_named_optimizer=True",
             )
         )
@@ -263,34 +323,48 @@ def _refuse_unknown(holdings: Holdings, named: Mapping[str, Any]) -> None:
             )
 
 
-def _refuse_missing(holdings: Holdings, entries: Mapping[str, Mapping[Any, Any]], call: str) -> None:
-    """Raise CheckpointError for a parameter without state in a FlatParameter whose others have counts.
+def _refuse_missing(
+    holdings: Holdings, entries: Mapping[str, Mapping[Any, Any]], call: str
+) -> None:
+    """Raise CheckpointError for a parameter without state in a FlatParameter whose others have
+    counts.
 
-    Zeros can stand for other states of such a parameter, but one count is not right for all of them.
+    Zeros can stand for other states of such a parameter, but one count is not right for all of
+    them.
     """
     for target in holdings.parameters:
         names = [name for _, name in holdings.held[target].names]
         missing = [name for name in names if name not in entries]
-        values = [value for name in names for value in entries.get(name, {}).values() if value is not None]
+        values = [
+            value for name in names for value in entries.get(name, {}).values() if value is not None
+        ]
         if missing and not all(isinstance(value, torch.Tensor) and value.dim() for value in values):
             raise ValueCheckpointError(
                 explain(
                     "A parameter that goes into a FlatParameter has no optimizer state.",
-                    expected=f"state of all {len(names)} parameters of the FlatParameter, or of none of them",
+                    expected=f"state of all {len(names)} parameters of the FlatParameter, or of "
+                    "none of them",
                     got=f"none of {len(missing)}, such as {missing[0]!r}",
                     where=call,
-                    fix="load the state of this model, or use optim_state_dict_to_load, which counts all of them alike",
+                    fix="load the state of this model, or use optim_state_dict_to_load, which "
+                    "counts all of them alike",
                 )
             )
 
 
-def _by_name(state_dict: Mapping[str, Any], holdings: Holdings, order: Sequence[str]) -> dict[str, Any]:
+def _by_name(
+    state_dict: Mapping[str, Any], holdings: Holdings, order: Sequence[str]
+) -> dict[str, Any]:
     """Return the same dict with names, see ``numbered_names``."""
     wanted = numbered_names(holdings, order)
     saved = state_dict.get("param_groups")
     if saved is None:
         names = dict(enumerate(name for its in wanted for name in its))
-        return {"state": {names.get(number, number): value for number, value in state_dict["state"].items()}}
+        return {
+            "state": {
+                names.get(number, number): value for number, value in state_dict["state"].items()
+            }
+        }
     names, groups = dict[int, str](), []
     for number, its in enumerate(wanted):
         given = list(saved[number]["params"]) if number < len(saved) else []
@@ -298,24 +372,31 @@ def _by_name(state_dict: Mapping[str, Any], holdings: Holdings, order: Sequence[
             raise CheckpointError(
                 explain(
                     "The optimizer state, which is keyed by numbers, does not fit the optimizer.",
-                    expected=f"{len(wanted)} parameter group(s), number {number} of {len(its)} parameters",
-                    got=f"{len(saved)} parameter group(s), number {number} of {len(given)} parameters",
+                    expected=f"{len(wanted)} parameter group(s), number {number} of {len(its)} "
+                    "parameters",
+                    got=f"{len(saved)} parameter group(s), number {number} of {len(given)} "
+                    "parameters",
                     where=f"optim_state_dict_to_load, parameter group {number}, {holdings.where}",
-                    fix="make the optimizer with the same groups of parameters as the one that was saved, or load state by names",
+                    fix="make the optimizer with the same groups of parameters as the one that was "
+                    "saved, or load state by names",
                 )
             )
         names.update(zip(given, its, strict=True))
         groups.append({**saved[number], "params": its})
-    state = {names.get(number, number): value for number, value in state_dict["state"].items()}  # others are no names, either
+    state = {
+        names.get(number, number): value for number, value in state_dict["state"].items()
+    }  # others are no names, either
     return {"state": state, "param_groups": groups}
 
 
 def _per_element(entries: Mapping[str, Mapping[Any, Any]], holdings: Holdings) -> frozenset[Any]:
-    """Return the names of the states that have one element per element of a parameter, of parameters that units manage.
+    """Return the names of the states that have one element per element of a parameter, of
+    parameters that units manage.
 
-    With 0-d parameters such a state looks like a count: other parameters tell then, or its name. Raises CheckpointError if such a
-    state has another shape than its parameter anywhere: what differs between parameters cannot be the state of several in one.
-    And for a state of any other shape, or no tensor, unless the optimizer holds the parameter as a whole.
+    With 0-d parameters such a state looks like a count: other parameters tell then, or its name.
+    Raises CheckpointError if such a state has another shape than its parameter anywhere: what
+    differs between parameters cannot be the state of several in one. And for a state of any other
+    shape, or no tensor, unless the optimizer holds the parameter as a whole.
     """
     by_key: dict[Any, dict[str, Any]] = {}
     shapes: dict[str, tuple[int, ...]] = {}
@@ -333,8 +414,13 @@ def _per_element(entries: Mapping[str, Mapping[Any, Any]], holdings: Holdings) -
     for key, values in by_key.items():
         tensors = {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
         all_0d = len(tensors) == len(values) and all(shapes[name] == () for name in values)
-        fitting = [is_sharded(t) or (t.dim() > 0 and t.numel() > 1 and t.shape == shapes[name]) for name, t in tensors.items()]
-        as_it_is = whole if 2 * sum(fitting) <= len(fitting) else set()  # by chance some of a factored state may fit
+        fitting = [
+            is_sharded(t) or (t.dim() > 0 and t.numel() > 1 and t.shape == shapes[name])
+            for name, t in tensors.items()
+        ]
+        as_it_is = (
+            whole if 2 * sum(fitting) <= len(fitting) else set()
+        )  # by chance some of a factored state may fit
         shaped = any(is_sharded(t) or t.dim() > 0 for t in tensors.values())
         if (shaped and not as_it_is.issuperset(values)) or (all_0d and key != "step"):
             found.add(key)
@@ -355,7 +441,11 @@ def _check_value(value: object, shape: tuple[int, ...], where: str) -> None:
     elif (wrong := misfit(value)) is not None:
         got = wrong
     elif not is_sharded(value) and (value.is_meta or value.layout is not torch.strided):
-        got = "a tensor on the meta device, without values" if value.is_meta else f"a tensor of {value.layout}"
+        got = (
+            "a tensor on the meta device, without values"
+            if value.is_meta
+            else f"a tensor of {value.layout}"
+        )
     else:
         return
     raise CheckpointError(
@@ -364,14 +454,16 @@ def _check_value(value: object, shape: tuple[int, ...], where: str) -> None:
             expected=f"a tensor of shape {shape}",
             got=got,
             where=where,
-            fix="load the optimizer state that was saved with this model; a state of another shape than its parameter's can only "
+            fix="load the optimizer state that was saved with this model; a state of another shape "
+            "than its parameter's can only "
             "be loaded with the layout that it was saved with",
         )
     )
 
 
 def _check_scalar(value: object, target: nn.Parameter, where: str) -> None:
-    """Raise CheckpointError for an object that belongs to a whole parameter, where parameters are not whole."""
+    """Raise CheckpointError for an object that belongs to a whole parameter, where parameters are
+    not whole."""
     if classify(value, target) is Entry.OPAQUE:
         raise CheckpointError(
             explain(
@@ -379,7 +471,8 @@ def _check_scalar(value: object, target: nn.Parameter, where: str) -> None:
                 expected="tensors of the parameter's shape, and numbers",
                 got=f"a {type(value).__name__}",
                 where=where,
-                fix="load it into the model as it was when it was saved, or take such states out of the dict",
+                fix="load it into the model as it was when it was saved, or take such states out "
+                "of the dict",
             )
         )
 
@@ -394,47 +487,80 @@ def _refuse_sharded(plan: _Plan, call: str) -> None:
                         expected="whole tensors, as FULL_STATE_DICT gives them",
                         got=f"a {type(value).__name__}",
                         where=f"{call}, state {key!r} of {name!r}",
-                        fix="load a sharded dict on every rank, with SHARDED_STATE_DICT set for the model",
+                        fix="load a sharded dict on every rank, with SHARDED_STATE_DICT set for "
+                        "the model",
                     )
                 )
 
 
-# --- cutting it -------------------------------------------------------------------------------------------------------
+# --- cutting it -----------------------------------------------------------------------------------
 
 
 class _Loading:
-    """A plan that is carried out, in one order on all ranks. sender: None where every rank has its values itself."""
+    """A plan that is carried out, in one order on all ranks. sender: None where every rank has its
+    values itself."""
 
     def __init__(
-        self, holdings: Holdings, plan: _Plan, sender: FirstRank | None, targets: Collection[nn.Parameter], wanted: Wanted
+        self,
+        holdings: Holdings,
+        plan: _Plan,
+        sender: FirstRank | None,
+        targets: Collection[nn.Parameter],
+        wanted: Wanted,
     ) -> None:
-        """targets: the managed parameters that some rank's optimizer has; ranks that lack one have no part of it."""
-        self._holdings, self._plan, self._sender, self._targets, self._wanted = holdings, plan, sender, targets, wanted
+        """targets: the managed parameters that some rank's optimizer has; ranks that lack one have
+        no part of it."""
+        self._holdings, self._plan, self._sender, self._targets, self._wanted = (
+            holdings,
+            plan,
+            sender,
+            targets,
+            wanted,
+        )
 
     def result(self) -> dict[str, Any]:
         holdings, plan = self._holdings, self._plan
         state: dict[nn.Parameter, dict[Any, Any]] = {}
-        groups = {id(its.group): its.group for p, its in holdings.held.items() if p in self._targets and its.group is not None}
+        groups = {
+            id(its.group): its.group
+            for p, its in holdings.held.items()
+            if p in self._targets and its.group is not None
+        }
         for group in groups.values():
-            state.update(self._of_group(group, [t for t in holdings.in_group(group) if t in self._targets]))
+            state.update(
+                self._of_group(group, [t for t in holdings.in_group(group) if t in self._targets])
+            )
         for parameter, name in holdings.unmanaged:
             if name in plan.entries:
                 state[parameter] = self._uncut(plan.entries[name], name)
         keys: dict[nn.Parameter, Any] = {p: number for number, p in enumerate(holdings.parameters)}
         if self._wanted.named is not None:
             keys = {parameter: name for name, parameter in holdings.by_current_name.items()}
-            for parameter in holdings.parameters:  # such an optimizer wants state of all its parameters
+            for (
+                parameter
+            ) in holdings.parameters:  # such an optimizer wants state of all its parameters
                 if holdings.is_vacant(parameter) and self._wanted.named.state.get(parameter):
-                    state[parameter] = {key: snapshot(value) for key, value in self._wanted.named.state[parameter].items()}
+                    state[parameter] = {
+                        key: snapshot(value)
+                        for key, value in self._wanted.named.state[parameter].items()
+                    }
         else:
-            state = {parameter: entry for parameter, entry in state.items() if not holdings.is_vacant(parameter)}
+            state = {
+                parameter: entry
+                for parameter, entry in state.items()
+                if not holdings.is_vacant(parameter)
+            }
         result: dict[str, Any] = {"state": {key: state[p] for p, key in keys.items() if p in state}}
-        result["state"].update(self._uncut(plan.user_states, "the optimizer itself") if plan.user_states else {})
+        result["state"].update(
+            self._uncut(plan.user_states, "the optimizer itself") if plan.user_states else {}
+        )
         if plan.groups is not None:
             result["param_groups"] = self._groups(plan.groups, keys)
         return result
 
-    def _of_group(self, group: Group, targets: list[nn.Parameter]) -> dict[nn.Parameter, dict[Any, Any]]:
+    def _of_group(
+        self, group: Group, targets: list[nn.Parameter]
+    ) -> dict[nn.Parameter, dict[Any, Any]]:
         """The states of a group's targets, cut to their shapes."""
         plan, states = self._plan, dict[nn.Parameter, dict[Any, Any]]()
         keys: dict[Any, None] = {}
@@ -461,17 +587,21 @@ class _Loading:
         later = [key for key, value in values.items() if _outline(value, cut=False) is _LATER]
         sent: dict[Any, Any] = {}
         if later and self._sender is not None:
-            sent = self._sender.send_object({key: values[key] for key in later}, f"the state of {name}")
+            sent = self._sender.send_object(
+                {key: values[key] for key in later}, f"the state of {name}"
+            )
         return {key: snapshot(sent.get(key, value)) for key, value in values.items()}
 
     def _add_cut(self, states: dict[nn.Parameter, dict[Any, Any]], group: Group, key: Any) -> None:
-        """Add one state that has one element per element. Of a state, the parameters without it have zeros."""
+        """Add one state that has one element per element. Of a state, the parameters without it
+        have zeros."""
         store, members = store_of(group), group.shard.members
         found = [
             (target, index, self._plan.entries[name][key])
             for target in states
             for index, name in self._holdings.held[target].names
-            if key in self._plan.entries.get(name, {}) and self._plan.is_cut(self._holdings, name, key)
+            if key in self._plan.entries.get(name, {})
+            and self._plan.is_cut(self._holdings, name, key)
         ]
         values = [value for _, _, value in found]
         if self._sender is not None:
@@ -480,29 +610,50 @@ class _Loading:
             flat = is_flat(group, target)
             if states[target][key] is None:
                 numel = store.numel if flat else target.numel()
-                states[target][key] = torch.zeros(numel, dtype=value.dtype, device=store.shard.device)
+                states[target][key] = torch.zeros(
+                    numel, dtype=value.dtype, device=store.shard.device
+                )
             run = read_part(value, store.layout, index, store.rank, members, store.parallel[index])
-            (states[target][key][store.layout.part_in_shard(index, store.rank).slice] if flat else states[target][key]).copy_(run)
+            (
+                states[target][key][store.layout.part_in_shard(index, store.rank).slice]
+                if flat
+                else states[target][key]
+            ).copy_(run)
         for target in states:
             if isinstance(states[target].get(key), torch.Tensor):
                 states[target][key] = states[target][key].view(target.shape)
 
-    def _add_restored(self, states: dict[nn.Parameter, dict[Any, Any]], group: Group, targets: list[nn.Parameter]) -> None:
+    def _add_restored(
+        self, states: dict[nn.Parameter, dict[Any, Any]], group: Group, targets: list[nn.Parameter]
+    ) -> None:
         """Add the states that belong to this rank alone."""
         for target in targets:
-            names = [name for _, name in self._holdings.held[target].names if name in self._plan.rank_states]
+            names = [
+                name
+                for _, name in self._holdings.held[target].names
+                if name in self._plan.rank_states
+            ]
             found: Any = [its for name in names for its in self._plan.rank_states[name]]
             if names and self._sender is not None:
                 found = self._sender.send_object(found, f"the state of {names[0]}")
             states[target].update(restored(group, found))
 
-    def _groups(self, saved: Sequence[Mapping[str, Any]], keys: Mapping[nn.Parameter, Any]) -> list[dict[str, Any]]:
-        """The optimizer's groups with the settings of the saved group that holds the same parameters."""
+    def _groups(
+        self, saved: Sequence[Mapping[str, Any]], keys: Mapping[nn.Parameter, Any]
+    ) -> list[dict[str, Any]]:
+        """The optimizer's groups with the settings of the saved group that holds the same
+        parameters."""
         by_name = {name: group for group in saved for name in group["params"]}
         groups = []
         for position, group in enumerate(self._holdings.groups):
-            names = {p: [name for _, name in self._holdings.held[p].names if name in by_name] for p in group["params"]}
-            match = next((by_name[its[0]] for its in names.values() if its), saved[position] if position < len(saved) else {})
+            names = {
+                p: [name for _, name in self._holdings.held[p].names if name in by_name]
+                for p in group["params"]
+            }
+            match = next(
+                (by_name[its[0]] for its in names.values() if its),
+                saved[position] if position < len(saved) else {},
+            )
             settings = {key: copied(value) for key, value in match.items() if key != "params"}
             present = {k: v for k, v in group.items() if k != "params" and k not in settings}
             listed = [p for p in group["params"] if names[p] or not self._wanted.as_saved]

@@ -31,17 +31,25 @@ class Outline:
 
 
 class FirstRank:
-    """The first rank of a mesh, as every rank of it sees it: its copies are those of the first ranks of both axes."""
+    """The first rank of a mesh, as every rank of it sees it: its copies are those of the first
+    ranks of both axes."""
 
     def __init__(self, mesh: Mesh, device: torch.device) -> None:
         """Collective over the mesh, once per process group. device: which the backend takes."""
         self.is_here, self.device = mesh.is_first, device
         self.num_ranks = mesh.ranks
-        self._shard, self._replica = communicator(mesh.shard, device), communicator(mesh.replica, device)
+        self._shard, self._replica = (
+            communicator(mesh.shard, device),
+            communicator(mesh.replica, device),
+        )
 
     def gather(self, value: object) -> list[Any]:
         """Return every rank's small ``value``, the first rank's first. Collective."""
-        return [its for row in self._replica.gather_objects(self._shard.gather_objects(value)) for its in row]
+        return [
+            its
+            for row in self._replica.gather_objects(self._shard.gather_objects(value))
+            for its in row
+        ]
 
     def tell(self, value: object) -> Any:
         """Return the first rank's ``value``, which is small. Collective."""
@@ -52,13 +60,18 @@ class FirstRank:
 
         values: tensors on the first rank, on the others their outlines.
         """
-        outlines = [Outline(tuple(v.shape), v.dtype) if isinstance(v, torch.Tensor) else v for v in values]
+        outlines = [
+            Outline(tuple(v.shape), v.dtype) if isinstance(v, torch.Tensor) else v for v in values
+        ]
         starts, end = [], 0
         for outline in outlines:
             starts.append(end)
             end += -(-outline.nbytes // _ALIGN_NBYTES) * _ALIGN_NBYTES
         message = torch.zeros(end, dtype=torch.uint8, device=self.device)
-        places = [message[s : s + o.nbytes].view(o.dtype).view(o.shape) for s, o in zip(starts, outlines, strict=True)]
+        places = [
+            message[s : s + o.nbytes].view(o.dtype).view(o.shape)
+            for s, o in zip(starts, outlines, strict=True)
+        ]
         for place, value in zip(places, values, strict=True):
             if self.is_here:
                 place.copy_(typing.cast(torch.Tensor, value))
@@ -66,10 +79,15 @@ class FirstRank:
         return places
 
     def send_object(self, value: object, what: str) -> Any:
-        """Return the first rank's ``value``, of any size; tensors in it are on the CPU. Collective."""
+        """Return the first rank's ``value``, of any size; tensors in it are on the CPU.
+        Collective."""
         packed = packed_bytes(value) if self.is_here else None
         numel = self.tell(None if packed is None else packed.numel())
-        message = torch.empty(numel, dtype=torch.uint8, device=self.device) if packed is None else packed.to(self.device)
+        message = (
+            torch.empty(numel, dtype=torch.uint8, device=self.device)
+            if packed is None
+            else packed.to(self.device)
+        )
         self._broadcast(message, what)
         return unpacked(message.cpu(), torch.device("cpu"))
 

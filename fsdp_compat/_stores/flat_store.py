@@ -1,4 +1,5 @@
-"""The flat layout: the parameters one after the other, row-major, the whole cut into equal intervals."""
+"""The flat layout: the parameters one after the other, row-major, the whole cut into equal
+intervals."""
 
 from __future__ import annotations
 
@@ -17,7 +18,13 @@ from .._layout.flat import flat_layout
 from .._layout.spec import FlatLayout
 from .._layout.transfer import pieces_of_rank, pieces_of_whole, plan_moves
 from ..errors import StateError, explain
-from .registration import FLAT_PARAM, FlatParameter, FlatRegistration, OriginalRegistration, Registration
+from .registration import (
+    FLAT_PARAM,
+    FlatParameter,
+    FlatRegistration,
+    OriginalRegistration,
+    Registration,
+)
 from .tensor_parallel import tensor_parallel
 
 __all__ = ["FlatStore"]
@@ -26,9 +33,11 @@ ALIGN_NBYTES = 16  # every parameter and every shard starts at a multiple of it
 
 
 class FlatStore:
-    """A group whose leaves are contiguous pieces of the gathered buffer: showing them copies nothing. (A ParamStore.)
+    """A group whose leaves are contiguous pieces of the gathered buffer: showing them copies
+    nothing. (A ParamStore.)
 
-    A copy of one, by deepcopy or pickle, has a shard of its own and refers to the copies of the modules.
+    A copy of one, by deepcopy or pickle, has a shard of its own and refers to the copies of the
+    modules.
     """
 
     def __init__(
@@ -42,30 +51,43 @@ class FlatStore:
         device: torch.device,
         pin: bool = False,
     ) -> None:
-        """members: parameters of one dtype, requires_grad and placement, on any device that is not meta; their memory is let go.
+        """members: parameters of one dtype, requires_grad and placement, on any device that is not
+        meta; their memory is let go.
 
-        rank, ranks: of the shard axis. home: (module, attribute) where a FlatParameter is registered. device: of the shard;
-        ``pin``: in memory that a GPU can read.
+        rank, ranks: of the shard axis. home: (module, attribute) where a FlatParameter is
+        registered. device: of the shard; ``pin``: in memory that a GPU can read.
         """
         originals = [member.parameter for member in members]
         locals_ = [torch_private.local_part(p.detach()) for p in originals]
         self.dtype = originals[0].dtype
-        self.members = tuple(member.place for member in members)  # not the parameters: what is flat has no use for them any more
+        self.members = tuple(
+            member.place for member in members
+        )  # not the parameters: what is flat has no use for them any more
         shapes, names = [tuple(p.shape) for p in locals_], [member.name for member in self.members]
         align = max(ALIGN_NBYTES // self.dtype.itemsize, 1)
         self.layout: FlatLayout = flat_layout(names, shapes, ranks=ranks, align=align)
         self.rank, self.numel = rank, self.layout.shard_numel
         self.parallel = [tensor_parallel(p) for p in originals]
-        self._from_whole = plan_moves(pieces_of_whole([self.layout]), pieces_of_rank([self.layout], rank))
-        self.shard = new_shard(self.numel, self.dtype, device, ranks=ranks, pin=pin)  # [S], padding zero
+        self._from_whole = plan_moves(
+            pieces_of_whole([self.layout]), pieces_of_rank([self.layout], rank)
+        )
+        self.shard = new_shard(
+            self.numel, self.dtype, device, ranks=ranks, pin=pin
+        )  # [S], padding zero
         self.take_from_whole(locals_)
         self._home, self._device, self._pin = home, device, pin
-        # Attributes are shared with the original: what is set on it later is seen in forward, and the other way round.
-        self._kinds = [Kind(type(p), p.__dict__) if its is None else None for p, its in zip(originals, self.parallel, strict=True)]
+        # Attributes are shared with the original: what is set on it later is seen in forward, and
+        # the other way round.
+        self._kinds = [
+            Kind(type(p), p.__dict__) if its is None else None
+            for p, its in zip(originals, self.parallel, strict=True)
+        ]
         trainable = [p.requires_grad for p in originals]
         grads = [None if p.grad is None else torch_private.local_part(p.grad) for p in originals]
         own = None
-        if use_orig_params:  # a DTensor cannot become a part of itself: a parameter of this rank's elements takes its place
+        # a DTensor cannot become a part of itself: a parameter of this rank's elements takes its
+        # place
+        if use_orig_params:
             own = [
                 p if its is None else nn.Parameter(local, requires_grad=p.requires_grad)
                 for p, its, local in zip(originals, self.parallel, locals_, strict=True)
@@ -73,58 +95,92 @@ class FlatStore:
         self._register(trainable, own)
         if any(grad is not None for grad in grads):
             self._keep_gradients(
-                [torch.zeros(s, dtype=self.dtype, device=device) if g is None else g for g, s in zip(grads, shapes, strict=True)],
+                [
+                    torch.zeros(s, dtype=self.dtype, device=device) if g is None else g
+                    for g, s in zip(grads, shapes, strict=True)
+                ],
                 grads,
             )
 
     def _register(
-        self, trainable: Sequence[bool], originals: Sequence[nn.Parameter] | None, flat: nn.Parameter | None = None
+        self,
+        trainable: Sequence[bool],
+        originals: Sequence[nn.Parameter] | None,
+        flat: nn.Parameter | None = None,
     ) -> None:
-        """originals: that go on as views of the shard; None: a FlatParameter takes their place, ``flat`` if it is there already."""
+        """originals: that go on as views of the shard; None: a FlatParameter takes their place,
+        ``flat`` if it is there already."""
         self._trainable = list(trainable)
         slots = [member.slots for member in self.members]
         self.registration: Registration
         if originals is not None:
-            self.registration = OriginalRegistration(self.shard, self.layout, self.rank, originals, slots)
+            self.registration = OriginalRegistration(
+                self.shard, self.layout, self.rank, originals, slots
+            )
         else:
             flat_slots = [slot for its_slots in slots for slot in its_slots]
-            self.registration = FlatRegistration(self.shard, self.layout, flat_slots, self._home, self._trainable[0], flat)
+            self.registration = FlatRegistration(
+                self.shard, self.layout, flat_slots, self._home, self._trainable[0], flat
+            )
         self.targets: Sequence[Target] = self.registration.targets
 
-    def _keep_gradients(self, wholes: Sequence[torch.Tensor], given: Sequence[torch.Tensor | None]) -> None:
-        """This rank's part of gradients that were there before. given: per parameter, None where there was none."""
+    def _keep_gradients(
+        self, wholes: Sequence[torch.Tensor], given: Sequence[torch.Tensor | None]
+    ) -> None:
+        """This rank's part of gradients that were there before. given: per parameter, None where
+        there was none."""
         total = torch.zeros_like(self.shard)
         self.take_from_whole(wholes, total)
         for (target, indices), grad in zip(self.targets, self.grads(total), strict=True):
             target.grad = grad if any(given[index] is not None for index in indices) else None
 
-    def take_from_whole(self, wholes: Sequence[torch.Tensor], shard: torch.Tensor | None = None) -> None:
-        """Copy this rank's part of every whole tensor (one per parameter, in its shape, on any device) into ``shard`` [S].
+    def take_from_whole(
+        self, wholes: Sequence[torch.Tensor], shard: torch.Tensor | None = None
+    ) -> None:
+        """Copy this rank's part of every whole tensor (one per parameter, in its shape, on any
+        device) into ``shard`` [S].
 
         Default: this rank's own.
         """
         shard = self.shard if shard is None else shard
         for move in self._from_whole:
             target = shard[move.target_start : move.target_start + move.numel]
-            source = wholes[move.source[0]].detach().reshape(-1)[move.source_start : move.source_start + move.numel]
+            source = (
+                wholes[move.source[0]]
+                .detach()
+                .reshape(-1)[move.source_start : move.source_start + move.numel]
+            )
             if not target.is_meta and source.data_ptr() != target.data_ptr():
                 target.copy_(source)
 
     def convert(self, dtype: torch.dtype, device: torch.device) -> None:
-        """Keep the values in another shard from now on; targets stay the objects they are, and gradients follow.
+        """Keep the values in another shard from now on; targets stay the objects they are, and
+        gradients follow.
 
-        The shard's holders and its leaves' have to ask for them again. Away from where it was made, no forward may run.
+        The shard's holders and its leaves' have to ask for them again. Away from where it was made,
+        no forward may run.
         """
-        flat, trainable = self.flat_parameter, [target.requires_grad for target, indices in self.targets for _ in indices]
+        flat, trainable = (
+            self.flat_parameter,
+            [target.requires_grad for target, indices in self.targets for _ in indices],
+        )
         grads = [target.grad for target, _ in self.targets]
         for target, _ in self.targets:
             target.grad = None
         is_home = device == self._device
-        shard = new_shard(self.numel, dtype, device, ranks=self.layout.ranks if is_home else 1, pin=self._pin and is_home)
+        shard = new_shard(
+            self.numel,
+            dtype,
+            device,
+            ranks=self.layout.ranks if is_home else 1,
+            pin=self._pin and is_home,
+        )
         self.shard, self.dtype = shard.copy_(self.shard.detach()), dtype
         if flat is not None:
             flat.data = self.shard
-        self._register(trainable, None if flat is not None else [target for target, _ in self.targets], flat)
+        self._register(
+            trainable, None if flat is not None else [target for target, _ in self.targets], flat
+        )
         for (target, _), grad in zip(self.targets, grads, strict=True):
             target.grad = None if grad is None else grad.to(device, dtype)
 
@@ -136,7 +192,10 @@ class FlatStore:
         return () if parallel is None else parallel.spread()
 
     def make_leaves(self, full: torch.Tensor) -> list[nn.Parameter]:
-        return [self.parameter(index, places[0], self._trainable[index]) for index, places in enumerate(self.places(full)[:-1])]
+        return [
+            self.parameter(index, places[0], self._trainable[index])
+            for index, places in enumerate(self.places(full)[:-1])
+        ]
 
     def places(self, buffer: torch.Tensor) -> list[list[torch.Tensor]]:
         pieces = [[buffer[param.place.slice].view(param.shape)] for param in self.layout.params]
@@ -157,7 +216,9 @@ class FlatStore:
         if leaves is None:
             return self.registration.shown_sharded()
         shown = [
-            Shown(module, name, leaf) for member, leaf in zip(self.members, leaves, strict=True) for module, name in member.slots
+            Shown(module, name, leaf)
+            for member, leaf in zip(self.members, leaves, strict=True)
+            for module, name in member.slots
         ]
         return shown + self.registration.hidden_when_full()
 
@@ -172,7 +233,8 @@ class FlatStore:
                     expected=f"it on {self._device}",
                     got=f"it on {self.shard.device}",
                     where=where,
-                    fix=f"move it back before the model is used: handle.flat_param_to({str(self._device)!r})",
+                    fix="move it back before the model is used: "
+                    f"handle.flat_param_to({str(self._device)!r})",
                 )
             )
         self.registration.check(self.shard, where)
@@ -180,7 +242,8 @@ class FlatStore:
     # -- for state dicts
 
     def parameter(self, index: int, value: torch.Tensor, requires_grad: bool) -> nn.Parameter:
-        """Return the parameter that shows ``value`` (in its shape, of any dtype): of the class and with the attributes it had."""
+        """Return the parameter that shows ``value`` (in its shape, of any dtype): of the class and
+        with the attributes it had."""
         parallel, kind = self.parallel[index], self._kinds[index]
         if parallel is not None:
             return parallel.parameter(value, requires_grad)
@@ -188,7 +251,8 @@ class FlatStore:
         return as_leaf(value, requires_grad, kind)
 
     def whole(self, full: torch.Tensor) -> list[torch.Tensor]:
-        """full: [ranks * S], of any dtype. Return the parameters in it, in their shapes: views (of DTensors: the local parts)."""
+        """full: [ranks * S], of any dtype. Return the parameters in it, in their shapes: views (of
+        DTensors: the local parts)."""
         return [full[param.place.slice].view(param.shape) for param in self.layout.params]
 
     def shape(self, index: int) -> tuple[int, ...]:
@@ -197,9 +261,15 @@ class FlatStore:
         return self.layout.params[index].shape if parallel is None else parallel.shape
 
     def take(self, index: int, value: torch.Tensor) -> bool:
-        """Copy into the shard this rank's part of a parameter, from its whole value or from that part; False if neither fits."""
+        """Copy into the shard this rank's part of a parameter, from its whole value or from that
+        part; False if neither fits."""
         layout = self.layout
-        if value.dtype != self.dtype or not torch_private.is_plain(value) or value.is_meta or self.parallel[index] is not None:
+        if (
+            value.dtype != self.dtype
+            or not torch_private.is_plain(value)
+            or value.is_meta
+            or self.parallel[index] is not None
+        ):
             return False
         own = self.part(index)
         if tuple(value.shape) == layout.params[index].shape:
@@ -210,18 +280,22 @@ class FlatStore:
         return True
 
     def part(self, index: int) -> torch.Tensor:
-        """Return what this rank holds of a parameter: a 1-D view of the shard, empty where it holds nothing."""
+        """Return what this rank holds of a parameter: a 1-D view of the shard, empty where it holds
+        nothing."""
         return self.shard.detach()[self.layout.part_in_shard(index, self.rank).slice]
 
     def has_part(self, indices: Sequence[int]) -> bool:
-        """False if the parameters have elements, and this rank has none of them: then it has no gradient and no optimizer state.
+        """False if the parameters have elements, and this rank has none of them: then it has no
+        gradient and no optimizer state.
 
         A FlatParameter that is all padding has both.
         """
         if self.flat_parameter is not None:
             return True
         layout = self.layout
-        return not any(layout.params[i].numel for i in indices) or any(layout.part(i, self.rank) for i in indices)
+        return not any(layout.params[i].numel for i in indices) or any(
+            layout.part(i, self.rank) for i in indices
+        )
 
     @property
     def flat_parameter(self) -> FlatParameter | None:
@@ -241,25 +315,37 @@ class FlatStore:
             "flat": flat,
             "home": self._home,
             "memory": (self._device, self._pin),
-            "kinds": [None if kind is None else tuple(kind) for kind in self._kinds] if flat is not None else None,
-            "trainable": [target.requires_grad for target, indices in self.targets for _ in indices],
+            "kinds": [None if kind is None else tuple(kind) for kind in self._kinds]
+            if flat is not None
+            else None,
+            "trainable": [
+                target.requires_grad for target, indices in self.targets for _ in indices
+            ],
             "originals": [target for target, _ in self.targets] if flat is None else None,
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.members = tuple(Place(slots, names) for slots, names in state["members"])
-        self.layout, self.rank, self.parallel, self._home = state["layout"], state["rank"], state["parallel"], state["home"]
+        self.layout, self.rank, self.parallel, self._home = (
+            state["layout"],
+            state["rank"],
+            state["parallel"],
+            state["home"],
+        )
         self._device, self._pin = state["memory"]
         flat = state["flat"]  # a copy that an optimizer's copy may hold as well
         self.shard = state["shard"] if flat is None else flat.data
         self.dtype, self.numel = self.shard.dtype, self.layout.shard_numel
-        self._from_whole = plan_moves(pieces_of_whole([self.layout]), pieces_of_rank([self.layout], self.rank))
+        self._from_whole = plan_moves(
+            pieces_of_whole([self.layout]), pieces_of_rank([self.layout], self.rank)
+        )
         originals = state["originals"]
         if originals is None:
             self._kinds = [None if kind is None else Kind(*kind) for kind in state["kinds"]]
         else:
             self._kinds = [
-                Kind(type(p), p.__dict__) if its is None else None for p, its in zip(originals, self.parallel, strict=True)
+                Kind(type(p), p.__dict__) if its is None else None
+                for p, its in zip(originals, self.parallel, strict=True)
             ]
         with torch.no_grad():
             self._register(state["trainable"], originals, flat)

@@ -1,4 +1,5 @@
-"""What modules and the optimizer see of a flat shard: the shard itself, or the user's own parameters as views of it."""
+"""What modules and the optimizer see of a flat shard: the shard itself, or the user's own
+parameters as views of it."""
 
 from __future__ import annotations
 
@@ -13,20 +14,29 @@ from .._engine.store import Shown, Target
 from .._layout.spec import FlatLayout
 from ..errors import StateError, explain
 
-__all__ = ["FLAT_PARAM", "FlatParameter", "FlatRegistration", "OriginalRegistration", "Registration"]
+__all__ = [
+    "FLAT_PARAM",
+    "FlatParameter",
+    "FlatRegistration",
+    "OriginalRegistration",
+    "Registration",
+]
 
-FLAT_PARAM = "_flat_param"  # the attribute under which a unit's first FlatParameter is registered, as in torch
+# the attribute under which a unit's first FlatParameter is registered, as in torch
+FLAT_PARAM = "_flat_param"
 
 
 class FlatParameter(nn.Parameter):
-    """One rank's shard of a flat group, as the optimizer sees it: 1-D, padded, never changing its memory."""
+    """One rank's shard of a flat group, as the optimizer sees it: 1-D, padded, never changing its
+    memory."""
 
     _fqns: tuple[str, ...]
     _fsdp_flattened = True  # for clients that tell it by that
 
     @property
     def _local_shard(self) -> torch.Tensor:
-        """Another tensor over the same memory, one object while that stays, for clients that compare the two, or set it."""
+        """Another tensor over the same memory, one object while that stays, for clients that
+        compare the two, or set it."""
         kept = self.__dict__.get("_kept_shard")
         if kept is None or kept.data_ptr() != self.data_ptr() or kept.dtype != self.dtype:
             kept = self.__dict__["_kept_shard"] = self.data
@@ -38,7 +48,8 @@ class FlatParameter(nn.Parameter):
 
 
 class Registration(typing.Protocol):
-    """How a shard [S] is shown. Two of them: one FlatParameter, or one 1-D parameter per original."""
+    """How a shard [S] is shown. Two of them: one FlatParameter, or one 1-D parameter per
+    original."""
 
     @property
     def targets(self) -> Sequence[Target]: ...
@@ -60,7 +71,8 @@ class Registration(typing.Protocol):
 
 
 class FlatRegistration:
-    """use_orig_params=False: the optimizer sees one FlatParameter; the originals are absent while sharded."""
+    """use_orig_params=False: the optimizer sees one FlatParameter; the originals are absent while
+    sharded."""
 
     def __init__(
         self,
@@ -71,8 +83,9 @@ class FlatRegistration:
         trainable: bool,
         parameter: nn.Parameter | None = None,
     ) -> None:
-        """slots: of all leaves, in order. home: (module, attribute) where the FlatParameter is registered. parameter: it, if there
-        is one that views the shard already; pickle knows its class as nn.Parameter."""
+        """slots: of all leaves, in order. home: (module, attribute) where the FlatParameter is
+        registered. parameter: it, if there is one that views the shard already; pickle knows its
+        class as nn.Parameter."""
         if parameter is None:
             parameter = FlatParameter(shard, requires_grad=trainable)
         parameter.__class__ = FlatParameter
@@ -82,7 +95,9 @@ class FlatRegistration:
         self._slots, self._home, self._places = list(slots), home, _places_of([self.parameter])
 
     def shown_sharded(self) -> list[Shown]:
-        return [Shown(module, name, None) for module, name in self._slots] + [Shown(*self._home, self.parameter)]
+        return [Shown(module, name, None) for module, name in self._slots] + [
+            Shown(*self._home, self.parameter)
+        ]
 
     def hidden_when_full(self) -> list[Shown]:
         return [Shown(*self._home, None)]
@@ -101,8 +116,8 @@ class FlatRegistration:
 class OriginalRegistration:
     """use_orig_params=True: the user's own Parameter objects stay, as views of the shard.
 
-    With several ranks a view is 1-D, this rank's part of the parameter, empty where it has none; with one rank it has the
-    parameter's shape.
+    With several ranks a view is 1-D, this rank's part of the parameter, empty where it has none;
+    with one rank it has the parameter's shape.
     """
 
     def __init__(
@@ -114,7 +129,9 @@ class OriginalRegistration:
         slots: Sequence[Sequence[tuple[nn.Module, str]]],
     ) -> None:
         """slots: per original."""
-        self._sizes, self._numbers = _cuts([layout.part_in_shard(index, rank).slice for index in range(len(layout.params))])
+        self._sizes, self._numbers = _cuts(
+            [layout.part_in_shard(index, rank).slice for index in range(len(layout.params))]
+        )
         self._sizes.append(shard.numel() - sum(self._sizes))
         self._shapes = [param.shape for param in layout.params] if layout.ranks == 1 else None
         self._names, self._layout, self._rank = layout.names, layout, rank
@@ -148,16 +165,22 @@ class OriginalRegistration:
     def check(self, shard: torch.Tensor, where: str) -> None:
         if self.stands():
             return
-        for index, (parameter, view) in enumerate(zip(self._parameters, self.grads(shard), strict=True)):
+        for index, (parameter, view) in enumerate(
+            zip(self._parameters, self.grads(shard), strict=True)
+        ):
             if _places_of([parameter]) != _places_of([view]):
-                if parameter.shape == self._layout.params[index].shape != view.shape:  # a whole value
-                    parameter.data = parameter.data.reshape(-1)[self._layout.part(index, self._rank).slice]
+                if (
+                    parameter.shape == self._layout.params[index].shape != view.shape
+                ):  # a whole value
+                    parameter.data = parameter.data.reshape(-1)[
+                        self._layout.part(index, self._rank).slice
+                    ]
                 _adopt(parameter, view, f"{where}, parameter {self._names[index]!r}")
 
 
 def _cuts(parts: Sequence[slice]) -> tuple[list[int], list[int]]:
-    """parts: apart and in order, but for empty ones, which may be anywhere. Return the sizes of the pieces, parts and gaps, up to
-    the end of the last one, and which pieces the parts are."""
+    """parts: apart and in order, but for empty ones, which may be anywhere. Return the sizes of the
+    pieces, parts and gaps, up to the end of the last one, and which pieces the parts are."""
     sizes: list[int] = []
     numbers, end = [], 0
     for part in parts:
@@ -176,12 +199,18 @@ _dtype = operator.attrgetter("dtype")
 
 
 def _places_of(tensors: Sequence[torch.Tensor]) -> _Places:
-    """Addresses, numbers of elements and dtypes: what changes if somebody gives a parameter other memory."""
-    return list(map(torch.Tensor.data_ptr, tensors)), list(map(torch.Tensor.numel, tensors)), list(map(_dtype, tensors))
+    """Addresses, numbers of elements and dtypes: what changes if somebody gives a parameter other
+    memory."""
+    return (
+        list(map(torch.Tensor.data_ptr, tensors)),
+        list(map(torch.Tensor.numel, tensors)),
+        list(map(_dtype, tensors)),
+    )
 
 
 def _adopt(parameter: nn.Parameter, view: torch.Tensor, where: str) -> None:
-    """Copy what somebody gave ``parameter`` (by ``.data =``, ``.to()``) into the shard and make it view that again."""
+    """Copy what somebody gave ``parameter`` (by ``.data =``, ``.to()``) into the shard and make it
+    view that again."""
     data = parameter.data
     if data.data_ptr() == view.data_ptr() and data.dtype == view.dtype and data.shape == view.shape:
         return
@@ -192,7 +221,8 @@ def _adopt(parameter: nn.Parameter, view: torch.Tensor, where: str) -> None:
                 expected=f"{view.numel()} elements of {view.dtype} on {view.device}",
                 got=f"{data.numel()} elements of {data.dtype} on {data.device}",
                 where=where,
-                fix="convert and move the model before it is wrapped; for computing in another dtype pass mixed_precision=",
+                fix="convert and move the model before it is wrapped; for computing in another "
+                "dtype pass mixed_precision=",
             )
         )
     with torch.no_grad():

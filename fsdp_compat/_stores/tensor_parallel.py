@@ -1,4 +1,5 @@
-"""Parameters that are DTensors already, split or repeated along other mesh dimensions than the ones a unit is spread over."""
+"""Parameters that are DTensors already, split or repeated along other mesh dimensions than the ones
+a unit is spread over."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ __all__ = ["TensorParallel", "tensor_parallel"]
 
 @dataclasses.dataclass(frozen=True)
 class TensorParallel:
-    """How a DTensor parameter lies on its own mesh. The unit shards what this process holds of it."""
+    """How a DTensor parameter lies on its own mesh. The unit shards what this process holds of
+    it."""
 
     mesh: Any  # a DeviceMesh
     placements: tuple[Any, ...]
@@ -31,7 +33,12 @@ class TensorParallel:
         from torch.distributed.tensor import DTensor
 
         return DTensor.from_local(
-            local, self.mesh, self.placements, run_check=False, shape=torch.Size(self.shape), stride=self.stride
+            local,
+            self.mesh,
+            self.placements,
+            run_check=False,
+            shape=torch.Size(self.shape),
+            stride=self.stride,
         )
 
     def parameter(self, local: torch.Tensor, requires_grad: bool) -> nn.Parameter:
@@ -39,9 +46,11 @@ class TensorParallel:
         return nn.Parameter(self.wrap(local.data), requires_grad=requires_grad)
 
     def local(self, value: torch.Tensor) -> torch.Tensor:
-        """value: a DTensor of the parameter's shape, placed in any way. Return this process's part, placed as the parameter is.
+        """value: a DTensor of the parameter's shape, placed in any way. Return this process's part,
+        placed as the parameter is.
 
-        Collective over the parameter's mesh where the placements differ, and over the value's where that is another one.
+        Collective over the parameter's mesh where the placements differ, and over the value's where
+        that is another one.
         """
         if torch_private.is_plain(value):
             return value
@@ -57,13 +66,17 @@ class TensorParallel:
         """Return this process's part of a whole value. Nothing is sent."""
         from torch.distributed.tensor import distribute_tensor
 
-        moved = whole.to(self.mesh.device_type) if whole.device.type != self.mesh.device_type else whole
+        moved = (
+            whole.to(self.mesh.device_type) if whole.device.type != self.mesh.device_type else whole
+        )
         return distribute_tensor(moved, self.mesh, self.placements, src_data_rank=None).to_local()
 
     def spread(self) -> tuple[Axis, ...]:
         """The axes along which the parameter is split, rather than repeated."""
         return tuple(
-            axis_of(self.mesh.get_group(dim)) for dim, placement in enumerate(self.placements) if not placement.is_replicate()
+            axis_of(self.mesh.get_group(dim))
+            for dim, placement in enumerate(self.placements)
+            if not placement.is_replicate()
         )
 
 

@@ -1,8 +1,8 @@
-"""Saves that a thread goes on with: the one that is under way, and those that failed without anybody having been told.
+"""Saves that a thread goes on with: the one that is under way, and those that failed without
+anybody having been told.
 
-A failure is told once: by ``wait``, or else by the next call of this package that saves or loads, on all ranks, or else on stderr
-when the process ends.
-"""
+A failure is told once: by ``wait``, or else by the next call of this package that saves or loads,
+on all ranks, or else on stderr when the process ends."""
 
 from __future__ import annotations
 
@@ -22,9 +22,13 @@ class _Saves:
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
-        self.under_way: tuple[str, threading.Thread] | None = None  # identity, which is the same on all ranks
+        self.under_way: tuple[str, threading.Thread] | None = (
+            None  # identity, which is the same on all ranks
+        )
         self.failed: dict[str, str] = {}  # by identity of a save: its error, which nobody was told
-        self.heard: set[str] = set()  # failed on other ranks, which have told this one; not ended here
+        self.heard: set[str] = (
+            set()
+        )  # failed on other ranks, which have told this one; not ended here
 
     def is_under_way(self, identity: str) -> bool:
         return self.under_way is not None and self.under_way[0] == identity
@@ -54,7 +58,9 @@ def end(identity: str, error: str | None) -> None:
         if error is not None and identity not in _saves.heard:
             _saves.failed[identity] = error
         _saves.heard.discard(identity)
-    if not threading.main_thread().is_alive():  # in a process of multiprocessing nothing is called at its end
+    if (
+        not threading.main_thread().is_alive()
+    ):  # in a process of multiprocessing nothing is called at its end
         _tell()
 
 
@@ -76,7 +82,8 @@ def hear(failed: Mapping[str, str], call: str) -> CheckpointError:
             expected="a checkpoint that is complete",
             got="; ".join(failed.values()),
             where=call,
-            fix=f"see to the cause, then make this call again: {call} has done nothing. wait() tells of a failure earlier",
+            fix=f"see to the cause, then make this call again: {call} has done nothing. wait() "
+            "tells of a failure earlier",
         )
     )
 
@@ -93,7 +100,11 @@ def _tell() -> None:
         failed = list(_saves.failed.values())
         _saves.failed.clear()
     for error in failed:
-        print(f"fsdp_compat: an async_save failed, and nobody has waited for it.\n{error}", file=sys.stderr, flush=True)
+        print(
+            f"fsdp_compat: an async_save failed, and nobody has waited for it.\n{error}",
+            file=sys.stderr,
+            flush=True,
+        )
 
 
 def _start_afresh() -> None:

@@ -1,8 +1,7 @@
 """Bytes of files in blocks, with a checksum of each block.
 
-The checksum is zlib's CRC-32, of every 4 MiB of the file from its first byte on. It is computed on a second thread, beside the
-system calls, as both leave the interpreter's lock.
-"""
+The checksum is zlib's CRC-32, of every 4 MiB of the file from its first byte on. It is computed on
+a second thread, beside the system calls, as both leave the interpreter's lock."""
 
 from __future__ import annotations
 
@@ -91,12 +90,18 @@ class Wanted:
 
 
 def merged(wanted: Sequence[Wanted]) -> list[Wanted]:
-    """Return the same runs, where those that follow one another in the file and in memory are one."""
+    """Return the same runs, where those that follow one another in the file and in memory are
+    one."""
     found: list[Wanted] = []
     for one in sorted(wanted, key=lambda one: one.start):
         last = found[-1] if found else None
         direct = last is not None and one.is_direct and last.is_direct
-        if last is not None and direct and one.start == last.stop and _follows(one.target, last.target):
+        if (
+            last is not None
+            and direct
+            and one.start == last.stop
+            and _follows(one.target, last.target)
+        ):
             whole = last.target.view(torch.uint8).as_strided((one.stop - last.start,), (1,))
             found[-1] = Wanted(last.start, whole)
         else:
@@ -119,11 +124,16 @@ def sync_directory(path: Path) -> None:
 
 
 class _Aside:
-    """Calls one after the other on a second thread, few of them waiting; in place where no thread can be started any more."""
+    """Calls one after the other on a second thread, few of them waiting; in place where no thread
+    can be started any more."""
 
     def __init__(self) -> None:
-        self._queue: queue.Queue[tuple[Callable[[Any], Any], Any, Future[Any]] | None] = queue.Queue(QUEUED)
-        self._thread: threading.Thread | None = threading.Thread(target=self._run, daemon=True, name="fsdp_compat checksums")
+        self._queue: queue.Queue[tuple[Callable[[Any], Any], Any, Future[Any]] | None] = (
+            queue.Queue(QUEUED)
+        )
+        self._thread: threading.Thread | None = threading.Thread(
+            target=self._run, daemon=True, name="fsdp_compat checksums"
+        )
         try:
             self._thread.start()
         except RuntimeError:  # the interpreter ends, and waits for the thread that is here
@@ -151,7 +161,8 @@ class _Aside:
 
 
 class BlockWriter:
-    """Writes a new file from its first byte to its last; knows its checksums in the end. Nothing is overwritten.
+    """Writes a new file from its first byte to its last; knows its checksums in the end. Nothing is
+    overwritten.
 
     What is written must not change before ``finish``.
     """
@@ -178,10 +189,16 @@ class BlockWriter:
                 self._start_writing()
 
     def _start_writing(self) -> None:
-        """Let the system bring to the disk what it has, instead of waiting for all of it in the end."""
+        """Let the system bring to the disk what it has, instead of waiting for all of it in the
+        end."""
         if _advise is not None:
             with contextlib.suppress(OSError):
-                _advise(self._descriptor, self._num_started, self._nbytes - self._num_started, os.POSIX_FADV_DONTNEED)
+                _advise(
+                    self._descriptor,
+                    self._num_started,
+                    self._nbytes - self._num_started,
+                    os.POSIX_FADV_DONTNEED,
+                )
         self._num_started = self._nbytes
 
     def _check(self, data: memoryview) -> None:
@@ -214,7 +231,8 @@ class BlockWriter:
 
 
 class _Run:
-    """A run that is being read: gives memory for its next bytes, and brings them to where they go, in their dtype there.
+    """A run that is being read: gives memory for its next bytes, and brings them to where they go,
+    in their dtype there.
 
     That memory is the target's or, for another dtype or device, a buffer of 4 MiB.
     """
@@ -232,17 +250,22 @@ class _Run:
         return self.position == self._one.stop
 
     def room(self) -> memoryview:
-        """Return memory for the next bytes: 4 MiB at most, and none at all only where the run is done."""
+        """Return memory for the next bytes: 4 MiB at most, and none at all only where the run is
+        done."""
         if not self._room and not self.is_done:
             if self._buffer is None:
-                self._buffer = torch.empty(min(self._chunk, self._one.target.numel()), dtype=self._one.stored)
+                self._buffer = torch.empty(
+                    min(self._chunk, self._one.target.numel()), dtype=self._one.stored
+                )
             self._room = memory_of(self._buffer[: self._one.target.numel() - self._num_done])
         return self._room[:BLOCK_NBYTES]
 
     @property
     def _chunk(self) -> int:
         size = self._one.stored.itemsize
-        return max(1, BLOCK_NBYTES // (size if self._through is None else size + self._through.itemsize))
+        return max(
+            1, BLOCK_NBYTES // (size if self._through is None else size + self._through.itemsize)
+        )
 
     def advance(self, nbytes: int) -> None:
         """So many bytes are there."""
@@ -269,7 +292,8 @@ class _Run:
 
 
 def read_plain(path: Path, wanted: Sequence[Wanted], tick: Tick) -> None:
-    """Read runs, straight to where they go or, to another dtype or device, by way of a buffer of 4 MiB.
+    """Read runs, straight to where they go or, to another dtype or device, by way of a buffer of 4
+    MiB.
 
     Raises CheckpointError where the file ends too early or is not a regular file, OSError.
     """
@@ -286,7 +310,8 @@ def read_plain(path: Path, wanted: Sequence[Wanted], tick: Tick) -> None:
 
 
 def check(path: Path, facts: Facts, wanted: Sequence[Wanted], tick: Tick) -> None:
-    """Read the blocks that hold anything wanted, each once, compare their checksums, and keep nothing.
+    """Read the blocks that hold anything wanted, each once, compare their checksums, and keep
+    nothing.
 
     Raises as ``read_checked`` does. What follows reads from the system's memory what was read here.
     """
@@ -296,9 +321,11 @@ def check(path: Path, facts: Facts, wanted: Sequence[Wanted], tick: Tick) -> Non
 
 
 def read_checked(path: Path, facts: Facts, wanted: Sequence[Wanted], tick: Tick) -> None:
-    """Read runs to where they go, out of blocks whose checksums hold: no byte is copied before that of its block was compared.
+    """Read runs to where they go, out of blocks whose checksums hold: no byte is copied before that
+    of its block was compared.
 
-    Raises CheckpointError for a file that is missing, has another length, or in which a block is not what was written, OSError.
+    Raises CheckpointError for a file that is missing, has another length, or in which a block is
+    not what was written, OSError.
     """
     to_begin = collections.deque(sorted(wanted, key=lambda one: one.start))
     with contextlib.closing(_checked_blocks(path, facts, wanted)) as blocks:
@@ -311,10 +338,14 @@ def read_checked(path: Path, facts: Facts, wanted: Sequence[Wanted], tick: Tick)
                 tick(run.take(content[run.position - start :]))
 
 
-def _checked_blocks(path: Path, facts: Facts, wanted: Sequence[Wanted]) -> Generator[tuple[int, memoryview], None, None]:
-    """Yield where every block begins that holds anything wanted, and what it holds, in order, if its checksum is the right one.
+def _checked_blocks(
+    path: Path, facts: Facts, wanted: Sequence[Wanted]
+) -> Generator[tuple[int, memoryview], None, None]:
+    """Yield where every block begins that holds anything wanted, and what it holds, in order, if
+    its checksum is the right one.
 
-    What was yielded is valid until the next one is asked for. The checksums are computed while the next blocks are read.
+    What was yielded is valid until the next one is asked for. The checksums are computed while the
+    next blocks are read.
     """
     try:
         descriptor = open_file(path)
@@ -325,7 +356,9 @@ def _checked_blocks(path: Path, facts: Facts, wanted: Sequence[Wanted]) -> Gener
         if found != facts.nbytes:
             raise damaged(path, f"a file of {facts.nbytes} bytes", f"{found} bytes")
         blocks, aside = _blocks_of(facts.nbytes, wanted), _Aside()
-        buffers = [memoryview(bytearray(BLOCK_NBYTES)) for _ in range(min(len(blocks), NUM_BUFFERS))]
+        buffers = [
+            memoryview(bytearray(BLOCK_NBYTES)) for _ in range(min(len(blocks), NUM_BUFFERS))
+        ]
         waiting: collections.deque[tuple[int, memoryview, Future[int]]] = collections.deque()
         try:
             for number, block in enumerate(blocks):
@@ -343,7 +376,9 @@ def _checked_blocks(path: Path, facts: Facts, wanted: Sequence[Wanted]) -> Gener
         os.close(descriptor)
 
 
-def _verified(path: Path, facts: Facts, block: int, memory: memoryview, checksum: Future[int]) -> tuple[int, memoryview]:
+def _verified(
+    path: Path, facts: Facts, block: int, memory: memoryview, checksum: Future[int]
+) -> tuple[int, memoryview]:
     start, expected, found = block * BLOCK_NBYTES, facts.checksums[block], checksum.result()
     if found != expected:
         raise damaged(
@@ -356,7 +391,10 @@ def _verified(path: Path, facts: Facts, block: int, memory: memoryview, checksum
 
 def nbytes_to_check(facts: Facts, wanted: Sequence[Wanted]) -> int:
     """Return how many bytes ``check`` reads: those of whole blocks."""
-    return sum(min(BLOCK_NBYTES, facts.nbytes - block * BLOCK_NBYTES) for block in _blocks_of(facts.nbytes, wanted))
+    return sum(
+        min(BLOCK_NBYTES, facts.nbytes - block * BLOCK_NBYTES)
+        for block in _blocks_of(facts.nbytes, wanted)
+    )
 
 
 def _blocks_of(nbytes: int, wanted: Sequence[Wanted]) -> list[int]:
@@ -374,19 +412,23 @@ def _read_into(descriptor: int, memory: memoryview, start: int, path: Path) -> N
     while memory:
         num_read = os.preadv(descriptor, [memory], start)
         if not num_read:
-            raise damaged(path, f"at least {start + len(memory)} bytes", f"the file ends at {start}")
+            raise damaged(
+                path, f"at least {start + len(memory)} bytes", f"the file ends at {start}"
+            )
         memory, start = memory[num_read:], start + num_read
 
 
 def changed_meanwhile(error: CheckpointError, path: object) -> CheckpointError:
-    """The error for files that were right before anything was changed, and are not any more: ``error`` says what is wrong."""
+    """The error for files that were right before anything was changed, and are not any more:
+    ``error`` says what is wrong."""
     made = CheckpointError(
         explain(
             "The files changed while they were being loaded.",
             expected="files that stay as they were checked until the load has returned",
             got=" ".join(line.strip() for line in str(error).splitlines()[:3]),
             where=str(path),
-            fix="the model and its optimizer may be partly changed: load again before you go on, this checkpoint or another one",
+            fix="the model and its optimizer may be partly changed: load again before you go on, "
+            "this checkpoint or another one",
         )
     )
     made.__cause__ = error
@@ -401,6 +443,7 @@ def damaged(path: Path, expected: str, got: str) -> CheckpointError:
             expected=expected,
             got=got,
             where=str(path),
-            fix="load an older checkpoint, or copy this one again from where it is intact; nothing was loaded",
+            fix="load an older checkpoint, or copy this one again from where it is intact; nothing "
+            "was loaded",
         )
     )

@@ -1,13 +1,15 @@
-"""Directories of checkpoints: a fresh one under a name of its own, which gets its real name when everything is in it.
+"""Directories of checkpoints: a fresh one under a name of its own, which gets its real name when
+everything is in it.
 
-On one file system the rank that makes the directory is its leader: it alone writes the manifest and renames. Ranks whose folders
-lie on several file systems have several leaders, and each of them has a directory with a manifest of its own.
+On one file system the rank that makes the directory is its leader: it alone writes the manifest and
+renames. Ranks whose folders lie on several file systems have several leaders, and each of them has
+a directory with a manifest of its own.
 
-A leader owns its fresh directory: it holds a lock (flock) on a file in it, which the system releases when the process ends, in
-whatever way. The next save to the folder removes the directories whose lock nobody holds. Some file systems do not show a lock to
-other machines, so the file's name says on which one the owner was; what was left by another machine is removed when nothing in it
-has changed for a day.
-"""
+A leader owns its fresh directory: it holds a lock (flock) on a file in it, which the system
+releases when the process ends, in whatever way. The next save to the folder removes the directories
+whose lock nobody holds. Some file systems do not show a lock to other machines, so the file's name
+says on which one the owner was; what was left by another machine is removed when nothing in it has
+changed for a day."""
 
 from __future__ import annotations
 
@@ -27,7 +29,16 @@ from ..errors import CheckpointError
 from ._blocks import sync_directory
 from ._manifest import MANIFEST, read_manifest
 
-__all__ = ["Fresh", "NotSynced", "directory_of", "fresh_name", "latest", "make_fresh", "remove_left_overs", "remove_older"]
+__all__ = [
+    "Fresh",
+    "NotSynced",
+    "directory_of",
+    "fresh_name",
+    "latest",
+    "make_fresh",
+    "remove_left_overs",
+    "remove_older",
+]
 
 _NAME = re.compile(r"step-([0-9]{8,})")
 _FRESH = re.compile(r"\.step-[0-9]{8,}-[0-9a-f]{32}")
@@ -46,21 +57,27 @@ def directory_of(folder: Path, step: int) -> Path:
 
 
 def fresh_name(target: Path, identity: str) -> Path:
-    """Return where a save of this identity, 32 hexadecimal digits, writes what will be ``target``."""
+    """Return where a save of this identity, 32 hexadecimal digits, writes what will be
+    ``target``."""
     return target.with_name(f".{target.name}-{identity}")
 
 
 def _steps_in(folder: Path) -> dict[int, Path]:
     """Return what has the name of a checkpoint, by step."""
     try:
-        found = [(int(match[1]), path) for path in folder.iterdir() if (match := _NAME.fullmatch(path.name))]
+        found = [
+            (int(match[1]), path)
+            for path in folder.iterdir()
+            if (match := _NAME.fullmatch(path.name))
+        ]
     except (FileNotFoundError, NotADirectoryError):
         return {}
     return {step: path for step, path in found if path == directory_of(folder, step)}
 
 
 def _problem_with(path: Path, step: int) -> str | None:
-    """Return why a directory is not the complete checkpoint of a step; "" where no save has completed it, None if it is."""
+    """Return why a directory is not the complete checkpoint of a step; "" where no save has
+    completed it, None if it is."""
     try:
         if not (path / MANIFEST).is_file():
             return ""
@@ -71,7 +88,8 @@ def _problem_with(path: Path, step: int) -> str | None:
 
 
 def latest(folder: str | os.PathLike[str]) -> Path | None:
-    """Return the complete checkpoint with the highest step in ``folder``, or None. What a save has not ended is not one.
+    """Return the complete checkpoint with the highest step in ``folder``, or None. What a save has
+    not ended is not one.
 
     A directory whose manifest is damaged, or cannot be read, is passed over with a warning.
     """
@@ -94,7 +112,8 @@ class Fresh:
     def publish(self, target: Path, manifest: str) -> None:
         """Complete it, when its files are durable: the manifest, then the real name.
 
-        Raises NotSynced if it has its name, but the folder could not be synced; any other OSError if it is not complete.
+        Raises NotSynced if it has its name, but the folder could not be synced; any other OSError
+        if it is not complete.
         """
         sync_directory(self.path)
         unnamed = self.path / f"{MANIFEST}.part"
@@ -126,13 +145,16 @@ class Fresh:
         """Own it no more. A second call does nothing."""
         if self._descriptor >= 0:
             with contextlib.suppress(OSError):
-                fcntl.flock(self._descriptor, fcntl.LOCK_UN)  # a forked process may hold the descriptor, too
+                fcntl.flock(
+                    self._descriptor, fcntl.LOCK_UN
+                )  # a forked process may hold the descriptor, too
             os.close(self._descriptor)
             self._descriptor = -1
 
 
 def make_fresh(path: Path) -> Fresh | None:
-    """Make a directory, and the folder that it is in; None if another process has. Raises OSError."""
+    """Make a directory, and the folder that it is in; None if another process has. Raises
+    OSError."""
     folder = path.parent
     is_new = not folder.exists()
     folder.mkdir(parents=True, exist_ok=True)
@@ -145,7 +167,9 @@ def make_fresh(path: Path) -> Fresh | None:
         except FileExistsError:
             return None
         owner = path / f"{_OWNER}{host()}"
-        with contextlib.suppress(FileNotFoundError):  # another save has removed it, as nobody owned it yet
+        with contextlib.suppress(
+            FileNotFoundError
+        ):  # another save has removed it, as nobody owned it yet
             return Fresh(path, owner, _own(owner))
 
 
@@ -157,7 +181,9 @@ def _own(owner: Path) -> int:
     descriptor = os.open(owner, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
     try:
         with contextlib.suppress(OSError):  # a file system without locks
-            fcntl.flock(descriptor, fcntl.LOCK_EX)  # waits for a save that is just about to remove it
+            fcntl.flock(
+                descriptor, fcntl.LOCK_EX
+            )  # waits for a save that is just about to remove it
         if not os.path.samestat(os.stat(owner), os.fstat(descriptor)):
             raise FileNotFoundError(f"{owner} was removed")
     except BaseException:
@@ -167,9 +193,14 @@ def _own(owner: Path) -> int:
 
 
 def remove_left_overs(folder: Path) -> None:
-    """Remove what killed saves have left in a folder, and no living one owns. Raises OSError where it cannot be listed."""
-    for path in [path for path in folder.iterdir() if path.name.startswith((".step-", ".removed-"))]:
-        with contextlib.suppress(OSError):  # others remove, too, and what cannot be removed harms nobody
+    """Remove what killed saves have left in a folder, and no living one owns. Raises OSError where
+    it cannot be listed."""
+    for path in [
+        path for path in folder.iterdir() if path.name.startswith((".step-", ".removed-"))
+    ]:
+        with contextlib.suppress(
+            OSError
+        ):  # others remove, too, and what cannot be removed harms nobody
             if path.is_symlink() or not path.is_dir():
                 continue
             if _REMOVED.fullmatch(path.name):
@@ -206,7 +237,8 @@ def _disowned(path: Path) -> Iterator[bool]:
 
 
 def _remove(path: Path) -> None:
-    """Remove a directory, which at no moment is there in part under its name. Raises OSError if it stays."""
+    """Remove a directory, which at no moment is there in part under its name. Raises OSError if it
+    stays."""
     step = path.name.removeprefix(".").split("-")[1]
     leaving = path.with_name(f".removed-step-{step}-{uuid.uuid4().hex}")
     path.rename(leaving)
@@ -214,11 +246,16 @@ def _remove(path: Path) -> None:
 
 
 def remove_older(folder: Path, step: int, keep_last: int) -> None:
-    """Remove complete checkpoints of steps before ``step``, as many as leave ``keep_last`` with it. Raises OSError.
+    """Remove complete checkpoints of steps before ``step``, as many as leave ``keep_last`` with it.
+    Raises OSError.
 
     What does not have a manifest of that step is not one, and stays.
     """
-    older = [(its, path) for its, path in sorted(_steps_in(folder).items()) if its < step and _problem_with(path, its) is None]
+    older = [
+        (its, path)
+        for its, path in sorted(_steps_in(folder).items())
+        if its < step and _problem_with(path, its) is None
+    ]
     for _, path in older[: max(len(older) - (keep_last - 1), 0)]:
         with contextlib.suppress(OSError):  # another save removes it, or it is not this user's
             _remove(path)

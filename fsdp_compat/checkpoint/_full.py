@@ -1,4 +1,5 @@
-"""The whole model's state, one unit at a time: for files of any kind, and for models that fit no single process twice."""
+"""The whole model's state, one unit at a time: for files of any kind, and for models that fit no
+single process twice."""
 
 from __future__ import annotations
 
@@ -22,21 +23,26 @@ __all__ = ["iter_full_state_dict"]
 def iter_full_state_dict(
     model: nn.Module, *, filter: Callable[[str], bool] | Literal["trainable"] | None = None
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (name, whole tensor on the CPU) of a model's parameters and persistent buffers, under the names before wrapping.
+    """Yield (name, whole tensor on the CPU) of a model's parameters and persistent buffers, under
+    the names before wrapping.
 
-    model: a FullyShardedDataParallel, or a module around some. Unit by unit, the outer ones first, and within a unit in the model's
-    order. A tied parameter comes under all its names, one after the other, with one tensor. Tensors are copies, and the caller's.
-    filter: which to yield, a function of a name, or "trainable" for the parameters that require grad; only those are gathered.
+    model: a FullyShardedDataParallel, or a module around some. Unit by unit, the outer ones first,
+    and within a unit in the model's order. A tied parameter comes under all its names, one after
+    the other, with one tensor. Tensors are copies, and the caller's. filter: which to yield, a
+    function of a name, or "trainable" for the parameters that require grad; only those are
+    gathered.
 
-    Collective: all ranks iterate in step, to the end or until they all stop at the same name. A rank holds one gathered unit and
-    the tensor that was yielded last. Extra state, which is no tensor, is left out.
+    Collective: all ranks iterate in step, to the end or until they all stop at the same name. A
+    rank holds one gathered unit and the tensor that was yielded last. Extra state, which is no
+    tensor, is left out.
     """
     require_module(model, "iter_full_state_dict")
     return _full_state(model, wanted_by(filter, "iter_full_state_dict"))
 
 
 def _full_state(model: nn.Module, wanted: Wanted) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (clean name, whole tensor on the CPU, a copy) of what is wanted of a model, unit by unit, see ``iter_full_state_dict``.
+    """Yield (clean name, whole tensor on the CPU, a copy) of what is wanted of a model, unit by
+    unit, see ``iter_full_state_dict``.
 
     Collective, as far as it is consumed.
     """
@@ -44,16 +50,21 @@ def _full_state(model: nn.Module, wanted: Wanted) -> Iterator[tuple[str, torch.T
     for runtime in runtimes_of(instances):
         runtime.require_idle("iter_full_state_dict")
         runtime.require_parts("iter_full_state_dict")
-    meeting.meet("iter_full_state_dict", (group for each in instances for group in each._unit.groups))
+    meeting.meet(
+        "iter_full_state_dict", (group for each in instances for group in each._unit.groups)
+    )
     position = {name: number for number, name in enumerate(names_in_order(model, ""))}
     for owned in _by_owner(model):
         found: list[tuple[list[str], Callable[[], torch.Tensor]]] = [
-            (names, functools.partial(_copy_on_cpu, tensor)) for names, tensor in owned.others_wanted(wanted)
+            (names, functools.partial(_copy_on_cpu, tensor))
+            for names, tensor in owned.others_wanted(wanted)
         ]
         if isinstance(owned.owner, Instance):
             owned.owner._runtime.require_idle("iter_full_state_dict")
             owned.owner._runtime.rest([owned.owner._unit])
-            found += gathered_unit(owned.owner._unit, [f"{path}." if path else "" for path in owned.paths], wanted)
+            found += gathered_unit(
+                owned.owner._unit, [f"{path}." if path else "" for path in owned.paths], wanted
+            )
         found.sort(key=lambda entry: position.get(entry[0][0], len(position)), reverse=True)
         while found:  # what was yielded is let go
             names, make = found.pop()
@@ -70,7 +81,8 @@ def _copy_on_cpu(tensor: torch.Tensor) -> torch.Tensor:
 
 @dataclasses.dataclass
 class _Owned:
-    """What a state dict holds of the modules of one instance, or of the module around all of them, and of no inner instance's."""
+    """What a state dict holds of the modules of one instance, or of the module around all of them,
+    and of no inner instance's."""
 
     owner: nn.Module
     paths: list[str]  # clean names of the owner
@@ -86,18 +98,25 @@ class _Owned:
 
 
 def _by_owner(model: nn.Module) -> list[_Owned]:
-    """Share the modules of ``model`` out to the instances that they belong to, the outer ones first."""
+    """Share the modules of ``model`` out to the instances that they belong to, the outer ones
+    first."""
     managed = managed_in(model)
     found: dict[nn.Module, _Owned] = {}
     owner_of: dict[str, nn.Module] = {}  # by path
     for path, child in model.named_modules(remove_duplicate=False):
-        owner = child if isinstance(child, Instance) or not path else owner_of[path.rpartition(".")[0]]
+        owner = (
+            child if isinstance(child, Instance) or not path else owner_of[path.rpartition(".")[0]]
+        )
         owner_of[path] = owner
         its = found.setdefault(owner, _Owned(owner, [], {}))
         if child is owner:
             its.paths.append(clean_name(path))
         for name, tensor in (*child._parameters.items(), *child._buffers.items()):
-            if tensor is not None and id(tensor) not in managed and name not in child._non_persistent_buffers_set:
+            if (
+                tensor is not None
+                and id(tensor) not in managed
+                and name not in child._non_persistent_buffers_set
+            ):
                 its.others[clean_name(f"{path}.{name}".lstrip("."))] = tensor
     for its in found.values():
         for name, exact in its.owner._exact_buffers() if isinstance(its.owner, Instance) else ():

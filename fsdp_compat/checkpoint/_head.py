@@ -1,4 +1,5 @@
-"""What a rank's file says beside its tensors, in the text that `_snapshot` makes: its types are checked before it is used."""
+"""What a rank's file says beside its tensors, in the text that `_snapshot` makes: its types are
+checked before it is used."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ _T = TypeVar("_T")
 
 @dataclasses.dataclass(frozen=True)
 class StateEntry:
-    """A state of some parameters of a group with one element per element, in an entry of the file."""
+    """A state of some parameters of a group with one element per element, in an entry of the
+    file."""
 
     key: Any
     entry: str
@@ -29,7 +31,12 @@ class StateEntry:
 
     @staticmethod
     def of_json(content: Any) -> StateEntry:
-        return StateEntry(_key(content["key"]), text_in(content["entry"]), dtype_of(content["dtype"]), _indices(content["of"]))
+        return StateEntry(
+            _key(content["key"]),
+            text_in(content["entry"]),
+            dtype_of(content["dtype"]),
+            _indices(content["of"]),
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +48,9 @@ class Head:
     number: int  # of the rank that wrote the file
     left_out: list[str]
     states: dict[str, list[StateEntry]]  # by the name of the group
-    scalars: dict[str, list[tuple[Any, frozenset[int] | None, Any]]]  # (key, of which parameters, value)
+    scalars: dict[
+        str, list[tuple[Any, frozenset[int] | None, Any]]
+    ]  # (key, of which parameters, value)
     own: dict[str, list[tuple[int, Any, Any]]]  # (of which parameter, key, value)
     extra: Any
     others: dict[str, Any]  # in the common file alone, as what follows
@@ -49,7 +58,8 @@ class Head:
 
 
 def parse_head(entries: dict[str, Entry], metadata: dict[str, str]) -> Head:
-    """Return what the header of a file says. Raises KeyError, TypeError, ValueError, RecursionError for what is not such a text."""
+    """Return what the header of a file says. Raises KeyError, TypeError, ValueError, RecursionError
+    for what is not such a text."""
     content = parse_json(metadata[TEXT].encode("utf-8"))
     return Head(
         entries,

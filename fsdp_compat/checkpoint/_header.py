@@ -1,12 +1,12 @@
 """The head of a safetensors file: which tensor lies where.
 
-The format, after the safetensors library's own description: 8 bytes, the length of the JSON text, little-endian; the JSON text, one
-entry per tensor with its dtype, shape and place behind the text, and texts under ``__metadata__``; then the tensors, without gaps.
-The library writes whole tensors from memory; here each process writes its own bytes, so the head is made apart.
+The format, after the safetensors library's own description: 8 bytes, the length of the JSON text,
+little-endian; the JSON text, one entry per tensor with its dtype, shape and place behind the text,
+and texts under ``__metadata__``; then the tensors, without gaps. The library writes whole tensors
+from memory; here each process writes its own bytes, so the head is made apart.
 
-What the library refuses is refused here. What it reads is read as it reads it, but for what has two meanings: a name that stands
-twice in one object.
-"""
+What the library refuses is refused here. What it reads is read as it reads it, but for what has two
+meanings: a name that stands twice in one object."""
 
 from __future__ import annotations
 
@@ -23,7 +23,16 @@ from typing import Any
 import torch
 
 from ..errors import CheckpointError, explain
-from ._texts import MAX_TEXT_NBYTES, brief, open_file, parse_json, require_readable, shape_in, sizes, text_in
+from ._texts import (
+    MAX_TEXT_NBYTES,
+    brief,
+    open_file,
+    parse_json,
+    require_readable,
+    shape_in,
+    sizes,
+    text_in,
+)
 
 __all__ = [
     "METADATA",
@@ -109,11 +118,11 @@ def is_known(dtype: torch.dtype) -> bool:
 def encode_header(
     tensors: Sequence[tuple[str, torch.dtype, tuple[int, ...]]], metadata: Mapping[str, str]
 ) -> tuple[bytes, list[Entry]]:
-    """Return the head of a file of ``tensors`` (name, dtype, shape), and where each will lie: wide dtypes first, so that all are
-    aligned. The head's length is a multiple of 8 bytes.
+    """Return the head of a file of ``tensors`` (name, dtype, shape), and where each will lie: wide
+    dtypes first, so that all are aligned. The head's length is a multiple of 8 bytes.
 
-    A dtype that the format does not know is described as bytes; who reads it has to know. Raises UsageError for more names and
-    texts than are read again.
+    A dtype that the format does not know is described as bytes; who reads it has to know. Raises
+    UsageError for more names and texts than are read again.
     """
     order = sorted(tensors, key=lambda tensor: -tensor[1].itemsize)
     if len({name for name, _, _ in order} | {METADATA}) < len(order) + 1:
@@ -134,11 +143,15 @@ def encode_header(
     text += b" " * (-len(text) % 8)
     require_readable(text, _MAX_DEPTH)
     head = len(text).to_bytes(8, "little") + text
-    return head, [Entry(name, dtype, shape, len(head) + at) for (name, dtype, shape), at in zip(order, places, strict=True)]
+    return head, [
+        Entry(name, dtype, shape, len(head) + at)
+        for (name, dtype, shape), at in zip(order, places, strict=True)
+    ]
 
 
 def read_header(path: Path) -> tuple[dict[str, Entry], dict[str, str]]:
-    """Return the tensors of a file by name, and its texts. Raises CheckpointError for what is not a safetensors file, OSError."""
+    """Return the tensors of a file by name, and its texts. Raises CheckpointError for what is not a
+    safetensors file, OSError."""
     with open(open_file(path), "rb") as file:
         nbytes = os.fstat(file.fileno()).st_size
         text = file.read(length_of_header(file.read(8), nbytes, path))
@@ -146,7 +159,8 @@ def read_header(path: Path) -> tuple[dict[str, Entry], dict[str, str]]:
 
 
 def length_of_header(first: bytes, nbytes: int, path: Path) -> int:
-    """Return the length of the JSON text after the first 8 bytes of a file of ``nbytes``. Raises CheckpointError if it has none."""
+    """Return the length of the JSON text after the first 8 bytes of a file of ``nbytes``. Raises
+    CheckpointError if it has none."""
     length = int.from_bytes(first, "little")
     if nbytes < 8 or length > min(nbytes - 8, MAX_TEXT_NBYTES):
         raise _not_safetensors(path, f"a header of {length} bytes in a file of {nbytes}")
@@ -157,32 +171,44 @@ def parse_header(text: bytes, nbytes: int, path: Path) -> tuple[dict[str, Entry]
     """text: the JSON text in a file of ``nbytes``. Return as ``read_header`` does."""
     try:
         hooks = {"parse_int": _whole} if _ODD_NUMBER.search(text) else {}
-        described = parse_json(text, _MAX_DEPTH, parse_float=_finite, parse_constant=_refuse_constant, **hooks)
+        described = parse_json(
+            text, _MAX_DEPTH, parse_float=_finite, parse_constant=_refuse_constant, **hooks
+        )
         if _MAY_BE_HALF.search(text):
-            json.dumps(described, ensure_ascii=False).encode("utf-8")  # raises for half of a surrogate pair
+            json.dumps(described, ensure_ascii=False).encode(
+                "utf-8"
+            )  # raises for half of a surrogate pair
         return _parsed(described, 8 + len(text), nbytes)
     except (ValueError, RecursionError) as error:
         raise _not_safetensors(path, brief(error)) from error
 
 
 def _parsed(described: Any, start: int, nbytes: int) -> tuple[dict[str, Entry], dict[str, str]]:
-    """Return tensors and texts. start: where the tensors begin in a file of ``nbytes``. Raises ValueError."""
+    """Return tensors and texts. start: where the tensors begin in a file of ``nbytes``. Raises
+    ValueError."""
     if not isinstance(described, dict):
         raise ValueError(f"a {type(described).__name__} instead of an object")
     metadata = described.pop(METADATA, None)
     metadata = {} if metadata is None else metadata
-    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+    if not isinstance(metadata, dict) or not all(
+        isinstance(value, str) for value in metadata.values()
+    ):
         raise ValueError("metadata that are not texts by name")
     places = sorted((*_place(name, facts), name) for name, facts in described.items())
     entries, end = {}, 0
     for first, stop, name in places:
         facts = described[name]
         if facts["dtype"] not in _DTYPES:
-            raise ValueError(f"{name!r}: dtype {facts['dtype']!r}, which is not one that can be loaded")
+            raise ValueError(
+                f"{name!r}: dtype {facts['dtype']!r}, which is not one that can be loaded"
+            )
         entries[name] = Entry(name, _DTYPES[facts["dtype"]], tuple(facts["shape"]), start + first)
         if first != end or stop - first != entries[name].nbytes:
             shape = reprlib.repr(facts["shape"])
-            raise ValueError(f"{name!r}: {facts['dtype']} of shape {shape} at bytes {first} to {stop}, after byte {end}")
+            raise ValueError(
+                f"{name!r}: {facts['dtype']} of shape {shape} at bytes {first} to {stop}, after "
+                f"byte {end}"
+            )
         end = stop
     if start + end != nbytes:
         raise ValueError(f"tensors up to byte {start + end}, in a file of {nbytes}")
@@ -190,7 +216,8 @@ def _parsed(described: Any, start: int, nbytes: int) -> tuple[dict[str, Entry], 
 
 
 def _place(name: str, facts: Any) -> tuple[int, int]:
-    """Return the first byte of a tensor and the one behind it, of those behind the text. Raises ValueError unless all facts fit."""
+    """Return the first byte of a tensor and the one behind it, of those behind the text. Raises
+    ValueError unless all facts fit."""
     if not isinstance(facts, dict) or not {"dtype", "shape", "data_offsets"} <= facts.keys():
         raise ValueError(f"{name!r} has not all of dtype, shape and data_offsets")
     dtype, shape, offsets = facts["dtype"], facts["shape"], facts["data_offsets"]
@@ -199,13 +226,17 @@ def _place(name: str, facts: Any) -> tuple[int, int]:
         shape_in(shape)
         first, stop = sizes(offsets)
     except (TypeError, ValueError) as error:
-        said = f"dtype {reprlib.repr(dtype)}, shape {reprlib.repr(shape)}, data_offsets {reprlib.repr(offsets)}"
+        said = (
+            f"dtype {reprlib.repr(dtype)}, shape {reprlib.repr(shape)}, data_offsets "
+            f"{reprlib.repr(offsets)}"
+        )
         raise ValueError(f"{name!r}: {error}; {said}") from error
     return first, stop
 
 
 def _whole(text: str) -> int | float:
-    """As the library reads it: what has no place in 64 bits is not a whole number, and neither is -0."""
+    """As the library reads it: what has no place in 64 bits is not a whole number, and neither is
+    -0."""
     return _finite(text) if text == "-0" or len(text) > 20 else int(text)
 
 
@@ -224,7 +255,8 @@ def _not_safetensors(path: Path, got: str) -> CheckpointError:
     return CheckpointError(
         explain(
             f"{path.name} is not a safetensors file, or not a complete one.",
-            expected="a header in JSON that says where each tensor lies in the file, with nothing between or behind them",
+            expected="a header in JSON that says where each tensor lies in the file, with nothing "
+            "between or behind them",
             got=got,
             where=str(path),
             fix="copy the file again from where it is intact; nothing was loaded",

@@ -1,11 +1,13 @@
-"""Loading: every rank works out from the manifest which bytes it needs, reads these alone, and changes nothing until all ranks have
-found that their files are there and make sense, that the checksums hold, and that every value can be made.
+"""Loading: every rank works out from the manifest which bytes it needs, reads these alone, and
+changes nothing until all ranks have found that their files are there and make sense, that the
+checksums hold, and that every value can be made.
 
-Files are read twice: once to check them, and once to where the values go, which is then out of the system's memory. To keep what
-was read the first time would take as much memory again, and more time: to be given fresh memory takes longer than to read.
-The second time the checksum of each block is compared again before anything is copied out of it, so nothing is loaded but what was
-saved. If the files change between the two readings, the load ends with an error, which says that a part was loaded before.
-"""
+Files are read twice: once to check them, and once to where the values go, which is then out of the
+system's memory. To keep what was read the first time would take as much memory again, and more
+time: to be given fresh memory takes longer than to read. The second time the checksum of each block
+is compared again before anything is copied out of it, so nothing is loaded but what was saved. If
+the files change between the two readings, the load ends with an error, which says that a part was
+loaded before."""
 
 from __future__ import annotations
 
@@ -25,14 +27,32 @@ from .._layout.transfer import runs_of_part, same_parts
 from .._optimizers import convert
 from .._state.model import store_of
 from ..errors import CheckpointError, FsdpCompatError, explain
-from ._blocks import BLOCK_NBYTES, Facts, Wanted, changed_meanwhile, check, damaged, merged, nbytes_to_check, read_checked
+from ._blocks import (
+    BLOCK_NBYTES,
+    Facts,
+    Wanted,
+    changed_meanwhile,
+    check,
+    damaged,
+    merged,
+    nbytes_to_check,
+    read_checked,
+)
 from ._head import Head, parse_head
 from ._header import dtype_of, is_known, length_of_header, parse_header
 from ._manifest import FlatGroup, file_name, read_manifest
 from ._optimizers import SharedOptimizer
 from ._progress import progress_bar, require_bar
 from ._ranks import Ranks, agree, as_ours, ranks_of, require_rest
-from ._snapshot import NamedGroup, held_by, named_groups, names_in, unmanaged, warn_of_left_out, without_groups
+from ._snapshot import (
+    NamedGroup,
+    held_by,
+    named_groups,
+    names_in,
+    unmanaged,
+    warn_of_left_out,
+    without_groups,
+)
 from ._texts import brief, listed, parse_json, sizes
 from ._values import decode
 
@@ -46,22 +66,26 @@ def load(
     *,
     progress: bool = False,
 ) -> Any:
-    """Load the checkpoint in directory ``path`` into the model and the optimizer; return the ``extra`` it was saved with.
+    """Load the checkpoint in directory ``path`` into the model and the optimizer; return the
+    ``extra`` it was saved with.
 
-    Collective: all ranks. The number of ranks, the wrapping, the strategy, ``use_orig_params`` and the dtypes may be others than
-    those it was saved with. With as many ranks as saved it, each gets its own ``extra`` back, otherwise that of the first one.
+    Collective: all ranks. The number of ranks, the wrapping, the strategy, ``use_orig_params`` and
+    the dtypes may be others than those it was saved with. With as many ranks as saved it, each gets
+    its own ``extra`` back, otherwise that of the first one.
 
     Args:
         path: what ``save`` returned, or ``latest(folder)``.
-        model: with FullyShardedDataParallel in it, and the parameter names of the one that was saved.
+        model: with FullyShardedDataParallel in it, and the parameter names of the one that was
+            saved.
         optimizer: of its parameters; its state is replaced. None: what was saved of one is left.
         progress: show bytes and rate on the first rank; needs tqdm.
 
     Raises:
         UsageError: an argument cannot work.
-        CheckpointError: the checkpoint is another model's, or a file of it is missing, truncated, changed or another checkpoint's;
-            on all ranks, before anything has changed. If a file changes or cannot be read any more after it was checked, or the
-            model or the optimizer refuses a value, the error says that the model and the optimizer may be partly changed.
+        CheckpointError: the checkpoint is another model's, or a file of it is missing, truncated,
+            changed or another checkpoint's; on all ranks, before anything has changed. If a file
+            changes or cannot be read any more after it was checked, or the model or the optimizer
+            refuses a value, the error says that the model and the optimizer may be partly changed.
     """
     call = "checkpoint.load"
     instances, ranks = ranks_of(model, call)
@@ -72,7 +96,9 @@ def load(
             if not isinstance(path, (str, os.PathLike)):
                 raise checks.wrong_type("path", "a path", path, call)
             if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
-                raise checks.wrong_type("optimizer", "a torch.optim.Optimizer, or None", optimizer, call)
+                raise checks.wrong_type(
+                    "optimizer", "a torch.optim.Optimizer, or None", optimizer, call
+                )
             checks.require_bools(call, progress=progress)
             require_bar(progress, f"{call}(..., progress=True)")
             require_rest(instances, call)
@@ -82,8 +108,14 @@ def load(
             plan = _Plan(Path(path), model, optimizer, ranks)
             plan.source.check(progress and ranks.number == 0)
         except Exception as error:
-            problem = as_ours(error, "The checkpoint could not be read.", path, "nothing was loaded")
-        own = None if plan is None or shared is None else (plan.source.manifest.identity, shared.told())
+            problem = as_ours(
+                error, "The checkpoint could not be read.", path, "nothing was loaded"
+            )
+        own = (
+            None
+            if plan is None or shared is None
+            else (plan.source.manifest.identity, shared.told())
+        )
         told = agree(ranks, problem, own, call)
         assert plan is not None
         assert shared is not None
@@ -105,7 +137,12 @@ def load(
         except FsdpCompatError as error:
             problem = error
         except OSError as error:
-            problem = as_ours(error, "The checkpoint could not be read.", path, "a part was loaded before: load again")
+            problem = as_ours(
+                error,
+                "The checkpoint could not be read.",
+                path,
+                "a part was loaded before: load again",
+            )
         except Exception as error:
             problem = _not_taken(error, path)
         agree(ranks, problem, None, call)
@@ -119,7 +156,8 @@ def _not_taken(error: Exception, path: object) -> CheckpointError:
             expected="values that load_state_dict of both takes",
             got=brief(error),
             where=str(path),
-            fix="the model and its optimizer may be partly changed: load another checkpoint before you go on",
+            fix="the model and its optimizer may be partly changed: load another checkpoint before "
+            "you go on",
         )
     )
     made.__cause__ = error
@@ -134,7 +172,9 @@ class _Source:
         self.located = dict(self.manifest.located())
         self._heads: dict[int, Head] = {}
         self._wanted: dict[int, list[Wanted]] = {}
-        self._whole: set[tuple[int, str]] = set()  # (file, entry) that is wanted as a tensor of its own
+        self._whole: set[tuple[int, str]] = (
+            set()
+        )  # (file, entry) that is wanted as a tensor of its own
 
     def head(self, number: int) -> Head:
         """Return a file's head: read at once, and checked before anybody looks at what it says."""
@@ -142,7 +182,9 @@ class _Source:
             path, facts = self.path / file_name(number), self._facts(number)
             first = self._checked(number, 0, min(BLOCK_NBYTES, facts.nbytes))
             stop = 8 + length_of_header(first[:8], facts.nbytes, path)
-            text = first[8:stop] + (self._checked(number, len(first), stop - len(first)) if stop > len(first) else b"")
+            text = first[8:stop] + (
+                self._checked(number, len(first), stop - len(first)) if stop > len(first) else b""
+            )
             try:
                 head = parse_head(*parse_header(text, facts.nbytes, path))
             except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
@@ -155,26 +197,39 @@ class _Source:
 
     def _checked(self, number: int, start: int, nbytes: int) -> bytes:
         found = torch.empty(nbytes, dtype=torch.uint8)
-        read_checked(self.path / file_name(number), self._facts(number), [Wanted(start, found)], _nothing)
+        read_checked(
+            self.path / file_name(number), self._facts(number), [Wanted(start, found)], _nothing
+        )
         return bytes(memory_of(found))
 
-    def want(self, number: int, name: str, dtype: torch.dtype, start: int, target: torch.Tensor) -> None:
-        """Ask for elements of an entry, of ``dtype``, from ``start`` on, as many as ``target`` (1-D) has."""
+    def want(
+        self, number: int, name: str, dtype: torch.dtype, start: int, target: torch.Tensor
+    ) -> None:
+        """Ask for elements of an entry, of ``dtype``, from ``start`` on, as many as ``target``
+        (1-D) has."""
         entry = self.head(number).entries.get(name)
         size = dtype.itemsize
         described_as = dtype if is_known(dtype) else torch.uint8
-        if entry is None or entry.dtype != described_as or (start + target.numel()) * size > entry.nbytes:
+        if (
+            entry is None
+            or entry.dtype != described_as
+            or (start + target.numel()) * size > entry.nbytes
+        ):
             raise damaged(
                 self.path / file_name(number),
                 f"{start + target.numel()} elements of {dtype} under {name!r}",
                 "no such entry" if entry is None else f"{entry.nbytes} bytes of {entry.dtype}",
             )
-        self._wanted.setdefault(number, []).append(Wanted(entry.start + start * size, target, dtype))
+        self._wanted.setdefault(number, []).append(
+            Wanted(entry.start + start * size, target, dtype)
+        )
 
     def want_tensor(self, number: int, name: str) -> torch.Tensor:
         """Ask for a whole tensor; return where it will be."""
         entry = self.head(number).entries.get(name)
-        if entry is None or (number, name) in self._whole:  # a save gives each tensor a name of its own
+        if (
+            entry is None or (number, name) in self._whole
+        ):  # a save gives each tensor a name of its own
             got = "none of that name" if entry is None else "one that was read before"
             raise damaged(self.path / file_name(number), f"an entry {name!r}", got)
         self._whole.add((number, name))
@@ -191,18 +246,23 @@ class _Source:
 
     def check(self, shown: bool) -> None:
         """Check all blocks that hold what is wanted."""
-        total = sum(nbytes_to_check(self._facts(number), wanted) for number, wanted in self._wanted.items())
+        total = sum(
+            nbytes_to_check(self._facts(number), wanted) for number, wanted in self._wanted.items()
+        )
         with progress_bar(shown, f"check step {self.manifest.step}", total) as tick:
             for number, wanted in sorted(self._wanted.items()):
                 check(self.path / file_name(number), self._facts(number), wanted, tick)
 
     def read(self, shown: bool) -> None:
-        """Read all that is wanted to where it goes. Raises CheckpointError if it is not any more what ``check`` has seen."""
+        """Read all that is wanted to where it goes. Raises CheckpointError if it is not any more
+        what ``check`` has seen."""
         total = sum(one.nbytes for wanted in self._wanted.values() for one in wanted)
         with progress_bar(shown, f"load step {self.manifest.step}", total) as tick:
             for number, wanted in sorted(self._wanted.items()):
                 try:
-                    read_checked(self.path / file_name(number), self._facts(number), merged(wanted), tick)
+                    read_checked(
+                        self.path / file_name(number), self._facts(number), merged(wanted), tick
+                    )
                 except CheckpointError as error:
                     raise changed_meanwhile(error, self.path) from error
         self._wanted.clear()
@@ -214,14 +274,18 @@ class _Part:
 
     group: FlatGroup
     index: int
-    runs: tuple[tuple[int, int, int, int], ...]  # (file, start in the entry, start in the part, numel)
+    runs: tuple[
+        tuple[int, int, int, int], ...
+    ]  # (file, start in the entry, start in the part, numel)
     home: int  # a file of the group that tells of states and scalars
 
 
 class _Plan:
     """What a rank reads, and what it does with it then."""
 
-    def __init__(self, path: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None, ranks: Ranks) -> None:
+    def __init__(
+        self, path: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None, ranks: Ranks
+    ) -> None:
         self.source = _Source(path)
         self._common = self.source.manifest.common
         self._model, self._optimizer, self._ranks = model, optimizer, ranks
@@ -230,17 +294,25 @@ class _Plan:
             name: decode(value, name, lambda entry: self.source.want_tensor(self._common, entry))
             for name, value in self.source.head(self._common).others.items()
         }
-        self._to_clear: list[torch.Tensor] = []  # before anything is read: states of which a part has no values
+        self._to_clear: list[
+            torch.Tensor
+        ] = []  # before anything is read: states of which a part has no values
         self._refuse_names()
         for named in self._groups:
             self._plan_parameters(named)
         self._state: dict[torch.Tensor, dict[Any, Any]] = {}
-        self._settings: list[tuple[list[str], dict[str, Any]]] = []  # of each saved group: its parameters' names, and the rest
+        self._settings: list[
+            tuple[list[str], dict[str, Any]]
+        ] = []  # of each saved group: its parameters' names, and the rest
         if optimizer is not None:
             self._plan_optimizer(optimizer)
         same = len(self.source.manifest.files) == ranks.count
         number = ranks.number if same else 0
-        self._extra = decode(self.source.head(number).extra, "extra", lambda name: self.source.want_tensor(number, name))
+        self._extra = decode(
+            self.source.head(number).extra,
+            "extra",
+            lambda name: self.source.want_tensor(number, name),
+        )
 
     def commit(self, shown: bool) -> Any:
         """Change the model and the optimizer; return ``extra``."""
@@ -252,13 +324,16 @@ class _Plan:
             self._model.load_state_dict(self._others, strict=False)
         if self._optimizer is not None:
             self._commit_optimizer(self._optimizer)
-            warn_of_left_out(self.source.left_out(), "were not saved, and are what the optimizer has")
+            warn_of_left_out(
+                self.source.left_out(), "were not saved, and are what the optimizer has"
+            )
         return self._extra
 
     # -- names and shapes
 
     def _refuse_names(self) -> None:
-        """Raise CheckpointError unless the checkpoint holds the model's parameters, in their shapes, and no others."""
+        """Raise CheckpointError unless the checkpoint holds the model's parameters, in their
+        shapes, and no others."""
         located = self.source.located
         wrong: list[str] = []
         known: set[str] = set()
@@ -272,18 +347,29 @@ class _Plan:
                     wrong.append(f"missing: {names[0]}")
                 elif found[0].layout.params[found[1]].shape != store.shape(index):
                     shape = list(found[0].layout.params[found[1]].shape)
-                    wrong.append(f"{names[0]}: shape {shape} in the checkpoint, {list(store.shape(index))} in the model")
+                    wrong.append(
+                        f"{names[0]}: shape {shape} in the checkpoint, {list(store.shape(index))} "
+                        "in the model"
+                    )
         others = unmanaged(self._model, self._groups)
         saved = self._others
         known.update(others)
-        wrong += [f"missing: {name}" for name in others if name not in saved and name not in located]
+        wrong += [
+            f"missing: {name}" for name in others if name not in saved and name not in located
+        ]
         wrong += [f"not in the model: {name}" for name in (*located, *saved) if name not in known]
         for name, value in others.items():
             if name in saved and isinstance(value, torch.Tensor):
                 its = saved[name]
                 if not isinstance(its, torch.Tensor) or its.shape != value.shape:
-                    got = f"shape {list(its.shape)}" if isinstance(its, torch.Tensor) else "not a tensor"
-                    wrong.append(f"{name}: {got} in the checkpoint, shape {list(value.shape)} in the model")
+                    got = (
+                        f"shape {list(its.shape)}"
+                        if isinstance(its, torch.Tensor)
+                        else "not a tensor"
+                    )
+                    wrong.append(
+                        f"{name}: {got} in the checkpoint, shape {list(value.shape)} in the model"
+                    )
         if wrong:
             more = f" and {len(wrong) - 20} more" if len(wrong) > 20 else ""
             raise CheckpointError(
@@ -292,13 +378,15 @@ class _Plan:
                     expected="the names and shapes of the model's parameters and buffers",
                     got="; ".join(wrong[:20]) + more,
                     where=str(self.source.path),
-                    fix="build the model that was saved; to take a part of a checkpoint, load it into that one and go on from its "
+                    fix="build the model that was saved; to take a part of a checkpoint, load it "
+                    "into that one and go on from its "
                     "state_dict()",
                 )
             )
 
     def _part(self, named: NamedGroup, index: int) -> _Part | None:
-        """Return where this rank's elements of a parameter are; None for one that is not among the checkpoint's managed ones."""
+        """Return where this rank's elements of a parameter are; None for one that is not among the
+        checkpoint's managed ones."""
         located, store = self.source.located, store_of(named.group)
         found = next((located[name] for name in named.names(index) if name in located), None)
         if found is None:
@@ -342,13 +430,20 @@ class _Plan:
                 )
             )
         held = held_by(self._model, optimizer, self._groups)
-        self._settings = [(group["params"], _settings_of(group["settings"])) for group in self.source.manifest.param_groups]
+        self._settings = [
+            (group["params"], _settings_of(group["settings"]))
+            for group in self.source.manifest.param_groups
+        ]
         mine = {parameter for group in optimizer.param_groups for parameter in group["params"]}
         for named in self._groups:
             store = store_of(named.group)
             for target, indices in store.targets:
                 if target in mine and store.has_part(indices):
-                    parts = {index: part for index in indices if (part := self._part(named, index)) is not None}
+                    parts = {
+                        index: part
+                        for index in indices
+                        if (part := self._part(named, index)) is not None
+                    }
                     entry = self._state_of_target(named, target, parts)
                     if entry:
                         self._state[target] = entry
@@ -357,11 +452,17 @@ class _Plan:
         for parameter, names in held.items():
             if parameter not in managed and parameter in mine and names[0] in states:
                 self._state[parameter] = {
-                    key: decode(value, f"state {key!r} of {names[0]}", lambda name: self.source.want_tensor(self._common, name))
+                    key: decode(
+                        value,
+                        f"state {key!r} of {names[0]}",
+                        lambda name: self.source.want_tensor(self._common, name),
+                    )
                     for key, value in states[names[0]]
                 }
 
-    def _state_of_target(self, named: NamedGroup, target: nn.Parameter, parts: Mapping[int, _Part]) -> dict[Any, Any]:
+    def _state_of_target(
+        self, named: NamedGroup, target: nn.Parameter, parts: Mapping[int, _Part]
+    ) -> dict[Any, Any]:
         store = store_of(named.group)
         flat = target is store.flat_parameter
         state: dict[Any, Any] = {}
@@ -384,16 +485,24 @@ class _Plan:
         return state
 
     def _place_of_state(self, target: nn.Parameter, key: Any, dtype: torch.dtype) -> torch.Tensor:
-        """Return the tensor that a state is read to: what the optimizer has, where that is of the right kind, or a new one."""
+        """Return the tensor that a state is read to: what the optimizer has, where that is of the
+        right kind, or a new one."""
         assert self._optimizer is not None
         present = (self._optimizer.state.get(target) or {}).get(key)
         if type(present) is torch.Tensor and present.is_contiguous():
-            fits = (present.dtype, present.shape, present.device) == (dtype, target.shape, target.device)
+            fits = (present.dtype, present.shape, present.device) == (
+                dtype,
+                target.shape,
+                target.device,
+            )
             return present if fits else torch.zeros(target.shape, dtype=dtype, device=target.device)
         return torch.zeros(target.shape, dtype=dtype, device=target.device)
 
-    def _per_element(self, numbers: Sequence[int], part: _Part) -> list[tuple[Any, str, torch.dtype]]:
-        """Return (key, entry, dtype) of the states that a parameter has, as any of the files with a part of it says."""
+    def _per_element(
+        self, numbers: Sequence[int], part: _Part
+    ) -> list[tuple[Any, str, torch.dtype]]:
+        """Return (key, entry, dtype) of the states that a parameter has, as any of the files with a
+        part of it says."""
         found: dict[Any, tuple[str, torch.dtype]] = {}
         for number in numbers:
             for state in self.source.head(number).states.get(part.group.name, []):
@@ -406,9 +515,12 @@ class _Plan:
         store, axis = store_of(named.group), self.source.manifest.axes[part.group.axis]
         layout = part.group.layout
         same = same_parts(layout, part.index, store.layout, index)
-        # A flat parameter's own state stands under the first parameter in it, and fits only where all of them lie as they did.
+        # A flat parameter's own state stands under the first parameter in it, and fits only where
+        # all of them lie as they did.
         flat = store.flat_parameter is not None
-        same = same and (not flat or [p.start for p in layout.params] == [p.start for p in store.layout.params])
+        same = same and (
+            not flat or [p.start for p in layout.params] == [p.start for p in store.layout.params]
+        )
         number = axis[store.rank] if same else part.home
         for its_index, key, value in self.source.head(number).own.get(part.group.name, []):
             if its_index != part.index:
@@ -416,32 +528,60 @@ class _Plan:
             if not same:
                 raise CheckpointError(
                     explain(
-                        "An optimizer state belongs to one rank's part of a parameter, and the parts are others now.",
-                        expected=f"{layout.ranks} ranks and the wrapping that it was saved with, for state {key!r}",
+                        "An optimizer state belongs to one rank's part of a parameter, and the "
+                        "parts are others now.",
+                        expected=f"{layout.ranks} ranks and the wrapping that it was saved with, "
+                        f"for state {key!r}",
                         got=f"{store.layout.ranks} ranks, or another wrapping or use_orig_params",
                         where=f"{named.names(index)[0]}, in {self.source.path}",
-                        fix="load with as many ranks and the same wrapping, or load without the optimizer",
+                        fix="load with as many ranks and the same wrapping, or load without the "
+                        "optimizer",
                     )
                 )
-            state[key] = decode(value, f"state {key!r}", lambda name: self.source.want_tensor(number, name))
+            state[key] = decode(
+                value, f"state {key!r}", lambda name: self.source.want_tensor(number, name)
+            )
 
     def _commit_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        numbers = {p: n for n, p in enumerate(p for group in optimizer.param_groups for p in group["params"])}
+        numbers = {
+            p: n
+            for n, p in enumerate(p for group in optimizer.param_groups for p in group["params"])
+        }
         held = held_by(self._model, optimizer, self._groups)
-        state = {p: {key: _on(value, p) for key, value in entry.items()} for p, entry in self._state.items()}
+        state = {
+            p: {key: _on(value, p) for key, value in entry.items()}
+            for p, entry in self._state.items()
+        }
         saved = self._settings
         by_name = {name: settings for names, settings in saved for name in names}
         groups = []
         for position, group in enumerate(optimizer.param_groups):
             names = [name for parameter in group["params"] for name in held[parameter]]
-            match = next((by_name[n] for n in names if n in by_name), saved[position][1] if position < len(saved) else {})
+            match = next(
+                (by_name[n] for n in names if n in by_name),
+                saved[position][1] if position < len(saved) else {},
+            )
             settings = {**{key: value for key, value in group.items() if key != "params"}, **match}
-            groups.append({**settings, "params": [numbers[parameter] for parameter in group["params"]]})
-        optimizer.load_state_dict({"state": {numbers[p]: dict(entry) for p, entry in state.items()}, "param_groups": groups})
-        for parameter, entry in state.items():  # torch casts tensors to the dtype of their parameters, and texts to no sense
+            groups.append(
+                {**settings, "params": [numbers[parameter] for parameter in group["params"]]}
+            )
+        optimizer.load_state_dict(
+            {
+                "state": {numbers[p]: dict(entry) for p, entry in state.items()},
+                "param_groups": groups,
+            }
+        )
+        for (
+            parameter,
+            entry,
+        ) in (
+            state.items()
+        ):  # torch casts tensors to the dtype of their parameters, and texts to no sense
             for key, value in entry.items():
                 kept = optimizer.state[parameter].get(key)
-                if not isinstance(value, torch.Tensor) or (isinstance(kept, torch.Tensor) and kept.dtype != value.dtype):
+                if not isinstance(value, torch.Tensor) or (
+                    isinstance(kept, torch.Tensor) and kept.dtype != value.dtype
+                ):
                     optimizer.state[parameter][key] = value
 
 
@@ -466,13 +606,17 @@ def inlined_again(text: str) -> torch.Tensor:
     name, shape, values = parse_json(text.encode("utf-8"))
     dtype = dtype_of(name)
     if dtype.is_complex:
-        return torch.view_as_complex(torch.tensor(listed(values)).to(dtype.to_real()).view(*sizes(shape), 2)).clone()
+        return torch.view_as_complex(
+            torch.tensor(listed(values)).to(dtype.to_real()).view(*sizes(shape), 2)
+        ).clone()
     return torch.tensor(listed(values), dtype=dtype).view(sizes(shape))
 
 
 def _on(value: Any, parameter: torch.Tensor) -> Any:
     """States are where their parameter is; counts stay on the CPU, where optimizers have them."""
-    return value.to(parameter.device) if isinstance(value, torch.Tensor) and value.dim() > 0 else value
+    return (
+        value.to(parameter.device) if isinstance(value, torch.Tensor) and value.dim() > 0 else value
+    )
 
 
 def _nothing(nbytes: int) -> None:

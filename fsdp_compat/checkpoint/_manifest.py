@@ -1,8 +1,8 @@
-"""The manifest of a checkpoint: what it holds and how it lies in its files, as arithmetic; integers and names only.
+"""The manifest of a checkpoint: what it holds and how it lies in its files, as arithmetic; integers
+and names only.
 
-Its size is proportional to the number of parameters and of files: a flat layout says where every element is. It is written last,
-so a directory with a manifest is a complete checkpoint.
-"""
+Its size is proportional to the number of parameters and of files: a flat layout says where every
+element is. It is written last, so a directory with a manifest is a complete checkpoint."""
 
 from __future__ import annotations
 
@@ -46,7 +46,8 @@ def file_name(number: int) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class FlatGroup:
-    """One flat group of a unit: entry ``name`` of several files, each of which holds one shard of it."""
+    """One flat group of a unit: entry ``name`` of several files, each of which holds one shard of
+    it."""
 
     name: str
     dtype: torch.dtype
@@ -78,7 +79,13 @@ class FlatGroup:
         specs = tuple(ParamSpec(names[0], shape, start) for names, shape, start in found)
         axis = size(content["axis"])
         layout = FlatLayout(specs, len(axes[axis]), size(content["shard_numel"]))
-        return FlatGroup(text_in(content["name"]), dtype_of(content["dtype"]), axis, layout, tuple(names for names, _, _ in found))
+        return FlatGroup(
+            text_in(content["name"]),
+            dtype_of(content["dtype"]),
+            axis,
+            layout,
+            tuple(names for names, _, _ in found),
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,10 +95,14 @@ class Manifest:
     identity: str  # of this save, in every one of its files
     step: int
     common: int  # the file with what every rank has: buffers, parameters that no unit manages
-    axes: tuple[tuple[int, ...], ...]  # numbers of files that hold the shards of a group, in the order of the shards
+    axes: tuple[
+        tuple[int, ...], ...
+    ]  # numbers of files that hold the shards of a group, in the order of the shards
     groups: tuple[FlatGroup, ...]
     files: tuple[Facts, ...]  # by number
-    param_groups: Any  # of the optimizer, encoded, with the names of parameters; None: saved without one
+    param_groups: (
+        Any  # of the optimizer, encoded, with the names of parameters; None: saved without one
+    )
     written_by: dict[str, str]  # versions
 
     def located(self) -> Iterator[tuple[str, tuple[FlatGroup, int]]]:
@@ -116,7 +127,9 @@ class Manifest:
                 {
                     "name": file_name(number),
                     "nbytes": facts.nbytes,
-                    "crc32": "".join(f"{checksum:08x}" for checksum in facts.checksums),  # of every 4 MiB, one after the other
+                    "crc32": "".join(
+                        f"{checksum:08x}" for checksum in facts.checksums
+                    ),  # of every 4 MiB, one after the other
                 }
                 for number, facts in enumerate(self.files)
             ],
@@ -133,7 +146,8 @@ def _framed(content: bytes) -> bytes:
 
 
 def read_manifest(path: Path) -> Manifest:
-    """Return the manifest of the checkpoint in directory ``path``. Raises CheckpointError where there is none, or a damaged one."""
+    """Return the manifest of the checkpoint in directory ``path``. Raises CheckpointError where
+    there is none, or a damaged one."""
     file = path / MANIFEST
     try:
         text = read_text(file)
@@ -144,29 +158,44 @@ def read_manifest(path: Path) -> Manifest:
                 expected=f"a directory with a {MANIFEST}, as save(folder, ...) returns it",
                 got="a directory without" if path.is_dir() else "no such directory",
                 where=str(path),
-                fix="pass latest(folder), which is the newest complete checkpoint, or what save returned",
+                fix="pass latest(folder), which is the newest complete checkpoint, or what save "
+                "returned",
             )
         ) from error
     except (OSError, ValueError) as error:
         raise damaged(file, "text", brief(error)) from error
     content_text = text[len(_BEFORE) : text.rfind(b',\n"crc32": "')]
     if text != _framed(content_text):
-        raise damaged(file, "a text with its checksum at the end", f"{len(text)} bytes that do not have it")
+        raise damaged(
+            file, "a text with its checksum at the end", f"{len(text)} bytes that do not have it"
+        )
     try:
         content = parse_json(content_text)
         if not isinstance(content, dict):
             raise TypeError(f"a {type(content).__name__} instead of an object")
         if (content.get("format"), content.get("version")) == (FORMAT, VERSION):
             return _of_json(content)
-    except (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError, RecursionError) as error:
-        raise damaged(file, "a layout in which every element lies in one place", brief(error)) from error
+    except (
+        KeyError,
+        TypeError,
+        ValueError,
+        IndexError,
+        AttributeError,
+        OverflowError,
+        RecursionError,
+    ) as error:
+        raise damaged(
+            file, "a layout in which every element lies in one place", brief(error)
+        ) from error
     raise CheckpointError(
         explain(
             "This checkpoint has another format.",
             expected=f"{FORMAT}, version {VERSION}",
-            got=f"{reprlib.repr(content.get('format'))}, version {reprlib.repr(content.get('version'))}",
+            got=f"{reprlib.repr(content.get('format'))}, version "
+            f"{reprlib.repr(content.get('version'))}",
             where=str(file),
-            fix="load it with the version of fsdp_compat that stands in it as 'written_by', or a later one",
+            fix="load it with the version of fsdp_compat that stands in it as 'written_by', or a "
+            "later one",
         )
     )
 
@@ -177,7 +206,9 @@ def _of_json(content: dict[str, Any]) -> Manifest:
     for number, file in enumerate(listed(content["files"])):
         if _CHECKSUMS.fullmatch(file["crc32"]) is None:
             raise ValueError(f"checksums of file {number}")
-        checksums = tuple(int(file["crc32"][at : at + 8], 16) for at in range(0, len(file["crc32"]), 8))
+        checksums = tuple(
+            int(file["crc32"][at : at + 8], 16) for at in range(0, len(file["crc32"]), 8)
+        )
         files.append(Facts(size(file["nbytes"]), checksums))
         if file["name"] != file_name(number):
             raise ValueError(f"file {number} is called {file['name']!r}")

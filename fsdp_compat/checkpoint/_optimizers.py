@@ -23,22 +23,34 @@ __all__ = ["SharedOptimizer"]
 class SharedOptimizer:
     """What this rank tells of its optimizer, and what it makes of what the others tell."""
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | None, ranks: Ranks) -> None:
+    def __init__(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer | None, ranks: Ranks
+    ) -> None:
         """Raises UsageError for an optimizer with a parameter that is not the model's."""
         self._ranks, units = ranks, named_units(model)
         self._groups: list[Group] = [
-            group for named in units for group in named.unit.groups if group.shard.ranks * group.replica.ranks == ranks.count
+            group
+            for named in units
+            for group in named.unit.groups
+            if group.shard.ranks * group.replica.ranks == ranks.count
         ]
         self._holdings: Holdings | None = None
         if optimizer is not None:
-            self._holdings = holdings_of(optimizer.param_groups, f"the state of {type(optimizer).__name__}", units, model)
+            self._holdings = holdings_of(
+                optimizer.param_groups, f"the state of {type(optimizer).__name__}", units, model
+            )
 
     def told(self) -> list[Any] | None:
         """Return what this rank tells, as JSON has it."""
-        return None if self._holdings is None else list(dataclasses.astuple(tell(self._holdings, self._groups)))
+        return (
+            None
+            if self._holdings is None
+            else list(dataclasses.astuple(tell(self._holdings, self._groups)))
+        )
 
     def require_alike(self, everyones: Sequence[list[Any] | None], call: str) -> None:
-        """Raise UsageError, on all ranks, unless all have told the same. everyones: by number of the rank."""
+        """Raise UsageError, on all ranks, unless all have told the same. everyones: by number of
+        the rank."""
         told = [Told(*its) for its in everyones if its is not None]
         if self._holdings is not None and len(told) == len(everyones):
             require_alike(self._holdings, self._groups, told, call, unmanaged=True)
@@ -47,7 +59,9 @@ class SharedOptimizer:
                 explain(
                     "Only some ranks have an optimizer.",
                     expected="an optimizer on every rank, or None on every rank",
-                    got=f"none on rank(s) {[number for number, its in enumerate(everyones) if its is None]} of {self._ranks.count}",
+                    got="none on rank(s) "
+                    f"{[number for number, its in enumerate(everyones) if its is None]} of "
+                    f"{self._ranks.count}",
                     where=call,
                     fix="pass the model's optimizer on every rank",
                 )

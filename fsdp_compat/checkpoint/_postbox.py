@@ -1,12 +1,13 @@
-"""What the ranks of one call tell each other by way of the store, on a connection of its own, from any thread.
+"""What the ranks of one call tell each other by way of the store, on a connection of its own, from
+any thread.
 
-A call goes in turns. In each, every rank *posts* one text, some of them read the texts, and one *verdict* ends the turn for all. A
-verdict is written once, by compare-and-set: by the first rank when it has what it needs; or, with the reason why that can never be,
-by any rank that leaves early or finds that another one has ended. So all ranks end a turn alike, and none waits for one that does
+A call goes in turns. In each, every rank *posts* one text, some of them read the texts, and one
+*verdict* ends the turn for all. A verdict is written once, by compare-and-set: by the first rank
+when it has what it needs; or, with the reason why that can never be, by any rank that leaves early
+or finds that another one has ended. So all ranks end a turn alike, and none waits for one that does
 not come. A slow rank is waited for until the time limit of the process group.
 
-Everything has names that only this call has, and is deleted when all have read it.
-"""
+Everything has names that only this call has, and is deleted when all have read it."""
 
 from __future__ import annotations
 
@@ -40,7 +41,10 @@ class Postbox:
         self._connection: torch_private.Store | None = None
         home = torch_private.default_store()
         if home is None:
-            raise StateError("the process group of this module was destroyed before a checkpoint was saved or loaded")
+            raise StateError(
+                "the process group of this module was destroyed before a checkpoint was saved or "
+                "loaded"
+            )
         self._home = home  # held: on one rank it serves all
         try:
             self._connection = members.connections.pop()
@@ -52,7 +56,8 @@ class Postbox:
         self._is_over = False
 
     def post(self, text: str, role: str = "rank") -> None:
-        """Say this rank's part of the turn, once as a rank, and once more in any other role that it has."""
+        """Say this rank's part of the turn, once as a rank, and once more in any other role that it
+        has."""
         key = self._key(role, self._members.number)
         self._posted.append(key)
         self._store.set(key, text)
@@ -62,7 +67,8 @@ class Postbox:
         return self._read({self._key(role, number): number for number in numbers}, self._turn)
 
     def conclude(self, work: Callable[[], object]) -> Any:
-        """Do this rank's ``work`` of the turn; when all have, return on all ranks what it returned (JSON) on the first one.
+        """Do this rank's ``work`` of the turn; when all have, return on all ranks what it returned
+        (JSON) on the first one.
 
         Collective. Raises Lost on all ranks if one of them does not get through its work.
         """
@@ -95,7 +101,8 @@ class Postbox:
             self._connection = None
 
     def leave(self, error: BaseException) -> None:
-        """This rank does not go on with the call: no other one is to wait for it, unless the call is over."""
+        """This rank does not go on with the call: no other one is to wait for it, unless the call
+        is over."""
         if self._is_over:
             return
         why = f"{self._members.describe(self._members.number)} left with {type(error).__name__}"
@@ -111,13 +118,16 @@ class Postbox:
     def _decide(self, key: str, verdict: dict[str, Any]) -> dict[str, Any]:
         """End a turn with a verdict, unless it has one; return the one that it has."""
         try:
-            found: dict[str, Any] = json.loads(self._store.compare_set(key, "", json.dumps(verdict)))
+            found: dict[str, Any] = json.loads(
+                self._store.compare_set(key, "", json.dumps(verdict))
+            )
         except RuntimeError as error:
             return {"lost": verdict.get("lost", self._unreachable(error))}
         return found
 
     def _clear(self, key: str) -> None:
-        """This rank has read a verdict: take its own posts back, and the last one the verdict, too."""
+        """This rank has read a verdict: take its own posts back, and the last one the verdict,
+        too."""
         try:
             for posted in self._posted:
                 self._store.delete_key(posted)
@@ -129,7 +139,8 @@ class Postbox:
         self._posted.clear()
 
     def _read(self, owed: dict[str, int], turn: int) -> list[str]:
-        """Return the texts under keys, when they are there. owed: the ranks that write them. Raises Lost."""
+        """Return the texts under keys, when they are there. owed: the ranks that write them. Raises
+        Lost."""
         keys = list(owed)
         try:
             self._wait(keys, owed, turn)
@@ -138,7 +149,8 @@ class Postbox:
             raise Lost(self._unreachable(error)) from error
 
     def _wait(self, keys: Sequence[str], owed: dict[str, int], turn: int) -> None:
-        """A waiting request would be one message, but it blocks interrupts, and torch warns when its time is over."""
+        """A waiting request would be one message, but it blocks interrupts, and torch warns when
+        its time is over."""
         started, looked_at, inquiry = time.monotonic(), 0.0, Inquiry(self._members, self._home)
         exit_at: float | None = None
         longest_pause_s = min(max(PAUSE_S, self._members.count / 5000), 2.0)
@@ -151,18 +163,30 @@ class Postbox:
                     return
                 self._require_hope(turn, [owed[key] for key in keys], inquiry)
                 if now - started > self._timeout_s:
-                    raise Lost(f"{self._names(owed[key] for key in keys)} gave no word within {self._timeout_s:g} s")
+                    raise Lost(
+                        f"{self._names(owed[key] for key in keys)} gave no word within "
+                        f"{self._timeout_s:g} s"
+                    )
                 if _program_has_failed():
                     exit_at = now + EXIT_S if exit_at is None else exit_at
                     if now > exit_at:
                         own = self._members.describe(self._members.number)
-                        raise Lost(f"{own} ends, as its program has failed, before {self._names(owed[key] for key in keys)}")
+                        raise Lost(
+                            f"{own} ends, as its program has failed, before "
+                            f"{self._names(owed[key] for key in keys)}"
+                        )
             time.sleep(min(longest_pause_s, max(1e-4, (now - started) / 10)))
 
     def _require_hope(self, turn: int, missing: list[int], inquiry: Inquiry) -> None:
         """Raise Lost if one of the ranks that the turn waits for has ended, or the turn has."""
-        ended = self._members.ended_here()  # whoever waits looks at its own machine, also for others that cannot
-        gone = [number for number in ended if number in missing or self._absent([self._key("rank", number, turn)])]
+        ended = (
+            self._members.ended_here()
+        )  # whoever waits looks at its own machine, also for others that cannot
+        gone = [
+            number
+            for number in ended
+            if number in missing or self._absent([self._key("rank", number, turn)])
+        ]
         if gone and not self._store.check([f"{turn}/verdict"]):
             raise Lost(f"{self._names(gone)} has ended")
         silent = inquiry.silent(missing)
@@ -184,9 +208,13 @@ class Postbox:
 
     def _unreachable(self, error: RuntimeError) -> str:
         self._connection = None  # nobody is to use it again
-        return f"the store of the process group cannot be reached, which ends with the process that serves it ({error})"
+        return (
+            "the store of the process group cannot be reached, which ends with the process "
+            f"that serves it ({error})"
+        )
 
 
 def _program_has_failed() -> bool:
-    """True if the main thread has ended with an error, so that the process waits for other threads alone."""
+    """True if the main thread has ended with an error, so that the process waits for other threads
+    alone."""
     return getattr(sys, "last_value", None) is not None and not threading.main_thread().is_alive()

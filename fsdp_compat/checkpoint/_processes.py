@@ -1,8 +1,8 @@
 """Which processes take part, and which of them have ended.
 
-A process that is killed says nothing. Whether it still runs is certain only on its own machine; there, the others look it up. Of a
-process on another machine that is silent, the engine's watch may know (watch.py); and a rank on that machine that takes part, too,
-tells everybody (see _postbox.py).
+A process that is killed says nothing. Whether it still runs is certain only on its own machine;
+there, the others look it up. Of a process on another machine that is silent, the engine's watch may
+know (watch.py); and a rank on that machine that takes part, too, tells everybody (see _postbox.py).
 """
 
 from __future__ import annotations
@@ -18,22 +18,30 @@ from .._engine.processes import Process
 __all__ = ["Inquiry", "Members", "members_of", "own_facts"]
 
 ASK_S = 1.0  # at least, between two questions to a silent rank on another machine
-SILENCE_S = 30.0  # without an answer; a thread gets no turn to answer while a long call into C keeps the interpreter
+# without an answer; a thread gets no turn to answer while a long call into C keeps the interpreter
+SILENCE_S = 30.0
 
 
 class Members:
     """The ranks of a model, as processes."""
 
-    def __init__(self, name: str, number: int, ranks: list[int], processes: list[Process | None]) -> None:
+    def __init__(
+        self, name: str, number: int, ranks: list[int], processes: list[Process | None]
+    ) -> None:
         """name: the same on all of them, and nobody else's. ranks: global, by number."""
         self.name, self.number, self.ranks = name, number, ranks
         self.num_calls = 0  # that they have made together
-        self.connections: list[torch_private.Store] = []  # to the store, which nobody uses: to open many in a row takes seconds
+        self.connections: list[
+            torch_private.Store
+        ] = []  # to the store, which nobody uses: to open many in a row takes seconds
         own = processes[number]
         self._here = {
             other: process
             for other, process in enumerate(processes)
-            if process is not None and own is not None and other != number and process.machine == own.machine
+            if process is not None
+            and own is not None
+            and other != number
+            and process.machine == own.machine
         }
 
     @property
@@ -50,7 +58,9 @@ class Members:
 
     def describe(self, number: int) -> str:
         process = self._here.get(number)
-        return f"rank {self.ranks[number]}" + ("" if process is None else f" (process {process.pid})")
+        return f"rank {self.ranks[number]}" + (
+            "" if process is None else f" (process {process.pid})"
+        )
 
 
 class Inquiry:
@@ -60,18 +70,25 @@ class Inquiry:
         self._members, self._store = members, store
         self._board: watch.Board | None = None
         self._asked_at = time.monotonic()
-        self._heard: dict[int, tuple[int, float]] = {}  # by number: of the last answer, and when it came
+        self._heard: dict[
+            int, tuple[int, float]
+        ] = {}  # by number: of the last answer, and when it came
 
     def silent(self, missing: list[int]) -> list[int]:
-        """Ask the missing ranks of other machines once more; return those that have given no answer for too long."""
+        """Ask the missing ranks of other machines once more; return those that have given no answer
+        for too long."""
         now, own = time.monotonic(), self._members.number
-        missing = [number for number in missing if number != own and not self._members.is_here(number)]
+        missing = [
+            number for number in missing if number != own and not self._members.is_here(number)
+        ]
         if not missing or now - self._asked_at < max(ASK_S, self._members.count / 500):
             return []
         self._asked_at = now
         if self._board is None:
             self._board = watch.Board(torch_private.second_connection(self._store))
-        if self._silence_s(own, now) > SILENCE_S / 2:  # questions are not answered here, so they are not elsewhere
+        if (
+            self._silence_s(own, now) > SILENCE_S / 2
+        ):  # questions are not answered here, so they are not elsewhere
             self._heard = {own: self._heard[own]}
             return []
         return [number for number in missing if self._silence_s(number, now) > SILENCE_S]
@@ -81,7 +98,9 @@ class Inquiry:
         rank = self._members.ranks[number]
         question, answer = self._board.ask(rank), self._board.answer_of(rank)
         last, since = self._heard.setdefault(number, (question - 1, now))
-        if answer is not None and (answer.number > last or answer.ended):  # it may go on with a save after that
+        if answer is not None and (
+            answer.number > last or answer.ended
+        ):  # it may go on with a save after that
             self._heard[number] = max(answer.number, last), now
             return 0.0
         return now - since

@@ -28,8 +28,11 @@ def require_bar(wanted: bool, where: str) -> None:
 
 
 @contextlib.contextmanager
-def progress_bar(shown: bool, what: str, total_nbytes: int | None) -> Iterator[Callable[[int], object]]:
-    """Give a function that is told of every run of bytes that is done. ``shown``: draw a bar with bytes and rate."""
+def progress_bar(
+    shown: bool, what: str, total_nbytes: int | None
+) -> Iterator[Callable[[int], object]]:
+    """Give a function that is told of every run of bytes that is done. ``shown``: draw a bar with
+    bytes and rate."""
     if not shown:
         yield _nothing
         return

@@ -28,7 +28,8 @@ __all__ = ["Ranks", "agree", "as_ours", "ranks_of", "require_rest"]
 
 @dataclasses.dataclass
 class Ranks:
-    """All ranks of a model in one call, numbered from 0: copy by copy, and in each in the order of the shards."""
+    """All ranks of a model in one call, numbered from 0: copy by copy, and in each in the order of
+    the shards."""
 
     call: str
     number: int  # of this one
@@ -59,7 +60,9 @@ class Ranks:
             if self.number:
                 return None
             texts = self.box.read(range(self.count))
-            different = {text: index for index, text in enumerate(dict.fromkeys(texts))}  # most say the same
+            different = {
+                text: index for index, text in enumerate(dict.fromkeys(texts))
+            }  # most say the same
             return list(different), [different[text] for text in texts]
 
         try:
@@ -71,7 +74,8 @@ class Ranks:
                     expected=f"all {self.count} ranks to go through the call",
                     got=str(lost),
                     where=f"rank {self.number} of {self.count}",
-                    fix="look for the error of that rank; the checkpoints that stood before stand as they were",
+                    fix="look for the error of that rank; the checkpoints that stood before stand "
+                    "as they were",
                 )
             ) from lost
         values = [json.loads(text) for text in texts]
@@ -79,7 +83,8 @@ class Ranks:
 
 
 def ranks_of(model: nn.Module, call: str) -> tuple[list[Instance], Ranks]:
-    """Return the instances in ``model``, and the ranks they are spread over, who meet here. Collective.
+    """Return the instances in ``model``, and the ranks they are spread over, who meet here.
+    Collective.
 
     Raises UsageError where there are none, StateError if the ranks do not all make this call.
     """
@@ -94,7 +99,9 @@ def ranks_of(model: nn.Module, call: str) -> tuple[list[Instance], Ranks]:
                 fix="wrap the model before, with FullyShardedDataParallel(model)",
             )
         )
-    meeting.meet(call, [group for instance in instances for group in instance._unit.groups], copies=True)
+    meeting.meet(
+        call, [group for instance in instances for group in instance._unit.groups], copies=True
+    )
     settings = instances[0]._settings
     members = _members(settings.mesh, settings.device)
     members.num_calls += 1
@@ -104,11 +111,14 @@ def ranks_of(model: nn.Module, call: str) -> tuple[list[Instance], Ranks]:
 
 
 # By process group, and by the ranks of both axes.
-_known: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Any, Members]] = weakref.WeakKeyDictionary()
+_known: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Any, Members]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 def _members(mesh: Mesh, device: torch.device) -> Members:
-    """Return the ranks of a mesh, which introduce themselves to each other the first time. Collective."""
+    """Return the ranks of a mesh, which introduce themselves to each other the first time.
+    Collective."""
     shard, replica = mesh.shard, mesh.replica
     group = shard.group or replica.group or dist.group.WORLD  # one rank alone has none of its own
     known = {} if group is None else _known.setdefault(group, {})
@@ -121,9 +131,11 @@ def _members(mesh: Mesh, device: torch.device) -> Members:
 
 
 def agree(ranks: Ranks, problem: BaseException | None, value: Any, call: str) -> list[Any]:
-    """Return every rank's ``value`` (JSON), or raise on all ranks if any has a problem: its own error there, the news elsewhere.
+    """Return every rank's ``value`` (JSON), or raise on all ranks if any has a problem: its own
+    error there, the news elsewhere.
 
-    The first time in a call it raises the error of an earlier ``async_save`` that nobody was told. Collective.
+    The first time in a call it raises the error of an earlier ``async_save`` that nobody was told.
+    Collective.
     """
     unheard = {} if ranks.have_agreed else background.unheard()
     ranks.have_agreed = True
@@ -144,7 +156,8 @@ def agree(ranks: Ranks, problem: BaseException | None, value: Any, call: str) ->
 
 
 def require_rest(instances: list[Instance], call: str) -> None:
-    """Raise StateError inside of a pass or of summon_full_params; bring all units to their sharded form."""
+    """Raise StateError inside of a pass or of summon_full_params; bring all units to their sharded
+    form."""
     for runtime in runtimes_of(instances):
         runtime.require_idle(call)
         runtime.require_parts(call)

@@ -1,9 +1,10 @@
-"""What one rank saves: its flat shards and the optimizer's states of them, as they lie in memory, and a text about the rest.
+"""What one rank saves: its flat shards and the optimizer's states of them, as they lie in memory,
+and a text about the rest.
 
-A rank's file has one entry per flat group and state, the whole shard; where the optimizer holds parts of single parameters an entry
-is put together from them. What is one number per parameter stands in the text in the file's head, and so does what only its own
-rank can use. Buffers, and parameters that no unit manages, are in the first rank's file.
-"""
+A rank's file has one entry per flat group and state, the whole shard; where the optimizer holds
+parts of single parameters an entry is put together from them. What is one number per parameter
+stands in the text in the file's head, and so does what only its own rank can use. Buffers, and
+parameters that no unit manages, are in the first rank's file."""
 
 from __future__ import annotations
 
@@ -70,7 +71,11 @@ class NamedGroup:
 
     def names(self, index: int) -> tuple[str, ...]:
         """The names of a parameter in the model, before wrapping."""
-        return tuple(dict.fromkeys(self.prefix + clean_name(name) for name in store_of(self.group).members[index].names))
+        return tuple(
+            dict.fromkeys(
+                self.prefix + clean_name(name) for name in store_of(self.group).members[index].names
+            )
+        )
 
     def described(self, axis: int) -> FlatGroup:
         store = store_of(self.group)
@@ -103,7 +108,9 @@ class Snapshot:
     entries: list[Flat]
     text: dict[str, Any]
     param_groups: Any = None  # of the optimizer, encoded; None without one
-    common_entries: list[Flat] = dataclasses.field(default_factory=list)  # what every rank has, for one file
+    common_entries: list[Flat] = dataclasses.field(
+        default_factory=list
+    )  # what every rank has, for one file
     common_text: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     def take_common(self, wanted: bool) -> None:
@@ -114,13 +121,17 @@ class Snapshot:
         self.common_entries, self.common_text = [], {}
 
     def detach(self) -> None:
-        """Copy everything to memory of its own, on the CPU: what is trained on later does not show."""
+        """Copy everything to memory of its own, on the CPU: what is trained on later does not
+        show."""
         for flat in self.entries:
-            flat.pieces = [Piece(piece.start, piece.values.to("cpu", copy=True)) for piece in flat.pieces]
+            flat.pieces = [
+                Piece(piece.start, piece.values.to("cpu", copy=True)) for piece in flat.pieces
+            ]
 
 
 def named_groups(units: Sequence[NamedUnit]) -> list[NamedGroup]:
-    """Return the flat groups of ``units``, in one order on all ranks. Raises UsageError for tensor-parallel parameters."""
+    """Return the flat groups of ``units``, in one order on all ranks. Raises UsageError for
+    tensor-parallel parameters."""
     meshes: dict[tuple[tuple[int, ...], tuple[int, ...]], int] = {}
     found: list[NamedGroup] = []
     for named in units:
@@ -129,24 +140,38 @@ def named_groups(units: Sequence[NamedUnit]) -> list[NamedGroup]:
             if any(parallel is not None for parallel in store.parallel):
                 raise UsageError(
                     explain(
-                        "Tensor-parallel parameters cannot be saved in, or loaded from, the native format in this version.",
+                        "Tensor-parallel parameters cannot be saved in, or loaded from, the native "
+                        "format in this version.",
                         expected="parameters that are no DTensors",
-                        got=f"a DTensor parameter {named.prefix}{clean_name(store.members[0].name)}",
+                        got="a DTensor parameter "
+                        f"{named.prefix}{clean_name(store.members[0].name)}",
                         where=named.unit.label,
-                        fix="save FullyShardedDataParallel.state_dict() and optim_state_dict() in the full form",
+                        fix="save FullyShardedDataParallel.state_dict() and optim_state_dict() in "
+                        "the full form",
                     )
                 )
             mesh = meshes.setdefault((group.shard.members, group.replica.members), len(meshes))
-            found.append(NamedGroup(group, f"{named.prefix}flat_{number}", named.prefix, mesh, len(found) % group.replica.ranks))
+            found.append(
+                NamedGroup(
+                    group,
+                    f"{named.prefix}flat_{number}",
+                    named.prefix,
+                    mesh,
+                    len(found) % group.replica.ranks,
+                )
+            )
     return found
 
 
 @contextlib.contextmanager
 def without_groups(model: nn.Module, managed: Collection[str]) -> Iterator[None]:
-    """State dicts of ``model`` communicate nothing in here, and hold what ``managed`` does not name."""
+    """State dicts of ``model`` communicate nothing in here, and hold what ``managed`` does not
+    name."""
     instances = instances_in(model)
     before = [instance._state_settings for instance in instances]
-    local = StateDictSettings(StateDictType.LOCAL_STATE_DICT, LocalStateDictConfig(), LocalOptimStateDictConfig())
+    local = StateDictSettings(
+        StateDictType.LOCAL_STATE_DICT, LocalStateDictConfig(), LocalOptimStateDictConfig()
+    )
     try:
         for instance in instances:
             instance._state_settings = local
@@ -160,18 +185,31 @@ def without_groups(model: nn.Module, managed: Collection[str]) -> Iterator[None]
 
 def names_in(groups: Sequence[NamedGroup]) -> set[str]:
     """All names of all parameters of ``groups``."""
-    return {name for named in groups for index in range(len(store_of(named.group).members)) for name in named.names(index)}
+    return {
+        name
+        for named in groups
+        for index in range(len(store_of(named.group).members))
+        for name in named.names(index)
+    }
 
 
 def unmanaged(model: nn.Module, groups: Sequence[NamedGroup]) -> dict[str, Any]:
-    """Return what a state dict of the model holds beside the parameters of ``groups``: buffers, ignored parameters, extra state."""
+    """Return what a state dict of the model holds beside the parameters of ``groups``: buffers,
+    ignored parameters, extra state."""
     managed = names_in(groups)
     with without_groups(model, managed):
         state = model.state_dict()
-    return {clean_name(name): value for name, value in state.items() if clean_name(name) not in managed}
+    return {
+        clean_name(name): value for name, value in state.items() if clean_name(name) not in managed
+    }
 
 
-def take_snapshot(model: nn.Module, optimizer: torch.optim.Optimizer | None, extra: Any, groups: Sequence[NamedGroup]) -> Snapshot:
+def take_snapshot(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    extra: Any,
+    groups: Sequence[NamedGroup],
+) -> Snapshot:
     """Return what this rank saves; its tensors are views of what is trained. Nothing is sent.
 
     Raises UsageError for what cannot be saved.
@@ -181,7 +219,9 @@ def take_snapshot(model: nn.Module, optimizer: torch.optim.Optimizer | None, ext
     for named in groups:
         if named.is_written_here:
             store = store_of(named.group)
-            snapshot.entries.append(Flat(named.name, store.dtype, (store.numel,), [Piece(0, store.shard.detach())]))
+            snapshot.entries.append(
+                Flat(named.name, store.dtype, (store.numel,), [Piece(0, store.shard.detach())])
+            )
     if optimizer is not None:
         convert(optimizer)
         held = held_by(model, optimizer, groups)
@@ -194,15 +234,22 @@ def take_snapshot(model: nn.Module, optimizer: torch.optim.Optimizer | None, ext
         ]
         kinds = _kinds(optimizer, groups)
         written = [named for named in groups if named.is_written_here]
-        own = [name for named in written for name in _add_states(snapshot, named, optimizer, kinds, add)]
+        own = [
+            name
+            for named in written
+            for name in _add_states(snapshot, named, optimizer, kinds, add)
+        ]
         warn_of_layout(own, optimizer, stacklevel=5)
     snapshot.common_text["others"] = {
-        name: encode(value, name, common.under("other", name)) for name, value in unmanaged(model, groups).items()
+        name: encode(value, name, common.under("other", name))
+        for name, value in unmanaged(model, groups).items()
     }
     if optimizer is not None:
         targets = {target for named in groups for target, _ in store_of(named.group).targets}
         snapshot.common_text["other_states"] = {
-            held[parameter][0]: _other_states(held[parameter][0], state, common, snapshot.text["left_out"])
+            held[parameter][0]: _other_states(
+                held[parameter][0], state, common, snapshot.text["left_out"]
+            )
             for parameter, state in optimizer.state.items()
             if parameter not in targets
         }
@@ -214,8 +261,8 @@ def take_snapshot(model: nn.Module, optimizer: torch.optim.Optimizer | None, ext
 def _settings(group: Mapping[str, Any], number: int, left_out: list[str]) -> Any:
     """Return the settings of a parameter group, encoded.
 
-    What is not data, such as an enum or a function, is left out, and named in ``left_out``: the optimizer was made with it, and
-    the one that is loaded into has its own.
+    What is not data, such as an enum or a function, is left out, and named in ``left_out``: the
+    optimizer was made with it, and the one that is loaded into has its own.
     """
     found: dict[str, Any] = {}
     for key, value in group.items():
@@ -229,8 +276,11 @@ def _settings(group: Mapping[str, Any], number: int, left_out: list[str]) -> Any
     return encode(found, f"parameter group {number}", inlined)
 
 
-def _other_states(name: str, state: Mapping[Any, Any], common: _Adder, left_out: list[str]) -> list[list[Any]]:
-    """Return the states of a parameter that no unit manages, encoded; what cannot be is left out, and named."""
+def _other_states(
+    name: str, state: Mapping[Any, Any], common: _Adder, left_out: list[str]
+) -> list[list[Any]]:
+    """Return the states of a parameter that no unit manages, encoded; what cannot be is left out,
+    and named."""
     found: list[list[Any]] = []
     for key, value in state.items():
         try:
@@ -238,14 +288,17 @@ def _other_states(name: str, state: Mapping[Any, Any], common: _Adder, left_out:
         except UsageError:
             left_out.append(f"{name}.{key}")
         else:
-            found.append([key, encoded]) if isinstance(key, _STATE_KEYS) else left_out.append(f"{name}.{key}")
+            found.append([key, encoded]) if isinstance(key, _STATE_KEYS) else left_out.append(
+                f"{name}.{key}"
+            )
     return found
 
 
 def warn_of_left_out(names: Sequence[str], what: str) -> None:
     if names:
         warnings.warn(
-            f"States and settings of the optimizer that only pickle could save {what}: {', '.join(names)}. A checkpoint holds "
+            f"States and settings of the optimizer that only pickle could save {what}: "
+            f"{', '.join(names)}. A checkpoint holds "
             "numbers, texts, tensors, and containers of these.",
             stacklevel=5,
         )
@@ -266,7 +319,14 @@ class _Adder:
                 number += 1
                 name = f"{base}/{number}"
             self._names.add(name)
-            self._entries.append(Flat(name, tensor.dtype, tuple(tensor.shape), [Piece(0, tensor.contiguous().reshape(-1))]))
+            self._entries.append(
+                Flat(
+                    name,
+                    tensor.dtype,
+                    tuple(tensor.shape),
+                    [Piece(0, tensor.contiguous().reshape(-1))],
+                )
+            )
             return name
 
         return put
@@ -275,7 +335,8 @@ class _Adder:
 def held_by(
     model: nn.Module, optimizer: torch.optim.Optimizer, groups: Sequence[NamedGroup]
 ) -> dict[torch.Tensor, tuple[str, ...]]:
-    """Return the names that each parameter of the optimizer holds; raises UsageError for one that is not the model's."""
+    """Return the names that each parameter of the optimizer holds; raises UsageError for one that
+    is not the model's."""
     held: dict[torch.Tensor, tuple[str, ...]] = {
         target: tuple(named.names(index)[0] for index in indices)
         for named in groups
@@ -292,26 +353,36 @@ def held_by(
                         expected="an optimizer made from the parameters of the wrapped model",
                         got=f"a parameter of shape {tuple(parameter.shape)}",
                         where=f"parameter group {number} of {type(optimizer).__name__}",
-                        fix="make the optimizer after wrapping, from model.parameters(), or wrap with use_orig_params=True",
+                        fix="make the optimizer after wrapping, from model.parameters(), or wrap "
+                        "with use_orig_params=True",
                     )
                 )
     return held
 
 
-def _kinds(optimizer: torch.optim.Optimizer, groups: Sequence[NamedGroup]) -> dict[nn.Parameter, dict[Any, Kind]]:
+def _kinds(
+    optimizer: torch.optim.Optimizer, groups: Sequence[NamedGroup]
+) -> dict[nn.Parameter, dict[Any, Kind]]:
     """Return how every state of every managed parameter belongs to it.
 
-    One element of a 0-d parameter looks like a count: other parameters tell, and where there are none its name.
+    One element of a 0-d parameter looks like a count: other parameters tell, and where there are
+    none its name.
     """
     mine = {parameter for group in optimizer.param_groups for parameter in group["params"]}
-    targets = [target for named in groups for target, _ in store_of(named.group).targets if target in mine]
+    targets = [
+        target for named in groups for target, _ in store_of(named.group).targets if target in mine
+    ]
     kinds = classify_all({target: optimizer.state.get(target) or {} for target in targets})
-    with_dims = {key: kind for target in targets if target.dim() for key, kind in kinds[target].items()}
+    with_dims = {
+        key: kind for target in targets if target.dim() for key, kind in kinds[target].items()
+    }
     for target in targets:
         for key, kind in kinds[target].items() if not target.dim() else ():
             value = optimizer.state[target][key]
             if kind is Kind.SCALAR and isinstance(value, torch.Tensor):
-                counts = with_dims[key] is not Kind.PER_ELEMENT if key in with_dims else key == "step"
+                counts = (
+                    with_dims[key] is not Kind.PER_ELEMENT if key in with_dims else key == "step"
+                )
                 kinds[target][key] = Kind.SCALAR if counts else Kind.PER_ELEMENT
     return kinds
 
@@ -340,10 +411,16 @@ def _add_states(
                 which = key, value.dtype
                 if which not in flats:
                     name = f"{named.name}.{key}"
-                    if any(flat.name == name for flat in flats.values()):  # parameters of one group with states of two dtypes
+                    if any(
+                        flat.name == name for flat in flats.values()
+                    ):  # parameters of one group with states of two dtypes
                         name += f".{dtype_name(value.dtype)}"
                     flats[which] = Flat(name, value.dtype, (store.numel,), [])
-                start = 0 if target is store.flat_parameter else store.layout.part_in_shard(indices[0], store.rank).start
+                start = (
+                    0
+                    if target is store.flat_parameter
+                    else store.layout.part_in_shard(indices[0], store.rank).start
+                )
                 flats[which].pieces.append(Piece(start, value.detach().reshape(-1)))
                 of.setdefault(which, []).extend(indices)
             else:
@@ -352,7 +429,11 @@ def _add_states(
                         text = json.dumps(encode(value, f"optimizer state {key!r}", inlined))
                         scalars.setdefault(key, {}).setdefault(text, []).extend(indices)
                     else:
-                        encoded = encode(value, f"optimizer state {key!r}", add.under("own", named.name, str(key)))
+                        encoded = encode(
+                            value,
+                            f"optimizer state {key!r}",
+                            add.under("own", named.name, str(key)),
+                        )
                         own.append([indices[0], key, encoded])
                         own_names.append(state_name)
                 except UsageError:  # to lose one object is better than to lose the save
@@ -360,7 +441,12 @@ def _add_states(
     everything = len(store.members)
     snapshot.entries += flats.values()
     snapshot.text["states"][named.name] = [
-        {"key": key, "entry": flat.name, "dtype": dtype_name(dtype), "of": _brief(of[key, dtype], everything)}
+        {
+            "key": key,
+            "entry": flat.name,
+            "dtype": dtype_name(dtype),
+            "of": _brief(of[key, dtype], everything),
+        }
         for (key, dtype), flat in flats.items()
     ]
     snapshot.text["scalars"][named.name] = [

@@ -1,4 +1,5 @@
-"""JSON texts out of files that anybody may have written: bounded in length and depth before they are parsed."""
+"""JSON texts out of files that anybody may have written: bounded in length and depth before they
+are parsed."""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ __all__ = [
 
 MAX_TEXT_NBYTES = 100_000_000  # as the safetensors library has it for headers
 MAX_DEPTH = 256
-_MAX_CONTAINERS = 1 << 20  # in a short text; a longer one may have one in 16 bytes, which the shortest header of tensors needs
+# in a short text; a longer one may have one in 16 bytes, which the shortest header of tensors needs
+_MAX_CONTAINERS = 1 << 20
 
 _KINDS = {
     stat.S_IFDIR: "a directory",
@@ -42,11 +44,15 @@ _KINDS = {
     stat.S_IFBLK: "a device",
 }
 _QUOTE = 2
-_STEPS = bytes({ord("["): 1, ord("{"): 1, ord("]"): 255, ord("}"): 255, ord('"'): _QUOTE}.get(byte, 0) for byte in range(256))
+_STEPS = bytes(
+    {ord("["): 1, ord("{"): 1, ord("]"): 255, ord("}"): 255, ord('"'): _QUOTE}.get(byte, 0)
+    for byte in range(256)
+)
 
 
 def open_file(path: Path) -> int:
-    """Return a descriptor to read a regular file. Raises OSError, and CheckpointError for anything else.
+    """Return a descriptor to read a regular file. Raises OSError, and CheckpointError for anything
+    else.
 
     That is not opened: opening a FIFO waits for a writer, and opening a device may do anything.
     """
@@ -65,7 +71,8 @@ def open_file(path: Path) -> int:
 
 
 def read_text(path: Path) -> bytes:
-    """Return what a regular file holds. Raises OSError, CheckpointError as ``open_file`` does, and ValueError if it is too long."""
+    """Return what a regular file holds. Raises OSError, CheckpointError as ``open_file`` does, and
+    ValueError if it is too long."""
     with open(open_file(path), "rb") as file:
         nbytes = os.fstat(file.fileno()).st_size
         if nbytes > MAX_TEXT_NBYTES:
@@ -74,9 +81,11 @@ def read_text(path: Path) -> bytes:
 
 
 def parse_json(text: bytes, max_depth: int = MAX_DEPTH, **hooks: Any) -> Any:
-    """Return what a JSON text in UTF-8 says; no key may stand twice in one object. hooks: of ``json.loads``, such as ``parse_int``.
+    """Return what a JSON text in UTF-8 says; no key may stand twice in one object. hooks: of
+    ``json.loads``, such as ``parse_int``.
 
-    Raises ValueError, for a text that is out of bounds before it is parsed, and RecursionError near the end of the stack.
+    Raises ValueError, for a text that is out of bounds before it is parsed, and RecursionError near
+    the end of the stack.
     """
     require_bounded(text, max_depth)
     return json.loads(text.decode("utf-8"), object_pairs_hook=_without_repetition, **hooks)
@@ -90,7 +99,9 @@ def require_bounded(text: bytes, max_depth: int = MAX_DEPTH) -> None:
     if len(text) > MAX_TEXT_NBYTES:
         raise ValueError(f"{len(text)} bytes of text, and at most {MAX_TEXT_NBYTES} are taken")
     without_escapes = text.replace(b"\\\\", b"").replace(b'\\"', b"")
-    steps = torch.frombuffer(bytearray(without_escapes.translate(_STEPS) + b"\x00"), dtype=torch.int8)
+    steps = torch.frombuffer(
+        bytearray(without_escapes.translate(_STEPS) + b"\x00"), dtype=torch.int8
+    )
     in_strings = (steps == _QUOTE).cumsum(0, dtype=torch.uint8).bitwise_and_(1).bool()
     steps.masked_fill_(in_strings, 0).masked_fill_(steps == _QUOTE, 0)
     num = int(steps.eq(1).sum())
@@ -98,18 +109,22 @@ def require_bounded(text: bytes, max_depth: int = MAX_DEPTH) -> None:
         raise ValueError(f"{num} lists and objects in {len(text)} bytes of text")
     depth = int(steps[steps != 0].cumsum(0, dtype=torch.int32).max()) if num else 0
     if depth > max_depth:
-        raise ValueError(f"{depth} lists and objects one inside of the other, and at most {max_depth} are taken")
+        raise ValueError(
+            f"{depth} lists and objects one inside of the other, and at most {max_depth} are taken"
+        )
 
 
 def require_readable(text: bytes, max_depth: int = MAX_DEPTH) -> None:
-    """Raise UsageError for a text that is about to be written and that ``parse_json`` would not take."""
+    """Raise UsageError for a text that is about to be written and that ``parse_json`` would not
+    take."""
     try:
         require_bounded(text, max_depth)
     except ValueError as error:
         raise UsageError(
             explain(
                 "What describes the tensors of a file would be too large to be read again.",
-                expected=f"names, and values that are not tensors, of at most {MAX_TEXT_NBYTES} bytes",
+                expected=f"names, and values that are not tensors, of at most {MAX_TEXT_NBYTES} "
+                "bytes",
                 got=str(error),
                 where="the head of a file",
                 fix="save long lists as tensors or arrays",
@@ -143,7 +158,8 @@ def listed(value: Any) -> list[Any]:
 
 
 def size(value: Any) -> int:
-    """Return a whole number that is not negative. Raises TypeError, ValueError for anything else."""
+    """Return a whole number that is not negative. Raises TypeError, ValueError for anything
+    else."""
     if type(value) is not int:
         raise TypeError(f"a {type(value).__name__} instead of a whole number")
     if value < 0:
@@ -156,7 +172,8 @@ def sizes(value: Any) -> list[int]:
 
 
 def shape_in(value: Any) -> tuple[int, ...]:
-    """Return the shape of a tensor. Raises TypeError, ValueError, also where strides would not fit 64 bits."""
+    """Return the shape of a tensor. Raises TypeError, ValueError, also where strides would not fit
+    64 bits."""
     numel = 1
     for item in listed(value):
         numel *= size(item) or 1

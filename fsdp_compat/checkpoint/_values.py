@@ -1,8 +1,9 @@
-"""Values as JSON, and back, without pickle: reading a file runs no code out of it, and makes no object of a class that it names.
+"""Values as JSON, and back, without pickle: reading a file runs no code out of it, and makes no
+object of a class that it names.
 
-What JSON has stands for itself; everything else is a dict with one key that begins with ``@``, and there is a fixed list of these.
-Tensors are kept apart: the JSON has their names. Objects of other classes, enums and dataclasses among them, are not values.
-"""
+What JSON has stands for itself; everything else is a dict with one key that begins with ``@``, and
+there is a fixed list of these. Tensors are kept apart: the JSON has their names. Objects of other
+classes, enums and dataclasses among them, are not values."""
 
 from __future__ import annotations
 
@@ -27,7 +28,12 @@ Get = Callable[[str], torch.Tensor]  # its bytes, as a tensor of its dtype or of
 
 MAX_LEVELS = 64  # of containers in containers; each is at most three levels of JSON
 
-_SEQUENCES: dict[str, type[Any]] = {"@tuple": tuple, "@set": set, "@frozenset": frozenset, "@size": torch.Size}
+_SEQUENCES: dict[str, type[Any]] = {
+    "@tuple": tuple,
+    "@set": set,
+    "@frozenset": frozenset,
+    "@size": torch.Size,
+}
 _TAG_OF_SEQUENCE: dict[type[Any], str] = {kind: tag for tag, kind in _SEQUENCES.items()}
 _MAPPINGS: dict[str, Callable[[list[tuple[Any, Any]]], Any]] = {
     "@dict": dict,
@@ -40,11 +46,22 @@ _TAG_OF_MAPPING: dict[type[Any], str] = {
     collections.OrderedDict: "@ordered",
     collections.Counter: "@counter",
 }
-_KEYS = (type(None), bool, int, float, str, bytes, complex, torch.dtype, torch.device)  # may be keys, or in a set
+_KEYS = (
+    type(None),
+    bool,
+    int,
+    float,
+    str,
+    bytes,
+    complex,
+    torch.dtype,
+    torch.device,
+)  # may be keys, or in a set
 
 
 def encode(value: Any, where: str, put: Put) -> Any:
-    """Return ``value`` as something that JSON holds. where: what it is, for errors. Raises UsageError for what is not data."""
+    """Return ``value`` as something that JSON holds. where: what it is, for errors. Raises
+    UsageError for what is not data."""
     return _encoded(value, where, put, ())
 
 
@@ -65,19 +82,40 @@ def _encoded(value: Any, where: str, put: Put, around: tuple[int, ...]) -> Any:
         return [_encoded(item, f"{where}[{i}]", put, around) for i, item in enumerate(value)]
     if kind in _TAG_OF_MAPPING:
         if kind is dict and all(type(key) is str and not key.startswith("@") for key in value):
-            return {key: _encoded(item, f"{where}[{key!r}]", put, around) for key, item in value.items()}
+            return {
+                key: _encoded(item, f"{where}[{key!r}]", put, around) for key, item in value.items()
+            }
         items = [
-            [_encoded_key(key, f"a key of {where}", put, around), _encoded(item, f"{where}[{key!r}]", put, around)]
+            [
+                _encoded_key(key, f"a key of {where}", put, around),
+                _encoded(item, f"{where}[{key!r}]", put, around),
+            ]
             for key, item in value.items()
         ]
         return {_TAG_OF_MAPPING[kind]: items}
     if kind in (set, frozenset):
-        return {_TAG_OF_SEQUENCE[kind]: [_encoded_key(item, f"an element of {where}", put, around) for item in value]}
-    if kind in _TAG_OF_SEQUENCE or isinstance(value, tuple):  # of a named tuple, and of what torch returns, the tuple is kept
+        return {
+            _TAG_OF_SEQUENCE[kind]: [
+                _encoded_key(item, f"an element of {where}", put, around) for item in value
+            ]
+        }
+    if kind in _TAG_OF_SEQUENCE or isinstance(
+        value, tuple
+    ):  # of a named tuple, and of what torch returns, the tuple is kept
         tag = _TAG_OF_SEQUENCE.get(kind, "@tuple")
-        return {tag: [_encoded(item, f"{where}[{i}]", put, around) for i, item in enumerate(tuple.__iter__(value))]}
+        return {
+            tag: [
+                _encoded(item, f"{where}[{i}]", put, around)
+                for i, item in enumerate(tuple.__iter__(value))
+            ]
+        }
     if kind is collections.deque:
-        return {"@deque": [[_encoded(item, f"{where}[{i}]", put, around) for i, item in enumerate(value)], value.maxlen]}
+        return {
+            "@deque": [
+                [_encoded(item, f"{where}[{i}]", put, around) for i, item in enumerate(value)],
+                value.maxlen,
+            ]
+        }
     if kind in (bytes, bytearray):
         return {f"@{kind.__name__}": base64.b64encode(value).decode()}
     if kind is complex:
@@ -113,7 +151,12 @@ def _encoded_tensor(value: torch.Tensor, where: str, put: Put) -> Any:
         raise _no_data(where, f"a {type(value).__name__}, a tensor that is made of others")
     strided = value.layout is torch.strided and not (value.is_quantized or value.is_nested)
     if value.is_meta or not strided or (value.numel() and not value.untyped_storage().data_ptr()):
-        raise _no_data(where, f"a tensor of {value.layout}, {value.dtype}" if not strided else "a tensor without values")
+        raise _no_data(
+            where,
+            f"a tensor of {value.layout}, {value.dtype}"
+            if not strided
+            else "a tensor without values",
+        )
     plain = value.as_subclass(torch.Tensor).resolve_conj().resolve_neg()
     return {"@tensor": [put(plain), dtype_name(plain.dtype), list(plain.shape)]}
 
@@ -128,7 +171,9 @@ def _encoded_numpy(value: Any, where: str, put: Put) -> Any:
             if isinstance(item, (bool, int, float, complex, str, bytes)):
                 return _encoded(item, where, put, ())
         elif isinstance(value, numpy.ndarray):
-            native = numpy.array(value, dtype=value.dtype.newbyteorder("="), order="C", copy=True, subok=False)
+            native = numpy.array(
+                value, dtype=value.dtype.newbyteorder("="), order="C", copy=True, subok=False
+            )
             tensor = torch.from_numpy(native)
             return {"@array": [put(tensor), dtype_name(tensor.dtype), list(tensor.shape)]}
     except (TypeError, ValueError) as error:
@@ -156,7 +201,12 @@ def _decoded(value: Any, where: str, get: Get) -> Any:
     if not tag.startswith("@"):
         return {key: _decoded(item, f"{where}[{key!r}]", get) for key, item in value.items()}
     if tag in _MAPPINGS:
-        return _MAPPINGS[tag]([(_as_key(_decoded(key, where, get)), _decoded(item, where, get)) for key, item in listed(content)])
+        return _MAPPINGS[tag](
+            [
+                (_as_key(_decoded(key, where, get)), _decoded(item, where, get))
+                for key, item in listed(content)
+            ]
+        )
     if tag in ("@set", "@frozenset"):
         return _SEQUENCES[tag](_as_key(_decoded(item, where, get)) for item in listed(content))
     if tag in _SEQUENCES:
@@ -180,7 +230,11 @@ def _decoded(value: Any, where: str, get: Get) -> Any:
         return dtype_of(content)
     if tag == "@device":
         return torch.device(text_in(content))
-    raise _unreadable(where, "a number, a text, a tensor or a container", f"{tag[:40]!r}, which this version does not read")
+    raise _unreadable(
+        where,
+        "a number, a text, a tensor or a container",
+        f"{tag[:40]!r}, which this version does not read",
+    )
 
 
 def _as_key(value: Any) -> Any:
@@ -193,10 +247,12 @@ def _no_data(where: str, got: str) -> UsageError:
     return UsageError(
         explain(
             "This cannot be saved without pickle, which a checkpoint does not use.",
-            expected="numbers, texts, None, tensors, arrays, and lists, tuples, sets and dicts of these",
+            expected="numbers, texts, None, tensors, arrays, and lists, tuples, sets and dicts of "
+            "these",
             got=got,
             where=where if len(where) <= 300 else f"{where[:300]}...",
-            fix="save what it is made of: state_dict() of an object, asdict() of a dataclass, the value of an enum",
+            fix="save what it is made of: state_dict() of an object, asdict() of a dataclass, the "
+            "value of an enum",
         )
     )
 
@@ -208,6 +264,7 @@ def _unreadable(where: str, expected: str, got: str) -> CheckpointError:
             expected=expected,
             got=got,
             where=where if len(where) <= 300 else f"{where[:300]}...",
-            fix="load an older checkpoint, or this one with the version that saved it; nothing was loaded",
+            fix="load an older checkpoint, or this one with the version that saved it; nothing was "
+            "loaded",
         )
     )

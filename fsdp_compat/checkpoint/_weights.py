@@ -1,6 +1,6 @@
-"""A model's weights in safetensors files as others write and read them: whole tensors under their names, in one file or in several
-with an index. Every rank reads and writes its own bytes of them; nothing is gathered.
-"""
+"""A model's weights in safetensors files as others write and read them: whole tensors under their
+names, in one file or in several with an index. Every rank reads and writes its own bytes of them;
+nothing is gathered."""
 
 from __future__ import annotations
 
@@ -24,7 +24,15 @@ from .._instances import named_units, names_before
 from .._layout.spec import Interval
 from .._state.model import store_of
 from ..errors import CheckpointError, UsageError, explain
-from ._blocks import BLOCK_NBYTES, Tick, Wanted, changed_meanwhile, merged, read_plain, sync_directory
+from ._blocks import (
+    BLOCK_NBYTES,
+    Tick,
+    Wanted,
+    changed_meanwhile,
+    merged,
+    read_plain,
+    sync_directory,
+)
 from ._header import METADATA, Entry, encode_header, is_known, read_header
 from ._progress import progress_bar, require_bar
 from ._ranks import Ranks, agree, as_ours, ranks_of, require_rest
@@ -59,22 +67,27 @@ def load_safetensors(
     dtype: torch.dtype | None = None,
     progress: bool = False,
 ) -> None:
-    """Load weights from safetensors files into the model; each rank reads the bytes of its own part, straight to where they belong.
+    """Load weights from safetensors files into the model; each rank reads the bytes of its own
+    part, straight to where they belong.
 
-    Collective: all ranks. The model may have been built on the meta device before it was wrapped. Beside its shard a rank needs one
-    buffer of 4 MiB. Of tied parameters one name is enough.
+    Collective: all ranks. The model may have been built on the meta device before it was wrapped.
+    Beside its shard a rank needs one buffer of 4 MiB. Of tied parameters one name is enough.
 
     Args:
-        path: a file, an index (``model.safetensors.index.json``), or a directory with an index or with files.
+        path: a file, an index (``model.safetensors.index.json``), or a directory with an index or
+            with files.
         model: with FullyShardedDataParallel in it.
-        rename: from a name in the files to the name in the model before wrapping; None for what is to be left out.
-        dtype: round floating-point values to this dtype on their way to the dtype of the parameters.
+        rename: from a name in the files to the name in the model before wrapping; None for what is
+            to be left out.
+        dtype: round floating-point values to this dtype on their way to the dtype of the
+            parameters.
         progress: show bytes and rate on the first rank; needs tqdm.
 
     Raises:
         UsageError: an argument cannot work.
-        CheckpointError: files are missing or incomplete, or do not hold the model's names and shapes; on all ranks, before anything
-            has changed. One that says that the values cannot be read comes later.
+        CheckpointError: files are missing or incomplete, or do not hold the model's names and
+            shapes; on all ranks, before anything has changed. One that says that the values cannot
+            be read comes later.
     """
     call = "checkpoint.load_safetensors"
     instances, ranks = ranks_of(model, call)
@@ -94,9 +107,22 @@ def load_safetensors(
         _require_alike(agree(ranks, problem, _digest(places, dtype), call), ranks, call)
         total = sum(held.part.numel * entry.dtype.itemsize for held, _, entry in plan)
         try:
-            with progress_bar(progress and ranks.number == 0, "load weights", total) as tick, torch.no_grad():
+            with (
+                progress_bar(progress and ranks.number == 0, "load weights", total) as tick,
+                torch.no_grad(),
+            ):
                 for file in dict.fromkeys(file for _, file, _ in plan):
-                    read_plain(file, merged([_wanted(held, entry, dtype) for held, its, entry in plan if its == file]), tick)
+                    read_plain(
+                        file,
+                        merged(
+                            [
+                                _wanted(held, entry, dtype)
+                                for held, its, entry in plan
+                                if its == file
+                            ]
+                        ),
+                        tick,
+                    )
             with without_groups(model, names_in(groups)):
                 model.load_state_dict(others, strict=False)
         except CheckpointError as error:
@@ -116,22 +142,27 @@ def save_safetensors(
     max_file_nbytes: int = 5_000_000_000,
     progress: bool = False,
 ) -> list[Path]:
-    """Save the model's weights and persistent buffers as safetensors files in directory ``path``; return the files.
+    """Save the model's weights and persistent buffers as safetensors files in directory ``path``;
+    return the files.
 
-    Collective: all ranks, which see one file system. One file is called ``model.safetensors``; several have an index beside them.
-    Each rank writes the bytes of its own part. Tied parameters are written once, under the first of their names. The files get
-    their names when everything in them is durable; files that are there already are not overwritten.
+    Collective: all ranks, which see one file system. One file is called ``model.safetensors``;
+    several have an index beside them. Each rank writes the bytes of its own part. Tied parameters
+    are written once, under the first of their names. The files get their names when everything in
+    them is durable; files that are there already are not overwritten.
 
     Args:
         path: of the directory; made if there is none.
         model: with FullyShardedDataParallel in it.
-        rename: from a name in the model before wrapping to the name in the files; None for what is to be left out.
+        rename: from a name in the model before wrapping to the name in the files; None for what is
+            to be left out.
         dtype: of floating-point tensors in the files; default: their own.
-        max_file_nbytes: begin another file before one holds more than so many bytes of tensors; a larger tensor has a file alone.
+        max_file_nbytes: begin another file before one holds more than so many bytes of tensors; a
+            larger tensor has a file alone.
         progress: show bytes and rate on the first rank; needs tqdm.
 
     Raises:
-        UsageError: an argument cannot work, or the files exist; on all ranks, before anything is written.
+        UsageError: an argument cannot work, or the files exist; on all ranks, before anything is
+            written.
         CheckpointError: a rank could not write; on all ranks. The files are not there then.
     """
     call = "checkpoint.save_safetensors"
@@ -141,23 +172,38 @@ def save_safetensors(
         plan: _Output | None = None
         try:
             _check_arguments(call, path, rename, dtype, progress)
-            if isinstance(max_file_nbytes, bool) or not isinstance(max_file_nbytes, int) or max_file_nbytes < 1:
-                raise checks.wrong_type("max_file_nbytes", "a number of bytes, at least 1", max_file_nbytes, call)
+            if (
+                isinstance(max_file_nbytes, bool)
+                or not isinstance(max_file_nbytes, int)
+                or max_file_nbytes < 1
+            ):
+                raise checks.wrong_type(
+                    "max_file_nbytes", "a number of bytes, at least 1", max_file_nbytes, call
+                )
             require_rest(instances, call)
-            plan = _Output(Path(path), model, rename, dtype, max_file_nbytes, call, ranks.number == 0)
+            plan = _Output(
+                Path(path), model, rename, dtype, max_file_nbytes, call, ranks.number == 0
+            )
             _refuse_existing(Path(path), call)
         except Exception as error:
-            problem = as_ours(error, "The weights could not be saved.", path, "no file has its name yet")
+            problem = as_ours(
+                error, "The weights could not be saved.", path, "no file has its name yet"
+            )
         told = agree(ranks, problem, (_digest(plan and plan.described()), uuid.uuid4().hex), call)
         _require_alike([digest for digest, _ in told], ranks, call)
         assert plan is not None
         token = told[0][1]
-        for turn in (plan.make if ranks.number == 0 else None, plan.write):  # all others find what the first has made
+        for turn in (
+            plan.make if ranks.number == 0 else None,
+            plan.write,
+        ):  # all others find what the first has made
             try:
                 if turn is not None and problem is None:
                     turn(token, progress and ranks.number == 0)
             except Exception as error:
-                problem = as_ours(error, "The weights could not be saved.", path, "no file has its name yet")
+                problem = as_ours(
+                    error, "The weights could not be saved.", path, "no file has its name yet"
+                )
             failed = ranks.exchange(problem is not None)
             if any(failed):
                 break
@@ -166,14 +212,23 @@ def save_safetensors(
                 if not any(failed):
                     plan.publish(token)
             except OSError as error:
-                problem = as_ours(error, "The weights could not be saved.", path, "take away what has its name already")
+                problem = as_ours(
+                    error,
+                    "The weights could not be saved.",
+                    path,
+                    "take away what has its name already",
+                )
             plan.remove(token)
         agree(ranks, problem, None, call)
         return [Path(path) / name for name in plan.names]
 
 
 def _refuse_existing(path: Path, call: str) -> None:
-    existing = sorted(file.name for pattern in (ONE_FILE, INDEX, "model-*-of-*.safetensors") for file in path.glob(pattern))
+    existing = sorted(
+        file.name
+        for pattern in (ONE_FILE, INDEX, "model-*-of-*.safetensors")
+        for file in path.glob(pattern)
+    )
     if existing:
         raise UsageError(
             explain(
@@ -229,7 +284,9 @@ def _managed(groups: list[NamedGroup]) -> Iterator[_Held]:
         for index, spec in enumerate(store.layout.params):
             values = store.shard.detach()[store.layout.part_in_shard(index, store.rank).slice]
             part = store.layout.part(index, store.rank)
-            yield _Held(named.names(index), spec.shape, store.dtype, part, values, named.is_written_here)
+            yield _Held(
+                named.names(index), spec.shape, store.dtype, part, values, named.is_written_here
+            )
 
 
 def _others(model: nn.Module, groups: list[NamedGroup], writes: bool) -> Iterator[_Held]:
@@ -243,7 +300,14 @@ def _others(model: nn.Module, groups: list[NamedGroup], writes: bool) -> Iterato
             values[name] = value.detach()
     for its in names.values():
         value = values[its[0]]
-        yield _Held(tuple(its), tuple(value.shape), value.dtype, Interval(0, value.numel()), value.reshape(-1), writes)
+        yield _Held(
+            tuple(its),
+            tuple(value.shape),
+            value.dtype,
+            Interval(0, value.numel()),
+            value.reshape(-1),
+            writes,
+        )
 
 
 # -- reading
@@ -252,8 +316,9 @@ def _others(model: nn.Module, groups: list[NamedGroup], writes: bool) -> Iterato
 def _plan_of_reading(
     path: Path, model: nn.Module, groups: list[NamedGroup], rename: Rename | None, call: str
 ) -> tuple[list[tuple[_Held, Path, Entry]], dict[str, torch.Tensor]]:
-    """Return what to read: this rank's runs, each with its file and entry; and of what is no part of a shard the state dict that
-    will be read into. Raises CheckpointError unless all of it is there."""
+    """Return what to read: this rank's runs, each with its file and entry; and of what is no part
+    of a shard the state dict that will be read into. Raises CheckpointError unless all of it is
+    there."""
     found: dict[str, tuple[Path, Entry]] = {}
     for name, place in _tensors_of(path).items():
         ours = _renamed(name, rename, call)
@@ -271,7 +336,9 @@ def _plan_of_reading(
             found[ours] = place
     others: dict[str, torch.Tensor] = {}
     everything = list(_managed(groups))
-    for held in _others(model, groups, False):  # what is there may be a copy in another dtype than the module computes with
+    for held in _others(
+        model, groups, False
+    ):  # what is there may be a copy in another dtype than the module computes with
         values = torch.empty_like(held.values)
         everything.append(dataclasses.replace(held, values=values))
         others.update((name, values.view(held.shape)) for name in held.names)
@@ -287,8 +354,13 @@ def _plan_of_reading(
             continue
         file, entry = found[name]
         if entry.shape != held.shape:
-            wrong.append(f"{name}: shape {list(entry.shape)} in {file.name}, {list(held.shape)} in the model")
-        elif (entry.dtype.is_floating_point, entry.dtype.is_complex) != (held.dtype.is_floating_point, held.dtype.is_complex):
+            wrong.append(
+                f"{name}: shape {list(entry.shape)} in {file.name}, {list(held.shape)} in the model"
+            )
+        elif (entry.dtype.is_floating_point, entry.dtype.is_complex) != (
+            held.dtype.is_floating_point,
+            held.dtype.is_complex,
+        ):
             wrong.append(f"{name}: {entry.dtype} in {file.name}, {held.dtype} in the model")
         plan.append((held, file, entry))
     wrong += [f"not in the model: {name}" for name in found if name not in known]
@@ -300,14 +372,16 @@ def _plan_of_reading(
                 expected="the names and shapes of the model's parameters and persistent buffers",
                 got="; ".join(wrong[:20]) + more,
                 where=str(path),
-                fix="pass rename, a function from the names in the files to those in the model, or to None for what is left out",
+                fix="pass rename, a function from the names in the files to those in the model, or "
+                "to None for what is left out",
             )
         )
     return plan, others
 
 
 def _tensors_of(path: Path) -> dict[str, tuple[Path, Entry]]:
-    """Return every tensor of a file, of the files of an index, or of a directory, by the name it has there."""
+    """Return every tensor of a file, of the files of an index, or of a directory, by the name it
+    has there."""
     index = path / INDEX if path.is_dir() else path
     files: list[Path]
     wanted: Mapping[str, str] | None = None
@@ -315,7 +389,10 @@ def _tensors_of(path: Path) -> dict[str, tuple[Path, Entry]]:
         files = sorted(path.glob("*.safetensors"))
     elif index.suffix == ".json":
         try:
-            wanted = {text_in(name): _beside(file) for name, file in parse_json(read_text(index))["weight_map"].items()}
+            wanted = {
+                text_in(name): _beside(file)
+                for name, file in parse_json(read_text(index))["weight_map"].items()
+            }
             files = [index.parent / name for name in dict.fromkeys(wanted.values())]
         except FileNotFoundError:
             files = []
@@ -365,7 +442,8 @@ def _tensors_of(path: Path) -> dict[str, tuple[Path, Entry]]:
                 explain(
                     "The index and the files do not belong together.",
                     expected=f"{lost[0]!r} in {wanted[lost[0]]}",
-                    got=f"none there; {len(lost)} of {len(wanted)} tensors are elsewhere or missing",
+                    got=f"none there; {len(lost)} of {len(wanted)} tensors are elsewhere or "
+                    "missing",
                     where=str(index),
                     fix="copy index and files from one place",
                 )
@@ -374,14 +452,17 @@ def _tensors_of(path: Path) -> dict[str, tuple[Path, Entry]]:
 
 
 def _beside(name: Any) -> str:
-    """Return the name of a file that lies beside an index. Raises TypeError, ValueError for anything else."""
+    """Return the name of a file that lies beside an index. Raises TypeError, ValueError for
+    anything else."""
     if Path(text_in(name)).name != name:
         raise ValueError(f"{name!r}, which is not the name of a file")
     return str(name)
 
 
 def _wanted(held: _Held, entry: Entry, dtype: torch.dtype | None) -> Wanted:
-    return Wanted(entry.start + held.part.start * entry.dtype.itemsize, held.values, entry.dtype, dtype)
+    return Wanted(
+        entry.start + held.part.start * entry.dtype.itemsize, held.values, entry.dtype, dtype
+    )
 
 
 # -- writing
@@ -420,7 +501,9 @@ class _Output:
             if name is None:
                 continue
             if name == METADATA:
-                raise checks.wrong_type("what rename returns", f"a name for {held.names[0]!r}", name, call)
+                raise checks.wrong_type(
+                    "what rename returns", f"a name for {held.names[0]!r}", name, call
+                )
             if name in names:
                 raise UsageError(
                     explain(
@@ -440,7 +523,8 @@ class _Output:
                         expected="a dtype that the format knows",
                         got=f"{its_dtype} of {held.names[0]!r}",
                         where=call,
-                        fix="pass dtype=torch.float32 or another common one; checkpoint.save keeps every dtype",
+                        fix="pass dtype=torch.float32 or another common one; checkpoint.save keeps "
+                        "every dtype",
                     )
                 )
             size = math.prod(held.shape) * its_dtype.itemsize
@@ -455,8 +539,14 @@ class _Output:
         for number, tensors in enumerate(files):
             head, entries = encode_header(list(tensors.values()), {"format": "pt"})
             by_name = {entry.name: entry for entry in entries}
-            title = ONE_FILE if len(files) == 1 else f"model-{number + 1:05d}-of-{len(files):05d}.safetensors"
-            self._files[title] = _File(head, {ours: by_name[name] for ours, (name, _, _) in tensors.items()})
+            title = (
+                ONE_FILE
+                if len(files) == 1
+                else f"model-{number + 1:05d}-of-{len(files):05d}.safetensors"
+            )
+            self._files[title] = _File(
+                head, {ours: by_name[name] for ours, (name, _, _) in tensors.items()}
+            )
 
     @property
     def names(self) -> list[str]:
@@ -476,7 +566,9 @@ class _Output:
         for name, file in self._files.items():
             with open(self._unnamed(name, token), "xb") as made:
                 made.write(file.head)
-                made.truncate(max([len(file.head), *(entry.stop for entry in file.entries.values())]))
+                made.truncate(
+                    max([len(file.head), *(entry.stop for entry in file.entries.values())])
+                )
 
     def write(self, token: str, shown: bool) -> None:
         """Write this rank's bytes, durably."""
@@ -498,7 +590,11 @@ class _Output:
         for name in self._files:
             self._unnamed(name, token).rename(self._path / name)
         if len(self._files) > 1:
-            where = {entry.name: name for name, file in self._files.items() for entry in file.entries.values()}
+            where = {
+                entry.name: name
+                for name, file in self._files.items()
+                for entry in file.entries.values()
+            }
             index = {"metadata": {"total_size": self._total_nbytes}, "weight_map": where}
             unnamed = self._unnamed(INDEX, token)
             with open(unnamed, "x", encoding="utf-8") as text:
@@ -517,10 +613,15 @@ class _Output:
 
 def _write_run(descriptor: int, held: _Held, entry: Entry, tick: Tick) -> None:
     size = entry.dtype.itemsize
-    start, chunk = entry.start + held.part.start * size, BLOCK_NBYTES // max(size, held.dtype.itemsize)
+    start, chunk = (
+        entry.start + held.part.start * size,
+        BLOCK_NBYTES // max(size, held.dtype.itemsize),
+    )
     for at in range(0, held.values.numel(), chunk):
         values = held.values[at : at + chunk]
-        _write_at(descriptor, memory_of(values.to("cpu", entry.dtype).contiguous()), start + at * size)
+        _write_at(
+            descriptor, memory_of(values.to("cpu", entry.dtype).contiguous()), start + at * size
+        )
         tick(values.nbytes)
 
 

@@ -1,4 +1,5 @@
-"""Saving: every rank writes its own file; the one that leads writes the manifest when all files are durable."""
+"""Saving: every rank writes its own file; the one that leads writes the manifest when all files are
+durable."""
 
 from __future__ import annotations
 
@@ -42,25 +43,29 @@ def save(
     keep_last: int | None = None,
     progress: bool = False,
 ) -> Path:
-    """Save the model, its optimizer and ``extra`` as the checkpoint of ``step`` in ``folder``; return its directory.
+    """Save the model, its optimizer and ``extra`` as the checkpoint of ``step`` in ``folder``;
+    return its directory.
 
-    Collective: all ranks. Each writes what it holds, and nothing of the model is sent. The directory ``step-00000042`` appears when
-    everything in it is durable; what is there already is never overwritten.
+    Collective: all ranks. Each writes what it holds, and nothing of the model is sent. The
+    directory ``step-00000042`` appears when everything in it is durable; what is there already is
+    never overwritten.
 
     Args:
-        folder: of all checkpoints; made if there is none. Ranks may have it on several file systems.
+        folder: of all checkpoints; made if there is none. Ranks may have it on several file
+            systems.
         model: with FullyShardedDataParallel in it.
         optimizer: of its parameters.
         extra: numbers, texts, tensors, and lists, tuples, dicts of these; each rank's own.
         step: at least 0, not saved yet.
-        keep_last: remove complete checkpoints of earlier steps, when this one stands, as many as leave so many.
+        keep_last: remove complete checkpoints of earlier steps, when this one stands, as many as
+            leave so many.
         progress: show bytes and rate on the first rank; needs tqdm.
 
     Raises:
         UsageError: an argument cannot work; on all ranks, before anything is written.
-        CheckpointError: a rank could not write, as on a full disk; on all ranks. What was there is as it was. If the checkpoint
-            stands nevertheless, the message says so. Also, before anything is written, if an earlier ``async_save`` has failed and
-            nobody was told.
+        CheckpointError: a rank could not write, as on a full disk; on all ranks. What was there is
+            as it was. If the checkpoint stands nevertheless, the message says so. Also, before
+            anything is written, if an earlier ``async_save`` has failed and nobody was told.
         StateError: a rank has ended or was interrupted, on all others; a slow one is waited for.
     """
     return _Save("save", folder, model, optimizer, extra, step, keep_last, progress).write()
@@ -76,13 +81,27 @@ def async_save(
     keep_last: int | None = None,
     progress: bool = False,
 ) -> AsyncSave:
-    """As ``save``, but it returns when what is saved has been copied; a thread writes it while training goes on.
+    """As ``save``, but it returns when what is saved has been copied; a thread writes it while
+    training goes on.
 
-    The copy is on the CPU and of the size of this rank's part. One save at a time is under way in a process: another one waits for
-    it. Collective. The arguments are those of ``save``, and so are the errors: about arguments here, about writing from ``wait``.
-    Where nobody waits, the next call that saves or loads raises them, on all ranks; or they are printed when the process ends.
+    The copy is on the CPU and of the size of this rank's part. One save at a time is under way in a
+    process: another one waits for it. Collective. The arguments are those of ``save``, and so are
+    the errors: about arguments here, about writing from ``wait``. Where nobody waits, the next call
+    that saves or loads raises them, on all ranks; or they are printed when the process ends.
     """
-    return AsyncSave(_Save("async_save", folder, model, optimizer, extra, step, keep_last, progress, in_background=True))
+    return AsyncSave(
+        _Save(
+            "async_save",
+            folder,
+            model,
+            optimizer,
+            extra,
+            step,
+            keep_last,
+            progress,
+            in_background=True,
+        )
+    )
 
 
 class AsyncSave:
@@ -109,17 +128,23 @@ class AsyncSave:
             self._error = error
         finally:
             self._started.let_go()
-            background.end(self._identity, None if self._error is None else f"{type(self._error).__name__}: {self._error}")
+            background.end(
+                self._identity,
+                None if self._error is None else f"{type(self._error).__name__}: {self._error}",
+            )
 
     def done(self) -> bool:
         """True when it has ended, also with an error."""
         return not self._thread.is_alive()
 
     def wait(self, timeout: float | None = None) -> Path:
-        """Return the checkpoint's directory when it stands. timeout: seconds, then TimeoutError. Raises what ``save`` raises."""
+        """Return the checkpoint's directory when it stands. timeout: seconds, then TimeoutError.
+        Raises what ``save`` raises."""
         self._thread.join(timeout)
         if self._thread.is_alive():
-            raise TimeoutError(f"the checkpoint is not complete after {timeout:g} s; it is still being written")
+            raise TimeoutError(
+                f"the checkpoint is not complete after {timeout:g} s; it is still being written"
+            )
         if self._error is not None:
             background.told(self._identity)
             raise self._error
@@ -148,7 +173,8 @@ class _Report:
 
 
 class _Save:
-    """One save, after everything that could be wrong with it has been looked at, and before anything is written."""
+    """One save, after everything that could be wrong with it has been looked at, and before
+    anything is written."""
 
     def __init__(
         self,
@@ -185,7 +211,11 @@ class _Save:
                 shared = SharedOptimizer(model, optimizer, self._ranks)
             except Exception as error:
                 problem = error
-            self._step, self._keep_last, self._shows = step, keep_last, progress and self._ranks.number == 0
+            self._step, self._keep_last, self._shows = (
+                step,
+                keep_last,
+                progress and self._ranks.number == 0,
+            )
             self._plan(problem, shared)
             self._make_directory()
             self._snapshot.take_common(self._fresh is not None)
@@ -195,9 +225,18 @@ class _Save:
 
     def _plan(self, problem: Exception | None, shared: SharedOptimizer | None) -> None:
         """Agree on what is saved, and on which file holds which shard. Collective."""
-        shards = [(named.mesh, named.writer, named.group.shard.rank) for named in self._groups if named.is_written_here]
+        shards = [
+            (named.mesh, named.writer, named.group.shard.rank)
+            for named in self._groups
+            if named.is_written_here
+        ]
         identity = uuid.uuid4().hex if self._ranks.number == 0 else ""
-        own = identity, self._step, list(dict.fromkeys(shards)), None if shared is None else shared.told()
+        own = (
+            identity,
+            self._step,
+            list(dict.fromkeys(shards)),
+            None if shared is None else shared.told(),
+        )
         told = agree(self._ranks, problem, own, self.call)
         assert shared is not None
         shared.require_alike([of_optimizer for *_, of_optimizer in told], self.call)
@@ -218,11 +257,16 @@ class _Save:
             for mesh, writer, shard in its_shards:
                 axes.setdefault((mesh, writer), {})[shard] = number
         order = sorted(axes)
-        self._axes = tuple(tuple(number for _, number in sorted(axes[key].items())) for key in order)
-        self._described = tuple(named.described(order.index((named.mesh, named.writer))) for named in self._groups)
+        self._axes = tuple(
+            tuple(number for _, number in sorted(axes[key].items())) for key in order
+        )
+        self._described = tuple(
+            named.described(order.index((named.mesh, named.writer))) for named in self._groups
+        )
 
     def _make_directory(self) -> None:
-        """The first rank before the others, so that it leads where all see one file system. Collective."""
+        """The first rank before the others, so that it leads where all see one file system.
+        Collective."""
         self._directory = directory.fresh_name(self._target, self.identity)
         for turn in (self._ranks.number == 0, self._ranks.number != 0):
             try:
@@ -263,11 +307,14 @@ class _Save:
                 self._fresh.discard()  # unless it is published
         problems, stands = outcome
         if problems:
-            raise (self._not_synced(problems) if stands else self._failed(problems)) from self._problem
+            raise (
+                self._not_synced(problems) if stands else self._failed(problems)
+            ) from self._problem
         return self._target
 
     def _do_part(self) -> object:
-        """Do this rank's part; return on the first one what has become of the whole: (problems, whether it stands nevertheless)."""
+        """Do this rank's part; return on the first one what has become of the whole: (problems,
+        whether it stands nevertheless)."""
         box, ranks = self._ranks.box, self._ranks
         if self._fresh is not None:
             with contextlib.suppress(OSError):
@@ -276,11 +323,18 @@ class _Save:
         if self._fresh is None and ranks.number:
             return None
         reports = [_Report.of_text(text) for text in box.read(range(ranks.count))]
-        problems = [f"rank {n}: {report.problem}" for n, report in enumerate(reports) if report.problem is not None]
+        problems = [
+            f"rank {n}: {report.problem}"
+            for n, report in enumerate(reports)
+            if report.problem is not None
+        ]
         if self._fresh is not None:
             if problems:
                 self._fresh.discard()
-            box.post(json.dumps(("", False) if problems else self._publish(self._fresh, reports)), "leader")
+            box.post(
+                json.dumps(("", False) if problems else self._publish(self._fresh, reports)),
+                "leader",
+            )
         if ranks.number:
             return None
         leaders = [n for n, report in enumerate(reports) if report.leads]
@@ -298,18 +352,25 @@ class _Save:
                 facts = self._write_file(self._directory / file_name(self._ranks.number))
             except Exception as error:
                 self._problem = error
-        problem = None if self._problem is None else f"{type(self._problem).__name__}: {self._problem}"
+        problem = (
+            None if self._problem is None else f"{type(self._problem).__name__}: {self._problem}"
+        )
         return _Report(self._fresh is not None, facts.nbytes, facts.checksums, problem)
 
     def _publish(self, fresh: directory.Fresh, reports: list[_Report]) -> tuple[str, bool]:
-        """Complete the directory that this rank leads; return what went wrong, and whether the checkpoint stands."""
+        """Complete the directory that this rank leads; return what went wrong, and whether the
+        checkpoint stands."""
         try:
             fresh.publish(self._target, self._manifest(reports).as_text())
         except OSError as error:
             fresh.discard()
-            return f"rank {self._ranks.number}: {type(error).__name__}: {error}", isinstance(error, directory.NotSynced)
+            return f"rank {self._ranks.number}: {type(error).__name__}: {error}", isinstance(
+                error, directory.NotSynced
+            )
         if self._keep_last is not None:
-            with contextlib.suppress(OSError):  # the new one stands, whatever becomes of the old ones
+            with contextlib.suppress(
+                OSError
+            ):  # the new one stands, whatever becomes of the old ones
                 directory.remove_older(self._target.parent, self._step, self._keep_last)
         return "", True
 
@@ -320,7 +381,8 @@ class _Save:
                 expected=f"all {self._ranks.count} ranks to write their parts",
                 got=problems,
                 where=str(self._target),
-                fix="see that there is space and permission; the checkpoints that stood before stand as they were",
+                fix="see that there is space and permission; the checkpoints that stood before "
+                "stand as they were",
             )
         )
 
@@ -331,7 +393,8 @@ class _Save:
                 expected="its folder to be synced to the disk after the checkpoint got its name",
                 got=problems,
                 where=str(self._target),
-                fix="look for errors of the disk; the checkpoint is complete, and no older one was removed",
+                fix="look for errors of the disk; the checkpoint is complete, and no older one was "
+                "removed",
             )
         )
 
@@ -343,7 +406,8 @@ class _Save:
                 expected=f"all {self._ranks.count} ranks to write their parts",
                 got=str(lost),
                 where=f"rank {self._ranks.number} of {self._ranks.count}, {self._target}",
-                fix=f"look for the error of that rank; this checkpoint {stands}, and those before it stand as they were",
+                fix=f"look for the error of that rank; this checkpoint {stands}, and those before "
+                "it stand as they were",
             )
         )
 
@@ -401,18 +465,27 @@ def _write_zeros(writer: BlockWriter, nbytes: int) -> None:
         writer.write(_ZEROS[: min(BLOCK_NBYTES, nbytes - start)])
 
 
-def _check_arguments(call: str, folder: Any, optimizer: Any, step: Any, keep_last: Any, progress: Any) -> None:
+def _check_arguments(
+    call: str, folder: Any, optimizer: Any, step: Any, keep_last: Any, progress: Any
+) -> None:
     if not isinstance(folder, (str, os.PathLike)):
         raise checks.wrong_type("folder", "a path", folder, call)
     if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
         raise checks.wrong_type("optimizer", "a torch.optim.Optimizer, or None", optimizer, call)
-    for name, value, least in (("step", step, 0), ("keep_last", 1 if keep_last is None else keep_last, 1)):
+    for name, value, least in (
+        ("step", step, 0),
+        ("keep_last", 1 if keep_last is None else keep_last, 1),
+    ):
         if isinstance(value, bool) or not isinstance(value, int):
             raise checks.wrong_type(name, "a whole number", value, call)
         if value < least:
             raise UsageError(
                 explain(
-                    f"{name} is too small.", expected=f"at least {least}", got=str(value), where=call, fix=f"pass {name}={least}"
+                    f"{name} is too small.",
+                    expected=f"at least {least}",
+                    got=str(value),
+                    where=call,
+                    fix=f"pass {name}={least}",
                 )
             )
     checks.require_bools(call, progress=progress)

@@ -1,34 +1,44 @@
-"""Time and memory of checkpoints on real processes: ours beside FSDP1, FSDP2 and plain file calls, over gloo on CPU.
+"""Time and memory of checkpoints on real processes: ours beside FSDP1, FSDP2 and plain file calls,
+over gloo on CPU.
 
-    torchrun --standalone --nproc-per-node 2 tests/benchmarks/checkpoint.py     (fsdp_compat installed, or PYTHONPATH=.)
-    torchrun --standalone --nproc-per-node 2 tests/benchmarks/checkpoint.py --parameters 2000000 --rounds 9
+    torchrun --standalone --nproc-per-node 2 tests/benchmarks/checkpoint.py     (fsdp_compat
+    installed, or PYTHONPATH=.) torchrun --standalone --nproc-per-node 2
+    tests/benchmarks/checkpoint.py --parameters 2000000 --rounds 9
 
-The model is the transformer of step.py, by default of about 200 million parameters, with the states of AdamW after a step: 12 bytes
-per parameter. Each block is a unit, embedding and head belong to the root. The contenders:
+The model is the transformer of step.py, by default of about 200 million parameters, with the states
+of AdamW after a step: 12 bytes per parameter. Each block is a unit, embedding and head belong to
+the root. The contenders:
 
-    plain       file calls alone, of the same bytes from and to memory that is there: each rank a file of its own; full: the first
+    plain       file calls alone, of the same bytes from and to memory that is there: each rank a
+    file of its own; full: the first
                 rank writes one file of all ranks' bytes, each rank reads its part of it
-    ours        sharded: fsdp_compat.checkpoint.save and load; full: FULL_STATE_DICT and optim_state_dict on the first rank,
-                offloaded to the CPU, torch.save; each rank torch.load(mmap=True), load_state_dict, optim_state_dict_to_load
-    ours, dcp   sharded: torch.distributed.checkpoint.save and load, between get_state_dict and set_state_dict of
+    ours        sharded: fsdp_compat.checkpoint.save and load; full: FULL_STATE_DICT and
+    optim_state_dict on the first rank,
+                offloaded to the CPU, torch.save; each rank torch.load(mmap=True), load_state_dict,
+                optim_state_dict_to_load
+    ours, dcp   sharded: torch.distributed.checkpoint.save and load, between get_state_dict and
+    set_state_dict of
                 torch.distributed.checkpoint.state_dict
-    FSDP1       sharded: the same; full: as ours, but without the offload to the CPU, with which it crashes on one
-    FSDP2       sharded: the same; full: get_state_dict and set_state_dict with full_state_dict=True, saved and loaded as ours
+    FSDP1       sharded: the same; full: as ours, but without the offload to the CPU, with which it
+    crashes on one FSDP2       sharded: the same; full: get_state_dict and set_state_dict with
+    full_state_dict=True, saved and loaded as ours
 
-A round makes every call once per contender, one kind of call after the other, in an order that rotates from round to round. A save
-ends when its files are on the disk. A load begins with none of a file in the page cache, and with all values lost; it ends when all
-of them are in memory, and then they are compared, outside of the time, with what was saved. A call takes as long as its slowest
+A round makes every call once per contender, one kind of call after the other, in an order that
+rotates from round to round. A save ends when its files are on the disk. A load begins with none of
+a file in the page cache, and with all values lost; it ends when all of them are in memory, and then
+they are compared, outside of the time, with what was saved. A call takes as long as its slowest
 rank. Before anything is measured, a small model goes through one round. The columns:
 
-    median, range     seconds of a call
-    to plain, ...     call / the other contender's call in the same round: median of the rounds
-    peak              the most resident memory during a call above that at its start, of the rank with the most: most of the rounds.
+    median, range     seconds of a call to plain, ...     call / the other contender's call in the
+    same round: median of the rounds peak              the most resident memory during a call above
+    that at its start, of the rank with the most: most of the rounds.
                       Pages of a mapped file count
-    of own            peak / the bytes of a rank's own shards and states
-    limit             ours only: "met" if it is ahead of FSDP1 and FSDP2, and sharded takes at most 1.2 times as long as plain
+    of own            peak / the bytes of a rank's own shards and states limit             ours
+    only: "met" if it is ahead of FSDP1 and FSDP2, and sharded takes at most 1.2 times as long as
+    plain
 
-It needs Linux, five times the bytes of model and states (12 GB) on the disk, and seven times (17 GB) in memory.
-"""
+It needs Linux, five times the bytes of model and states (12 GB) on the disk, and seven times (17
+GB) in memory."""
 
 from __future__ import annotations
 
@@ -91,9 +101,13 @@ class Entrant:
     """A contender in the calls that it takes part in."""
 
     name: str
-    held: Callable[[], list[torch.Tensor]]  # this rank's values as they are now: what a load has to bring back
+    held: Callable[
+        [], list[torch.Tensor]
+    ]  # this rank's values as they are now: what a load has to bring back
     calls: Mapping[Row, Call]
-    release: Callable[[], object] = lambda: None  # give back, until the next call, what only a call needs
+    release: Callable[[], object] = lambda: (
+        None
+    )  # give back, until the next call, what only a call needs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,7 +121,10 @@ class Results:
 def main() -> int:
     arguments = parse_arguments()
     if "RANK" not in os.environ:
-        print(f"start it on at least 2 processes: torchrun --nproc-per-node 2 {sys.argv[0]}", file=sys.stderr)
+        print(
+            f"start it on at least 2 processes: torchrun --nproc-per-node 2 {sys.argv[0]}",
+            file=sys.stderr,
+        )
         return 2
     warnings.simplefilter("ignore")  # torch's FSDP1 says in each construction that it is going away
     torch.set_num_threads(1)
@@ -120,17 +137,34 @@ def main() -> int:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parameters", type=int, default=200_000_000, help="about as many; the next shape is taken")
-    parser.add_argument("--original-parameters", action="store_true", help="ours and FSDP1 with use_orig_params=True")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--parameters", type=int, default=200_000_000, help="about as many; the next shape is taken"
+    )
+    parser.add_argument(
+        "--original-parameters",
+        action="store_true",
+        help="ours and FSDP1 with use_orig_params=True",
+    )
     parser.add_argument("--rounds", type=int, default=MIN_ROUNDS)
-    parser.add_argument("--folder", type=Path, help="an existing one on the disk to measure; what is made in it is removed")
+    parser.add_argument(
+        "--folder",
+        type=Path,
+        help="an existing one on the disk to measure; what is made in it is removed",
+    )
     parser.add_argument("--check", action="store_true", help="exit status 1 if a limit is not met")
     arguments = parser.parse_args()
     if arguments.rounds < MIN_ROUNDS:
-        parser.error(f"--rounds {arguments.rounds}: medians of fewer than {MIN_ROUNDS} rounds tell nothing")
+        parser.error(
+            f"--rounds {arguments.rounds}: medians of fewer than {MIN_ROUNDS} rounds tell nothing"
+        )
     if arguments.parameters < WARM_UP_PARAMETERS:
-        parser.error(f"--parameters {arguments.parameters}: with fewer than {WARM_UP_PARAMETERS} there are no bytes to speak of")
+        parser.error(
+            f"--parameters {arguments.parameters}: with fewer than {WARM_UP_PARAMETERS} there are "
+            "no bytes to speak of"
+        )
     return arguments
 
 
@@ -140,16 +174,23 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         measure(enter(WARM_UP_PARAMETERS, arguments.original_parameters), 1, folder)
         entrants = enter(arguments.parameters, arguments.original_parameters)
-        own_nbytes = worst(next(nbytes_of(entrant.held()) for entrant in entrants if entrant.name == OURS))
+        own_nbytes = worst(
+            next(nbytes_of(entrant.held()) for entrant in entrants if entrant.name == OURS)
+        )
         say(
-            f"{own_nbytes * dist.get_world_size() / 12e6:.1f}M parameters with AdamW, {own_nbytes / 1e6:.0f} MB on each of "
-            f"{dist.get_world_size()} ranks, use_orig_params={arguments.original_parameters}, {arguments.rounds} rounds"
+            f"{own_nbytes * dist.get_world_size() / 12e6:.1f}M parameters with AdamW, "
+            f"{own_nbytes / 1e6:.0f} MB on each of "
+            f"{dist.get_world_size()} ranks, use_orig_params={arguments.original_parameters}, "
+            f"{arguments.rounds} rounds"
         )
         results = measure(entrants, arguments.rounds, folder)
     finally:
         if dist.get_rank() == 0:
             shutil.rmtree(folder, ignore_errors=True)
-    return sum(print_table(row, Timings(results.seconds[row]), results.peaks[row], own_nbytes) for row in Row)
+    return sum(
+        print_table(row, Timings(results.seconds[row]), results.peaks[row], own_nbytes)
+        for row in Row
+    )
 
 
 def made_by_first_rank(parent: Path | None) -> Path:
@@ -164,21 +205,31 @@ def made_by_first_rank(parent: Path | None) -> Path:
 
 
 def enter(num_parameters: int, use_orig_params: bool) -> list[Entrant]:
-    """Return the contenders on models of about so many parameters, each trained for a step. Collective."""
+    """Return the contenders on models of about so many parameters, each trained for a step.
+    Collective."""
     torch.manual_seed(0)  # the same parameters on all ranks
-    wrapped = {contender.name: contender for contender in build(make_model(num_parameters), Block, Strategy.FULL_SHARD, ddp=False)}
+    wrapped = {
+        contender.name: contender
+        for contender in build(make_model(num_parameters), Block, Strategy.FULL_SHARD, ddp=False)
+    }
     suffixes = {name: name.removeprefix(OURS) for name in wrapped if name.startswith(OURS)}
     ours_name = next(name for name, suffix in suffixes.items() if bool(suffix) == use_orig_params)
     kept = {OURS: wrapped[ours_name], FSDP1: wrapped[fsdp1_of(ours_name)], FSDP2: wrapped[FSDP2]}
     del wrapped  # the others' memory is needed
     trained = {name: train(contender) for name, contender in kept.items()}
-    held = {name: functools.partial(values_of, optimizer) for name, (_, optimizer) in trained.items()}
+    held = {
+        name: functools.partial(values_of, optimizer) for name, (_, optimizer) in trained.items()
+    }
     plain = PlainFiles(int(worst(nbytes_of(held[OURS]()))))
     return [
         Entrant(PLAIN, plain.held, plain.calls(), plain.release),
         Entrant(OURS, held[OURS], ours_calls(*trained[OURS])),
         Entrant(OURS_DCP, held[OURS], dcp_calls(*trained[OURS])),
-        Entrant(FSDP1, held[FSDP1], dcp_calls(*trained[FSDP1]) | dict_calls(torch_fsdp, False, *trained[FSDP1])),
+        Entrant(
+            FSDP1,
+            held[FSDP1],
+            dcp_calls(*trained[FSDP1]) | dict_calls(torch_fsdp, False, *trained[FSDP1]),
+        ),
         Entrant(FSDP2, held[FSDP2], dcp_calls(*trained[FSDP2]) | fsdp2_calls(*trained[FSDP2])),
     ]
 
@@ -192,9 +243,12 @@ def make_model(num_parameters: int) -> Transformer:
 
 
 def train(contender: Contender) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """Return the model and its optimizer after a step, with which the optimizer has states. Collective."""
+    """Return the model and its optimizer after a step, with which the optimizer has states.
+    Collective."""
     optimizer = torch.optim.AdamW(contender.parameters, lr=1e-4)
-    data = torch.randint(64, (1, SEQUENCE + 1), generator=torch.Generator().manual_seed(1 + dist.get_rank()))
+    data = torch.randint(
+        64, (1, SEQUENCE + 1), generator=torch.Generator().manual_seed(1 + dist.get_rank())
+    )
     loss_of(contender.model, data).backward()
     optimizer.step()
     optimizer.zero_grad()
@@ -202,12 +256,15 @@ def train(contender: Contender) -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 def values_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """Return this rank's parts of the parameters, and their states, in the same order every time."""
+    """Return this rank's parts of the parameters, and their states, in the same order every
+    time."""
     found: list[torch.Tensor] = []
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             states = optimizer.state[parameter]
-            values = [local(value) for value in (parameter, *(states[name] for name in sorted(states)))]
+            values = [
+                local(value) for value in (parameter, *(states[name] for name in sorted(states)))
+            ]
             if values[0].numel():  # of what this rank has nothing, states tell nothing
                 found += values
     return found
@@ -219,7 +276,8 @@ def local(value: torch.Tensor) -> torch.Tensor:
 
 
 class PlainFiles:
-    """As many bytes as a rank has, the same on all ranks, in and out of files without anything else."""
+    """As many bytes as a rank has, the same on all ranks, in and out of files without anything
+    else."""
 
     def __init__(self, nbytes: int) -> None:
         self._nbytes = nbytes
@@ -227,7 +285,9 @@ class PlainFiles:
 
     def held(self) -> list[torch.Tensor]:
         if not self._values.numel():
-            self._values = torch.arange(1, 1 + -(-self._nbytes // 8)).view(torch.uint8)[: self._nbytes]
+            self._values = torch.arange(1, 1 + -(-self._nbytes // 8)).view(torch.uint8)[
+                : self._nbytes
+            ]
         return [self._values]
 
     def release(self) -> None:
@@ -238,7 +298,9 @@ class PlainFiles:
         return {
             Row.SHARDED_SAVE: lambda folder: self._write(folder / f"{rank}", 1),
             Row.SHARDED_LOAD: lambda folder: self._read(folder / f"{rank}", 0),
-            Row.FULL_SAVE: lambda folder: None if rank else self._write(folder / FULL_FILE, dist.get_world_size()),
+            Row.FULL_SAVE: lambda folder: (
+                None if rank else self._write(folder / FULL_FILE, dist.get_world_size())
+            ),
             Row.FULL_LOAD: lambda folder: self._read(folder / FULL_FILE, rank * self._nbytes),
         }
 
@@ -270,7 +332,9 @@ def ours_calls(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[Row, 
         assert path is not None
         fsdp_compat.checkpoint.load(path, model, optimizer)
 
-    return {Row.SHARDED_SAVE: save, Row.SHARDED_LOAD: load} | dict_calls(fsdp_compat, True, model, optimizer)
+    return {Row.SHARDED_SAVE: save, Row.SHARDED_LOAD: load} | dict_calls(
+        fsdp_compat, True, model, optimizer
+    )
 
 
 def dcp_calls(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[Row, Call]:
@@ -281,16 +345,21 @@ def dcp_calls(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[Row, C
     def load(folder: Path) -> None:
         model_state, optimizer_state = get_state_dict(model, optimizer)
         dcp.load({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=folder)
-        set_state_dict(model, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state)
+        set_state_dict(
+            model, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state
+        )
 
     return {Row.SHARDED_SAVE: save, Row.SHARDED_LOAD: load}
 
 
-def dict_calls(api: types.ModuleType, offload_to_cpu: bool, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[Row, Call]:
+def dict_calls(
+    api: types.ModuleType, offload_to_cpu: bool, model: nn.Module, optimizer: torch.optim.Optimizer
+) -> dict[Row, Call]:
     """Full state dicts as FSDP1 gives them. api: the package to take it from."""
     fsdp, full = api.FullyShardedDataParallel, api.StateDictType.FULL_STATE_DICT
     configs = [
-        config(offload_to_cpu=offload_to_cpu, rank0_only=True) for config in (api.FullStateDictConfig, api.FullOptimStateDictConfig)
+        config(offload_to_cpu=offload_to_cpu, rank0_only=True)
+        for config in (api.FullStateDictConfig, api.FullOptimStateDictConfig)
     ]
 
     def save(folder: Path) -> None:
@@ -301,7 +370,9 @@ def dict_calls(api: types.ModuleType, offload_to_cpu: bool, model: nn.Module, op
         saved = torch.load(folder / FULL_FILE, mmap=True)
         with fsdp.state_dict_type(model, full):
             model.load_state_dict(saved["model"])
-            optimizer.load_state_dict(fsdp.optim_state_dict_to_load(model, optimizer, saved["optimizer"]))
+            optimizer.load_state_dict(
+                fsdp.optim_state_dict_to_load(model, optimizer, saved["optimizer"])
+            )
 
     return {Row.FULL_SAVE: save, Row.FULL_LOAD: load}
 
@@ -316,7 +387,13 @@ def fsdp2_calls(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[Row,
     def load(folder: Path) -> None:
         saved = torch.load(folder / FULL_FILE, mmap=True)
         options = StateDictOptions(full_state_dict=True)
-        set_state_dict(model, optimizer, model_state_dict=saved["model"], optim_state_dict=saved["optimizer"], options=options)
+        set_state_dict(
+            model,
+            optimizer,
+            model_state_dict=saved["model"],
+            optim_state_dict=saved["optimizer"],
+            options=options,
+        )
 
     return {Row.FULL_SAVE: save, Row.FULL_LOAD: load}
 
@@ -337,7 +414,8 @@ def make_durable(path: Path) -> None:
 
 
 def measure(entrants: Sequence[Entrant], rounds: int, folder: Path) -> Results:
-    """Make every call ``rounds`` times. Collective. Raises RuntimeError for a load that did not bring back what was saved."""
+    """Make every call ``rounds`` times. Collective. Raises RuntimeError for a load that did not
+    bring back what was saved."""
     digests = {}
     for entrant in entrants:
         digests[entrant.name] = digest(entrant.held())
@@ -355,14 +433,19 @@ def measure(entrants: Sequence[Entrant], rounds: int, folder: Path) -> Results:
                 on_first_rank(os.sync)  # no earlier call's bytes are on their way
                 timed(entrant, save, its_folder, results)
                 entrant.release()
-                on_first_rank(functools.partial(drop_pages, its_folder))  # the next save finds memory free
+                on_first_rank(
+                    functools.partial(drop_pages, its_folder)
+                )  # the next save finds memory free
             for entrant in in_both:
                 its_folder = folder / entrant.name
                 lose(entrant.held())
                 on_first_rank(functools.partial(drop_pages, its_folder))
                 timed(entrant, load, its_folder, results)
                 if digest(entrant.held()) != digests[entrant.name]:
-                    raise RuntimeError(f"{load.value}, {entrant.name}: rank {dist.get_rank()} has other values than it saved")
+                    raise RuntimeError(
+                        f"{load.value}, {entrant.name}: rank {dist.get_rank()} has other values "
+                        "than it saved"
+                    )
                 entrant.release()
                 on_first_rank(functools.partial(shutil.rmtree, its_folder))
     return results
@@ -394,7 +477,8 @@ def memory_nbytes(field: str) -> int:
 
 
 def give_back_freed_memory() -> None:
-    """Let the C library keep nothing of what is free, or a call would use that and show no memory."""
+    """Let the C library keep nothing of what is free, or a call would use that and show no
+    memory."""
     ctypes.CDLL(None).malloc_trim(0)
 
 
@@ -448,7 +532,9 @@ def worst(number: float) -> float:
 # -- the tables
 
 
-def print_table(row: Row, timings: Timings, peaks: Mapping[str, Sequence[float]], own_nbytes: float) -> int:
+def print_table(
+    row: Row, timings: Timings, peaks: Mapping[str, Sequence[float]], own_nbytes: float
+) -> int:
     """Print one kind of call; return how many limits are not met."""
     others = (PLAIN, FSDP1, FSDP2)
     titles = "".join(f"{'to ' + other:>10}" for other in others)
@@ -458,13 +544,20 @@ def print_table(row: Row, timings: Timings, peaks: Mapping[str, Sequence[float]]
         ratios = {other: timings.ratio(name, other) for other in others if other != name}
         verdict = ""
         if name == OURS:
-            is_met = ratios[FSDP1] < 1 and ratios[FSDP2] < 1 and (row not in PAIRS[0] or ratios[PLAIN] <= LIMIT)
+            is_met = (
+                ratios[FSDP1] < 1
+                and ratios[FSDP2] < 1
+                and (row not in PAIRS[0] or ratios[PLAIN] <= LIMIT)
+            )
             verdict = "met" if is_met else "NOT MET"
             missed += not is_met
-        columns = "".join(f"{ratios[other]:10.3f}" if other in ratios else f"{'':10}" for other in others)
+        columns = "".join(
+            f"{ratios[other]:10.3f}" if other in ratios else f"{'':10}" for other in others
+        )
         peak = max(peaks[name])
         say(
-            f"{name:12} {statistics.median(seconds):7.2f} s {f'{min(seconds):.2f} to {max(seconds):.2f} s':>16} {columns} "
+            f"{name:12} {statistics.median(seconds):7.2f} s "
+            f"{f'{min(seconds):.2f} to {max(seconds):.2f} s':>16} {columns} "
             f"{peak / 1e6:7.0f} MB {peak / own_nbytes:7.2f}  {verdict}"
         )
     return missed

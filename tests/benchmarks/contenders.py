@@ -1,10 +1,11 @@
-"""What the benchmarks share: how each contender is made of one model, and the loop that times them beside each other.
+"""What the benchmarks share: how each contender is made of one model, and the loop that times them
+beside each other.
 
-A measured time means little on a machine that does other things too; the ratio of two that were taken within the same second
-means much. So all contenders live in one process set, begin with the same parameters and see the same data. A round times each of
-them once, in an order that changes from round to round; ratios are taken within a round, and the median over the rounds is
-reported. The unwrapped model is in every round as the control.
-"""
+A measured time means little on a machine that does other things too; the ratio of two that were
+taken within the same second means much. So all contenders live in one process set, begin with the
+same parameters and see the same data. A round times each of them once, in an order that changes
+from round to round; ratios are taken within a round, and the median over the rounds is reported.
+The unwrapped model is in every round as the control."""
 
 from __future__ import annotations
 
@@ -75,10 +76,13 @@ class Contender:
             parameter.grad = None
 
 
-def makers(block: type[nn.Module], strategy: Strategy, *, ddp: bool) -> dict[str, Callable[[nn.Module], nn.Module]]:
+def makers(
+    block: type[nn.Module], strategy: Strategy, *, ddp: bool
+) -> dict[str, Callable[[nn.Module], nn.Module]]:
     """Return what wraps a model, by contender. Each is collective: all ranks.
 
-    Every instance of ``block`` becomes a unit, and what is left over belongs to the root. ddp: DistributedDataParallel takes part.
+    Every instance of ``block`` becomes a unit, and what is left over belongs to the root. ddp:
+    DistributedDataParallel takes part.
     """
     found: dict[str, Callable[[nn.Module], nn.Module]] = {PLAIN: lambda model: model}
     if ddp:
@@ -86,14 +90,19 @@ def makers(block: type[nn.Module], strategy: Strategy, *, ddp: bool) -> dict[str
     for name, make in ((OURS, _ours), (FSDP1, _fsdp1)):
         for original in (False, True):
             suffix = ORIGINAL if original else ""
-            found[name + suffix] = functools.partial(make, block=block, strategy=strategy, use_orig_params=original)
+            found[name + suffix] = functools.partial(
+                make, block=block, strategy=strategy, use_orig_params=original
+            )
     if strategy is not Strategy.NO_SHARD:
         found[FSDP2] = functools.partial(_fsdp2, block=block, strategy=strategy)
     return found
 
 
-def build(base: nn.Module, block: type[nn.Module], strategy: Strategy, *, ddp: bool) -> list[Contender]:
-    """Return the contenders for one strategy, each around its own copy of ``base``; see ``makers``."""
+def build(
+    base: nn.Module, block: type[nn.Module], strategy: Strategy, *, ddp: bool
+) -> list[Contender]:
+    """Return the contenders for one strategy, each around its own copy of ``base``; see
+    ``makers``."""
     found = []
     for name, maker in makers(block, strategy, ddp=ddp).items():
         model = maker(copy.deepcopy(base))
@@ -102,11 +111,14 @@ def build(base: nn.Module, block: type[nn.Module], strategy: Strategy, *, ddp: b
 
 
 def fsdp1_of(name: str) -> str:
-    """Return the name of the FSDP1 that a contender is compared with: the one of the same use_orig_params."""
+    """Return the name of the FSDP1 that a contender is compared with: the one of the same
+    use_orig_params."""
     return FSDP1 + ORIGINAL if name.endswith(ORIGINAL) else FSDP1
 
 
-def _ours(model: nn.Module, block: type[nn.Module], strategy: Strategy, use_orig_params: bool) -> nn.Module:
+def _ours(
+    model: nn.Module, block: type[nn.Module], strategy: Strategy, use_orig_params: bool
+) -> nn.Module:
     return fsdp_compat.FullyShardedDataParallel(
         model,
         auto_wrap_policy=ModuleWrapPolicy({block}),
@@ -116,7 +128,9 @@ def _ours(model: nn.Module, block: type[nn.Module], strategy: Strategy, use_orig
     )
 
 
-def _fsdp1(model: nn.Module, block: type[nn.Module], strategy: Strategy, use_orig_params: bool) -> nn.Module:
+def _fsdp1(
+    model: nn.Module, block: type[nn.Module], strategy: Strategy, use_orig_params: bool
+) -> nn.Module:
     return torch_fsdp.FullyShardedDataParallel(
         model,
         auto_wrap_policy=TorchModuleWrapPolicy({block}),
@@ -160,17 +174,21 @@ class Timings:
         return statistics.median(one - plain for one, plain in self._pairs(name, PLAIN))
 
     def minimum_above_plain(self, name: str) -> float:
-        """The difference between the minima, in seconds: what is left when nothing disturbs either."""
+        """The difference between the minima, in seconds: what is left when nothing disturbs
+        either."""
         return self.minimum(name) - self.minimum(PLAIN)
 
     def above_plain_ratio(self, name: str, to: str) -> float:
         """The median of the rounds' ratios of times above the unwrapped model.
 
-        Where the other one took no longer than the unwrapped model, the round was disturbed and tells nothing; NaN if all were.
+        Where the other one took no longer than the unwrapped model, the round was disturbed and
+        tells nothing; NaN if all were.
         """
         ratios = [
             (one - plain) / (other - plain)
-            for one, other, plain in zip(self.seconds[name], self.seconds[to], self.seconds[PLAIN], strict=True)
+            for one, other, plain in zip(
+                self.seconds[name], self.seconds[to], self.seconds[PLAIN], strict=True
+            )
             if other > plain
         ]
         return statistics.median(ratios) if ratios else float("nan")
@@ -186,9 +204,11 @@ def measure(
     clock: Callable[[], float] = time.perf_counter,
     before_each: Callable[[], object] = lambda: None,
 ) -> Timings:
-    """Time every step once per round. ``before_each`` brings ranks together. Ranks time the same step at the same time.
+    """Time every step once per round. ``before_each`` brings ranks together. Ranks time the same
+    step at the same time.
 
-    Garbage of one contender is collected before the next one is timed; what a step itself makes the collector do counts.
+    Garbage of one contender is collected before the next one is timed; what a step itself makes the
+    collector do counts.
     """
     seconds: dict[str, list[float]] = {name: [] for name in steps}
     order, shuffle = list(steps), random.Random(0).shuffle  # alike on all ranks

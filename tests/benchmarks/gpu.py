@@ -1,31 +1,34 @@
 """Step time and peak memory on one CUDA device: ours beside FSDP1 and FSDP2.
 
-    python tests/benchmarks/gpu.py                               rank 0 of 8 (fsdp_compat installed, or PYTHONPATH=.)
-    python tests/benchmarks/gpu.py --bandwidth 25 --cases short  transfers of 25 instead of 100 GB/s, one case
-    python tests/benchmarks/gpu.py --world-size 1                one rank on NCCL: nothing is sharded
-    python tests/benchmarks/gpu.py --cases short --profile FILE  a trace of ours, and how much of the transfers it hides
-    python tests/benchmarks/gpu.py --device cpu --small          a trial of this script without a GPU: its figures mean nothing
+    python tests/benchmarks/gpu.py                               rank 0 of 8 (fsdp_compat installed,
+    or PYTHONPATH=.) python tests/benchmarks/gpu.py --bandwidth 25 --cases short  transfers of 25
+    instead of 100 GB/s, one case python tests/benchmarks/gpu.py --world-size 1                one
+    rank on NCCL: nothing is sharded python tests/benchmarks/gpu.py --cases short --profile FILE  a
+    trace of ours, and how much of the transfers it hides python tests/benchmarks/gpu.py --device
+    cpu --small          a trial of this script without a GPU: its figures mean nothing
 
-With several ranks the process is rank 0 of a fake process group: allocations, copies, hooks and streams are real, transfers are
-not. In place of each all-gather and reduce-scatter the device sleeps, for all contenders alike, as long as the bytes take at the
-given bandwidth: on the stream on which NCCL would run (its own, or the current one of a call that is not asynchronous), after what
-it would wait for, one transfer of the group at a time. What is gathered from other ranks is whatever lies in memory.
+With several ranks the process is rank 0 of a fake process group: allocations, copies, hooks and
+streams are real, transfers are not. In place of each all-gather and reduce-scatter the device
+sleeps, for all contenders alike, as long as the bytes take at the given bandwidth: on the stream on
+which NCCL would run (its own, or the current one of a call that is not asynchronous), after what it
+would wait for, one transfer of the group at a time. What is gathered from other ranks is whatever
+lies in memory.
 
 Parameters are in fp32, computed with in bf16, gradients are summed in fp32. The cases:
 
-    long     a transformer of 1.0 billion parameters in 19 blocks, one sequence of 4096 tokens per rank
-    short    the same, one sequence of 256 tokens: there is little to compute for what is sent
-    small    24 blocks of 192 parameters each, 0.15 billion in all, 256 rows: the cost of handling parameters
+    long     a transformer of 1.0 billion parameters in 19 blocks, one sequence of 4096 tokens per
+    rank short    the same, one sequence of 256 tokens: there is little to compute for what is sent
+    small    24 blocks of 192 parameters each, 0.15 billion in all, 256 rows: the cost of handling
+    parameters
 
-A block is a unit. A step is forward, backward and gradients set to None. Contenders are timed in turns, as in contenders.py, by
-events of the device. The columns:
+A block is a unit. A step is forward, backward and gradients set to None. Contenders are timed in
+turns, as in contenders.py, by events of the device. The columns:
 
-    median, minimum   milliseconds of a step
-    to FSDP1, FSDP2   step / the other's step in the same round, median. FSDP1 with the same use_orig_params
-    sent              MB that a step's transfers stand for
-    peak              GB that a step holds at most above what is held between steps (parameters)
-    goal              ours only: "met" if not slower than either (at short sequences 5 % faster), and with a peak below both
-"""
+    median, minimum   milliseconds of a step to FSDP1, FSDP2   step / the other's step in the same
+    round, median. FSDP1 with the same use_orig_params sent              MB that a step's transfers
+    stand for peak              GB that a step holds at most above what is held between steps
+    (parameters) goal              ours only: "met" if not slower than either (at short sequences 5
+    % faster), and with a peak below both"""
 
 from __future__ import annotations
 
@@ -45,7 +48,18 @@ import torch
 import torch.distributed as dist
 import torch.distributed.fsdp as torch_fsdp
 import torch.nn.functional as F
-from contenders import FSDP1, FSDP2, MIN_ROUNDS, ORIGINAL, OURS, PLAIN, Contender, Timings, fsdp1_of, measure
+from contenders import (
+    FSDP1,
+    FSDP2,
+    MIN_ROUNDS,
+    ORIGINAL,
+    OURS,
+    PLAIN,
+    Contender,
+    Timings,
+    fsdp1_of,
+    measure,
+)
 from step import Block
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -93,7 +107,10 @@ class Transformer(nn.Module):
         super().__init__()
         self.tokens = nn.Embedding(sizes.vocabulary, sizes.dim)
         self.blocks = nn.Sequential(*(Block(sizes.dim, sizes.heads) for _ in range(sizes.blocks)))
-        self.norm, self.head = nn.LayerNorm(sizes.dim), nn.Linear(sizes.dim, sizes.vocabulary, bias=False)
+        self.norm, self.head = (
+            nn.LayerNorm(sizes.dim),
+            nn.Linear(sizes.dim, sizes.vocabulary, bias=False),
+        )
 
     def forward(self, data: torch.Tensor) -> torch.Tensor:
         logits = self.head(self.norm(self.blocks(self.tokens(data[:, :-1]))))
@@ -177,7 +194,8 @@ class Cuda:
 
 
 class Transfer(dist.Work):
-    """One under way. ``keep``: its tensors, which NCCL's works keep until they have been waited for, too."""
+    """One under way. ``keep``: its tensors, which NCCL's works keep until they have been waited
+    for, too."""
 
     def __init__(self, event: torch.cuda.Event, keep: object) -> None:
         super().__init__()
@@ -216,7 +234,12 @@ Device = Cuda | Cpu
 Tensors = tuple[torch.Tensor, torch.Tensor]
 
 # Torch renamed them in 2.13, and kept the older ones, which ours calls.
-COLLECTIVES = ("_allgather_base", "_reduce_scatter_base", "all_gather_single", "reduce_scatter_single")
+COLLECTIVES = (
+    "_allgather_base",
+    "_reduce_scatter_base",
+    "all_gather_single",
+    "reduce_scatter_single",
+)
 
 
 class Network:
@@ -228,14 +251,21 @@ class Network:
 
     @contextlib.contextmanager
     def standing_in(self) -> Iterator[None]:
-        """Inside of it, all-gathers and reduce-scatters of tensors are transfers of the device, whoever calls them."""
+        """Inside of it, all-gathers and reduce-scatters of tensors are transfers of the device,
+        whoever calls them."""
 
-        def collective(group: dist.ProcessGroup, output: torch.Tensor, source: torch.Tensor, options: Any) -> dist.Work:
+        def collective(
+            group: dist.ProcessGroup, output: torch.Tensor, source: torch.Tensor, options: Any
+        ) -> dist.Work:
             nbytes = max(output.nbytes, source.nbytes) * (group.size() - 1) / group.size()
             self.nbytes += nbytes
             return self._device.transfer(nbytes, options.asyncOp, (output, source))
 
-        methods = {name: getattr(dist.ProcessGroup, name) for name in COLLECTIVES if name in dir(dist.ProcessGroup)}
+        methods = {
+            name: getattr(dist.ProcessGroup, name)
+            for name in COLLECTIVES
+            if name in dir(dist.ProcessGroup)
+        }
         try:
             for name in methods:
                 setattr(dist.ProcessGroup, name, collective)
@@ -255,7 +285,9 @@ class Network:
 
 def make_contenders(base: nn.Module, device: torch.device) -> list[Contender]:
     """Return the contenders, each around its own copy of ``base``."""
-    makers: dict[str, Callable[[nn.Module], nn.Module]] = {PLAIN: lambda module: module.to(device, torch.bfloat16)}
+    makers: dict[str, Callable[[nn.Module], nn.Module]] = {
+        PLAIN: lambda module: module.to(device, torch.bfloat16)
+    }
     for original in (False, True):
         suffix = ORIGINAL if original else ""
         makers[OURS + suffix] = functools.partial(_ours, device=device, use_orig_params=original)
@@ -272,7 +304,9 @@ def _ours(module: nn.Module, device: torch.device, use_orig_params: bool) -> nn.
     return fsdp_compat.FullyShardedDataParallel(
         module,
         auto_wrap_policy=ModuleWrapPolicy({Block, Pieces}),
-        mixed_precision=fsdp_compat.MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
+        mixed_precision=fsdp_compat.MixedPrecision(
+            param_dtype=torch.bfloat16, reduce_dtype=torch.float32
+        ),
         use_orig_params=use_orig_params,
         device_id=device,
     )
@@ -282,7 +316,9 @@ def _fsdp1(module: nn.Module, device: torch.device, use_orig_params: bool) -> nn
     return torch_fsdp.FullyShardedDataParallel(
         module,
         auto_wrap_policy=TorchModuleWrapPolicy({Block, Pieces}),
-        mixed_precision=torch_fsdp.MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
+        mixed_precision=torch_fsdp.MixedPrecision(
+            param_dtype=torch.bfloat16, reduce_dtype=torch.float32
+        ),
         use_orig_params=use_orig_params,
         device_id=device,
     )
@@ -320,20 +356,34 @@ def main() -> int:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    parser.add_argument("--world-size", type=int, default=8, help="1: one rank on NCCL; more: the first of so many on a fake group")
     parser.add_argument(
-        "--bandwidth", type=float, default=100.0, help="GB per second that a rank sends, of the transfers stood in for"
+        "--world-size",
+        type=int,
+        default=8,
+        help="1: one rank on NCCL; more: the first of so many on a fake group",
+    )
+    parser.add_argument(
+        "--bandwidth",
+        type=float,
+        default=100.0,
+        help="GB per second that a rank sends, of the transfers stood in for",
     )
     parser.add_argument("--cases", nargs="+", choices=list(CASES), default=list(CASES))
     parser.add_argument("--small", action="store_true", help="tiny models")
     parser.add_argument("--rounds", type=int, default=25)
-    parser.add_argument("--profile", metavar="FILE", help="trace a few steps of ours instead of timing all")
+    parser.add_argument(
+        "--profile", metavar="FILE", help="trace a few steps of ours instead of timing all"
+    )
     parser.add_argument("--check", action="store_true", help="exit status 1 if a goal is not met")
     arguments = parser.parse_args()
     if arguments.rounds < MIN_ROUNDS:
-        parser.error(f"--rounds {arguments.rounds}: medians of fewer than {MIN_ROUNDS} rounds tell nothing")
+        parser.error(
+            f"--rounds {arguments.rounds}: medians of fewer than {MIN_ROUNDS} rounds tell nothing"
+        )
     if arguments.device == "cuda" and not torch.cuda.is_available():
         parser.error("there is no CUDA device; --device cpu --small tries the script")
     if arguments.profile and len(arguments.cases) > 1:
@@ -352,13 +402,20 @@ def run(case: str, arguments: argparse.Namespace, device: Device, network: Netwo
         data = torch.randint(sizes.vocabulary, (1, sizes.rows + 1), device=device.device)
     contenders = make_contenders(base, device.device)
     steps = {
-        its.name: functools.partial(step, its, data.bfloat16() if its.name == PLAIN and sizes.pieces else data)
+        its.name: functools.partial(
+            step, its, data.bfloat16() if its.name == PLAIN and sizes.pieces else data
+        )
         for its in contenders
     }
     where = torch.cuda.get_device_name() if device.device.type == "cuda" else "CPU"
-    group = f"rank 0 of {arguments.world_size}, {arguments.bandwidth:g} GB/s" if arguments.world_size > 1 else "one rank"
+    group = (
+        f"rank 0 of {arguments.world_size}, {arguments.bandwidth:g} GB/s"
+        if arguments.world_size > 1
+        else "one rank"
+    )
     print(
-        f"\n{case}: {sum(p.numel() for p in base.parameters()) / 1e6:.1f}M parameters in {sizes.blocks} blocks, {sizes.rows} rows, "
+        f"\n{case}: {sum(p.numel() for p in base.parameters()) / 1e6:.1f}M parameters in "
+        f"{sizes.blocks} blocks, {sizes.rows} rows, "
         f"{group}, {where}, torch {torch.__version__}, {arguments.rounds} rounds"
     )
     if arguments.profile:
@@ -375,9 +432,14 @@ def step(contender: Contender, data: torch.Tensor) -> None:
     contender.zero_grad()
 
 
-def print_table(timings: Timings, peaks: dict[str, int | None], sent: dict[str, float], sizes: Sizes) -> int:
+def print_table(
+    timings: Timings, peaks: dict[str, int | None], sent: dict[str, float], sizes: Sizes
+) -> int:
     missed = 0
-    print(f"\n{'':28} {'median':>10} {'minimum':>10} {'to FSDP1':>9} {'to FSDP2':>9} {'sent':>9} {'peak':>9}  goal")
+    print(
+        f"\n{'':28} {'median':>10} {'minimum':>10} {'to FSDP1':>9} {'to FSDP2':>9} {'sent':>9} "
+        f"{'peak':>9}  goal"
+    )
     for name in timings.seconds:
         ratios = [timings.ratio(name, other) for other in (fsdp1_of(name), FSDP2)]
         peak, verdict = peaks[name], ""
@@ -399,24 +461,32 @@ def print_table(timings: Timings, peaks: dict[str, int | None], sent: dict[str, 
 
 
 def print_overlap(run: Callable[[], None], file: str, device: Device) -> None:
-    """Trace a few steps into ``file``, and print how much of the transfers ran while something else did."""
+    """Trace a few steps into ``file``, and print how much of the transfers ran while something else
+    did."""
     for _ in range(PROFILED_STEPS):
         run()
     device.clock()
-    activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if device.device.type == "cuda" else [])
+    activities = [ProfilerActivity.CPU] + (
+        [ProfilerActivity.CUDA] if device.device.type == "cuda" else []
+    )
     with profile(activities=activities) as trace:
         for _ in range(PROFILED_STEPS):
             run()
         device.clock()
     trace.export_chrome_trace(file)
-    on_device = [event for event in trace.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    on_device = [
+        event for event in trace.events() if event.device_type == torch.autograd.DeviceType.CUDA
+    ]
     spans = {True: [], False: []}  # type: dict[bool, list[tuple[float, float]]]
     for event in on_device:
-        spans["spin_kernel" in event.name or "nccl" in event.name.lower()].append((event.time_range.start, event.time_range.end))
+        spans["spin_kernel" in event.name or "nccl" in event.name.lower()].append(
+            (event.time_range.start, event.time_range.end)
+        )
     transferring, computing = _union(spans[True]), _union(spans[False])
     total = sum(end - start for start, end in transferring)
     hidden = sum(
-        max(0.0, min(one[1], other[1]) - max(one[0], other[0])) for one, other in itertools.product(transferring, computing)
+        max(0.0, min(one[1], other[1]) - max(one[0], other[0]))
+        for one, other in itertools.product(transferring, computing)
     )
     print(f"written to {file}; transfers {total / PROFILED_STEPS / 1e3:.2f} ms per step", end="")
     print(f", {hidden / total:.0%} of it while something was computed" if total else "")

@@ -1,24 +1,29 @@
-"""Host time per unit: what the Python and C++ code around a unit's computation costs, with nothing to compute or to send.
+"""Host time per unit: what the Python and C++ code around a unit's computation costs, with nothing
+to compute or to send.
 
     python tests/benchmarks/host.py                      (fsdp_compat installed, or PYTHONPATH=.)
-    python tests/benchmarks/host.py --profile            where the time of ours goes, function by function
+    python tests/benchmarks/host.py --profile            where the time of ours goes, function by
+    function
 
-One process on a fake process group, which accepts every collective and moves nothing; 64 units of 8 and of 12 parameters of 4
-elements. A step is forward, backward, and gradients set to None. Times are CPU times of the process, so other programs disturb
-them only through caches and clocks. The columns:
+One process on a fake process group, which accepts every collective and moves nothing; 64 units of 8
+and of 12 parameters of 4 elements. A step is forward, backward, and gradients set to None. Times
+are CPU times of the process, so other programs disturb them only through caches and clocks. The
+columns:
 
-    above plain     time of a step beyond the unwrapped model's in the same round, per unit, in microseconds: median of the rounds
-    minimum         the same between the fastest step of either
-    to FSDP1        ours above plain / FSDP1's above plain, paired by round, median. FSDP1 with the same use_orig_params
-    to FSDP2        the same to FSDP2 (its reshard_after_forward follows the strategy)
-    limit           ours only: "met" if both ratios are at most one fifth, which is what this project asks of itself
+    above plain     time of a step beyond the unwrapped model's in the same round, per unit, in
+    microseconds: median of the rounds minimum         the same between the fastest step of either
+    to FSDP1        ours above plain / FSDP1's above plain, paired by round, median. FSDP1 with the
+    same use_orig_params to FSDP2        the same to FSDP2 (its reshard_after_forward follows the
+    strategy) limit           ours only: "met" if both ratios are at most one fifth, which is what
+    this project asks of itself
 
-Below it stands where the time of ours goes, per unit and step, in microseconds: what its parts take, without what is called in them
-that is a part itself, beside their floor: the calls of torch that no implementation can leave out, timed alone, again and again, in
-a warm cache. Collectives: two all-gathers and a reduce-scatter, one gather fewer where units stay whole. Swaps: what modules show,
-four times. Gradient copies: into the buffer that is sent, and the division of the sum. Hooks: one on the output of the unit, put
-there and run. Checks: what a forward looks at before it begins. The rest: the calls that hold these together.
-"""
+Below it stands where the time of ours goes, per unit and step, in microseconds: what its parts
+take, without what is called in them that is a part itself, beside their floor: the calls of torch
+that no implementation can leave out, timed alone, again and again, in a warm cache. Collectives:
+two all-gathers and a reduce-scatter, one gather fewer where units stay whole. Swaps: what modules
+show, four times. Gradient copies: into the buffer that is sent, and the division of the sum. Hooks:
+one on the output of the unit, put there and run. Checks: what a forward looks at before it begins.
+The rest: the calls that hold these together."""
 
 from __future__ import annotations
 
@@ -35,7 +40,18 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from contenders import FSDP2, MIN_ROUNDS, OURS, PLAIN, Contender, Strategy, Timings, build, fsdp1_of, measure
+from contenders import (
+    FSDP2,
+    MIN_ROUNDS,
+    OURS,
+    PLAIN,
+    Contender,
+    Strategy,
+    Timings,
+    build,
+    fsdp1_of,
+    measure,
+)
 from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -51,7 +67,9 @@ class Scales(nn.Module):
 
     def __init__(self, num_parameters: int) -> None:
         super().__init__()
-        self.scales = nn.ParameterList(nn.Parameter(torch.ones(ELEMENTS)) for _ in range(num_parameters))
+        self.scales = nn.ParameterList(
+            nn.Parameter(torch.ones(ELEMENTS)) for _ in range(num_parameters)
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for scale in self.scales:
@@ -70,7 +88,11 @@ def main() -> int:
         for num_parameters in arguments.parameters:
             for strategy in (Strategy[name] for name in arguments.strategies):
                 steps = make_steps(arguments.units, num_parameters, strategy)
-                title = f"{arguments.units} units of {num_parameters} parameters, {strategy.name}, {arguments.world_size} ranks"
+                title = (
+                    f"{arguments.units} units of {num_parameters} parameters, "
+                    f"{strategy.name}, "
+                    f"{arguments.world_size} ranks"
+                )
                 if arguments.profile:
                     for name in (name for name in steps if name.startswith(OURS)):
                         print(f"\n{title}: {name}\n")
@@ -86,10 +108,14 @@ def main() -> int:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--world-size", type=int, default=8)
     parser.add_argument("--units", type=int, default=64)
-    parser.add_argument("--parameters", type=int, nargs="+", default=[8, 12], help="parameters of a unit")
+    parser.add_argument(
+        "--parameters", type=int, nargs="+", default=[8, 12], help="parameters of a unit"
+    )
     parser.add_argument(
         "--strategies",
         nargs="+",
@@ -102,16 +128,26 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--lines", type=int, default=40, help="functions that a profile shows")
     arguments = parser.parse_args()
     if arguments.rounds < MIN_ROUNDS:
-        parser.error(f"--rounds {arguments.rounds}: medians of fewer than {MIN_ROUNDS} rounds tell nothing")
+        parser.error(
+            f"--rounds {arguments.rounds}: medians of fewer than {MIN_ROUNDS} rounds tell nothing"
+        )
     if arguments.world_size < 2:
-        parser.error(f"--world-size {arguments.world_size}: with one rank nothing is sent, so there is nothing to compare")
+        parser.error(
+            f"--world-size {arguments.world_size}: with one rank nothing is sent, so there is "
+            "nothing to compare"
+        )
     return arguments
 
 
-def make_steps(num_units: int, num_parameters: int, strategy: Strategy) -> dict[str, Callable[[], None]]:
+def make_steps(
+    num_units: int, num_parameters: int, strategy: Strategy
+) -> dict[str, Callable[[], None]]:
     base = nn.Sequential(*[Scales(num_parameters) for _ in range(num_units)])
     x = torch.ones(2, ELEMENTS)
-    return {contender.name: functools.partial(step, contender, x) for contender in build(base, Scales, strategy, ddp=False)}
+    return {
+        contender.name: functools.partial(step, contender, x)
+        for contender in build(base, Scales, strategy, ddp=False)
+    }
 
 
 def step(contender: Contender, x: torch.Tensor) -> None:
@@ -126,13 +162,19 @@ def print_table(timings: Timings, num_units: int) -> int:
     for name in timings.seconds:
         if name == PLAIN:
             continue
-        micros = [seconds / num_units * 1e6 for seconds in (timings.above_plain(name), timings.minimum_above_plain(name))]
+        micros = [
+            seconds / num_units * 1e6
+            for seconds in (timings.above_plain(name), timings.minimum_above_plain(name))
+        ]
         ratios = [timings.above_plain_ratio(name, to) for to in (fsdp1_of(name), FSDP2)]
         verdict = ""
         if name.startswith(OURS):
             verdict = "met" if max(ratios) <= LIMIT else "NOT MET"
             missed += verdict != "met"
-        print(f"{name:28} {micros[0]:9.1f} us {micros[1]:6.1f} us {ratios[0]:9.3f} {ratios[1]:9.3f}  {verdict}")
+        print(
+            f"{name:28} {micros[0]:9.1f} us {micros[1]:6.1f} us {ratios[0]:9.3f} {ratios[1]:9.3f}  "
+            f"{verdict}"
+        )
     plain = timings.median(PLAIN) / num_units * 1e6
     print(f"{PLAIN:28} {plain:9.1f} us per unit in all")
     return missed
@@ -141,7 +183,10 @@ def print_table(timings: Timings, num_units: int) -> int:
 # -- where the time goes
 
 PARTS: dict[str, list[tuple[Any, str]]] = {
-    "collectives": [(collectives._Native, name) for name in ("begin_gather", "end_gather", "begin_reduce", "end_reduce")],
+    "collectives": [
+        (collectives._Native, name)
+        for name in ("begin_gather", "end_gather", "begin_reduce", "end_reduce")
+    ],
     "swaps": [(unit.Unit, "show")],
     "gradient copies": [(reduce.ReduceBuffer, "put"), (unit.Group, "collect")],
     "hooks": [(hooks, "on_gradient_of_output")],
@@ -174,7 +219,11 @@ class Clock:
 
 def part_times(run: Callable[[], None], rounds: int) -> tuple[dict[str, float], dict[str, int]]:
     """Return seconds and calls per step of each part: medians, less what taking the time takes."""
-    originals = [(part, owner, name, getattr(owner, name)) for part, places in PARTS.items() for owner, name in places]
+    originals = [
+        (part, owner, name, getattr(owner, name))
+        for part, places in PARTS.items()
+        for owner, name in places
+    ]
     found: list[Clock] = []
     idle = Clock()
     empty = idle.around(next(iter(PARTS)), lambda: None)
@@ -191,7 +240,12 @@ def part_times(run: Callable[[], None], rounds: int) -> tuple[dict[str, float], 
         for _, owner, name, function in originals:
             setattr(owner, name, function)
     overhead = idle.seconds[next(iter(PARTS))] / 10_000
-    medians = {part: statistics.median(clock.seconds[part] - clock.calls[part] * overhead for clock in found) for part in PARTS}
+    medians = {
+        part: statistics.median(
+            clock.seconds[part] - clock.calls[part] * overhead for clock in found
+        )
+        for part in PARTS
+    }
     return medians, found[-1].calls
 
 
@@ -228,7 +282,9 @@ def floors(num_parameters: int, strategy: Strategy) -> dict[str, float]:
             y.register_hook(lambda grad: None)
         y.backward(x)
 
-    with_hook, without = (least_seconds(functools.partial(step, hooked)) for hooked in (True, False))
+    with_hook, without = (
+        least_seconds(functools.partial(step, hooked)) for hooked in (True, False)
+    )
     return {
         "collectives": least_seconds(collective),
         "swaps": least_seconds(swap),
@@ -244,26 +300,40 @@ def least_seconds(function: Callable[[], None]) -> float:
 
 
 def print_parts(
-    steps: dict[str, Callable[[], None]], num_parameters: int, arguments: argparse.Namespace, strategy: Strategy
+    steps: dict[str, Callable[[], None]],
+    num_parameters: int,
+    arguments: argparse.Namespace,
+    strategy: Strategy,
 ) -> None:
     floor = floors(num_parameters, strategy)
     scale = 1e6 / arguments.units
-    columns: dict[str, dict[str, float]] = {"floor": {part: seconds * 1e6 for part, seconds in floor.items()}}
+    columns: dict[str, dict[str, float]] = {
+        "floor": {part: seconds * 1e6 for part, seconds in floor.items()}
+    }
     for name in (name for name in steps if name.startswith(OURS)):
-        plain = measure({PLAIN: steps[PLAIN], name: steps[name]}, arguments.rounds, clock=time.process_time)
+        plain = measure(
+            {PLAIN: steps[PLAIN], name: steps[name]}, arguments.rounds, clock=time.process_time
+        )
         times, _ = part_times(steps[name], arguments.rounds)
         column = columns[name] = {part: seconds * scale for part, seconds in times.items()}
         column[REST] = max(plain.above_plain(name) * scale - sum(column.values()), 0.0)
     print(f"\n{'':20}" + "".join(f"{name:>28}" for name in columns))
     for part in [*PARTS, REST, "in all"]:
-        values = [sum(column.values()) if part == "in all" else column.get(part) for column in columns.values()]
-        print(f"{part:20}" + "".join(f"{'' if value is None else f'{value:.1f} us':>28}" for value in values))
+        values = [
+            sum(column.values()) if part == "in all" else column.get(part)
+            for column in columns.values()
+        ]
+        print(
+            f"{part:20}"
+            + "".join(f"{'' if value is None else f'{value:.1f} us':>28}" for value in values)
+        )
 
 
 def print_profile(run: Callable[[], None], num_units: int, lines: int) -> None:
     """Print the functions with the most own time, per unit and step.
 
-    The profiler adds about the same to every call, so many short calls look dearer than they are: compare with a run without it.
+    The profiler adds about the same to every call, so many short calls look dearer than they are:
+    compare with a run without it.
     """
     for _ in range(3):
         run()
@@ -282,7 +352,12 @@ def _functions(profiler: cProfile.Profile) -> Iterator[tuple[float, float, int, 
     """Yield own seconds, seconds with what was called, calls and the place of every function."""
     stats = pstats.Stats(profiler).stats  # type: ignore[attr-defined]
     for (file, line, function), (_, calls, own, total, _) in stats.items():
-        yield own, total, calls, function if file == "~" else f"{_short(file.split('/'))}:{line} {function}"
+        yield (
+            own,
+            total,
+            calls,
+            function if file == "~" else f"{_short(file.split('/'))}:{line} {function}",
+        )
 
 
 def _short(path: Sequence[str]) -> str:

@@ -1,28 +1,34 @@
-"""Transient memory of a training step: the most that is alive beside parameters, gradients and optimizer state, on CPU.
+"""Transient memory of a training step: the most that is alive beside parameters, gradients and
+optimizer state, on CPU.
 
     PYTHONPATH=. torchrun --nproc-per-node 2 tests/benchmarks/memory.py     two ranks over gloo
-    PYTHONPATH=. python tests/benchmarks/memory.py --fake 8                 one process, as rank 0 of 8 on a fake process group
-    ... memory.py --steps 200                                               does anything grow, does the peak vary?
-    ... memory.py --tensors                                                 what the peak is made of
+    PYTHONPATH=. python tests/benchmarks/memory.py --fake 8                 one process, as rank 0
+    of 8 on a fake process group ... memory.py --steps 200
+    does anything grow, does the peak vary? ... memory.py --tensors
+    what the peak is made of
 
-The model has 6 transformer blocks of 3.15 million parameters, each a unit, and a root of next to nothing; the batch is one token.
-Every storage is followed (tests/support/live_bytes.py): what operations make, what is resized, what was there before, and its end.
-A contender's figure is the most that was alive at once in forward and backward, after three steps to warm up, without the storages
-of its parameters, of the gradients that the step left and of AdamW's states, each counted once, whoever views it; less the same of
-the unwrapped model, whose row "plain" shows it: activations. It is divided by the elements of a block: bytes per element, u. With
-several ranks it is that of the rank with most. Blocks of memory that ranks share count where they were made. What a backend
-allocates counts as well: gloo's reduce_scatter_tensor, which FSDP1 and FSDP2 call, copies its whole input. What an allocator keeps
-of freed memory counts for nobody; "pages kept" is what ours keeps of freed blocks, where blocks are used, when the step has ended.
+The model has 6 transformer blocks of 3.15 million parameters, each a unit, and a root of next to
+nothing; the batch is one token. Every storage is followed (tests/support/live_bytes.py): what
+operations make, what is resized, what was there before, and its end. A contender's figure is the
+most that was alive at once in forward and backward, after three steps to warm up, without the
+storages of its parameters, of the gradients that the step left and of AdamW's states, each counted
+once, whoever views it; less the same of the unwrapped model, whose row "plain" shows it:
+activations. It is divided by the elements of a block: bytes per element, u. With several ranks it
+is that of the rank with most. Blocks of memory that ranks share count where they were made. What a
+backend allocates counts as well: gloo's reduce_scatter_tensor, which FSDP1 and FSDP2 call, copies
+its whole input. What an allocator keeps of freed memory counts for nobody; "pages kept" is what
+ours keeps of freed blocks, where blocks are used, when the step has ended.
 
-A reduce buffer's element has the bytes of the second dtype of a row, that of a gathered unit and of a gradient of autograd the
-bytes of the first. The largest parameter is a third of its unit. So by sheer arithmetic, in bytes per element:
+A reduce buffer's element has the bytes of the second dtype of a row, that of a gathered unit and of
+a gradient of autograd the bytes of the first. The largest parameter is a third of its unit. So by
+sheer arithmetic, in bytes per element:
 
-    two gathered units, a reduce buffer, a gradient     bf16/fp32  2*2 + 4 + 0.7 = 8.7     fp32  2*4 + 4 + 1.3 = 13.3     (limit)
-    one gathered unit, a reduce buffer, a gradient      bf16/fp32    2 + 4 + 0.7 = 6.7     fp32    4 + 4 + 1.3 =  9.3     (limit)
+    two gathered units, a reduce buffer, a gradient     bf16/fp32  2*2 + 4 + 0.7 = 8.7     fp32  2*4
+    + 4 + 1.3 = 13.3     (limit) one gathered unit, a reduce buffer, a gradient      bf16/fp32    2
+    + 4 + 0.7 = 6.7     fp32    4 + 4 + 1.3 =  9.3     (limit)
 
-Ours meets a row if it is within that limit, where there is one, and below FSDP2. FSDP2 knows no setting against prefetching: its
-figure in those rows is that of the row with.
-"""
+Ours meets a row if it is within that limit, where there is one, and below FSDP2. FSDP2 knows no
+setting against prefetching: its figure in those rows is that of the row with."""
 
 from __future__ import annotations
 
@@ -48,12 +54,20 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import fsdp_compat
 from fsdp_compat.wrap import ModuleWrapPolicy
-from tests.support.live_bytes import LiveBytes, Peak, release_spare_pages, spare_pages_nbytes, tensors_alive
+from tests.support.live_bytes import (
+    LiveBytes,
+    Peak,
+    release_spare_pages,
+    spare_pages_nbytes,
+    tensors_alive,
+)
 
 CONTENDERS = (OURS, OURS + ORIGINAL, FSDP1, FSDP1 + ORIGINAL, FSDP2)
 WARM_UP_STEPS = 3
 VOCABULARY, SEQUENCE, HEADS = 8, 1, 8
-ROUNDING = 0.1  # in bytes per element: the root, small gradients that are moved together, and the next digit of a limit
+# in bytes per element: the root, small gradients that are moved together, and the next digit of a
+# limit
+ROUNDING = 0.1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +78,9 @@ class Schedule:
     strategy: str
     forward_prefetch: bool
     backward_prefetch: str | None
-    limits: dict[str, float] = dataclasses.field(default_factory=dict)  # bytes per element, by precision
+    limits: dict[str, float] = dataclasses.field(
+        default_factory=dict
+    )  # bytes per element, by precision
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,8 +95,16 @@ PRECISIONS = {
     "bf16/bf16": Precision(torch.bfloat16, torch.bfloat16),
 }
 SCHEDULES = [
-    Schedule("FULL_SHARD, prefetch both ways", "FULL_SHARD", True, "BACKWARD_PRE", {"bf16/fp32": 8.7, "fp32": 13.3}),
-    Schedule("FULL_SHARD, default", "FULL_SHARD", False, "BACKWARD_PRE", {"bf16/fp32": 8.7, "fp32": 13.3}),
+    Schedule(
+        "FULL_SHARD, prefetch both ways",
+        "FULL_SHARD",
+        True,
+        "BACKWARD_PRE",
+        {"bf16/fp32": 8.7, "fp32": 13.3},
+    ),
+    Schedule(
+        "FULL_SHARD, default", "FULL_SHARD", False, "BACKWARD_PRE", {"bf16/fp32": 8.7, "fp32": 13.3}
+    ),
     Schedule("FULL_SHARD, no prefetch", "FULL_SHARD", False, None, {"bf16/fp32": 6.7, "fp32": 9.3}),
     Schedule("SHARD_GRAD_OP", "SHARD_GRAD_OP", False, "BACKWARD_PRE"),
 ]
@@ -104,7 +128,11 @@ def main() -> int:
     elif "RANK" in os.environ:
         dist.init_process_group("gloo")
     else:
-        print(f"start it on at least 2 processes: torchrun --nproc-per-node 2 {sys.argv[0]}, or with --fake 8", file=sys.stderr)
+        print(
+            f"start it on at least 2 processes: torchrun --nproc-per-node 2 {sys.argv[0]}, or with "
+            "--fake 8",
+            file=sys.stderr,
+        )
         return 2
     try:
         return run(arguments)
@@ -113,13 +141,26 @@ def main() -> int:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--fake", type=int, metavar="RANKS", help="one process, on a fake process group of so many ranks")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--fake",
+        type=int,
+        metavar="RANKS",
+        help="one process, on a fake process group of so many ranks",
+    )
     parser.add_argument("--blocks", type=int, default=6)
     parser.add_argument("--dim", type=int, default=512)
-    parser.add_argument("--precisions", nargs="+", choices=list(PRECISIONS), default=list(PRECISIONS))
-    parser.add_argument("--contenders", nargs="+", choices=[*CONTENDERS, PLAIN], default=[*CONTENDERS, PLAIN])
-    parser.add_argument("--steps", type=int, default=1, help="steps to look at; more than one: say how they differ")
+    parser.add_argument(
+        "--precisions", nargs="+", choices=list(PRECISIONS), default=list(PRECISIONS)
+    )
+    parser.add_argument(
+        "--contenders", nargs="+", choices=[*CONTENDERS, PLAIN], default=[*CONTENDERS, PLAIN]
+    )
+    parser.add_argument(
+        "--steps", type=int, default=1, help="steps to look at; more than one: say how they differ"
+    )
     parser.add_argument("--tensors", action="store_true", help="what each peak is made of")
     parser.add_argument("--check", action="store_true", help="exit status 1 if a limit is not met")
     return parser.parse_args()
@@ -131,7 +172,11 @@ def run(arguments: argparse.Namespace) -> int:
     say(f"{arguments.blocks} units of u = {u:,} elements, {ranks}; bytes per u")
     missed = 0
     for precision in arguments.precisions:
-        say(f"\n{precision:34}" + "".join(f"{_short(name):>15}" for name in arguments.contenders) + f"{'limit':>8}")
+        say(
+            f"\n{precision:34}"
+            + "".join(f"{_short(name):>15}" for name in arguments.contenders)
+            + f"{'limit':>8}"
+        )
         activations = 0.0
         for schedule in SCHEDULES:
             found: dict[str, Figures] = {}
@@ -139,20 +184,37 @@ def run(arguments: argparse.Namespace) -> int:
                 if name == PLAIN and schedule is not SCHEDULES[0]:
                     continue
                 found[name] = measure(name, arguments, schedule, PRECISIONS[precision])
-            peaks = {name: most_of_ranks(max(peak.nbytes for peak in its.peaks)) / u for name, its in found.items()}
+            peaks = {
+                name: most_of_ranks(max(peak.nbytes for peak in its.peaks)) / u
+                for name, its in found.items()
+            }
             activations = peaks.get(PLAIN, activations)
-            peaks = {name: peak - activations if name != PLAIN else peak for name, peak in peaks.items()}
+            peaks = {
+                name: peak - activations if name != PLAIN else peak for name, peak in peaks.items()
+            }
             limit, verdict = schedule.limits.get(precision), ""
             for name in (name for name in peaks if name.startswith(OURS)):
                 over = limit is not None and peaks[name] > limit + ROUNDING
                 if over or (FSDP2 in peaks and peaks[name] >= peaks[FSDP2]):
                     verdict = "NOT MET"
                     missed += 1
-            cells = "".join(f"{peaks[name]:15.2f}" if name in peaks else f"{'':15}" for name in arguments.contenders)
+            cells = "".join(
+                f"{peaks[name]:15.2f}" if name in peaks else f"{'':15}"
+                for name in arguments.contenders
+            )
             say(f"  {schedule.name:32}{cells}{limit or '':>8}  {verdict or 'met'}")
-            kept = {name: most_of_ranks(max(its.kept)) / u for name, its in found.items() if name.startswith(OURS)}
+            kept = {
+                name: most_of_ranks(max(its.kept)) / u
+                for name, its in found.items()
+                if name.startswith(OURS)
+            }
             if any(kept.values()):
-                say(f"    {'pages kept':30}" + "".join(f"{kept[name]:15.2f}" for name in arguments.contenders if name in kept))
+                say(
+                    f"    {'pages kept':30}"
+                    + "".join(
+                        f"{kept[name]:15.2f}" for name in arguments.contenders if name in kept
+                    )
+                )
             if arguments.steps > 1:
                 print_steps(found)
             if arguments.tensors:
@@ -160,7 +222,9 @@ def run(arguments: argparse.Namespace) -> int:
     return 1 if missed and arguments.check else 0
 
 
-def measure(name: str, arguments: argparse.Namespace, schedule: Schedule, precision: Precision) -> Figures:
+def measure(
+    name: str, arguments: argparse.Namespace, schedule: Schedule, precision: Precision
+) -> Figures:
     """Train alone in the process, and look at what is alive. Collective."""
     others = tensors_alive()  # FSDP1 never lets go of its parameters
     release_spare_pages()
@@ -177,21 +241,30 @@ def measure(name: str, arguments: argparse.Namespace, schedule: Schedule, precis
     def look() -> None:
         parameters = list(model.parameters())
         live.leave_out([*parameters, *(p.grad for p in parameters if p.grad is not None)])
-        live.leave_out(value for state in optimizer.state.values() for value in state.values() if isinstance(value, torch.Tensor))
+        live.leave_out(
+            value
+            for state in optimizer.state.values()
+            for value in state.values()
+            if isinstance(value, torch.Tensor)
+        )
         figures.peaks.append(live.peak())
         figures.left.append(live.now())
         figures.kept.append(spare_pages_nbytes())
 
     with LiveBytes() as live:
         live.leave_out(others)
-        for _ in range(1 + arguments.steps):  # the first, too, is to warm up: what it leaves as gradients, FSDP1 keeps for a while
+        for _ in range(
+            1 + arguments.steps
+        ):  # the first, too, is to warm up: what it leaves as gradients, FSDP1 keeps for a while
             gc.collect()
             live.forget()
             step(model, optimizer, data, look)
     return Figures(figures.peaks[1:], figures.left[1:], figures.kept[1:])
 
 
-def step(model: nn.Module, optimizer: torch.optim.Optimizer, data: torch.Tensor, look: Callable[[], None]) -> None:
+def step(
+    model: nn.Module, optimizer: torch.optim.Optimizer, data: torch.Tensor, look: Callable[[], None]
+) -> None:
     loss_of(model, data).backward()
     look()
     optimizer.step()
@@ -202,7 +275,8 @@ def print_steps(found: dict[str, Figures]) -> None:
     for name, its in found.items():
         peaks, left = {peak.nbytes for peak in its.peaks}, its.left
         say(
-            f"    {name}: peaks of {len(left)} steps: {len(peaks)} value(s), {min(peaks):,} to {max(peaks):,} bytes; "
+            f"    {name}: peaks of {len(left)} steps: {len(peaks)} value(s), {min(peaks):,} to "
+            f"{max(peaks):,} bytes; "
             f"left after the first {left[0]:,}, after the last {left[-1]:,}"
         )
 
@@ -233,13 +307,21 @@ def _plain(base: nn.Module, schedule: Schedule, precision: Precision) -> nn.Modu
     return copy.deepcopy(base)
 
 
-def _ours(base: nn.Module, schedule: Schedule, precision: Precision, use_orig_params: bool = False) -> nn.Module:
-    backward = None if schedule.backward_prefetch is None else fsdp_compat.BackwardPrefetch[schedule.backward_prefetch]
+def _ours(
+    base: nn.Module, schedule: Schedule, precision: Precision, use_orig_params: bool = False
+) -> nn.Module:
+    backward = (
+        None
+        if schedule.backward_prefetch is None
+        else fsdp_compat.BackwardPrefetch[schedule.backward_prefetch]
+    )
     return fsdp_compat.FullyShardedDataParallel(
         base,
         auto_wrap_policy=ModuleWrapPolicy({Block}),
         sharding_strategy=fsdp_compat.ShardingStrategy[schedule.strategy],
-        mixed_precision=fsdp_compat.MixedPrecision(param_dtype=precision.param, reduce_dtype=precision.reduce),
+        mixed_precision=fsdp_compat.MixedPrecision(
+            param_dtype=precision.param, reduce_dtype=precision.reduce
+        ),
         forward_prefetch=schedule.forward_prefetch,
         backward_prefetch=backward,
         use_orig_params=use_orig_params,
@@ -247,13 +329,21 @@ def _ours(base: nn.Module, schedule: Schedule, precision: Precision, use_orig_pa
     )
 
 
-def _fsdp1(base: nn.Module, schedule: Schedule, precision: Precision, use_orig_params: bool = False) -> nn.Module:
-    backward = None if schedule.backward_prefetch is None else torch_fsdp.BackwardPrefetch[schedule.backward_prefetch]
+def _fsdp1(
+    base: nn.Module, schedule: Schedule, precision: Precision, use_orig_params: bool = False
+) -> nn.Module:
+    backward = (
+        None
+        if schedule.backward_prefetch is None
+        else torch_fsdp.BackwardPrefetch[schedule.backward_prefetch]
+    )
     return torch_fsdp.FullyShardedDataParallel(
         base,
         auto_wrap_policy=TorchModuleWrapPolicy({Block}),
         sharding_strategy=torch_fsdp.ShardingStrategy[schedule.strategy],
-        mixed_precision=torch_fsdp.MixedPrecision(param_dtype=precision.param, reduce_dtype=precision.reduce),
+        mixed_precision=torch_fsdp.MixedPrecision(
+            param_dtype=precision.param, reduce_dtype=precision.reduce
+        ),
         forward_prefetch=schedule.forward_prefetch,
         backward_prefetch=backward,
         use_orig_params=use_orig_params,
@@ -263,7 +353,9 @@ def _fsdp1(base: nn.Module, schedule: Schedule, precision: Precision, use_orig_p
 
 def _fsdp2(base: nn.Module, schedule: Schedule, precision: Precision) -> nn.Module:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    policy = torch_fsdp.MixedPrecisionPolicy(param_dtype=precision.param, reduce_dtype=precision.reduce)
+    policy = torch_fsdp.MixedPrecisionPolicy(
+        param_dtype=precision.param, reduce_dtype=precision.reduce
+    )
     blocks, root = (True, None) if schedule.strategy == "FULL_SHARD" else (False, False)
     units = [module for module in base.modules() if isinstance(module, Block)]
     for unit in units:

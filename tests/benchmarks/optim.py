@@ -1,21 +1,21 @@
-"""Time of clipping and of the optimizer's step on real processes: ours beside FSDP1, FSDP2 and the unwrapped model, gloo on CPU.
+"""Time of clipping and of the optimizer's step on real processes: ours beside FSDP1, FSDP2 and the
+unwrapped model, gloo on CPU.
 
-    torchrun --nproc-per-node 2 tests/benchmarks/optim.py          (fsdp_compat installed, or PYTHONPATH=.)
-    torchrun --nproc-per-node 2 tests/benchmarks/optim.py --models many --cpu-time
+    torchrun --nproc-per-node 2 tests/benchmarks/optim.py          (fsdp_compat installed, or
+    PYTHONPATH=.) torchrun --nproc-per-node 2 tests/benchmarks/optim.py --models many --cpu-time
 
-Two models of blocks, each block a unit, sharded over all ranks: "few" has two large parameters in a block, "many" has 24 small
-ones. Every contender has the gradients of one backward of the same loss. Norms are compared first: all have to be equal. Then
-gradients are clipped, and the optimizer steps, again and again with the same gradients. Everybody clips in the way made for it:
-ours and FSDP1 by the method, FSDP2 and the unwrapped model by torch.nn.utils.clip_grad_norm_, ours by that as well. A call takes
-as long as on the rank that takes longest. The columns:
+Two models of blocks, each block a unit, sharded over all ranks: "few" has two large parameters in a
+block, "many" has 24 small ones. Every contender has the gradients of one backward of the same loss.
+Norms are compared first: all have to be equal. Then gradients are clipped, and the optimizer steps,
+again and again with the same gradients. Everybody clips in the way made for it: ours and FSDP1 by
+the method, FSDP2 and the unwrapped model by torch.nn.utils.clip_grad_norm_, ours by that as well. A
+call takes as long as on the rank that takes longest. The columns:
 
-    median, minimum  milliseconds
-    to FSDP1         time / FSDP1's of the same use_orig_params in the same round, median of the rounds
-    to FSDP2         the same
-    to plain         time / the unwrapped model's in the same round, each divided by the elements that a rank holds
-    slower           ours only: beyond which of them by more than --tolerance; "-" if none. The unwrapped model counts for
-                     the optimizer's step only, as its norm needs no communication
-"""
+    median, minimum  milliseconds to FSDP1         time / FSDP1's of the same use_orig_params in the
+    same round, median of the rounds to FSDP2         the same to plain         time / the unwrapped
+    model's in the same round, each divided by the elements that a rank holds slower           ours
+    only: beyond which of them by more than --tolerance; "-" if none. The unwrapped model counts for
+                     the optimizer's step only, as its norm needs no communication"""
 
 from __future__ import annotations
 
@@ -38,7 +38,8 @@ OPTIMIZERS = {"foreach": {"foreach": True}, "fused": {"fused": True}}
 
 
 class Block(nn.Module):
-    """A residual block of ``width``; its parameters are the matrices and vectors that it is told."""
+    """A residual block of ``width``; its parameters are the matrices and vectors that it is
+    told."""
 
     def __init__(self, width: int, matrices: int, vectors: int) -> None:
         super().__init__()
@@ -74,15 +75,25 @@ def main() -> int:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
-    parser.add_argument("--cpu-time", action="store_true", help="time on the processor instead of the clock")
-    parser.add_argument("--tolerance", type=float, default=0.05, help="by how much a ratio may be above 1")
-    parser.add_argument("--check", action="store_true", help="exit status 1 if ours is slower anywhere")
+    parser.add_argument(
+        "--cpu-time", action="store_true", help="time on the processor instead of the clock"
+    )
+    parser.add_argument(
+        "--tolerance", type=float, default=0.05, help="by how much a ratio may be above 1"
+    )
+    parser.add_argument(
+        "--check", action="store_true", help="exit status 1 if ours is slower anywhere"
+    )
     parser.add_argument("--rounds", type=int, default=25)
     arguments = parser.parse_args()
     if arguments.rounds < MIN_ROUNDS:
-        parser.error(f"--rounds {arguments.rounds}: medians of fewer than {MIN_ROUNDS} rounds tell nothing")
+        parser.error(
+            f"--rounds {arguments.rounds}: medians of fewer than {MIN_ROUNDS} rounds tell nothing"
+        )
     return arguments
 
 
@@ -96,13 +107,18 @@ def run(name: str, arguments: argparse.Namespace) -> int:
     for contender in contenders:
         contender.model(x).pow(2).sum().backward()
     say(
-        f"\n{name}: {sum(p.numel() for p in base.parameters()) / 1e6:.1f}M elements in {num_parameters} parameters of "
-        f"{len(list(base.children()))} units, {dist.get_world_size()} ranks, {arguments.rounds} rounds, "
+        f"\n{name}: {sum(p.numel() for p in base.parameters()) / 1e6:.1f}M elements in "
+        f"{num_parameters} parameters of "
+        f"{len(list(base.children()))} units, {dist.get_world_size()} ranks, {arguments.rounds} "
+        "rounds, "
         f"{'CPU time' if arguments.cpu_time else 'wall clock'}"
     )
     clips = {title: clip for contender in contenders for title, clip in clips_of(contender).items()}
     check_norms(clips)
-    held = {contender.name: sum(local(p).numel() for p in contender.parameters) for contender in contenders}
+    held = {
+        contender.name: sum(local(p).numel() for p in contender.parameters)
+        for contender in contenders
+    }
     slower = timed("clip_grad_norm_", clips, held, arguments, per_element=False)
     for kind, options in OPTIMIZERS.items():
         steps: dict[str, Callable[[], object]] = {}
@@ -132,7 +148,13 @@ def check_norms(clips: dict[str, Callable[[], object]]) -> None:
         assert isinstance(norm, torch.Tensor)
         norms[title] = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
     for title, norm in norms.items():
-        torch.testing.assert_close(norm, norms[PLAIN], rtol=1e-4, atol=0, msg=lambda m, title=title: f"norm of {title}: {m}")
+        torch.testing.assert_close(
+            norm,
+            norms[PLAIN],
+            rtol=1e-4,
+            atol=0,
+            msg=lambda m, title=title: f"norm of {title}: {m}",
+        )
     say(f"norms of all are equal: {norms[PLAIN].item():.5g}")
 
 
@@ -141,13 +163,21 @@ def local(parameter: torch.Tensor) -> torch.Tensor:
 
 
 def timed(
-    what: str, steps: dict[str, Callable[[], object]], held: dict[str, int], arguments: argparse.Namespace, *, per_element: bool
+    what: str,
+    steps: dict[str, Callable[[], object]],
+    held: dict[str, int],
+    arguments: argparse.Namespace,
+    *,
+    per_element: bool,
 ) -> int:
     """Print a table; return in how many rows ours is slower."""
     clock = time.process_time if arguments.cpu_time else time.perf_counter
     timings = slowest_rank(measure(steps, arguments.rounds, clock=clock, before_each=dist.barrier))
     slower = 0
-    say(f"\n{what:42} {'median':>10} {'minimum':>10} {'to FSDP1':>9} {'to FSDP2':>9} {'to plain':>9}  slower")
+    say(
+        f"\n{what:42} {'median':>10} {'minimum':>10} {'to FSDP1':>9} {'to FSDP2':>9} "
+        f"{'to plain':>9}  slower"
+    )
     for title in timings.seconds:
         name = title.removesuffix(BY_TORCH)
         ratios = {"FSDP1": timings.ratio(title, fsdp1_of(name)), FSDP2: timings.ratio(title, FSDP2)}
@@ -159,7 +189,8 @@ def timed(
             verdict = ", ".join(beyond) or "-"
             slower += bool(beyond)
         say(
-            f"{title:42} {timings.median(title) * 1e3:7.2f} ms {timings.minimum(title) * 1e3:7.2f} ms {ratios['FSDP1']:9.3f} "
+            f"{title:42} {timings.median(title) * 1e3:7.2f} ms {timings.minimum(title) * 1e3:7.2f} "
+            f"ms {ratios['FSDP1']:9.3f} "
             f"{ratios[FSDP2]:9.3f} {ratios[PLAIN]:9.3f}  {verdict}"
         )
     return slower

@@ -1,29 +1,34 @@
-"""Start-up and scale by simulation: a model of 405 billion parameters at 64, 1,024 and 16,384 ranks, one rank at a time.
+"""Start-up and scale by simulation: a model of 405 billion parameters at 64, 1,024 and 16,384
+ranks, one rank at a time.
 
     python tests/benchmarks/scale.py                      (fsdp_compat installed, or PYTHONPATH=.)
-    python tests/benchmarks/scale.py --profile 16384      where the time of construction goes, function by function
+    python tests/benchmarks/scale.py --profile 16384      where the time of construction goes,
+    function by function
 
-The process group is torch's fake one: it has any number of ranks, accepts every collective and moves nothing. Every case has a
-process of its own. In the cases "meta", model and compute device are the meta device: what wraps, lays out, registers, plans and
-steps is the code of a run, and only the tensors have no memory, which on an accelerator is the accelerator's. In the cases "shards"
-this rank's shards are there, on the CPU, in fp32; whole parameters are not (a stride of 0 stands for them), as one block has 13 GB.
+The process group is torch's fake one: it has any number of ranks, accepts every collective and
+moves nothing. Every case has a process of its own. In the cases "meta", model and compute device
+are the meta device: what wraps, lays out, registers, plans and steps is the code of a run, and only
+the tensors have no memory, which on an accelerator is the accelerator's. In the cases "shards" this
+rank's shards are there, on the CPU, in fp32; whole parameters are not (a stride of 0 stands for
+them), as one block has 13 GB.
 
-Construction, of ours and of FSDP2 (fully_shard, which shards meta parameters too; torch's FSDP1 can construct nothing on meta):
+Construction, of ours and of FSDP2 (fully_shard, which shards meta parameters too; torch's FSDP1 can
+construct nothing on meta):
 
-    seconds      around the constructor; the model was built before
-    host MB      growth of the process's peak memory over what it was before, all of it
-    tensors MB   bytes of tensors on the host that live afterwards
-    shard MB     what this rank holds of the parameters in fp32
-    limit        ours only: at most 60 s and 2 GB, this rank's shard included where it is on the host
+    seconds      around the constructor; the model was built before host MB      growth of the
+    process's peak memory over what it was before, all of it tensors MB   bytes of tensors on the
+    host that live afterwards shard MB     what this rank holds of the parameters in fp32 limit
+    ours only: at most 60 s and 2 GB, this rank's shard included where it is on the host
 
 Plans, of ours:
 
-    save         seconds for the native checkpoint's manifest: made, written as text, read back; with AdamW's states
-    MB           of that text
-    load         seconds to plan what this rank reads of a checkpoint saved by half as many, and by twice as many ranks
-    runs         how many contiguous reads that is, for the parameters of all units
+    save         seconds for the native checkpoint's manifest: made, written as text, read back;
+    with AdamW's states MB           of that text load         seconds to plan what this rank reads
+    of a checkpoint saved by half as many, and by twice as many ranks runs         how many
+    contiguous reads that is, for the parameters of all units
 
-Steps, of ours: what one step costs per unit (forward, backward, gradients dropped), in numbers that do not vary:
+Steps, of ours: what one step costs per unit (forward, backward, gradients dropped), in numbers that
+do not vary:
 
     collectives  gathers and reductions
     calls        of this package's functions
@@ -31,9 +36,8 @@ Steps, of ours: what one step costs per unit (forward, backward, gradients dropp
     operators    that reach torch's dispatcher, with those of the model
     host ms      of the step, per unit: a time, for orientation
 
-None of these may grow with the world size: "grows" compares with the same place in the smallest one. One call more is no growth:
-where the ranks do not divide a unit, its padding is zeroed.
-"""
+None of these may grow with the world size: "grows" compares with the same place in the smallest
+one. One call more is no growth: where the ranks do not divide a unit, its padding is zeroed."""
 
 from __future__ import annotations
 
@@ -80,7 +84,10 @@ WORLD_SIZES = (64, 1024, 16384)
 OURS, FSDP2 = "ours", "FSDP2"
 ENTRIES = 3  # entries of a checkpoint per element: the parameter, and AdamW's two
 SEQUENCE = 16
-SHARD_LAYERS, STEP_LAYERS = 4, 6  # blocks: a shard of 4 has 1 GB at 64 ranks; every block takes the same steps
+SHARD_LAYERS, STEP_LAYERS = (
+    4,
+    6,
+)  # blocks: a shard of 4 has 1 GB at 64 ranks; every block takes the same steps
 FSDP2_LAYERS = 6  # its time grows with the ranks: all 126 take minutes at 16,384
 
 
@@ -113,9 +120,15 @@ class Block(nn.Module):
         self.shape = shape
         kv = shape.dim * shape.kv_heads // shape.heads
         self.attention_norm, self.ffn_norm = Norm(shape.dim), Norm(shape.dim)
-        self.q, self.o = nn.Linear(shape.dim, shape.dim, bias=False), nn.Linear(shape.dim, shape.dim, bias=False)
+        self.q, self.o = (
+            nn.Linear(shape.dim, shape.dim, bias=False),
+            nn.Linear(shape.dim, shape.dim, bias=False),
+        )
         self.k, self.v = nn.Linear(shape.dim, kv, bias=False), nn.Linear(shape.dim, kv, bias=False)
-        self.gate, self.up = nn.Linear(shape.dim, shape.ffn, bias=False), nn.Linear(shape.dim, shape.ffn, bias=False)
+        self.gate, self.up = (
+            nn.Linear(shape.dim, shape.ffn, bias=False),
+            nn.Linear(shape.dim, shape.ffn, bias=False),
+        )
         self.down = nn.Linear(shape.ffn, shape.dim, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -149,7 +162,11 @@ class Llama(nn.Module):
 def without_memory(module: nn.Module) -> None:
     """As param_init_fn: parameters of the right shapes whose elements are all one."""
     for name, parameter in module.named_parameters(recurse=False):
-        setattr(module, name, nn.Parameter(torch.zeros((), dtype=parameter.dtype).expand(parameter.shape)))
+        setattr(
+            module,
+            name,
+            nn.Parameter(torch.zeros((), dtype=parameter.dtype).expand(parameter.shape)),
+        )
 
 
 # -- one case, in a process of its own
@@ -191,7 +208,11 @@ def run_case(case: Case) -> dict[str, Any]:
             fully_shard(block, mesh=mesh)
         fully_shard(model, mesh=mesh)
     profiler.disable()
-    found: dict[str, Any] = {"numel": numel, "seconds": time.perf_counter() - start, "host": resident("VmHWM") - before}
+    found: dict[str, Any] = {
+        "numel": numel,
+        "seconds": time.perf_counter() - start,
+        "host": resident("VmHWM") - before,
+    }
     if case.profile:
         pstats.Stats(profiler, stream=sys.stderr).sort_stats("tottime").print_stats(30)
     found["tensors"] = tensor_nbytes_on_host()
@@ -238,9 +259,13 @@ def plans(model: nn.Module, world_size: int) -> dict[str, Any]:
             store = store_of(named.group)
             layout = store.layout
             shapes = [param.shape for param in layout.params]
-            other = flat_layout(layout.names, shapes, ranks=others, align=ALIGN_NBYTES // store.dtype.itemsize)
+            other = flat_layout(
+                layout.names, shapes, ranks=others, align=ALIGN_NBYTES // store.dtype.itemsize
+            )
             for index in range(len(shapes)):
-                runs[-1] += sum(1 for _ in runs_of_part(other, index, layout.part(index, store.rank)))
+                runs[-1] += sum(
+                    1 for _ in runs_of_part(other, index, layout.part(index, store.rank))
+                )
     return {"save": saved, "manifest": len(text), "load": time.perf_counter() - start, "runs": runs}
 
 
@@ -257,7 +282,8 @@ class Operators(TorchDispatchMode):
 
 
 def steps(model: FullyShardedDataParallel, groups: list[Group], num_units: int) -> dict[str, Any]:
-    """Count what one step does. Orders are recorded and hooks registered in the first ones, which do not count."""
+    """Count what one step does. Orders are recorded and hooks registered in the first ones, which
+    do not count."""
     tokens = torch.zeros(1, SEQUENCE, dtype=torch.long, device="meta")
     parameters = list(model.parameters())
 
@@ -280,12 +306,21 @@ def steps(model: FullyShardedDataParallel, groups: list[Group], num_units: int) 
     collectives = sum(traffic.counts.values())
     calls = counted_calls(step)
     gc.enable()
-    per_unit = {"calls": calls["call"], "C calls": calls["c_call"], "collectives": collectives, "operators": operators.number}
-    return {"step": seconds / num_units, "per unit": {name: number / num_units for name, number in per_unit.items()}}
+    per_unit = {
+        "calls": calls["call"],
+        "C calls": calls["c_call"],
+        "collectives": collectives,
+        "operators": operators.number,
+    }
+    return {
+        "step": seconds / num_units,
+        "per unit": {name: number / num_units for name, number in per_unit.items()},
+    }
 
 
 def counted_calls(function: Callable[[], object]) -> dict[str, int]:
-    """Return how many functions of the package were called ("call"), and how often it called C functions ("c_call")."""
+    """Return how many functions of the package were called ("call"), and how often it called C
+    functions ("c_call")."""
     counts, package = {"call": 0, "c_call": 0}, str(Path(fsdp_compat.__file__).parent)
 
     def count(frame: Any, event: str, argument: Any) -> None:
@@ -340,14 +375,18 @@ def construct(cases: list[Case]) -> int:
     """Print the tables of constructions and plans; return how many limits are not met."""
     missed = 0
     found: dict[Case, dict[str, Any]] = {}
-    print(f"{'construction':26} {'ranks':>6} {'rank':>6} {'seconds':>8} {'host MB':>8} {'tensors MB':>11} {'shard MB':>9}  limit")
+    print(
+        f"{'construction':26} {'ranks':>6} {'rank':>6} {'seconds':>8} {'host MB':>8} "
+        f"{'tensors MB':>11} {'shard MB':>9}  limit"
+    )
     for case in cases:
         result = found[case] = in_child(case)
         within = result["seconds"] <= LIMIT_S and result["host"] <= LIMIT_BYTES
         verdict = "" if case.contender == FSDP2 else "met" if within else "NOT MET"
         missed += verdict == "NOT MET"
         print(
-            f"{title(case):26} {case.world_size:6} {case.rank:6} {result['seconds']:8.2f} {result['host'] / 1e6:8.1f} "
+            f"{title(case):26} {case.world_size:6} {case.rank:6} {result['seconds']:8.2f} "
+            f"{result['host'] / 1e6:8.1f} "
             f"{result['tensors'] / 1e6:11.3f} {result['shard'] / 1e6:9.1f}  {verdict}",
             flush=True,
         )
@@ -355,7 +394,8 @@ def construct(cases: list[Case]) -> int:
     for case, result in found.items():
         if "runs" in result:
             print(
-                f"{title(case):26} {case.world_size:6} {case.rank:6} {result['save']:7.2f}s {result['manifest'] / 1e6:8.1f} "
+                f"{title(case):26} {case.world_size:6} {case.rank:6} {result['save']:7.2f}s "
+                f"{result['manifest'] / 1e6:8.1f} "
                 f"{result['load']:7.3f}s  {result['runs'][0]} and {result['runs'][1]}"
             )
     return missed
@@ -366,7 +406,8 @@ def count_steps(cases: list[Case]) -> int:
     missed = 0
     smallest: dict[tuple[bool, str], dict[str, float]] = {}
     print(
-        f"\n{'steps, per unit':26} {'ranks':>6} {'rank':>6} {'collectives':>12} {'calls':>8} {'C calls':>8} {'operators':>10} "
+        f"\n{'steps, per unit':26} {'ranks':>6} {'rank':>6} {'collectives':>12} {'calls':>8} "
+        f"{'C calls':>8} {'operators':>10} "
         f"{'host ms':>8}  grows"
     )
     for case in cases:
@@ -376,8 +417,10 @@ def count_steps(cases: list[Case]) -> int:
         grows = any(number[name] > first[name] + 1 for name in number)
         missed += grows
         print(
-            f"{title(case):26} {case.world_size:6} {case.rank:6} {number['collectives']:12.3f} {number['calls']:8.1f} "
-            f"{number['C calls']:8.1f} {number['operators']:10.2f} {result['step'] * 1e3:8.2f}  {'YES' if grows else 'no'}",
+            f"{title(case):26} {case.world_size:6} {case.rank:6} {number['collectives']:12.3f} "
+            f"{number['calls']:8.1f} "
+            f"{number['C calls']:8.1f} {number['operators']:10.2f} {result['step'] * 1e3:8.2f}  "
+            f"{'YES' if grows else 'no'}",
             flush=True,
         )
     return missed
@@ -387,7 +430,11 @@ def title(case: Case) -> str:
     layers = "" if case.layers == Shape.layers else f", {case.layers} blocks"
     if case.contender == FSDP2:
         return FSDP2 + layers
-    return ("shards" if case.shards else "meta") + (", original" if case.use_orig_params else "") + layers
+    return (
+        ("shards" if case.shards else "meta")
+        + (", original" if case.use_orig_params else "")
+        + layers
+    )
 
 
 def place(case: Case) -> tuple[bool, str]:
@@ -405,7 +452,10 @@ def cases(world_sizes: list[int], layers: int) -> tuple[list[Case], list[Case]]:
         built.append(Case(FSDP2, ranks, 0, False, False, min(layers, FSDP2_LAYERS)))
     # Where a host has room for this rank's shards of all blocks, and of a few.
     built += [ours(largest, rank, True, shards=True) for rank in (0, largest - 1)]
-    built += [ours(ranks, 0, False, shards=True, layers=min(layers, SHARD_LAYERS)) for ranks in world_sizes]
+    built += [
+        ours(ranks, 0, False, shards=True, layers=min(layers, SHARD_LAYERS))
+        for ranks in world_sizes
+    ]
     stepped = [
         ours(ranks, rank, original, layers=min(layers, STEP_LAYERS), steps=True)
         for ranks in world_sizes
@@ -424,11 +474,22 @@ def in_child(case: Case) -> dict[str, Any]:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--world-sizes", type=int, nargs="+", default=list(WORLD_SIZES))
     parser.add_argument("--layers", type=int, default=Shape.layers)
-    parser.add_argument("--profile", type=int, metavar="RANKS", help="profile construction at one world size instead")
-    parser.add_argument("--check", action="store_true", help="exit status 1 if a limit is not met or a count depends on the ranks")
+    parser.add_argument(
+        "--profile",
+        type=int,
+        metavar="RANKS",
+        help="profile construction at one world size instead",
+    )
+    parser.add_argument(
+        "--check",
+        action="store_true",
+        help="exit status 1 if a limit is not met or a count depends on the ranks",
+    )
     parser.add_argument("--case", help=argparse.SUPPRESS)
     parser.add_argument("folder", nargs="?", help=argparse.SUPPRESS)
     return parser.parse_args()

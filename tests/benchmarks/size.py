@@ -1,20 +1,20 @@
-"""Many units, many small parameters, and a model of 2 GB: construction, training, state dicts and checkpoints on two ranks.
+"""Many units, many small parameters, and a model of 2 GB: construction, training, state dicts and
+checkpoints on two ranks.
 
-    torchrun --standalone --nproc-per-node 2 tests/benchmarks/size.py               (fsdp_compat installed, or PYTHONPATH=.)
-    torchrun --standalone --nproc-per-node 2 tests/benchmarks/size.py --case units --contender ours
+    torchrun --standalone --nproc-per-node 2 tests/benchmarks/size.py               (fsdp_compat
+    installed, or PYTHONPATH=.) torchrun --standalone --nproc-per-node 2 tests/benchmarks/size.py
+    --case units --contender ours
 
-Seconds on rank 0, each phase once but for the steps, of which the median of five is shown after a first one; AdamW throughout. One
-contender after the other in one set of processes. The unwrapped model runs on rank 0 alone. Files are synced to the disk by ours
-only, and are not in the page cache when they are loaded.
+Seconds on rank 0, each phase once but for the steps, of which the median of five is shown after a
+first one; AdamW throughout. One contender after the other in one set of processes. The unwrapped
+model runs on rank 0 alone. Files are synced to the disk by ours only, and are not in the page cache
+when they are loaded.
 
-    wrap    from the unwrapped model to one that is ready for its first forward
-    first   the first step: forward, backward, optimizer
-    step    a later one
-    full    a full state dict of the model, on all ranks
-    save    a sharded checkpoint of model and optimizer: ours natively, torch's through torch.distributed.checkpoint
-    load    reading it into the model and the optimizer
-    peak    growth of rank 0's resident memory over what it was before the model was built, GB, over all phases
-"""
+    wrap    from the unwrapped model to one that is ready for its first forward first   the first
+    step: forward, backward, optimizer step    a later one full    a full state dict of the model,
+    on all ranks save    a sharded checkpoint of model and optimizer: ours natively, torch's through
+    torch.distributed.checkpoint load    reading it into the model and the optimizer peak    growth
+    of rank 0's resident memory over what it was before the model was built, GB, over all phases"""
 
 from __future__ import annotations
 
@@ -61,7 +61,9 @@ class Small(nn.Module):
         return x
 
 
-CASES: dict[str, tuple[Callable[[], nn.Module], type[nn.Module], int]] = {  # (model, what becomes a unit, width of its input)
+CASES: dict[
+    str, tuple[Callable[[], nn.Module], type[nn.Module], int]
+] = {  # (model, what becomes a unit, width of its input)
     "units": (lambda: nn.Sequential(*(Wide(64, 64) for _ in range(1000))), Wide, 64),
     "parameters": (lambda: nn.Sequential(*(Small(100, 64) for _ in range(50))), Small, 64),
     "2 GB": (lambda: nn.Sequential(*(Wide(7168, 7168) for _ in range(10))), Wide, 7168),
@@ -83,7 +85,9 @@ def timed(call: Callable[[], object]) -> float:
 
 def full_state_dict(name: str, model: nn.Module) -> object:
     if name.startswith(FSDP2):
-        return state_dicts.get_model_state_dict(model, options=state_dicts.StateDictOptions(full_state_dict=True))
+        return state_dicts.get_model_state_dict(
+            model, options=state_dicts.StateDictOptions(full_state_dict=True)
+        )
     return model.state_dict()
 
 
@@ -102,7 +106,9 @@ def save(name: str, model: nn.Module, optimizer: torch.optim.Optimizer, folder: 
         dcp.save(sharded_state(model, optimizer), checkpoint_id=folder)
     elif dist.get_rank() == 0:
         folder.mkdir(exist_ok=True)
-        torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, folder / "plain.pt")
+        torch.save(
+            {"model": model.state_dict(), "optimizer": optimizer.state_dict()}, folder / "plain.pt"
+        )
 
 
 def load(name: str, model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> None:
@@ -113,7 +119,9 @@ def load(name: str, model: nn.Module, optimizer: torch.optim.Optimizer, folder: 
     elif name != PLAIN:
         state = sharded_state(model, optimizer)
         dcp.load(state, checkpoint_id=folder)
-        state_dicts.set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+        state_dicts.set_state_dict(
+            model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
+        )
     elif dist.get_rank() == 0:
         state = torch.load(folder / "plain.pt")
         model.load_state_dict(state["model"])
@@ -158,10 +166,14 @@ def run(case: str, name: str, maker: Callable[[nn.Module], nn.Module], folder: P
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--case", choices=list(CASES), action="append", help="default: all")
     parser.add_argument("--contender", action="append", help="default: all")
-    parser.add_argument("--folder", type=Path, help="where checkpoints are written; default: a temporary folder")
+    parser.add_argument(
+        "--folder", type=Path, help="where checkpoints are written; default: a temporary folder"
+    )
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
@@ -170,12 +182,16 @@ def main() -> None:
     dist.broadcast_object_list(places)
     if dist.get_rank() == 0:
         columns = ("wrap", "first", "step", "full", "save", "load", "peak")
-        print(f"{'case':<12}{'contender':<28}" + "".join(f"{name:>9}" for name in columns), flush=True)
+        print(
+            f"{'case':<12}{'contender':<28}" + "".join(f"{name:>9}" for name in columns), flush=True
+        )
     names = [PLAIN, OURS, OURS + ORIGINAL, FSDP1, FSDP1 + ORIGINAL, FSDP2]
     for case in options.case or CASES:
         for name in options.contender or names:
             folder = Path(places[0]) / f"{case} {name}"
-            line = run(case, name, makers(CASES[case][1], Strategy.FULL_SHARD, ddp=False)[name], folder)
+            line = run(
+                case, name, makers(CASES[case][1], Strategy.FULL_SHARD, ddp=False)[name], folder
+            )
             gc.collect()
             dist.barrier()
             if dist.get_rank() == 0:

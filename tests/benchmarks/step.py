@@ -1,23 +1,25 @@
 """Time of a training step on real processes: ours beside FSDP1, FSDP2 and DDP, over gloo on CPU.
 
-    torchrun --nproc-per-node 2 tests/benchmarks/step.py           (fsdp_compat installed, or PYTHONPATH=.)
-    torchrun --nproc-per-node 2 tests/benchmarks/step.py --communication-bound --strategy SHARD_GRAD_OP
+    torchrun --nproc-per-node 2 tests/benchmarks/step.py           (fsdp_compat installed, or
+    PYTHONPATH=.) torchrun --nproc-per-node 2 tests/benchmarks/step.py --communication-bound
+    --strategy SHARD_GRAD_OP
 
-The model is a transformer, by default of 23 million parameters in 6 blocks; each block is a unit, embedding and head belong to the
-root. A step is forward, backward and gradients set to None, with --optimizer also the update. Before anything is timed, every
-contender trains a few steps from the same start, each rank on data of its own: all have to get the same losses. A step takes as
-long as its slowest rank. The columns:
+The model is a transformer, by default of 23 million parameters in 6 blocks; each block is a unit,
+embedding and head belong to the root. A step is forward, backward and gradients set to None, with
+--optimizer also the update. Before anything is timed, every contender trains a few steps from the
+same start, each rank on data of its own: all have to get the same losses. A step takes as long as
+its slowest rank. The columns:
 
-    median, minimum  milliseconds of a step
-    to plain         step / step of the unwrapped model in the same round, which sends nothing: median of the rounds
-    to FSDP1         (step - plain) / (FSDP1's step - plain), paired by round, median: the cost of being distributed. FSDP1 with the
+    median, minimum  milliseconds of a step to plain         step / step of the unwrapped model in
+    the same round, which sends nothing: median of the rounds to FSDP1         (step - plain) /
+    (FSDP1's step - plain), paired by round, median: the cost of being distributed. FSDP1 with the
                      same use_orig_params
-    to FSDP2         the same to FSDP2, and to DDP, where they take part
-    limit            ours only: "met" if both ratios to FSDP are at most 0.40, with NO_SHARD if the one to DDP is below 1
+    to FSDP2         the same to FSDP2, and to DDP, where they take part limit            ours only:
+    "met" if both ratios to FSDP are at most 0.40, with NO_SHARD if the one to DDP is below 1
 
-With --cpu-time they are times on the processor, those of gloo's threads with them, and not on the clock: what a step costs, without
-how long it waits. They tell more where other programs keep the processors busy.
-"""
+With --cpu-time they are times on the processor, those of gloo's threads with them, and not on the
+clock: what a step costs, without how long it waits. They tell more where other programs keep the
+processors busy."""
 
 from __future__ import annotations
 
@@ -32,12 +34,27 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from contenders import DDP, FSDP2, MIN_ROUNDS, OURS, PLAIN, Contender, Strategy, Timings, build, fsdp1_of, measure
+from contenders import (
+    DDP,
+    FSDP2,
+    MIN_ROUNDS,
+    OURS,
+    PLAIN,
+    Contender,
+    Strategy,
+    Timings,
+    build,
+    fsdp1_of,
+    measure,
+)
 from torch import nn
 
 LIMIT = 0.4
 CHECKED_STEPS = 3
-OPTIMIZERS = {"sgd": functools.partial(torch.optim.SGD, lr=1e-3), "adamw": functools.partial(torch.optim.AdamW, lr=1e-5)}
+OPTIMIZERS = {
+    "sgd": functools.partial(torch.optim.SGD, lr=1e-3),
+    "adamw": functools.partial(torch.optim.AdamW, lr=1e-5),
+}
 COMMUNICATION_BOUND = {"batch": 1, "sequence": 16}
 
 
@@ -53,7 +70,9 @@ class Block(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         batch, length, dim = x.shape
-        qkv = self.qkv(self.attention_norm(x)).view(batch, length, 3, self.num_heads, dim // self.num_heads)
+        qkv = self.qkv(self.attention_norm(x)).view(
+            batch, length, 3, self.num_heads, dim // self.num_heads
+        )
         query, key, value = qkv.permute(2, 0, 3, 1, 4)
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
         x = x + self.out(mixed.transpose(1, 2).reshape(batch, length, dim))
@@ -63,7 +82,9 @@ class Block(nn.Module):
 class Transformer(nn.Module):
     """From tokens [batch, length] to logits [batch, length, vocabulary]."""
 
-    def __init__(self, vocabulary: int, max_length: int, dim: int, num_heads: int, num_blocks: int) -> None:
+    def __init__(
+        self, vocabulary: int, max_length: int, dim: int, num_heads: int, num_blocks: int
+    ) -> None:
         super().__init__()
         self.tokens, self.positions = nn.Embedding(vocabulary, dim), nn.Embedding(max_length, dim)
         self.blocks = nn.Sequential(*[Block(dim, num_heads) for _ in range(num_blocks)])
@@ -77,7 +98,10 @@ class Transformer(nn.Module):
 def main() -> int:
     arguments = parse_arguments()
     if "RANK" not in os.environ:
-        print(f"start it on at least 2 processes: torchrun --nproc-per-node 2 {sys.argv[0]}", file=sys.stderr)
+        print(
+            f"start it on at least 2 processes: torchrun --nproc-per-node 2 {sys.argv[0]}",
+            file=sys.stderr,
+        )
         return 2
     warnings.simplefilter("ignore")  # torch's FSDP1 says in each construction that it is going away
     torch.set_num_threads(1)
@@ -90,21 +114,37 @@ def main() -> int:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--strategy", choices=[strategy.name for strategy in Strategy], default=Strategy.FULL_SHARD.name)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--strategy",
+        choices=[strategy.name for strategy in Strategy],
+        default=Strategy.FULL_SHARD.name,
+    )
     parser.add_argument("--blocks", type=int, default=6)
     parser.add_argument("--dim", type=int, default=512)
     parser.add_argument("--heads", type=int, default=8)
     parser.add_argument("--vocabulary", type=int, default=4096)
     parser.add_argument("--batch", type=int, default=2, help="sequences per rank")
     parser.add_argument("--sequence", type=int, default=128, help="tokens of a sequence")
-    parser.add_argument("--communication-bound", action="store_true", help="as --batch 1 --sequence 16: little to compute")
-    parser.add_argument("--optimizer", choices=["none", *OPTIMIZERS], default="none", help="part of the timed step")
-    parser.add_argument("--cpu-time", action="store_true", help="time on the processor instead of the clock")
+    parser.add_argument(
+        "--communication-bound",
+        action="store_true",
+        help="as --batch 1 --sequence 16: little to compute",
+    )
+    parser.add_argument(
+        "--optimizer", choices=["none", *OPTIMIZERS], default="none", help="part of the timed step"
+    )
+    parser.add_argument(
+        "--cpu-time", action="store_true", help="time on the processor instead of the clock"
+    )
     parser.add_argument("--rounds", type=int, default=15)
     arguments = parser.parse_args()
     if arguments.rounds < MIN_ROUNDS:
-        parser.error(f"--rounds {arguments.rounds}: medians of fewer than {MIN_ROUNDS} rounds tell nothing")
+        parser.error(
+            f"--rounds {arguments.rounds}: medians of fewer than {MIN_ROUNDS} rounds tell nothing"
+        )
     if arguments.communication_bound:
         vars(arguments).update(COMMUNICATION_BOUND)
     return arguments
@@ -112,23 +152,34 @@ def parse_arguments() -> argparse.Namespace:
 
 def run(arguments: argparse.Namespace) -> None:
     torch.manual_seed(0)  # the same parameters on all ranks
-    base = Transformer(arguments.vocabulary, arguments.sequence, arguments.dim, arguments.heads, arguments.blocks)
+    base = Transformer(
+        arguments.vocabulary, arguments.sequence, arguments.dim, arguments.heads, arguments.blocks
+    )
     torch.manual_seed(1 + dist.get_rank())
     data = torch.randint(arguments.vocabulary, (arguments.batch, arguments.sequence + 1))
     strategy = Strategy[arguments.strategy]
     contenders = build(base, Block, strategy, ddp=True)
     say(
-        f"{sum(p.numel() for p in base.parameters()) / 1e6:.1f}M parameters in {arguments.blocks} blocks, "
-        f"{arguments.batch} x {arguments.sequence} tokens per rank, {dist.get_world_size()} ranks, {strategy.name}, "
-        f"optimizer {arguments.optimizer}, {arguments.rounds} rounds, {'CPU time' if arguments.cpu_time else 'wall clock'}"
+        f"{sum(p.numel() for p in base.parameters()) / 1e6:.1f}M parameters in {arguments.blocks} "
+        "blocks, "
+        f"{arguments.batch} x {arguments.sequence} tokens per rank, {dist.get_world_size()} ranks, "
+        f"{strategy.name}, "
+        f"optimizer {arguments.optimizer}, {arguments.rounds} rounds, "
+        f"{'CPU time' if arguments.cpu_time else 'wall clock'}"
     )
     check_losses(contenders, data)
     steps: dict[str, Callable[[], None]] = {}
     for contender in contenders:
-        optimizer = OPTIMIZERS[arguments.optimizer](contender.parameters) if arguments.optimizer in OPTIMIZERS else None
+        optimizer = (
+            OPTIMIZERS[arguments.optimizer](contender.parameters)
+            if arguments.optimizer in OPTIMIZERS
+            else None
+        )
         steps[contender.name] = functools.partial(step, contender, data, optimizer)
     clock = time.process_time if arguments.cpu_time else time.perf_counter
-    print_table(slowest_rank(measure(steps, arguments.rounds, clock=clock, before_each=dist.barrier)))
+    print_table(
+        slowest_rank(measure(steps, arguments.rounds, clock=clock, before_each=dist.barrier))
+    )
 
 
 def loss_of(model: nn.Module, data: torch.Tensor) -> torch.Tensor:
@@ -143,7 +194,8 @@ def step(contender: Contender, data: torch.Tensor, optimizer: torch.optim.Optimi
 
 
 def check_losses(contenders: Sequence[Contender], data: torch.Tensor) -> None:
-    """Raise unless all contenders get the same losses in a few steps of SGD, on this rank; the unwrapped model in its first."""
+    """Raise unless all contenders get the same losses in a few steps of SGD, on this rank; the
+    unwrapped model in its first."""
     losses = {}
     for contender in contenders:
         optimizer, losses[contender.name] = torch.optim.SGD(contender.parameters, lr=0.1), []
@@ -156,11 +208,21 @@ def check_losses(contenders: Sequence[Contender], data: torch.Tensor) -> None:
     rights = {name: its for name, its in losses.items() if name != PLAIN}
     right = torch.tensor(next(iter(rights.values())))
     for name, its in rights.items():
-        torch.testing.assert_close(torch.tensor(its), right, rtol=1e-4, atol=0, msg=lambda m, name=name: f"losses of {name}: {m}")
+        torch.testing.assert_close(
+            torch.tensor(its),
+            right,
+            rtol=1e-4,
+            atol=0,
+            msg=lambda m, name=name: f"losses of {name}: {m}",
+        )
     # What the unwrapped model learns next, it learns from the data of one rank.
     torch.testing.assert_close(losses[PLAIN][0], right[0].item(), rtol=1e-5, atol=0)
-    assert len({round(loss, 3) for loss in right.tolist()}) == CHECKED_STEPS, f"nothing was learned: {right.tolist()}"
-    say(f"losses of all contenders are equal: {', '.join(f'{loss:.4f}' for loss in right.tolist())}")
+    assert len({round(loss, 3) for loss in right.tolist()}) == CHECKED_STEPS, (
+        f"nothing was learned: {right.tolist()}"
+    )
+    say(
+        f"losses of all contenders are equal: {', '.join(f'{loss:.4f}' for loss in right.tolist())}"
+    )
 
 
 def slowest_rank(timings: Timings) -> Timings:
@@ -168,18 +230,33 @@ def slowest_rank(timings: Timings) -> Timings:
     found: list[Timings | None] = [None] * dist.get_world_size()
     dist.all_gather_object(found, timings)
     ranks = [each.seconds for each in found if each is not None]
-    return Timings({name: [max(times) for times in zip(*(its[name] for its in ranks), strict=True)] for name in timings.seconds})
+    return Timings(
+        {
+            name: [max(times) for times in zip(*(its[name] for its in ranks), strict=True)]
+            for name in timings.seconds
+        }
+    )
 
 
 def print_table(timings: Timings) -> None:
-    say(f"\n{'':28} {'median':>10} {'minimum':>10} {'to plain':>9} {'to FSDP1':>9} {'to FSDP2':>9} {'to DDP':>9}  limit")
+    say(
+        f"\n{'':28} {'median':>10} {'minimum':>10} {'to plain':>9} {'to FSDP1':>9} {'to FSDP2':>9} "
+        f"{'to DDP':>9}  limit"
+    )
     for name in timings.seconds:
         others = [] if name == PLAIN else [fsdp1_of(name), FSDP2, DDP]
-        ratios = [timings.above_plain_ratio(name, other) if other in timings.seconds else None for other in others]
+        ratios = [
+            timings.above_plain_ratio(name, other) if other in timings.seconds else None
+            for other in others
+        ]
         verdict = ""
         if name.startswith(OURS):
             to_fsdp1, to_fsdp2, to_ddp = ratios
-            met = to_ddp is not None and to_ddp < 1 if to_fsdp2 is None else max(to_fsdp1 or 0.0, to_fsdp2) <= LIMIT
+            met = (
+                to_ddp is not None and to_ddp < 1
+                if to_fsdp2 is None
+                else max(to_fsdp1 or 0.0, to_fsdp2) <= LIMIT
+            )
             verdict = "met" if met else "NOT MET"
         median, minimum = timings.median(name) * 1e3, timings.minimum(name) * 1e3
         say(

@@ -1,19 +1,19 @@
 """Time of one message among real processes: our transport beside gloo's own collectives, on CPU.
 
-    torchrun --nproc-per-node 2 tests/benchmarks/transport.py           (fsdp_compat installed, or PYTHONPATH=.)
-    torchrun --nproc-per-node 4 tests/benchmarks/transport.py --dtype bfloat16 --all
+    torchrun --nproc-per-node 2 tests/benchmarks/transport.py           (fsdp_compat installed, or
+    PYTHONPATH=.) torchrun --nproc-per-node 4 tests/benchmarks/transport.py --dtype bfloat16 --all
 
-An all-gather ends with every rank's part in one buffer, a reduce-scatter with the sum of one part, an all-reduce with the sum of
-all of them. Ours is timed with the wait until peers have taken what was sent (``drain``), after which the source may be written to
-again; its parts lie where training has them: shards and gradients in memory that the ranks share, where they can. Before anything
-is timed, both sides have to get the same values, at 2 ranks the same bits. A message takes as long as its slowest rank; the memory
-is the same in all rounds. The columns:
+An all-gather ends with every rank's part in one buffer, a reduce-scatter with the sum of one part,
+an all-reduce with the sum of all of them. Ours is timed with the wait until peers have taken what
+was sent (``drain``), after which the source may be written to again; its parts lie where training
+has them: shards and gradients in memory that the ranks share, where they can. Before anything is
+timed, both sides have to get the same values, at 2 ranks the same bits. A message takes as long as
+its slowest rank; the memory is the same in all rounds. The columns:
 
-    size      bytes of the full buffer: of what is gathered, or of what is summed
-    ours, gloo, exchange   milliseconds, the median of the rounds; with --all: ours where messages are sent and no memory is shared
-    ratio     ours / gloo in the same round, median
-    limit     what the ratio may be: 1.1, and 0.5 from 16 MB on; "missed" where it is more
-"""
+    size      bytes of the full buffer: of what is gathered, or of what is summed ours, gloo,
+    exchange   milliseconds, the median of the rounds; with --all: ours where messages are sent and
+    no memory is shared ratio     ours / gloo in the same round, median limit     what the ratio may
+    be: 1.1, and 0.5 from 16 MB on; "missed" where it is more"""
 
 from __future__ import annotations
 
@@ -48,7 +48,10 @@ class Case(typing.NamedTuple):
 def main() -> int:
     arguments = parse_arguments()
     if "RANK" not in os.environ:
-        print(f"start it on at least 2 processes: torchrun --nproc-per-node 2 {sys.argv[0]}", file=sys.stderr)
+        print(
+            f"start it on at least 2 processes: torchrun --nproc-per-node 2 {sys.argv[0]}",
+            file=sys.stderr,
+        )
         return 2
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
@@ -60,30 +63,45 @@ def main() -> int:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument(
-        "--dtype", choices=["float32", "bfloat16", "float16", "float64"], nargs="+", default=["float32", "bfloat16"]
+        "--dtype",
+        choices=["float32", "bfloat16", "float16", "float64"],
+        nargs="+",
+        default=["float32", "bfloat16"],
     )
     parser.add_argument("--collective", choices=list(CASES), nargs="+", default=list(CASES))
     parser.add_argument("--largest", type=int, default=SIZES[-1], help="bytes of the full buffer")
     parser.add_argument("--smallest", type=int, default=SIZES[0])
-    parser.add_argument("--all", action="store_true", help="also our exchange of messages, as it is between hosts")
+    parser.add_argument(
+        "--all", action="store_true", help="also our exchange of messages, as it is between hosts"
+    )
     parser.add_argument("--rounds", type=int, default=MIN_ROUNDS)
     arguments = parser.parse_args()
     if arguments.rounds < MIN_ROUNDS:
-        parser.error(f"--rounds {arguments.rounds}: medians of fewer than {MIN_ROUNDS} rounds tell nothing")
+        parser.error(
+            f"--rounds {arguments.rounds}: medians of fewer than {MIN_ROUNDS} rounds tell nothing"
+        )
     return arguments
 
 
 def run(arguments: argparse.Namespace) -> None:
     wire = communicator(mesh_from_group(None).shard, CPU)
     near = "read each other's memory" if wire.shares(1 << 30, torch.float32) else "send everything"
-    say(f"{wire.ranks} ranks, which {near}; gloo of torch {torch.__version__}; {arguments.rounds} rounds")
+    say(
+        f"{wire.ranks} ranks, which {near}; gloo of torch {torch.__version__}; {arguments.rounds} "
+        "rounds"
+    )
     for dtype in [getattr(torch, name) for name in arguments.dtype]:
         for name in arguments.collective:
             say(f"\n{name}, {str(dtype).removeprefix('torch.')}")
             columns = [OURS, GLOO, *([EXCHANGE] if arguments.all else [])]
-            say(f"{'size':>10} {''.join(f'{column:>12}' for column in columns)} {'ratio':>8} {'limit':>6}")
+            say(
+                f"{'size':>10} {''.join(f'{column:>12}' for column in columns)} {'ratio':>8} "
+                f"{'limit':>6}"
+            )
             for nbytes in SIZES:
                 if arguments.smallest <= nbytes <= arguments.largest:
                     case = CASES[name](wire, nbytes // dtype.itemsize // wire.ranks, dtype)
@@ -91,14 +109,23 @@ def run(arguments: argparse.Namespace) -> None:
                     steps: dict[str, Callable[[], object]] = {OURS: case.ours, GLOO: case.gloo}
                     if arguments.all:
                         steps[EXCHANGE] = functools.partial(sending_everything, case.ours)
-                    rounds = arguments.rounds * (4 if nbytes < 4 << 20 else 1)  # short ones are disturbed by more
-                    print_row(nbytes, columns, slowest_rank(measure(steps, rounds, before_each=dist.barrier)))
+                    rounds = arguments.rounds * (
+                        4 if nbytes < 4 << 20 else 1
+                    )  # short ones are disturbed by more
+                    print_row(
+                        nbytes,
+                        columns,
+                        slowest_rank(measure(steps, rounds, before_each=dist.barrier)),
+                    )
 
 
 def gather_case(wire: Communicator, numel: int, dtype: torch.dtype) -> Case:
     own = shared_memory.zeros(numel, dtype)
     own.copy_(numbers(numel, wire.rank))
-    full, other = torch.empty(wire.ranks * numel, dtype=dtype), torch.empty(wire.ranks * numel, dtype=dtype)
+    full, other = (
+        torch.empty(wire.ranks * numel, dtype=dtype),
+        torch.empty(wire.ranks * numel, dtype=dtype),
+    )
     segments, tag = list(full.chunk(wire.ranks)), wire.new_tag()
 
     def ours() -> torch.Tensor:
@@ -116,10 +143,16 @@ def gather_case(wire: Communicator, numel: int, dtype: torch.dtype) -> Case:
 def reduce_case(wire: Communicator, numel: int, dtype: torch.dtype) -> Case:
     buffer = shared_memory.empty(wire.ranks * numel, dtype)
     buffer.copy_(numbers(wire.ranks * numel, wire.rank))
-    segments, tag, other = list(buffer.chunk(wire.ranks)), wire.new_tag(), torch.empty(numel, dtype=dtype)
+    segments, tag, other = (
+        list(buffer.chunk(wire.ranks)),
+        wire.new_tag(),
+        torch.empty(numel, dtype=dtype),
+    )
 
     def ours() -> torch.Tensor:
-        total = wire.end_reduce(wire.begin_reduce(buffer, segments, tag), segments[wire.rank], dtype, "gradients")
+        total = wire.end_reduce(
+            wire.begin_reduce(buffer, segments, tag), segments[wire.rank], dtype, "gradients"
+        )
         wire.drain("gradients")
         return total
 
@@ -131,7 +164,8 @@ def reduce_case(wire: Communicator, numel: int, dtype: torch.dtype) -> Case:
 
 
 def total_case(wire: Communicator, numel: int, dtype: torch.dtype) -> Case:
-    """In place: every call begins with the result of the last one, and values may come to overflow. Both sides have the same."""
+    """In place: every call begins with the result of the last one, and values may come to overflow.
+    Both sides have the same."""
     other = numbers(wire.ranks * numel, wire.rank).to(dtype)
     mine, tag = shared_memory.empty(other.numel(), dtype).copy_(other), wire.new_tag()
 
@@ -152,7 +186,8 @@ CASES = {"all-gather": gather_case, "reduce-scatter": reduce_case, "all-reduce":
 
 
 def numbers(numel: int, seed: int) -> torch.Tensor:
-    """Small whole numbers, so that sums of them are exact in every dtype, and different on every rank."""
+    """Small whole numbers, so that sums of them are exact in every dtype, and different on every
+    rank."""
     return ((torch.arange(numel) + seed) % 3).float()
 
 
@@ -167,7 +202,9 @@ def sending_everything(ours: Callable[[], torch.Tensor]) -> None:
 
 def check(case: Case, exact: bool) -> None:
     """Raise unless both sides get the same."""
-    torch.testing.assert_close(case.ours(), case.gloo(), rtol=0 if exact else None, atol=0 if exact else None)
+    torch.testing.assert_close(
+        case.ours(), case.gloo(), rtol=0 if exact else None, atol=0 if exact else None
+    )
 
 
 def slowest_rank(timings: Timings) -> Timings:
@@ -175,7 +212,12 @@ def slowest_rank(timings: Timings) -> Timings:
     found: list[Timings | None] = [None] * dist.get_world_size()
     dist.all_gather_object(found, timings)
     ranks = [each.seconds for each in found if each is not None]
-    return Timings({name: [max(times) for times in zip(*(its[name] for its in ranks), strict=True)] for name in timings.seconds})
+    return Timings(
+        {
+            name: [max(times) for times in zip(*(its[name] for its in ranks), strict=True)]
+            for name in timings.seconds
+        }
+    )
 
 
 def print_row(nbytes: int, columns: list[str], timings: Timings) -> None:

@@ -1,4 +1,5 @@
-"""checkpoint.async_save: what is saved is what was there at the call, whatever training does while it is written."""
+"""checkpoint.async_save: what is saved is what was there at the call, whatever training does while
+it is written."""
 
 from __future__ import annotations
 
@@ -58,7 +59,9 @@ def _trains_on(folder: str, config: Config) -> None:
     with _Held() as go:
         saving = checkpoint.async_save(folder, model, optimizer, extra, step=2)
         extra["seen"] += 1
-        losses = train(model, optimizer, range(2, 4))  # collectives of training and of the save do not meet
+        losses = train(
+            model, optimizer, range(2, 4)
+        )  # collectives of training and of the save do not meet
         assert not saving.done()
         assert checkpoint.latest(folder) is None
         with pytest.raises(TimeoutError, match="still being written"):
@@ -94,7 +97,10 @@ def _several(folder: str) -> None:
     del saves
     assert allocated_nbytes() == before
     dist.barrier()
-    assert sorted(path.name for path in Path(folder).iterdir()) == ["step-00000003", "step-00000004"]
+    assert sorted(path.name for path in Path(folder).iterdir()) == [
+        "step-00000003",
+        "step-00000004",
+    ]
     saving = checkpoint.async_save(folder, model, optimizer, step=9)
     checkpoint.save(folder, model, optimizer, step=10)  # beside the other
     saving.wait()
@@ -116,7 +122,14 @@ dist.destroy_process_group()
 
 def test_a_program_ends_when_its_last_save_is_complete(tmp_path: Path) -> None:
     program = PROGRAM.format(folder=str(tmp_path))
-    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100, cwd=ROOT, check=False)
+    ran = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        cwd=ROOT,
+        check=False,
+    )
     assert ran.returncode == 0, ran.stderr
     assert "Error" not in ran.stderr, ran.stderr
     path = checkpoint.latest(tmp_path)
@@ -177,7 +190,9 @@ def _nobody_waits(folder: str) -> None:
     ]
     for call in calls:
         saving = fails()
-        with pytest.raises(CheckpointError, match=r"earlier async_save failed(.|\n)*rank 1: OSError"):
+        with pytest.raises(
+            CheckpointError, match=r"earlier async_save failed(.|\n)*rank 1: OSError"
+        ):
             call()
         assert checkpoint.latest(folder) == good
         checkpoint.load(good, model)  # it was told once
@@ -196,7 +211,9 @@ def _nobody_waits(folder: str) -> None:
     checkpoint.save(folder, model, step=3)
 
 
-def test_a_failure_that_nobody_waited_for_is_raised_once_by_the_next_call_on_all_ranks(tmp_path: Path) -> None:
+def test_a_failure_that_nobody_waited_for_is_raised_once_by_the_next_call_on_all_ranks(
+    tmp_path: Path,
+) -> None:
     run_ranks(2, _nobody_waits, str(tmp_path))
 
 
@@ -217,9 +234,20 @@ except checkpoint_error as error:
 
 
 @pytest.mark.parametrize("waits", [False, True])
-def test_a_failure_that_nobody_was_told_is_printed_once_when_the_program_ends(waits: bool, tmp_path: Path) -> None:
-    program = FULL_DISK.format(folder=str(tmp_path), waits=waits).replace("checkpoint_error", "RuntimeError")
-    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=200, cwd=ROOT, check=False)
+def test_a_failure_that_nobody_was_told_is_printed_once_when_the_program_ends(
+    waits: bool, tmp_path: Path
+) -> None:
+    program = FULL_DISK.format(folder=str(tmp_path), waits=waits).replace(
+        "checkpoint_error", "RuntimeError"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        cwd=ROOT,
+        check=False,
+    )
     assert ran.returncode == 0, ran.stderr
     assert ran.stderr.count("The checkpoint could not be saved") == (0 if waits else 1), ran.stderr
     assert ("an async_save failed, and nobody has waited for it" in ran.stderr) == (not waits)
@@ -247,23 +275,34 @@ def _interrupted(folder: str) -> None:
         lambda: checkpoint.save(folder, model, step=1),
         lambda: checkpoint.async_save(folder, model, optimizer, step=1).wait(),
     ]
-    for place in ("fsdp_compat.checkpoint._writing.take_snapshot", "fsdp_compat.checkpoint._writing.Snapshot.take_common"):
+    for place in (
+        "fsdp_compat.checkpoint._writing.take_snapshot",
+        "fsdp_compat.checkpoint._writing.Snapshot.take_common",
+    ):
         owner, _, name = place.rpartition(".")
         for call in calls:
             with pytest.MonkeyPatch.context() as patch:
                 if rank == 1:
                     patch.setattr(f"{owner}.{name}", _interrupt)
-                with pytest.raises(KeyboardInterrupt) if rank == 1 else pytest.raises(StateError, match=left):
+                with (
+                    pytest.raises(KeyboardInterrupt)
+                    if rank == 1
+                    else pytest.raises(StateError, match=left)
+                ):
                     call()
     with pytest.MonkeyPatch.context() as patch:
         if rank == 1:
             patch.setattr(blocks.BlockWriter, "write", _interrupt)
-        with pytest.raises(KeyboardInterrupt) if rank == 1 else pytest.raises(StateError, match=left):
+        with (
+            pytest.raises(KeyboardInterrupt) if rank == 1 else pytest.raises(StateError, match=left)
+        ):
             calls[0]()
     with pytest.MonkeyPatch.context() as patch:
         if rank == 1:
             patch.setattr("fsdp_compat.checkpoint._writing.Snapshot.detach", _interrupt)
-        with pytest.raises(KeyboardInterrupt) if rank == 1 else pytest.raises(StateError, match=left):
+        with (
+            pytest.raises(KeyboardInterrupt) if rank == 1 else pytest.raises(StateError, match=left)
+        ):
             calls[1]()
     dist.barrier()
     assert list(Path(folder).iterdir()) == []
@@ -274,7 +313,10 @@ def _interrupted(folder: str) -> None:
         write(self, data)
 
     if rank == 1:  # it has done its part, and the others go on without it
-        with _replaced(processes.Members, "ended_here", _interrupt), pytest.raises(KeyboardInterrupt):
+        with (
+            _replaced(processes.Members, "ended_here", _interrupt),
+            pytest.raises(KeyboardInterrupt),
+        ):
             checkpoint.save(folder, model, step=1)
         store.set("interrupted", "1")
     else:
@@ -305,7 +347,11 @@ def _slow(folder: str) -> None:
         write(self, data)
 
     slow = dist.get_rank() == 1
-    replaced = (blocks.BlockWriter, "write", write_when_told) if slow else (processes.Members, "ended_here", looked)
+    replaced = (
+        (blocks.BlockWriter, "write", write_when_told)
+        if slow
+        else (processes.Members, "ended_here", looked)
+    )
     with _replaced(*replaced):
         path = checkpoint.save(folder, model, step=1)
     assert path == checkpoint.latest(folder)
@@ -323,7 +369,8 @@ from fsdp_compat import FullyShardedDataParallel as FSDP, checkpoint
 from fsdp_compat.checkpoint import _blocks as blocks, _postbox as postbox
 rank, postbox.EXIT_S = int(sys.argv[1]), 1.0
 store = dist.FileStore({store!r}, 2)
-dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=datetime.timedelta(hours=1))
+limit = datetime.timedelta(hours=1)
+dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=limit)
 model, write = FSDP(torch.nn.Linear(20, 20)), blocks.BlockWriter.write
 if rank == 1:
     blocks.BlockWriter.write = lambda self, data: (sys.stdin.readline(), write(self, data))
@@ -334,10 +381,20 @@ saving.wait()
 """
 
 
-def test_a_process_whose_training_has_failed_ends_while_others_are_still_writing(tmp_path: Path) -> None:
+def test_a_process_whose_training_has_failed_ends_while_others_are_still_writing(
+    tmp_path: Path,
+) -> None:
     program = TRAINING_FAILS.format(store=str(tmp_path / "store"), folder=str(tmp_path / "saves"))
-    pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "cwd": ROOT}
-    ranks = [subprocess.Popen([sys.executable, "-c", program, str(rank)], **pipes) for rank in range(2)]
+    pipes: Any = {
+        "stdin": subprocess.PIPE,
+        "stdout": subprocess.PIPE,
+        "stderr": subprocess.PIPE,
+        "text": True,
+        "cwd": ROOT,
+    }
+    ranks = [
+        subprocess.Popen([sys.executable, "-c", program, str(rank)], **pipes) for rank in range(2)
+    ]
     try:
         _, first = ranks[0].communicate(timeout=200)
         _, second = ranks[1].communicate("go on\n" * 10, timeout=200)

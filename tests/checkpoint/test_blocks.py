@@ -1,4 +1,5 @@
-"""Bytes of files in blocks: what is written is read, whatever the pieces; what is not what was written is noticed."""
+"""Bytes of files in blocks: what is written is read, whatever the pieces; what is not what was
+written is noticed."""
 
 from __future__ import annotations
 
@@ -20,7 +21,16 @@ from hypothesis import strategies as st
 
 from fsdp_compat._engine.storage import memory_of
 from fsdp_compat.checkpoint import _blocks as blocks
-from fsdp_compat.checkpoint._blocks import BlockWriter, Facts, Wanted, check, merged, read_checked, read_plain, sync_directory
+from fsdp_compat.checkpoint._blocks import (
+    BlockWriter,
+    Facts,
+    Wanted,
+    check,
+    merged,
+    read_checked,
+    read_plain,
+    sync_directory,
+)
 from fsdp_compat.errors import CheckpointError
 
 BLOCK = 16  # in these tests
@@ -95,20 +105,27 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> Reads:
 
 
 @pytest.mark.parametrize("nbytes", SIZES)
-def test_a_file_is_what_was_written_and_its_checksums_are_those_of_its_blocks(tmp_path: Path, nbytes: int) -> None:
+def test_a_file_is_what_was_written_and_its_checksums_are_those_of_its_blocks(
+    tmp_path: Path, nbytes: int
+) -> None:
     content = content_of(nbytes)
     for number, step in enumerate([1, 3, BLOCK, BLOCK + 1, 1000]):
         path = tmp_path / str(number)
         facts = written(path, *(content[at : at + step] for at in range(0, nbytes, step)))
         assert path.read_bytes() == content
-        assert facts == Facts(nbytes, tuple(zlib.crc32(content[at : at + BLOCK]) for at in range(0, nbytes, BLOCK)))
+        assert facts == Facts(
+            nbytes, tuple(zlib.crc32(content[at : at + BLOCK]) for at in range(0, nbytes, BLOCK))
+        )
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=30)
 @given(
-    sizes=st.lists(st.integers(0, 40), max_size=8), wants=st.lists(st.tuples(st.integers(0, 320), st.integers(0, 60)), max_size=6)
+    sizes=st.lists(st.integers(0, 40), max_size=8),
+    wants=st.lists(st.tuples(st.integers(0, 320), st.integers(0, 60)), max_size=6),
 )
-def test_any_run_that_was_written_is_read(tmp_path: Path, sizes: list[int], wants: list[tuple[int, int]]) -> None:
+def test_any_run_that_was_written_is_read(
+    tmp_path: Path, sizes: list[int], wants: list[tuple[int, int]]
+) -> None:
     content = content_of(sum(sizes))
     path = tmp_path / "file"
     path.unlink(missing_ok=True)
@@ -117,7 +134,11 @@ def test_any_run_that_was_written_is_read(tmp_path: Path, sizes: list[int], want
         pieces.append(content[at : at + size])
         at += size
     facts = written(path, *pieces)
-    runs = [(start, min(start + nbytes, len(content))) for start, nbytes in wants if start <= len(content)]
+    runs = [
+        (start, min(start + nbytes, len(content)))
+        for start, nbytes in wants
+        if start <= len(content)
+    ]
     for how in ("checked", "plain", "merged"):
         wanted = [Wanted(start, cleared(stop - start)) for start, stop in runs]
         if how == "plain":
@@ -125,7 +146,9 @@ def test_any_run_that_was_written_is_read(tmp_path: Path, sizes: list[int], want
         else:
             check(path, facts, wanted, nothing)
             read_checked(path, facts, merged(wanted) if how == "merged" else wanted, nothing)
-        assert [bytes_of(one.target) for one in wanted] == [content[start:stop] for start, stop in runs], how
+        assert [bytes_of(one.target) for one in wanted] == [
+            content[start:stop] for start, stop in runs
+        ], how
 
 
 def test_what_is_done_is_told_in_bytes(tmp_path: Path) -> None:
@@ -153,23 +176,33 @@ def test_nothing_is_overwritten(tmp_path: Path) -> None:
     assert (tmp_path / "file").read_bytes() == b"old"
 
 
-def test_what_the_system_writes_in_parts_is_written_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_system_writes_in_parts_is_written_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write, content = os.write, content_of(50)
     monkeypatch.setattr(os, "write", lambda descriptor, data: write(descriptor, data[:3]))
     assert written(tmp_path / "file", content).nbytes == 50
     assert (tmp_path / "file").read_bytes() == content
 
 
-def test_what_the_system_reads_in_parts_is_read_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_system_reads_in_parts_is_read_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     preadv, content = os.preadv, content_of(50)
     facts = written(tmp_path / "file", content)
-    monkeypatch.setattr(os, "preadv", lambda descriptor, buffers, offset: preadv(descriptor, [buffers[0][:3]], offset))
+    monkeypatch.setattr(
+        os,
+        "preadv",
+        lambda descriptor, buffers, offset: preadv(descriptor, [buffers[0][:3]], offset),
+    )
     wanted = Wanted(5, cleared(40))
     read_checked(tmp_path / "file", facts, [wanted], nothing)
     assert bytes_of(wanted.target) == content[5:45]
 
 
-def test_a_file_is_durable_before_its_facts_are_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_is_durable_before_its_facts_are_known(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     synced: list[int] = []
     monkeypatch.setattr(os, "fsync", lambda descriptor: synced.append(os.fstat(descriptor).st_size))
     written(tmp_path / "file", content_of(40))
@@ -179,7 +212,9 @@ def test_a_file_is_durable_before_its_facts_are_known(tmp_path: Path, monkeypatc
 
 
 @pytest.mark.parametrize("fails", ["write", "fsync"])
-def test_a_full_disk_leaves_no_thread_and_no_descriptor_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: str) -> None:
+def test_a_full_disk_leaves_no_thread_and_no_descriptor_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: str
+) -> None:
     before = descriptors()
 
     def full(*_: object) -> int:
@@ -210,7 +245,12 @@ def test_each_flipped_bit_of_a_block_that_is_read_is_noticed(tmp_path: Path) -> 
         flipped = bytearray(content)
         flipped[bit // 8] ^= 1 << bit % 8
         (tmp_path / "file").write_bytes(flipped)
-        read_checked(tmp_path / "file", facts, [Wanted(0, cleared(1)) if bit >= 8 * BLOCK else Wanted(BLOCK, cleared(1))], nothing)
+        read_checked(
+            tmp_path / "file",
+            facts,
+            [Wanted(0, cleared(1)) if bit >= 8 * BLOCK else Wanted(BLOCK, cleared(1))],
+            nothing,
+        )
         with pytest.raises(CheckpointError, match="file is not what was saved") as caught:
             read_checked(tmp_path / "file", facts, [Wanted(3, cleared(BLOCK))], nothing)
         assert f"of the block at byte {bit // 8 // BLOCK * BLOCK}\n" in str(caught.value)
@@ -218,19 +258,33 @@ def test_each_flipped_bit_of_a_block_that_is_read_is_noticed(tmp_path: Path) -> 
 
 @pytest.mark.parametrize(
     ("change", "got"),
-    [("truncated", "39 bytes"), ("empty", "0 bytes"), ("longer", "41 bytes"), ("missing", "no such file")],
+    [
+        ("truncated", "39 bytes"),
+        ("empty", "0 bytes"),
+        ("longer", "41 bytes"),
+        ("missing", "no such file"),
+    ],
 )
-def test_a_file_of_another_length_is_named_with_what_was_expected(tmp_path: Path, change: str, got: str) -> None:
+def test_a_file_of_another_length_is_named_with_what_was_expected(
+    tmp_path: Path, change: str, got: str
+) -> None:
     path, before = tmp_path / "file", descriptors()
     content = content_of(40)
     facts = written(path, content)
     path.unlink()
     if change != "missing":
-        path.write_bytes({"truncated": content[:-1], "empty": b"", "longer": content + b"x"}[change])
+        path.write_bytes(
+            {"truncated": content[:-1], "empty": b"", "longer": content + b"x"}[change]
+        )
     target = cleared(40)
     with pytest.raises(CheckpointError, match="expected: a file of 40 bytes") as caught:
         read_checked(path, facts, [Wanted(0, target)], nothing)
-    assert [line.strip().partition(":")[0] for line in str(caught.value).splitlines()[1:]] == ["expected", "got", "where", "to do"]
+    assert [line.strip().partition(":")[0] for line in str(caught.value).splitlines()[1:]] == [
+        "expected",
+        "got",
+        "where",
+        "to do",
+    ]
     assert got in str(caught.value).splitlines()[2]
     assert str(path) in str(caught.value)
     assert not target.any()
@@ -253,7 +307,9 @@ def test_what_is_not_a_regular_file_is_refused_before_it_is_opened(
     monkeypatch.setattr(os, "open", lambda *_: pytest.fail("opened"))
     facts, wanted = Facts(3, (0,)), [Wanted(0, cleared(3))]
     for read in (check, read_checked):
-        with pytest.raises(CheckpointError, match=f"file is not a regular file(.|\n)*got: +{kind}\n"):
+        with pytest.raises(
+            CheckpointError, match=f"file is not a regular file(.|\n)*got: +{kind}\n"
+        ):
             read(path, facts, wanted, nothing)
     with pytest.raises(CheckpointError, match=f"file is not a regular file(.|\n)*got: +{kind}\n"):
         read_plain(path, wanted, nothing)
@@ -267,7 +323,9 @@ def test_a_link_to_a_file_is_followed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("num_blocks", [1, 3, 9])
-def test_no_byte_is_copied_out_of_a_block_before_its_checksum_was_compared(tmp_path: Path, num_blocks: int) -> None:
+def test_no_byte_is_copied_out_of_a_block_before_its_checksum_was_compared(
+    tmp_path: Path, num_blocks: int
+) -> None:
     """A file that was right when it was checked, and is not any more when it is read."""
     content = content_of(num_blocks * BLOCK)
     facts = written(tmp_path / "file", content)
@@ -291,7 +349,10 @@ def test_elements_that_lie_across_blocks_are_converted_whole(tmp_path: Path) -> 
     facts = written(tmp_path / "file", bytes(3), bytes_of(values))
     for how in ("checked", "plain"):
         target, rounded = torch.zeros(30), torch.zeros(30)
-        wanted = [Wanted(3, target, torch.float64), Wanted(3, rounded, torch.float64, torch.bfloat16)]
+        wanted = [
+            Wanted(3, target, torch.float64),
+            Wanted(3, rounded, torch.float64, torch.bfloat16),
+        ]
         if how == "plain":
             read_plain(tmp_path / "file", wanted, nothing)
         else:
@@ -309,7 +370,9 @@ def test_a_file_without_checksums_that_ends_too_early_is_named(tmp_path: Path) -
     assert descriptors() == before
 
 
-def test_a_file_that_gets_shorter_while_it_is_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_gets_shorter_while_it_is_read_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     facts, before = written(tmp_path / "file", content_of(40)), descriptors()
     monkeypatch.setattr(os, "preadv", lambda descriptor, buffers, offset: 0)
     with pytest.raises(CheckpointError, match="the file ends at 0"):
@@ -318,7 +381,9 @@ def test_a_file_that_gets_shorter_while_it_is_read_is_named(tmp_path: Path, monk
     assert not checksum_threads()
 
 
-def test_an_error_of_the_disk_leaves_no_thread_and_no_descriptor_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_of_the_disk_leaves_no_thread_and_no_descriptor_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     facts, before, preadv = written(tmp_path / "file", content_of(90)), descriptors(), os.preadv
 
     def broken(descriptor: int, buffers: Any, offset: int) -> int:
@@ -354,14 +419,23 @@ def test_the_blocks_that_hold_what_is_wanted_are_read_once_and_no_others(
     facts = written(tmp_path / "file", content)
     for read in (check, read_checked):
         reads.runs.clear()
-        read(tmp_path / "file", facts, [Wanted(start, cleared(nbytes)) for start, nbytes in wanted], nothing)
+        read(
+            tmp_path / "file",
+            facts,
+            [Wanted(start, cleared(nbytes)) for start, nbytes in wanted],
+            nothing,
+        )
         assert reads.runs == expected
 
 
 def test_elements_of_another_dtype_are_converted_and_rounded_on_the_way(tmp_path: Path) -> None:
     values = torch.randn(50)
     facts = written(tmp_path / "file", bytes(4), bytes(memory_of(values)))
-    whole, half, rounded = torch.zeros(30, dtype=torch.float64), torch.zeros(30, dtype=torch.bfloat16), torch.zeros(30)
+    whole, half, rounded = (
+        torch.zeros(30, dtype=torch.float64),
+        torch.zeros(30, dtype=torch.bfloat16),
+        torch.zeros(30),
+    )
     wanted = [
         Wanted(4 + 4 * 7, whole, torch.float32),
         Wanted(4 + 4 * 7, half, torch.float32),
@@ -373,9 +447,15 @@ def test_elements_of_another_dtype_are_converted_and_rounded_on_the_way(tmp_path
     assert torch.equal(rounded, values[7:37].bfloat16().float())
 
 
-def test_without_checksums_only_the_bytes_that_are_wanted_are_read(tmp_path: Path, reads: Reads) -> None:
+def test_without_checksums_only_the_bytes_that_are_wanted_are_read(
+    tmp_path: Path, reads: Reads
+) -> None:
     (tmp_path / "file").write_bytes(content_of(83))
-    read_plain(tmp_path / "file", [Wanted(40, cleared(20)), Wanted(5, cleared(3)), Wanted(9, cleared(0))], nothing)
+    read_plain(
+        tmp_path / "file",
+        [Wanted(40, cleared(20)), Wanted(5, cleared(3)), Wanted(9, cleared(0))],
+        nothing,
+    )
     assert reads.runs == [(5, 3), (40, 16), (56, 4)]
 
 
@@ -398,7 +478,10 @@ def test_facts_have_a_checksum_for_each_block() -> None:
 def test_runs_that_follow_one_another_in_the_file_and_in_memory_become_one() -> None:
     memory = cleared(100)
     wanted = [Wanted(1010, memory[10:20]), Wanted(1000, memory[:10]), Wanted(1020, memory[20:30])]
-    assert [(one.start, one.target.data_ptr() - memory.data_ptr(), one.target.nbytes) for one in merged(wanted)] == [(1000, 0, 30)]
+    assert [
+        (one.start, one.target.data_ptr() - memory.data_ptr(), one.target.nbytes)
+        for one in merged(wanted)
+    ] == [(1000, 0, 30)]
 
 
 @pytest.mark.parametrize(
@@ -413,7 +496,10 @@ def test_runs_that_follow_one_another_in_the_file_and_in_memory_become_one() -> 
 )
 def test_other_runs_stay_as_they_are(wanted: list[tuple[int, int, int]], expected: int) -> None:
     memory = cleared(100)
-    assert len(merged([Wanted(start, memory[at : at + nbytes]) for start, at, nbytes in wanted])) == expected
+    assert (
+        len(merged([Wanted(start, memory[at : at + nbytes]) for start, at, nbytes in wanted]))
+        == expected
+    )
     apart = [Wanted(start, cleared(nbytes)) for start, _, nbytes in wanted]
     assert len(merged(apart)) == len(wanted), "each has memory of its own"
 
@@ -431,9 +517,11 @@ def test_a_run_of_another_dtype_is_a_run_of_bytes(tmp_path: Path) -> None:
 def test_what_lies_between_two_runs_in_memory_and_is_read_from_elsewhere_is_what_is_there(
     tmp_path: Path, first: int, between: int
 ) -> None:
-    """A parameter that stood between two others when it was saved is not the one that stands between them now.
+    """A parameter that stood between two others when it was saved is not the one that stands
+    between them now.
 
-    Small parameters with a state of a narrower dtype than their own leave gaps that are as small as padding.
+    Small parameters with a state of a narrower dtype than their own leave gaps that are as small as
+    padding.
     """
     content = content_of(60)
     facts, memory = written(tmp_path / "file", content), cleared(12)
@@ -444,7 +532,10 @@ def test_what_lies_between_two_runs_in_memory_and_is_read_from_elsewhere_is_what
         merged([Wanted(first, memory[:4]), Wanted(between, memory[4:8]), Wanted(last, memory[8:])]),
         nothing,
     )
-    assert bytes_of(memory) == content[first : first + 4] + content[between : between + 4] + content[last : last + 4]
+    assert (
+        bytes_of(memory)
+        == content[first : first + 4] + content[between : between + 4] + content[last : last + 4]
+    )
 
 
 def test_memory_is_that_of_the_tensor_and_keeps_it() -> None:
@@ -454,4 +545,6 @@ def test_memory_is_that_of_the_tensor_and_keeps_it() -> None:
     memory[0] = 9
     assert tensor.tolist() == [0, 9, 2, 3]
     assert len(memory_of(torch.empty(0, 3))) == 0
-    assert bytes(memory_of(torch.ones(8, dtype=torch.bfloat16))) == b"\x80\x3f" * 8, "after the tensor is gone"
+    assert bytes(memory_of(torch.ones(8, dtype=torch.bfloat16))) == b"\x80\x3f" * 8, (
+        "after the tensor is gone"
+    )

@@ -1,4 +1,5 @@
-"""The folder of checkpoints: what latest() finds, what keep_last removes, what the next save clears up, and what they leave."""
+"""The folder of checkpoints: what latest() finds, what keep_last removes, what the next save clears
+up, and what they leave."""
 
 from __future__ import annotations
 
@@ -35,8 +36,12 @@ def _foreign(folder: str) -> None:
     foreign = {
         "step-00000002": "{}",
         "step-00000003": (root / "step-00000001" / "manifest.json").read_text(),  # of another step
-        "step-\u0660\u0660\u0660\u0660\u0660\u0660\u0660\u0664": (root / "step-00000001" / "manifest.json").read_text(),
-        "step-000000001": (root / "step-00000001" / "manifest.json").read_text(),  # as no save names it
+        "step-\u0660\u0660\u0660\u0660\u0660\u0660\u0660\u0664": (
+            root / "step-00000001" / "manifest.json"
+        ).read_text(),
+        "step-000000001": (
+            root / "step-00000001" / "manifest.json"
+        ).read_text(),  # as no save names it
         "step-00000009": '{"content": {}}',
     }
     for name, manifest in foreign.items():
@@ -49,7 +54,13 @@ def _foreign(folder: str) -> None:
     with pytest.warns(UserWarning, match="passes over .*step-00000009"):
         assert checkpoint.latest(root) == root / "step-00000005"
     checkpoint.save(root, model, step=6, keep_last=1)
-    assert _names(root) == {*foreign, "step-00000006", "step-00000008", "step-00000010", "step-00000011"}
+    assert _names(root) == {
+        *foreign,
+        "step-00000006",
+        "step-00000008",
+        "step-00000010",
+        "step-00000011",
+    }
 
 
 def test_only_what_has_a_manifest_of_its_step_is_loaded_or_removed(tmp_path: Path) -> None:
@@ -106,7 +117,12 @@ def _left_overs(folder: str) -> None:
 
     if first:
         gone = [left(1, here), left(2, other, age=old), left(3, None, age=old)]
-        stays = [left(4, here, lives=True), left(5, other), left(6, None), left(7, here, age=old, lives=True)]
+        stays = [
+            left(4, here, lives=True),
+            left(5, other),
+            left(6, None),
+            left(7, here, age=old, lives=True),
+        ]
         (root / f".step-00000008-{IDENTITY}").mkdir()  # killed before it was owned
         (root / ".removed-step-00000009-123").mkdir()  # killed while it removed an old one
         (root / ".removed-step-00000009-123" / "manifest.json").touch()
@@ -120,8 +136,14 @@ def _left_overs(folder: str) -> None:
     if first:
         removed = {*gone, f".step-00000008-{IDENTITY}", ".removed-step-00000009-123"}
         assert _names(root) == before - removed | {"step-00000020"}
-        assert all((root / name / "rank-00000.safetensors").read_bytes() == b"1234" for name in stays)
-        assert _names(root / "step-00000020") == {"manifest.json", "rank-00000.safetensors", "rank-00001.safetensors"}
+        assert all(
+            (root / name / "rank-00000.safetensors").read_bytes() == b"1234" for name in stays
+        )
+        assert _names(root / "step-00000020") == {
+            "manifest.json",
+            "rank-00000.safetensors",
+            "rank-00001.safetensors",
+        }
         for descriptor in living:
             os.close(descriptor)
     dist.barrier()
@@ -130,7 +152,9 @@ def _left_overs(folder: str) -> None:
         assert not _names(root) & {stays[0], stays[3]}
 
 
-def test_the_next_save_removes_what_killed_saves_have_left_and_nothing_that_may_be_alive(tmp_path: Path) -> None:
+def test_the_next_save_removes_what_killed_saves_have_left_and_nothing_that_may_be_alive(
+    tmp_path: Path,
+) -> None:
     run_ranks(2, _left_overs, str(tmp_path))
 
 
@@ -141,7 +165,9 @@ def _two_jobs(folder: str) -> None:
     model = FSDP(nn.Linear(3, 3), process_group=groups[job])
     saves = []
     for number in range(6):
-        saves.append(checkpoint.async_save(folder, model, extra=job, step=2 * number + job, keep_last=2))
+        saves.append(
+            checkpoint.async_save(folder, model, extra=job, step=2 * number + job, keep_last=2)
+        )
     for save in saves:
         save.wait()
     dist.barrier()
@@ -171,7 +197,10 @@ def _not_synced(folder: str) -> None:
     directory.sync_directory = sync  # type: ignore[assignment]
     try:
         for step, save in ((2, _save), (3, _save_in_background)):
-            with pytest.raises(CheckpointError, match=r"checkpoint stands(.|\n)*rank 0: NotSynced: .*Input/output error"):
+            with pytest.raises(
+                CheckpointError,
+                match=r"checkpoint stands(.|\n)*rank 0: NotSynced: .*Input/output error",
+            ):
                 save(root, model, step)
             dist.barrier()
             assert checkpoint.latest(root) == root / f"step-{step:08d}"
@@ -179,7 +208,11 @@ def _not_synced(folder: str) -> None:
         directory.sync_directory = original
     checkpoint.load(root / "step-00000003", model)
     dist.barrier()
-    assert _names(root) == {"step-00000001", "step-00000002", "step-00000003"}  # keep_last has removed none
+    assert _names(root) == {
+        "step-00000001",
+        "step-00000002",
+        "step-00000003",
+    }  # keep_last has removed none
 
 
 def _save(root: Path, model: Any, step: int) -> None:
@@ -190,11 +223,15 @@ def _save_in_background(root: Path, model: Any, step: int) -> None:
     checkpoint.async_save(root, model, step=step, keep_last=1).wait()
 
 
-def test_a_save_whose_folder_cannot_be_synced_says_that_the_checkpoint_stands(tmp_path: Path) -> None:
+def test_a_save_whose_folder_cannot_be_synced_says_that_the_checkpoint_stands(
+    tmp_path: Path,
+) -> None:
     run_ranks(2, _not_synced, str(tmp_path))
 
 
-def test_a_directory_that_is_removed_before_it_is_owned_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_directory_that_is_removed_before_it_is_owned_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path, mkdir, swept = tmp_path / f".step-00000001-{IDENTITY}", os.mkdir, []
 
     def mkdir_and_lose(name: Any, *args: Any, **kwargs: Any) -> None:

@@ -1,4 +1,5 @@
-"""The head of a safetensors file: the library reads ours, we read the library's, and nothing else is taken for one."""
+"""The head of a safetensors file: the library reads ours, we read the library's, and nothing else
+is taken for one."""
 
 from __future__ import annotations
 
@@ -18,10 +19,20 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fsdp_compat._engine.storage import memory_of
-from fsdp_compat.checkpoint._header import _NAMES, Entry, dtype_name, dtype_of, encode_header, read_header
+from fsdp_compat.checkpoint._header import (
+    _NAMES,
+    Entry,
+    dtype_name,
+    dtype_of,
+    encode_header,
+    read_header,
+)
 from fsdp_compat.errors import CheckpointError, UsageError
 
-DTYPES = [getattr(torch, name) for name in ("bool", "uint8", "int8", "int16", "uint16", "int32", "uint32", "int64", "uint64")]
+DTYPES = [
+    getattr(torch, name)
+    for name in ("bool", "uint8", "int8", "int16", "uint16", "int32", "uint32", "int64", "uint64")
+]
 DTYPES += [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64]
 DTYPES += [torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz]
 
@@ -45,7 +56,9 @@ def made(facts: dict[str, tuple[torch.dtype, tuple[int, ...]]]) -> dict[str, tor
 
 def write(path: Path, values: dict[str, torch.Tensor], metadata: dict[str, str]) -> list[Entry]:
     """Write a file from a header of ours."""
-    head, entries = encode_header([(name, value.dtype, tuple(value.shape)) for name, value in values.items()], metadata)
+    head, entries = encode_header(
+        [(name, value.dtype, tuple(value.shape)) for name, value in values.items()], metadata
+    )
     content = bytearray(head)
     for entry in entries:
         assert entry.start == len(content), "nothing lies between two tensors"
@@ -72,7 +85,9 @@ def test_the_library_opens_files_with_a_header_of_ours(
     with safetensors.safe_open(path, "pt") as file:
         assert (file.metadata() or {}) == metadata
     assert read_header(path) == ({entry.name: entry for entry in entries}, metadata)
-    assert all(entry.start % entry.dtype.itemsize == 0 for entry in entries), "aligned, so that a file can be mapped"
+    assert all(entry.start % entry.dtype.itemsize == 0 for entry in entries), (
+        "aligned, so that a file can be mapped"
+    )
 
 
 @same_path
@@ -86,7 +101,9 @@ def test_files_of_the_library_are_read(
     assert read == metadata
     content = path.read_bytes()
     found = {
-        name: torch.frombuffer(bytearray(content[entry.start : entry.stop]), dtype=torch.uint8).view(entry.dtype).view(entry.shape)
+        name: torch.frombuffer(bytearray(content[entry.start : entry.stop]), dtype=torch.uint8)
+        .view(entry.dtype)
+        .view(entry.shape)
         if entry.nbytes
         else torch.empty(entry.shape, dtype=entry.dtype)
         for name, entry in entries.items()
@@ -95,7 +112,12 @@ def test_files_of_the_library_are_read(
 
 
 def test_wide_dtypes_come_first_and_the_rest_stays_in_order() -> None:
-    given = [("a", torch.int8, (3,)), ("b", torch.float32, (2,)), ("c", torch.float64, ()), ("d", torch.float32, (0, 5))]
+    given = [
+        ("a", torch.int8, (3,)),
+        ("b", torch.float32, (2,)),
+        ("c", torch.float64, ()),
+        ("d", torch.float32, (0, 5)),
+    ]
     head, entries = encode_header(given, {})
     assert [entry.name for entry in entries] == ["c", "b", "d", "a"]
     assert [entry.start - len(head) for entry in entries] == [0, 8, 16, 16]
@@ -153,7 +175,23 @@ DAMAGED: dict[str, bytes] = {
         f"{key} {value}": file_of({"a": {**GOOD, key: value}}, 100)
         for key, values in {
             "dtype": ["F31", "", None, 3, [], {}, "float32"],
-            "shape": [[3], [2, 0], [-2], [-1, -2], ["2"], [2.0], [2.7], [None], [[2]], None, 2, "2", {"2": 1}, [10**30], [True, 2]],
+            "shape": [
+                [3],
+                [2, 0],
+                [-2],
+                [-1, -2],
+                ["2"],
+                [2.0],
+                [2.7],
+                [None],
+                [[2]],
+                None,
+                2,
+                "2",
+                {"2": 1},
+                [10**30],
+                [True, 2],
+            ],
             "data_offsets": [
                 [0, 4],
                 [8, 0],
@@ -174,15 +212,22 @@ DAMAGED: dict[str, bytes] = {
     },
     "infinite": file_of(b'{"a": {"dtype": "F32", "shape": [1e400], "data_offsets": [0, 8]}}'),
     "not a number": file_of(b'{"a": {"dtype": "F32", "shape": [2], "data_offsets": [NaN, NaN]}}'),
-    **{f"without {key}": file_of({"a": {k: v for k, v in GOOD.items() if k != key}}) for key in GOOD},
+    **{
+        f"without {key}": file_of({"a": {k: v for k, v in GOOD.items() if k != key}})
+        for key in GOOD
+    },
     "facts are a list": file_of({"a": [1]}),
     "facts are a text": file_of({"a": "dtype"}),
     # what the library refuses, and a reader that is content with JSON takes
     "a byte inserted before the first tensor": file_of({"a": {**GOOD, "data_offsets": [1, 9]}}, 9),
     "a byte inserted behind the header": file_of({"a": GOOD}, 9),
     "a hole": file_of({"a": GOOD, "b": {**GOOD, "data_offsets": [12, 20]}}, 20),
-    "a hole at the end": file_of({"a": GOOD, "b": {**GOOD, "shape": [0], "data_offsets": [12, 12]}}, 12),
-    "an empty tensor inside of another": file_of({"a": GOOD, "b": {**GOOD, "shape": [0], "data_offsets": [4, 4]}}),
+    "a hole at the end": file_of(
+        {"a": GOOD, "b": {**GOOD, "shape": [0], "data_offsets": [12, 12]}}, 12
+    ),
+    "an empty tensor inside of another": file_of(
+        {"a": GOOD, "b": {**GOOD, "shape": [0], "data_offsets": [4, 4]}}
+    ),
     "bytes and no tensors": file_of({}),
     "UTF-16": file_of(json.dumps({"a": GOOD}).encode("utf-16")),
     "UTF-16 without a mark": file_of(json.dumps({"a": GOOD}).encode("utf-16-le")),
@@ -190,19 +235,40 @@ DAMAGED: dict[str, bytes] = {
     "a byte order mark": file_of(b"\xef\xbb\xbf" + json.dumps({"a": GOOD}).encode()),
     "zeros behind the text": file_of(json.dumps({"a": GOOD}).encode() + bytes(3)),
     "a second text": file_of(json.dumps({"a": GOOD}).encode() + b"{}"),
-    "a field twice": file_of(b'{"a": {"dtype": "F32", "dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}'),
+    "a field twice": file_of(
+        b'{"a": {"dtype": "F32", "dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}'
+    ),
     "the texts twice": file_of(b'{"__metadata__": {}, "__metadata__": {"b": "c"}}', 0),
-    "a name in surrogates": file_of(b'{"a\xed\xa0\x80": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}'),
-    "half of an escaped character": file_of(b'{"\\ud83d": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}'),
+    "a name in surrogates": file_of(
+        b'{"a\xed\xa0\x80": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}'
+    ),
+    "half of an escaped character": file_of(
+        b'{"\\ud83d": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}'
+    ),
     "half of one in a text": file_of(b'{"__metadata__": {"b": "\\udc00"}}', 0),
-    "a control character": file_of(b'{"a\n": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}'),
+    "a control character": file_of(
+        b'{"a\n": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}'
+    ),
     "minus zero": file_of(b'{"a": {"dtype": "F32", "shape": [2], "data_offsets": [-0, 8]}}'),
     "2e0": file_of(b'{"a": {"dtype": "F32", "shape": [2e0], "data_offsets": [0, 8]}}'),
     "02": file_of(b'{"a": {"dtype": "F32", "shape": [02], "data_offsets": [0, 8]}}'),
-    "2**64 elements": file_of({"a": {**GOOD, "shape": [2**32, 2**32, 0], "data_offsets": [0, 0]}}, 0),
+    "2**64 elements": file_of(
+        {"a": {**GOOD, "shape": [2**32, 2**32, 0], "data_offsets": [0, 0]}}, 0
+    ),
     **{
-        f"beside the facts: {odd[:10]!r}": file_of(b'{"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8], "x": %b}}' % odd)
-        for odd in (b"NaN", b"-Infinity", b"1e999", b"9" * 400, b'"\\ud800"', b"[" * 126 + b"]" * 126, b"[1,]", b"nul")
+        f"beside the facts: {odd[:10]!r}": file_of(
+            b'{"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8], "x": %b}}' % odd
+        )
+        for odd in (
+            b"NaN",
+            b"-Infinity",
+            b"1e999",
+            b"9" * 400,
+            b'"\\ud800"',
+            b"[" * 126 + b"]" * 126,
+            b"[1,]",
+            b"nul",
+        )
     },
 }
 
@@ -213,22 +279,38 @@ READ: dict[str, bytes] = {
     "spaces around": file_of(b" \t\r\n" + json.dumps({"a": GOOD}).encode() + b" \n "),
     "texts that are null": file_of({"__metadata__": None, "a": GOOD}),
     "in another order": file_of({"b": {**GOOD, "data_offsets": [8, 16]}, "a": GOOD}, 16),
-    "an empty tensor before": file_of({"a": GOOD, "b": {**GOOD, "shape": [2, 0], "data_offsets": [0, 0]}}),
-    "an empty tensor behind": file_of({"a": GOOD, "b": {**GOOD, "shape": [0, 2**40], "data_offsets": [8, 8]}}),
+    "an empty tensor before": file_of(
+        {"a": GOOD, "b": {**GOOD, "shape": [2, 0], "data_offsets": [0, 0]}}
+    ),
+    "an empty tensor behind": file_of(
+        {"a": GOOD, "b": {**GOOD, "shape": [0, 2**40], "data_offsets": [8, 8]}}
+    ),
     "a scalar without a name": file_of({"": {**GOOD, "shape": [], "data_offsets": [0, 4]}}, 4),
-    "an escaped pair": file_of(b'{"\\ud83d\\ude00\\\\ud83d": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}'),
-    "more than the facts": file_of({"a": {**GOOD, "x": [1.5, None, {"y": -3, "z": 10**300}], "\u00e9": {}}}),
-    "125 lists in one another": file_of({"a": {**GOOD, "x": functools.reduce(lambda inner, _: [inner], range(124), [])}}),
-    "brackets and quotes in texts": file_of({"__metadata__": {"b": '[{"' * 500 + "\\"}, "[[{": GOOD}),
+    "an escaped pair": file_of(
+        b'{"\\ud83d\\ude00\\\\ud83d": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}'
+    ),
+    "more than the facts": file_of(
+        {"a": {**GOOD, "x": [1.5, None, {"y": -3, "z": 10**300}], "\u00e9": {}}}
+    ),
+    "125 lists in one another": file_of(
+        {"a": {**GOOD, "x": functools.reduce(lambda inner, _: [inner], range(124), [])}}
+    ),
+    "brackets and quotes in texts": file_of(
+        {"__metadata__": {"b": '[{"' * 500 + "\\"}, "[[{": GOOD}
+    ),
     "f8_e8m0": file_of({"a": {"dtype": "F8_E8M0", "shape": [8], "data_offsets": [0, 8]}}),
 }
 
 # Read by the library, though it could be read in two ways: refused.
 AMBIGUOUS: dict[str, bytes] = {
-    "a tensor twice": file_of(json.dumps({"a": GOOD}).encode()[:-1] + b',"a":' + json.dumps(GOOD).encode() + b"}"),
+    "a tensor twice": file_of(
+        json.dumps({"a": GOOD}).encode()[:-1] + b',"a":' + json.dumps(GOOD).encode() + b"}"
+    ),
     "a text twice": file_of(b'{"__metadata__": {"b": "c", "b": "d"}}', 0),
     "facts without their names": file_of(b'{"a": ["F32", [2], [0, 8]]}'),
-    "strides that do not fit 64 bits": file_of({"a": {**GOOD, "shape": [0, 2**32, 2**32], "data_offsets": [0, 0]}}, 0),
+    "strides that do not fit 64 bits": file_of(
+        {"a": {**GOOD, "shape": [0, 2**32, 2**32], "data_offsets": [0, 0]}}, 0
+    ),
 }
 
 
@@ -236,10 +318,17 @@ AMBIGUOUS: dict[str, bytes] = {
 def test_what_is_no_safetensors_file_is_named(tmp_path: Path, name: str) -> None:
     path = tmp_path / "odd.safetensors"
     path.write_bytes(DAMAGED[name])
-    with pytest.raises(CheckpointError, match=r"odd.safetensors is not a safetensors file") as caught:
+    with pytest.raises(
+        CheckpointError, match=r"odd.safetensors is not a safetensors file"
+    ) as caught:
         read_header(path)
     lines = str(caught.value).splitlines()
-    assert [line.strip().partition(":")[0] for line in lines[1:]] == ["expected", "got", "where", "to do"]
+    assert [line.strip().partition(":")[0] for line in lines[1:]] == [
+        "expected",
+        "got",
+        "where",
+        "to do",
+    ]
     assert len(str(caught.value)) < 2000
 
 
@@ -260,7 +349,9 @@ def read_here(path: Path) -> Tensors | None:
         return None
     content = path.read_bytes()
     return {
-        name: torch.tensor(list(content[entry.start : entry.stop]), dtype=torch.uint8).view(entry.dtype).view(entry.shape)
+        name: torch.tensor(list(content[entry.start : entry.stop]), dtype=torch.uint8)
+        .view(entry.dtype)
+        .view(entry.shape)
         for name, entry in entries.items()
     }
 
@@ -284,7 +375,8 @@ def test_the_library_reads_and_refuses_the_same_files(tmp_path: Path, name: str)
 
 
 def test_the_abuse_files_that_the_library_has_published_are_refused(tmp_path: Path) -> None:
-    """A length that reaches beyond the file; very many tensors that share their bytes, in a header below and above the limit."""
+    """A length that reaches beyond the file; very many tensors that share their bytes, in a header
+    below and above the limit."""
     path = tmp_path / "abuse.safetensors"
     safetensors.torch.save_file({"weight": torch.zeros(2, 2)}, path)
     with open(path, "r+b") as file:
@@ -292,8 +384,13 @@ def test_the_abuse_files_that_the_library_has_published_are_refused(tmp_path: Pa
     assert read_here(path) is read_by_the_library(path) is None
 
     facts = json.dumps({"dtype": "F32", "shape": [200, 200], "data_offsets": [0, 160_000]})
-    text = f"{{{', '.join(f'{chr(34)}weight_{i}{chr(34)}: {facts}' for i in range(30_000))}}}".encode()
-    for length, got in ((len(text), "after byte 160000"), (1_000_000_000, "a header of 1000000000 bytes")):
+    text = (
+        f"{{{', '.join(f'{chr(34)}weight_{i}{chr(34)}: {facts}' for i in range(30_000))}}}".encode()
+    )
+    for length, got in (
+        (len(text), "after byte 160000"),
+        (1_000_000_000, "a header of 1000000000 bytes"),
+    ):
         with open(path, "wb") as file:
             file.write(struct.pack("<Q", length) + text + b" " * 16)
             file.truncate(2 * length)
@@ -302,18 +399,57 @@ def test_the_abuse_files_that_the_library_has_published_are_refused(tmp_path: Pa
         assert read_by_the_library(path) is None
 
 
-ODD_NUMBERS: list[Any] = [0, 1, 2, 3, 8, -1, 2**31, 2**32, 2**63 - 1, 2**63, 2**64, 10**30, 2.0, -0.0, True, None, "2", [2]]
-ODD_VALUES: list[Any] = [{}, [], [0, 8], [8, 0], [0], [0, 4, 8], "F32", "F64", "f32", "", "F31", "C64", "F4", "BOOL"]
+ODD_NUMBERS: list[Any] = [
+    0,
+    1,
+    2,
+    3,
+    8,
+    -1,
+    2**31,
+    2**32,
+    2**63 - 1,
+    2**63,
+    2**64,
+    10**30,
+    2.0,
+    -0.0,
+    True,
+    None,
+    "2",
+    [2],
+]
+ODD_VALUES: list[Any] = [
+    {},
+    [],
+    [0, 8],
+    [8, 0],
+    [0],
+    [0, 4, 8],
+    "F32",
+    "F64",
+    "f32",
+    "",
+    "F31",
+    "C64",
+    "F4",
+    "BOOL",
+]
 
 
 @st.composite
 def near_files(draw: st.DrawFn) -> bytes:
-    """Files as the library writes them, with a few changes in what the header says, in its text, and in its length."""
+    """Files as the library writes them, with a few changes in what the header says, in its text,
+    and in its length."""
     described: dict[str, Any] = {}
     nbytes = 0
     for name, (dtype, shape) in draw(tensors).items():
         size = torch.Size(shape).numel() * dtype.itemsize
-        described[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [nbytes, nbytes + size]}
+        described[name] = {
+            "dtype": _NAMES[dtype],
+            "shape": list(shape),
+            "data_offsets": [nbytes, nbytes + size],
+        }
         nbytes += size
     if draw(st.booleans()):
         described["__metadata__"] = draw(texts)
@@ -337,12 +473,18 @@ def near_files(draw: st.DrawFn) -> bytes:
     if draw(st.integers(0, 3)) == 0:
         changed[draw(st.integers(0, len(changed) - 1))] = draw(st.integers(0, 255))
     data = bytes(max(nbytes + draw(st.sampled_from([0, 0, 0, 0, 1, -1, 8])), 0))
-    return struct.pack("<Q", max(0, len(changed) + draw(st.sampled_from([0, 0, 0, 0, 1, -1])))) + bytes(changed) + data
+    return (
+        struct.pack("<Q", max(0, len(changed) + draw(st.sampled_from([0, 0, 0, 0, 1, -1]))))
+        + bytes(changed)
+        + data
+    )
 
 
 @settings(same_path, max_examples=200)
 @given(content=near_files())
-def test_no_file_is_read_that_the_library_refuses_and_none_in_another_way(tmp_path: Path, content: bytes) -> None:
+def test_no_file_is_read_that_the_library_refuses_and_none_in_another_way(
+    tmp_path: Path, content: bytes
+) -> None:
     path = tmp_path / "file.safetensors"
     path.write_bytes(content)
     assert_read_alike(path)
@@ -358,7 +500,9 @@ BOMBS: dict[str, bytes] = {
 
 
 @pytest.mark.parametrize("name", BOMBS)
-def test_a_header_of_brackets_is_refused_before_it_is_parsed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_a_header_of_brackets_is_refused_before_it_is_parsed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
     path = tmp_path / "odd.safetensors"
     path.write_bytes(file_of(BOMBS[name], 0))
     monkeypatch.setattr(json, "loads", lambda *_, **__: pytest.fail("parsed"))
@@ -366,9 +510,13 @@ def test_a_header_of_brackets_is_refused_before_it_is_parsed(tmp_path: Path, mon
         read_header(path)
 
 
-def test_a_shape_of_very_many_large_sizes_is_refused_without_multiplying_them(tmp_path: Path) -> None:
+def test_a_shape_of_very_many_large_sizes_is_refused_without_multiplying_them(
+    tmp_path: Path,
+) -> None:
     path = tmp_path / "odd.safetensors"
-    path.write_bytes(file_of({"a": {**GOOD, "shape": [10**18] * 100_000 + [0], "data_offsets": [0, 0]}}, 0))
+    path.write_bytes(
+        file_of({"a": {**GOOD, "shape": [10**18] * 100_000 + [0], "data_offsets": [0, 0]}}, 0)
+    )
     with pytest.raises(CheckpointError, match="a shape that is too large"):
         read_header(path)
 
@@ -380,15 +528,23 @@ def test_what_would_not_be_read_again_is_not_written() -> None:
 
 def test_a_fifo_is_refused_before_it_is_opened(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "file.safetensors")
-    with pytest.raises(CheckpointError, match=r"file.safetensors is not a regular file(.|\n)*got: +a FIFO"):
+    with pytest.raises(
+        CheckpointError, match=r"file.safetensors is not a regular file(.|\n)*got: +a FIFO"
+    ):
         read_header(tmp_path / "file.safetensors")
 
 
 @same_path
 @given(data=st.data())
-def test_a_header_with_any_byte_changed_is_read_or_is_a_checkpoint_error(tmp_path: Path, data: st.DataObject) -> None:
+def test_a_header_with_any_byte_changed_is_read_or_is_a_checkpoint_error(
+    tmp_path: Path, data: st.DataObject
+) -> None:
     path = tmp_path / "file.safetensors"
-    write(path, made({"weight": (torch.float32, (2, 3)), "bias": (torch.int8, (3,))}), {"format": "pt"})
+    write(
+        path,
+        made({"weight": (torch.float32, (2, 3)), "bias": (torch.int8, (3,))}),
+        {"format": "pt"},
+    )
     content = bytearray(path.read_bytes())
     for _ in range(data.draw(st.integers(1, 3))):
         content[data.draw(st.integers(0, len(content) - 28))] = data.draw(st.integers(0, 255))

@@ -19,16 +19,33 @@ from hypothesis import strategies as st
 from fsdp_compat._layout.flat import flat_layout
 from fsdp_compat._layout.spec import FlatLayout, ParamSpec
 from fsdp_compat.checkpoint._blocks import Facts
-from fsdp_compat.checkpoint._manifest import MANIFEST, FlatGroup, Manifest, file_name, read_manifest, versions
+from fsdp_compat.checkpoint._manifest import (
+    MANIFEST,
+    FlatGroup,
+    Manifest,
+    file_name,
+    read_manifest,
+    versions,
+)
 from fsdp_compat.errors import CheckpointError
 
 FOUR_FACTS = ["expected", "got", "where", "to do"]
 same_path = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=40)
 
 
-def group(name: str, axis: int, ranks: int, params: dict[str, tuple[int, ...]], dtype: torch.dtype = torch.float32) -> FlatGroup:
-    layout = flat_layout([f"{name}.{param}" for param in params], list(params.values()), ranks=ranks, align=4)
-    return FlatGroup(f"{name}.flat_0", dtype, axis, layout, tuple((param,) for param in layout.names))
+def group(
+    name: str,
+    axis: int,
+    ranks: int,
+    params: dict[str, tuple[int, ...]],
+    dtype: torch.dtype = torch.float32,
+) -> FlatGroup:
+    layout = flat_layout(
+        [f"{name}.{param}" for param in params], list(params.values()), ranks=ranks, align=4
+    )
+    return FlatGroup(
+        f"{name}.flat_0", dtype, axis, layout, tuple((param,) for param in layout.names)
+    )
 
 
 def example() -> Manifest:
@@ -41,7 +58,9 @@ def example() -> Manifest:
         axes=((0, 1), (2,)),
         groups=(tied, group("head", 1, 1, {"bias": (7,)}, torch.bfloat16)),
         files=(Facts(0, ()), Facts(5 << 20, (1, 0xFFFFFFFF)), Facts(3, (0x0A,))),
-        param_groups=[{"params": ["head.bias"], "settings": {"lr": 0.1, "betas": {"@tuple": [0.9, 0.95]}}}],
+        param_groups=[
+            {"params": ["head.bias"], "settings": {"lr": 0.1, "betas": {"@tuple": [0.9, 0.95]}}}
+        ],
         written_by=versions(),
     )
 
@@ -60,7 +79,9 @@ def changed(change: Callable[[dict[str, Any]], object]) -> str:
 def assert_damaged(path: Path) -> None:
     with pytest.raises(CheckpointError) as caught:
         read_manifest(path)
-    assert [line.strip().partition(":")[0] for line in str(caught.value).splitlines()[-4:]] == FOUR_FACTS
+    assert [
+        line.strip().partition(":")[0] for line in str(caught.value).splitlines()[-4:]
+    ] == FOUR_FACTS
     assert str(path) in str(caught.value)
 
 
@@ -76,11 +97,17 @@ def manifests(draw: st.DrawFn) -> Manifest:
     files = []
     for _ in range(num_files):
         nbytes = draw(st.integers(0, 20 << 20))
-        checksums = draw(st.lists(st.integers(0, 2**32 - 1), min_size=(n := -(-nbytes // (4 << 20))), max_size=n))
+        checksums = draw(
+            st.lists(st.integers(0, 2**32 - 1), min_size=(n := -(-nbytes // (4 << 20))), max_size=n)
+        )
         files.append(Facts(nbytes, tuple(checksums)))
     order = st.permutations(range(num_files))
     axes = draw(
-        st.lists(st.tuples(order, st.integers(1, num_files)).map(lambda cut: tuple(cut[0][: cut[1]])), min_size=1, max_size=3)
+        st.lists(
+            st.tuples(order, st.integers(1, num_files)).map(lambda cut: tuple(cut[0][: cut[1]])),
+            min_size=1,
+            max_size=3,
+        )
     )
     names = iter(draw(st.lists(st.text(max_size=5), unique=True, min_size=12, max_size=12)))
     groups = []
@@ -88,8 +115,15 @@ def manifests(draw: st.DrawFn) -> Manifest:
         axis = draw(st.integers(0, len(axes) - 1))
         sizes = draw(st.lists(st.lists(st.integers(0, 4), max_size=3).map(tuple), max_size=3))
         found = tuple((next(names),) for _ in sizes)
-        layout = flat_layout([its[0] for its in found], sizes, ranks=len(axes[axis]), align=draw(st.sampled_from([1, 8])))
-        dtype = draw(st.sampled_from([torch.float32, torch.bfloat16, torch.int64, torch.complex128]))
+        layout = flat_layout(
+            [its[0] for its in found],
+            sizes,
+            ranks=len(axes[axis]),
+            align=draw(st.sampled_from([1, 8])),
+        )
+        dtype = draw(
+            st.sampled_from([torch.float32, torch.bfloat16, torch.int64, torch.complex128])
+        )
         groups.append(FlatGroup(f"flat_{number}", dtype, axis, layout, found))
     settings = draw(st.none() | st.just([{"params": ["a"], "settings": {"lr": float("inf")}}]))
     return Manifest(
@@ -124,7 +158,10 @@ def test_every_name_is_located() -> None:
 
 
 def test_a_file_has_the_number_of_its_rank() -> None:
-    assert (file_name(0), file_name(123456)) == ("rank-00000.safetensors", "rank-123456.safetensors")
+    assert (file_name(0), file_name(123456)) == (
+        "rank-00000.safetensors",
+        "rank-123456.safetensors",
+    )
 
 
 # -- what is noticed
@@ -162,7 +199,11 @@ def test_a_changed_character_anywhere_is_noticed(tmp_path: Path, old: bytes) -> 
 def test_a_text_that_was_cut_or_grew_is_noticed(tmp_path: Path, data: st.DataObject) -> None:
     text = example().as_text()
     at = data.draw(st.integers(0, len(text)))
-    grown = text[:at] + data.draw(st.text(st.characters(codec="utf-8"), min_size=1, max_size=3)) + text[at:]
+    grown = (
+        text[:at]
+        + data.draw(st.text(st.characters(codec="utf-8"), min_size=1, max_size=3))
+        + text[at:]
+    )
     for wrong in (text[: min(at, len(text) - 1)], text[at + 1 :] if at else text[1:], grown):
         (tmp_path / MANIFEST).write_bytes(wrong.encode())
         assert_damaged(tmp_path)
@@ -170,7 +211,11 @@ def test_a_text_that_was_cut_or_grew_is_noticed(tmp_path: Path, data: st.DataObj
 
 def test_what_is_no_checkpoint_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    for path, got in ((tmp_path, "a directory without"), (tmp_path / "none", "no such directory"), (tmp_path / "file", "no such")):
+    for path, got in (
+        (tmp_path, "a directory without"),
+        (tmp_path / "none", "no such directory"),
+        (tmp_path / "file", "no such"),
+    ):
         with pytest.raises(CheckpointError, match=f"There is no checkpoint(.|\n)*got: +{got}"):
             read_manifest(path)
         assert_damaged(path)
@@ -210,11 +255,15 @@ WRONG: dict[str, Callable[[dict[str, Any]], object]] = {
     "a shape that is larger": lambda c: c["groups"][0]["parameters"][0].update(shape=[6, 3]),
     "a negative shape": lambda c: c["groups"][0]["parameters"][0].update(shape=[-5, -3]),
     "a shape of texts": lambda c: c["groups"][0]["parameters"][0].update(shape=["5", "3"]),
-    "a shape that is infinite": lambda c: c["groups"][0]["parameters"][1].update(shape=[float("inf")]),
+    "a shape that is infinite": lambda c: c["groups"][0]["parameters"][1].update(
+        shape=[float("inf")]
+    ),
     "no names": lambda c: c["groups"][0]["parameters"][0].update(names=[]),
     "names that are a number": lambda c: c["groups"][0]["parameters"][0].update(names=3),
     "a name twice": lambda c: c["groups"][1]["parameters"][0].update(names=["encoder.weight"]),
-    "a name twice in one place": lambda c: c["groups"][1]["parameters"][0].update(names=["head.bias", "head.bias"]),
+    "a name twice in one place": lambda c: c["groups"][1]["parameters"][0].update(
+        names=["head.bias", "head.bias"]
+    ),
     "two groups in one entry": lambda c: c["groups"][1].update(name="decoder.flat_0", axis=0),
     "no dtype": lambda c: c["groups"][0].update(dtype="load"),
     "a dtype that is a list": lambda c: c["groups"][0].update(dtype=[]),
@@ -242,8 +291,12 @@ WRONG: dict[str, Callable[[dict[str, Any]], object]] = {
     "a name that is a list": lambda c: c["groups"][0]["parameters"][0].update(names=[["a"]]),
     "names that are a text": lambda c: c["groups"][0]["parameters"][0].update(names="ab"),
     "a group whose name is a list": lambda c: c["groups"][0].update(name=[]),
-    "very many large sizes": lambda c: c["groups"][0]["parameters"][0].update(shape=[10**18] * 100_000),
-    "an empty tensor of very large sizes": lambda c: c["groups"][0]["parameters"][1].update(shape=[0, 2**40, 2**40]),
+    "very many large sizes": lambda c: c["groups"][0]["parameters"][0].update(
+        shape=[10**18] * 100_000
+    ),
+    "an empty tensor of very large sizes": lambda c: c["groups"][0]["parameters"][1].update(
+        shape=[0, 2**40, 2**40]
+    ),
     "a checksum with a sign": lambda c: c["files"][2].update(crc32="+000000a"),
     "a checksum with a space": lambda c: c["files"][2].update(crc32=" 000000a"),
     "parameter groups that are an object": lambda c: c.update(param_groups={}),
@@ -258,7 +311,9 @@ WRONG: dict[str, Callable[[dict[str, Any]], object]] = {
 
 
 @pytest.mark.parametrize("what", WRONG)
-def test_a_layout_that_cannot_be_is_noticed_also_where_the_checksum_fits(tmp_path: Path, what: str) -> None:
+def test_a_layout_that_cannot_be_is_noticed_also_where_the_checksum_fits(
+    tmp_path: Path, what: str
+) -> None:
     (tmp_path / MANIFEST).write_text(changed(WRONG[what]))
     assert_damaged(tmp_path)
 
@@ -268,7 +323,9 @@ TWICE = CONTENT.replace('"step": 1200,', '"step": 1200, "step": 1200,')
 
 
 @pytest.mark.parametrize("content", ["{", "[]", "3", '{"format": 1]', "{" * 3, TWICE], ids=len)
-def test_a_content_that_is_no_json_is_noticed_also_where_the_checksum_fits(tmp_path: Path, content: str) -> None:
+def test_a_content_that_is_no_json_is_noticed_also_where_the_checksum_fits(
+    tmp_path: Path, content: str
+) -> None:
     (tmp_path / MANIFEST).write_text(text_of(content))
     assert_damaged(tmp_path)
 
@@ -278,9 +335,15 @@ def test_an_object_without_a_format_is_no_checkpoint_of_this_version(tmp_path: P
     assert_damaged(tmp_path)
 
 
-@pytest.mark.parametrize("odd", ["[" * 300 + "]" * 300, "[" + "[]," * 1_100_000 + "[]]"], ids=["deep", "wide"])
-def test_a_text_of_brackets_is_refused_before_it_is_parsed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, odd: str) -> None:
-    (tmp_path / MANIFEST).write_text(text_of(f'{{"format": "fsdp_compat checkpoint", "version": 1, "groups": {odd}}}'))
+@pytest.mark.parametrize(
+    "odd", ["[" * 300 + "]" * 300, "[" + "[]," * 1_100_000 + "[]]"], ids=["deep", "wide"]
+)
+def test_a_text_of_brackets_is_refused_before_it_is_parsed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, odd: str
+) -> None:
+    (tmp_path / MANIFEST).write_text(
+        text_of(f'{{"format": "fsdp_compat checkpoint", "version": 1, "groups": {odd}}}')
+    )
     monkeypatch.setattr(json, "loads", lambda *_, **__: pytest.fail("parsed"))
     assert_damaged(tmp_path)
 
@@ -292,20 +355,41 @@ def test_a_text_that_is_too_long_is_refused_before_it_is_parsed(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo], ids=["directory", "FIFO"])
-def test_what_is_not_a_file_in_the_place_of_the_manifest_is_no_checkpoint(tmp_path: Path, make: Callable[[Path], object]) -> None:
+def test_what_is_not_a_file_in_the_place_of_the_manifest_is_no_checkpoint(
+    tmp_path: Path, make: Callable[[Path], object]
+) -> None:
     make(tmp_path / MANIFEST)
     assert_damaged(tmp_path)
 
 
-ODD: list[Any] = [None, True, -1, 1, 2.5, 10**30, "", "a", [], [[]], [1, "a"], {}, {"a": 1}, {"names": 3}]
+ODD: list[Any] = [
+    None,
+    True,
+    -1,
+    1,
+    2.5,
+    10**30,
+    "",
+    "a",
+    [],
+    [[]],
+    [1, "a"],
+    {},
+    {"a": 1},
+    {"names": 3},
+]
 
 
 @settings(same_path, max_examples=200)
 @given(data=st.data())
-def test_a_manifest_with_any_value_replaced_is_read_or_is_a_checkpoint_error(tmp_path: Path, data: st.DataObject) -> None:
+def test_a_manifest_with_any_value_replaced_is_read_or_is_a_checkpoint_error(
+    tmp_path: Path, data: st.DataObject
+) -> None:
     content = around = json.loads(example().as_text())["content"]
     while True:
-        key = data.draw(st.sampled_from(list(around) if isinstance(around, dict) else range(len(around))))
+        key = data.draw(
+            st.sampled_from(list(around) if isinstance(around, dict) else range(len(around)))
+        )
         if not around[key] or not isinstance(around[key], (list, dict)) or data.draw(st.booleans()):
             break
         around = around[key]
@@ -326,13 +410,24 @@ def test_a_manifest_with_any_value_replaced_is_read_or_is_a_checkpoint_error(tmp
 
 
 def nbytes(num_groups: int, num_params: int, num_files: int, file_nbytes: int = 0) -> int:
-    """The size of a manifest, in groups of equal numbers of parameters, which are sharded over all files."""
+    """The size of a manifest, in groups of equal numbers of parameters, which are sharded over all
+    files."""
     shapes = [(1024, 1024)] * (num_params // num_groups)
     groups = []
     for number in range(num_groups):
-        names = [f"model.layers.{number:03d}.mlp.{index:03d}.weight" for index in range(len(shapes))]
+        names = [
+            f"model.layers.{number:03d}.mlp.{index:03d}.weight" for index in range(len(shapes))
+        ]
         layout = flat_layout(names, shapes, ranks=num_files, align=4)
-        groups.append(FlatGroup(f"model.layers.{number}.flat_0", torch.float32, 0, layout, tuple((name,) for name in names)))
+        groups.append(
+            FlatGroup(
+                f"model.layers.{number}.flat_0",
+                torch.float32,
+                0,
+                layout,
+                tuple((name,) for name in names),
+            )
+        )
     facts = Facts(file_nbytes, (0xFFFFFFFF,) * -(-file_nbytes // (4 << 20)))
     return len(
         Manifest(

@@ -1,4 +1,5 @@
-"""checkpoint.save and checkpoint.load: the same model, optimizer and extra, whoever wrote and whoever reads; never a wrong one."""
+"""checkpoint.save and checkpoint.load: the same model, optimizer and extra, whoever wrote and
+whoever reads; never a wrong one."""
 
 from __future__ import annotations
 
@@ -34,7 +35,15 @@ from fsdp_compat.checkpoint import _loading as loading
 from fsdp_compat.checkpoint._blocks import BLOCK_NBYTES
 from fsdp_compat.errors import CheckpointError, FsdpCompatError, UsageError
 from fsdp_compat.wrap import ModuleWrapPolicy
-from tests.support.odd_model import Config, assert_same, assert_same_optim, make_model, make_optimizer, shard, train
+from tests.support.odd_model import (
+    Config,
+    assert_same,
+    assert_same_optim,
+    make_model,
+    make_optimizer,
+    shard,
+    train,
+)
 from tests.support.ranks import RankError, run_ranks
 
 STEPS = 2
@@ -58,7 +67,9 @@ def whole_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str,
 
 
 def num_sent(model: FSDP) -> int:
-    wires = {id(wire): wire for group in model._runtime.groups for wire in (group.shard, group.replica)}
+    wires = {
+        id(wire): wire for group in model._runtime.groups for wire in (group.shard, group.replica)
+    }
     return sum(sum(wire.traffic.counts.values()) for wire in wires.values())
 
 
@@ -74,7 +85,11 @@ def _write(folder: str, config: Config, kind: str) -> dict[str, Any] | None:
     assert path == Path(folder) / "step-00000002"
     state = whole_state(model, optimizer)
     losses = train(model, optimizer, range(STEPS, STEPS + 2))
-    return {**state, "losses": losses, "ranks": dist.get_world_size()} if dist.get_rank() == 0 else None
+    return (
+        {**state, "losses": losses, "ranks": dist.get_world_size()}
+        if dist.get_rank() == 0
+        else None
+    )
 
 
 def _read(folder: str, config: Config, kind: str, expected: dict[str, Any]) -> None:
@@ -100,7 +115,9 @@ def _read(folder: str, config: Config, kind: str, expected: dict[str, Any]) -> N
     counts = [entry["step"].data_ptr() for entry in optimizer.state.values() if "step" in entry]
     assert len(set(counts)) == len(counts)
     losses = train(model, optimizer, range(STEPS, STEPS + 2))
-    torch.testing.assert_close(torch.tensor(losses), torch.tensor(expected["losses"]), rtol=1e-6, atol=0.0)
+    torch.testing.assert_close(
+        torch.tensor(losses), torch.tensor(expected["losses"]), rtol=1e-6, atol=0.0
+    )
 
 
 def configs() -> st.SearchStrategy[Config]:
@@ -108,7 +125,12 @@ def configs() -> st.SearchStrategy[Config]:
     return st.tuples(strategies, st.booleans(), st.sampled_from(["blocks", "always"]))
 
 
-@settings(max_examples=14, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=14,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
 @given(st.integers(1, 4), configs(), st.integers(1, 4), configs(), st.sampled_from(["Adam", "SGD"]))
 def test_what_any_ranks_have_saved_any_ranks_load(
     tmp_path: Path, writers: int, saved: Config, readers: int, target: Config, kind: str
@@ -122,7 +144,9 @@ def test_what_any_ranks_have_saved_any_ranks_load(
 def _dtypes(folder: str) -> None:
     torch.manual_seed(3)
     model = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 5).bfloat16(), nn.Embedding(3, 2))
-    model[2].weight = nn.Parameter(torch.arange(6, dtype=torch.uint8).view(3, 2), requires_grad=False)
+    model[2].weight = nn.Parameter(
+        torch.arange(6, dtype=torch.uint8).view(3, 2), requires_grad=False
+    )
     model.register_buffer("inv", torch.randn(3), persistent=False)
     wrapped = FSDP(model, mixed_precision=MixedPrecision(buffer_dtype=torch.float16))
     checkpoint.save(folder, wrapped, step=0)
@@ -173,7 +197,9 @@ def _container(folder: str, reads: bool) -> Any:
 
     def step(seed: int) -> float:
         optimizer.zero_grad()
-        loss = model(torch.randn(4, 3, generator=torch.Generator().manual_seed(seed))).square().sum()
+        loss = (
+            model(torch.randn(4, 3, generator=torch.Generator().manual_seed(seed))).square().sum()
+        )
         loss.backward()
         optimizer.step()
         return loss.item()
@@ -203,7 +229,10 @@ def test_a_container_is_saved_with_what_is_not_sharded_in_it(tmp_path: Path) -> 
 
 def _save_large(folder: str) -> list[int]:
     torch.manual_seed(0)
-    model = FSDP(nn.Sequential(*(nn.Linear(256, 256) for _ in range(8))), auto_wrap_policy=ModuleWrapPolicy({nn.Linear}))
+    model = FSDP(
+        nn.Sequential(*(nn.Linear(256, 256) for _ in range(8))),
+        auto_wrap_policy=ModuleWrapPolicy({nn.Linear}),
+    )
     optimizer = torch.optim.Adam(model.parameters())
     model(torch.randn(1, 256)).sum().backward()
     optimizer.step()
@@ -217,7 +246,10 @@ def test_a_rank_writes_its_shards_once_and_the_manifest_is_small(tmp_path: Path)
         numels = run_ranks(ranks, _save_large, str(tmp_path / str(ranks)))[0]
         folder = tmp_path / str(ranks) / "step-00000001"
         files = sorted(path.name for path in folder.iterdir())
-        assert files == ["manifest.json", *(f"rank-{rank:05d}.safetensors" for rank in range(ranks))]
+        assert files == [
+            "manifest.json",
+            *(f"rank-{rank:05d}.safetensors" for rank in range(ranks)),
+        ]
         for name in files[1:]:
             content = (folder / name).read_bytes()
             assert 3 * 4 * sum(numels) <= len(content) < 3 * 4 * sum(numels) + 6000
@@ -225,7 +257,9 @@ def test_a_rank_writes_its_shards_once_and_the_manifest_is_small(tmp_path: Path)
             with safetensors.safe_open(str(folder / name), "pt") as file:
                 shapes = {key: tuple(file.get_tensor(key).shape) for key in file.keys()}  # noqa: SIM118
             assert shapes == {
-                f"{unit}.flat_0{state}": (numels[0],) for unit in range(8) for state in ("", ".exp_avg", ".exp_avg_sq")
+                f"{unit}.flat_0{state}": (numels[0],)
+                for unit in range(8)
+                for state in ("", ".exp_avg", ".exp_avg_sq")
             }
         sizes[ranks] = (folder / "manifest.json").stat().st_size
     assert sizes[4] - sizes[1] < 3 * 200  # a line for each file
@@ -235,7 +269,8 @@ def test_a_rank_writes_its_shards_once_and_the_manifest_is_small(tmp_path: Path)
 def _reads(folder: str, path: str, counted: str) -> tuple[int, int]:
     torch.manual_seed(1)
     model = FSDP(
-        nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(6))), auto_wrap_policy=ModuleWrapPolicy({nn.Linear})
+        nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(6))),
+        auto_wrap_policy=ModuleWrapPolicy({nn.Linear}),
     )
     if not path:
         checkpoint.save(folder, model, step=0)
@@ -259,10 +294,17 @@ def _reads(folder: str, path: str, counted: str) -> tuple[int, int]:
 def test_a_rank_reads_the_blocks_that_hold_its_part_and_no_others(tmp_path: Path) -> None:
     run_ranks(1, _reads, str(tmp_path), "", "")
     for ranks in (2, 3):
-        for read, own in run_ranks(ranks, _reads, str(tmp_path), str(tmp_path / "step-00000000"), "x"):
-            # The block with the head; then 6 runs, each of which may begin and end in the middle of a block, in a file of 24 MiB,
-            # once to be checked, and once to be checked again and loaded.
-            assert 2 * own <= read <= 2 * min(own + 6 * 2 * BLOCK_NBYTES, (24 << 20) + 100_000) + BLOCK_NBYTES
+        for read, own in run_ranks(
+            ranks, _reads, str(tmp_path), str(tmp_path / "step-00000000"), "x"
+        ):
+            # The block with the head; then 6 runs, each of which may begin and end in the middle of
+            # a block, in a file of 24 MiB, once to be checked, and once to be checked again and
+            # loaded.
+            assert (
+                2 * own
+                <= read
+                <= 2 * min(own + 6 * 2 * BLOCK_NBYTES, (24 << 20) + 100_000) + BLOCK_NBYTES
+            )
 
 
 # -- what is damaged
@@ -307,9 +349,18 @@ DAMAGES: dict[str, tuple[str, Callable[[Path], None]]] = {
     "a flipped bit in the manifest": ("manifest.json", _flip),
     "a truncated manifest": ("manifest.json", _truncate),
     "no manifest": ("manifest.json", Path.unlink),
-    "a FIFO in the place of a file": ("rank-00001.safetensors", lambda path: _replace(path, os.mkfifo)),
-    "a FIFO in the place of the manifest": ("manifest.json", lambda path: _replace(path, os.mkfifo)),
-    "a directory in the place of a file": ("rank-00001.safetensors", lambda path: _replace(path, os.mkdir)),
+    "a FIFO in the place of a file": (
+        "rank-00001.safetensors",
+        lambda path: _replace(path, os.mkfifo),
+    ),
+    "a FIFO in the place of the manifest": (
+        "manifest.json",
+        lambda path: _replace(path, os.mkfifo),
+    ),
+    "a directory in the place of a file": (
+        "rank-00001.safetensors",
+        lambda path: _replace(path, os.mkdir),
+    ),
 }
 
 
@@ -317,7 +368,9 @@ def _load_damaged(folder: str, cases: Mapping[str, str]) -> None:
     model, optimizer = build(ORIGINAL, seed=1)
     train(model, optimizer, range(1))
     before = [value.clone() for value in (*model.parameters(), *model.buffers())]
-    states = [{key: value.clone() for key, value in entry.items()} for entry in optimizer.state.values()]
+    states = [
+        {key: value.clone() for key, value in entry.items()} for entry in optimizer.state.values()
+    ]
     for what, name in cases.items():
         with pytest.raises(CheckpointError) as raised:
             checkpoint.load(Path(folder) / what, model, optimizer)
@@ -325,7 +378,10 @@ def _load_damaged(folder: str, cases: Mapping[str, str]) -> None:
         message = str(raised.value)
         assert all(fact in message for fact in FACTS), message
         assert name in message, message
-        assert all(torch.equal(now, then) for now, then in zip((*model.parameters(), *model.buffers()), before, strict=True)), what
+        assert all(
+            torch.equal(now, then)
+            for now, then in zip((*model.parameters(), *model.buffers()), before, strict=True)
+        ), what
         for entry, then in zip(optimizer.state.values(), states, strict=True):
             assert all(torch.equal(value, then[key]) for key, value in entry.items()), what
     train(model, optimizer, range(1, 2))
@@ -352,15 +408,26 @@ CHANGES: dict[str, Callable[[Path], None]] = {
 
 
 def _load_changing(folder: str) -> None:
-    """The files change when all ranks have checked them, and before any has copied a byte out of them."""
+    """The files change when all ranks have checked them, and before any has copied a byte out of
+    them."""
     model, optimizer = build(ORIGINAL, seed=1)
     train(model, optimizer, range(1))
-    path, file = Path(folder) / f"step-{STEPS:08d}", Path(folder) / f"step-{STEPS:08d}" / "rank-00001.safetensors"
+    path, file = (
+        Path(folder) / f"step-{STEPS:08d}",
+        Path(folder) / f"step-{STEPS:08d}" / "rank-00001.safetensors",
+    )
     good, together = file.read_bytes(), loading.agree
 
     def held() -> list[Tensor]:
         parameters = list(model.parameters())
-        return [*parameters, *(value for each in parameters for _, value in sorted(optimizer.state.get(each, {}).items()))]
+        return [
+            *parameters,
+            *(
+                value
+                for each in parameters
+                for _, value in sorted(optimizer.state.get(each, {}).items())
+            ),
+        ]
 
     before = [value.detach().clone() for value in held()]
     checkpoint.load(path, model, optimizer)
@@ -378,14 +445,20 @@ def _load_changing(folder: str) -> None:
             return found
 
         loading.agree = checked_by_all  # type: ignore[assignment]
-        with pytest.raises(CheckpointError, match="The files changed while they were being loaded") as raised:
+        with pytest.raises(
+            CheckpointError, match="The files changed while they were being loaded"
+        ) as raised:
             checkpoint.load(path, model, optimizer)
         message = str(raised.value)
         assert all(fact in message for fact in FACTS), message
-        assert "the model and its optimizer may be partly changed" in message.splitlines()[-1], message
+        assert "the model and its optimizer may be partly changed" in message.splitlines()[-1], (
+            message
+        )
         assert "nothing was loaded" not in message, message
         for now, old, new in zip(held(), before, saved, strict=True):
-            assert all(((now == old) | (now == new)).reshape(-1)), f"{what}: a value that nobody has saved"
+            assert all(((now == old) | (now == new)).reshape(-1)), (
+                f"{what}: a value that nobody has saved"
+            )
         dist.barrier()
         if dist.get_rank() == 0:
             file.unlink(missing_ok=True)
@@ -395,7 +468,9 @@ def _load_changing(folder: str) -> None:
         assert all(torch.equal(now, new) for now, new in zip(held(), saved, strict=True)), what
 
 
-def test_files_that_change_after_they_were_checked_are_an_error_that_says_that_a_part_was_loaded(tmp_path: Path) -> None:
+def test_files_that_change_after_they_were_checked_are_an_error_that_says_that_a_part_was_loaded(
+    tmp_path: Path,
+) -> None:
     run_ranks(2, _save_one, str(tmp_path))
     run_ranks(2, _load_changing, str(tmp_path))
 
@@ -420,30 +495,65 @@ class Forgery:
         header = json.dumps(self.header).encode()
         content = len(header).to_bytes(8, "little") + header + self.data
         for file in self.manifest["files"] if isinstance(self.manifest.get("files"), list) else ():
-            if isinstance(file, dict) and isinstance(file.get("nbytes"), int) and isinstance(file.get("crc32"), str):
+            if (
+                isinstance(file, dict)
+                and isinstance(file.get("nbytes"), int)
+                and isinstance(file.get("crc32"), str)
+            ):
                 file.update(nbytes=len(content), crc32=f"{zlib.crc32(content):08x}")
         text = json.dumps(self.manifest)
         path.mkdir(exist_ok=True)
         (path / "rank-00000.safetensors").write_bytes(content)
-        (path / "manifest.json").write_text(f'{{"content": {text},\n"crc32": "{zlib.crc32(text.encode()):08x}"}}\n')
+        (path / "manifest.json").write_text(
+            f'{{"content": {text},\n"crc32": "{zlib.crc32(text.encode()):08x}"}}\n'
+        )
 
 
 def _places(content: Any, above: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
     """Yield the path of every value in a JSON content, of long lists only the first ones."""
-    for key in content if isinstance(content, dict) else range(min(len(content), 3)) if isinstance(content, list) else ():
+    for key in (
+        content
+        if isinstance(content, dict)
+        else range(min(len(content), 3))
+        if isinstance(content, list)
+        else ()
+    ):
         yield (*above, key)
         yield from _places(content[key], (*above, key))
 
 
-ODD: list[Any] = [None, True, -1, 3, 2.5, 10**30, "", "x", [], [[]], {}, [1, 2, 3], {"a": 1}, {"": None}, {"@tuple": 3}, {"@x": 1}]
-ODD += [{"@enum": ["nowhere:Colour", "RED"]}, {"@object": ["builtins:object", {}]}, {"@tensor": ["none", "float32", [1]]}]
+ODD: list[Any] = [
+    None,
+    True,
+    -1,
+    3,
+    2.5,
+    10**30,
+    "",
+    "x",
+    [],
+    [[]],
+    {},
+    [1, 2, 3],
+    {"a": 1},
+    {"": None},
+    {"@tuple": 3},
+    {"@x": 1},
+]
+ODD += [
+    {"@enum": ["nowhere:Colour", "RED"]},
+    {"@object": ["builtins:object", {}]},
+    {"@tensor": ["none", "float32", [1]]},
+]
 GONE = object()
 
 
 def _forge(folder: str, num: int) -> dict[str, int]:
     torch.manual_seed(0)
     model = FSDP(nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)), use_orig_params=True)
-    optimizer = torch.optim.Adam([{"params": model[0].parameters(), "betas": (0.8, 0.9)}, {"params": model[1].parameters()}])
+    optimizer = torch.optim.Adam(
+        [{"params": model[0].parameters(), "betas": (0.8, 0.9)}, {"params": model[1].parameters()}]
+    )
 
     def step() -> None:
         optimizer.zero_grad()
@@ -452,11 +562,18 @@ def _forge(folder: str, num: int) -> dict[str, int]:
 
     def values() -> list[Any]:
         states = [value for entry in optimizer.state.values() for value in entry.values()]
-        tensors = [value.detach().clone() for value in (*model.parameters(), *model.buffers(), *states)]
-        return [*tensors, torch.tensor([[group["lr"], *group["betas"]] for group in optimizer.param_groups])]
+        tensors = [
+            value.detach().clone() for value in (*model.parameters(), *model.buffers(), *states)
+        ]
+        return [
+            *tensors,
+            torch.tensor([[group["lr"], *group["betas"]] for group in optimizer.param_groups]),
+        ]
 
     step()
-    good = checkpoint.save(folder, model, optimizer, {"a": [1, (2.5, "b")], "t": torch.arange(3), 3: 10**30}, step=1)
+    good = checkpoint.save(
+        folder, model, optimizer, {"a": [1, (2.5, "b")], "t": torch.arange(3), 3: 10**30}, step=1
+    )
     step()
     outcomes: dict[str, int] = collections.Counter()
     choose = random.Random(0)
@@ -467,7 +584,10 @@ def _forge(folder: str, num: int) -> dict[str, int]:
         path = choose.choice(list(_places(documents[number])))
         around = functools.reduce(lambda inner, key: inner[key], path[:-1], documents[number])
         odd = choose.choice([*ODD, GONE, copy.deepcopy(around)])
-        what = f"{('header', 'text', 'manifest')[number]} {path}: {'nothing' if odd is GONE else repr(odd)[:300]}"
+        what = (
+            f"{('header', 'text', 'manifest')[number]} {path}: "
+            f"{'nothing' if odd is GONE else repr(odd)[:300]}"
+        )
         if odd is GONE:
             del around[path[-1]]
         else:
@@ -480,7 +600,9 @@ def _forge(folder: str, num: int) -> dict[str, int]:
             assert all(fact in str(error) for fact in FACTS), f"{what}: {error}"
             if "may be partly changed" not in str(error):
                 outcomes["refused"] += 1
-                assert all(torch.equal(now, then) for now, then in zip(values(), before, strict=True)), what
+                assert all(
+                    torch.equal(now, then) for now, then in zip(values(), before, strict=True)
+                ), what
                 continue
             outcomes["refused by the optimizer"] += 1
         except Exception as error:
@@ -492,7 +614,9 @@ def _forge(folder: str, num: int) -> dict[str, int]:
     return outcomes
 
 
-def test_a_forged_checkpoint_is_loaded_or_is_a_checkpoint_error_and_nothing_has_changed(tmp_path: Path) -> None:
+def test_a_forged_checkpoint_is_loaded_or_is_a_checkpoint_error_and_nothing_has_changed(
+    tmp_path: Path,
+) -> None:
     """Any value of its header, its text or its manifest is another one, or is not there."""
     (outcomes,) = run_ranks(1, _forge, str(tmp_path), 400)
     assert outcomes["refused"] > 200, outcomes
@@ -515,9 +639,14 @@ def _unknown_values(folder: str) -> None:
         forgery = Forgery(good)
         forgery.manifest["param_groups"][0]["settings"]["mode"] = {tag: ["nowhere:Colour", "RED"]}
         forgery.write(Path(folder) / "forged")
-        with pytest.raises(CheckpointError, match=r"holds a value that cannot be made here(.|\n)*nothing was loaded"):
+        with pytest.raises(
+            CheckpointError,
+            match=r"holds a value that cannot be made here(.|\n)*nothing was loaded",
+        ):
             checkpoint.load(Path(folder) / "forged", model, optimizer)
-        assert all(torch.equal(value, old) for value, old in zip(model.parameters(), before, strict=True)), tag
+        assert all(
+            torch.equal(value, old) for value, old in zip(model.parameters(), before, strict=True)
+        ), tag
 
 
 def test_settings_are_decoded_before_a_byte_of_the_model_is_written(tmp_path: Path) -> None:
@@ -538,7 +667,11 @@ def _steps(folder: str) -> None:
     assert all(fact in str(raised.value) for fact in FACTS)
     checkpoint.save(folder, model, optimizer, step=4, keep_last=2)
     dist.barrier()
-    assert sorted(path.name for path in Path(folder).iterdir()) == ["step-00000003", "step-00000004", "step-00000005"]
+    assert sorted(path.name for path in Path(folder).iterdir()) == [
+        "step-00000003",
+        "step-00000004",
+        "step-00000005",
+    ]
     dist.barrier()
     checkpoint.save(folder, model, optimizer, step=6, keep_last=1)
     dist.barrier()
@@ -557,7 +690,11 @@ def _two_disks(folder: str) -> None:
     path = checkpoint.save(own, model, optimizer, step=1)
     names = sorted(file.name for file in path.iterdir())
     first = dist.get_rank() // 2 * 2
-    assert names == ["manifest.json", f"rank-{first:05d}.safetensors", f"rank-{first + 1:05d}.safetensors"]
+    assert names == [
+        "manifest.json",
+        f"rank-{first:05d}.safetensors",
+        f"rank-{first + 1:05d}.safetensors",
+    ]
     dist.barrier()
     train(model, optimizer, range(1, 2))
     checkpoint.load(path, model, optimizer)
@@ -612,7 +749,9 @@ def _progress(folder: str) -> list[str]:
 
 def test_progress_is_shown_on_the_first_rank_when_asked_for(tmp_path: Path) -> None:
     first, second = run_ranks(2, _progress, str(tmp_path))
-    for text, what in zip(first, ("save step 7", "check step 7", "save weights", "load weights"), strict=False):
+    for text, what in zip(
+        first, ("save step 7", "check step 7", "save weights", "load weights"), strict=False
+    ):
         assert what in text
         assert "B/s]" in text
         assert "100%" in text
@@ -640,15 +779,25 @@ def _wrong_calls(folder: str) -> None:
         "a step that is no number": lambda: checkpoint.save(folder, model, step="3"),  # type: ignore[arg-type]
         "keep none": lambda: checkpoint.save(folder, model, step=1, keep_last=0),
         "steps that differ": lambda: checkpoint.save(folder, model, step=dist.get_rank()),
-        "extra that needs pickle": lambda: checkpoint.save(folder, model, extra={"a": [1, Unsavable()]}, step=1),
-        "extra that needs pickle, on one rank": lambda: checkpoint.save(folder, model, extra=Unsavable() if first else 1, step=1),
+        "extra that needs pickle": lambda: checkpoint.save(
+            folder, model, extra={"a": [1, Unsavable()]}, step=1
+        ),
+        "extra that needs pickle, on one rank": lambda: checkpoint.save(
+            folder, model, extra=Unsavable() if first else 1, step=1
+        ),
         "another model's optimizer": lambda: checkpoint.save(
             folder, model, torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1), step=1
         ),
         "no checkpoint": lambda: checkpoint.load(folder, model),
-        "None, as latest of an empty folder": lambda: checkpoint.load(checkpoint.latest(folder), model),  # type: ignore[arg-type]
-        "a checkpoint on one rank only": lambda: checkpoint.load(Path(folder) / "good" / f"step-{int(first):08d}", model),
-        "no optimizer saved": lambda: checkpoint.load(Path(folder) / "good" / "step-00000001", model, optimizer),
+        "None, as latest of an empty folder": lambda: checkpoint.load(
+            checkpoint.latest(folder), model
+        ),  # type: ignore[arg-type]
+        "a checkpoint on one rank only": lambda: checkpoint.load(
+            Path(folder) / "good" / f"step-{int(first):08d}", model
+        ),
+        "no optimizer saved": lambda: checkpoint.load(
+            Path(folder) / "good" / "step-00000001", model, optimizer
+        ),
     }
     checkpoint.save(Path(folder) / "good", model, step=1)
     for what, call in cases.items():
@@ -664,7 +813,9 @@ def _wrong_calls(folder: str) -> None:
         checkpoint.save(folder, model, step=1)
 
 
-def test_what_cannot_work_is_refused_on_all_ranks_before_anything_is_written(tmp_path: Path) -> None:
+def test_what_cannot_work_is_refused_on_all_ranks_before_anything_is_written(
+    tmp_path: Path,
+) -> None:
     run_ranks(2, _wrong_calls, str(tmp_path))
 
 
@@ -788,13 +939,21 @@ def _objects_in_settings(folder: str) -> None:
         torch.manual_seed(0)
         model = FSDP(nn.Linear(3, 2))
         optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.5)
-        optimizer.param_groups[0].update(mode=mode, preconditioner=Preconditioner(mode.value), schedule=math.sqrt, note=[(1, "a")])
+        optimizer.param_groups[0].update(
+            mode=mode,
+            preconditioner=Preconditioner(mode.value),
+            schedule=math.sqrt,
+            note=[(1, "a")],
+        )
         model(torch.ones(1, 3)).sum().backward()
         optimizer.step()
         return model, optimizer
 
     model, optimizer = made(Mode.FAST, 0.1)
-    left_out = r"param_groups\[0\]\['mode'\], param_groups\[0\]\['preconditioner'\], param_groups\[0\]\['schedule'\]"
+    left_out = (
+        r"param_groups\[0\]\['mode'\], param_groups\[0\]\['preconditioner'\], "
+        r"param_groups\[0\]\['schedule'\]"
+    )
     with pytest.warns(UserWarning, match=f"are not in the checkpoint: {left_out}"):
         path = checkpoint.save(folder, model, optimizer, step=1)
     model, optimizer = made(Mode.EXACT, 0.7)
@@ -803,10 +962,16 @@ def _objects_in_settings(folder: str) -> None:
         checkpoint.load(path, model, optimizer)
     (group,) = optimizer.param_groups
     assert (group["lr"], group["note"]) == (0.1, [(1, "a")])
-    assert (group["mode"], group["preconditioner"], group["schedule"]) == (Mode.EXACT, Preconditioner(2), math.sqrt)
+    assert (group["mode"], group["preconditioner"], group["schedule"]) == (
+        Mode.EXACT,
+        Preconditioner(2),
+        math.sqrt,
+    )
 
 
-def test_settings_that_are_objects_stay_those_of_the_optimizer_that_is_loaded_into(tmp_path: Path) -> None:
+def test_settings_that_are_objects_stay_those_of_the_optimizer_that_is_loaded_into(
+    tmp_path: Path,
+) -> None:
     run_ranks(2, _objects_in_settings, str(tmp_path))
 
 
@@ -833,7 +998,9 @@ def _own_states(folder: str, use_orig_params: bool, resumes: bool) -> Any:
 
 
 @pytest.mark.parametrize("use_orig_params", [False, True])
-def test_states_of_one_ranks_part_come_back_where_the_parts_are_the_same(use_orig_params: bool, tmp_path: Path) -> None:
+def test_states_of_one_ranks_part_come_back_where_the_parts_are_the_same(
+    use_orig_params: bool, tmp_path: Path
+) -> None:
     expected = run_ranks(2, _own_states, str(tmp_path), use_orig_params, False)
     found = run_ranks(2, _own_states, str(tmp_path), use_orig_params, True)
     for rank in range(2):
@@ -848,4 +1015,7 @@ def test_states_of_one_ranks_part_come_back_where_the_parts_are_the_same(use_ori
     with pytest.raises(RankError, match="belongs to one rank's part") as raised:
         run_ranks(3, _own_states, str(tmp_path), use_orig_params, True)
     assert "expected: 2 ranks" in str(raised.value)
-    assert json.loads((tmp_path / "step-00000002" / "manifest.json").read_text())["content"]["step"] == 2
+    assert (
+        json.loads((tmp_path / "step-00000002" / "manifest.json").read_text())["content"]["step"]
+        == 2
+    )

@@ -1,4 +1,5 @@
-"""Values as JSON: what goes in comes out as it was, what is no data is refused, and no text that is read runs any code."""
+"""Values as JSON: what goes in comes out as it was, what is no data is refused, and no text that is
+read runs any code."""
 
 from __future__ import annotations
 
@@ -128,7 +129,8 @@ def as_text(value: Any) -> str:
     """What a value is, whatever the order of sets."""
     if isinstance(value, set | frozenset | tuple):
         inside = map(as_text, value)
-        return f"{type(value).__name__}({', '.join(inside if isinstance(value, tuple) else sorted(inside))})"
+        inside = inside if isinstance(value, tuple) else sorted(inside)
+        return f"{type(value).__name__}({', '.join(inside)})"
     return repr(value)
 
 
@@ -170,7 +172,16 @@ keys = st.recursive(
 leaves = (
     keys
     | st.complex_numbers()
-    | st.sampled_from([torch.float32, torch.bfloat16, torch.int64, torch.complex64, torch.device("cpu"), torch.device("cuda", 1)])
+    | st.sampled_from(
+        [
+            torch.float32,
+            torch.bfloat16,
+            torch.int64,
+            torch.complex64,
+            torch.device("cpu"),
+            torch.device("cuda", 1),
+        ]
+    )
     | st.lists(st.integers(0, 5)).map(torch.Size)
     | st.lists(st.floats(width=32), max_size=3).map(torch.tensor)
     | st.lists(st.integers(-99, 99), max_size=3).map(lambda items: np.array(items, np.int16))
@@ -203,7 +214,15 @@ def test_every_value_comes_back_with_its_type_and_its_order(value: object) -> No
         {"@object": ["os:system", {}]},
         {"@": 1},
         {"": {"@set": [1]}},
-        {True: "bool", 2: "int", 2.5: "float", None: "none", (1, ("a", b"c")): "tuple", "@x": 1, "x": 2},
+        {
+            True: "bool",
+            2: "int",
+            2.5: "float",
+            None: "none",
+            (1, ("a", b"c")): "tuple",
+            "@x": 1,
+            "x": 2,
+        },
         [{}, [], (), "", set(), frozenset(), collections.deque()],
         collections.deque([1, (2,)], maxlen=3),
         collections.Counter({"a": 2, "b": -1, ("c", 1): 0}),
@@ -223,18 +242,30 @@ def test_a_value_that_could_be_taken_for_something_else_comes_back(value: object
 
 def test_of_a_named_tuple_and_of_the_version_of_torch_the_plain_value_comes_back() -> None:
     """What torch.max returns is one, too."""
-    assert_same(through_text({"point": Point(1, [2]), "deeper": [Point(Point(3))]}), {"point": (1, [2]), "deeper": [((3, 0), 0)]})
+    assert_same(
+        through_text({"point": Point(1, [2]), "deeper": [Point(Point(3))]}),
+        {"point": (1, [2]), "deeper": [((3, 0), 0)]},
+    )
     assert_same(through_text(torch.ones(2).max(0)), (torch.tensor(1.0), torch.tensor(0)))
     assert_same(through_text(torch.__version__), str(torch.__version__))
 
 
 @pytest.mark.parametrize("around", [lambda inner: (inner,), lambda inner: {1: inner}])
-def test_what_is_nested_as_deeply_as_may_be_is_read_from_a_text_within_bounds(around: Callable[[Any], Any]) -> None:
+def test_what_is_nested_as_deeply_as_may_be_is_read_from_a_text_within_bounds(
+    around: Callable[[Any], Any],
+) -> None:
     value: Any = 0
     for _ in range(65):
         value = around(value)
     content, _ = encoded(value)
-    assert_same(decode(parse_json(json.dumps({"a": {"b": [content]}}).encode())["a"]["b"][0], "extra", {}.__getitem__), value)
+    assert_same(
+        decode(
+            parse_json(json.dumps({"a": {"b": [content]}}).encode())["a"]["b"][0],
+            "extra",
+            {}.__getitem__,
+        ),
+        value,
+    )
 
 
 def test_a_defaultdict_comes_back_as_a_dict_as_its_factory_is_code() -> None:
@@ -273,7 +304,14 @@ def test_an_array_that_cannot_be_written_to_comes_back_without_a_warning() -> No
 
 
 def test_a_number_of_numpy_comes_back_as_a_number() -> None:
-    given = [np.float32(0.5), np.float64(np.inf), np.int8(-3), np.bool_(True), np.str_("a"), np.complex64(1j)]
+    given = [
+        np.float32(0.5),
+        np.float64(np.inf),
+        np.int8(-3),
+        np.bool_(True),
+        np.str_("a"),
+        np.complex64(1j),
+    ]
     assert_same(through_text(given), [0.5, math.inf, -3, True, "a", 1j])
 
 
@@ -298,11 +336,15 @@ def test_a_tensor_is_kept_apart_and_comes_back(tensor: Tensor) -> None:
     assert not kept
     assert (type(value), value.requires_grad) == (Tensor, False)
     assert_same(value, tensor.detach())
-    as_bytes = value.contiguous().view(-1).view(torch.uint8)  # as a file has it whose format does not know the dtype
+    as_bytes = (
+        value.contiguous().view(-1).view(torch.uint8)
+    )  # as a file has it whose format does not know the dtype
     for found in (value, as_bytes):
         decoded = decode(json.loads(json.dumps(content)), "extra", {name: found}.__getitem__)
         assert_same(decoded, tensor.detach())
-        assert decoded.untyped_storage().data_ptr() == found.untyped_storage().data_ptr(), "what is filled later is filled in it"
+        assert decoded.untyped_storage().data_ptr() == found.untyped_storage().data_ptr(), (
+            "what is filled later is filled in it"
+        )
 
 
 def test_of_a_tensor_that_is_conjugated_or_negated_when_it_is_read_the_values_are_kept() -> None:
@@ -314,12 +356,24 @@ def test_of_a_tensor_that_is_conjugated_or_negated_when_it_is_read_the_values_ar
 
 
 def test_random_states_go_on_where_they_were() -> None:
-    generators = random.Random(3), np.random.RandomState(3), np.random.default_rng(3), torch.Generator().manual_seed(3)
+    generators = (
+        random.Random(3),
+        np.random.RandomState(3),
+        np.random.default_rng(3),
+        torch.Generator().manual_seed(3),
+    )
     python, legacy, numpy, torchs = generators
-    draw: list[Callable[[], Any]] = [python.random, legacy.random_sample, numpy.random, lambda: torch.rand((), generator=torchs)]
+    draw: list[Callable[[], Any]] = [
+        python.random,
+        legacy.random_sample,
+        numpy.random,
+        lambda: torch.rand((), generator=torchs),
+    ]
     draw += [lambda: python.gauss(0, 1), legacy.standard_normal]  # these keep the next one
     _ = [one() for one in draw]
-    states = through_text([python.getstate(), legacy.get_state(), numpy.bit_generator.state, torchs.get_state()])
+    states = through_text(
+        [python.getstate(), legacy.get_state(), numpy.bit_generator.state, torchs.get_state()]
+    )
     expected = [float(one()) for one in draw]
     python.setstate(states[0])
     legacy.set_state(states[1])
@@ -336,8 +390,12 @@ SCHEDULES: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
     "cosine": lambda its: schedules.CosineAnnealingWarmRestarts(its, 3),
     "cyclic": lambda its: schedules.CyclicLR(its, 0.01, 0.1, 3),
     "lambda": lambda its: schedules.LambdaLR(its, lambda epoch: 0.9**epoch),
-    "sequential": lambda its: schedules.SequentialLR(its, [schedules.LinearLR(its), schedules.MultiStepLR(its, [2])], [2]),
-    "chained": lambda its: schedules.ChainedScheduler([schedules.LinearLR(its), schedules.ExponentialLR(its, 0.9)]),
+    "sequential": lambda its: schedules.SequentialLR(
+        its, [schedules.LinearLR(its), schedules.MultiStepLR(its, [2])], [2]
+    ),
+    "chained": lambda its: schedules.ChainedScheduler(
+        [schedules.LinearLR(its), schedules.ExponentialLR(its, 0.9)]
+    ),
 }
 
 
@@ -360,7 +418,9 @@ def test_a_schedule_goes_on_where_it_was(name: str) -> None:
     other_optimizer, other = made()
     other.load_state_dict(saved[0])
     other_optimizer.load_state_dict(saved[1])
-    assert [step(other_optimizer, other) for _ in range(4)] == [step(optimizer, schedule) for _ in range(4)]
+    assert [step(other_optimizer, other) for _ in range(4)] == [
+        step(optimizer, schedule) for _ in range(4)
+    ]
 
 
 # -- what is refused
@@ -439,13 +499,33 @@ def test_what_is_no_data_is_refused_with_its_place(name: str) -> None:
     with pytest.raises(UsageError, match="cannot be saved without pickle") as caught:
         encoded({"a": [0, refused()[name]]})
     lines = str(caught.value).splitlines()
-    assert [line.strip().partition(":")[0] for line in lines[1:]] == ["expected", "got", "where", "to do"]
-    assert lines[3].strip().startswith("where:    extra" if name in ("depth", "66 levels") else "where:    extra['a'][1]")
+    assert [line.strip().partition(":")[0] for line in lines[1:]] == [
+        "expected",
+        "got",
+        "where",
+        "to do",
+    ]
+    assert (
+        lines[3]
+        .strip()
+        .startswith(
+            "where:    extra" if name in ("depth", "66 levels") else "where:    extra['a'][1]"
+        )
+    )
 
 
 def test_what_is_no_data_is_refused_inside_of_keys_and_tuples() -> None:
-    for value in ({print: 1}, Point(print), {1: print}, collections.deque([print]), {(1, print): 2}, [{1, print}]):
-        with pytest.raises(UsageError, match=r"got: +a builtins.(builtin_function_or_method|tuple)"):
+    for value in (
+        {print: 1},
+        Point(print),
+        {1: print},
+        collections.deque([print]),
+        {(1, print): 2},
+        [{1, print}],
+    ):
+        with pytest.raises(
+            UsageError, match=r"got: +a builtins.(builtin_function_or_method|tuple)"
+        ):
             encoded(value)
 
 
@@ -460,19 +540,34 @@ def test_an_object_is_refused_without_running_code_of_its_class() -> None:
 
 # -- what is read
 
-OBJECTS = ("@object", "@enum", "@flag", "@named_tuple", "@tensor_of")  # as an earlier version has written them
+OBJECTS = (
+    "@object",
+    "@enum",
+    "@flag",
+    "@named_tuple",
+    "@tensor_of",
+)  # as an earlier version has written them
 
 
 @pytest.mark.parametrize("tag", OBJECTS)
-@pytest.mark.parametrize("attributes", [{}, {"loud": 1}, {"__class__": 1}, [], "ONE", None, 3], ids=repr)
+@pytest.mark.parametrize(
+    "attributes", [{}, {"loud": 1}, {"__class__": 1}, [], "ONE", None, 3], ids=repr
+)
 def test_no_object_of_a_class_that_a_text_names_is_made(tag: str, attributes: object) -> None:
     made = {tag: [f"{HERE}:Noisy", attributes]}
     contents: list[Any] = [made]
     for key in (made, {"@tuple": [1, made]}, {"@frozenset": [{"@tuple": [made]}]}):
-        contents += [{"@dict": [[key, 1], [key, 2]]}, {"@set": [key, key]}, {"@counter": [[key, 1]]}]
+        contents += [
+            {"@dict": [[key, 1], [key, 2]]},
+            {"@set": [key, key]},
+            {"@counter": [[key, 1]]},
+        ]
     for content in contents:
         ran.clear()
-        with pytest.raises(CheckpointError, match=f"cannot be made here(.|\n)*got: +'{tag}', which this version does not read"):
+        with pytest.raises(
+            CheckpointError,
+            match=f"cannot be made here(.|\n)*got: +'{tag}', which this version does not read",
+        ):
             decode(content, "extra", {}.__getitem__)
         assert not ran, content
 
@@ -484,7 +579,12 @@ def test_nothing_is_imported(tag: str, monkeypatch: pytest.MonkeyPatch) -> None:
     module.__getattr__ = lambda name: pytest.fail(f"asked for {name}")  # type: ignore[method-assign]
     monkeypatch.setitem(sys.modules, "importing", module)
     before = set(sys.modules)
-    for path in ("importing:Anything", "importing:deeper.Anything", "not_there:A", "torch.not_there:A"):
+    for path in (
+        "importing:Anything",
+        "importing:deeper.Anything",
+        "not_there:A",
+        "torch.not_there:A",
+    ):
         with pytest.raises(CheckpointError, match="cannot be made here"):
             decode({tag: [path, {}, None, [], []]}, "extra", {}.__getitem__)
     assert set(sys.modules) == before
@@ -500,10 +600,24 @@ def deep_text() -> Any:
 MALICIOUS: list[Any] = [
     *(
         {"@object": [path, {}]}
-        for path in ("os:system", "builtins:eval", "builtins:object", "os:", ":", "", "subprocess:Popen", 3, None, [])
+        for path in (
+            "os:system",
+            "builtins:eval",
+            "builtins:object",
+            "os:",
+            ":",
+            "",
+            "subprocess:Popen",
+            3,
+            None,
+            [],
+        )
     ),
     *({"@object": ["torch.nn:Linear", content]} for content in ({}, {"weight": 1})),
-    *({tag: ["os:system", "id"]} for tag in ("@enum", "@named_tuple", "@tensor_of", "@object", "@call", "@", "@reduce")),
+    *(
+        {tag: ["os:system", "id"]}
+        for tag in ("@enum", "@named_tuple", "@tensor_of", "@object", "@call", "@", "@reduce")
+    ),
     *(
         {tag: content}
         for tag in ("@object", "@enum", "@named_tuple", "@tensor_of", "@unknown")
@@ -521,21 +635,56 @@ MALICIOUS: list[Any] = [
             [f"{HERE}:Point", 3],
         )
     ),
-    *({"@enum": [f"{HERE}:Colour", member]} for member in ("GREEN", "__class__", "mro", None, [], 5)),
-    *({"@named_tuple": [f"{HERE}:Point", content]} for content in (5, "ab1", [1], [1, 2, 3], {"a": 1})),
+    *(
+        {"@enum": [f"{HERE}:Colour", member]}
+        for member in ("GREEN", "__class__", "mro", None, [], 5)
+    ),
+    *(
+        {"@named_tuple": [f"{HERE}:Point", content]}
+        for content in (5, "ab1", [1], [1, 2, 3], {"a": 1})
+    ),
     *({"@object": [f"{HERE}:Progress", content]} for content in ([1], "ab", 3, None)),
     {"@object": [f"{HERE}:Progress", {"epoch": {"@object": ["os:system", {}]}}]},
     {"@tensor_of": ["torch:Tensor", {}, None, [], []]},
     {"@tensor_of": ["torch.nn.parameter:Parameter", {}, None, [], []]},
-    {"@tensor_of": ["torch.testing._internal.two_tensor:TwoTensor", {"a": 1, "b": 2}, None, [1], [1]]},
-    *({"@dtype": content} for content in ("load", "nn", "Tensor", "nothing", "", "float32.is_complex", 3, None, [], {})),
+    {
+        "@tensor_of": [
+            "torch.testing._internal.two_tensor:TwoTensor",
+            {"a": 1, "b": 2},
+            None,
+            [1],
+            [1],
+        ]
+    },
+    *(
+        {"@dtype": content}
+        for content in (
+            "load",
+            "nn",
+            "Tensor",
+            "nothing",
+            "",
+            "float32.is_complex",
+            3,
+            None,
+            [],
+            {},
+        )
+    ),
     *({"@device": content} for content in ("nonsense", "", 3.5, None, [], {}, "cpu:-4")),
     *({"@bytes": content} for content in ("a", "é", 3, None, [], {})),
     *({"@int": content} for content in (None, 3, "", "x", [], {})),
-    *({"@flag": [f"{HERE}:{kind}", value]} for kind, value in (("Bits", "ONE"), ("Bits", 64), ("Colour", "b"), ("Point", 1))),
+    *(
+        {"@flag": [f"{HERE}:{kind}", value]}
+        for kind, value in (("Bits", "ONE"), ("Bits", 64), ("Colour", "b"), ("Point", 1))
+    ),
     *({"@complex": content} for content in (None, 3, [1, 2, 3], ["a", "b"], {}, [None])),
     *({"@size": content} for content in (["a"], 3, [[1]], [None], [1.5])),
-    *({tag: content} for tag in ("@tuple", "@deque", "@set", "@frozenset") for content in (3, None, True)),
+    *(
+        {tag: content}
+        for tag in ("@tuple", "@deque", "@set", "@frozenset")
+        for content in (3, None, True)
+    ),
     *({"@deque": content} for content in ([[1], -1], [[1], "a"], [1, None], [[1]])),
     *({tag: [content]} for tag in ("@set", "@frozenset") for content in ([], {"a": 1})),
     *(
@@ -543,13 +692,21 @@ MALICIOUS: list[Any] = [
         for tag in ("@dict", "@ordered", "@counter")
         for content in (3, None, [1], [[1]], [[1, 2, 3]], [[[], 1]], "ab")
     ),
-    *({tag: content} for tag in ("@tensor", "@array") for content in (3, None, [], {}, "unknown", ["a"], ["a", "float32", [1]])),
+    *(
+        {tag: content}
+        for tag in ("@tensor", "@array")
+        for content in (3, None, [], {}, "unknown", ["a"], ["a", "float32", [1]])
+    ),
     deep_text(),
 ]
 
 
 def test_a_text_that_makes_no_sense_is_a_checkpoint_error() -> None:
-    found = [(error, content) for content in MALICIOUS if (error := outcome([{"around": content}])) != "CheckpointError"]
+    found = [
+        (error, content)
+        for content in MALICIOUS
+        if (error := outcome([{"around": content}])) != "CheckpointError"
+    ]
     assert not found
 
 
@@ -565,10 +722,36 @@ def outcome(content: object) -> str:
         return type(error).__name__
 
 
-TAGS = [f"@{name}" for name in ("dict", "ordered", "counter", "tuple", "set", "frozenset", "deque", "size", "tensor", "array")]
+TAGS = [
+    f"@{name}"
+    for name in (
+        "dict",
+        "ordered",
+        "counter",
+        "tuple",
+        "set",
+        "frozenset",
+        "deque",
+        "size",
+        "tensor",
+        "array",
+    )
+]
 TAGS += [
     f"@{name}"
-    for name in ("int", "bytearray", "flag", "bytes", "complex", "dtype", "device", "object", "enum", "named_tuple", "tensor_of")
+    for name in (
+        "int",
+        "bytearray",
+        "flag",
+        "bytes",
+        "complex",
+        "dtype",
+        "device",
+        "object",
+        "enum",
+        "named_tuple",
+        "tensor_of",
+    )
 ]
 json_values = st.recursive(
     st.none()
@@ -596,7 +779,14 @@ def test_any_text_is_a_value_or_a_checkpoint_error(content: object) -> None:
 
 
 def test_a_value_of_an_earlier_version_is_named_with_what_to_do() -> None:
-    with pytest.raises(CheckpointError, match=r"to do: +load an older checkpoint, or this one with the version") as caught:
+    with pytest.raises(
+        CheckpointError, match=r"to do: +load an older checkpoint, or this one with the version"
+    ) as caught:
         decode({"a": {"@object": ["elsewhere:Thing", {}]}}, "extra", {}.__getitem__)
     assert "where:    extra['a']" in str(caught.value)
-    assert [line.strip().partition(":")[0] for line in str(caught.value).splitlines()[1:]] == ["expected", "got", "where", "to do"]
+    assert [line.strip().partition(":")[0] for line in str(caught.value).splitlines()[1:]] == [
+        "expected",
+        "got",
+        "where",
+        "to do",
+    ]

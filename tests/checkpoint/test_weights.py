@@ -1,4 +1,5 @@
-"""Weights in safetensors files: what ranks write together is the model, in the form others write, and each reads its own bytes."""
+"""Weights in safetensors files: what ranks write together is the model, in the form others write,
+and each reads its own bytes."""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ Config = tuple[str, bool, bool]  # strategy, use_orig_params, nested units
 
 
 class Block(nn.Module):
-    """Buffers of two dtypes, one of them left out of state dicts; a frozen parameter, one of bf16 and one of integers."""
+    """Buffers of two dtypes, one of them left out of state dicts; a frozen parameter, one of bf16
+    and one of integers."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -42,7 +44,9 @@ class Block(nn.Module):
         self.norm = nn.BatchNorm1d(width + 2)
         self.frozen = nn.Parameter(torch.randn(3, width), requires_grad=False)
         self.brain = nn.Parameter(torch.randn(width, 3, dtype=torch.bfloat16))
-        self.codes = nn.Parameter(torch.randint(-99, 99, (5,), dtype=torch.int8), requires_grad=False)
+        self.codes = nn.Parameter(
+            torch.randint(-99, 99, (5,), dtype=torch.int8), requires_grad=False
+        )
         self.register_buffer("cache", torch.randn(4), persistent=False)
 
 
@@ -68,7 +72,10 @@ class Model(nn.Module):
 def make_model(seed: int = 0) -> Model:
     torch.manual_seed(seed)
     model = Model()
-    for name, buffer in model.named_buffers():  # where every rank and every seed would have the same
+    for (
+        name,
+        buffer,
+    ) in model.named_buffers():  # where every rank and every seed would have the same
         if name.endswith(("mean", "var")):
             buffer.uniform_()
         if name.endswith("tracked"):
@@ -111,7 +118,11 @@ def assert_equal(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None
 
 def in_files(plain: nn.Module) -> dict[str, Tensor]:
     """What is to stand in the files: shared tensors once."""
-    return {name: value for name, value in plain.state_dict().items() if name not in ("head.weight", "again")}
+    return {
+        name: value
+        for name, value in plain.state_dict().items()
+        if name not in ("head.weight", "again")
+    }
 
 
 def found_in(files: list[Path]) -> dict[str, Tensor]:
@@ -137,12 +148,18 @@ def _rounds(folder: Path, configs: list[Config]) -> None:
         plain = make_model(seed)
         model = shard(make_model(seed), config)
         files = save_safetensors(path, model, max_file_nbytes=300 if number % 2 else 5_000_000_000)
-        assert_equal(found_in([file for file in files if file.suffix == ".safetensors"]), in_files(plain))
+        assert_equal(
+            found_in([file for file in files if file.suffix == ".safetensors"]), in_files(plain)
+        )
         assert names_in(path) == sorted(file.name for file in files)
         assert (len(files) > 1) == bool(number % 2)
         for other in dict.fromkeys([config, configs[number - 1]]):
             model = shard(make_model(99), other)
-            kept = {name: buffer.clone() for name, buffer in model.named_buffers() if name.endswith("cache")}
+            kept = {
+                name: buffer.clone()
+                for name, buffer in model.named_buffers()
+                if name.endswith("cache")
+            }
             assert load_safetensors(path, model) is None
             assert_equal(full_state(model), plain.state_dict())
             assert kept
@@ -150,8 +167,15 @@ def _rounds(folder: Path, configs: list[Config]) -> None:
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 4])
-def test_the_library_finds_the_model_in_the_files_and_any_wrapping_loads_them(n: int, tmp_path: Path) -> None:
-    configs = [("FULL_SHARD", True, True), ("NO_SHARD", False, True), ("FULL_SHARD", False, False), ("SHARD_GRAD_OP", True, False)]
+def test_the_library_finds_the_model_in_the_files_and_any_wrapping_loads_them(
+    n: int, tmp_path: Path
+) -> None:
+    configs = [
+        ("FULL_SHARD", True, True),
+        ("NO_SHARD", False, True),
+        ("FULL_SHARD", False, False),
+        ("SHARD_GRAD_OP", True, False),
+    ]
     if n == 4:
         configs += [("HYBRID_SHARD", False, True), ("HYBRID_SHARD", True, False)]
     run_ranks(n, _rounds, tmp_path, configs)
@@ -165,7 +189,10 @@ def test_a_model_that_was_built_on_the_meta_device_gets_its_values(tmp_path: Pat
 
 def _meta(folder: Path, tensors: dict[str, Tensor]) -> None:
     if dist.get_rank() == 0:
-        save_file({name: value.contiguous() for name, value in tensors.items()}, folder / "model.safetensors")
+        save_file(
+            {name: value.contiguous() for name, value in tensors.items()},
+            folder / "model.safetensors",
+        )
     dist.barrier()
     for use_orig_params, nested in ((False, True), (True, False)):
         with torch.device("meta"):
@@ -173,13 +200,16 @@ def _meta(folder: Path, tensors: dict[str, Tensor]) -> None:
         for name in ("turned", "again"):  # what was shared is not, after to_empty
             empty.register_buffer(name, torch.empty(3, 3, device="meta"))
         config = "FULL_SHARD", use_orig_params, nested
-        model = shard(empty, config, param_init_fn=lambda module: module.to_empty(device="cpu", recurse=False))
+        model = shard(
+            empty, config, param_init_fn=lambda module: module.to_empty(device="cpu", recurse=False)
+        )
         load_safetensors(folder, model)
         assert_equal(full_state(model), tensors | {"head.weight": tensors["embed.weight"]})
 
 
 def _ways_in(folder: Path) -> None:
-    """One file, an index, a directory with an index, one with files, under either name of what is tied."""
+    """One file, an index, a directory with an index, one with files, under either name of what is
+    tied."""
     plain = make_model(5)
     tensors = {name: value.contiguous() for name, value in in_files(plain).items()}
     names = list(tensors)
@@ -189,15 +219,27 @@ def _ways_in(folder: Path) -> None:
         save_file(tensors, folder / "one" / "weights.safetensors")
         for title, part in (("a", names[::2]), ("b", names[1::2])):
             for where in ("index", "files"):
-                save_file({name: tensors[name] for name in part}, folder / where / f"{title}.safetensors")
-        save_file(tensors, folder / "index" / "consolidated.safetensors")  # beside what the index speaks of
+                save_file(
+                    {name: tensors[name] for name in part}, folder / where / f"{title}.safetensors"
+                )
+        save_file(
+            tensors, folder / "index" / "consolidated.safetensors"
+        )  # beside what the index speaks of
         stale = {**{name: tensors[name] for name in names[1::2]}, names[0]: torch.zeros(1)}
         save_file(stale, folder / "index" / "b.safetensors")  # one that the index has elsewhere
         weight_map = {name: f"{'ab'[number % 2]}.safetensors" for number, name in enumerate(names)}
-        (folder / "index" / INDEX).write_text(json.dumps({"metadata": {"total_size": 1}, "weight_map": weight_map}))
-        other = {("head.weight" if name == "embed.weight" else name): value for name, value in tensors.items()}
+        (folder / "index" / INDEX).write_text(
+            json.dumps({"metadata": {"total_size": 1}, "weight_map": weight_map})
+        )
+        other = {
+            ("head.weight" if name == "embed.weight" else name): value
+            for name, value in tensors.items()
+        }
         save_file(other, folder / "tied" / "model.safetensors")
-        save_file(tensors | {"head.weight": tensors["embed.weight"].clone()}, folder / "both" / "model.safetensors")
+        save_file(
+            tensors | {"head.weight": tensors["embed.weight"].clone()},
+            folder / "both" / "model.safetensors",
+        )
     dist.barrier()
     for path in (
         folder / "one" / "weights.safetensors",
@@ -213,7 +255,9 @@ def _ways_in(folder: Path) -> None:
         assert_equal(full_state(model), plain.state_dict())
 
 
-def test_weights_are_loaded_from_a_file_an_index_or_a_directory_under_any_name_of_what_is_tied(tmp_path: Path) -> None:
+def test_weights_are_loaded_from_a_file_an_index_or_a_directory_under_any_name_of_what_is_tied(
+    tmp_path: Path,
+) -> None:
     run_ranks(2, _ways_in, tmp_path)
 
 
@@ -242,7 +286,10 @@ def _containers(folder: Path) -> None:
     assert_equal(found_in(files), plain.state_dict())
     _, other = made(2)
     load_safetensors(folder / "new", other)
-    state = {name.replace("_fsdp_wrapped_module.", ""): value for name, value in full_state(other).items()}
+    state = {
+        name.replace("_fsdp_wrapped_module.", ""): value
+        for name, value in full_state(other).items()
+    }
     assert_equal(state, plain.state_dict())
 
 
@@ -310,13 +357,21 @@ def _forms(folder: Path) -> dict[str, Any]:
     }
 
 
-def test_files_begin_before_they_get_too_large_and_have_the_names_and_the_index_that_others_write(tmp_path: Path) -> None:
+def test_files_begin_before_they_get_too_large_and_have_the_names_and_the_index_that_others_write(
+    tmp_path: Path,
+) -> None:
     first, second = run_ranks(2, _forms, tmp_path)
     assert first == second
     assert first["one"] == first["exact"] == ["model.safetensors"]
-    assert first["two"] == [f"model-0000{number}-of-00002.safetensors" for number in (1, 2)] + [INDEX]
-    assert first["many"] == [f"model-0000{number}-of-00003.safetensors" for number in (1, 2, 3)] + [INDEX]
-    assert first["each"] == [f"model-0000{number}-of-00004.safetensors" for number in (1, 2, 3, 4)] + [INDEX]
+    assert first["two"] == [f"model-0000{number}-of-00002.safetensors" for number in (1, 2)] + [
+        INDEX
+    ]
+    assert first["many"] == [f"model-0000{number}-of-00003.safetensors" for number in (1, 2, 3)] + [
+        INDEX
+    ]
+    assert first["each"] == [
+        f"model-0000{number}-of-00004.safetensors" for number in (1, 2, 3, 4)
+    ] + [INDEX]
     assert names_in(tmp_path / "one") == ["model.safetensors"], "one file has no index"
     one, two, three = (f"model-0000{number}-of-00003.safetensors" for number in (1, 2, 3))
     assert json.loads((tmp_path / "many" / INDEX).read_text()) == {
@@ -326,7 +381,9 @@ def test_files_begin_before_they_get_too_large_and_have_the_names_and_the_index_
     with safetensors.safe_open(tmp_path / "one" / "model.safetensors", "pt") as file:
         assert file.metadata() == {"format": "pt"}
     for name in ("one", "two", "many", "deeper/each"):
-        assert_equal(found_in(sorted((tmp_path / name).glob("*.safetensors"))), Plain().state_dict())
+        assert_equal(
+            found_in(sorted((tmp_path / name).glob("*.safetensors"))), Plain().state_dict()
+        )
 
 
 def _conversions(folder: Path) -> None:
@@ -335,7 +392,10 @@ def _conversions(folder: Path) -> None:
     config = "FULL_SHARD", True, True
     for dtype in (torch.bfloat16, torch.float64, torch.float16):
         files = save_safetensors(folder / str(dtype), shard(make_model(4), config), dtype=dtype)
-        rounded = {name: value.to(dtype) if value.is_floating_point() else value for name, value in expected.items()}
+        rounded = {
+            name: value.to(dtype) if value.is_floating_point() else value
+            for name, value in expected.items()
+        }
         assert_equal(found_in(files), rounded)
         model = shard(make_model(99), config)
         load_safetensors(folder / str(dtype), model)
@@ -344,12 +404,16 @@ def _conversions(folder: Path) -> None:
         assert_equal(full_state(model), there_and_back | tied)
     files = save_safetensors(folder / "exact", shard(make_model(4), config))
     model = shard(make_model(99), config)
-    load_safetensors(folder / "exact", model, dtype=torch.bfloat16)  # parameters stay what they are, values are rounded
+    load_safetensors(
+        folder / "exact", model, dtype=torch.bfloat16
+    )  # parameters stay what they are, values are rounded
     for name, value in full_state(model).items():
         expected_value = plain.state_dict()[name]
         assert value.dtype == expected_value.dtype
         rounds = expected_value.is_floating_point()
-        assert torch.equal(value, expected_value.bfloat16().to(value.dtype) if rounds else expected_value)
+        assert torch.equal(
+            value, expected_value.bfloat16().to(value.dtype) if rounds else expected_value
+        )
 
 
 def test_values_are_rounded_on_the_way_out_or_in_and_integers_stay(tmp_path: Path) -> None:
@@ -368,11 +432,21 @@ def _renamings(folder: Path) -> None:
     config = "FULL_SHARD", False, True
     expected = in_files(make_model(6))
     files = save_safetensors(folder / "part", shard(make_model(6), config), rename=_out)
-    assert_equal(found_in(files), {f"model.{name}": value for name, value in expected.items() if not name.startswith("blocks.1.")})
+    assert_equal(
+        found_in(files),
+        {
+            f"model.{name}": value
+            for name, value in expected.items()
+            if not name.startswith("blocks.1.")
+        },
+    )
     if dist.get_rank() == 0:
         (folder / "whole").mkdir()
         tensors = {f"model.{name}": value.contiguous() for name, value in expected.items()}
-        save_file(tensors | {"model.rotary.inv_freq": torch.ones(3)}, folder / "whole" / "model.safetensors")
+        save_file(
+            tensors | {"model.rotary.inv_freq": torch.ones(3)},
+            folder / "whole" / "model.safetensors",
+        )
     dist.barrier()
     model = shard(make_model(99), config)
     load_safetensors(folder / "whole", model, rename=_in)
@@ -389,7 +463,10 @@ def test_names_are_mapped_by_a_function_both_ways_and_none_leaves_out(tmp_path: 
 class Large(nn.Module):
     def __init__(self, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
-        self.big, self.small = nn.Parameter(torch.zeros(1000, 4000, dtype=dtype)), nn.Parameter(torch.zeros(7, dtype=dtype))
+        self.big, self.small = (
+            nn.Parameter(torch.zeros(1000, 4000, dtype=dtype)),
+            nn.Parameter(torch.zeros(7, dtype=dtype)),
+        )
 
 
 @contextlib.contextmanager
@@ -482,12 +559,17 @@ def outcome(call: Callable[[], object]) -> Outcome:
     return "nothing", ""
 
 
-def assert_refused(outcomes: list[dict[str, Outcome]], expected: dict[str, tuple[str, str]]) -> None:
-    """Every rank raised what is expected: its kind, and a piece of its text, together with the four facts."""
+def assert_refused(
+    outcomes: list[dict[str, Outcome]], expected: dict[str, tuple[str, str]]
+) -> None:
+    """Every rank raised what is expected: its kind, and a piece of its text, together with the four
+    facts."""
     wrong = {}
     for name, (kind, text) in expected.items():
         for rank, found in enumerate(outcomes):
-            facts = all(f"{fact}:" in found[name][1] for fact in ("expected", "got", "where", "to do"))
+            facts = all(
+                f"{fact}:" in found[name][1] for fact in ("expected", "got", "where", "to do")
+            )
             if found[name][0] != kind or text not in found[name][1] or not facts:
                 wrong[f"{name}, rank {rank}"] = found[name]
     assert not wrong, "\n".join(f"{case}: {found}" for case, found in wrong.items())
@@ -508,15 +590,22 @@ def _with_header(content: bytes, change: Callable[[bytes], bytes], behind: bytes
 ODD_FILES: dict[str, Callable[[bytes], bytes]] = {
     "a byte at the end": lambda content: content + b"x",
     "a byte before the tensors": lambda content: _with_header(content, bytes, b"x"),
-    "UTF-16": lambda content: _with_header(content, lambda header: header.decode().encode("utf-16")),
-    "a byte order mark": lambda content: _with_header(content, lambda header: b"\xef\xbb\xbf" + header),
-    "a field twice": lambda content: _with_header(content, lambda text: text.replace(b'"dtype":', b'"dtype":"F32","dtype":', 1)),
+    "UTF-16": lambda content: _with_header(
+        content, lambda header: header.decode().encode("utf-16")
+    ),
+    "a byte order mark": lambda content: _with_header(
+        content, lambda header: b"\xef\xbb\xbf" + header
+    ),
+    "a field twice": lambda content: _with_header(
+        content, lambda text: text.replace(b'"dtype":', b'"dtype":"F32","dtype":', 1)
+    ),
 }
 ODD_INDICES: dict[str, bytes] = {
     "deep index": b'{"weight_map":' + b"[" * 100_000 + b"]" * 100_000 + b"}",
     "wide index": b'{"weight_map":[' + b"[]," * 1_100_000 + b"[]]}",
     "index in UTF-16": '{"weight_map": {}}'.encode("utf-16"),
-    "name twice in the index": b'{"weight_map": {"a.bias": "model.safetensors", "a.bias": "other.safetensors"}}',
+    "name twice in the index": b'{"weight_map": {"a.bias": "model.safetensors", "a.bias": '
+    b'"other.safetensors"}}',
     "index of files elsewhere": b'{"weight_map": {"a.bias": "../good/model.safetensors"}}',
     "index that is a list": b"[]",
 }
@@ -535,24 +624,44 @@ def _wrong_files(folder: Path) -> None:
     for name, tensors in files.items():
         (folder / name).mkdir()
         save_file(tensors, folder / name / "model.safetensors")
-    for name in ("truncated", "no file", "no weight_map", "no json", "stray", "lost", "twice", "odd map", "pickled"):
+    for name in (
+        "truncated",
+        "no file",
+        "no weight_map",
+        "no json",
+        "stray",
+        "lost",
+        "twice",
+        "odd map",
+        "pickled",
+    ):
         shutil.copytree(folder / "good", folder / name)
     whole = (folder / "good" / "model.safetensors").read_bytes()
     (folder / "truncated" / "model.safetensors").write_bytes(whole[:-1])
     (folder / "pickled" / "model.safetensors").write_bytes(b"\x80\x04" + whole)
     names = dict.fromkeys(good, "model.safetensors")
-    (folder / "no file" / INDEX).write_text(json.dumps({"weight_map": names | {"a.bias": "other.safetensors"}}))
+    (folder / "no file" / INDEX).write_text(
+        json.dumps({"weight_map": names | {"a.bias": "other.safetensors"}})
+    )
     (folder / "no weight_map" / INDEX).write_text("{}")
     (folder / "no json" / INDEX).write_text("{")
-    (folder / "odd map" / INDEX).write_text(json.dumps({"weight_map": names | {"a.bias": ["model.safetensors"]}}))
-    (folder / "lost" / INDEX).write_text(json.dumps({"weight_map": names | {"c.bias": "model.safetensors"}}))
+    (folder / "odd map" / INDEX).write_text(
+        json.dumps({"weight_map": names | {"a.bias": ["model.safetensors"]}})
+    )
+    (folder / "lost" / INDEX).write_text(
+        json.dumps({"weight_map": names | {"c.bias": "model.safetensors"}})
+    )
     for name, text in ODD_INDICES.items():
         shutil.copytree(folder / "good", folder / name)
         (folder / name / INDEX).write_bytes(text)
     for name, change in ODD_FILES.items():
         (folder / name).mkdir()
         (folder / name / "model.safetensors").write_bytes(change(whole))
-    for name, file in (("FIFO", "model.safetensors"), ("FIFO in a directory", "other.safetensors"), ("index FIFO", INDEX)):
+    for name, file in (
+        ("FIFO", "model.safetensors"),
+        ("FIFO in a directory", "other.safetensors"),
+        ("index FIFO", INDEX),
+    ):
         (folder / name).mkdir()
         os.mkfifo(folder / name / file)
     save_file({"a.bias": torch.zeros(2)}, folder / "twice" / "second.safetensors")
@@ -580,9 +689,18 @@ def _refused_loads(folder: Path) -> dict[str, Outcome]:
         "odd map",
     )
     calls: dict[str, Callable[[], object]] = {
-        **{name: (lambda path=folder / name: load_safetensors(path, model)) for name in (*names, "lost", "twice", "stray")},
-        **{name: (lambda path=folder / name: load_safetensors(path, model)) for name in (*ODD_FILES, *ODD_INDICES)},
-        **{name: (lambda path=folder / name: load_safetensors(path, model)) for name in ("FIFO in a directory", "index FIFO")},
+        **{
+            name: (lambda path=folder / name: load_safetensors(path, model))
+            for name in (*names, "lost", "twice", "stray")
+        },
+        **{
+            name: (lambda path=folder / name: load_safetensors(path, model))
+            for name in (*ODD_FILES, *ODD_INDICES)
+        },
+        **{
+            name: (lambda path=folder / name: load_safetensors(path, model))
+            for name in ("FIFO in a directory", "index FIFO")
+        },
         "FIFO": lambda: load_safetensors(folder / "FIFO" / "model.safetensors", model),
         "pickled": lambda: load_safetensors(folder / "pickled" / "model.safetensors", model),
         "empty": lambda: load_safetensors(folder / "empty", model),
@@ -594,17 +712,25 @@ def _refused_loads(folder: Path) -> dict[str, Outcome]:
         "dtype by name": lambda: load_safetensors(good, model, dtype="float32"),  # type: ignore[arg-type]
         "rename": lambda: load_safetensors(good, model, rename={"a": "b"}),  # type: ignore[arg-type]
         "progress": lambda: load_safetensors(good, model, progress="yes"),  # type: ignore[arg-type]
-        "two for one name": lambda: load_safetensors(good, model, rename=lambda name: name.replace("a.bias", "b.bias")),
+        "two for one name": lambda: load_safetensors(
+            good, model, rename=lambda name: name.replace("a.bias", "b.bias")
+        ),
         "rename gives a number": lambda: load_safetensors(good, model, rename=len),  # type: ignore[arg-type]
         "no wrapping": lambda: load_safetensors(good, nn.Linear(1, 1)),
         "one rank's path": lambda: load_safetensors(_by_rank(good, folder / "nowhere"), model),
-        "one rank's dtype": lambda: load_safetensors(good, model, dtype=_by_rank(torch.int32, torch.bfloat16)),
-        "other dtypes": lambda: load_safetensors(good, replicas, dtype=_by_rank(None, torch.bfloat16)),
+        "one rank's dtype": lambda: load_safetensors(
+            good, model, dtype=_by_rank(torch.int32, torch.bfloat16)
+        ),
+        "other dtypes": lambda: load_safetensors(
+            good, replicas, dtype=_by_rank(None, torch.bfloat16)
+        ),
         "other weights": lambda: load_safetensors(_by_rank(good, folder / "shape"), replicas),
     }
     found = {name: outcome(call) for name, call in calls.items()}
     for its in (model, replicas):
-        assert all(torch.equal(value, torch.ones_like(value)) for value in full_state(its).values()), "nothing has changed"
+        assert all(
+            torch.equal(value, torch.ones_like(value)) for value in full_state(its).values()
+        ), "nothing has changed"
 
     with FSDP.summon_full_params(model):
         found["summoned"] = outcome(lambda: load_safetensors(good, model))
@@ -617,10 +743,14 @@ def _refused_loads(folder: Path) -> dict[str, Outcome]:
             patch.setattr(os, "preadv", broken)
         found["disk"] = outcome(lambda: load_safetensors(good, model))
         if dist.get_rank() == 1:
-            patch.setattr(os, "preadv", lambda *_: 0)  # as of a file that was truncated after it was looked at
+            patch.setattr(
+                os, "preadv", lambda *_: 0
+            )  # as of a file that was truncated after it was looked at
         found["truncated later"] = outcome(lambda: load_safetensors(good, model))
     load_safetensors(good, model)
-    assert all(torch.equal(value, torch.full_like(value, 2)) for value in full_state(model).values()), "and the ranks are in step"
+    assert all(
+        torch.equal(value, torch.full_like(value, 2)) for value in full_state(model).values()
+    ), "and the ranks are in step"
     return found
 
 
@@ -630,11 +760,23 @@ def test_loading_what_is_wrong_is_refused_on_all_ranks_with_nothing_changed(tmp_
         {
             "missing": ("CheckpointError", "missing: a.bias"),
             "unexpected": ("CheckpointError", "not in the model: a.extra"),
-            "shape": ("CheckpointError", "b.weight: shape [4] in model.safetensors, [2, 2] in the model"),
-            "buffer shape": ("CheckpointError", "count: shape [4] in model.safetensors, [3] in the model"),
+            "shape": (
+                "CheckpointError",
+                "b.weight: shape [4] in model.safetensors, [2, 2] in the model",
+            ),
+            "buffer shape": (
+                "CheckpointError",
+                "count: shape [4] in model.safetensors, [3] in the model",
+            ),
             "no buffer": ("CheckpointError", "missing: count"),
-            "truncated": ("CheckpointError", "model.safetensors is not a safetensors file, or not a complete one"),
-            "pickled": ("CheckpointError", "model.safetensors is not a safetensors file, or not a complete one"),
+            "truncated": (
+                "CheckpointError",
+                "model.safetensors is not a safetensors file, or not a complete one",
+            ),
+            "pickled": (
+                "CheckpointError",
+                "model.safetensors is not a safetensors file, or not a complete one",
+            ),
             "no file": ("CheckpointError", "no file other.safetensors"),
             "no weight_map": ("CheckpointError", "The index cannot be read"),
             "no json": ("CheckpointError", "The index cannot be read"),
@@ -665,7 +807,10 @@ def test_loading_what_is_wrong_is_refused_on_all_ranks_with_nothing_changed(tmp_
             "other weights": ("CheckpointError", "b.weight: shape [4]"),
             "summoned": ("FsdpCompatError", "summon_full_params"),
             "disk": ("CheckpointError", "Input/output error"),
-            "truncated later": ("CheckpointError", "the model and its optimizer may be partly changed"),
+            "truncated later": (
+                "CheckpointError",
+                "the model and its optimizer may be partly changed",
+            ),
         },
     )
 
@@ -696,21 +841,35 @@ def _refused_saves(folder: Path) -> dict[str, Outcome]:
         "dtype without a name": lambda: save_safetensors(new, model, dtype=torch.float8_e8m0fnu),
         "parameter without a name": lambda: save_safetensors(new, FSDP(Complex())),
         "rename": lambda: save_safetensors(new, model, rename="prefix"),  # type: ignore[arg-type]
-        "two for one name": lambda: save_safetensors(new, model, rename=lambda name: name.replace("a.bias", "b.bias")),
+        "two for one name": lambda: save_safetensors(
+            new, model, rename=lambda name: name.replace("a.bias", "b.bias")
+        ),
         "rename gives a number": lambda: save_safetensors(new, model, rename=len),  # type: ignore[arg-type]
-        "a name of the format": lambda: save_safetensors(new, model, rename=lambda n: "__metadata__" if n == "count" else n),
+        "a name of the format": lambda: save_safetensors(
+            new, model, rename=lambda n: "__metadata__" if n == "count" else n
+        ),
         **{
-            f"max_file_nbytes {value!r}": (lambda value=value: save_safetensors(new, model, max_file_nbytes=value))
+            f"max_file_nbytes {value!r}": (
+                lambda value=value: save_safetensors(new, model, max_file_nbytes=value)
+            )
             for value in (0, -1, True, 1e9, "5GB", None)
         },
         "no wrapping": lambda: save_safetensors(new, nn.Linear(1, 1)),
         "other sizes": lambda: save_safetensors(new, model, max_file_nbytes=_by_rank(10_000, 40)),
-        "other dtypes": lambda: save_safetensors(new, model, dtype=_by_rank(torch.bfloat16, torch.float16)),
-        "other names": lambda: save_safetensors(new, model, rename=_by_rank(None, lambda name: f"model.{name}")),
-        "other order": lambda: save_safetensors(
-            new, model, rename=_by_rank(None, lambda n: {"a.bias": "b.bias", "b.bias": "a.bias"}.get(n, n))
+        "other dtypes": lambda: save_safetensors(
+            new, model, dtype=_by_rank(torch.bfloat16, torch.float16)
         ),
-        "one rank's argument": lambda: save_safetensors(new, model, max_file_nbytes=_by_rank(10_000, 0)),
+        "other names": lambda: save_safetensors(
+            new, model, rename=_by_rank(None, lambda name: f"model.{name}")
+        ),
+        "other order": lambda: save_safetensors(
+            new,
+            model,
+            rename=_by_rank(None, lambda n: {"a.bias": "b.bias", "b.bias": "a.bias"}.get(n, n)),
+        ),
+        "one rank's argument": lambda: save_safetensors(
+            new, model, max_file_nbytes=_by_rank(10_000, 0)
+        ),
         "other file systems": lambda: save_safetensors(mine, model),
     }
     found = {name: outcome(call) for name, call in calls.items()}
@@ -721,7 +880,10 @@ def _refused_saves(folder: Path) -> dict[str, Outcome]:
     def full(*_: Any) -> int:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    failures: list[tuple[str, int, Any, str]] = [("disk", 1, os, "pwrite"), ("first disk", 0, os, "pwrite")]
+    failures: list[tuple[str, int, Any, str]] = [
+        ("disk", 1, os, "pwrite"),
+        ("first disk", 0, os, "pwrite"),
+    ]
     failures += [("sync", 1, os, "fsync"), ("name", 0, Path, "rename")]
     for name, rank, owner, method in failures:
         with pytest.MonkeyPatch.context() as patch:
@@ -737,7 +899,9 @@ def _refused_saves(folder: Path) -> dict[str, Outcome]:
         assert not new.exists() or not names_in(new)
         assert not [path for path in (folder / "mine").rglob("*") if path.is_file()]
     dist.barrier()
-    assert [file.name for file in save_safetensors(new, model)] == ["model.safetensors"], "and the ranks are in step"
+    assert [file.name for file in save_safetensors(new, model)] == ["model.safetensors"], (
+        "and the ranks are in step"
+    )
     return found
 
 

@@ -1,10 +1,10 @@
 """What a step costs in numbers that do not vary: collectives, bytes, copies, and memory in flight.
 
-The model is a root with parameters of its own around six equal blocks, on two ranks. Sizes in elements, all padded to 4:
+The model is a root with parameters of its own around six equal blocks, on two ranks. Sizes in
+elements, all padded to 4:
 
     block   norm 8 + 8, up 56 + 12, down 56 + 8   = 148    S = 76 on two ranks, 148 on one
-    root    stem 36 + 8, head 20 + 4              =  68    S = 36 on two ranks,  68 on one
-"""
+    root    stem 36 + 8, head 20 + 4              =  68    S = 36 on two ranks,  68 on one"""
 
 from __future__ import annotations
 
@@ -39,7 +39,11 @@ BLOCK_FULL, ROOT_FULL = 148, 68
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 9), nn.Linear(9, WIDTH)
+        self.norm, self.up, self.down = (
+            nn.LayerNorm(WIDTH),
+            nn.Linear(WIDTH, 9),
+            nn.Linear(9, WIDTH),
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.down(self.up(self.norm(x)).tanh())
@@ -57,7 +61,8 @@ class Model(nn.Module):
 
 @dataclasses.dataclass(frozen=True)
 class Sent:
-    """What one rank sent in a step: numbers of collectives and bytes by kind, and bytes that really left."""
+    """What one rank sent in a step: numbers of collectives and bytes by kind, and bytes that really
+    left."""
 
     counts: dict[str, int]
     nbytes: dict[str, int]
@@ -95,7 +100,9 @@ def counting_sends(found: list[int]) -> Iterator[None]:
         connections.send = send
 
 
-def sent_by_steps(num_steps: int, strategy: str, mesh: tuple[int, int] | None = None, **options: Any) -> list[Sent]:
+def sent_by_steps(
+    num_steps: int, strategy: str, mesh: tuple[int, int] | None = None, **options: Any
+) -> list[Sent]:
     if mesh is not None:
         options["device_mesh"] = init_device_mesh("cpu", mesh)
     model = wrapped(sharding_strategy=ShardingStrategy[strategy], **options)
@@ -109,7 +116,13 @@ def sent_by_steps(num_steps: int, strategy: str, mesh: tuple[int, int] | None = 
             step(model)
         counts = group.shard.traffic.counts + group.replica.traffic.counts
         nbytes = group.shard.traffic.nbytes + group.replica.traffic.nbytes
-        found.append(Sent({k.name: n for k, n in counts.items()}, {k.name: n for k, n in nbytes.items()}, sum(real)))
+        found.append(
+            Sent(
+                {k.name: n for k, n in counts.items()},
+                {k.name: n for k, n in nbytes.items()},
+                sum(real),
+            )
+        )
     return found
 
 
@@ -117,36 +130,57 @@ def sent_by_steps(num_steps: int, strategy: str, mesh: tuple[int, int] | None = 
 
 
 @pytest.mark.parametrize("use_orig_params", [False, True])
-def test_full_sharding_gathers_twice_less_what_backward_uses_first_and_reduces_once(use_orig_params: bool) -> None:
+def test_full_sharding_gathers_twice_less_what_backward_uses_first_and_reduces_once(
+    use_orig_params: bool,
+) -> None:
     reduced = 4 * (BLOCKS * BLOCK_S + ROOT_S)
     first = 4 * (2 * BLOCKS * BLOCK_S + ROOT_S)  # what backward uses first is not known yet
     later = 4 * ((2 * BLOCKS - 1) * BLOCK_S + ROOT_S)
     for found in run_ranks(2, sent_by_steps, 4, "FULL_SHARD", use_orig_params=use_orig_params):
         assert found == [
-            Sent({"GATHER": 13, "REDUCE": 7}, {"GATHER": first, "REDUCE": reduced}, first + reduced),
-            *[Sent({"GATHER": 12, "REDUCE": 7}, {"GATHER": later, "REDUCE": reduced}, later + reduced)] * 3,
+            Sent(
+                {"GATHER": 13, "REDUCE": 7}, {"GATHER": first, "REDUCE": reduced}, first + reduced
+            ),
+            *[
+                Sent(
+                    {"GATHER": 12, "REDUCE": 7},
+                    {"GATHER": later, "REDUCE": reduced},
+                    later + reduced,
+                )
+            ]
+            * 3,
         ]
 
 
 @pytest.mark.parametrize(("limit", "gathered_again"), [(135, BLOCKS - 1), (136, 0)])
-def test_units_below_a_number_of_elements_are_gathered_once(limit: int, gathered_again: int) -> None:
+def test_units_below_a_number_of_elements_are_gathered_once(
+    limit: int, gathered_again: int
+) -> None:
     """A block has 135 elements."""
     nbytes = 4 * ((BLOCKS + gathered_again) * BLOCK_S + ROOT_S)
     for found in run_ranks(2, sent_by_steps, 3, "FULL_SHARD", keep_units_below=limit):
-        assert [(sent.counts["GATHER"], sent.nbytes["GATHER"]) for sent in found[1:]] == [(BLOCKS + gathered_again + 1, nbytes)] * 2
+        assert [(sent.counts["GATHER"], sent.nbytes["GATHER"]) for sent in found[1:]] == [
+            (BLOCKS + gathered_again + 1, nbytes)
+        ] * 2
 
 
 def test_three_ranks_send_to_two_others_each() -> None:
     block_s, root_s = 52, 24  # 148 / 3 and 68 / 3, padded
     gathered, reduced = 2 * 4 * (11 * block_s + root_s), 2 * 4 * (BLOCKS * block_s + root_s)
     for found in run_ranks(3, sent_by_steps, 2, "FULL_SHARD"):
-        assert found[1] == Sent({"GATHER": 12, "REDUCE": 7}, {"GATHER": gathered, "REDUCE": reduced}, gathered + reduced)
+        assert found[1] == Sent(
+            {"GATHER": 12, "REDUCE": 7}, {"GATHER": gathered, "REDUCE": reduced}, gathered + reduced
+        )
 
 
 def test_without_resharding_every_unit_is_gathered_once_and_reduced_once() -> None:
     nbytes = 4 * (BLOCKS * BLOCK_S + ROOT_S)
     for found in run_ranks(2, sent_by_steps, 3, "SHARD_GRAD_OP"):
-        assert found == [Sent({"GATHER": 7, "REDUCE": 7}, {"GATHER": nbytes, "REDUCE": nbytes}, 2 * nbytes)] * 3
+        assert (
+            found
+            == [Sent({"GATHER": 7, "REDUCE": 7}, {"GATHER": nbytes, "REDUCE": nbytes}, 2 * nbytes)]
+            * 3
+        )
 
 
 def test_without_sharding_nothing_is_gathered_and_every_unit_is_reduced_among_replicas() -> None:
@@ -167,7 +201,9 @@ def test_gathers_and_reductions_travel_in_their_own_dtypes() -> None:
     precision = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     gathered, reduced = 2 * (11 * BLOCK_S + ROOT_S), 4 * (BLOCKS * BLOCK_S + ROOT_S)
     for found in run_ranks(2, sent_by_steps, 2, "FULL_SHARD", mixed_precision=precision):
-        assert found[1] == Sent({"GATHER": 12, "REDUCE": 7}, {"GATHER": gathered, "REDUCE": reduced}, gathered + reduced)
+        assert found[1] == Sent(
+            {"GATHER": 12, "REDUCE": 7}, {"GATHER": gathered, "REDUCE": reduced}, gathered + reduced
+        )
 
 
 def counts_by_unit(strategy: str, num_steps: int) -> list[dict[str, tuple[int, int]]]:
@@ -182,7 +218,12 @@ def counts_by_unit(strategy: str, num_steps: int) -> list[dict[str, tuple[int, i
     for _ in range(num_steps):
         found.clear()
         step(model)
-        steps.append({u.label: (found[u.label, "gather"], found[u.label, "start_reduction"]) for u in model._runtime.units})
+        steps.append(
+            {
+                u.label: (found[u.label, "gather"], found[u.label, "start_reduction"])
+                for u in model._runtime.units
+            }
+        )
     return steps
 
 
@@ -201,10 +242,12 @@ def call_also(group: Group, name: str, more: Callable[[], object]) -> None:
 
 def test_only_the_root_and_the_last_block_are_gathered_once_from_the_second_step_on() -> None:
     for found in run_ranks(2, counts_by_unit, "FULL_SHARD", 3):
-        assert found[0] == {"the root unit (a Model)": (1, 1)} | {f"unit 'blocks.{i}'": (2, 1) for i in range(6)}
-        assert found[1] == {"the root unit (a Model)": (1, 1)} | {f"unit 'blocks.{i}'": (2, 1) for i in range(5)} | {
-            "unit 'blocks.5'": (1, 1)
+        assert found[0] == {"the root unit (a Model)": (1, 1)} | {
+            f"unit 'blocks.{i}'": (2, 1) for i in range(6)
         }
+        assert found[1] == {"the root unit (a Model)": (1, 1)} | {
+            f"unit 'blocks.{i}'": (2, 1) for i in range(5)
+        } | {"unit 'blocks.5'": (1, 1)}
         assert found[2] == found[1]
 
 
@@ -248,7 +291,9 @@ class Operations(TorchDispatchMode):
         self.names: collections.Counter[str] = collections.Counter()
         self.written: dict[str, list[int]] = collections.defaultdict(list)
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         name = function._schema.name.removeprefix("aten::")
         self.names[name] += 1
         if name in ("copy_", "div_", "mul_", "zero_", "add_", "clone", "_to_copy", "add", "div"):
@@ -271,7 +316,15 @@ def operations_of_a_step(**options: Any) -> tuple[dict[str, int], dict[str, list
 def test_a_step_concatenates_splits_and_pads_nothing(use_orig_params: bool) -> None:
     for names, _ in run_ranks(2, operations_of_a_step, use_orig_params=use_orig_params):
         assert names["_foreach_copy_"] == 7  # it has looked
-        banned = {"cat", "_chunk_cat", "split", "split_with_sizes_copy", "constant_pad_nd", "stack", "clone"}
+        banned = {
+            "cat",
+            "_chunk_cat",
+            "split",
+            "split_with_sizes_copy",
+            "constant_pad_nd",
+            "stack",
+            "clone",
+        }
         assert banned & names.keys() == set()
         # What each original parameter gets of the one gradient of its unit: views.
         assert names.get("split_with_sizes", 0) == (7 if use_orig_params else 0)
@@ -295,7 +348,10 @@ def test_gradients_are_copied_once_and_only_shards_are_divided(use_orig_params: 
 def test_a_cast_to_the_dtype_of_gathers_is_made_on_the_shard() -> None:
     precision = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for _, written in run_ranks(2, operations_of_a_step, mixed_precision=precision):
-        assert sorted(n for n in written["_to_copy"] if n in (ROOT_S, BLOCK_S)) == [ROOT_S] + [BLOCK_S] * 11
+        assert (
+            sorted(n for n in written["_to_copy"] if n in (ROOT_S, BLOCK_S))
+            == [ROOT_S] + [BLOCK_S] * 11
+        )
         assert max(written["_to_copy"]) == BLOCK_S
         assert sorted(written["copy_"]) == [ROOT_S] + [BLOCK_S] * 11
 
@@ -308,7 +364,10 @@ class Table(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.table, self.bias = nn.Parameter(torch.zeros(LARGE, 1)), nn.Parameter(torch.zeros(WIDTH))
+        self.table, self.bias = (
+            nn.Parameter(torch.zeros(LARGE, 1)),
+            nn.Parameter(torch.zeros(WIDTH)),
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.bias * (self.table + 1).mean()
@@ -327,7 +386,9 @@ def one_rank(use_orig_params: bool) -> None:
         shard = group.store.shard
         assert group.resident_nbytes == 0
         places = group.store.places(shard)[:-1]
-        assert [leaf.data_ptr() for leaf in group.leaves] == [views[0].data_ptr() for views in places]
+        assert [leaf.data_ptr() for leaf in group.leaves] == [
+            views[0].data_ptr() for views in places
+        ]
 
 
 def handed_over() -> None:
@@ -335,7 +396,9 @@ def handed_over() -> None:
     made: dict[int, torch.Tensor | None] = {}
     for group in model._runtime.groups:
         for (target, _), leaf in zip(group.store.targets, group.leaves, strict=True):
-            leaf.register_post_accumulate_grad_hook(lambda leaf, target=target: made.update({id(target): leaf.grad}))
+            leaf.register_post_accumulate_grad_hook(
+                lambda leaf, target=target: made.update({id(target): leaf.grad})
+            )
     with Operations() as seen:
         model(torch.ones(2, WIDTH)).pow(2).mean().backward()
     parameters = list(model.parameters())
@@ -346,7 +409,9 @@ def handed_over() -> None:
 
 
 @pytest.mark.parametrize("use_orig_params", [False, True])
-def test_one_rank_sends_and_copies_no_parameter_and_leaves_alias_the_shard(use_orig_params: bool) -> None:
+def test_one_rank_sends_and_copies_no_parameter_and_leaves_alias_the_shard(
+    use_orig_params: bool,
+) -> None:
     run_ranks(1, one_rank, use_orig_params)
 
 
@@ -368,7 +433,8 @@ class Peak:
 
 
 class Wide(nn.Module):
-    """A unit whose parameter has a hook of its own, so that its buffer fills while backward is still inside of it."""
+    """A unit whose parameter has a hook of its own, so that its buffer fills while backward is
+    still inside of it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -381,13 +447,19 @@ class Wide(nn.Module):
 def peaks(num_steps: int, block: type[nn.Module] = Block, **options: Any) -> list[Peak]:
     module = Model()
     module.blocks = nn.Sequential(*(block() for _ in range(BLOCKS)))
-    model, peak = wrapped(module=module, auto_wrap_policy=ModuleWrapPolicy({block}), **options), Peak()
+    model, peak = (
+        wrapped(module=module, auto_wrap_policy=ModuleWrapPolicy({block}), **options),
+        Peak(),
+    )
     units = [unit for unit in model._runtime.units if not unit.is_root]
     groups = [group for unit in units for group in unit.groups]
 
     def look(*_: object) -> None:
         peak.units = max(peak.units, sum(unit.residency is not Residency.SHARDED for unit in units))
-        peak.buffers = max(peak.buffers, sum(group.resident_nbytes > group.memory.resident_nbytes for group in groups))
+        peak.buffers = max(
+            peak.buffers,
+            sum(group.resident_nbytes > group.memory.resident_nbytes for group in groups),
+        )
         peak.travelling = max(peak.travelling, sum(group.reduction is not None for group in groups))
         peak.nbytes = max(peak.nbytes, sum(group.resident_nbytes for group in groups))
 
@@ -411,7 +483,9 @@ FULL_NBYTES = 4 * 2 * BLOCK_S  # of a gathered block, and of a reduce buffer
 
 
 @pytest.mark.parametrize("use_orig_params", [False, True])
-def test_two_units_and_one_reduce_buffer_are_there_at_most_and_as_much_in_every_step(use_orig_params: bool) -> None:
+def test_two_units_and_one_reduce_buffer_are_there_at_most_and_as_much_in_every_step(
+    use_orig_params: bool,
+) -> None:
     for first, *later in run_ranks(2, peaks, 20, use_orig_params=use_orig_params):
         assert first == Peak(1, 1, 1, 2 * FULL_NBYTES)  # there is no order yet to gather ahead by
         assert later == [Peak(2, 1, 1, 3 * FULL_NBYTES)] * 19
@@ -423,7 +497,9 @@ def test_two_reduce_buffers_travel_or_fill_at_a_time_by_option() -> None:
 
 
 @pytest.mark.parametrize(("limit", "buffers"), [(True, 1), (False, 2)])
-def test_large_parameters_fill_a_buffer_when_the_one_before_is_free_or_beside_it(limit: bool, buffers: int) -> None:
+def test_large_parameters_fill_a_buffer_when_the_one_before_is_free_or_beside_it(
+    limit: bool, buffers: int
+) -> None:
     for _, *later in run_ranks(2, peaks, 6, Wide, limit_all_gathers=limit):
         assert all(peak == later[0] for peak in later)
         assert (later[0].units, later[0].buffers, later[0].travelling) == (2, buffers, buffers)
@@ -443,11 +519,16 @@ def test_without_resharding_all_units_are_there_and_one_reduce_buffer_travels() 
 
 
 def looks_at_units(use_orig_params: bool) -> list[int]:
-    """How often all units were looked at one by one, in steps that follow what is written beside them."""
+    """How often all units were looked at one by one, in steps that follow what is written beside
+    them."""
     model = wrapped(use_orig_params=use_orig_params)
-    parameter = max(model.parameters(), key=torch.Tensor.numel)  # with original parameters some are empty
+    parameter = max(
+        model.parameters(), key=torch.Tensor.numel
+    )  # with original parameters some are empty
     found = []
-    with mock.patch.object(Runtime, "_look_at_units", autospec=True, side_effect=Runtime._look_at_units) as looks:
+    with mock.patch.object(
+        Runtime, "_look_at_units", autospec=True, side_effect=Runtime._look_at_units
+    ) as looks:
 
         def train() -> None:
             looks.reset_mock()
@@ -468,5 +549,7 @@ def looks_at_units(use_orig_params: bool) -> list[int]:
 
 
 @pytest.mark.parametrize("use_orig_params", [False, True])
-def test_units_are_looked_at_one_by_one_only_where_somebody_has_touched_something(use_orig_params: bool) -> None:
+def test_units_are_looked_at_one_by_one_only_where_somebody_has_touched_something(
+    use_orig_params: bool,
+) -> None:
     assert run_ranks(2, looks_at_units, use_orig_params) == [[1, 0, 0, 1, 0, 1, 0]] * 2

@@ -1,4 +1,5 @@
-"""Casts of nested values: every tensor is found, containers keep their types, and what need not change is kept itself."""
+"""Casts of nested values: every tensor is found, containers keep their types, and what need not
+change is kept itself."""
 
 from __future__ import annotations
 
@@ -59,7 +60,12 @@ def plus_one(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def nested() -> st.SearchStrategy[Any]:
-    leaves = st.one_of(st.integers(), st.none(), st.text(max_size=2), st.floats(0, 1).map(lambda x: torch.tensor([x])))
+    leaves = st.one_of(
+        st.integers(),
+        st.none(),
+        st.text(max_size=2),
+        st.floats(0, 1).map(lambda x: torch.tensor([x])),
+    )
     return st.recursive(
         leaves,
         lambda inner: st.one_of(
@@ -79,7 +85,9 @@ def test_every_tensor_of_a_container_is_changed_and_its_type_is_kept(name: str) 
     found = map_tensors(value, plus_one)
     assert type(found) is type(value)
     assert [t.tolist() for t in tensors_in(found)] == [(t + 1).tolist() for t in tensors_in(value)]
-    assert all(t.tolist() in ([1.5], [2.5], [3]) for t in tensors_in(value))  # the original is not touched
+    assert all(
+        t.tolist() in ([1.5], [2.5], [3]) for t in tensors_in(value)
+    )  # the original is not touched
 
 
 @pytest.mark.parametrize("name", CONTAINERS)
@@ -106,7 +114,9 @@ def test_other_fields_of_what_is_changed_stay() -> None:
 
 def test_tensors_are_found_in_order_in_all_containers() -> None:
     value = {"a": [ONE, (TWO,)], "b": Named(INT, Data(x=ONE)), "c": {"d": Frozen(TWO)}}
-    assert [id(tensor) for tensor in tensors_in(value)] == [id(tensor) for tensor in (ONE, TWO, INT, ONE, TWO)]
+    assert [id(tensor) for tensor in tensors_in(value)] == [
+        id(tensor) for tensor in (ONE, TWO, INT, ONE, TWO)
+    ]
 
 
 @pytest.mark.parametrize("value", [{ONE, TWO}, frozenset({ONE, TWO})])
@@ -121,9 +131,20 @@ def test_nothing_is_found_in_what_holds_no_tensor(value: Any) -> None:
 
 
 def test_only_floating_point_tensors_are_cast() -> None:
-    value = {"f": torch.ones(1), "d": torch.ones(1, dtype=torch.float64), "i": INT, "b": torch.tensor([True]), "n": 1.5}
+    value = {
+        "f": torch.ones(1),
+        "d": torch.ones(1, dtype=torch.float64),
+        "i": INT,
+        "b": torch.tensor([True]),
+        "n": 1.5,
+    }
     found = cast_floats(value, torch.bfloat16)
-    assert [t.dtype for t in tensors_in(found)] == [torch.bfloat16, torch.bfloat16, torch.int64, torch.bool]
+    assert [t.dtype for t in tensors_in(found)] == [
+        torch.bfloat16,
+        torch.bfloat16,
+        torch.int64,
+        torch.bool,
+    ]
     assert found["n"] == 1.5
     complex_value = torch.ones(1, dtype=torch.complex64)
     assert cast_floats(complex_value, torch.bfloat16) is complex_value

@@ -1,4 +1,5 @@
-"""Forks of a process whose shards other ranks read where they lie: a child sees them as they were, and training goes on."""
+"""Forks of a process whose shards other ranks read where they lie: a child sees them as they were,
+and training goes on."""
 
 from __future__ import annotations
 
@@ -43,7 +44,10 @@ class Training:
     def state(self) -> list[Tensor]:
         """What of the model lies in memory that ranks share."""
         parameters = list(self.model.parameters())
-        return [*(p.detach() for p in parameters), *(p.grad for p in parameters if p.grad is not None)]
+        return [
+            *(p.detach() for p in parameters),
+            *(p.grad for p in parameters if p.grad is not None),
+        ]
 
 
 class Child:
@@ -96,14 +100,18 @@ def forks_while_it_trains(strategy: ShardingStrategy, refused: int = -1) -> None
         training.step()
     found = [child.answer() for child in children]
     assert found == expected
-    assert len({tuple(state) for state in expected}) == 3, "there is nothing to see if nothing changes"
+    assert len({tuple(state) for state in expected}) == 3, (
+        "there is nothing to see if nothing changes"
+    )
     for _ in range(4):
         undisturbed.step()
     assert bits(training.state()) == bits(undisturbed.state())
 
 
 @pytest.mark.parametrize("strategy", [ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD])
-def test_a_forked_process_sees_weights_and_gradients_as_they_were_when_it_was_forked(strategy: ShardingStrategy) -> None:
+def test_a_forked_process_sees_weights_and_gradients_as_they_were_when_it_was_forked(
+    strategy: ShardingStrategy,
+) -> None:
     run_ranks(2, forks_while_it_trains, strategy)
 
 
@@ -131,7 +139,9 @@ def trains_on_its_own_weights() -> None:
         training.step()
         data = Weights(training.model)
         expected = data[0]
-        loader = DataLoader(data, batch_size=None, num_workers=2, prefetch_factor=1, multiprocessing_context="fork")
+        loader = DataLoader(
+            data, batch_size=None, num_workers=2, prefetch_factor=1, multiprocessing_context="fork"
+        )
         seen = []
         for value in loader:
             seen.append(float(value))
@@ -145,7 +155,8 @@ def test_workers_of_a_data_loader_do() -> None:
 
 
 def forks_in_forward() -> None:
-    """Between the gathers of a forward, which other ranks have still to read, and before what they read in backward."""
+    """Between the gathers of a forward, which other ranks have still to read, and before what they
+    read in backward."""
     pair = make_pair(lambda: nn.Sequential(Block(), Block(), nn.Linear(DIM, 3)))
     children: list[Child] = []
 
@@ -178,7 +189,8 @@ def shares_everything(function: Callable[[], None]) -> None:
 
 
 def memory_of_forks() -> tuple[int, int, list[int], int]:
-    """Bytes in files before four forks, after them, descriptors in each child, and bytes in files after the next steps."""
+    """Bytes in files before four forks, after them, descriptors in each child, and bytes in files
+    after the next steps."""
     training = Training()
     for _ in range(2):
         training.step()

@@ -118,7 +118,8 @@ def test_a_meeting_takes_one_addition_and_reading_it_and_no_new_keys(ranks: int)
 
 
 def is_quiet(passed_s: float) -> tuple[int, list[str]]:
-    """What a process with a model asks of the store while nothing waits, in seconds by a clock that is moved on by hand."""
+    """What a process with a model asks of the store while nothing waits, in seconds by a clock that
+    is moved on by hand."""
     model = FSDP(nn.Linear(4, 4))
     model(torch.ones(1, 4)).sum().backward()
     with watch._watch.lock:  # the thread stands still meanwhile
@@ -138,7 +139,7 @@ def is_quiet(passed_s: float) -> tuple[int, list[str]]:
         return len(recorded.calls), sorted(set(recorded.calls))
 
 
-def test_while_nothing_waits_a_process_reads_from_the_store_once_in_ten_seconds_and_writes_nothing() -> None:
+def test_an_idle_process_reads_from_the_store_once_in_ten_seconds_and_writes_nothing() -> None:
     for num_calls, kinds in run_ranks(2, is_quiet, 100.0):
         assert num_calls <= 10 and kinds == ["check"]
 
@@ -167,7 +168,9 @@ def answers_without_connections() -> tuple[int, str, float]:
 def test_a_process_answers_whatever_its_backend() -> None:
     for num_threads, text, idle_s in run_ranks(2, answers_without_connections):
         assert num_threads == 1 and idle_s > 0
-        assert re.fullmatch(rf"is at {re.escape(__file__)}:\d+ in answers_without_connections\(\)", text)
+        assert re.fullmatch(
+            rf"is at {re.escape(__file__)}:\d+ in answers_without_connections\(\)", text
+        )
 
 
 # -- what ends it
@@ -190,7 +193,9 @@ def test_two_that_differ_do_not_wait_for_the_third_and_all_can_go_on() -> None:
     for message, again in differed:
         assert again == ""
         for rank in range(2):
-            assert re.search(rf"rank {rank} called call_{rank}\(\) at {re.escape(__file__)}:\d+", message), message
+            assert re.search(
+                rf"rank {rank} called call_{rank}\(\) at {re.escape(__file__)}:\d+", message
+            ), message
         assert "rank 2 has not come" in message
 
 
@@ -205,9 +210,14 @@ def calls_alone(times: int) -> list[str]:
     return found
 
 
-def test_calls_that_were_refused_leave_ranks_that_raised_and_ranks_that_did_not_able_to_meet() -> None:
+def test_calls_that_were_refused_leave_ranks_that_raised_and_ranks_that_did_not_able_to_meet() -> (
+    None
+):
     first, *others = run_ranks(3, calls_alone, 2)
-    assert all(re.search(r"rank [12] has not come: it is at .*, and has made no progress", message) for message in first[:2])
+    assert all(
+        re.search(r"rank [12] has not come: it is at .*, and has made no progress", message)
+        for message in first[:2]
+    )
     assert first[2:] == [""] * 3 and others == [[""] * 3] * 2
 
 
@@ -263,7 +273,9 @@ def has_failed() -> str:
 
 def test_a_rank_whose_communication_has_failed_is_not_waited_for() -> None:
     first, _ = run_ranks(2, has_failed)
-    assert re.search(r"rank 1 has not come: its communication has failed \(rank 1 lost its way\)", first)
+    assert re.search(
+        r"rank 1 has not come: its communication has failed \(rank 1 lost its way\)", first
+    )
 
 
 def is_busy_for_too_long() -> str:
@@ -314,7 +326,8 @@ def test_ranks_that_have_met_in_a_larger_group_do_not_meet_in_a_smaller_one() ->
 
 
 def inquire(*answers: watch.Answer | None) -> list[tuple[str, bool]]:
-    """What is made of a rank that has given these answers, one by one; the first is there before it is asked."""
+    """What is made of a rank that has given these answers, one by one; the first is there before it
+    is asked."""
     board = watch.Board(dist.HashStore())
     inquiry, found = meeting._Inquiry(board, "line"), []
     for answer in answers:
@@ -335,7 +348,9 @@ def test_a_rank_that_has_ended_is_waited_for_in_vain() -> None:
     assert inquire(watch.Answer(0, "has ended", 0.0, ended=True)) == [("it has ended", True)]
 
 
-def test_a_rank_that_does_not_answer_is_waited_for_as_long_as_its_process_lives(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_does_not_answer_is_waited_for_as_long_as_its_process_lives(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """It may be stopped."""
     now = [100.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
@@ -350,7 +365,10 @@ def test_a_rank_that_does_not_answer_is_waited_for_as_long_as_its_process_lives(
         assert inquiry.of(1) == ("it has given no sign of life for 1000 s", False)
         os.kill(other.pid, signal.SIGKILL)
         os.waitid(os.P_PID, other.pid, os.WEXITED | os.WNOWAIT)
-        assert inquiry.of(1) == ("its process has ended without a word, as one that was killed does", True), "not waited for yet"
+        assert inquiry.of(1) == (
+            "its process has ended without a word, as one that was killed does",
+            True,
+        ), "not waited for yet"
     assert inquiry.of(1)[1], "its number is free again"
 
 
@@ -358,8 +376,13 @@ def test_a_rank_that_does_not_answer_is_waited_for_as_long_as_its_process_lives(
 def test_a_limit_that_is_no_time_is_refused_when_it_is_needed(text: str) -> None:
     """Not by the import, which programs make that never wait."""
     environment = os.environ | {"FSDP_COMPAT_MEET_TIMEOUT": text}
-    program = "import fsdp_compat\nfrom fsdp_compat._engine import watch\nprint('imported')\nwatch.idle_limit_s()"
-    ended = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=60)
+    program = (
+        "import fsdp_compat\nfrom fsdp_compat._engine import "
+        "watch\nprint('imported')\nwatch.idle_limit_s()"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=60
+    )
     assert ended.stdout == "imported\n"
     assert "UsageError" in ended.stderr and "FSDP_COMPAT_MEET_TIMEOUT" in ended.stderr
 
@@ -368,7 +391,8 @@ def test_a_limit_that_is_no_time_is_refused_when_it_is_needed(text: str) -> None
 
 
 def looks(meanwhile: Callable[[], object], num_looks: int = 5) -> float:
-    """For how long the last look finds nothing moved, while another thread stands in ``meanwhile`` again and again or waits."""
+    """For how long the last look finds nothing moved, while another thread stands in ``meanwhile``
+    again and again or waits."""
     stop, started = threading.Event(), threading.Event()
     before = pulse._followed, pulse._native_id
 
@@ -395,7 +419,9 @@ def looks(meanwhile: Callable[[], object], num_looks: int = 5) -> float:
 
 
 def test_a_thread_that_waits_is_idle_and_one_that_computes_or_moves_is_not() -> None:
-    assert any(looks(lambda: None) > 0.25 for _ in range(10))  # rank processes, children of this one, may be clearing up
+    assert any(
+        looks(lambda: None) > 0.25 for _ in range(10)
+    )  # rank processes, children of this one, may be clearing up
     assert looks(lambda: works(1.0)) < 0.25
 
 
@@ -432,14 +458,20 @@ def test_the_place_of_a_thread_is_the_users_line() -> None:
 
     class Model(nn.Module):
         def forward(self) -> str:
-            return functools.reduce(lambda _, __: pulse.place_of(stack()), [0, 0])  # a frame of the library's is around the lambda
+            return functools.reduce(
+                lambda _, __: pulse.place_of(stack()), [0, 0]
+            )  # a frame of the library's is around the lambda
 
     def stack() -> types.FrameType | None:
         return sys._getframe(1).f_back  # the frame of forward
 
     assert re.fullmatch(rf"{re.escape(__file__)}:\d+ in ours\(\)", ours())
     assert re.fullmatch(rf"{re.escape(__file__)}:\d+ in forward\(\)", Model()())
-    library = next(frame for frame in (sys._getframe(depth) for depth in range(1, 60)) if "_pytest" in frame.f_code.co_filename)
+    library = next(
+        frame
+        for frame in (sys._getframe(depth) for depth in range(1, 60))
+        if "_pytest" in frame.f_code.co_filename
+    )
     assert "_pytest" in pulse.place_of(library)  # installed by the user
     assert pulse.place_of(None) == "a place outside of the user's code"
 

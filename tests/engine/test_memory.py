@@ -1,8 +1,9 @@
-"""Live bytes of a step, above parameters, gradients and optimizer state: how many, what they are, and that they stay the same.
+"""Live bytes of a step, above parameters, gradients and optimizer state: how many, what they are,
+and that they stay the same.
 
-The model is four units of three matrices of 256 x 256, large enough that each gradient moves on as it comes. The batch is one row,
-so activations, and everything else that is small, take less than a tenth of a matrix.
-"""
+The model is four units of three matrices of 256 x 256, large enough that each gradient moves on as
+it comes. The batch is one row, so activations, and everything else that is small, take less than a
+tenth of a matrix."""
 
 from __future__ import annotations
 
@@ -40,7 +41,9 @@ class Training:
     def __init__(self, **options: Any) -> None:
         self.others = tensors_alive()  # of what ran before in this process
         module = nn.Sequential(*(Three() for _ in range(UNITS)))
-        self.model = FullyShardedDataParallel(module, auto_wrap_policy=ModuleWrapPolicy({Three}), **options)
+        self.model = FullyShardedDataParallel(
+            module, auto_wrap_policy=ModuleWrapPolicy({Three}), **options
+        )
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01, momentum=0.9)
 
     def step(self, look: Callable[[], None] = lambda: None) -> None:
@@ -50,12 +53,15 @@ class Training:
         self.optimizer.zero_grad()
 
     def bytes_of_steps(self, number: int) -> list[tuple[int, int]]:
-        """Per step (peak, what is left after it), after three that record orders and make states."""
+        """Per step (peak, what is left after it), after three that record orders and make
+        states."""
         found: list[tuple[int, int]] = []
 
         def look() -> None:
             parameters = list(self.model.parameters())
-            live.leave_out([*self.others, *parameters, *(p.grad for p in parameters if p.grad is not None)])
+            live.leave_out(
+                [*self.others, *parameters, *(p.grad for p in parameters if p.grad is not None)]
+            )
             live.leave_out(state["momentum_buffer"] for state in self.optimizer.state.values())
             found.append((live.peak().nbytes, live.now()))
 
@@ -89,7 +95,11 @@ def matrices(steps: list[tuple[int, int]], itemsize: int) -> float:
 @pytest.mark.parametrize(
     ("strategy", "prefetch", "held"),
     [
-        (ShardingStrategy.FULL_SHARD, BackwardPrefetch.BACKWARD_PRE, 3 + 3 + 3 + 1),  # two units, a reduce buffer, a gradient
+        (
+            ShardingStrategy.FULL_SHARD,
+            BackwardPrefetch.BACKWARD_PRE,
+            3 + 3 + 3 + 1,
+        ),  # two units, a reduce buffer, a gradient
         (ShardingStrategy.FULL_SHARD, None, 3 + 3 + 1),
         (ShardingStrategy.SHARD_GRAD_OP, BackwardPrefetch.BACKWARD_PRE, UNITS * 3 + 3 + 1),
     ],
@@ -97,15 +107,26 @@ def matrices(steps: list[tuple[int, int]], itemsize: int) -> float:
 def test_two_units_or_one_a_reduce_buffer_and_a_gradient_are_there_at_most(
     strategy: ShardingStrategy, prefetch: BackwardPrefetch | None, held: int, use_orig_params: bool
 ) -> None:
-    options = {"sharding_strategy": strategy, "backward_prefetch": prefetch, "use_orig_params": use_orig_params}
+    options = {
+        "sharding_strategy": strategy,
+        "backward_prefetch": prefetch,
+        "use_orig_params": use_orig_params,
+    }
     (found,) = run_ranks(1, bytes_of_steps_as_one_of_eight, 2, **options)
     assert held <= matrices(found, itemsize=4) < held + 0.1
 
 
-@pytest.mark.parametrize(("prefetch", "held"), [(BackwardPrefetch.BACKWARD_PRE, 3 + 3 + 2 * 3 + 1), (None, 3 + 2 * 3 + 1)])
-def test_in_mixed_precision_each_is_there_in_the_dtype_it_travels_in(prefetch: BackwardPrefetch | None, held: int) -> None:
+@pytest.mark.parametrize(
+    ("prefetch", "held"),
+    [(BackwardPrefetch.BACKWARD_PRE, 3 + 3 + 2 * 3 + 1), (None, 3 + 2 * 3 + 1)],
+)
+def test_in_mixed_precision_each_is_there_in_the_dtype_it_travels_in(
+    prefetch: BackwardPrefetch | None, held: int
+) -> None:
     precision = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    (found,) = run_ranks(1, bytes_of_steps_as_one_of_eight, 2, mixed_precision=precision, backward_prefetch=prefetch)
+    (found,) = run_ranks(
+        1, bytes_of_steps_as_one_of_eight, 2, mixed_precision=precision, backward_prefetch=prefetch
+    )
     cast = 3 / 8  # of the shard, while a gather that was issued ahead travels
     assert held <= matrices(found, itemsize=2) < held + cast + 0.1
 

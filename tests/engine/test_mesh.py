@@ -1,4 +1,5 @@
-"""An axis and a mesh check what they are made of: integers that do not fit would be found in a collective otherwise."""
+"""An axis and a mesh check what they are made of: integers that do not fit would be found in a
+collective otherwise."""
 
 from __future__ import annotations
 
@@ -14,7 +15,9 @@ from fsdp_compat._engine.mesh import Axis, Mesh, replicated
     [(2, 2, (0, 1)), (-1, 2, (0, 1)), (0, 2, (0, 1, 2)), (0, 1, ())],
     ids=["rank too high", "rank too low", "too many members", "too few members"],
 )
-def test_the_rank_on_an_axis_is_one_of_its_members(rank: int, ranks: int, members: tuple[int, ...]) -> None:
+def test_the_rank_on_an_axis_is_one_of_its_members(
+    rank: int, ranks: int, members: tuple[int, ...]
+) -> None:
     with pytest.raises(ValueError, match=f"rank {rank} of {ranks}"):
         Axis(None, rank, ranks, members)
 

@@ -1,4 +1,5 @@
-"""The backend's own collectives, which other backends than gloo are used with, train as unsharded. Gloo's stand in for them."""
+"""The backend's own collectives, which other backends than gloo are used with, train as unsharded.
+Gloo's stand in for them."""
 
 from __future__ import annotations
 
@@ -22,8 +23,15 @@ GATHERED_AND_REDUCED = {Kind.GATHER, Kind.REDUCE}
 def _trains(replicas: int = 1, **options: Any) -> set[Kind]:
     """Return the kinds of collectives that were used."""
     with mock.patch.object(torch_private, "is_gloo", lambda group, device: False):
-        pair = make_pair(lambda: Stack(2, Outer), (Outer, Inner, Block), replicas=replicas, **options)
-    wires = {wire for group in pair.model._runtime.groups for wire in (group.shard, group.replica) if wire.ranks > 1}
+        pair = make_pair(
+            lambda: Stack(2, Outer), (Outer, Inner, Block), replicas=replicas, **options
+        )
+    wires = {
+        wire
+        for group in pair.model._runtime.groups
+        for wire in (group.shard, group.replica)
+        if wire.ranks > 1
+    }
     assert {type(wire) for wire in wires} == {_Native}
     for _ in range(3):
         pair.step(one_backward)
@@ -35,11 +43,16 @@ def _trains(replicas: int = 1, **options: Any) -> set[Kind]:
 @pytest.mark.parametrize("use_orig_params", [False, True])
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_shards_train_as_unsharded(num_ranks: int, use_orig_params: bool) -> None:
-    assert run_ranks(num_ranks, _trains, use_orig_params=use_orig_params) == [GATHERED_AND_REDUCED] * num_ranks
+    assert (
+        run_ranks(num_ranks, _trains, use_orig_params=use_orig_params)
+        == [GATHERED_AND_REDUCED] * num_ranks
+    )
 
 
 def test_replicas_train_as_unsharded() -> None:
-    assert run_ranks(2, _trains, sharding_strategy=ShardingStrategy.NO_SHARD) == [{Kind.REPLICATE}] * 2
+    assert (
+        run_ranks(2, _trains, sharding_strategy=ShardingStrategy.NO_SHARD) == [{Kind.REPLICATE}] * 2
+    )
 
 
 def test_replicas_of_shards_train_as_unsharded() -> None:

@@ -1,15 +1,18 @@
-"""The order of events on a device that only records: what is sent while what computes, what is held meanwhile, and who waits.
+"""The order of events on a device that only records: what is sent while what computes, what is held
+meanwhile, and who waits.
 
-The device is the CPU, but nothing of it is trusted: transfers are recorded where the backend's collectives would start and where
-their works are waited for, memory where it comes and goes, computation where a block's forward and backward begin. A wait of a work
-is a wait of the stream that computes, as on a device with streams, so the log is what such a device would be told, in this order.
+The device is the CPU, but nothing of it is trusted: transfers are recorded where the backend's
+collectives would start and where their works are waited for, memory where it comes and goes,
+computation where a block's forward and backward begin. A wait of a work is a wait of the stream
+that computes, as on a device with streams, so the log is what such a device would be told, in this
+order.
 
-Three blocks, 0 to 2, are units, and a root with a parameter of its own. Of a unit ``k`` the log says:
+Three blocks, 0 to 2, are units, and a root with a parameter of its own. Of a unit ``k`` the log
+says:
 
-    gather k, arrived k      an all-gather starts, and is waited for           full k, sharded k          memory for parameters
-    reduce k, reduced k      a reduce-scatter starts, and is waited for        buffer k, no buffer k      memory for gradients
-    forward k, backward k    computation begins
-"""
+    gather k, arrived k      an all-gather starts, and is waited for           full k, sharded k
+    memory for parameters reduce k, reduced k      a reduce-scatter starts, and is waited for
+    buffer k, no buffer k      memory for gradients forward k, backward k    computation begins"""
 
 from __future__ import annotations
 
@@ -44,11 +47,20 @@ class Recorded:
 
     def __init__(self) -> None:
         self.log: Log = []
-        self.names: dict[int, tuple[str, str]] = {}  # of storages: the words for memory that comes and goes, with the unit's name
+        self.names: dict[
+            int, tuple[str, str]
+        ] = {}  # of storages: the words for memory that comes and goes, with the unit's name
 
     def name(self, group: Group) -> None:
-        short = "root" if group.name.startswith("the root") else group.name.split("'")[1].removeprefix("blocks.")
-        self.names[torch_private.storage_key(group.memory.full)] = f"full {short}", f"sharded {short}"
+        short = (
+            "root"
+            if group.name.startswith("the root")
+            else group.name.split("'")[1].removeprefix("blocks.")
+        )
+        self.names[torch_private.storage_key(group.memory.full)] = (
+            f"full {short}",
+            f"sharded {short}",
+        )
         make = group._make_collected
 
         def make_collected() -> Any:
@@ -83,16 +95,23 @@ class Recorded:
         with (
             mock.patch.object(Storage, "allocate", allocates),
             mock.patch.object(Storage, "free", frees),
-            mock.patch.object(torch_private, "start_all_gather", lambda group, full, own: self.transfer("gather", "arrived", full)),
             mock.patch.object(
-                torch_private, "start_reduce_scatter", lambda group, total, buffer: self.transfer("reduce", "reduced", buffer)
+                torch_private,
+                "start_all_gather",
+                lambda group, full, own: self.transfer("gather", "arrived", full),
+            ),
+            mock.patch.object(
+                torch_private,
+                "start_reduce_scatter",
+                lambda group, total, buffer: self.transfer("reduce", "reduced", buffer),
             ),
         ):
             yield
 
 
 class Work:
-    """A transfer under way. All that can be done with it is to let the stream that computes wait for it."""
+    """A transfer under way. All that can be done with it is to let the stream that computes wait
+    for it."""
 
     def __init__(self, wait: Callable[[], None]) -> None:
         self.wait = wait
@@ -146,9 +165,12 @@ class Stream:
 
 
 class NoReads(TorchDispatchMode):
-    """Refuses what makes the CPU wait for a value: ``item``, ``bool``, shapes that depend on values."""
+    """Refuses what makes the CPU wait for a value: ``item``, ``bool``, shapes that depend on
+    values."""
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         if function.overloadpacket in READS:
             raise AssertionError(f"{function} makes the CPU wait")
         return function(*args, **(kwargs or {}))
@@ -172,7 +194,8 @@ WAITS = {
 
 @contextlib.contextmanager
 def streams_of(log: Log, backward: str) -> Iterator[None]:
-    """Let the engine believe in a device with streams, on which it may only order them. backward: the stream of backwards."""
+    """Let the engine believe in a device with streams, on which it may only order them. backward:
+    the stream of backwards."""
     main = Stream("main", log)
     other = main if backward == main.name else Stream(backward, log)
 
@@ -182,9 +205,17 @@ def streams_of(log: Log, backward: str) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for owner, name in WAITS.items():
             stack.enter_context(mock.patch.object(owner, name, refuse))
-        stack.enter_context(mock.patch.object(runtime, "compute_streams", lambda _: device._CurrentStream(torch.device("cuda", 0))))
         stack.enter_context(
-            mock.patch.object(torch.accelerator, "current_stream", lambda _: other if torch_private.in_graph_task() else main)
+            mock.patch.object(
+                runtime, "compute_streams", lambda _: device._CurrentStream(torch.device("cuda", 0))
+            )
+        )
+        stack.enter_context(
+            mock.patch.object(
+                torch.accelerator,
+                "current_stream",
+                lambda _: other if torch_private.in_graph_task() else main,
+            )
         )
         yield
 
@@ -200,8 +231,9 @@ def logs(
 ) -> list[Log]:
     """Return the log of each step.
 
-    width: of a block's layer. used: by step, by default all blocks. accumulates: every second step is without communication of
-    gradients. backward_stream: run as on a device with streams, where nothing may make the CPU wait from the second step on.
+    width: of a block's layer. used: by step, by default all blocks. accumulates: every second step
+    is without communication of gradients. backward_stream: run as on a device with streams, where
+    nothing may make the CPU wait from the second step on.
     """
     dist.destroy_process_group()
     dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
@@ -209,7 +241,9 @@ def logs(
     with contextlib.ExitStack() as stack:
         if backward_stream is not None:
             stack.enter_context(streams_of(recorded.log, backward_stream))
-        model = FullyShardedDataParallel(Model(recorded.log, width), auto_wrap_policy=ModuleWrapPolicy({Block}), **options)
+        model = FullyShardedDataParallel(
+            Model(recorded.log, width), auto_wrap_policy=ModuleWrapPolicy({Block}), **options
+        )
         for group in model._runtime.groups:
             recorded.name(group)
         found = []
@@ -232,12 +266,18 @@ def logs(
 
 def words(text: str) -> Log:
     """Events, separated by semicolons and the ends of lines."""
-    return [event.strip() for line in text.splitlines() for event in line.split(";") if event.strip()]
+    return [
+        event.strip() for line in text.splitlines() for event in line.split(";") if event.strip()
+    ]
 
 
 def most(log: Log, comes: str, goes: str) -> int:
     """How many blocks are there at most: one comes with one event and goes with another."""
-    steps = [(event.startswith(f"{comes} ")) - (event.startswith(f"{goes} ")) for event in log if not event.endswith(" root")]
+    steps = [
+        (event.startswith(f"{comes} ")) - (event.startswith(f"{goes} "))
+        for event in log
+        if not event.endswith(" root")
+    ]
     return max(itertools.accumulate(steps))
 
 
@@ -263,7 +303,7 @@ def duration(log: Log, costs: dict[str, float]) -> float:
 # -- the order
 
 
-def test_in_forward_the_next_unit_is_gathered_before_this_one_computes_and_a_used_one_is_freed() -> None:
+def test_forward_gathers_the_next_unit_before_this_one_computes_and_frees_used_ones() -> None:
     ((*_, log),) = run_ranks(1, logs, 3)
     assert log[: log.index("backward 2")] == words(
         """
@@ -276,12 +316,14 @@ def test_in_forward_the_next_unit_is_gathered_before_this_one_computes_and_a_use
     )
 
 
-def test_gradients_travel_while_the_unit_after_the_next_is_gathered_and_the_next_one_computes() -> None:
+def test_gradients_travel_while_the_unit_after_the_next_is_gathered_and_the_next_one_computes() -> (
+    None
+):
     ((*_, log),) = run_ranks(1, logs, 3)
     assert log[log.index("backward 2") :] == words(
         """
         backward 2
-        sharded 2;   buffer 2; reduce 2;                          full 0; gather 0;  arrived 1;  backward 1
+        sharded 2;   buffer 2; reduce 2;             full 0; gather 0;  arrived 1;  backward 1
         sharded 1;   reduced 2; no buffer 2; buffer 1; reduce 1;  arrived 0;         backward 0
         sharded 0; reduced 1; no buffer 1; buffer 0; reduce 0
         sharded root; reduced 0; no buffer 0; buffer root; reduce root; reduced root; no buffer root
@@ -297,7 +339,8 @@ def test_with_two_reduce_buffers_gradients_travel_until_those_of_the_next_unit_b
         sharded 2;   buffer 2; reduce 2;   full 0; gather 0;   arrived 1;   backward 1
         sharded 1;   buffer 1; reduce 1;   arrived 0;          backward 0
         sharded 0; reduced 2; no buffer 2; buffer 0; reduce 0
-        sharded root; reduced 1; no buffer 1; buffer root; reduce root; reduced 0; no buffer 0; reduced root; no buffer root
+        sharded root; reduced 1; no buffer 1; buffer root; reduce root
+        reduced 0; no buffer 0; reduced root; no buffer root
         """
     )
 
@@ -312,10 +355,14 @@ def test_a_large_gradient_waits_for_the_buffer_before_when_it_comes_and_not_befo
 def test_without_prefetching_every_gather_is_waited_for_at_once() -> None:
     ((*_, log),) = run_ranks(1, logs, 3, backward_prefetch=None)
     begun = [index for index, event in enumerate(log) if event.startswith("gather ")]
-    assert [log[index + 1] for index in begun] == [log[index].replace("gather", "arrived") for index in begun]
+    assert [log[index + 1] for index in begun] == [
+        log[index].replace("gather", "arrived") for index in begun
+    ]
 
 
-def test_gathering_after_the_computation_still_goes_before_the_gradients_of_the_unit_before() -> None:
+def test_gathering_after_the_computation_still_goes_before_the_gradients_of_the_unit_before() -> (
+    None
+):
     ((*_, log),) = run_ranks(1, logs, 3, backward_prefetch=BackwardPrefetch.BACKWARD_POST)
     assert log[log.index("backward 2") : log.index("backward 1") + 1] == words(
         "backward 2; full 1; gather 1; sharded 2; buffer 2; reduce 2; arrived 1; backward 1"
@@ -335,16 +382,22 @@ def test_an_unused_prefetch_is_waited_for_before_it_is_freed() -> None:
 
 @pytest.mark.parametrize("limit_all_gathers", [True, False])
 @pytest.mark.parametrize("width", [3, LARGE // WIDTH])
-def test_two_blocks_are_full_at_most_and_one_reduce_buffer_or_two_are_there(width: int, limit_all_gathers: bool) -> None:
+def test_two_blocks_are_full_at_most_and_one_reduce_buffer_or_two_are_there(
+    width: int, limit_all_gathers: bool
+) -> None:
     (found,) = run_ranks(1, logs, 8, width=width, limit_all_gathers=limit_all_gathers)
     buffers = 1 if limit_all_gathers else 2
-    assert [(most(log, "full", "sharded"), most(log, "buffer", "no buffer")) for log in found[1:]] == [(2, buffers)] * 7
+    assert [
+        (most(log, "full", "sharded"), most(log, "buffer", "no buffer")) for log in found[1:]
+    ] == [(2, buffers)] * 7
     assert found[3:] == found[2:3] * 5
 
 
 def test_without_resharding_all_blocks_are_full_and_one_reduce_buffer_is_there() -> None:
     (found,) = run_ranks(1, logs, 3, sharding_strategy=ShardingStrategy.SHARD_GRAD_OP)
-    assert [(most(log, "full", "sharded"), most(log, "buffer", "no buffer")) for log in found] == [(BLOCKS, 1)] * 3
+    assert [(most(log, "full", "sharded"), most(log, "buffer", "no buffer")) for log in found] == [
+        (BLOCKS, 1)
+    ] * 3
 
 
 COSTS = {"gather": 1.0, "reduce": 1.0, "forward": 1.0, "backward": 2.0}
@@ -355,12 +408,20 @@ TRANSFERS = BLOCKS * (2 + 1) - 1 + 2  # the last block stays gathered, and so do
 @pytest.mark.parametrize(
     ("prefetch", "expected"),
     [
-        (BackwardPrefetch.BACKWARD_PRE, COMPUTED + 2 + 2),  # what nothing hides: two gathers at first, two reductions at last
+        (
+            BackwardPrefetch.BACKWARD_PRE,
+            COMPUTED + 2 + 2,
+        ),  # what nothing hides: two gathers at first, two reductions at last
         (BackwardPrefetch.BACKWARD_POST, COMPUTED + 2 + 2 + 2),  # and the gathers of backward
-        (None, COMPUTED + TRANSFERS),  # and those of forward; one reduction travels with a gather: none is hidden
+        (
+            None,
+            COMPUTED + TRANSFERS,
+        ),  # and those of forward; one reduction travels with a gather: none is hidden
     ],
 )
-def test_transfers_take_the_time_of_what_computes_meanwhile(prefetch: BackwardPrefetch | None, expected: float) -> None:
+def test_transfers_take_the_time_of_what_computes_meanwhile(
+    prefetch: BackwardPrefetch | None, expected: float
+) -> None:
     ((*_, log),) = run_ranks(1, logs, 3, backward_prefetch=prefetch)
     assert duration(log, COSTS) == expected
 
@@ -374,13 +435,18 @@ def test_on_a_device_with_streams_the_cpu_never_waits_and_no_stream_records_memo
     accumulates: bool, use_orig_params: bool
 ) -> None:
     options = {"accumulates": accumulates, "use_orig_params": use_orig_params}
-    on_streams, on_none = (run_ranks(1, logs, 4, backward_stream=name, **options)[0] for name in ("main", None))
+    on_streams, on_none = (
+        run_ranks(1, logs, 4, backward_stream=name, **options)[0] for name in ("main", None)
+    )
     assert on_streams == on_none
 
 
-def test_where_backward_runs_on_a_stream_of_its_own_each_change_is_joined_before_anything_else_is_told() -> None:
+def test_a_backward_on_a_stream_of_its_own_is_joined_at_each_change() -> None:
     (found,) = run_ranks(1, logs, 3, backward_stream="other")
     for log in found[1:]:
-        assert [event for event in log if " after " in event] == ["main after other", "other after main"]
+        assert [event for event in log if " after " in event] == [
+            "main after other",
+            "other after main",
+        ]
         assert log[0] == "main after other"
         assert log[log.index("forward 2") :][:3] == ["forward 2", "other after main", "full 1"]

@@ -1,4 +1,5 @@
-"""Process groups that are written in Python: a model over them does everything that one over gloo does, with the same numbers."""
+"""Process groups that are written in Python: a model over them does everything that one over gloo
+does, with the same numbers."""
 
 from __future__ import annotations
 
@@ -18,7 +19,11 @@ from fsdp_compat.sharded_grad_scaler import ShardedGradScaler
 from fsdp_compat.wrap import ModuleWrapPolicy
 from tests.support.ranks import run_ranks
 
-STRATEGIES = [ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD]
+STRATEGIES = [
+    ShardingStrategy.FULL_SHARD,
+    ShardingStrategy.SHARD_GRAD_OP,
+    ShardingStrategy.NO_SHARD,
+]
 
 
 class Lists(dist.ProcessGroup):
@@ -58,7 +63,8 @@ class Singles(Lists):
 
 
 def _everything(folder: Path | None, **options: Any) -> dict[str, Any]:
-    """What training, state dicts, summon_full_params and checkpoints of a model give on this rank."""
+    """What training, state dicts, summon_full_params and checkpoints of a model give on this
+    rank."""
     rank, found = dist.get_rank(), dict[str, Any]()
     for strategy in STRATEGIES:
         generator = torch.Generator().manual_seed(0)
@@ -72,7 +78,9 @@ def _everything(folder: Path | None, **options: Any) -> dict[str, Any]:
             auto_wrap_policy=ModuleWrapPolicy({nn.Linear}),
             sync_module_states=True,
             use_orig_params=strategy is ShardingStrategy.FULL_SHARD,
-            mixed_precision=MixedPrecision(torch.bfloat16, torch.float32) if strategy is ShardingStrategy.SHARD_GRAD_OP else None,
+            mixed_precision=MixedPrecision(torch.bfloat16, torch.float32)
+            if strategy is ShardingStrategy.SHARD_GRAD_OP
+            else None,
             **options,
         )
         optimizer = torch.optim.Adam(model.parameters(), 0.01)
@@ -93,7 +101,9 @@ def _everything(folder: Path | None, **options: Any) -> dict[str, Any]:
         with FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
             model.load_state_dict(model.state_dict())
         with torch.no_grad(), FSDP.summon_full_params(model, with_grads=True):
-            seen += [(p.tolist(), p.grad.tolist()) for p in model.parameters() if p.grad is not None]
+            seen += [
+                (p.tolist(), p.grad.tolist()) for p in model.parameters() if p.grad is not None
+            ]
             next(model.parameters()).mul_(2)
         if folder is not None:
             saved = checkpoint.save(folder / strategy.name, model, optimizer, step=1)
@@ -112,15 +122,20 @@ def _delegates(folder: Path, kind: type[Lists]) -> None:
 
 
 @pytest.mark.parametrize("kind", [Lists, Singles])
-def test_a_group_that_hands_its_calls_on_to_gloo_gives_what_gloo_gives(tmp_path: Path, kind: type[Lists]) -> None:
+def test_a_group_that_hands_its_calls_on_to_gloo_gives_what_gloo_gives(
+    tmp_path: Path, kind: type[Lists]
+) -> None:
     run_ranks(2, _delegates, tmp_path, kind)
 
 
 def _in_threads() -> list[Any]:
-    """What two ranks give that are threads of this process, over torch's process group for those."""
+    """What two ranks give that are threads of this process, over torch's process group for
+    those."""
     dist.destroy_process_group()
     multi_threaded_pg._install_threaded_pg()
-    torch._C._distributed_c10d._set_thread_isolation_mode(True)  # names of groups are each thread's own
+    torch._C._distributed_c10d._set_thread_isolation_mode(
+        True
+    )  # names of groups are each thread's own
     store, found = dist.HashStore(), list[Any]([None, None])
 
     def serve(rank: int) -> None:

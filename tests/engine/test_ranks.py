@@ -60,7 +60,9 @@ def test_this_process_has_no_process_group() -> None:
 @given(n=st.integers(1, 3), scale=st.integers(0, 5))
 @settings(max_examples=10)
 def test_it_can_be_used_with_hypothesis(n: int, scale: int) -> None:
-    assert [result[0] for result in run_ranks(n, _identity, scale)] == [scale * rank for rank in range(n)]
+    assert [result[0] for result in run_ranks(n, _identity, scale)] == [
+        scale * rank for rank in range(n)
+    ]
 
 
 # --- arguments and results ---
@@ -137,7 +139,9 @@ def _destroys_its_group() -> None:
 
 def _raises_in_the_middle_of_a_collective() -> None:
     group = dist.new_group([0, 1])
-    work = dist.all_reduce(torch.ones(1), group=group, async_op=True) if dist.get_rank() == 0 else None
+    work = (
+        dist.all_reduce(torch.ones(1), group=group, async_op=True) if dist.get_rank() == 0 else None
+    )
     raise ValueError(f"with {work} under way")
 
 
@@ -243,7 +247,9 @@ def test_sys_exit_is_reported() -> None:
         run_ranks(1, _exits_with_sys_exit)
 
 
-def test_output_of_a_call_that_returns_is_shown_with_the_test(capsys: pytest.CaptureFixture[str]) -> None:
+def test_output_of_a_call_that_returns_is_shown_with_the_test(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     run_ranks(2, _raises_on, ())
     assert "output of rank 1 -----\nthis is rank 1" in capsys.readouterr().out
 
@@ -314,7 +320,10 @@ def test_a_failure_is_shown_when_another_rank_does_not_come_back() -> None:
     assert time.perf_counter() - started < 120, "the time limit was not waited for"
     assert caught.value.failed == (0,)
     assert "ValueError: the one that failed" in str(caught.value)
-    assert "in _sleeps_on_one_rank_while_the_other_raises" in str(caught.value).partition("stacks of rank 1")[2]
+    assert (
+        "in _sleeps_on_one_rank_while_the_other_raises"
+        in str(caught.value).partition("stacks of rank 1")[2]
+    )
     assert run_ranks(2, _sum) == [2.0, 2.0]
 
 
@@ -339,7 +348,11 @@ def test_rank_processes_end_with_their_parent_whatever_they_do() -> None:
     parents = {}
     for ending in (signal.SIGINT, signal.SIGKILL):
         parents[ending] = subprocess.Popen(
-            [sys.executable, "-c", _PARENT], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+            [sys.executable, "-c", _PARENT],
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
         )
     for ending, parent in parents.items():
         with parent:
@@ -350,5 +363,7 @@ def test_rank_processes_end_with_their_parent_whatever_they_do() -> None:
             parent.send_signal(ending)
             assert parent.wait(20) == -ending
         for end in ends:
-            assert select.select([end], [], [], 10)[0], f"a rank process outlived a parent ended by {ending.name}"
+            assert select.select([end], [], [], 10)[0], (
+                f"a rank process outlived a parent ended by {ending.name}"
+            )
             os.close(end)

@@ -1,4 +1,5 @@
-"""Where gradients collect, by the one rule of what is filled, and how they are summed: against an axis that is only recorded."""
+"""Where gradients collect, by the one rule of what is filled, and how they are summed: against an
+axis that is only recorded."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ class Holder(nn.Module):
 
 
 class Recorded:
-    """An axis whose other ranks send the same as this one: a sum is ``ranks`` times what was sent."""
+    """An axis whose other ranks send the same as this one: a sum is ``ranks`` times what was
+    sent."""
 
     reads_in_place = False
 
@@ -38,19 +40,30 @@ class Recorded:
         self.sent: list[torch.Tensor] = []  # a copy of every buffer
         self.calls: list[str] = []
 
-    def begin_reduce(self, buffer: torch.Tensor, segments: Sequence[torch.Tensor], tag: int) -> Pending:
-        assert [segment.numel() for segment in segments] == [buffer.numel() // self.ranks] * self.ranks
+    def begin_reduce(
+        self, buffer: torch.Tensor, segments: Sequence[torch.Tensor], tag: int
+    ) -> Pending:
+        assert [segment.numel() for segment in segments] == [
+            buffer.numel() // self.ranks
+        ] * self.ranks
         self.calls.append(f"begin_reduce {tag}")
         self.sent.append(buffer.clone())
         return Pending([])
 
     def end_reduce(
-        self, pending: Pending, own: torch.Tensor, dtype: torch.dtype, what: str, divisor: torch.Tensor | None = None
+        self,
+        pending: Pending,
+        own: torch.Tensor,
+        dtype: torch.dtype,
+        what: str,
+        divisor: torch.Tensor | None = None,
     ) -> torch.Tensor:
         self.calls.append(f"end_reduce {what}")
         return own.to(dtype) * self.ranks / (1 if divisor is None else divisor)
 
-    def begin_total(self, total: torch.Tensor, tag: int, divisor: torch.Tensor | None = None) -> Pending:
+    def begin_total(
+        self, total: torch.Tensor, tag: int, divisor: torch.Tensor | None = None
+    ) -> Pending:
         self.calls.append(f"begin_total {tag}")
         total.mul_(self.ranks).div_(1 if divisor is None else divisor)
         return Pending([])
@@ -71,9 +84,12 @@ class Setup(typing.NamedTuple):
     wire: Wire
 
     def sent(self) -> list[torch.Tensor]:
-        """The gradients of all leaves in the last buffer that was sent, in the shapes of the leaves."""
+        """The gradients of all leaves in the last buffer that was sent, in the shapes of the
+        leaves."""
         found = [torch.full(shape, torch.nan) for shape in SHAPES]
-        for index, (value, places) in enumerate(zip(found, self.store.places(self.shard.sent[-1])[:-1], strict=True)):
+        for index, (value, places) in enumerate(
+            zip(found, self.store.places(self.shard.sent[-1])[:-1], strict=True)
+        ):
             for part, place in zip(self.store.split(index, value), places, strict=True):
                 part.copy_(place)
         return found
@@ -274,7 +290,9 @@ def test_discarding_forgets_everything_and_frees_the_memory(setup: Setup) -> Non
 
 def handed() -> tuple[HandedGradients, ParamStore, Wire]:
     module = Holder(SHAPES)
-    store = make_store("original", members_of(module), rank=0, ranks=1, home=(module, "_flat_param"))
+    store = make_store(
+        "original", members_of(module), rank=0, ranks=1, home=(module, "_flat_param")
+    )
     alone = communicator(lone_mesh().shard, CPU)
     return HandedGradients(store), store, Wire(alone, alone, 0, 0)
 
@@ -343,17 +361,26 @@ def test_a_reduction_starts_at_once_and_can_be_taken_further_after_its_end() -> 
 
 
 def sums_of(values: list[float], dtype: torch.dtype, total_dtype: torch.dtype) -> list[float]:
-    """Rank r contributes values[r] everywhere. Return the sum as the shard axis makes it, and as replicas add it up."""
+    """Rank r contributes values[r] everywhere. Return the sum as the shard axis makes it, and as
+    replicas add it up."""
     wire = communicator(mesh_from_group(None).shard, CPU)
     tag = wire.new_tag()
     buffer = torch.full((4 * wire.ranks,), values[wire.rank], dtype=dtype)
     before = buffer.clone()
     segments = list(buffer.chunk(wire.ranks))
-    total = wire.end_reduce(wire.begin_reduce(buffer, segments, tag), segments[wire.rank], total_dtype, "a sum")
+    total = wire.end_reduce(
+        wire.begin_reduce(buffer, segments, tag), segments[wire.rank], total_dtype, "a sum"
+    )
     assert total.dtype == total_dtype
     assert torch.equal(buffer[4 * wire.rank : 4 * wire.rank + 4], before[:4])
-    copies = torch.full((5,), values[wire.rank], dtype=total_dtype)  # 5: no number of ranks divides it
-    wire.end_total(wire.continue_total(wire.begin_total(copies, tag), copies, tag, "a total"), copies, "a total")
+    copies = torch.full(
+        (5,), values[wire.rank], dtype=total_dtype
+    )  # 5: no number of ranks divides it
+    wire.end_total(
+        wire.continue_total(wire.begin_total(copies, tag), copies, tag, "a total"),
+        copies,
+        "a total",
+    )
     found = {*total.tolist(), *copies.tolist()}
     return sorted(found)
 
@@ -366,7 +393,12 @@ def sums_of(values: list[float], dtype: torch.dtype, total_dtype: torch.dtype) -
         ([1.0, 1e8, -1e8], torch.float32, torch.float32, 0.0),
         ([1e8, 0.0, -1e8, 1.0], torch.float32, torch.float32, 1.0),
         ([1e8, 0.0, 1.0, -1e8], torch.float32, torch.float32, 0.0),
-        ([256.0, 1.0, 1.0], torch.bfloat16, torch.bfloat16, 258.0),  # added up in bfloat16, each 1 would be lost
+        (
+            [256.0, 1.0, 1.0],
+            torch.bfloat16,
+            torch.bfloat16,
+            258.0,
+        ),  # added up in bfloat16, each 1 would be lost
         ([1.0, 1.0, 256.0], torch.bfloat16, torch.bfloat16, 258.0),
     ],
 )
@@ -378,7 +410,9 @@ def test_sums_are_taken_in_rank_order_and_every_rank_gets_the_same(
 
 def shard_sums_in(total_dtype: torch.dtype) -> list[float]:
     wire = communicator(mesh_from_group(None).shard, CPU)
-    buffer = torch.full((4 * wire.ranks,), 256.0 if dist.get_rank() == 0 else 1.0, dtype=torch.bfloat16)
+    buffer = torch.full(
+        (4 * wire.ranks,), 256.0 if dist.get_rank() == 0 else 1.0, dtype=torch.bfloat16
+    )
     segments = list(buffer.chunk(wire.ranks))
     pending = wire.begin_reduce(buffer, segments, wire.new_tag())
     return wire.end_reduce(pending, segments[wire.rank], total_dtype, "a sum").unique().tolist()

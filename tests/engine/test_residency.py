@@ -1,4 +1,5 @@
-"""Which moves of memory a unit may make, what it shows of its parameters, and storages that come and go under tensors that stay."""
+"""Which moves of memory a unit may make, what it shows of its parameters, and storages that come
+and go under tensors that stay."""
 
 from __future__ import annotations
 
@@ -15,8 +16,15 @@ from fsdp_compat._engine.unit import Residency, Unit
 from fsdp_compat.errors import StateError
 from tests.support.engine_build import CPU, STORES, lone_mesh, make_store, make_unit, members_of
 
-ALLOWED = [("SHARDED", "GATHERING"), ("GATHERING", "FULL"), ("GATHERING", "SHARDED"), ("FULL", "SHARDED")]
-HALF = Precision(torch.bfloat16, torch.float32)  # gathered in another dtype, so that one rank has something to gather too
+ALLOWED = [
+    ("SHARDED", "GATHERING"),
+    ("GATHERING", "FULL"),
+    ("GATHERING", "SHARDED"),
+    ("FULL", "SHARDED"),
+]
+HALF = Precision(
+    torch.bfloat16, torch.float32
+)  # gathered in another dtype, so that one rank has something to gather too
 
 
 class Pair(nn.Module):
@@ -45,7 +53,12 @@ def test_a_unit_may_make_these_moves(old: str, new: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("old", "new"), [pair for pair in itertools.product(("SHARDED", "GATHERING", "FULL"), repeat=2) if pair not in ALLOWED]
+    ("old", "new"),
+    [
+        pair
+        for pair in itertools.product(("SHARDED", "GATHERING", "FULL"), repeat=2)
+        if pair not in ALLOWED
+    ],
 )
 def test_every_other_move_raises_and_names_the_unit_and_both_states(old: str, new: str) -> None:
     unit = unit_in(old)
@@ -68,7 +81,9 @@ def test_every_other_move_raises_and_names_the_unit_and_both_states(old: str, ne
         ("FULL", "free", "SHARDED"),
     ],
 )
-def test_gathering_waiting_and_freeing_are_legal_in_every_state(state: str, call: str, after: str) -> None:
+def test_gathering_waiting_and_freeing_are_legal_in_every_state(
+    state: str, call: str, after: str
+) -> None:
     unit = unit_in(state)
     getattr(unit, call)()
     assert unit.residency.name == after
@@ -91,7 +106,10 @@ def test_one_rank_without_a_cast_holds_nothing_beyond_its_shard(kind: str) -> No
     group = unit.groups[0]
     assert group.resident_nbytes == 0
     shard = group.store.shard
-    assert all(leaf.untyped_storage().data_ptr() == shard.untyped_storage().data_ptr() for leaf in group.leaves)
+    assert all(
+        leaf.untyped_storage().data_ptr() == shard.untyped_storage().data_ptr()
+        for leaf in group.leaves
+    )
     unit.free()
     assert all(leaf.untyped_storage().nbytes() for leaf in group.leaves)
 
@@ -144,19 +162,32 @@ def test_a_foreign_object_in_place_of_a_managed_parameter_is_refused(kind: str) 
     unit = unit_in("FULL", kind)
     unit.show(True)
     unit.module.last.weight = nn.Parameter(torch.zeros(2, 2))
-    with pytest.raises(StateError, match=r"(?s)replaced by another object.*'blocks\.7', Linear\.weight"):
+    with pytest.raises(
+        StateError, match=r"(?s)replaced by another object.*'blocks\.7', Linear\.weight"
+    ):
         unit.show(False)
 
 
 def test_the_order_of_names_survives_swapping_beside_parameters_of_others() -> None:
     module = Pair()
-    managed = [member for member in members_of(module) if member.name in ("first.weight", "last.bias")]
+    managed = [
+        member for member in members_of(module) if member.name in ("first.weight", "last.bias")
+    ]
     unit = make_unit("flat", module, lone_mesh(), managed)
     for _ in range(2):
         unit.show(True)
-        assert [name for name, _ in module.named_parameters()] == ["first.weight", "first.bias", "last.weight", "last.bias"]
+        assert [name for name, _ in module.named_parameters()] == [
+            "first.weight",
+            "first.bias",
+            "last.weight",
+            "last.bias",
+        ]
         unit.show(False)
-        assert [name for name, _ in module.named_parameters()] == ["_flat_param", "first.bias", "last.weight"]
+        assert [name for name, _ in module.named_parameters()] == [
+            "_flat_param",
+            "first.bias",
+            "last.weight",
+        ]
 
 
 def test_a_recurrent_module_sees_the_leaves_in_its_own_list_too() -> None:
@@ -167,7 +198,9 @@ def test_a_recurrent_module_sees_the_leaves_in_its_own_list_too() -> None:
     unit.wait()
     for full in (True, False, True):
         unit.show(full)
-        assert [id(weight) for weight in module._flat_weights] == [id(module._parameters[name]) for name in names]
+        assert [id(weight) for weight in module._flat_weights] == [
+            id(module._parameters[name]) for name in names
+        ]
 
 
 # -- storages
@@ -219,7 +252,9 @@ def test_the_full_form_is_made_empty_and_counts_what_it_holds(kind: str, ranks: 
     memory.full.data.zero_()
     memory.fill_leaves()
     copied = kind == "row" and ranks > 1
-    assert memory.resident_nbytes == (2 * 14 if copied else 2 * ranks * store.numel)  # 14 elements; the buffer is let go
+    assert memory.resident_nbytes == (
+        2 * 14 if copied else 2 * ranks * store.numel
+    )  # 14 elements; the buffer is let go
     memory.free()
     assert memory.resident_nbytes == 0
 

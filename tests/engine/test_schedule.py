@@ -56,7 +56,9 @@ def test_a_unit_used_several_times_is_guessed_where_it_was_used() -> None:
         ("abc", "rabc", "----"),
     ],
 )
-def test_a_wrong_guess_is_followed_by_guesses_only_where_the_positions_fit(last: str, now: str, guessed: str) -> None:
+def test_a_wrong_guess_is_followed_by_guesses_only_where_the_positions_fit(
+    last: str, now: str, guessed: str
+) -> None:
     order = Order()
     guesses(order, last)
     assert guesses(order, now) == guessed
@@ -76,7 +78,9 @@ def test_a_pass_that_used_nothing_does_not_make_the_order_forgotten() -> None:
     assert guesses(order, "rab") == "abc"
 
 
-def test_the_first_unit_after_the_root_is_that_of_the_running_pass_or_else_of_the_last_one() -> None:
+def test_the_first_unit_after_the_root_is_that_of_the_running_pass_or_else_of_the_last_one() -> (
+    None
+):
     order = Order()
     assert order.first_after_root() is None
     guesses(order, "rcba")

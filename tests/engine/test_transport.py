@@ -1,4 +1,5 @@
-"""Messages between ranks that read each other's memory: what arrives, what stays, what comes back, and what cannot be read."""
+"""Messages between ranks that read each other's memory: what arrives, what stays, what comes back,
+and what cannot be read."""
 
 from __future__ import annotations
 
@@ -35,17 +36,28 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.com
 @contextlib.contextmanager
 def sharing_from(nbytes: int) -> Iterator[None]:
     """Messages of at least ``nbytes`` are read where they lie."""
-    with mock.patch.object(shared_memory, "MIN_NBYTES", nbytes), mock.patch.dict(exchange._TIMES, clear=True):
+    with (
+        mock.patch.object(shared_memory, "MIN_NBYTES", nbytes),
+        mock.patch.dict(exchange._TIMES, clear=True),
+    ):
         yield
 
 
 def _messages_that_are_read() -> list[bool]:
     wire, nbytes = line(), shared_memory.MIN_NBYTES
-    return [wire.shares(times * nbytes // 4 - less, torch.float32) for times in (1, 4) for less in (1, 0)]
+    return [
+        wire.shares(times * nbytes // 4 - less, torch.float32)
+        for times in (1, 4)
+        for less in (1, 0)
+    ]
 
 
-@pytest.mark.parametrize(("ranks", "expected"), [(2, [False, False, False, True]), (3, [False, True, True, True])])
-def test_with_one_peer_messages_are_read_where_they_lie_from_four_times_the_size_on(ranks: int, expected: list[bool]) -> None:
+@pytest.mark.parametrize(
+    ("ranks", "expected"), [(2, [False, False, False, True]), (3, [False, True, True, True])]
+)
+def test_with_one_peer_messages_are_read_where_they_lie_from_four_times_the_size_on(
+    ranks: int, expected: list[bool]
+) -> None:
     assert run_ranks(ranks, _messages_that_are_read) == [expected] * ranks
 
 
@@ -68,12 +80,16 @@ def gathered(wire: Any, own: torch.Tensor, tag: int) -> torch.Tensor:
 def reduced(wire: Any, buffer: torch.Tensor, tag: int, **options: Any) -> torch.Tensor:
     segments = list(buffer.chunk(wire.ranks))
     wide = torch.promote_types(buffer.dtype, torch.float32)
-    total = wire.end_reduce(wire.begin_reduce(buffer, segments, tag), segments[wire.rank], wide, "gradients", **options)
+    total = wire.end_reduce(
+        wire.begin_reduce(buffer, segments, tag), segments[wire.rank], wide, "gradients", **options
+    )
     wire.drain("what was sent")
     return total
 
 
-def totalled(wire: Any, total: torch.Tensor, tag: int, divisor: torch.Tensor | None = None) -> torch.Tensor:
+def totalled(
+    wire: Any, total: torch.Tensor, tag: int, divisor: torch.Tensor | None = None
+) -> torch.Tensor:
     pending = wire.continue_total(wire.begin_total(total, tag, divisor), total, tag, "gradients")
     wire.end_total(pending, total, "gradients")
     wire.settle("gradients")
@@ -93,10 +109,14 @@ def no_room() -> Iterator[None]:
         yield
 
 
-def exchanges_everything(blind: tuple[int, ...] = (), full_up: tuple[int, ...] = ()) -> tuple[int, int]:
-    """Gather, reduce and total in every dtype. Returns how many ranks are near, and the bytes handed to gloo for float32.
+def exchanges_everything(
+    blind: tuple[int, ...] = (), full_up: tuple[int, ...] = ()
+) -> tuple[int, int]:
+    """Gather, reduce and total in every dtype. Returns how many ranks are near, and the bytes
+    handed to gloo for float32.
 
-    blind: ranks whose memory nobody can read. full_up: those that can get no more, once they have connected.
+    blind: ranks whose memory nobody can read. full_up: those that can get no more, once they have
+    connected.
     """
     if dist.get_rank() in blind:
         shared_memory.card, card = lambda: bytes(shared_memory.CARD_NBYTES), shared_memory.card
@@ -121,7 +141,9 @@ def _exchanges_everything(wire: Any) -> tuple[int, int]:
             inside = totalled(wire, numbers(ranks * NUMEL - 1, rank, dtype), tag, divisor)
             outside = totalled(wire, numbers(ranks * NUMEL - 1, rank, dtype).clone(), tag, divisor)
         sent.append(sum(found))
-        assert torch.equal(full, torch.cat([((torch.arange(NUMEL) + r) % 5).to(dtype) for r in range(ranks)])), number
+        assert torch.equal(
+            full, torch.cat([((torch.arange(NUMEL) + r) % 5).to(dtype) for r in range(ranks)])
+        ), number
         summed = sum((torch.arange(ranks * NUMEL) + r) % 5 for r in range(ranks)) / 2
         assert torch.equal(shard, summed.chunk(ranks)[rank].to(shard.dtype)), dtype
         assert torch.equal(inside, summed[:-1].to(dtype)), dtype
@@ -130,7 +152,9 @@ def _exchanges_everything(wire: Any) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_what_is_read_where_it_lies_is_right_in_every_dtype_and_only_notes_are_sent(ranks: int) -> None:
+def test_what_is_read_where_it_lies_is_right_in_every_dtype_and_only_notes_are_sent(
+    ranks: int,
+) -> None:
     notes = 6 * NOTE_NBYTES * (ranks - 1)  # a gather, a reduction, two totals of two steps
     assert run_ranks(ranks, exchanges_everything) == [(ranks - 1, notes)] * ranks
 
@@ -142,7 +166,9 @@ def test_a_rank_whose_memory_cannot_be_read_is_sent_to_and_sends_itself() -> Non
 
 
 @pytest.mark.parametrize(("ranks", "full_up"), [(2, (0,)), (2, (0, 1)), (3, (1,)), (3, (0, 2))])
-def test_a_rank_that_gets_no_more_shared_memory_sends_what_it_had_shared(ranks: int, full_up: tuple[int, ...]) -> None:
+def test_a_rank_that_gets_no_more_shared_memory_sends_what_it_had_shared(
+    ranks: int, full_up: tuple[int, ...]
+) -> None:
     notes = 6 * NOTE_NBYTES * (ranks - 1)
     values = 4 * NUMEL * (ranks - 1) * (2 + 2 * 2)  # a gather, a reduction, two totals of two steps
     for rank, (near, sent) in enumerate(run_ranks(ranks, exchanges_everything, (), full_up)):
@@ -173,7 +199,9 @@ def totals_of_all_sizes() -> None:
     wire = line()
     for numel in (1, 5, 1 << 10, (1 << 15) + 1, (1 << 17) + 1, 1 << 18, (1 << 18) + 1):
         total = totalled(wire, numbers(numel, wire.rank), wire.new_tag())
-        assert torch.equal(total, sum((torch.arange(numel) + r) % 5 for r in range(wire.ranks)).float()), numel
+        assert torch.equal(
+            total, sum((torch.arange(numel) + r) % 5 for r in range(wire.ranks)).float()
+        ), numel
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
@@ -182,7 +210,8 @@ def test_totals_are_right_whether_they_are_sent_whole_or_in_pieces(ranks: int) -
 
 
 def copies_of_an_exchange() -> tuple[list[int], bool]:
-    """Elements copied by a gather and a reduction, and whether either made memory to receive into."""
+    """Elements copied by a gather and a reduction, and whether either made memory to receive
+    into."""
     wire = line()
     own, buffer = numbers(NUMEL, 0), numbers(wire.ranks * NUMEL, 0)
     full = torch.empty(wire.ranks * NUMEL)
@@ -199,7 +228,9 @@ def test_a_gather_copies_every_part_once_and_a_reduction_receives_nothing() -> N
 
 def mixes_dtypes() -> str:
     wire = line()
-    return message_of(lambda: gathered(wire, numbers(NUMEL, 0, (torch.float32, torch.int32)[wire.rank]), 4))
+    return message_of(
+        lambda: gathered(wire, numbers(NUMEL, 0, (torch.float32, torch.int32)[wire.rank]), 4)
+    )
 
 
 def test_a_message_of_another_dtype_is_refused() -> None:
@@ -239,17 +270,30 @@ def tells_lies(lie: str) -> tuple[str, str]:
 
         with mock.patch.object(exchange, "_note", other_note):
             pending = wire.begin_gather(own, full, full.chunk(2), 4)
-        return message_of(lambda: (wire.end_gather(pending, "the parameters of 'a'"), wire.drain("what was sent")))
+        return message_of(
+            lambda: (wire.end_gather(pending, "the parameters of 'a'"), wire.drain("what was sent"))
+        )
 
 
 @pytest.mark.parametrize(
     ("lie", "expected"),
     [
-        ("offset", "the memory of rank 1 cannot be read: 4800004 bytes at 1099511627776 do not lie in a chunk"),
+        (
+            "offset",
+            "the memory of rank 1 cannot be read: 4800004 bytes at 1099511627776 do not lie in a "
+            "chunk",
+        ),
         ("pipe", "the memory of rank 1 cannot be read: descriptor"),
         ("small", "is a file that may shrink"),
-        ("dtype", "rank 1 has sent 1200001 elements of an unknown dtype (-1) for 1200001 of torch.float32"),
-        ("numel", "rank 1 has sent 1099511627776 elements of torch.float32 for 1200001 of torch.float32"),
+        (
+            "dtype",
+            "rank 1 has sent 1200001 elements of an unknown dtype (-1) for 1200001 of "
+            "torch.float32",
+        ),
+        (
+            "numel",
+            "rank 1 has sent 1099511627776 elements of torch.float32 for 1200001 of torch.float32",
+        ),
     ],
 )
 def test_a_note_that_is_wrong_is_an_error_that_names_its_rank(lie: str, expected: str) -> None:
@@ -296,7 +340,8 @@ def test_what_a_neighbour_says_is_checked_before_anything_is_read() -> None:
 
 
 def frees_too_early() -> tuple[bool, bool, bool]:
-    """Rank 1 reads late. Returns whether rank 0 got the same block before that, and after, and whether rank 1 read the sum."""
+    """Rank 1 reads late. Returns whether rank 0 got the same block before that, and after, and
+    whether rank 1 read the sum."""
     wire = line()
     buffer = numbers(2 * NUMEL, 0)
     address, segments = buffer.data_ptr(), list(buffer.chunk(2))
@@ -341,7 +386,8 @@ def test_a_drain_ends_what_this_rank_has_begun_to_receive() -> None:
 
 
 def does_not_read() -> str:
-    """Rank 0 waits until its gather was read, and rank 1 waits for something else before it reads."""
+    """Rank 0 waits until its gather was read, and rank 1 waits for something else before it
+    reads."""
     wire = line()
     own, full, other = numbers(NUMEL, wire.rank), torch.empty(2 * NUMEL), torch.empty(2 * NUMEL)
 
@@ -488,7 +534,10 @@ TRAINED: list[dict[str, Any]] = [
     {},
     {"sharding_strategy": ShardingStrategy.NO_SHARD},
     {"sharding_strategy": ShardingStrategy.NO_SHARD, "use_orig_params": True},
-    {"mixed_precision": MixedPrecision(reduce_dtype=torch.float64), "sharding_strategy": ShardingStrategy.NO_SHARD},
+    {
+        "mixed_precision": MixedPrecision(reduce_dtype=torch.float64),
+        "sharding_strategy": ShardingStrategy.NO_SHARD,
+    },
 ]
 
 
@@ -506,7 +555,8 @@ def test_models_whose_every_message_is_shared_train_as_unsharded(ranks: int, rep
 
 
 def train(full_up: tuple[int, ...], **options: Any) -> list[torch.Tensor]:
-    """Parameters after each of four steps; for the last two, ``full_up`` get no more shared memory."""
+    """Parameters after each of four steps; for the last two, ``full_up`` get no more shared
+    memory."""
     torch.manual_seed(0)
     model = FullyShardedDataParallel(nn.Sequential(Block(), Block(), nn.Linear(DIM, 3)), **options)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -522,7 +572,11 @@ def train(full_up: tuple[int, ...], **options: Any) -> list[torch.Tensor]:
 
 def trains_when_memory_runs_out(full_up: tuple[int, ...]) -> None:
     precision = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    for options in ({}, {"mixed_precision": precision}, {"sharding_strategy": ShardingStrategy.NO_SHARD}):
+    for options in (
+        {},
+        {"mixed_precision": precision},
+        {"sharding_strategy": ShardingStrategy.NO_SHARD},
+    ):
         with sharing_from(1 << 62):
             sent = train((), **options)
         with sharing_from(1):
@@ -531,13 +585,18 @@ def trains_when_memory_runs_out(full_up: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize(("ranks", "full_up"), [(2, (1,)), (3, (0, 1, 2)), (3, (2,))])
-def test_models_train_to_the_same_bits_when_shared_memory_runs_out(ranks: int, full_up: tuple[int, ...]) -> None:
+def test_models_train_to_the_same_bits_when_shared_memory_runs_out(
+    ranks: int, full_up: tuple[int, ...]
+) -> None:
     run_ranks(ranks, trains_when_memory_runs_out, full_up)
 
 
 def where_things_lie() -> tuple[bool, bool, list[int], int]:
-    """Of a large replicated unit: its gradient in a block, several steps at how many addresses, copies made, bytes left."""
-    pair = make_pair(lambda: nn.Linear(1024, 1024, bias=False), (), sharding_strategy=ShardingStrategy.NO_SHARD)
+    """Of a large replicated unit: its gradient in a block, several steps at how many addresses,
+    copies made, bytes left."""
+    pair = make_pair(
+        lambda: nn.Linear(1024, 1024, bias=False), (), sharding_strategy=ShardingStrategy.NO_SHARD
+    )
     model, shards = pair.model, make_pair(lambda: nn.Linear(1024, 1024, bias=False), ()).model
     addresses, copied = set(), []
     for _ in range(4):
@@ -546,11 +605,20 @@ def where_things_lie() -> tuple[bool, bool, list[int], int]:
         (parameter,) = model.parameters()
         addresses.add(parameter.grad.data_ptr())
         in_block = shared_memory.locate(parameter.grad) is not None
-        copied = [numel for numel in seen.written["copy_"] + seen.written["clone"] + seen.written["_to_copy"] if numel > 1024]
+        copied = [
+            numel
+            for numel in seen.written["copy_"] + seen.written["clone"] + seen.written["_to_copy"]
+            if numel > 1024
+        ]
         parameter.grad = None
     (shard,) = shards.parameters()
     is_shared = shared_memory.locate(shard.detach()) is not None
-    return in_block and len(addresses) == 1, is_shared, copied, model._runtime.groups[0].resident_nbytes
+    return (
+        in_block and len(addresses) == 1,
+        is_shared,
+        copied,
+        model._runtime.groups[0].resident_nbytes,
+    )
 
 
 def test_shards_lie_in_blocks_and_a_reduce_buffer_of_replicas_becomes_the_gradient() -> None:

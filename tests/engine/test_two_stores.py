@@ -1,7 +1,8 @@
-"""The engine trains a model as one process would, over every layout: losses, gradients and parameters stay equal.
+"""The engine trains a model as one process would, over every layout: losses, gradients and
+parameters stay equal.
 
-Each case trains a sharded model beside an unsharded copy, which sees the batches of all ranks. Between steps nothing may be held.
-"""
+Each case trains a sharded model beside an unsharded copy, which sees the batches of all ranks.
+Between steps nothing may be held."""
 
 from __future__ import annotations
 
@@ -20,7 +21,13 @@ from fsdp_compat._engine.mesh import Mesh, mesh_from_device_mesh, mesh_from_grou
 from fsdp_compat._engine.runtime import Runtime
 from fsdp_compat._engine.schedule import Prefetch
 from fsdp_compat._engine.unit import LARGE
-from tests.support.engine_build import STORES, assert_at_rest, full_gradients, full_parameters, shard
+from tests.support.engine_build import (
+    STORES,
+    assert_at_rest,
+    full_gradients,
+    full_parameters,
+    shard,
+)
 from tests.support.ranks import run_ranks
 
 WIDTH = 6
@@ -30,7 +37,11 @@ Loss = Callable[[nn.Module, torch.Tensor], torch.Tensor]
 class Block(nn.Module):
     def __init__(self, width: int = WIDTH) -> None:
         super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 9), nn.Linear(9, width)
+        self.norm, self.up, self.down = (
+            nn.LayerNorm(width),
+            nn.Linear(width, 9),
+            nn.Linear(9, width),
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.down(self.up(self.norm(x)).tanh())
@@ -52,12 +63,20 @@ class Odd(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.scale, self.pair = nn.Parameter(torch.tensor(1.5)), nn.Parameter(torch.tensor([0.5, -0.25]))
+        self.scale, self.pair = (
+            nn.Parameter(torch.tensor(1.5)),
+            nn.Parameter(torch.tensor([0.5, -0.25])),
+        )
         self.empty, self.one = nn.Parameter(torch.empty(0, 3)), nn.Parameter(torch.ones(1, 1))
         self.cube = nn.Parameter(0.1 * torch.randn(5, 1, WIDTH))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x * self.scale + self.pair.sum() * self.one[0] + self.empty.sum() + (self.cube * x.mean()).sum((0, 1))
+        return (
+            x * self.scale
+            + self.pair.sum() * self.one[0]
+            + self.empty.sum()
+            + (self.cube * x.mean()).sum((0, 1))
+        )
 
 
 class Scalar(nn.Module):
@@ -87,7 +106,11 @@ class Mixed(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.single, self.wide, self.frozen = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 3).double(), nn.Linear(WIDTH, WIDTH)
+        self.single, self.wide, self.frozen = (
+            nn.Linear(WIDTH, WIDTH),
+            nn.Linear(WIDTH, 3).double(),
+            nn.Linear(WIDTH, WIDTH),
+        )
         self.back = nn.Linear(3, WIDTH)
         self.frozen.requires_grad_(False)
         self.back.bias.requires_grad_(False)
@@ -101,7 +124,10 @@ class Large(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.table, self.bias = nn.Parameter(torch.randn(LARGE // WIDTH + 3, WIDTH)), nn.Parameter(torch.zeros(WIDTH))
+        self.table, self.bias = (
+            nn.Parameter(torch.randn(LARGE // WIDTH + 3, WIDTH)),
+            nn.Parameter(torch.zeros(WIDTH)),
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x * self.table.mean(0) + self.bias
@@ -113,7 +139,11 @@ class Stack(nn.Module):
     def __init__(self, *blocks: nn.Module, checkpoints: dict[str, Any] | None = None) -> None:
         """checkpoints: arguments of ``checkpoint``, which then runs around every block."""
         super().__init__()
-        self.stem, self.blocks, self.head = nn.Linear(WIDTH, WIDTH), nn.ModuleList(blocks), nn.Linear(WIDTH, 3)
+        self.stem, self.blocks, self.head = (
+            nn.Linear(WIDTH, WIDTH),
+            nn.ModuleList(blocks),
+            nn.Linear(WIDTH, 3),
+        )
         self.checkpoints = checkpoints
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -131,11 +161,17 @@ class Recomputed(Block):
 
 
 class Tied(nn.Module):
-    """A weight of the root's stem that a block and the head use too, and one that two blocks share."""
+    """A weight of the root's stem that a block and the head use too, and one that two blocks
+    share."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.stem, self.one, self.two, self.head = nn.Linear(WIDTH, WIDTH), Block(), Block(), nn.Linear(WIDTH, WIDTH)
+        self.stem, self.one, self.two, self.head = (
+            nn.Linear(WIDTH, WIDTH),
+            Block(),
+            Block(),
+            nn.Linear(WIDTH, WIDTH),
+        )
         self.head.weight = self.stem.weight
         self.two.up.weight = self.one.up.weight
         self.one.norm.bias = self.one.norm.weight
@@ -188,8 +224,12 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "bare root": lambda: nn.Sequential(Block(), Block(), nn.Tanh(), Block()),
     "one unit": lambda: Block(),
     "recomputed inside": lambda: Stack(Recomputed(), Block(), Recomputed()),
-    "recomputed outside": lambda: Stack(Block(), Nest(), Block(), checkpoints={"use_reentrant": False}),
-    "recomputed outside, reentrant": lambda: Stack(Block(), Nest(), Block(), checkpoints={"use_reentrant": True}),
+    "recomputed outside": lambda: Stack(
+        Block(), Nest(), Block(), checkpoints={"use_reentrant": False}
+    ),
+    "recomputed outside, reentrant": lambda: Stack(
+        Block(), Nest(), Block(), checkpoints={"use_reentrant": True}
+    ),
     "trap": lambda: Stack(Block(), Trap(), Block()),
 }
 
@@ -231,12 +271,21 @@ class Twins:
     def step(self) -> None:
         """Compare gradients, step both, compare parameters."""
         assert_at_rest(self.runtime)
-        found, wanted = full_gradients(self.runtime), {n: p.grad for n, p in self.reference.named_parameters()}
+        found, wanted = (
+            full_gradients(self.runtime),
+            {n: p.grad for n, p in self.reference.named_parameters()},
+        )
         assert found.keys() == wanted.keys()
         for name, grad in found.items():
             other = wanted[name]
             assert (grad is None) == (other is None), name
-            torch.testing.assert_close(grad, other, rtol=2e-5, atol=1e-6, msg=lambda text, name=name: f"gradient of {name}: {text}")
+            torch.testing.assert_close(
+                grad,
+                other,
+                rtol=2e-5,
+                atol=1e-6,
+                msg=lambda text, name=name: f"gradient of {name}: {text}",
+            )
         for optimizer in self.steps:
             optimizer.step()
             optimizer.zero_grad()
@@ -254,7 +303,14 @@ def mesh_of(shape: str) -> Mesh:
     return replicated(mesh_from_group(None)) if shape == "replicated" else mesh_from_group(None)
 
 
-def train(model: str, kind: str, shape: str = "sharded", loss_of: Loss = mean_square, num_steps: int = 3, **options: Any) -> None:
+def train(
+    model: str,
+    kind: str,
+    shape: str = "sharded",
+    loss_of: Loss = mean_square,
+    num_steps: int = 3,
+    **options: Any,
+) -> None:
     twins = Twins(MODELS[model](), kind, mesh_of(shape), **options)
     for step in range(num_steps):
         twins.backward(step, loss_of)
@@ -295,8 +351,17 @@ def test_replicas_of_shards_train_as_one_process(model: str, kind: str) -> None:
 @pytest.mark.parametrize("kind", STORES)
 @pytest.mark.parametrize("forward_prefetch", [True, False])
 @pytest.mark.parametrize("backward_prefetch", list(Prefetch))
-def test_prefetching_changes_no_number(backward_prefetch: Prefetch, forward_prefetch: bool, kind: str) -> None:
-    run_ranks(2, train, "nested", kind, forward_prefetch=forward_prefetch, backward_prefetch=backward_prefetch)
+def test_prefetching_changes_no_number(
+    backward_prefetch: Prefetch, forward_prefetch: bool, kind: str
+) -> None:
+    run_ranks(
+        2,
+        train,
+        "nested",
+        kind,
+        forward_prefetch=forward_prefetch,
+        backward_prefetch=backward_prefetch,
+    )
 
 
 @pytest.mark.parametrize("kind", STORES)
@@ -315,7 +380,9 @@ def train_in_orders_of_their_own(kind: str, shape: str) -> None:
 
 @pytest.mark.parametrize("kind", STORES)
 @pytest.mark.parametrize("shape", ["sharded", "replicated"])
-def test_ranks_that_run_two_units_in_different_orders_do_not_wait_in_a_circle(shape: str, kind: str) -> None:
+def test_ranks_that_run_two_units_in_different_orders_do_not_wait_in_a_circle(
+    shape: str, kind: str
+) -> None:
     run_ranks(2, train_in_orders_of_their_own, kind, shape, timeout=30, group_timeout=10)
 
 
@@ -345,7 +412,10 @@ def train_with_a_retained_graph(kind: str) -> None:
     twins = Twins(MODELS["nested"](), kind, mesh_of("sharded"))
     for step in range(2):
         loss = mean_square(twins.sharded, batch(step, twins.rank))
-        other = sum(mean_square(twins.reference, batch(step, rank)) for rank in range(twins.ranks)) / twins.ranks
+        other = (
+            sum(mean_square(twins.reference, batch(step, rank)) for rank in range(twins.ranks))
+            / twins.ranks
+        )
         for each in (loss, other):
             each.backward(retain_graph=True)
             each.backward()
@@ -364,9 +434,12 @@ def train_after_an_unsynchronised_backward_that_was_zeroed(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", STORES)
 @pytest.mark.parametrize(
-    ("shape", "model"), [("sharded", "nested"), ("sharded", "mixed"), ("sharded", "large"), ("replicated", "odd")]
+    ("shape", "model"),
+    [("sharded", "nested"), ("sharded", "mixed"), ("sharded", "large"), ("replicated", "odd")],
 )
-def test_backwards_without_communication_are_reduced_by_the_next_one_with_it(shape: str, model: str, kind: str) -> None:
+def test_backwards_without_communication_are_reduced_by_the_next_one_with_it(
+    shape: str, model: str, kind: str
+) -> None:
     run_ranks(2, train_accumulating, kind, shape, model)
 
 
@@ -433,17 +506,22 @@ def look_without_grad(kind: str) -> list[bool]:
     twins = Twins(MODELS["nested"](), kind, mesh_of("sharded"))
     with torch.no_grad():
         found = twins.sharded(batch(0, twins.rank))
-        torch.testing.assert_close(found, twins.reference(batch(0, twins.rank)), rtol=2e-5, atol=1e-6)
+        torch.testing.assert_close(
+            found, twins.reference(batch(0, twins.rank)), rtol=2e-5, atol=1e-6
+        )
     assert_at_rest(twins.runtime)  # kept for a backward that cannot come
     return [True]
 
 
 def residency_through_a_step(kind: str, reshard: bool) -> tuple[list[str], list[bool], list[bool]]:
-    """Return, after forward, the units that are full and whether any is shown; and which are shown inside of a block's forward."""
+    """Return, after forward, the units that are full and whether any is shown; and which are shown
+    inside of a block's forward."""
     model = MODELS["nested"]()
     runtime = shard(model, UNITS, kind, mesh_of("sharded"), reshard_after_forward=reshard)
     inside: list[bool] = []
-    model.blocks[1].up.register_forward_hook(lambda *_: inside.extend(unit.shown_full for unit in runtime.units))
+    model.blocks[1].up.register_forward_hook(
+        lambda *_: inside.extend(unit.shown_full for unit in runtime.units)
+    )
     loss = mean_square(model, batch(0, dist.get_rank()))
     full = [unit.label for unit in runtime.units if unit.residency.name == "FULL"]
     shown = [unit.shown_full for unit in runtime.units]
@@ -458,9 +536,14 @@ def test_a_forward_without_grad_keeps_nothing(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", STORES)
-def test_after_forward_only_the_units_of_the_backward_that_was_seen_first_are_kept_and_none_is_shown(kind: str) -> None:
+def test_after_forward_only_the_unit_that_backward_uses_first_is_kept_and_none_is_shown(
+    kind: str,
+) -> None:
     root, block = "the root unit (a Stack)", "unit 'blocks.1'"
-    inner = [f"unit 'blocks.{name}'" for name in ("0", "0.first", "0.second", "1", "2", "2.first", "2.second")]
+    inner = [
+        f"unit 'blocks.{name}'"
+        for name in ("0", "0.first", "0.second", "1", "2", "2.first", "2.second")
+    ]
     units = [root, *inner]
     for found in run_ranks(2, residency_through_a_step, kind, True):
         assert found == ([root], [False] * 8, [name in (root, block) for name in units])

@@ -1,5 +1,5 @@
-"""Ranks that wait for each other for ever get an error within seconds that says who waits for what, and communication that has
-failed stays failed; slow ranks get no error."""
+"""Ranks that wait for each other for ever get an error within seconds that says who waits for what,
+and communication that has failed stays failed; slow ranks get no error."""
 
 from __future__ import annotations
 
@@ -59,7 +59,9 @@ def assert_alike(messages: list[str], *facts: str) -> None:
     """Every rank was told the same: who waits for what from whom."""
     assert all(messages), f"not all ranks noticed: {messages}"
     for message in messages:
-        assert re.match(r"Waiting for .* can never end: ranks wait for each other\.", message), message
+        assert re.match(r"Waiting for .* can never end: ranks wait for each other\.", message), (
+            message
+        )
         assert "allow_unused_units=True" in message
         for fact in facts:
             assert fact in message, f"{fact!r} is not in\n{message}"
@@ -79,16 +81,20 @@ class Uses(nn.Module):
 
 
 def assert_stays_failed(model: nn.Module, forward: Callable[[], object]) -> None:
-    """Every later use of the model says at once that communication has failed, and what failed first."""
+    """Every later use of the model says at once that communication has failed, and what failed
+    first."""
     started = time.monotonic()
     for use in (forward, model.state_dict, lambda: model.clip_grad_norm_(1.0), forward):
-        with pytest.raises(StateError, match=r"has failed before, and stays failed\.[\s\S]*rank \d waits for"):
+        with pytest.raises(
+            StateError, match=r"has failed before, and stays failed\.[\s\S]*rank \d waits for"
+        ):
             use()
     assert time.monotonic() - started < PROMPT_S / 2
 
 
 def fails_for_good(uses: tuple[str, ...], *, no_grad: bool, **options: Any) -> str:
-    """Rank r uses what ``uses[r]`` says, which fails, and so does all that comes later. Over a new group the model trains."""
+    """Rank r uses what ``uses[r]`` says, which fails, and so does all that comes later. Over a new
+    group the model trains."""
     pair = make_pair(Uses, **options)
     x = torch.ones(2, DIM)
     with torch.set_grad_enabled(not no_grad):
@@ -110,10 +116,16 @@ def fails_for_good(uses: tuple[str, ...], *, no_grad: bool, **options: Any) -> s
 
 
 @pytest.mark.parametrize(("ranks", "no_grad"), [(2, False), (3, True), (4, False)])
-def test_a_unit_that_one_rank_skips_is_named_on_all_ranks_and_the_model_stays_failed(ranks: int, no_grad: bool) -> None:
+def test_a_unit_that_one_rank_skips_is_named_on_all_ranks_and_the_model_stays_failed(
+    ranks: int, no_grad: bool
+) -> None:
     uses = ("012", *["02"] * 1, *["012"] * (ranks - 2))
     messages = run_ranks(ranks, fails_for_good, uses, no_grad=no_grad)
-    assert_alike(messages, "the parameters of unit 'blocks.1' from rank 1", "rank 1 waits for the parameters of unit 'blocks.2'")
+    assert_alike(
+        messages,
+        "the parameters of unit 'blocks.1' from rank 1",
+        "rank 1 waits for the parameters of unit 'blocks.2'",
+    )
 
 
 class Nest(nn.Module):
@@ -149,7 +161,11 @@ def skips_an_inner_unit() -> str:
 
 def test_a_unit_inside_of_a_unit_that_one_rank_skips_is_named() -> None:
     messages = run_ranks(2, skips_an_inner_unit)
-    assert_alike(messages, "the parameters of unit 'nest.inner' from rank 1", "the parameters of unit 'nest.other' from rank 0")
+    assert_alike(
+        messages,
+        "the parameters of unit 'nest.inner' from rank 1",
+        "the parameters of unit 'nest.other' from rank 0",
+    )
 
 
 class Joined(nn.Module):
@@ -174,10 +190,14 @@ def detaches_one_output(**options: Any) -> str:
 
 def test_a_unit_skipped_in_backward_only_is_named() -> None:
     messages = run_ranks(2, detaches_one_output)
-    assert_alike(messages, "the parameters of unit 'right' from rank 1", "the parameters of unit 'first' from rank 0")
+    assert_alike(
+        messages,
+        "the parameters of unit 'right' from rank 1",
+        "the parameters of unit 'first' from rank 0",
+    )
 
 
-def test_a_unit_without_a_gradient_on_one_rank_is_named_where_no_parameters_travel_in_backward() -> None:
+def test_a_unit_without_a_gradient_on_one_rank_is_named_if_backward_gathers_nothing() -> None:
     messages = run_ranks(2, detaches_one_output, sharding_strategy=ShardingStrategy.SHARD_GRAD_OP)
     assert_alike(messages, "rank 0 waits for the gradients of unit 'right' from rank 1")
 
@@ -228,7 +248,9 @@ def interrupt(*args: object) -> None:
     raise KeyboardInterrupt
 
 
-def test_an_interrupt_in_the_middle_of_communication_fails_on_all_ranks_at_once_and_for_good() -> None:
+def test_an_interrupt_in_the_middle_of_communication_fails_on_all_ranks_at_once_and_for_good() -> (
+    None
+):
     (first, first_again), (second, second_again) = run_ranks(2, is_interrupted_while_it_waits)
     assert first == "interrupted"
     for message in (first_again, second, second_again):
@@ -236,7 +258,8 @@ def test_an_interrupt_in_the_middle_of_communication_fails_on_all_ranks_at_once_
 
 
 def fails_before_it_waits() -> str:
-    """An exception where a gather would be waited for: its memory may be freed only when nothing is received any more."""
+    """An exception where a gather would be waited for: its memory may be freed only when nothing is
+    received any more."""
     pair = make_pair(Uses)
     x = torch.ones(2, DIM)
     pair.model(x, "012")
@@ -312,7 +335,9 @@ def test_waits_for_messages_without_content_are_ended_too() -> None:
 def leaves_what_is_on_its_way() -> list[float]:
     line = own_line()
     full = torch.empty(6)
-    line.begin_gather(torch.full((3,), 7.0), full, full.chunk(2), 4)  # and an exception comes before anybody waits for it
+    line.begin_gather(
+        torch.full((3,), 7.0), full, full.chunk(2), 4
+    )  # and an exception comes before anybody waits for it
     del full
     assert gathers(line, 8).tolist() == [0, 0, 0, 1, 1, 1]
     line.begin_gather(torch.full((3,), 7.0), torch.empty(6), torch.empty(6).chunk(2), 4)
@@ -344,12 +369,15 @@ def test_a_rank_that_skips_a_sum_over_the_ranks_is_told_and_so_are_the_others() 
 
 
 def abandons_a_sum() -> tuple[str, float]:
-    """Rank 1 raises before a sum that rank 0 has begun; both catch it, and then communicate over their own process group."""
+    """Rank 1 raises before a sum that rank 0 has begun; both catch it, and then communicate over
+    their own process group."""
     pair = make_pair(Uses)
     pair.model(torch.ones(2, DIM), "012").sum().backward()
     error = ""
     if pair.rank == 0:
-        error = message_of(lambda: pair.model._runtime.groups[0].shard.sum_of(torch.full((), 100.0)))
+        error = message_of(
+            lambda: pair.model._runtime.groups[0].shard.sum_of(torch.full((), 100.0))
+        )
     else:
         error = message_of(lambda: pair.model(torch.ones(2, DIM), "012"))
     mine = torch.full((), float(pair.rank + 1))
@@ -370,7 +398,8 @@ def threads() -> list[threading.Thread]:
 
 
 def outlives() -> tuple[int, int, int]:
-    """How many threads there are with a model, after it and its process group have gone, and with the next one."""
+    """How many threads there are with a model, after it and its process group have gone, and with
+    the next one."""
     with patience(0.1):
         first = make_pair(Uses)
         running = threads()
@@ -383,7 +412,9 @@ def outlives() -> tuple[int, int, int]:
         for thread in running:
             thread.join(5)
         found.append(len(threads()))
-        dist.init_process_group("gloo", store=dist.PrefixStore("again", store), rank=rank, world_size=world)
+        dist.init_process_group(
+            "gloo", store=dist.PrefixStore("again", store), rank=rank, world_size=world
+        )
         make_pair(Uses).step(lambda m, x, turn: backward(m(x, "012").pow(2).mean()))
         found.append(len(threads()))
     return tuple(found)
@@ -468,15 +499,23 @@ def test_a_chain_that_ends_at_a_rank_that_computes_is_not() -> None:
 
 def test_a_circle_in_which_something_is_on_its_way_is_not() -> None:
     assert doom(post(wait(0, 1, tag=4), {4: 1}), post(wait(1, 0, tag=8), {4: 1, 8: 1})) is None
-    assert doom(post(wait(0, 1, tag=4, number=2), {4: 2}), post(wait(1, 0, tag=8), {4: 1, 8: 1})) is not None
+    assert (
+        doom(post(wait(0, 1, tag=4, number=2), {4: 2}), post(wait(1, 0, tag=8), {4: 1, 8: 1}))
+        is not None
+    )
 
 
 def test_in_a_circle_only_the_waits_in_which_nothing_was_sent_are_refused() -> None:
-    refused, sent = post(wait(0, 1, tag=watch.RENDEZVOUS), {watch.RENDEZVOUS: 1}), post(wait(1, 0), {4: 1})
+    refused, sent = (
+        post(wait(0, 1, tag=watch.RENDEZVOUS), {watch.RENDEZVOUS: 1}),
+        post(wait(1, 0), {4: 1}),
+    )
     assert doom(refused, sent) is not None
     assert doom(sent, refused) is None
     assert doom(post(wait(2, 1), {4: 1}), refused, sent) is None, "rank 1 goes on, and then rank 2"
-    assert doom(post(wait(0, 1, tag=watch.RENDEZVOUS)), post(wait(1, 2)), post(wait(2, 1))) is not None, "a circle beyond it"
+    assert (
+        doom(post(wait(0, 1, tag=watch.RENDEZVOUS)), post(wait(1, 2)), post(wait(2, 1))) is not None
+    ), "a circle beyond it"
 
 
 def test_a_rank_that_waits_for_all_is_doomed_with_any_of_them() -> None:
@@ -488,7 +527,9 @@ def test_a_rank_that_waits_for_all_is_doomed_with_any_of_them() -> None:
 
 def test_who_waits_for_a_rank_that_gave_up_is_told_what_it_said() -> None:
     report = watch.Report(False, {1: "1 has waited for 5"})
-    assert doom(post(wait(0, 1)), broken={1: report}) == watch.Report(False, {0: "0 waits for (1,)", 1: "1 has waited for 5"})
+    assert doom(post(wait(0, 1)), broken={1: report}) == watch.Report(
+        False, {0: "0 waits for (1,)", 1: "1 has waited for 5"}
+    )
 
 
 def test_a_post_that_was_withdrawn_is_gone() -> None:
@@ -541,4 +582,8 @@ def test_two_models_in_two_threads_need_a_process_group_each_and_otherwise_get_a
     assert run_ranks(2, two_models_in_two_threads, 2) == [["", ""]] * 2
     found = run_ranks(2, two_models_in_two_threads, 1)
     assert all(any(messages) for messages in found)
-    assert any("Two threads communicate over one process group at once" in message for messages in found for message in messages)
+    assert any(
+        "Two threads communicate over one process group at once" in message
+        for messages in found
+        for message in messages
+    )

@@ -1,4 +1,5 @@
-"""examples/migrate_from_ddp.py: the same losses under DDP and FSDP, and a mistake in the migration does not pass."""
+"""examples/migrate_from_ddp.py: the same losses under DDP and FSDP, and a mistake in the migration
+does not pass."""
 
 from __future__ import annotations
 
@@ -26,13 +27,17 @@ ROOT = Path(__file__).parents[2]
 SMALL = ["--dim", "32", "--heads", "2", "--context", "32", "--generate", "5"]
 
 
-# --- comparing runs ---------------------------------------------------------------------------------------------------
+# --- comparing runs -------------------------------------------------------------------------------
 
 
 def three_runs() -> dict[str, Run]:
     losses = {step: 5.0 / step for step in range(1, 11)}
     late = {step: loss for step, loss in losses.items() if step > 5}
-    return {"DDP": Run(losses, 0.4, 0.6, "a"), "FSDP": Run(dict(losses), 0.4, 0.6, "b"), "moved": Run(late, 0.4, 0.6, "c")}
+    return {
+        "DDP": Run(losses, 0.4, 0.6, "a"),
+        "FSDP": Run(dict(losses), 0.4, 0.6, "b"),
+        "moved": Run(late, 0.4, 0.6, "c"),
+    }
 
 
 def test_equal_runs_have_no_problems() -> None:
@@ -65,7 +70,9 @@ def test_the_validation_of_every_run_is_compared() -> None:
 
 
 def test_rounding_may_grow_after_the_first_steps_only() -> None:
-    assert [migrate_from_ddp.tolerance(steps) for steps in (1, 20, 40, 80, 120)] == pytest.approx([1e-6, 1e-6, 1e-6, 1e-5, 1e-4])
+    assert [migrate_from_ddp.tolerance(steps) for steps in (1, 20, 40, 80, 120)] == pytest.approx(
+        [1e-6, 1e-6, 1e-6, 1e-5, 1e-4]
+    )
 
 
 @pytest.mark.parametrize(
@@ -78,16 +85,36 @@ def test_rounding_may_grow_after_the_first_steps_only() -> None:
 )
 def test_the_table_has_the_steps_that_were_asked_for(every: int, labels: list[str]) -> None:
     heading, *lines = migrate_from_ddp.table(three_runs(), every)
-    assert heading.split() == ["step", "DDP", "FSDP", "difference", "FSDP", "from", "DDP's", "file", "difference"]
+    assert heading.split() == [
+        "step",
+        "DDP",
+        "FSDP",
+        "difference",
+        "FSDP",
+        "from",
+        "DDP's",
+        "file",
+        "difference",
+    ]
     assert [line[:10].strip() for line in lines] == [*labels, "validation", "of average"]
-    assert {len(line[10:].split()) for line in lines} == {3, 5}  # DDP, FSDP, difference, and from the middle two more
+    assert {len(line[10:].split()) for line in lines} == {
+        3,
+        5,
+    }  # DDP, FSDP, difference, and from the middle two more
     assert len({len(line) for line in lines}) == 2
 
 
 def test_the_table_shows_differences() -> None:
     runs = three_runs()
     runs["FSDP"].losses[10] = 0.51
-    assert migrate_from_ddp.table(runs, 10)[2].split() == ["10", "0.5000000", "0.5100000", "2.0e-02", "0.5000000", "0.0e+00"]
+    assert migrate_from_ddp.table(runs, 10)[2].split() == [
+        "10",
+        "0.5000000",
+        "0.5100000",
+        "2.0e-02",
+        "0.5000000",
+        "0.0e+00",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -99,11 +126,19 @@ def test_the_table_shows_differences() -> None:
         (["--dim", "30", "--heads", "4"], "--heads: expected a divisor of --dim 30, got 4"),
         (["--lr", "nan"], "--lr: expected a positive number, got nan"),
         (["--context", "1000000"], "--context: expected less than"),
-        (["--plot", "/nowhere/loss.png"], "--plot: expected a file in a directory that exists, got /nowhere/loss.png"),
-        (["--checkpoint-dir", "/nowhere"], "--checkpoint-dir: expected a directory that exists, got /nowhere"),
+        (
+            ["--plot", "/nowhere/loss.png"],
+            "--plot: expected a file in a directory that exists, got /nowhere/loss.png",
+        ),
+        (
+            ["--checkpoint-dir", "/nowhere"],
+            "--checkpoint-dir: expected a directory that exists, got /nowhere",
+        ),
     ],
 )
-def test_arguments_that_cannot_work_are_refused(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_arguments_that_cannot_work_are_refused(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit, match="2"):
         migrate_from_ddp.parse_arguments(arguments)
     assert message in capsys.readouterr().err
@@ -114,17 +149,24 @@ def test_ranks_steps_and_parts_have_different_batches() -> None:
     text, _ = migrate_from_ddp.load_text()
     seen = []
     for rank in range(3):
-        with mock.patch.object(dist, "get_rank", lambda rank=rank: rank), mock.patch.object(dist, "get_world_size", lambda: 3):
+        with (
+            mock.patch.object(dist, "get_rank", lambda rank=rank: rank),
+            mock.patch.object(dist, "get_world_size", lambda: 3),
+        ):
             for step in (0, 1, 2):
                 for part in (0, 1):
-                    inputs, targets = migrate_from_ddp.draw_batch(text, args, step, part, torch.device("cpu"))
+                    inputs, targets = migrate_from_ddp.draw_batch(
+                        text, args, step, part, torch.device("cpu")
+                    )
                     assert inputs.shape == targets.shape == (4, 32)
                     assert torch.equal(inputs[:, 1:], targets[:, :-1])
                     seen.append(inputs)
-    assert not any(torch.equal(one, other) for index, one in enumerate(seen) for other in seen[:index])
+    assert not any(
+        torch.equal(one, other) for index, one in enumerate(seen) for other in seen[:index]
+    )
 
 
-# --- training ---------------------------------------------------------------------------------------------------------
+# --- training -------------------------------------------------------------------------------------
 
 
 def _compare(arguments: list[str], replaced: dict[str, Any]) -> tuple[int, str, str]:
@@ -132,7 +174,11 @@ def _compare(arguments: list[str], replaced: dict[str, Any]) -> tuple[int, str, 
     args = migrate_from_ddp.parse_arguments(arguments)
     out, err = io.StringIO(), io.StringIO()
     way = dataclasses.replace(migrate_from_ddp.WITH_FSDP, **replaced)
-    with mock.patch.object(migrate_from_ddp, "WITH_FSDP", way), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+    with (
+        mock.patch.object(migrate_from_ddp, "WITH_FSDP", way),
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(err),
+    ):
         status = migrate_from_ddp.compare(args, torch.device("cpu"))
     return status, out.getvalue(), err.getvalue()
 
@@ -149,7 +195,9 @@ def test_losses_agree_at_any_number_of_ranks(num_ranks: int, options: list[str])
 
 
 def test_the_clipping_of_ddp_may_stay() -> None:
-    answers = run_ranks(2, _compare, [*SMALL, "--steps", "6"], {"clip": migrate_from_ddp.clip_ddp}, timeout=120)
+    answers = run_ranks(
+        2, _compare, [*SMALL, "--steps", "6"], {"clip": migrate_from_ddp.clip_ddp}, timeout=120
+    )
     assert [status for status, _, _ in answers] == [0, 0], answers
 
 
@@ -188,7 +236,9 @@ def _clip_nothing(model: Any) -> None:
     ],
     ids=["no optimizer", "no average", "own norm", "no clipping"],
 )
-def test_a_mistake_in_the_migration_is_noticed_on_all_ranks(mistake: dict[str, Any], where: str) -> None:
+def test_a_mistake_in_the_migration_is_noticed_on_all_ranks(
+    mistake: dict[str, Any], where: str
+) -> None:
     first, second = run_ranks(2, _compare, [*SMALL, "--steps", "6"], mistake, timeout=120)
     assert first[0] == second[0] == 1
     with_fsdp, moved = first[2].splitlines()
@@ -202,7 +252,16 @@ def test_torchrun_prints_both_curves_and_plots_them(tmp_path: Path) -> None:
     program = [str(ROOT / "examples" / "migrate_from_ddp.py"), *SMALL, "--steps", "10"]
     options = ["--plot", "curves.png", "--checkpoint-dir", "."]
     result = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *program, *options],
+        [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node",
+            "2",
+            *program,
+            *options,
+        ],
         cwd=tmp_path,
         env={
             **os.environ,
@@ -217,7 +276,11 @@ def test_torchrun_prints_both_curves_and_plots_them(tmp_path: Path) -> None:
     heading, *lines = result.stdout.splitlines()
     assert heading.split()[:4] == ["step", "DDP", "FSDP", "difference"]
     rows = [[float(value) for value in line[10:].split()] for line in lines[:12]]
-    assert [line[:10].strip() for line in lines[:12]] == [*map(str, range(1, 11)), "validation", "of average"]
+    assert [line[:10].strip() for line in lines[:12]] == [
+        *map(str, range(1, 11)),
+        "validation",
+        "of average",
+    ]
     assert [len(row) for row in rows] == [3] * 5 + [5] * 7
     for row in rows:
         assert row[1::2] == pytest.approx([row[0]] * len(row[1::2]), rel=1e-6)

@@ -1,4 +1,5 @@
-"""The table "From DDP" in README.md: the code in both of its columns runs as it stands there, and does the same."""
+"""The table "From DDP" in README.md: the code in both of its columns runs as it stands there, and
+does the same."""
 
 from __future__ import annotations
 
@@ -31,9 +32,12 @@ ROWS = {
 
 
 def snippets() -> dict[str, tuple[str, str]]:
-    """Return the code in the table by the name of its row: that for DDP, and that for fsdp_compat."""
+    """Return the code in the table by the name of its row: that for DDP, and that for
+    fsdp_compat."""
     section = README.read_text().partition("\n## From DDP\n")[2].partition("\n## ")[0]
-    heading, _, *rows = [line.split("|")[1:-1] for line in section.splitlines() if line.startswith("|")]
+    heading, _, *rows = [
+        line.split("|")[1:-1] for line in section.splitlines() if line.startswith("|")
+    ]
     assert [cell.strip() for cell in heading] == ["", "in your DDP code", "with fsdp_compat"]
     return {name.strip(): (_code(ddp), _code(fsdp)) for name, ddp, fsdp in rows}
 
@@ -65,12 +69,31 @@ class Session:
     def __init__(self, column: int, path: Path) -> None:
         self.code = {name: cells[column] for name, cells in snippets().items()}
         self.values: dict[str, Any] = {
-            **{"DDP": DDP, "FSDP": FSDP, "ModuleWrapPolicy": ModuleWrapPolicy, "Block": Block, "AdamW": AdamW},
-            **{"clip_grad_norm_": clip_grad_norm_, "copy": copy, "torch": torch, "loss_of": loss_of, "path": path},
+            **{
+                "DDP": DDP,
+                "FSDP": FSDP,
+                "ModuleWrapPolicy": ModuleWrapPolicy,
+                "Block": Block,
+                "AdamW": AdamW,
+            },
+            **{
+                "clip_grad_norm_": clip_grad_norm_,
+                "copy": copy,
+                "torch": torch,
+                "loss_of": loss_of,
+                "path": path,
+            },
             **{"register_fsdp_forward_method": fsdp_compat.register_fsdp_forward_method},
-            **{"device": torch.device("cpu"), "rank": dist.get_rank(), "lr": 0.05, "tokens": torch.ones(2, 8)},
+            **{
+                "device": torch.device("cpu"),
+                "rank": dist.get_rank(),
+                "lr": 0.05,
+                "tokens": torch.ones(2, 8),
+            },
         }
-        torch.manual_seed(dist.get_rank())  # not the same weights everywhere: construction has to see to that
+        torch.manual_seed(
+            dist.get_rank()
+        )  # not the same weights everywhere: construction has to see to that
         self.values["model"] = Writer()
         self.run("construction", "optimizer")
 
@@ -92,7 +115,9 @@ class Session:
         for seed in (1, 2):
             self.step(seed)
             self.run("EMA, each step", "evaluation", batch1=batch(0))
-            found |= {f"{name} {seed}": self.values[name].detach().clone() for name in ("norm", "loss")}
+            found |= {
+                f"{name} {seed}": self.values[name].detach().clone() for name in ("norm", "loss")
+            }
         found["of average"] = loss_of(self.values["ema"], batch(0)).detach()
         self.run("generate")
         found["text"] = self.values["text"]
@@ -100,7 +125,8 @@ class Session:
 
 
 def _differences(directory: Path) -> dict[str, float]:
-    """Return how far each result with fsdp_compat is from that with DDP: before saving, and after loading either file."""
+    """Return how far each result with fsdp_compat is from that with DDP: before saving, and after
+    loading either file."""
     ddp, fsdp = Session(0, directory / "ddp.pt"), Session(1, directory / "fsdp.pt")
     pairs = {"": (ddp.results(), fsdp.results())}
     ddp.run("saving")
@@ -132,7 +158,12 @@ def test_every_row_is_run() -> None:
 
 
 def _checkpoints(directory: str) -> None:
-    code = README.read_text().partition("\n## Checkpoints\n")[2].partition("```python\n")[2].partition("```")[0]
+    code = (
+        README.read_text()
+        .partition("\n## Checkpoints\n")[2]
+        .partition("```python\n")[2]
+        .partition("```")[0]
+    )
     os.chdir(directory)
     model = FSDP(Stack(), auto_wrap_policy=ModuleWrapPolicy({Block}))
     optimizer = AdamW(model.parameters())

@@ -20,7 +20,20 @@ from examples import train_gpt
 from tests.support.ranks import run_ranks
 
 ROOT = Path(__file__).parents[2]
-SMALL = ["--dim", "32", "--layers", "2", "--heads", "2", "--context", "32", "--batch", "12", "--sample-bytes", "5"]
+SMALL = [
+    "--dim",
+    "32",
+    "--layers",
+    "2",
+    "--heads",
+    "2",
+    "--context",
+    "32",
+    "--batch",
+    "12",
+    "--sample-bytes",
+    "5",
+]
 Losses = list[tuple[int, float]]
 
 
@@ -31,7 +44,7 @@ def assert_same_curve(actual: Losses, expected: Losses) -> None:
         assert loss == pytest.approx(right, rel=1e-6 if step <= 5 else 1e-4), f"step {step}"
 
 
-# --- parts ------------------------------------------------------------------------------------------------------------
+# --- parts ----------------------------------------------------------------------------------------
 
 
 def test_the_ranks_of_every_world_size_share_the_batch_of_a_step() -> None:
@@ -47,7 +60,10 @@ def test_the_ranks_of_every_world_size_share_the_batch_of_a_step() -> None:
 
 def test_a_batch_depends_on_seed_and_step() -> None:
     text, _ = train_gpt.load_text()
-    draws = [train_gpt.draw_batch(text, 12, 32, seed, step)[0] for seed, step in ((0, 1), (0, 2), (1, 1), (0, 1))]
+    draws = [
+        train_gpt.draw_batch(text, 12, 32, seed, step)[0]
+        for seed, step in ((0, 1), (0, 2), (1, 1), (0, 1))
+    ]
     assert torch.equal(draws[0], draws[3])
     assert not torch.equal(draws[0], draws[1])
     assert not torch.equal(draws[0], draws[2])
@@ -71,7 +87,11 @@ def test_creating_optimizer_state_changes_no_parameter() -> None:
     before = {name: value.clone() for name, value in model.state_dict().items()}
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.1)
     train_gpt.create_optimizer_state(optimizer)
-    assert {name for state in optimizer.state.values() for name in state} == {"step", "exp_avg", "exp_avg_sq"}
+    assert {name for state in optimizer.state.values() for name in state} == {
+        "step",
+        "exp_avg",
+        "exp_avg_sq",
+    }
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert all(parameter.grad is None for parameter in model.parameters())
 
@@ -90,7 +110,9 @@ def test_creating_optimizer_state_changes_no_parameter() -> None:
         (["--resume"], "--resume: needs the --checkpoint-dir"),
     ],
 )
-def test_arguments_that_cannot_work_are_refused(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_arguments_that_cannot_work_are_refused(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit, match="2"):
         train_gpt.parse_arguments(arguments)
     assert message in capsys.readouterr().err
@@ -126,7 +148,7 @@ def test_a_signal_is_noted_once_and_its_handler_put_back(number: signal.Signals)
     assert signal.getsignal(number) is before
 
 
-# --- training, in the rank processes that the tests share -------------------------------------------------------------
+# --- training, in the rank processes that the tests share -----------------------------------------
 
 
 def _train(arguments: list[str]) -> int:
@@ -165,7 +187,14 @@ def test_it_learns(sixty_steps: dict[str, Losses]) -> None:
 
 @pytest.mark.parametrize(
     ("num_ranks", "strategy"),
-    [(1, "FULL_SHARD"), (2, "FULL_SHARD"), (2, "SHARD_GRAD_OP"), (2, "NO_SHARD"), (3, "SHARD_GRAD_OP"), (4, "FULL_SHARD")],
+    [
+        (1, "FULL_SHARD"),
+        (2, "FULL_SHARD"),
+        (2, "SHARD_GRAD_OP"),
+        (2, "NO_SHARD"),
+        (3, "SHARD_GRAD_OP"),
+        (4, "FULL_SHARD"),
+    ],
 )
 def test_losses_do_not_depend_on_ranks_or_strategy(
     num_ranks: int, strategy: str, sixty_steps: dict[str, Losses], tmp_path: Path
@@ -177,7 +206,9 @@ def test_losses_do_not_depend_on_ranks_or_strategy(
 
 
 @pytest.mark.parametrize(("batch", "num_ranks"), [(7, 3), (2, 4)])
-def test_losses_stay_the_same_when_ranks_have_unequal_parts_or_none(batch: int, num_ranks: int, tmp_path: Path) -> None:
+def test_losses_stay_the_same_when_ranks_have_unequal_parts_or_none(
+    batch: int, num_ranks: int, tmp_path: Path
+) -> None:
     options = ["--steps", "8", "--batch", str(batch), "--tie-embeddings", "--validate-every", "4"]
     expected = trained(1, tmp_path, *options)
     actual = trained(num_ranks, tmp_path, *options)
@@ -185,7 +216,9 @@ def test_losses_stay_the_same_when_ranks_have_unequal_parts_or_none(batch: int, 
     assert_same_curve(actual["validation"], expected["validation"])
 
 
-def test_a_run_resumes_with_other_ranks_and_strategy(sixty_steps: dict[str, Losses], tmp_path: Path) -> None:
+def test_a_run_resumes_with_other_ranks_and_strategy(
+    sixty_steps: dict[str, Losses], tmp_path: Path
+) -> None:
     runs = (
         (2, "2", ["--strategy", "FULL_SHARD"]),
         (3, "4", ["--strategy", "SHARD_GRAD_OP", "--use-orig-params"]),
@@ -206,14 +239,23 @@ def test_every_rank_is_told_why_it_cannot_start(tmp_path: Path) -> None:
     run = tmp_path / "run"
     trained(2, tmp_path, "--steps", "1", "--checkpoint-dir", str(run))
     cases = (
-        (["--checkpoint-dir", str(tmp_path / "none"), "--resume"], f"expected a complete checkpoint in {tmp_path / 'none'}"),
+        (
+            ["--checkpoint-dir", str(tmp_path / "none"), "--resume"],
+            f"expected a complete checkpoint in {tmp_path / 'none'}",
+        ),
         (
             ["--checkpoint-dir", str(run), "--resume", "--dim", "64"],
             f"--dim: expected 32 as in {run}/step-000001, got 64",
         ),
         (["--checkpoint-dir", str(run), "--resume", "--seed", "1"], "--seed: expected 0"),
-        (["--checkpoint-dir", str(run), "--resume", "--tie-embeddings"], "--tie-embeddings: expected False"),
-        (["--checkpoint-dir", str(run)], f"expected no checkpoint for a new run, got {run}/step-000001"),
+        (
+            ["--checkpoint-dir", str(run), "--resume", "--tie-embeddings"],
+            "--tie-embeddings: expected False",
+        ),
+        (
+            ["--checkpoint-dir", str(run)],
+            f"expected no checkpoint for a new run, got {run}/step-000001",
+        ),
     )
     for options, message in cases:
         told = run_ranks(2, _refusal, [*SMALL, *options])
@@ -232,7 +274,11 @@ def test_every_rank_is_told_why_it_cannot_start(tmp_path: Path) -> None:
     ],
 )
 def test_a_damaged_checkpoint_is_passed_over(
-    sixty_steps: dict[str, Losses], tmp_path: Path, file: str, damage: Callable[[bytes], bytes] | None, lacks: str
+    sixty_steps: dict[str, Losses],
+    tmp_path: Path,
+    file: str,
+    damage: Callable[[bytes], bytes] | None,
+    lacks: str,
 ) -> None:
     options = ["--checkpoint-dir", str(tmp_path / "run"), "--save-every", "2"]
     trained(2, tmp_path, "--steps", "4", *options)
@@ -246,7 +292,9 @@ def test_a_damaged_checkpoint_is_passed_over(
     assert lacks in missing
     resumed = trained(3, tmp_path, "--steps", "5", *options, "--resume")["train"]
     assert_same_curve(resumed, sixty_steps["train"][:5])
-    assert train_gpt.what_is_missing(tmp_path / "run" / "step-000004") is None, "saved anew on the way"
+    assert train_gpt.what_is_missing(tmp_path / "run" / "step-000004") is None, (
+        "saved anew on the way"
+    )
 
 
 def test_what_a_killed_run_left_is_replaced(tmp_path: Path) -> None:
@@ -258,12 +306,16 @@ def test_what_a_killed_run_left_is_replaced(tmp_path: Path) -> None:
     assert not (tmp_path / "run" / "step-000001" / "__7_0.distcp").exists()
 
 
-# --- whole programs, started as users do ----------------------------------------------------------------------------
+# --- whole programs, started as users do ----------------------------------------------------------
 
 
 def command(num_ranks: int | None, *arguments: str) -> list[str]:
     """Return the command line for torchrun, or for plain Python without a number of ranks."""
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)] if num_ranks else []
+    launcher = (
+        ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
+        if num_ranks
+        else []
+    )
     return [sys.executable, *launcher, str(ROOT / "examples" / "train_gpt.py"), *SMALL, *arguments]
 
 
@@ -272,14 +324,24 @@ def environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
 
 
-def finished(num_ranks: int | None, directory: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+def finished(
+    num_ranks: int | None, directory: Path, *arguments: str
+) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        command(num_ranks, *arguments), cwd=directory, env=environment(), capture_output=True, text=True, timeout=120
+        command(num_ranks, *arguments),
+        cwd=directory,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
 
 
-def stopped(num_ranks: int | None, directory: Path, number: signal.Signals, *arguments: str) -> tuple[int, str]:
-    """Start an endless run, send it a signal after its first steps; return its status and what it printed."""
+def stopped(
+    num_ranks: int | None, directory: Path, number: signal.Signals, *arguments: str
+) -> tuple[int, str]:
+    """Start an endless run, send it a signal after its first steps; return its status and what it
+    printed."""
     steps = "1000000"
     with subprocess.Popen(
         command(num_ranks, "--steps", steps, *arguments),
@@ -305,13 +367,17 @@ def stopped(num_ranks: int | None, directory: Path, number: signal.Signals, *arg
     return process.returncode, output.decode()
 
 
-def test_python_alone_trains_plots_and_samples(sixty_steps: dict[str, Losses], tmp_path: Path) -> None:
+def test_python_alone_trains_plots_and_samples(
+    sixty_steps: dict[str, Losses], tmp_path: Path
+) -> None:
     result = finished(None, tmp_path, "--steps", "3", "--losses", "losses.json")
     assert result.returncode == 0, result.stderr
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
     sampled = result.stdout.partition("loss curve: loss.png\nsample:\nThe ")[2].removesuffix("\n")
     assert 2 <= len(sampled) <= 5  # of 5 bytes, several can be one character
-    assert_same_curve(json.loads((tmp_path / "losses.json").read_text())["train"], sixty_steps["train"][:3])
+    assert_same_curve(
+        json.loads((tmp_path / "losses.json").read_text())["train"], sixty_steps["train"][:3]
+    )
 
 
 def test_torchrun_trains_saves_and_resumes(sixty_steps: dict[str, Losses], tmp_path: Path) -> None:
@@ -322,7 +388,9 @@ def test_torchrun_trains_saves_and_resumes(sixty_steps: dict[str, Losses], tmp_p
     shutil.rmtree(tmp_path / "run" / "step-000004")
     second = finished(3, tmp_path, "--steps", "6", "--resume", *options)
     assert second.returncode == 0, second.stderr
-    assert_same_curve(json.loads((tmp_path / "losses.json").read_text())["train"], sixty_steps["train"][:6])
+    assert_same_curve(
+        json.loads((tmp_path / "losses.json").read_text())["train"], sixty_steps["train"][:6]
+    )
 
 
 def test_a_stopped_run_saves_and_goes_on(tmp_path: Path) -> None:
@@ -339,7 +407,17 @@ def test_a_stopped_run_saves_and_goes_on(tmp_path: Path) -> None:
     assert saved is not None
     steps = str(int(saved.name[5:]) + 3)
     checkpoints = str(tmp_path / "run")
-    resumed = trained(3, tmp_path, "--steps", steps, "--checkpoint-dir", checkpoints, "--resume", "--save-every", "0")
+    resumed = trained(
+        3,
+        tmp_path,
+        "--steps",
+        steps,
+        "--checkpoint-dir",
+        checkpoints,
+        "--resume",
+        "--save-every",
+        "0",
+    )
     expected = trained(2, tmp_path, "--steps", steps)
     assert_same_curve(resumed["train"], expected["train"])
 
@@ -347,5 +425,7 @@ def test_a_stopped_run_saves_and_goes_on(tmp_path: Path) -> None:
 def test_a_run_that_cannot_resume_ends_on_all_ranks(tmp_path: Path) -> None:
     result = finished(2, tmp_path, "--checkpoint-dir", "none", "--resume")
     assert result.returncode != 0
-    assert "--resume: expected a complete checkpoint in none, got no such directory" in result.stderr
+    assert (
+        "--resume: expected a complete checkpoint in none, got no such directory" in result.stderr
+    )
     assert "RunError" not in result.stderr  # the message, without a traceback of the example

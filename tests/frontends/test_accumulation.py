@@ -1,4 +1,5 @@
-"""Several backwards per update: with and without no_sync, and what happens to gradients between them."""
+"""Several backwards per update: with and without no_sync, and what happens to gradients between
+them."""
 
 from __future__ import annotations
 
@@ -57,7 +58,13 @@ def _forward_under_no_sync_backward_outside(m: nn.Module, x: Tensor, turn: Turn)
 
 @both_forms
 def test_it_is_the_backward_that_no_sync_is_about(use_orig_params: bool) -> None:
-    run_ranks(2, trains, Stack, step=_forward_under_no_sync_backward_outside, use_orig_params=use_orig_params)
+    run_ranks(
+        2,
+        trains,
+        Stack,
+        step=_forward_under_no_sync_backward_outside,
+        use_orig_params=use_orig_params,
+    )
 
 
 def _uses_a_unit_in_the_first_pass_only(m: nn.Module, x: Tensor, turn: Turn) -> Tensor:
@@ -67,8 +74,12 @@ def _uses_a_unit_in_the_first_pass_only(m: nn.Module, x: Tensor, turn: Turn) -> 
 
 
 @both_forms
-def test_what_only_an_unsynchronised_backward_used_is_reduced_by_the_next_one(use_orig_params: bool) -> None:
-    run_ranks(2, trains, Switch, step=_uses_a_unit_in_the_first_pass_only, use_orig_params=use_orig_params)
+def test_what_only_an_unsynchronised_backward_used_is_reduced_by_the_next_one(
+    use_orig_params: bool,
+) -> None:
+    run_ranks(
+        2, trains, Switch, step=_uses_a_unit_in_the_first_pass_only, use_orig_params=use_orig_params
+    )
 
 
 def _clears_gradients_between(set_to_none: bool, before: str, **options: Any) -> None:
@@ -91,7 +102,9 @@ def _clears_gradients_between(set_to_none: bool, before: str, **options: Any) ->
 @both_forms
 @pytest.mark.parametrize("before", ["n", "nn", "sn"])
 @pytest.mark.parametrize("set_to_none", [True, False])
-def test_zero_grad_drops_what_was_not_synchronised(set_to_none: bool, before: str, use_orig_params: bool) -> None:
+def test_zero_grad_drops_what_was_not_synchronised(
+    set_to_none: bool, before: str, use_orig_params: bool
+) -> None:
     run_ranks(2, _clears_gradients_between, set_to_none, before, use_orig_params=use_orig_params)
 
 
@@ -126,7 +139,9 @@ def _scales_gradients_between(**options: Any) -> None:
 
 @both_forms
 @pytest.mark.parametrize("num_ranks", [2, 3])
-def test_gradients_scaled_in_place_between_backwards_keep_what_was_not_synchronised(num_ranks: int, use_orig_params: bool) -> None:
+def test_gradients_scaled_in_place_between_backwards_keep_what_was_not_synchronised(
+    num_ranks: int, use_orig_params: bool
+) -> None:
     run_ranks(num_ranks, _scales_gradients_between, use_orig_params=use_orig_params)
 
 

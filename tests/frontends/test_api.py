@@ -18,22 +18,35 @@ from fsdp_compat._checks import takes
 from fsdp_compat.errors import UsageError
 
 ENUMS = [name for name in torch_api.__all__ if issubclass(getattr(torch_api, name), enum.Enum)]
-DATACLASSES = [name for name in torch_api.__all__ if dataclasses.is_dataclass(getattr(torch_api, name))]
+DATACLASSES = [
+    name for name in torch_api.__all__ if dataclasses.is_dataclass(getattr(torch_api, name))
+]
 
 
 def default_of(cls: type) -> Any:
-    """An instance with default fields; StateDictSettings, the one without defaults, gets the ones for full dicts."""
+    """An instance with default fields; StateDictSettings, the one without defaults, gets the ones
+    for full dicts."""
     if cls.__name__ != "StateDictSettings":
         return cls()
     home = sys.modules[cls.__module__]
-    return cls(home.StateDictType.FULL_STATE_DICT, home.FullStateDictConfig(), home.FullOptimStateDictConfig())
+    return cls(
+        home.StateDictType.FULL_STATE_DICT,
+        home.FullStateDictConfig(),
+        home.FullOptimStateDictConfig(),
+    )
 
 
 def changed(value: Any) -> Any:
     """A copy of a dataclass with a value in every field that is not the default."""
-    news = {bool: lambda old: not old, type(None): lambda old: torch.bfloat16, tuple: lambda old: (torch.nn.LayerNorm,)}
+    news = {
+        bool: lambda old: not old,
+        type(None): lambda old: torch.bfloat16,
+        tuple: lambda old: (torch.nn.LayerNorm,),
+    }
     fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
-    return type(value)(**{name: news[type(old)](old) if type(old) in news else old for name, old in fields.items()})
+    return type(value)(
+        **{name: news[type(old)](old) if type(old) in news else old for name, old in fields.items()}
+    )
 
 
 def test_the_public_names_are_those_of_torch() -> None:
@@ -44,7 +57,9 @@ def test_the_public_names_are_those_of_torch() -> None:
 @pytest.mark.parametrize("name", ENUMS)
 def test_an_enum_has_the_members_and_values_of_torch(name: str) -> None:
     ours, theirs = getattr(api, name), getattr(torch_api, name)
-    assert [(member.name, member.value) for member in ours] == [(member.name, member.value) for member in theirs]
+    assert [(member.name, member.value) for member in ours] == [
+        (member.name, member.value) for member in theirs
+    ]
 
 
 @pytest.mark.parametrize("name", DATACLASSES)
@@ -71,8 +86,12 @@ def test_a_dataclass_of_torch_becomes_ours_with_its_values(name: str) -> None:
 
 
 def test_changed_settings_differ_from_the_defaults() -> None:
-    precision = api.as_ours(changed(torch_api.MixedPrecision()), api.MixedPrecision, "mixed_precision")
-    assert precision == api.MixedPrecision(torch.bfloat16, torch.bfloat16, torch.bfloat16, True, True, False, (torch.nn.LayerNorm,))
+    precision = api.as_ours(
+        changed(torch_api.MixedPrecision()), api.MixedPrecision, "mixed_precision"
+    )
+    assert precision == api.MixedPrecision(
+        torch.bfloat16, torch.bfloat16, torch.bfloat16, True, True, False, (torch.nn.LayerNorm,)
+    )
 
 
 def test_settings_are_translated_with_everything_in_them() -> None:
@@ -89,7 +108,9 @@ def test_settings_are_translated_with_everything_in_them() -> None:
 
 
 def test_a_subclass_is_translated_where_its_base_is_expected() -> None:
-    config = api.as_ours(torch_api.FullStateDictConfig(rank0_only=True), api.StateDictConfig, "state_dict_config")
+    config = api.as_ours(
+        torch_api.FullStateDictConfig(rank0_only=True), api.StateDictConfig, "state_dict_config"
+    )
     assert type(config) is api.FullStateDictConfig
     assert config.rank0_only
 
@@ -98,7 +119,9 @@ def test_a_class_of_the_user_that_extends_one_of_torch_counts_as_that() -> None:
     class Policy(torch_api.MixedPrecision):
         pass
 
-    precision = api.as_ours(Policy(reduce_dtype=torch.float16), api.MixedPrecision, "mixed_precision")
+    precision = api.as_ours(
+        Policy(reduce_dtype=torch.float16), api.MixedPrecision, "mixed_precision"
+    )
     assert precision == api.MixedPrecision(reduce_dtype=torch.float16)
 
 
@@ -106,17 +129,27 @@ def test_an_enum_that_another_module_of_ours_defines_is_translated() -> None:
     key_type = enum.Enum("OptimStateKeyType", "PARAM_NAME PARAM_ID")
     from torch.distributed.fsdp import OptimStateKeyType
 
-    assert api.as_ours(OptimStateKeyType.PARAM_ID, key_type, "optim_state_key_type") is key_type["PARAM_ID"]
+    assert (
+        api.as_ours(OptimStateKeyType.PARAM_ID, key_type, "optim_state_key_type")
+        is key_type["PARAM_ID"]
+    )
 
 
 def test_a_family_of_classes_that_another_module_of_ours_defines_is_translated() -> None:
     from torch.distributed.fsdp import CPUOffloadPolicy
 
-    policy = dataclasses.make_dataclass("OffloadPolicy", [], namespace={"__module__": "fsdp_compat._fully_shard"})
-    cpu_policy = dataclasses.make_dataclass(
-        "CPUOffloadPolicy", [("pin_memory", bool, True)], bases=(policy,), namespace={"__module__": policy.__module__}
+    policy = dataclasses.make_dataclass(
+        "OffloadPolicy", [], namespace={"__module__": "fsdp_compat._fully_shard"}
     )
-    assert api.as_ours(CPUOffloadPolicy(pin_memory=False), policy, "offload_policy") == cpu_policy(pin_memory=False)
+    cpu_policy = dataclasses.make_dataclass(
+        "CPUOffloadPolicy",
+        [("pin_memory", bool, True)],
+        bases=(policy,),
+        namespace={"__module__": policy.__module__},
+    )
+    assert api.as_ours(CPUOffloadPolicy(pin_memory=False), policy, "offload_policy") == cpu_policy(
+        pin_memory=False
+    )
 
 
 @pytest.mark.parametrize(
@@ -148,7 +181,12 @@ def test_a_wrong_type_is_refused_with_the_four_facts(value: object, expected: ty
     with pytest.raises(UsageError) as error:
         api.as_ours(value, expected, "the_argument")
     text = str(error.value)
-    for fact in (f"fsdp_compat.api.{expected.__name__}", repr(value), "argument 'the_argument'", "Pass "):
+    for fact in (
+        f"fsdp_compat.api.{expected.__name__}",
+        repr(value),
+        "argument 'the_argument'",
+        "Pass ",
+    ):
         assert fact in text
 
 
@@ -160,7 +198,9 @@ def of_torch(cls: type) -> type:
 def test_what_a_newer_torch_adds_is_refused_when_it_is_used_and_ignored_when_not() -> None:
     fields = [("offload_params", bool, False), ("compress", bool, False)]
     newer: Any = of_torch(dataclasses.make_dataclass("CPUOffload", fields))
-    assert api.as_ours(newer(offload_params=True), api.CPUOffload, "cpu_offload") == api.CPUOffload(True)
+    assert api.as_ours(newer(offload_params=True), api.CPUOffload, "cpu_offload") == api.CPUOffload(
+        True
+    )
     with pytest.raises(UsageError, match=r"CPUOffload\(compress=True\)"):
         api.as_ours(newer(compress=True), api.CPUOffload, "cpu_offload")
     strategies: Any = of_torch(enum.Enum("ShardingStrategy", "EVEN"))
@@ -169,7 +209,9 @@ def test_what_a_newer_torch_adds_is_refused_when_it_is_used_and_ignored_when_not
 
 
 def test_what_an_older_torch_lacks_has_our_default() -> None:
-    older: Any = of_torch(dataclasses.make_dataclass("MixedPrecision", [("param_dtype", object, None)]))
+    older: Any = of_torch(
+        dataclasses.make_dataclass("MixedPrecision", [("param_dtype", object, None)])
+    )
     precision = api.as_ours(older(torch.float16), api.MixedPrecision, "mixed_precision")
     assert precision == api.MixedPrecision(param_dtype=torch.float16)
 
@@ -178,7 +220,7 @@ def test_neither_module_imports_the_fsdp_of_torch() -> None:
     folder = str(Path(api.__file__).parent)
     program = f"""
 import sys, types, torch
-package = sys.modules["fsdp_compat"] = types.ModuleType("fsdp_compat")  # not the real one: what it imports may do so
+package = sys.modules["fsdp_compat"] = types.ModuleType("fsdp_compat")  # not the real one
 package.__path__ = [{folder!r}]
 import fsdp_compat.api, fsdp_compat.wrap
 assert "torch.distributed.fsdp" not in sys.modules

@@ -1,4 +1,5 @@
-"""Parameters that are replaced, or given other memory: the values are taken over or refused, by whatever is called next."""
+"""Parameters that are replaced, or given other memory: the values are taken over or refused, by
+whatever is called next."""
 
 from __future__ import annotations
 
@@ -22,7 +23,9 @@ from tests.support.parity import assert_close, both_forms
 from tests.support.ranks import run_ranks
 
 
-def make(build: Callable[[], nn.Module] = lambda: Stack(2), **options: Any) -> tuple[nn.Module, FSDP]:
+def make(
+    build: Callable[[], nn.Module] = lambda: Stack(2), **options: Any
+) -> tuple[nn.Module, FSDP]:
     torch.manual_seed(0)
     plain = build()
     return plain, FSDP(copy.deepcopy(plain), auto_wrap_policy=ModuleWrapPolicy({Block}), **options)
@@ -36,7 +39,9 @@ def new_value(parameter: Tensor, seed: int = 5) -> nn.Parameter:
     return nn.Parameter(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(seed)))
 
 
-def step(modules: tuple[nn.Module, nn.Module], optims: list[torch.optim.Optimizer], seed: int) -> None:
+def step(
+    modules: tuple[nn.Module, nn.Module], optims: list[torch.optim.Optimizer], seed: int
+) -> None:
     for module, optim in zip(modules, optims, strict=True):
         module(batch(seed)).pow(2).mean().backward()
         optim.step()
@@ -67,9 +72,15 @@ def uses(model: FSDP, directory: Path) -> Iterator[tuple[str, Callable[[], Any]]
 
 
 def _takes_over(directory: str) -> None:
-    for strategy in (ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD):
+    for strategy in (
+        ShardingStrategy.FULL_SHARD,
+        ShardingStrategy.SHARD_GRAD_OP,
+        ShardingStrategy.NO_SHARD,
+    ):
         plain, model = make(use_orig_params=True, sharding_strategy=strategy)
-        optims: list[torch.optim.Optimizer] = [torch.optim.SGD(m.parameters(), 0.1, momentum=0.9) for m in (plain, model)]
+        optims: list[torch.optim.Optimizer] = [
+            torch.optim.SGD(m.parameters(), 0.1, momentum=0.9) for m in (plain, model)
+        ]
         step((plain, model), optims, 0)
         kept = model.module.blocks[0].module.up.weight
         value = new_value(plain.blocks[0].up.weight)
@@ -89,7 +100,9 @@ def _takes_over(directory: str) -> None:
         step((plain, model), optims, 1)
         assert_equal_states(model, plain)
         # A piece, as FSDP1 takes it; another requires_grad; the parameter itself.
-        model.module.stem.bias = nn.Parameter(torch.full_like(model.module.stem.bias, 3.0), requires_grad=False)
+        model.module.stem.bias = nn.Parameter(
+            torch.full_like(model.module.stem.bias, 3.0), requires_grad=False
+        )
         plain.stem.bias.requires_grad_(False).fill_(3.0)
         model.module.stem.weight = model.module.stem.weight
         step((plain, model), optims, 2)
@@ -119,7 +132,9 @@ def _in_summon(use_orig_params: bool) -> None:
 
 
 @both_forms
-def test_inside_of_summon_full_params_an_assigned_value_is_written_back(use_orig_params: bool) -> None:
+def test_inside_of_summon_full_params_an_assigned_value_is_written_back(
+    use_orig_params: bool,
+) -> None:
     run_ranks(2, _in_summon, use_orig_params)
 
 
@@ -154,7 +169,11 @@ class Tied(nn.Module):
 def _refuses(use_orig_params: bool) -> None:
     plain, model = make(use_orig_params=use_orig_params)
     stem, before = model.module.stem, model.state_dict()["stem.weight"].clone()
-    values = [torch.zeros(DIM + 1, DIM), torch.zeros(DIM, DIM, dtype=torch.float64), torch.zeros(DIM, DIM, device="meta")]
+    values = [
+        torch.zeros(DIM + 1, DIM),
+        torch.zeros(DIM, DIM, dtype=torch.float64),
+        torch.zeros(DIM, DIM, device="meta"),
+    ]
     if not use_orig_params:
         values.append(torch.zeros(DIM, DIM))
     for value in values:
@@ -193,14 +212,17 @@ def test_what_does_not_fit_is_refused_where_it_is_assigned(use_orig_params: bool
 
 
 def _refuses_everywhere(directory: str, use_orig_params: bool) -> None:
-    """What goes past an assignment, as parametrizations do, is refused by whatever comes next, until it is undone."""
+    """What goes past an assignment, as parametrizations do, is refused by whatever comes next,
+    until it is undone."""
     _, model = make(use_orig_params=use_orig_params)
     model(batch()).sum().backward()
     parameters = model.module.stem._parameters
     kept = parameters.get("weight")
     for name, use in uses(model, Path(directory)):
         parameters["weight"] = nn.Parameter(torch.zeros(DIM, DIM))
-        with pytest.raises(StateError, match=r"replaced by another object(.|\n)*stem|replaced(.|\n)*Linear\.weight"):
+        with pytest.raises(
+            StateError, match=r"replaced by another object(.|\n)*stem|replaced(.|\n)*Linear\.weight"
+        ):
             use()
             raise AssertionError(f"{name} passed")
         del parameters["weight"]
@@ -214,7 +236,9 @@ def _refuses_everywhere(directory: str, use_orig_params: bool) -> None:
 
 
 @both_forms
-def test_a_replaced_parameter_is_refused_by_every_call(use_orig_params: bool, tmp_path: Path) -> None:
+def test_a_replaced_parameter_is_refused_by_every_call(
+    use_orig_params: bool, tmp_path: Path
+) -> None:
     run_ranks(2, _refuses_everywhere, str(tmp_path), use_orig_params)
 
 
@@ -226,7 +250,10 @@ def _changes_between(strategy: str) -> list[str]:
     found = []
     for cls, strategies in ((TorchFSDP, TorchStrategy), (FSDP, ShardingStrategy)):
         torch.manual_seed(0)
-        inner, options = nn.Sequential(nn.Linear(DIM, DIM), nn.Linear(DIM, DIM)), {"use_orig_params": True}
+        inner, options = (
+            nn.Sequential(nn.Linear(DIM, DIM), nn.Linear(DIM, DIM)),
+            {"use_orig_params": True},
+        )
         if cls is TorchFSDP:
             options["device_id"] = torch.device("cpu")  # type: ignore[assignment]
         model = cls(inner, sharding_strategy=strategies[strategy], **options)
@@ -237,7 +264,11 @@ def _changes_between(strategy: str) -> list[str]:
             loss.backward()
             found.append("runs")
         except AssertionError as error:
-            found.append("between forward and backward" if "between forward and" in str(error) else str(error))
+            found.append(
+                "between forward and backward"
+                if "between forward and" in str(error)
+                else str(error)
+            )
     return found
 
 
@@ -247,8 +278,12 @@ def test_other_memory_between_forward_and_backward_is_refused_as_torch_does() ->
 
 
 def _follows_between() -> None:
-    """Of what is gathered again in backward, the new values count, as they do where they are written in place."""
-    models = [make(lambda: nn.Sequential(Block(), Block(), Block()), use_orig_params=True)[1] for _ in range(2)]
+    """Of what is gathered again in backward, the new values count, as they do where they are
+    written in place."""
+    models = [
+        make(lambda: nn.Sequential(Block(), Block(), Block()), use_orig_params=True)[1]
+        for _ in range(2)
+    ]
     for model, in_place in zip(models, (True, False), strict=True):
         loss = model(batch()).sum()
         for p in model.module[1].parameters():
@@ -257,7 +292,10 @@ def _follows_between() -> None:
             else:
                 p.data = torch.full_like(p, 0.1)
         loss.backward()
-    with FSDP.summon_full_params(models[0], with_grads=True), FSDP.summon_full_params(models[1], with_grads=True):
+    with (
+        FSDP.summon_full_params(models[0], with_grads=True),
+        FSDP.summon_full_params(models[1], with_grads=True),
+    ):
         for (name, p), q in zip(models[0].named_parameters(), models[1].parameters(), strict=True):
             assert torch.equal(p.grad, q.grad) and torch.equal(p, q), name
 
@@ -290,7 +328,10 @@ def _changes_whole_parameters(strategy: str) -> None:
         model = FSDP(Renews(), sharding_strategy=ShardingStrategy[strategy])
         before = model.state_dict()["linear.weight"].clone()
         model.module.when = "before use" if when == "in evaluation" else when
-        with pytest.raises(AssertionError, match="other memory"), torch.set_grad_enabled(when != "in evaluation"):
+        with (
+            pytest.raises(AssertionError, match="other memory"),
+            torch.set_grad_enabled(when != "in evaluation"),
+        ):
             if use is not None:
                 use(model)
                 model(batch())

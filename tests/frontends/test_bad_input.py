@@ -1,8 +1,8 @@
-"""Bad input, and calls at the wrong moment: the same clear error on every rank, at once, with everything left as it was.
+"""Bad input, and calls at the wrong moment: the same clear error on every rank, at once, with
+everything left as it was.
 
-Each case names what is refused. After every one of them the ranks are in step, nothing has changed, and a training step of the
-same model equals that of the unsharded one.
-"""
+Each case names what is refused. After every one of them the ranks are in step, nothing has changed,
+and a training step of the same model equals that of the unsharded one."""
 
 # Wrong types are what this module is about.
 # mypy: disable-error-code="arg-type, call-overload, list-item, dict-item, return-value, call-arg"
@@ -166,13 +166,19 @@ def difference(model: FSDP, num_steps: int) -> str:
     if list(found) != list(wanted):
         return f"its state dict has {list(found)}"
     wrong = [name for name in found if not torch.allclose(found[name], wanted[name], atol=1e-6)]
-    return f"{wrong} differ from those of the unsharded model after {num_steps} step(s)" if wrong else ""
+    return (
+        f"{wrong} differ from those of the unsharded model after {num_steps} step(s)"
+        if wrong
+        else ""
+    )
 
 
 # -- cases
 
 Call = Callable[[], object]
-Make = Callable[[], tuple[nn.Module, Call]]  # a module that must not change, and the call that is refused
+Make = Callable[
+    [], tuple[nn.Module, Call]
+]  # a module that must not change, and the call that is refused
 OnModel = Callable[..., object]  # of (model, optimizer)
 
 
@@ -180,7 +186,9 @@ class Case(typing.NamedTuple):
     make: Make
     named: tuple[str, ...]  # what the message says
     kind: type[FsdpCompatError] = UsageError
-    torch: type[Exception] | None = None  # the built-in class that torch raises here, beside that of ``kind``
+    torch: type[Exception] | None = (
+        None  # the built-in class that torch raises here, beside that of ``kind``
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -198,7 +206,10 @@ def wrapping(**arguments: Any) -> Make:
 
     def make() -> tuple[nn.Module, Call]:
         module = net()
-        given = {name: value(module) if isinstance(value, _OnRank) else value for name, value in arguments.items()}
+        given = {
+            name: value(module) if isinstance(value, _OnRank) else value
+            for name, value in arguments.items()
+        }
         return module, lambda: FSDP(module, **given)
 
     return make
@@ -221,7 +232,9 @@ def on_plain(call: Callable[[Net], object]) -> Make:
     return made
 
 
-def on_wrapped(call: OnModel, with_grads: bool = False, adam: bool = False, **arguments: Any) -> Make:
+def on_wrapped(
+    call: OnModel, with_grads: bool = False, adam: bool = False, **arguments: Any
+) -> Make:
     """A call on a wrapped Net and its optimizer is refused."""
 
     def made() -> tuple[nn.Module, Call]:
@@ -335,189 +348,326 @@ MODULES: dict[str, Case] = {
     "no parameters": Case(of_module(nn.ReLU), ("no parameters", "ReLU")),
     "an instance": Case(of_module(lambda: shard()), ("wrapped already",)),
     "what an instance holds": Case(of_module(lambda: shard().module), ("wrapped already", "Net")),
-    "a unit of a policy": Case(of_module(lambda: shard().layers[0].module), ("wrapped already", "Layer")),
+    "a unit of a policy": Case(
+        of_module(lambda: shard().layers[0].module), ("wrapped already", "Layer")
+    ),
     "a part of a unit": Case(part_of_a_unit, ("FullyShardedDataParallel",)),
     "a container of units of a model": Case(container_of_units, ("wrapped model", "Net")),
     "a new module around a unit of a model": Case(around_an_inner_unit, ("wrapped model", "Net")),
     "a parameter of another instance": Case(tied_into_a_second, ("'weight'", "another")),
     "a parameter of an inner instance": Case(tied_into_an_outer, ("'1.weight'", "another")),
-    "the output projection of an attention": Case(of_module(lambda: nn.MultiheadAttention(4, 2).out_proj), ("MultiheadAttention",)),
+    "the output projection of an attention": Case(
+        of_module(lambda: nn.MultiheadAttention(4, 2).out_proj), ("MultiheadAttention",)
+    ),
     "meta without reset_parameters": Case(
-        of_module(lambda: nn.Sequential(nn.Linear(2, 2, device="meta"), NoReset().to("meta"))), ("NoReset", "reset_parameters")
+        of_module(lambda: nn.Sequential(nn.Linear(2, 2, device="meta"), NoReset().to("meta"))),
+        ("NoReset", "reset_parameters"),
     ),
     "meta with param_init_fn that does nothing": Case(
-        of_module(lambda: net().to("meta"), param_init_fn=lambda module: None), ("param_init_fn", "meta")
+        of_module(lambda: net().to("meta"), param_init_fn=lambda module: None),
+        ("param_init_fn", "meta"),
     ),
     "meta with param_init_fn that takes nothing": Case(
         of_module(lambda: net().to("meta"), param_init_fn=lambda: None), ("param_init_fn",)
     ),
-    "lazy parameters": Case(of_module(lambda: nn.Sequential(nn.Linear(4, 4), nn.LazyLinear(4))), ("1.weight", "LazyLinear")),
+    "lazy parameters": Case(
+        of_module(lambda: nn.Sequential(nn.Linear(4, 4), nn.LazyLinear(4))),
+        ("1.weight", "LazyLinear"),
+    ),
     "parameters made in inference mode": Case(of_module(made_in_inference_mode), ("inference",)),
     "wrap of a number": Case(on_plain(lambda m: by_wrap(3)), ("Module", "int")),
-    "wrap with bad arguments": Case(on_plain(lambda m: by_wrap(m, use_orig_params="no")), ("use_orig_params", "'no'")),
-    "wrap of an instance": Case(lambda: ((model := shard()), lambda: by_wrap(model)), ("wrapped already",)),
+    "wrap with bad arguments": Case(
+        on_plain(lambda m: by_wrap(m, use_orig_params="no")), ("use_orig_params", "'no'")
+    ),
+    "wrap of an instance": Case(
+        lambda: ((model := shard()), lambda: by_wrap(model)), ("wrapped already",)
+    ),
 }
 
 POLICIES: dict[str, Case] = {
     "a number": Case(wrapping(auto_wrap_policy=3), ("auto_wrap_policy", "3")),
     "a string": Case(wrapping(auto_wrap_policy="Layer"), ("auto_wrap_policy", "'Layer'")),
-    "a class of policies": Case(wrapping(auto_wrap_policy=ModuleWrapPolicy), ("ModuleWrapPolicy(...)",)),
-    "a class of modules": Case(wrapping(auto_wrap_policy=Layer), ("ModuleWrapPolicy({Layer})",)),
-    "a set of classes": Case(wrapping(auto_wrap_policy={nn.Linear}), ("ModuleWrapPolicy({Linear})",)),
-    "a function of something else": Case(wrapping(auto_wrap_policy=lambda module: True), ("auto_wrap_policy", "nonwrapped_numel")),
-    "a function that answers a string": Case(
-        wrapping(auto_wrap_policy=lambda module, recurse, nonwrapped_numel: "yes"), ("'yes'", "True or False")
+    "a class of policies": Case(
+        wrapping(auto_wrap_policy=ModuleWrapPolicy), ("ModuleWrapPolicy(...)",)
     ),
-    "transformer: no classes": Case(wrapping(auto_wrap_policy=transformer_auto_wrap_policy), ("transformer_layer_cls",)),
+    "a class of modules": Case(wrapping(auto_wrap_policy=Layer), ("ModuleWrapPolicy({Layer})",)),
+    "a set of classes": Case(
+        wrapping(auto_wrap_policy={nn.Linear}), ("ModuleWrapPolicy({Linear})",)
+    ),
+    "a function of something else": Case(
+        wrapping(auto_wrap_policy=lambda module: True), ("auto_wrap_policy", "nonwrapped_numel")
+    ),
+    "a function that answers a string": Case(
+        wrapping(auto_wrap_policy=lambda module, recurse, nonwrapped_numel: "yes"),
+        ("'yes'", "True or False"),
+    ),
+    "transformer: no classes": Case(
+        wrapping(auto_wrap_policy=transformer_auto_wrap_policy), ("transformer_layer_cls",)
+    ),
     "transformer: a class": Case(
-        wrapping(auto_wrap_policy=functools.partial(transformer_auto_wrap_policy, transformer_layer_cls=Layer)),
+        wrapping(
+            auto_wrap_policy=functools.partial(
+                transformer_auto_wrap_policy, transformer_layer_cls=Layer
+            )
+        ),
         ("transformer_layer_cls", "{Layer}"),
     ),
     "transformer: names": Case(
-        wrapping(auto_wrap_policy=functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={"Layer"})),
+        wrapping(
+            auto_wrap_policy=functools.partial(
+                transformer_auto_wrap_policy, transformer_layer_cls={"Layer"}
+            )
+        ),
         ("transformer_layer_cls", "'Layer'"),
     ),
     "lambda: no function": Case(wrapping(auto_wrap_policy=lambda_auto_wrap_policy), ("lambda_fn",)),
     "lambda: a class": Case(
-        wrapping(auto_wrap_policy=functools.partial(lambda_auto_wrap_policy, lambda_fn={Layer})), ("lambda_fn", "Layer")
+        wrapping(auto_wrap_policy=functools.partial(lambda_auto_wrap_policy, lambda_fn={Layer})),
+        ("lambda_fn", "Layer"),
     ),
     "size: a string": Case(
-        wrapping(auto_wrap_policy=functools.partial(size_based_auto_wrap_policy, min_num_params="1e3")), ("min_num_params", "'1e3'")
+        wrapping(
+            auto_wrap_policy=functools.partial(size_based_auto_wrap_policy, min_num_params="1e3")
+        ),
+        ("min_num_params", "'1e3'"),
     ),
     "size: leaves that are no classes": Case(
-        wrapping(auto_wrap_policy=functools.partial(size_based_auto_wrap_policy, min_num_params=1, force_leaf_modules=Layer)),
+        wrapping(
+            auto_wrap_policy=functools.partial(
+                size_based_auto_wrap_policy, min_num_params=1, force_leaf_modules=Layer
+            )
+        ),
         ("force_leaf_modules", "{Layer}"),
     ),
     "size: exceptions that are no classes": Case(
-        wrapping(auto_wrap_policy=functools.partial(size_based_auto_wrap_policy, min_num_params=1, exclude_wrap_modules={"Layer"})),
+        wrapping(
+            auto_wrap_policy=functools.partial(
+                size_based_auto_wrap_policy, min_num_params=1, exclude_wrap_modules={"Layer"}
+            )
+        ),
         ("exclude_wrap_modules", "'Layer'"),
     ),
-    "classes: a class": Case(on_plain(lambda m: ModuleWrapPolicy(Layer)), ("ModuleWrapPolicy({Layer})",), torch=TypeError),
-    "classes: nothing": Case(on_plain(lambda m: ModuleWrapPolicy(None)), ("ModuleWrapPolicy", "None"), torch=TypeError),
-    "classes: names": Case(on_plain(lambda m: ModuleWrapPolicy({"Layer"})), ("ModuleWrapPolicy", "'Layer'")),
-    "classes: instances": Case(on_plain(lambda m: ModuleWrapPolicy([m.layers])), ("ModuleWrapPolicy", "Sequential")),
+    "classes: a class": Case(
+        on_plain(lambda m: ModuleWrapPolicy(Layer)), ("ModuleWrapPolicy({Layer})",), torch=TypeError
+    ),
+    "classes: nothing": Case(
+        on_plain(lambda m: ModuleWrapPolicy(None)), ("ModuleWrapPolicy", "None"), torch=TypeError
+    ),
+    "classes: names": Case(
+        on_plain(lambda m: ModuleWrapPolicy({"Layer"})), ("ModuleWrapPolicy", "'Layer'")
+    ),
+    "classes: instances": Case(
+        on_plain(lambda m: ModuleWrapPolicy([m.layers])), ("ModuleWrapPolicy", "Sequential")
+    ),
     "custom: no function": Case(on_plain(lambda m: CustomPolicy(3)), ("CustomPolicy", "3")),
     "custom: no answer": Case(wrapping(auto_wrap_policy=on_layer("yes")), ("'yes'", "layers.0")),
-    "custom: unknown arguments": Case(wrapping(auto_wrap_policy=on_layer({"no_such": 1})), ("'no_such'",)),
+    "custom: unknown arguments": Case(
+        wrapping(auto_wrap_policy=on_layer({"no_such": 1})), ("'no_such'",)
+    ),
     "custom: the module": Case(wrapping(auto_wrap_policy=on_layer({"module": 1})), ("'module'",)),
     "custom: keys that are no names": Case(wrapping(auto_wrap_policy=on_layer({3: 1})), ("3",)),
-    "custom: bad values": Case(wrapping(auto_wrap_policy=on_layer({"sharding_strategy": "none"})), ("sharding_strategy", "'none'")),
+    "custom: bad values": Case(
+        wrapping(auto_wrap_policy=on_layer({"sharding_strategy": "none"})),
+        ("sharding_strategy", "'none'"),
+    ),
     "custom: bad fields": Case(
-        wrapping(auto_wrap_policy=on_layer({"mixed_precision": MixedPrecision(param_dtype="half")})),
+        wrapping(
+            auto_wrap_policy=on_layer({"mixed_precision": MixedPrecision(param_dtype="half")})
+        ),
         ("param_dtype", "'half'"),
     ),
     "custom: a group and a mesh": Case(
-        wrapping(auto_wrap_policy=on_layer({"process_group": 3}), device_mesh=mesh(2)), ("process_group", "device_mesh")
+        wrapping(auto_wrap_policy=on_layer({"process_group": 3}), device_mesh=mesh(2)),
+        ("process_group", "device_mesh"),
     ),
     "object: no plan": Case(wrapping(auto_wrap_policy=returning(None)), ("_run_policy", "None")),
     "object: a list": Case(wrapping(auto_wrap_policy=returning([Layer])), ("_run_policy", "list")),
-    "object: no arguments": Case(wrapping(auto_wrap_policy=returning(lambda m: {m.layers[0]: True})), ("_run_policy", "True")),
-    "object: a foreign module": Case(
-        wrapping(auto_wrap_policy=returning(lambda m: {nn.Linear(2, 2): {}})), ("_run_policy", "Linear")
+    "object: no arguments": Case(
+        wrapping(auto_wrap_policy=returning(lambda m: {m.layers[0]: True})), ("_run_policy", "True")
     ),
-    "object: names": Case(wrapping(auto_wrap_policy=returning(lambda m: {"layers.0": {}})), ("_run_policy", "'layers.0'")),
+    "object: a foreign module": Case(
+        wrapping(auto_wrap_policy=returning(lambda m: {nn.Linear(2, 2): {}})),
+        ("_run_policy", "Linear"),
+    ),
+    "object: names": Case(
+        wrapping(auto_wrap_policy=returning(lambda m: {"layers.0": {}})),
+        ("_run_policy", "'layers.0'"),
+    ),
     "called with a class that is none": Case(
         on_plain(lambda m: transformer_auto_wrap_policy(m, False, 3, 3)),
         ("transformer_layer_cls", "3"),
     ),
-    "enable_wrap: no wrapper": Case(on_plain(lambda m: enter(enable_wrap(wrapper_cls=3))), ("wrapper_cls", "3")),
+    "enable_wrap: no wrapper": Case(
+        on_plain(lambda m: enter(enable_wrap(wrapper_cls=3))), ("wrapper_cls", "3")
+    ),
 }
 
 ARGUMENTS: dict[str, Case] = {
     # what contradicts each other
-    "mesh and group": Case(wrapping(device_mesh=mesh(2), process_group=WORLD), ("process_group", "device_mesh")),
+    "mesh and group": Case(
+        wrapping(device_mesh=mesh(2), process_group=WORLD), ("process_group", "device_mesh")
+    ),
     "ignored twice": Case(
-        wrapping(ignored_modules=_OnRank(lambda m: [m.layers[0]]), ignored_states=_OnRank(lambda m: [m.layers[1]])),
+        wrapping(
+            ignored_modules=_OnRank(lambda m: [m.layers[0]]),
+            ignored_states=_OnRank(lambda m: [m.layers[1]]),
+        ),
         ("ignored_modules", "ignored_states"),
     ),
-    "ignored: an instance": Case(around_an_ignored_unit, ("ignored_modules", "FullyShardedDataParallel"), torch=ValueError),
-    "ignored: an instance as a state": Case(around_an_ignored_state, ("ignored_states", "FullyShardedDataParallel")),
-    "hybrid, one group": Case(wrapping(sharding_strategy=HYBRID, process_group=WORLD), ("HYBRID_SHARD",)),
-    "hybrid, 3-D mesh": Case(wrapping(sharding_strategy=HYBRID, device_mesh=mesh(1, 1, 2)), ("HYBRID_SHARD", "3 dim")),
-    "hybrid, one group twice": Case(wrapping(sharding_strategy=HYBRID, process_group=TWO_GROUPS), ("process_group", "replica")),
+    "ignored: an instance": Case(
+        around_an_ignored_unit, ("ignored_modules", "FullyShardedDataParallel"), torch=ValueError
+    ),
+    "ignored: an instance as a state": Case(
+        around_an_ignored_state, ("ignored_states", "FullyShardedDataParallel")
+    ),
+    "hybrid, one group": Case(
+        wrapping(sharding_strategy=HYBRID, process_group=WORLD), ("HYBRID_SHARD",)
+    ),
+    "hybrid, 3-D mesh": Case(
+        wrapping(sharding_strategy=HYBRID, device_mesh=mesh(1, 1, 2)), ("HYBRID_SHARD", "3 dim")
+    ),
+    "hybrid, one group twice": Case(
+        wrapping(sharding_strategy=HYBRID, process_group=TWO_GROUPS), ("process_group", "replica")
+    ),
     "two groups, not hybrid": Case(wrapping(process_group=TWO_GROUPS), ("FULL_SHARD", "tuple")),
     # groups
     "process_group: a number": Case(wrapping(process_group=1), ("process_group",)),
     "process_group: ranks": Case(wrapping(process_group=[0, 1]), ("process_group", "[0, 1]")),
     "process_group: a list of two": Case(
-        wrapping(sharding_strategy=HYBRID, process_group=_OnRank(lambda m: [dist.group.WORLD] * 2)), ("process_group", "tuple")
+        wrapping(sharding_strategy=HYBRID, process_group=_OnRank(lambda m: [dist.group.WORLD] * 2)),
+        ("process_group", "tuple"),
     ),
-    "process_group: none in a tuple": Case(wrapping(sharding_strategy=HYBRID, process_group=()), ("process_group", "tuple of 0")),
+    "process_group: none in a tuple": Case(
+        wrapping(sharding_strategy=HYBRID, process_group=()), ("process_group", "tuple of 0")
+    ),
     "process_group: one in a tuple": Case(
-        wrapping(sharding_strategy=HYBRID, process_group=_OnRank(lambda m: (dist.group.WORLD,))), ("process_group", "tuple of 1")
+        wrapping(sharding_strategy=HYBRID, process_group=_OnRank(lambda m: (dist.group.WORLD,))),
+        ("process_group", "tuple of 1"),
     ),
     "process_group: half a tuple": Case(
-        wrapping(sharding_strategy=HYBRID, process_group=_OnRank(lambda m: (dist.group.WORLD, None))), ("process_group",)
+        wrapping(
+            sharding_strategy=HYBRID, process_group=_OnRank(lambda m: (dist.group.WORLD, None))
+        ),
+        ("process_group",),
     ),
-    "process_group: destroyed": Case(wrapping(process_group=_OnRank(lambda m: _destroyed_group())), ("process_group", "destroyed")),
+    "process_group: destroyed": Case(
+        wrapping(process_group=_OnRank(lambda m: _destroyed_group())),
+        ("process_group", "destroyed"),
+    ),
     "device_mesh: a shape": Case(wrapping(device_mesh=(2,)), ("device_mesh",)),
     "device_mesh: a number": Case(wrapping(device_mesh=2), ("device_mesh", "2")),
     "device_mesh: a group": Case(wrapping(device_mesh=WORLD), ("device_mesh",)),
     # enums and configurations
-    "sharding_strategy: its name": Case(wrapping(sharding_strategy="FULL_SHARD"), ("sharding_strategy", "'FULL_SHARD'")),
+    "sharding_strategy: its name": Case(
+        wrapping(sharding_strategy="FULL_SHARD"), ("sharding_strategy", "'FULL_SHARD'")
+    ),
     "sharding_strategy: its value": Case(wrapping(sharding_strategy=1), ("sharding_strategy", "1")),
-    "sharding_strategy: another enum": Case(wrapping(sharding_strategy=FULL), ("sharding_strategy", "FULL_STATE_DICT")),
+    "sharding_strategy: another enum": Case(
+        wrapping(sharding_strategy=FULL), ("sharding_strategy", "FULL_STATE_DICT")
+    ),
     "cpu_offload: a bool": Case(wrapping(cpu_offload=True), ("cpu_offload", "CPUOffload")),
     "cpu_offload: the class": Case(wrapping(cpu_offload=CPUOffload), ("cpu_offload", "CPUOffload")),
-    "cpu_offload: a field": Case(wrapping(cpu_offload=CPUOffload(offload_params="yes")), ("offload_params", "'yes'")),
+    "cpu_offload: a field": Case(
+        wrapping(cpu_offload=CPUOffload(offload_params="yes")), ("offload_params", "'yes'")
+    ),
     "backward_prefetch: a bool": Case(wrapping(backward_prefetch=True), ("backward_prefetch",)),
-    "backward_prefetch: its name": Case(wrapping(backward_prefetch="BACKWARD_PRE"), ("backward_prefetch", "'BACKWARD_PRE'")),
-    "mixed_precision: a dtype": Case(wrapping(mixed_precision=torch.bfloat16), ("mixed_precision", "bfloat16")),
-    "mixed_precision: the class": Case(wrapping(mixed_precision=MixedPrecision), ("mixed_precision", "MixedPrecision")),
-    "mixed_precision: a dict": Case(wrapping(mixed_precision={"param_dtype": torch.half}), ("mixed_precision",)),
+    "backward_prefetch: its name": Case(
+        wrapping(backward_prefetch="BACKWARD_PRE"), ("backward_prefetch", "'BACKWARD_PRE'")
+    ),
+    "mixed_precision: a dtype": Case(
+        wrapping(mixed_precision=torch.bfloat16), ("mixed_precision", "bfloat16")
+    ),
+    "mixed_precision: the class": Case(
+        wrapping(mixed_precision=MixedPrecision), ("mixed_precision", "MixedPrecision")
+    ),
+    "mixed_precision: a dict": Case(
+        wrapping(mixed_precision={"param_dtype": torch.half}), ("mixed_precision",)
+    ),
     "param_dtype: a name": Case(mixed(param_dtype="half"), ("param_dtype", "'half'")),
     "param_dtype: integers": Case(mixed(param_dtype=torch.int32), ("param_dtype", "int32")),
     "param_dtype: complex": Case(mixed(param_dtype=torch.complex64), ("param_dtype", "complex64")),
     "param_dtype: 8 bits": Case(mixed(param_dtype=torch.float8_e4m3fn), ("param_dtype", "float8")),
     "reduce_dtype: of Python": Case(mixed(reduce_dtype=float), ("reduce_dtype", "float")),
     "reduce_dtype: integers": Case(mixed(reduce_dtype=torch.int64), ("reduce_dtype", "int64")),
-    "reduce_dtype: 8 bits": Case(mixed(reduce_dtype=torch.float8_e4m3fn), ("reduce_dtype", "float8")),
+    "reduce_dtype: 8 bits": Case(
+        mixed(reduce_dtype=torch.float8_e4m3fn), ("reduce_dtype", "float8")
+    ),
     "buffer_dtype: a name": Case(mixed(buffer_dtype="half"), ("buffer_dtype", "'half'")),
     "buffer_dtype: a bool": Case(mixed(buffer_dtype=torch.bool), ("buffer_dtype", "bool")),
-    "keep_low_precision_grads": Case(mixed(keep_low_precision_grads="no"), ("keep_low_precision_grads", "'no'")),
+    "keep_low_precision_grads": Case(
+        mixed(keep_low_precision_grads="no"), ("keep_low_precision_grads", "'no'")
+    ),
     "cast_forward_inputs": Case(mixed(cast_forward_inputs=b"1"), ("cast_forward_inputs", "b'1'")),
-    "cast_root_forward_inputs": Case(mixed(cast_root_forward_inputs=""), ("cast_root_forward_inputs", "''")),
+    "cast_root_forward_inputs": Case(
+        mixed(cast_root_forward_inputs=""), ("cast_root_forward_inputs", "''")
+    ),
     "_module_classes_to_ignore: a class": Case(
-        mixed(param_dtype=torch.half, _module_classes_to_ignore=nn.BatchNorm1d), ("_module_classes_to_ignore",)
+        mixed(param_dtype=torch.half, _module_classes_to_ignore=nn.BatchNorm1d),
+        ("_module_classes_to_ignore",),
     ),
     "_module_classes_to_ignore: instances": Case(
-        mixed(param_dtype=torch.half, _module_classes_to_ignore=[nn.ReLU()]), ("_module_classes_to_ignore",)
+        mixed(param_dtype=torch.half, _module_classes_to_ignore=[nn.ReLU()]),
+        ("_module_classes_to_ignore",),
     ),
     "_module_classes_to_ignore: names": Case(
-        mixed(param_dtype=torch.half, _module_classes_to_ignore=["BatchNorm1d"]), ("_module_classes_to_ignore",)
+        mixed(param_dtype=torch.half, _module_classes_to_ignore=["BatchNorm1d"]),
+        ("_module_classes_to_ignore",),
     ),
     # what is ignored
     "ignored_modules: a number": Case(wrapping(ignored_modules=1), ("ignored_modules",)),
     "ignored_modules: numbers": Case(wrapping(ignored_modules=[1]), ("ignored_modules",)),
     "ignored_modules: names": Case(wrapping(ignored_modules="layers"), ("ignored_modules", "'l'")),
-    "ignored_modules: classes": Case(wrapping(ignored_modules={Layer}), ("ignored_modules", "Layer")),
-    "ignored_modules: a module": Case(wrapping(ignored_modules=_OnRank(lambda m: m.layers)), ("ignored_modules",)),
-    "ignored_modules: parameters": Case(wrapping(ignored_modules=_OnRank(lambda m: list(m.parameters()))), ("ignored_modules",)),
-    "ignored_states: names": Case(wrapping(ignored_states=["frozen"]), ("ignored_states", "'frozen'")),
-    "ignored_states: a parameter": Case(wrapping(ignored_states=_OnRank(lambda m: m.frozen)), ("ignored_states",)),
-    "ignored_states: named parameters": Case(
-        wrapping(ignored_states=_OnRank(lambda m: m.named_parameters())), ("ignored_states", "'frozen'")
+    "ignored_modules: classes": Case(
+        wrapping(ignored_modules={Layer}), ("ignored_modules", "Layer")
     ),
-    "ignored_states: a tensor": Case(wrapping(ignored_states=_OnRank(lambda m: [m.offset])), ("ignored_states", "Tensor")),
+    "ignored_modules: a module": Case(
+        wrapping(ignored_modules=_OnRank(lambda m: m.layers)), ("ignored_modules",)
+    ),
+    "ignored_modules: parameters": Case(
+        wrapping(ignored_modules=_OnRank(lambda m: list(m.parameters()))), ("ignored_modules",)
+    ),
+    "ignored_states: names": Case(
+        wrapping(ignored_states=["frozen"]), ("ignored_states", "'frozen'")
+    ),
+    "ignored_states: a parameter": Case(
+        wrapping(ignored_states=_OnRank(lambda m: m.frozen)), ("ignored_states",)
+    ),
+    "ignored_states: named parameters": Case(
+        wrapping(ignored_states=_OnRank(lambda m: m.named_parameters())),
+        ("ignored_states", "'frozen'"),
+    ),
+    "ignored_states: a tensor": Case(
+        wrapping(ignored_states=_OnRank(lambda m: [m.offset])), ("ignored_states", "Tensor")
+    ),
     # the rest
     "param_init_fn: a number": Case(wrapping(param_init_fn=1), ("param_init_fn",)),
-    "param_init_fn: a name": Case(wrapping(param_init_fn="reset_parameters"), ("param_init_fn", "'reset_parameters'")),
+    "param_init_fn: a name": Case(
+        wrapping(param_init_fn="reset_parameters"), ("param_init_fn", "'reset_parameters'")
+    ),
     "device_id: a float": Case(wrapping(device_id=1.5), ("device_id", "1.5")),
     "device_id: a bool": Case(wrapping(device_id=True), ("device_id", "True")),
     "device_id: a group": Case(wrapping(device_id=WORLD), ("device_id",)),
     "device_id: no device": Case(wrapping(device_id="nonsense"), ("device_id", "nonsense")),
     "device_id: negative": Case(wrapping(device_id=-1), ("device_id=-1",)),
     "device_id: meta": Case(wrapping(device_id="meta"), ("device_id", "meta")),
-    "sync_module_states": Case(wrapping(sync_module_states="False"), ("sync_module_states", "'False'")),
+    "sync_module_states": Case(
+        wrapping(sync_module_states="False"), ("sync_module_states", "'False'")
+    ),
     "forward_prefetch": Case(wrapping(forward_prefetch="1"), ("forward_prefetch", "'1'")),
-    "limit_all_gathers": Case(wrapping(limit_all_gathers=torch.ones(2)), ("limit_all_gathers", "Tensor")),
+    "limit_all_gathers": Case(
+        wrapping(limit_all_gathers=torch.ones(2)), ("limit_all_gathers", "Tensor")
+    ),
     "use_orig_params": Case(wrapping(use_orig_params="no"), ("use_orig_params", "'no'")),
     "allow_unused_units": Case(wrapping(allow_unused_units="0"), ("allow_unused_units", "'0'")),
     "keep_units_below: negative": Case(wrapping(keep_units_below=-1), ("keep_units_below", "-1")),
-    "keep_units_below: a switch": Case(wrapping(keep_units_below=True), ("keep_units_below", "True")),
+    "keep_units_below: a switch": Case(
+        wrapping(keep_units_below=True), ("keep_units_below", "True")
+    ),
 }
 if torch.accelerator.device_count() == 0:
-    ARGUMENTS["device_id: no accelerator"] = Case(wrapping(device_id=0), ("device_id=0", "no accelerator"))
+    ARGUMENTS["device_id: no accelerator"] = Case(
+        wrapping(device_id=0), ("device_id=0", "no accelerator")
+    )
     ARGUMENTS["device_id: no CUDA"] = Case(wrapping(device_id="cuda"), ("device_id", "cuda"))
 
 
@@ -558,7 +708,9 @@ def second_hook(model: FSDP, optimizer: object) -> None:
 
 
 def torchs_clip(**arguments: Any) -> Make:
-    return on_wrapped(lambda m, o: torch.nn.utils.clip_grad_norm_(m.parameters(), **arguments), with_grads=True)
+    return on_wrapped(
+        lambda m, o: torch.nn.utils.clip_grad_norm_(m.parameters(), **arguments), with_grads=True
+    )
 
 
 def clips(*arguments: Any) -> Make:
@@ -578,11 +730,17 @@ def registers(*arguments: Any, **options: Any) -> Make:
 
 
 TRAINING: dict[str, Case] = {
-    "no_sync of an inner one": Case(on_wrapped(lambda m, o: enter(m.layers[0].no_sync())), ("no_sync", "layers.0"), StateError),
-    "clip of an inner one": Case(
-        on_wrapped(lambda m, o: m.layers[1].clip_grad_norm_(1.0), with_grads=True), ("clip_grad_norm_", "layers.1"), StateError
+    "no_sync of an inner one": Case(
+        on_wrapped(lambda m, o: enter(m.layers[0].no_sync())), ("no_sync", "layers.0"), StateError
     ),
-    "clip inside of summon": Case(on_wrapped(clip_inside_summon, with_grads=True), ("summon_full_params",), StateError),
+    "clip of an inner one": Case(
+        on_wrapped(lambda m, o: m.layers[1].clip_grad_norm_(1.0), with_grads=True),
+        ("clip_grad_norm_", "layers.1"),
+        StateError,
+    ),
+    "clip inside of summon": Case(
+        on_wrapped(clip_inside_summon, with_grads=True), ("summon_full_params",), StateError
+    ),
     "max_norm: a string": Case(clips("1"), ("max_norm", "'1'")),
     "max_norm: nothing": Case(clips(None), ("max_norm", "None")),
     "max_norm: nan": Case(clips(float("nan")), ("max_norm", "nan")),
@@ -598,20 +756,32 @@ TRAINING: dict[str, Case] = {
     "norm_type: a string": Case(clips(1.0, "2"), ("norm_type", "'2'")),
     "norm_type: nothing": Case(clips(1.0, None), ("norm_type", "None")),
     "norm_type: a tensor": Case(clips(1.0, torch.ones(2)), ("norm_type", "tensor")),
-    "torch's clip, norm_type: zero": Case(torchs_clip(max_norm=1.0, norm_type=0), ("norm_type", "0")),
-    "torch's clip, norm_type: a string": Case(torchs_clip(max_norm=1.0, norm_type="2"), ("norm_type", "'2'")),
+    "torch's clip, norm_type: zero": Case(
+        torchs_clip(max_norm=1.0, norm_type=0), ("norm_type", "0")
+    ),
+    "torch's clip, norm_type: a string": Case(
+        torchs_clip(max_norm=1.0, norm_type="2"), ("norm_type", "'2'")
+    ),
     "hook: a number": Case(hooks(None, 3), ("hook", "3")),
     "hook: nothing": Case(hooks(None, None), ("hook", "None")),
     "hook: in the place of the state": Case(hooks(print, None), ("hook", "None")),
     "hook: of nothing": Case(hooks(None, lambda: None), ("hook", "(state, grad, output)")),
-    "hook: of one that is not split": Case(hooks(None, lambda state, grad: None), ("hook", "(state, grad, output)")),
+    "hook: of one that is not split": Case(
+        hooks(None, lambda state, grad: None), ("hook", "(state, grad, output)")
+    ),
     "hook: of one that is split": Case(
-        hooks(None, lambda state, grad, output: None, sharding_strategy=ShardingStrategy.NO_SHARD), ("hook", "(state, grad)")
+        hooks(None, lambda state, grad, output: None, sharding_strategy=ShardingStrategy.NO_SHARD),
+        ("hook", "(state, grad)"),
     ),
     "hook: on an inner one": Case(
-        on_wrapped(lambda m, o: m.layers[0].register_comm_hook(None, print)), ("layers.0",), StateError, AssertionError
+        on_wrapped(lambda m, o: m.layers[0].register_comm_hook(None, print)),
+        ("layers.0",),
+        StateError,
+        AssertionError,
     ),
-    "hook: a second one": Case(on_wrapped(second_hook), ("registered already",), StateError, AssertionError),
+    "hook: a second one": Case(
+        on_wrapped(second_hook), ("registered already",), StateError, AssertionError
+    ),
     "method: of no module": Case(
         on_wrapped(lambda m, o: register_fsdp_forward_method(3, "encode")),
         ("register_fsdp_forward_method", "int"),
@@ -623,22 +793,34 @@ TRAINING: dict[str, Case] = {
     "method: of every module": Case(registers("parameters"), ("'parameters'",)),
     "method: synced": Case(registers("encode", synced="yes"), ("synced", "'yes'")),
     "summon: of no module": Case(on_wrapped(lambda m, o: summon(3)), ("summon_full_params", "int")),
-    "summon: of nothing": Case(on_wrapped(lambda m, o: summon(None)), ("summon_full_params", "NoneType")),
-    "summon: of parameters": Case(on_wrapped(lambda m, o: summon(m.parameters())), ("summon_full_params", "generator")),
+    "summon: of nothing": Case(
+        on_wrapped(lambda m, o: summon(None)), ("summon_full_params", "NoneType")
+    ),
+    "summon: of parameters": Case(
+        on_wrapped(lambda m, o: summon(m.parameters())), ("summon_full_params", "generator")
+    ),
     "summon: recurse": Case(summons(recurse="no"), ("recurse", "'no'")),
     "summon: writeback": Case(summons(writeback="0"), ("writeback", "'0'")),
     "summon: rank0_only": Case(summons(rank0_only=""), ("rank0_only", "''")),
     "summon: offload_to_cpu": Case(summons(offload_to_cpu="cpu"), ("offload_to_cpu", "'cpu'")),
     "summon: with_grads": Case(summons(with_grads="1"), ("with_grads", "'1'")),
-    "summon: write back from rank 0": Case(summons(rank0_only=True), ("writeback=False",), torch=NotImplementedError),
+    "summon: write back from rank 0": Case(
+        summons(rank0_only=True), ("writeback=False",), torch=NotImplementedError
+    ),
     "summon: write gradients back from rank 0": Case(
         summons(rank0_only=True, with_grads=True), ("writeback=False",), torch=NotImplementedError
     ),
     "apply: a number": Case(on_wrapped(lambda m, o: m.apply(3)), ("apply", "3")),
     "apply: nothing": Case(on_wrapped(lambda m, o: m.apply(None)), ("apply", "None")),
-    "fsdp_modules: a number": Case(on_wrapped(lambda m, o: FSDP.fsdp_modules(3)), ("fsdp_modules", "int")),
-    "fsdp_modules: a list": Case(on_wrapped(lambda m, o: FSDP.fsdp_modules([m])), ("fsdp_modules", "list")),
-    "fsdp_modules: root_only": Case(on_wrapped(lambda m, o: FSDP.fsdp_modules(m, "yes")), ("root_only", "'yes'")),
+    "fsdp_modules: a number": Case(
+        on_wrapped(lambda m, o: FSDP.fsdp_modules(3)), ("fsdp_modules", "int")
+    ),
+    "fsdp_modules: a list": Case(
+        on_wrapped(lambda m, o: FSDP.fsdp_modules([m])), ("fsdp_modules", "list")
+    ),
+    "fsdp_modules: root_only": Case(
+        on_wrapped(lambda m, o: FSDP.fsdp_modules(m, "yes")), ("root_only", "'yes'")
+    ),
 }
 
 # -- state dicts
@@ -652,13 +834,17 @@ def sets_around(*arguments: Any) -> Make:
     return on_wrapped(lambda m, o: enter(FSDP.state_dict_type(m, *arguments)))
 
 
-def loads(change: Callable[[dict[str, Any]], Any], kind: StateDictType = FULL, **options: Any) -> Make:
+def loads(
+    change: Callable[[dict[str, Any]], Any], kind: StateDictType = FULL, **options: Any
+) -> Make:
     """A state dict of the model, with changed values too, is changed by ``change`` and loaded."""
 
     def call(model: FSDP, optimizer: object) -> object:
         with FSDP.state_dict_type(model, kind):
             state = model.state_dict()
-            state = type(state)((name, value if kind is SHARDED else value + 1) for name, value in state.items())
+            state = type(state)(
+                (name, value if kind is SHARDED else value + 1) for name, value in state.items()
+            )
             changed = change(state)
             return model.load_state_dict(state if changed is None else changed, **options)
 
@@ -695,75 +881,139 @@ STATE_DICTS: dict[str, Case] = {
     ),
     "form: a string": Case(sets("full"), ("state_dict_type", "'full'")),
     "form: nothing": Case(sets(None), ("state_dict_type", "None")),
-    "form: another enum": Case(sets(ShardingStrategy.FULL_SHARD), ("state_dict_type", "FULL_SHARD")),
+    "form: another enum": Case(
+        sets(ShardingStrategy.FULL_SHARD), ("state_dict_type", "FULL_SHARD")
+    ),
     "form: a config": Case(sets(FullStateDictConfig()), ("state_dict_type", "FullStateDictConfig")),
     "form: config of another": Case(
-        sets(SHARDED, FullStateDictConfig()), ("state_dict_config", "ShardedStateDictConfig"), torch=RuntimeError
+        sets(SHARDED, FullStateDictConfig()),
+        ("state_dict_config", "ShardedStateDictConfig"),
+        torch=RuntimeError,
     ),
-    "form: config of all": Case(sets(FULL, StateDictConfig()), ("state_dict_config", "FullStateDictConfig"), torch=RuntimeError),
+    "form: config of all": Case(
+        sets(FULL, StateDictConfig()),
+        ("state_dict_config", "FullStateDictConfig"),
+        torch=RuntimeError,
+    ),
     "form: config of the local one": Case(
-        sets(FULL, LocalStateDictConfig()), ("state_dict_config", "FullStateDictConfig"), torch=RuntimeError
+        sets(FULL, LocalStateDictConfig()),
+        ("state_dict_config", "FullStateDictConfig"),
+        torch=RuntimeError,
     ),
-    "form: config of optimizers": Case(sets(FULL, FullOptimStateDictConfig()), ("state_dict_config", "FullOptimStateDictConfig")),
-    "form: config as a dict": Case(sets(FULL, {"rank0_only": True}), ("state_dict_config", "rank0_only")),
+    "form: config of optimizers": Case(
+        sets(FULL, FullOptimStateDictConfig()), ("state_dict_config", "FullOptimStateDictConfig")
+    ),
+    "form: config as a dict": Case(
+        sets(FULL, {"rank0_only": True}), ("state_dict_config", "rank0_only")
+    ),
     "form: config as a class": Case(sets(FULL, FullStateDictConfig), ("state_dict_config",)),
-    "form: config with a bad field": Case(sets(FULL, FullStateDictConfig(rank0_only="yes")), ("rank0_only", "'yes'")),
+    "form: config with a bad field": Case(
+        sets(FULL, FullStateDictConfig(rank0_only="yes")), ("rank0_only", "'yes'")
+    ),
     "form: config with another bad field": Case(
         sets(SHARDED, ShardedStateDictConfig(offload_to_cpu="cpu")),
         ("offload_to_cpu", "'cpu'"),
     ),
-    "form: config that asks for DTensors": Case(sets(SHARDED, ShardedStateDictConfig(_use_dtensor=True)), ("_use_dtensor",)),
+    "form: config that asks for DTensors": Case(
+        sets(SHARDED, ShardedStateDictConfig(_use_dtensor=True)), ("_use_dtensor",)
+    ),
     "form: optimizer config of another": Case(
         sets(SHARDED, None, FullOptimStateDictConfig()),
         ("optim_state_dict_config", "ShardedOptimStateDictConfig"),
         torch=RuntimeError,
     ),
     "form: optimizer config of all": Case(
-        sets(FULL, None, OptimStateDictConfig()), ("optim_state_dict_config", "FullOptimStateDictConfig"), torch=RuntimeError
+        sets(FULL, None, OptimStateDictConfig()),
+        ("optim_state_dict_config", "FullOptimStateDictConfig"),
+        torch=RuntimeError,
     ),
     "form: configs of two forms": Case(
-        sets(FULL, FullStateDictConfig(), ShardedOptimStateDictConfig()), ("optim_state_dict_config",), torch=RuntimeError
+        sets(FULL, FullStateDictConfig(), ShardedOptimStateDictConfig()),
+        ("optim_state_dict_config",),
+        torch=RuntimeError,
     ),
-    "form: optimizer config of models": Case(sets(FULL, None, FullStateDictConfig()), ("optim_state_dict_config",)),
+    "form: optimizer config of models": Case(
+        sets(FULL, None, FullStateDictConfig()), ("optim_state_dict_config",)
+    ),
     "form: optimizer config with a bad field": Case(
         sets(FULL, None, FullOptimStateDictConfig(offload_to_cpu="False")),
         ("offload_to_cpu", "'False'"),
     ),
     "form: config of another, in a context": Case(
-        sets_around(FULL, ShardedStateDictConfig()), ("state_dict_config", "FullStateDictConfig"), torch=RuntimeError
+        sets_around(FULL, ShardedStateDictConfig()),
+        ("state_dict_config", "FullStateDictConfig"),
+        torch=RuntimeError,
     ),
     "form: a string, in a context": Case(sets_around("full"), ("state_dict_type", "'full'")),
-    "form: of a number": Case(on_wrapped(lambda m, o: FSDP.set_state_dict_type(3, FULL)), ("set_state_dict_type", "int")),
-    "form: of a number, asked for": Case(on_wrapped(lambda m, o: FSDP.get_state_dict_type(3)), ("get_state_dict_type", "int")),
+    "form: of a number": Case(
+        on_wrapped(lambda m, o: FSDP.set_state_dict_type(3, FULL)), ("set_state_dict_type", "int")
+    ),
+    "form: of a number, asked for": Case(
+        on_wrapped(lambda m, o: FSDP.get_state_dict_type(3)), ("get_state_dict_type", "int")
+    ),
     "form: of a number, in a context": Case(
         on_wrapped(lambda m, o: enter(FSDP.state_dict_type(3, FULL))),
         ("state_dict_type", "int"),
     ),
-    "form: of a plain module": Case(on_plain(lambda m: FSDP.get_state_dict_type(m)), ("Net", "0 instances")),
+    "form: of a plain module": Case(
+        on_plain(lambda m: FSDP.get_state_dict_type(m)), ("Net", "0 instances")
+    ),
     "form: differing": Case(on_wrapped(differing_forms), ("2 forms",), torch=AssertionError),
-    "state_dict: unknown argument": Case(on_wrapped(lambda m, o: m.state_dict(prefixx="a.")), ("prefixx",), torch=TypeError),
-    "state_dict: too many": Case(on_wrapped(lambda m, o: m.state_dict({}, "", False, 1)), ("state_dict",)),
-    "state_dict: one twice": Case(on_wrapped(lambda m, o: m.state_dict({}, destination={})), ("destination",)),
-    "state_dict: destination": Case(on_wrapped(lambda m, o: m.state_dict(destination=[])), ("destination", "list")),
+    "state_dict: unknown argument": Case(
+        on_wrapped(lambda m, o: m.state_dict(prefixx="a.")), ("prefixx",), torch=TypeError
+    ),
+    "state_dict: too many": Case(
+        on_wrapped(lambda m, o: m.state_dict({}, "", False, 1)), ("state_dict",)
+    ),
+    "state_dict: one twice": Case(
+        on_wrapped(lambda m, o: m.state_dict({}, destination={})), ("destination",)
+    ),
+    "state_dict: destination": Case(
+        on_wrapped(lambda m, o: m.state_dict(destination=[])), ("destination", "list")
+    ),
     "state_dict: prefix": Case(on_wrapped(lambda m, o: m.state_dict(prefix=3)), ("prefix", "3")),
-    "load: a list": Case(on_wrapped(lambda m, o: m.load_state_dict([])), ("dict", "list"), torch=TypeError),
-    "load: nothing": Case(on_wrapped(lambda m, o: m.load_state_dict(None)), ("dict", "NoneType"), torch=TypeError),
-    "load: a file name": Case(on_wrapped(lambda m, o: m.load_state_dict("model.pt")), ("dict", "str"), torch=TypeError),
-    "load: a model": Case(on_wrapped(lambda m, o: m.load_state_dict(m)), ("dict", "FullyShardedDataParallel"), torch=TypeError),
+    "load: a list": Case(
+        on_wrapped(lambda m, o: m.load_state_dict([])), ("dict", "list"), torch=TypeError
+    ),
+    "load: nothing": Case(
+        on_wrapped(lambda m, o: m.load_state_dict(None)), ("dict", "NoneType"), torch=TypeError
+    ),
+    "load: a file name": Case(
+        on_wrapped(lambda m, o: m.load_state_dict("model.pt")), ("dict", "str"), torch=TypeError
+    ),
+    "load: a model": Case(
+        on_wrapped(lambda m, o: m.load_state_dict(m)),
+        ("dict", "FullyShardedDataParallel"),
+        torch=TypeError,
+    ),
     "load: strict": Case(loads(lambda state: None, strict="no"), ("strict", "'no'")),
     "load: assign": Case(loads(lambda state: None, assign="no"), ("assign", "'no'")),
-    "load: numbers as keys": Case(on_wrapped(lambda m, o: m.load_state_dict({3: torch.ones(4)})), ("3",), CheckpointError),
-    "load: nothing in it": Case(
-        on_wrapped(lambda m, o: m.load_state_dict({})), ("Missing key", "layers.0.weight"), CheckpointError
+    "load: numbers as keys": Case(
+        on_wrapped(lambda m, o: m.load_state_dict({3: torch.ones(4)})), ("3",), CheckpointError
     ),
-    "load: a key is missing": Case(loads(without("layers.1.bias")), ("Missing key", '"layers.1.bias"'), CheckpointError),
-    "load: the root's key is missing": Case(loads(without("scale")), ("Missing key", '"scale"'), CheckpointError),
-    "load: a buffer is missing": Case(loads(without("offset")), ("Missing key", '"offset"'), CheckpointError),
+    "load: nothing in it": Case(
+        on_wrapped(lambda m, o: m.load_state_dict({})),
+        ("Missing key", "layers.0.weight"),
+        CheckpointError,
+    ),
+    "load: a key is missing": Case(
+        loads(without("layers.1.bias")), ("Missing key", '"layers.1.bias"'), CheckpointError
+    ),
+    "load: the root's key is missing": Case(
+        loads(without("scale")), ("Missing key", '"scale"'), CheckpointError
+    ),
+    "load: a buffer is missing": Case(
+        loads(without("offset")), ("Missing key", '"offset"'), CheckpointError
+    ),
     "load: a key too many": Case(
-        loads(lambda state: {**state, "layers.2.bias": torch.ones(4)}), ("Unexpected key", '"layers.2.bias"'), CheckpointError
+        loads(lambda state: {**state, "layers.2.bias": torch.ones(4)}),
+        ("Unexpected key", '"layers.2.bias"'),
+        CheckpointError,
     ),
     "load: of a whole training state": Case(
-        loads(lambda state: {"model": state, "epoch": 3}), ("Unexpected key", '"epoch"', '"model"'), CheckpointError
+        loads(lambda state: {"model": state, "epoch": 3}),
+        ("Unexpected key", '"epoch"', '"model"'),
+        CheckpointError,
     ),
     "load: a shape": Case(
         loads(replaced("layers.1.weight", lambda value: torch.ones(3, 4))),
@@ -776,33 +1026,57 @@ STATE_DICTS: dict[str, Case] = {
         CheckpointError,
     ),
     "load: a flat shape": Case(
-        loads(replaced("layers.1.weight", lambda value: value.flatten())), ("size mismatch", "[16]"), CheckpointError
+        loads(replaced("layers.1.weight", lambda value: value.flatten())),
+        ("size mismatch", "[16]"),
+        CheckpointError,
     ),
     "load: the shape of a buffer": Case(
-        loads(replaced("offset", lambda value: torch.ones(3))), ("size mismatch", "offset"), CheckpointError
+        loads(replaced("offset", lambda value: torch.ones(3))),
+        ("size mismatch", "offset"),
+        CheckpointError,
     ),
-    "load: a number": Case(loads(replaced("layers.0.bias", lambda value: 3)), ("layers.0.bias", "int"), CheckpointError),
+    "load: a number": Case(
+        loads(replaced("layers.0.bias", lambda value: 3)), ("layers.0.bias", "int"), CheckpointError
+    ),
     "load: a list of numbers": Case(
-        loads(replaced("scale", lambda value: value.tolist()), strict=False), ("scale", "list"), CheckpointError
+        loads(replaced("scale", lambda value: value.tolist()), strict=False),
+        ("scale", "list"),
+        CheckpointError,
     ),
-    "load: an array": Case(loads(replaced("scale", lambda value: value.numpy())), ("scale", "ndarray"), CheckpointError),
+    "load: an array": Case(
+        loads(replaced("scale", lambda value: value.numpy())), ("scale", "ndarray"), CheckpointError
+    ),
     "load: a value without data": Case(
-        loads(replaced("layers.0.weight", lambda value: value.to("meta"))), ("layers.0.weight", "meta"), CheckpointError
+        loads(replaced("layers.0.weight", lambda value: value.to("meta"))),
+        ("layers.0.weight", "meta"),
+        CheckpointError,
     ),
     "load: a sparse value": Case(
-        loads(replaced("layers.0.weight", lambda value: value.to_sparse())), ("layers.0.weight", "sparse"), CheckpointError
+        loads(replaced("layers.0.weight", lambda value: value.to_sparse())),
+        ("layers.0.weight", "sparse"),
+        CheckpointError,
     ),
     "load: complex values": Case(
-        loads(replaced("layers.0.weight", lambda value: value + 1j)), ("layers.0.weight", "complex"), CheckpointError
+        loads(replaced("layers.0.weight", lambda value: value + 1j)),
+        ("layers.0.weight", "complex"),
+        CheckpointError,
     ),
     "load: a sharded value of another shape": Case(
-        loads(replaced("layers.0.weight", in_another_shape), SHARDED), ("size mismatch", "[3, 6]"), CheckpointError
+        loads(replaced("layers.0.weight", in_another_shape), SHARDED),
+        ("size mismatch", "[3, 6]"),
+        CheckpointError,
     ),
     "load: sharded, a key is missing": Case(
-        loads(without("layers.1.weight"), SHARDED), ("Missing key", '"layers.1.weight"'), CheckpointError
+        loads(without("layers.1.weight"), SHARDED),
+        ("Missing key", '"layers.1.weight"'),
+        CheckpointError,
     ),
     "load: a module inside": Case(
-        on_wrapped(lambda m, o: m.module.layers[0].module.load_state_dict(net().layers[0].state_dict())), ("layers.0",), StateError
+        on_wrapped(
+            lambda m, o: m.module.layers[0].module.load_state_dict(net().layers[0].state_dict())
+        ),
+        ("layers.0",),
+        StateError,
     ),
     "state_dict of a module inside": Case(
         on_wrapped(lambda m, o: m.module.layers[0].module.state_dict()), ("layers.0",), StateError
@@ -823,7 +1097,9 @@ def optim_loads(change: Callable[[dict[str, Any]], Any], kind: StateDictType = F
         with FSDP.state_dict_type(model, kind):
             state = FSDP.optim_state_dict(model, optimizer)
             changed = change(state)
-            return FSDP.optim_state_dict_to_load(model, optimizer, state if changed is None else changed)
+            return FSDP.optim_state_dict_to_load(
+                model, optimizer, state if changed is None else changed
+            )
 
     return optim(call)
 
@@ -843,7 +1119,9 @@ def numbered_loads(change: Callable[[dict[str, Any]], Any]) -> Make:
     return optim(call)
 
 
-def in_state(name: Any, key: str, make: Callable[[Any], object]) -> Callable[[dict[str, Any]], None]:
+def in_state(
+    name: Any, key: str, make: Callable[[Any], object]
+) -> Callable[[dict[str, Any]], None]:
     def change(state: dict[str, Any]) -> None:
         state["state"][name][key] = make(state["state"][name][key])
 
@@ -876,30 +1154,67 @@ def adam_of(model: nn.Module) -> torch.optim.Optimizer:
 
 OPTIMIZERS: dict[str, Case] = {
     "made before wrapping": Case(optimizer_before_wrapping(False), ("after wrapping", "Adam")),
-    "made before wrapping, to load": Case(optimizer_before_wrapping(True), ("after wrapping", "Adam")),
-    "of another model": Case(optim(lambda m, o: FSDP.optim_state_dict(m, adam_of(shard()))), ("Adam", "not the model's")),
-    "of a plain model": Case(optim(lambda m, o: FSDP.optim_state_dict(m, adam_of(net()))), ("Adam", "not the model's")),
+    "made before wrapping, to load": Case(
+        optimizer_before_wrapping(True), ("after wrapping", "Adam")
+    ),
+    "of another model": Case(
+        optim(lambda m, o: FSDP.optim_state_dict(m, adam_of(shard()))), ("Adam", "not the model's")
+    ),
+    "of a plain model": Case(
+        optim(lambda m, o: FSDP.optim_state_dict(m, adam_of(net()))), ("Adam", "not the model's")
+    ),
     "of another model, to load": Case(
-        optim(lambda m, o: FSDP.optim_state_dict_to_load(m, adam_of(shard()), FSDP.optim_state_dict(m, o))),
+        optim(
+            lambda m, o: FSDP.optim_state_dict_to_load(
+                m, adam_of(shard()), FSDP.optim_state_dict(m, o)
+            )
+        ),
         ("Adam", "not the model's"),
     ),
-    "swapped": Case(optim(lambda m, o: FSDP.optim_state_dict(o, m)), ("optim_state_dict(model, optim", "Adam")),
-    "no model": Case(optim(lambda m, o: FSDP.optim_state_dict(None, o)), ("optim_state_dict", "NoneType")),
-    "a plain model": Case(optim(lambda m, o: FSDP.optim_state_dict(net(), o)), ("Net", "0 instances")),
-    "no optimizer": Case(optim(lambda m, o: FSDP.optim_state_dict(m, None)), ("optim_state_dict", "NoneType")),
-    "parameters": Case(optim(lambda m, o: FSDP.optim_state_dict(m, m.parameters())), ("optim_state_dict", "generator")),
-    "its dict": Case(optim(lambda m, o: FSDP.optim_state_dict(m, o.state_dict())), ("optim_state_dict", "dict")),
-    "dict: a list": Case(optim(lambda m, o: FSDP.optim_state_dict(m, o, [])), ("optim_state_dict", "list")),
-    "dict: empty": Case(optim(lambda m, o: FSDP.optim_state_dict(m, o, {})), ("'state'", "'param_groups'")),
+    "swapped": Case(
+        optim(lambda m, o: FSDP.optim_state_dict(o, m)), ("optim_state_dict(model, optim", "Adam")
+    ),
+    "no model": Case(
+        optim(lambda m, o: FSDP.optim_state_dict(None, o)), ("optim_state_dict", "NoneType")
+    ),
+    "a plain model": Case(
+        optim(lambda m, o: FSDP.optim_state_dict(net(), o)), ("Net", "0 instances")
+    ),
+    "no optimizer": Case(
+        optim(lambda m, o: FSDP.optim_state_dict(m, None)), ("optim_state_dict", "NoneType")
+    ),
+    "parameters": Case(
+        optim(lambda m, o: FSDP.optim_state_dict(m, m.parameters())),
+        ("optim_state_dict", "generator"),
+    ),
+    "its dict": Case(
+        optim(lambda m, o: FSDP.optim_state_dict(m, o.state_dict())), ("optim_state_dict", "dict")
+    ),
+    "dict: a list": Case(
+        optim(lambda m, o: FSDP.optim_state_dict(m, o, [])), ("optim_state_dict", "list")
+    ),
+    "dict: empty": Case(
+        optim(lambda m, o: FSDP.optim_state_dict(m, o, {})), ("'state'", "'param_groups'")
+    ),
     "dict: of another optimizer": Case(
-        optim(lambda m, o: FSDP.optim_state_dict(m, o, {"state": {99: {"step": 1}}, "param_groups": [{"params": [99]}]})), ("99",)
+        optim(
+            lambda m, o: FSDP.optim_state_dict(
+                m, o, {"state": {99: {"step": 1}}, "param_groups": [{"params": [99]}]}
+            )
+        ),
+        ("99",),
     ),
     "dict: state that is none": Case(
-        optim(lambda m, o: FSDP.optim_state_dict(m, o, {**o.state_dict(), "state": {0: 3}})), ("optim_state_dict", "3")
+        optim(lambda m, o: FSDP.optim_state_dict(m, o, {**o.state_dict(), "state": {0: 3}})),
+        ("optim_state_dict", "3"),
     ),
-    "group: a number": Case(optim(lambda m, o: FSDP.optim_state_dict(m, o, None, 3)), ("group", "3")),
+    "group: a number": Case(
+        optim(lambda m, o: FSDP.optim_state_dict(m, o, None, 3)), ("group", "3")
+    ),
     "inside of summon": Case(optim(optim_state_inside_summon), ("summon_full_params",), StateError),
-    "step inside of summon": Case(on_wrapped(step_inside_summon, with_grads=True), ("summon_full_params", "step"), StateError),
+    "step inside of summon": Case(
+        on_wrapped(step_inside_summon, with_grads=True), ("summon_full_params", "step"), StateError
+    ),
     "to load: nothing": Case(optim_loads(lambda state: []), ("'state'", "'param_groups'")),
     "to load: no dict": Case(
         optim(lambda m, o: FSDP.optim_state_dict_to_load(m, o, None)),
@@ -919,29 +1234,44 @@ OPTIMIZERS: dict[str, Case] = {
     ),
     "to load: empty": Case(optim_loads(lambda state: {}), ("'state'", "'param_groups'")),
     "to load: the model's": Case(
-        optim(lambda m, o: FSDP.optim_state_dict_to_load(m, o, m.state_dict())), ("'state'", "'param_groups'")
+        optim(lambda m, o: FSDP.optim_state_dict_to_load(m, o, m.state_dict())),
+        ("'state'", "'param_groups'"),
     ),
     "to load: into a plain model": Case(
-        optim(lambda m, o: FSDP.optim_state_dict_to_load((plain := net()), adam_of(plain), FSDP.optim_state_dict(m, o))),
+        optim(
+            lambda m, o: FSDP.optim_state_dict_to_load(
+                (plain := net()), adam_of(plain), FSDP.optim_state_dict(m, o)
+            )
+        ),
         ("Net", "FullyShardedDataParallel"),
     ),
     "to load: state of another type": Case(
         optim_loads(lambda state: {**state, "state": [1]}), ("'state'", "list"), CheckpointError
     ),
     "to load: groups of another type": Case(
-        optim_loads(lambda state: {**state, "param_groups": {}}), ("'param_groups'", "dict"), CheckpointError
+        optim_loads(lambda state: {**state, "param_groups": {}}),
+        ("'param_groups'", "dict"),
+        CheckpointError,
     ),
     "to load: a group that is none": Case(
-        optim_loads(lambda state: {**state, "param_groups": [3]}), ("'param_groups'", "int"), CheckpointError
+        optim_loads(lambda state: {**state, "param_groups": [3]}),
+        ("'param_groups'", "int"),
+        CheckpointError,
     ),
     "to load: a group without params": Case(
-        optim_loads(lambda state: {**state, "param_groups": [{"lr": 3.0}]}), ("'params'", "group 0"), CheckpointError
+        optim_loads(lambda state: {**state, "param_groups": [{"lr": 3.0}]}),
+        ("'params'", "group 0"),
+        CheckpointError,
     ),
     "to load: of another model": Case(
-        optim_loads(with_state(**{"elsewhere.weight": {"exp_avg": torch.ones(2)}})), ("'elsewhere.weight'",), CheckpointError
+        optim_loads(with_state(**{"elsewhere.weight": {"exp_avg": torch.ones(2)}})),
+        ("'elsewhere.weight'",),
+        CheckpointError,
     ),
     "to load: names and numbers": Case(
-        optim_loads(lambda state: {**state, "state": {**state["state"], 3: {}}}), ("3", "names"), CheckpointError
+        optim_loads(lambda state: {**state, "state": {**state["state"], 3: {}}}),
+        ("3", "names"),
+        CheckpointError,
     ),
     "to load: state of one that is none": Case(
         optim_loads(with_state(**{"layers.0.bias": 3})), ("'layers.0.bias'", "int"), CheckpointError
@@ -957,7 +1287,9 @@ OPTIMIZERS: dict[str, Case] = {
         CheckpointError,
     ),
     "to load: a number instead of a tensor": Case(
-        optim_loads(in_state("layers.0.weight", "exp_avg", lambda value: 3)), ("'layers.0.weight'", "'exp_avg'"), CheckpointError
+        optim_loads(in_state("layers.0.weight", "exp_avg", lambda value: 3)),
+        ("'layers.0.weight'", "'exp_avg'"),
+        CheckpointError,
     ),
     "to load: a value without data": Case(
         optim_loads(in_state("layers.0.weight", "exp_avg", lambda value: value.to("meta"))),
@@ -965,27 +1297,43 @@ OPTIMIZERS: dict[str, Case] = {
         CheckpointError,
     ),
     "to load: by numbers, one too few": Case(
-        numbered_loads(lambda state: state["param_groups"][0]["params"].pop()), ("5 parameters", "6 parameters"), CheckpointError
+        numbered_loads(lambda state: state["param_groups"][0]["params"].pop()),
+        ("5 parameters", "6 parameters"),
+        CheckpointError,
     ),
     "to load: by numbers, two groups": Case(
-        numbered_loads(lambda state: state["param_groups"].append({"params": []})), ("2 parameter group(s)",), CheckpointError
+        numbered_loads(lambda state: state["param_groups"].append({"params": []})),
+        ("2 parameter group(s)",),
+        CheckpointError,
     ),
     "to load: by numbers, one unknown": Case(
         numbered_loads(lambda state: state["state"].update({99: {}})), ("99",), CheckpointError
     ),
     "to load: by numbers, a shape": Case(
-        numbered_loads(in_state(1, "exp_avg", lambda value: torch.ones(16))), ("'exp_avg'", "(16,)"), CheckpointError
+        numbered_loads(in_state(1, "exp_avg", lambda value: torch.ones(16))),
+        ("'exp_avg'", "(16,)"),
+        CheckpointError,
     ),
     "to load: is_named_optimizer": Case(
-        optim(lambda m, o: FSDP.optim_state_dict_to_load(m, o, FSDP.optim_state_dict(m, o), is_named_optimizer="no")),
+        optim(
+            lambda m, o: FSDP.optim_state_dict_to_load(
+                m, o, FSDP.optim_state_dict(m, o), is_named_optimizer="no"
+            )
+        ),
         ("is_named_optimizer", "'no'"),
     ),
     "to load: load_directly": Case(
-        optim(lambda m, o: FSDP.optim_state_dict_to_load(m, o, FSDP.optim_state_dict(m, o), load_directly="no")),
+        optim(
+            lambda m, o: FSDP.optim_state_dict_to_load(
+                m, o, FSDP.optim_state_dict(m, o), load_directly="no"
+            )
+        ),
         ("load_directly", "'no'"),
     ),
     "to load: group": Case(
-        optim(lambda m, o: FSDP.optim_state_dict_to_load(m, o, FSDP.optim_state_dict(m, o), group=3)),
+        optim(
+            lambda m, o: FSDP.optim_state_dict_to_load(m, o, FSDP.optim_state_dict(m, o), group=3)
+        ),
         ("group", "3"),
     ),
 }
@@ -997,7 +1345,9 @@ def scaler(**arguments: Any) -> Make:
     return on_plain(lambda m: ShardedGradScaler("cpu", **arguments))
 
 
-def scaled(call: Callable[[ShardedGradScaler, FSDP, torch.optim.Optimizer], object], first: bool = True) -> Make:
+def scaled(
+    call: Callable[[ShardedGradScaler, FSDP, torch.optim.Optimizer], object], first: bool = True
+) -> Make:
     """A call of a scaler that has scaled something (``first``) is refused."""
 
     def of_model(model: FSDP, optimizer: torch.optim.Optimizer) -> object:
@@ -1010,7 +1360,9 @@ def scaled(call: Callable[[ShardedGradScaler, FSDP, torch.optim.Optimizer], obje
 
 
 SCALERS: dict[str, Case] = {
-    "device: unknown": Case(on_plain(lambda m: ShardedGradScaler("nonsense")), ("device", "'nonsense'")),
+    "device: unknown": Case(
+        on_plain(lambda m: ShardedGradScaler("nonsense")), ("device", "'nonsense'")
+    ),
     "device: a number": Case(on_plain(lambda m: ShardedGradScaler(1.5)), ("device", "1.5")),
     "init_scale: a string": Case(scaler(init_scale="2"), ("init_scale", "'2'")),
     "init_scale: zero": Case(scaler(init_scale=0), ("init_scale", "0")),
@@ -1030,21 +1382,43 @@ SCALERS: dict[str, Case] = {
     "process_group: ranks": Case(scaler(process_group=[0, 1]), ("process_group", "list")),
     "scale: a number": Case(scaled(lambda s, m, o: s.scale(1.0)), ("scale(outputs)", "float")),
     "scale: nothing": Case(scaled(lambda s, m, o: s.scale(None)), ("scale(outputs)", "NoneType")),
-    "scale: a dict": Case(scaled(lambda s, m, o: s.scale({"loss": torch.ones(())})), ("scale(outputs)", "output['loss']")),
-    "scale: a list with a string": Case(scaled(lambda s, m, o: s.scale([torch.ones(()), "x"])), ("scale(outputs)", "str")),
-    "scale: integers": Case(scaled(lambda s, m, o: s.scale(torch.ones((), dtype=torch.int64))), ("scale(outputs)", "int64")),
-    "unscale_: before": Case(scaled(lambda s, m, o: s.unscale_(o), first=False), ("unscale_", "scale(loss)"), StateError),
-    "step: before": Case(scaled(lambda s, m, o: s.step(o), first=False), ("step", "scale(loss)"), StateError),
-    "update: before": Case(scaled(lambda s, m, o: s.update(), first=False), ("update", "scale(loss)"), StateError),
-    "unscale_: of a model": Case(scaled(lambda s, m, o: s.unscale_(m)), ("unscale_", "FullyShardedDataParallel")),
-    "unscale_: of nothing": Case(scaled(lambda s, m, o: s.unscale_(None)), ("unscale_", "NoneType")),
-    "step: of a model": Case(scaled(lambda s, m, o: s.step(m)), ("step", "FullyShardedDataParallel")),
+    "scale: a dict": Case(
+        scaled(lambda s, m, o: s.scale({"loss": torch.ones(())})),
+        ("scale(outputs)", "output['loss']"),
+    ),
+    "scale: a list with a string": Case(
+        scaled(lambda s, m, o: s.scale([torch.ones(()), "x"])), ("scale(outputs)", "str")
+    ),
+    "scale: integers": Case(
+        scaled(lambda s, m, o: s.scale(torch.ones((), dtype=torch.int64))),
+        ("scale(outputs)", "int64"),
+    ),
+    "unscale_: before": Case(
+        scaled(lambda s, m, o: s.unscale_(o), first=False), ("unscale_", "scale(loss)"), StateError
+    ),
+    "step: before": Case(
+        scaled(lambda s, m, o: s.step(o), first=False), ("step", "scale(loss)"), StateError
+    ),
+    "update: before": Case(
+        scaled(lambda s, m, o: s.update(), first=False), ("update", "scale(loss)"), StateError
+    ),
+    "unscale_: of a model": Case(
+        scaled(lambda s, m, o: s.unscale_(m)), ("unscale_", "FullyShardedDataParallel")
+    ),
+    "unscale_: of nothing": Case(
+        scaled(lambda s, m, o: s.unscale_(None)), ("unscale_", "NoneType")
+    ),
+    "step: of a model": Case(
+        scaled(lambda s, m, o: s.step(m)), ("step", "FullyShardedDataParallel")
+    ),
     "step: of nothing": Case(scaled(lambda s, m, o: s.step(None)), ("step", "NoneType")),
     "update: a string": Case(scaled(lambda s, m, o: s.update("2")), ("new_scale", "'2'")),
     "update: zero": Case(scaled(lambda s, m, o: s.update(0.0)), ("new_scale", "0.0")),
     "update: several": Case(scaled(lambda s, m, o: s.update(torch.ones(2))), ("new_scale", "(2,)")),
     "update: a zero": Case(scaled(lambda s, m, o: s.update(torch.zeros(()))), ("new_scale",)),
-    "update: a nan": Case(scaled(lambda s, m, o: s.update(torch.tensor(float("nan")))), ("new_scale",)),
+    "update: a nan": Case(
+        scaled(lambda s, m, o: s.update(torch.tensor(float("nan")))), ("new_scale",)
+    ),
 }
 
 # -- at the wrong moment, in one call
@@ -1100,18 +1474,30 @@ def inside_summon(call: Call) -> Callable[[FSDP, object], None]:
 
 
 MOMENTS: dict[str, Case] = {
-    "backward inside of summon": Case(on_wrapped(backward_inside_summon), ("summon_full_params", "ackward"), StateError),
-    "forward and backward inside of summon": Case(on_wrapped(both_inside_summon), ("summon_full_params",), StateError),
-    "backward after summon of a forward inside": Case(on_wrapped(backward_after_summon), ("summon_full_params",), StateError),
+    "backward inside of summon": Case(
+        on_wrapped(backward_inside_summon), ("summon_full_params", "ackward"), StateError
+    ),
+    "forward and backward inside of summon": Case(
+        on_wrapped(both_inside_summon), ("summon_full_params",), StateError
+    ),
+    "backward after summon of a forward inside": Case(
+        on_wrapped(backward_after_summon), ("summon_full_params",), StateError
+    ),
     "backward inside of summon of a unit": Case(
         on_wrapped(backward_inside_summon_of_a_unit), ("summon_full_params", "layers.1"), StateError
     ),
     "forward and backward inside of summon of a unit": Case(
         on_wrapped(both_inside_summon_of_a_unit), ("summon_full_params", "layers.1"), StateError
     ),
-    "hook while gradients wait": Case(on_wrapped(hook_while_gradients_wait), ("no_sync", "hook"), StateError),
-    "deepcopy inside of summon": Case(on_wrapped(inside_summon(copy.deepcopy)), ("deepcopy", "summon_full_params"), StateError),
-    "pickle inside of summon": Case(on_wrapped(inside_summon(pickle.dumps)), ("pickle", "summon_full_params"), StateError),
+    "hook while gradients wait": Case(
+        on_wrapped(hook_while_gradients_wait), ("no_sync", "hook"), StateError
+    ),
+    "deepcopy inside of summon": Case(
+        on_wrapped(inside_summon(copy.deepcopy)), ("deepcopy", "summon_full_params"), StateError
+    ),
+    "pickle inside of summon": Case(
+        on_wrapped(inside_summon(pickle.dumps)), ("pickle", "summon_full_params"), StateError
+    ),
 }
 
 # -- what runs on the ranks
@@ -1130,7 +1516,9 @@ GROUPS: dict[str, dict[str, Case]] = {
 
 # Where the form of the parameters makes a difference both are tried.
 FORMS = {
-    group: (False, True) if group in ("modules", "training", "state dicts", "optimizers", "moments") else (False,)
+    group: (False, True)
+    if group in ("modules", "training", "state dicts", "optimizers", "moments")
+    else (False,)
     for group in GROUPS
 }
 
@@ -1148,12 +1536,17 @@ class Outcome:
 
 def snapshot(module: nn.Module) -> list[Any]:
     found: list[Any] = [(name, id(child)) for name, child in module.named_modules()]
-    for tensors in (module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False)):
+    for tensors in (
+        module.named_parameters(remove_duplicate=False),
+        module.named_buffers(remove_duplicate=False),
+    ):
         for name, t in tensors:
             grad = None if t.grad is None else t.grad.tolist()
             lazy = isinstance(t, nn.UninitializedParameter)
             values = None if t.is_meta or lazy else t.tolist()
-            found.append((name, id(t), lazy or tuple(t.shape), str(t.device), t.requires_grad, values, grad))
+            found.append(
+                (name, id(t), lazy or tuple(t.shape), str(t.device), t.requires_grad, values, grad)
+            )
     for child in module.modules():
         if isinstance(child, FSDP):
             found.append((FSDP.get_state_dict_type(child), child.check_is_root()))
@@ -1172,7 +1565,9 @@ def _try_case(case: Case) -> Outcome:
     outcome.seconds = time.monotonic() - started
     try:
         after = snapshot(module)
-        outcome.changed = "\n".join(f"{old} became {new}" for old, new in zip(before, after, strict=False) if old != new)
+        outcome.changed = "\n".join(
+            f"{old} became {new}" for old, new in zip(before, after, strict=False) if old != new
+        )
         if len(before) != len(after):
             outcome.changed += f"{len(before)} entries became {len(after)}"
         outcome.trains = _trains(module)
@@ -1183,7 +1578,8 @@ def _try_case(case: Case) -> Outcome:
 
 
 def _trains(module: nn.Module) -> str:
-    """A module that was refused trains as before and can be wrapped; a model goes on like the unsharded one."""
+    """A module that was refused trains as before and can be wrapped; a model goes on like the
+    unsharded one."""
     if isinstance(module, Net) and not any(
         isinstance(child, FSDP) or child.__dict__.keys() & {"weight"} for child in module.modules()
     ):
@@ -1216,7 +1612,11 @@ def outcomes(group: str, use_orig_params: bool) -> dict[str, list[Outcome] | str
         found: dict[str, list[Outcome] | str] = {}
         for name in names:
             try:
-                found |= _by_case(run_ranks(2, _try_all, group, [name], use_orig_params, timeout=30, group_timeout=10))
+                found |= _by_case(
+                    run_ranks(
+                        2, _try_all, group, [name], use_orig_params, timeout=30, group_timeout=10
+                    )
+                )
             except RankError as error:
                 found[name] = str(error)
         return found
@@ -1226,22 +1626,30 @@ def _by_case(by_rank: list[dict[str, Outcome]]) -> dict[str, list[Outcome] | str
     return {name: [its[name] for its in by_rank] for name in by_rank[0]}
 
 
-@pytest.mark.parametrize(("group", "name"), [(group, name) for group, cases in GROUPS.items() for name in cases])
-def test_bad_input_is_refused_alike_on_every_rank_with_four_facts_and_nothing_changed(group: str, name: str) -> None:
+@pytest.mark.parametrize(
+    ("group", "name"), [(group, name) for group, cases in GROUPS.items() for name in cases]
+)
+def test_bad_input_is_refused_alike_on_every_rank_with_four_facts_and_nothing_changed(
+    group: str, name: str
+) -> None:
     case = GROUPS[group][name]
     for use_orig_params in FORMS[group]:
         found = outcomes(group, use_orig_params)[name]
         assert not isinstance(found, str), found
         for rank, outcome in enumerate(found):
             assert outcome.kinds[:1], f"rank {rank}, use_orig_params={use_orig_params}: {outcome}"
-            assert case.kind.__name__ in outcome.kinds, f"rank {rank}: {outcome.kinds[:1]} {outcome.message}"
+            assert case.kind.__name__ in outcome.kinds, (
+                f"rank {rank}: {outcome.kinds[:1]} {outcome.message}"
+            )
             for kind in (BUILT_IN[case.kind], FsdpCompatError, case.torch or BUILT_IN[case.kind]):
                 assert kind.__name__ in outcome.kinds, f"{kind.__name__} is not in {outcome.kinds}"
             for fact, line in zip(FACTS, outcome.message.splitlines()[-4:], strict=True):
                 assert line.startswith(f"  {fact}"), outcome.message
             for text in case.named:
                 assert text in outcome.message, f"{text!r} is not in: {outcome.message}"
-            assert "unit ''" not in outcome.message, f"the root has no name that helps: {outcome.message}"
+            assert "unit ''" not in outcome.message, (
+                f"the root has no name that helps: {outcome.message}"
+            )
             assert outcome.message == found[0].message
             assert outcome.seconds < 5
             assert not outcome.changed, f"{outcome.changed}\n{outcome.message}"
@@ -1266,21 +1674,35 @@ def sharded_optim_state(model: FSDP, optimizer: torch.optim.Optimizer) -> None:
 
 
 # {call: (how, what the message names, the built-in class that torch raises in forward)}
-INSIDE: dict[str, tuple[Callable[[FSDP, torch.optim.Optimizer], object], tuple[str, ...], type[Exception]]] = {
+INSIDE: dict[
+    str, tuple[Callable[[FSDP, torch.optim.Optimizer], object], tuple[str, ...], type[Exception]]
+] = {
     "state_dict": (lambda m, o: m.state_dict(), ("state_dict",), RuntimeError),
     "state_dict of a unit": (lambda m, o: m.layers[0].state_dict(), ("state_dict",), RuntimeError),
     "state_dict, sharded": (sharded_state, ("state_dict",), RuntimeError),
     "load_state_dict": (loads_a_state, ("load_state_dict",), RuntimeError),
     "clip_grad_norm_": (lambda m, o: m.clip_grad_norm_(1e-9), ("clip_grad_norm_",), ValueError),
     "summon_full_params": (lambda m, o: summon(m), ("summon_full_params",), AssertionError),
-    "summon_full_params of a unit": (lambda m, o: summon(m.layers[0]), ("summon_full_params",), AssertionError),
+    "summon_full_params of a unit": (
+        lambda m, o: summon(m.layers[0]),
+        ("summon_full_params",),
+        AssertionError,
+    ),
     "apply": (lambda m, o: m.apply(lambda child: None), ("apply",), ValueError),
     "deepcopy": (lambda m, o: copy.deepcopy(m), ("deepcopy",), RuntimeError),
     "pickle": (lambda m, o: pickle.dumps(m), ("pickle",), RuntimeError),
     "torch.save": (lambda m, o: torch.save(m, io.BytesIO()), ("pickle",), RuntimeError),
-    "optim_state_dict": (lambda m, o: FSDP.optim_state_dict(m, o), ("optim_state_dict",), RuntimeError),
+    "optim_state_dict": (
+        lambda m, o: FSDP.optim_state_dict(m, o),
+        ("optim_state_dict",),
+        RuntimeError,
+    ),
     "optim_state_dict, sharded": (sharded_optim_state, ("optim_state_dict",), RuntimeError),
-    "register_comm_hook": (lambda m, o: m.register_comm_hook(None, lambda s, g, out: None), ("register_comm_hook",), RuntimeError),
+    "register_comm_hook": (
+        lambda m, o: m.register_comm_hook(None, lambda s, g, out: None),
+        ("register_comm_hook",),
+        RuntimeError,
+    ),
     "no_sync": (lambda m, o: enter(m.no_sync()), ("no_sync",), ValueError),
     "a step of the optimizer": (lambda m, o: o.step(), ("step",), RuntimeError),
 }
@@ -1297,7 +1719,9 @@ PLACES: dict[str, tuple[Callable[[FSDP], Any], str, bool]] = {
 class Inside:
     """What a call inside of a pass did on one rank."""
 
-    caught: tuple[str, ...] = ()  # names of the classes of what the call raised inside, where it was caught
+    caught: tuple[
+        str, ...
+    ] = ()  # names of the classes of what the call raised inside, where it was caught
     raised: tuple[str, ...] = ()  # and of what came out of the pass, where it was not
     message: str = "nothing was raised"
     wrong: str = ""
@@ -1364,7 +1788,9 @@ def inside_outcomes(place: str) -> dict[str, list[Inside] | str]:
 
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("name", INSIDE)
-def test_a_call_inside_of_a_pass_is_refused_and_the_pass_is_right_nevertheless(name: str, place: str) -> None:
+def test_a_call_inside_of_a_pass_is_refused_and_the_pass_is_right_nevertheless(
+    name: str, place: str
+) -> None:
     _, named, built_in = INSIDE[name]
     found = inside_outcomes(place)[name]
     assert not isinstance(found, str), found
@@ -1383,19 +1809,31 @@ def test_a_call_inside_of_a_pass_is_refused_and_the_pass_is_right_nevertheless(n
 
 # {what: (the good call, the bad one, whether the good one communicates)}
 ON_ONE_RANK: dict[str, tuple[OnModel, OnModel, bool]] = {
-    "clip_grad_norm_": (lambda m, o: m.clip_grad_norm_(1.0), lambda m, o: m.clip_grad_norm_("1"), True),
+    "clip_grad_norm_": (
+        lambda m, o: m.clip_grad_norm_(1.0),
+        lambda m, o: m.clip_grad_norm_("1"),
+        True,
+    ),
     "summon_full_params": (
         lambda m, o: summon(m, writeback=False, rank0_only=True),
         lambda m, o: summon(m, writeback=True, rank0_only=True),
         True,
     ),
-    "optim_state_dict": (lambda m, o: FSDP.optim_state_dict(m, o), lambda m, o: FSDP.optim_state_dict(m, o, {}), True),
+    "optim_state_dict": (
+        lambda m, o: FSDP.optim_state_dict(m, o),
+        lambda m, o: FSDP.optim_state_dict(m, o, {}),
+        True,
+    ),
     "the form of state dicts": (
         lambda m, o: FSDP.set_state_dict_type(m, FULL),
         lambda m, o: FSDP.set_state_dict_type(m, "full"),
         False,
     ),
-    "load_state_dict": (lambda m, o: m.load_state_dict(reference(0)), lambda m, o: m.load_state_dict([]), False),
+    "load_state_dict": (
+        lambda m, o: m.load_state_dict(reference(0)),
+        lambda m, o: m.load_state_dict([]),
+        False,
+    ),
     "register_comm_hook": (lambda m, o: None, lambda m, o: m.register_comm_hook(None, 3), False),
     "no_sync": (lambda m, o: enter(m.no_sync()), lambda m, o: enter(m.layers[0].no_sync()), False),
     "a construction": (
@@ -1470,10 +1908,14 @@ def _outside() -> dict[str, str]:
     inside, messages = dist.get_rank() == 0, {}
     ways: dict[str, Callable[[nn.Module], object]] = {
         "process_group": lambda m: FSDP(m, process_group=alone),
-        "a tuple of groups": lambda m: FSDP(m, sharding_strategy=HYBRID, process_group=(alone, each if inside else pair)),
+        "a tuple of groups": lambda m: FSDP(
+            m, sharding_strategy=HYBRID, process_group=(alone, each if inside else pair)
+        ),
         "device_mesh": lambda m: FSDP(m, device_mesh=DeviceMesh("cpu", [0])),
         "a scaler": lambda m: ShardedGradScaler("cpu", process_group=alone),
-        "a scaler's disabled": lambda m: ShardedGradScaler("cpu", process_group=alone, enabled=False),
+        "a scaler's disabled": lambda m: ShardedGradScaler(
+            "cpu", process_group=alone, enabled=False
+        ),
     }
     for name, call in ways.items():
         module = net()
@@ -1494,7 +1936,12 @@ def _outside() -> dict[str, str]:
 
 def test_a_rank_outside_of_the_group_is_told_so() -> None:
     messages = run_ranks(2, _outside)[1]
-    assert list(messages) == ["process_group", "a tuple of groups", "device_mesh", "a scaler"]  # a disabled one asks for nothing
+    assert list(messages) == [
+        "process_group",
+        "a tuple of groups",
+        "device_mesh",
+        "a scaler",
+    ]  # a disabled one asks for nothing
     for message in messages.values():
         assert "does not belong to the" in message
         for fact, line in zip(FACTS, message.splitlines()[-4:], strict=True):
@@ -1566,7 +2013,9 @@ def _after_destruction(used_before: bool) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("used_before", [False, True])
-def test_without_the_process_group_a_model_goes_on_with_its_own_connections_or_says_what_is_missing(used_before: bool) -> None:
+def test_without_the_process_group_a_model_goes_on_with_its_own_connections_or_says_what_is_missing(
+    used_before: bool,
+) -> None:
     for found in run_ranks(2, _after_destruction, used_before, timeout=20, group_timeout=5):
         assert list(found) == list(AFTER_DESTRUCTION)
         assert found["another one"]
@@ -1649,7 +2098,9 @@ def _loads_while_gradients_wait() -> None:
                 with model.no_sync():
                     a_loss(model).backward()
                 own = model.state_dict()
-                model.load_state_dict(moved if kind is FULL else own)  # a sharded one is the model itself: views
+                model.load_state_dict(
+                    moved if kind is FULL else own
+                )  # a sharded one is the model itself: views
                 if kind is SHARDED:
                     model.load_state_dict(moved)
             a_loss(model).backward()
@@ -1723,7 +2174,11 @@ def _freezes_in_forward() -> list[str]:
         try:
             for _ in range(3):
                 step(model)
-            results.append("followed" if torch.equal(before, state_of(model)["layers.1.weight"]) else "trained in spite of it")
+            results.append(
+                "followed"
+                if torch.equal(before, state_of(model)["layers.1.weight"])
+                else "trained in spite of it"
+            )
         except StateError as error:
             results.append(" ".join(fact for fact in FACTS if fact in str(error)))
         dist.barrier()

@@ -1,4 +1,5 @@
-"""However units are called: twice, partly, in turns with evaluation, from several models, with nested or modified tensors."""
+"""However units are called: twice, partly, in turns with evaluation, from several models, with
+nested or modified tensors."""
 
 from __future__ import annotations
 
@@ -69,7 +70,13 @@ def test_a_unit_may_use_other_parameters_in_each_call(use_orig_params: bool) -> 
 
 @both_forms
 def test_a_unit_may_call_itself(use_orig_params: bool) -> None:
-    run_ranks(2, trains, partial(chain, Recursive, Block), (Recursive, Block), use_orig_params=use_orig_params)
+    run_ranks(
+        2,
+        trains,
+        partial(chain, Recursive, Block),
+        (Recursive, Block),
+        use_orig_params=use_orig_params,
+    )
 
 
 def _two_forwards_one_backward(m: nn.Module, x: Tensor, turn: Turn) -> Tensor:
@@ -92,8 +99,12 @@ def _two_backwards_over_one_graph(m: nn.Module, x: Tensor, turn: Turn) -> Tensor
 
 
 @both_strategies
-@pytest.mark.parametrize("step", [_two_forwards_one_backward, _two_forwards_two_backwards, _two_backwards_over_one_graph])
-def test_forwards_and_backwards_need_not_come_in_pairs(step: Any, strategy: ShardingStrategy) -> None:
+@pytest.mark.parametrize(
+    "step", [_two_forwards_one_backward, _two_forwards_two_backwards, _two_backwards_over_one_graph]
+)
+def test_forwards_and_backwards_need_not_come_in_pairs(
+    step: Any, strategy: ShardingStrategy
+) -> None:
     run_ranks(2, trains, Stack, step=step, sharding_strategy=strategy)
 
 
@@ -114,8 +125,12 @@ def _through_outputs_in_turn(m: nn.Module, x: Tensor, turn: Turn) -> Tensor:
 @both_forms
 @both_strategies
 @pytest.mark.parametrize("step", [_through_one_output, _through_outputs_in_turn])
-def test_backward_may_take_outputs_one_by_one(step: Any, strategy: ShardingStrategy, use_orig_params: bool) -> None:
-    run_ranks(2, trains, TwoHeads, step=step, sharding_strategy=strategy, use_orig_params=use_orig_params)
+def test_backward_may_take_outputs_one_by_one(
+    step: Any, strategy: ShardingStrategy, use_orig_params: bool
+) -> None:
+    run_ranks(
+        2, trains, TwoHeads, step=step, sharding_strategy=strategy, use_orig_params=use_orig_params
+    )
 
 
 # -- what goes in and comes out
@@ -127,7 +142,14 @@ def _square_of_a_nested_output(m: nn.Module, x: Tensor, turn: Turn) -> Tensor:
 
 @both_forms
 def test_tensors_are_found_in_nested_inputs_and_outputs(use_orig_params: bool) -> None:
-    run_ranks(2, trains, NestedChain, (NestedIO,), step=_square_of_a_nested_output, use_orig_params=use_orig_params)
+    run_ranks(
+        2,
+        trains,
+        NestedChain,
+        (NestedIO,),
+        step=_square_of_a_nested_output,
+        use_orig_params=use_orig_params,
+    )
 
 
 @both_forms
@@ -140,7 +162,9 @@ def test_tensors_are_found_in_nested_inputs_and_outputs(use_orig_params: bool) -
     ],
     ids=["input", "output", "activation"],
 )
-def test_tensors_may_be_modified_in_place(build: Any, unit: type[nn.Module], use_orig_params: bool) -> None:
+def test_tensors_may_be_modified_in_place(
+    build: Any, unit: type[nn.Module], use_orig_params: bool
+) -> None:
     run_ranks(2, trains, build, (unit,), use_orig_params=use_orig_params)
 
 
@@ -161,7 +185,9 @@ def _evaluates_between(mode: str, m: nn.Module, x: Tensor, turn: Turn) -> Tensor
 
 @both_strategies
 @pytest.mark.parametrize("mode", CONTEXTS)
-def test_evaluation_may_come_between_forward_and_backward(mode: str, strategy: ShardingStrategy) -> None:
+def test_evaluation_may_come_between_forward_and_backward(
+    mode: str, strategy: ShardingStrategy
+) -> None:
     run_ranks(2, trains, Stack, step=partial(_evaluates_between, mode), sharding_strategy=strategy)
 
 
@@ -178,8 +204,15 @@ def _changes_weights_after_a_forward(**options: Any) -> None:
 
 @both_forms
 @both_strategies
-def test_weights_changed_after_a_forward_without_backward_are_seen(strategy: ShardingStrategy, use_orig_params: bool) -> None:
-    run_ranks(2, _changes_weights_after_a_forward, sharding_strategy=strategy, use_orig_params=use_orig_params)
+def test_weights_changed_after_a_forward_without_backward_are_seen(
+    strategy: ShardingStrategy, use_orig_params: bool
+) -> None:
+    run_ranks(
+        2,
+        _changes_weights_after_a_forward,
+        sharding_strategy=strategy,
+        use_orig_params=use_orig_params,
+    )
 
 
 def _evaluates_after_each_step(mode: str, **options: Any) -> None:
@@ -195,8 +228,16 @@ def _evaluates_after_each_step(mode: str, **options: Any) -> None:
 @both_forms
 @both_strategies
 @pytest.mark.parametrize("mode", ["no_grad", "inference_mode"])
-def test_evaluation_sees_new_weights_and_leaves_nothing(mode: str, strategy: ShardingStrategy, use_orig_params: bool) -> None:
-    run_ranks(2, _evaluates_after_each_step, mode, sharding_strategy=strategy, use_orig_params=use_orig_params)
+def test_evaluation_sees_new_weights_and_leaves_nothing(
+    mode: str, strategy: ShardingStrategy, use_orig_params: bool
+) -> None:
+    run_ranks(
+        2,
+        _evaluates_after_each_step,
+        mode,
+        sharding_strategy=strategy,
+        use_orig_params=use_orig_params,
+    )
 
 
 def _begins_in_inference_mode(**options: Any) -> None:
@@ -243,8 +284,12 @@ def _trains_two_models_one_behind_the_other(**options: Any) -> None:
 
 
 @both_forms
-@pytest.mark.parametrize("trains", [_trains_two_models_in_one_loss, _trains_two_models_one_behind_the_other])
-def test_one_backward_may_pass_several_models(trains: Callable[..., None], use_orig_params: bool) -> None:
+@pytest.mark.parametrize(
+    "trains", [_trains_two_models_in_one_loss, _trains_two_models_one_behind_the_other]
+)
+def test_one_backward_may_pass_several_models(
+    trains: Callable[..., None], use_orig_params: bool
+) -> None:
     run_ranks(2, trains, use_orig_params=use_orig_params)
 
 

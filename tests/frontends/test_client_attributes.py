@@ -1,4 +1,5 @@
-"""What programs and client libraries read, or set, on an instance of torch's class: ours has it, with the same values."""
+"""What programs and client libraries read, or set, on an instance of torch's class: ours has it,
+with the same values."""
 
 from __future__ import annotations
 
@@ -25,24 +26,49 @@ def _answers() -> None:
     """Names of enum members stand for them, as the two packages have enums of their own."""
     for prefetch in (None, "BACKWARD_PRE", "BACKWARD_POST"):
         for flag in (False, True):
-            options: dict[str, Any] = {"forward_prefetch": flag, "limit_all_gathers": not flag, "use_orig_params": flag}
-            ours = FSDP(Block(), backward_prefetch=prefetch and BackwardPrefetch[prefetch], **options)
-            theirs = TorchFSDP(
-                Block(), backward_prefetch=prefetch and TorchBackwardPrefetch[prefetch], device_id=torch.device("cpu"), **options
+            options: dict[str, Any] = {
+                "forward_prefetch": flag,
+                "limit_all_gathers": not flag,
+                "use_orig_params": flag,
+            }
+            ours = FSDP(
+                Block(), backward_prefetch=prefetch and BackwardPrefetch[prefetch], **options
             )
-            for name in ("forward_prefetch", "limit_all_gathers", "rank", "world_size", "compute_device", "process_group"):
+            theirs = TorchFSDP(
+                Block(),
+                backward_prefetch=prefetch and TorchBackwardPrefetch[prefetch],
+                device_id=torch.device("cpu"),
+                **options,
+            )
+            for name in (
+                "forward_prefetch",
+                "limit_all_gathers",
+                "rank",
+                "world_size",
+                "compute_device",
+                "process_group",
+            ):
                 assert getattr(ours, name) == getattr(theirs, name), name
             for name in ("backward_prefetch", "training_state", "sharding_strategy"):
-                assert getattr(getattr(ours, name), "name", None) == getattr(getattr(theirs, name), "name", None), name
-            assert ours.cpu_offload == CPUOffload(False) and FSDP(Block(), cpu_offload=CPUOffload(True)).cpu_offload.offload_params
+                assert getattr(getattr(ours, name), "name", None) == getattr(
+                    getattr(theirs, name), "name", None
+                ), name
+            assert (
+                ours.cpu_offload == CPUOffload(False)
+                and FSDP(Block(), cpu_offload=CPUOffload(True)).cpu_offload.offload_params
+            )
             assert [p.dim() for p in ours.params] == [p.dim() for p in theirs.params] == [1]
             assert ours._has_params and not FSDP(nn.Sequential(FSDP(Block())))._has_params
             for model in (ours, theirs):
                 assert all(m._is_fsdp_managed_module for m in model.module.modules())
                 assert all(p._fsdp_flattened for p in model.parameters())
                 assert model._flat_param is model._handle.flat_param
-                assert list(map(clean, model._flat_param._fqns)) == [name for name, _ in Block().named_parameters()]
-                assert model._handle._offload_params is False and model._handle.uses_sharded_strategy
+                assert list(map(clean, model._flat_param._fqns)) == [
+                    name for name, _ in Block().named_parameters()
+                ]
+                assert (
+                    model._handle._offload_params is False and model._handle.uses_sharded_strategy
+                )
     with FSDP.summon_full_params(ours):
         assert ours.training_state.name == "SUMMON_FULL_PARAMS"
     seen = []
@@ -65,7 +91,9 @@ def _sets(use_orig_params: bool) -> None:
     pair.step(one_backward)
     model = pair.model
     model._is_root = None
-    model._exec_order_data._forward_prefetch_limit = model._exec_order_data._backward_prefetch_limit = 3
+    model._exec_order_data._forward_prefetch_limit = (
+        model._exec_order_data._backward_prefetch_limit
+    ) = 3
     assert model._is_root and model._exec_order_data._forward_prefetch_limit == 3
     FSDP._lazy_init(model, model)
     assert FSDP._root_pre_forward(model, model, [1], {"a": 2}) == ([1], {"a": 2})
@@ -82,12 +110,17 @@ def _moves_shards_as_verl(use_orig_params: bool) -> None:
     pair = make_pair(lambda: Stack(2), use_orig_params=use_orig_params)
     pair.step(one_backward)
     handles = pair.model._all_handles
-    assert len(handles) == 3 and all(a is b for a, b in zip(handles, pair.model._all_handles, strict=True))
+    assert len(handles) == 3 and all(
+        a is b for a, b in zip(handles, pair.model._all_handles, strict=True)
+    )
     for _ in range(2):
         for handle in handles:
             flat = handle.flat_param
             assert flat is handle.flat_param and flat.requires_grad
-            assert flat.data.data_ptr() == flat._local_shard.data_ptr() and flat.data.size() == flat._local_shard.size()
+            assert (
+                flat.data.data_ptr() == flat._local_shard.data_ptr()
+                and flat.data.size() == flat._local_shard.size()
+            )
             first, second = flat.data, flat._local_shard
             assert first is not second
             handle.flat_param_to(torch.device("cpu"), non_blocking=True)
@@ -145,11 +178,19 @@ def _upcasts(use_orig_params: bool) -> None:
     frozen = use_orig_params
     for module in (inner, plain):
         module.head.weight.requires_grad_(not frozen)
-    model = FSDP(inner, auto_wrap_policy=ModuleWrapPolicy({Block}), use_orig_params=use_orig_params, mixed_precision=precision)
+    model = FSDP(
+        inner,
+        auto_wrap_policy=ModuleWrapPolicy({Block}),
+        use_orig_params=use_orig_params,
+        mixed_precision=precision,
+    )
     optims = [torch.optim.SGD(m.parameters(), 0.1, momentum=0.9) for m in (model, plain)]
     upcast(model, FSDP)
     assert {p.dtype for p in model.parameters()} == {torch.float32}, "of a unit, all shards"
-    assert all(handle._orig_param_dtype == handle.flat_param.dtype == torch.float32 for handle in model._all_handles)
+    assert all(
+        handle._orig_param_dtype == handle.flat_param.dtype == torch.float32
+        for handle in model._all_handles
+    )
     x = torch.randn(4, DIM, generator=torch.Generator().manual_seed(2))
     for _ in range(2):
         for module, optim in zip((model, plain), optims, strict=True):

@@ -1,4 +1,5 @@
-"""Clipping by the norm of all gradients gives DDP's number and DDP's gradients, through our method and through torch's function."""
+"""Clipping by the norm of all gradients gives DDP's number and DDP's gradients, through our method
+and through torch's function."""
 
 from __future__ import annotations
 
@@ -77,7 +78,10 @@ class Sum(nn.Module):
 
     def __init__(self, *units: Callable[[], nn.Module]) -> None:
         super().__init__()
-        self.units, self.own = nn.ModuleList(make() for make in units), nn.Parameter(torch.tensor([1.0, 1.0]))
+        self.units, self.own = (
+            nn.ModuleList(make() for make in units),
+            nn.Parameter(torch.tensor([1.0, 1.0])),
+        )
 
     def forward(self, x: float) -> Tensor:
         return self.own.double().sum() * x + sum(unit(x) for unit in self.units)
@@ -115,7 +119,11 @@ class Pair:
     """DDP and the sharded model, both after one backward on the same data. Collective."""
 
     def __init__(
-        self, build: Callable[[], nn.Module], units: set[type[nn.Module]], batch: Callable[[], Any], **options: Any
+        self,
+        build: Callable[[], nn.Module],
+        units: set[type[nn.Module]],
+        batch: Callable[[], Any],
+        **options: Any,
     ) -> None:
         torch.manual_seed(0)
         self.ddp = DDP(build(), find_unused_parameters=True)
@@ -128,12 +136,15 @@ class Pair:
         self._whole = {
             name: p.grad for name, p in named if p.grad is not None and p.grad.numel()
         }  # torch has no inf norm of nothing
-        self._sharded = [(p, None if p.grad is None else p.grad.clone()) for p in self.model.parameters()]
+        self._sharded = [
+            (p, None if p.grad is None else p.grad.clone()) for p in self.model.parameters()
+        ]
 
     def expected(
         self, norm_type: float, only: Callable[[str], bool] = lambda name: True
     ) -> tuple[Tensor, dict[str, Tensor], float]:
-        """DDP's gradients in float64, clipped to 0.3 of their norm by torch: the norm, the gradients, the maximum."""
+        """DDP's gradients in float64, clipped to 0.3 of their norm by torch: the norm, the
+        gradients, the maximum."""
         copies = {name: grad.to(torch.float64, copy=True) for name, grad in self._whole.items()}
         clipped = [_with_grad(grad) for name, grad in copies.items() if only(name)]
         norm = get_total_norm([grad for name, grad in copies.items() if only(name)], norm_type)
@@ -157,7 +168,10 @@ class Pair:
     def gradients(self) -> dict[str, Tensor | None]:
         """Collective."""
         with FSDP.summon_full_params(self.model, writeback=False, with_grads=True):
-            return {name: None if p.grad is None else p.grad.clone() for name, p in self.model.named_parameters()}
+            return {
+                name: None if p.grad is None else p.grad.clone()
+                for name, p in self.model.named_parameters()
+            }
 
 
 def _with_grad(grad: Tensor) -> nn.Parameter:
@@ -171,17 +185,26 @@ def _assert_close(got: Tensor, expected: Tensor, what: str) -> None:
     """Equal but for rounding, at the largest element: ranks add up in another order than DDP."""
     rtol = max(RTOL, torch.finfo(got.dtype).eps)
     atol = rtol * expected.abs().max().item()
-    torch.testing.assert_close(got.detach().double(), expected.double(), rtol=0, atol=atol, msg=lambda m: f"{what}: {m}")
+    torch.testing.assert_close(
+        got.detach().double(), expected.double(), rtol=0, atol=atol, msg=lambda m: f"{what}: {m}"
+    )
 
 
 def _clip(model: FSDP, by_torch: bool, max_norm: float, norm_type: float) -> Tensor:
-    return clip_grad_norm_(model.parameters(), max_norm, norm_type) if by_torch else model.clip_grad_norm_(max_norm, norm_type)
+    return (
+        clip_grad_norm_(model.parameters(), max_norm, norm_type)
+        if by_torch
+        else model.clip_grad_norm_(max_norm, norm_type)
+    )
 
 
 def _strategies(*wanted: ShardingStrategy) -> list[tuple[ShardingStrategy, dict[str, Any]]]:
     """(strategy, options for FSDP) for some strategies, default: all. Collective."""
     mesh = init_device_mesh("cpu", MESHES[dist.get_world_size()])
-    options = [{"sharding_strategy": s, "device_mesh": mesh if s in HYBRID else None} for s in wanted or ShardingStrategy]
+    options = [
+        {"sharding_strategy": s, "device_mesh": mesh if s in HYBRID else None}
+        for s in wanted or ShardingStrategy
+    ]
     return [(each["sharding_strategy"], each) for each in options]
 
 
@@ -206,7 +229,10 @@ def _clips_as_ddp(name: str, use_orig_params: bool) -> list[tuple[float, str]]:
         unclipped = pair.gradients()
         for max_norm in (norm.item(), 3 * norm.item(), math.inf):  # now at 0.3
             pair.model.clip_grad_norm_(max_norm, norm_type)
-        assert all(a is b is None or torch.equal(a, b) for a, b in zip(unclipped.values(), pair.gradients().values(), strict=True))
+        assert all(
+            a is b is None or torch.equal(a, b)
+            for a, b in zip(unclipped.values(), pair.gradients().values(), strict=True)
+        )
         pair.model.clip_grad_norm_(0, norm_type)
         assert not any(grad.any() for grad in pair.gradients().values() if grad is not None)
     return found
@@ -221,7 +247,9 @@ def _clips_as_ddp(name: str, use_orig_params: bool) -> list[tuple[float, str]]:
         *(("three dtypes, and nothing", n, n % 2 == 1) for n in (1, 2, 3, 4)),
     ],
 )
-def test_norm_and_clipped_gradients_are_those_of_ddp_for_every_strategy(name: str, num_ranks: int, use_orig_params: bool) -> None:
+def test_norm_and_clipped_gradients_are_those_of_ddp_for_every_strategy(
+    name: str, num_ranks: int, use_orig_params: bool
+) -> None:
     first, *others = run_ranks(num_ranks, _clips_as_ddp, name, use_orig_params)
     assert len(first) == len(ShardingStrategy) * len(NORM_TYPES)
     assert all(found == first for found in others), "the ranks differ in norm or dtype"
@@ -235,7 +263,13 @@ def _chooses(outer: dict[str, Any], module: nn.Module) -> bool | dict[str, Any]:
 def _clips_units_of_several_strategies(by_torch: bool, use_orig_params: bool) -> None:
     for strategy, options in _strategies(NO_SHARD, HYBRID[0]):
         policy = CustomPolicy(partial(_chooses, options))
-        pair = Pair(_partly_frozen, set(), _vectors, use_orig_params=use_orig_params, auto_wrap_policy=policy)
+        pair = Pair(
+            _partly_frozen,
+            set(),
+            _vectors,
+            use_orig_params=use_orig_params,
+            auto_wrap_policy=policy,
+        )
         for norm_type in NORM_TYPES:
             where = f"{strategy.name} inside, norm type {norm_type}"
             norm, clipped, max_norm = pair.expected(norm_type)
@@ -246,7 +280,9 @@ def _clips_units_of_several_strategies(by_torch: bool, use_orig_params: bool) ->
 
 @both_forms
 @both_calls
-def test_units_of_several_strategies_and_meshes_count_once_each(by_torch: bool, use_orig_params: bool) -> None:
+def test_units_of_several_strategies_and_meshes_count_once_each(
+    by_torch: bool, use_orig_params: bool
+) -> None:
     run_ranks(4, _clips_units_of_several_strategies, by_torch, use_orig_params)
 
 
@@ -265,7 +301,12 @@ def _counts_ignored_gradients_once(kind: str, use_orig_params: bool) -> None:
             options["ignored_states"] = [p for child in ignored for p in child.parameters()]
         else:
             options[kind] = ignored
-        model = FSDP(module, auto_wrap_policy=ModuleWrapPolicy({Block}), use_orig_params=use_orig_params, **options)
+        model = FSDP(
+            module,
+            auto_wrap_policy=ModuleWrapPolicy({Block}),
+            use_orig_params=use_orig_params,
+            **options,
+        )
         for norm_type in (1, 2.0, math.inf):
             for m in (ddp, model):
                 m.zero_grad()
@@ -280,7 +321,9 @@ def _counts_ignored_gradients_once(kind: str, use_orig_params: bool) -> None:
 
 
 @both_forms
-@pytest.mark.parametrize("kind", ["ignored_modules", "ignored_states", "parameters", "parameters, by torch"])
+@pytest.mark.parametrize(
+    "kind", ["ignored_modules", "ignored_states", "parameters", "parameters, by torch"]
+)
 def test_gradients_of_ignored_parameters_count_once(kind: str, use_orig_params: bool) -> None:
     run_ranks(2, _counts_ignored_gradients_once, kind, use_orig_params)
 
@@ -305,7 +348,9 @@ def _clips_in_mixed_precision(use_orig_params: bool) -> None:
     """The shards' gradients are float32: what counts is what the optimizer sees."""
     precision = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     policy = ModuleWrapPolicy({Block})
-    model = FSDP(Stack(), auto_wrap_policy=policy, mixed_precision=precision, use_orig_params=use_orig_params)
+    model = FSDP(
+        Stack(), auto_wrap_policy=policy, mixed_precision=precision, use_orig_params=use_orig_params
+    )
     for norm_type in NORM_TYPES:
         model.zero_grad()
         model(_vectors()).float().pow(2).sum().backward()
@@ -321,7 +366,9 @@ def _clips_in_mixed_precision(use_orig_params: bool) -> None:
 
 
 @both_forms
-def test_under_mixed_precision_the_gradients_that_the_optimizer_sees_are_clipped(use_orig_params: bool) -> None:
+def test_under_mixed_precision_the_gradients_that_the_optimizer_sees_are_clipped(
+    use_orig_params: bool,
+) -> None:
     run_ranks(2, _clips_in_mixed_precision, use_orig_params)
 
 
@@ -331,7 +378,16 @@ def test_under_mixed_precision_the_gradients_that_the_optimizer_sees_are_clipped
 @contextlib.contextmanager
 def _counting_collectives(found: collections.Counter[str]) -> Iterator[None]:
     """Count what is asked of any process group, whoever asks."""
-    names = ["allreduce", "allgather", "_allgather_base", "reduce_scatter", "_reduce_scatter_base", "broadcast", "send", "recv"]
+    names = [
+        "allreduce",
+        "allgather",
+        "_allgather_base",
+        "reduce_scatter",
+        "_reduce_scatter_base",
+        "broadcast",
+        "send",
+        "recv",
+    ]
     classes = dist.ProcessGroup, dist.ProcessGroupGloo
     own = {(cls, name): cls.__dict__.get(name) for cls in classes for name in names}
 
@@ -357,7 +413,12 @@ def _counting_collectives(found: collections.Counter[str]) -> Iterator[None]:
 def _sends(use_orig_params: bool) -> dict[str, dict[str, int]]:
     sent = {}
     for strategy, options in _strategies():
-        model = FSDP(Stack(), auto_wrap_policy=ModuleWrapPolicy({Block}), use_orig_params=use_orig_params, **options)
+        model = FSDP(
+            Stack(),
+            auto_wrap_policy=ModuleWrapPolicy({Block}),
+            use_orig_params=use_orig_params,
+            **options,
+        )
         model(_vectors()).pow(2).sum().backward()
         for norm_type in NORM_TYPES:
             found: collections.Counter[str] = collections.Counter()
@@ -368,7 +429,9 @@ def _sends(use_orig_params: bool) -> dict[str, dict[str, int]]:
 
 
 @both_forms
-def test_a_call_sends_one_all_reduce_and_none_where_nothing_is_sharded(use_orig_params: bool) -> None:
+def test_a_call_sends_one_all_reduce_and_none_where_nothing_is_sharded(
+    use_orig_params: bool,
+) -> None:
     one = {"allreduce": 1}
     for sent in run_ranks(4, _sends, use_orig_params):
         names = ("FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2")
@@ -389,7 +452,8 @@ class _Kernels(TorchDispatchMode):
 
 
 def _counts_kernels(use_orig_params: bool) -> list[dict[str, int]]:
-    """Of a model of five units: as backward leaves the gradients; with one replaced; with one dropped."""
+    """Of a model of five units: as backward leaves the gradients; with one replaced; with one
+    dropped."""
     model = FSDP(
         nn.Sequential(*(nn.Linear(5, 5) for _ in range(4)), nn.Linear(5, 5)),
         auto_wrap_policy=CustomPolicy(lambda module: isinstance(module, nn.Linear)),
@@ -409,11 +473,17 @@ def _counts_kernels(use_orig_params: bool) -> list[dict[str, int]]:
 
 def test_a_unit_is_one_norm_and_one_product_however_many_parameters_the_optimizer_sees() -> None:
     for found in run_ranks(2, _counts_kernels, False):
-        assert found == [{"_foreach_norm": 5, "_foreach_mul_": 5}] * 2 + [{"_foreach_norm": 4, "_foreach_mul_": 4}]
+        assert found == [{"_foreach_norm": 5, "_foreach_mul_": 5}] * 2 + [
+            {"_foreach_norm": 4, "_foreach_mul_": 4}
+        ]
     for rank, found in enumerate(run_ranks(2, _counts_kernels, True)):
         assert found[0] == {"_foreach_norm": 5, "_foreach_mul_": 5}
-        # Without its total, the unit has what the rank holds of weight and bias: rank 0 of the weight only.
-        alone = [{"_foreach_norm": 5, "_foreach_mul_": 5}, {"_foreach_norm": 6, "_foreach_mul_": 6}][rank]
+        # Without its total, the unit has what the rank holds of weight and bias: rank 0 of the
+        # weight only.
+        alone = [
+            {"_foreach_norm": 5, "_foreach_mul_": 5},
+            {"_foreach_norm": 6, "_foreach_mul_": 6},
+        ][rank]
         assert found[1] == alone
 
 
@@ -421,13 +491,21 @@ def test_a_unit_is_one_norm_and_one_product_however_many_parameters_the_optimize
 
 
 def _spoils_one_element(use_orig_params: bool) -> dict[str, str]:
-    """Per bad value and rank that has it: what each kind of norm is, and what became of the gradients of this rank."""
+    """Per bad value and rank that has it: what each kind of norm is, and what became of the
+    gradients of this rank."""
     found = {}
     for strategy, options in _strategies(FULL_SHARD, NO_SHARD, HYBRID[0]):
-        model = FSDP(Stack(), auto_wrap_policy=ModuleWrapPolicy({Block}), use_orig_params=use_orig_params, **options)
+        model = FSDP(
+            Stack(),
+            auto_wrap_policy=ModuleWrapPolicy({Block}),
+            use_orig_params=use_orig_params,
+            **options,
+        )
         model(_vectors()).pow(2).sum().backward()
         grads = [(p, p.grad) for p in model.parameters() if p.grad is not None]
-        for bad, culprit, norm_type in itertools.product((math.nan, -math.inf), range(2), NORM_TYPES):
+        for bad, culprit, norm_type in itertools.product(
+            (math.nan, -math.inf), range(2), NORM_TYPES
+        ):
             for p, grad in grads:
                 p.grad = grad.clone()
             if dist.get_rank() == culprit or strategy is not FULL_SHARD:  # copies are equal
@@ -436,12 +514,16 @@ def _spoils_one_element(use_orig_params: bool) -> dict[str, str]:
             values = torch.cat([p.grad.flatten() for p, _ in grads])
             finite = values[values.isfinite()]
             left = "none" if not len(finite) else "zeros" if not finite.any() else "others"
-            found[f"{strategy.name}, {bad} on rank {culprit}, norm type {norm_type}"] = f"{norm}, {left}"
+            found[f"{strategy.name}, {bad} on rank {culprit}, norm type {norm_type}"] = (
+                f"{norm}, {left}"
+            )
     return found
 
 
 @both_forms
-def test_one_bad_element_makes_the_norm_bad_on_every_rank_and_every_gradient_with_it(use_orig_params: bool) -> None:
+def test_one_bad_element_makes_the_norm_bad_on_every_rank_and_every_gradient_with_it(
+    use_orig_params: bool,
+) -> None:
     for found in run_ranks(2, _spoils_one_element, use_orig_params):
         for where, outcome in found.items():
             assert outcome == ("nan, none" if "nan on" in where else "inf, zeros"), where
@@ -450,7 +532,19 @@ def test_one_bad_element_makes_the_norm_bad_on_every_rank_and_every_gradient_wit
 # -- arguments
 
 
-BAD_NORM_TYPES = [0, 0.0, -1, -math.inf, math.nan, "2", "fro", None, 10**400, torch.tensor(2.0), [2.0]]
+BAD_NORM_TYPES = [
+    0,
+    0.0,
+    -1,
+    -math.inf,
+    math.nan,
+    "2",
+    "fro",
+    None,
+    10**400,
+    torch.tensor(2.0),
+    [2.0],
+]
 BAD_MAXIMA = [-1.0, -math.inf, math.nan, "1.0", None, [1.0]]
 
 
@@ -460,19 +554,29 @@ def _refuses() -> list[str]:
         model = FSDP(Stack(), sharding_strategy=strategy)
         model(_vectors()).pow(2).sum().backward()
         before = [p.grad.clone() for p in model.parameters()]
-        for arguments in [*((1.0, bad) for bad in BAD_NORM_TYPES), *((bad, 2.0) for bad in BAD_MAXIMA)]:
+        for arguments in [
+            *((1.0, bad) for bad in BAD_NORM_TYPES),
+            *((bad, 2.0) for bad in BAD_MAXIMA),
+        ]:
             with pytest.raises(UsageError) as caught:
                 model.clip_grad_norm_(*arguments)
             messages.append(str(caught.value))
-            assert all(torch.equal(p.grad, grad) for p, grad in zip(model.parameters(), before, strict=True)), arguments
+            assert all(
+                torch.equal(p.grad, grad)
+                for p, grad in zip(model.parameters(), before, strict=True)
+            ), arguments
         dist.barrier()  # nobody waits for something that was begun
     return messages
 
 
-def test_norm_types_that_are_no_positive_number_and_maxima_that_are_no_number_are_refused_on_every_rank() -> None:
+def test_norm_types_and_maxima_that_are_not_numbers_are_refused_on_every_rank() -> None:
     first, second = run_ranks(2, _refuses, group_timeout=15)
     assert first == second
-    for message, named in zip(first, (["norm_type"] * len(BAD_NORM_TYPES) + ["max_norm"] * len(BAD_MAXIMA)) * 2, strict=True):
+    for message, named in zip(
+        first,
+        (["norm_type"] * len(BAD_NORM_TYPES) + ["max_norm"] * len(BAD_MAXIMA)) * 2,
+        strict=True,
+    ):
         assert named in message
         for fact in ("expected:", "got:", "where:", "to do:"):
             assert f"  {fact}" in message
@@ -484,7 +588,11 @@ def _takes_numbers_in_other_forms() -> None:
     largest = model.clip_grad_norm_(math.inf, math.inf)
     assert torch.equal(model.clip_grad_norm_(math.inf, "inf"), largest)  # torch's docstring has it
     assert torch.equal(model.clip_grad_norm_(max_norm=1, norm_type=float("inf")), largest)
-    _assert_close(model.clip_grad_norm_(max_norm=math.inf, norm_type=math.inf), torch.tensor(1.0), "a maximum of 1")
+    _assert_close(
+        model.clip_grad_norm_(max_norm=math.inf, norm_type=math.inf),
+        torch.tensor(1.0),
+        "a maximum of 1",
+    )
 
 
 def test_the_largest_element_may_be_asked_for_by_name() -> None:
@@ -498,7 +606,16 @@ def _clips_by_torch(name: str, use_orig_params: bool) -> list[float]:
     found = []
     for strategy, options in _strategies():
         pair = Pair(*MODELS[name], use_orig_params=use_orig_params, **options)
-        calls = (1, None), (2.0, True), (3, None), (0.5, False), (math.inf, None), (math.inf, False), (math.inf, True), (2.0, None)
+        calls = (
+            (1, None),
+            (2.0, True),
+            (3, None),
+            (0.5, False),
+            (math.inf, None),
+            (math.inf, False),
+            (math.inf, True),
+            (2.0, None),
+        )
         for norm_type, foreach in calls:
             where = f"{strategy.name}, norm type {norm_type}, foreach={foreach}"
             norm, clipped, max_norm = pair.expected(norm_type)
@@ -509,8 +626,13 @@ def _clips_by_torch(name: str, use_orig_params: bool) -> list[float]:
                 pair.assert_gradients(clipped, where)
             found.append(got.item())
         clipped = pair.gradients()
-        clip_grad_norm_(pair.model.parameters(), norm.item(), norm_type=norm_type, error_if_nonfinite=True)
-        assert all(a is b is None or torch.equal(a, b) for a, b in zip(clipped.values(), pair.gradients().values(), strict=True))
+        clip_grad_norm_(
+            pair.model.parameters(), norm.item(), norm_type=norm_type, error_if_nonfinite=True
+        )
+        assert all(
+            a is b is None or torch.equal(a, b)
+            for a, b in zip(clipped.values(), pair.gradients().values(), strict=True)
+        )
     return found
 
 
@@ -523,7 +645,9 @@ def _clips_by_torch(name: str, use_orig_params: bool) -> list[float]:
         ("fewer elements than ranks", 3, True),
     ],
 )
-def test_torchs_function_gives_the_norm_and_the_gradients_of_ddp(name: str, num_ranks: int, use_orig_params: bool) -> None:
+def test_torchs_function_gives_the_norm_and_the_gradients_of_ddp(
+    name: str, num_ranks: int, use_orig_params: bool
+) -> None:
     first, *others = run_ranks(num_ranks, _clips_by_torch, name, use_orig_params)
     assert all(found == first for found in others), "the ranks differ"
 
@@ -532,8 +656,14 @@ def _clips_a_part(use_orig_params: bool) -> None:
     for strategy, options in _strategies(FULL_SHARD, HYBRID[0]):
         pair = Pair(*MODELS["blocks"], use_orig_params=use_orig_params, **options)
         parts: dict[str, tuple[list[nn.Parameter], Callable[[str], bool]]] = {
-            "a unit": (list(pair.model.blocks[1].parameters()), lambda name: name.startswith("blocks.1.")),
-            "two units": (list(pair.model.blocks[:2].parameters()), lambda name: name.startswith(("blocks.0.", "blocks.1."))),
+            "a unit": (
+                list(pair.model.blocks[1].parameters()),
+                lambda name: name.startswith("blocks.1."),
+            ),
+            "two units": (
+                list(pair.model.blocks[:2].parameters()),
+                lambda name: name.startswith(("blocks.0.", "blocks.1.")),
+            ),
         }
         path = ""
         if use_orig_params:
@@ -555,7 +685,9 @@ def _clips_a_part(use_orig_params: bool) -> None:
 
 
 @both_forms
-def test_torchs_function_clips_a_part_of_the_parameters_by_the_norm_of_that_part(use_orig_params: bool) -> None:
+def test_torchs_function_clips_a_part_of_the_parameters_by_the_norm_of_that_part(
+    use_orig_params: bool,
+) -> None:
     run_ranks(2, _clips_a_part, use_orig_params)
 
 
@@ -570,12 +702,19 @@ def _clips_beside_a_plain_module(use_orig_params: bool) -> None:
     for strategy, options in _strategies(FULL_SHARD, NO_SHARD, HYBRID[0]):
         pair = Pair(*MODELS["blocks"], use_orig_params=use_orig_params, **options)
         foreachs = itertools.cycle((None, False, True))
-        for norm_type, plain_first, foreach in zip(NORM_TYPES, itertools.cycle((False, True)), foreachs, strict=False):
-            where = f"{strategy.name}, norm type {norm_type}, plain first: {plain_first}, foreach={foreach}"
+        for norm_type, plain_first, foreach in zip(
+            NORM_TYPES, itertools.cycle((False, True)), foreachs, strict=False
+        ):
+            where = (
+                f"{strategy.name}, norm type {norm_type}, plain first: {plain_first}, "
+                f"foreach={foreach}"
+            )
             plain, reference = _plain(), _plain()
             _, wanted, _ = pair.expected(norm_type, only=lambda name: False)
             beside = [p.grad.double() for p in reference.parameters()]
-            norm = clip_grad_norm_([_with_grad(grad) for grad in (*wanted.values(), *beside)], 0.5, norm_type)
+            norm = clip_grad_norm_(
+                [_with_grad(grad) for grad in (*wanted.values(), *beside)], 0.5, norm_type
+            )
             pair.restore()
             both = [plain, pair.model] if plain_first else [pair.model, plain]
             parameters = [p for model in both for p in model.parameters()]
@@ -586,7 +725,9 @@ def _clips_beside_a_plain_module(use_orig_params: bool) -> None:
 
 
 @both_forms
-def test_torchs_function_counts_the_gradients_of_a_plain_module_beside_once(use_orig_params: bool) -> None:
+def test_torchs_function_counts_the_gradients_of_a_plain_module_beside_once(
+    use_orig_params: bool,
+) -> None:
     run_ranks(2, _clips_beside_a_plain_module, use_orig_params)
 
 
@@ -599,7 +740,9 @@ def _clips_two_roots(use_orig_params: bool) -> None:
         both[index](_the_same_vectors()).pow(2).sum().backward()
     for norm_type in NORM_TYPES:
         norm = clip_grad_norm_(reference.parameters(), 0.5, norm_type)
-        _assert_close(clip_grad_norm_(both.parameters(), 0.5, norm_type), norm, f"norm type {norm_type}")
+        _assert_close(
+            clip_grad_norm_(both.parameters(), 0.5, norm_type), norm, f"norm type {norm_type}"
+        )
         with FSDP.summon_full_params(both, writeback=False, with_grads=True):
             for p, wanted in zip(both.parameters(), reference.parameters(), strict=True):
                 torch.testing.assert_close(p.grad, wanted.grad, rtol=1e-5, atol=1e-8)
@@ -616,7 +759,9 @@ def _clips_in_two_calls(use_orig_params: bool) -> None:
         for norm_type in (2.0, math.inf):
             norm, clipped, max_norm = pair.expected(norm_type)
             pair.restore()
-            got = get_total_norm([p.grad for p in pair.model.parameters() if p.grad is not None], norm_type)
+            got = get_total_norm(
+                [p.grad for p in pair.model.parameters() if p.grad is not None], norm_type
+            )
             _assert_close(got, norm, f"{strategy.name}, norm type {norm_type}")
             clip_grads_with_norm_(pair.model.parameters(), max_norm, got)
             pair.assert_gradients(clipped, f"{strategy.name}, norm type {norm_type}")
@@ -633,14 +778,18 @@ def _refuses_what_is_not_finite(use_orig_params: bool) -> list[str]:
     model = FSDP(Stack(), use_orig_params=use_orig_params)
     model(_vectors()).pow(2).sum().backward()
     grads = [(p, p.grad) for p in model.parameters() if p.grad is not None]
-    for bad, norm_type, foreach in itertools.product((math.nan, math.inf), NORM_TYPES, (None, False, True)):
+    for bad, norm_type, foreach in itertools.product(
+        (math.nan, math.inf), NORM_TYPES, (None, False, True)
+    ):
         for p, grad in grads:
             p.grad = grad.clone()
         if dist.get_rank() == 1:
             next(p for p, grad in grads if grad.numel()).grad[(0,)] = bad
         before = [p.grad.clone() for p, _ in grads]
         with pytest.raises(RuntimeError, match="non-finite") as caught:
-            clip_grad_norm_(model.parameters(), 1.0, norm_type, error_if_nonfinite=True, foreach=foreach)
+            clip_grad_norm_(
+                model.parameters(), 1.0, norm_type, error_if_nonfinite=True, foreach=foreach
+            )
         for (p, _), grad in zip(grads, before, strict=True):
             assert torch.equal(p.grad.nan_to_num(), grad.nan_to_num())
         messages.append(str(caught.value))
@@ -650,14 +799,18 @@ def _refuses_what_is_not_finite(use_orig_params: bool) -> list[str]:
 
 
 @both_forms
-def test_torchs_function_finds_on_every_rank_what_is_not_finite_on_one(use_orig_params: bool) -> None:
+def test_torchs_function_finds_on_every_rank_what_is_not_finite_on_one(
+    use_orig_params: bool,
+) -> None:
     first, second = run_ranks(2, _refuses_what_is_not_finite, use_orig_params, group_timeout=20)
     assert first == second
 
 
 def _by_definition(grads: Sequence[Tensor], max_norm: float, norm_type: float) -> Tensor:
     """As torch's documentation has it, in its order of operations."""
-    norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(grad, norm_type) for grad in grads]), norm_type)
+    norm = torch.linalg.vector_norm(
+        torch.stack([torch.linalg.vector_norm(grad, norm_type) for grad in grads]), norm_type
+    )
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     for grad in grads:
         grad.mul_(factor)
@@ -674,8 +827,13 @@ def _clips_a_plain_module_on_one_rank() -> None:
                 plain, reference = _plain(), _plain()
                 norm = clip_grad_norm_(plain.parameters(), 0.5, norm_type, foreach=foreach)
                 assert type(norm) is Tensor
-                assert torch.equal(norm, _by_definition([p.grad for p in reference.parameters()], 0.5, norm_type))
-                assert all(torch.equal(p.grad, q.grad) for p, q in zip(plain.parameters(), reference.parameters(), strict=True))
+                assert torch.equal(
+                    norm, _by_definition([p.grad for p in reference.parameters()], 0.5, norm_type)
+                )
+                assert all(
+                    torch.equal(p.grad, q.grad)
+                    for p, q in zip(plain.parameters(), reference.parameters(), strict=True)
+                )
     assert not found
     dist.barrier()
 
@@ -687,7 +845,9 @@ def test_a_plain_module_beside_a_sharded_one_is_clipped_bit_for_bit_as_ever_and_
 # -- gradients that a rank has no part of, and the dtype of the norm
 
 
-def _seen_when_clipping(library: Any, dtype: torch.dtype, precision: dict[str, Any], **options: Any) -> dict[str, Any]:
+def _seen_when_clipping(
+    library: Any, dtype: torch.dtype, precision: dict[str, Any], **options: Any
+) -> dict[str, Any]:
     """Which parameters have gradients, and the norm with its dtype, of a model of one dtype."""
     torch.manual_seed(0)
     model = library.FullyShardedDataParallel(
@@ -704,7 +864,9 @@ def _seen_when_clipping(library: Any, dtype: torch.dtype, precision: dict[str, A
     if not precision.get("keep_low_precision_grads"):
         optimizer.step()
     found["grads"] = [p.grad is not None for p in model.parameters() if p.numel()]
-    found["without a part"] = [(p.grad is None, p in optimizer.state) for p in model.parameters() if not p.numel()]
+    found["without a part"] = [
+        (p.grad is None, p in optimizer.state) for p in model.parameters() if not p.numel()
+    ]
     return found
 
 
@@ -747,7 +909,8 @@ def test_the_norm_has_torchs_dtype_and_what_a_rank_has_no_part_of_has_no_gradien
 
 
 def _clips_what_few_ranks_hold() -> list[float]:
-    """A model of which two of four ranks hold nothing: by our function, by torch's, and of nothing but the bias."""
+    """A model of which two of four ranks hold nothing: by our function, by torch's, and of nothing
+    but the bias."""
     model = FSDP(nn.Linear(3, 1), use_orig_params=True)
     found = []
     for clip, parameters in (

@@ -25,11 +25,25 @@ from fsdp_compat import FullyShardedDataParallel as FSDP
 from fsdp_compat._engine.collectives import Kind
 from fsdp_compat.errors import StateError, UsageError
 from tests.support.models import DIM, Block, Lora, Outer, Stack, Switch, chain
-from tests.support.parity import Turn, assert_close, backward, both_forms, make_pair, one_backward, square, vectors, wide_vectors
+from tests.support.parity import (
+    Turn,
+    assert_close,
+    backward,
+    both_forms,
+    make_pair,
+    one_backward,
+    square,
+    vectors,
+    wide_vectors,
+)
 from tests.support.ranks import run_ranks
 
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
-FULL_SHARD, SHARD_GRAD_OP, NO_SHARD = ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD
+FULL_SHARD, SHARD_GRAD_OP, NO_SHARD = (
+    ShardingStrategy.FULL_SHARD,
+    ShardingStrategy.SHARD_GRAD_OP,
+    ShardingStrategy.NO_SHARD,
+)
 HYBRID, HYBRID_ZERO2 = ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2
 FACTS = ("expected: ", "got:      ", "where:    ", "to do:    ")
 
@@ -80,7 +94,9 @@ def _is_given(strategy: ShardingStrategy, use_orig_params: bool) -> None:
         expected.append((numel,) if ranks == 1 else (ranks * numel, numel))
     assert len(expected) == 4
     assert sorted(hook.calls) == sorted(expected * 3)
-    assert state == list(range(12)), "the state that is handed over is the very one that was registered"
+    assert state == list(range(12)), (
+        "the state that is handed over is the very one that was registered"
+    )
     assert hook.dtypes == {FP32}
     # The wrapped parameters are all in what the hook is given, with padding at most between them.
     whole = sum(call[0] for call in expected)
@@ -90,7 +106,15 @@ def _is_given(strategy: ShardingStrategy, use_orig_params: bool) -> None:
 @both_forms
 @pytest.mark.parametrize(
     ("num_ranks", "strategy"),
-    [(1, FULL_SHARD), (1, NO_SHARD), (2, FULL_SHARD), (2, SHARD_GRAD_OP), (2, NO_SHARD), (3, FULL_SHARD), (3, NO_SHARD)],
+    [
+        (1, FULL_SHARD),
+        (1, NO_SHARD),
+        (2, FULL_SHARD),
+        (2, SHARD_GRAD_OP),
+        (2, NO_SHARD),
+        (3, FULL_SHARD),
+        (3, NO_SHARD),
+    ],
 )
 def test_a_hook_is_called_once_per_unit_and_backward_with_flat_gradients(
     num_ranks: int, strategy: ShardingStrategy, use_orig_params: bool
@@ -127,7 +151,9 @@ def _does_nothing(strategy: ShardingStrategy, use_orig_params: bool) -> None:
 
 @both_forms
 @pytest.mark.parametrize("strategy", [FULL_SHARD, SHARD_GRAD_OP, NO_SHARD])
-def test_what_the_hook_leaves_is_the_gradient(strategy: ShardingStrategy, use_orig_params: bool) -> None:
+def test_what_the_hook_leaves_is_the_gradient(
+    strategy: ShardingStrategy, use_orig_params: bool
+) -> None:
     run_ranks(2, _does_nothing, strategy, use_orig_params)
 
 
@@ -144,7 +170,9 @@ def _keeps_what_it_is_given(strategy: ShardingStrategy) -> None:
     for _ in range(2):
         pair.step(one_backward)
         for tensor, value in kept:
-            assert tensor.untyped_storage().nbytes() >= tensor.nbytes, "the memory of a gradient that the hook keeps was taken away"
+            assert tensor.untyped_storage().nbytes() >= tensor.nbytes, (
+                "the memory of a gradient that the hook keeps was taken away"
+            )
             assert torch.equal(tensor, value)
         kept.clear()
         pair.assert_idle()
@@ -156,7 +184,8 @@ def test_a_hook_may_keep_what_it_is_given(strategy: ShardingStrategy) -> None:
 
 
 def _replaces_data(state: Any, grad: Tensor, output: Tensor | None = None) -> None:
-    """What torch's compressing hooks do: they give the tensors data of another dtype, or other data."""
+    """What torch's compressing hooks do: they give the tensors data of another dtype, or other
+    data."""
     total = grad.double()
     dist.all_reduce(total)
     total /= dist.get_world_size()
@@ -167,7 +196,13 @@ def _replaces_data(state: Any, grad: Tensor, output: Tensor | None = None) -> No
 
 
 def _trains_with(
-    hook: Any, *, step: Any = one_backward, build: Any = Stack, units: Any = (Block,), num_steps: int = 3, **options: Any
+    hook: Any,
+    *,
+    step: Any = one_backward,
+    build: Any = Stack,
+    units: Any = (Block,),
+    num_steps: int = 3,
+    **options: Any,
 ) -> None:
     batch = options.pop("batch", vectors)
     pair = make_pair(build, units, **options)
@@ -180,8 +215,12 @@ def _trains_with(
 
 @both_forms
 @pytest.mark.parametrize("strategy", [FULL_SHARD, NO_SHARD])
-def test_a_hook_may_give_its_arguments_other_data(strategy: ShardingStrategy, use_orig_params: bool) -> None:
-    run_ranks(2, _trains_with, _replaces_data, sharding_strategy=strategy, use_orig_params=use_orig_params)
+def test_a_hook_may_give_its_arguments_other_data(
+    strategy: ShardingStrategy, use_orig_params: bool
+) -> None:
+    run_ranks(
+        2, _trains_with, _replaces_data, sharding_strategy=strategy, use_orig_params=use_orig_params
+    )
 
 
 # -- ways to train
@@ -199,9 +238,18 @@ def _pattern(pattern: str, m: nn.Module, x: Tensor, turn: Turn) -> Tensor:
 @both_forms
 @pytest.mark.parametrize("pattern", ["ss", "snns"])
 @pytest.mark.parametrize("strategy", [FULL_SHARD, SHARD_GRAD_OP, NO_SHARD])
-def test_accumulation_with_a_hook_adds_up_all_gradients(strategy: ShardingStrategy, pattern: str, use_orig_params: bool) -> None:
+def test_accumulation_with_a_hook_adds_up_all_gradients(
+    strategy: ShardingStrategy, pattern: str, use_orig_params: bool
+) -> None:
     step = partial(_pattern, pattern)
-    run_ranks(2, _trains_with, Averages, step=step, sharding_strategy=strategy, use_orig_params=use_orig_params)
+    run_ranks(
+        2,
+        _trains_with,
+        Averages,
+        step=step,
+        sharding_strategy=strategy,
+        use_orig_params=use_orig_params,
+    )
 
 
 def _no_call_under_no_sync() -> None:
@@ -223,7 +271,9 @@ def test_a_hook_is_not_called_under_no_sync() -> None:
 def _many_ways(use_orig_params: bool) -> None:
     options: dict[str, Any] = {"use_orig_params": use_orig_params}
     _trains_with(Averages, build=partial(Stack, 2, Outer), units=(Outer, Block), **options)
-    _trains_with(Averages, build=partial(chain, Lora, Lora), units=(Lora,), batch=wide_vectors, **options)
+    _trains_with(
+        Averages, build=partial(chain, Lora, Lora), units=(Lora,), batch=wide_vectors, **options
+    )
     _trains_with(Averages, cpu_offload=CPUOffload(offload_params=True), **options)
 
 
@@ -233,20 +283,33 @@ def _uneven(m: nn.Module, x: Tensor, turn: Turn) -> Tensor:
 
 @both_forms
 @pytest.mark.parametrize("num_ranks", [2, 3])
-def test_a_hook_goes_together_with_nested_frozen_and_offloaded_units(num_ranks: int, use_orig_params: bool) -> None:
+def test_a_hook_goes_together_with_nested_frozen_and_offloaded_units(
+    num_ranks: int, use_orig_params: bool
+) -> None:
     run_ranks(num_ranks, _many_ways, use_orig_params)
 
 
 @both_forms
 @pytest.mark.parametrize("num_ranks", [2, 3])
-def test_ranks_that_use_different_units_call_the_hook_in_one_order(num_ranks: int, use_orig_params: bool) -> None:
-    options = {"build": Switch, "step": _uneven, "allow_unused_units": True, "use_orig_params": use_orig_params}
+def test_ranks_that_use_different_units_call_the_hook_in_one_order(
+    num_ranks: int, use_orig_params: bool
+) -> None:
+    options = {
+        "build": Switch,
+        "step": _uneven,
+        "allow_unused_units": True,
+        "use_orig_params": use_orig_params,
+    }
     run_ranks(num_ranks, _trains_with, Averages, timeout=20, **options)
 
 
-def _in_shard_group(strategy: ShardingStrategy, shape: tuple[int, int], use_orig_params: bool) -> list[list[float]]:
+def _in_shard_group(
+    strategy: ShardingStrategy, shape: tuple[int, int], use_orig_params: bool
+) -> list[list[float]]:
     mesh = init_device_mesh("cpu", shape)
-    pair = make_pair(Stack, sharding_strategy=strategy, use_orig_params=use_orig_params, device_mesh=mesh)
+    pair = make_pair(
+        Stack, sharding_strategy=strategy, use_orig_params=use_orig_params, device_mesh=mesh
+    )
     assert pair.model.process_group.size() == shape[1]
     hook = Averages(pair.model.process_group)
     pair.model.register_comm_hook([], hook)
@@ -269,11 +332,21 @@ def test_in_a_hybrid_mesh_the_hook_reduces_shards_and_replicas_are_averaged_afte
 # -- dtypes
 
 
-def _is_given_in_the_dtype_of_the_reduction(strategy: ShardingStrategy, use_orig_params: bool) -> None:
-    for param_dtype, reduce_dtype, keep in itertools.product((None, BF16), (None, BF16, FP16, FP32), (False, True)):
-        precision = MixedPrecision(param_dtype=param_dtype, reduce_dtype=reduce_dtype, keep_low_precision_grads=keep)
+def _is_given_in_the_dtype_of_the_reduction(
+    strategy: ShardingStrategy, use_orig_params: bool
+) -> None:
+    for param_dtype, reduce_dtype, keep in itertools.product(
+        (None, BF16), (None, BF16, FP16, FP32), (False, True)
+    ):
+        precision = MixedPrecision(
+            param_dtype=param_dtype, reduce_dtype=reduce_dtype, keep_low_precision_grads=keep
+        )
         travels = reduce_dtype or param_dtype or FP32
-        options = {"sharding_strategy": strategy, "use_orig_params": use_orig_params, "mixed_precision": precision}
+        options = {
+            "sharding_strategy": strategy,
+            "use_orig_params": use_orig_params,
+            "mixed_precision": precision,
+        }
         hooked, plain = make_pair(Stack, **options).model, make_pair(Stack, **options).model
         hook = Averages()
         hooked.register_comm_hook([], hook)
@@ -282,16 +355,27 @@ def _is_given_in_the_dtype_of_the_reduction(strategy: ShardingStrategy, use_orig
             for model in (hooked, plain):
                 square(model, x).backward()
         assert hook.dtypes == {travels}
-        pairs = [(p, q) for p, q in zip(hooked.parameters(), plain.parameters(), strict=True) if p.numel()]
+        pairs = [
+            (p, q)
+            for p, q in zip(hooked.parameters(), plain.parameters(), strict=True)
+            if p.numel()
+        ]
         assert {p.grad.dtype for p, _ in pairs} == {travels if keep else FP32}
         for p, q in pairs:
             eps = torch.finfo(travels).eps if travels is not FP32 else 1e-5
-            assert torch.allclose(p.grad.float(), q.grad.float(), rtol=2 * eps, atol=1e-4 if travels is not FP32 else 1e-6)
+            assert torch.allclose(
+                p.grad.float(),
+                q.grad.float(),
+                rtol=2 * eps,
+                atol=1e-4 if travels is not FP32 else 1e-6,
+            )
 
 
 @both_forms
 @pytest.mark.parametrize("strategy", [FULL_SHARD, NO_SHARD])
-def test_a_hook_is_given_gradients_in_the_dtype_of_the_reduction(strategy: ShardingStrategy, use_orig_params: bool) -> None:
+def test_a_hook_is_given_gradients_in_the_dtype_of_the_reduction(
+    strategy: ShardingStrategy, use_orig_params: bool
+) -> None:
     run_ranks(2, _is_given_in_the_dtype_of_the_reduction, strategy, use_orig_params)
 
 
@@ -313,7 +397,9 @@ class GradientIs(nn.Module):
 
 
 def _undivided(strategy: ShardingStrategy) -> list[float]:
-    model = FSDP(GradientIs(), sharding_strategy=strategy, mixed_precision=MixedPrecision(reduce_dtype=FP16))
+    model = FSDP(
+        GradientIs(), sharding_strategy=strategy, mixed_precision=MixedPrecision(reduce_dtype=FP16)
+    )
     model(torch.ones(8)).backward()  # without the hook gradients are divided on their way in
     model.zero_grad()
     state: list[float] = []
@@ -334,7 +420,8 @@ def test_with_a_hook_nothing_is_divided_before(strategy: ShardingStrategy) -> No
 
 @contextlib.contextmanager
 def _without_streams() -> Iterator[None]:
-    """Torch's compressing hooks tell the allocator of the stream they run on, which the CPU does not take."""
+    """Torch's compressing hooks tell the allocator of the stream they run on, which the CPU does
+    not take."""
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch deprecates NO_SHARD
         patch.setattr(Tensor, "record_stream", lambda tensor, stream: None)
@@ -356,7 +443,9 @@ def _trains_with_torchs(
     )
     kind = default_hooks.LowPrecisionState if "compress" in name else default_hooks.DefaultState
     if name != "none":
-        model.register_comm_hook(kind(model.process_group), getattr(default_hooks, _name_of(name, strategy)))
+        model.register_comm_hook(
+            kind(model.process_group), getattr(default_hooks, _name_of(name, strategy))
+        )
     optim = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
     generator = torch.Generator().manual_seed(1 + dist.get_rank())
     seen = []
@@ -373,20 +462,26 @@ def _trains_with_torchs(
 
 
 def _name_of(name: str, strategy: str) -> str:
-    return {"default": "allreduce_hook" if strategy == "NO_SHARD" or dist.get_world_size() == 1 else "reduce_scatter_hook"}.get(
-        name, name
-    )
+    return {
+        "default": "allreduce_hook"
+        if strategy == "NO_SHARD" or dist.get_world_size() == 1
+        else "reduce_scatter_hook"
+    }.get(name, name)
 
 
 def _hooks_against_torch(cases: list[tuple[Any, ...]]) -> list[str]:
     found = []
     with _without_streams():
         for case in cases:
-            theirs, ours = (_trains_with_torchs(library, *case) for library in (torch_fsdp, fsdp_compat))
+            theirs, ours = (
+                _trains_with_torchs(library, *case) for library in (torch_fsdp, fsdp_compat)
+            )
             for index, (wanted, got) in enumerate(zip(theirs, ours, strict=True)):
                 assert torch.isfinite(wanted).all()
                 if not torch.equal(got, wanted):
-                    found.append(f"{case}: value {index} differs by {(got - wanted).abs().max():.1e}")
+                    found.append(
+                        f"{case}: value {index} differs by {(got - wanted).abs().max():.1e}"
+                    )
                     break
     return found
 
@@ -402,15 +497,32 @@ def test_the_hooks_of_torch_give_the_same_bits_as_with_torch(use_orig_params: bo
         ("default", strategy, {"param_dtype": BF16, "reduce_dtype": FP32}, use_orig_params, "sss")
         for strategy in ("FULL_SHARD", "NO_SHARD")
     ]
-    cases += [("bf16_compress_hook", "FULL_SHARD", {"param_dtype": FP16, "reduce_dtype": FP32}, use_orig_params, "sss")]
-    cases += [("default", strategy, {}, use_orig_params, "nsns") for strategy in ("FULL_SHARD", "SHARD_GRAD_OP")]
+    cases += [
+        (
+            "bf16_compress_hook",
+            "FULL_SHARD",
+            {"param_dtype": FP16, "reduce_dtype": FP32},
+            use_orig_params,
+            "sss",
+        )
+    ]
+    cases += [
+        ("default", strategy, {}, use_orig_params, "nsns")
+        for strategy in ("FULL_SHARD", "SHARD_GRAD_OP")
+    ]
     assert run_ranks(2, _hooks_against_torch, cases) == [[], []]
 
 
 def _hooks_against_built_in() -> None:
-    for strategy, orig in itertools.product(("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"), (False, True)):
+    for strategy, orig in itertools.product(
+        ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"), (False, True)
+    ):
         expected = _trains_with_torchs(fsdp_compat, "none", strategy, {}, orig, "sns")
-        for name, eps in (("default", 1e-5), ("fp16_compress_hook", 2e-3), ("bf16_compress_hook", 2e-2)):
+        for name, eps in (
+            ("default", 1e-5),
+            ("fp16_compress_hook", 2e-3),
+            ("bf16_compress_hook", 2e-2),
+        ):
             with _without_streams():
                 got = _trains_with_torchs(fsdp_compat, name, strategy, {}, orig, "sns")
             for wanted, value in zip(expected, got, strict=True):
@@ -441,9 +553,16 @@ def _errors() -> None:
         return make_pair(Stack).model
 
     one = model()
-    _is_refused(lambda: one.blocks[0].register_comm_hook(None, _nothing), AssertionError, StateError, "blocks.0")
+    _is_refused(
+        lambda: one.blocks[0].register_comm_hook(None, _nothing),
+        AssertionError,
+        StateError,
+        "blocks.0",
+    )
     for bad in (None, 3, "allreduce"):
-        _is_refused(lambda bad=bad: one.register_comm_hook(None, bad), ValueError, UsageError, repr(bad))
+        _is_refused(
+            lambda bad=bad: one.register_comm_hook(None, bad), ValueError, UsageError, repr(bad)
+        )
     one.register_comm_hook([], Averages())
     _is_refused(lambda: one.register_comm_hook([], _nothing), AssertionError, StateError, "already")
     collecting = model()
@@ -457,14 +576,24 @@ def _errors() -> None:
     within = model()
 
     def in_forward(module: nn.Module, args: Any) -> None:
-        _is_refused(lambda: within.register_comm_hook([], _nothing), RuntimeError, StateError, "register_comm_hook")
+        _is_refused(
+            lambda: within.register_comm_hook([], _nothing),
+            RuntimeError,
+            StateError,
+            "register_comm_hook",
+        )
 
     handle = within.module.stem.register_forward_pre_hook(in_forward)
     loss = square(within, torch.ones(2, DIM))
     handle.remove()
 
     def in_backward(grad: Tensor) -> None:
-        _is_refused(lambda: within.register_comm_hook([], _nothing), RuntimeError, StateError, "register_comm_hook")
+        _is_refused(
+            lambda: within.register_comm_hook([], _nothing),
+            RuntimeError,
+            StateError,
+            "register_comm_hook",
+        )
 
     loss.register_hook(in_backward)
     loss.backward()
@@ -477,12 +606,15 @@ def test_what_cannot_be_registered_is_refused_with_four_facts() -> None:
 
 
 def _becomes_an_inner_one() -> None:
-    """A model with a hook is wrapped once more: a second hook for it is refused, as with torch, and does not take its place."""
+    """A model with a hook is wrapped once more: a second hook for it is refused, as with torch, and
+    does not take its place."""
     inner = FSDP(Block())
     first = Averages()
     inner.register_comm_hook([], first)
     outer = FSDP(nn.Sequential(inner, nn.Linear(DIM, DIM)))
-    _is_refused(lambda: outer.register_comm_hook([], _nothing), AssertionError, StateError, "already")
+    _is_refused(
+        lambda: outer.register_comm_hook([], _nothing), AssertionError, StateError, "already"
+    )
     square(outer, torch.ones(2, DIM)).backward()
     assert len(first.calls) == 1
 
@@ -497,17 +629,29 @@ def test_a_hook_of_a_model_that_became_an_inner_one_is_not_replaced() -> None:
 def _survives_copies() -> None:
     pair = make_pair(Stack)
     pair.model.register_comm_hook(None, _nothing)
-    for name, other in (("deepcopy", copy.deepcopy(pair.model)), ("pickle", pickle.loads(pickle.dumps(pair.model)))):
+    for name, other in (
+        ("deepcopy", copy.deepcopy(pair.model)),
+        ("pickle", pickle.loads(pickle.dumps(pair.model))),
+    ):
         square(other, torch.ones(2, DIM)).backward()
-        sevens = all(torch.equal(grad, torch.full_like(grad, 7.0)) for grad in _whole(other).values())
+        sevens = all(
+            torch.equal(grad, torch.full_like(grad, 7.0)) for grad in _whole(other).values()
+        )
         if sevens:
-            _is_refused(lambda other=other: other.register_comm_hook(None, _nothing), AssertionError, StateError, "already")
+            _is_refused(
+                lambda other=other: other.register_comm_hook(None, _nothing),
+                AssertionError,
+                StateError,
+                "already",
+            )
         else:  # a copy without the hook can be given one
             assert name == "pickle"
             other.zero_grad()
             other.register_comm_hook(None, _nothing)
             square(other, torch.ones(2, DIM)).backward()
-            assert all(torch.equal(grad, torch.full_like(grad, 7.0)) for grad in _whole(other).values())
+            assert all(
+                torch.equal(grad, torch.full_like(grad, 7.0)) for grad in _whole(other).values()
+            )
 
 
 def test_a_copy_of_a_model_has_its_hook_or_can_be_given_one() -> None:
@@ -539,5 +683,7 @@ def _raises(strategy: ShardingStrategy, use_orig_params: bool) -> None:
 
 @both_forms
 @pytest.mark.parametrize("strategy", [FULL_SHARD, SHARD_GRAD_OP, NO_SHARD])
-def test_after_an_exception_in_a_hook_the_next_step_is_a_usual_one(strategy: ShardingStrategy, use_orig_params: bool) -> None:
+def test_after_an_exception_in_a_hook_the_next_step_is_a_usual_one(
+    strategy: ShardingStrategy, use_orig_params: bool
+) -> None:
     run_ranks(2, _raises, strategy, use_orig_params)

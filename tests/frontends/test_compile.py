@@ -1,4 +1,5 @@
-"""torch.compile inside of units, around units and around the model: the results of eager, few recompilations, no breaks from us."""
+"""torch.compile inside of units, around units and around the model: the results of eager, few
+recompilations, no breaks from us."""
 
 from __future__ import annotations
 
@@ -123,7 +124,12 @@ def _compiles_blocks_then_wraps(use_orig_params: bool) -> None:
                 else:
                     block.compile(backend=compiler, fullgraph=True)
             policy = ModuleWrapPolicy({type(inner.blocks[0])})
-            model = FSDP(inner, auto_wrap_policy=policy, sharding_strategy=strategy, use_orig_params=use_orig_params)
+            model = FSDP(
+                inner,
+                auto_wrap_policy=policy,
+                sharding_strategy=strategy,
+                use_orig_params=use_orig_params,
+            )
             assert len(FSDP.fsdp_modules(model)) == 3
             trains(model, model, plain, num_steps)
             # One code for both blocks; with gradients and without. A recompilation each is allowed.
@@ -140,7 +146,9 @@ def _compiles_wrapped_blocks(use_orig_params: bool) -> None:
     """Wrapped first, then the modules inside of the units are compiled."""
     with counted():
         plain, compiler = network(), Backend("aot_eager")
-        model = FSDP(network(), auto_wrap_policy=ModuleWrapPolicy({Block}), use_orig_params=use_orig_params)
+        model = FSDP(
+            network(), auto_wrap_policy=ModuleWrapPolicy({Block}), use_orig_params=use_orig_params
+        )
         for block in model.blocks:
             block.module.compile(backend=compiler, fullgraph=True)
         trains(model, model, plain, 4)
@@ -158,7 +166,11 @@ def _compiles_checkpointed_blocks(use_orig_params: bool) -> None:
         plain, inner, compiler = network(Checkpointed), network(Checkpointed), Backend("aot_eager")
         for block in inner.blocks:
             block.compile(backend=compiler)
-        model = FSDP(inner, auto_wrap_policy=ModuleWrapPolicy({Checkpointed}), use_orig_params=use_orig_params)
+        model = FSDP(
+            inner,
+            auto_wrap_policy=ModuleWrapPolicy({Checkpointed}),
+            use_orig_params=use_orig_params,
+        )
         trains(model, model, plain, 6)
         assert 1 <= compiler.num_graphs <= 4, compiler.num_graphs
 
@@ -174,7 +186,9 @@ def _recomputes_compiled_blocks(use_orig_params: bool) -> None:
         plain, inner, compiler = network(), network(), Backend("aot_eager")
         for block in inner.blocks:
             block.compile(backend=compiler, fullgraph=True)
-        model = FSDP(inner, auto_wrap_policy=ModuleWrapPolicy({Block}), use_orig_params=use_orig_params)
+        model = FSDP(
+            inner, auto_wrap_policy=ModuleWrapPolicy({Block}), use_orig_params=use_orig_params
+        )
         optims = [torch.optim.SGD(m.parameters(), 0.1) for m in (model, plain)]
         for seed in range(4):
             for module, optim in zip((model, plain), optims, strict=True):
@@ -205,7 +219,12 @@ def _compiles_in_low_precision(use_orig_params: bool) -> None:
                     block.compile(backend="aot_eager", fullgraph=True)
             precision = MixedPrecision(param_dtype=torch.bfloat16)
             policy = ModuleWrapPolicy({Block})
-            model = FSDP(inner, auto_wrap_policy=policy, mixed_precision=precision, use_orig_params=use_orig_params)
+            model = FSDP(
+                inner,
+                auto_wrap_policy=policy,
+                mixed_precision=precision,
+                use_orig_params=use_orig_params,
+            )
             for seed in range(3):
                 model(batch(seed)).float().pow(2).mean().backward()
             outputs.append([model(batch(9)), *(p.grad for p in model.parameters() if p.numel())])
@@ -225,7 +244,12 @@ def _compiles_the_wrapped_model(use_orig_params: bool) -> None:
     for how, backend, strategy, num_steps in CASES:
         with about((how, strategy)), counted():
             plain, compiler, policy = network(), Backend(backend), ModuleWrapPolicy({Block})
-            model = FSDP(network(), auto_wrap_policy=policy, sharding_strategy=strategy, use_orig_params=use_orig_params)
+            model = FSDP(
+                network(),
+                auto_wrap_policy=policy,
+                sharding_strategy=strategy,
+                use_orig_params=use_orig_params,
+            )
             called: Any = model
             if how == "torch.compile":
                 called = torch.compile(model, backend=compiler)
@@ -252,7 +276,9 @@ def _compiles_a_train_step(use_orig_params: bool) -> None:
     """What is around the model is compiled: the loss, and the call."""
     with counted():
         plain, compiler = network(), Backend("aot_eager")
-        model = FSDP(network(), auto_wrap_policy=ModuleWrapPolicy({Block}), use_orig_params=use_orig_params)
+        model = FSDP(
+            network(), auto_wrap_policy=ModuleWrapPolicy({Block}), use_orig_params=use_orig_params
+        )
 
         def loss_of(module: nn.Module, x: Tensor) -> Tensor:
             return (module(x * 2).tanh() + 1).pow(2).mean()
@@ -308,5 +334,7 @@ model.state_dict()
 assert "torch._dynamo" not in sys.modules, "imported by a step"
 dist.destroy_process_group()
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 0, done.stderr[-2000:]

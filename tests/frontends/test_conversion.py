@@ -1,4 +1,5 @@
-"""Other dtypes for a wrapped model: before it has run its shards are converted, afterwards there is one error."""
+"""Other dtypes for a wrapped model: before it has run its shards are converted, afterwards there is
+one error."""
 
 from __future__ import annotations
 
@@ -74,38 +75,58 @@ CONVERSIONS: list[tuple[Callable[[nn.Module], nn.Module], torch.dtype]] = [
 
 
 def _converts(use_orig_params: bool) -> None:
-    strategies = [ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD]
+    strategies = [
+        ShardingStrategy.FULL_SHARD,
+        ShardingStrategy.SHARD_GRAD_OP,
+        ShardingStrategy.NO_SHARD,
+    ]
     for index, (convert, dtype) in enumerate(CONVERSIONS):
-        model = wrapped(network(), use_orig_params=use_orig_params, sharding_strategy=strategies[index % 3])
+        model = wrapped(
+            network(), use_orig_params=use_orig_params, sharding_strategy=strategies[index % 3]
+        )
         before = list(model.parameters())
         assert convert(model) is model
-        assert list(map(id, model.parameters())) == list(map(id, before)), "an optimizer made before goes on working"
+        assert list(map(id, model.parameters())) == list(map(id, before)), (
+            "an optimizer made before goes on working"
+        )
         assert {p.dtype for p in model.parameters()} == {dtype}
         plain = convert(network())
         assert [b.dtype for b in model.buffers()] == [b.dtype for b in plain.buffers()]
         for name, value in model.state_dict().items():
-            assert value.dtype == plain.state_dict()[name].dtype and torch.equal(value, plain.state_dict()[name]), name
+            assert value.dtype == plain.state_dict()[name].dtype and torch.equal(
+                value, plain.state_dict()[name]
+            ), name
         train(model, dtype)
         train(plain, dtype)
         tolerance = 0.02 if dtype == torch.bfloat16 else None  # of sums in another order
         assert {p.grad.dtype for p in model.parameters() if p.grad is not None} == {dtype}
         for name, value in plain.state_dict().items():
-            assert_close(model.state_dict()[name], value, f"{name} after conversion {index}", tolerance)
+            assert_close(
+                model.state_dict()[name], value, f"{name} after conversion {index}", tolerance
+            )
 
 
 @both_forms
-def test_a_model_that_has_not_run_trains_in_the_dtype_it_is_converted_to(use_orig_params: bool) -> None:
+def test_a_model_that_has_not_run_trains_in_the_dtype_it_is_converted_to(
+    use_orig_params: bool,
+) -> None:
     run_ranks(2, _converts, use_orig_params)
     run_ranks(1, _converts, use_orig_params)
 
 
 def _equals_torch(use_orig_params: bool) -> None:
     """Mixed precision takes precedence over the dtype of the shards, for what it names."""
-    for names in ({}, {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}, {"param_dtype": torch.float32}):
+    for names in (
+        {},
+        {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32},
+        {"param_dtype": torch.float32},
+    ):
         inner = nn.Sequential(nn.Linear(DIM, DIM), nn.Tanh(), nn.Linear(DIM, 3))
         options: dict[str, Any] = {"use_orig_params": use_orig_params}
         ours = FSDP(copy.deepcopy(inner), mixed_precision=MixedPrecision(**names), **options)
-        theirs = TorchFSDP(inner, device_id=CPU, mixed_precision=TorchMixedPrecision(**names), **options)
+        theirs = TorchFSDP(
+            inner, device_id=CPU, mixed_precision=TorchMixedPrecision(**names), **options
+        )
         losses = []
         for model in (ours, theirs):
             model.bfloat16()
@@ -117,9 +138,13 @@ def _equals_torch(use_orig_params: bool) -> None:
                 optim.zero_grad()
                 losses.append(loss.item())
             handle = model._handle
-            losses.append((handle._orig_param_dtype, handle._fwd_bwd_param_dtype, handle._reduce_dtype))
+            losses.append(
+                (handle._orig_param_dtype, handle._fwd_bwd_param_dtype, handle._reduce_dtype)
+            )
             assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
-            if model is ours or not names:  # torch says it in forward, and not where parameters are cast
+            if (
+                model is ours or not names
+            ):  # torch says it in forward, and not where parameters are cast
                 with pytest.raises(ValueError):
                     model.double()
                     model(batch(torch.float64)).sum().backward()
@@ -135,7 +160,8 @@ def test_dtypes_and_losses_after_a_conversion_are_those_of_torch(use_orig_params
 
 
 def _follows_mixed_precision(use_orig_params: bool) -> None:
-    """Buffers go on being cast, and lose nothing by it; batch norms compute in their own dtype, the new one."""
+    """Buffers go on being cast, and lose nothing by it; batch norms compute in their own dtype, the
+    new one."""
     precision = MixedPrecision(param_dtype=torch.float32, buffer_dtype=torch.bfloat16)
     model = wrapped(network(), use_orig_params=use_orig_params, mixed_precision=precision).double()
     assert model.module.scale.dtype == torch.bfloat16
@@ -158,7 +184,11 @@ def _is_too_late(use_orig_params: bool) -> None:
         model.half()
     model(batch(torch.float32)).sum().backward()
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    for convert in (lambda: model.half(), lambda: model.to(torch.float64), lambda: model.blocks[0].bfloat16()):
+    for convert in (
+        lambda: model.half(),
+        lambda: model.to(torch.float64),
+        lambda: model.blocks[0].bfloat16(),
+    ):
         with pytest.raises(ValueError, match="before the first forward"):
             convert()
     model.float()

@@ -1,4 +1,5 @@
-"""copy.deepcopy, pickle and torch.save of wrapped models: a second model that is right, complete, and its own."""
+"""copy.deepcopy, pickle and torch.save of wrapped models: a second model that is right, complete,
+and its own."""
 
 from __future__ import annotations
 
@@ -34,7 +35,11 @@ from tests.support.models import DIM, Block, Fragile, Inner, Odd, Outer, Stack, 
 from tests.support.parity import assert_close, both_forms
 from tests.support.ranks import run_ranks
 
-FULL_SHARD, SHARD_GRAD_OP, NO_SHARD = ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD
+FULL_SHARD, SHARD_GRAD_OP, NO_SHARD = (
+    ShardingStrategy.FULL_SHARD,
+    ShardingStrategy.SHARD_GRAD_OP,
+    ShardingStrategy.NO_SHARD,
+)
 HYBRID = ShardingStrategy.HYBRID_SHARD
 
 
@@ -142,7 +147,10 @@ class Trains:
 
     def __init__(self, plain: nn.Module, model: nn.Module) -> None:
         self.plain, self.model = plain, model
-        self.optims = [torch.optim.SGD([p for p in m.parameters() if p.requires_grad], 0.05, momentum=0.9) for m in (plain, model)]
+        self.optims = [
+            torch.optim.SGD([p for p in m.parameters() if p.requires_grad], 0.05, momentum=0.9)
+            for m in (plain, model)
+        ]
 
     def step(self, seed: int) -> None:
         """A step of both, gradients and state compared."""
@@ -171,26 +179,40 @@ class Trains:
 
 def storages(model: nn.Module) -> set[int]:
     """Where the parameters that are not empty, and the buffers, live."""
-    return {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers()) if t.numel()}
+    return {
+        t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers()) if t.numel()
+    }
 
 
 def assert_apart(one: nn.Module, other: nn.Module) -> None:
     """Nothing of one is in the other: modules, parameters, memory."""
-    assert not {id(m) for m in one.modules()} & {id(m) for m in other.modules()}, "modules are shared"
-    assert not {id(p) for p in one.parameters()} & {id(p) for p in other.parameters()}, "parameters are shared"
+    assert not {id(m) for m in one.modules()} & {id(m) for m in other.modules()}, (
+        "modules are shared"
+    )
+    assert not {id(p) for p in one.parameters()} & {id(p) for p in other.parameters()}, (
+        "parameters are shared"
+    )
     assert not storages(one) & storages(other), "memory is shared"
     for model in (one, other):
         for instance in FSDP.fsdp_modules(model):
             for child in instance._unit.holders():
-                assert child in set(instance.modules()), "a unit swaps parameters of another model's modules"
+                assert child in set(instance.modules()), (
+                    "a unit swaps parameters of another model's modules"
+                )
             for group in instance._unit.groups:
                 for target, _ in group.store.targets:
-                    part = target.untyped_storage().data_ptr() == group.store.shard.untyped_storage().data_ptr()
+                    part = (
+                        target.untyped_storage().data_ptr()
+                        == group.store.shard.untyped_storage().data_ptr()
+                    )
                     assert part or not target.numel(), "a parameter is no part of its unit's shard"
 
 
 def layout_of(model: nn.Module) -> list[tuple[Any, ...]]:
-    return [(name, type(p), tuple(p.shape), p.dtype, p.requires_grad) for name, p in model.named_parameters(remove_duplicate=False)]
+    return [
+        (name, type(p), tuple(p.shape), p.dtype, p.requires_grad)
+        for name, p in model.named_parameters(remove_duplicate=False)
+    ]
 
 
 @contextlib.contextmanager
@@ -215,10 +237,18 @@ def _copies(name: str, use_orig_params: bool, **options: Any) -> None:
             names, parameters = layout_of(model), list(model.parameters())
             second = Trains(copy.deepcopy(plain), way(model))
             assert type(second.model) is FSDP and second.model.check_is_root()
-            assert layout_of(second.model) == names == layout_of(model), "parameters in the same order"
-            assert all(a is b for a, b in zip(model.parameters(), parameters, strict=True)), "the original keeps its objects"
-            assert [n for n, _ in second.model.named_buffers()] == [n for n, _ in model.named_buffers()]
-            assert all(p.grad is None for p in second.model.parameters()), "as for parameters, without gradients"
+            assert layout_of(second.model) == names == layout_of(model), (
+                "parameters in the same order"
+            )
+            assert all(a is b for a, b in zip(model.parameters(), parameters, strict=True)), (
+                "the original keeps its objects"
+            )
+            assert [n for n, _ in second.model.named_buffers()] == [
+                n for n, _ in model.named_buffers()
+            ]
+            assert all(p.grad is None for p in second.model.parameters()), (
+                "as for parameters, without gradients"
+            )
             assert_apart(model, second.model)
             second.assert_state_equal()
             assert repr(second.model) == repr(model)
@@ -272,7 +302,11 @@ def _copies_with_options(use_orig_params: bool) -> None:
             for seed in (1, 2):
                 for trains in (first, second, third):
                     trains.step(seed)
-            assert second.model.sharding_strategy is model.sharding_strategy is third.model.sharding_strategy
+            assert (
+                second.model.sharding_strategy
+                is model.sharding_strategy
+                is third.model.sharding_strategy
+            )
 
 
 @both_forms
@@ -282,7 +316,9 @@ def test_a_copy_has_the_settings_of_the_original(use_orig_params: bool) -> None:
 
 def _copies_hybrid(use_orig_params: bool) -> None:
     mesh = init_device_mesh("cpu", (2, 2))
-    plain, model = make("nested", use_orig_params=use_orig_params, sharding_strategy=HYBRID, device_mesh=mesh)
+    plain, model = make(
+        "nested", use_orig_params=use_orig_params, sharding_strategy=HYBRID, device_mesh=mesh
+    )
     first = Trains(plain, model)
     first.step(0)
     for way in WAYS:
@@ -299,13 +335,17 @@ def test_a_copy_of_replicated_shards_uses_the_same_groups(use_orig_params: bool)
 
 
 def _copies_low_precision(use_orig_params: bool) -> None:
-    precision = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, buffer_dtype=torch.bfloat16)
+    precision = MixedPrecision(
+        param_dtype=torch.bfloat16, reduce_dtype=torch.float32, buffer_dtype=torch.bfloat16
+    )
     for way in WAYS:
         _, model = make("mixed inside", use_orig_params=use_orig_params, mixed_precision=precision)
         model.eval()  # batch norm keeps to itself
         other = way(model)
         assert torch.equal(model(batch(0)), other(batch(0)))
-        assert [(b.dtype, n) for n, b in model.named_buffers()] == [(b.dtype, n) for n, b in other.named_buffers()]
+        assert [(b.dtype, n) for n, b in model.named_buffers()] == [
+            (b.dtype, n) for n, b in other.named_buffers()
+        ]
         for key, value in other.state_dict().items():
             assert value.dtype == model.state_dict()[key].dtype, key
         grads = []
@@ -375,7 +415,9 @@ def _copies_the_inner_module(use_orig_params: bool) -> None:
     for module, name in ((block, "0"), (linear, "1")):
         expected = plain.get_submodule(name)
         module.eval()
-        assert {n: p.shape for n, p in module.named_parameters()} == {n: p.shape for n, p in expected.named_parameters()}
+        assert {n: p.shape for n, p in module.named_parameters()} == {
+            n: p.shape for n, p in expected.named_parameters()
+        }
         for key, value in module.state_dict().items():
             assert_close(value, expected.state_dict()[key], key)
         module(batch(1)[:, : 3 if name == "1" else DIM]).sum().backward()
@@ -386,7 +428,9 @@ def _copies_the_inner_module(use_orig_params: bool) -> None:
 
 
 @both_forms
-def test_a_copy_of_the_inner_module_while_it_is_whole_is_a_plain_module(use_orig_params: bool) -> None:
+def test_a_copy_of_the_inner_module_while_it_is_whole_is_a_plain_module(
+    use_orig_params: bool,
+) -> None:
     run_ranks(2, _copies_the_inner_module, use_orig_params)
 
 
@@ -445,7 +489,11 @@ def _copies_what_users_added(use_orig_params: bool) -> None:
             inner = Noting()
             inner.register_forward_pre_hook(partial(_note, inner.calls, "before"))
             inner.inner.register_forward_hook(partial(_note, inner.calls, "linear"))
-            model = FSDP(inner, auto_wrap_policy=ModuleWrapPolicy({nn.Linear}), use_orig_params=use_orig_params)
+            model = FSDP(
+                inner,
+                auto_wrap_policy=ModuleWrapPolicy({nn.Linear}),
+                use_orig_params=use_orig_params,
+            )
             model.register_forward_hook(partial(_note, inner.calls, "after"))
             model.my_note = "a note"
             for parameter in model.parameters():
@@ -457,14 +505,20 @@ def _copies_what_users_added(use_orig_params: bool) -> None:
             assert not other.training and not other.module.inner.training
             assert other.my_note == "a note"
             assert other.module.extra["numbers"] is not inner.extra["numbers"]
-            assert FSDP.get_state_dict_type(other).state_dict_type is StateDictType.SHARDED_STATE_DICT
+            assert (
+                FSDP.get_state_dict_type(other).state_dict_type is StateDictType.SHARDED_STATE_DICT
+            )
             with torch.no_grad():
                 assert torch.equal(other.encode(batch(0)), model.encode(batch(0)))
                 inner.calls.clear()
                 other.module.calls.clear()
                 other(batch(0))
-            assert (inner.calls, other.module.calls) == ([], ["before", "linear", "after"]), "hooks of the copy note on the copy"
-            if use_orig_params and way is not by_deepcopy:  # torch copies parameters without their attributes
+            assert (inner.calls, other.module.calls) == ([], ["before", "linear", "after"]), (
+                "hooks of the copy note on the copy"
+            )
+            if (
+                use_orig_params and way is not by_deepcopy
+            ):  # torch copies parameters without their attributes
                 assert [p.my_mark for p in other.parameters()] == [7, 7]
             assert list(other.state_dict()) == list(model.state_dict())
 
@@ -491,7 +545,9 @@ def _copies_a_comm_hook(use_orig_params: bool) -> None:
         calls.clear()
         module(batch(0)).pow(2).mean().backward()
         grads.append([p.grad for p in module.parameters() if p.numel()])
-        assert len(calls) == len(FSDP.fsdp_modules(module)), "the hook is shared, and reduces the gradients of both"
+        assert len(calls) == len(FSDP.fsdp_modules(module)), (
+            "the hook is shared, and reduces the gradients of both"
+        )
     for got, expected in zip(*grads, strict=True):
         assert torch.equal(got, expected)
     with pytest.raises(AssertionError, match="registered already"):
@@ -571,7 +627,9 @@ def _copies_in_no_sync(use_orig_params: bool) -> None:
         other = copy.deepcopy(model)
         for unit in other._runtime.units:
             assert unit.residency is Residency.SHARDED
-    Trains(copy.deepcopy(plain), other).step(1)  # the copy begins without what the original has collected
+    Trains(copy.deepcopy(plain), other).step(
+        1
+    )  # the copy begins without what the original has collected
     model(batch(1)).pow(2).mean().backward()
     for seed in (0, 1):
         plain(batch(seed)).pow(2).mean().backward()
@@ -592,7 +650,11 @@ def _copies_after_a_failed_backward(use_orig_params: bool) -> None:
 
     for way in WAYS:
         plain = seeded(fragile)
-        model = FSDP(seeded(fragile), auto_wrap_policy=ModuleWrapPolicy({Block, Fragile}), use_orig_params=use_orig_params)
+        model = FSDP(
+            seeded(fragile),
+            auto_wrap_policy=ModuleWrapPolicy({Block, Fragile}),
+            use_orig_params=use_orig_params,
+        )
         model[1].module.fault_in_backward = True
         with pytest.raises(ValueError, match="backward"):
             model(batch(0)).sum().backward()
@@ -622,8 +684,15 @@ class CopiesItself(nn.Module):
 def _copies_where_it_cannot(use_orig_params: bool) -> None:
     inner = CopiesItself()
     model = FSDP(inner, use_orig_params=use_orig_params)
-    for what, way in (("copy.deepcopy", by_deepcopy), ("pickle", by_pickle), ("pickle", by_torch_save)):
-        with FSDP.summon_full_params(model), pytest.raises(StateError, match=rf"{what} inside of summon_full_params"):
+    for what, way in (
+        ("copy.deepcopy", by_deepcopy),
+        ("pickle", by_pickle),
+        ("pickle", by_torch_save),
+    ):
+        with (
+            FSDP.summon_full_params(model),
+            pytest.raises(StateError, match=rf"{what} inside of summon_full_params"),
+        ):
             way(model)
         inner.act = [partial(way, model)]
         with pytest.raises(StateError, match=rf"{what} was called while the model runs"):
@@ -672,7 +741,9 @@ def test_a_copy_that_fails_leaves_the_original_as_it_was(use_orig_params: bool) 
 def _averages(name: str, use_orig_params: bool) -> None:
     plain, model = make(name, use_orig_params=use_orig_params)
     ema, plain_ema = (copy.deepcopy(m).eval().requires_grad_(False) for m in (model, plain))
-    assert all(p.requires_grad is False for p in ema.parameters()) and any(p.requires_grad for p in model.parameters())
+    assert all(p.requires_grad is False for p in ema.parameters()) and any(
+        p.requires_grad for p in model.parameters()
+    )
     trains = Trains(plain, model)
     for seed in range(3):
         trains.step(seed)
@@ -688,7 +759,9 @@ def _averages(name: str, use_orig_params: bool) -> None:
     ema.eval()
     ema.load_state_dict(ema.state_dict())
     with torch.no_grad():
-        for (key, value), (_, wanted) in zip(ema.named_buffers(), plain_ema.named_buffers(), strict=True):
+        for (key, value), (_, wanted) in zip(
+            ema.named_buffers(), plain_ema.named_buffers(), strict=True
+        ):
             assert_close(value, wanted, key)
         assert_close(ema(batch(9)), plain_ema(batch(9)), "evaluation of the average")
     trains.step(9)
@@ -696,14 +769,19 @@ def _averages(name: str, use_orig_params: bool) -> None:
 
 @both_forms
 @pytest.mark.parametrize("name", ["nested", "mixed", "tied"])
-def test_a_moving_average_over_parameters_in_pairs_is_the_unsharded_one(name: str, use_orig_params: bool) -> None:
+def test_a_moving_average_over_parameters_in_pairs_is_the_unsharded_one(
+    name: str, use_orig_params: bool
+) -> None:
     run_ranks(2, _averages, name, use_orig_params)
 
 
 def _averages_by_torch(use_orig_params: bool) -> None:
     for options in ({}, {"multi_avg_fn": get_ema_multi_avg_fn(0.9)}, {"use_buffers": True}):
         with about(options):
-            plain, model = make("mixed inside" if "use_buffers" not in options else "nested", use_orig_params=use_orig_params)
+            plain, model = make(
+                "mixed inside" if "use_buffers" not in options else "nested",
+                use_orig_params=use_orig_params,
+            )
             averages = [AveragedModel(module, **options) for module in (plain, model)]
             trains = Trains(plain, model)
             for seed in range(3):
@@ -747,7 +825,9 @@ def _copies_with_an_optimizer() -> None:
             plain_both = copy.deepcopy((plain, optims[0]))
             held = {id(p) for group in both[1].param_groups for p in group["params"]}
             assert held == {id(p) for p in both[0].parameters() if p.requires_grad}, "of the copy"
-            assert both[1].state.keys() == {p for p in both[0].parameters() if p.requires_grad and p.numel()}
+            assert both[1].state.keys() == {
+                p for p in both[0].parameters() if p.requires_grad and p.numel()
+            }
             for seed in (1, 2):
                 step((plain_both[0], both[0]), (plain_both[1], both[1]), seed)
                 step((plain, model), optims, 10 + seed)
@@ -763,7 +843,10 @@ def test_a_model_and_its_optimizer_may_be_copied_together() -> None:
 
 def _copies_an_optimizer_and_steps(way: Callable[[Any], Any], use_orig_params: bool) -> None:
     plain, model = make("nested", use_orig_params=use_orig_params)
-    optim, plain_optim = torch.optim.SGD(model.parameters(), 0.1), torch.optim.SGD(plain.parameters(), 0.1)
+    optim, plain_optim = (
+        torch.optim.SGD(model.parameters(), 0.1),
+        torch.optim.SGD(plain.parameters(), 0.1),
+    )
     other, other_optim = way((model, optim))
     for module in (plain, other):
         module(batch(0)).pow(2).mean().backward()
@@ -780,7 +863,9 @@ def _copies_an_optimizer_and_steps(way: Callable[[Any], Any], use_orig_params: b
 
 @both_forms
 @ways
-def test_no_copied_optimizer_trains_nothing_in_silence(way: Callable[[Any], Any], use_orig_params: bool) -> None:
+def test_no_copied_optimizer_trains_nothing_in_silence(
+    way: Callable[[Any], Any], use_orig_params: bool
+) -> None:
     """Its parameters may be made anew: then that is said, by an error."""
     run_ranks(2, _copies_an_optimizer_and_steps, way, use_orig_params)
 
@@ -802,8 +887,14 @@ def _sizes(use_orig_params: bool) -> list[int]:
     sizes = [shard, len(pickle.dumps(model)), len(file.getvalue())]
     for way in WAYS:
         other = way(model)
-        memory = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in other.parameters() if p.numel()}
-        assert sum(memory.values()) <= shard + 4096, "the parameters of the copy hold its shard, and nothing else"
+        memory = {
+            p.untyped_storage().data_ptr(): p.untyped_storage().nbytes()
+            for p in other.parameters()
+            if p.numel()
+        }
+        assert sum(memory.values()) <= shard + 4096, (
+            "the parameters of the copy hold its shard, and nothing else"
+        )
     return sizes
 
 

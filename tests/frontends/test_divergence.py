@@ -1,4 +1,5 @@
-"""Calls that ranks do not share: an error names the call, each rank's line and who is missing, and every rank can go on."""
+"""Calls that ranks do not share: an error names the call, each rank's line and who is missing, and
+every rank can go on."""
 
 from __future__ import annotations
 
@@ -47,7 +48,11 @@ def limits(idle_s: float = 0.6, patience_s: float = 0.4) -> Iterator[None]:
 
 def build(num_blocks: int = 3, **options: Any) -> FSDP:
     torch.manual_seed(0)
-    return FSDP(nn.Sequential(*(Block() for _ in range(num_blocks))), auto_wrap_policy=ModuleWrapPolicy({Block}), **options)
+    return FSDP(
+        nn.Sequential(*(Block() for _ in range(num_blocks))),
+        auto_wrap_policy=ModuleWrapPolicy({Block}),
+        **options,
+    )
 
 
 def step(model: nn.Module) -> None:
@@ -89,7 +94,9 @@ def saves_on_rank_0(catches: bool) -> str:
     if dist.get_rank() == 0:
         message = message_of(model.state_dict)
         if not catches:
-            watch.give_up(model._runtime.groups[0].shard, watch.Report(False, {0: "rank 0 has left"}))
+            watch.give_up(
+                model._runtime.groups[0].shard, watch.Report(False, {0: "rank 0 has left"})
+            )
             return message
         step(model)
     else:
@@ -106,7 +113,8 @@ def test_a_rank_that_saves_while_another_trains_on_is_told_what_both_do_and_can_
     assert_told(
         saving,
         rf"rank 0 waits in state_dict\(\) for the ranks \[1\], at {HERE}:\d+ in message_of\(\)",
-        r"rank 1 waits for the parameters of unit '0' from rank 0, at .*test_divergence\.py:\d+ in step\(\)",
+        r"rank 1 waits for the parameters of unit '0' from rank 0, at .*test_divergence\.py:\d+ in "
+        r"step\(\)",
     )
     assert training == ""
 
@@ -141,15 +149,28 @@ def calls_something_else(which: str) -> str:
 
 @pytest.mark.parametrize("which", ["calls", "models", "order"])
 @pytest.mark.parametrize("ranks", [2])
-def test_different_calls_and_calls_of_different_models_are_told_at_once(ranks: int, which: str) -> None:
+def test_different_calls_and_calls_of_different_models_are_told_at_once(
+    ranks: int, which: str
+) -> None:
     messages = run_ranks(ranks, calls_something_else, which)
-    names = {"calls": ("state_dict", "clip_grad_norm_"), "models": ("state_dict",) * 2, "order": ("clip_grad_norm_",) * 2}[which]
+    names = {
+        "calls": ("state_dict", "clip_grad_norm_"),
+        "models": ("state_dict",) * 2,
+        "order": ("clip_grad_norm_",) * 2,
+    }[which]
     for message in messages:
-        assert_told(message, *(rf"rank {rank} called {names[rank]}\(\) at {HERE}:\d+ in diverge\(\)" for rank in range(2)))
+        assert_told(
+            message,
+            *(
+                rf"rank {rank} called {names[rank]}\(\) at {HERE}:\d+ in diverge\(\)"
+                for rank in range(2)
+            ),
+        )
 
 
 def decides_alone(waits: str) -> tuple[str, float]:
-    """Rank 0 finds its loss the best; the last rank does not, and waits for the others somewhere else."""
+    """Rank 0 finds its loss the best; the last rank does not, and waits for the others somewhere
+    else."""
     model, rank, world = build(), dist.get_rank(), dist.get_world_size()
     store = dist.distributed_c10d._get_default_store()
     step(model)
@@ -167,7 +188,9 @@ def decides_alone(waits: str) -> tuple[str, float]:
 
 
 @pytest.mark.parametrize(("ranks", "waits"), [(2, "barrier"), (3, "store")])
-def test_a_rank_that_decided_otherwise_and_idles_is_missed_soon_and_then_all_go_on(ranks: int, waits: str) -> None:
+def test_a_rank_that_decided_otherwise_and_idles_is_missed_soon_and_then_all_go_on(
+    ranks: int, waits: str
+) -> None:
     *found, (last, _) = run_ranks(ranks, decides_alone, waits)
     assert last == ""
     for message, passed_s in found:
@@ -175,7 +198,8 @@ def test_a_rank_that_decided_otherwise_and_idles_is_missed_soon_and_then_all_go_
         assert_told(
             message,
             rf"rank 0 called state_dict\(\) at {HERE}:\d+ in message_of\(\)",
-            rf"rank {ranks - 1} has not come: it is at .*:\d+ in decides_alone\(\), and has made no progress for \d+ s",
+            rf"rank {ranks - 1} has not come: it is at .*:\d+ in decides_alone\(\), and has made "
+            rf"no progress for \d+ s",
         )
 
 
@@ -188,7 +212,9 @@ def disjoint(num_rounds: int) -> list[str]:
     for _ in range(num_rounds):
         # Ranks 2 and 3 meet more often, and at another call.
         if rank < 2:
-            found.append(message_of(lambda: model.state_dict() if rank == 0 else model.clip_grad_norm_(1.0)))
+            found.append(
+                message_of(lambda: model.state_dict() if rank == 0 else model.clip_grad_norm_(1.0))
+            )
         else:
             for _ in range(3):
                 found.append(message_of(model.state_dict))
@@ -280,7 +306,9 @@ def meets() -> dict[str, list[str]]:
     with during("loads"):
         state = FSDP.optim_state_dict_to_load(model, optim, FSDP.optim_state_dict(model, optim))
         optim.load_state_dict(state)
-        with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT, FullStateDictConfig(rank0_only=True)):
+        with FSDP.state_dict_type(
+            model, StateDictType.FULL_STATE_DICT, FullStateDictConfig(rank0_only=True)
+        ):
             model.load_state_dict(full if dist.get_rank() == 0 else {})
         cut_otherwise = FSDP(nn.Sequential(*(Block() for _ in range(3))))
         with FSDP.state_dict_type(cut_otherwise, StateDictType.SHARDED_STATE_DICT):
@@ -335,7 +363,13 @@ FAKE = """
 
 
 def test_in_a_world_of_fake_ranks_nobody_is_waited_for() -> None:
-    ended = subprocess.run([sys.executable, "-c", textwrap.dedent(FAKE)], capture_output=True, text=True, cwd=ROOT, timeout=50)
+    ended = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(FAKE)],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        timeout=50,
+    )
     assert ended.stdout == "['bias', 'weight']\n", ended.stderr
 
 
@@ -361,7 +395,10 @@ PROGRAM = """
 def test_a_rank_whose_program_has_ended_is_missed_at_once(tmp_path: Path) -> None:
     program = [sys.executable, "-c", textwrap.dedent(PROGRAM)]
     pipe = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "cwd": ROOT}
-    processes = [subprocess.Popen([*program, str(rank), str(tmp_path / "store")], **pipe) for rank in range(2)]
+    processes = [
+        subprocess.Popen([*program, str(rank), str(tmp_path / "store")], **pipe)
+        for rank in range(2)
+    ]
     try:
         (_, first), (_, second) = [process.communicate(timeout=50) for process in processes]
     finally:
@@ -369,7 +406,9 @@ def test_a_rank_whose_program_has_ended_is_missed_at_once(tmp_path: Path) -> Non
             process.kill()
     assert [process.returncode for process in processes] == [1, 1]
     assert_told(
-        first, r"rank 0 called state_dict\(\) at <string>:\d+ in <module>\(\)", r"rank 1 .*ended with KeyError: 'no such file'"
+        first,
+        r"rank 0 called state_dict\(\) at <string>:\d+ in <module>\(\)",
+        r"rank 1 .*ended with KeyError: 'no such file'",
     )
     assert "KeyError" in second and "StateError" not in second
 
@@ -393,11 +432,16 @@ KILLED = """
 
 
 @pytest.mark.parametrize("killed", [True, False])
-def test_a_rank_that_was_killed_is_missed_soon_and_one_that_was_stopped_is_waited_for(tmp_path: Path, killed: bool) -> None:
+def test_a_rank_that_was_killed_is_missed_soon_and_one_that_was_stopped_is_waited_for(
+    tmp_path: Path, killed: bool
+) -> None:
     program = [sys.executable, "-c", textwrap.dedent(KILLED)]
     pipe = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "cwd": ROOT}
     environment = os.environ | {"FSDP_COMPAT_MEET_TIMEOUT": "1"}
-    processes = [subprocess.Popen([*program, str(rank), str(tmp_path / "store")], env=environment, **pipe) for rank in range(2)]
+    processes = [
+        subprocess.Popen([*program, str(rank), str(tmp_path / "store")], env=environment, **pipe)
+        for rank in range(2)
+    ]
     try:
         assert processes[1].stdout.readline() == "stopped\n"
         if killed:
@@ -412,6 +456,10 @@ def test_a_rank_that_was_killed_is_missed_soon_and_one_that_was_stopped_is_waite
             process.kill()
             process.communicate()
     if killed:
-        assert_told(err, r"rank 0 called state_dict\(\)", r"rank 1 has not come: its process has ended without a word")
+        assert_told(
+            err,
+            r"rank 0 called state_dict\(\)",
+            r"rank 1 has not come: its process has ended without a word",
+        )
     else:
         assert out.startswith("saved after")

@@ -1,4 +1,5 @@
-"""Other entry points than forward: methods run with whole parameters if they are registered; if not, one error says what to do."""
+"""Other entry points than forward: methods run with whole parameters if they are registered; if
+not, one error says what to do."""
 
 from __future__ import annotations
 
@@ -18,7 +19,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp_compat import FullyShardedDataParallel as FSDP
-from fsdp_compat import MixedPrecision, ShardingStrategy, StateError, UsageError, register_fsdp_forward_method
+from fsdp_compat import (
+    MixedPrecision,
+    ShardingStrategy,
+    StateError,
+    UsageError,
+    register_fsdp_forward_method,
+)
 from fsdp_compat._engine.collectives import Kind
 from fsdp_compat._engine.unit import Residency
 from fsdp_compat.wrap import ModuleWrapPolicy
@@ -27,7 +34,11 @@ from tests.support.ranks import run_ranks
 
 DIM, NUM_TOKENS = 8, 13
 
-FULL_SHARD, SHARD_GRAD_OP, NO_SHARD = ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD
+FULL_SHARD, SHARD_GRAD_OP, NO_SHARD = (
+    ShardingStrategy.FULL_SHARD,
+    ShardingStrategy.SHARD_GRAD_OP,
+    ShardingStrategy.NO_SHARD,
+)
 HYBRID, HYBRID_ZERO2 = ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2
 
 
@@ -53,7 +64,8 @@ class Layer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Generates as Hugging Face's models do: the method of the inner module calls ``self`` in a loop."""
+    """Generates as Hugging Face's models do: the method of the inner module calls ``self`` in a
+    loop."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -77,10 +89,16 @@ class Decoder(nn.Module):
         return tokens
 
     def other_order(self, tokens: Tensor, num_rounds: int) -> Tensor:
-        """Units from the last to the first, one twice, one that forward does not use, one in the first round only."""
+        """Units from the last to the first, one twice, one that forward does not use, one in the
+        first round only."""
         x = self.embed(tokens)
         for number in range(num_rounds):
-            for layer in (self.layers[2], self.layers[0], self.layers[2], *self.layers[1 : 2 - min(number, 1)]):
+            for layer in (
+                self.layers[2],
+                self.layers[0],
+                self.layers[2],
+                *self.layers[1 : 2 - min(number, 1)],
+            ):
                 x = layer(x)
             x = x + self.extra(x)
         return self.head(x)
@@ -139,10 +157,14 @@ def assert_idle(model: FSDP, mode: str = "no_grad") -> None:
     if mode == "grad":
         return
     for unit in model._runtime.units:
-        assert unit.residency is Residency.SHARDED and not unit.shown_full and not unit.running, unit.label
+        assert unit.residency is Residency.SHARDED and not unit.shown_full and not unit.running, (
+            unit.label
+        )
         assert all(group.resident_nbytes == 0 for group in unit.groups), unit.label
         for group in unit.groups:
-            assert not any(wire.ranks > 1 and wire._sends for wire in (group.shard, group.replica)), f"{unit.label} sends"
+            assert not any(
+                wire.ranks > 1 and wire._sends for wire in (group.shard, group.replica)
+            ), f"{unit.label} sends"
 
 
 def assert_trains(model: FSDP, plain: nn.Module, num_steps: int = 1) -> None:
@@ -187,10 +209,20 @@ def _generates(use_orig_params: bool) -> None:
         cases += [{"sharding_strategy": strategy} for strategy in (SHARD_GRAD_OP, NO_SHARD)]
     if dist.get_world_size() == 4:
         mesh = init_device_mesh("cpu", (2, 2))
-        cases = [{"sharding_strategy": strategy, "device_mesh": mesh} for strategy in (HYBRID, HYBRID_ZERO2)]
+        cases = [
+            {"sharding_strategy": strategy, "device_mesh": mesh}
+            for strategy in (HYBRID, HYBRID_ZERO2)
+        ]
     for options in cases:
         plain = decoder()
-        model = wrapped("generate", "other_order", "inner_units", "scores", use_orig_params=use_orig_params, **options)
+        model = wrapped(
+            "generate",
+            "other_order",
+            "inner_units",
+            "scores",
+            use_orig_params=use_orig_params,
+            **options,
+        )
         for name, context in GRADIENTS.items():
             model.train(name == "grad")
             with about((options, name)), context():
@@ -199,21 +231,31 @@ def _generates(use_orig_params: bool) -> None:
                 own = tokens(rank)
                 assert torch.equal(model.generate(own, number), plain.generate(own, num_new=number))
                 number = 2 if name == "grad" else (1, 3, 0, 2)[rank]
-                assert_close(model.other_order(own, number), plain.other_order(own, number), "other_order")
+                assert_close(
+                    model.other_order(own, number), plain.other_order(own, number), "other_order"
+                )
                 which = "0212" if name == "grad" else ("0212", "", "11", "2")[rank]
-                assert_close(model.inner_units(own, which=which), plain.inner_units(own, which), "inner_units")
+                assert_close(
+                    model.inner_units(own, which=which),
+                    plain.inner_units(own, which),
+                    "inner_units",
+                )
                 for key, value in model.scores(tokens=own, scale=0.5).items():
                     assert_close(value, plain.scores(own, scale=0.5)[key], key)
                 assert_close(model(own), plain(own), "forward")
                 assert_idle(model, name)
         assert_trains(model, plain)
         with torch.no_grad():
-            assert torch.equal(model.generate(tokens(rank), rank + 1), plain.generate(tokens(rank), rank + 1))
+            assert torch.equal(
+                model.generate(tokens(rank), rank + 1), plain.generate(tokens(rank), rank + 1)
+            )
 
 
 @both_forms
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
-def test_a_registered_method_returns_what_it_returned_unwrapped(num_ranks: int, use_orig_params: bool) -> None:
+def test_a_registered_method_returns_what_it_returned_unwrapped(
+    num_ranks: int, use_orig_params: bool
+) -> None:
     run_ranks(num_ranks, _generates, use_orig_params, timeout=120)
 
 
@@ -225,20 +267,29 @@ def _generates_as_asked(use_orig_params: bool) -> None:
             serves = synced or (synced is None and name != "grad")
             with about((synced, name)), context():
                 number = rank * 2 if serves else 2
-                assert torch.equal(model.generate(tokens(rank), number), plain.generate(tokens(rank), number))
+                assert torch.equal(
+                    model.generate(tokens(rank), number), plain.generate(tokens(rank), number)
+                )
                 which = ("012", "", "2")[rank] if serves else "012"
-                assert_close(model.inner_units(tokens(rank), which), plain.inner_units(tokens(rank), which), "inner_units")
+                assert_close(
+                    model.inner_units(tokens(rank), which),
+                    plain.inner_units(tokens(rank), which),
+                    "inner_units",
+                )
                 assert_idle(model, name)
         assert_trains(model, decoder())
 
 
 @both_forms
-def test_ranks_may_make_different_numbers_of_calls_where_they_are_synced(use_orig_params: bool) -> None:
+def test_ranks_may_make_different_numbers_of_calls_where_they_are_synced(
+    use_orig_params: bool,
+) -> None:
     run_ranks(3, _generates_as_asked, use_orig_params)
 
 
 def _counts_gathers(synced: bool) -> list[int]:
-    """Gathers of the whole model in a method that calls forward once, and one that calls it four times."""
+    """Gathers of the whole model in a method that calls forward once, and one that calls it four
+    times."""
     model = wrapped("generate", synced=synced)
     wires = {id(group.shard): group.shard for group in model._runtime.groups}.values()
     counts = []
@@ -252,7 +303,8 @@ def _counts_gathers(synced: bool) -> list[int]:
 
 
 def test_a_call_inside_of_a_synced_method_gathers_every_unit_once() -> None:
-    # The root stays whole for all calls. Around it are three layers with an Mlp each, and one Mlp that forward does not use.
+    # The root stays whole for all calls. Around it are three layers with an Mlp each, and one Mlp
+    # that forward does not use.
     assert run_ranks(2, _counts_gathers, False) == [[1 + 6, 1 + 4 * 6]] * 2
     assert run_ranks(2, _counts_gathers, True) == [[1 + 7, 1 + 4 * 7]] * 2
 
@@ -262,7 +314,13 @@ def test_a_call_inside_of_a_synced_method_gathers_every_unit_once() -> None:
 
 def _trains_through_methods(strategy: ShardingStrategy, use_orig_params: bool) -> None:
     rank, ranks, plain = dist.get_rank(), dist.get_world_size(), decoder()
-    model = wrapped("encode", "other_order", "scores", use_orig_params=use_orig_params, sharding_strategy=strategy)
+    model = wrapped(
+        "encode",
+        "other_order",
+        "scores",
+        use_orig_params=use_orig_params,
+        sharding_strategy=strategy,
+    )
     optims = [torch.optim.SGD(module.parameters(), 0.1, momentum=0.9) for module in (model, plain)]
     steps: list[Callable[[Any, Tensor], Tensor]] = [
         lambda m, x: m.encode(x).pow(2).mean(),
@@ -285,7 +343,11 @@ def _trains_through_methods(strategy: ShardingStrategy, use_orig_params: bool) -
                 grad, wanted = parameter.grad, expected[name].grad
                 if grad is not None or wanted is not None:
                     zeros = torch.zeros_like(parameter)
-                    assert_close(zeros if grad is None else grad, zeros if wanted is None else wanted, f"step {number}: {name}")
+                    assert_close(
+                        zeros if grad is None else grad,
+                        zeros if wanted is None else wanted,
+                        f"step {number}: {name}",
+                    )
         for p in plain.parameters():  # momentum notices; a unit has gradients as a whole
             p.grad = torch.zeros_like(p) if p.grad is None else p.grad
         for p in model.parameters():
@@ -318,7 +380,9 @@ def _trains_synced(use_orig_params: bool) -> None:
 
 
 @both_forms
-def test_gradients_pass_a_synced_method_when_ranks_make_the_same_calls(use_orig_params: bool) -> None:
+def test_gradients_pass_a_synced_method_when_ranks_make_the_same_calls(
+    use_orig_params: bool,
+) -> None:
     run_ranks(2, _trains_synced, use_orig_params)
 
 
@@ -338,13 +402,19 @@ def _calls_a_method_in_forward(synced: bool | None, use_orig_params: bool) -> No
     torch.manual_seed(0)
     plain = Caller()
     torch.manual_seed(0)
-    model = FSDP(Caller(), auto_wrap_policy=ModuleWrapPolicy({Decoder, *UNITS}), use_orig_params=use_orig_params)
+    model = FSDP(
+        Caller(),
+        auto_wrap_policy=ModuleWrapPolicy({Decoder, *UNITS}),
+        use_orig_params=use_orig_params,
+    )
     for name in ("generate", "encode"):
         register_fsdp_forward_method(model.body, name, synced=synced)
     with torch.no_grad():
         assert_close(model(tokens(dist.get_rank())), plain(tokens(dist.get_rank())), "evaluation")
         own = tokens(dist.get_rank())
-        assert torch.equal(model.body.generate(own, 2), plain.body.generate(own, 2))  # the nested instance without its root
+        assert torch.equal(
+            model.body.generate(own, 2), plain.body.generate(own, 2)
+        )  # the nested instance without its root
     assert_idle(model)
     for module in (model, plain):
         module(tokens()).pow(2).mean().backward()
@@ -358,7 +428,9 @@ def _calls_a_method_in_forward(synced: bool | None, use_orig_params: bool) -> No
 
 @both_forms
 @pytest.mark.parametrize("synced", [None, True, False])
-def test_a_method_of_a_nested_instance_may_be_called_inside_of_a_forward(synced: bool | None, use_orig_params: bool) -> None:
+def test_a_method_of_a_nested_instance_may_be_called_inside_of_a_forward(
+    synced: bool | None, use_orig_params: bool
+) -> None:
     run_ranks(2, _calls_a_method_in_forward, synced, use_orig_params)
 
 
@@ -384,7 +456,9 @@ def _raises_on_one_rank(use_orig_params: bool) -> None:
     torch.manual_seed(0)
     plain = Stops()
     torch.manual_seed(0)
-    model = FSDP(Stops(), auto_wrap_policy=ModuleWrapPolicy(set(UNITS)), use_orig_params=use_orig_params)
+    model = FSDP(
+        Stops(), auto_wrap_policy=ModuleWrapPolicy(set(UNITS)), use_orig_params=use_orig_params
+    )
     register_fsdp_forward_method(model, "generate")
     for stopping, stop in ((1, 0), (0, 1), (2, 2)):
         model.module.stop = stop if rank == stopping else -1
@@ -403,7 +477,9 @@ def _raises_on_one_rank(use_orig_params: bool) -> None:
 
 
 @both_forms
-def test_an_exception_in_a_synced_method_on_one_rank_leaves_the_others_running(use_orig_params: bool) -> None:
+def test_an_exception_in_a_synced_method_on_one_rank_leaves_the_others_running(
+    use_orig_params: bool,
+) -> None:
     run_ranks(3, _raises_on_one_rank, use_orig_params)
 
 
@@ -500,13 +576,19 @@ def _yields(use_orig_params: bool) -> None:
 
 
 @both_forms
-def test_every_step_of_a_registered_generator_runs_with_whole_parameters(use_orig_params: bool) -> None:
+def test_every_step_of_a_registered_generator_runs_with_whole_parameters(
+    use_orig_params: bool,
+) -> None:
     run_ranks(2, _yields, use_orig_params)
 
 
 def _casts(use_orig_params: bool) -> None:
     plain = decoder()
-    model = wrapped("encode", use_orig_params=use_orig_params, mixed_precision=MixedPrecision(param_dtype=torch.bfloat16))
+    model = wrapped(
+        "encode",
+        use_orig_params=use_orig_params,
+        mixed_precision=MixedPrecision(param_dtype=torch.bfloat16),
+    )
     got = model.encode(tokens())
     assert got.dtype is torch.bfloat16
     assert torch.equal(got, copy.deepcopy(plain).bfloat16().encode(tokens()))
@@ -544,17 +626,25 @@ class Reads(nn.Module):
 
 
 def assert_refuses(use: Callable[[], Any], parameter: str, unit: str) -> None:
-    """Using a sharded weight outside of a gather is one error with the name, the unit and the three ways out."""
+    """Using a sharded weight outside of a gather is one error with the name, the unit and the three
+    ways out."""
     with pytest.raises(StateError) as caught:
         use()
     text = str(caught.value)
     assert f"{parameter!r}" in text, text
     assert unit in text, text
-    for way in ("call the FullyShardedDataParallel itself", "register_fsdp_forward_method", "summon_full_params"):
+    for way in (
+        "call the FullyShardedDataParallel itself",
+        "register_fsdp_forward_method",
+        "summon_full_params",
+    ):
         assert way in text, text
 
 
-MODES: dict[str, Callable[[], Any]] = {**GRADIENTS, "autocast": lambda: torch.autocast("cpu", torch.bfloat16)}
+MODES: dict[str, Callable[[], Any]] = {
+    **GRADIENTS,
+    "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
+}
 
 
 def _uses_sharded_parameters(use_orig_params: bool) -> None:
@@ -571,11 +661,17 @@ def _uses_sharded_parameters(use_orig_params: bool) -> None:
                     (lambda: model.generate(tokens(), 1), "embed.weight", root),
                     (lambda: inner.head(x), "head.weight", root),
                     (lambda: inner.layers[1].module.norm(x), "norm.weight", layer),
-                    (lambda: inner.layers[1].module(x), "scale" if use_orig_params else "norm.weight", layer),
+                    (
+                        lambda: inner.layers[1].module(x),
+                        "scale" if use_orig_params else "norm.weight",
+                        layer,
+                    ),
                     (lambda: inner.layers[1].mlp.up(x), "up.weight", "unit 'layers.1.mlp'"),
                     (lambda: inner.layers[1].mlp.module(x), "up.weight", "unit 'layers.1.mlp'"),
                 ]
-                if not use_orig_params:  # otherwise it is the user's own parameter, which holds a part
+                if (
+                    not use_orig_params
+                ):  # otherwise it is the user's own parameter, which holds a part
                     uses += [
                         (lambda: F.linear(x, inner.head.weight), "head.weight", root),
                         (lambda: inner.head.bias + torch.randn(NUM_TOKENS), "head.bias", root),
@@ -583,12 +679,20 @@ def _uses_sharded_parameters(use_orig_params: bool) -> None:
                         (lambda: x * inner.layers[1].scale, "scale", layer),
                         (lambda: inner.head.bias.sum(), "head.bias", root),
                         (lambda: inner.head.weight[0], "head.weight", root),
-                        (lambda: x @ inner.layers[1].mlp.up.weight.T, "up.weight", "unit 'layers.1.mlp'"),
+                        (
+                            lambda: x @ inner.layers[1].mlp.up.weight.T,
+                            "up.weight",
+                            "unit 'layers.1.mlp'",
+                        ),
                         (lambda: torch.cat([x, inner.head.weight]), "head.weight", root),
                         (lambda: inner.head.weight.data, "head.weight", root),
                         (lambda: inner.head.weight.grad, "head.weight", root),
                         (lambda: inner.head.weight.requires_grad, "head.weight", root),
-                        (lambda: inner.head.weight.copy_(torch.zeros(NUM_TOKENS, DIM)), "head.weight", root),
+                        (
+                            lambda: inner.head.weight.copy_(torch.zeros(NUM_TOKENS, DIM)),
+                            "head.weight",
+                            root,
+                        ),
                         (lambda: nn.init.zeros_(inner.head.weight), "head.weight", root),
                         (lambda: list(inner.head.weight), "head.weight", root),
                         (lambda: len(inner.head.weight), "head.weight", root),
@@ -623,24 +727,31 @@ def _reads_other_units(strategy: ShardingStrategy, use_orig_params: bool) -> Non
             with about((what, name)), context():
                 parameter = "down.bias" if what in ("bias", "scale") else "up.weight"
                 assert_refuses(partial(model, x), parameter, "unit 'inner'")
-                assert_idle(model, "grad" if what == "after" else name)  # its unit may be whole for backward, but is not shown
+                assert_idle(
+                    model, "grad" if what == "after" else name
+                )  # its unit may be whole for backward, but is not shown
         model.module.what = "nothing"
         assert_close(model(x), plain(x), "after the error")
         for module in (model, plain):
             module(x).pow(2).mean().backward()
         with FSDP.summon_full_params(model, with_grads=True):
-            for (name, got), wanted in zip(model.named_parameters(), plain.parameters(), strict=True):
+            for (name, got), wanted in zip(
+                model.named_parameters(), plain.parameters(), strict=True
+            ):
                 assert_close(got.grad, wanted.grad, name)
 
 
 @both_forms
 @pytest.mark.parametrize("strategy", [FULL_SHARD, SHARD_GRAD_OP])
-def test_another_units_parameters_cannot_be_read_inside_of_a_forward(strategy: ShardingStrategy, use_orig_params: bool) -> None:
+def test_another_units_parameters_cannot_be_read_inside_of_a_forward(
+    strategy: ShardingStrategy, use_orig_params: bool
+) -> None:
     run_ranks(2, _reads_other_units, strategy, use_orig_params)
 
 
 def _reads_parts_outside(use_orig_params: bool = True) -> None:
-    """With original parameters they are the user's own objects between steps: optimizers and logging read and write them."""
+    """With original parameters they are the user's own objects between steps: optimizers and
+    logging read and write them."""
     model, plain = wrapped(use_orig_params=True), decoder()
     weight = model.module.head.weight
     assert isinstance(weight, nn.Parameter)
@@ -663,8 +774,18 @@ def test_original_parameters_may_be_read_and_written_between_steps() -> None:
 def _asks_the_placeholder() -> None:
     model = wrapped()
     weight, bias = model.module.head.weight, model.module.layers[0].mlp.up.bias
-    assert (weight.shape, weight.dtype, weight.device) == ((NUM_TOKENS, DIM), torch.float32, torch.device("cpu"))
-    assert (weight.ndim, weight.dim(), weight.numel(), weight.size(0), bias.shape[0]) == (2, 2, NUM_TOKENS * DIM, NUM_TOKENS, 12)
+    assert (weight.shape, weight.dtype, weight.device) == (
+        (NUM_TOKENS, DIM),
+        torch.float32,
+        torch.device("cpu"),
+    )
+    assert (weight.ndim, weight.dim(), weight.numel(), weight.size(0), bias.shape[0]) == (
+        2,
+        2,
+        NUM_TOKENS * DIM,
+        NUM_TOKENS,
+        12,
+    )
     assert weight.is_floating_point()
     assert hasattr(model.module.head, "weight")
     assert not hasattr(model.module.head, "wait")
@@ -679,7 +800,11 @@ def _asks_the_placeholder() -> None:
     assert [name for name, _ in model.module.head.named_parameters()] == []
     with FSDP.summon_full_params(model):
         assert isinstance(model.module.head.weight, nn.Parameter)
-        assert_close(model.module(tokens()), decoder()(tokens()), "the inner module while parameters are whole")
+        assert_close(
+            model.module(tokens()),
+            decoder()(tokens()),
+            "the inner module while parameters are whole",
+        )
     with pytest.raises(StateError):
         copy.copy(weight).sum()
     assert not hasattr(weight, "__array_interface__")  # nobody takes it for an array
@@ -707,7 +832,11 @@ def test_what_stands_for_a_sharded_parameter_knows_its_shape_dtype_and_device() 
 def _keeps_signatures(use_orig_params: bool) -> None:
     model = wrapped(use_orig_params=use_orig_params)
     for _ in range(2):
-        for module, names in ((model.module, ["tokens"]), (model.module.head, ["input"]), (model.module.layers[0].mlp, None)):
+        for module, names in (
+            (model.module, ["tokens"]),
+            (model.module.head, ["input"]),
+            (model.module.layers[0].mlp, None),
+        ):
             inner = module.module if isinstance(module, FSDP) else module
             assert list(inspect.signature(inner.forward).parameters) == (names or ["x"])
         model(tokens()).sum().backward()
@@ -721,17 +850,23 @@ def test_signatures_of_inner_forwards_stay_right(use_orig_params: bool) -> None:
 # -- modules of torch that read parameters of others
 
 
-def _encodes(use_orig_params: bool, units: tuple[type[nn.Module], ...], build: Callable[[], nn.Module]) -> None:
+def _encodes(
+    use_orig_params: bool, units: tuple[type[nn.Module], ...], build: Callable[[], nn.Module]
+) -> None:
     torch.manual_seed(0)
     plain = build()
     torch.manual_seed(0)
-    model = FSDP(build(), auto_wrap_policy=ModuleWrapPolicy(set(units)), use_orig_params=use_orig_params)
+    model = FSDP(
+        build(), auto_wrap_policy=ModuleWrapPolicy(set(units)), use_orig_params=use_orig_params
+    )
     assert len(FSDP.fsdp_modules(model)) > 1
     x = torch.randn(3, 5, DIM, generator=torch.Generator().manual_seed(dist.get_rank()))
     mask = torch.zeros(3, 5, dtype=torch.bool)
     mask[1, 3:] = True
     inputs = (
-        [{}, {"src_key_padding_mask": mask}] if isinstance(plain, (nn.TransformerEncoder, nn.TransformerEncoderLayer)) else [{}]
+        [{}, {"src_key_padding_mask": mask}]
+        if isinstance(plain, (nn.TransformerEncoder, nn.TransformerEncoderLayer))
+        else [{}]
     )
     for training in (True, False):
         model.train(training)
@@ -741,7 +876,9 @@ def _encodes(use_orig_params: bool, units: tuple[type[nn.Module], ...], build: C
                 with about((training, name, list(kwargs))), context():
                     got, wanted = model(x, **kwargs), plain(x, **kwargs)
                     got, wanted = (v[0] if isinstance(v, tuple) else v for v in (got, wanted))
-                    keep = ~mask if kwargs else torch.ones_like(mask)  # what is masked is not defined
+                    keep = (
+                        ~mask if kwargs else torch.ones_like(mask)
+                    )  # what is masked is not defined
                     assert_close(got[keep], wanted[keep], "output")
                     assert_idle(model, name)
     for module in (model, plain):
@@ -781,7 +918,9 @@ TRANSFORMERS: list[Any] = [
 
 @both_forms
 @pytest.mark.parametrize("number", range(len(TRANSFORMERS)))
-def test_modules_of_torch_that_read_what_others_hold_compute_as_unsharded(number: int, use_orig_params: bool) -> None:
+def test_modules_of_torch_that_read_what_others_hold_compute_as_unsharded(
+    number: int, use_orig_params: bool
+) -> None:
     build, units = TRANSFORMERS[number]
     run_ranks(2, _encodes, use_orig_params, units, build)
 
@@ -811,7 +950,9 @@ def test_an_attention_alone_may_be_the_model(use_orig_params: bool) -> None:
 
 def _calls_an_rnn_inside(use_orig_params: bool) -> None:
     torch.manual_seed(0)
-    model = FSDP(_rnn(nn.LSTM), auto_wrap_policy=ModuleWrapPolicy({nn.LSTM}), use_orig_params=use_orig_params)
+    model = FSDP(
+        _rnn(nn.LSTM), auto_wrap_policy=ModuleWrapPolicy({nn.LSTM}), use_orig_params=use_orig_params
+    )
     torch.manual_seed(0)
     plain, x = _rnn(nn.LSTM), torch.randn(3, 5, DIM)
     for _ in range(2):

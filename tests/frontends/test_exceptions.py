@@ -1,4 +1,5 @@
-"""After an exception in forward or backward, on all ranks, training goes on as if nothing had happened."""
+"""After an exception in forward or backward, on all ranks, training goes on as if nothing had
+happened."""
 
 from __future__ import annotations
 
@@ -13,7 +14,17 @@ from torch import Tensor, nn
 from fsdp_compat import FullyShardedDataParallel as FSDP
 from fsdp_compat import ShardingStrategy
 from tests.support.models import DIM, Block, Fragile, FragileInside, chain
-from tests.support.parity import Pair, Turn, backward, both_forms, both_strategies, make_pair, one_backward, square, train
+from tests.support.parity import (
+    Pair,
+    Turn,
+    backward,
+    both_forms,
+    both_strategies,
+    make_pair,
+    one_backward,
+    square,
+    train,
+)
 from tests.support.ranks import run_ranks
 
 
@@ -44,7 +55,9 @@ def _raise_in_backward(pair: Pair) -> Tensor:
     return loss
 
 
-def _trains_on_after_forward(kind: type[Fragile], error: type[BaseException], **options: Any) -> None:
+def _trains_on_after_forward(
+    kind: type[Fragile], error: type[BaseException], **options: Any
+) -> None:
     pair = train(partial(_build, kind), (Block, kind), num_steps=2, **options)
     for _ in range(2):
         _raise_in_forward(pair, error)
@@ -69,9 +82,14 @@ any_kind = pytest.mark.parametrize("kind", [Fragile, FragileInside])
 @both_forms
 @both_strategies
 @any_kind
-@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])  # module hooks do not run for an interrupt
+@pytest.mark.parametrize(
+    "error", [ValueError, KeyboardInterrupt]
+)  # module hooks do not run for an interrupt
 def test_training_goes_on_after_an_exception_in_forward(
-    error: type[BaseException], kind: type[Fragile], strategy: ShardingStrategy, use_orig_params: bool
+    error: type[BaseException],
+    kind: type[Fragile],
+    strategy: ShardingStrategy,
+    use_orig_params: bool,
 ) -> None:
     options = {"sharding_strategy": strategy, "use_orig_params": use_orig_params}
     run_ranks(2, _trains_on_after_forward, kind, error, **options)
@@ -89,7 +107,12 @@ def test_training_goes_on_after_an_exception_in_backward(
 
 
 def _repeats_a_backward(strategy: ShardingStrategy, use_orig_params: bool) -> None:
-    pair = make_pair(partial(_build, Fragile), (Block, Fragile), sharding_strategy=strategy, use_orig_params=use_orig_params)
+    pair = make_pair(
+        partial(_build, Fragile),
+        (Block, Fragile),
+        sharding_strategy=strategy,
+        use_orig_params=use_orig_params,
+    )
 
     def step(m: nn.Module, x: Tensor, turn: Turn) -> Tensor:
         parameters = list(m.parameters())
@@ -118,7 +141,12 @@ def test_a_backward_repeated_after_an_exception_gives_its_own_gradients_only(
 
 
 def _shows_parameters_after_an_exception(where: str, use_orig_params: bool) -> None:
-    pair = train(partial(_build, FragileInside), (Block, Fragile), num_steps=1, use_orig_params=use_orig_params)
+    pair = train(
+        partial(_build, FragileInside),
+        (Block, Fragile),
+        num_steps=1,
+        use_orig_params=use_orig_params,
+    )
     if where == "forward":
         _raise_in_forward(pair, ValueError)
     else:
@@ -133,5 +161,7 @@ def _shows_parameters_after_an_exception(where: str, use_orig_params: bool) -> N
 
 @both_forms
 @pytest.mark.parametrize("where", ["forward", "backward"])
-def test_state_dicts_and_whole_parameters_are_right_after_an_exception(where: str, use_orig_params: bool) -> None:
+def test_state_dicts_and_whole_parameters_are_right_after_an_exception(
+    where: str, use_orig_params: bool
+) -> None:
     run_ranks(2, _shows_parameters_after_an_exception, where, use_orig_params)

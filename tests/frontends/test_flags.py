@@ -1,4 +1,5 @@
-"""Flags count by their truth value, as everywhere in Python; what is refused of them is in test_bad_input."""
+"""Flags count by their truth value, as everywhere in Python; what is refused of them is in
+test_bad_input."""
 
 # Values that are not exactly bool are what this module is about.
 # mypy: disable-error-code="arg-type, call-overload"
@@ -52,7 +53,10 @@ def _with_flags(folder: Path, yes: Any, no: Any) -> dict[str, Any]:
         auto_wrap_policy=CustomPolicy(lambda module: yes if isinstance(module, nn.Linear) else no),
         cpu_offload=CPUOffload(yes),
         mixed_precision=MixedPrecision(
-            torch.bfloat16, keep_low_precision_grads=no, cast_forward_inputs=yes, cast_root_forward_inputs=yes
+            torch.bfloat16,
+            keep_low_precision_grads=no,
+            cast_forward_inputs=yes,
+            cast_root_forward_inputs=yes,
         ),
         sync_module_states=yes,
         forward_prefetch=yes,
@@ -61,21 +65,33 @@ def _with_flags(folder: Path, yes: Any, no: Any) -> dict[str, Any]:
         allow_unused_units=no,
     )
     optimizer = torch.optim.Adam(model.parameters())
-    found: dict[str, Any] = {"units": len(FSDP.fsdp_modules(model)), "roots": len(FSDP.fsdp_modules(model, root_only=yes))}
+    found: dict[str, Any] = {
+        "units": len(FSDP.fsdp_modules(model)),
+        "roots": len(FSDP.fsdp_modules(model, root_only=yes)),
+    }
     register_fsdp_forward_method(model, "encode", synced=no)
     found["encode"] = model.encode(torch.ones(1, 4)).float().tolist()
     output = model(torch.ones(1, 4))
     found["dtypes"] = str(output.dtype)
     output.sum().backward()
     found["grads"] = {str(p.grad.dtype) for p in model.parameters() if p.grad is not None}
-    with FSDP.summon_full_params(model, recurse=yes, writeback=no, rank0_only=yes, offload_to_cpu=no, with_grads=no):
+    with FSDP.summon_full_params(
+        model, recurse=yes, writeback=no, rank0_only=yes, offload_to_cpu=no, with_grads=no
+    ):
         found["shown"] = _shapes(model)
         next(model.parameters()).data.fill_(7.0)
     optimizer.step()
-    with FSDP.state_dict_type(model, FULL, FullStateDictConfig(no, yes), FullOptimStateDictConfig(no, rank0_only=yes)):
+    with FSDP.state_dict_type(
+        model, FULL, FullStateDictConfig(no, yes), FullOptimStateDictConfig(no, rank0_only=yes)
+    ):
         state, states = model.state_dict(), FSDP.optim_state_dict(model, optimizer)
-    found["state"], found["states"] = {name: value.tolist() for name, value in state.items()}, sorted(states.get("state", {}))
-    found["older"] = sorted(FSDP.full_optim_state_dict(model, optimizer, rank0_only=yes).get("state", {}))
+    found["state"], found["states"] = (
+        {name: value.tolist() for name, value in state.items()},
+        sorted(states.get("state", {})),
+    )
+    found["older"] = sorted(
+        FSDP.full_optim_state_dict(model, optimizer, rank0_only=yes).get("state", {})
+    )
     whole = FSDP.full_optim_state_dict(model, optimizer, rank0_only=no)
     fresh = torch.optim.Adam(model.parameters())
     FSDP.optim_state_dict_to_load(model, fresh, whole, is_named_optimizer=no, load_directly=yes)
@@ -93,4 +109,6 @@ def _with_flags(folder: Path, yes: Any, no: Any) -> dict[str, Any]:
     ids=["numbers", "None", "numpy", "tensors"],
 )
 def test_every_flag_is_taken_by_its_truth_value(tmp_path: Path, yes: object, no: object) -> None:
-    assert run_ranks(2, _with_flags, tmp_path / "a", yes, no) == run_ranks(2, _with_flags, tmp_path / "b", True, False)
+    assert run_ranks(2, _with_flags, tmp_path / "a", yes, no) == run_ranks(
+        2, _with_flags, tmp_path / "b", True, False
+    )

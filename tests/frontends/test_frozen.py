@@ -1,4 +1,5 @@
-"""Parameters without gradients: frozen, unused, toggled, of integer dtype; and several dtypes in one unit."""
+"""Parameters without gradients: frozen, unused, toggled, of integer dtype; and several dtypes in
+one unit."""
 
 from __future__ import annotations
 
@@ -10,7 +11,18 @@ import torch
 from torch import Tensor, nn
 
 from fsdp_compat import ShardingStrategy
-from tests.support.models import DIM, Block, FrozenInCheckpoint, Lora, ManyDtypes, SpareParameter, Stack, Switch, chain, frozen
+from tests.support.models import (
+    DIM,
+    Block,
+    FrozenInCheckpoint,
+    Lora,
+    ManyDtypes,
+    SpareParameter,
+    Stack,
+    Switch,
+    chain,
+    frozen,
+)
 from tests.support.parity import (
     Turn,
     backward,
@@ -34,8 +46,18 @@ def _two_backwards(m: nn.Module, x: Tensor, turn: Turn) -> Tensor:
 
 @both_forms
 @pytest.mark.parametrize("step", [one_backward, _two_backwards])
-def test_frozen_weights_beside_trainable_ones_are_there_when_backward_needs_them(step: Any, use_orig_params: bool) -> None:
-    run_ranks(2, trains, partial(chain, Lora, Lora, Lora), (Lora,), step, batch=wide_vectors, use_orig_params=use_orig_params)
+def test_frozen_weights_beside_trainable_ones_are_there_when_backward_needs_them(
+    step: Any, use_orig_params: bool
+) -> None:
+    run_ranks(
+        2,
+        trains,
+        partial(chain, Lora, Lora, Lora),
+        (Lora,),
+        step,
+        batch=wide_vectors,
+        use_orig_params=use_orig_params,
+    )
 
 
 @both_forms
@@ -45,15 +67,25 @@ def test_a_frozen_part_that_is_recomputed_last_is_there(use_orig_params: bool) -
 
 
 @both_forms
-def test_frozen_units_between_trainable_ones_pass_gradients_on_and_have_none(use_orig_params: bool) -> None:
+def test_frozen_units_between_trainable_ones_pass_gradients_on_and_have_none(
+    use_orig_params: bool,
+) -> None:
     build = partial(chain, Block, partial(frozen, Block), Block, partial(frozen, Block))
     run_ranks(2, trains, build, use_orig_params=use_orig_params)
 
 
 @both_forms
 @pytest.mark.parametrize("num_ranks", [1, 2])
-def test_an_unused_parameter_beside_used_ones_counts_as_zero(num_ranks: int, use_orig_params: bool) -> None:
-    run_ranks(num_ranks, trains, partial(Stack, 3, SpareParameter), (SpareParameter,), use_orig_params=use_orig_params)
+def test_an_unused_parameter_beside_used_ones_counts_as_zero(
+    num_ranks: int, use_orig_params: bool
+) -> None:
+    run_ranks(
+        num_ranks,
+        trains,
+        partial(Stack, 3, SpareParameter),
+        (SpareParameter,),
+        use_orig_params=use_orig_params,
+    )
 
 
 def _uses(letters: str, m: nn.Module, x: Tensor, turn: Turn) -> Tensor:
@@ -63,13 +95,22 @@ def _uses(letters: str, m: nn.Module, x: Tensor, turn: Turn) -> Tensor:
 def _leaves_a_unit_out(**options: Any) -> None:
     pair = train(Switch, step=partial(_uses, "a"), **options)
     pair.step(partial(_uses, "ab"))
-    pair.step(partial(_uses, "a"))  # no gradient, though the optimizer has momentum: it must not move
+    pair.step(
+        partial(_uses, "a")
+    )  # no gradient, though the optimizer has momentum: it must not move
 
 
 @both_forms
 @pytest.mark.parametrize("allow_unused_units", [False, True])
-def test_a_unit_that_no_rank_uses_has_no_gradient(allow_unused_units: bool, use_orig_params: bool) -> None:
-    run_ranks(2, _leaves_a_unit_out, allow_unused_units=allow_unused_units, use_orig_params=use_orig_params)
+def test_a_unit_that_no_rank_uses_has_no_gradient(
+    allow_unused_units: bool, use_orig_params: bool
+) -> None:
+    run_ranks(
+        2,
+        _leaves_a_unit_out,
+        allow_unused_units=allow_unused_units,
+        use_orig_params=use_orig_params,
+    )
 
 
 def _toggles_requires_grad(**options: Any) -> None:
@@ -109,11 +150,21 @@ def _random_vectors(dim: int, generator: torch.Generator) -> Tensor:
 
 @both_forms
 @pytest.mark.parametrize("large", [False, True])
-def test_a_unit_that_was_wrapped_frozen_may_be_made_trainable(large: bool, use_orig_params: bool) -> None:
+def test_a_unit_that_was_wrapped_frozen_may_be_made_trainable(
+    large: bool, use_orig_params: bool
+) -> None:
     run_ranks(2, _unfreezes, large, use_orig_params)
 
 
 @both_forms
 @pytest.mark.parametrize("num_ranks", [1, 2])
-def test_one_unit_may_have_float32_bfloat16_and_int8_parameters(num_ranks: int, use_orig_params: bool) -> None:
-    run_ranks(num_ranks, trains, partial(Stack, 2, ManyDtypes), (ManyDtypes,), use_orig_params=use_orig_params)
+def test_one_unit_may_have_float32_bfloat16_and_int8_parameters(
+    num_ranks: int, use_orig_params: bool
+) -> None:
+    run_ranks(
+        num_ranks,
+        trains,
+        partial(Stack, 2, ManyDtypes),
+        (ManyDtypes,),
+        use_orig_params=use_orig_params,
+    )

@@ -1,4 +1,5 @@
-"""Frozen parameters of any dtype are bytes that nobody may change; what trains beside them is all that costs gradients."""
+"""Frozen parameters of any dtype are bytes that nobody may change; what trains beside them is all
+that costs gradients."""
 
 from __future__ import annotations
 
@@ -15,7 +16,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fsdp_compat import CPUOffload, FullStateDictConfig, MixedPrecision, ShardedStateDictConfig, ShardingStrategy, StateDictType
+from fsdp_compat import (
+    CPUOffload,
+    FullStateDictConfig,
+    MixedPrecision,
+    ShardedStateDictConfig,
+    ShardingStrategy,
+    StateDictType,
+)
 from fsdp_compat import FullyShardedDataParallel as FSDP
 from fsdp_compat._engine.collectives import Kind
 from fsdp_compat._engine.unit import LARGE
@@ -25,7 +33,11 @@ from tests.support.parity import both_forms, make_pair, one_backward, square, wi
 from tests.support.ranks import run_ranks
 
 BF16 = torch.bfloat16
-FULL_SHARD, SHARD_GRAD_OP, NO_SHARD = ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD
+FULL_SHARD, SHARD_GRAD_OP, NO_SHARD = (
+    ShardingStrategy.FULL_SHARD,
+    ShardingStrategy.SHARD_GRAD_OP,
+    ShardingStrategy.NO_SHARD,
+)
 DTYPES = {
     "of_uint8": torch.uint8,
     "of_int8": torch.int8,
@@ -41,16 +53,24 @@ DTYPES = {
 
 
 def _patterns(dtype: torch.dtype) -> Tensor:
-    """Every bit pattern there is, in an odd shape; of bfloat16 that is 65,536, NaNs with their payloads among them."""
+    """Every bit pattern there is, in an odd shape; of bfloat16 that is 65,536, NaNs with their
+    payloads among them."""
     if dtype is torch.bool:
         return (torch.arange(255) % 3 == 0).view(5, 51)
     bits = torch.arange(2 ** (8 * dtype.itemsize), dtype=torch.int32)
     codes = bits.to(torch.uint8 if dtype.itemsize == 1 else torch.uint16)
-    return torch.cat([codes, codes[:1], codes[-5:-1]]).view(dtype).view(-1, 9 if dtype.itemsize == 1 else 3).clone()
+    return (
+        torch.cat([codes, codes[:1], codes[-5:-1]])
+        .view(dtype)
+        .view(-1, 9 if dtype.itemsize == 1 else 3)
+        .clone()
+    )
 
 
 def _bytes(tensor: Tensor) -> bytes:
-    return tensor.detach().clone().view(torch.uint8).numpy().tobytes()  # a clone: what numpy has seen cannot be freed
+    return (
+        tensor.detach().clone().view(torch.uint8).numpy().tobytes()
+    )  # a clone: what numpy has seen cannot be freed
 
 
 class Codes(nn.Module):
@@ -62,7 +82,9 @@ class Codes(nn.Module):
         for name, dtype in DTYPES.items():
             value = _patterns(dtype) if filled else torch.zeros_like(_patterns(dtype))
             self.register_parameter(name, nn.Parameter(value, requires_grad=False))
-        self.more = nn.Parameter(torch.tensor([250, 251, 252], dtype=torch.uint8) * filled, requires_grad=False)
+        self.more = nn.Parameter(
+            torch.tensor([250, 251, 252], dtype=torch.uint8) * filled, requires_grad=False
+        )
         self.seen: dict[str, bytes] = {}
 
     def forward(self, x: Tensor) -> Tensor:
@@ -81,7 +103,10 @@ def _contents(module: nn.Module) -> dict[str, bytes]:
     return found
 
 
-EXPECTED = {**{name: _bytes(_patterns(dtype)) for name, dtype in DTYPES.items()}, "more": bytes([250, 251, 252])}
+EXPECTED = {
+    **{name: _bytes(_patterns(dtype)) for name, dtype in DTYPES.items()},
+    "more": bytes([250, 251, 252]),
+}
 
 
 def _assert_all(found: dict[str, bytes], where: str) -> None:
@@ -110,7 +135,9 @@ def _travels(**options: Any) -> None:
     _assert_all(model.module[1].module.seen, "evaluation")
     for writeback in (False, True):
         for to_cpu in (False, True):
-            with FSDP.summon_full_params(model, writeback=writeback, offload_to_cpu=to_cpu, with_grads=True):
+            with FSDP.summon_full_params(
+                model, writeback=writeback, offload_to_cpu=to_cpu, with_grads=True
+            ):
                 for unit in model.module:
                     _assert_all(_contents(unit.module), "summon_full_params")
     with FSDP.summon_full_params(model):
@@ -129,7 +156,9 @@ LOW = MixedPrecision(param_dtype=BF16, reduce_dtype=torch.float32, buffer_dtype=
 WAYS: dict[str, dict[str, Any]] = {
     "plain": {},
     "mixed precision": {"mixed_precision": LOW},
-    "low gradients": {"mixed_precision": MixedPrecision(param_dtype=BF16, keep_low_precision_grads=True)},
+    "low gradients": {
+        "mixed_precision": MixedPrecision(param_dtype=BF16, keep_low_precision_grads=True)
+    },
     "kept": {"sharding_strategy": SHARD_GRAD_OP, "mixed_precision": LOW},
     "replicated": {"sharding_strategy": NO_SHARD},
     "offloaded": {"cpu_offload": CPUOffload(offload_params=True), "mixed_precision": LOW},
@@ -139,7 +168,9 @@ WAYS: dict[str, dict[str, Any]] = {
 @both_forms
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("num_ranks", [1, 3])
-def test_frozen_parameters_of_every_dtype_are_gathered_byte_for_byte(num_ranks: int, way: str, use_orig_params: bool) -> None:
+def test_frozen_parameters_of_every_dtype_are_gathered_byte_for_byte(
+    num_ranks: int, way: str, use_orig_params: bool
+) -> None:
     run_ranks(num_ranks, _travels, use_orig_params=use_orig_params, **WAYS[way])
 
 
@@ -160,7 +191,9 @@ def _is_saved(precision: MixedPrecision | None, use_orig_params: bool) -> None:
                 assert state[f"1.{name}"].dtype == getattr(Codes(), name).dtype
                 assert _bytes(state[f"1.{name}"]) == content, name
         for form in (use_orig_params, not use_orig_params):
-            later = _wrap(nn.Sequential(Codes(False), Codes(False)), **{**options, "use_orig_params": form})
+            later = _wrap(
+                nn.Sequential(Codes(False), Codes(False)), **{**options, "use_orig_params": form}
+            )
             with FSDP.state_dict_type(later, kind, config):
                 later.load_state_dict(_through_a_file(state))
             later(torch.ones(2, DIM))
@@ -192,7 +225,11 @@ def test_state_dicts_hold_them_byte_for_byte_and_bring_them_back(
 def _is_copied(use_orig_params: bool) -> None:
     torch.manual_seed(0)
     rank = torch.distributed.get_rank()
-    model = _wrap(nn.Sequential(Codes(rank == 0), Codes(rank == 0)), sync_module_states=True, use_orig_params=use_orig_params)
+    model = _wrap(
+        nn.Sequential(Codes(rank == 0), Codes(rank == 0)),
+        sync_module_states=True,
+        use_orig_params=use_orig_params,
+    )
     for where, each in (
         ("what rank 0 has given", model),
         ("deepcopy", copy.deepcopy(model)),
@@ -216,7 +253,9 @@ class Packed(nn.Parameter):
 
     calls = 0
 
-    def __new__(cls, data: Tensor, scale: float | None = None, requires_grad: bool = False) -> Packed:
+    def __new__(
+        cls, data: Tensor, scale: float | None = None, requires_grad: bool = False
+    ) -> Packed:
         self = torch.Tensor._make_subclass(cls, data, requires_grad)
         self.scale = scale  # type: ignore[attr-defined]
         return self
@@ -253,9 +292,12 @@ class Tagged(nn.Parameter):
 
 
 def _copied(parameter: Any, memo: dict[int, Any]) -> Any:
-    """nn.Parameter's own copies leave attributes and classes behind; libraries with such parameters bring theirs."""
+    """nn.Parameter's own copies leave attributes and classes behind; libraries with such parameters
+    bring theirs."""
     attributes = copy.deepcopy(parameter.__dict__, memo)
-    copied = memo[id(parameter)] = _made(type(parameter), parameter.data.clone(), parameter.requires_grad, attributes)
+    copied = memo[id(parameter)] = _made(
+        type(parameter), parameter.data.clone(), parameter.requires_grad, attributes
+    )
     return copied
 
 
@@ -318,7 +360,9 @@ def _subclasses_survive(use_orig_params: bool, **options: Any) -> None:
             assert inside.gain.label == "gain"
             inside.weight.scale = 5.0
         with FSDP.summon_full_params(pair.model):
-            assert first.weight.scale == 0.03, "a copy has the attributes of the original, and not a copy of them"
+            assert first.weight.scale == 0.03, (
+                "a copy has the attributes of the original, and not a copy of them"
+            )
 
 
 def _rescales(module: nn.Module, args: Any) -> None:
@@ -349,7 +393,8 @@ def test_parameter_subclasses_survive_with_attributes_methods_and_functions(
 
 
 def _attributes_of_the_original(use_orig_params: bool) -> None:
-    """The object that the user has kept is the one that attributes are set on, after wrapping too."""
+    """The object that the user has kept is the one that attributes are set on, after wrapping
+    too."""
     module = nn.Sequential(PackedLinear())
     mine = module[0].weight
     mine.scale = 1.0
@@ -366,7 +411,9 @@ def _attributes_of_the_original(use_orig_params: bool) -> None:
 
 @both_forms
 @pytest.mark.parametrize("num_ranks", [1, 2])
-def test_attributes_set_after_wrapping_on_the_original_are_seen_in_forward(num_ranks: int, use_orig_params: bool) -> None:
+def test_attributes_set_after_wrapping_on_the_original_are_seen_in_forward(
+    num_ranks: int, use_orig_params: bool
+) -> None:
     run_ranks(num_ranks, _attributes_of_the_original, use_orig_params)
 
 
@@ -375,12 +422,15 @@ def test_attributes_set_after_wrapping_on_the_original_are_seen_in_forward(num_r
 
 @contextlib.contextmanager
 def _largest_held(model: FSDP) -> Iterator[list[int]]:
-    """The most bytes of gradients that were held whole at once, in elements' bytes, while the context lasts."""
+    """The most bytes of gradients that were held whole at once, in elements' bytes, while the
+    context lasts."""
     found = [0]
     groups = model._runtime.groups
 
     def look(*_: Any) -> None:
-        held = sum(group._collected.resident_nbytes for group in groups if group._collected is not None)
+        held = sum(
+            group._collected.resident_nbytes for group in groups if group._collected is not None
+        )
         found[0] = max(found[0], held)
 
     handles = [p.register_hook(look) for group in groups for p in group.leaves if p.requires_grad]
@@ -413,7 +463,8 @@ def _costs(use_orig_params: bool) -> tuple[int, int, int, int, list[bool]]:
 
 @both_forms
 def test_gradients_cost_memory_and_bytes_for_trainable_elements_only(use_orig_params: bool) -> None:
-    # Per unit 64 x 64 = 4,096 frozen elements, and 2 x 128 = 256 trainable ones, 128 on each of two ranks.
+    # Per unit 64 x 64 = 4,096 frozen elements, and 2 x 128 = 256 trainable ones, 128 on each of two
+    # ranks.
     for largest, held, sent, grads, frozen in run_ranks(2, _costs, use_orig_params):
         assert largest <= 3 * 256 * 4
         assert held == 3 * 256 * 4
@@ -427,7 +478,11 @@ def test_gradients_cost_memory_and_bytes_for_trainable_elements_only(use_orig_pa
 
 def _toggles(use_orig_params: bool, strategy: ShardingStrategy, width: int) -> None:
     make = partial(Block, width)
-    pair = make_pair(partial(chain, make, make, make), use_orig_params=use_orig_params, sharding_strategy=strategy)
+    pair = make_pair(
+        partial(chain, make, make, make),
+        use_orig_params=use_orig_params,
+        sharding_strategy=strategy,
+    )
     batch = partial(_batch, width)
     group = pair.model._runtime.groups[1]
     axes = (group.shard, group.replica)
@@ -439,7 +494,9 @@ def _toggles(use_orig_params: bool, strategy: ShardingStrategy, width: int) -> N
         for axis in axes:
             axis.traffic.clear()
         pair.step(one_backward, batch=batch)
-        num_reductions = sum(axis.traffic.counts[Kind.REDUCE] + axis.traffic.counts[Kind.REPLICATE] for axis in axes)
+        num_reductions = sum(
+            axis.traffic.counts[Kind.REDUCE] + axis.traffic.counts[Kind.REPLICATE] for axis in axes
+        )
         assert num_reductions == (3 if trainable else 2)
         assert all(p.grad is None for p in pair.model.module[1].parameters())  # after zero_grad
     # Toggled after an evaluation, and after a forward whose backward is yet to come.
@@ -472,7 +529,8 @@ def test_requires_grad_toggled_between_steps_is_honoured_at_the_next_forward(
 
 
 def _toggles_under_no_sync() -> None:
-    """What was collected before a unit was frozen is reduced all the same, as it would be kept in ``.grad`` without sharding."""
+    """What was collected before a unit was frozen is reduced all the same, as it would be kept in
+    ``.grad`` without sharding."""
     pair = make_pair(Stack, use_orig_params=True)
     x = torch.ones(2, DIM)
     with pair.model.no_sync():

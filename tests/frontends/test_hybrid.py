@@ -1,4 +1,5 @@
-"""Replicas of shards: however a mesh is given, and of any shape, ranks train as unsharded and hold the same to the last bit."""
+"""Replicas of shards: however a mesh is given, and of any shape, ranks train as unsharded and hold
+the same to the last bit."""
 
 from __future__ import annotations
 
@@ -21,7 +22,18 @@ import fsdp_compat
 from fsdp_compat import FullyShardedDataParallel as FSDP
 from fsdp_compat import MixedPrecision, ShardingStrategy, StateDictType, UsageError
 from fsdp_compat.wrap import CustomPolicy, ModuleWrapPolicy
-from tests.support.models import DIM, Block, FrozenInCheckpoint, Inner, Lora, Outer, Stack, Tiny, chain, frozen
+from tests.support.models import (
+    DIM,
+    Block,
+    FrozenInCheckpoint,
+    Inner,
+    Lora,
+    Outer,
+    Stack,
+    Tiny,
+    chain,
+    frozen,
+)
 from tests.support.parity import Pair, Turn, backward, both_forms, square, vectors
 from tests.support.ranks import run_ranks
 
@@ -43,7 +55,9 @@ def _as_groups(replicas: int, shards: int) -> dict[str, Any]:
     """(the ranks that split one copy, the ranks that hold the same part)"""
     grid = torch.arange(replicas * shards).view(replicas, shards).tolist()
     shard, _ = dist.new_subgroups_by_enumeration(grid)
-    replica, _ = dist.new_subgroups_by_enumeration([list(column) for column in zip(*grid, strict=True)])
+    replica, _ = dist.new_subgroups_by_enumeration(
+        [list(column) for column in zip(*grid, strict=True)]
+    )
     return {"process_group": (shard, replica)}
 
 
@@ -53,7 +67,9 @@ def _node_by_node(replicas: int, shards: int) -> dict[str, Any]:
 
 
 def _as_part_of_a_larger_mesh(replicas: int, shards: int) -> dict[str, Any]:
-    whole = init_device_mesh("cpu", (replicas, shards, 1), mesh_dim_names=("replicate", "shard", "other"))
+    whole = init_device_mesh(
+        "cpu", (replicas, shards, 1), mesh_dim_names=("replicate", "shard", "other")
+    )
     return {"device_mesh": whole["replicate", "shard"]}
 
 
@@ -70,10 +86,13 @@ WAYS = [_as_mesh, _as_groups, _node_by_node, _as_part_of_a_larger_mesh, _backwar
 
 
 class Everything(nn.Sequential):
-    """Units in units, a frozen unit, a frozen part recomputed, frozen beside trainable, fewer elements than ranks."""
+    """Units in units, a frozen unit, a frozen part recomputed, frozen beside trainable, fewer
+    elements than ranks."""
 
     def __init__(self) -> None:
-        super().__init__(Outer(), frozen(Block), FrozenInCheckpoint(), Lora(DIM), Tiny(), nn.Linear(DIM, 3))
+        super().__init__(
+            Outer(), frozen(Block), FrozenInCheckpoint(), Lora(DIM), Tiny(), nn.Linear(DIM, 3)
+        )
 
 
 UNITS = {Outer, Inner, Block, FrozenInCheckpoint, Lora, Tiny}
@@ -103,15 +122,24 @@ def _assert_equal_on_all_ranks(values: dict[str, Tensor | None], what: str) -> N
     dist.all_gather_object(found, own)
     for rank, theirs in enumerate(found):
         for name, value in own.items():
-            assert theirs[name] == value, f"{what} of {name} differ between ranks {dist.get_rank()} and {rank}"
+            assert theirs[name] == value, (
+                f"{what} of {name} differ between ranks {dist.get_rank()} and {rank}"
+            )
 
 
 def _whole_gradients(model: FSDP) -> dict[str, Tensor | None]:
     with FSDP.summon_full_params(model, writeback=False, with_grads=True):
-        return {name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
+        return {
+            name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()
+        }
 
 
-def _trains(ways: list[Callable[..., dict[str, Any]]], mesh: tuple[int, int], strategy: ShardingStrategy, **options: Any) -> None:
+def _trains(
+    ways: list[Callable[..., dict[str, Any]]],
+    mesh: tuple[int, int],
+    strategy: ShardingStrategy,
+    **options: Any,
+) -> None:
     for way in ways:
         pair = _pair(Everything, UNITS, sharding_strategy=strategy, **way(*mesh), **options)
         for pattern in ("s", "sns"):
@@ -119,13 +147,21 @@ def _trains(ways: list[Callable[..., dict[str, Any]]], mesh: tuple[int, int], st
             for rank, x in enumerate(batches):
                 _accumulates(pattern, pair.plain, x, Turn(rank, contextlib.nullcontext))
             pair.average_plain_gradients()
-            _accumulates(pattern, pair.model, batches[pair.rank], Turn(pair.rank, pair.model.no_sync))
-            _assert_equal_on_all_ranks(_whole_gradients(pair.model), f"{way.__name__}: the gradients after {pattern!r}")
+            _accumulates(
+                pattern, pair.model, batches[pair.rank], Turn(pair.rank, pair.model.no_sync)
+            )
+            _assert_equal_on_all_ranks(
+                _whole_gradients(pair.model), f"{way.__name__}: the gradients after {pattern!r}"
+            )
             pair.compare_and_update(as_a_user=pattern == "sns")
         _assert_equal_on_all_ranks(pair.model.state_dict(), f"{way.__name__}: the values")
         state = FSDP.optim_state_dict(pair.model, pair.optim)["state"]
-        assert {name for name, p in pair.plain.named_parameters() if p.requires_grad} == state.keys()
-        _assert_equal_on_all_ranks({name: value["momentum_buffer"] for name, value in state.items()}, "the momenta")
+        assert {
+            name for name, p in pair.plain.named_parameters() if p.requires_grad
+        } == state.keys()
+        _assert_equal_on_all_ranks(
+            {name: value["momentum_buffer"] for name, value in state.items()}, "the momenta"
+        )
 
 
 @pytest.mark.parametrize(("strategy", "use_orig_params"), [(HYBRID, False), (HYBRID_ZERO2, True)])
@@ -142,7 +178,9 @@ def _trains_beside_ddp(mesh: tuple[int, int], use_orig_params: bool) -> None:
     ddp = DDP(Stack())
     torch.manual_seed(0)
     strategy, policy = HYBRID if use_orig_params else HYBRID_ZERO2, ModuleWrapPolicy({Block})
-    model = FSDP(Stack(), None, strategy, None, policy, use_orig_params=use_orig_params, **_as_mesh(*mesh))
+    model = FSDP(
+        Stack(), None, strategy, None, policy, use_orig_params=use_orig_params, **_as_mesh(*mesh)
+    )
     optimizers = [torch.optim.SGD(m.parameters(), 0.1, momentum=0.9) for m in (ddp, model)]
     generator = torch.Generator().manual_seed(dist.get_rank())
     for _ in range(2):
@@ -150,7 +188,9 @@ def _trains_beside_ddp(mesh: tuple[int, int], use_orig_params: bool) -> None:
         for m in (ddp, model):
             square(m, x).backward()
         for name, grad in _whole_gradients(model).items():
-            torch.testing.assert_close(grad, ddp.module.get_parameter(name).grad, rtol=1e-5, atol=1e-7)
+            torch.testing.assert_close(
+                grad, ddp.module.get_parameter(name).grad, rtol=1e-5, atol=1e-7
+            )
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
@@ -158,7 +198,9 @@ def _trains_beside_ddp(mesh: tuple[int, int], use_orig_params: bool) -> None:
 
 @both_forms
 @every_mesh
-def test_gradients_of_every_mesh_are_those_of_ddp(mesh: tuple[int, int], use_orig_params: bool) -> None:
+def test_gradients_of_every_mesh_are_those_of_ddp(
+    mesh: tuple[int, int], use_orig_params: bool
+) -> None:
     run_ranks(mesh[0] * mesh[1], _trains_beside_ddp, mesh, use_orig_params)
 
 
@@ -194,7 +236,9 @@ def _wraps_node_by_node_by_hand() -> tuple[int, int]:
     numbers = []
     for index, block in enumerate(model.blocks):
         model.blocks[index] = FSDP(block, sharding_strategy=HYBRID)
-        numbers.append(len(dist.distributed_c10d._world.pg_map))  # private, but the only list of all groups
+        numbers.append(
+            len(dist.distributed_c10d._world.pg_map)
+        )  # private, but the only list of all groups
     pair = Pair(plain, FSDP(model, sharding_strategy=HYBRID))
     numbers.append(len(dist.distributed_c10d._world.pg_map))
     for _ in range(2):
@@ -234,8 +278,11 @@ def _trains_on_one_dimension(use_orig_params: bool) -> None:
         assert all(torch.equal(value, two[name]) for name, value in one.items())
 
 
-def _along_the_first_dimension(library: Any, shape: tuple[int, ...], names: tuple[str, ...] | None, **options: Any) -> Any:
-    """Losses, parameters and values of sharded state dicts of a model over a mesh, and the ranks it is sharded over."""
+def _along_the_first_dimension(
+    library: Any, shape: tuple[int, ...], names: tuple[str, ...] | None, **options: Any
+) -> Any:
+    """Losses, parameters and values of sharded state dicts of a model over a mesh, and the ranks it
+    is sharded over."""
     torch.manual_seed(0)
     model = library.FullyShardedDataParallel(
         Stack(),
@@ -245,7 +292,9 @@ def _along_the_first_dimension(library: Any, shape: tuple[int, ...], names: tupl
         **options,
     )
     optimizer = torch.optim.Adam(model.parameters(), 0.01)
-    own_batches = dist.get_rank() // (dist.get_world_size() // shape[0])  # alike for ranks that hold the same part
+    own_batches = dist.get_rank() // (
+        dist.get_world_size() // shape[0]
+    )  # alike for ranks that hold the same part
     generator, seen = torch.Generator().manual_seed(own_batches), list[Any]()
     for _ in range(3):
         loss = square(model, vectors(generator))
@@ -256,24 +305,39 @@ def _along_the_first_dimension(library: Any, shape: tuple[int, ...], names: tupl
     for kind in (library.StateDictType.FULL_STATE_DICT, library.StateDictType.SHARDED_STATE_DICT):
         library.FullyShardedDataParallel.set_state_dict_type(model, kind)
         state = model.state_dict()
-        seen.append({name: getattr(value, "full_tensor", value.clone)().tolist() for name, value in state.items()})
+        seen.append(
+            {
+                name: getattr(value, "full_tensor", value.clone)().tolist()
+                for name, value in state.items()
+            }
+        )
     model.load_state_dict(state)
-    return seen, dist.get_process_group_ranks(model.process_group), sum(p.numel() for p in model.parameters())
+    return (
+        seen,
+        dist.get_process_group_ranks(model.process_group),
+        sum(p.numel() for p in model.parameters()),
+    )
 
 
 def _shards_as_torch(shape: tuple[int, ...], names: tuple[str, ...] | None) -> None:
     for strategy in ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"):
         theirs, ours = (
-            _along_the_first_dimension(library, shape, names, sharding_strategy=library.ShardingStrategy[strategy])
+            _along_the_first_dimension(
+                library, shape, names, sharding_strategy=library.ShardingStrategy[strategy]
+            )
             for library in (torch_fsdp, fsdp_compat)
         )
         assert ours[:2] == theirs[:2], strategy
         assert len(ours[1]) == shape[0]
-        assert (ours[2] < theirs[2] + 64) is (theirs[2] < ours[2] + 64), strategy  # but for the padding
+        assert (ours[2] < theirs[2] + 64) is (theirs[2] < ours[2] + 64), (
+            strategy
+        )  # but for the padding
 
 
 @pytest.mark.parametrize(
-    ("shape", "names"), [((2, 2), None), ((2, 2), ("data", "tensor")), ((2, 1, 2), None), ((1, 4), None)], ids=str
+    ("shape", "names"),
+    [((2, 2), None), ((2, 2), ("data", "tensor")), ((2, 1, 2), None), ((1, 4), None)],
+    ids=str,
 )
 def test_a_strategy_that_is_not_hybrid_shards_over_the_first_dimension_of_a_mesh_as_in_torch(
     shape: tuple[int, ...], names: tuple[str, ...] | None
@@ -290,7 +354,9 @@ def _refuses_three_dimensions() -> list[str]:
     messages = []
     for strategy in (HYBRID, HYBRID_ZERO2):
         with pytest.raises(UsageError) as caught:
-            FSDP(Stack(), sharding_strategy=strategy, device_mesh=init_device_mesh("cpu", (2, 1, 1)))
+            FSDP(
+                Stack(), sharding_strategy=strategy, device_mesh=init_device_mesh("cpu", (2, 1, 1))
+            )
         messages.append(str(caught.value))
     return messages
 
@@ -307,9 +373,15 @@ def test_a_mesh_of_three_dimensions_is_refused() -> None:
 def _trains_in_mixed_precision(use_orig_params: bool, meshes: list[tuple[int, int]]) -> None:
     """The reference computes in bfloat16 too; its gradients are summed in float32."""
     precision = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    strategies = itertools.cycle((HYBRID, HYBRID_ZERO2) if use_orig_params else (HYBRID_ZERO2, HYBRID))
+    strategies = itertools.cycle(
+        (HYBRID, HYBRID_ZERO2) if use_orig_params else (HYBRID_ZERO2, HYBRID)
+    )
     for strategy, mesh in zip(strategies, meshes, strict=False):
-        options = {"sharding_strategy": strategy, "mixed_precision": precision, "use_orig_params": use_orig_params}
+        options = {
+            "sharding_strategy": strategy,
+            "mixed_precision": precision,
+            "use_orig_params": use_orig_params,
+        }
         pair = _pair(partial(Stack, 2, Outer), {Outer, Inner}, **options, **_as_mesh(*mesh))
         for pattern in ("s", "ns"):
             batches = pair.batches()
@@ -324,37 +396,51 @@ def _trains_in_mixed_precision(use_orig_params: bool, meshes: list[tuple[int, in
                         total += p.grad.float()
             for total, p in zip(totals, pair.plain.parameters(), strict=True):
                 p.grad = total / pair.ranks
-            _accumulates(pattern, pair.model, batches[pair.rank], Turn(pair.rank, pair.model.no_sync))
+            _accumulates(
+                pattern, pair.model, batches[pair.rank], Turn(pair.rank, pair.model.no_sync)
+            )
             _assert_equal_on_all_ranks(_whole_gradients(pair.model), "the gradients")
             pair.compare_and_update()
 
 
 @both_forms
 @pytest.mark.parametrize("num_ranks", [2, 4])
-def test_bf16_computation_with_float32_reduction_sums_in_float32_on_both_axes(num_ranks: int, use_orig_params: bool) -> None:
+def test_bf16_computation_with_float32_reduction_sums_in_float32_on_both_axes(
+    num_ranks: int, use_orig_params: bool
+) -> None:
     meshes = [mesh for mesh in MESHES if mesh[0] * mesh[1] == num_ranks]
     run_ranks(num_ranks, _trains_in_mixed_precision, use_orig_params, meshes)
 
 
 def _sums_bf16_shards() -> dict[str, int]:
-    """By mesh, and whether it is our FSDP: how many elements of the mean of four rows are not rounded once, from float32."""
+    """By mesh, and whether it is our FSDP: how many elements of the mean of four rows are not
+    rounded once, from float32."""
     rows = torch.randn(4, 64, generator=torch.Generator().manual_seed(5)).bfloat16()
     expected = rows.float().mean(0).bfloat16()
     found = {}
-    for library, mesh in ((FSDP, (4, 1)), (FSDP, (2, 2)), (FSDP, (1, 4)), (torch_fsdp.FullyShardedDataParallel, (2, 2))):
+    for library, mesh in (
+        (FSDP, (4, 1)),
+        (FSDP, (2, 2)),
+        (FSDP, (1, 4)),
+        (torch_fsdp.FullyShardedDataParallel, (2, 2)),
+    ):
         ours = library is FSDP
         linear = nn.Linear(64, 1, bias=False, dtype=torch.bfloat16)
         model = library(
             linear,
             sharding_strategy=HYBRID if ours else torch_fsdp.ShardingStrategy.HYBRID_SHARD,
-            mixed_precision=(MixedPrecision if ours else torch_fsdp.MixedPrecision)(reduce_dtype=torch.float32),
+            mixed_precision=(MixedPrecision if ours else torch_fsdp.MixedPrecision)(
+                reduce_dtype=torch.float32
+            ),
             device_id=torch.device("cpu"),
             use_orig_params=True,
             **_as_mesh(*mesh),
         )
         model(rows[dist.get_rank()][None]).sum().backward()
         with library.summon_full_params(model, writeback=False, with_grads=True):
-            found[f"{'ours' if ours else 'torch'} {mesh}"] = int((linear.weight.grad[0] != expected).sum())
+            found[f"{'ours' if ours else 'torch'} {mesh}"] = int(
+                (linear.weight.grad[0] != expected).sum()
+            )
     return found
 
 
@@ -374,10 +460,20 @@ def _hybrid_inside(hybrid: dict[str, Any], module: nn.Module) -> bool | dict[str
 
 def _trains_with_several_meshes(use_orig_params: bool) -> None:
     for mesh in ((4, 1), (2, 2), (1, 4)):
-        policy = CustomPolicy(partial(_hybrid_inside, {"sharding_strategy": HYBRID, **_as_mesh(*mesh)}))
-        pair = _pair(partial(Stack, 2, Outer), set(), auto_wrap_policy=policy, use_orig_params=use_orig_params)
+        policy = CustomPolicy(
+            partial(_hybrid_inside, {"sharding_strategy": HYBRID, **_as_mesh(*mesh)})
+        )
+        pair = _pair(
+            partial(Stack, 2, Outer),
+            set(),
+            auto_wrap_policy=policy,
+            use_orig_params=use_orig_params,
+        )
         strategies = [unit.sharding_strategy for unit in FSDP.fsdp_modules(pair.model)]
-        assert strategies == [ShardingStrategy.FULL_SHARD, *[HYBRID, *[ShardingStrategy.NO_SHARD] * 2] * 2]
+        assert strategies == [
+            ShardingStrategy.FULL_SHARD,
+            *[HYBRID, *[ShardingStrategy.NO_SHARD] * 2] * 2,
+        ]
         for pattern in ("s", "ns"):
             pair.step(partial(_accumulates, pattern), as_a_user=pattern == "ns")
 
@@ -391,19 +487,33 @@ def test_hybrid_units_train_beside_units_of_other_meshes(use_orig_params: bool) 
 
 
 def _moves_between_meshes(use_orig_params: bool) -> None:
-    """Full and sharded state of each mesh goes into the next one, and training goes on as unsharded."""
+    """Full and sharded state of each mesh goes into the next one, and training goes on as
+    unsharded."""
     options = {"sharding_strategy": HYBRID, "use_orig_params": use_orig_params}
     pair = _pair(Everything, UNITS, **options, **_as_mesh(2, 2))
     pair.step()
     full, sharded = StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT
-    moves = (full, _node_by_node, (2, 2)), (sharded, _backwards, (2, 2)), (full, _as_groups, (4, 1)), (sharded, _as_mesh, (1, 4))
+    moves = (
+        (full, _node_by_node, (2, 2)),
+        (sharded, _backwards, (2, 2)),
+        (full, _as_groups, (4, 1)),
+        (sharded, _as_mesh, (1, 4)),
+    )
     for kind, way, mesh in moves:
         with FSDP.state_dict_type(pair.model, kind):
-            state, optim_state = pair.model.state_dict(), FSDP.optim_state_dict(pair.model, pair.optim)
+            state, optim_state = (
+                pair.model.state_dict(),
+                FSDP.optim_state_dict(pair.model, pair.optim),
+            )
         torch.manual_seed(1)
-        later = Pair(pair.plain, FSDP(Everything(), auto_wrap_policy=ModuleWrapPolicy(UNITS), **options, **way(*mesh)))
+        later = Pair(
+            pair.plain,
+            FSDP(Everything(), auto_wrap_policy=ModuleWrapPolicy(UNITS), **options, **way(*mesh)),
+        )
         later.model.load_state_dict(state)
-        later.optim.load_state_dict(FSDP.optim_state_dict_to_load(later.model, later.optim, optim_state))
+        later.optim.load_state_dict(
+            FSDP.optim_state_dict_to_load(later.model, later.optim, optim_state)
+        )
         later.plain_optim = pair.plain_optim
         later.step(as_a_user=True)
         pair = later
@@ -416,16 +526,32 @@ def test_state_moves_from_mesh_to_mesh(use_orig_params: bool) -> None:
 
 # -- collectives and bytes
 
-# 2 x (8 x 8 weight + 8 bias), all in one dtype and padded to nothing: 144 elements, a multiple of 16 bytes and of 4 ranks
+# 2 x (8 x 8 weight + 8 bias), all in one dtype and padded to nothing: 144 elements, a multiple of
+# 16 bytes and of 4 ranks
 PSI = 144
 
 
-def _sends(mesh: tuple[int, int], way: Callable[..., dict[str, Any]], strategy: ShardingStrategy, low: bool) -> dict[str, Any]:
-    """{kind: (number, bytes)} of the second step of this rank, for a root around three units of PSI elements each."""
-    precision = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) if low else None
-    build = partial(chain, *[partial(chain, partial(nn.Linear, DIM, DIM), partial(nn.Linear, DIM, DIM))] * 3)
-    policy = CustomPolicy(lambda module: isinstance(module, nn.Sequential) and isinstance(module[0], nn.Linear))
-    model = FSDP(build(), sharding_strategy=strategy, auto_wrap_policy=policy, mixed_precision=precision, **way(*mesh))
+def _sends(
+    mesh: tuple[int, int], way: Callable[..., dict[str, Any]], strategy: ShardingStrategy, low: bool
+) -> dict[str, Any]:
+    """{kind: (number, bytes)} of the second step of this rank, for a root around three units of PSI
+    elements each."""
+    precision = (
+        MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) if low else None
+    )
+    build = partial(
+        chain, *[partial(chain, partial(nn.Linear, DIM, DIM), partial(nn.Linear, DIM, DIM))] * 3
+    )
+    policy = CustomPolicy(
+        lambda module: isinstance(module, nn.Sequential) and isinstance(module[0], nn.Linear)
+    )
+    model = FSDP(
+        build(),
+        sharding_strategy=strategy,
+        auto_wrap_policy=policy,
+        mixed_precision=precision,
+        **way(*mesh),
+    )
     assert len(FSDP.fsdp_modules(model)) == 4
     groups = model._runtime.groups
     axes = {id(axis): axis for group in groups for axis in (group.shard, group.replica)}.values()
@@ -441,8 +567,11 @@ def _sends(mesh: tuple[int, int], way: Callable[..., dict[str, Any]], strategy: 
     return sent
 
 
-def _formula(mesh: tuple[int, int], strategy: ShardingStrategy, b_p: int) -> dict[str, tuple[int, int]]:
-    """f(W) = (W - 1) / W; the last of three units is kept after forward; b_r = 4, and so is what travels between replicas."""
+def _formula(
+    mesh: tuple[int, int], strategy: ShardingStrategy, b_p: int
+) -> dict[str, tuple[int, int]]:
+    """f(W) = (W - 1) / W; the last of three units is kept after forward; b_r = 4, and so is what
+    travels between replicas."""
     replicas, shards = mesh
     expected = {}
     if shards > 1:
@@ -454,22 +583,38 @@ def _formula(mesh: tuple[int, int], strategy: ShardingStrategy, b_p: int) -> dic
     return expected
 
 
-SENT = [(_as_mesh, False), (_as_groups, False), (_node_by_node, False), (_as_mesh, True)]  # (way, bfloat16 parameters)
+SENT = [
+    (_as_mesh, False),
+    (_as_groups, False),
+    (_node_by_node, False),
+    (_as_mesh, True),
+]  # (way, bfloat16 parameters)
 
 
 def _sends_in_every_way(mesh: tuple[int, int]) -> list[dict[str, Any]]:
-    return [_sends(mesh, way, strategy, low) for strategy in (HYBRID, HYBRID_ZERO2) for way, low in SENT]
+    return [
+        _sends(mesh, way, strategy, low) for strategy in (HYBRID, HYBRID_ZERO2) for way, low in SENT
+    ]
 
 
 @every_mesh
 def test_a_step_sends_no_more_than_the_formula_says(mesh: tuple[int, int]) -> None:
-    expected = [_formula(mesh, strategy, 2 if low else 4) for strategy in (HYBRID, HYBRID_ZERO2) for _, low in SENT]
+    expected = [
+        _formula(mesh, strategy, 2 if low else 4)
+        for strategy in (HYBRID, HYBRID_ZERO2)
+        for _, low in SENT
+    ]
     for sent in run_ranks(mesh[0] * mesh[1], _sends_in_every_way, mesh):
         assert sent == expected
 
 
 def _sends_while_accumulating(mesh: tuple[int, int]) -> list[dict[str, int]]:
-    model = FSDP(Stack(), sharding_strategy=HYBRID, auto_wrap_policy=ModuleWrapPolicy({Block}), **_as_mesh(*mesh))
+    model = FSDP(
+        Stack(),
+        sharding_strategy=HYBRID,
+        auto_wrap_policy=ModuleWrapPolicy({Block}),
+        **_as_mesh(*mesh),
+    )
     group = model._runtime.groups[0]
     found = []
     for letter in "snns":
@@ -478,12 +623,16 @@ def _sends_while_accumulating(mesh: tuple[int, int]) -> list[dict[str, int]]:
         with model.no_sync() if letter == "n" else contextlib.nullcontext():
             square(model, torch.ones(2, DIM)).backward()
         counts = group.shard.traffic.counts + group.replica.traffic.counts
-        found.append({kind.name: number for kind, number in counts.items() if kind.name != "GATHER"})
+        found.append(
+            {kind.name: number for kind, number in counts.items() if kind.name != "GATHER"}
+        )
     return found
 
 
 @pytest.mark.parametrize("mesh", [(2, 2), (2, 1)], ids=str)
-def test_without_synchronisation_neither_shards_nor_replicas_are_reduced(mesh: tuple[int, int]) -> None:
+def test_without_synchronisation_neither_shards_nor_replicas_are_reduced(
+    mesh: tuple[int, int],
+) -> None:
     reduced = {"REDUCE": 4, "REPLICATE": 4} if mesh[1] > 1 else {"REPLICATE": 4}
     for found in run_ranks(mesh[0] * mesh[1], _sends_while_accumulating, mesh):
         assert found == [reduced, {}, {}, reduced]

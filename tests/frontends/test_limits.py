@@ -1,4 +1,5 @@
-"""At the edges: losses that do not come out of forward, freed parameters, units called without their root."""
+"""At the edges: losses that do not come out of forward, freed parameters, units called without
+their root."""
 
 from __future__ import annotations
 
@@ -11,8 +12,26 @@ from torch import Tensor, nn
 
 from fsdp_compat import ShardingStrategy, StateError
 from tests.support import models
-from tests.support.models import DIM, WIDE, LossAside, LossAsideFromNone, LossElsewhere, Stack, chain
-from tests.support.parity import Turn, backward, both_forms, both_strategies, make_pair, one_backward, train, trains, wide_vectors
+from tests.support.models import (
+    DIM,
+    WIDE,
+    LossAside,
+    LossAsideFromNone,
+    LossElsewhere,
+    Stack,
+    chain,
+)
+from tests.support.parity import (
+    Turn,
+    backward,
+    both_forms,
+    both_strategies,
+    make_pair,
+    one_backward,
+    train,
+    trains,
+    wide_vectors,
+)
 from tests.support.ranks import run_ranks
 
 # -- losses from elsewhere
@@ -47,7 +66,10 @@ def _losses_in_a_list(m: nn.Module, x: Tensor, turn: Turn) -> Tensor:
 
 @both_forms
 def test_a_loss_in_a_list_works_where_parameters_stay_whole(use_orig_params: bool) -> None:
-    options = {"sharding_strategy": ShardingStrategy.SHARD_GRAD_OP, "use_orig_params": use_orig_params}
+    options = {
+        "sharding_strategy": ShardingStrategy.SHARD_GRAD_OP,
+        "use_orig_params": use_orig_params,
+    }
     build = partial(chain, *[LossElsewhere] * 3)
     run_ranks(2, trains, build, (LossElsewhere,), _losses_in_a_list, batch=wide_vectors, **options)
 
@@ -69,8 +91,13 @@ def test_a_loss_in_a_list_is_an_error_where_parameters_are_freed(use_orig_params
 
 
 @both_forms
-def test_gradients_that_come_past_every_hook_are_an_error_that_names_the_unit(use_orig_params: bool) -> None:
-    options = {"sharding_strategy": ShardingStrategy.SHARD_GRAD_OP, "use_orig_params": use_orig_params}
+def test_gradients_that_come_past_every_hook_are_an_error_that_names_the_unit(
+    use_orig_params: bool,
+) -> None:
+    options = {
+        "sharding_strategy": ShardingStrategy.SHARD_GRAD_OP,
+        "use_orig_params": use_orig_params,
+    }
     for kind, message in run_ranks(2, _loses_a_loss, 1, 2, **options):
         assert kind == StateError.__name__
         assert "unit '0'" in message
@@ -94,7 +121,10 @@ def _reaches_for_freed_parameters() -> list[str]:
 
 def test_freed_parameters_are_not_within_reach() -> None:
     wrapped = "_fsdp_wrapped_module"
-    expected = [f"{wrapped}._flat_param", *(f"{wrapped}.blocks.{i}.{wrapped}._flat_param" for i in range(3))]
+    expected = [
+        f"{wrapped}._flat_param",
+        *(f"{wrapped}.blocks.{i}.{wrapped}._flat_param" for i in range(3)),
+    ]
     for names in run_ranks(2, _reaches_for_freed_parameters):
         assert sorted(names) == expected
 
@@ -129,5 +159,12 @@ def _calls_units_without_their_root(**options: Any) -> None:
 
 @both_forms
 @both_strategies
-def test_a_unit_may_be_called_without_its_root(strategy: ShardingStrategy, use_orig_params: bool) -> None:
-    run_ranks(2, _calls_units_without_their_root, sharding_strategy=strategy, use_orig_params=use_orig_params)
+def test_a_unit_may_be_called_without_its_root(
+    strategy: ShardingStrategy, use_orig_params: bool
+) -> None:
+    run_ranks(
+        2,
+        _calls_units_without_their_root,
+        sharding_strategy=strategy,
+        use_orig_params=use_orig_params,
+    )

@@ -1,7 +1,8 @@
-"""Any combination of settings trains as the unsharded model in the same dtypes does: a sample, the same one every time.
+"""Any combination of settings trains as the unsharded model in the same dtypes does: a sample, the
+same one every time.
 
-What fails is named by its settings, ``Case(...)`` and a number of ranks; put it into CHOSEN to run it alone.
-"""
+What fails is named by its settings, ``Case(...)`` and a number of ranks; put it into CHOSEN to run
+it alone."""
 
 from __future__ import annotations
 
@@ -19,8 +20,33 @@ CASES_PER_CALL = 6
 NUM_CALLS = {1: 1, 2: 3, 3: 2, 4: 3}  # by number of ranks: 54 cases
 
 CHOSEN = [  # two with as many settings at once as go together, and what has failed
-    (4, Case("HYBRID_SHARD", (2, 2), True, "bf16+fp32", True, "sns", "outside", "toggled", "nested", "2", "POST forward")),
-    (3, Case("SHARD_GRAD_OP", comm_hook=True, backwards="nns", checkpoint="function reentrant", frozen="some", clip="inf")),
+    (
+        4,
+        Case(
+            "HYBRID_SHARD",
+            (2, 2),
+            True,
+            "bf16+fp32",
+            True,
+            "sns",
+            "outside",
+            "toggled",
+            "nested",
+            "2",
+            "POST forward",
+        ),
+    ),
+    (
+        3,
+        Case(
+            "SHARD_GRAD_OP",
+            comm_hook=True,
+            backwards="nns",
+            checkpoint="function reentrant",
+            frozen="some",
+            clip="inf",
+        ),
+    ),
 ]
 
 
@@ -41,7 +67,9 @@ def test_any_settings_train_as_the_unsharded_model(num_ranks: int) -> None:
         phases=[Phase.generate],  # a failing case is small enough to be read
         suppress_health_check=list(HealthCheck),
     )
-    @given(st.randoms(use_true_random=True).map(partial(_draw, num_ranks)))  # all of it random, not only some bits
+    @given(
+        st.randoms(use_true_random=True).map(partial(_draw, num_ranks))
+    )  # all of it random, not only some bits
     def run(cases: list[Case]) -> None:
         run_ranks(num_ranks, run_cases, cases, timeout=180)
 

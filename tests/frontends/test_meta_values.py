@@ -1,4 +1,5 @@
-"""Values for what comes from the meta device: given, sent by the first rank, or reported by name before the first forward."""
+"""Values for what comes from the meta device: given, sent by the first rank, or reported by name
+before the first forward."""
 
 from __future__ import annotations
 
@@ -114,11 +115,14 @@ def about(case: object) -> Iterator[None]:
 
 
 def assert_trains(model: FSDP, plain: nn.Module) -> None:
-    """Both from the state of ``model``; buffers that are in no state dict have to be right already."""
+    """Both from the state of ``model``; buffers that are in no state dict have to be right
+    already."""
     plain.load_state_dict(model.state_dict())
     for name, buffer in plain.named_buffers():
         got = dict(model.named_buffers())
-        found = next(value for key, value in got.items() if key.replace("_fsdp_wrapped_module.", "") == name)
+        found = next(
+            value for key, value in got.items() if key.replace("_fsdp_wrapped_module.", "") == name
+        )
         assert torch.equal(found, buffer), name
     for _ in range(2):
         for module in (model, plain):
@@ -148,7 +152,9 @@ def _fills(use_orig_params: bool) -> None:
                 torch.manual_seed(0)  # alike on all ranks
                 model = wrapped(on_meta(Net), units, use_orig_params=use_orig_params, **options)
                 assert not any(t.is_meta for t in (*model.parameters(), *model.buffers()))
-                assert all(unit.unwritten == [] for unit in model._runtime.units), "nothing is without a value"
+                assert all(unit.unwritten == [] for unit in model._runtime.units), (
+                    "nothing is without a value"
+                )
                 assert_trains(model, Net())
 
 
@@ -196,7 +202,9 @@ def _leaves_buffers(use_orig_params: bool) -> None:
                     missing = [*BUFFERS, "blocks.0.masked.order", "blocks.1.masked.order"]
                     for name in missing:  # of all units, whichever was called
                         assert name.rpartition(".")[2] in text, text
-                    assert "linear" not in text and "scale" not in text and "running" not in text, text
+                    assert "linear" not in text and "scale" not in text and "running" not in text, (
+                        text
+                    )
                     refusal(partial(call, batch()))  # again: it is not forgotten
                     fill(model)
                     call(batch())
@@ -217,7 +225,9 @@ def fill(model: nn.Module) -> None:
 
 
 @both_forms
-def test_buffers_that_nobody_fills_are_reported_by_name_until_they_are_filled(use_orig_params: bool) -> None:
+def test_buffers_that_nobody_fills_are_reported_by_name_until_they_are_filled(
+    use_orig_params: bool,
+) -> None:
     run_ranks(2, _leaves_buffers, use_orig_params)
 
 
@@ -243,7 +253,9 @@ def _leaves_parameters(use_orig_params: bool) -> None:
     for num_loads in (0, 1):
         model = wrapped(on_meta(Net), param_init_fn=to_empty, use_orig_params=use_orig_params)
         text = refusal(partial(model, batch()))
-        assert "'linear.weight' of unit 'blocks.0'" in text or "'blocks.0.linear.weight'" in text, text
+        assert "'linear.weight' of unit 'blocks.0'" in text or "'blocks.0.linear.weight'" in text, (
+            text
+        )
         if num_loads:
             model.load_state_dict(plain.state_dict())
             text = refusal(partial(model, batch()))  # what no state dict holds
@@ -259,7 +271,9 @@ def _leaves_parameters(use_orig_params: bool) -> None:
 
 
 @both_forms
-def test_parameters_that_nobody_fills_are_reported_until_they_are_loaded_or_written(use_orig_params: bool) -> None:
+def test_parameters_that_nobody_fills_are_reported_until_they_are_loaded_or_written(
+    use_orig_params: bool,
+) -> None:
     run_ranks(2, _leaves_parameters, use_orig_params)
 
 
@@ -283,7 +297,8 @@ def test_a_sharded_state_dict_gives_values_too(use_orig_params: bool) -> None:
 
 
 def _one_rank_leaves_a_buffer() -> str:
-    """Also where one rank alone has no value, and where a part of a parameter lies on one rank alone."""
+    """Also where one rank alone has no value, and where a part of a parameter lies on one rank
+    alone."""
     rank = dist.get_rank()
     model = wrapped(on_meta(lambda: Net(rank != 1)))
     text = refusal(lambda: model(batch()))
@@ -357,7 +372,9 @@ def _fills_with_strange_values() -> None:
         model = FSDP(on_meta(Strange), **options)
         model(batch()).sum().backward()
         for name, buffer in Strange().named_buffers():
-            assert torch.equal(model.module.get_buffer(name).nan_to_num(7.0), buffer.nan_to_num(7.0)), name
+            assert torch.equal(
+                model.module.get_buffer(name).nan_to_num(7.0), buffer.nan_to_num(7.0)
+            ), name
     # Not from the meta device: whatever values are there are the user's.
     plain = nn.Linear(DIM, DIM)
     nn.init.constant_(plain.weight, torch.nan)
@@ -384,7 +401,10 @@ def _sends(shape: tuple[int, ...], by_to_empty: bool, use_orig_params: bool) -> 
     inner = copy.deepcopy(expected) if rank == 0 or not by_to_empty else on_meta(Net)
     options: dict[str, Any] = {"param_init_fn": to_empty} if by_to_empty and rank != 0 else {}
     if len(shape) == 2:
-        options |= {"device_mesh": init_device_mesh("cpu", shape), "sharding_strategy": ShardingStrategy.HYBRID_SHARD}
+        options |= {
+            "device_mesh": init_device_mesh("cpu", shape),
+            "sharding_strategy": ShardingStrategy.HYBRID_SHARD,
+        }
     model = wrapped(inner, sync_module_states=True, use_orig_params=use_orig_params, **options)
     buffers = {name.replace("_fsdp_wrapped_module.", ""): b for name, b in model.named_buffers()}
     state = model.state_dict()
@@ -398,12 +418,15 @@ def _sends(shape: tuple[int, ...], by_to_empty: bool, use_orig_params: bool) -> 
 @both_forms
 @pytest.mark.parametrize("shape", [(3,), (2, 2)])
 @pytest.mark.parametrize("by_to_empty", [True, False])
-def test_all_ranks_get_the_values_of_the_first_one(shape: tuple[int, ...], by_to_empty: bool, use_orig_params: bool) -> None:
+def test_all_ranks_get_the_values_of_the_first_one(
+    shape: tuple[int, ...], by_to_empty: bool, use_orig_params: bool
+) -> None:
     run_ranks(3 if len(shape) == 1 else 4, _sends, shape, by_to_empty, use_orig_params)
 
 
 def _sends_nothing(use_orig_params: bool) -> None:
-    """The first rank has left a buffer without values too: that is sent, and reported on all ranks."""
+    """The first rank has left a buffer without values too: that is sent, and reported on all
+    ranks."""
     rank = dist.get_rank()
     inner = on_meta(lambda: Net(False)) if rank == 0 else Net()
     model = wrapped(inner, sync_module_states=True, use_orig_params=use_orig_params)
@@ -441,7 +464,10 @@ def _sends_extremes() -> None:
         options: dict[str, Any] = {"param_init_fn": to_empty} if inner.unknown.is_meta else {}
         model = FSDP(inner, sync_module_states=True, **options)
         assert model(batch()).isfinite().all()
-        assert model.module.unknown.isnan().all() and (model.module.largest == torch.iinfo(torch.int64).max).all()
+        assert (
+            model.module.unknown.isnan().all()
+            and (model.module.largest == torch.iinfo(torch.int64).max).all()
+        )
     inner = on_meta(Extreme) if dist.get_rank() == 0 else Extreme()
     text = refusal(partial(FSDP(inner, sync_module_states=True), batch()))
     assert "unknown" in text and "largest" in text, text

@@ -1,4 +1,5 @@
-"""Every field of MixedPrecision: in which dtype what is computed, sent, summed, stepped on, kept and saved."""
+"""Every field of MixedPrecision: in which dtype what is computed, sent, summed, stepped on, kept
+and saved."""
 
 from __future__ import annotations
 
@@ -27,7 +28,15 @@ from fsdp_compat._engine.collectives import Kind
 from fsdp_compat._engine.dtypes import tensors_in
 from fsdp_compat.wrap import CustomPolicy, ModuleWrapPolicy
 from tests.support.models import DIM, Block, Named, Record, Stack, chain
-from tests.support.parity import Pair, assert_close, backward, both_forms, make_pair, square, vectors
+from tests.support.parity import (
+    Pair,
+    assert_close,
+    backward,
+    both_forms,
+    make_pair,
+    square,
+    vectors,
+)
 from tests.support.ranks import run_ranks
 
 FP64, FP32, FP16, BF16 = torch.float64, torch.float32, torch.float16, torch.bfloat16
@@ -57,21 +66,34 @@ def _whole(model: FSDP) -> dict[str, Tensor]:
 def _meshed(strategy: ShardingStrategy) -> dict[str, Any]:
     if strategy is not HYBRID:
         return {"sharding_strategy": strategy}
-    return {"sharding_strategy": strategy, "device_mesh": init_device_mesh("cpu", (2, dist.get_world_size() // 2))}
+    return {
+        "sharding_strategy": strategy,
+        "device_mesh": init_device_mesh("cpu", (2, dist.get_world_size() // 2)),
+    }
 
 
 # -- param_dtype and reduce_dtype
 
 
-def _computes_and_reduces_in(strategy: ShardingStrategy, shard_dtype: torch.dtype, use_orig_params: bool) -> None:
-    """Against a loop that casts weights, inputs and gradients by hand and adds the gradients up in float32 or more."""
-    for param_dtype, reduce_dtype in itertools.product((None, BF16, FP16, FP32, FP64), (None, BF16, FP16, FP32, FP64)):
+def _computes_and_reduces_in(
+    strategy: ShardingStrategy, shard_dtype: torch.dtype, use_orig_params: bool
+) -> None:
+    """Against a loop that casts weights, inputs and gradients by hand and adds the gradients up in
+    float32 or more."""
+    for param_dtype, reduce_dtype in itertools.product(
+        (None, BF16, FP16, FP32, FP64), (None, BF16, FP16, FP32, FP64)
+    ):
         compute = param_dtype or shard_dtype
         travels = reduce_dtype or compute
         what = f"param_dtype {param_dtype}, reduce_dtype {reduce_dtype}"
         precision = MixedPrecision(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
         build = partial(_of_dtype, shard_dtype)
-        pair = make_pair(build, sharding_strategy=strategy, mixed_precision=precision, use_orig_params=use_orig_params)
+        pair = make_pair(
+            build,
+            sharding_strategy=strategy,
+            mixed_precision=precision,
+            use_orig_params=use_orig_params,
+        )
         group = pair.model._runtime.groups[0]
         batches, losses = [x.to(shard_dtype) for x in pair.batches()], []
         sums = [torch.zeros_like(p, dtype=FP64) for p in pair.plain.parameters()]
@@ -94,10 +116,16 @@ def _computes_and_reduces_in(strategy: ShardingStrategy, shard_dtype: torch.dtyp
             assert gathered % (others * compute.itemsize) == 0
             assert gathered >= others * numel * compute.itemsize, what
             assert gathered <= 2 * others * numel * compute.itemsize, what
-        assert all(p.dtype == shard_dtype and p.grad.dtype == shard_dtype for p in pair.model.parameters() if p.numel())
+        assert all(
+            p.dtype == shard_dtype and p.grad.dtype == shard_dtype
+            for p in pair.model.parameters()
+            if p.numel()
+        )
         if travels.itemsize == 2 and strategy is NO_SHARD:  # what is sent back is rounded once more
             _compare_gradients(pair, travels)
-        elif shard_dtype is BF16:  # an average that lies between two numbers of it is rounded either way
+        elif (
+            shard_dtype is BF16
+        ):  # an average that lies between two numbers of it is rounded either way
             _compare_gradients(pair, BF16)
         else:
             pair.compare_and_update()
@@ -130,7 +158,9 @@ def test_parameters_compute_in_one_dtype_and_gradients_travel_in_another(
     run_ranks(num_ranks, _computes_and_reduces_in, strategy, shard_dtype, use_orig_params)
 
 
-def _trains_in(library: Any, strategy: str, precision: dict[str, Any], use_orig_params: bool, pattern: str) -> list[Tensor]:
+def _trains_in(
+    library: Any, strategy: str, precision: dict[str, Any], use_orig_params: bool, pattern: str
+) -> list[Tensor]:
     """Losses and whole parameters; a: a backward, s: one with an update."""
     torch.manual_seed(0)
     cls = library.FullyShardedDataParallel
@@ -165,7 +195,9 @@ def _differs_from_torch(cases: list[tuple[str, dict[str, Any], bool, str]]) -> l
             pairs = list(zip(theirs, ours, strict=True))
             assert len(pairs) > 20
             found += [
-                f"{case}: value {i} differs by {(a - b).abs().max():.1e}" for i, (a, b) in enumerate(pairs) if not torch.equal(a, b)
+                f"{case}: value {i} differs by {(a - b).abs().max():.1e}"
+                for i, (a, b) in enumerate(pairs)
+                if not torch.equal(a, b)
             ]
     return found
 
@@ -182,7 +214,10 @@ def test_training_is_bit_equal_to_torch_where_nothing_is_rounded_on_the_way() ->
     strategies = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")
     # With NO_SHARD torch averages what it has averaged before once more, and rounds it once more.
     patterns = {"FULL_SHARD": "sas", "SHARD_GRAD_OP": "sas", "NO_SHARD": "sss"}
-    cases = [(s, p, orig, patterns[s]) for s, p, orig in itertools.product(strategies, precisions, (False, True))]
+    cases = [
+        (s, p, orig, patterns[s])
+        for s, p, orig in itertools.product(strategies, precisions, (False, True))
+    ]
     assert run_ranks(2, _differs_from_torch, cases) == [[], []]
 
 
@@ -197,7 +232,8 @@ def _averages(
     dtype: torch.dtype = FP32,
     **more: Any,
 ) -> list[float]:
-    """The average of gradients, of which rank r has given[r] everywhere; after several backwards."""
+    """The average of gradients, of which rank r has given[r] everywhere; after several
+    backwards."""
     model = FSDP(GradientIs(dtype=dtype), mixed_precision=precision, **_meshed(strategy), **more)
     x = torch.full((8,), given[dist.get_rank()])
     for _ in range(num_backwards):
@@ -212,10 +248,20 @@ ROUNDED_ONCE = [(NO_SHARD, False), (HYBRID, False), (HYBRID, True)]  # what the 
 
 
 @pytest.mark.parametrize(("strategy", "use_orig_params"), EXACT + ROUNDED_ONCE)
-def test_bf16_gradients_are_added_up_in_float32(strategy: ShardingStrategy, use_orig_params: bool) -> None:
+def test_bf16_gradients_are_added_up_in_float32(
+    strategy: ShardingStrategy, use_orig_params: bool
+) -> None:
     # 256 + 1 is 256 in bfloat16: added up in it the three small ones are lost, and 64 comes out.
     precision = MixedPrecision(param_dtype=FP32, reduce_dtype=BF16)
-    got = run_ranks(4, _averages, precision, [256.0, 1.0, 1.0, 1.0], strategy, 1, use_orig_params=use_orig_params)
+    got = run_ranks(
+        4,
+        _averages,
+        precision,
+        [256.0, 1.0, 1.0, 1.0],
+        strategy,
+        1,
+        use_orig_params=use_orig_params,
+    )
     allowed = [64.75] if (strategy, use_orig_params) in EXACT else [64.5, 64.75, 65.0]
     assert got == [got[0]] * 4
     assert len(got[0]) == 1
@@ -224,7 +270,9 @@ def test_bf16_gradients_are_added_up_in_float32(strategy: ShardingStrategy, use_
 
 @pytest.mark.parametrize("strategy", [FULL_SHARD, NO_SHARD, HYBRID])
 @pytest.mark.parametrize("reduce_dtype", [None, BF16, FP32])
-def test_gradients_of_a_bf16_model_are_added_up_in_float32(reduce_dtype: torch.dtype | None, strategy: ShardingStrategy) -> None:
+def test_gradients_of_a_bf16_model_are_added_up_in_float32(
+    reduce_dtype: torch.dtype | None, strategy: ShardingStrategy
+) -> None:
     precision = MixedPrecision(reduce_dtype=reduce_dtype)
     got = run_ranks(4, _averages, precision, [256.0, 1.0, 1.0, 1.0], strategy, 1, BF16)
     assert got == [got[0]] * 4
@@ -232,21 +280,31 @@ def test_gradients_of_a_bf16_model_are_added_up_in_float32(reduce_dtype: torch.d
 
 
 @pytest.mark.parametrize(("strategy", "use_orig_params"), EXACT + ROUNDED_ONCE)
-def test_fp16_gradients_near_its_limit_do_not_overflow(strategy: ShardingStrategy, use_orig_params: bool) -> None:
+def test_fp16_gradients_near_its_limit_do_not_overflow(
+    strategy: ShardingStrategy, use_orig_params: bool
+) -> None:
     # The sum of four is 120,000, beyond 65,504.
     precision = MixedPrecision(param_dtype=FP32, reduce_dtype=FP16)
     options = {"use_orig_params": use_orig_params}
-    assert run_ranks(4, _averages, precision, [30000.0] * 4, strategy, 1, **options) == [[30000.0]] * 4
+    assert (
+        run_ranks(4, _averages, precision, [30000.0] * 4, strategy, 1, **options) == [[30000.0]] * 4
+    )
     # Twice the same, accumulated on the shard, and larger than fp16 holds at all.
-    assert run_ranks(4, _averages, precision, [30000.0] * 4, strategy, 3, **options) == [[90000.0]] * 4
+    assert (
+        run_ranks(4, _averages, precision, [30000.0] * 4, strategy, 3, **options) == [[90000.0]] * 4
+    )
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
-def test_fp16_gradients_that_are_powers_of_two_are_averaged_without_any_error(num_ranks: int) -> None:
+def test_fp16_gradients_that_are_powers_of_two_are_averaged_without_any_error(
+    num_ranks: int,
+) -> None:
     precision = MixedPrecision(param_dtype=FP32, reduce_dtype=FP16)
     given = [1024.0, 2.0, -512.0, 0.25][:num_ranks]
     expected = float(torch.tensor(sum(given), dtype=FP32) / num_ranks)
-    assert run_ranks(num_ranks, _averages, precision, given, FULL_SHARD, 1) == [[expected]] * num_ranks
+    assert (
+        run_ranks(num_ranks, _averages, precision, given, FULL_SHARD, 1) == [[expected]] * num_ranks
+    )
 
 
 def _accumulates_in_fp16(use_orig_params: bool) -> list[float]:
@@ -269,7 +327,10 @@ def test_accumulated_fp16_gradients_are_divided_once(use_orig_params: bool) -> N
 def _fp16_against_float32(use_orig_params: bool) -> None:
     low = MixedPrecision(param_dtype=FP16, reduce_dtype=FP16)
     high = MixedPrecision(param_dtype=FP16, reduce_dtype=FP32)
-    one, other = (make_pair(Stack, mixed_precision=p, use_orig_params=use_orig_params).model for p in (low, high))
+    one, other = (
+        make_pair(Stack, mixed_precision=p, use_orig_params=use_orig_params).model
+        for p in (low, high)
+    )
     x = vectors(torch.Generator().manual_seed(dist.get_rank()))
     for model in (one, other):
         square(model, x).backward()
@@ -287,11 +348,18 @@ def test_fp16_reduction_is_as_precise_as_fp16_allows(num_ranks: int, use_orig_pa
 # -- keep_low_precision_grads
 
 
-def _keeps_grads_in(param_dtype: torch.dtype | None, reduce_dtype: torch.dtype | None, **options: Any) -> set[torch.dtype]:
-    """The dtypes of ``.grad`` that the optimizer meets: with, without and between synchronisation."""
-    precision = MixedPrecision(param_dtype=param_dtype, reduce_dtype=reduce_dtype, keep_low_precision_grads=True)
+def _keeps_grads_in(
+    param_dtype: torch.dtype | None, reduce_dtype: torch.dtype | None, **options: Any
+) -> set[torch.dtype]:
+    """The dtypes of ``.grad`` that the optimizer meets: with, without and between
+    synchronisation."""
+    precision = MixedPrecision(
+        param_dtype=param_dtype, reduce_dtype=reduce_dtype, keep_low_precision_grads=True
+    )
     torch.manual_seed(0)
-    model = FSDP(Stack(2), auto_wrap_policy=ModuleWrapPolicy({Block}), mixed_precision=precision, **options)
+    model = FSDP(
+        Stack(2), auto_wrap_policy=ModuleWrapPolicy({Block}), mixed_precision=precision, **options
+    )
     optim = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
     found = set()
     for step in range(3):
@@ -304,18 +372,26 @@ def _keeps_grads_in(param_dtype: torch.dtype | None, reduce_dtype: torch.dtype |
         found |= {p.grad.dtype for p in model.parameters() if p.grad is not None}
         grads = _whole(model)
         assert len(grads) == len(list(Stack(2).parameters()))
-        norm = torch.linalg.vector_norm(torch.cat([grad.float().flatten() for grad in grads.values()]))
+        norm = torch.linalg.vector_norm(
+            torch.cat([grad.float().flatten() for grad in grads.values()])
+        )
         given = model.clip_grad_norm_(1e9)
-        assert abs(given.float() - norm) <= torch.finfo(given.dtype).eps * norm, "norm, rounded to the dtype of the gradients"
+        assert abs(given.float() - norm) <= torch.finfo(given.dtype).eps * norm, (
+            "norm, rounded to the dtype of the gradients"
+        )
         model.clip_grad_norm_(float(norm) / 2)
         halved = _whole(model)
         for name, grad in grads.items():
-            assert torch.allclose(halved[name].float(), grad.float() / 2, rtol=1e-2, atol=1e-6), name
+            assert torch.allclose(halved[name].float(), grad.float() / 2, rtol=1e-2, atol=1e-6), (
+                name
+            )
         before = {name: value.clone() for name, value in model.state_dict().items()}
         optim.step()
         assert all(p.dtype == FP32 for p in model.parameters())
         assert all(value.dtype == FP32 for value in model.state_dict().values())
-        assert any(not torch.equal(before[name], value) for name, value in model.state_dict().items())
+        assert any(
+            not torch.equal(before[name], value) for name, value in model.state_dict().items()
+        )
         optim.zero_grad(set_to_none=bool(step % 2))
     return found
 
@@ -323,17 +399,31 @@ def _keeps_grads_in(param_dtype: torch.dtype | None, reduce_dtype: torch.dtype |
 @both_forms
 @pytest.mark.parametrize(
     ("param_dtype", "reduce_dtype", "expected"),
-    [(BF16, None, BF16), (BF16, FP32, FP32), (FP16, BF16, BF16), (None, BF16, BF16), (None, None, FP32)],
+    [
+        (BF16, None, BF16),
+        (BF16, FP32, FP32),
+        (FP16, BF16, BF16),
+        (None, BF16, BF16),
+        (None, None, FP32),
+    ],
 )
 def test_gradients_may_stay_in_the_dtype_of_the_reduction(
-    param_dtype: torch.dtype | None, reduce_dtype: torch.dtype | None, expected: torch.dtype, use_orig_params: bool
+    param_dtype: torch.dtype | None,
+    reduce_dtype: torch.dtype | None,
+    expected: torch.dtype,
+    use_orig_params: bool,
 ) -> None:
     for num_ranks, strategy in ((1, FULL_SHARD), (2, FULL_SHARD), (2, NO_SHARD)):
         options = {"sharding_strategy": strategy, "use_orig_params": use_orig_params}
-        assert run_ranks(num_ranks, _keeps_grads_in, param_dtype, reduce_dtype, **options) == [{expected}] * num_ranks
+        assert (
+            run_ranks(num_ranks, _keeps_grads_in, param_dtype, reduce_dtype, **options)
+            == [{expected}] * num_ranks
+        )
 
 
-def _steps_from_low_grads(library: Any, use_orig_params: bool, momentum: float, strategy: str) -> list[Tensor]:
+def _steps_from_low_grads(
+    library: Any, use_orig_params: bool, momentum: float, strategy: str
+) -> list[Tensor]:
     torch.manual_seed(0)
     cls = library.FullyShardedDataParallel
     model = cls(
@@ -363,11 +453,15 @@ def _low_grads_against_torch() -> list[str]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch deprecates NO_SHARD
         for case in itertools.product((False, True), (0.0, 0.9), ("FULL_SHARD", "NO_SHARD")):
-            theirs, ours = (_steps_from_low_grads(library, *case) for library in (torch_fsdp, fsdp_compat))
+            theirs, ours = (
+                _steps_from_low_grads(library, *case) for library in (torch_fsdp, fsdp_compat)
+            )
             for index, (wanted, got) in enumerate(zip(theirs, ours, strict=True)):
                 assert got.dtype == wanted.dtype
                 if not torch.equal(got, wanted):
-                    found.append(f"{case}, value {index} differs by {(got - wanted).abs().max():.1e}")
+                    found.append(
+                        f"{case}, value {index} differs by {(got - wanted).abs().max():.1e}"
+                    )
     return found
 
 
@@ -382,7 +476,12 @@ def _low_grads_of_frozen_copies_and_earlier_ones(use_orig_params: bool) -> None:
     module.blocks[0].requires_grad_(False)
     module.blocks[1].up.weight.requires_grad_(False)
     square(module, torch.ones(2, DIM)).backward()  # gradients that are there before wrapping
-    model = FSDP(module, auto_wrap_policy=ModuleWrapPolicy({Block}), mixed_precision=precision, use_orig_params=use_orig_params)
+    model = FSDP(
+        module,
+        auto_wrap_policy=ModuleWrapPolicy({Block}),
+        mixed_precision=precision,
+        use_orig_params=use_orig_params,
+    )
     model.zero_grad()
     second = copy.deepcopy(model)
     x = torch.ones(2, DIM) * (1 + dist.get_rank())
@@ -406,7 +505,9 @@ def _low_grads_of_frozen_copies_and_earlier_ones(use_orig_params: bool) -> None:
 
 
 @both_forms
-def test_low_gradients_go_together_with_frozen_parts_copies_and_gradients_before_wrapping(use_orig_params: bool) -> None:
+def test_low_gradients_go_together_with_frozen_parts_copies_and_gradients_before_wrapping(
+    use_orig_params: bool,
+) -> None:
     run_ranks(2, _low_grads_of_frozen_copies_and_earlier_ones, use_orig_params)
 
 
@@ -451,19 +552,33 @@ class PassesOn(Takes):
         self.inner = Takes()
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        return super().forward(*args, **kwargs) + self.inner(torch.ones(2, DIM, dtype=FP64), index=torch.arange(2))
+        return super().forward(*args, **kwargs) + self.inner(
+            torch.ones(2, DIM, dtype=FP64), index=torch.arange(2)
+        )
 
 
-def _casts_inputs(root: bool, nested: bool, param_dtype: torch.dtype | None) -> tuple[list[torch.dtype], list[torch.dtype]]:
+def _casts_inputs(
+    root: bool, nested: bool, param_dtype: torch.dtype | None
+) -> tuple[list[torch.dtype], list[torch.dtype]]:
     precision = MixedPrecision(
-        param_dtype=param_dtype, reduce_dtype=FP32, cast_root_forward_inputs=root, cast_forward_inputs=nested
+        param_dtype=param_dtype,
+        reduce_dtype=FP32,
+        cast_root_forward_inputs=root,
+        cast_forward_inputs=nested,
     )
     module = PassesOn()
     inner = module.inner
-    model = FSDP(module, auto_wrap_policy=CustomPolicy(lambda m: m is inner), mixed_precision=precision)
+    model = FSDP(
+        module, auto_wrap_policy=CustomPolicy(lambda m: m is inner), mixed_precision=precision
+    )
     x, ints, flags = torch.ones(2, DIM), torch.arange(3), torch.tensor([True])
     high = torch.ones(1, dtype=FP64)
-    model(x, [ints, {"a": (high, None, "text", 3)}], named=Named(x, [flags, 2.5]), record=Record({"b": [x]}, "label"))
+    model(
+        x,
+        [ints, {"a": (high, None, "text", 3)}],
+        named=Named(x, [flags, 2.5]),
+        record=Record({"b": [x]}, "label"),
+    )
     assert (x.dtype, ints.dtype, high.dtype) == (FP32, torch.int64, FP64)
     return module.seen, inner.seen
 
@@ -479,12 +594,18 @@ def _casts_inputs(root: bool, nested: bool, param_dtype: torch.dtype | None) -> 
     ],
 )
 def test_floating_point_inputs_are_cast_where_that_is_asked_for(
-    root: bool, nested: bool, param_dtype: torch.dtype | None, at_root: torch.dtype | None, inside: torch.dtype
+    root: bool,
+    nested: bool,
+    param_dtype: torch.dtype | None,
+    at_root: torch.dtype | None,
+    inside: torch.dtype,
 ) -> None:
     expected = [FP32, torch.int64, FP64, FP32, torch.bool, FP32]
     if at_root is not None:
         expected = [at_root if dtype.is_floating_point else dtype for dtype in expected]
-    assert run_ranks(1, _casts_inputs, root, nested, param_dtype) == [(expected, [inside, torch.int64])]
+    assert run_ranks(1, _casts_inputs, root, nested, param_dtype) == [
+        (expected, [inside, torch.int64])
+    ]
 
 
 def _gradients_of_inputs() -> None:
@@ -508,7 +629,8 @@ def test_inputs_that_are_cast_get_gradients_of_their_own_dtype() -> None:
 
 
 class Buffers(nn.Module):
-    """Buffers of several dtypes, one shared by two modules, in modules with and without parameters."""
+    """Buffers of several dtypes, one shared by two modules, in modules with and without
+    parameters."""
 
     def __init__(self, scale: float = 1.0) -> None:
         super().__init__()
@@ -545,13 +667,22 @@ def _two(**options: Any) -> tuple[nn.Module, FSDP]:
     return plain, FSDP(module, ignored_modules=[module[0].ignored, module[1].ignored], **options)
 
 
-CAST = {"table": BF16, "count": torch.int64, "high": BF16, "fleeting": BF16, "only.offset": BF16, "ignored.offset": FP32}
+CAST = {
+    "table": BF16,
+    "count": torch.int64,
+    "high": BF16,
+    "fleeting": BF16,
+    "only.offset": BF16,
+    "ignored.offset": FP32,
+}
 
 
 def _buffers_are_cast() -> None:
     plain, model = _two(mixed_precision=MixedPrecision(param_dtype=BF16, buffer_dtype=BF16))
     inner = model.module[0].module
-    assert inner.only(torch.zeros(1, DIM, dtype=BF16)).dtype == BF16  # called directly, before any forward
+    assert (
+        inner.only(torch.zeros(1, DIM, dtype=BF16)).dtype == BF16
+    )  # called directly, before any forward
     for _ in range(2):
         backward(square(model, torch.ones(2, DIM)))
         assert inner.seen == CAST
@@ -568,7 +699,8 @@ def _buffers_are_cast() -> None:
             assert not any("fleeting" in name for name in state)
             assert int(state["0.count"]) == 6
             changed = {
-                name: value + 1 if name.endswith(("count", "high", "offset", "table")) else value for name, value in state.items()
+                name: value + 1 if name.endswith(("count", "high", "offset", "table")) else value
+                for name, value in state.items()
             }
             model.load_state_dict(changed)
             after = model.state_dict()
@@ -599,11 +731,15 @@ def _only_buffers_are_cast() -> None:
     _, model = _two(mixed_precision=MixedPrecision(buffer_dtype=FP64))
     out = model(torch.ones(2, DIM))
     assert out.dtype == FP64
-    assert model.module[0].module.seen == {name: FP64 if dtype is BF16 else dtype for name, dtype in CAST.items()}
+    assert model.module[0].module.seen == {
+        name: FP64 if dtype is BF16 else dtype for name, dtype in CAST.items()
+    }
     torch.manual_seed(0)
     module = nn.Sequential(Buffers(), Buffers())
     low = MixedPrecision(buffer_dtype=FP64)
-    policy = CustomPolicy(lambda m: {"mixed_precision": low} if m is module[1] else isinstance(m, Buffers))
+    policy = CustomPolicy(
+        lambda m: {"mixed_precision": low} if m is module[1] else isinstance(m, Buffers)
+    )
     model = FSDP(module, auto_wrap_policy=policy, mixed_precision=MixedPrecision(buffer_dtype=FP16))
     model(torch.ones(2, DIM))
     first, second = (unit.module.seen for unit in model.module)
@@ -633,7 +769,9 @@ def _shares_buffers() -> None:
     shared = torch.zeros(())
     module = nn.Sequential(Counts(shared), Counts(shared))
     model = FSDP(
-        module, auto_wrap_policy=ModuleWrapPolicy({Counts}), mixed_precision=MixedPrecision(param_dtype=BF16, buffer_dtype=BF16)
+        module,
+        auto_wrap_policy=ModuleWrapPolicy({Counts}),
+        mixed_precision=MixedPrecision(param_dtype=BF16, buffer_dtype=BF16),
     )
     for _ in range(3):
         model(torch.ones(2, DIM))
@@ -645,7 +783,11 @@ def _shares_buffers() -> None:
     for kind in (StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT):
         with FSDP.state_dict_type(model, kind):
             state = model.state_dict()
-        found = {name: (value.dtype, float(value)) for name, value in state.items() if "linear" not in name}
+        found = {
+            name: (value.dtype, float(value))
+            for name, value in state.items()
+            if "linear" not in name
+        }
         assert found == dict.fromkeys(("0.total", "0.alias", "1.total", "1.alias"), (FP32, 6.0))
 
 
@@ -714,7 +856,9 @@ def _writes_buffers(how: str) -> None:
             with FSDP.state_dict_type(model, kind):
                 saved = model.state_dict()["0.total"]
             assert saved.dtype == FP32
-            assert torch.allclose(saved, torch.full((2,), expected), rtol=1e-2), f"{kind.name} has {saved.tolist()}"
+            assert torch.allclose(saved, torch.full((2,), expected), rtol=1e-2), (
+                f"{kind.name} has {saved.tolist()}"
+            )
         model.eval()
         with torch.no_grad():
             model(torch.ones(2, DIM))
@@ -724,7 +868,9 @@ def _writes_buffers(how: str) -> None:
     values = model.state_dict()["0.total"].clone() + 100.123
     state = {**model.state_dict(), "0.total": values}
     model.load_state_dict(state)
-    assert torch.allclose(model.state_dict()["0.total"], values, rtol=1e-2), "what was loaded is not there"
+    assert torch.allclose(model.state_dict()["0.total"], values, rtol=1e-2), (
+        "what was loaded is not there"
+    )
     square(model, torch.ones(2, DIM)).backward()
     assert torch.allclose(model.state_dict()["0.total"], values + 1, rtol=1e-2)
 
@@ -740,7 +886,14 @@ def _keeps_what_a_cast_would_lose() -> None:
     for kind in (StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT):
         with FSDP.state_dict_type(model, kind):
             state = model.state_dict()
-        for name in ("0.table", "1.table", "0.only.offset", "1.high", "0.count", "0.ignored.offset"):
+        for name in (
+            "0.table",
+            "1.table",
+            "0.only.offset",
+            "1.high",
+            "0.count",
+            "0.ignored.offset",
+        ):
             assert torch.equal(state[name], expected[name]), f"{name} in {kind.name}"
 
 
@@ -774,7 +927,11 @@ class Norms(nn.Module):
         linear, norm = (LowLinear, HighNorm) if by_hand else (nn.Linear, nn.BatchNorm1d)
         self.first, self.norm = linear(DIM, DIM), norm(DIM, affine=affine)
         self.second, self.last = linear(DIM, DIM), norm(DIM)
-        self.layer = (HighLayerNorm if by_hand else nn.LayerNorm)(DIM, elementwise_affine=affine) if layer_norm else nn.Identity()
+        self.layer = (
+            (HighLayerNorm if by_hand else nn.LayerNorm)(DIM, elementwise_affine=affine)
+            if layer_norm
+            else nn.Identity()
+        )
         self.head = linear(DIM, 3)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -791,7 +948,9 @@ def _batch_norms_as_with_ddp(
     module.load_state_dict(plain.state_dict())
     ddp = DDP(plain, broadcast_buffers=False)
     classes = (nn.modules.batchnorm._BatchNorm, nn.LayerNorm)
-    precision = MixedPrecision(param_dtype=BF16, reduce_dtype=FP32, buffer_dtype=BF16, _module_classes_to_ignore=classes)
+    precision = MixedPrecision(
+        param_dtype=BF16, reduce_dtype=FP32, buffer_dtype=BF16, _module_classes_to_ignore=classes
+    )
     model = FSDP(
         module,
         auto_wrap_policy=ModuleWrapPolicy({nn.Linear}) if policy else None,
@@ -799,7 +958,10 @@ def _batch_norms_as_with_ddp(
         use_orig_params=use_orig_params,
         sharding_strategy=strategy,
     )
-    optims = torch.optim.SGD(plain.parameters(), 0.05, momentum=0.9), torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
+    optims = (
+        torch.optim.SGD(plain.parameters(), 0.05, momentum=0.9),
+        torch.optim.SGD(model.parameters(), 0.05, momentum=0.9),
+    )
     generator = torch.Generator().manual_seed(dist.get_rank())
     for _ in range(20):
         x = torch.randn(6, DIM, generator=generator)
@@ -826,8 +988,13 @@ def _all_norms(cases: list[tuple[Any, ...]]) -> None:
 
 @pytest.mark.parametrize("strategy", [FULL_SHARD, NO_SHARD])
 @pytest.mark.parametrize("policy", [False, True])
-def test_norms_compute_in_float32_and_keep_the_running_statistics_of_ddp(policy: bool, strategy: ShardingStrategy) -> None:
-    cases = [(affine, policy, layer, affine is layer, strategy) for affine, layer in itertools.product((False, True), repeat=2)]
+def test_norms_compute_in_float32_and_keep_the_running_statistics_of_ddp(
+    policy: bool, strategy: ShardingStrategy
+) -> None:
+    cases = [
+        (affine, policy, layer, affine is layer, strategy)
+        for affine, layer in itertools.product((False, True), repeat=2)
+    ]
     run_ranks(2, _all_norms, cases)
 
 
@@ -855,8 +1022,14 @@ class HoldsFussy(nn.Module):
 
 def _leaves_classes_alone() -> None:
     for policy in (None, ModuleWrapPolicy({nn.Linear}), ModuleWrapPolicy({HoldsFussy})):
-        precision = MixedPrecision(param_dtype=BF16, buffer_dtype=BF16, _module_classes_to_ignore=[Fussy])
-        model = FSDP(nn.Sequential(HoldsFussy(), HoldsFussy()), auto_wrap_policy=policy, mixed_precision=precision)
+        precision = MixedPrecision(
+            param_dtype=BF16, buffer_dtype=BF16, _module_classes_to_ignore=[Fussy]
+        )
+        model = FSDP(
+            nn.Sequential(HoldsFussy(), HoldsFussy()),
+            auto_wrap_policy=policy,
+            mixed_precision=precision,
+        )
         assert model(torch.ones(1, DIM)).dtype == BF16
         seen = [m.seen for m in model.modules() if isinstance(m, Fussy)]
         assert seen == [(FP32, FP32, FP32)] * 2
@@ -891,10 +1064,17 @@ def _environment(value: str = "1") -> Iterator[None]:
         yield
 
 
-def _evaluating(build: Callable[[], nn.Module], precision: MixedPrecision | None = None, **options: Any) -> FSDP:
+def _evaluating(
+    build: Callable[[], nn.Module], precision: MixedPrecision | None = None, **options: Any
+) -> FSDP:
     torch.manual_seed(0)
     with _environment():
-        return FSDP(build(), auto_wrap_policy=ModuleWrapPolicy({Block}), mixed_precision=precision or LOW, **options)
+        return FSDP(
+            build(),
+            auto_wrap_policy=ModuleWrapPolicy({Block}),
+            mixed_precision=precision or LOW,
+            **options,
+        )
 
 
 def _unsharded(model: FSDP, build: Callable[[], nn.Module]) -> nn.Module:
@@ -909,7 +1089,9 @@ def _evaluates_in_full_precision(strategy: ShardingStrategy, use_orig_params: bo
     build = partial(Stack, 2)
     model = _evaluating(build, **options)
     torch.manual_seed(0)
-    low = FSDP(build(), auto_wrap_policy=ModuleWrapPolicy({Block}), mixed_precision=LOW, **options)  # never in full precision
+    low = FSDP(
+        build(), auto_wrap_policy=ModuleWrapPolicy({Block}), mixed_precision=LOW, **options
+    )  # never in full precision
     optims = [torch.optim.SGD(m.parameters(), 0.1, momentum=0.9) for m in (model, low)]
     generator = torch.Generator().manual_seed(dist.get_rank())
     x = torch.randn(4, DIM, generator=generator)
@@ -918,7 +1100,9 @@ def _evaluates_in_full_precision(strategy: ShardingStrategy, use_orig_params: bo
         for context in (torch.no_grad, torch.inference_mode) if step else (torch.no_grad,):
             model.eval()
             with context():
-                assert torch.equal(model(x), plain(x)), f"step {step}, {context.__name__}: not the output in float32"
+                assert torch.equal(model(x), plain(x)), (
+                    f"step {step}, {context.__name__}: not the output in float32"
+                )
             _assert_at_rest(model)
             model.train()
         batch = torch.randn(4, DIM, generator=generator)
@@ -956,7 +1140,8 @@ def _assert_at_rest(model: FSDP) -> None:
 
 @both_forms
 @pytest.mark.parametrize(
-    ("num_ranks", "strategy"), [(1, FULL_SHARD), (2, FULL_SHARD), (3, FULL_SHARD), (2, SHARD_GRAD_OP), (2, NO_SHARD)]
+    ("num_ranks", "strategy"),
+    [(1, FULL_SHARD), (2, FULL_SHARD), (3, FULL_SHARD), (2, SHARD_GRAD_OP), (2, NO_SHARD)],
 )
 def test_evaluation_in_full_precision_is_bit_equal_to_the_unsharded_model_and_changes_no_training(
     num_ranks: int, strategy: ShardingStrategy, use_orig_params: bool
@@ -964,8 +1149,11 @@ def test_evaluation_in_full_precision_is_bit_equal_to_the_unsharded_model_and_ch
     run_ranks(num_ranks, _evaluates_in_full_precision, strategy, use_orig_params)
 
 
-def _evaluates_with_gradients(strategy: ShardingStrategy, reduce_dtype: torch.dtype, **options: Any) -> None:
-    """In evaluation mode gradients are computed in float32; what is reduced is still in ``reduce_dtype``."""
+def _evaluates_with_gradients(
+    strategy: ShardingStrategy, reduce_dtype: torch.dtype, **options: Any
+) -> None:
+    """In evaluation mode gradients are computed in float32; what is reduced is still in
+    ``reduce_dtype``."""
     build = partial(Stack, 2)
     precision = MixedPrecision(param_dtype=BF16, reduce_dtype=reduce_dtype)
     model = _evaluating(build, precision, sharding_strategy=strategy, **options)
@@ -991,22 +1179,37 @@ def _evaluates_with_gradients(strategy: ShardingStrategy, reduce_dtype: torch.dt
 
 
 @both_forms
-@pytest.mark.parametrize(("num_ranks", "strategy"), [(1, FULL_SHARD), (2, FULL_SHARD), (2, SHARD_GRAD_OP)])
+@pytest.mark.parametrize(
+    ("num_ranks", "strategy"), [(1, FULL_SHARD), (2, FULL_SHARD), (2, SHARD_GRAD_OP)]
+)
 @pytest.mark.parametrize("reduce_dtype", [FP32, BF16])
 def test_evaluation_with_gradients_computes_them_in_full_precision(
     reduce_dtype: torch.dtype, num_ranks: int, strategy: ShardingStrategy, use_orig_params: bool
 ) -> None:
-    run_ranks(num_ranks, _evaluates_with_gradients, strategy, reduce_dtype, use_orig_params=use_orig_params)
+    run_ranks(
+        num_ranks,
+        _evaluates_with_gradients,
+        strategy,
+        reduce_dtype,
+        use_orig_params=use_orig_params,
+    )
 
 
 def _evaluates_buffers_in_full_precision() -> None:
     """Buffers that bf16 could not hold, and a batch norm whose statistics are used."""
-    for build in (Table, partial(chain, partial(nn.Linear, DIM, DIM), partial(nn.BatchNorm1d, DIM), Table)):
+    for build in (
+        Table,
+        partial(chain, partial(nn.Linear, DIM, DIM), partial(nn.BatchNorm1d, DIM), Table),
+    ):
         plain = build()
         plain(torch.randn(4, DIM))
         torch.manual_seed(0)
         with _environment():
-            model = FSDP(copy.deepcopy(plain), auto_wrap_policy=ModuleWrapPolicy({Block}), mixed_precision=LOW)
+            model = FSDP(
+                copy.deepcopy(plain),
+                auto_wrap_policy=ModuleWrapPolicy({Block}),
+                mixed_precision=LOW,
+            )
         x = torch.randn(4, DIM)
         for each in (plain, model):
             each.eval()
@@ -1069,14 +1272,18 @@ def _mixes_modes(strategy: ShardingStrategy, use_orig_params: bool) -> None:
         for name, p in plain.named_parameters():
             total = p.grad.float()
             dist.all_reduce(total)
-            assert_close(grads[name], total / dist.get_world_size(), f"outer {outer}, inner {inner}: {name}")
+            assert_close(
+                grads[name], total / dist.get_world_size(), f"outer {outer}, inner {inner}: {name}"
+            )
         _assert_at_rest(model)
         optim.step()
         optim.zero_grad()
 
 
 @both_forms
-@pytest.mark.parametrize(("num_ranks", "strategy"), [(1, FULL_SHARD), (2, FULL_SHARD), (2, SHARD_GRAD_OP)])
+@pytest.mark.parametrize(
+    ("num_ranks", "strategy"), [(1, FULL_SHARD), (2, FULL_SHARD), (2, SHARD_GRAD_OP)]
+)
 def test_each_unit_computes_in_the_precision_of_its_own_mode(
     num_ranks: int, strategy: ShardingStrategy, use_orig_params: bool
 ) -> None:
@@ -1092,7 +1299,8 @@ class Recomputes(Stack):
 
 
 def _evaluates_between(allow_unused_units: bool) -> None:
-    """Recomputation after an evaluation; two forwards of different precision before their backwards."""
+    """Recomputation after an evaluation; two forwards of different precision before their
+    backwards."""
     build = partial(Recomputes, 2)
     model = _evaluating(build, allow_unused_units=allow_unused_units)
     plain = _unsharded(model, build)
@@ -1118,7 +1326,9 @@ def _evaluates_between(allow_unused_units: bool) -> None:
 
 
 @pytest.mark.parametrize("allow_unused_units", [False, True])
-def test_an_evaluation_between_forward_and_backward_does_not_change_what_is_recomputed(allow_unused_units: bool) -> None:
+def test_an_evaluation_between_forward_and_backward_does_not_change_what_is_recomputed(
+    allow_unused_units: bool,
+) -> None:
     run_ranks(2, _evaluates_between, allow_unused_units)
 
 
@@ -1132,7 +1342,9 @@ def _switches_mode_before_backward(evaluation: bool) -> dict[str, list[float]]:
 
 
 def test_a_change_of_mode_before_backward_changes_nothing_with_units_that_may_be_unused() -> None:
-    assert run_ranks(2, _switches_mode_before_backward, True) == run_ranks(2, _switches_mode_before_backward, False)
+    assert run_ranks(2, _switches_mode_before_backward, True) == run_ranks(
+        2, _switches_mode_before_backward, False
+    )
 
 
 def _only_with_one() -> list[torch.dtype]:

@@ -1,4 +1,5 @@
-"""Torch's own modules, and modes around them: autocast, torch.compile, parametrizations, RNNs, attention, bf16."""
+"""Torch's own modules, and modes around them: autocast, torch.compile, parametrizations, RNNs,
+attention, bf16."""
 
 from __future__ import annotations
 
@@ -52,9 +53,13 @@ def _trains(*args: Any, **kwargs: Any) -> None:
 
 @both_forms
 @pytest.mark.parametrize("num_ranks", [1, 2])
-def test_sparse_gradients_of_an_embedding_are_reduced(num_ranks: int, use_orig_params: bool) -> None:
+def test_sparse_gradients_of_an_embedding_are_reduced(
+    num_ranks: int, use_orig_params: bool
+) -> None:
     units = (nn.Embedding, Block)
-    run_ranks(num_ranks, _trains, SparseEmbedding, units, batch=tokens, use_orig_params=use_orig_params)
+    run_ranks(
+        num_ranks, _trains, SparseEmbedding, units, batch=tokens, use_orig_params=use_orig_params
+    )
 
 
 def _under_autocast(m: nn.Module, x: Tensor, turn: Turn) -> Tensor:
@@ -65,7 +70,9 @@ def _under_autocast(m: nn.Module, x: Tensor, turn: Turn) -> Tensor:
 
 @both_forms
 @both_strategies
-def test_autocast_casts_the_weights_of_this_step(strategy: ShardingStrategy, use_orig_params: bool) -> None:
+def test_autocast_casts_the_weights_of_this_step(
+    strategy: ShardingStrategy, use_orig_params: bool
+) -> None:
     options = {"sharding_strategy": strategy, "use_orig_params": use_orig_params}
     run_ranks(2, _trains, Stack, step=_under_autocast, num_steps=4, **options)
 
@@ -120,19 +127,37 @@ def test_parametrized_weights_train_as_unsharded(kind: str, use_orig_params: boo
 
 @both_forms
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
-def test_recurrent_networks_train_as_unsharded(kind: type[nn.RNNBase], use_orig_params: bool) -> None:
-    run_ranks(2, _trains, partial(Recurrent, kind), (kind,), batch=sequences, use_orig_params=use_orig_params)
+def test_recurrent_networks_train_as_unsharded(
+    kind: type[nn.RNNBase], use_orig_params: bool
+) -> None:
+    run_ranks(
+        2,
+        _trains,
+        partial(Recurrent, kind),
+        (kind,),
+        batch=sequences,
+        use_orig_params=use_orig_params,
+    )
 
 
 @both_forms
 def test_an_attention_may_be_a_unit(use_orig_params: bool) -> None:
-    run_ranks(2, _trains, Attention, (nn.MultiheadAttention, Block), batch=sequences, use_orig_params=use_orig_params)
+    run_ranks(
+        2,
+        _trains,
+        Attention,
+        (nn.MultiheadAttention, Block),
+        batch=sequences,
+        use_orig_params=use_orig_params,
+    )
 
 
 def _evaluates_transformer_layers(use_orig_params: bool) -> None:
     """In eval mode a layer reads its children's weights without calling them."""
     build = partial(chain, encoder_layer, encoder_layer)
-    pair = train(build, (nn.TransformerEncoderLayer,), batch=sequences, use_orig_params=use_orig_params)
+    pair = train(
+        build, (nn.TransformerEncoderLayer,), batch=sequences, use_orig_params=use_orig_params
+    )
     x = sequences(torch.Generator().manual_seed(1))
     pair.plain.eval()
     pair.model.eval()
@@ -151,7 +176,8 @@ def test_the_fast_path_of_a_transformer_layer_sees_whole_weights(use_orig_params
 
 
 def _computes_in_bf16(reduce_dtype: torch.dtype, **options: Any) -> None:
-    """Against a loop that casts weights and inputs to bf16 and gradients to ``reduce_dtype``, and adds these up in float32."""
+    """Against a loop that casts weights and inputs to bf16 and gradients to ``reduce_dtype``, and
+    adds these up in float32."""
     precision = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype)
     pair = make_pair(Stack, mixed_precision=precision, **options)
     for _ in range(3):
@@ -201,7 +227,9 @@ def _forwards_of_instances(model: nn.Module) -> list[Any]:
 
 def _trains_with_forwards_of_instances(when: str, use_orig_params: bool) -> None:
     before = when == "before wrapping"
-    pair = make_pair(lambda: _scale_outputs(Stack()) if before else Stack(), use_orig_params=use_orig_params)
+    pair = make_pair(
+        lambda: _scale_outputs(Stack()) if before else Stack(), use_orig_params=use_orig_params
+    )
     for _ in range(2):
         if not before:
             _scale_outputs(pair.plain)

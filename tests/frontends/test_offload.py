@@ -1,4 +1,5 @@
-"""CPUOffload(offload_params=True): shards live apart from where is computed, also if both are the CPU, and nothing else changes."""
+"""CPUOffload(offload_params=True): shards live apart from where is computed, also if both are the
+CPU, and nothing else changes."""
 
 from __future__ import annotations
 
@@ -12,7 +13,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fsdp_compat import CPUOffload, FullStateDictConfig, MixedPrecision, ShardedStateDictConfig, ShardingStrategy, StateDictType
+from fsdp_compat import (
+    CPUOffload,
+    FullStateDictConfig,
+    MixedPrecision,
+    ShardedStateDictConfig,
+    ShardingStrategy,
+    StateDictType,
+)
 from fsdp_compat import FullyShardedDataParallel as FSDP
 from fsdp_compat._engine.unit import LARGE
 from fsdp_compat.wrap import ModuleWrapPolicy
@@ -45,7 +53,11 @@ from tests.support.parity import (
 from tests.support.ranks import run_ranks
 
 OFFLOAD: dict[str, Any] = {"cpu_offload": CPUOffload(offload_params=True)}
-FULL_SHARD, SHARD_GRAD_OP, NO_SHARD = ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD
+FULL_SHARD, SHARD_GRAD_OP, NO_SHARD = (
+    ShardingStrategy.FULL_SHARD,
+    ShardingStrategy.SHARD_GRAD_OP,
+    ShardingStrategy.NO_SHARD,
+)
 HYBRIDS = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
 
 
@@ -61,8 +73,14 @@ def _pattern(pattern: str, m: nn.Module, x: Tensor, turn: Turn) -> Tensor:
 # -- training
 
 
-def _trains_in_every_way(strategy: ShardingStrategy, use_orig_params: bool, build: Any = Stack) -> None:
-    options: dict[str, Any] = {"sharding_strategy": strategy, "use_orig_params": use_orig_params, **OFFLOAD}
+def _trains_in_every_way(
+    strategy: ShardingStrategy, use_orig_params: bool, build: Any = Stack
+) -> None:
+    options: dict[str, Any] = {
+        "sharding_strategy": strategy,
+        "use_orig_params": use_orig_params,
+        **OFFLOAD,
+    }
     if strategy in HYBRIDS:
         options["replicas"] = 2
     for pattern in ("s", "ss", "nns", "snsns") if dist.get_world_size() < 4 else ("s", "snsns"):
@@ -105,7 +123,9 @@ def test_every_strategy_and_pattern_of_accumulation_trains_as_unsharded(
 
 @both_forms
 @pytest.mark.parametrize("num_ranks", [1, 3])
-def test_large_parameters_and_parameters_smaller_than_ranks_train_as_unsharded(num_ranks: int, use_orig_params: bool) -> None:
+def test_large_parameters_and_parameters_smaller_than_ranks_train_as_unsharded(
+    num_ranks: int, use_orig_params: bool
+) -> None:
     run_ranks(num_ranks, _odd_sizes, use_orig_params)
 
 
@@ -116,7 +136,14 @@ def _odd_sizes(use_orig_params: bool) -> None:
     assert width * width > LARGE
     build = partial(chain, partial(nn.Linear, width, width), partial(nn.Linear, width, width))
     step = partial(_pattern, "sns")
-    train(build, (nn.Linear,), step, batch=partial(_batch, width), use_orig_params=use_orig_params, **OFFLOAD)
+    train(
+        build,
+        (nn.Linear,),
+        step,
+        batch=partial(_batch, width),
+        use_orig_params=use_orig_params,
+        **OFFLOAD,
+    )
 
 
 def _batch(width: int, generator: torch.Generator) -> Tensor:
@@ -134,14 +161,17 @@ def _others(use_orig_params: bool) -> None:
 
 @both_forms
 @pytest.mark.parametrize("num_ranks", [1, 2])
-def test_frozen_parts_and_recomputation_train_as_unsharded(num_ranks: int, use_orig_params: bool) -> None:
+def test_frozen_parts_and_recomputation_train_as_unsharded(
+    num_ranks: int, use_orig_params: bool
+) -> None:
     run_ranks(num_ranks, _others, use_orig_params)
 
 
 def _as_without_offload(use_orig_params: bool) -> None:
     """Bit by bit, whatever the dtypes."""
     low = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
-    # One rank without offload hands original parameters their gradients one by one: their norms add up in another order.
+    # One rank without offload hands original parameters their gradients one by one: their norms add
+    # up in another order.
     limit = 1e9 if use_orig_params and dist.get_world_size() == 1 else 0.05
     for fields in (
         {},
@@ -154,7 +184,13 @@ def _as_without_offload(use_orig_params: bool) -> None:
         for options in ({}, OFFLOAD):
             torch.manual_seed(0)
             policy, precision = ModuleWrapPolicy({Block}), MixedPrecision(**fields)
-            model = FSDP(Stack(2), auto_wrap_policy=policy, mixed_precision=precision, use_orig_params=use_orig_params, **options)
+            model = FSDP(
+                Stack(2),
+                auto_wrap_policy=policy,
+                mixed_precision=precision,
+                use_orig_params=use_orig_params,
+                **options,
+            )
             optim = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
             generator = torch.Generator().manual_seed(dist.get_rank())
             values = []
@@ -180,7 +216,9 @@ def _as_without_offload(use_orig_params: bool) -> None:
 
 @both_forms
 @pytest.mark.parametrize("num_ranks", [1, 3])
-def test_every_dtype_gives_the_same_bits_as_without_offload(num_ranks: int, use_orig_params: bool) -> None:
+def test_every_dtype_gives_the_same_bits_as_without_offload(
+    num_ranks: int, use_orig_params: bool
+) -> None:
     run_ranks(num_ranks, _as_without_offload, use_orig_params)
 
 
@@ -231,7 +269,10 @@ def _freed_between_steps(strategy: ShardingStrategy) -> None:
     pair = make_pair(Stack, sharding_strategy=strategy, **OFFLOAD)
     for _ in range(2):
         pair.step(one_backward)
-        assert all(group.memory.full.untyped_storage().nbytes() == 0 for group in pair.model._runtime.groups)
+        assert all(
+            group.memory.full.untyped_storage().nbytes() == 0
+            for group in pair.model._runtime.groups
+        )
         with torch.no_grad():
             pair.model(torch.ones(2, DIM))
         pair.assert_idle()
@@ -244,7 +285,8 @@ def test_nothing_whole_is_left_between_steps(strategy: ShardingStrategy, num_ran
 
 
 def _an_update_between_forwards(strategy: ShardingStrategy) -> None:
-    """The copies that are computed with are made anew: an update of the shard is seen by the next forward, and by no backward."""
+    """The copies that are computed with are made anew: an update of the shard is seen by the next
+    forward, and by no backward."""
     pair = make_pair(Stack, sharding_strategy=strategy, **OFFLOAD)
     x = pair.batches()[0]
     with torch.no_grad():
@@ -257,7 +299,9 @@ def _an_update_between_forwards(strategy: ShardingStrategy) -> None:
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
 @pytest.mark.parametrize("strategy", [FULL_SHARD, SHARD_GRAD_OP, NO_SHARD])
-def test_the_next_forward_sees_an_update_of_the_shards(strategy: ShardingStrategy, num_ranks: int) -> None:
+def test_the_next_forward_sees_an_update_of_the_shards(
+    strategy: ShardingStrategy, num_ranks: int
+) -> None:
     run_ranks(num_ranks, _an_update_between_forwards, strategy)
 
 
@@ -271,11 +315,20 @@ def _summons(strategy: ShardingStrategy, use_orig_params: bool) -> None:
                 for with_grads in (False, True):
                     if writeback and rank0_only:
                         continue
-                    pair = make_pair(Stack, sharding_strategy=strategy, use_orig_params=use_orig_params, **OFFLOAD)
+                    pair = make_pair(
+                        Stack,
+                        sharding_strategy=strategy,
+                        use_orig_params=use_orig_params,
+                        **OFFLOAD,
+                    )
                     x = torch.ones(2, DIM)
                     for each in (pair.plain, pair.model):
                         square(each, x).backward()
-                    options = {"rank0_only": rank0_only, "offload_to_cpu": to_cpu, "with_grads": with_grads}
+                    options = {
+                        "rank0_only": rank0_only,
+                        "offload_to_cpu": to_cpu,
+                        "with_grads": with_grads,
+                    }
                     with FSDP.summon_full_params(pair.model, writeback=writeback, **options):
                         if not rank0_only or pair.rank == 0:
                             shown = dict(pair.model.named_parameters())
@@ -290,7 +343,9 @@ def _summons(strategy: ShardingStrategy, use_orig_params: bool) -> None:
                                     if with_grads:
                                         p.grad.mul_(3)
                     copies = dist.get_world_size() if strategy is ShardingStrategy.NO_SHARD else 1
-                    is_whole = copies == dist.get_world_size()  # then what is shown is all there is, see summon_full_params
+                    is_whole = (
+                        copies == dist.get_world_size()
+                    )  # then what is shown is all there is, see summon_full_params
                     stays = writeback or (is_whole and (copies == 1 or not rank0_only))
                     for p in pair.plain.parameters() if stays else ():
                         p.data.add_(1)
@@ -302,7 +357,9 @@ def _summons(strategy: ShardingStrategy, use_orig_params: bool) -> None:
 
 
 @both_forms
-@pytest.mark.parametrize(("num_ranks", "strategy"), [(1, FULL_SHARD), (2, FULL_SHARD), (2, NO_SHARD)])
+@pytest.mark.parametrize(
+    ("num_ranks", "strategy"), [(1, FULL_SHARD), (2, FULL_SHARD), (2, NO_SHARD)]
+)
 def test_summon_full_params_shows_copies_and_writes_back_when_it_is_told_to(
     num_ranks: int, strategy: ShardingStrategy, use_orig_params: bool
 ) -> None:
@@ -311,8 +368,14 @@ def test_summon_full_params_shows_copies_and_writes_back_when_it_is_told_to(
 
 def _saves_and_loads(use_orig_params: bool) -> None:
     for kind, configs in (
-        (StateDictType.FULL_STATE_DICT, [FullStateDictConfig(offload_to_cpu=value) for value in (False, True)]),
-        (StateDictType.SHARDED_STATE_DICT, [ShardedStateDictConfig(offload_to_cpu=value) for value in (False, True)]),
+        (
+            StateDictType.FULL_STATE_DICT,
+            [FullStateDictConfig(offload_to_cpu=value) for value in (False, True)],
+        ),
+        (
+            StateDictType.SHARDED_STATE_DICT,
+            [ShardedStateDictConfig(offload_to_cpu=value) for value in (False, True)],
+        ),
     ):
         for config in configs:
             pair = train(Stack, num_steps=1, use_orig_params=use_orig_params, **OFFLOAD)
@@ -327,7 +390,9 @@ def _saves_and_loads(use_orig_params: bool) -> None:
             later_adam = torch.optim.Adam(later.parameters(), 0.01)
             with FSDP.state_dict_type(later, kind, config):
                 later.load_state_dict(state)
-                later_adam.load_state_dict(FSDP.optim_state_dict_to_load(later, later_adam, optim_state))
+                later_adam.load_state_dict(
+                    FSDP.optim_state_dict_to_load(later, later_adam, optim_state)
+                )
             for model, optim in ((pair.model, adam), (later, later_adam)):
                 for _ in range(2):
                     square(model, torch.ones(2, DIM) * (1 + pair.rank)).backward()
@@ -341,7 +406,9 @@ def _saves_and_loads(use_orig_params: bool) -> None:
 
 @both_forms
 @pytest.mark.parametrize("num_ranks", [1, 3])
-def test_a_run_goes_on_as_before_after_saving_and_loading(num_ranks: int, use_orig_params: bool) -> None:
+def test_a_run_goes_on_as_before_after_saving_and_loading(
+    num_ranks: int, use_orig_params: bool
+) -> None:
     run_ranks(num_ranks, _saves_and_loads, use_orig_params)
 
 
@@ -349,9 +416,12 @@ def test_a_run_goes_on_as_before_after_saving_and_loading(num_ranks: int, use_or
 
 
 def _raises_and_goes_on(inside: bool, pattern: str, use_orig_params: bool) -> None:
-    """An exception in backward; what was reduced before it is dropped by zero_grad, and the next step is a usual one."""
+    """An exception in backward; what was reduced before it is dropped by zero_grad, and the next
+    step is a usual one."""
     make = FragileInside if inside else Fragile
-    pair = make_pair(partial(chain, make, make, make), (make,), use_orig_params=use_orig_params, **OFFLOAD)
+    pair = make_pair(
+        partial(chain, make, make, make), (make,), use_orig_params=use_orig_params, **OFFLOAD
+    )
     pair.step(one_backward)
     for position in range(3):
         pair.model[position].module.fault_in_backward = True

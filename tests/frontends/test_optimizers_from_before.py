@@ -1,4 +1,5 @@
-"""Optimizers made before the model was wrapped go on, or say that they cannot; and states that unwrapped models have saved."""
+"""Optimizers made before the model was wrapped go on, or say that they cannot; and states that
+unwrapped models have saved."""
 
 from __future__ import annotations
 
@@ -24,7 +25,11 @@ from tests.support.models import DIM, Block, Odd, Stack
 from tests.support.parity import assert_close, both_forms
 from tests.support.ranks import run_ranks
 
-FULL_SHARD, SHARD_GRAD_OP, NO_SHARD = ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD
+FULL_SHARD, SHARD_GRAD_OP, NO_SHARD = (
+    ShardingStrategy.FULL_SHARD,
+    ShardingStrategy.SHARD_GRAD_OP,
+    ShardingStrategy.NO_SHARD,
+)
 HYBRID = ShardingStrategy.HYBRID_SHARD
 
 
@@ -59,7 +64,9 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "Adam, fused": partial(torch.optim.Adam, lr=0.01, fused=True),
     "SGD, momentum": partial(torch.optim.SGD, lr=0.05, momentum=0.9, nesterov=True),
     "SGD, one by one": partial(torch.optim.SGD, lr=0.05, momentum=0.9, foreach=False),
-    "Adagrad": partial(torch.optim.Adagrad, lr=0.05, initial_accumulator_value=0.1),  # has state before its first step
+    "Adagrad": partial(
+        torch.optim.Adagrad, lr=0.05, initial_accumulator_value=0.1
+    ),  # has state before its first step
     "RMSprop": partial(torch.optim.RMSprop, lr=0.01, momentum=0.5, centered=True),
 }
 
@@ -81,7 +88,9 @@ def assert_same_state(model: FSDP, plain: nn.Module, what: object) -> None:
         assert_close(state[name], value, f"{what}: {name}")
 
 
-def assert_same_optimizer_state(model: FSDP, optim: Any, plain: nn.Module, plain_optim: Any, what: object) -> None:
+def assert_same_optimizer_state(
+    model: FSDP, optim: Any, plain: nn.Module, plain_optim: Any, what: object
+) -> None:
     """The full optimizer state by names, against the unsharded one by numbers. Collective."""
     names = {id(p): name for name, p in plain.named_parameters()}
     state, expected = FSDP.optim_state_dict(model, optim), plain_optim.state_dict()
@@ -95,7 +104,10 @@ def assert_same_optimizer_state(model: FSDP, optim: Any, plain: nn.Module, plain
                 assert_close(got[key], value, f"{what}: {key} of {in_order[number]}")
             else:
                 assert got[key] == value, f"{what}: {key} of {in_order[number]}"
-    settings = [[{k: v for k, v in g.items() if k != "params"} for g in d["param_groups"]] for d in (state, expected)]
+    settings = [
+        [{k: v for k, v in g.items() if k != "params"} for g in d["param_groups"]]
+        for d in (state, expected)
+    ]
     assert settings[0] == settings[1], what
 
 
@@ -129,7 +141,9 @@ def _goes_on(kinds: list[str], **options: Any) -> None:
                 for name, parameter in model.named_parameters():
                     assert parameter is objects[clean_name(name)], f"{name} is another object now"
                 if num_before:
-                    assert_same_optimizer_state(model, optim, plain, plain_optim, "directly after wrapping")
+                    assert_same_optimizer_state(
+                        model, optim, plain, plain_optim, "directly after wrapping"
+                    )
                 for seed in (5, 6):
                     step(plain, plain_optim, seed)
                     step(model, optim, seed)
@@ -139,11 +153,17 @@ def _goes_on(kinds: list[str], **options: Any) -> None:
                     for key, value in state.items():
                         if isinstance(value, Tensor) and value.dim():
                             assert value.shape == parameter.shape, f"{key} is not cut"
-                            assert value.untyped_storage().nbytes() <= max(16, 4 * parameter.numel()), f"{key} keeps the whole"
+                            assert value.untyped_storage().nbytes() <= max(
+                                16, 4 * parameter.numel()
+                            ), f"{key} keeps the whole"
 
 
-@pytest.mark.parametrize("kinds", [list(OPTIMIZERS)[:4], list(OPTIMIZERS)[4:]], ids=["first", "others"])
-def test_an_optimizer_from_before_goes_on_with_its_state_cut_to_this_ranks_part(kinds: list[str]) -> None:
+@pytest.mark.parametrize(
+    "kinds", [list(OPTIMIZERS)[:4], list(OPTIMIZERS)[4:]], ids=["first", "others"]
+)
+def test_an_optimizer_from_before_goes_on_with_its_state_cut_to_this_ranks_part(
+    kinds: list[str],
+) -> None:
     run_ranks(2, _goes_on, kinds)
 
 
@@ -152,9 +172,18 @@ def test_an_optimizer_from_before_goes_on_with_any_number_of_ranks(num_ranks: in
     run_ranks(num_ranks, _goes_on, ["Adam"])
 
 
-@pytest.mark.parametrize(("num_ranks", "strategy"), [(2, SHARD_GRAD_OP), (2, NO_SHARD), (4, HYBRID)])
-def test_an_optimizer_from_before_goes_on_with_every_strategy(num_ranks: int, strategy: ShardingStrategy) -> None:
-    run_ranks(num_ranks, _goes_on, ["AdamW, amsgrad, foreach", "SGD, momentum"], sharding_strategy=strategy)
+@pytest.mark.parametrize(
+    ("num_ranks", "strategy"), [(2, SHARD_GRAD_OP), (2, NO_SHARD), (4, HYBRID)]
+)
+def test_an_optimizer_from_before_goes_on_with_every_strategy(
+    num_ranks: int, strategy: ShardingStrategy
+) -> None:
+    run_ranks(
+        num_ranks,
+        _goes_on,
+        ["AdamW, amsgrad, foreach", "SGD, momentum"],
+        sharding_strategy=strategy,
+    )
 
 
 def _goes_on_with_groups() -> None:
@@ -164,7 +193,9 @@ def _goes_on_with_groups() -> None:
         decay = [p for p in trainable(module) if p.dim() > 1]
         others = [p for p in trainable(module) if p.dim() <= 1]
         rest, late = others[:-2], others[-2:]
-        optim = torch.optim.AdamW([{"params": decay, "weight_decay": 0.1}, {"params": rest, "lr": 0.003}], lr=0.01)
+        optim = torch.optim.AdamW(
+            [{"params": decay, "weight_decay": 0.1}, {"params": rest, "lr": 0.003}], lr=0.01
+        )
         step(module, optim, 0)
         optims.append((optim, late))
     model = wrapped(inner, use_orig_params=True)
@@ -173,7 +204,15 @@ def _goes_on_with_groups() -> None:
         optim.add_param_group({"params": late, "lr": 0.02, "weight_decay": 0.0})
         step(module, optim, 2)
         module.stack.stem.bias.requires_grad_(True)  # unfrozen, and given to the optimizer
-        optim.add_param_group({"params": [dict((clean_name(n), p) for n, p in module.named_parameters())["stack.stem.bias"]]})
+        optim.add_param_group(
+            {
+                "params": [
+                    dict((clean_name(n), p) for n, p in module.named_parameters())[
+                        "stack.stem.bias"
+                    ]
+                ]
+            }
+        )
         step(module, optim, 3)
         step(module, optim, 4)
     assert_same_state(model, plain, "after training")
@@ -185,7 +224,8 @@ def test_groups_of_parameters_stay_and_more_may_be_added() -> None:
 
 
 def _wraps_twice() -> None:
-    """An inner module first, a step, then the whole: state is cut whenever parameters become parts."""
+    """An inner module first, a step, then the whole: state is cut whenever parameters become
+    parts."""
     plain, inner = network(), network()
     plain_optim, optim = (torch.optim.Adam(trainable(m), lr=0.01) for m in (plain, inner))
     step(plain, plain_optim, 0)
@@ -213,7 +253,9 @@ def _saves_and_loads_from_before() -> None:
         saved.append((copy.deepcopy(module.state_dict()), copy.deepcopy(its.state_dict())))
         step(module, its, 1)
     model = wrapped(inner, use_orig_params=True)
-    scheduler, plain_scheduler = (torch.optim.lr_scheduler.StepLR(o, 1, 0.5) for o in (optim, plain_optim))
+    scheduler, plain_scheduler = (
+        torch.optim.lr_scheduler.StepLR(o, 1, 0.5) for o in (optim, plain_optim)
+    )
     step(model, optim, 2)
     step(plain, plain_optim, 2)
     scheduler.step()
@@ -237,7 +279,8 @@ def test_states_from_before_are_loaded_after_wrapping() -> None:
 
 
 def _loads_directly() -> None:
-    """Whole state put into an optimizer directly is cut at the next step, or refused: never used as it is."""
+    """Whole state put into an optimizer directly is cut at the next step, or refused: never used as
+    it is."""
     plain, inner = network(), network()
     plain_optim, optim = (torch.optim.Adam(trainable(m), lr=0.01) for m in (plain, inner))
     step(plain, plain_optim, 0)
@@ -325,7 +368,10 @@ def _cannot_go_on() -> None:
         before = model.state_dict()
         for _ in range(2):  # every time, not once
             model(batch(1)).pow(2).mean().backward()
-            with pytest.raises(FsdpCompatError, match=r"made before the model was wrapped[\s\S]*use_orig_params=True"):
+            with pytest.raises(
+                FsdpCompatError,
+                match=r"made before the model was wrapped[\s\S]*use_orig_params=True",
+            ):
                 optim.step()
             with pytest.raises(FsdpCompatError, match="use_orig_params=True"):
                 FSDP.optim_state_dict(model, optim)
@@ -334,7 +380,10 @@ def _cannot_go_on() -> None:
             assert torch.equal(value, before[name])
         plain = network()
         plain.load_state_dict(before)
-        plain_optim, fresh = torch.optim.Adam(trainable(plain), lr=0.01), torch.optim.Adam(trainable(model), lr=0.01)
+        plain_optim, fresh = (
+            torch.optim.Adam(trainable(plain), lr=0.01),
+            torch.optim.Adam(trainable(model), lr=0.01),
+        )
         step(plain, plain_optim, 2)
         step(model, fresh, 2)
         assert_same_state(model, plain, "with an optimizer made after wrapping")
@@ -352,12 +401,16 @@ def test_without_original_parameters_the_first_step_says_what_to_do() -> None:
 
 
 def _groups(module: nn.Module, kind: str) -> list[dict[str, Any]]:
-    """Groups of whole units, which FlatParameters can be in; and one that only original parameters can have."""
+    """Groups of whole units, which FlatParameters can be in; and one that only original parameters
+    can have."""
     named = list(module.named_parameters())
     if kind == "one":
         return [{"params": [p for _, p in named]}]
     blocks = [p for name, p in named if "blocks" in name]
-    return [{"params": blocks, "lr": 0.003}, {"params": [p for name, p in named if "blocks" not in name]}]
+    return [
+        {"params": blocks, "lr": 0.003},
+        {"params": [p for name, p in named if "blocks" not in name]},
+    ]
 
 
 def _loads_by_number(kind: str, source: str, use_orig_params: bool) -> None:
@@ -388,7 +441,8 @@ def _loads_by_number(kind: str, source: str, use_orig_params: bool) -> None:
         by_name = {
             "state": {names[number]: value for number, value in optim_state["state"].items()},
             "param_groups": [
-                {**group, "params": [names[number] for number in group["params"]]} for group in optim_state["param_groups"]
+                {**group, "params": [names[number] for number in group["params"]]}
+                for group in optim_state["param_groups"]
             ],
         }
         model.load_state_dict(state)
@@ -421,7 +475,9 @@ def _loads_numbers_of_trainable_only(use_orig_params: bool) -> None:
     model = wrapped(network(), use_orig_params=use_orig_params)
     optim = torch.optim.Adam(trainable(model), lr=0.01)
     model.load_state_dict(plain.state_dict())
-    optim.load_state_dict(FSDP.optim_state_dict_to_load(model, optim, copy.deepcopy(plain_optim.state_dict())))
+    optim.load_state_dict(
+        FSDP.optim_state_dict_to_load(model, optim, copy.deepcopy(plain_optim.state_dict()))
+    )
     for seed in (4, 5):
         step(plain, plain_optim, seed)
         step(model, optim, seed)
@@ -452,7 +508,9 @@ def _loads_numbers_of_decay_groups() -> None:
     model = wrapped(network(), use_orig_params=True)
     optim = torch.optim.AdamW(groups(model), lr=0.3)
     model.load_state_dict(plain.state_dict())
-    optim.load_state_dict(FSDP.optim_state_dict_to_load(model, optim, copy.deepcopy(plain_optim.state_dict())))
+    optim.load_state_dict(
+        FSDP.optim_state_dict_to_load(model, optim, copy.deepcopy(plain_optim.state_dict()))
+    )
     for seed in (4, 5):
         step(plain, plain_optim, seed)
         step(model, optim, seed)

@@ -47,18 +47,28 @@ def _trains(use_orig_params: bool) -> None:
     cases: list[tuple[Callable[[], nn.Module], dict[str, Any]]] = [
         (lambda: Stack(2), {"cpu_offload": CPUOffload(True)}),
         (lambda: Reuse(True), {}),
-        (lambda: RecomputesBlocks(Block, True), {"sharding_strategy": ShardingStrategy.SHARD_GRAD_OP}),
+        (
+            lambda: RecomputesBlocks(Block, True),
+            {"sharding_strategy": ShardingStrategy.SHARD_GRAD_OP},
+        ),
         (lambda: RecomputesBlocks(Block, False), {"sharding_strategy": ShardingStrategy.NO_SHARD}),
     ]
     for build, options in cases:
         torch.manual_seed(0)
         plain = build()
-        model = FSDP(copy.deepcopy(plain), auto_wrap_policy=ModuleWrapPolicy({Block}), use_orig_params=use_orig_params, **options)
+        model = FSDP(
+            copy.deepcopy(plain),
+            auto_wrap_policy=ModuleWrapPolicy({Block}),
+            use_orig_params=use_orig_params,
+            **options,
+        )
         _apply_optimizer_in_backward(torch.optim.Adam, model.parameters(), ADAM)
         train(model, in_backward=True)
         train(plain, in_backward=False)
         for name, value in plain.state_dict().items():
-            assert_close(model.state_dict()[name], value, f"{name} of {type(plain).__name__}, {options}")
+            assert_close(
+                model.state_dict()[name], value, f"{name} of {type(plain).__name__}, {options}"
+            )
 
 
 @both_forms
@@ -70,8 +80,15 @@ def test_optimizers_step_in_backward_after_the_reduction(ranks: int, use_orig_pa
 def _equals_torch() -> None:
     torch.manual_seed(0)
     inner = Stack(2)
-    ours = FSDP(copy.deepcopy(inner), auto_wrap_policy=ModuleWrapPolicy({Block}), use_orig_params=True)
-    theirs = TorchFSDP(inner, auto_wrap_policy=TorchModuleWrapPolicy({Block}), use_orig_params=True, device_id=torch.device("cpu"))
+    ours = FSDP(
+        copy.deepcopy(inner), auto_wrap_policy=ModuleWrapPolicy({Block}), use_orig_params=True
+    )
+    theirs = TorchFSDP(
+        inner,
+        auto_wrap_policy=TorchModuleWrapPolicy({Block}),
+        use_orig_params=True,
+        device_id=torch.device("cpu"),
+    )
     for model in (ours, theirs):
         some = [p for name, p in model.named_parameters() if "head" not in name]
         _apply_optimizer_in_backward(torch.optim.Adam, some, ADAM)
@@ -80,7 +97,9 @@ def _equals_torch() -> None:
     with FSDP.summon_full_params(ours, with_grads=True), TorchFSDP.summon_full_params(theirs):
         for (name, p), q in zip(ours.named_parameters(), theirs.parameters(), strict=True):
             assert_close(p, q, name)
-            assert (p.grad is not None) or "head" not in name, "what is not theirs goes on collecting gradients"
+            assert (p.grad is not None) or "head" not in name, (
+                "what is not theirs goes on collecting gradients"
+            )
 
 
 def test_parameters_are_those_of_torch_where_some_step_in_backward() -> None:

@@ -30,12 +30,18 @@ def _memory_of_originals(use_orig_params: bool) -> None:
     model = network()
     whole = sum(p.numel() for p in model.parameters())
     originals = [weakref.ref(p) for p in model.parameters()]
-    sharded = FSDP(model, auto_wrap_policy=ModuleWrapPolicy({nn.Linear}), use_orig_params=use_orig_params)
+    sharded = FSDP(
+        model, auto_wrap_policy=ModuleWrapPolicy({nn.Linear}), use_orig_params=use_orig_params
+    )
     gc.collect()
     alive = [ref() for ref in originals]
     if not use_orig_params:
         assert alive == [None] * 4, "nothing holds the whole parameters"
-    held = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in sharded.parameters() if p.numel()}
+    held = {
+        p.untyped_storage().data_ptr(): p.untyped_storage().nbytes()
+        for p in sharded.parameters()
+        if p.numel()
+    }
     assert sum(held.values()) <= 4 * (whole // 2 + 32), "the parameters that are left hold shards"
 
 
@@ -46,7 +52,9 @@ def test_whole_parameters_are_let_go_when_they_are_sharded(use_orig_params: bool
 
 def _prints(use_orig_params: bool) -> None:
     expected = repr(network())
-    model = FSDP(network(), auto_wrap_policy=ModuleWrapPolicy({nn.Linear}), use_orig_params=use_orig_params)
+    model = FSDP(
+        network(), auto_wrap_policy=ModuleWrapPolicy({nn.Linear}), use_orig_params=use_orig_params
+    )
     names = [name for name, _ in model.named_parameters()]
     for text in (repr(model), f"{model}"):
         for line in expected.splitlines()[1:-1]:
@@ -84,7 +92,9 @@ def _inner_state_dict(use_orig_params: bool) -> None:
             with pytest.raises(StateError, match=r"call .* on the wrapper"):
                 call()
     with FSDP.summon_full_params(model):
-        assert {k: v.shape for k, v in model.module.state_dict().items()} == {k: v.shape for k, v in network().state_dict().items()}
+        assert {k: v.shape for k, v in model.module.state_dict().items()} == {
+            k: v.shape for k, v in network().state_dict().items()
+        }
     model.load_state_dict(model.state_dict())
 
 
@@ -127,15 +137,21 @@ def _groups_of_all_kinds() -> None:
         optimizer.zero_grad()
     some = dist.new_group([1, 2])
     if rank in (1, 2):  # a model that some ranks know nothing of
-        torch.testing.assert_close(dict(trained(FSDP(network(), process_group=some))), dict(expected.state_dict()))
+        torch.testing.assert_close(
+            dict(trained(FSDP(network(), process_group=some))), dict(expected.state_dict())
+        )
     torch.testing.assert_close(dict(trained(FSDP(network()))), dict(expected.state_dict()))
     halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     model = FSDP(network(), process_group=halves[rank // 2])  # two models at the same time
-    with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT, FullStateDictConfig(rank0_only=True)):
+    with FSDP.state_dict_type(
+        model, StateDictType.FULL_STATE_DICT, FullStateDictConfig(rank0_only=True)
+    ):
         state = trained(model)
     assert bool(state) is (rank % 2 == 0), "the first rank of the group, not of the world"
     with FSDP.summon_full_params(model, writeback=False, rank0_only=True):
-        whole = {tuple(p.shape) for p in model.parameters()} == {tuple(p.shape) for p in expected.parameters()}
+        whole = {tuple(p.shape) for p in model.parameters()} == {
+            tuple(p.shape) for p in expected.parameters()
+        }
         assert whole is (rank % 2 == 0)
 
 
@@ -174,7 +190,8 @@ def test_a_container_that_is_never_called_owns_no_parameters(use_orig_params: bo
 
 
 class WithOwnParameters(nn.Module):
-    """The root's parameters lie beside modules that are units: what holds its attributes reaches the units, and so the root."""
+    """The root's parameters lie beside modules that are units: what holds its attributes reaches
+    the units, and so the root."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -206,7 +223,9 @@ def _what_is_left_of_a_model(use_orig_params: bool, forward_replaced: bool, sync
         model.inner[1] = WithLoss()
         if forward_replaced:  # as wrappers of a module's call do; it holds the module
             model.forward = functools.partial(WithOwnParameters.forward, model)
-        sharded = FSDP(model, auto_wrap_policy=ModuleWrapPolicy({nn.Linear}), use_orig_params=use_orig_params)
+        sharded = FSDP(
+            model, auto_wrap_policy=ModuleWrapPolicy({nn.Linear}), use_orig_params=use_orig_params
+        )
         optimizer = torch.optim.Adam(sharded.parameters())
         for _ in range(2):
             with contextlib.nullcontext() if sync else sharded.no_sync():
@@ -225,8 +244,13 @@ def _what_is_left_of_a_model(use_orig_params: bool, forward_replaced: bool, sync
 @pytest.mark.parametrize("sync", [True, False])
 @pytest.mark.parametrize("forward_replaced", [False, True])
 @pytest.mark.parametrize("use_orig_params", [False, True])
-def test_nothing_is_left_of_a_model_that_nobody_holds(use_orig_params: bool, forward_replaced: bool, sync: bool) -> None:
-    assert run_ranks(2, _what_is_left_of_a_model, use_orig_params, forward_replaced, sync) == [False, False]
+def test_nothing_is_left_of_a_model_that_nobody_holds(
+    use_orig_params: bool, forward_replaced: bool, sync: bool
+) -> None:
+    assert run_ranks(2, _what_is_left_of_a_model, use_orig_params, forward_replaced, sync) == [
+        False,
+        False,
+    ]
 
 
 def _backward_without_model() -> str:

@@ -1,4 +1,5 @@
-"""Losses, gradients and parameters are bit-equal to those of torch's FullyShardedDataParallel on the same data."""
+"""Losses, gradients and parameters are bit-equal to those of torch's FullyShardedDataParallel on
+the same data."""
 
 from __future__ import annotations
 
@@ -19,11 +20,22 @@ from torch import Tensor, nn
 
 import fsdp_compat
 from tests.support.matrix import Case, draw_cases, losses_and_parameters
-from tests.support.models import DIM, Block, Inner, Lora, Outer, Stack, Transformer, chain, encoder_layer
+from tests.support.models import (
+    DIM,
+    Block,
+    Inner,
+    Lora,
+    Outer,
+    Stack,
+    Transformer,
+    chain,
+    encoder_layer,
+)
 from tests.support.parity import square, tokens, vectors, wide_vectors
 from tests.support.ranks import run_ranks
 
-Seen = list[dict[str, Tensor]]  # per step, by name: the loss, the parameters, and the optimizer's state, which tells of gradients
+# per step, by name: the loss, the parameters, and the optimizer's state, which tells of gradients
+Seen = list[dict[str, Tensor]]
 
 STRATEGIES = ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"]
 
@@ -49,8 +61,13 @@ def _train(
         device_id=torch.device("cpu"),
     )
     # Copies on the CPU of what is on the CPU are freed memory, or other values, in torch.
-    configs = library.FullStateDictConfig(offload_to_cpu=False), library.FullOptimStateDictConfig(offload_to_cpu=False)
-    library.FullyShardedDataParallel.set_state_dict_type(model, library.StateDictType.FULL_STATE_DICT, *configs)
+    configs = (
+        library.FullStateDictConfig(offload_to_cpu=False),
+        library.FullOptimStateDictConfig(offload_to_cpu=False),
+    )
+    library.FullyShardedDataParallel.set_state_dict_type(
+        model, library.StateDictType.FULL_STATE_DICT, *configs
+    )
     optim = optimizer(model.parameters())
     generator = torch.Generator().manual_seed(1 + dist.get_rank())
     seen: Seen = []
@@ -65,8 +82,14 @@ def _train(
         optim.zero_grad()
         now = {"loss": loss.detach()}
         now |= {f"parameter {name}": value.clone() for name, value in model.state_dict().items()}
-        for name, state in library.FullyShardedDataParallel.optim_state_dict(model, optim)["state"].items():
-            now |= {f"{kind} of {name}": value.clone() for kind, value in state.items() if value is not None}
+        for name, state in library.FullyShardedDataParallel.optim_state_dict(model, optim)[
+            "state"
+        ].items():
+            now |= {
+                f"{kind} of {name}": value.clone()
+                for kind, value in state.items()
+                if value is not None
+            }
         seen.append(now)
     return seen
 
@@ -74,7 +97,9 @@ def _train(
 def _differences(*args: Any) -> list[str]:
     """What is not bit-equal, in words; nothing is the expected answer."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch deprecates NO_SHARD, and its FSDP warns of its own state dicts
+        warnings.simplefilter(
+            "ignore"
+        )  # torch deprecates NO_SHARD, and its FSDP warns of its own state dicts
         theirs = _train(torch_fsdp, *args)
         ours = _train(fsdp_compat, *args)
     found = []
@@ -84,7 +109,10 @@ def _differences(*args: Any) -> list[str]:
         for name, value in wanted.items():
             if not torch.equal(got[name], value):
                 difference = (got[name].double() - value.double()).abs().max().item()
-                found.append(f"step {step}: {name} differs by {difference:.1e} at {value.abs().max().item():.1e}")
+                found.append(
+                    f"step {step}: {name} differs by {difference:.1e} at "
+                    f"{value.abs().max().item():.1e}"
+                )
     return found
 
 
@@ -99,7 +127,11 @@ def _adam(parameters: Any) -> torch.optim.Optimizer:
 MODELS = {
     "blocks": (Stack, {Block}, vectors),
     "units inside of units": (partial(Stack, 2, Outer), {Outer, Inner}, vectors),
-    "transformer layers": (partial(chain, encoder_layer, encoder_layer), {nn.TransformerEncoderLayer}, None),
+    "transformer layers": (
+        partial(chain, encoder_layer, encoder_layer),
+        {nn.TransformerEncoderLayer},
+        None,
+    ),
     "tied": (Transformer, {nn.TransformerEncoderLayer}, tokens),
 }
 
@@ -113,33 +145,56 @@ def _sequences(generator: torch.Generator) -> Tensor:
 @pytest.mark.parametrize("name", MODELS)
 def test_training_is_bit_equal_to_torch(name: str, strategy: str, use_orig_params: bool) -> None:
     build, units, batch = MODELS[name]
-    differences = run_ranks(2, _differences, build, units, batch or _sequences, _sgd, strategy, use_orig_params, None, "sss")
+    differences = run_ranks(
+        2,
+        _differences,
+        build,
+        units,
+        batch or _sequences,
+        _sgd,
+        strategy,
+        use_orig_params,
+        None,
+        "sss",
+    )
     assert differences == [[], []]
 
 
 @pytest.mark.parametrize("use_orig_params", [False, True])
 def test_adamw_is_bit_equal_to_torch(use_orig_params: bool) -> None:
-    differences = run_ranks(2, _differences, *MODELS["blocks"], _adam, "FULL_SHARD", use_orig_params, None, "sss")
+    differences = run_ranks(
+        2, _differences, *MODELS["blocks"], _adam, "FULL_SHARD", use_orig_params, None, "sss"
+    )
     assert differences == [[], []]
 
 
 @pytest.mark.parametrize("use_orig_params", [False, True])
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_accumulation_without_sync_is_bit_equal_to_torch(strategy: str, use_orig_params: bool) -> None:
-    differences = run_ranks(2, _differences, *MODELS["blocks"], _sgd, strategy, use_orig_params, None, "nsnns")
+def test_accumulation_without_sync_is_bit_equal_to_torch(
+    strategy: str, use_orig_params: bool
+) -> None:
+    differences = run_ranks(
+        2, _differences, *MODELS["blocks"], _sgd, strategy, use_orig_params, None, "nsnns"
+    )
     assert differences == [[], []]
 
 
 def test_frozen_weights_beside_trainable_ones_are_bit_equal_to_torch() -> None:
     build = partial(chain, Lora, Lora)
-    differences = run_ranks(2, _differences, build, {Lora}, wide_vectors, _sgd, "FULL_SHARD", True, None, "sss")
+    differences = run_ranks(
+        2, _differences, build, {Lora}, wide_vectors, _sgd, "FULL_SHARD", True, None, "sss"
+    )
     assert differences == [[], []]
 
 
 @pytest.mark.parametrize("use_orig_params", [False, True])
-def test_bf16_computation_with_float32_reduction_is_bit_equal_to_torch(use_orig_params: bool) -> None:
+def test_bf16_computation_with_float32_reduction_is_bit_equal_to_torch(
+    use_orig_params: bool,
+) -> None:
     precision = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
-    differences = run_ranks(2, _differences, *MODELS["blocks"], _sgd, "FULL_SHARD", use_orig_params, precision, "sss")
+    differences = run_ranks(
+        2, _differences, *MODELS["blocks"], _sgd, "FULL_SHARD", use_orig_params, precision, "sss"
+    )
     assert differences == [[], []]
 
 
@@ -152,28 +207,44 @@ def _differ(cases: list[Case]) -> list[str]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for case in cases:
-            theirs, ours = (losses_and_parameters(case, library) for library in (torch_fsdp, fsdp_compat))
+            theirs, ours = (
+                losses_and_parameters(case, library) for library in (torch_fsdp, fsdp_compat)
+            )
             assert len(ours) > 60
-            different = [index for index, (a, b) in enumerate(zip(theirs, ours, strict=True)) if not torch.equal(a, b)]
+            different = [
+                index
+                for index, (a, b) in enumerate(zip(theirs, ours, strict=True))
+                if not torch.equal(a, b)
+            ]
             if different:
-                found.append(f"{case}: {len(different)} of {len(ours)} values, the first is number {different[0]}")
+                found.append(
+                    f"{case}: {len(different)} of {len(ours)} values, the first is number "
+                    f"{different[0]}"
+                )
     return found
 
 
 def _comparable(case: Case) -> Case:
-    """Torch fails with a reentrant checkpoint over a part of a unit, and with frozen parameters in a FlatParameter with others.
+    """Torch fails with a reentrant checkpoint over a part of a unit, and with frozen parameters in
+    a FlatParameter with others.
 
-    With NO_SHARD it sends a sum of gradients again, with what it was before: the same average, rounded more often.
+    With NO_SHARD it sends a sum of gradients again, with what it was before: the same average,
+    rounded more often.
     """
     if case.strategy == "NO_SHARD" and case.backwards.count("s") > 1:
         case = dataclasses.replace(case, backwards="nns")
     if case.reentrant and case.wrapping == "root":
         case = dataclasses.replace(case, checkpoint=case.checkpoint.split()[0])
-    return dataclasses.replace(case, frozen="") if case.wrapping == "root" and not case.use_orig_params else case
+    return (
+        dataclasses.replace(case, frozen="")
+        if case.wrapping == "root" and not case.use_orig_params
+        else case
+    )
 
 
 def _draw(rng: random.Random) -> list[Case]:
-    """What torch can do: on the CPU, without offload, and a FlatParameter is trainable or not as a whole."""
+    """What torch can do: on the CPU, without offload, and a FlatParameter is trainable or not as a
+    whole."""
     cases = draw_cases(
         rng,
         12,
@@ -189,7 +260,13 @@ def _draw(rng: random.Random) -> list[Case]:
 
 
 @seed(0)
-@settings(max_examples=2, derandomize=True, deadline=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
+@settings(
+    max_examples=2,
+    derandomize=True,
+    deadline=None,
+    phases=[Phase.generate],
+    suppress_health_check=list(HealthCheck),
+)
 @given(st.randoms(use_true_random=True).map(_draw))
 def test_any_settings_train_bit_equal_to_torch(cases: list[Case]) -> None:
     assert run_ranks(2, _differ, cases) == [[], []]

@@ -1,4 +1,5 @@
-"""Random programs over units: frozen parts, checkpoints of both kinds, detached and hidden inputs, several backwards per step."""
+"""Random programs over units: frozen parts, checkpoints of both kinds, detached and hidden inputs,
+several backwards per step."""
 
 from __future__ import annotations
 
@@ -55,7 +56,12 @@ def _runs_programs(start: int, **options: Any) -> None:
         {"allow_unused_units": True},
         {"backward_prefetch": None},
     ],
-    ids=["default", "original parameters, kept after forward", "unused units allowed", "no prefetch"],
+    ids=[
+        "default",
+        "original parameters, kept after forward",
+        "unused units allowed",
+        "no prefetch",
+    ],
 )
 def test_random_programs_on_two_ranks_train_as_unsharded(options: dict[str, Any]) -> None:
     run_ranks(2, _runs_programs, 0, **options)

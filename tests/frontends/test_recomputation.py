@@ -1,4 +1,5 @@
-"""Activation checkpointing in every place: inside of units, around them, around several, around parts and around everything."""
+"""Activation checkpointing in every place: inside of units, around them, around several, around
+parts and around everything."""
 
 from __future__ import annotations
 
@@ -7,12 +8,32 @@ from typing import Any
 
 import pytest
 from torch import Tensor, nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    apply_activation_checkpointing,
+)
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from fsdp_compat import ShardingStrategy
-from tests.support.models import Block, DropsAnOutput, Inner, Outer, Recomputed, RecomputesBlocks, RecomputesTwice, Stack
-from tests.support.parity import Turn, backward, both_forms, both_strategies, make_pair, one_backward, square, train
+from tests.support.models import (
+    Block,
+    DropsAnOutput,
+    Inner,
+    Outer,
+    Recomputed,
+    RecomputesBlocks,
+    RecomputesTwice,
+    Stack,
+)
+from tests.support.parity import (
+    Turn,
+    backward,
+    both_forms,
+    both_strategies,
+    make_pair,
+    one_backward,
+    square,
+    train,
+)
 from tests.support.ranks import run_ranks
 
 both_kinds = pytest.mark.parametrize("reentrant", [False, True])
@@ -27,9 +48,13 @@ def _trains(*args: Any, early_stop: bool = True, **kwargs: Any) -> None:
 @both_forms
 @early_or_not
 @both_kinds
-def test_a_checkpoint_may_be_inside_of_a_unit(reentrant: bool, early_stop: bool, use_orig_params: bool) -> None:
+def test_a_checkpoint_may_be_inside_of_a_unit(
+    reentrant: bool, early_stop: bool, use_orig_params: bool
+) -> None:
     build = partial(Stack, 3, partial(Recomputed, reentrant))
-    run_ranks(2, _trains, build, (Recomputed,), early_stop=early_stop, use_orig_params=use_orig_params)
+    run_ranks(
+        2, _trains, build, (Recomputed,), early_stop=early_stop, use_orig_params=use_orig_params
+    )
 
 
 @both_forms
@@ -45,7 +70,9 @@ def test_a_checkpoint_may_be_around_one_or_several_units(
 
 @both_forms
 @both_kinds
-def test_a_checkpoint_may_be_around_units_with_units_inside(reentrant: bool, use_orig_params: bool) -> None:
+def test_a_checkpoint_may_be_around_units_with_units_inside(
+    reentrant: bool, use_orig_params: bool
+) -> None:
     build = partial(RecomputesBlocks, Outer, reentrant, 2)
     run_ranks(2, _trains, build, (Outer, Inner), use_orig_params=use_orig_params)
 
@@ -60,8 +87,16 @@ def test_checkpoints_may_be_inside_and_around(reentrant: bool, use_orig_params: 
 @both_forms
 @early_or_not
 @both_kinds
-def test_an_output_of_a_checkpoint_may_be_dropped(reentrant: bool, early_stop: bool, use_orig_params: bool) -> None:
-    run_ranks(2, _trains, partial(DropsAnOutput, reentrant), early_stop=early_stop, use_orig_params=use_orig_params)
+def test_an_output_of_a_checkpoint_may_be_dropped(
+    reentrant: bool, early_stop: bool, use_orig_params: bool
+) -> None:
+    run_ranks(
+        2,
+        _trains,
+        partial(DropsAnOutput, reentrant),
+        early_stop=early_stop,
+        use_orig_params=use_orig_params,
+    )
 
 
 @both_forms
@@ -77,7 +112,13 @@ def _recomputes_everything(reentrant: bool, m: nn.Module, x: Tensor, turn: Turn)
 @both_strategies
 @both_kinds
 def test_a_checkpoint_may_be_around_the_root(reentrant: bool, strategy: ShardingStrategy) -> None:
-    run_ranks(2, _trains, Stack, step=partial(_recomputes_everything, reentrant), sharding_strategy=strategy)
+    run_ranks(
+        2,
+        _trains,
+        Stack,
+        step=partial(_recomputes_everything, reentrant),
+        sharding_strategy=strategy,
+    )
 
 
 def _wraps_in_checkpoint_wrappers(use_orig_params: bool) -> None:

@@ -1,7 +1,8 @@
-"""What a rank does and holds does not depend on how many ranks there are; one rank of any number can be simulated.
+"""What a rank does and holds does not depend on how many ranks there are; one rank of any number
+can be simulated.
 
-The ranks are those of torch's fake process group, which accepts every collective and moves nothing, in a process of its own.
-"""
+The ranks are those of torch's fake process group, which accepts every collective and moves nothing,
+in a process of its own."""
 
 from __future__ import annotations
 
@@ -71,13 +72,17 @@ def counted_calls(function: Callable[[], Any]) -> tuple[tuple[int, int], Any]:
 def wrapped(dim: int, device: str, **options: Any) -> FullyShardedDataParallel:
     with torch.device(device):
         model = nn.Sequential(*(Block(dim) for _ in range(3)))
-    return FullyShardedDataParallel(model, auto_wrap_policy=ModuleWrapPolicy({Block}), device_id=torch.device(device), **options)
+    return FullyShardedDataParallel(
+        model, auto_wrap_policy=ModuleWrapPolicy({Block}), device_id=torch.device(device), **options
+    )
 
 
 def costs(use_orig_params: bool) -> Costs:
     gc.collect()
     gc.disable()  # what it finds would be counted
-    constructing, model = counted_calls(functools.partial(wrapped, DIM, "meta", use_orig_params=use_orig_params))
+    constructing, model = counted_calls(
+        functools.partial(wrapped, DIM, "meta", use_orig_params=use_orig_params)
+    )
     x = torch.ones(2, DIM, device="meta")
 
     def step() -> None:
@@ -125,7 +130,10 @@ def facts(device: str) -> list[Any]:
     return [
         [store_of(group).layout for group in groups],
         {name: parameter.shape for name, parameter in model.named_parameters()},
-        [None if parameter.grad is None else parameter.grad.shape for parameter in model.parameters()],
+        [
+            None if parameter.grad is None else parameter.grad.shape
+            for parameter in model.parameters()
+        ],
         dict(groups[0].shard.traffic.nbytes),
     ]
 
@@ -153,14 +161,17 @@ def everything() -> Found:
         {device: in_world(5, 3, facts, device) for device in ("cpu", "meta")},
         {
             "cpu_offload": in_world(4, 0, functools.partial(refused, cpu_offload=CPUOffload(True))),
-            "allow_unused_units": in_world(4, 0, functools.partial(refused, allow_unused_units=True)),
+            "allow_unused_units": in_world(
+                4, 0, functools.partial(refused, allow_unused_units=True)
+            ),
         },
         in_world(8, 0, parts_that_outlive_their_model),
     )
 
 
 def parts_that_outlive_their_model() -> list[bool]:
-    """Whether a unit and its group are there after the model went, which has trained parameters large enough for hooks."""
+    """Whether a unit and its group are there after the model went, which has trained parameters
+    large enough for hooks."""
     model = wrapped(DIM, "meta")
     model(torch.ones(2, DIM, device="meta")).sum().backward()
     unit = model._runtime.root
@@ -173,8 +184,13 @@ def parts_that_outlive_their_model() -> list[bool]:
 @pytest.fixture(scope="module")
 def found() -> Found:
     """What a process of its own has found out: the ranks of this one are real."""
-    program = f"import pickle, sys; from {__name__} import everything; sys.stdout.buffer.write(pickle.dumps(everything()))"
-    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, cwd=ROOT, timeout=200, check=False)
+    program = (
+        f"import pickle, sys; from {__name__} import everything; "
+        "sys.stdout.buffer.write(pickle.dumps(everything()))"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, cwd=ROOT, timeout=200, check=False
+    )
     assert ended.returncode == 0, ended.stderr.decode()
     answer = pickle.loads(ended.stdout)
     assert isinstance(answer, Found)
@@ -182,17 +198,23 @@ def found() -> Found:
 
 
 @pytest.mark.parametrize("use_orig_params", [False, True])
-def test_constructing_takes_the_same_steps_for_8_ranks_and_for_16384(found: Found, use_orig_params: bool) -> None:
+def test_constructing_takes_the_same_steps_for_8_ranks_and_for_16384(
+    found: Found, use_orig_params: bool
+) -> None:
     few, many = (found.costs[use_orig_params, 0, ranks] for ranks in WORLD_SIZES)
     assert few.shard_numel == 2**26 + 2**13
     assert many.shard_numel == 2**15 + 2**2
     assert many.constructing == few.constructing
-    few, many = (found.costs[use_orig_params, -1, ranks] for ranks in WORLD_SIZES)  # which hold parts of more, or fewer, parameters
+    few, many = (
+        found.costs[use_orig_params, -1, ranks] for ranks in WORLD_SIZES
+    )  # which hold parts of more, or fewer, parameters
     assert many.constructing <= few.constructing
 
 
 @pytest.mark.parametrize("use_orig_params", [False, True])
-def test_a_training_step_takes_the_same_steps_for_8_ranks_and_for_16384(found: Found, use_orig_params: bool) -> None:
+def test_a_training_step_takes_the_same_steps_for_8_ranks_and_for_16384(
+    found: Found, use_orig_params: bool
+) -> None:
     few, many = (found.costs[use_orig_params, 0, ranks] for ranks in WORLD_SIZES)
     assert many.stepping == few.stepping
     few, many = (found.costs[use_orig_params, -1, ranks] for ranks in WORLD_SIZES)
@@ -201,7 +223,9 @@ def test_a_training_step_takes_the_same_steps_for_8_ranks_and_for_16384(found: F
 
 @pytest.mark.parametrize("rank", [0, -1])
 @pytest.mark.parametrize("use_orig_params", [False, True])
-def test_as_many_tensors_are_alive_with_8_ranks_as_with_16384(found: Found, use_orig_params: bool, rank: int) -> None:
+def test_as_many_tensors_are_alive_with_8_ranks_as_with_16384(
+    found: Found, use_orig_params: bool, rank: int
+) -> None:
     few, many = (found.costs[use_orig_params, rank, ranks] for ranks in WORLD_SIZES)
     assert many.tensors == few.tensors
 

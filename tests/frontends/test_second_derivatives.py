@@ -11,7 +11,16 @@ from torch import Tensor, nn
 
 from fsdp_compat import ShardingStrategy
 from tests.support.models import Forces, Stack
-from tests.support.parity import Turn, backward, both_forms, both_strategies, make_pair, one_backward, square, trains
+from tests.support.parity import (
+    Turn,
+    backward,
+    both_forms,
+    both_strategies,
+    make_pair,
+    one_backward,
+    square,
+    trains,
+)
 from tests.support.ranks import run_ranks
 
 
@@ -32,8 +41,12 @@ def _penalty_alone(m: nn.Module, x: Tensor, turn: Turn) -> Tensor:
 @both_forms
 @both_strategies
 @pytest.mark.parametrize("step", [_loss_and_penalty, _penalty_alone])
-def test_a_gradient_penalty_trains_as_unsharded(step: Any, strategy: ShardingStrategy, use_orig_params: bool) -> None:
-    run_ranks(2, trains, Stack, step=step, sharding_strategy=strategy, use_orig_params=use_orig_params)
+def test_a_gradient_penalty_trains_as_unsharded(
+    step: Any, strategy: ShardingStrategy, use_orig_params: bool
+) -> None:
+    run_ranks(
+        2, trains, Stack, step=step, sharding_strategy=strategy, use_orig_params=use_orig_params
+    )
 
 
 def _creates_graph(m: nn.Module, x: Tensor, turn: Turn) -> Tensor:
@@ -50,14 +63,20 @@ def _creates_graph(m: nn.Module, x: Tensor, turn: Turn) -> Tensor:
 def _trains_with_create_graph(**options: Any) -> None:
     pair = make_pair(Stack, **options)
     for _ in range(3):
-        pair.step(_creates_graph, idle=False)  # a second backward could still come: full until the next forward
+        pair.step(
+            _creates_graph, idle=False
+        )  # a second backward could still come: full until the next forward
     pair.step(one_backward)
 
 
 @both_forms
 @both_strategies
-def test_backward_with_create_graph_trains_as_unsharded(strategy: ShardingStrategy, use_orig_params: bool) -> None:
-    run_ranks(2, _trains_with_create_graph, sharding_strategy=strategy, use_orig_params=use_orig_params)
+def test_backward_with_create_graph_trains_as_unsharded(
+    strategy: ShardingStrategy, use_orig_params: bool
+) -> None:
+    run_ranks(
+        2, _trains_with_create_graph, sharding_strategy=strategy, use_orig_params=use_orig_params
+    )
 
 
 def _takes_gradients_of_inputs(m: nn.Module, x: Tensor, turn: Turn) -> Tensor:
@@ -70,11 +89,22 @@ def _takes_gradients_of_inputs(m: nn.Module, x: Tensor, turn: Turn) -> Tensor:
 
 @both_forms
 @both_strategies
-def test_gradients_of_inputs_leave_those_of_parameters_alone(strategy: ShardingStrategy, use_orig_params: bool) -> None:
-    run_ranks(2, trains, Stack, step=_takes_gradients_of_inputs, sharding_strategy=strategy, use_orig_params=use_orig_params)
+def test_gradients_of_inputs_leave_those_of_parameters_alone(
+    strategy: ShardingStrategy, use_orig_params: bool
+) -> None:
+    run_ranks(
+        2,
+        trains,
+        Stack,
+        step=_takes_gradients_of_inputs,
+        sharding_strategy=strategy,
+        use_orig_params=use_orig_params,
+    )
 
 
 @both_forms
 @both_strategies
-def test_a_derivative_may_be_taken_inside_of_forward(strategy: ShardingStrategy, use_orig_params: bool) -> None:
+def test_a_derivative_may_be_taken_inside_of_forward(
+    strategy: ShardingStrategy, use_orig_params: bool
+) -> None:
     run_ranks(2, trains, Forces, sharding_strategy=strategy, use_orig_params=use_orig_params)

@@ -1,4 +1,5 @@
-"""Units of one model may differ in their settings, and settings may be torch's own objects; it trains as unsharded all the same."""
+"""Units of one model may differ in their settings, and settings may be torch's own objects; it
+trains as unsharded all the same."""
 
 from __future__ import annotations
 
@@ -35,7 +36,11 @@ from tests.support.models import DIM, Block, Inner, Outer, Stack, chain
 from tests.support.parity import Pair, both_forms, square, vectors
 from tests.support.ranks import run_ranks
 
-FULL_SHARD, SHARD_GRAD_OP, NO_SHARD = ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD
+FULL_SHARD, SHARD_GRAD_OP, NO_SHARD = (
+    ShardingStrategy.FULL_SHARD,
+    ShardingStrategy.SHARD_GRAD_OP,
+    ShardingStrategy.NO_SHARD,
+)
 HYBRID, HYBRID_ZERO2 = ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2
 
 NESTED = partial(Stack, 2, Outer)  # two Outers of two Inners each, in a root
@@ -65,7 +70,10 @@ def _options() -> dict[ShardingStrategy, dict[str, Any]]:
     """Of every strategy, for FSDP. Collective."""
     mesh = init_device_mesh("cpu", (dist.get_world_size() // 2, 2))
     # Without None, a unit inherits the two axes of a hybrid root.
-    return {s: {"sharding_strategy": s, "device_mesh": mesh if s in (HYBRID, HYBRID_ZERO2) else None} for s in ShardingStrategy}
+    return {
+        s: {"sharding_strategy": s, "device_mesh": mesh if s in (HYBRID, HYBRID_ZERO2) else None}
+        for s in ShardingStrategy
+    }
 
 
 def _answers(answers: dict[type[nn.Module], Any], module: nn.Module) -> bool | dict[str, Any]:
@@ -81,11 +89,19 @@ def _nests_strategies(pairs: list[tuple[ShardingStrategy, ShardingStrategy]]) ->
         plain, model = _two_copies(NESTED)
         if inner.value >= outer.value:
             policy = CustomPolicy(partial(_answers, {Outer: options[outer], Inner: options[inner]}))
-            model = FSDP(model, auto_wrap_policy=policy, use_orig_params=use_orig_params, **options[root])
+            model = FSDP(
+                model, auto_wrap_policy=policy, use_orig_params=use_orig_params, **options[root]
+            )
         else:
             for index, block in enumerate(model.blocks):
                 for name in ("first", "second"):
-                    setattr(block, name, FSDP(getattr(block, name), use_orig_params=use_orig_params, **options[inner]))
+                    setattr(
+                        block,
+                        name,
+                        FSDP(
+                            getattr(block, name), use_orig_params=use_orig_params, **options[inner]
+                        ),
+                    )
                 model.blocks[index] = FSDP(block, use_orig_params=use_orig_params, **options[outer])
             model = FSDP(model, use_orig_params=use_orig_params, **options[root])
         got = [unit.sharding_strategy for unit in FSDP.fsdp_modules(model)]
@@ -99,7 +115,11 @@ def test_every_strategy_inside_of_every_other_trains_as_unsharded() -> None:
 
 def test_hybrid_units_of_two_real_axes_train_inside_of_others_and_around_others() -> None:
     hybrid, others = (HYBRID, HYBRID_ZERO2), (FULL_SHARD, SHARD_GRAD_OP, NO_SHARD)
-    run_ranks(4, _nests_strategies, [*itertools.product(hybrid, others), *itertools.product(others, hybrid)])
+    run_ranks(
+        4,
+        _nests_strategies,
+        [*itertools.product(hybrid, others), *itertools.product(others, hybrid)],
+    )
 
 
 # -- original parameters in some units
@@ -107,15 +127,22 @@ def test_hybrid_units_of_two_real_axes_train_inside_of_others_and_around_others(
 
 def _mixes_forms(root: bool) -> tuple[int, int]:
     """The numbers of FlatParameters and of others in the optimizer."""
-    policy = CustomPolicy(partial(_answers, {Outer: {"use_orig_params": not root}, Inner: {"use_orig_params": root}}))
+    policy = CustomPolicy(
+        partial(_answers, {Outer: {"use_orig_params": not root}, Inner: {"use_orig_params": root}})
+    )
     plain, model = _two_copies(NESTED)
     pair = _train(Pair(plain, FSDP(model, auto_wrap_policy=policy, use_orig_params=root)), 3)
-    flat = sum(isinstance(p, fsdp_compat.fully_sharded_data_parallel.FlatParameter) for p in pair.model.parameters())
+    flat = sum(
+        isinstance(p, fsdp_compat.fully_sharded_data_parallel.FlatParameter)
+        for p in pair.model.parameters()
+    )
     return flat, len(list(pair.model.parameters())) - flat
 
 
 @pytest.mark.parametrize(("root", "expected"), [(False, (1 + 4, 2 * 2)), (True, (2, 4 + 4 * 6))])
-def test_units_may_keep_their_original_parameters_beside_units_that_do_not(root: bool, expected: tuple[int, int]) -> None:
+def test_units_may_keep_their_original_parameters_beside_units_that_do_not(
+    root: bool, expected: tuple[int, int]
+) -> None:
     assert run_ranks(2, _mixes_forms, root) == [expected] * 2
 
 
@@ -123,15 +150,21 @@ def test_units_may_keep_their_original_parameters_beside_units_that_do_not(root:
 
 
 class Computes(nn.Module):
-    """``compute`` is the dtype in which the unsharded copy computes; the sharded one has None, and is given its parameters cast."""
+    """``compute`` is the dtype in which the unsharded copy computes; the sharded one has None, and
+    is given its parameters cast."""
 
     def __init__(self, compute: torch.dtype | None = None) -> None:
         super().__init__()
-        self.weight, self.bias = nn.Parameter(torch.randn(DIM, DIM) * 0.3), nn.Parameter(torch.randn(DIM))
+        self.weight, self.bias = (
+            nn.Parameter(torch.randn(DIM, DIM) * 0.3),
+            nn.Parameter(torch.randn(DIM)),
+        )
         self.compute = compute
 
     def forward(self, x: Tensor) -> Tensor:
-        x, weight, bias = (t if self.compute is None else t.to(self.compute) for t in (x, self.weight, self.bias))
+        x, weight, bias = (
+            t if self.compute is None else t.to(self.compute) for t in (x, self.weight, self.bias)
+        )
         self.seen = x.dtype, weight.dtype
         return x + F.linear(x, weight, bias).tanh()
 
@@ -145,26 +178,35 @@ def _mixes_dtypes(by_hand: bool, strategy: ShardingStrategy, use_orig_params: bo
     for dtype, unit, ours in zip(DTYPES, plain, model, strict=True):
         unit.compute = dtype
         reduce_dtype = torch.promote_types(dtype, torch.float32)
-        precisions[ours] = MixedPrecision(param_dtype=dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=True)
+        precisions[ours] = MixedPrecision(
+            param_dtype=dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=True
+        )
     options: dict[str, Any] = {"sharding_strategy": strategy, "use_orig_params": use_orig_params}
     if by_hand:
         wrapped = [FSDP(unit, mixed_precision=precisions[unit], **options) for unit in model]
         model = FSDP(nn.Sequential(*wrapped), **options)
     else:
-        policy = CustomPolicy(lambda m: {"mixed_precision": precisions[m]} if isinstance(m, Computes) else False)
+        policy = CustomPolicy(
+            lambda m: {"mixed_precision": precisions[m]} if isinstance(m, Computes) else False
+        )
         model = FSDP(model, auto_wrap_policy=policy, **options)
     pair = Pair(plain, model)
     for _ in range(3):
         pair.step()
         assert [unit.seen for unit in model.module] == [(dtype, dtype) for dtype in DTYPES]
-        assert [unit.mixed_precision.param_dtype for unit in FSDP.fsdp_modules(model)] == [None, *DTYPES]
+        assert [unit.mixed_precision.param_dtype for unit in FSDP.fsdp_modules(model)] == [
+            None,
+            *DTYPES,
+        ]
     assert {p.dtype for p in model.parameters()} == {torch.float32}
 
 
 @both_forms
 @pytest.mark.parametrize("by_hand", [False, True])
 @pytest.mark.parametrize("strategy", [FULL_SHARD, SHARD_GRAD_OP, NO_SHARD])
-def test_every_unit_computes_in_the_dtype_it_was_given(strategy: ShardingStrategy, by_hand: bool, use_orig_params: bool) -> None:
+def test_every_unit_computes_in_the_dtype_it_was_given(
+    strategy: ShardingStrategy, by_hand: bool, use_orig_params: bool
+) -> None:
     run_ranks(2, _mixes_dtypes, by_hand, strategy, use_orig_params)
 
 
@@ -173,7 +215,13 @@ class Normed(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.Sequential(nn.Linear(DIM, DIM), nn.BatchNorm1d(DIM), nn.Tanh(), nn.Linear(DIM, DIM), nn.BatchNorm1d(DIM))
+        self.layers = nn.Sequential(
+            nn.Linear(DIM, DIM),
+            nn.BatchNorm1d(DIM),
+            nn.Tanh(),
+            nn.Linear(DIM, DIM),
+            nn.BatchNorm1d(DIM),
+        )
         self.head = nn.Linear(DIM, 3)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -185,7 +233,10 @@ DIFFERENT = partial(chain, Block, Inner, Block, Inner, partial(nn.Linear, DIM, 3
 
 def _low_in_some(library: Any, module: nn.Module) -> bool | dict[str, Any]:
     """For CustomPolicy: strategies and dtypes that differ from unit to unit."""
-    strategies, low = library.ShardingStrategy, partial(library.MixedPrecision, cast_forward_inputs=True)
+    strategies, low = (
+        library.ShardingStrategy,
+        partial(library.MixedPrecision, cast_forward_inputs=True),
+    )
     if isinstance(module, Inner):
         return {"mixed_precision": low(param_dtype=torch.float32)}
     if isinstance(module, Block):
@@ -199,10 +250,18 @@ def _trains_like_this(library: Any, name: str, use_orig_params: bool) -> list[di
     torch.manual_seed(0)
     low = library.MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     build, policy, precision = {
-        "units that differ": (DIFFERENT, library.wrap.CustomPolicy(partial(_low_in_some, library)), None),
+        "units that differ": (
+            DIFFERENT,
+            library.wrap.CustomPolicy(partial(_low_in_some, library)),
+            None,
+        ),
         "batch norms": (Normed, library.wrap.ModuleWrapPolicy({nn.Linear}), low),
     }[name]
-    options = {"mixed_precision": precision, "use_orig_params": use_orig_params, "device_id": torch.device("cpu")}
+    options = {
+        "mixed_precision": precision,
+        "use_orig_params": use_orig_params,
+        "device_id": torch.device("cpu"),
+    }
     model = library.FullyShardedDataParallel(build(), auto_wrap_policy=policy, **options)
     optim = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
     generator = torch.Generator().manual_seed(1 + dist.get_rank())
@@ -212,24 +271,40 @@ def _trains_like_this(library: Any, name: str, use_orig_params: bool) -> list[di
         loss.backward()
         optim.step()
         optim.zero_grad()
-        seen.append({"loss": loss.detach(), **{name: value.clone() for name, value in model.state_dict().items()}})
+        seen.append(
+            {
+                "loss": loss.detach(),
+                **{name: value.clone() for name, value in model.state_dict().items()},
+            }
+        )
     return seen
 
 
 def _differences(name: str, use_orig_params: bool) -> list[str]:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch's FSDP warns of its own state dicts, and of batch norms
-        theirs, ours = (_trains_like_this(library, name, use_orig_params) for library in (torch_fsdp, fsdp_compat))
+        warnings.simplefilter(
+            "ignore"
+        )  # torch's FSDP warns of its own state dicts, and of batch norms
+        theirs, ours = (
+            _trains_like_this(library, name, use_orig_params)
+            for library in (torch_fsdp, fsdp_compat)
+        )
     found = []
     for step, (wanted, got) in enumerate(zip(theirs, ours, strict=True)):
         assert sorted(got) == sorted(wanted)
-        found += [f"step {step}: {key}" for key, value in wanted.items() if not torch.equal(got[key], value)]
+        found += [
+            f"step {step}: {key}"
+            for key, value in wanted.items()
+            if not torch.equal(got[key], value)
+        ]
     return found
 
 
 @both_forms
 @pytest.mark.parametrize("name", ["units that differ", "batch norms"])
-def test_units_that_differ_in_strategy_and_dtype_are_bit_equal_to_those_of_torch(name: str, use_orig_params: bool) -> None:
+def test_units_that_differ_in_strategy_and_dtype_are_bit_equal_to_those_of_torch(
+    name: str, use_orig_params: bool
+) -> None:
     assert run_ranks(2, _differences, name, use_orig_params) == [[], []]
 
 
@@ -242,30 +317,57 @@ def _prefetches_in_every_way(strategy: ShardingStrategy, use_orig_params: bool) 
     for backward in (*BackwardPrefetch, None):
         for forward, limit in itertools.product((False, True), repeat=2):
             plain, model = _two_copies(NESTED)
-            options = {"backward_prefetch": backward, "forward_prefetch": forward, "limit_all_gathers": limit, **meshed}
+            options = {
+                "backward_prefetch": backward,
+                "forward_prefetch": forward,
+                "limit_all_gathers": limit,
+                **meshed,
+            }
             policy = ModuleWrapPolicy({Outer, Inner})
-            pair = _train(Pair(plain, FSDP(model, auto_wrap_policy=policy, use_orig_params=use_orig_params, **options)))
+            pair = _train(
+                Pair(
+                    plain,
+                    FSDP(
+                        model, auto_wrap_policy=policy, use_orig_params=use_orig_params, **options
+                    ),
+                )
+            )
             first = first or _state(pair)
             assert _state(pair) == first, f"{options} gives other bits"
 
 
-@pytest.mark.parametrize(("strategy", "use_orig_params"), [(FULL_SHARD, True), (SHARD_GRAD_OP, False), (HYBRID, True)])
-def test_every_way_to_prefetch_gives_the_same_bits(strategy: ShardingStrategy, use_orig_params: bool) -> None:
+@pytest.mark.parametrize(
+    ("strategy", "use_orig_params"), [(FULL_SHARD, True), (SHARD_GRAD_OP, False), (HYBRID, True)]
+)
+def test_every_way_to_prefetch_gives_the_same_bits(
+    strategy: ShardingStrategy, use_orig_params: bool
+) -> None:
     run_ranks(4 if strategy is HYBRID else 2, _prefetches_in_every_way, strategy, use_orig_params)
 
 
 def _prefetches_differently_by_unit() -> None:
     """The root's way holds."""
-    settings = itertools.cycle(itertools.product((*BackwardPrefetch, None), (False, True), (False, True)))
+    settings = itertools.cycle(
+        itertools.product((*BackwardPrefetch, None), (False, True), (False, True))
+    )
 
     def choose(module: nn.Module) -> bool | dict[str, Any]:
         if not isinstance(module, (Outer, Inner)):
             return False
-        return dict(zip(("backward_prefetch", "forward_prefetch", "limit_all_gathers"), next(settings), strict=True))
+        return dict(
+            zip(
+                ("backward_prefetch", "forward_prefetch", "limit_all_gathers"),
+                next(settings),
+                strict=True,
+            )
+        )
 
     for root in (*BackwardPrefetch, None):
         plain, model = _two_copies(NESTED)
-        _train(Pair(plain, FSDP(model, auto_wrap_policy=CustomPolicy(choose), backward_prefetch=root)), 3)
+        _train(
+            Pair(plain, FSDP(model, auto_wrap_policy=CustomPolicy(choose), backward_prefetch=root)),
+            3,
+        )
 
 
 def test_units_that_ask_for_several_ways_to_prefetch_train_as_unsharded() -> None:
@@ -289,8 +391,15 @@ def _names_its_ranks(use_orig_params: bool) -> None:
         ):
             plain, model = _two_copies(Stack)
             options = {"sharding_strategy": strategy, "use_orig_params": use_orig_params}
-            pair = _train(Pair(plain, FSDP(model, auto_wrap_policy=ModuleWrapPolicy({Block}), **options, **ranks)))
-            assert dist.get_process_group_ranks(pair.model.process_group) == list(range(dist.get_world_size()))
+            pair = _train(
+                Pair(
+                    plain,
+                    FSDP(model, auto_wrap_policy=ModuleWrapPolicy({Block}), **options, **ranks),
+                )
+            )
+            assert dist.get_process_group_ranks(pair.model.process_group) == list(
+                range(dist.get_world_size())
+            )
             first = first or _state(pair)
             assert strategy is NO_SHARD or _state(pair) == first
 
@@ -301,14 +410,17 @@ def test_a_mesh_of_one_dimension_is_as_good_as_the_process_group(use_orig_params
 
 
 def _gives_units_groups_of_their_own() -> None:
-    """By hand and by policy; inner units over a group of their own with the same ranks, and over a mesh."""
+    """By hand and by policy; inner units over a group of their own with the same ranks, and over a
+    mesh."""
     group, mesh = dist.new_group(), init_device_mesh("cpu", (dist.get_world_size(),))
     plain, model = _two_copies(NESTED)
     for index, block in enumerate(model.blocks):
         block.first = FSDP(block.first, device_mesh=mesh)
         model.blocks[index] = FSDP(block, process_group=group)
     _train(Pair(plain, FSDP(model)), 3)
-    policy = CustomPolicy(partial(_answers, {Outer: {"process_group": group}, Inner: {"device_mesh": mesh}}))
+    policy = CustomPolicy(
+        partial(_answers, {Outer: {"process_group": group}, Inner: {"device_mesh": mesh}})
+    )
     plain, model = _two_copies(NESTED)
     _train(Pair(plain, FSDP(model, auto_wrap_policy=policy)), 3)
 
@@ -321,12 +433,15 @@ def test_units_may_have_process_groups_and_meshes_of_their_own() -> None:
 
 
 def _takes_torchs_settings(use_orig_params: bool) -> None:
-    """In the constructor and in what a policy of torch's answers. float32 is what all compute in anyway."""
+    """In the constructor and in what a policy of torch's answers. float32 is what all compute in
+    anyway."""
     options = _options()
     prefetches = itertools.cycle((*torch_fsdp.BackwardPrefetch, None))
     for strategy, prefetch in zip(torch_fsdp.ShardingStrategy, prefetches, strict=False):
         ours = ShardingStrategy[strategy.name]
-        answer = {"mixed_precision": torch_fsdp.MixedPrecision(torch.float32, cast_forward_inputs=True)}
+        answer = {
+            "mixed_precision": torch_fsdp.MixedPrecision(torch.float32, cast_forward_inputs=True)
+        }
         answer |= options[HYBRID] | {"sharding_strategy": torch_fsdp.ShardingStrategy.HYBRID_SHARD}
         plain, model = _two_copies(NESTED)
         model = FSDP(
@@ -342,7 +457,10 @@ def _takes_torchs_settings(use_orig_params: bool) -> None:
         )
         units = FSDP.fsdp_modules(model)
         assert [unit.sharding_strategy for unit in units] == [ours, *[ours, HYBRID, HYBRID] * 2]
-        own, inner = MixedPrecision(reduce_dtype=torch.float32), MixedPrecision(torch.float32, cast_forward_inputs=True)
+        own, inner = (
+            MixedPrecision(reduce_dtype=torch.float32),
+            MixedPrecision(torch.float32, cast_forward_inputs=True),
+        )
         assert [unit.mixed_precision for unit in units] == [own, *[own, inner, inner] * 2]
         _train(Pair(plain, model))
 
@@ -362,18 +480,29 @@ def _policies(home: Any) -> dict[str, Any]:
     return {
         "classes": home.ModuleWrapPolicy({Outer, Inner}),
         "custom": home.CustomPolicy(_is_outer_or_inner),
-        "transformer": partial(home.transformer_auto_wrap_policy, transformer_layer_cls={Outer, Inner}),
+        "transformer": partial(
+            home.transformer_auto_wrap_policy, transformer_layer_cls={Outer, Inner}
+        ),
         "lambda": by_lambda,
         "size": partial(home.size_based_auto_wrap_policy, min_num_params=300),
-        "either": partial(home._or_policy, policies=[by_lambda, partial(home.size_based_auto_wrap_policy, min_num_params=300)]),
+        "either": partial(
+            home._or_policy,
+            policies=[by_lambda, partial(home.size_based_auto_wrap_policy, min_num_params=300)],
+        ),
         "always": home.always_wrap_policy,
     }
 
 
 def _follows_torchs_policies() -> None:
-    for (name, ours), theirs in zip(_policies(fsdp_compat.wrap).items(), _policies(torch_wrap).values(), strict=True):
+    for (name, ours), theirs in zip(
+        _policies(fsdp_compat.wrap).items(), _policies(torch_wrap).values(), strict=True
+    ):
         _, expected = _two_copies(NESTED)
-        wanted = [path for path, m in FSDP(expected, auto_wrap_policy=ours).named_modules() if isinstance(m, FSDP)]
+        wanted = [
+            path
+            for path, m in FSDP(expected, auto_wrap_policy=ours).named_modules()
+            if isinstance(m, FSDP)
+        ]
         plain, model = _two_copies(NESTED)
         pair = _train(Pair(plain, FSDP(model, auto_wrap_policy=theirs)))
         got = [path for path, m in pair.model.named_modules() if isinstance(m, FSDP)]
@@ -413,18 +542,30 @@ def _sets_torchs_state_dict_types() -> None:
         torch_fsdp.ShardedOptimStateDictConfig(offload_to_cpu=False),
     )
     assert before == default
-    now = StateDictSettings(sharded, ShardedStateDictConfig(offload_to_cpu=True), ShardedOptimStateDictConfig(offload_to_cpu=False))
+    now = StateDictSettings(
+        sharded,
+        ShardedStateDictConfig(offload_to_cpu=True),
+        ShardedOptimStateDictConfig(offload_to_cpu=False),
+    )
     assert FSDP.get_state_dict_type(model) == now
     full_config = torch_fsdp.FullStateDictConfig(offload_to_cpu=True, rank0_only=True)
     with FSDP.state_dict_type(model, torch_fsdp.StateDictType.FULL_STATE_DICT, full_config):
-        inside = StateDictSettings(full, FullStateDictConfig(True, True), FullOptimStateDictConfig())
+        inside = StateDictSettings(
+            full, FullStateDictConfig(True, True), FullOptimStateDictConfig()
+        )
         assert FSDP.get_state_dict_type(model) == inside
         assert bool(model.state_dict()) is (dist.get_rank() == 0)
         optim_config = torch_fsdp.FullOptimStateDictConfig(rank0_only=True)
-        with FSDP.state_dict_type(model, torch_fsdp.StateDictType.FULL_STATE_DICT, full_config, optim_config):
-            assert FSDP.get_state_dict_type(model).optim_state_dict_config == FullOptimStateDictConfig(rank0_only=True)
+        with FSDP.state_dict_type(
+            model, torch_fsdp.StateDictType.FULL_STATE_DICT, full_config, optim_config
+        ):
+            assert FSDP.get_state_dict_type(
+                model
+            ).optim_state_dict_config == FullOptimStateDictConfig(rank0_only=True)
     assert FSDP.get_state_dict_type(model) == now
-    FSDP.set_state_dict_type(model, before.state_dict_type, before.state_dict_config, before.optim_state_dict_config)
+    FSDP.set_state_dict_type(
+        model, before.state_dict_type, before.state_dict_config, before.optim_state_dict_config
+    )
     assert FSDP.get_state_dict_type(model) == default
 
 

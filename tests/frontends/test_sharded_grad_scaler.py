@@ -1,4 +1,5 @@
-"""A non-finite gradient on one rank makes all ranks skip the step and shrink the scale, whatever the others hold."""
+"""A non-finite gradient on one rank makes all ranks skip the step and shrink the scale, whatever
+the others hold."""
 
 from __future__ import annotations
 
@@ -32,7 +33,9 @@ from tests.support.parity import assert_close, both_forms
 from tests.support.ranks import run_ranks
 
 FACTS = ("expected:", "got:", "where:", "to do:")
-both_shardings = pytest.mark.parametrize("strategy", [ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD])
+both_shardings = pytest.mark.parametrize(
+    "strategy", [ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD]
+)
 
 
 def _sgd(parameters: Any) -> torch.optim.Optimizer:
@@ -40,7 +43,8 @@ def _sgd(parameters: Any) -> torch.optim.Optimizer:
 
 
 def _fused_sgd(parameters: Any) -> torch.optim.Optimizer:
-    # No momentum: if its first step is skipped, torch leaves the buffers of a fused SGD without values, and adds them in the next.
+    # No momentum: if its first step is skipped, torch leaves the buffers of a fused SGD without
+    # values, and adds them in the next.
     return torch.optim.SGD(parameters, 0.1, fused=True)
 
 
@@ -53,11 +57,14 @@ def _fused_adagrad(parameters: Any) -> torch.optim.Optimizer:
 
 
 OPTIMIZERS = [_sgd, _fused_sgd, _fused_adamw, _fused_adagrad]
-any_optimizer = pytest.mark.parametrize("make", OPTIMIZERS)  # those that are fused take another path through the scaler
+any_optimizer = pytest.mark.parametrize(
+    "make", OPTIMIZERS
+)  # those that are fused take another path through the scaler
 
 
 class Spiky(nn.Module):
-    """Its loss is that of a stack plus ``gain * spike``: a spike is in the gradient of one element of ``gain`` and nowhere else."""
+    """Its loss is that of a stack plus ``gain * spike``: a spike is in the gradient of one element
+    of ``gain`` and nowhere else."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -69,7 +76,9 @@ class Spiky(nn.Module):
 
 
 def _scaler(**options: Any) -> ShardedGradScaler:
-    return ShardedGradScaler(**{"device": "cpu", "init_scale": 1024.0, "growth_interval": 2, **options})
+    return ShardedGradScaler(
+        **{"device": "cpu", "init_scale": 1024.0, "growth_interval": 2, **options}
+    )
 
 
 def _wrapped(build: Callable[[], nn.Module], **options: Any) -> FSDP:
@@ -91,8 +100,15 @@ def _reductions() -> Iterator[list[int]]:
         yield seen
 
 
-def _parameters(*shapes: tuple[int, ...] | int, dtype: torch.dtype = torch.float32, value: float = 1.0) -> list[nn.Parameter]:
-    return [nn.Parameter(torch.full(shape if isinstance(shape, tuple) else (shape,), value, dtype=dtype)) for shape in shapes]
+def _parameters(
+    *shapes: tuple[int, ...] | int, dtype: torch.dtype = torch.float32, value: float = 1.0
+) -> list[nn.Parameter]:
+    return [
+        nn.Parameter(
+            torch.full(shape if isinstance(shape, tuple) else (shape,), value, dtype=dtype)
+        )
+        for shape in shapes
+    ]
 
 
 def _fill(parameters: list[nn.Parameter], scaler: ShardedGradScaler, value: float = 1.0) -> None:
@@ -112,7 +128,8 @@ def _started(**options: Any) -> ShardedGradScaler:
 
 
 def _spikes(step: int, rank: int, ranks: int) -> Tensor:
-    """In steps 1 and 4 the last rank has a gradient in its last element that overflows with any scale above 4 on 4 ranks."""
+    """In steps 1 and 4 the last rank has a gradient in its last element that overflows with any
+    scale above 4 on 4 ranks."""
     spike = torch.zeros(DIM)
     if step in (1, 4) and rank == ranks - 1:
         spike[-1] = 3e38
@@ -122,13 +139,18 @@ def _spikes(step: int, rank: int, ranks: int) -> Tensor:
 SCALES = [1024, 512, 512, 1024, 512, 512, 1024]  # after each of 7 steps
 
 
-def _trains_as_unsharded(make: Callable[..., torch.optim.Optimizer], clip: bool, kwargs: dict[str, Any]) -> list[float]:
+def _trains_as_unsharded(
+    make: Callable[..., torch.optim.Optimizer], clip: bool, kwargs: dict[str, Any]
+) -> list[float]:
     rank, ranks = dist.get_rank(), dist.get_world_size()
     model = _wrapped(Spiky, **kwargs)
     torch.manual_seed(0)
     plain = Spiky()
     optim, plain_optim = make(model.parameters()), make(plain.parameters())
-    scaler, plain_scaler = _scaler(), torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
+    scaler, plain_scaler = (
+        _scaler(),
+        torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2),
+    )
     generator = torch.Generator().manual_seed(1)
     scales = []
     for step in range(len(SCALES)):
@@ -139,7 +161,10 @@ def _trains_as_unsharded(make: Callable[..., torch.optim.Optimizer], clip: bool,
         if clip:
             plain_scaler.unscale_(plain_optim)
             scaler.unscale_(optim)
-            norm, plain_norm = model.clip_grad_norm_(0.5), nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
+            norm, plain_norm = (
+                model.clip_grad_norm_(0.5),
+                nn.utils.clip_grad_norm_(plain.parameters(), 0.5),
+            )
             if step not in (1, 4):
                 assert_close(norm, plain_norm, "norm of the gradients")
         plain_scaler.step(plain_optim)
@@ -162,9 +187,14 @@ def _trains_as_unsharded(make: Callable[..., torch.optim.Optimizer], clip: bool,
 
 @both_forms
 @both_shardings
-@pytest.mark.parametrize(("make", "clip"), [(_sgd, False), (_sgd, True), (_fused_adamw, False), (_fused_adamw, True)])
+@pytest.mark.parametrize(
+    ("make", "clip"), [(_sgd, False), (_sgd, True), (_fused_adamw, False), (_fused_adamw, True)]
+)
 def test_training_with_skipped_steps_equals_that_of_the_unsharded_model(
-    make: Callable[..., torch.optim.Optimizer], clip: bool, strategy: ShardingStrategy, use_orig_params: bool
+    make: Callable[..., torch.optim.Optimizer],
+    clip: bool,
+    strategy: ShardingStrategy,
+    use_orig_params: bool,
 ) -> None:
     kwargs = {"sharding_strategy": strategy, "use_orig_params": use_orig_params}
     assert run_ranks(2, _trains_as_unsharded, make, clip, kwargs) == [SCALES] * 2
@@ -176,21 +206,32 @@ def test_training_with_skipped_steps_equals_that_of_the_unsharded_model_on_one_a
     ranks: int, use_orig_params: bool
 ) -> None:
     for make in (_sgd, _fused_adamw):
-        assert run_ranks(ranks, _trains_as_unsharded, make, False, {"use_orig_params": use_orig_params}) == [SCALES] * ranks
+        assert (
+            run_ranks(
+                ranks, _trains_as_unsharded, make, False, {"use_orig_params": use_orig_params}
+            )
+            == [SCALES] * ranks
+        )
 
 
-def _train_in_half(library: Any, make_scaler: Any, strategy: str, use_orig_params: bool) -> tuple[list[float], dict[str, Tensor]]:
+def _train_in_half(
+    library: Any, make_scaler: Any, strategy: str, use_orig_params: bool
+) -> tuple[list[float], dict[str, Tensor]]:
     torch.manual_seed(0)
     model = library.FullyShardedDataParallel(
         Stack(),
         auto_wrap_policy=library.wrap.ModuleWrapPolicy({Block}),
         sharding_strategy=library.ShardingStrategy[strategy],
-        mixed_precision=library.MixedPrecision(param_dtype=torch.float16, reduce_dtype=torch.float32),
+        mixed_precision=library.MixedPrecision(
+            param_dtype=torch.float16, reduce_dtype=torch.float32
+        ),
         use_orig_params=use_orig_params,
         device_id=torch.device("cpu"),
     )
     config = library.FullStateDictConfig(offload_to_cpu=False)
-    library.FullyShardedDataParallel.set_state_dict_type(model, library.StateDictType.FULL_STATE_DICT, config)
+    library.FullyShardedDataParallel.set_state_dict_type(
+        model, library.StateDictType.FULL_STATE_DICT, config
+    )
     optim = _sgd(model.parameters())
     scaler = make_scaler(device="cpu", init_scale=2.0**19, growth_interval=3)
     generator = torch.Generator().manual_seed(1 + dist.get_rank())
@@ -209,18 +250,26 @@ def _train_in_half(library: Any, make_scaler: Any, strategy: str, use_orig_param
 
 def _compare_with_torch(strategy: str, use_orig_params: bool) -> list[float]:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch deprecates NO_SHARD, and its FSDP warns of its own state dicts
-        wanted, expected = _train_in_half(torch_fsdp, TorchShardedGradScaler, strategy, use_orig_params)
+        warnings.simplefilter(
+            "ignore"
+        )  # torch deprecates NO_SHARD, and its FSDP warns of its own state dicts
+        wanted, expected = _train_in_half(
+            torch_fsdp, TorchShardedGradScaler, strategy, use_orig_params
+        )
         scales, values = _train_in_half(fsdp_compat, ShardedGradScaler, strategy, use_orig_params)
     assert scales == wanted
     for name, value in expected.items():
-        assert torch.equal(values[name], value), f"{name} differs by {(values[name] - value).abs().max().item():.1e}"
+        assert torch.equal(values[name], value), (
+            f"{name} differs by {(values[name] - value).abs().max().item():.1e}"
+        )
     return scales
 
 
 @both_forms
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
-def test_training_in_half_precision_equals_that_of_torch(strategy: str, use_orig_params: bool) -> None:
+def test_training_in_half_precision_equals_that_of_torch(
+    strategy: str, use_orig_params: bool
+) -> None:
     first, second = run_ranks(2, _compare_with_torch, strategy, use_orig_params)
     assert first == second
     assert first[0] == 2.0**18  # the first scale is too large
@@ -230,7 +279,9 @@ def test_training_in_half_precision_equals_that_of_torch(strategy: str, use_orig
 # -- one rank has a non-finite gradient
 
 
-def _skips_together(make: Callable[..., torch.optim.Optimizer], at_once: bool, kwargs: dict[str, Any]) -> None:
+def _skips_together(
+    make: Callable[..., torch.optim.Optimizer], at_once: bool, kwargs: dict[str, Any]
+) -> None:
     rank, ranks = dist.get_rank(), dist.get_world_size()
     model = _wrapped(Spiky, **kwargs)
     optim = make(model.parameters())
@@ -267,11 +318,15 @@ def test_a_non_finite_gradient_on_any_rank_skips_the_step_on_all(
 
 
 @any_optimizer
-def test_a_non_finite_gradient_on_one_of_four_ranks_skips_the_step_on_all(make: Callable[..., torch.optim.Optimizer]) -> None:
+def test_a_non_finite_gradient_on_one_of_four_ranks_skips_the_step_on_all(
+    make: Callable[..., torch.optim.Optimizer],
+) -> None:
     run_ranks(4, _skips_together, make, True, {"use_orig_params": True})
 
 
-def _unit_smaller_than_the_ranks(make: Callable[..., torch.optim.Optimizer], use_orig_params: bool) -> list[int]:
+def _unit_smaller_than_the_ranks(
+    make: Callable[..., torch.optim.Optimizer], use_orig_params: bool
+) -> list[int]:
     """Return the number of elements that each rank has."""
     model = FSDP(nn.Linear(1, 1), use_orig_params=use_orig_params)
     optim = make(model.parameters())
@@ -325,7 +380,9 @@ def test_ranks_without_any_gradient_take_part(make: Callable[..., torch.optim.Op
 
 
 def _one_reduction(make: Callable[..., torch.optim.Optimizer]) -> None:
-    parameters = _parameters(*range(1, 30), dtype=torch.float32) + _parameters(*range(1, 30), dtype=torch.float64)
+    parameters = _parameters(*range(1, 30), dtype=torch.float32) + _parameters(
+        *range(1, 30), dtype=torch.float64
+    )
     optim, scaler = make(parameters), _started()
     for unscale in (True, False):
         _fill(parameters, scaler)
@@ -338,7 +395,9 @@ def _one_reduction(make: Callable[..., torch.optim.Optimizer]) -> None:
 
 
 @any_optimizer
-def test_one_number_is_reduced_per_optimizer_and_step(make: Callable[..., torch.optim.Optimizer]) -> None:
+def test_one_number_is_reduced_per_optimizer_and_step(
+    make: Callable[..., torch.optim.Optimizer],
+) -> None:
     run_ranks(2, _one_reduction, make)
 
 
@@ -356,7 +415,10 @@ def _several_dtypes() -> None:
         scaler.unscale_(optim)
         for index, p in enumerate(parameters):
             assert p.grad is not None and p.grad.dtype is dtypes[index]
-            assert p.grad.tolist() == [1.0, float("-inf") if bad == index and dist.get_rank() == 1 else 1.0]
+            assert p.grad.tolist() == [
+                1.0,
+                float("-inf") if bad == index and dist.get_rank() == 1 else 1.0,
+            ]
         scaler.step(optim)
         scaler.update()
         wanted = [old - 0.5 if bad is None else old for old in before]
@@ -371,7 +433,13 @@ def test_gradients_of_several_dtypes_are_unscaled_and_looked_at() -> None:
 def _several_optimizers(make: Callable[..., torch.optim.Optimizer]) -> None:
     groups = [_parameters(2, 3), _parameters(4), _parameters(5)]
     optims, scaler = [make(group) for group in groups], _started(growth_interval=3)
-    for bad, expected in (((0, 1), 512), ((None, None), 512), ((None, None), 512), ((None, None), 1024), ((2, 0), 512)):
+    for bad, expected in (
+        ((0, 1), 512),
+        ((None, None), 512),
+        ((None, None), 512),
+        ((None, None), 1024),
+        ((2, 0), 512),
+    ):
         before = [group[0].detach().clone() for group in groups]
         for index, group in enumerate(groups):
             _fill(group, scaler, float("inf") if bad[dist.get_rank()] == index else 1.0)
@@ -385,7 +453,9 @@ def _several_optimizers(make: Callable[..., torch.optim.Optimizer]) -> None:
 
 
 @any_optimizer
-def test_each_optimizer_is_skipped_for_itself_and_the_scale_shrinks_once(make: Callable[..., torch.optim.Optimizer]) -> None:
+def test_each_optimizer_is_skipped_for_itself_and_the_scale_shrinks_once(
+    make: Callable[..., torch.optim.Optimizer],
+) -> None:
     run_ranks(2, _several_optimizers, make)
 
 
@@ -428,7 +498,11 @@ def test_one_rank_decides_alone(make: Callable[..., torch.optim.Optimizer]) -> N
 def _disabled_on_one_rank(make: Callable[..., torch.optim.Optimizer]) -> None:
     if dist.get_rank() == 0:  # the other rank has nothing to answer with
         parameters = _parameters(2)
-        optim, scaler, loss = make(parameters), ShardedGradScaler("cpu", enabled=False), torch.tensor(2.0)
+        optim, scaler, loss = (
+            make(parameters),
+            ShardedGradScaler("cpu", enabled=False),
+            torch.tensor(2.0),
+        )
         parameters[0].grad = torch.ones(2)
         assert scaler.scale(loss) is loss
         scaler.unscale_(optim)
@@ -451,7 +525,13 @@ def _goes_on_from_a_state(how: str) -> None:
         _fill(parameters, scaler)
         scaler.step(optim)
         scaler.update()
-    state = {"scale": 2048.0, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2, "_growth_tracker": 1}
+    state = {
+        "scale": 2048.0,
+        "growth_factor": 2.0,
+        "backoff_factor": 0.5,
+        "growth_interval": 2,
+        "_growth_tracker": 1,
+    }
     assert scaler.state_dict() == state
     if how == "load":
         other = ShardedGradScaler("cpu")
@@ -476,10 +556,15 @@ def _made_before_the_group() -> None:
     parameters = _parameters(2)
     optim = _sgd(parameters)
     _fill(parameters, scaler, float("inf") if dist.get_rank() else 1.0)
-    with mock.patch.object(dist, "is_initialized", lambda: False), pytest.raises(StateError, match="init_process_group"):
+    with (
+        mock.patch.object(dist, "is_initialized", lambda: False),
+        pytest.raises(StateError, match="init_process_group"),
+    ):
         scaler.step(optim)
     assert parameters[0].grad is not None
-    assert parameters[0].grad.tolist() == [float("inf") if dist.get_rank() else 1024.0] * 2  # as it was
+    assert (
+        parameters[0].grad.tolist() == [float("inf") if dist.get_rank() else 1024.0] * 2
+    )  # as it was
     scaler.step(optim)
     scaler.update()
     assert scaler.get_scale() == 512
@@ -534,7 +619,9 @@ def test_a_scaled_loss_keeps_its_dtype_and_its_graph(dtype: torch.dtype) -> None
         assert torch.equal(loss.grad, torch.full(shape, 1024, dtype=dtype))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("outputs", [2.0, None, "loss", {"loss": torch.ones(1)}, [torch.ones(1), 3]])
+@pytest.mark.parametrize(
+    "outputs", [2.0, None, "loss", {"loss": torch.ones(1)}, [torch.ones(1), 3]]
+)
 def test_what_is_no_loss_is_refused(outputs: Any) -> None:
     with pytest.raises(UsageError) as caught:
         _scaler().scale(outputs)
@@ -566,7 +653,8 @@ def test_a_call_before_anything_was_scaled_is_refused(call: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "new_scale", [0.0, -2.0, float("nan"), float("inf"), "2", torch.ones(2), torch.ones(1, requires_grad=True)]
+    "new_scale",
+    [0.0, -2.0, float("nan"), float("inf"), "2", torch.ones(2), torch.ones(1, requires_grad=True)],
 )
 def test_a_bad_scale_is_refused(new_scale: Any) -> None:
     scaler = _started()
@@ -609,7 +697,9 @@ def test_without_cuda_the_default_scaler_warns_and_does_nothing() -> None:
         ("cpu:gloo", "cuda", "cpu"),
     ],
 )
-def test_a_verdict_travels_on_a_device_that_the_group_takes(backends: str, device: str, sent_from: str) -> None:
+def test_a_verdict_travels_on_a_device_that_the_group_takes(
+    backends: str, device: str, sent_from: str
+) -> None:
     sent: list[str] = []
 
     class Wire:
@@ -630,12 +720,17 @@ def test_a_verdict_travels_on_a_device_that_the_group_takes(backends: str, devic
 
 
 @pytest.mark.parametrize("make", [_sgd, _fused_adamw])
-def test_gradients_on_the_cpu_are_unscaled_with_a_scale_that_has_arrived(make: Callable[..., torch.optim.Optimizer]) -> None:
-    """The base class, and fused optimizers, would copy the scale from the other device and read it at once."""
+def test_gradients_on_the_cpu_are_unscaled_with_a_scale_that_has_arrived(
+    make: Callable[..., torch.optim.Optimizer],
+) -> None:
+    """The base class, and fused optimizers, would copy the scale from the other device and read it
+    at once."""
     handed: list[tuple[str, str]] = []
     called: list[bool] = []
 
-    def unscale(self: Any, optimizer: Any, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool) -> dict[Any, Tensor]:
+    def unscale(
+        self: Any, optimizer: Any, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
+    ) -> dict[Any, Tensor]:
         handed.append((inv_scale.device.type, found_inf.device.type))
         return {found_inf.device: found_inf}
 

@@ -1,4 +1,5 @@
-"""Parameters that are split over a second mesh dimension already: training, clipping and states equal the unsharded model's."""
+"""Parameters that are split over a second mesh dimension already: training, clipping and states
+equal the unsharded model's."""
 
 from __future__ import annotations
 
@@ -18,9 +19,20 @@ from torch import Tensor, nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
 
-from fsdp_compat import CheckpointError, FullStateDictConfig, ShardingStrategy, StateDictType, UsageError
+from fsdp_compat import (
+    CheckpointError,
+    FullStateDictConfig,
+    ShardingStrategy,
+    StateDictType,
+    UsageError,
+)
 from fsdp_compat import FullyShardedDataParallel as FSDP
 from fsdp_compat._state.names import clean_name
 from fsdp_compat.wrap import ModuleWrapPolicy
@@ -29,7 +41,11 @@ from tests.support.ranks import run_ranks
 
 DIM, LENGTH = 8, 8
 
-FULL_SHARD, SHARD_GRAD_OP, NO_SHARD = ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD
+FULL_SHARD, SHARD_GRAD_OP, NO_SHARD = (
+    ShardingStrategy.FULL_SHARD,
+    ShardingStrategy.SHARD_GRAD_OP,
+    ShardingStrategy.NO_SHARD,
+)
 HYBRID = ShardingStrategy.HYBRID_SHARD
 
 
@@ -63,7 +79,8 @@ def blocks_only(model: Net, tp: DeviceMesh) -> None:
 
 
 def whole_sequence(model: Net, tp: DeviceMesh) -> None:
-    """All parameters are DTensors; norms see a part of the sequence each, so their gradients are partial sums."""
+    """All parameters are DTensors; norms see a part of the sequence each, so their gradients are
+    partial sums."""
     plan: dict[str, Any] = {
         "stem": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
         "norm": SequenceParallel(),
@@ -87,11 +104,14 @@ def network(dtype: torch.dtype = torch.float64) -> Net:
 def assert_equal(got: Tensor, expected: Tensor, what: object) -> None:
     """Sums come in another order: the last digits of float64 may differ, and those of float32."""
     rtol, atol = (1e-10, 1e-13) if expected.dtype == torch.float64 else (1e-5, 1e-6)
-    torch.testing.assert_close(got, expected, rtol=rtol, atol=atol, msg=lambda text: f"{what}: {text}")
+    torch.testing.assert_close(
+        got, expected, rtol=rtol, atol=atol, msg=lambda text: f"{what}: {text}"
+    )
 
 
 class Pair:
-    """An unsharded model, and one of two dimensions. Every data-parallel rank has a batch of its own."""
+    """An unsharded model, and one of two dimensions. Every data-parallel rank has a batch of its
+    own."""
 
     def __init__(
         self,
@@ -115,7 +135,12 @@ class Pair:
         self.ranks, self.tp = dist.get_world_size() // shape[-1], mesh["tp"]
         self.rank = dist.get_rank() // shape[-1]
         policy = ModuleWrapPolicy({Mlp}) if wrapped else None
-        self.model = FSDP(model, device_mesh=mesh[names[:-1]] if len(names) > 2 else mesh["dp"], auto_wrap_policy=policy, **options)
+        self.model = FSDP(
+            model,
+            device_mesh=mesh[names[:-1]] if len(names) > 2 else mesh["dp"],
+            auto_wrap_policy=policy,
+            **options,
+        )
         settings = settings or {"lr": 0.1, "momentum": 0.9}
         trainable = [p for p in self.plain.parameters() if p.requires_grad]
         self.plain_optim = optimizer(trainable, **settings)
@@ -127,7 +152,9 @@ class Pair:
         generator = torch.Generator().manual_seed(100 + self.step_number)
         self.step_number += 1
         dtype = self.plain.stem.weight.dtype
-        batches = torch.randn(self.ranks, 3, LENGTH, DIM, generator=generator, dtype=torch.float64).to(dtype)
+        batches = torch.randn(
+            self.ranks, 3, LENGTH, DIM, generator=generator, dtype=torch.float64
+        ).to(dtype)
         losses = [self.plain(x).pow(2).mean() for x in batches]
         (sum(losses) / self.ranks).backward()
         loss = self.model(batches[self.rank]).pow(2).mean()
@@ -174,7 +201,9 @@ def whole(value: Tensor) -> Tensor:
 
 
 plans = pytest.mark.parametrize("plan", [blocks_only, whole_sequence])
-each_plan = pytest.mark.parametrize(("plan", "use_orig_params"), [(blocks_only, True), (whole_sequence, False)])
+each_plan = pytest.mark.parametrize(
+    ("plan", "use_orig_params"), [(blocks_only, True), (whole_sequence, False)]
+)
 
 
 # -- training
@@ -184,7 +213,13 @@ def _trains(plan: Plan, use_orig_params: bool) -> None:
     cases: list[dict[str, Any]] = [{}, {"shape": (1, 4)}, {"dtype": torch.float32}]
     if plan is whole_sequence:
         cases += [{"wrapped": False}, {"sharding_strategy": SHARD_GRAD_OP}, {"shape": (4, 1)}]
-        cases += [{"sharding_strategy": NO_SHARD, "optimizer": torch.optim.AdamW, "settings": {"lr": 0.01}}]
+        cases += [
+            {
+                "sharding_strategy": NO_SHARD,
+                "optimizer": torch.optim.AdamW,
+                "settings": {"lr": 0.01},
+            }
+        ]
     for options in cases:
         with about(options):
             pair = Pair(plan, use_orig_params=use_orig_params, **options)
@@ -199,11 +234,16 @@ def test_two_dimensions_train_as_unsharded(plan: Plan, use_orig_params: bool) ->
 
 def _trains_hybrid(use_orig_params: bool) -> None:
     for shape in ((2, 1, 2), (1, 2, 2)):
-        pair = Pair(whole_sequence, shape=shape, sharding_strategy=HYBRID, use_orig_params=use_orig_params)
+        pair = Pair(
+            whole_sequence, shape=shape, sharding_strategy=HYBRID, use_orig_params=use_orig_params
+        )
         for _ in range(2):
             pair.step()
         pair.backward()
-        norms = [torch.nn.utils.clip_grad_norm_(pair.plain.parameters(), 0.01), pair.model.clip_grad_norm_(0.01)]
+        norms = [
+            torch.nn.utils.clip_grad_norm_(pair.plain.parameters(), 0.01),
+            pair.model.clip_grad_norm_(0.01),
+        ]
         assert_equal(norms[1], norms[0], "norm")
         pair.update()
         pair.assert_state_equal()
@@ -270,7 +310,11 @@ def _clips(plan: Plan, frozen: tuple[str, ...], use_orig_params: bool) -> None:
         return torch.nn.utils.clip_grad_norm_(pair.model.parameters(), max_norm, norm_type)
 
     for norm_type in (1.0, 2.0, 3.0, math.inf):
-        for clip, max_norm in ((pair.model.clip_grad_norm_, 1e-3), (pair.model.clip_grad_norm_, 1e3), (by_torch, 1e-3)):
+        for clip, max_norm in (
+            (pair.model.clip_grad_norm_, 1e-3),
+            (pair.model.clip_grad_norm_, 1e3),
+            (by_torch, 1e-3),
+        ):
             pair.backward()
             expected = torch.nn.utils.clip_grad_norm_(pair.plain.parameters(), max_norm, norm_type)
             assert expected > 1e-3
@@ -280,8 +324,14 @@ def _clips(plan: Plan, frozen: tuple[str, ...], use_orig_params: bool) -> None:
 
 
 @both_forms
-@pytest.mark.parametrize(("plan", "frozen"), [(blocks_only, FROZEN[1]), (whole_sequence, ())], ids=["partly frozen", "all"])
-def test_norms_of_gradients_are_those_of_the_unsharded_model(plan: Plan, frozen: tuple[str, ...], use_orig_params: bool) -> None:
+@pytest.mark.parametrize(
+    ("plan", "frozen"),
+    [(blocks_only, FROZEN[1]), (whole_sequence, ())],
+    ids=["partly frozen", "all"],
+)
+def test_norms_of_gradients_are_those_of_the_unsharded_model(
+    plan: Plan, frozen: tuple[str, ...], use_orig_params: bool
+) -> None:
     run_ranks(4, _clips, plan, frozen, use_orig_params)
 
 
@@ -308,12 +358,15 @@ def _saves_and_loads(plan: Plan, use_orig_params: bool) -> None:
         state = pair.model.state_dict()
     for name, value in state.items():
         assert_equal(value, pair.plain.state_dict()[name], name)
-    # Every first rank along the data-parallel dimension has it; which tensor-parallel rank saves is up to the program.
+    # Every first rank along the data-parallel dimension has it; which tensor-parallel rank saves is
+    # up to the program.
     assert bool(state) is (pair.rank == 0)
 
 
 @each_plan
-def test_full_state_dicts_hold_whole_tensors_and_load_back(plan: Plan, use_orig_params: bool) -> None:
+def test_full_state_dicts_hold_whole_tensors_and_load_back(
+    plan: Plan, use_orig_params: bool
+) -> None:
     run_ranks(4, _saves_and_loads, plan, use_orig_params)
 
 
@@ -338,7 +391,9 @@ def _moves_optimizer_state(plan: Plan, use_orig_params: bool) -> None:
     numbered.plain.load_state_dict(other.plain.state_dict())
     by_number = copy.deepcopy(other.plain_optim.state_dict())
     numbered.plain_optim.load_state_dict(other.plain_optim.state_dict())
-    numbered.optim.load_state_dict(FSDP.optim_state_dict_to_load(numbered.model, numbered.optim, by_number))
+    numbered.optim.load_state_dict(
+        FSDP.optim_state_dict_to_load(numbered.model, numbered.optim, by_number)
+    )
     numbered.step()
 
 
@@ -376,7 +431,8 @@ def test_whole_parameters_are_shown_and_written_back(plan: Plan, use_orig_params
 
 
 def _two_dimensional(plan: Plan, seed: int, kind: str, use_orig_params: bool) -> FSDP:
-    """kind: "mesh", wrapped with a mesh, so that values are DTensors; "boxes", with a group; "flat", not tensor-parallel."""
+    """kind: "mesh", wrapped with a mesh, so that values are DTensors; "boxes", with a group;
+    "flat", not tensor-parallel."""
     torch.manual_seed(seed)
     model = Net()
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
@@ -433,7 +489,10 @@ def _sharded_states(plan: Plan, use_orig_params: bool, directory: str) -> None:
         _assert_holds(model, 3, (target, "from boxes without tensor parallelism"))
         with (
             FSDP.state_dict_type(model, StateDictType.LOCAL_STATE_DICT),
-            pytest.raises(UsageError, match=r"local state dict of tensor-parallel parameters[\s\S]*FULL_STATE_DICT"),
+            pytest.raises(
+                UsageError,
+                match=r"local state dict of tensor-parallel parameters[\s\S]*FULL_STATE_DICT",
+            ),
         ):
             model.state_dict()
     if dist.get_rank() == 0:
@@ -441,15 +500,21 @@ def _sharded_states(plan: Plan, use_orig_params: bool, directory: str) -> None:
             plain = Net().state_dict()
             dcp.load(plain, checkpoint_id=f"{directory}/{kind}", no_dist=True)
             torch.manual_seed(1)
-            assert all(torch.equal(plain[name], value) for name, value in Net().state_dict().items()), kind
+            assert all(
+                torch.equal(plain[name], value) for name, value in Net().state_dict().items()
+            ), kind
 
 
 @plans
-def test_sharded_state_dicts_are_boxes_or_dtensors_of_the_whole_parameters(plan: Plan, tmp_path: Path) -> None:
+def test_sharded_state_dicts_are_boxes_or_dtensors_of_the_whole_parameters(
+    plan: Plan, tmp_path: Path
+) -> None:
     run_ranks(4, _sharded_states, plan, plan is blocks_only, str(tmp_path))
 
 
-def _with_momentum(plan: Plan, kind: str, use_orig_params: bool, value: float) -> tuple[FSDP, torch.optim.Optimizer]:
+def _with_momentum(
+    plan: Plan, kind: str, use_orig_params: bool, value: float
+) -> tuple[FSDP, torch.optim.Optimizer]:
     """A model, and an optimizer whose state is (``value`` times) the parameters themselves."""
     model = _two_dimensional(plan, 1, kind, use_orig_params)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -474,14 +539,18 @@ def _sharded_optimizer_states(plan: Plan, use_orig_params: bool, directory: str)
             with FSDP.state_dict_type(other, StateDictType.SHARDED_STATE_DICT):
                 read = FSDP.optim_state_dict(other, its_optimizer)
                 dcp.load(read, checkpoint_id=f"{directory}/{kind}")
-                its_optimizer.load_state_dict(FSDP.optim_state_dict_to_load(other, its_optimizer, read))
+                its_optimizer.load_state_dict(
+                    FSDP.optim_state_dict_to_load(other, its_optimizer, read)
+                )
             found = FSDP.optim_state_dict(other, its_optimizer)["state"]
             for name, value in expected.items():
                 assert torch.equal(found[name]["momentum_buffer"], value), (kind, target, name)
 
 
 @plans
-def test_sharded_optimizer_states_are_boxes_or_dtensors_of_the_whole_parameters(plan: Plan, tmp_path: Path) -> None:
+def test_sharded_optimizer_states_are_boxes_or_dtensors_of_the_whole_parameters(
+    plan: Plan, tmp_path: Path
+) -> None:
     run_ranks(4, _sharded_optimizer_states, plan, plan is blocks_only, str(tmp_path))
 
 
@@ -491,8 +560,12 @@ def _copies(use_orig_params: bool) -> None:
     second, before = copy.deepcopy(pair.model), pair.model.state_dict()
     pair.step()
     for name, value in second.state_dict().items():
-        assert torch.equal(value, before[name]), f"{name!r} of the copy has changed with the original"
-    assert [n for n, _ in second.named_parameters()] == [n for n, _ in pair.model.named_parameters()]
+        assert torch.equal(value, before[name]), (
+            f"{name!r} of the copy has changed with the original"
+        )
+    assert [n for n, _ in second.named_parameters()] == [
+        n for n, _ in pair.model.named_parameters()
+    ]
     second.load_state_dict(pair.model.state_dict())
     pair.model, pair.optim = second, torch.optim.SGD(second.parameters(), 0.1)
     pair.plain_optim = torch.optim.SGD(pair.plain.parameters(), 0.1)

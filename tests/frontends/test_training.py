@@ -1,4 +1,5 @@
-"""Training sharded equals training unsharded: every strategy, world size and shape of parameters, and what it costs."""
+"""Training sharded equals training unsharded: every strategy, world size and shape of parameters,
+and what it costs."""
 
 from __future__ import annotations
 
@@ -16,7 +17,19 @@ from fsdp_compat import BackwardPrefetch, ShardingStrategy
 from fsdp_compat import FullyShardedDataParallel as FSDP
 from fsdp_compat._engine.collectives import Kind
 from fsdp_compat.wrap import ModuleWrapPolicy
-from tests.support.models import DIM, Block, Head, Inner, Odd, Outer, Stack, TiedInside, Tiny, Transformer, chain
+from tests.support.models import (
+    DIM,
+    Block,
+    Head,
+    Inner,
+    Odd,
+    Outer,
+    Stack,
+    TiedInside,
+    Tiny,
+    Transformer,
+    chain,
+)
 from tests.support.parity import both_forms, make_pair, one_backward, square, tokens, train, trains
 from tests.support.ranks import run_ranks
 
@@ -31,18 +44,28 @@ def _trains_and_returns_state(*args: Any, **kwargs: Any) -> dict[str, list[float
 
 @both_forms
 @pytest.mark.parametrize("strategy", [FULL_SHARD, SHARD_GRAD_OP, ShardingStrategy.NO_SHARD])
-@pytest.mark.parametrize("prefetch", [BackwardPrefetch.BACKWARD_PRE, BackwardPrefetch.BACKWARD_POST, None])
+@pytest.mark.parametrize(
+    "prefetch", [BackwardPrefetch.BACKWARD_PRE, BackwardPrefetch.BACKWARD_POST, None]
+)
 def test_a_stack_of_blocks_trains_as_unsharded(
     use_orig_params: bool, strategy: ShardingStrategy, prefetch: BackwardPrefetch | None
 ) -> None:
-    options = {"use_orig_params": use_orig_params, "sharding_strategy": strategy, "backward_prefetch": prefetch}
+    options = {
+        "use_orig_params": use_orig_params,
+        "sharding_strategy": strategy,
+        "backward_prefetch": prefetch,
+    }
     run_ranks(2, trains, Stack, num_steps=4, **options)
 
 
 @both_forms
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
-def test_units_inside_of_units_train_as_unsharded_on_any_number_of_ranks(num_ranks: int, use_orig_params: bool) -> None:
-    run_ranks(num_ranks, trains, partial(Stack, 2, Outer), (Outer, Inner), use_orig_params=use_orig_params)
+def test_units_inside_of_units_train_as_unsharded_on_any_number_of_ranks(
+    num_ranks: int, use_orig_params: bool
+) -> None:
+    run_ranks(
+        num_ranks, trains, partial(Stack, 2, Outer), (Outer, Inner), use_orig_params=use_orig_params
+    )
 
 
 @both_forms
@@ -57,7 +80,9 @@ def test_two_replicas_of_two_shards_train_as_unsharded_and_stay_bit_equal(
     strategy: ShardingStrategy, use_orig_params: bool
 ) -> None:
     options = {"replicas": 2, "sharding_strategy": strategy, "use_orig_params": use_orig_params}
-    states = run_ranks(4, _trains_and_returns_state, partial(Stack, 2, Outer), (Outer, Inner), **options)
+    states = run_ranks(
+        4, _trains_and_returns_state, partial(Stack, 2, Outer), (Outer, Inner), **options
+    )
     assert all(state == states[0] for state in states)
 
 
@@ -67,13 +92,17 @@ def test_four_ranks_with_any_number_of_replicas_train_as_unsharded(replicas: int
 
 
 def test_four_replicas_without_sharding_train_as_unsharded_and_stay_bit_equal() -> None:
-    states = run_ranks(4, _trains_and_returns_state, Stack, sharding_strategy=ShardingStrategy.NO_SHARD)
+    states = run_ranks(
+        4, _trains_and_returns_state, Stack, sharding_strategy=ShardingStrategy.NO_SHARD
+    )
     assert all(state == states[0] for state in states)
 
 
 @both_forms
 @pytest.mark.parametrize("num_ranks", [2, 4])
-def test_scalars_empty_parameters_and_fewer_elements_than_ranks_train_as_unsharded(num_ranks: int, use_orig_params: bool) -> None:
+def test_scalars_empty_parameters_and_fewer_elements_than_ranks_train_as_unsharded(
+    num_ranks: int, use_orig_params: bool
+) -> None:
     build = partial(chain, partial(nn.Linear, DIM, DIM), Odd, Tiny, partial(nn.Linear, DIM, 7))
     run_ranks(num_ranks, trains, build, (Odd, Tiny, nn.Linear), use_orig_params=use_orig_params)
 
@@ -86,7 +115,13 @@ def test_a_weight_tied_across_units_trains_as_unsharded(use_orig_params: bool) -
 
 @both_forms
 def test_a_weight_tied_inside_a_unit_trains_as_unsharded(use_orig_params: bool) -> None:
-    run_ranks(2, trains, partial(chain, TiedInside, TiedInside), (TiedInside,), use_orig_params=use_orig_params)
+    run_ranks(
+        2,
+        trains,
+        partial(chain, TiedInside, TiedInside),
+        (TiedInside,),
+        use_orig_params=use_orig_params,
+    )
 
 
 # -- counts and memory
@@ -99,26 +134,42 @@ class _Operators(TorchDispatchMode):
         super().__init__()
         self.seen: collections.Counter[tuple[str, int]] = collections.Counter()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        self.seen[func.overloadpacket.__name__, args[0].numel() if args and isinstance(args[0], Tensor) else 0] += 1
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        self.seen[
+            func.overloadpacket.__name__,
+            args[0].numel() if args and isinstance(args[0], Tensor) else 0,
+        ] += 1
         return func(*args, **(kwargs or {}))
 
 
 def _traffic_of_a_step(strategy: ShardingStrategy) -> tuple[int, int, list[str], list[int], int]:
-    """Gathers, reductions, operators that would copy whole buffers, sizes that are divided, and the size of a whole buffer."""
+    """Gathers, reductions, operators that would copy whole buffers, sizes that are divided, and the
+    size of a whole buffer."""
     pair = train(partial(chain, *[Block] * 5), sharding_strategy=strategy)
     group = pair.model._runtime.groups[0]
     group.shard.traffic.clear()
     with _Operators() as operators:
         square(pair.model, torch.randn(4, DIM)).backward()
-    copies = [name for name, _ in operators.seen if name in ("cat", "constant_pad_nd", "split", "chunk")]
+    copies = [
+        name for name, _ in operators.seen if name in ("cat", "constant_pad_nd", "split", "chunk")
+    ]
     divided = [numel for name, numel in operators.seen if name in ("div_", "div")]
     counts = group.shard.traffic.counts
-    return counts[Kind.GATHER], counts[Kind.REDUCE], copies, divided, group.shard.ranks * group.store.numel
+    return (
+        counts[Kind.GATHER],
+        counts[Kind.REDUCE],
+        copies,
+        divided,
+        group.shard.ranks * group.store.numel,
+    )
 
 
 @pytest.mark.parametrize(("strategy", "num_gathers"), [(FULL_SHARD, 9), (SHARD_GRAD_OP, 5)])
-def test_a_step_gathers_and_reduces_each_of_five_units_no_more_than_needed(strategy: ShardingStrategy, num_gathers: int) -> None:
+def test_a_step_gathers_and_reduces_each_of_five_units_no_more_than_needed(
+    strategy: ShardingStrategy, num_gathers: int
+) -> None:
     # With FULL_SHARD the last block is kept after forward, so backward gathers one less.
     for gathers, reductions, *_ in run_ranks(2, _traffic_of_a_step, strategy):
         assert (gathers, reductions) == (num_gathers, 5)
@@ -141,9 +192,12 @@ def _live_nbytes() -> int:
 
 
 def _memory_in_backward(num_steps: int, num_blocks: int) -> tuple[list[int], float]:
-    """The peak of live bytes of each step, and the largest number of units whose parameters or gradients are whole at once."""
+    """The peak of live bytes of each step, and the largest number of units whose parameters or
+    gradients are whole at once."""
     torch.manual_seed(0)
-    model = FSDP(chain(*[partial(Block, 32)] * num_blocks), auto_wrap_policy=ModuleWrapPolicy({Block}))
+    model = FSDP(
+        chain(*[partial(Block, 32)] * num_blocks), auto_wrap_policy=ModuleWrapPolicy({Block})
+    )
     optim = torch.optim.SGD(model.parameters(), 0.1)
     groups = model._runtime.groups
     whole = groups[0].shard.ranks * groups[0].store.shard.nbytes

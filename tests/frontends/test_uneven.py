@@ -1,4 +1,5 @@
-"""Ranks that use different units: right with allow_unused_units=True, an error that names the unit without."""
+"""Ranks that use different units: right with allow_unused_units=True, an error that names the unit
+without."""
 
 from __future__ import annotations
 
@@ -30,14 +31,18 @@ def _first_rank_uses_both_outputs(m: nn.Module, x: Tensor, turn: Turn) -> Tensor
 
 
 def _trains_switches(*steps: tuple[str, ...], num_steps: int = 3, **options: Any) -> None:
-    pair = train(Switch, step=_rank_uses(*steps[0]), allow_unused_units=True, num_steps=num_steps, **options)
+    pair = train(
+        Switch, step=_rank_uses(*steps[0]), allow_unused_units=True, num_steps=num_steps, **options
+    )
     for uses in steps[1:]:
         pair.step(_rank_uses(*uses))
 
 
 @both_forms
 @both_strategies
-def test_every_rank_may_use_other_units_in_every_step(strategy: ShardingStrategy, use_orig_params: bool) -> None:
+def test_every_rank_may_use_other_units_in_every_step(
+    strategy: ShardingStrategy, use_orig_params: bool
+) -> None:
     uses = [("ab", "a"), ("a", "ab"), ("ab", "ab"), ("", "b"), ("ba", "ab"), ("a", "a"), ("", "")]
     options = {"sharding_strategy": strategy, "use_orig_params": use_orig_params}
     run_ranks(2, _trains_switches, *uses, num_steps=1, group_timeout=30, **options)
@@ -45,7 +50,14 @@ def test_every_rank_may_use_other_units_in_every_step(strategy: ShardingStrategy
 
 @both_forms
 def test_an_output_may_be_used_on_one_rank_only(use_orig_params: bool) -> None:
-    run_ranks(2, trains, TwoHeads, step=_first_rank_uses_both_outputs, allow_unused_units=True, use_orig_params=use_orig_params)
+    run_ranks(
+        2,
+        trains,
+        TwoHeads,
+        step=_first_rank_uses_both_outputs,
+        allow_unused_units=True,
+        use_orig_params=use_orig_params,
+    )
 
 
 @pytest.mark.parametrize("prefetch", [BackwardPrefetch.BACKWARD_PRE, None])
@@ -89,7 +101,9 @@ def _assert_names_unit_and_remedy(messages: list[str], units: list[str]) -> None
 
 @both_forms
 def test_a_unit_unused_on_one_rank_is_an_error_after_the_time_limit(use_orig_params: bool) -> None:
-    messages = run_ranks(2, _fails, Switch, ("ab", "a"), use_orig_params=use_orig_params, group_timeout=2)
+    messages = run_ranks(
+        2, _fails, Switch, ("ab", "a"), use_orig_params=use_orig_params, group_timeout=2
+    )
     _assert_names_unit_and_remedy(messages, ["b"])
 
 

@@ -1,4 +1,5 @@
-"""Which modules become units: the same as with torch, for every policy, with the two differences that are meant."""
+"""Which modules become units: the same as with torch, for every policy, with the two differences
+that are meant."""
 
 from __future__ import annotations
 
@@ -54,14 +55,19 @@ def blocks() -> nn.Module:
     return model
 
 
-def plan_names(root: nn.Module, policy: Any, ignored: set[nn.Module] | None = None, **kwargs: Any) -> Names:
-    """What `plan_wrapping` chooses, by name, in its order. ``ignored`` modules bring their parameters along."""
+def plan_names(
+    root: nn.Module, policy: Any, ignored: set[nn.Module] | None = None, **kwargs: Any
+) -> Names:
+    """What `plan_wrapping` chooses, by name, in its order. ``ignored`` modules bring their
+    parameters along."""
     names = {module: name for name, module in root.named_modules()}
     plan = our_wrap.plan_wrapping(root, policy, *with_parameters(ignored or set()), kwargs)
     return {names[module]: arguments for module, arguments in plan.items()}
 
 
-def torch_names(root: nn.Module, policy: Any, ignored: set[str] | None = None, **kwargs: Any) -> Names:
+def torch_names(
+    root: nn.Module, policy: Any, ignored: set[str] | None = None, **kwargs: Any
+) -> Names:
     """What torch wraps, by name, children first, found by letting it wrap a copy with `Unit`."""
     root, policy = copy.deepcopy((root, policy))
     modules = dict(root.named_modules())
@@ -82,7 +88,9 @@ def torch_names(root: nn.Module, policy: Any, ignored: set[str] | None = None, *
 
 def with_parameters(ignored: set[nn.Module]) -> tuple[set[nn.Module], set[nn.Parameter]]:
     modules = {inner for module in ignored for inner in module.modules()}
-    return modules, {parameter for module in modules for parameter in module.parameters(recurse=False)}
+    return modules, {
+        parameter for module in modules for parameter in module.parameters(recurse=False)
+    }
 
 
 # What each policy chooses, in words.
@@ -95,27 +103,52 @@ def with_parameters(ignored: set[nn.Module]) -> tuple[set[nn.Module], set[nn.Par
         (our_wrap.ModuleWrapPolicy([nn.Linear]), ["layers.0.first", "layers.1.first", "head.0"]),
         (our_wrap.ModuleWrapPolicy({nn.Conv2d}), []),
         (our_wrap.CustomPolicy(lambda module: isinstance(module, nn.Embedding)), ["embed"]),
-        (partial(our_wrap.transformer_auto_wrap_policy, transformer_layer_cls={Block}), ["layers.0", "layers.1"]),
-        (partial(our_wrap.lambda_auto_wrap_policy, lambda_fn=lambda module: type(module) is nn.Sequential), ["head"]),
+        (
+            partial(our_wrap.transformer_auto_wrap_policy, transformer_layer_cls={Block}),
+            ["layers.0", "layers.1"],
+        ),
+        (
+            partial(
+                our_wrap.lambda_auto_wrap_policy,
+                lambda_fn=lambda module: type(module) is nn.Sequential,
+            ),
+            ["head"],
+        ),
         (
             our_wrap.always_wrap_policy,
             [
-                *("embed", "layers.0.first", "layers.0.norm", "layers.0", "layers.1.first", "layers.1.norm"),
+                *(
+                    "embed",
+                    "layers.0.first",
+                    "layers.0.norm",
+                    "layers.0",
+                    "layers.1.first",
+                    "layers.1.norm",
+                ),
                 *("layers.1", "layers", "head.0", "head"),
             ],
         ),
         # embed has 40 elements, a block 28 of which its Linear has 20, the head 50
-        (partial(our_wrap.size_based_auto_wrap_policy, min_num_params=28), ["embed", "layers.0", "layers.1", "head.0"]),
+        (
+            partial(our_wrap.size_based_auto_wrap_policy, min_num_params=28),
+            ["embed", "layers.0", "layers.1", "head.0"],
+        ),
         (partial(our_wrap.size_based_auto_wrap_policy, min_num_params=50), ["head.0"]),
         (our_wrap.size_based_auto_wrap_policy, []),
     ],
-    ids=lambda value: None if isinstance(value, list) else getattr(getattr(value, "func", value), "__name__", None),
+    ids=lambda value: (
+        None
+        if isinstance(value, list)
+        else getattr(getattr(value, "func", value), "__name__", None)
+    ),
 )
 def test_a_policy_chooses_and_children_come_first(policy: Any, chosen: list[str]) -> None:
     assert list(plan_names(blocks(), policy)) == chosen
 
 
-def test_the_sizes_have_their_defaults_in_attributes_of_the_function(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_sizes_have_their_defaults_in_attributes_of_the_function(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     policy = our_wrap.size_based_auto_wrap_policy
     excluded, leaves = policy.EXCLUDE_WRAP_MODULES, policy.FORCE_LEAF_MODULES
     assert (excluded, leaves) == ({nn.ModuleList, nn.ModuleDict}, {nn.MultiheadAttention})
@@ -137,7 +170,11 @@ def test_arguments_go_before_the_attributes_of_the_sizes() -> None:
 
 def test_a_custom_policy_overrides_arguments_module_by_module() -> None:
     def choose(module: nn.Module) -> bool | dict[str, Any]:
-        return {"forward_prefetch": True} if isinstance(module, Block) else isinstance(module, nn.Embedding)
+        return (
+            {"forward_prefetch": True}
+            if isinstance(module, Block)
+            else isinstance(module, nn.Embedding)
+        )
 
     root_kwargs = {"forward_prefetch": False, "device_id": 3}
     assert plan_names(blocks(), our_wrap.CustomPolicy(choose), **root_kwargs) == {
@@ -154,11 +191,17 @@ def test_an_empty_dict_from_a_custom_policy_leaves_the_module() -> None:
 
 def test_a_custom_policy_that_answers_with_something_else_is_refused() -> None:
     policy = our_wrap.CustomPolicy(lambda module: "yes" if isinstance(module, Block) else False)
-    with pytest.raises(UsageError, match=r"expected: True, False or a dict\n.*'yes' of type str\n.*module 'layers\.0', a Block"):
+    with pytest.raises(
+        UsageError,
+        match=r"expected: True, False or a dict\n.*'yes' of type str\n.*module 'layers\.0', a "
+        r"Block",
+    ):
         plan_names(blocks(), policy)
 
 
-@pytest.mark.parametrize("policy", [our_wrap.ModuleWrapPolicy({Block}), our_wrap.always_wrap_policy])
+@pytest.mark.parametrize(
+    "policy", [our_wrap.ModuleWrapPolicy({Block}), our_wrap.always_wrap_policy]
+)
 def test_units_do_not_share_their_arguments(policy: Any) -> None:
     root_kwargs = {"device_id": 3}
     root = blocks()
@@ -174,14 +217,18 @@ def test_units_do_not_share_their_arguments(policy: Any) -> None:
         (our_wrap.CustomPolicy(lambda module: True), torch_wrap.CustomPolicy(lambda module: True)),
     ],
 )
-def test_a_policy_object_answers_callers_other_than_ours_as_that_of_torch_does(ours: Any, theirs: Any) -> None:
+def test_a_policy_object_answers_callers_other_than_ours_as_that_of_torch_does(
+    ours: Any, theirs: Any
+) -> None:
     root, root_kwargs = blocks(), {"device_id": 3}
     answer = ours._run_policy(root, {root.layers[1]}, root_kwargs)
     assert answer == theirs._run_policy(root, {root.layers[1]}, root_kwargs)
     assert answer[root.layers[0]] == root_kwargs and answer[root.layers[0]] is not root_kwargs
 
 
-@pytest.mark.parametrize("policy", [our_wrap.ModuleWrapPolicy({Block}), our_wrap.always_wrap_policy])
+@pytest.mark.parametrize(
+    "policy", [our_wrap.ModuleWrapPolicy({Block}), our_wrap.always_wrap_policy]
+)
 def test_planning_changes_nothing(policy: Any) -> None:
     root = blocks()
     before = list(root.named_modules())
@@ -191,19 +238,35 @@ def test_planning_changes_nothing(policy: Any) -> None:
 
 # The same as with torch.
 
-CLASSES = (Block, nn.Sequential, nn.Linear, nn.LayerNorm, nn.ReLU, nn.ModuleList, nn.ModuleDict, nn.BatchNorm1d)
+CLASSES = (
+    Block,
+    nn.Sequential,
+    nn.Linear,
+    nn.LayerNorm,
+    nn.ReLU,
+    nn.ModuleList,
+    nn.ModuleDict,
+    nn.BatchNorm1d,
+)
 
 
 def policies(home: Any) -> st.SearchStrategy[Any]:
-    """Every kind of policy, made from the functions and classes of ``home``: our module or torch's."""
+    """Every kind of policy, made from the functions and classes of ``home``: our module or
+    torch's."""
     classes = st.sets(st.sampled_from(CLASSES), min_size=1)
     optional = st.none() | classes
     functions = st.one_of(
         st.just(home.always_wrap_policy),
-        classes.map(lambda some: partial(home.transformer_auto_wrap_policy, transformer_layer_cls=some)),
+        classes.map(
+            lambda some: partial(home.transformer_auto_wrap_policy, transformer_layer_cls=some)
+        ),
         classes.map(lambda some: partial(home._module_wrap_policy, module_classes=some)),
         classes.map(lambda some: partial(home._wrap_module_cls_individually, module_classes=some)),
-        classes.map(lambda some: partial(home.lambda_auto_wrap_policy, lambda_fn=partial(is_one_of, classes=some))),
+        classes.map(
+            lambda some: partial(
+                home.lambda_auto_wrap_policy, lambda_fn=partial(is_one_of, classes=some)
+            )
+        ),
         st.builds(
             partial,
             st.just(home.size_based_auto_wrap_policy),
@@ -212,7 +275,9 @@ def policies(home: Any) -> st.SearchStrategy[Any]:
             exclude_wrap_modules=optional,
         ),
     )
-    either = st.lists(functions, min_size=1, max_size=2).map(lambda some: partial(home._or_policy, policies=some))
+    either = st.lists(functions, min_size=1, max_size=2).map(
+        lambda some: partial(home._or_policy, policies=some)
+    )
     customs = classes.map(lambda some: home.CustomPolicy(partial(answer_for, classes=some)))
     return functions | either | classes.map(home.ModuleWrapPolicy) | customs
 
@@ -222,7 +287,9 @@ def is_one_of(module: nn.Module, classes: set[type]) -> bool:
 
 
 def answer_for(module: nn.Module, classes: set[type]) -> bool | dict[str, Any]:
-    return {"device_id": 4} if type(module) is Block and Block in classes else type(module) in classes
+    return (
+        {"device_id": 4} if type(module) is Block and Block in classes else type(module) in classes
+    )
 
 
 @dataclass
@@ -235,7 +302,8 @@ class Model:
 
 @st.composite
 def models(draw: st.DrawFn, shared: bool = True) -> Model:
-    """Trees of containers and layers of a few sizes, in which leaves and, if ``shared``, whole parts stand twice."""
+    """Trees of containers and layers of a few sizes, in which leaves and, if ``shared``, whole
+    parts stand twice."""
     made: list[nn.Module] = []
 
     def leaf() -> nn.Module:
@@ -253,7 +321,9 @@ def models(draw: st.DrawFn, shared: bool = True) -> Model:
         else:
             parts = [part(depth - 1) for _ in range(draw(st.integers(0, 3)))]
             named = {f"part{index}": inner for index, inner in enumerate(parts)}
-            module = draw(st.sampled_from([nn.Sequential(*parts), nn.ModuleList(parts), nn.ModuleDict(named)]))
+            module = draw(
+                st.sampled_from([nn.Sequential(*parts), nn.ModuleList(parts), nn.ModuleDict(named)])
+            )
         made.append(module)
         return module
 
@@ -270,22 +340,31 @@ def is_policy_object(policy: Any) -> bool:
 
 
 def without_bare(root: nn.Module, ignored: set[nn.Module], names: Names) -> Names:
-    """Leave out the modules in which no parameter is left: torch wraps them, and it changes nothing."""
+    """Leave out the modules in which no parameter is left: torch wraps them, and it changes
+    nothing."""
     modules = dict(root.named_modules())
     _, parameters = with_parameters(ignored)
-    return {name: args for name, args in names.items() if any(p not in parameters for p in modules[name].parameters())}
+    return {
+        name: args
+        for name, args in names.items()
+        if any(p not in parameters for p in modules[name].parameters())
+    }
 
 
-PRECISIONS = st.none() | st.sampled_from([(), (nn.BatchNorm1d,), (nn.LayerNorm, nn.BatchNorm1d)]).map(
-    lambda classes: MixedPrecision(torch.bfloat16, _module_classes_to_ignore=classes)
-)
+PRECISIONS = st.none() | st.sampled_from(
+    [(), (nn.BatchNorm1d,), (nn.LayerNorm, nn.BatchNorm1d)]
+).map(lambda classes: MixedPrecision(torch.bfloat16, _module_classes_to_ignore=classes))
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("home", [our_wrap, torch_wrap], ids=["our policies", "the policies of torch"])
+@pytest.mark.parametrize(
+    "home", [our_wrap, torch_wrap], ids=["our policies", "the policies of torch"]
+)
 @settings(max_examples=150)
 @given(data=st.data(), precision=PRECISIONS)
-def test_random_models_are_wrapped_as_torch_wraps_them(home: Any, data: st.DataObject, precision: Any) -> None:
+def test_random_models_are_wrapped_as_torch_wraps_them(
+    home: Any, data: st.DataObject, precision: Any
+) -> None:
     policy = data.draw(policies(home))
     model = data.draw(models(shared=is_policy_object(policy)))
     if home is our_wrap and isinstance(policy, our_wrap.CustomPolicy):
@@ -296,7 +375,9 @@ def test_random_models_are_wrapped_as_torch_wraps_them(home: Any, data: st.DataO
         reference = policy
     ignored = {model.root.get_submodule(name) for name in model.ignored}
     kwargs = {"mixed_precision": precision, "use_orig_params": True, "device_id": 3}
-    theirs = without_bare(model.root, ignored, torch_names(model.root, reference, model.ignored, **kwargs))
+    theirs = without_bare(
+        model.root, ignored, torch_names(model.root, reference, model.ignored, **kwargs)
+    )
     ours = plan_names(model.root, policy, ignored, **kwargs)
     assert list(ours) == list(theirs)
     assert ours == theirs
@@ -305,7 +386,9 @@ def test_random_models_are_wrapped_as_torch_wraps_them(home: Any, data: st.DataO
 # Shared, ignored and wrapped modules; the differences from torch that are meant.
 
 
-@pytest.mark.parametrize("policy", [our_wrap.ModuleWrapPolicy({Block, nn.Linear}), our_wrap.always_wrap_policy])
+@pytest.mark.parametrize(
+    "policy", [our_wrap.ModuleWrapPolicy({Block, nn.Linear}), our_wrap.always_wrap_policy]
+)
 def test_a_module_that_stands_in_two_places_is_one_unit(policy: Any) -> None:
     shared = Block()
     root = nn.Sequential(nn.Sequential(shared), nn.Sequential(shared, nn.Linear(2, 2)))
@@ -324,12 +407,16 @@ def test_ignored_modules_and_parameters_are_left_out_and_not_counted() -> None:
     root = blocks()
     policy = partial(our_wrap.size_based_auto_wrap_policy, min_num_params=28)
     assert list(plan_names(root, policy, {root.layers[0].norm})) == ["embed", "layers.1", "head.0"]
-    assert list(plan_names(root, our_wrap.ModuleWrapPolicy({Block}), {root.layers[0]})) == ["layers.1"]
+    assert list(plan_names(root, our_wrap.ModuleWrapPolicy({Block}), {root.layers[0]})) == [
+        "layers.1"
+    ]
 
 
 def test_an_ignored_module_is_not_chosen_though_a_policy_object_names_it() -> None:
     class Everything:
-        def _run_policy(self, root: nn.Module, ignored: set[nn.Module], kwargs: dict[str, Any]) -> dict[nn.Module, Any]:
+        def _run_policy(
+            self, root: nn.Module, ignored: set[nn.Module], kwargs: dict[str, Any]
+        ) -> dict[nn.Module, Any]:
             return {module: kwargs for module in root.modules()}
 
     root = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
@@ -353,19 +440,25 @@ class Wrapped(nn.Module):
 def test_wrapped_modules_and_what_is_in_them_are_not_chosen_again(policy: Any) -> None:
     root = blocks()
     root.layers[0] = Wrapped(root.layers[0])
-    plan = our_wrap.plan_wrapping(root, policy, set(), set(), {}, is_wrapped=lambda module: type(module) is Wrapped)
+    plan = our_wrap.plan_wrapping(
+        root, policy, set(), set(), {}, is_wrapped=lambda module: type(module) is Wrapped
+    )
     assert list(plan) == [root.layers[1]]
 
 
 def test_what_is_in_wrapped_modules_does_not_count() -> None:
     root = nn.Sequential(nn.Sequential(Wrapped(nn.Linear(9, 9)), nn.Linear(1, 1)), nn.Linear(9, 9))
     policy = partial(our_wrap.size_based_auto_wrap_policy, min_num_params=10)
-    plan = our_wrap.plan_wrapping(root, policy, set(), set(), {}, is_wrapped=lambda module: type(module) is Wrapped)
+    plan = our_wrap.plan_wrapping(
+        root, policy, set(), set(), {}, is_wrapped=lambda module: type(module) is Wrapped
+    )
     assert list(plan) == [root[1]]
 
 
 def test_a_module_without_parameters_is_never_chosen() -> None:
-    root = nn.Sequential(nn.ReLU(), nn.Sequential(nn.Dropout(), nn.ReLU()), nn.Sequential(nn.Linear(2, 2), nn.ReLU()))
+    root = nn.Sequential(
+        nn.ReLU(), nn.Sequential(nn.Dropout(), nn.ReLU()), nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+    )
     assert list(plan_names(root, our_wrap.always_wrap_policy)) == ["2.0", "2"]
     assert list(plan_names(root, our_wrap.CustomPolicy(lambda module: True))) == ["2.0", "2"]
 
@@ -386,8 +479,12 @@ def test_the_output_projection_of_an_attention_stays_with_its_parent(policy: Any
 
 
 def test_the_output_projection_counts_as_left_for_its_attention() -> None:
-    root = nn.TransformerEncoderLayer(8, 2, 16)  # of 288 elements in the attention, 72 are in out_proj
-    policy = partial(our_wrap.size_based_auto_wrap_policy, min_num_params=60, force_leaf_modules=set())
+    root = nn.TransformerEncoderLayer(
+        8, 2, 16
+    )  # of 288 elements in the attention, 72 are in out_proj
+    policy = partial(
+        our_wrap.size_based_auto_wrap_policy, min_num_params=60, force_leaf_modules=set()
+    )
     assert list(plan_names(root, policy)) == ["self_attn", "linear1", "linear2"]
     above = partial(policy, min_num_params=217)
     assert list(plan_names(root, above)) == ["self_attn"]
@@ -396,7 +493,10 @@ def test_the_output_projection_counts_as_left_for_its_attention() -> None:
 def test_mixed_precision_makes_units_of_the_classes_it_leaves_out() -> None:
     root = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Sequential(nn.BatchNorm1d(2)))
     precision = MixedPrecision(torch.bfloat16)
-    for policy in (our_wrap.ModuleWrapPolicy({nn.Linear}), torch_wrap.ModuleWrapPolicy({nn.Linear})):
+    for policy in (
+        our_wrap.ModuleWrapPolicy({nn.Linear}),
+        torch_wrap.ModuleWrapPolicy({nn.Linear}),
+    ):
         chosen = plan_names(root, policy, mixed_precision=precision)
         assert chosen["0"] == {"mixed_precision": precision}
         assert chosen["1"] == chosen["2.0"] == {"mixed_precision": None}
@@ -428,8 +528,12 @@ def test_what_is_no_policy_is_refused_with_the_four_facts(policy: Any, advice: s
 
 def test_a_replaced_module_is_the_same_unit_in_every_place() -> None:
     shared, other = Block(), Block()
-    root = nn.Sequential(nn.Sequential(shared, shared), nn.ModuleDict({"again": shared, "other": other}))
-    plan = our_wrap.plan_wrapping(root, our_wrap.ModuleWrapPolicy({Block, nn.Linear}), set(), set(), {"device_id": 3})
+    root = nn.Sequential(
+        nn.Sequential(shared, shared), nn.ModuleDict({"again": shared, "other": other})
+    )
+    plan = our_wrap.plan_wrapping(
+        root, our_wrap.ModuleWrapPolicy({Block, nn.Linear}), set(), set(), {"device_id": 3}
+    )
     assert our_wrap.replace_modules(root, plan, Unit) is root
     unit = root[1]["again"]
     assert isinstance(unit, Unit) and unit.module is shared and unit.kwargs == {"device_id": 3}
@@ -448,9 +552,15 @@ def test_recursive_wrap_wraps_what_torch_wraps_with_any_wrapper(only_wrap_childr
         for recursive_wrap in (our_wrap._recursive_wrap, torch_wrap._recursive_wrap):
             root = blocks()
             ignored, parameters = with_parameters({root.layers[1]})
-            wrapped, numel = recursive_wrap(root, policy, Unit, ignored, parameters, only_wrap_children, device_id=3)
+            wrapped, numel = recursive_wrap(
+                root, policy, Unit, ignored, parameters, only_wrap_children, device_id=3
+            )
             results.append((str(wrapped), numel))
-            assert all(module.kwargs == {"device_id": 3} for module in wrapped.modules() if isinstance(module, Unit))
+            assert all(
+                module.kwargs == {"device_id": 3}
+                for module in wrapped.modules()
+                if isinstance(module, Unit)
+            )
         assert results[0] == results[1]
 
 
@@ -472,7 +582,9 @@ def test_recursive_wrap_refuses_what_is_wrapped_already() -> None:
 def test_activation_checkpointing_of_torch_takes_our_policies(policy: Any) -> None:
     root = blocks()
     apply_activation_checkpointing(root, auto_wrap_policy=policy)
-    wrapped = {name for name, module in root.named_modules() if isinstance(module, CheckpointWrapper)}
+    wrapped = {
+        name for name, module in root.named_modules() if isinstance(module, CheckpointWrapper)
+    }
     assert wrapped == {"layers.0", "layers.1"}
 
 
@@ -483,7 +595,9 @@ def test_a_custom_policy_called_as_a_function_refuses_arguments_it_could_not_pas
 
 
 def test_a_policy_of_classes_shows_them() -> None:
-    assert repr(our_wrap.ModuleWrapPolicy([nn.Linear, Block])) == "ModuleWrapPolicy({Block, Linear})"
+    assert (
+        repr(our_wrap.ModuleWrapPolicy([nn.Linear, Block])) == "ModuleWrapPolicy({Block, Linear})"
+    )
 
 
 def test_wrap_wraps_only_inside_the_block_and_its_arguments_go_first() -> None:
@@ -508,7 +622,10 @@ def test_an_exception_leaves_the_block_as_well() -> None:
 def test_a_block_inside_a_block_is_refused_and_the_outer_one_goes_on() -> None:
     with our_wrap.enable_wrap(wrapper_cls=Unit):
         for expected in (NotImplementedError, StateError, FsdpCompatError):
-            with pytest.raises(expected, match="inside another"), our_wrap.enable_wrap(wrapper_cls=Wrapped):
+            with (
+                pytest.raises(expected, match="inside another"),
+                our_wrap.enable_wrap(wrapper_cls=Wrapped),
+            ):
                 pass
         assert isinstance(our_wrap.wrap(nn.Linear(2, 2)), Unit)
 
@@ -530,4 +647,8 @@ def test_all_threads_see_the_block() -> None:
 
 def test_a_policy_function_can_be_called_by_position() -> None:
     policy = partial(our_wrap.transformer_auto_wrap_policy, transformer_layer_cls={Block})
-    assert (policy(Block(), True, 0), policy(Block(), False, 0), policy(nn.ReLU(), False, 0)) == (True, True, False)
+    assert (policy(Block(), True, 0), policy(Block(), False, 0), policy(nn.ReLU(), False, 0)) == (
+        True,
+        True,
+        False,
+    )

@@ -1,4 +1,5 @@
-"""However a model is wrapped, it trains as unsharded: by hand, by every policy, from the meta device, partly ignored."""
+"""However a model is wrapped, it trains as unsharded: by hand, by every policy, from the meta
+device, partly ignored."""
 
 from __future__ import annotations
 
@@ -27,7 +28,16 @@ from fsdp_compat.wrap import (
     wrap,
 )
 from tests.support.models import DIM, Block, Inner, Outer, Stack
-from tests.support.parity import Pair, assert_close, backward, both_forms, make_pair, one_backward, square, trains
+from tests.support.parity import (
+    Pair,
+    assert_close,
+    backward,
+    both_forms,
+    make_pair,
+    one_backward,
+    square,
+    trains,
+)
 from tests.support.ranks import run_ranks
 
 
@@ -80,7 +90,11 @@ def _mixes_hand_and_policy(**options: Any) -> int:
 
 def _mixes_strategies(**options: Any) -> int:
     plain, model = _two_copies()
-    strategies = (ShardingStrategy.NO_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.FULL_SHARD)
+    strategies = (
+        ShardingStrategy.NO_SHARD,
+        ShardingStrategy.SHARD_GRAD_OP,
+        ShardingStrategy.FULL_SHARD,
+    )
     for index, strategy in enumerate(strategies):
         model.blocks[index] = FSDP(model.blocks[index], sharding_strategy=strategy, **options)
     return _train(Pair(plain, FSDP(model, **options)))
@@ -97,7 +111,9 @@ def _mixes_strategies(**options: Any) -> int:
         (_mixes_strategies, 4),
     ],
 )
-def test_instances_nested_by_hand_train_as_unsharded(wraps: Callable[..., int], num_units: int, use_orig_params: bool) -> None:
+def test_instances_nested_by_hand_train_as_unsharded(
+    wraps: Callable[..., int], num_units: int, use_orig_params: bool
+) -> None:
     assert run_ranks(2, wraps, use_orig_params=use_orig_params) == [num_units] * 2
 
 
@@ -127,7 +143,11 @@ def _is_block(module: nn.Module) -> bool:
 
 
 def _keeps_blocks(module: nn.Module) -> bool | dict[str, Any]:
-    return {"sharding_strategy": ShardingStrategy.SHARD_GRAD_OP} if isinstance(module, Block) else isinstance(module, nn.Linear)
+    return (
+        {"sharding_strategy": ShardingStrategy.SHARD_GRAD_OP}
+        if isinstance(module, Block)
+        else isinstance(module, nn.Linear)
+    )
 
 
 POLICIES: dict[str, Callable[[], Any]] = {
@@ -145,7 +165,10 @@ def _follows_a_policy(name: str, **options: Any) -> int:
 
 
 @both_forms
-@pytest.mark.parametrize(("name", "num_units"), [("size", 4), ("lambda", 4), ("transformer", 4), ("custom", 12), ("always", 16)])
+@pytest.mark.parametrize(
+    ("name", "num_units"),
+    [("size", 4), ("lambda", 4), ("transformer", 4), ("custom", 12), ("always", 16)],
+)
 def test_every_policy_trains_as_unsharded(name: str, num_units: int, use_orig_params: bool) -> None:
     assert run_ranks(2, _follows_a_policy, name, use_orig_params=use_orig_params) == [num_units] * 2
 
@@ -170,15 +193,21 @@ def _starts_from_the_first_rank(num_replicas: int, **options: Any) -> None:
     plain = _Counted()
     torch.manual_seed(dist.get_rank())
     if num_replicas > 1:
-        mesh = dist.device_mesh.init_device_mesh("cpu", (num_replicas, dist.get_world_size() // num_replicas))
+        mesh = dist.device_mesh.init_device_mesh(
+            "cpu", (num_replicas, dist.get_world_size() // num_replicas)
+        )
         options |= {"device_mesh": mesh, "sharding_strategy": ShardingStrategy.HYBRID_SHARD}
     policy = ModuleWrapPolicy({Block})
-    _train(Pair(plain, FSDP(_Counted(), auto_wrap_policy=policy, sync_module_states=True, **options)))
+    _train(
+        Pair(plain, FSDP(_Counted(), auto_wrap_policy=policy, sync_module_states=True, **options))
+    )
 
 
 @both_forms
 @pytest.mark.parametrize(("num_ranks", "num_replicas"), [(2, 1), (4, 2)])
-def test_sync_module_states_gives_all_ranks_the_first_ones_values(num_ranks: int, num_replicas: int, use_orig_params: bool) -> None:
+def test_sync_module_states_gives_all_ranks_the_first_ones_values(
+    num_ranks: int, num_replicas: int, use_orig_params: bool
+) -> None:
     run_ranks(num_ranks, _starts_from_the_first_rank, num_replicas, use_orig_params=use_orig_params)
 
 
@@ -200,7 +229,9 @@ def test_sync_module_states_takes_transposed_and_expanded_tensors() -> None:
 
 def _fill(module: nn.Module) -> None:
     for index, p in enumerate(module.parameters(recurse=False)):
-        nn.init.uniform_(p, -0.3 - 0.1 * index, 0.3, generator=torch.Generator().manual_seed(p.numel()))
+        nn.init.uniform_(
+            p, -0.3 - 0.1 * index, 0.3, generator=torch.Generator().manual_seed(p.numel())
+        )
 
 
 def _materialise(module: nn.Module) -> None:
@@ -233,7 +264,9 @@ def test_reset_parameters_gives_a_model_on_meta_its_values(use_orig_params: bool
 
 @both_forms
 def test_param_init_fn_gives_a_model_on_meta_its_values(use_orig_params: bool) -> None:
-    run_ranks(2, _starts_on_meta, Stack, param_init_fn=_materialise, use_orig_params=use_orig_params)
+    run_ranks(
+        2, _starts_on_meta, Stack, param_init_fn=_materialise, use_orig_params=use_orig_params
+    )
 
 
 @both_forms
@@ -242,13 +275,22 @@ def test_device_id_may_be_the_cpu(use_orig_params: bool) -> None:
 
 
 @pytest.mark.parametrize("forward_prefetch", [False, True])
-@pytest.mark.parametrize("backward_prefetch", [BackwardPrefetch.BACKWARD_PRE, BackwardPrefetch.BACKWARD_POST, None])
+@pytest.mark.parametrize(
+    "backward_prefetch", [BackwardPrefetch.BACKWARD_PRE, BackwardPrefetch.BACKWARD_POST, None]
+)
 @pytest.mark.parametrize("limit_all_gathers", [False, True])
 def test_every_way_to_prefetch_trains_as_unsharded(
     backward_prefetch: BackwardPrefetch | None, forward_prefetch: bool, limit_all_gathers: bool
 ) -> None:
     options = {"forward_prefetch": forward_prefetch, "limit_all_gathers": limit_all_gathers}
-    run_ranks(2, trains, partial(Stack, 2, Outer), (Outer, Inner), backward_prefetch=backward_prefetch, **options)
+    run_ranks(
+        2,
+        trains,
+        partial(Stack, 2, Outer),
+        (Outer, Inner),
+        backward_prefetch=backward_prefetch,
+        **options,
+    )
 
 
 # -- ignored
@@ -264,7 +306,13 @@ def _ignores(kind: str, **options: Any) -> None:
         "states that are parameters": {"ignored_states": [*head.parameters(), *norm.parameters()]},
     }[kind]
     model = FSDP(model, auto_wrap_policy=ModuleWrapPolicy({Block}), **options)
-    managed = [name for unit in model._runtime.units for group in unit.groups for m in group.store.members for name in m.names]
+    managed = [
+        name
+        for unit in model._runtime.units
+        for group in unit.groups
+        for m in group.store.members
+        for name in m.names
+    ]
     assert not any("norm" in name for name in managed if "blocks.1" in name)
     ignored = [*plain.head.parameters(), *plain.blocks[1].norm.parameters()]
     kept = [*head.parameters(), *norm.parameters()]
@@ -291,8 +339,12 @@ def _ignores(kind: str, **options: Any) -> None:
 
 
 @both_forms
-@pytest.mark.parametrize("kind", ["modules", "states that are modules", "states that are parameters"])
-def test_what_is_ignored_stays_whole_and_is_left_to_the_user(kind: str, use_orig_params: bool) -> None:
+@pytest.mark.parametrize(
+    "kind", ["modules", "states that are modules", "states that are parameters"]
+)
+def test_what_is_ignored_stays_whole_and_is_left_to_the_user(
+    kind: str, use_orig_params: bool
+) -> None:
     run_ranks(2, _ignores, kind, use_orig_params=use_orig_params)
 
 
@@ -323,7 +375,10 @@ def _ignoring_all(library: Any, name: str, use_orig_params: bool) -> dict[str, A
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         model = library.FullyShardedDataParallel(
-            module, use_orig_params=use_orig_params, device_id=torch.device("cpu"), **{name: [module]}
+            module,
+            use_orig_params=use_orig_params,
+            device_id=torch.device("cpu"),
+            **{name: [module]},
         )
     found: dict[str, Any] = {"warnings": sum("ignored" in str(each.message) for each in told)}
     found["told where"] = all(each.filename == __file__ for each in told if library is fsdp_compat)
@@ -341,7 +396,9 @@ def _ignoring_all(library: Any, name: str, use_orig_params: bool) -> dict[str, A
 def _refusing_an_instance(library: Any, name: str) -> str:
     inner = library.FullyShardedDataParallel(nn.Linear(2, 2), device_id=torch.device("cpu"))
     try:
-        library.FullyShardedDataParallel(nn.Sequential(inner, nn.Linear(2, 2)), device_id=torch.device("cpu"), **{name: [inner]})
+        library.FullyShardedDataParallel(
+            nn.Sequential(inner, nn.Linear(2, 2)), device_id=torch.device("cpu"), **{name: [inner]}
+        )
     except ValueError:
         return "ValueError"
     return "nothing"
@@ -349,12 +406,20 @@ def _refusing_an_instance(library: Any, name: str) -> str:
 
 def _ignores_as_torch(name: str) -> None:
     for use_orig_params in (False, True):
-        theirs, ours = (_ignoring_all(library, name, use_orig_params) for library in (torch_fsdp, fsdp_compat))
+        theirs, ours = (
+            _ignoring_all(library, name, use_orig_params) for library in (torch_fsdp, fsdp_compat)
+        )
         assert ours == theirs
         assert ours["warnings"] == 1
-    assert _refusing_an_instance(torch_fsdp, name) == _refusing_an_instance(fsdp_compat, name) == "ValueError"
+    assert (
+        _refusing_an_instance(torch_fsdp, name)
+        == _refusing_an_instance(fsdp_compat, name)
+        == "ValueError"
+    )
 
 
 @pytest.mark.parametrize("name", ["ignored_modules", "ignored_states"])
-def test_the_wrapped_module_may_be_ignored_with_a_warning_and_an_instance_may_not_as_in_torch(name: str) -> None:
+def test_the_wrapped_module_may_be_ignored_with_a_warning_and_an_instance_may_not_as_in_torch(
+    name: str,
+) -> None:
     run_ranks(2, _ignores_as_torch, name)

@@ -1,8 +1,9 @@
-"""Tests of a CUDA device. Without one, all of this folder is skipped, and nothing else in the suite is.
+"""Tests of a CUDA device. Without one, all of this folder is skipped, and nothing else in the suite
+is.
 
-pytest tests/gpu                        on the first CUDA device, as rank 0 of 8 on a fake group and on NCCL with one rank
-pytest tests/gpu --gpu-device cpu       the same functions on the CPU (gloo instead of NCCL), to see that they run
-"""
+pytest tests/gpu                        on the first CUDA device, as rank 0 of 8 on a fake group and
+on NCCL with one rank pytest tests/gpu --gpu-device cpu       the same functions on the CPU (gloo
+instead of NCCL), to see that they run"""
 
 from __future__ import annotations
 
@@ -15,7 +16,11 @@ HERE = Path(__file__).parent
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--gpu-device", default="cuda:0", help="where tests/gpu run; cpu: to try the tests themselves")
+    parser.addoption(
+        "--gpu-device",
+        default="cuda:0",
+        help="where tests/gpu run; cpu: to try the tests themselves",
+    )
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

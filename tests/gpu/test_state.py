@@ -1,4 +1,5 @@
-"""What a user does beside training, on a device with one real rank: whole parameters, state dicts, scaling, copies, meta."""
+"""What a user does beside training, on a device with one real rank: whole parameters, state dicts,
+scaling, copies, meta."""
 
 from __future__ import annotations
 
@@ -75,7 +76,9 @@ def resumes(device: str, options: str, kind: str) -> None:
                 assert_close(state[name], value, name, twin.tolerance)
         with FSDP.state_dict_type(other.model, StateDictType[kind]):
             other.model.load_state_dict(state)
-            other.optim.load_state_dict(FSDP.optim_state_dict_to_load(other.model, other.optim, optim))
+            other.optim.load_state_dict(
+                FSDP.optim_state_dict_to_load(other.model, other.optim, optim)
+            )
         for x in twin.inputs(3):
             losses = []
             for its in (twin, other):
@@ -97,7 +100,10 @@ def scales(device: str, use_orig_params: bool, offload: bool) -> None:
     place = torch.device(device)
     with group_of(1, place):
         precision = MixedPrecision(param_dtype=torch.float16, reduce_dtype=torch.float16)
-        options = {"use_orig_params": use_orig_params, "cpu_offload": CPUOffload(offload_params=offload)}
+        options = {
+            "use_orig_params": use_orig_params,
+            "cpu_offload": CPUOffload(offload_params=offload),
+        }
         twin = Twin(Stack, place, 1, auto_wrap_policy=POLICY, mixed_precision=precision, **options)
         scaler = ShardedGradScaler(place.type, init_scale=1024.0)
         for _ in range(3):
@@ -106,7 +112,9 @@ def scales(device: str, use_orig_params: bool, offload: bool) -> None:
         scaler.scale(twin.loss(twin.inputs()[0]) * float("inf")).backward()
         scaler.step(twin.optim)
         scaler.update()
-        assert all(torch.equal(old, new) for old, new in zip(before, twin.model.parameters(), strict=True))
+        assert all(
+            torch.equal(old, new) for old, new in zip(before, twin.model.parameters(), strict=True)
+        )
         assert scaler.get_scale() == 512.0
         twin.optim.zero_grad()
         twin.step(scaler=scaler)
@@ -114,7 +122,9 @@ def scales(device: str, use_orig_params: bool, offload: bool) -> None:
 
 @pytest.mark.parametrize("offload", [False, True])
 @pytest.mark.parametrize("use_orig_params", [False, True])
-def test_scaled_gradients_in_fp16_and_a_step_that_is_skipped(device: str, use_orig_params: bool, offload: bool) -> None:
+def test_scaled_gradients_in_fp16_and_a_step_that_is_skipped(
+    device: str, use_orig_params: bool, offload: bool
+) -> None:
     run_ranks(1, scales, device, use_orig_params, offload, timeout=TIMEOUT_S)
 
 
@@ -150,7 +160,13 @@ def comes_from_meta(device: str, use_orig_params: bool, with_function: bool) -> 
                 nn.init.constant_(parameter, 0.5)
 
         options = {"param_init_fn": fill} if with_function else {}
-        model = FSDP(module, auto_wrap_policy=POLICY, device_id=place, use_orig_params=use_orig_params, **options)
+        model = FSDP(
+            module,
+            auto_wrap_policy=POLICY,
+            device_id=place,
+            use_orig_params=use_orig_params,
+            **options,
+        )
         assert all(parameter.device == place for parameter in model.parameters())
         torch.manual_seed(3)
         plain = Stack().to(place)
@@ -166,5 +182,7 @@ def comes_from_meta(device: str, use_orig_params: bool, with_function: bool) -> 
 
 @pytest.mark.parametrize("with_function", [False, True])
 @pytest.mark.parametrize("use_orig_params", [False, True])
-def test_models_from_the_meta_device(device: str, use_orig_params: bool, with_function: bool) -> None:
+def test_models_from_the_meta_device(
+    device: str, use_orig_params: bool, with_function: bool
+) -> None:
     run_ranks(1, comes_from_meta, device, use_orig_params, with_function, timeout=TIMEOUT_S)

@@ -1,7 +1,7 @@
 """Streams, threads and memory of a device: who waits for whom, and that the CPU waits for nobody.
 
-With ``--gpu-device cpu`` there are neither streams nor threads to go wrong: then these functions show only that they run.
-"""
+With ``--gpu-device cpu`` there are neither streams nor threads to go wrong: then these functions
+show only that they run."""
 
 from __future__ import annotations
 
@@ -39,7 +39,8 @@ MIXED = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 @contextlib.contextmanager
 def stream_between(stream: torch.cuda.Stream) -> Iterator[None]:
-    """Inside of it the stream is the current one. It comes after what was enqueued before, and before what is enqueued later."""
+    """Inside of it the stream is the current one. It comes after what was enqueued before, and
+    before what is enqueued later."""
     before = torch.cuda.current_stream()
     stream.wait_stream(before)
     with torch.cuda.stream(stream):
@@ -47,7 +48,9 @@ def stream_between(stream: torch.cuda.Stream) -> Iterator[None]:
     before.wait_stream(stream)
 
 
-def streams(device: torch.device, number: int) -> list[Callable[[], contextlib.AbstractContextManager[object]]]:
+def streams(
+    device: torch.device, number: int
+) -> list[Callable[[], contextlib.AbstractContextManager[object]]]:
     if device.type == "cpu":
         return [contextlib.nullcontext] * number
     return [functools.partial(stream_between, torch.cuda.Stream(device)) for _ in range(number)]
@@ -57,17 +60,25 @@ def trains_on_streams(device: str, strategy: str, same: bool) -> None:
     place = torch.device(device)
     with group_of(8, place):
         policy = ModuleWrapPolicy({Block})
-        twin = Twin(Stack, place, 8, auto_wrap_policy=policy, sharding_strategy=ShardingStrategy[strategy])
+        twin = Twin(
+            Stack, place, 8, auto_wrap_policy=policy, sharding_strategy=ShardingStrategy[strategy]
+        )
         one, two, three = streams(place, 3)
         with twin.running():
-            for forward, backward in ((one, one), (two, two), (three, three)) if same else ((one, two), (two, three), (one, one)):
+            for forward, backward in (
+                ((one, one), (two, two), (three, three))
+                if same
+                else ((one, two), (two, three), (one, one))
+            ):
                 twin.step(Step(forward_in=forward, backward_in=backward))
                 twin.step(Step(forward_in=forward, backward_in=backward, backwards=2))
 
 
 @pytest.mark.parametrize("strategy", BOTH)
 @pytest.mark.parametrize("same", [True, False])
-def test_forward_and_backward_on_streams_of_their_own(device: str, same: bool, strategy: ShardingStrategy) -> None:
+def test_forward_and_backward_on_streams_of_their_own(
+    device: str, same: bool, strategy: ShardingStrategy
+) -> None:
     run_ranks(1, trains_on_streams, device, strategy.name, same, timeout=TIMEOUT_S)
 
 
@@ -81,7 +92,9 @@ def transfers_natively(device: str) -> None:
         own, full = torch.arange(1024.0, device=place), torch.zeros(1024, device=place)
         wire.end_gather(wire.begin_gather(own, full, [full], wire.new_tag()), "parameters")
         assert torch.equal(full, own)
-        summed = wire.end_reduce(wire.begin_reduce(full, [full], wire.new_tag()), full, torch.float32, "gradients")
+        summed = wire.end_reduce(
+            wire.begin_reduce(full, [full], wire.new_tag()), full, torch.float32, "gradients"
+        )
         full.zero_()
         assert torch.equal(summed, own)
         pending = wire.begin_total(summed, wire.new_tag())
@@ -102,8 +115,18 @@ def trains_over_the_backend(device: str, strategy: str, use_orig_params: bool) -
         return _Native(Axis(dist.group.WORLD, 0, 1, (0,)))
 
     with group_of(1, place), mock.patch.object(unit, "communicator", itself):
-        options = {"sharding_strategy": ShardingStrategy[strategy], "use_orig_params": use_orig_params}
-        twin = Twin(WideStack, place, 1, auto_wrap_policy=ModuleWrapPolicy({Wide}), mixed_precision=MIXED, **options)
+        options = {
+            "sharding_strategy": ShardingStrategy[strategy],
+            "use_orig_params": use_orig_params,
+        }
+        twin = Twin(
+            WideStack,
+            place,
+            1,
+            auto_wrap_policy=ModuleWrapPolicy({Wide}),
+            mixed_precision=MIXED,
+            **options,
+        )
         for _ in range(4):
             twin.step()
         assert {type(group.shard) for group in twin.model._runtime.groups} == {_Native}
@@ -111,7 +134,9 @@ def trains_over_the_backend(device: str, strategy: str, use_orig_params: bool) -
 
 @pytest.mark.parametrize("use_orig_params", [False, True])
 @pytest.mark.parametrize("strategy", BOTH)
-def test_one_rank_trains_over_the_backend_itself(device: str, strategy: ShardingStrategy, use_orig_params: bool) -> None:
+def test_one_rank_trains_over_the_backend_itself(
+    device: str, strategy: ShardingStrategy, use_orig_params: bool
+) -> None:
     run_ranks(1, trains_over_the_backend, device, strategy.name, use_orig_params, timeout=TIMEOUT_S)
 
 
@@ -169,7 +194,9 @@ class InTurn(nn.Module):
 
 
 PARTS = {
-    "the later of two parallel units goes through the CPU": functools.partial(Parallel, ThroughTheCpu),
+    "the later of two parallel units goes through the CPU": functools.partial(
+        Parallel, ThroughTheCpu
+    ),
     "the later of two parallel units ends on the CPU": functools.partial(Parallel, ToTheCpu),
     "units in turn go through the CPU": InTurn,
 }
@@ -211,8 +238,14 @@ def without_syncs(device: torch.device) -> Iterator[None]:
 def steps_without_syncs(device: str, strategy: str, use_orig_params: bool, mixed: bool) -> None:
     place = torch.device(device)
     with group_of(8, place):
-        options = {"sharding_strategy": ShardingStrategy[strategy], "use_orig_params": use_orig_params}
-        options |= {"mixed_precision": MIXED if mixed else None, "auto_wrap_policy": ModuleWrapPolicy({Wide})}
+        options = {
+            "sharding_strategy": ShardingStrategy[strategy],
+            "use_orig_params": use_orig_params,
+        }
+        options |= {
+            "mixed_precision": MIXED if mixed else None,
+            "auto_wrap_policy": ModuleWrapPolicy({Wide}),
+        }
         twin = Twin(WideStack, place, 8, **options)
         inputs = twin.inputs(3)
         with twin.running():
@@ -230,18 +263,28 @@ def steps_without_syncs(device: str, strategy: str, use_orig_params: bool, mixed
 @pytest.mark.parametrize("mixed", [False, True])
 @pytest.mark.parametrize("use_orig_params", [False, True])
 @pytest.mark.parametrize("strategy", [*BOTH, ShardingStrategy.NO_SHARD])
-def test_no_step_makes_the_cpu_wait(device: str, strategy: ShardingStrategy, use_orig_params: bool, mixed: bool) -> None:
-    run_ranks(1, steps_without_syncs, device, strategy.name, use_orig_params, mixed, timeout=TIMEOUT_S)
+def test_no_step_makes_the_cpu_wait(
+    device: str, strategy: ShardingStrategy, use_orig_params: bool, mixed: bool
+) -> None:
+    run_ranks(
+        1, steps_without_syncs, device, strategy.name, use_orig_params, mixed, timeout=TIMEOUT_S
+    )
 
 
 # -- memory
 
 
-def bytes_of_steps(device: str, strategy: str, use_orig_params: bool) -> tuple[list[tuple[int, int]], int]:
-    """Return (peak, left) of 20 steps, above what there was before the first of them, and the bytes of a unit."""
+def bytes_of_steps(
+    device: str, strategy: str, use_orig_params: bool
+) -> tuple[list[tuple[int, int]], int]:
+    """Return (peak, left) of 20 steps, above what there was before the first of them, and the bytes
+    of a unit."""
     place = torch.device(device)
     with group_of(8, place):
-        options = {"sharding_strategy": ShardingStrategy[strategy], "use_orig_params": use_orig_params}
+        options = {
+            "sharding_strategy": ShardingStrategy[strategy],
+            "use_orig_params": use_orig_params,
+        }
         twin = Twin(WideStack, place, 8, auto_wrap_policy=ModuleWrapPolicy({Wide}), **options)
         inputs, found = twin.inputs(3), []
         nbytes = sum(p.nbytes for p in twin.plain.blocks[0].parameters())
@@ -259,7 +302,12 @@ def bytes_of_steps(device: str, strategy: str, use_orig_params: bool) -> tuple[l
             for _ in range(20):
                 torch.cuda.reset_peak_memory_stats()
                 twin.quiet_steps(inputs[:1])
-                found.append((torch.cuda.max_memory_allocated() - before, torch.cuda.memory_allocated() - before))
+                found.append(
+                    (
+                        torch.cuda.max_memory_allocated() - before,
+                        torch.cuda.memory_allocated() - before,
+                    )
+                )
             return found, nbytes
 
 
@@ -267,7 +315,9 @@ def bytes_of_steps(device: str, strategy: str, use_orig_params: bool) -> tuple[l
 def test_the_peak_is_the_same_in_every_step_and_that_of_two_units_and_two_reduce_buffers(
     device: str, use_orig_params: bool
 ) -> None:
-    ((found, nbytes),) = run_ranks(1, bytes_of_steps, device, "FULL_SHARD", use_orig_params, timeout=TIMEOUT_S)
+    ((found, nbytes),) = run_ranks(
+        1, bytes_of_steps, device, "FULL_SHARD", use_orig_params, timeout=TIMEOUT_S
+    )
     assert len(set(found)) == 1
     peak, left = found[0]
     assert abs(left) < nbytes / 16
@@ -282,13 +332,20 @@ def pinned(device: str) -> list[bool]:
     place = torch.device(device)
     with group_of(1, place):
         offload = CPUOffload(offload_params=True)
-        twin = Twin(Stack, place, 1, auto_wrap_policy=ModuleWrapPolicy({Block}), cpu_offload=offload)
+        twin = Twin(
+            Stack, place, 1, auto_wrap_policy=ModuleWrapPolicy({Block}), cpu_offload=offload
+        )
         twin.loss(twin.inputs()[0]).backward()
         parameters = list(twin.model.parameters())
-        assert all(p.device.type == "cpu" and p.grad is not None and p.grad.device.type == "cpu" for p in parameters)
+        assert all(
+            p.device.type == "cpu" and p.grad is not None and p.grad.device.type == "cpu"
+            for p in parameters
+        )
         return [p.is_pinned() and p.grad.is_pinned() for p in parameters]
 
 
-def test_shards_and_gradients_on_the_cpu_are_in_memory_that_the_device_can_read(device: str) -> None:
+def test_shards_and_gradients_on_the_cpu_are_in_memory_that_the_device_can_read(
+    device: str,
+) -> None:
     (found,) = run_ranks(1, pinned, device, timeout=TIMEOUT_S)
     assert found == [torch.device(device).type != "cpu"] * 4

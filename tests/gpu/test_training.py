@@ -1,7 +1,8 @@
-"""Sharded models train as the unsharded one on a device with streams, where transfers take time and early reads are NaN.
+"""Sharded models train as the unsharded one on a device with streams, where transfers take time and
+early reads are NaN.
 
-With several ranks this process is rank 0 of a group that moves nothing (tests/support/twin.py); with one it is all of a real group.
-"""
+With several ranks this process is rank 0 of a group that moves nothing (tests/support/twin.py);
+with one it is all of a real group."""
 
 from __future__ import annotations
 
@@ -10,7 +11,10 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper, apply_activation_checkpointing
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    CheckpointWrapper,
+    apply_activation_checkpointing,
+)
 from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp_compat import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
@@ -31,7 +35,11 @@ PRECISIONS = {
     "bf16": MixedPrecision(param_dtype=BF16, reduce_dtype=BF16),
     "fp16 summed in fp32": MixedPrecision(param_dtype=FP16, reduce_dtype=FP32),
 }
-STRATEGIES = [ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD]
+STRATEGIES = [
+    ShardingStrategy.FULL_SHARD,
+    ShardingStrategy.SHARD_GRAD_OP,
+    ShardingStrategy.NO_SHARD,
+]
 WIDE = LARGE // 8
 
 
@@ -64,7 +72,14 @@ def checkpointed(module: nn.Module) -> nn.Module:
     return module
 
 
-def trains(device: str, ranks: int, build: Any = Stack, units: Any = (Block,), how: Step | None = None, **options: Any) -> None:
+def trains(
+    device: str,
+    ranks: int,
+    build: Any = Stack,
+    units: Any = (Block,),
+    how: Step | None = None,
+    **options: Any,
+) -> None:
     place = torch.device(device)
     with group_of(ranks, place):
         if mesh := options.pop("mesh", None):
@@ -82,17 +97,25 @@ def trains(device: str, ranks: int, build: Any = Stack, units: Any = (Block,), h
 def test_strategies_in_all_precisions(
     device: str, strategy: ShardingStrategy, precision: str, use_orig_params: bool, ranks: int
 ) -> None:
-    options = {"sharding_strategy": strategy, "mixed_precision": PRECISIONS[precision], "use_orig_params": use_orig_params}
+    options = {
+        "sharding_strategy": strategy,
+        "mixed_precision": PRECISIONS[precision],
+        "use_orig_params": use_orig_params,
+    }
     run_ranks(1, trains, device, ranks, timeout=TIMEOUT_S, **options)
 
 
-@pytest.mark.parametrize("strategy", [ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2])
+@pytest.mark.parametrize(
+    "strategy", [ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2]
+)
 def test_replicas_of_shards(device: str, strategy: ShardingStrategy) -> None:
     run_ranks(1, trains, device, 8, sharding_strategy=strategy, mesh=(2, 4), timeout=TIMEOUT_S)
 
 
 @pytest.mark.parametrize("limit_all_gathers", [True, False])
-@pytest.mark.parametrize("prefetch", [BackwardPrefetch.BACKWARD_PRE, BackwardPrefetch.BACKWARD_POST, None])
+@pytest.mark.parametrize(
+    "prefetch", [BackwardPrefetch.BACKWARD_PRE, BackwardPrefetch.BACKWARD_POST, None]
+)
 @pytest.mark.parametrize("build", [nested, WideStack])
 def test_prefetching_of_nested_units_and_of_large_gradients(
     device: str, build: Any, prefetch: BackwardPrefetch | None, limit_all_gathers: bool
@@ -105,20 +128,30 @@ def test_prefetching_of_nested_units_and_of_large_gradients(
 @pytest.mark.parametrize("precision", ["fp32", "bf16 summed in fp32"])
 @pytest.mark.parametrize("use_orig_params", [False, True])
 def test_shards_on_the_cpu(device: str, use_orig_params: bool, precision: str, ranks: int) -> None:
-    options = {"cpu_offload": CPUOffload(offload_params=True), "mixed_precision": PRECISIONS[precision]}
-    run_ranks(1, trains, device, ranks, use_orig_params=use_orig_params, timeout=TIMEOUT_S, **options)
+    options = {
+        "cpu_offload": CPUOffload(offload_params=True),
+        "mixed_precision": PRECISIONS[precision],
+    }
+    run_ranks(
+        1, trains, device, ranks, use_orig_params=use_orig_params, timeout=TIMEOUT_S, **options
+    )
 
 
 @pytest.mark.parametrize("offload", [False, True])
 @pytest.mark.parametrize("use_orig_params", [False, True])
 def test_gradients_of_several_backwards(device: str, use_orig_params: bool, offload: bool) -> None:
-    options = {"cpu_offload": CPUOffload(offload_params=offload), "use_orig_params": use_orig_params}
+    options = {
+        "cpu_offload": CPUOffload(offload_params=offload),
+        "use_orig_params": use_orig_params,
+    }
     run_ranks(1, trains, device, 8, how=Step(backwards=3), timeout=TIMEOUT_S, **options)
 
 
 @pytest.mark.parametrize("unit", [CheckpointWrapper, Block])
 @pytest.mark.parametrize("precision", ["fp32", "bf16 summed in fp32"])
-def test_recomputation_inside_of_units_and_around_them(device: str, precision: str, unit: type[nn.Module]) -> None:
+def test_recomputation_inside_of_units_and_around_them(
+    device: str, precision: str, unit: type[nn.Module]
+) -> None:
     options = {"mixed_precision": PRECISIONS[precision], "units": (unit,), "prepare": checkpointed}
     run_ranks(1, trains, device, 8, timeout=TIMEOUT_S, **options)
 

@@ -1,4 +1,5 @@
-"""Boxes: an interval of a row-major tensor, cut into few rectangles that are runs of the interval."""
+"""Boxes: an interval of a row-major tensor, cut into few rectangles that are runs of the
+interval."""
 
 from __future__ import annotations
 
@@ -20,7 +21,9 @@ def shapes_and_parts(draw: st.DrawFn) -> tuple[tuple[int, ...], Interval]:
 
 
 def inside(box: Box, values: torch.Tensor) -> torch.Tensor:
-    return values[tuple(slice(at, at + size) for at, size in zip(box.offsets, box.sizes, strict=True))]
+    return values[
+        tuple(slice(at, at + size) for at, size in zip(box.offsets, box.sizes, strict=True))
+    ]
 
 
 @pytest.mark.parametrize(
@@ -48,7 +51,9 @@ def inside(box: Box, values: torch.Tensor) -> torch.Tensor:
         ((2, 0, 3), Interval(0, 0), []),
     ],
 )
-def test_a_part_is_cut_into_these_boxes(shape: tuple[int, ...], part: Interval, boxes: list[Box]) -> None:
+def test_a_part_is_cut_into_these_boxes(
+    shape: tuple[int, ...], part: Interval, boxes: list[Box]
+) -> None:
     assert cut_into_boxes(shape, part) == boxes
 
 
@@ -58,10 +63,16 @@ def test_a_box_counts_its_elements(sizes: tuple[int, ...], numel: int) -> None:
 
 
 @given(made=shapes_and_parts())
-def test_the_boxes_hold_every_element_of_the_part_once_in_memory_order(made: tuple[tuple[int, ...], Interval]) -> None:
+def test_the_boxes_hold_every_element_of_the_part_once_in_memory_order(
+    made: tuple[tuple[int, ...], Interval],
+) -> None:
     shape, part = made
     values = torch.arange(torch.Size(shape).numel()).view(shape)
-    found = [element for box in cut_into_boxes(shape, part) for element in inside(box, values).reshape(-1).tolist()]
+    found = [
+        element
+        for box in cut_into_boxes(shape, part)
+        for element in inside(box, values).reshape(-1).tolist()
+    ]
     assert found == list(range(part.start, part.stop))
 
 
@@ -78,7 +89,9 @@ def test_every_box_is_a_run_of_the_part(made: tuple[tuple[int, ...], Interval]) 
 
 
 @given(made=shapes_and_parts())
-def test_there_are_at_most_two_boxes_per_dimension_less_one_and_none_is_empty(made: tuple[tuple[int, ...], Interval]) -> None:
+def test_there_are_at_most_two_boxes_per_dimension_less_one_and_none_is_empty(
+    made: tuple[tuple[int, ...], Interval],
+) -> None:
     shape, part = made
     boxes = cut_into_boxes(shape, part)
     assert len(boxes) <= max(2 * len(shape) - 1, 1)

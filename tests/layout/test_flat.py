@@ -20,13 +20,20 @@ ALIGNS = st.sampled_from([1, 2, 4, 8])
 def layouts(draw: st.DrawFn) -> tuple[FlatLayout, int]:
     """A layout and its alignment."""
     shapes, align = draw(SHAPES), draw(ALIGNS)
-    return flat_layout([f"p{i}" for i in range(len(shapes))], shapes, ranks=draw(RANKS), align=align), align
+    return flat_layout(
+        [f"p{i}" for i in range(len(shapes))], shapes, ranks=draw(RANKS), align=align
+    ), align
 
 
 def test_parameters_start_at_aligned_elements_in_their_order() -> None:
     layout = flat_layout(["a", "b", "c", "d"], [(3,), (), (2, 3), (0, 7)], ranks=2, align=4)
     assert layout.names == ("a", "b", "c", "d")
-    assert [param.place for param in layout.params] == [Interval(0, 3), Interval(4, 5), Interval(8, 14), Interval(16, 16)]
+    assert [param.place for param in layout.params] == [
+        Interval(0, 3),
+        Interval(4, 5),
+        Interval(8, 14),
+        Interval(16, 16),
+    ]
     assert layout.shard_numel == 8
     assert layout.full_numel == 16
     assert layout.gaps() == [Interval(3, 4), Interval(5, 8), Interval(14, 16)]
@@ -35,19 +42,34 @@ def test_parameters_start_at_aligned_elements_in_their_order() -> None:
 def test_a_shard_is_rounded_up_so_that_every_rank_has_an_equal_aligned_one() -> None:
     layout = flat_layout(["w"], [(10,)], ranks=3, align=4)
     assert layout.shard_numel == 4
-    assert [layout.part(0, rank) for rank in range(3)] == [Interval(0, 4), Interval(4, 8), Interval(8, 10)]
-    assert [layout.part_in_shard(0, rank) for rank in range(3)] == [Interval(0, 4), Interval(0, 4), Interval(0, 2)]
+    assert [layout.part(0, rank) for rank in range(3)] == [
+        Interval(0, 4),
+        Interval(4, 8),
+        Interval(8, 10),
+    ]
+    assert [layout.part_in_shard(0, rank) for rank in range(3)] == [
+        Interval(0, 4),
+        Interval(0, 4),
+        Interval(0, 2),
+    ]
     assert layout.gaps() == [Interval(10, 12)]
 
 
 def test_a_parameter_smaller_than_the_number_of_ranks_lies_on_the_first_ones() -> None:
     layout = flat_layout(["w"], [(2,)], ranks=4, align=1)
     assert layout.shard_numel == 1
-    assert [layout.part(0, rank) for rank in range(4)] == [Interval(0, 1), Interval(1, 2), Interval(0, 0), Interval(0, 0)]
+    assert [layout.part(0, rank) for rank in range(4)] == [
+        Interval(0, 1),
+        Interval(1, 2),
+        Interval(0, 0),
+        Interval(0, 0),
+    ]
 
 
 @pytest.mark.parametrize("shapes", [[], [(0,)], [(0, 3), (2, 0)]])
-def test_a_group_of_nothing_still_has_one_aligned_run_per_rank(shapes: list[tuple[int, ...]]) -> None:
+def test_a_group_of_nothing_still_has_one_aligned_run_per_rank(
+    shapes: list[tuple[int, ...]],
+) -> None:
     layout = flat_layout([f"p{i}" for i in range(len(shapes))], shapes, ranks=3, align=4)
     assert layout.shard_numel == 4
     assert layout.gaps() == [Interval(0, 12)]
@@ -64,7 +86,9 @@ def test_names_and_shapes_of_different_number_are_refused() -> None:
 
 
 @given(made=layouts())
-def test_every_start_and_the_shard_are_multiples_of_the_alignment(made: tuple[FlatLayout, int]) -> None:
+def test_every_start_and_the_shard_are_multiples_of_the_alignment(
+    made: tuple[FlatLayout, int],
+) -> None:
     layout, align = made
     assert layout.shard_numel % align == 0
     assert layout.shard_numel > 0
@@ -79,7 +103,9 @@ def test_no_shard_is_longer_than_needed(made: tuple[FlatLayout, int]) -> None:
 
 
 @given(made=layouts())
-def test_parameters_and_gaps_cover_the_flat_tensor_exactly_once(made: tuple[FlatLayout, int]) -> None:
+def test_parameters_and_gaps_cover_the_flat_tensor_exactly_once(
+    made: tuple[FlatLayout, int],
+) -> None:
     layout, _ = made
     covered = [0] * layout.full_numel
     for interval in [*(param.place for param in layout.params), *layout.gaps()]:
@@ -90,15 +116,21 @@ def test_parameters_and_gaps_cover_the_flat_tensor_exactly_once(made: tuple[Flat
 
 
 @given(made=layouts())
-def test_the_ranks_hold_every_element_of_every_parameter_exactly_once_and_in_order(made: tuple[FlatLayout, int]) -> None:
+def test_the_ranks_hold_every_element_of_every_parameter_exactly_once_and_in_order(
+    made: tuple[FlatLayout, int],
+) -> None:
     layout, _ = made
     for index, param in enumerate(layout.params):
         parts = [layout.part(index, rank) for rank in range(layout.ranks)]
-        assert [e for part in parts for e in range(part.start, part.stop)] == list(range(param.numel))
+        assert [e for part in parts for e in range(part.start, part.stop)] == list(
+            range(param.numel)
+        )
 
 
 @given(made=layouts())
-def test_a_part_and_its_place_in_the_shard_are_the_same_elements_of_the_flat_tensor(made: tuple[FlatLayout, int]) -> None:
+def test_a_part_and_its_place_in_the_shard_are_the_same_elements_of_the_flat_tensor(
+    made: tuple[FlatLayout, int],
+) -> None:
     layout, _ = made
     for rank in range(layout.ranks):
         own = layout.interval(rank)

@@ -10,7 +10,9 @@ from fsdp_compat._layout.spec import FlatLayout, Interval, ParamSpec
 
 
 def intervals(limit: int = 30) -> st.SearchStrategy[Interval]:
-    return st.tuples(st.integers(0, limit), st.integers(0, limit)).map(lambda ends: Interval(min(ends), max(ends)))
+    return st.tuples(st.integers(0, limit), st.integers(0, limit)).map(
+        lambda ends: Interval(min(ends), max(ends))
+    )
 
 
 def elements(interval: Interval) -> set[int]:
@@ -30,7 +32,9 @@ def test_an_interval_is_true_if_it_holds_something() -> None:
 
 
 @pytest.mark.parametrize(("start", "stop"), [(-1, 3), (4, 3), (-2, -1)])
-def test_an_interval_that_ends_before_it_starts_or_starts_below_zero_is_refused(start: int, stop: int) -> None:
+def test_an_interval_that_ends_before_it_starts_or_starts_below_zero_is_refused(
+    start: int, stop: int
+) -> None:
     with pytest.raises(ValueError, match=r"0 <= start <= stop"):
         Interval(start, stop)
 
@@ -52,23 +56,33 @@ def test_shifting_moves_both_ends() -> None:
         ((4, 4), (3, 7), (4, 4)),
     ],
 )
-def test_clipping_keeps_what_both_hold(one: tuple[int, int], other: tuple[int, int], both: tuple[int, int]) -> None:
+def test_clipping_keeps_what_both_hold(
+    one: tuple[int, int], other: tuple[int, int], both: tuple[int, int]
+) -> None:
     assert Interval(*one).clipped(Interval(*other)) == Interval(*both)
 
 
 @given(one=intervals(), other=intervals())
-def test_clipping_is_the_intersection_and_lies_inside_the_other(one: Interval, other: Interval) -> None:
+def test_clipping_is_the_intersection_and_lies_inside_the_other(
+    one: Interval, other: Interval
+) -> None:
     both = one.clipped(other)
     assert elements(both) == elements(one) & elements(other)
     assert other.start <= both.start <= both.stop <= other.stop
 
 
 def test_intervals_sort_by_start_and_then_by_stop() -> None:
-    assert sorted([Interval(2, 3), Interval(0, 5), Interval(0, 2)]) == [Interval(0, 2), Interval(0, 5), Interval(2, 3)]
+    assert sorted([Interval(2, 3), Interval(0, 5), Interval(0, 2)]) == [
+        Interval(0, 2),
+        Interval(0, 5),
+        Interval(2, 3),
+    ]
 
 
 @pytest.mark.parametrize(("shape", "numel"), [((), 1), ((3,), 3), ((2, 3, 4), 24), ((2, 0, 4), 0)])
-def test_a_parameter_takes_as_many_elements_as_its_shape_has(shape: tuple[int, ...], numel: int) -> None:
+def test_a_parameter_takes_as_many_elements_as_its_shape_has(
+    shape: tuple[int, ...], numel: int
+) -> None:
     spec = ParamSpec("w", shape, 8)
     assert spec.numel == numel
     assert spec.place == Interval(8, 8 + numel)

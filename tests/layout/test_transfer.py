@@ -1,4 +1,5 @@
-"""Moves between any two layouts of the same parameters: carried out, they give what laying out the target directly gives."""
+"""Moves between any two layouts of the same parameters: carried out, they give what laying out the
+target directly gives."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ Shapes = dict[str, tuple[int, ...]]
 
 @dataclasses.dataclass(frozen=True)
 class Wrapping:
-    """One way to shard: which parameters are in which group, in which order, over how many ranks."""
+    """One way to shard: which parameters are in which group, in which order, over how many
+    ranks."""
 
     layouts: list[FlatLayout]
     ranks: int
@@ -44,7 +46,9 @@ class Wrapping:
             full = torch.full((layout.full_numel,), -1)
             for param in layout.params:
                 full[param.place.slice] = values[param.name]
-            found.update({(group, rank): shard.clone() for rank, shard in enumerate(full.chunk(self.ranks))})
+            found.update(
+                {(group, rank): shard.clone() for rank, shard in enumerate(full.chunk(self.ranks))}
+            )
         return found
 
     def wholes(self, values: dict[str, torch.Tensor]) -> dict[tuple[int, ...], torch.Tensor]:
@@ -55,18 +59,27 @@ class Wrapping:
 
 @st.composite
 def wrappings(draw: st.DrawFn, shapes: Shapes) -> Wrapping:
-    ranks, align, names = draw(st.integers(1, 6)), draw(st.sampled_from([1, 4])), draw(st.permutations(list(shapes)))
+    ranks, align, names = (
+        draw(st.integers(1, 6)),
+        draw(st.sampled_from([1, 4])),
+        draw(st.permutations(list(shapes))),
+    )
     groups: dict[int, list[str]] = {}
     for name in names:
         groups.setdefault(draw(st.integers(0, 2)), []).append(name)
-    layouts = [flat_layout(group, [shapes[name] for name in group], ranks=ranks, align=align) for group in groups.values()]
+    layouts = [
+        flat_layout(group, [shapes[name] for name in group], ranks=ranks, align=align)
+        for group in groups.values()
+    ]
     return Wrapping(layouts, ranks)
 
 
 @st.composite
 def pairs(draw: st.DrawFn) -> tuple[dict[str, torch.Tensor], Wrapping, Wrapping]:
     """Values that differ everywhere, by name, and two wrappings of them."""
-    sizes = draw(st.lists(st.lists(st.integers(0, 5), max_size=3).map(tuple), min_size=1, max_size=5))
+    sizes = draw(
+        st.lists(st.lists(st.integers(0, 5), max_size=3).map(tuple), min_size=1, max_size=5)
+    )
     shapes = {f"p{index}": shape for index, shape in enumerate(sizes)}
     values, end = {}, 0
     for name, shape in shapes.items():
@@ -76,14 +89,20 @@ def pairs(draw: st.DrawFn) -> tuple[dict[str, torch.Tensor], Wrapping, Wrapping]
 
 
 def carried_out(
-    moves: list[Move], sources: dict[tuple[int, ...], torch.Tensor], targets: dict[tuple[int, ...], torch.Tensor]
+    moves: list[Move],
+    sources: dict[tuple[int, ...], torch.Tensor],
+    targets: dict[tuple[int, ...], torch.Tensor],
 ) -> dict[tuple[int, ...], torch.Tensor]:
     """Carry ``moves`` out into empty targets. Every element is written at most once."""
     found = {holder: torch.full_like(tensor, -1) for holder, tensor in targets.items()}
     written: Counter[tuple[tuple[int, ...], int]] = Counter()
     for move in moves:
-        assert 0 <= move.source_start <= move.source_start + move.numel <= sources[move.source].numel()
-        assert 0 <= move.target_start <= move.target_start + move.numel <= targets[move.target].numel()
+        assert (
+            0 <= move.source_start <= move.source_start + move.numel <= sources[move.source].numel()
+        )
+        assert (
+            0 <= move.target_start <= move.target_start + move.numel <= targets[move.target].numel()
+        )
         run = sources[move.source][move.source_start : move.source_start + move.numel]
         found[move.target][move.target_start : move.target_start + move.numel] = run
         written.update((move.target, move.target_start + offset) for offset in range(move.numel))
@@ -91,8 +110,12 @@ def carried_out(
     return found
 
 
-def assert_same(found: dict[tuple[int, ...], torch.Tensor], wanted: dict[tuple[int, ...], torch.Tensor]) -> None:
-    assert {holder: tensor.tolist() for holder, tensor in found.items()} == {h: tensor.tolist() for h, tensor in wanted.items()}
+def assert_same(
+    found: dict[tuple[int, ...], torch.Tensor], wanted: dict[tuple[int, ...], torch.Tensor]
+) -> None:
+    assert {holder: tensor.tolist() for holder, tensor in found.items()} == {
+        h: tensor.tolist() for h, tensor in wanted.items()
+    }
 
 
 def test_a_parameter_goes_from_two_ranks_to_three_in_these_moves() -> None:
@@ -108,7 +131,10 @@ def test_a_parameter_goes_from_two_ranks_to_three_in_these_moves() -> None:
 
 
 def test_a_rank_holds_one_piece_at_most_of_a_parameter() -> None:
-    layouts = [flat_layout(["a", "b"], [(3,), (2, 2)], ranks=2, align=1), flat_layout(["c"], [()], ranks=2, align=1)]
+    layouts = [
+        flat_layout(["a", "b"], [(3,), (2, 2)], ranks=2, align=1),
+        flat_layout(["c"], [()], ranks=2, align=1),
+    ]
     assert pieces_of_rank(layouts, 0) == [
         Piece("a", Interval(0, 3), (0, 0), 0),
         Piece("b", Interval(0, 1), (0, 0), 3),
@@ -118,19 +144,29 @@ def test_a_rank_holds_one_piece_at_most_of_a_parameter() -> None:
 
 
 def test_whole_tensors_are_numbered_in_order_of_appearance_and_empty_ones_are_no_piece() -> None:
-    layouts = [flat_layout(["a", "b"], [(3,), (0, 2)], ranks=2, align=4), flat_layout(["c"], [()], ranks=2, align=4)]
-    assert pieces_of_whole(layouts) == [Piece("a", Interval(0, 3), (0,), 0), Piece("c", Interval(0, 1), (2,), 0)]
+    layouts = [
+        flat_layout(["a", "b"], [(3,), (0, 2)], ranks=2, align=4),
+        flat_layout(["c"], [()], ranks=2, align=4),
+    ]
+    assert pieces_of_whole(layouts) == [
+        Piece("a", Interval(0, 3), (0,), 0),
+        Piece("c", Interval(0, 1), (2,), 0),
+    ]
 
 
 @given(made=pairs())
-def test_any_wrapping_becomes_any_other(made: tuple[dict[str, torch.Tensor], Wrapping, Wrapping]) -> None:
+def test_any_wrapping_becomes_any_other(
+    made: tuple[dict[str, torch.Tensor], Wrapping, Wrapping],
+) -> None:
     values, source, target = made
     sources, wanted = source.shards(values), target.shards(values)
     assert_same(carried_out(plan_moves(source.pieces(), target.pieces()), sources, wanted), wanted)
 
 
 @given(made=pairs())
-def test_whole_tensors_become_any_wrapping(made: tuple[dict[str, torch.Tensor], Wrapping, Wrapping]) -> None:
+def test_whole_tensors_become_any_wrapping(
+    made: tuple[dict[str, torch.Tensor], Wrapping, Wrapping],
+) -> None:
     values, source, target = made
     wanted = target.shards(values)
     moves = plan_moves(pieces_of_whole(source.layouts), target.pieces())
@@ -138,7 +174,9 @@ def test_whole_tensors_become_any_wrapping(made: tuple[dict[str, torch.Tensor], 
 
 
 @given(made=pairs())
-def test_any_wrapping_becomes_whole_tensors(made: tuple[dict[str, torch.Tensor], Wrapping, Wrapping]) -> None:
+def test_any_wrapping_becomes_whole_tensors(
+    made: tuple[dict[str, torch.Tensor], Wrapping, Wrapping],
+) -> None:
     values, source, target = made
     wanted = target.wholes(values)
     moves = plan_moves(source.pieces(), pieces_of_whole(target.layouts))
@@ -151,7 +189,9 @@ def test_a_wrapping_becomes_itself_by_moves_that_stay_where_they_are(
 ) -> None:
     _, source, _ = made
     moves = plan_moves(source.pieces(), source.pieces())
-    assert all((move.source, move.source_start) == (move.target, move.target_start) for move in moves)
+    assert all(
+        (move.source, move.source_start) == (move.target, move.target_start) for move in moves
+    )
     assert len(moves) == len(source.pieces())
 
 
@@ -165,15 +205,24 @@ def test_the_plan_does_not_depend_on_the_order_of_the_sources(made, seed) -> Non
 
 
 @given(made=pairs())
-def test_the_plan_follows_the_targets_and_their_elements(made: tuple[dict[str, torch.Tensor], Wrapping, Wrapping]) -> None:
+def test_the_plan_follows_the_targets_and_their_elements(
+    made: tuple[dict[str, torch.Tensor], Wrapping, Wrapping],
+) -> None:
     _, source, target = made
-    moves, order = plan_moves(source.pieces(), target.pieces()), [(piece.name, piece.holder) for piece in target.pieces()]
+    moves, order = (
+        plan_moves(source.pieces(), target.pieces()),
+        [(piece.name, piece.holder) for piece in target.pieces()],
+    )
     keys = [(order.index((move.name, move.target)), move.target_start) for move in moves]
     assert keys == sorted(keys)
 
 
 def test_of_two_sources_that_hold_an_element_the_first_one_gives_it() -> None:
-    sources = [Piece("w", Interval(2, 8), (0, 1), 0), Piece("w", Interval(0, 4), (0, 0), 0), Piece("w", Interval(0, 4), (0, 2), 0)]
+    sources = [
+        Piece("w", Interval(2, 8), (0, 1), 0),
+        Piece("w", Interval(0, 4), (0, 0), 0),
+        Piece("w", Interval(0, 4), (0, 2), 0),
+    ]
     assert plan_moves(sources, [Piece("w", Interval(0, 8), (9,), 100)]) == [
         Move("w", (0, 0), 0, (9,), 100, 4),
         Move("w", (0, 1), 2, (9,), 104, 4),
@@ -183,7 +232,9 @@ def test_of_two_sources_that_hold_an_element_the_first_one_gives_it() -> None:
 def test_replicas_are_read_from_one_of_them_only() -> None:
     piece = Piece("w", Interval(0, 5), (0, 0), 7)
     replicas = [dataclasses.replace(piece, holder=(0, rank)) for rank in (3, 1, 2)]
-    assert plan_moves(replicas, [Piece("w", Interval(1, 5), (8,), 0)]) == [Move("w", (0, 1), 8, (8,), 0, 4)]
+    assert plan_moves(replicas, [Piece("w", Interval(1, 5), (8,), 0)]) == [
+        Move("w", (0, 1), 8, (8,), 0, 4)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -205,22 +256,31 @@ def test_what_no_source_holds_is_left_out_so_that_the_moves_add_up_to_less_than_
 
 
 def test_a_parameter_of_another_name_is_no_source() -> None:
-    assert plan_moves([Piece("v", Interval(0, 4), (0, 0), 0)], [Piece("w", Interval(0, 4), (0, 0), 0)]) == []
+    assert (
+        plan_moves([Piece("v", Interval(0, 4), (0, 0), 0)], [Piece("w", Interval(0, 4), (0, 0), 0)])
+        == []
+    )
 
 
 @st.composite
 def parts(draw: st.DrawFn) -> tuple[FlatLayout, int, Interval]:
     """A layout of any sizes, one of its parameters, and a part of that."""
-    sizes = draw(st.lists(st.lists(st.integers(0, 6), max_size=3).map(tuple), min_size=1, max_size=5))
+    sizes = draw(
+        st.lists(st.lists(st.integers(0, 6), max_size=3).map(tuple), min_size=1, max_size=5)
+    )
     ranks, align = draw(st.integers(1, 9)), draw(st.sampled_from([1, 4]))
-    layout = flat_layout([f"p{index}" for index in range(len(sizes))], sizes, ranks=ranks, align=align)
+    layout = flat_layout(
+        [f"p{index}" for index in range(len(sizes))], sizes, ranks=ranks, align=align
+    )
     index = draw(st.integers(0, len(sizes) - 1))
     ends = sorted(draw(st.tuples(*[st.integers(0, layout.params[index].numel)] * 2)))
     return layout, index, Interval(*ends)
 
 
 @given(made=parts())
-def test_the_runs_of_a_part_are_its_elements_in_order_each_once(made: tuple[FlatLayout, int, Interval]) -> None:
+def test_the_runs_of_a_part_are_its_elements_in_order_each_once(
+    made: tuple[FlatLayout, int, Interval],
+) -> None:
     layout, index, part = made
     full = torch.arange(layout.full_numel).view(layout.ranks, layout.shard_numel)
     position = 0
@@ -228,13 +288,17 @@ def test_the_runs_of_a_part_are_its_elements_in_order_each_once(made: tuple[Flat
         assert run.start == position
         assert run.in_shard, "a run has elements"
         start = layout.params[index].start + part.start + position
-        assert full[run.rank, run.in_shard.slice].tolist() == list(range(start, start + run.in_shard.numel))
+        assert full[run.rank, run.in_shard.slice].tolist() == list(
+            range(start, start + run.in_shard.numel)
+        )
         position += run.in_shard.numel
     assert position == part.numel
 
 
 @given(made=parts())
-def test_a_run_comes_from_each_shard_that_holds_any_of_a_part(made: tuple[FlatLayout, int, Interval]) -> None:
+def test_a_run_comes_from_each_shard_that_holds_any_of_a_part(
+    made: tuple[FlatLayout, int, Interval],
+) -> None:
     layout, index, part = made
     holders = [rank for rank in range(layout.ranks) if layout.part(index, rank).clipped(part)]
     assert [run.rank for run in runs_of_part(layout, index, part)] == holders
@@ -260,7 +324,8 @@ def test_a_part_of_one_shard_among_a_billion_is_found_at_once() -> None:
 
 @st.composite
 def one_parameter_laid_out_twice(draw: st.DrawFn) -> tuple[FlatLayout, FlatLayout]:
-    """Among as many elements before it and after it, or nearly; small numbers, so that many pairs are alike."""
+    """Among as many elements before it and after it, or nearly; small numbers, so that many pairs
+    are alike."""
     numel, ranks = draw(st.integers(0, 12)), draw(st.integers(1, 5))
 
     def layout() -> FlatLayout:
@@ -285,6 +350,8 @@ def test_parts_of_parameters_of_other_sizes_are_not_the_same() -> None:
 
 
 def test_the_parts_of_a_billion_ranks_are_compared_at_once() -> None:
-    one, other = (FlatLayout((ParamSpec("p", (10**12,), start),), 10**9, 2000) for start in (8, 8 + 10**11))
+    one, other = (
+        FlatLayout((ParamSpec("p", (10**12,), start),), 10**9, 2000) for start in (8, 8 + 10**11)
+    )
     assert same_parts(one, 0, one, 0)
     assert not same_parts(one, 0, other, 0)

@@ -1,4 +1,5 @@
-"""Values of SHARDED and LOCAL state dicts are views; copies of them do not change while training goes on, and load again."""
+"""Values of SHARDED and LOCAL state dicts are views; copies of them do not change while training
+goes on, and load again."""
 
 from __future__ import annotations
 
@@ -32,16 +33,35 @@ from fsdp_compat import (
     StateDictType,
 )
 from fsdp_compat import FullyShardedDataParallel as FSDP
-from tests.support.odd_model import STEPS, Block, Config, assert_same, cloned, make_model, make_optimizer, shard, train, whole
+from tests.support.odd_model import (
+    STEPS,
+    Block,
+    Config,
+    assert_same,
+    cloned,
+    make_model,
+    make_optimizer,
+    shard,
+    train,
+    whole,
+)
 from tests.support.ranks import run_ranks
 
-SHARDED, LOCAL, FULL = StateDictType.SHARDED_STATE_DICT, StateDictType.LOCAL_STATE_DICT, StateDictType.FULL_STATE_DICT
+SHARDED, LOCAL, FULL = (
+    StateDictType.SHARDED_STATE_DICT,
+    StateDictType.LOCAL_STATE_DICT,
+    StateDictType.FULL_STATE_DICT,
+)
 State = dict[str, Any]
 ROOT = Path(__file__).parents[2]
 
 FLAT: Config = ("FULL_SHARD", False, "blocks")
 ORIGINAL: Config = ("SHARD_GRAD_OP", True, "always")
-MESH: Config = ("HYBRID_SHARD", True, "blocks")  # given a device mesh, so its sharded values are DTensors
+MESH: Config = (
+    "HYBRID_SHARD",
+    True,
+    "blocks",
+)  # given a device mesh, so its sharded values are DTensors
 
 
 def model_state(model: nn.Module, form: StateDictType) -> State:
@@ -49,14 +69,20 @@ def model_state(model: nn.Module, form: StateDictType) -> State:
         return model.state_dict()
 
 
-def states(model: nn.Module, optimizer: torch.optim.Optimizer, form: StateDictType, to_cpu: bool = False) -> State:
-    """The model's state; in the sharded form, which shares its classes with it, the optimizer's too."""
+def states(
+    model: nn.Module, optimizer: torch.optim.Optimizer, form: StateDictType, to_cpu: bool = False
+) -> State:
+    """The model's state; in the sharded form, which shares its classes with it, the optimizer's
+    too."""
     if form is LOCAL:
         with FSDP.state_dict_type(model, form, LocalStateDictConfig(offload_to_cpu=to_cpu)):
             return {"model": model.state_dict()}
     configs: tuple[Any, ...] = ()
     if form is SHARDED:
-        configs = ShardedStateDictConfig(offload_to_cpu=to_cpu), ShardedOptimStateDictConfig(offload_to_cpu=to_cpu)
+        configs = (
+            ShardedStateDictConfig(offload_to_cpu=to_cpu),
+            ShardedOptimStateDictConfig(offload_to_cpu=to_cpu),
+        )
     with FSDP.state_dict_type(model, form, *configs):
         return {"model": model.state_dict(), "optim": FSDP.optim_state_dict(model, optimizer)}
 
@@ -72,7 +98,9 @@ def load(model: FSDP, optimizer: torch.optim.Optimizer, state: State) -> None:
     assert str(model.load_state_dict(state["model"])) == "<All keys matched successfully>"
     if "optim" in state:
         with FSDP.state_dict_type(model, SHARDED):
-            optimizer.load_state_dict(FSDP.optim_state_dict_to_load(model, optimizer, state["optim"]))
+            optimizer.load_state_dict(
+                FSDP.optim_state_dict_to_load(model, optimizer, state["optim"])
+            )
 
 
 def assert_loads(state: State, expected: State, config: Config, where: str) -> None:
@@ -91,7 +119,11 @@ def each_tensor(state: Any, change: Callable[[Tensor], Tensor]) -> Any:
         return change(state)
     if isinstance(state, list):
         return [each_tensor(value, change) for value in state]
-    return {key: each_tensor(value, change) for key, value in state.items()} if isinstance(state, dict) else state
+    return (
+        {key: each_tensor(value, change) for key, value in state.items()}
+        if isinstance(state, dict)
+        else state
+    )
 
 
 def local_tensors(state: State) -> list[Tensor]:
@@ -99,7 +131,11 @@ def local_tensors(state: State) -> list[Tensor]:
     found: list[Tensor] = []
 
     def add(value: Any) -> Any:
-        found.extend([each.tensor for each in value.local_shards()] if isinstance(value, ShardedTensor) else [value])
+        found.extend(
+            [each.tensor for each in value.local_shards()]
+            if isinstance(value, ShardedTensor)
+            else [value]
+        )
         return value
 
     each_tensor(state, add)
@@ -126,13 +162,20 @@ def _copies(config: Config, form: StateDictType, directory: str) -> None:
     if config != MESH:  # DTensors' parts are copies in the first place
         for one, other in zip(local_tensors(views), local_tensors(live), strict=True):
             assert one.data_ptr() == other.data_ptr(), "detach() views the same memory"
-        assert all(value.cpu() is value for value in live["model"].values()), "what is on the CPU stays what it is"
+        assert all(value.cpu() is value for value in live["model"].values()), (
+            "what is on the CPU stays what it is"
+        )
     train(model, optimizer, range(STEPS, STEPS + 2))
     assert not torch.equal(model.state_dict()["cube"], expected["model"]["cube"])
     for way, copied in copies.items():
         assert_loads(copied, expected, config, f"{way}, {form.name}, {config}")
     if config != MESH:
-        assert_loads({"model": live["model"]}, states(model, optimizer, FULL), config, "the views have followed")
+        assert_loads(
+            {"model": live["model"]},
+            states(model, optimizer, FULL),
+            config,
+            "the views have followed",
+        )
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
@@ -145,7 +188,9 @@ def _offloaded_with_torchs_function() -> None:
     """A module around an instance, whose own parameters and buffers no unit manages."""
     for full in (False, True):
         model = nn.ModuleDict({"unit": FSDP(nn.Linear(3, 5)), "norm": nn.BatchNorm1d(5)})
-        found = get_model_state_dict(model, options=StateDictOptions(full_state_dict=full, cpu_offload=True))
+        found = get_model_state_dict(
+            model, options=StateDictOptions(full_state_dict=full, cpu_offload=True)
+        )
         expected = cloned(whole(found))
         with torch.no_grad():
             for tensor in (*model.parameters(), *model.buffers()):
@@ -157,20 +202,24 @@ def test_torchs_functions_give_copies_with_cpu_offload() -> None:
     run_ranks(2, _offloaded_with_torchs_function)
 
 
-# --- files that are read without running code -------------------------------------------------------------------------
+# --- files that are read without running code -----------------------------------------------------
 
 
 def _write_files(directory: str) -> list[float]:
     """One file per rank with everything in it; return the sums of what the rank holds."""
     found: State = {}
-    for number, (config, form) in enumerate([(FLAT, SHARDED), (ORIGINAL, SHARDED), (FLAT, LOCAL), (MESH, SHARDED)]):
+    for number, (config, form) in enumerate(
+        [(FLAT, SHARDED), (ORIGINAL, SHARDED), (FLAT, LOCAL), (MESH, SHARDED)]
+    ):
         found[str(number)] = states(*trained(config, 1), form)
     torch.save(found, f"{directory}/{dist.get_rank()}.pt")
     return sums_of(found)
 
 
 def sums_of(state: State) -> list[float]:
-    tensors = [value.to_local() if isinstance(value, DTensor) else value for value in local_tensors(state)]
+    tensors = [
+        value.to_local() if isinstance(value, DTensor) else value for value in local_tensors(state)
+    ]
     return [tensor.double().sum().item() for tensor in tensors]
 
 
@@ -181,7 +230,8 @@ import torch
 from torch.serialization import get_safe_globals
 
 states = [torch.load(path, weights_only=True) for path in sys.argv[1:]]
-names = sorted(f"{each.__module__}.{each.__qualname__}" for each in get_safe_globals() if "fsdp_compat" in each.__module__)
+ours = [each for each in get_safe_globals() if "fsdp_compat" in each.__module__]
+names = sorted(f"{each.__module__}.{each.__qualname__}" for each in ours)
 from tests.state.test_copies_of_values import sums_of
 print(json.dumps([[sums_of(state) for state in states], names]))
 """
@@ -190,25 +240,34 @@ print(json.dumps([[sums_of(state) for state in states], names]))
 def test_a_fresh_process_reads_files_with_weights_only(tmp_path: Path) -> None:
     expected = run_ranks(3, _write_files, str(tmp_path))
     command = [sys.executable, "-c", READ, *(str(tmp_path / f"{rank}.pt") for rank in range(3))]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=200, check=False)
+    done = subprocess.run(
+        command, capture_output=True, text=True, cwd=ROOT, timeout=200, check=False
+    )
     assert done.returncode == 0, done.stderr
     found, names = json.loads(done.stdout.splitlines()[-1])
     assert found == expected
-    assert names == [  # descriptions without any behaviour when they are made, and the function that makes values of them
-        "fsdp_compat._layout.spec.FlatLayout",
-        "fsdp_compat._layout.spec.ParamSpec",
-        "fsdp_compat._state.formats.FlatOfParameters",
-        "fsdp_compat._state.formats.Place",
-        "fsdp_compat._state.formats._rebuilt",
-        "fsdp_compat._state.opaque.Part",
-        "fsdp_compat._state.opaque.RankState",
-    ]
+    assert (
+        names
+        # descriptions without any behaviour when they are made, and the function that makes values
+        # of them
+        == [
+            "fsdp_compat._layout.spec.FlatLayout",
+            "fsdp_compat._layout.spec.ParamSpec",
+            "fsdp_compat._state.formats.FlatOfParameters",
+            "fsdp_compat._state.formats.Place",
+            "fsdp_compat._state.formats._rebuilt",
+            "fsdp_compat._state.opaque.Part",
+            "fsdp_compat._state.opaque.RankState",
+        ]
+    )
 
 
-# --- asynchronous saves -----------------------------------------------------------------------------------------------
+# --- asynchronous saves ---------------------------------------------------------------------------
 
 
-def _async_saves(config: Config, form: StateDictType, directory: str, kinds: tuple[str, ...]) -> None:
+def _async_saves(
+    config: Config, form: StateDictType, directory: str, kinds: tuple[str, ...]
+) -> None:
     for kind in kinds:
         model, optimizer = trained(config, 1)
         expected = cloned(states(model, optimizer, FULL))
@@ -216,10 +275,16 @@ def _async_saves(config: Config, form: StateDictType, directory: str, kinds: tup
             "thread": {},
             "blocking": {"async_stager": BlockingAsyncStager()},
             "writer": {"storage_writer": dcp.FileSystemWriter(f"{directory}/{kind}")},
-            "staged in a thread": {"async_stager": DefaultStager(StagingOptions(False, False, True, False))},
-            "process": {"async_checkpointer_type": dcp.state_dict_saver.AsyncCheckpointerType.PROCESS},
+            "staged in a thread": {
+                "async_stager": DefaultStager(StagingOptions(False, False, True, False))
+            },
+            "process": {
+                "async_checkpointer_type": dcp.state_dict_saver.AsyncCheckpointerType.PROCESS
+            },
         }[kind]
-        answer: Any = dcp.async_save(states(model, optimizer, form), checkpoint_id=f"{directory}/{kind}", **options)
+        answer: Any = dcp.async_save(
+            states(model, optimizer, form), checkpoint_id=f"{directory}/{kind}", **options
+        )
         future = answer
         if kind == "staged in a thread":
             answer.staging_completion.result()
@@ -232,13 +297,21 @@ def _async_saves(config: Config, form: StateDictType, directory: str, kinds: tup
         load(other, its_optimizer, state)
         assert_same(states(other, its_optimizer, FULL)["model"], expected["model"], kind)
         if "optim" in state:
-            assert_same(states(other, its_optimizer, FULL)["optim"]["state"], expected["optim"]["state"], kind)
+            assert_same(
+                states(other, its_optimizer, FULL)["optim"]["state"],
+                expected["optim"]["state"],
+                kind,
+            )
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
-def test_training_after_staging_changes_nothing_of_what_is_saved(world_size: int, tmp_path: Path) -> None:
+def test_training_after_staging_changes_nothing_of_what_is_saved(
+    world_size: int, tmp_path: Path
+) -> None:
     kinds = ("thread", "blocking", "writer", "staged in a thread")
-    for number, (config, form) in enumerate([(FLAT, SHARDED), (ORIGINAL, SHARDED), (FLAT, LOCAL), (MESH, SHARDED)]):
+    for number, (config, form) in enumerate(
+        [(FLAT, SHARDED), (ORIGINAL, SHARDED), (FLAT, LOCAL), (MESH, SHARDED)]
+    ):
         run_ranks(world_size, _async_saves, config, form, str(tmp_path / str(number)), kinds)
 
 
@@ -246,12 +319,15 @@ def test_a_process_saves_what_was_there_when_it_was_asked(tmp_path: Path) -> Non
     run_ranks(2, _async_saves, FLAT, SHARDED, str(tmp_path), ("process",), timeout=240)
 
 
-# --- local shards that somebody has replaced --------------------------------------------------------------------------
+# --- local shards that somebody has replaced ------------------------------------------------------
 
 
 def replace_shards(state: State, change: Callable[[Tensor], Tensor]) -> State:
-    """Put ``change(tensor)`` into every local shard, as callers do who convert or decrypt what they load."""
-    for value in {id(value): value for value in state.values()}.values():  # a tied parameter's is there under several names
+    """Put ``change(tensor)`` into every local shard, as callers do who convert or decrypt what they
+    load."""
+    for value in {
+        id(value): value for value in state.values()
+    }.values():  # a tied parameter's is there under several names
         for each in value.local_shards() if isinstance(value, ShardedTensor) else ():
             each.tensor = change(each.tensor)
     return state
@@ -290,14 +366,19 @@ def _replaced(config: Config, form: StateDictType, directory: str) -> None:
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_what_was_put_into_local_shards_is_copied_saved_and_loaded(world_size: int, tmp_path: Path) -> None:
+def test_what_was_put_into_local_shards_is_copied_saved_and_loaded(
+    world_size: int, tmp_path: Path
+) -> None:
     for form in (SHARDED, LOCAL):
         run_ranks(world_size, _replaced, FLAT, form, str(tmp_path / form.name))
 
 
 def _replaced_as_in_torch() -> None:
     theirs = TorchFSDP(
-        make_model(1, scalar=False), auto_wrap_policy=TorchWrapPolicy({Block}), device_id=torch.device("cpu"), use_orig_params=True
+        make_model(1, scalar=False),
+        auto_wrap_policy=TorchWrapPolicy({Block}),
+        device_id=torch.device("cpu"),
+        use_orig_params=True,
     )
     ours = shard(make_model(1, scalar=False), FLAT)
     for of_torch, module in ((True, theirs), (False, ours)):
@@ -340,6 +421,8 @@ def _replaced_wrongly(form: StateDictType, directory: str) -> None:
     assert_same(model.state_dict(), before, "nothing was loaded")
 
 
-def test_what_does_not_fit_into_local_shards_is_refused_before_anything_changes(tmp_path: Path) -> None:
+def test_what_does_not_fit_into_local_shards_is_refused_before_anything_changes(
+    tmp_path: Path,
+) -> None:
     for form in (SHARDED, LOCAL):
         run_ranks(2, _replaced_wrongly, form, str(tmp_path))

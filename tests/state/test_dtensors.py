@@ -1,4 +1,5 @@
-"""SHARDED_STATE_DICT of models that were given a device mesh: DTensors, cut as torch's FSDP1 cuts them."""
+"""SHARDED_STATE_DICT of models that were given a device mesh: DTensors, cut as torch's FSDP1 cuts
+them."""
 
 from __future__ import annotations
 
@@ -19,7 +20,13 @@ from torch.distributed.fsdp import StateDictType as TorchType
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy as TorchWrapPolicy
 from torch.distributed.tensor import DTensor
 
-from fsdp_compat import CheckpointError, ShardedStateDictConfig, ShardingStrategy, StateDictType, UsageError
+from fsdp_compat import (
+    CheckpointError,
+    ShardedStateDictConfig,
+    ShardingStrategy,
+    StateDictType,
+    UsageError,
+)
 from fsdp_compat import FullyShardedDataParallel as FSDP
 from fsdp_compat.wrap import ModuleWrapPolicy
 from tests.support.memory import NewBytes
@@ -39,7 +46,8 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """Rows that the ranks do not divide, fewer rows than ranks, a tie, and with ``odd`` 0-d and empty ones, which torch refuses."""
+    """Rows that the ranks do not divide, fewer rows than ranks, a tie, and with ``odd`` 0-d and
+    empty ones, which torch refuses."""
 
     def __init__(self, odd: bool) -> None:
         super().__init__()
@@ -64,7 +72,9 @@ def mesh_of(hybrid: bool) -> Any:
     return init_device_mesh("cpu", (2, world // 2) if hybrid else (world,))
 
 
-def ours(model: nn.Module, use_orig_params: bool = False, hybrid: bool = False, **options: Any) -> FSDP:
+def ours(
+    model: nn.Module, use_orig_params: bool = False, hybrid: bool = False, **options: Any
+) -> FSDP:
     return FSDP(
         model,
         device_mesh=mesh_of(hybrid),
@@ -88,7 +98,9 @@ def theirs(model: nn.Module, hybrid: bool = False) -> TorchFSDP:
 
 
 def sharded_state(model: nn.Module, offload_to_cpu: bool = False) -> dict[str, Any]:
-    with FSDP.state_dict_type(model, SHARDED, ShardedStateDictConfig(offload_to_cpu=offload_to_cpu)):
+    with FSDP.state_dict_type(
+        model, SHARDED, ShardedStateDictConfig(offload_to_cpu=offload_to_cpu)
+    ):
         return model.state_dict()
 
 
@@ -118,7 +130,10 @@ def _as_torchs(hybrid: bool) -> None:
                 if isinstance(value, DTensor):
                     assert found[name].placements == value.placements, name
                     assert found[name].device_mesh == value.device_mesh, name
-                    assert (found[name].shape, found[name].stride()) == (value.shape, value.stride()), name
+                    assert (found[name].shape, found[name].stride()) == (
+                        value.shape,
+                        value.stride(),
+                    ), name
                     own = found[name].to_local()
                     assert torch.equal(own, value.to_local()), name
                     assert own.untyped_storage().nbytes() == own.nbytes, name
@@ -127,7 +142,9 @@ def _as_torchs(hybrid: bool) -> None:
 
 
 @pytest.mark.parametrize(("world_size", "hybrid"), [(1, False), (2, False), (3, False), (4, True)])
-def test_values_placements_and_chunks_are_those_of_torchs_fsdp1(world_size: int, hybrid: bool) -> None:
+def test_values_placements_and_chunks_are_those_of_torchs_fsdp1(
+    world_size: int, hybrid: bool
+) -> None:
     run_ranks(world_size, _as_torchs, hybrid)
 
 
@@ -153,7 +170,9 @@ def _says_so() -> None:
 
     model = ours(make_model())
     value = sharded_state(model)
-    value["one"] = sharded_state(FSDP(nn.ParameterList([torch.zeros(1, 5)]), device_mesh=mesh_of(False)))["0"]
+    value["one"] = sharded_state(
+        FSDP(nn.ParameterList([torch.zeros(1, 5)]), device_mesh=mesh_of(False))
+    )["0"]
     with pytest.raises(CheckpointError, match="size mismatch for one"):
         model.load_state_dict(value)
     assert_holds(model, make_model())
@@ -161,8 +180,13 @@ def _says_so() -> None:
 
 def _pickled_hybrid() -> None:
     model = ours(make_model(), hybrid=True)
-    expected, value = (sharded_state(each)["embed.weight"] for each in (model, pickle.loads(pickle.dumps(model))))
-    assert (value.device_mesh.mesh.tolist(), value.placements) == ([[0, 1], [2, 3]], expected.placements)
+    expected, value = (
+        sharded_state(each)["embed.weight"] for each in (model, pickle.loads(pickle.dumps(model)))
+    )
+    assert (value.device_mesh.mesh.tolist(), value.placements) == (
+        [[0, 1], [2, 3]],
+        expected.placements,
+    )
     assert torch.equal(value.full_tensor(), make_model().embed.weight)
 
 
@@ -178,7 +202,10 @@ def _save(path: str, kind: str) -> None:
     if kind == "torch":
         dcp.save(torchs_state(theirs(make_model(1, odd=False))), checkpoint_id=path)
     elif kind == "boxes":
-        dcp.save(sharded_state(FSDP(make_model(1), auto_wrap_policy=ModuleWrapPolicy({Block}))), checkpoint_id=path)
+        dcp.save(
+            sharded_state(FSDP(make_model(1), auto_wrap_policy=ModuleWrapPolicy({Block}))),
+            checkpoint_id=path,
+        )
     else:
         dcp.save(sharded_state(ours(make_model(1), True, kind == "hybrid")), checkpoint_id=path)
 
@@ -195,7 +222,11 @@ def _load(path: str, kind: str, odd: bool) -> None:
                 assert torch.equal(whole, make_model(1, odd=False).state_dict()[name]), name
         return
     plain = make_model(2, odd)
-    model = FSDP(plain, use_orig_params=True) if kind == "boxes" else ours(plain, hybrid=kind == "hybrid")
+    model = (
+        FSDP(plain, use_orig_params=True)
+        if kind == "boxes"
+        else ours(plain, hybrid=kind == "hybrid")
+    )
     state = sharded_state(model)
     names = list(state)
     dcp.load(state, checkpoint_id=path)
@@ -205,11 +236,17 @@ def _load(path: str, kind: str, odd: bool) -> None:
 
 
 def test_files_pass_between_meshes_of_any_size_boxes_and_torchs_fsdp1(tmp_path: Path) -> None:
-    for number, (writers, saved) in enumerate([(3, "mesh"), (4, "hybrid"), (2, "boxes"), (2, "torch")]):
+    for number, (writers, saved) in enumerate(
+        [(3, "mesh"), (4, "hybrid"), (2, "boxes"), (2, "torch")]
+    ):
         path = str(tmp_path / str(number))
         run_ranks(writers, _save, path, saved)
         odd = saved != "torch"
-        readers = {"mesh": [(2, "mesh"), (1, "mesh"), (2, "boxes")], "hybrid": [(3, "mesh")], "boxes": [(3, "mesh"), (4, "hybrid")]}
+        readers = {
+            "mesh": [(2, "mesh"), (1, "mesh"), (2, "boxes")],
+            "hybrid": [(3, "mesh")],
+            "boxes": [(3, "mesh"), (4, "hybrid")],
+        }
         for world_size, kind in readers.get(saved, [(3, "mesh"), (2, "boxes")]):
             run_ranks(world_size, _load, path, kind, odd)
 
@@ -235,11 +272,17 @@ def _memory() -> None:
     torch.manual_seed(0)
     plain = Stack()
     unit_nbytes = plain.layers[0].weight.nbytes
-    model = FSDP(copy.deepcopy(plain), device_mesh=mesh_of(False), auto_wrap_policy=ModuleWrapPolicy({nn.Linear}))
+    model = FSDP(
+        copy.deepcopy(plain),
+        device_mesh=mesh_of(False),
+        auto_wrap_policy=ModuleWrapPolicy({nn.Linear}),
+    )
     kept = 4 * unit_nbytes // dist.get_world_size()
     with NewBytes() as saving:
         state = sharded_state(model)
-    assert kept + unit_nbytes // 2 <= saving.peak <= kept + unit_nbytes, "one unit is gathered at a time"
+    assert kept + unit_nbytes // 2 <= saving.peak <= kept + unit_nbytes, (
+        "one unit is gathered at a time"
+    )
     with NewBytes() as loading:
         model.load_state_dict(state)
     assert 0 < loading.peak <= 2.5 * unit_nbytes, "one parameter is put together at a time"

@@ -24,7 +24,11 @@ from fsdp_compat.wrap import ModuleWrapPolicy
 from tests.support.memory import NewBytes
 from tests.support.ranks import run_ranks
 
-FULL, SHARDED, LOCAL = StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT, StateDictType.LOCAL_STATE_DICT
+FULL, SHARDED, LOCAL = (
+    StateDictType.FULL_STATE_DICT,
+    StateDictType.SHARDED_STATE_DICT,
+    StateDictType.LOCAL_STATE_DICT,
+)
 WIDTH, RANK = 32, 2
 
 
@@ -63,9 +67,17 @@ def make_model(seed: int = 0) -> Model:
     return Model()
 
 
-def shard(model: nn.Module, use_orig_params: bool = False, wrapped: bool = True, **options: Any) -> FSDP:
+def shard(
+    model: nn.Module, use_orig_params: bool = False, wrapped: bool = True, **options: Any
+) -> FSDP:
     wrap = ModuleWrapPolicy({Lora}) if wrapped else None
-    return FSDP(model, use_orig_params=use_orig_params, auto_wrap_policy=wrap, ignored_modules=[model.ignored], **options)
+    return FSDP(
+        model,
+        use_orig_params=use_orig_params,
+        auto_wrap_policy=wrap,
+        ignored_modules=[model.ignored],
+        **options,
+    )
 
 
 Filter = Callable[[str], bool] | str
@@ -77,13 +89,27 @@ def is_lora(name: str) -> bool:
 
 def is_some(name: str) -> bool:
     """Some of every group, one name of a tie, a buffer, and an unmanaged parameter."""
-    return name in ("head.weight", "nothing", "gain", "blocks.1.base.bias", "norm.running_var", "ignored.bias", "wide")
+    return name in (
+        "head.weight",
+        "nothing",
+        "gain",
+        "blocks.1.base.bias",
+        "norm.running_var",
+        "ignored.bias",
+        "wide",
+    )
 
 
 def chosen(plain: nn.Module, choice: Filter) -> dict[str, Any]:
     """What the unsharded model has of it."""
-    trainable = {name for name, p in plain.named_parameters(remove_duplicate=False) if p.requires_grad}
-    return {k: v for k, v in plain.state_dict().items() if (k in trainable if isinstance(choice, str) else choice(k))}
+    trainable = {
+        name for name, p in plain.named_parameters(remove_duplicate=False) if p.requires_grad
+    }
+    return {
+        k: v
+        for k, v in plain.state_dict().items()
+        if (k in trainable if isinstance(choice, str) else choice(k))
+    }
 
 
 def assert_same(actual: dict[str, Any], expected: dict[str, Any]) -> None:
@@ -96,7 +122,10 @@ def assert_same(actual: dict[str, Any], expected: dict[str, Any]) -> None:
 def sent(model: FSDP) -> tuple[int, int]:
     """(gathers, bytes) that this rank has sent; the counters begin anew."""
     counters = {id(group.shard): group.shard.traffic for group in model._runtime.groups}.values()
-    found = sum(sum(each.counts.values()) for each in counters), sum(sum(each.nbytes.values()) for each in counters)
+    found = (
+        sum(sum(each.counts.values()) for each in counters),
+        sum(sum(each.nbytes.values()) for each in counters),
+    )
     for each in counters:
         each.clear()
     return found
@@ -112,14 +141,18 @@ def _full() -> None:
         for choice in CHOICES:
             expected = chosen(plain, choice)
             assert_same(model.state_dict(filter=choice), expected)
-            assert list(model.state_dict(prefix="a.", filter=lambda name: name.endswith("bias"))) == [
-                f"a.{name}" for name in plain.state_dict() if name.endswith("bias")
-            ]
+            assert list(
+                model.state_dict(prefix="a.", filter=lambda name: name.endswith("bias"))
+            ) == [f"a.{name}" for name in plain.state_dict() if name.endswith("bias")]
             found = dict(iter_full_state_dict(model, filter=choice))
             assert found.keys() == expected.keys()
             assert_same({name: found[name] for name in expected}, expected)
-            with FSDP.state_dict_type(model, FULL, FullStateDictConfig(rank0_only=True, offload_to_cpu=True)):
-                assert_same(model.state_dict(filter=choice), expected if dist.get_rank() == 0 else {})
+            with FSDP.state_dict_type(
+                model, FULL, FullStateDictConfig(rank0_only=True, offload_to_cpu=True)
+            ):
+                assert_same(
+                    model.state_dict(filter=choice), expected if dist.get_rank() == 0 else {}
+                )
         assert_same(model.state_dict(), plain.state_dict())
         with FSDP.summon_full_params(model):
             assert_same(model.state_dict(filter=is_lora), chosen(plain, is_lora))
@@ -149,9 +182,18 @@ def _sharded(path: str) -> None:
             assert list(found) == list(expected)
             assert mesh is not None or sent(model) == (0, 0)
             for name, value in found.items():
-                tensors = [value] if not isinstance(value, ShardedTensor) else [each.tensor for each in value.local_shards()]
-                held = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in map(_own, tensors)}
-                assert sum(held.values()) == sum(_own(t).nbytes for t in tensors), f"{name} keeps more memory than it shows"
+                tensors = (
+                    [value]
+                    if not isinstance(value, ShardedTensor)
+                    else [each.tensor for each in value.local_shards()]
+                )
+                held = {
+                    t.untyped_storage()._cdata: t.untyped_storage().nbytes()
+                    for t in map(_own, tensors)
+                }
+                assert sum(held.values()) == sum(_own(t).nbytes for t in tensors), (
+                    f"{name} keeps more memory than it shows"
+                )
             folder = f"{path}/{number}/{CHOICES.index(choice)}"
             dcp.save(found, checkpoint_id=folder)
             other = shard(make_model(2), not use_orig_params)
@@ -162,7 +204,9 @@ def _sharded(path: str) -> None:
             assert_same(other.state_dict(filter=choice), expected)
         with FSDP.state_dict_type(model, LOCAL):
             keys = list(model.state_dict(filter=is_lora))
-        assert keys == ["blocks.0._flat_param", "blocks.1._flat_param"], "flat parameters that hold what is chosen"
+        assert keys == ["blocks.0._flat_param", "blocks.1._flat_param"], (
+            "flat parameters that hold what is chosen"
+        )
 
 
 def _own(tensor: Tensor) -> Tensor:
@@ -170,7 +214,9 @@ def _own(tensor: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_a_filtered_sharded_dict_holds_compact_copies_that_dcp_takes(world_size: int, tmp_path: Path) -> None:
+def test_a_filtered_sharded_dict_holds_compact_copies_that_dcp_takes(
+    world_size: int, tmp_path: Path
+) -> None:
     run_ranks(world_size, _sharded, str(tmp_path))
 
 
@@ -179,7 +225,10 @@ def _bytes() -> None:
     adapter_nbytes = 2 * 2 * WIDTH * RANK * 4  # two blocks, two matrices
     for use_orig_params, wrapped in itertools.product((False, True), (True, False)):
         model = shard(make_model(), use_orig_params, wrapped)
-        for take in (FSDP.state_dict, lambda model, filter: dict(iter_full_state_dict(model, filter=filter))):
+        for take in (
+            FSDP.state_dict,
+            lambda model, filter: dict(iter_full_state_dict(model, filter=filter)),
+        ):
             sent(model)
             assert len(take(model, filter=is_lora)) == 4
             gathers, nbytes = sent(model)
@@ -218,17 +267,25 @@ def _iterates() -> None:
         model = shard(make_model(), use_orig_params)
         pairs = list(iter_full_state_dict(model))
         names = [name for name, _ in pairs]
-        own = [name for name in plain.state_dict() if not name.startswith("blocks") and name != "head.weight"]
+        own = [
+            name
+            for name in plain.state_dict()
+            if not name.startswith("blocks") and name != "head.weight"
+        ]
         own.insert(own.index("embed.weight") + 1, "head.weight")
         assert names[: len(own)] == own, "the root's first, a tie's together"
-        assert names[len(own) :] == [name for name in plain.state_dict() if name.startswith("blocks")]
+        assert names[len(own) :] == [
+            name for name in plain.state_dict() if name.startswith("blocks")
+        ]
         found = dict(pairs)
         assert found["embed.weight"] is found["head.weight"]
         assert_same({name: found[name] for name in plain.state_dict()}, plain.state_dict())
         live = [*model.parameters(), *model.buffers()]
         for name, value in pairs:
             assert value.untyped_storage().nbytes() == value.nbytes, name
-            assert all(value.untyped_storage()._cdata != t.untyped_storage()._cdata for t in live), name
+            assert all(
+                value.untyped_storage()._cdata != t.untyped_storage()._cdata for t in live
+            ), name
     torch.manual_seed(3)
     whole = Around(lambda m: m)
     torch.manual_seed(3)
@@ -256,7 +313,10 @@ def _memory() -> None:
     torch.manual_seed(0)
     model = FSDP(Stack(), auto_wrap_policy=ModuleWrapPolicy({nn.Linear}))
     unit_nbytes = 2 * model._runtime.groups[0].store.shard.nbytes
-    for make in (iter_full_state_dict, lambda model: iter_full_state_dict(model, filter=lambda name: name.endswith("weight"))):
+    for make in (
+        iter_full_state_dict,
+        lambda model: iter_full_state_dict(model, filter=lambda name: name.endswith("weight")),
+    ):
         with NewBytes() as new:
             largest = max(value.nbytes for _, value in make(model))
             assert new.now == 0

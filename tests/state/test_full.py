@@ -52,7 +52,8 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """Everything that can be in a state dict: ties, a shared module, two dtypes, frozen, 0-d and empty parameters."""
+    """Everything that can be in a state dict: ties, a shared module, two dtypes, frozen, 0-d and
+    empty parameters."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -68,7 +69,12 @@ class Model(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:  # [batch] -> [batch, 7]
         x = self.second(self.first(self.blocks(self.embed(tokens))))
-        return self.head(x) + self.frozen.sum() + self.wide(torch.ones(2).double()).sum().float() + self.nothing.sum()
+        return (
+            self.head(x)
+            + self.frozen.sum()
+            + self.wide(torch.ones(2).double()).sum().float()
+            + self.nothing.sum()
+        )
 
 
 def make_model(seed: int = 0) -> Model:
@@ -76,10 +82,22 @@ def make_model(seed: int = 0) -> Model:
     return Model()
 
 
-def shard(model: nn.Module, strategy: str = "FULL_SHARD", use_orig_params: bool = False, policy: str = "blocks") -> FSDP:
-    policies: dict[str, Any] = {"none": None, "blocks": ModuleWrapPolicy({Block}), "always": always_wrap_policy}
+def shard(
+    model: nn.Module,
+    strategy: str = "FULL_SHARD",
+    use_orig_params: bool = False,
+    policy: str = "blocks",
+) -> FSDP:
+    policies: dict[str, Any] = {
+        "none": None,
+        "blocks": ModuleWrapPolicy({Block}),
+        "always": always_wrap_policy,
+    }
     return FSDP(
-        model, sharding_strategy=ShardingStrategy[strategy], use_orig_params=use_orig_params, auto_wrap_policy=policies[policy]
+        model,
+        sharding_strategy=ShardingStrategy[strategy],
+        use_orig_params=use_orig_params,
+        auto_wrap_policy=policies[policy],
     )
 
 
@@ -94,9 +112,13 @@ def step(model: nn.Module, seed: int = 0) -> float:
     return loss.item()
 
 
-def assert_same(actual: Mapping[str, Any], expected: Mapping[str, Any], tolerance: float = 0.0) -> None:
+def assert_same(
+    actual: Mapping[str, Any], expected: Mapping[str, Any], tolerance: float = 0.0
+) -> None:
     wrong = [pair for pair in itertools.zip_longest(actual, expected) if pair[0] != pair[1]]
-    assert not wrong, f"{len(wrong)} keys are not where they should be, the first (actual, expected): {wrong[0]}"
+    assert not wrong, (
+        f"{len(wrong)} keys are not where they should be, the first (actual, expected): {wrong[0]}"
+    )
     for name, value in expected.items():
         if not isinstance(value, Tensor):
             assert actual[name] == value, name
@@ -109,16 +131,25 @@ def assert_same(actual: Mapping[str, Any], expected: Mapping[str, Any], toleranc
 
 def traffic(*roots: FSDP) -> int:
     """How many messages this rank has sent for parameters."""
-    wires = [wire for root in roots for group in root._runtime.groups for wire in (group.shard, group.replica)]
+    wires = [
+        wire
+        for root in roots
+        for group in root._runtime.groups
+        for wire in (group.shard, group.replica)
+    ]
     return sum(sum(wire.traffic.counts.values()) for wire in wires)
 
 
 ALL_CONFIGS = tuple(itertools.product(STRATEGIES, (False, True), ("none", "blocks", "always")))
-FEW_CONFIGS = (("FULL_SHARD", False, "blocks"), ("FULL_SHARD", True, "always"), ("SHARD_GRAD_OP", False, "none"))
+FEW_CONFIGS = (
+    ("FULL_SHARD", False, "blocks"),
+    ("FULL_SHARD", True, "always"),
+    ("SHARD_GRAD_OP", False, "none"),
+)
 FEW_CONFIGS += (("NO_SHARD", True, "blocks"), ("NO_SHARD", False, "always"))
 
 
-# --- saving -----------------------------------------------------------------------------------------------------------
+# --- saving ---------------------------------------------------------------------------------------
 
 
 def _equals_the_unsharded(configs: tuple[Config, ...]) -> None:
@@ -127,13 +158,20 @@ def _equals_the_unsharded(configs: tuple[Config, ...]) -> None:
         model = shard(copy.deepcopy(plain), strategy, use_orig_params, policy)
         expected, found = plain.state_dict(), model.state_dict()
         assert_same(found, expected)
-        assert {name: found._metadata.get(name) for name in expected._metadata} == expected._metadata
+        assert {
+            name: found._metadata.get(name) for name in expected._metadata
+        } == expected._metadata
         assert "blocks.0.scratch" not in found
-        assert found["head.weight"] is found["embed.weight"] or torch.equal(found["head.weight"], found["embed.weight"])
+        assert found["head.weight"] is found["embed.weight"] or torch.equal(
+            found["head.weight"], found["embed.weight"]
+        )
         if policy != "none":  # then these are units, or hold nothing but units
             assert_same(model.blocks.state_dict(), plain.blocks.state_dict())
             assert_same(model.blocks[1].state_dict(), plain.blocks[1].state_dict())
-            assert_same(model.module.blocks[1].state_dict(prefix="a.b."), plain.blocks[1].state_dict(prefix="a.b."))
+            assert_same(
+                model.module.blocks[1].state_dict(prefix="a.b."),
+                plain.blocks[1].state_dict(prefix="a.b."),
+            )
         assert step(model) == pytest.approx(step(plain), rel=1e-6)
         assert_same(model.state_dict(), plain.state_dict(), tolerance=1e-5)
 
@@ -148,7 +186,12 @@ def _containers_and_wrappers(use_orig_params: bool) -> None:
         torch.manual_seed(0)
         inside = nn.Sequential(wrap(Block(4)), nn.Linear(4, 3))
         return nn.ModuleDict(
-            {"plain": nn.BatchNorm1d(2), "outside": wrap(unit(Block(4))), "inside": unit(wrap(Block(3))), "below": unit(inside)}
+            {
+                "plain": nn.BatchNorm1d(2),
+                "outside": wrap(unit(Block(4))),
+                "inside": unit(wrap(Block(3))),
+                "below": unit(inside),
+            }
         )
 
     plain = built(lambda m: m, lambda m: m)
@@ -157,7 +200,10 @@ def _containers_and_wrappers(use_orig_params: bool) -> None:
         model = built(wrap, lambda m: FSDP(m, use_orig_params=use_orig_params))
         assert_same(model.state_dict(), expected)
         assert_same(model["below"].state_dict(), plain["below"].state_dict())
-        around = FSDP(built(wrap, lambda m: FSDP(m, use_orig_params=use_orig_params)), use_orig_params=use_orig_params)
+        around = FSDP(
+            built(wrap, lambda m: FSDP(m, use_orig_params=use_orig_params)),
+            use_orig_params=use_orig_params,
+        )
         assert_same(around.state_dict(), expected)
         for target in (model, around):
             doubled = {name: v * 2 if isinstance(v, Tensor) else v for name, v in expected.items()}
@@ -166,7 +212,9 @@ def _containers_and_wrappers(use_orig_params: bool) -> None:
 
 
 @pytest.mark.parametrize("use_orig_params", [False, True])
-def test_units_in_plain_containers_and_checkpoint_wrappers_leave_no_trace_in_names(use_orig_params: bool) -> None:
+def test_units_in_plain_containers_and_checkpoint_wrappers_leave_no_trace_in_names(
+    use_orig_params: bool,
+) -> None:
     run_ranks(2, _containers_and_wrappers, use_orig_params)
 
 
@@ -183,7 +231,9 @@ def _unit_below_checkpoint_wrapper_by_policy(use_orig_params: bool) -> None:
 
 
 @pytest.mark.parametrize("use_orig_params", [False, True])
-def test_activation_checkpointing_inside_of_a_model_leaves_no_trace_in_names(use_orig_params: bool) -> None:
+def test_activation_checkpointing_inside_of_a_model_leaves_no_trace_in_names(
+    use_orig_params: bool,
+) -> None:
     run_ranks(2, _unit_below_checkpoint_wrapper_by_policy, use_orig_params)
 
 
@@ -202,7 +252,11 @@ def _rank0_only_and_offload() -> None:
                 assert_same(model.state_dict(), expected)
                 continue
             assert_same(found, expected)
-            shards = {target.untyped_storage().data_ptr() for g in model._runtime.groups for target, _ in g.store.targets}
+            shards = {
+                target.untyped_storage().data_ptr()
+                for g in model._runtime.groups
+                for target, _ in g.store.targets
+            }
             buffers = {buffer.untyped_storage().data_ptr() for buffer in model.buffers()}
             for name, value in found.items():
                 if isinstance(value, Tensor) and value.numel():
@@ -277,13 +331,19 @@ def _ignored_modules_and_accumulation(use_orig_params: bool) -> None:
             with FSDP.summon_full_params(model):
                 pass
         model(tokens.flip(0)).sum().backward()
-        grads.append([parameter.grad for parameter in model.parameters() if parameter.grad is not None])
+        grads.append(
+            [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+        )
     assert len(grads[0]) == len(grads[1]) > 0
-    assert all(torch.equal(one, other) for one, other in zip(*grads, strict=True)), "gradients that wait are not lost"
+    assert all(torch.equal(one, other) for one, other in zip(*grads, strict=True)), (
+        "gradients that wait are not lost"
+    )
 
 
 @pytest.mark.parametrize("use_orig_params", [False, True])
-def test_ignored_modules_are_in_the_dict_and_waiting_gradients_survive_it(use_orig_params: bool) -> None:
+def test_ignored_modules_are_in_the_dict_and_waiting_gradients_survive_it(
+    use_orig_params: bool,
+) -> None:
     run_ranks(2, _ignored_modules_and_accumulation, use_orig_params)
 
 
@@ -293,7 +353,9 @@ class Stack(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(6)))
-        self.layers[0].frozen = nn.Parameter(torch.randn(64, 64), requires_grad=False)  # apart from the weight
+        self.layers[0].frozen = nn.Parameter(
+            torch.randn(64, 64), requires_grad=False
+        )  # apart from the weight
         self.register_buffer("table", torch.randn(50, 2)[:3])
 
 
@@ -301,7 +363,11 @@ def _memory_of_saves() -> None:
     plain = Stack()
     model = FSDP(copy.deepcopy(plain), auto_wrap_policy=ModuleWrapPolicy({nn.Linear}))
     unit_nbytes, is_first = plain.layers[0].weight.nbytes, dist.get_rank() == 0
-    full, sharded, local = StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT, StateDictType.LOCAL_STATE_DICT
+    full, sharded, local = (
+        StateDictType.FULL_STATE_DICT,
+        StateDictType.SHARDED_STATE_DICT,
+        StateDictType.LOCAL_STATE_DICT,
+    )
     for form, config, choice in (
         (full, FullStateDictConfig(rank0_only=True, offload_to_cpu=True), None),
         (full, None, None),
@@ -329,11 +395,13 @@ def _memory_of_saves() -> None:
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_ten_saves_end_with_the_bytes_of_the_first_and_one_unit_is_there_at_a_time(world_size: int) -> None:
+def test_ten_saves_end_with_the_bytes_of_the_first_and_one_unit_is_there_at_a_time(
+    world_size: int,
+) -> None:
     run_ranks(world_size, _memory_of_saves)
 
 
-# --- loading ----------------------------------------------------------------------------------------------------------
+# --- loading --------------------------------------------------------------------------------------
 
 
 def _loads_a_plain_dict(configs: tuple[Config, ...]) -> None:
@@ -355,7 +423,10 @@ def _loads_a_plain_dict(configs: tuple[Config, ...]) -> None:
         if policy != "none":
             model.blocks[0].load_state_dict(make_model(2).blocks[0].state_dict())
             assert_same(model.blocks[0].state_dict(), make_model(2).blocks[0].state_dict())
-        half = {name: v.half() if isinstance(v, Tensor) and v.is_floating_point() else v for name, v in wanted.items()}
+        half = {
+            name: v.half() if isinstance(v, Tensor) and v.is_floating_point() else v
+            for name, v in wanted.items()
+        }
         model.load_state_dict(half)
         assert model.state_dict()["embed.weight"].dtype == torch.float32
         assert torch.equal(model.state_dict()["first.weight"], half["first.weight"].float())
@@ -371,7 +442,12 @@ def _reports_clean_names(configs: tuple[Config, ...]) -> None:
         plain = make_model()
         model = shard(copy.deepcopy(plain), strategy, use_orig_params, policy)
         incomplete = make_model(1).state_dict()
-        for name in ("blocks.1.linear.weight", "blocks.0.norm.running_mean", "blocks.1._extra_state", "frozen"):
+        for name in (
+            "blocks.1.linear.weight",
+            "blocks.0.norm.running_mean",
+            "blocks.1._extra_state",
+            "frozen",
+        ):
             del incomplete[name]
         incomplete["blocks.0.linear.surplus"] = torch.zeros(1)
         incomplete["surplus"] = torch.zeros(1)
@@ -401,7 +477,7 @@ def _reports_clean_names(configs: tuple[Config, ...]) -> None:
         assert step(model) > 0, "a refused dict leaves a model that trains"
 
 
-def test_missing_unexpected_and_misshapen_entries_are_reported_by_the_names_of_the_plain_model() -> None:
+def test_missing_unexpected_and_misshapen_entries_are_named_as_in_the_plain_model() -> None:
     run_ranks(2, _reports_clean_names, FEW_CONFIGS)
 
 
@@ -448,7 +524,7 @@ def test_a_file_goes_to_every_other_world_size_and_to_a_plain_model(tmp_path: Pa
         assert_same(plain.state_dict(), saved)
 
 
-# --- torch's FSDP1 ----------------------------------------------------------------------------------------------------
+# --- torch's FSDP1 --------------------------------------------------------------------------------
 
 
 def _exchanges_with_torch(use_orig_params: bool) -> None:
@@ -460,10 +536,22 @@ def _exchanges_with_torch(use_orig_params: bool) -> None:
         return model
 
     policy = TorchWrapPolicy({Block})
-    theirs = TorchFSDP(plain(0), auto_wrap_policy=policy, use_orig_params=use_orig_params, device_id=torch.device("cpu"))
-    ours = FSDP(plain(1), auto_wrap_policy=ModuleWrapPolicy({Block}), use_orig_params=use_orig_params)
-    with TorchFSDP.state_dict_type(theirs, TorchType.FULL_STATE_DICT, TorchFullConfig(offload_to_cpu=False)):
-        before = {name: v.clone() if isinstance(v, Tensor) else v for name, v in theirs.state_dict().items()}
+    theirs = TorchFSDP(
+        plain(0),
+        auto_wrap_policy=policy,
+        use_orig_params=use_orig_params,
+        device_id=torch.device("cpu"),
+    )
+    ours = FSDP(
+        plain(1), auto_wrap_policy=ModuleWrapPolicy({Block}), use_orig_params=use_orig_params
+    )
+    with TorchFSDP.state_dict_type(
+        theirs, TorchType.FULL_STATE_DICT, TorchFullConfig(offload_to_cpu=False)
+    ):
+        before = {
+            name: v.clone() if isinstance(v, Tensor) else v
+            for name, v in theirs.state_dict().items()
+        }
         assert set(before) == set(plain(0).state_dict())
         ours.load_state_dict(before)
         assert_same(ours.state_dict(), plain(0).state_dict())
@@ -484,7 +572,10 @@ def test_full_dicts_pass_between_torchs_fsdp1_and_ours(use_orig_params: bool) ->
 def _loads_names_of_wrappers() -> None:
     model = FSDP(nn.Sequential(FSDP(nn.Linear(3, 2)), nn.Linear(2, 2)))
     wanted = {name: value + 1 for name, value in model.state_dict().items()}
-    raw = {f"_fsdp_wrapped_module.{name.replace('0.', '0._fsdp_wrapped_module.')}": value for name, value in wanted.items()}
+    raw = {
+        f"_fsdp_wrapped_module.{name.replace('0.', '0._fsdp_wrapped_module.')}": value
+        for name, value in wanted.items()
+    }
     assert next(iter(raw)) == "_fsdp_wrapped_module.0._fsdp_wrapped_module.weight"
     model.load_state_dict(raw)
     assert all(torch.equal(value, wanted[name]) for name, value in model.state_dict().items())

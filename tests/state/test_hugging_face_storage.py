@@ -1,4 +1,5 @@
-"""Sharded state dicts through torch.distributed.checkpoint's writer and reader of safetensors files."""
+"""Sharded state dicts through torch.distributed.checkpoint's writer and reader of safetensors
+files."""
 
 from __future__ import annotations
 
@@ -41,9 +42,12 @@ def _load(path: str, config: Config, seed: int) -> None:
     assert_same(model.state_dict(), make_model(seed).state_dict(), f"{config}, seed {seed}")
 
 
-# Several boxes per rank, ties, fewer elements than ranks, and buffers; DTensors, which have one piece per rank, beside.
+# Several boxes per rank, ties, fewer elements than ranks, and buffers; DTensors, which have one
+# piece per rank, beside.
 @pytest.mark.parametrize(("writers", "readers"), [(1, 2), (3, 4), (4, 2)])
-def test_what_the_ranks_have_written_is_read_at_every_world_size(writers: int, readers: int, tmp_path: Path) -> None:
+def test_what_the_ranks_have_written_is_read_at_every_world_size(
+    writers: int, readers: int, tmp_path: Path
+) -> None:
     for seed, (saved, loaded) in enumerate([(FLAT, ORIGINAL), (MESH, FLAT)]):
         path = str(tmp_path / str(seed))
         run_ranks(writers, _save, path, saved, seed)
@@ -54,7 +58,8 @@ def test_what_the_ranks_have_written_is_read_at_every_world_size(writers: int, r
 
 
 class Floats(nn.Module):
-    """Torch's consolidation knows no integers and no 0-d tensors; boxes it has to put together are there."""
+    """Torch's consolidation knows no integers and no 0-d tensors; boxes it has to put together are
+    there."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -71,7 +76,11 @@ def _save_consolidated(path: str) -> None:
 def test_consolidated_files_hold_the_whole_tensors(tmp_path: Path) -> None:
     run_ranks(3, _save_consolidated, str(tmp_path))
     torch.manual_seed(3)
-    found = {name: value for file in sorted(tmp_path.glob("*.safetensors")) for name, value in load_file(file).items()}
+    found = {
+        name: value
+        for file in sorted(tmp_path.glob("*.safetensors"))
+        for name, value in load_file(file).items()
+    }
     assert_same(found, Floats().state_dict())
 
 

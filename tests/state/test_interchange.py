@@ -1,4 +1,5 @@
-"""Files that torch writes and ours read, and the other way round: torch's FSDP1, FSDP2, DDP and plain models, in other worlds."""
+"""Files that torch writes and ours read, and the other way round: torch's FSDP1, FSDP2, DDP and
+plain models, in other worlds."""
 
 from __future__ import annotations
 
@@ -61,7 +62,9 @@ def torch_model(kind: str, seed: int) -> nn.Module:
     if kind.startswith("FSDP1"):
         policy = TorchWrapPolicy({Block, Frozen})
         original = kind == "FSDP1 original"
-        return TorchFSDP(model, auto_wrap_policy=policy, use_orig_params=original, device_id=torch.device("cpu"))
+        return TorchFSDP(
+            model, auto_wrap_policy=policy, use_orig_params=original, device_id=torch.device("cpu")
+        )
     if kind == "FSDP2":
         for block in model.blocks:
             fully_shard(block)
@@ -71,16 +74,28 @@ def torch_model(kind: str, seed: int) -> nn.Module:
 
 def set_full(model: nn.Module, optimizer: torch.optim.Optimizer, run: dict[str, Any]) -> None:
     set_state_dict(
-        model, optimizer, model_state_dict=copy.copy(run["model"]), optim_state_dict=copy.deepcopy(run["optim"]), options=FULL
+        model,
+        optimizer,
+        model_state_dict=copy.copy(run["model"]),
+        optim_state_dict=copy.deepcopy(run["optim"]),
+        options=FULL,
     )
 
 
 def torch_form(model: nn.Module, kind: str) -> Any:
     """The form of torch's FSDP1, without what is wrong on CPU: offloading."""
     if kind == "full":
-        configs: tuple[Any, ...] = (TorchType.FULL_STATE_DICT, TorchFullConfig(), TorchFullOptimConfig(offload_to_cpu=False))
+        configs: tuple[Any, ...] = (
+            TorchType.FULL_STATE_DICT,
+            TorchFullConfig(),
+            TorchFullOptimConfig(offload_to_cpu=False),
+        )
     else:
-        configs = (TorchType.SHARDED_STATE_DICT, None, TorchShardedOptimConfig(offload_to_cpu=False))
+        configs = (
+            TorchType.SHARDED_STATE_DICT,
+            None,
+            TorchShardedOptimConfig(offload_to_cpu=False),
+        )
     return TorchFSDP.state_dict_type(model, *configs)
 
 
@@ -90,15 +105,19 @@ def save_on_rank0(state: Any, path: str) -> None:
     dist.barrier()
 
 
-def assert_arrived(model: nn.Module, optimizer: torch.optim.Optimizer, run: dict[str, Any], where: str) -> None:
+def assert_arrived(
+    model: nn.Module, optimizer: torch.optim.Optimizer, run: dict[str, Any], where: str
+) -> None:
     """All values of the run, and its losses when it goes on."""
     state, optim = get_state_dict(model, optimizer, options=FULL)
     assert_same(state, run["model"], where)
     assert_same_optim(optim, run["optim"], where)
-    assert train(model, optimizer, range(STEPS, STEPS + 2)) == pytest.approx(run["losses"], rel=1e-6), where
+    assert train(model, optimizer, range(STEPS, STEPS + 2)) == pytest.approx(
+        run["losses"], rel=1e-6
+    ), where
 
 
-# --- from torch to ours -----------------------------------------------------------------------------------------------
+# --- from torch to ours ---------------------------------------------------------------------------
 
 
 def _torch_writes(optimizer_kind: str, runs: dict[bool, dict[str, Any]], folder: str) -> None:
@@ -109,7 +128,9 @@ def _torch_writes(optimizer_kind: str, runs: dict[bool, dict[str, Any]], folder:
         set_full(model, optimizer, runs[kind in WITH_SCALAR])
         path = f"{folder}/{kind}"
         if kind in WITH_SCALAR:
-            save_on_rank0({"model": model.state_dict(), "optim": optimizer.state_dict()}, f"{path} full")
+            save_on_rank0(
+                {"model": model.state_dict(), "optim": optimizer.state_dict()}, f"{path} full"
+            )
         elif kind == "FSDP2":
             state, optim = get_state_dict(model, optimizer)
             dcp.save({"model": state, "optim": optim}, checkpoint_id=f"{path} sharded")
@@ -117,10 +138,16 @@ def _torch_writes(optimizer_kind: str, runs: dict[bool, dict[str, Any]], folder:
             save_on_rank0({"model": state, "optim": optim}, f"{path} full")
         else:
             with torch_form(model, "sharded"):
-                saved = {"model": model.state_dict(), "optim": TorchFSDP.optim_state_dict(model, optimizer)}
+                saved = {
+                    "model": model.state_dict(),
+                    "optim": TorchFSDP.optim_state_dict(model, optimizer),
+                }
                 dcp.save(saved, checkpoint_id=f"{path} sharded")
             with torch_form(model, "full"):
-                saved = {"model": model.state_dict(), "optim": TorchFSDP.optim_state_dict(model, optimizer)}
+                saved = {
+                    "model": model.state_dict(),
+                    "optim": TorchFSDP.optim_state_dict(model, optimizer),
+                }
                 save_on_rank0(saved, f"{path} full")
 
 
@@ -131,7 +158,8 @@ def _ours_read(optimizer_kind: str, runs: dict[bool, dict[str, Any]], folder: st
         for form in ("full",) if kind in WITH_SCALAR else ("full", "sharded"):
             for way in (_read_with_our_methods, _read_with_torchs_functions):
                 if way is _read_with_torchs_functions and kind == "DDP":
-                    continue  # its names have a prefix, and numbers, which those functions do not take
+                    # its names have a prefix, and numbers, which those functions do not take
+                    continue
                 config = CONFIGS[number % 3]
                 number += 1
                 model = shard(make_model(2, scalar=kind in WITH_SCALAR), config)
@@ -152,7 +180,9 @@ def _read_with_our_methods(model: FSDP, optimizer: torch.optim.Optimizer, path: 
     optimizer.load_state_dict(FSDP.optim_state_dict_to_load(model, optimizer, saved["optim"]))
 
 
-def _read_with_torchs_functions(model: nn.Module, optimizer: torch.optim.Optimizer, path: str) -> None:
+def _read_with_torchs_functions(
+    model: nn.Module, optimizer: torch.optim.Optimizer, path: str
+) -> None:
     options = StateDictOptions(full_state_dict=Path(path).is_file())
     if options.full_state_dict:
         saved = torch.load(path, weights_only=True)
@@ -160,17 +190,25 @@ def _read_with_torchs_functions(model: nn.Module, optimizer: torch.optim.Optimiz
         state, optim = get_state_dict(model, optimizer)
         saved = {"model": state, "optim": optim}
         dcp.load(saved, checkpoint_id=path)
-    set_state_dict(model, optimizer, model_state_dict=saved["model"], optim_state_dict=saved["optim"], options=options)
+    set_state_dict(
+        model,
+        optimizer,
+        model_state_dict=saved["model"],
+        optim_state_dict=saved["optim"],
+        options=options,
+    )
 
 
 @pytest.mark.parametrize(("writers", "readers", "optimizer"), WORLDS)
-def test_what_torch_has_written_is_read(writers: int, readers: int, optimizer: str, tmp_path: Path) -> None:
+def test_what_torch_has_written_is_read(
+    writers: int, readers: int, optimizer: str, tmp_path: Path
+) -> None:
     runs = {scalar: run_of(optimizer, scalar) for scalar in (True, False)}
     run_ranks(writers, _torch_writes, optimizer, runs, str(tmp_path))
     run_ranks(readers, _ours_read, optimizer, runs, str(tmp_path))
 
 
-# --- from ours to torch -----------------------------------------------------------------------------------------------
+# --- from ours to torch ---------------------------------------------------------------------------
 
 
 def _ours_write(optimizer_kind: str, runs: dict[bool, dict[str, Any]], folder: str) -> None:
@@ -178,7 +216,10 @@ def _ours_write(optimizer_kind: str, runs: dict[bool, dict[str, Any]], folder: s
         model = shard(make_model(2, scalar), CONFIGS[number])
         optimizer = make_optimizer(optimizer_kind, model)
         set_full(model, optimizer, run)
-        save_on_rank0({"model": model.state_dict(), "optim": FSDP.optim_state_dict(model, optimizer)}, f"{folder}/{scalar} full")
+        save_on_rank0(
+            {"model": model.state_dict(), "optim": FSDP.optim_state_dict(model, optimizer)},
+            f"{folder}/{scalar} full",
+        )
         with FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
             saved = {"model": model.state_dict(), "optim": FSDP.optim_state_dict(model, optimizer)}
             dcp.save(saved, checkpoint_id=f"{folder}/{scalar} sharded")
@@ -199,22 +240,34 @@ def _torch_reads(optimizer_kind: str, runs: dict[bool, dict[str, Any]], folder: 
             assert_arrived(model, optimizer, runs[scalar], f"{kind} {form}")
 
 
-def _read_with_torchs_methods(model: nn.Module, optimizer: torch.optim.Optimizer, path: str) -> None:
+def _read_with_torchs_methods(
+    model: nn.Module, optimizer: torch.optim.Optimizer, path: str
+) -> None:
     form = "full" if Path(path).is_file() else "sharded"
     with torch_form(model, form):
         if form == "full":
             saved = torch.load(path, weights_only=True)
         else:
             train(model, optimizer, range(1))
-            saved = {"model": model.state_dict(), "optim": TorchFSDP.optim_state_dict(model, optimizer)}
-            # Where a rank has no part of a parameter, torch takes the checkpoint for an old one, and does not find its keys.
-            dcp.load(saved, checkpoint_id=path, planner=DefaultLoadPlanner(flatten_sharded_tensors=False))
+            saved = {
+                "model": model.state_dict(),
+                "optim": TorchFSDP.optim_state_dict(model, optimizer),
+            }
+            # Where a rank has no part of a parameter, torch takes the checkpoint for an old one,
+            # and does not find its keys.
+            dcp.load(
+                saved, checkpoint_id=path, planner=DefaultLoadPlanner(flatten_sharded_tensors=False)
+            )
         model.load_state_dict(saved["model"])
-        optimizer.load_state_dict(TorchFSDP.optim_state_dict_to_load(model, optimizer, saved["optim"]))
+        optimizer.load_state_dict(
+            TorchFSDP.optim_state_dict_to_load(model, optimizer, saved["optim"])
+        )
 
 
 @pytest.mark.parametrize(("writers", "readers", "optimizer"), WORLDS)
-def test_what_ours_have_written_is_read_by_torch(writers: int, readers: int, optimizer: str, tmp_path: Path) -> None:
+def test_what_ours_have_written_is_read_by_torch(
+    writers: int, readers: int, optimizer: str, tmp_path: Path
+) -> None:
     runs = {scalar: run_of(optimizer, scalar) for scalar in (True, False)}
     run_ranks(writers, _ours_write, optimizer, runs, str(tmp_path))
     run_ranks(readers, _torch_reads, optimizer, runs, str(tmp_path))
@@ -230,12 +283,17 @@ def _older_function_of_dcp(path: str) -> None:
             state, expected = model.state_dict(), FSDP.optim_state_dict(model, optimizer)
             dcp.save({"model": state, "optim": expected}, checkpoint_id=f"{path}/{config[1]}")
             reader = dcp.FileSystemReader(f"{path}/{config[1]}")
-            loaded = load_sharded_optimizer_state_dict(model_state_dict=state, optimizer_key="optim", storage_reader=reader)
+            loaded = load_sharded_optimizer_state_dict(
+                model_state_dict=state, optimizer_key="optim", storage_reader=reader
+            )
             other.load_state_dict(FSDP.optim_state_dict_to_load(model, other, loaded["optim"]))
         assert_same(
-            get_state_dict(model, other, options=FULL)[1]["state"], get_state_dict(model, optimizer, options=FULL)[1]["state"]
+            get_state_dict(model, other, options=FULL)[1]["state"],
+            get_state_dict(model, optimizer, options=FULL)[1]["state"],
         )
 
 
-def test_the_function_that_reads_sharded_optimizer_state_alone_takes_our_model_state(tmp_path: Path) -> None:
+def test_the_function_that_reads_sharded_optimizer_state_alone_takes_our_model_state(
+    tmp_path: Path,
+) -> None:
     run_ranks(3, _older_function_of_dcp, str(tmp_path))

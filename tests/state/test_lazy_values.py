@@ -1,4 +1,5 @@
-"""State dicts of values that know their shape and dtype and are read from their file when somebody computes with them."""
+"""State dicts of values that know their shape and dtype and are read from their file when somebody
+computes with them."""
 
 from __future__ import annotations
 
@@ -27,17 +28,26 @@ MESH: Config = ("HYBRID_SHARD", False, "blocks")
 
 
 class Lazy:
-    """What Lightning has in its place while a checkpoint is read: it shows a tensor on the meta device, and has no methods."""
+    """What Lightning has in its place while a checkpoint is read: it shows a tensor on the meta
+    device, and has no methods."""
 
     loads = 0  # of all of them
 
     def __init__(self, load: Callable[[], Any], like: Tensor) -> None:
-        self.load, self.shape, self.dtype, self.is_meta, self.layout = load, like.shape, like.dtype, True, like.layout
+        self.load, self.shape, self.dtype, self.is_meta, self.layout = (
+            load,
+            like.shape,
+            like.dtype,
+            True,
+            like.layout,
+        )
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         cls.loads += sum(isinstance(arg, Lazy) for arg in args)
-        return func(*(arg.load() if isinstance(arg, Lazy) else arg for arg in args), **(kwargs or {}))
+        return func(
+            *(arg.load() if isinstance(arg, Lazy) else arg for arg in args), **(kwargs or {})
+        )
 
 
 def lazily(state: dict[str, Any]) -> dict[str, Any]:
@@ -57,9 +67,13 @@ def _loads(config: Config) -> None:
     with FSDP.summon_full_params(model):
         model.load_state_dict(lazily(wanted))
     assert_same(model.state_dict(), wanted)
-    half = {name: value.half() if value.is_floating_point() else value for name, value in wanted.items()}
+    half = {
+        name: value.half() if value.is_floating_point() else value for name, value in wanted.items()
+    }
     model.load_state_dict(lazily(half))
-    assert_same(model.state_dict(), {name: half[name].to(value.dtype) for name, value in wanted.items()})
+    assert_same(
+        model.state_dict(), {name: half[name].to(value.dtype) for name, value in wanted.items()}
+    )
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
@@ -72,7 +86,10 @@ def _as_torchs_fsdp1() -> None:
     """Torch's takes them inside of its full state dict."""
     wanted = make_model(1, scalar=False).state_dict()
     theirs = TorchFSDP(
-        make_model(2, scalar=False), auto_wrap_policy=TorchWrapPolicy({Block}), device_id=torch.device("cpu"), use_orig_params=True
+        make_model(2, scalar=False),
+        auto_wrap_policy=TorchWrapPolicy({Block}),
+        device_id=torch.device("cpu"),
+        use_orig_params=True,
     )
     ours = shard(make_model(2, scalar=False), FLAT)
     for model in (theirs, ours):
@@ -100,7 +117,9 @@ def wrapped_stack(seed: int) -> FSDP:
 
 
 def rank0_only(model: nn.Module) -> None:
-    FSDP.set_state_dict_type(model, StateDictType.FULL_STATE_DICT, FullStateDictConfig(rank0_only=True))
+    FSDP.set_state_dict_type(
+        model, StateDictType.FULL_STATE_DICT, FullStateDictConfig(rank0_only=True)
+    )
 
 
 def _one_at_a_time() -> None:
@@ -147,20 +166,37 @@ def test_a_rank_reads_what_it_has_a_part_of() -> None:
 def _refused_without_reading() -> None:
     wanted = lazily(make_model(1).state_dict())
     wrong: list[tuple[str, str, Any]] = [
-        ("cube", "size mismatch for cube: expected shape .3, 1, 5. as .* got .2, 2.", Lazy(lambda: None, torch.empty(2, 2))),
-        ("cube", "complex64, whose imaginary part", Lazy(lambda: None, torch.empty(3, 1, 5, dtype=torch.complex64))),
+        (
+            "cube",
+            "size mismatch for cube: expected shape .3, 1, 5. as .* got .2, 2.",
+            Lazy(lambda: None, torch.empty(2, 2)),
+        ),
+        (
+            "cube",
+            "complex64, whose imaginary part",
+            Lazy(lambda: None, torch.empty(3, 1, 5, dtype=torch.complex64)),
+        ),
         ("count", "size mismatch for count", Lazy(lambda: None, torch.empty(3, dtype=torch.int64))),
         ("one", "Unexpected key.*surplus", None),
     ]
-    for model, loading in ((shard(make_model(2), FLAT), "every rank"), (shard(make_model(2), ORIGINAL), "the first rank")):
+    for model, loading in (
+        (shard(make_model(2), FLAT), "every rank"),
+        (shard(make_model(2), ORIGINAL), "the first rank"),
+    ):
         before = cloned(model.state_dict())
         if loading == "the first rank":
             rank0_only(model)
         for key, words, value in wrong:
-            given = {**wanted, key: value} if value is not None else {**wanted, "surplus": wanted["cube"]}
+            given = (
+                {**wanted, key: value}
+                if value is not None
+                else {**wanted, "surplus": wanted["cube"]}
+            )
             Lazy.loads = 0
             with pytest.raises(CheckpointError, match=words):
-                model.load_state_dict(given if loading == "every rank" or dist.get_rank() == 0 else {})
+                model.load_state_dict(
+                    given if loading == "every rank" or dist.get_rank() == 0 else {}
+                )
             assert Lazy.loads == 0, words
         FSDP.set_state_dict_type(model, StateDictType.FULL_STATE_DICT)
         assert_same(model.state_dict(), before, "nothing was loaded")
@@ -189,7 +225,11 @@ def _fails_while_it_loads() -> None:
         rank0_only(model)
         with pytest.raises(CheckpointError, match=f"(?s){words}.*'cube'"):  # on all ranks
             model.load_state_dict(given if dist.get_rank() == 0 else {})
-        count = {**copy.copy(given), "cube": make_model(1).cube, "count": Lazy(load, torch.empty(()))}
+        count = {
+            **copy.copy(given),
+            "cube": make_model(1).cube,
+            "count": Lazy(load, torch.empty(())),
+        }
         with pytest.raises(CheckpointError, match="'count'"):
             model.load_state_dict(count if dist.get_rank() == 0 else None)
         model.load_state_dict(lazily(make_model(1).state_dict()) if dist.get_rank() == 0 else None)

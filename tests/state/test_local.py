@@ -17,7 +17,13 @@ from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
 from torch.distributed.fsdp import StateDictType as TorchType
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy as TorchWrapPolicy
 
-from fsdp_compat import CheckpointError, LocalOptimStateDictConfig, LocalStateDictConfig, ShardingStrategy, StateDictType
+from fsdp_compat import (
+    CheckpointError,
+    LocalOptimStateDictConfig,
+    LocalStateDictConfig,
+    ShardingStrategy,
+    StateDictType,
+)
 from fsdp_compat import FullyShardedDataParallel as FSDP
 from fsdp_compat.wrap import ModuleWrapPolicy
 from tests.support.ranks import run_ranks
@@ -26,7 +32,8 @@ LOCAL = StateDictType.LOCAL_STATE_DICT
 
 
 class Model(nn.Module):
-    """Without more, sizes that need no padding: where torch lays out as we do. A buffer and an ignored module beside."""
+    """Without more, sizes that need no padding: where torch lays out as we do. A buffer and an
+    ignored module beside."""
 
     def __init__(self, plain: bool) -> None:
         super().__init__()
@@ -51,7 +58,13 @@ LINEARS = ModuleWrapPolicy({nn.Linear})
 
 
 def shard(model: nn.Module, use_orig_params: bool, policy: Any = LINEARS, **options: Any) -> FSDP:
-    return FSDP(model, use_orig_params=use_orig_params, auto_wrap_policy=policy, ignored_modules=[model.ignored], **options)
+    return FSDP(
+        model,
+        use_orig_params=use_orig_params,
+        auto_wrap_policy=policy,
+        ignored_modules=[model.ignored],
+        **options,
+    )
 
 
 def local_state(model: nn.Module, offload_to_cpu: bool = False) -> dict[str, Any]:
@@ -70,7 +83,10 @@ def assert_holds(model: nn.Module, plain: nn.Module) -> None:
 def _as_torchs() -> None:
     inner = make_model(plain=True)
     theirs = TorchFSDP(
-        inner, auto_wrap_policy=TorchWrapPolicy({nn.Linear}), ignored_modules=[inner.ignored], device_id=torch.device("cpu")
+        inner,
+        auto_wrap_policy=TorchWrapPolicy({nn.Linear}),
+        ignored_modules=[inner.ignored],
+        device_id=torch.device("cpu"),
     )
     with TorchFSDP.state_dict_type(theirs, TorchType.LOCAL_STATE_DICT):
         expected = theirs.state_dict()
@@ -85,10 +101,16 @@ def _as_torchs() -> None:
                     continue
                 assert isinstance(found[name], ShardedTensor), name
                 assert found[name].metadata().size == value.metadata().size
-                assert [(m.shard_offsets, m.shard_sizes, str(m.placement)) for m in found[name].metadata().shards_metadata] == [
-                    (m.shard_offsets, m.shard_sizes, str(m.placement)) for m in value.metadata().shards_metadata
+                assert [
+                    (m.shard_offsets, m.shard_sizes, str(m.placement))
+                    for m in found[name].metadata().shards_metadata
+                ] == [
+                    (m.shard_offsets, m.shard_sizes, str(m.placement))
+                    for m in value.metadata().shards_metadata
                 ]
-                for own, other in zip(found[name].local_shards(), value.local_shards(), strict=True):
+                for own, other in zip(
+                    found[name].local_shards(), value.local_shards(), strict=True
+                ):
                     assert torch.equal(own.tensor, other.tensor), name
         other = shard(make_model(1, plain=True), use_orig_params)
         assert str(other.load_state_dict(expected)) == "<All keys matched successfully>"
@@ -112,20 +134,32 @@ def _round_trips(directory: str) -> None:
         # the tied weight belongs to the root; the two modules that hold it are no units
         assert list(state) == [*KEYS, "ignored.weight", "ignored.bias"]
         shards = {group.store.shard.untyped_storage().data_ptr() for group in model._runtime.groups}
-        views = [each.tensor for v in state.values() if isinstance(v, ShardedTensor) for each in v.local_shards()]
-        assert all(not view.numel() or view.untyped_storage().data_ptr() in shards for view in views)
+        views = [
+            each.tensor
+            for v in state.values()
+            if isinstance(v, ShardedTensor)
+            for each in v.local_shards()
+        ]
+        assert all(
+            not view.numel() or view.untyped_storage().data_ptr() in shards for view in views
+        )
 
         path = f"{directory}/{use_orig_params}"
         dcp.save(state, checkpoint_id=path)
         torch.save(state, f"{directory}/{dist.get_rank()}.pt")
         for number, read in enumerate(("dcp", "torch", "memory", "other form")):
-            other = shard(make_model(2 + number), use_orig_params if read != "other form" else not use_orig_params)
+            other = shard(
+                make_model(2 + number),
+                use_orig_params if read != "other form" else not use_orig_params,
+            )
             loaded = local_state(other)
             if read == "dcp":
                 dcp.load(loaded, checkpoint_id=path)
                 other.load_state_dict(loaded)
             elif read == "torch":
-                other.load_state_dict(torch.load(f"{directory}/{dist.get_rank()}.pt", weights_only=False))
+                other.load_state_dict(
+                    torch.load(f"{directory}/{dist.get_rank()}.pt", weights_only=False)
+                )
             else:
                 other.load_state_dict(copy.deepcopy(state))
             assert_holds(other, make_model(1))
@@ -133,12 +167,16 @@ def _round_trips(directory: str) -> None:
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_local_dicts_are_saved_and_loaded_by_dcp_torch_and_memory(world_size: int, tmp_path: Path) -> None:
+def test_local_dicts_are_saved_and_loaded_by_dcp_torch_and_memory(
+    world_size: int, tmp_path: Path
+) -> None:
     run_ranks(world_size, _round_trips, str(tmp_path))
 
 
 def _one_shard() -> None:
-    for strategy in (ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD)[dist.get_world_size() - 1 :]:
+    for strategy in (ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD)[
+        dist.get_world_size() - 1 :
+    ]:
         model = shard(make_model(1), False, sharding_strategy=strategy)
         state = local_state(model)
         assert list(state) == list(make_model().state_dict())
@@ -182,14 +220,18 @@ def _other_layouts(directory: str) -> None:
 def _more_ranks(directory: str) -> None:
     model = shard(make_model(2), False)
     with pytest.raises(CheckpointError, match="by as many ranks"):
-        model.load_state_dict(torch.load(f"{directory}/{dist.get_rank() % 2}.pt", weights_only=False))
+        model.load_state_dict(
+            torch.load(f"{directory}/{dist.get_rank() % 2}.pt", weights_only=False)
+        )
     assert_holds(model, make_model(2))
     with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT):
         model.load_state_dict(make_model(3).state_dict())
     assert_holds(model, make_model(3))
 
 
-def test_another_layout_is_refused_before_anything_changes_and_told_what_to_use(tmp_path: Path) -> None:
+def test_another_layout_is_refused_before_anything_changes_and_told_what_to_use(
+    tmp_path: Path,
+) -> None:
     run_ranks(2, _other_layouts, str(tmp_path))
     run_ranks(3, _more_ranks, str(tmp_path))
 
@@ -199,7 +241,10 @@ def _form_and_parts() -> None:
     before = FSDP.set_state_dict_type(model, LOCAL)
     settings = FSDP.get_state_dict_type(model)
     assert settings.state_dict_type is LOCAL
-    assert (settings.state_dict_config, settings.optim_state_dict_config) == (LocalStateDictConfig(), LocalOptimStateDictConfig())
+    assert (settings.state_dict_config, settings.optim_state_dict_config) == (
+        LocalStateDictConfig(),
+        LocalOptimStateDictConfig(),
+    )
     assert next(iter(model.state_dict())) == "_flat_param"
     assert list(model.first.state_dict()) == ["_flat_param"], "a nested unit by itself"
     assert list(model.first.state_dict(prefix="a.")) == ["a._flat_param"]

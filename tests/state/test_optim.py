@@ -1,4 +1,5 @@
-"""optim_state_dict and optim_state_dict_to_load: the unsharded optimizer's state by name, out of any sharding, into any other."""
+"""optim_state_dict and optim_state_dict_to_load: the unsharded optimizer's state by name, out of
+any sharding, into any other."""
 
 from __future__ import annotations
 
@@ -82,7 +83,11 @@ def make_model(seed: int = 0, odd: bool = True) -> Model:
 
 def shard(model: nn.Module, config: Config) -> FSDP:
     strategy, use_orig_params, policy = config
-    policies: dict[str, Any] = {"none": None, "blocks": ModuleWrapPolicy({Block}), "always": always_wrap_policy}
+    policies: dict[str, Any] = {
+        "none": None,
+        "blocks": ModuleWrapPolicy({Block}),
+        "always": always_wrap_policy,
+    }
     return FSDP(
         model,
         sharding_strategy=ShardingStrategy[strategy],
@@ -109,11 +114,16 @@ def by_name(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any
     names = {parameter: name for name, parameter in model.named_parameters()}
     return {
         "state": {names[p]: dict(optimizer.state[p]) for p in names if p in optimizer.state},
-        "param_groups": [{**group, "params": [names[p] for p in group["params"]]} for group in optimizer.param_groups],
+        "param_groups": [
+            {**group, "params": [names[p] for p in group["params"]]}
+            for group in optimizer.param_groups
+        ],
     }
 
 
-def assert_state(actual: Mapping[str, Any], expected: Mapping[str, Any], tolerance: float = 0.0) -> None:
+def assert_state(
+    actual: Mapping[str, Any], expected: Mapping[str, Any], tolerance: float = 0.0
+) -> None:
     assert set(actual) == set(expected)
     for name, entry in expected.items():
         assert set(actual[name]) == set(entry), name
@@ -131,14 +141,18 @@ def assert_state(actual: Mapping[str, Any], expected: Mapping[str, Any], toleran
                 assert torch.equal(found, value), where
 
 
-def full_state(model: nn.Module, optimizer: torch.optim.Optimizer, **options: Any) -> dict[str, Any]:
+def full_state(
+    model: nn.Module, optimizer: torch.optim.Optimizer, **options: Any
+) -> dict[str, Any]:
     config = FullOptimStateDictConfig(**options)
     with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT, None, config):
         return FSDP.optim_state_dict(model, optimizer)
 
 
 def num_sent(model: FSDP) -> int:
-    wires = {id(wire): wire for group in model._runtime.groups for wire in (group.shard, group.replica)}
+    wires = {
+        id(wire): wire for group in model._runtime.groups for wire in (group.shard, group.replica)
+    }
     return sum(sum(wire.traffic.counts.values()) for wire in wires.values())
 
 
@@ -146,7 +160,11 @@ def split_decay(model: nn.Module) -> list[dict[str, Any]]:
     named = list(model.named_parameters())
     return [
         {"params": [p for name, p in named if name.endswith("weight")], "weight_decay": 0.3},
-        {"params": [p for name, p in named if not name.endswith("weight")], "weight_decay": 0.0, "lr": 0.005},
+        {
+            "params": [p for name, p in named if not name.endswith("weight")],
+            "weight_decay": 0.0,
+            "lr": 0.005,
+        },
     ]
 
 
@@ -163,7 +181,7 @@ FEW_CONFIGS: tuple[Config, ...] = (
 )
 
 
-# --- the full form ----------------------------------------------------------------------------------------------------
+# --- the full form --------------------------------------------------------------------------------
 
 
 def _equals_the_unsharded() -> None:
@@ -171,19 +189,38 @@ def _equals_the_unsharded() -> None:
         plain, model = make_model(), shard(make_model(), config)
         reference, optimizer = make(plain.parameters()), make(model.parameters())
         empty = full_state(model, optimizer)
-        assert_state(empty["state"], by_name(plain, reference)["state"])  # Adagrad has state before the first step
-        assert train(model, optimizer, range(3)) == pytest.approx(train(plain, reference, range(3)), rel=1e-5)
+        assert_state(
+            empty["state"], by_name(plain, reference)["state"]
+        )  # Adagrad has state before the first step
+        assert train(model, optimizer, range(3)) == pytest.approx(
+            train(plain, reference, range(3)), rel=1e-5
+        )
         found, expected = full_state(model, optimizer), by_name(plain, reference)
         assert_state(found["state"], expected["state"], tolerance=1e-4)
         assert len(found["param_groups"]) == 1
         (group,), (wanted,) = found["param_groups"], expected["param_groups"]
         assert sorted(group["params"]) == sorted(wanted["params"])
-        assert {k: v for k, v in group.items() if k != "params"} == {k: v for k, v in wanted.items() if k != "params"}
-        tensors = [value for entry in found["state"].values() for value in entry.values() if value.numel()]
-        assert len({tensor.untyped_storage().data_ptr() for tensor in tensors}) == len(tensors), f"{kind}: nothing is shared"
-        assert all(tensor.untyped_storage().nbytes() == tensor.nbytes for tensor in tensors), f"{kind}: copies are compact"
-        own = {v.untyped_storage().data_ptr() for s in optimizer.state.values() for v in s.values() if isinstance(v, Tensor)}
-        assert not own & {tensor.untyped_storage().data_ptr() for tensor in tensors}, f"{kind}: copies are the caller's"
+        assert {k: v for k, v in group.items() if k != "params"} == {
+            k: v for k, v in wanted.items() if k != "params"
+        }
+        tensors = [
+            value for entry in found["state"].values() for value in entry.values() if value.numel()
+        ]
+        assert len({tensor.untyped_storage().data_ptr() for tensor in tensors}) == len(tensors), (
+            f"{kind}: nothing is shared"
+        )
+        assert all(tensor.untyped_storage().nbytes() == tensor.nbytes for tensor in tensors), (
+            f"{kind}: copies are compact"
+        )
+        own = {
+            v.untyped_storage().data_ptr()
+            for s in optimizer.state.values()
+            for v in s.values()
+            if isinstance(v, Tensor)
+        }
+        assert not own & {tensor.untyped_storage().data_ptr() for tensor in tensors}, (
+            f"{kind}: copies are the caller's"
+        )
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
@@ -224,7 +261,9 @@ def _groups_and_parts_without_state() -> None:
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
-def test_parameter_groups_keep_their_settings_and_what_has_no_state_gets_none(world_size: int) -> None:
+def test_parameter_groups_keep_their_settings_and_what_has_no_state_gets_none(
+    world_size: int,
+) -> None:
     run_ranks(world_size, _groups_and_parts_without_state)
 
 
@@ -282,11 +321,17 @@ def sent_bytes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def assert_equal_states(found: Any, expected: Any) -> None:
-    """What optimizer.load_state_dict takes, bit for bit, without a storage that is larger than its tensor."""
+    """What optimizer.load_state_dict takes, bit for bit, without a storage that is larger than its
+    tensor."""
     assert found["param_groups"] == expected["param_groups"]
     assert list(found["state"]) == list(expected["state"])
     assert_state(found["state"], expected["state"])
-    tensors = [v for entry in found["state"].values() for v in entry.values() if isinstance(v, Tensor) and v.numel()]
+    tensors = [
+        v
+        for entry in found["state"].values()
+        for v in entry.values()
+        if isinstance(v, Tensor) and v.numel()
+    ]
     assert all(tensor.untyped_storage().nbytes() == tensor.nbytes for tensor in tensors)
     assert len({tensor.untyped_storage().data_ptr() for tensor in tensors}) == len(tensors)
 
@@ -300,13 +345,21 @@ def built_with_spare() -> nn.Module:
 
 def _from_rank_0(world_size: int) -> None:
     configs = (*FEW_CONFIGS, ("HYBRID_SHARD", True, "blocks")) if world_size == 4 else FEW_CONFIGS
-    for (strategy, use_orig_params, policy), kind in itertools.product(configs, ("AdamW", "Adagrad")):
-        options = {"device_mesh": dist.init_device_mesh("cpu", (2, 2))} if strategy == "HYBRID_SHARD" else {}
+    for (strategy, use_orig_params, policy), kind in itertools.product(
+        configs, ("AdamW", "Adagrad")
+    ):
+        options = (
+            {"device_mesh": dist.init_device_mesh("cpu", (2, 2))}
+            if strategy == "HYBRID_SHARD"
+            else {}
+        )
         model = FSDP(
             built_with_spare() if use_orig_params else make_model(),
             sharding_strategy=ShardingStrategy[strategy],
             use_orig_params=use_orig_params,
-            auto_wrap_policy=ModuleWrapPolicy({Block}) if policy == "blocks" else always_wrap_policy,
+            auto_wrap_policy=ModuleWrapPolicy({Block})
+            if policy == "blocks"
+            else always_wrap_policy,
             **options,
         )
         optimizer = OPTIMIZERS[kind](_params(model, use_orig_params))
@@ -318,30 +371,46 @@ def _from_rank_0(world_size: int) -> None:
         config = FullOptimStateDictConfig(rank0_only=True)
         with (
             pytest.MonkeyPatch.context() as monkeypatch,
-            FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT, FullStateDictConfig(rank0_only=True), config),
+            FSDP.state_dict_type(
+                model, StateDictType.FULL_STATE_DICT, FullStateDictConfig(rank0_only=True), config
+            ),
         ):
             sizes = sent_bytes(monkeypatch)
             for given in (alone, alone or {}):
                 sizes.clear()
-                assert_equal_states(FSDP.optim_state_dict_to_load(model, optimizer, given), expected)
+                assert_equal_states(
+                    FSDP.optim_state_dict_to_load(model, optimizer, given), expected
+                )
                 groups = model._runtime.groups
-                largest = max(16 * -(-group.store.numel * group.shard.ranks * 4 // 16) for group in groups)
+                largest = max(
+                    16 * -(-group.store.numel * group.shard.ranks * 4 // 16) for group in groups
+                )
                 num_states = {"AdamW": 2, "Adagrad": 1}[kind]
-                having = [g for g in groups if any(name in full["state"] for name in names_in(model, g))]
-                assert len(sizes) == num_states * len(having) * (world_size > 1), "one message per (flat parameter, state)"
+                having = [
+                    g for g in groups if any(name in full["state"] for name in names_in(model, g))
+                ]
+                assert len(sizes) == num_states * len(having) * (world_size > 1), (
+                    "one message per (flat parameter, state)"
+                )
                 assert not sizes or max(sizes) <= largest
             sizes.clear()
             assert_equal_states(FSDP.optim_state_dict_to_load(model, optimizer, full), expected)
             assert not sizes, "where every rank has the dict nothing is sent"
-            numbered = FSDP.rekey_optim_state_dict(full, OptimStateKeyType.PARAM_ID, *unwrapped_with(kind, use_orig_params))
+            numbered = FSDP.rekey_optim_state_dict(
+                full, OptimStateKeyType.PARAM_ID, *unwrapped_with(kind, use_orig_params)
+            )
             numbered = numbered if dist.get_rank() == 0 else None
             by_number = FSDP.optim_state_dict_to_load(model, optimizer, numbered)
             assert_state(by_number["state"], expected["state"])
-        assert_equal_states(FSDP.scatter_full_optim_state_dict(alone, model, optim=optimizer), expected)
+        assert_equal_states(
+            FSDP.scatter_full_optim_state_dict(alone, model, optim=optimizer), expected
+        )
         assert_state(full["state"], before)
 
 
-def unwrapped_with(kind: str, use_orig_params: bool) -> tuple[nn.Module, None, torch.optim.Optimizer]:
+def unwrapped_with(
+    kind: str, use_orig_params: bool
+) -> tuple[nn.Module, None, torch.optim.Optimizer]:
     plain = built_with_spare() if use_orig_params else make_model()
     return plain, None, OPTIMIZERS[kind](_params(plain, use_orig_params))
 
@@ -360,14 +429,21 @@ def _disjoint_groups() -> None:
     """Two models over two halves of the world: each has a first rank of its own."""
     halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     half = halves[dist.get_rank() // 2]
-    model = FSDP(make_model(dist.get_rank() // 2), process_group=half, auto_wrap_policy=ModuleWrapPolicy({Block}))
+    model = FSDP(
+        make_model(dist.get_rank() // 2),
+        process_group=half,
+        auto_wrap_policy=ModuleWrapPolicy({Block}),
+    )
     optimizer = OPTIMIZERS["Adam"](model.parameters())
     train(model, optimizer, range(1 + dist.get_rank() // 2))
     expected = FSDP.optim_state_dict_to_load(model, optimizer, full_state(model, optimizer))
     for group in (None, half):
         alone = FSDP.full_optim_state_dict(model, optimizer, group=group)
         assert bool(alone) is (dist.get_rank() in (0, 2))
-        assert_equal_states(FSDP.scatter_full_optim_state_dict(alone or None, model, optim=optimizer, group=group), expected)
+        assert_equal_states(
+            FSDP.scatter_full_optim_state_dict(alone or None, model, optim=optimizer, group=group),
+            expected,
+        )
 
 
 def test_disjoint_process_groups_have_first_ranks_of_their_own() -> None:
@@ -375,7 +451,8 @@ def test_disjoint_process_groups_have_first_ranks_of_their_own() -> None:
 
 
 def _units_over_some_ranks() -> None:
-    """A part of the model that each half of the world has for itself: rank 0 does not have the other half's state."""
+    """A part of the model that each half of the world has for itself: rank 0 does not have the
+    other half's state."""
     halves = [dist.new_group([0]), dist.new_group([1])]
     model = make_model()
     model.blocks[0] = FSDP(model.blocks[0], process_group=halves[dist.get_rank()])
@@ -385,7 +462,9 @@ def _units_over_some_ranks() -> None:
     full = full_state(model, optimizer)
     FSDP.optim_state_dict_to_load(model, optimizer, full)
     with pytest.raises(UsageError, match="over different ranks") as caught:
-        FSDP.scatter_full_optim_state_dict(full if dist.get_rank() == 0 else None, model, optim=optimizer)
+        FSDP.scatter_full_optim_state_dict(
+            full if dist.get_rank() == 0 else None, model, optim=optimizer
+        )
     assert_four_facts(caught.value)
 
 
@@ -406,7 +485,12 @@ def _an_unmanaged_parameter() -> None:
     expected = FSDP.optim_state_dict_to_load(container, optimizer, full)
     alone = full if dist.get_rank() == 0 else None
     found = FSDP.scatter_full_optim_state_dict(alone, container, optim=optimizer)
-    pairs = [entry.pop("pair") for its in (found, expected) for entry in its["state"].values() if "pair" in entry]
+    pairs = [
+        entry.pop("pair")
+        for its in (found, expected)
+        for entry in its["state"].values()
+        if "pair" in entry
+    ]
     assert torch.equal(pairs[0][0], torch.ones(2))
     assert pairs[0][1] == 3
     assert len(pairs) == 2
@@ -446,7 +530,9 @@ def _not_on_every_rank() -> None:
         with pytest.raises(kind, match=text) as caught:
             load(given, rank0_only)
         assert_four_facts(caught.value)
-    assert_equal_states(load(state if mine else None, True), load(state, False))  # nothing is left behind
+    assert_equal_states(
+        load(state if mine else None, True), load(state, False)
+    )  # nothing is left behind
 
 
 def test_a_dict_that_some_rank_lacks_or_refuses_is_refused_on_all() -> None:
@@ -461,11 +547,15 @@ def _ways_to_call(directory: str) -> None:
     loss.backward()
     optimizer.step()
     found = FSDP.optim_state_dict(container, optimizer)
-    assert_state(FSDP.optim_state_dict(container, optimizer, optimizer.state_dict())["state"], found["state"])
+    assert_state(
+        FSDP.optim_state_dict(container, optimizer, optimizer.state_dict())["state"], found["state"]
+    )
     assert {"model.blocks.0.linear.weight", "plain.weight"} <= found["state"].keys()
     assert found["state"]["plain.weight"]["exp_avg"].shape == (2, 2)
     other = OPTIMIZERS["Adam"](container.parameters())
-    answer = FSDP.optim_state_dict_to_load(model=container, optim=other, optim_state_dict=found, load_directly=True)
+    answer = FSDP.optim_state_dict_to_load(
+        model=container, optim=other, optim_state_dict=found, load_directly=True
+    )
     assert_state(FSDP.optim_state_dict(container, other)["state"], found["state"])
     third = OPTIMIZERS["Adam"](container.parameters())
     third.load_state_dict(answer)
@@ -488,21 +578,26 @@ def _optimizer_of_a_part() -> None:
     part = OPTIMIZERS["Adam"](model.module.blocks[1].parameters())
     part.load_state_dict(FSDP.optim_state_dict_to_load(model, part, full))
     found = full_state(model, part)
-    assert_state(found["state"], {name: entry for name, entry in full["state"].items() if name.startswith("blocks.1.")})
+    assert_state(
+        found["state"],
+        {name: entry for name, entry in full["state"].items() if name.startswith("blocks.1.")},
+    )
 
 
 def test_an_optimizer_over_a_part_of_the_model_takes_its_part_of_a_dict() -> None:
     run_ranks(2, _optimizer_of_a_part)
 
 
-# --- to another sharding ----------------------------------------------------------------------------------------------
+# --- to another sharding --------------------------------------------------------------------------
 
 
 def _params(model: nn.Module, groups: bool) -> Any:
     return split_decay(model) if groups else model.parameters()
 
 
-def _save(path: str, form: str, kind: str, config: Config, groups: bool) -> tuple[dict[str, Any], list[float]]:
+def _save(
+    path: str, form: str, kind: str, config: Config, groups: bool
+) -> tuple[dict[str, Any], list[float]]:
     model = shard(make_model(1), config)
     optimizer = OPTIMIZERS[kind](_params(model, groups))
     train(model, optimizer, range(3))
@@ -520,7 +615,15 @@ def _save(path: str, form: str, kind: str, config: Config, groups: bool) -> tupl
     return full_state(model, optimizer), train(model, optimizer, range(3, 6))
 
 
-def _load(path: str, form: str, kind: str, config: Config, groups: bool, expected: dict[str, Any], losses: list[float]) -> None:
+def _load(
+    path: str,
+    form: str,
+    kind: str,
+    config: Config,
+    groups: bool,
+    expected: dict[str, Any],
+    losses: list[float],
+) -> None:
     model = shard(make_model(2), config)
     optimizer = OPTIMIZERS[kind](_params(model, groups))
     if form == "full":
@@ -533,11 +636,17 @@ def _load(path: str, form: str, kind: str, config: Config, groups: bool, expecte
             state = {"model": model.state_dict(), "optim": FSDP.optim_state_dict(model, optimizer)}
             dcp.load(state, checkpoint_id=path)
             model.load_state_dict(state["model"])
-            optimizer.load_state_dict(FSDP.optim_state_dict_to_load(model, optimizer, state["optim"]))
+            optimizer.load_state_dict(
+                FSDP.optim_state_dict_to_load(model, optimizer, state["optim"])
+            )
     found = full_state(model, optimizer)
     assert_state(found["state"], expected["state"])
-    settings = [{k: v for k, v in group.items() if k != "params"} for group in found["param_groups"]]
-    assert settings == [{k: v for k, v in group.items() if k != "params"} for group in expected["param_groups"]]
+    settings = [
+        {k: v for k, v in group.items() if k != "params"} for group in found["param_groups"]
+    ]
+    assert settings == [
+        {k: v for k, v in group.items() if k != "params"} for group in expected["param_groups"]
+    ]
     assert train(model, optimizer, range(3, 6)) == pytest.approx(losses, rel=1e-6)
     steps = [value["step"] for p, value in optimizer.state.items() if "step" in value and p.numel()]
     assert len({id(step) for step in steps}) == len(steps)
@@ -553,9 +662,16 @@ SPREAD: tuple[tuple[str, int, Config, tuple[tuple[int, Config], ...]], ...] = (
 
 
 @pytest.mark.parametrize("form", ["full", "sharded"])
-@pytest.mark.parametrize(("kind", "writers", "saved", "targets"), SPREAD, ids=[kind for kind, *_ in SPREAD])
+@pytest.mark.parametrize(
+    ("kind", "writers", "saved", "targets"), SPREAD, ids=[kind for kind, *_ in SPREAD]
+)
 def test_a_resumed_run_has_the_same_state_and_goes_on_with_the_same_losses(
-    form: str, kind: str, writers: int, saved: Config, targets: tuple[tuple[int, Config], ...], tmp_path: Path
+    form: str,
+    kind: str,
+    writers: int,
+    saved: Config,
+    targets: tuple[tuple[int, Config], ...],
+    tmp_path: Path,
 ) -> None:
     path = str(tmp_path / "checkpoint")
     expected, losses = run_ranks(writers, _save, path, form, kind, saved, False)[0]
@@ -566,9 +682,21 @@ def test_a_resumed_run_has_the_same_state_and_goes_on_with_the_same_losses(
 @pytest.mark.parametrize("form", ["full", "sharded"])
 def test_several_parameter_groups_are_resumed(form: str, tmp_path: Path) -> None:
     path = str(tmp_path / "checkpoint")
-    expected, losses = run_ranks(3, _save, path, form, "AdamW", ("FULL_SHARD", True, "blocks"), True)[0]
+    expected, losses = run_ranks(
+        3, _save, path, form, "AdamW", ("FULL_SHARD", True, "blocks"), True
+    )[0]
     for readers, policy in ((2, "none"), (4, "always")):
-        run_ranks(readers, _load, path, form, "AdamW", ("SHARD_GRAD_OP", True, policy), True, expected, losses)
+        run_ranks(
+            readers,
+            _load,
+            path,
+            form,
+            "AdamW",
+            ("SHARD_GRAD_OP", True, policy),
+            True,
+            expected,
+            losses,
+        )
 
 
 def _into_the_unsharded(path: str) -> None:
@@ -588,7 +716,7 @@ def test_the_full_form_fits_the_unsharded_optimizer(tmp_path: Path) -> None:
     _into_the_unsharded(path)
 
 
-# --- torch's FSDP1 ----------------------------------------------------------------------------------------------------
+# --- torch's FSDP1 --------------------------------------------------------------------------------
 
 
 def _like_torch(kind: str, use_orig_params: bool, directory: str) -> None:
@@ -599,10 +727,16 @@ def _like_torch(kind: str, use_orig_params: bool, directory: str) -> None:
         device_id=torch.device("cpu"),
     )
     ours = shard(make_model(0, odd=False), ("FULL_SHARD", use_orig_params, "blocks"))
-    their_optimizer, optimizer = OPTIMIZERS[kind](theirs.parameters()), OPTIMIZERS[kind](ours.parameters())
+    their_optimizer, optimizer = (
+        OPTIMIZERS[kind](theirs.parameters()),
+        OPTIMIZERS[kind](ours.parameters()),
+    )
     train(theirs, their_optimizer, range(2))
     train(ours, optimizer, range(2))
-    full = (TorchFullConfig(offload_to_cpu=False), TorchFullOptimConfig(offload_to_cpu=False, rank0_only=False))
+    full = (
+        TorchFullConfig(offload_to_cpu=False),
+        TorchFullOptimConfig(offload_to_cpu=False, rank0_only=False),
+    )
     with TorchFSDP.state_dict_type(theirs, TorchType.FULL_STATE_DICT, *full):
         expected = TorchFSDP.optim_state_dict(theirs, their_optimizer)
     found = full_state(ours, optimizer)
@@ -612,16 +746,26 @@ def _like_torch(kind: str, use_orig_params: bool, directory: str) -> None:
     assert_state(found["state"], expected["state"], tolerance=1e-5)
     assert found["param_groups"] == expected["param_groups"]
 
-    doubled = {name: {key: value * 2 for key, value in entry.items()} for name, entry in expected["state"].items()}
+    doubled = {
+        name: {key: value * 2 for key, value in entry.items()}
+        for name, entry in expected["state"].items()
+    }
     other = OPTIMIZERS[kind](ours.parameters())
-    for state in (expected["state"], doubled):  # torch's own, in which names may share a step, and one of other values
-        other.load_state_dict(FSDP.optim_state_dict_to_load(ours, other, {**expected, "state": state}))
+    for state in (
+        expected["state"],
+        doubled,
+    ):  # torch's own, in which names may share a step, and one of other values
+        other.load_state_dict(
+            FSDP.optim_state_dict_to_load(ours, other, {**expected, "state": state})
+        )
         assert_state(full_state(ours, other)["state"], state)
 
     with TorchFSDP.state_dict_type(theirs, TorchType.FULL_STATE_DICT, *full):
         loadable = TorchFSDP.optim_state_dict_to_load(theirs, their_optimizer, found)
         their_optimizer.load_state_dict(loadable)
-    assert train(theirs, their_optimizer, range(2, 4)) == pytest.approx(train(ours, optimizer, range(2, 4)), rel=1e-5)
+    assert train(theirs, their_optimizer, range(2, 4)) == pytest.approx(
+        train(ours, optimizer, range(2, 4)), rel=1e-5
+    )
 
     path = f"{directory}/{kind}-{use_orig_params}"
     with TorchFSDP.state_dict_type(theirs, TorchType.SHARDED_STATE_DICT):
@@ -631,8 +775,12 @@ def _like_torch(kind: str, use_orig_params: bool, directory: str) -> None:
         state = {"optim": FSDP.optim_state_dict(ours, other)}
         dcp.load(state, checkpoint_id=path)
         other.load_state_dict(FSDP.optim_state_dict_to_load(ours, other, state["optim"]))
-    assert_state(full_state(ours, other)["state"], full_state(ours, optimizer)["state"], tolerance=1e-4)
-    assert train(theirs, their_optimizer, range(4, 6)) == pytest.approx(train(ours, other, range(4, 6)), rel=1e-5)
+    assert_state(
+        full_state(ours, other)["state"], full_state(ours, optimizer)["state"], tolerance=1e-4
+    )
+    assert train(theirs, their_optimizer, range(4, 6)) == pytest.approx(
+        train(ours, other, range(4, 6)), rel=1e-5
+    )
 
 
 @pytest.mark.parametrize("use_orig_params", [False, True])
@@ -660,7 +808,10 @@ def _dtensors(use_orig_params: bool, directory: str) -> None:
         sharding_strategy=ShardingStrategy[strategy],
         **options,
     )
-    their_optimizer, optimizer = OPTIMIZERS["Adam"](theirs.parameters()), OPTIMIZERS["Adam"](ours.parameters())
+    their_optimizer, optimizer = (
+        OPTIMIZERS["Adam"](theirs.parameters()),
+        OPTIMIZERS["Adam"](ours.parameters()),
+    )
     train(theirs, their_optimizer, range(2))
     train(ours, optimizer, range(2))
     with TorchFSDP.state_dict_type(theirs, TorchType.SHARDED_STATE_DICT):
@@ -694,12 +845,18 @@ def _dtensors(use_orig_params: bool, directory: str) -> None:
         other.load_state_dict(FSDP.optim_state_dict_to_load(ours, other, state))
         assert_state(full_state(ours, other)["state"], full["state"])
     with TorchFSDP.state_dict_type(theirs, TorchType.SHARDED_STATE_DICT):  # and torch reads ours
-        their_optimizer.load_state_dict(TorchFSDP.optim_state_dict_to_load(theirs, their_optimizer, found))
-    assert train(theirs, their_optimizer, range(2, 4)) == pytest.approx(train(ours, optimizer, range(2, 4)), rel=1e-5)
+        their_optimizer.load_state_dict(
+            TorchFSDP.optim_state_dict_to_load(theirs, their_optimizer, found)
+        )
+    assert train(theirs, their_optimizer, range(2, 4)) == pytest.approx(
+        train(ours, optimizer, range(2, 4)), rel=1e-5
+    )
 
 
 @pytest.mark.parametrize(("world_size", "use_orig_params"), [(3, False), (4, True)])
-def test_with_a_mesh_the_sharded_form_is_torchs_dtensors(world_size: int, use_orig_params: bool, tmp_path: Path) -> None:
+def test_with_a_mesh_the_sharded_form_is_torchs_dtensors(
+    world_size: int, use_orig_params: bool, tmp_path: Path
+) -> None:
     run_ranks(world_size, _dtensors, use_orig_params, str(tmp_path))
 
 
@@ -722,7 +879,7 @@ def test_a_step_that_is_shared_in_the_dict_is_separate_once_loaded() -> None:
     run_ranks(2, _torchs_shared_steps)
 
 
-# --- what cannot be loaded --------------------------------------------------------------------------------------------
+# --- what cannot be loaded ------------------------------------------------------------------------
 
 
 def _refusals() -> None:
@@ -731,7 +888,10 @@ def _refusals() -> None:
         optimizer = OPTIMIZERS["AdamW"](model.parameters())
         train(model, optimizer, range(1))
         good = full_state(model, optimizer)
-        renamed = {**good, "state": {f"other.{name}": value for name, value in good["state"].items()}}
+        renamed = {
+            **good,
+            "state": {f"other.{name}": value for name, value in good["state"].items()},
+        }
         with pytest.raises(CheckpointError) as caught:
             FSDP.optim_state_dict_to_load(model, optimizer, renamed)
         assert_four_facts(caught.value)

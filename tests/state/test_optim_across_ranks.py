@@ -1,4 +1,5 @@
-"""Optimizers that differ between ranks: their order changes nothing; other parameters are one error on all ranks."""
+"""Optimizers that differ between ranks: their order changes nothing; other parameters are one error
+on all ranks."""
 
 from __future__ import annotations
 
@@ -54,14 +55,23 @@ def shuffled(model: nn.Module, groups: bool) -> Any:
 def from_rank_0(model: nn.Module, optimizer: torch.optim.Optimizer, state: Any) -> None:
     config = FullOptimStateDictConfig(rank0_only=True)
     with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT, None, config):
-        loadable = FSDP.optim_state_dict_to_load(model, optimizer, state if dist.get_rank() == 0 else None)
+        loadable = FSDP.optim_state_dict_to_load(
+            model, optimizer, state if dist.get_rank() == 0 else None
+        )
     optimizer.load_state_dict(loadable)
 
 
 def _orders(directory: str) -> None:
-    for config, groups in ((FEW_CONFIGS[0], False), (FEW_CONFIGS[1], True), (FEW_CONFIGS[2], False)):
+    for config, groups in (
+        (FEW_CONFIGS[0], False),
+        (FEW_CONFIGS[1], True),
+        (FEW_CONFIGS[2], False),
+    ):
         plain, model = make_model(), shard(make_model(), config)
-        reference, optimizer = AdamW(split_decay(plain) if groups else plain.parameters()), AdamW(shuffled(model, groups))
+        reference, optimizer = (
+            AdamW(split_decay(plain) if groups else plain.parameters()),
+            AdamW(shuffled(model, groups)),
+        )
         train(plain, reference, range(2))
         train(model, optimizer, range(2))
         expected = by_name(plain, reference)["state"]
@@ -70,7 +80,10 @@ def _orders(directory: str) -> None:
         alone = full_state(model, optimizer, rank0_only=True)
         assert_state(alone.get("state", {}), full["state"] if dist.get_rank() == 0 else {})
         options = dcp_state_dict.StateDictOptions(full_state_dict=True)
-        assert_state(dcp_state_dict.get_optimizer_state_dict(model, optimizer, options=options)["state"], full["state"])
+        assert_state(
+            dcp_state_dict.get_optimizer_state_dict(model, optimizer, options=options)["state"],
+            full["state"],
+        )
         with FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
             sharded = FSDP.optim_state_dict(model, optimizer)
         other_way = shard(make_model(), ("FULL_SHARD", config[1], "none"))
@@ -78,13 +91,17 @@ def _orders(directory: str) -> None:
         loads: tuple[Callable[[nn.Module, Any], object], ...] = (
             functools.partial(from_rank_0, state=full),
             lambda m, o, state=full: o.load_state_dict(FSDP.optim_state_dict_to_load(m, o, state)),
-            lambda m, o, state=sharded: o.load_state_dict(FSDP.optim_state_dict_to_load(m, o, state)),
+            lambda m, o, state=sharded: o.load_state_dict(
+                FSDP.optim_state_dict_to_load(m, o, state)
+            ),
             lambda m, o, path=path: checkpoint.load(path, m, o),
             lambda m, o, state=full: dcp_state_dict.set_optimizer_state_dict(
                 m,
                 o,
                 copy.deepcopy(state) if dist.get_rank() == 0 else {},
-                options=dcp_state_dict.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True),
+                options=dcp_state_dict.StateDictOptions(
+                    full_state_dict=True, broadcast_from_rank0=True
+                ),
             ),
         )
         for target, load in itertools.product((model, other_way), loads):
@@ -103,13 +120,19 @@ def test_every_ranks_optimizer_may_have_an_order_of_its_own(world_size: int, tmp
 def _orders_as_torch(use_orig_params: bool) -> None:
     options: dict[str, Any] = {"use_orig_params": use_orig_params}
     theirs = TorchFSDP(
-        make_model(0, odd=False), auto_wrap_policy=TorchWrapPolicy({Block}), device_id=torch.device("cpu"), **options
+        make_model(0, odd=False),
+        auto_wrap_policy=TorchWrapPolicy({Block}),
+        device_id=torch.device("cpu"),
+        **options,
     )
     ours = shard(make_model(0, odd=False), ("FULL_SHARD", use_orig_params, "blocks"))
     their_optimizer, optimizer = AdamW(shuffled(theirs, False)), AdamW(shuffled(ours, False))
     train(theirs, their_optimizer, range(2))
     train(ours, optimizer, range(2))
-    full = (TorchFullConfig(offload_to_cpu=False), TorchFullOptimConfig(offload_to_cpu=False, rank0_only=False))
+    full = (
+        TorchFullConfig(offload_to_cpu=False),
+        TorchFullOptimConfig(offload_to_cpu=False, rank0_only=False),
+    )
     with TorchFSDP.state_dict_type(theirs, TorchType.FULL_STATE_DICT, *full):
         expected = TorchFSDP.optim_state_dict(theirs, their_optimizer)
     assert_state(full_state(ours, optimizer)["state"], expected["state"], tolerance=1e-5)
@@ -120,7 +143,7 @@ def test_orders_of_ranks_are_put_together_as_by_torch(use_orig_params: bool) -> 
     run_ranks(2, _orders_as_torch, use_orig_params)
 
 
-# --- other parameters -------------------------------------------------------------------------------------------------
+# --- other parameters -----------------------------------------------------------------------------
 
 
 def assert_refused(call: Callable[[], Any], *texts: str) -> None:
@@ -161,7 +184,11 @@ def _lacking(config: Config, directory: str) -> None:
     alike = ways(model, optimizer, full, path)
     for lacks in (0, 1):
         everything = list(model.parameters())
-        missing = {id(p) for p in model.module.blocks[1].parameters()} if dist.get_rank() == lacks else set()
+        missing = (
+            {id(p) for p in model.module.blocks[1].parameters()}
+            if dist.get_rank() == lacks
+            else set()
+        )
         short = AdamW([p for p in everything if id(p) not in missing])
         short.state.update({p: optimizer.state[p] for p in everything if id(p) not in missing})
         for name, call in ways(model, short, full, path).items():
@@ -172,7 +199,9 @@ def _lacking(config: Config, directory: str) -> None:
 
 
 @pytest.mark.parametrize("config", [FEW_CONFIGS[0], ("FULL_SHARD", True, "blocks")])
-def test_an_optimizer_that_lacks_a_unit_on_one_rank_is_one_error_on_all(config: Config, tmp_path: Any) -> None:
+def test_an_optimizer_that_lacks_a_unit_on_one_rank_is_one_error_on_all(
+    config: Config, tmp_path: Any
+) -> None:
     run_ranks(2, _lacking, config, str(tmp_path), timeout=120)
 
 
@@ -195,8 +224,12 @@ def test_a_foreign_parameter_on_one_rank_is_an_error_on_all(tmp_path: Any) -> No
 def _sizes_and_states() -> None:
     model = FSDP(nn.Linear(3, 4 + 4 * dist.get_rank()))
     optimizer = OPTIMIZERS["Adagrad"](model.parameters())  # which has state at once
-    assert_refused(lambda: full_state(model, optimizer), "8 elements on rank 0", "16 elements on rank 1")
-    assert_refused(lambda: FSDP.optim_state_dict_to_load(model, optimizer, {"state": {}}), "another size")
+    assert_refused(
+        lambda: full_state(model, optimizer), "8 elements on rank 0", "16 elements on rank 1"
+    )
+    assert_refused(
+        lambda: FSDP.optim_state_dict_to_load(model, optimizer, {"state": {}}), "another size"
+    )
     for use_orig_params in (False, True):
         model = shard(make_model(), ("FULL_SHARD", use_orig_params, "blocks"))
         optimizer = AdamW(model.parameters())
@@ -205,7 +238,11 @@ def _sizes_and_states() -> None:
             optimizer.state.clear()  # as after loading on one rank alone
         for form in (StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT):
             with FSDP.state_dict_type(model, form):
-                assert_refused(lambda m=model, o=optimizer: FSDP.optim_state_dict(m, o), "the state", "on rank 0, not on 1")
+                assert_refused(
+                    lambda m=model, o=optimizer: FSDP.optim_state_dict(m, o),
+                    "the state",
+                    "on rank 0, not on 1",
+                )
 
 
 def test_other_sizes_and_states_that_a_rank_lacks_are_errors_on_all() -> None:
@@ -215,11 +252,18 @@ def test_other_sizes_and_states_that_a_rank_lacks_are_errors_on_all() -> None:
 def _own_parts_only(directory: str) -> None:
     """Every rank's optimizer has the parameters that the rank has a part of."""
     plain, model = make_model(), shard(make_model(), ("FULL_SHARD", True, "always"))
-    reference, optimizer = AdamW(plain.parameters()), AdamW(p for p in model.parameters() if p.numel())
+    reference, optimizer = (
+        AdamW(plain.parameters()),
+        AdamW(p for p in model.parameters() if p.numel()),
+    )
     train(plain, reference, range(2))
     train(model, optimizer, range(2))
     assert len(optimizer.state) < len(list(model.parameters()))
-    expected = {name: entry for name, entry in by_name(plain, reference)["state"].items() if name != "nothing"}
+    expected = {
+        name: entry
+        for name, entry in by_name(plain, reference)["state"].items()
+        if name != "nothing"
+    }
     full = full_state(model, optimizer)
     assert_state(full["state"], expected, tolerance=1e-4)
     path = checkpoint.save(directory, model, optimizer, step=1)
@@ -247,7 +291,9 @@ class InBlocks(torch.optim.SGD):
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for p in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
             large = p.numel() > 16
-            self.state[p]["seen"] = torch.full_like(p, 7, dtype=torch.uint8) if large else torch.full_like(p, 0.5)
+            self.state[p]["seen"] = (
+                torch.full_like(p, 7, dtype=torch.uint8) if large else torch.full_like(p, 0.5)
+            )
 
 
 class Keeping(InBlocks):
@@ -255,7 +301,9 @@ class Keeping(InBlocks):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         parameters = [p for group in self.param_groups for p in group["params"]]
-        self.state.update({parameters[number]: dict(entry) for number, entry in state_dict["state"].items()})
+        self.state.update(
+            {parameters[number]: dict(entry) for number, entry in state_dict["state"].items()}
+        )
 
 
 def _dtypes() -> None:

@@ -1,4 +1,5 @@
-"""Optimizers that key their state by names, dicts without param_groups, and state of no parameter: as torch's FSDP1 has them."""
+"""Optimizers that key their state by names, dicts without param_groups, and state of no parameter:
+as torch's FSDP1 has them."""
 
 from __future__ import annotations
 
@@ -32,7 +33,10 @@ from tests.state.test_optim import (
 )
 from tests.support.ranks import run_ranks
 
-FULL = (TorchFullConfig(offload_to_cpu=False), TorchFullOptimConfig(offload_to_cpu=False, rank0_only=False))
+FULL = (
+    TorchFullConfig(offload_to_cpu=False),
+    TorchFullOptimConfig(offload_to_cpu=False, rank0_only=False),
+)
 
 
 def pair(use_orig_params: bool) -> tuple[Any, Any]:
@@ -47,7 +51,8 @@ def pair(use_orig_params: bool) -> tuple[Any, Any]:
 
 
 class Named(torch.optim.Adam):
-    """Its state dict is keyed by what the model calls its parameters, as torch.distributed.optim's and TorchRec's are."""
+    """Its state dict is keyed by what the model calls its parameters, as torch.distributed.optim's
+    and TorchRec's are."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model.parameters(), lr=0.02)
@@ -55,12 +60,21 @@ class Named(torch.optim.Adam):
 
     def state_dict(self) -> dict[str, Any]:
         found = super().state_dict()
-        groups = [{**group, "params": [self.names[number] for number in group["params"]]} for group in found["param_groups"]]
-        return {"state": {self.names[number]: entry for number, entry in found["state"].items()}, "param_groups": groups}
+        groups = [
+            {**group, "params": [self.names[number] for number in group["params"]]}
+            for group in found["param_groups"]
+        ]
+        return {
+            "state": {self.names[number]: entry for number, entry in found["state"].items()},
+            "param_groups": groups,
+        }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         numbers = {name: number for number, name in enumerate(self.names)}
-        groups = [{**group, "params": [numbers[name] for name in group["params"]]} for group in state_dict["param_groups"]]
+        groups = [
+            {**group, "params": [numbers[name] for name in group["params"]]}
+            for group in state_dict["param_groups"]
+        ]
         state = {numbers[name]: entry for name, entry in state_dict["state"].items()}
         super().load_state_dict({"state": state, "param_groups": groups})
 
@@ -92,8 +106,12 @@ def _by_names(use_orig_params: bool) -> None:
     loadable = FSDP.optim_state_dict_to_load(ours, optimizer, found, is_named_optimizer=True)
     torchs = torchs_loadable(theirs, their_optimizer, expected, is_named_optimizer=True)
     parts = {name for name, p in ours.named_parameters() if p.numel()}
-    assert loadable["state"].keys() & parts == torchs["state"].keys() & {n for n, p in theirs.named_parameters() if p.numel()}
-    assert [sorted(g["params"]) for g in loadable["param_groups"]] == [sorted(g["params"]) for g in torchs["param_groups"]]
+    assert loadable["state"].keys() & parts == torchs["state"].keys() & {
+        n for n, p in theirs.named_parameters() if p.numel()
+    }
+    assert [sorted(g["params"]) for g in loadable["param_groups"]] == [
+        sorted(g["params"]) for g in torchs["param_groups"]
+    ]
     before = copy.deepcopy(full_state(ours, optimizer))
     train(ours, optimizer, range(2, 4))
     with FSDP.state_dict_type(ours, StateDictType.SHARDED_STATE_DICT):
@@ -127,13 +145,18 @@ def _without_groups(use_orig_params: bool) -> None:
         train(model, its, range(2))
     whole = full_state(ours, optimizer)
     state_alone = {"state": optimizer.state_dict()["state"]}
-    expected = torchs_full(theirs, their_optimizer, {"state": their_optimizer.state_dict()["state"]})
+    expected = torchs_full(
+        theirs, their_optimizer, {"state": their_optimizer.state_dict()["state"]}
+    )
     found = FSDP.optim_state_dict(ours, optimizer, state_alone)
     assert found.keys() == expected.keys() == {"state"}
     assert_state(found["state"], expected["state"], tolerance=1e-5)
     torchs = torchs_loadable(theirs, their_optimizer, expected)
     names = [name for name, _ in make_model(0, odd=False).named_parameters()]
-    for given in (found, {"state": {number: found["state"][name] for number, name in enumerate(names)}}):
+    for given in (
+        found,
+        {"state": {number: found["state"][name] for number, name in enumerate(names)}},
+    ):
         loadable = FSDP.optim_state_dict_to_load(ours, optimizer, given)
         assert loadable.keys() == torchs.keys() == {"state"}
         other = OPTIMIZERS["Adam"](ours.parameters())
@@ -153,23 +176,32 @@ def _of_no_parameter() -> None:
     for model, its in ((theirs, their_optimizer), (ours, optimizer)):
         train(model, its, range(1))
     own = {"seen": torch.arange(3.0), "note": "text"}
-    theirs_given, given = copy.deepcopy(their_optimizer.state_dict()), copy.deepcopy(optimizer.state_dict())
+    theirs_given, given = (
+        copy.deepcopy(their_optimizer.state_dict()),
+        copy.deepcopy(optimizer.state_dict()),
+    )
     theirs_given["state"].update(own)
     given["state"].update(own)
     with pytest.warns(UserWarning, match="seen, note") as caught:
         found = FSDP.optim_state_dict(ours, optimizer, given)
-    assert {warning.filename for warning in caught if "seen, note" in str(warning.message)} == {__file__}
+    assert {warning.filename for warning in caught if "seen, note" in str(warning.message)} == {
+        __file__
+    }
     expected = torchs_full(theirs, their_optimizer, theirs_given)
     for entries in (found["state"], expected["state"]):
         assert torch.equal(entries["seen"], own["seen"]) and entries["note"] == "text"
     config = FullOptimStateDictConfig(rank0_only=True)
     with FSDP.state_dict_type(ours, StateDictType.FULL_STATE_DICT, None, config):
-        alone = FSDP.optim_state_dict_to_load(ours, optimizer, found if dist.get_rank() == 0 else None)
+        alone = FSDP.optim_state_dict_to_load(
+            ours, optimizer, found if dist.get_rank() == 0 else None
+        )
     torchs = torchs_loadable(theirs, their_optimizer, expected)
     for loadable in (FSDP.optim_state_dict_to_load(ours, optimizer, found), alone, torchs):
         assert torch.equal(loadable["state"].pop("seen"), own["seen"])
         assert loadable["state"].pop("note") == "text"
-    assert_equal_states(alone, FSDP.optim_state_dict_to_load(ours, optimizer, full_state(ours, optimizer)))
+    assert_equal_states(
+        alone, FSDP.optim_state_dict_to_load(ours, optimizer, full_state(ours, optimizer))
+    )
     found["state"]["tables"] = {"rows": torch.ones(2)}
     with pytest.raises(CheckpointError, match="is_named_optimizer") as refused:
         FSDP.optim_state_dict_to_load(ours, optimizer, found)

@@ -1,5 +1,5 @@
-"""Optimizer state that is neither a number nor of its parameter's shape: always saved, restored bit-equal at an equal layout,
-and refused, before anything changes, at another."""
+"""Optimizer state that is neither a number nor of its parameter's shape: always saved, restored
+bit-equal at an equal layout, and refused, before anything changes, at another."""
 
 from __future__ import annotations
 
@@ -25,7 +25,16 @@ from fsdp_compat._optim_state_dicts import check_optimizer
 from fsdp_compat._state.entries import Entry, classify, classify_all
 from fsdp_compat._state.names import clean_name
 from fsdp_compat.errors import CheckpointError, StateError
-from tests.state.test_optim import OPTIMIZERS, Config, assert_four_facts, by_name, full_state, make_model, shard, train
+from tests.state.test_optim import (
+    OPTIMIZERS,
+    Config,
+    assert_four_facts,
+    by_name,
+    full_state,
+    make_model,
+    shard,
+    train,
+)
 from tests.support.ranks import run_ranks
 
 
@@ -36,7 +45,9 @@ class History:
         self.means = [mean.expand(8).contiguous()[3]]  # of a storage that is larger
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, History) and [m.item() for m in self.means] == [m.item() for m in other.means]
+        return isinstance(other, History) and [m.item() for m in self.means] == [
+            m.item() for m in other.means
+        ]
 
 
 def rank() -> int:
@@ -44,9 +55,12 @@ def rank() -> int:
 
 
 class Blocks(torch.optim.Optimizer):
-    """SGD with momentum that keeps the momentum in 8 bits with a scale per block of 4 elements, and all sorts of other things."""
+    """SGD with momentum that keeps the momentum in 8 bits with a scale per block of 4 elements, and
+    all sorts of other things."""
 
-    def __init__(self, params: Any, lr: float = 0.1, own: Callable[[Tensor], dict[str, Any]] | None = None) -> None:
+    def __init__(
+        self, params: Any, lr: float = 0.1, own: Callable[[Tensor], dict[str, Any]] | None = None
+    ) -> None:
         super().__init__(params, {"lr": lr})
         self.own = own  # not in state_dict(): what else it keeps
 
@@ -60,9 +74,16 @@ class Blocks(torch.optim.Optimizer):
                 if not state:
                     num_blocks = -(-p.numel() // 4)
                     state.update(
-                        step=0, codes=torch.zeros(p.shape, dtype=torch.uint8), scales=torch.zeros(num_blocks), kind="8 bit"
+                        step=0,
+                        codes=torch.zeros(p.shape, dtype=torch.uint8),
+                        scales=torch.zeros(num_blocks),
+                        kind="8 bit",
                     )
-                    state.update(nothing=None, history=History(p.sum()), nested={"seen": [p.sum().clone()], "rank": rank()})
+                    state.update(
+                        nothing=None,
+                        history=History(p.sum()),
+                        nested={"seen": [p.sum().clone()], "rank": rank()},
+                    )
                     state.update(self.own(p) if self.own is not None else {})
                 state["step"] += 1
                 blocks = torch.zeros(len(state["scales"]) * 4)
@@ -74,19 +95,28 @@ class Blocks(torch.optim.Optimizer):
 
 
 class Keeping(Blocks):
-    """Blocks that takes its state as it is: torch's own way casts 8-bit states to the parameter's dtype."""
+    """Blocks that takes its state as it is: torch's own way casts 8-bit states to the parameter's
+    dtype."""
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         parameters = [p for group in self.param_groups for p in group["params"]]
         self.state.clear()
-        self.state.update({parameters[number]: dict(entry) for number, entry in state_dict["state"].items()})
+        self.state.update(
+            {parameters[number]: dict(entry) for number, entry in state_dict["state"].items()}
+        )
 
 
 OPAQUE = ("scales", "history", "nested")
-CONFIGS: tuple[Config, ...] = (("FULL_SHARD", False, "blocks"), ("FULL_SHARD", True, "always"), ("NO_SHARD", True, "none"))
+CONFIGS: tuple[Config, ...] = (
+    ("FULL_SHARD", False, "blocks"),
+    ("FULL_SHARD", True, "always"),
+    ("NO_SHARD", True, "none"),
+)
 
 
-def trained(config: Config, seed: int = 0, make: Any = Keeping, odd: bool = True) -> tuple[FSDP, Any]:
+def trained(
+    config: Config, seed: int = 0, make: Any = Keeping, odd: bool = True
+) -> tuple[FSDP, Any]:
     model = shard(make_model(seed, odd), config)
     optimizer = make(model.parameters())
     train(model, optimizer, range(2))
@@ -115,7 +145,9 @@ def states_of(optimizer: torch.optim.Optimizer) -> list[Any]:
 
 
 def rank_keys(state: dict[str, Any]) -> set[tuple[str, str]]:
-    return {(name, key) for name, entry in state["state"].items() for key in entry if "@rank" in key}
+    return {
+        (name, key) for name, entry in state["state"].items() for key in entry if "@rank" in key
+    }
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
@@ -131,7 +163,7 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
         yield from tensors_in(vars(value))
 
 
-# --- what is what -----------------------------------------------------------------------------------------------------
+# --- what is what ---------------------------------------------------------------------------------
 
 
 class Named(torch.Tensor):
@@ -157,7 +189,9 @@ def test_entries_are_classified_by_type_and_shape() -> None:
     target = nn.Parameter(torch.zeros(6))
     scalars = [1, 2.5, True, 1j, None, "text", torch.tensor(3), torch.tensor(1.0)]
     assert {classify(value, target) for value in scalars} == {Entry.SCALAR}
-    assert {classify(value, target) for value in (torch.zeros(6), torch.zeros(6, dtype=torch.uint8))} == {Entry.PER_ELEMENT}
+    assert {
+        classify(value, target) for value in (torch.zeros(6), torch.zeros(6, dtype=torch.uint8))
+    } == {Entry.PER_ELEMENT}
     opaque = [
         torch.zeros(2),
         torch.zeros(1),
@@ -174,19 +208,25 @@ def test_entries_are_classified_by_type_and_shape() -> None:
 
 def test_what_is_opaque_for_one_target_is_opaque_where_its_shape_fits_by_chance() -> None:
     large, one, none = (nn.Parameter(torch.zeros(n)) for n in (9, 1, 0))
-    states = {p: {"codes": torch.zeros(p.shape), "scales": torch.zeros(-(-p.numel() // 4))} for p in (large, one, none)}
+    states = {
+        p: {"codes": torch.zeros(p.shape), "scales": torch.zeros(-(-p.numel() // 4))}
+        for p in (large, one, none)
+    }
     for its in classify_all(states).values():
         assert its == {"codes": Entry.PER_ELEMENT, "scales": Entry.OPAQUE}
 
 
-# --- saved and restored -----------------------------------------------------------------------------------------------
+# --- saved and restored ---------------------------------------------------------------------------
 
 
 def _round_trips(directory: str) -> None:
     for number, config in enumerate(CONFIGS):
-        # Whole parameters: every rank has the same state, as with DistributedDataParallel, under the optimizer's own keys.
+        # Whole parameters: every rank has the same state, as with DistributedDataParallel, under
+        # the optimizer's own keys.
         whole = config[1] and (config[0] == "NO_SHARD" or dist.get_world_size() == 1)
-        same = functools.partial(Keeping, own=lambda p: {"nested": {"seen": [p.sum().clone()], "rank": 0}})
+        same = functools.partial(
+            Keeping, own=lambda p: {"nested": {"seen": [p.sum().clone()], "rank": 0}}
+        )
         model, optimizer = trained(config, make=same if whole else Keeping)
         expected = copy.deepcopy(states_of(optimizer))
         with warnings.catch_warnings():
@@ -198,18 +238,31 @@ def _round_trips(directory: str) -> None:
         gathered: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(gathered, (rank_keys(sharded), rank_keys(full)))
         own, everyones = zip(*gathered, strict=True)
-        assert all(not one & other for i, one in enumerate(own) for other in own[:i]), "no two ranks share a key"
+        assert all(not one & other for i, one in enumerate(own) for other in own[:i]), (
+            "no two ranks share a key"
+        )
         assert bool(own[0]) is not whole
         if not whole:
             assert not set.union(*own) ^ everyones[rank()], set.union(*own) ^ everyones[rank()]
         for state in (full, sharded):
-            opaque = [t for entry in state["state"].values() for key, v in entry.items() if "@rank" in key for t in tensors_in(v)]
+            opaque = [
+                t
+                for entry in state["state"].values()
+                for key, v in entry.items()
+                if "@rank" in key
+                for t in tensors_in(v)
+            ]
             assert all(t.untyped_storage().nbytes() == t.nbytes for t in opaque), "compact copies"
         file = io.BytesIO()
-        safe = {n: {k: v for k, v in e.items() if not k.startswith("history")} for n, e in full["state"].items()}
+        safe = {
+            n: {k: v for k, v in e.items() if not k.startswith("history")}
+            for n, e in full["state"].items()
+        }
         torch.save(safe, file)
         loaded = torch.load(io.BytesIO(file.getvalue()), weights_only=True)
-        assert rank_keys({"state": loaded}) == rank_keys({"state": safe}), "what holds tensors is read without trust"
+        assert rank_keys({"state": loaded}) == rank_keys({"state": safe}), (
+            "what holds tensors is read without trust"
+        )
         file = io.BytesIO()
         torch.save(full, file)
         full = torch.load(io.BytesIO(file.getvalue()), weights_only=False)
@@ -229,7 +282,9 @@ def _round_trips(directory: str) -> None:
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
-def test_every_state_is_restored_bit_equal_at_an_equal_layout(world_size: int, tmp_path: Path) -> None:
+def test_every_state_is_restored_bit_equal_at_an_equal_layout(
+    world_size: int, tmp_path: Path
+) -> None:
     run_ranks(world_size, _round_trips, str(tmp_path))
 
 
@@ -256,7 +311,9 @@ def _hybrid() -> None:
     train(model, optimizer, range(2))
     expected = copy.deepcopy(states_of(optimizer))
     full = full_state(model, optimizer, rank0_only=True)
-    for entry in expected:  # the replicas' parts are equal, so their states are: those of the first copy stand for all
+    for entry in (
+        expected
+    ):  # the replicas' parts are equal, so their states are: those of the first copy stand for all
         entry["nested"]["rank"] %= 2
     if rank() == 0:
         assert len(rank_keys(full)) == len(OPAQUE) * 2
@@ -270,10 +327,15 @@ def test_replicas_take_the_state_of_the_same_part() -> None:
 
 
 def _differing_scalars() -> None:
-    model, optimizer = trained(CONFIGS[1], make=functools.partial(Keeping, own=lambda p: {"norm": float(rank()), "same": 2.0}))
+    model, optimizer = trained(
+        CONFIGS[1],
+        make=functools.partial(Keeping, own=lambda p: {"norm": float(rank()), "same": 2.0}),
+    )
     full = full_state(model, optimizer)
     parts: list[Any] = [None] * 2
-    dist.all_gather_object(parts, {clean_name(name) for name, p in model.named_parameters() if p.numel()})
+    dist.all_gather_object(
+        parts, {clean_name(name) for name, p in model.named_parameters() if p.numel()}
+    )
     assert parts[0] & parts[1] and parts[0] ^ parts[1]
     for name, entry in full["state"].items():
         assert entry["same"] == 2.0
@@ -309,7 +371,9 @@ def _not_everywhere() -> None:
     gathered: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, {name: entry["step"] for name, entry in full["state"].items()})
     assert all(steps == gathered[0] for steps in gathered)
-    assert set(gathered[0]) == {name for name, p in make_model().named_parameters() if p.numel()}, "whoever has a part"
+    assert set(gathered[0]) == {name for name, p in make_model().named_parameters() if p.numel()}, (
+        "whoever has a part"
+    )
     other = Sparing(model.parameters())
     other.load_state_dict(FSDP.optim_state_dict_to_load(model, other, full))
     found = [state for state in states_of(other) if "history" in state]
@@ -322,7 +386,9 @@ def test_a_rank_without_state_for_an_empty_part_gets_the_rest_of_the_dict() -> N
 
 
 def _unpicklable() -> None:
-    model, optimizer = trained(CONFIGS[0], make=functools.partial(Keeping, own=lambda p: {"lock": threading.Lock()}))
+    model, optimizer = trained(
+        CONFIGS[0], make=functools.partial(Keeping, own=lambda p: {"lock": threading.Lock()})
+    )
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         full = full_state(model, optimizer)
@@ -335,7 +401,7 @@ def test_an_object_that_cannot_travel_does_not_end_a_save() -> None:
     run_ranks(2, _unpicklable)
 
 
-# --- elsewhere --------------------------------------------------------------------------------------------------------
+# --- elsewhere ------------------------------------------------------------------------------------
 
 
 def _saved(path: str, config: Config) -> None:
@@ -351,7 +417,9 @@ def _refused_elsewhere(path: str, config: Config) -> None:
     state = torch.load(path, weights_only=False)
     for call in (
         lambda: FSDP.optim_state_dict_to_load(model, optimizer, state, load_directly=True),
-        lambda: FSDP.scatter_full_optim_state_dict(state if rank() == 0 else None, model, optim=optimizer),
+        lambda: FSDP.scatter_full_optim_state_dict(
+            state if rank() == 0 else None, model, optim=optimizer
+        ),
     ):
         with pytest.raises(CheckpointError) as caught:
             call()
@@ -360,14 +428,24 @@ def _refused_elsewhere(path: str, config: Config) -> None:
         assert any(name in str(caught.value) for name, _ in make_model().named_parameters())
     for found, wanted in zip(states_of(optimizer), before, strict=True):
         assert_same(found, wanted)
-    without = {**state, "state": {n: {k: v for k, v in e.items() if "@rank" not in k} for n, e in state["state"].items()}}
+    without = {
+        **state,
+        "state": {
+            n: {k: v for k, v in e.items() if "@rank" not in k} for n, e in state["state"].items()
+        },
+    }
     FSDP.optim_state_dict_to_load(model, optimizer, without)  # the rest is resharded
 
 
 def test_at_another_layout_it_is_refused_and_named_before_anything_changes(tmp_path: Path) -> None:
     path = str(tmp_path / "state.pt")
     run_ranks(2, _saved, path, CONFIGS[1])
-    for num_ranks, config in ((3, CONFIGS[1]), (2, CONFIGS[0]), (2, ("FULL_SHARD", False, "none")), (1, CONFIGS[1])):
+    for num_ranks, config in (
+        (3, CONFIGS[1]),
+        (2, CONFIGS[0]),
+        (2, ("FULL_SHARD", False, "none")),
+        (1, CONFIGS[1]),
+    ):
         run_ranks(num_ranks, _refused_elsewhere, path, config)
 
 
@@ -400,7 +478,7 @@ def test_factored_state_of_whole_parameters_is_the_unwrapped_optimizers() -> Non
     run_ranks(2, _into_and_out_of_the_plain)
 
 
-# --- said beforehand --------------------------------------------------------------------------------------------------
+# --- said beforehand ------------------------------------------------------------------------------
 
 
 def _warned_once() -> None:
@@ -413,7 +491,9 @@ def _warned_once() -> None:
             full_state(model, optimizer)
             with FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
                 FSDP.optim_state_dict(model, optimizer)
-        caught.append([str(warning.message) for warning in found if "layout" in str(warning.message)])
+        caught.append(
+            [str(warning.message) for warning in found if "layout" in str(warning.message)]
+        )
     assert [len(messages) for messages in caught] == [1, 0]
     assert all(f"{name}.{key}" in caught[0][0] for name in names for key in OPAQUE)
     adam = trained(CONFIGS[1], make=OPTIMIZERS["Adam"])
@@ -437,18 +517,27 @@ def _asked_before_training() -> None:
         for make in OPTIMIZERS.values():
             assert check_optimizer(model, make(model.parameters())) == []
         factored = torch.optim.Adafactor(model.parameters())
-        expected = {"embed.weight.row_var", "embed.weight.col_var"} if config[0] == "NO_SHARD" else set()
+        expected = (
+            {"embed.weight.row_var", "embed.weight.col_var"} if config[0] == "NO_SHARD" else set()
+        )
         assert expected <= set(check_optimizer(model, factored))
         optimizer = Keeping(model.parameters())
         torch.optim.lr_scheduler.StepLR(optimizer, 1)  # it puts a step of its own on the optimizer
-        optimizer.register_step_pre_hook(lambda *_: pytest.fail("the user's hooks see real steps only"))
+        optimizer.register_step_pre_hook(
+            lambda *_: pytest.fail("the user's hooks see real steps only")
+        )
         before = [p.detach().clone() for p in model.parameters()]
         seed = torch.get_rng_state()
         found = check_optimizer(model, optimizer)
-        assert set(found) == {f"{name}.{key}" for name, _ in make_model().named_parameters() for key in OPAQUE}
+        assert set(found) == {
+            f"{name}.{key}" for name, _ in make_model().named_parameters() for key in OPAQUE
+        }
         assert not optimizer.state
         assert torch.equal(torch.get_rng_state(), seed)
-        assert all(p.grad is None and torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True))
+        assert all(
+            p.grad is None and torch.equal(p, b)
+            for p, b in zip(model.parameters(), before, strict=True)
+        )
         with pytest.raises(StateError, match="no closure") as caught:
             check_optimizer(model, NeedsClosure(model.parameters()))
         assert_four_facts(caught.value)

@@ -1,4 +1,5 @@
-"""What a load reads into: the state of an optimizer that has made no step, as its first step would make it."""
+"""What a load reads into: the state of an optimizer that has made no step, as its first step would
+make it."""
 
 from __future__ import annotations
 
@@ -15,7 +16,17 @@ from torch import Tensor, nn
 from fsdp_compat import FullyShardedDataParallel as FSDP
 from fsdp_compat import StateDictType
 from fsdp_compat.wrap import ModuleWrapPolicy
-from tests.state.test_optim import OPTIMIZERS, Block, Config, assert_state, full_state, make_model, shard, split_decay, train
+from tests.state.test_optim import (
+    OPTIMIZERS,
+    Block,
+    Config,
+    assert_state,
+    full_state,
+    make_model,
+    shard,
+    split_decay,
+    train,
+)
 from tests.state.test_optim_named import Named
 from tests.support.ranks import run_ranks
 
@@ -52,7 +63,9 @@ def _saved(directory: str, kind: str, config: Config) -> tuple[dict[str, Any], l
     return full_state(model, optimizer), train(model, optimizer, range(3, 5))
 
 
-def _resumed(directory: str, kind: str, config: Config, expected: dict[str, Any], losses: list[float]) -> None:
+def _resumed(
+    directory: str, kind: str, config: Config, expected: dict[str, Any], losses: list[float]
+) -> None:
     model = shard(make_model(2), config)
     optimizer = OPTIMIZERS[kind](split_decay(model) if config[1] else model.parameters())
     prepared = Wrapper(optimizer)
@@ -61,7 +74,10 @@ def _resumed(directory: str, kind: str, config: Config, expected: dict[str, Any]
     with FSDP.state_dict_type(model, SHARDED):
         state = {"model": model.state_dict(), "optim": FSDP.optim_state_dict(model, prepared)}
         assert kind == "Adagrad" or not optimizer.state
-        assert all(p.grad is None and torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True))
+        assert all(
+            p.grad is None and torch.equal(p, b)
+            for p, b in zip(model.parameters(), before, strict=True)
+        )
         assert all(entry.get("step", 0) == 0 for entry in state["optim"]["state"].values())
         dcp.load(state, checkpoint_id=directory)
         model.load_state_dict(state["model"])
@@ -77,7 +93,11 @@ ORIGINAL: Config = ("FULL_SHARD", True, "always")
 
 @pytest.mark.parametrize(
     ("kind", "writers", "saved", "readers", "target"),
-    [("AdamW", 2, FLAT, 3, ("SHARD_GRAD_OP", False, "none")), ("Adam", 3, ORIGINAL, 2, ORIGINAL), ("SGD", 1, FLAT, 2, FLAT)],
+    [
+        ("AdamW", 2, FLAT, 3, ("SHARD_GRAD_OP", False, "none")),
+        ("Adam", 3, ORIGINAL, 2, ORIGINAL),
+        ("SGD", 1, FLAT, 2, FLAT),
+    ],
 )
 def test_a_sharded_checkpoint_is_resumed_by_an_optimizer_without_state(
     kind: str, writers: int, saved: Config, readers: int, target: Config, tmp_path: Path
@@ -89,7 +109,11 @@ def test_a_sharded_checkpoint_is_resumed_by_an_optimizer_without_state(
 def _dtensors(directory: str) -> None:
     def build(seed: int) -> tuple[FSDP, torch.optim.Optimizer]:
         mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
-        model = FSDP(make_model(seed, odd=False), device_mesh=mesh, auto_wrap_policy=ModuleWrapPolicy({Block}))
+        model = FSDP(
+            make_model(seed, odd=False),
+            device_mesh=mesh,
+            auto_wrap_policy=ModuleWrapPolicy({Block}),
+        )
         return model, OPTIMIZERS["Adam"](model.parameters())
 
     model, optimizer = build(1)
@@ -128,7 +152,9 @@ class NeedsClosure(torch.optim.SGD):
 def _first_entries() -> None:
     model = shard(make_model(), ORIGINAL)
     with FSDP.state_dict_type(model, SHARDED):
-        masters = FSDP.optim_state_dict(model, KeepsMasters(model.parameters(), weight_decay=0.5))["state"]
+        masters = FSDP.optim_state_dict(model, KeepsMasters(model.parameters(), weight_decay=0.5))[
+            "state"
+        ]
         by_names = FSDP.optim_state_dict(model, Named(model))["state"]
         with pytest.warns(UserWarning, match="no closure"):
             assert FSDP.optim_state_dict(model, NeedsClosure(model.parameters()))["state"] == {}
@@ -138,7 +164,10 @@ def _first_entries() -> None:
         assert entry["rounds"] == 3
         mine, kept = parts[name], entry["master"]
         if mine.dim() and mine.numel():
-            assert [torch.equal(a.tensor, b.tensor) for a, b in zip(mine.local_shards(), kept.local_shards(), strict=True)]
+            assert [
+                torch.equal(a.tensor, b.tensor)
+                for a, b in zip(mine.local_shards(), kept.local_shards(), strict=True)
+            ]
     assert full_state(model, OPTIMIZERS["Adam"](model.parameters()))["state"] == {}, "as with torch"
 
 
@@ -147,7 +176,8 @@ def test_entries_are_those_of_a_first_step_that_changes_nothing() -> None:
 
 
 class OneUnitUsed(nn.Module):
-    """Its first unit is so small that only the first rank has a part of it; the other one never runs."""
+    """Its first unit is so small that only the first rank has a part of it; the other one never
+    runs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -159,7 +189,9 @@ class OneUnitUsed(nn.Module):
 
 
 def _a_rank_without_state(directory: str) -> None:
-    model = FSDP(OneUnitUsed(), use_orig_params=True, auto_wrap_policy=ModuleWrapPolicy({nn.Linear}))
+    model = FSDP(
+        OneUnitUsed(), use_orig_params=True, auto_wrap_policy=ModuleWrapPolicy({nn.Linear})
+    )
     optimizer = torch.optim.Adam([p for p in model.parameters() if p.numel()])
     model(torch.ones(3, 1)).sum().backward()
     for p in model.parameters():

@@ -13,7 +13,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from fsdp_compat import CheckpointError, FsdpCompatError, FullStateDictConfig, ShardingStrategy, StateDictType
+from fsdp_compat import (
+    CheckpointError,
+    FsdpCompatError,
+    FullStateDictConfig,
+    ShardingStrategy,
+    StateDictType,
+)
 from fsdp_compat import FullyShardedDataParallel as FSDP
 from fsdp_compat.wrap import ModuleWrapPolicy
 from tests.support.memory import NewBytes
@@ -87,17 +93,25 @@ def assert_holds(model: nn.Module, plain: nn.Module) -> None:
     found, expected = model.state_dict(), plain.state_dict()
     assert list(found) == list(expected)
     for name, value in expected.items():
-        assert torch.equal(found[name], value) if isinstance(value, Tensor) else found[name] == value, name
+        assert (
+            torch.equal(found[name], value) if isinstance(value, Tensor) else found[name] == value
+        ), name
 
 
 def _same_as_everywhere(hybrid: bool) -> None:
     options: dict[str, Any] = {}
     if hybrid:
-        options = {"device_mesh": init_device_mesh("cpu", (2, 2)), "sharding_strategy": ShardingStrategy.HYBRID_SHARD}
+        options = {
+            "device_mesh": init_device_mesh("cpu", (2, 2)),
+            "sharding_strategy": ShardingStrategy.HYBRID_SHARD,
+        }
     for use_orig_params, strict in itertools.product((False, True), (True, False)):
         model = shard(make_model(1), use_orig_params, **options)
         with rank0(model):
-            assert str(model.load_state_dict(alone(make_model(2).state_dict()), strict=strict)) == "<All keys matched successfully>"
+            assert (
+                str(model.load_state_dict(alone(make_model(2).state_dict()), strict=strict))
+                == "<All keys matched successfully>"
+            )
         assert_holds(model, make_model(2))
         with rank0(model):  # what it gives, it takes
             saved = make_model(3).state_dict()
@@ -109,7 +123,11 @@ def _same_as_everywhere(hybrid: bool) -> None:
         expected = make_model(3)
         expected.blocks[1] = make_model(4).blocks[1]
         assert_holds(model, expected)
-        some = {name: v.half() for name, v in make_model(5).state_dict().items() if name.endswith(("linear.weight", "wide"))}
+        some = {
+            name: v.half()
+            for name, v in make_model(5).state_dict().items()
+            if name.endswith(("linear.weight", "wide"))
+        }
         with rank0(model):
             keys = model.load_state_dict(alone(some), strict=False)
         expected.load_state_dict(some, strict=False)
@@ -117,8 +135,12 @@ def _same_as_everywhere(hybrid: bool) -> None:
         assert "embed.weight" in keys.missing_keys
     model = shard(make_model(1), sharding_strategy=ShardingStrategy.NO_SHARD)
     with rank0(model):
-        model.load_state_dict(alone({f"module.{name}": value for name, value in make_model(2).state_dict().items()}))
-        assert len(model.state_dict()) == (0 if dist.get_rank() else len(make_model(2).state_dict()))
+        model.load_state_dict(
+            alone({f"module.{name}": value for name, value in make_model(2).state_dict().items()})
+        )
+        assert len(model.state_dict()) == (
+            0 if dist.get_rank() else len(make_model(2).state_dict())
+        )
     assert_holds(model, make_model(2))
 
 
@@ -134,7 +156,9 @@ def _everywhere() -> None:
     sent: list[str] = []
     broadcast = type(model._unit.groups[0].shard).broadcast
     for wire in {id(group.shard): group.shard for group in model._runtime.groups}.values():
-        wire.broadcast = lambda tensors, what, wire=wire: sent.append(what) or broadcast(wire, tensors, what)  # type: ignore[method-assign, func-returns-value]
+        wire.broadcast = lambda tensors, what, wire=wire: (
+            sent.append(what) or broadcast(wire, tensors, what)
+        )  # type: ignore[method-assign, func-returns-value]
     before = [dict(each.counts) for each in traffic]
     with rank0(model):
         model.load_state_dict(state)
@@ -155,7 +179,14 @@ def _containers() -> None:
     def built(seed: int, unit: Callable[[nn.Module], nn.Module]) -> nn.Module:
         torch.manual_seed(seed)
         inside = nn.ModuleDict({"below": unit(Block()), "own": nn.Linear(3, 2)})
-        return nn.ModuleDict({"first": unit(Block()), "norm": nn.BatchNorm1d(2), "inside": inside, "last": unit(Block())})
+        return nn.ModuleDict(
+            {
+                "first": unit(Block()),
+                "norm": nn.BatchNorm1d(2),
+                "inside": inside,
+                "last": unit(Block()),
+            }
+        )
 
     model = built(1, FSDP)
     with rank0(model):
@@ -163,9 +194,15 @@ def _containers() -> None:
         given = built(2, lambda m: m).state_dict()
         model.load_state_dict(given if dist.get_rank() == 0 else {})
         with pytest.raises(CheckpointError, match=r"size mismatch for last\.linear\.bias"):
-            model.load_state_dict({**given, "last.linear.bias": torch.ones(9)} if dist.get_rank() == 0 else {})
+            model.load_state_dict(
+                {**given, "last.linear.bias": torch.ones(9)} if dist.get_rank() == 0 else {}
+            )
         with pytest.raises(CheckpointError, match=r"inside\.own\.bias"):
-            model.load_state_dict({k: v for k, v in given.items() if k != "inside.own.bias"} if dist.get_rank() == 0 else {})
+            model.load_state_dict(
+                {k: v for k, v in given.items() if k != "inside.own.bias"}
+                if dist.get_rank() == 0
+                else {}
+            )
     assert not model._load_state_dict_pre_hooks
     assert_holds(model, built(2, lambda m: m))
     FSDP.set_state_dict_type(model, FULL, FullStateDictConfig(rank0_only=True))
@@ -237,12 +274,16 @@ def _memory() -> None:
     plain = Stack()
     state = copy.deepcopy(plain.state_dict())
     inner = Stack()
-    model = FSDP(inner, auto_wrap_policy=ModuleWrapPolicy({nn.Linear}), ignored_modules=[inner.table])
+    model = FSDP(
+        inner, auto_wrap_policy=ModuleWrapPolicy({nn.Linear}), ignored_modules=[inner.table]
+    )
     unit_nbytes = plain.table.weight.nbytes
     with rank0(model), NewBytes() as new:
         model.load_state_dict(alone(state))
     # A thread of gloo may hold what was sent for a moment longer.
-    assert new.peak <= (2 * unit_nbytes if dist.get_rank() else 4096), "one unit beside the shard, and none where the values are"
+    assert new.peak <= (2 * unit_nbytes if dist.get_rank() else 4096), (
+        "one unit beside the shard, and none where the values are"
+    )
     assert_holds(model, plain)
 
 

@@ -1,4 +1,5 @@
-"""SHARDED_STATE_DICT through torch.distributed.checkpoint: any world size, policy and strategy on either side."""
+"""SHARDED_STATE_DICT through torch.distributed.checkpoint: any world size, policy and strategy on
+either side."""
 
 from __future__ import annotations
 
@@ -47,7 +48,8 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """Ties, odd sizes, parameters smaller than the world, and with ``odd`` 0-d and empty ones, which torch refuses."""
+    """Ties, odd sizes, parameters smaller than the world, and with ``odd`` 0-d and empty ones,
+    which torch refuses."""
 
     def __init__(self, odd: bool = True) -> None:
         super().__init__()
@@ -62,7 +64,12 @@ class Model(nn.Module):
         self.register_buffer("count", torch.randint(99, (2,)))
 
     def forward(self, tokens: Tensor) -> Tensor:
-        return self.head(self.blocks(self.embed(tokens)) * self.gain.sum()) + self.cube.sum() + self.one + self.nothing.sum()
+        return (
+            self.head(self.blocks(self.embed(tokens)) * self.gain.sum())
+            + self.cube.sum()
+            + self.one
+            + self.nothing.sum()
+        )
 
 
 class Bag(nn.Module):
@@ -72,7 +79,9 @@ class Bag(nn.Module):
         super().__init__()
         torch.manual_seed(seed)
         pairs = [shapes[i : i + 2] for i in range(0, len(shapes), 2)]
-        self.parts = nn.ModuleList(nn.ParameterList(torch.randn(shape) for shape in pair) for pair in pairs)
+        self.parts = nn.ModuleList(
+            nn.ParameterList(torch.randn(shape) for shape in pair) for pair in pairs
+        )
 
 
 def make_model(seed: int = 0, odd: bool = True) -> Model:
@@ -82,7 +91,11 @@ def make_model(seed: int = 0, odd: bool = True) -> Model:
 
 def shard(model: nn.Module, config: Config) -> FSDP:
     strategy, use_orig_params, policy = config
-    policies: dict[str, Any] = {"none": None, "blocks": ModuleWrapPolicy({Block, nn.ParameterList}), "always": always_wrap_policy}
+    policies: dict[str, Any] = {
+        "none": None,
+        "blocks": ModuleWrapPolicy({Block, nn.ParameterList}),
+        "always": always_wrap_policy,
+    }
     groups = None
     if strategy == "HYBRID_SHARD":  # given as a mesh, it would make DTensors
         mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2))
@@ -123,33 +136,50 @@ def load(path: str, config: Config, seed: int) -> None:
     names = list(state)
     dcp.load(state, checkpoint_id=path)
     assert list(state) == names
-    assert all(torch.equal(value, other) for value, other in zip(_own(state), _own(sharded_state(model)), strict=True)), (
-        "dcp.load reads into the shards themselves"
-    )
+    assert all(
+        torch.equal(value, other)
+        for value, other in zip(_own(state), _own(sharded_state(model)), strict=True)
+    ), "dcp.load reads into the shards themselves"
     assert str(model.load_state_dict(state)) == "<All keys matched successfully>"
     assert_holds(model, make_model(seed))
 
 
 def _own(state: dict[str, Any]) -> list[Tensor]:
     """What this rank holds of the parameters."""
-    values = (value for name, value in state.items() if not name.endswith(("mean", "var", "tracked", "count")))
-    return [t for v in values for t in ([shard.tensor for shard in v.local_shards()] if isinstance(v, ShardedTensor) else [v])]
+    values = (
+        value
+        for name, value in state.items()
+        if not name.endswith(("mean", "var", "tracked", "count"))
+    )
+    return [
+        t
+        for v in values
+        for t in (
+            [shard.tensor for shard in v.local_shards()] if isinstance(v, ShardedTensor) else [v]
+        )
+    ]
 
 
-# --- values -----------------------------------------------------------------------------------------------------------
+# --- values ---------------------------------------------------------------------------------------
 
 
 def _check_values(config: Config) -> None:
     plain, model = make_model(), shard(make_model(), config)
     expected = plain.state_dict()
     groups = model._runtime.groups
-    before = [(dict(wire.traffic.counts)) for group in groups for wire in (group.shard, group.replica)]
+    before = [
+        (dict(wire.traffic.counts)) for group in groups for wire in (group.shard, group.replica)
+    ]
     state = sharded_state(model)
-    assert before == [(dict(wire.traffic.counts)) for group in groups for wire in (group.shard, group.replica)], "nothing is sent"
+    assert before == [
+        (dict(wire.traffic.counts)) for group in groups for wire in (group.shard, group.replica)
+    ], "nothing is sent"
     assert list(state) == list(expected)
     storages = {group.store.shard.untyped_storage().data_ptr() for group in groups}
     parameters = dict(plain.named_parameters(remove_duplicate=False))
-    assert not any("_metadata" in vars(v) for v in state.values()), "metadata of all ranks is made when somebody asks for it"
+    assert not any("_metadata" in vars(v) for v in state.values()), (
+        "metadata of all ranks is made when somebody asks for it"
+    )
     without_part = 0
     boxes: dict[str, list[Any]] = {}
     for name, value in state.items():
@@ -170,20 +200,27 @@ def _check_values(config: Config) -> None:
                 without_part += 1
                 continue
             place = tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))
-            assert torch.equal(local.tensor, expected[name][place]), f"{name}, which has no other owner"
+            assert torch.equal(local.tensor, expected[name][place]), (
+                f"{name}, which has no other owner"
+            )
             own.append((offsets, sizes, str(local.metadata.placement)))
             assert local.tensor.untyped_storage().data_ptr() in storages, name
     assert without_part, "some parameters are smaller than the world"
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, boxes)
     for name in boxes:
-        _check_metadata(name, state[name], [box for its in found for box in its[name]], expected[name])
+        _check_metadata(
+            name, state[name], [box for its in found for box in its[name]], expected[name]
+        )
 
 
 def _check_metadata(name: str, value: ShardedTensor, boxes: list[Any], whole: Tensor) -> None:
     """boxes: (offsets, sizes, placement) of what all ranks hold."""
     metadata = value.metadata()
-    described = [(tuple(m.shard_offsets), tuple(m.shard_sizes), str(m.placement)) for m in metadata.shards_metadata]
+    described = [
+        (tuple(m.shard_offsets), tuple(m.shard_sizes), str(m.placement))
+        for m in metadata.shards_metadata
+    ]
     assert sorted(described) == sorted(boxes), name
     assert tuple(metadata.size) == tuple(whole.shape) == tuple(value.size()), name
     assert metadata.tensor_properties.dtype == whole.dtype == value.dtype, name
@@ -197,7 +234,11 @@ def _check_metadata(name: str, value: ShardedTensor, boxes: list[Any], whole: Te
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_values_are_boxes_that_view_the_own_shard_and_nothing_is_sent(world_size: int) -> None:
-    for config in (("FULL_SHARD", False, "none"), ("SHARD_GRAD_OP", True, "blocks"), ("FULL_SHARD", False, "always")):
+    for config in (
+        ("FULL_SHARD", False, "none"),
+        ("SHARD_GRAD_OP", True, "blocks"),
+        ("FULL_SHARD", False, "always"),
+    ):
         run_ranks(world_size, _check_values, config)
 
 
@@ -214,7 +255,7 @@ def test_without_a_second_rank_to_split_over_values_are_plain_views() -> None:
     run_ranks(2, _whole_values, ("NO_SHARD", False, "blocks"))
 
 
-# --- files ------------------------------------------------------------------------------------------------------------
+# --- files ----------------------------------------------------------------------------------------
 
 SPREAD: tuple[Config, ...] = (
     ("FULL_SHARD", False, "blocks"),
@@ -236,7 +277,9 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[int, str]:
 
 @pytest.mark.parametrize("readers", [1, 2, 3, 4])
 @pytest.mark.parametrize("writers", [1, 2, 3, 4])
-def test_a_checkpoint_is_loaded_bit_by_bit_at_every_world_size(checkpoints: dict[int, str], writers: int, readers: int) -> None:
+def test_a_checkpoint_is_loaded_bit_by_bit_at_every_world_size(
+    checkpoints: dict[int, str], writers: int, readers: int
+) -> None:
     run_ranks(readers, load, checkpoints[writers], SPREAD[(readers + writers) % 4], writers)
 
 
@@ -248,7 +291,9 @@ def test_hybrid_meshes_save_and_load(checkpoints: dict[int, str], tmp_path: Path
     run_ranks(2, load, str(tmp_path), hybrid, 5)
 
 
-def test_one_process_without_a_group_reads_a_checkpoint_into_plain_tensors(checkpoints: dict[int, str]) -> None:
+def test_one_process_without_a_group_reads_a_checkpoint_into_plain_tensors(
+    checkpoints: dict[int, str],
+) -> None:
     for writers, path in checkpoints.items():
         state = make_model(99).state_dict()
         dcp.load(state, checkpoint_id=path, no_dist=True)
@@ -269,13 +314,21 @@ def _load_bag(path: str, config: Config, shapes: Shapes) -> None:
 
 # The Bag's forward is never called, so it need not follow the rules for units.
 configs = st.tuples(
-    st.sampled_from(["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"]), st.booleans(), st.sampled_from(["none", "blocks"])
+    st.sampled_from(["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"]),
+    st.booleans(),
+    st.sampled_from(["none", "blocks"]),
 )
 shapes = st.lists(st.lists(st.integers(0, 5), max_size=4).map(tuple), min_size=1, max_size=5)
 
 
 @settings(max_examples=20, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
-@given(writers=st.integers(1, 4), readers=st.integers(1, 4), saved=configs, loaded=configs, shapes=shapes)
+@given(
+    writers=st.integers(1, 4),
+    readers=st.integers(1, 4),
+    saved=configs,
+    loaded=configs,
+    shapes=shapes,
+)
 def test_any_shapes_pass_between_any_two_configurations(
     writers: int, readers: int, saved: Config, loaded: Config, shapes: Shapes
 ) -> None:
@@ -313,12 +366,16 @@ def _save_both(path: str, config: Config) -> dict[str, Any]:
     model, optimizer = _trained(config, 1)
     expected = _copied(_both(model, optimizer, StateDictType.FULL_STATE_DICT))
     dcp.save(_both(model, optimizer, StateDictType.SHARDED_STATE_DICT), checkpoint_id=f"{path}/now")
-    future = dcp.async_save(_both(model, optimizer, StateDictType.SHARDED_STATE_DICT), checkpoint_id=f"{path}/later")
+    future = dcp.async_save(
+        _both(model, optimizer, StateDictType.SHARDED_STATE_DICT), checkpoint_id=f"{path}/later"
+    )
     for _ in range(2):
         _train(model, optimizer)
     future.result()
     after = _both(model, optimizer, StateDictType.FULL_STATE_DICT)
-    assert not torch.equal(after["model"]["cube"], expected["model"]["cube"]), "training has gone on"
+    assert not torch.equal(after["model"]["cube"], expected["model"]["cube"]), (
+        "training has gone on"
+    )
     return expected
 
 
@@ -329,7 +386,9 @@ def _load_both(path: str, config: Config, expected: dict[str, Any]) -> None:
         dcp.load(state, checkpoint_id=f"{path}/{folder}")
         model.load_state_dict(state["model"])
         with FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
-            optimizer.load_state_dict(FSDP.optim_state_dict_to_load(model, optimizer, state["optim"]))
+            optimizer.load_state_dict(
+                FSDP.optim_state_dict_to_load(model, optimizer, state["optim"])
+            )
         found = _both(model, optimizer, StateDictType.FULL_STATE_DICT)
         assert_equal(found["model"], expected["model"])
         assert found["optim"]["state"].keys() == expected["state"].keys()
@@ -346,7 +405,7 @@ def test_model_and_optimizer_go_through_dcp_as_they_are_also_while_training_goes
     run_ranks(readers, _load_both, str(tmp_path), SPREAD[readers % 2], expected)
 
 
-# --- in memory --------------------------------------------------------------------------------------------------------
+# --- in memory ------------------------------------------------------------------------------------
 
 
 def _from_other_layouts() -> None:
@@ -375,7 +434,7 @@ def test_a_sharded_dict_can_be_copied_and_pickled(tmp_path: Path) -> None:
     run_ranks(3, _copies, str(tmp_path))
 
 
-# --- torch's FSDP1 and FSDP2 ------------------------------------------------------------------------------------------
+# --- torch's FSDP1 and FSDP2 ----------------------------------------------------------------------
 
 
 def _torch_fsdp1(seed: int, use_orig_params: bool) -> TorchFSDP:
@@ -412,7 +471,9 @@ def _with_torchs_fsdp1(directory: str, use_orig_params: bool) -> None:
 
 
 @pytest.mark.parametrize("use_orig_params", [False, True])
-def test_checkpoints_pass_between_torchs_fsdp1_and_ours(tmp_path: Path, use_orig_params: bool) -> None:
+def test_checkpoints_pass_between_torchs_fsdp1_and_ours(
+    tmp_path: Path, use_orig_params: bool
+) -> None:
     run_ranks(2, _with_torchs_fsdp1, str(tmp_path), use_orig_params)
 
 
@@ -437,12 +498,16 @@ def _with_torchs_fsdp2(directory: str) -> None:
     in_memory.load_state_dict(theirs.state_dict())
     assert_holds(in_memory, make_model(1, odd=False))
 
-    dcp.save(sharded_state(shard(make_model(3, odd=False), SPREAD[1])), checkpoint_id=f"{directory}/ours")
+    dcp.save(
+        sharded_state(shard(make_model(3, odd=False), SPREAD[1])), checkpoint_id=f"{directory}/ours"
+    )
     back = theirs.state_dict()
     dcp.load(back, checkpoint_id=f"{directory}/ours")
     theirs.load_state_dict(back)
     for name, parameter in theirs.named_parameters():
-        assert torch.equal(parameter.full_tensor(), dict(make_model(3, odd=False).named_parameters())[name]), name
+        assert torch.equal(
+            parameter.full_tensor(), dict(make_model(3, odd=False).named_parameters())[name]
+        ), name
 
 
 def test_checkpoints_pass_between_torchs_fsdp2_and_ours(tmp_path: Path) -> None:
@@ -452,7 +517,9 @@ def test_checkpoints_pass_between_torchs_fsdp2_and_ours(tmp_path: Path) -> None:
 def _misuses_a_value() -> None:
     value = sharded_state(FSDP(nn.Linear(4, 6)))["weight"]
     assert value.new_empty((6, 4)).shape == (6, 4)
-    with pytest.raises(ValueError, match=r"of shape \(6, 4\) can only be copied as a whole, not as \(3, 4\)"):
+    with pytest.raises(
+        ValueError, match=r"of shape \(6, 4\) can only be copied as a whole, not as \(3, 4\)"
+    ):
         value.new_empty((3, 4))
     with pytest.raises(ValueError, match="this rank holds no box of weight at offsets"):
         value.__get_tensor_shard__(MetadataIndex("weight", torch.Size((99, 0))))

@@ -1,4 +1,5 @@
-"""summon_full_params and apply: whole parameters between steps, and what is left when they are gone again."""
+"""summon_full_params and apply: whole parameters between steps, and what is left when they are gone
+again."""
 
 from __future__ import annotations
 
@@ -63,7 +64,11 @@ def make_model(seed: int = 0) -> Model:
 
 def shard(config: Config, seed: int = 0) -> FSDP:
     strategy, use_orig_params, policy = config
-    policies: dict[str, Any] = {"none": None, "blocks": ModuleWrapPolicy({Block}), "always": always_wrap_policy}
+    policies: dict[str, Any] = {
+        "none": None,
+        "blocks": ModuleWrapPolicy({Block}),
+        "always": always_wrap_policy,
+    }
     return FSDP(
         make_model(seed),
         sharding_strategy=ShardingStrategy[strategy],
@@ -103,7 +108,7 @@ def assert_equal(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None
         assert torch.equal(actual[name], value), name
 
 
-# --- what is shown ----------------------------------------------------------------------------------------------------
+# --- what is shown --------------------------------------------------------------------------------
 
 
 def _shows_whole_parameters() -> None:
@@ -112,18 +117,24 @@ def _shows_whole_parameters() -> None:
     for config in CONFIGS:
         model = shard(config)
         before = slots(model)
-        assert {name for name, _ in model.named_parameters()}.isdisjoint(expected), "outside they carry the prefix of the wrapper"
+        assert {name for name, _ in model.named_parameters()}.isdisjoint(expected), (
+            "outside they carry the prefix of the wrapper"
+        )
         for writeback, offload_to_cpu in itertools.product((True, False), (True, False)):
             with FSDP.summon_full_params(model, writeback=writeback, offload_to_cpu=offload_to_cpu):
                 shown = dict(model.named_parameters())
                 assert_equal(shown, expected)
                 assert all(type(parameter) is nn.Parameter for parameter in shown.values())
-                assert {name: p.requires_grad for name, p in shown.items()} == {n: p.requires_grad for n, p in expected.items()}
+                assert {name: p.requires_grad for name, p in shown.items()} == {
+                    n: p.requires_grad for n, p in expected.items()
+                }
                 assert list(dict(model.named_parameters(remove_duplicate=False))) == list(
                     dict(plain.named_parameters(remove_duplicate=False))
                 )
                 assert list(dict(model.named_buffers())) == list(dict(plain.named_buffers()))
-                assert list(dict(model.named_parameters(prefix="a"))) == [f"a.{name}" for name in expected]
+                assert list(dict(model.named_parameters(prefix="a"))) == [
+                    f"a.{name}" for name in expected
+                ]
                 assert model.module.head.weight is model.module.embed.weight
                 assert all(parameter.grad is None for parameter in shown.values())
                 assert_equal(
@@ -148,13 +159,21 @@ def _recurse() -> None:
             linear = model.module.blocks[0].module.linear
             assert "weight" not in linear._parameters or linear.weight.dim() == 1
         with FSDP.summon_full_params(model.blocks[1], recurse=False):
-            assert torch.equal(model.module.blocks[1].module.linear.weight, expected["blocks.1.linear.weight"])
+            assert torch.equal(
+                model.module.blocks[1].module.linear.weight, expected["blocks.1.linear.weight"]
+            )
             names = [name for name, _ in make_model().blocks[1].named_parameters()]
             assert [name for name, _ in model.blocks[1].named_parameters()] == names
-            assert "weight" not in model.module.embed._parameters or model.module.embed.weight.dim() == 1
+            assert (
+                "weight" not in model.module.embed._parameters
+                or model.module.embed.weight.dim() == 1
+            )
         with FSDP.summon_full_params(model.module.blocks):  # a container, not an instance
             for number in (0, 1):
-                assert torch.equal(model.module.blocks[number].module.linear.weight, expected[f"blocks.{number}.linear.weight"])
+                assert torch.equal(
+                    model.module.blocks[number].module.linear.weight,
+                    expected[f"blocks.{number}.linear.weight"],
+                )
 
 
 def test_recurse_says_whether_inner_units_are_shown_too() -> None:
@@ -166,7 +185,9 @@ def _rank0_only() -> None:
     for config, offload_to_cpu in itertools.product(CONFIGS, (False, True)):
         model = shard(config)
         before = slots(model)
-        with FSDP.summon_full_params(model, writeback=False, rank0_only=True, offload_to_cpu=offload_to_cpu):
+        with FSDP.summon_full_params(
+            model, writeback=False, rank0_only=True, offload_to_cpu=offload_to_cpu
+        ):
             if dist.get_rank() == 0:
                 assert_equal(dict(model.named_parameters()), expected)
             else:
@@ -181,7 +202,7 @@ def test_rank0_only_shows_the_others_their_parts_and_cannot_write_back() -> None
     run_ranks(2, _rank0_only)
 
 
-# --- changes ----------------------------------------------------------------------------------------------------------
+# --- changes --------------------------------------------------------------------------------------
 
 
 def _is_whole(model: FSDP) -> bool:
@@ -198,7 +219,9 @@ def _changes() -> None:
                 for parameter in model.parameters():
                     parameter.fill_(7.0)
             names = dict(make_model().named_parameters(remove_duplicate=False))
-            sevens = {name: torch.full_like(original[name], 7.0) for name in names if _is_whole(model)}
+            sevens = {
+                name: torch.full_like(original[name], 7.0) for name in names if _is_whole(model)
+            }
             assert_equal(model.state_dict(), {**original, **sevens})
             other = make_model(1)
             with FSDP.summon_full_params(model, offload_to_cpu=offload_to_cpu):
@@ -207,7 +230,10 @@ def _changes() -> None:
                         parameter.copy_(dict(other.named_parameters())[name])
                     else:
                         parameter.data = dict(other.named_parameters())[name].data.clone()
-        changed = {**original, **{name: p.detach() for name, p in other.named_parameters(remove_duplicate=False)}}
+        changed = {
+            **original,
+            **{name: p.detach() for name, p in other.named_parameters(remove_duplicate=False)},
+        }
         assert_equal(model.state_dict(), changed)
         plain = make_model()
         plain.load_state_dict(changed)
@@ -219,7 +245,9 @@ def test_changes_are_kept_with_writeback_and_dropped_without(world_size: int) ->
     run_ranks(world_size, _changes)
 
 
-def _kept_without_writeback(library: Any, strategy: str, use_orig_params: bool, **options: bool) -> dict[str, Any]:
+def _kept_without_writeback(
+    library: Any, strategy: str, use_orig_params: bool, **options: bool
+) -> dict[str, Any]:
     torch.manual_seed(0)
     model = library.FullyShardedDataParallel(
         nn.Linear(3, 2),
@@ -227,7 +255,10 @@ def _kept_without_writeback(library: Any, strategy: str, use_orig_params: bool, 
         use_orig_params=use_orig_params,
         device_id=torch.device("cpu"),
     )
-    with torch.no_grad(), library.FullyShardedDataParallel.summon_full_params(model, writeback=False, **options):
+    with (
+        torch.no_grad(),
+        library.FullyShardedDataParallel.summon_full_params(model, writeback=False, **options),
+    ):
         for parameter in model.parameters() if dist.get_rank() == 0 or not options else ():
             parameter.fill_(7.0 + dist.get_rank())
     return {name: value.tolist() for name, value in model.state_dict().items()}
@@ -235,15 +266,22 @@ def _kept_without_writeback(library: Any, strategy: str, use_orig_params: bool, 
 
 def _keeps_as_torch(strategy: str) -> None:
     for use_orig_params in (False, True):
-        theirs, ours = (_kept_without_writeback(library, strategy, use_orig_params) for library in (torch_fsdp, fsdp_compat))
+        theirs, ours = (
+            _kept_without_writeback(library, strategy, use_orig_params)
+            for library in (torch_fsdp, fsdp_compat)
+        )
         assert ours == theirs
     kept = _kept_without_writeback(fsdp_compat, strategy, True, rank0_only=True)
     if dist.get_world_size() > 1:  # in torch the copies would differ from then on
         torch.manual_seed(0)
-        assert kept == {name: value.tolist() for name, value in nn.Linear(3, 2).state_dict().items()}
+        assert kept == {
+            name: value.tolist() for name, value in nn.Linear(3, 2).state_dict().items()
+        }
 
 
-@pytest.mark.parametrize(("world_size", "strategy"), [(1, "FULL_SHARD"), (2, "FULL_SHARD"), (2, "NO_SHARD")])
+@pytest.mark.parametrize(
+    ("world_size", "strategy"), [(1, "FULL_SHARD"), (2, "FULL_SHARD"), (2, "NO_SHARD")]
+)
 def test_changes_stay_without_writeback_where_torch_keeps_them_but_never_on_one_of_several_copies(
     world_size: int, strategy: str
 ) -> None:
@@ -269,17 +307,26 @@ def _nested() -> None:
         before = slots(model)
         with torch.no_grad(), FSDP.summon_full_params(model):
             outside = slots(model)
-            with FSDP.summon_full_params(model), FSDP.summon_full_params(model.module.blocks, writeback=False):
+            with (
+                FSDP.summon_full_params(model),
+                FSDP.summon_full_params(model.module.blocks, writeback=False),
+            ):
                 assert slots(model) == outside
                 for parameter in model.parameters():
                     parameter.fill_(2.0)
             assert slots(model) == outside, "what the outer context shows stays until its end"
             assert all((parameter == 2.0).all() for parameter in model.parameters())
         assert slots(model) == before
-        assert all((p == 2.0).all() for name, p in model.state_dict().items() if name in dict(make_model().named_parameters()))
+        assert all(
+            (p == 2.0).all()
+            for name, p in model.state_dict().items()
+            if name in dict(make_model().named_parameters())
+        )
         inner = FSDP.summon_full_params(model.module.blocks[0], writeback=False)
         with inner, FSDP.summon_full_params(model, writeback=False):
-            assert sorted(n for n, _ in model.named_parameters()) == sorted(n for n, _ in make_model().named_parameters())
+            assert sorted(n for n, _ in model.named_parameters()) == sorted(
+                n for n, _ in make_model().named_parameters()
+            )
         assert slots(model) == before
 
 
@@ -341,7 +388,9 @@ def _with_grads() -> None:
             for parameter in model.parameters():
                 if parameter.grad is not None:
                     parameter.grad.zero_()
-        assert any(target.grad is not None and target.grad.any() for target in targets) is not _is_whole(model)
+        assert any(
+            target.grad is not None and target.grad.any() for target in targets
+        ) is not _is_whole(model)
         if _is_whole(model):  # back to what they were
             model.zero_grad()
             losses_of(model).backward()
@@ -352,7 +401,9 @@ def _with_grads() -> None:
         with FSDP.summon_full_params(model, with_grads=True, writeback=False):
             for name, parameter in model.named_parameters():
                 if parameter.grad is not None:
-                    torch.testing.assert_close(parameter.grad, 2 * expected[name], rtol=1e-5, atol=1e-6, msg=name)
+                    torch.testing.assert_close(
+                        parameter.grad, 2 * expected[name], rtol=1e-5, atol=1e-6, msg=name
+                    )
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
@@ -365,7 +416,11 @@ def _objects() -> None:
         plain = make_model()
         originals = dict(plain.named_parameters())
         strategy, use_orig_params, policy = config
-        policies: dict[str, Any] = {"none": None, "blocks": ModuleWrapPolicy({Block}), "always": always_wrap_policy}
+        policies: dict[str, Any] = {
+            "none": None,
+            "blocks": ModuleWrapPolicy({Block}),
+            "always": always_wrap_policy,
+        }
         model = FSDP(
             plain,
             sharding_strategy=ShardingStrategy[strategy],
@@ -374,22 +429,30 @@ def _objects() -> None:
         )
         registered = list(model.parameters())
         if use_orig_params:
-            assert all(parameter is original for parameter, original in zip(registered, originals.values(), strict=True))
+            assert all(
+                parameter is original
+                for parameter, original in zip(registered, originals.values(), strict=True)
+            )
         for _ in range(2):
             with FSDP.summon_full_params(model):
                 if use_orig_params:
                     shown = list(model.parameters())
-                    assert all(parameter is original for parameter, original in zip(shown, originals.values(), strict=True))
+                    assert all(
+                        parameter is original
+                        for parameter, original in zip(shown, originals.values(), strict=True)
+                    )
             losses_of(model).backward()
             model.zero_grad()
-            assert all(one is other for one, other in zip(model.parameters(), registered, strict=True))
+            assert all(
+                one is other for one, other in zip(model.parameters(), registered, strict=True)
+            )
 
 
 def test_parameter_objects_keep_their_identity() -> None:
     run_ranks(2, _objects)
 
 
-# --- calls inside -----------------------------------------------------------------------------------------------------
+# --- calls inside ---------------------------------------------------------------------------------
 
 
 def _forward_inside() -> None:
@@ -406,7 +469,9 @@ def _forward_inside() -> None:
                     tokens = torch.cat([tokens, model(tokens)[-1].argmax()[None]])
                 if dist.get_rank() == 1:
                     model(tokens)
-                assert model._runtime.groups[0].shard.traffic.counts.total() == before, "nothing is gathered again"
+                assert model._runtime.groups[0].shard.traffic.counts.total() == before, (
+                    "nothing is gathered again"
+                )
         assert torch.equal(tokens, expected)
         model.train()
         assert step(model) == pytest.approx(step(make_model()), rel=1e-6)

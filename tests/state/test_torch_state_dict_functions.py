@@ -1,4 +1,5 @@
-"""torch.distributed.checkpoint.state_dict's functions on our models: the unsharded model's values, for every option."""
+"""torch.distributed.checkpoint.state_dict's functions on our models: the unsharded model's values,
+for every option."""
 
 from __future__ import annotations
 
@@ -67,7 +68,9 @@ FROZEN = {"frozen.weight", "frozen.bias"}
 TIED = "head.weight"  # a parameter is missing once
 
 
-def in_state(kind: str, config: Config, run: Mapping[str, Any]) -> tuple[FSDP, torch.optim.Optimizer]:
+def in_state(
+    kind: str, config: Config, run: Mapping[str, Any]
+) -> tuple[FSDP, torch.optim.Optimizer]:
     """One of our models, with its optimizer, in the state of an unsharded run."""
     model = shard(make_model(99, scalar=run["model"]["gain"].dim() == 0), config)
     optimizer = make_optimizer(kind, model)
@@ -82,7 +85,7 @@ def in_state(kind: str, config: Config, run: Mapping[str, Any]) -> tuple[FSDP, t
     return model, optimizer
 
 
-# --- values -----------------------------------------------------------------------------------------------------------
+# --- values ---------------------------------------------------------------------------------------
 
 
 def _options(kind: str, configs: tuple[Config, ...], run: dict[str, Any]) -> None:
@@ -104,13 +107,20 @@ def _options(kind: str, configs: tuple[Config, ...], run: dict[str, Any]) -> Non
             assert_same_optim(optim, run["optim"])
         # sharded
         for options in (None, StateDictOptions(cpu_offload=True)):
-            state, optim = get_model_state_dict(model, options=options), get_optimizer_state_dict(model, optimizer, options=options)
+            state, optim = (
+                get_model_state_dict(model, options=options),
+                get_optimizer_state_dict(model, optimizer, options=options),
+            )
             if config[0] == "FULL_SHARD":
                 assert isinstance(state["cube"], ShardedTensor) is (dist.get_world_size() > 1)
             assert_same(state, run["model"])
             assert_same_optim(optim, run["optim"])
         # parts of it
-        state, _ = get_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=True, ignore_frozen_params=True))
+        state, _ = get_state_dict(
+            model,
+            optimizer,
+            options=StateDictOptions(full_state_dict=True, ignore_frozen_params=True),
+        )
         assert set(run["model"]) - set(state) == FROZEN
         state = get_model_state_dict(model, options=StateDictOptions(ignore_frozen_params=True))
         assert set(run["model"]) - set(state) == FROZEN
@@ -126,27 +136,41 @@ def _options(kind: str, configs: tuple[Config, ...], run: dict[str, Any]) -> Non
         set_optimizer_state_dict(model, again, optim, options=sharded)
         assert_same_optim(get_optimizer_state_dict(model, again, options=FULL), run["optim"])
         # and on
-        assert train(model, again, range(STEPS, STEPS + 2)) == pytest.approx(run["losses"], rel=1e-6)
+        assert train(model, again, range(STEPS, STEPS + 2)) == pytest.approx(
+            run["losses"], rel=1e-6
+        )
 
 
 def _part_of_the_model(model: FSDP, expected: Mapping[str, Tensor]) -> None:
-    below = {name.removeprefix("blocks.1."): value for name, value in expected.items() if name.startswith("blocks.1.")}
+    below = {
+        name.removeprefix("blocks.1."): value
+        for name, value in expected.items()
+        if name.startswith("blocks.1.")
+    }
     for block in (model.blocks[1], getattr(model.blocks[1], "module", model.blocks[1])):
         with pytest.warns(FutureWarning, match="submodules is deprecated") as caught:
             state = get_model_state_dict(model, submodules={block}, options=FULL)
             bare = StateDictOptions(full_state_dict=True, keep_submodule_prefixes=False)
             without = get_model_state_dict(model, submodules={block}, options=bare)
-        assert {warning.filename for warning in caught if warning.category is FutureWarning} == {__file__}
+        assert {warning.filename for warning in caught if warning.category is FutureWarning} == {
+            __file__
+        }
         assert_same(state, {f"blocks.1.{name}": value for name, value in below.items()})
         assert_same(without, below)
-        loaded = set_model_state_dict(model, {block: without}, options=StateDictOptions(full_state_dict=True, strict=False))
+        loaded = set_model_state_dict(
+            model, {block: without}, options=StateDictOptions(full_state_dict=True, strict=False)
+        )
         assert "blocks.0.up.weight" in loaded.missing_keys
         assert not loaded.unexpected_keys
         assert not any(name.startswith("blocks.1.") for name in loaded.missing_keys)
 
 
 def _flattened(optim: Mapping[str, Any]) -> dict[str, Any]:
-    state = {f"state.{name}.{key}": value for name, entry in optim["state"].items() for key, value in entry.items()}
+    state = {
+        f"state.{name}.{key}": value
+        for name, entry in optim["state"].items()
+        for key, value in entry.items()
+    }
     groups = {
         f"param_groups.{name}.{key}": value
         for group in optim["param_groups"]
@@ -159,7 +183,13 @@ def _flattened(optim: Mapping[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_every_option_gives_the_unsharded_models_values(world_size: int) -> None:
-    run_ranks(world_size, _options, "Adam", {1: CONFIGS[:1], 2: CONFIGS, 3: CONFIGS[:2]}[world_size], run_of("Adam"))
+    run_ranks(
+        world_size,
+        _options,
+        "Adam",
+        {1: CONFIGS[:1], 2: CONFIGS, 3: CONFIGS[:2]}[world_size],
+        run_of("Adam"),
+    )
 
 
 def test_every_option_gives_the_unsharded_momentum() -> None:
@@ -168,7 +198,10 @@ def test_every_option_gives_the_unsharded_momentum() -> None:
 
 def _is_wrong_without(run: dict[str, Any]) -> None:
     small = FSDP(nn.Linear(3, 3, bias=False))
-    theirs = {name: getattr(torch_functions, name).__kwdefaults__["_fsdp_compat_route"].args[1] for name in _dcp_adapter.FUNCTIONS}
+    theirs = {
+        name: getattr(torch_functions, name).__kwdefaults__["_fsdp_compat_route"].args[1]
+        for name in _dcp_adapter.FUNCTIONS
+    }
     with FSDP.state_dict_type(small, StateDictType.SHARDED_STATE_DICT):
         wrong = theirs["get_model_state_dict"](small, options=FULL)["weight"]
         right = get_model_state_dict(small, options=FULL)["weight"]
@@ -177,15 +210,19 @@ def _is_wrong_without(run: dict[str, Any]) -> None:
     assert not torch.equal(wrong, right), "only the first box of each rank is gathered"
     model, optimizer = in_state("Adam", CONFIGS[1], run)
     wrong = theirs["get_optimizer_state_dict"](model, optimizer)
-    name = next(name for name in sorted(wrong["state"]) if wrong["state"][name]["exp_avg"].numel() > 1)
-    assert wrong["state"][name]["exp_avg"].dim() == 1, "each rank has a part of its own, under one key"
+    name = next(
+        name for name in sorted(wrong["state"]) if wrong["state"][name]["exp_avg"].numel() > 1
+    )
+    assert wrong["state"][name]["exp_avg"].dim() == 1, (
+        "each rank has a part of its own, under one key"
+    )
 
 
 def test_torchs_own_code_is_wrong_over_boxes_without_an_error() -> None:
     run_ranks(2, _is_wrong_without, run_of("Adam"))
 
 
-# --- from rank 0, strictness, several optimizers ----------------------------------------------------------------------
+# --- from rank 0, strictness, several optimizers --------------------------------------------------
 
 
 def _from_rank0(run: dict[str, Any]) -> None:
@@ -210,7 +247,9 @@ def _from_rank0(run: dict[str, Any]) -> None:
             state, optim = get_state_dict(model, optimizer, options=FULL)
             assert_same(state, run["model"])
             assert_same_optim(optim, run["optim"])
-            set_model_state_dict(model, make_model(5).state_dict() if first else {}, options=options)
+            set_model_state_dict(
+                model, make_model(5).state_dict() if first else {}, options=options
+            )
             assert_same(get_model_state_dict(model, options=FULL), make_model(5).state_dict())
         assert train(in_state("Adam", config, run)[0], optimizer, range(0)) == []
 
@@ -224,30 +263,51 @@ def _strictness(run: dict[str, Any]) -> None:
     for config in CONFIGS[:2]:
         model, optimizer = in_state("Adam", config, run)
         lax = StateDictOptions(full_state_dict=True, strict=False)
-        part = {name: value + 1 for name, value in run["model"].items() if name.startswith("blocks.")}
+        part = {
+            name: value + 1 for name, value in run["model"].items() if name.startswith("blocks.")
+        }
         given = dict(part)
         with pytest.raises(RuntimeError, match=r"Missing key\(s\)"):
             set_model_state_dict(model, part, options=FULL)
         assert_same(get_model_state_dict(model, options=FULL), run["model"], "nothing has changed")
         answer = set_model_state_dict(model, {**part, "other": torch.ones(1)}, options=lax)
-        assert (set(answer.missing_keys), answer.unexpected_keys) == (set(run["model"]) - set(part) - {TIED}, ["other"])
+        assert (set(answer.missing_keys), answer.unexpected_keys) == (
+            set(run["model"]) - set(part) - {TIED},
+            ["other"],
+        )
         assert_same(get_model_state_dict(model, options=FULL), {**run["model"], **part})
         assert_same(part, given, "what was passed is as it was")
 
         groups = run["optim"]["param_groups"]
-        half = {"state": {n: e for n, e in run["optim"]["state"].items() if n.startswith("blocks.")}, "param_groups": groups}
+        half = {
+            "state": {n: e for n, e in run["optim"]["state"].items() if n.startswith("blocks.")},
+            "param_groups": groups,
+        }
         with pytest.raises(CheckpointError, match="no state for some of the parameters"):
             set_optimizer_state_dict(model, optimizer, half, options=FULL)
-        assert_same_optim(get_optimizer_state_dict(model, optimizer, options=FULL), run["optim"], "nothing has changed")
+        assert_same_optim(
+            get_optimizer_state_dict(model, optimizer, options=FULL),
+            run["optim"],
+            "nothing has changed",
+        )
         again = make_optimizer("Adam", model)
         set_optimizer_state_dict(model, again, half, options=lax)
         found = get_optimizer_state_dict(model, again, options=FULL)
         assert_same(found["state"]["blocks.0.up.weight"], half["state"]["blocks.0.up.weight"])
 
-        other_name = {TIED if name == "embed.weight" else name: entry for name, entry in run["optim"]["state"].items()}
+        other_name = {
+            TIED if name == "embed.weight" else name: entry
+            for name, entry in run["optim"]["state"].items()
+        }
         tied = make_optimizer("Adam", model)
-        set_optimizer_state_dict(model, tied, {"state": other_name, "param_groups": groups}, options=FULL)
-        assert_same_optim(get_optimizer_state_dict(model, tied, options=FULL), run["optim"], "under another name of a tie")
+        set_optimizer_state_dict(
+            model, tied, {"state": other_name, "param_groups": groups}, options=FULL
+        )
+        assert_same_optim(
+            get_optimizer_state_dict(model, tied, options=FULL),
+            run["optim"],
+            "under another name of a tie",
+        )
 
         with pytest.raises(CheckpointError, match="is empty"):
             set_model_state_dict(model, {})
@@ -257,7 +317,9 @@ def _strictness(run: dict[str, Any]) -> None:
             from_rank0 = {"model_state_dict": run["model"], "optim_state_dict": half}
         else:
             from_rank0 = {"model_state_dict": {}, "optim_state_dict": {}}
-        with pytest.raises(CheckpointError, match="no state for some of the parameters"):  # on all ranks
+        with pytest.raises(
+            CheckpointError, match="no state for some of the parameters"
+        ):  # on all ranks
             options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
             set_state_dict(model, optimizer, **from_rank0, options=options)
         with pytest.raises(ValueError, match="full_state_dict=True with broadcast_from_rank0=True"):
@@ -269,7 +331,9 @@ def _strictness(run: dict[str, Any]) -> None:
         for entry in optimizer.state.values():
             entry["kind"] = "a word"
         with pytest.raises(NotImplementedError, match="cannot be flattened"):
-            get_optimizer_state_dict(model, optimizer, options=StateDictOptions(flatten_optimizer_state_dict=True))
+            get_optimizer_state_dict(
+                model, optimizer, options=StateDictOptions(flatten_optimizer_state_dict=True)
+            )
 
 
 def test_strict_says_what_is_missing_and_without_it_the_rest_is_loaded() -> None:
@@ -280,11 +344,24 @@ def _optimizers(run: dict[str, Any]) -> None:
     for config in CONFIGS[:2]:
         model = shard(make_model(99), config)
         both = make_optimizer("Adam", model).param_groups
-        first, second = (torch.optim.Adam(group["params"], lr=group["lr"], weight_decay=group["weight_decay"]) for group in both)
-        set_state_dict(model, [first, second], model_state_dict=run["model"], optim_state_dict=run["optim"], options=FULL)
+        first, second = (
+            torch.optim.Adam(group["params"], lr=group["lr"], weight_decay=group["weight_decay"])
+            for group in both
+        )
+        set_state_dict(
+            model,
+            [first, second],
+            model_state_dict=run["model"],
+            optim_state_dict=run["optim"],
+            options=FULL,
+        )
         for options in (FULL, None):
-            assert_same_optim(get_state_dict(model, (first, second), options=options)[1], run["optim"])
-        assert {name.partition(".")[0] for name in get_optimizer_state_dict(model, first)["state"]} == {"blocks"}
+            assert_same_optim(
+                get_state_dict(model, (first, second), options=options)[1], run["optim"]
+            )
+        assert {
+            name.partition(".")[0] for name in get_optimizer_state_dict(model, first)["state"]
+        } == {"blocks"}
         one = get_optimizer_state_dict(model, [first, second])
         for optimizer in (first, second):
             optimizer.state.clear()
@@ -297,7 +374,8 @@ def test_several_optimizers_share_one_dict() -> None:
 
 
 def _names(run: dict[str, Any]) -> None:
-    """Compiled, recomputed, and below something that is not wrapped; parameters beside that nobody shards."""
+    """Compiled, recomputed, and below something that is not wrapped; parameters beside that nobody
+    shards."""
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
     plain = make_model(99)
@@ -306,21 +384,36 @@ def _names(run: dict[str, Any]) -> None:
     for config in (("FULL_SHARD", False, "blocks"), ("FULL_SHARD", True, "blocks")):
         inner = shard(copy.deepcopy(plain), config)
         assert any("_orig_mod" in name for name in inner.state_dict())
-        model = nn.ModuleDict({"inner": torch.compile(inner, backend="eager"), "beside": DistributedDataParallel(nn.Linear(2, 3))})
+        model = nn.ModuleDict(
+            {
+                "inner": torch.compile(inner, backend="eager"),
+                "beside": DistributedDataParallel(nn.Linear(2, 3)),
+            }
+        )
         optimizer = make_optimizer("Adam", model)
-        beside = {f"beside.{name}": torch.full_like(value, 2.0) for name, value in model["beside"].module.state_dict().items()}
+        beside = {
+            f"beside.{name}": torch.full_like(value, 2.0)
+            for name, value in model["beside"].module.state_dict().items()
+        }
         state = {**{f"inner.{name}": value for name, value in run["model"].items()}, **beside}
         optim = {
             "state": {f"inner.{name}": entry for name, entry in run["optim"]["state"].items()},
             "param_groups": [
-                {**group, "params": [f"inner.{name}" for name in group["params"]]} for group in run["optim"]["param_groups"]
+                {**group, "params": [f"inner.{name}" for name in group["params"]]}
+                for group in run["optim"]["param_groups"]
             ],
         }
         entry = next(iter(optim["state"].values()))
         for name, value in beside.items():
-            optim["state"][name] = {"step": entry["step"].clone(), "exp_avg": value + 1, "exp_avg_sq": value + 2}
+            optim["state"][name] = {
+                "step": entry["step"].clone(),
+                "exp_avg": value + 1,
+                "exp_avg_sq": value + 2,
+            }
         optim["param_groups"][1]["params"] += list(beside)
-        set_state_dict(model, optimizer, model_state_dict=state, optim_state_dict=optim, options=FULL)
+        set_state_dict(
+            model, optimizer, model_state_dict=state, optim_state_dict=optim, options=FULL
+        )
         for options in (FULL, None):
             found, found_optim = get_state_dict(model, optimizer, options=options)
             assert_same(found, state)
@@ -330,7 +423,9 @@ def _names(run: dict[str, Any]) -> None:
         found, found_optim = copy.deepcopy(get_state_dict(model, optimizer, options=on_rank0))
         assert bool(found) is bool(found_optim) is (dist.get_rank() == 0)
         set_model_state_dict(model, zeros(model), options=FULL)
-        answer = set_state_dict(model, optimizer, model_state_dict=found, optim_state_dict=found_optim, options=on_rank0)
+        answer = set_state_dict(
+            model, optimizer, model_state_dict=found, optim_state_dict=found_optim, options=on_rank0
+        )
         assert str(answer) == "<All keys matched successfully>"
         found, found_optim = get_state_dict(model, optimizer, options=FULL)
         assert_same(found, state)
@@ -343,7 +438,10 @@ def _names(run: dict[str, Any]) -> None:
 
 def zeros(model: nn.Module) -> dict[str, Tensor]:
     """The model's full state dict, all zeros. Collective."""
-    return {name: torch.zeros_like(value) for name, value in get_model_state_dict(model, options=FULL).items()}
+    return {
+        name: torch.zeros_like(value)
+        for name, value in get_model_state_dict(model, options=FULL).items()
+    }
 
 
 def test_names_are_those_of_the_model_before_anything_was_put_around_its_modules() -> None:
@@ -386,7 +484,7 @@ def test_state_that_belongs_to_one_ranks_part_comes_back_to_it(tmp_path: Path) -
     run_ranks(2, _parts_of_one_rank, str(tmp_path))
 
 
-# --- files, and the first step ----------------------------------------------------------------------------------------
+# --- files, and the first step --------------------------------------------------------------------
 
 
 class App(Stateful):
@@ -400,7 +498,12 @@ class App(Stateful):
         return {"model": state, "optim": optim}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        set_state_dict(self.model, self.optimizer, model_state_dict=state_dict["model"], optim_state_dict=state_dict["optim"])
+        set_state_dict(
+            self.model,
+            self.optimizer,
+            model_state_dict=state_dict["model"],
+            optim_state_dict=state_dict["optim"],
+        )
 
 
 def _save(kind: str, config: Config, run: dict[str, Any], path: str) -> None:
@@ -415,11 +518,17 @@ def _load(kind: str, configs: tuple[Config, ...], run: dict[str, Any], path: str
         state, optim = get_state_dict(model, optimizer, options=FULL)
         assert_same(state, run["model"])
         assert_same_optim(optim, run["optim"])
-        assert train(model, optimizer, range(STEPS, STEPS + 2)) == pytest.approx(run["losses"], rel=1e-6)
+        assert train(model, optimizer, range(STEPS, STEPS + 2)) == pytest.approx(
+            run["losses"], rel=1e-6
+        )
 
 
-@pytest.mark.parametrize(("writers", "readers", "kind"), [(1, 2, "Adam"), (2, 3, "SGD"), (3, 1, "Adam"), (3, 2, "SGD")])
-def test_stateful_objects_pass_through_files_into_another_world(writers: int, readers: int, kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("writers", "readers", "kind"), [(1, 2, "Adam"), (2, 3, "SGD"), (3, 1, "Adam"), (3, 2, "SGD")]
+)
+def test_stateful_objects_pass_through_files_into_another_world(
+    writers: int, readers: int, kind: str, tmp_path: Path
+) -> None:
     run = run_of(kind)
     run_ranks(writers, _save, kind, CONFIGS[(writers + readers) % 4], run, str(tmp_path))
     run_ranks(readers, _load, kind, CONFIGS, run, str(tmp_path))
@@ -429,14 +538,20 @@ def _asked_before_the_first_step() -> None:
     for kind, config in itertools.product(("Adam", "SGD"), CONFIGS[:2]):
         left_alone, asked = shard(make_model(), config), shard(make_model(), config)
         one, other = make_optimizer(kind, left_alone), make_optimizer(kind, asked)
-        settings = copy.deepcopy([{k: v for k, v in group.items() if k != "params"} for group in other.param_groups])
+        settings = copy.deepcopy(
+            [{k: v for k, v in group.items() if k != "params"} for group in other.param_groups]
+        )
         empty = get_optimizer_state_dict(asked, other, options=FULL)
-        assert settings == [{k: v for k, v in group.items() if k != "params"} for group in other.param_groups]
+        assert settings == [
+            {k: v for k, v in group.items() if k != "params"} for group in other.param_groups
+        ]
         assert not other.state
         assert all(p.grad is None for p in asked.parameters())
         asked(torch.arange(3)).sum().backward()
         grads = [p.grad for p in asked.parameters()]
-        assert_same_optim(get_optimizer_state_dict(asked, other, options=FULL), empty, "with gradients that wait")
+        assert_same_optim(
+            get_optimizer_state_dict(asked, other, options=FULL), empty, "with gradients that wait"
+        )
         assert all(p.grad is grad for p, grad in zip(asked.parameters(), grads, strict=True))
         set_model_state_dict(asked, make_model().state_dict(), options=FULL)
         for key in {"Adam": ("step", "exp_avg", "exp_avg_sq"), "SGD": ("momentum_buffer",)}[kind]:
@@ -446,14 +561,16 @@ def _asked_before_the_first_step() -> None:
         third = make_optimizer(kind, asked)
         set_model_state_dict(asked, make_model().state_dict(), options=FULL)
         set_optimizer_state_dict(asked, third, empty, options=FULL)
-        assert train(asked, third, range(1)) == train(shard(make_model(), config), make_optimizer(kind, left_alone), range(1))
+        assert train(asked, third, range(1)) == train(
+            shard(make_model(), config), make_optimizer(kind, left_alone), range(1)
+        )
 
 
 def test_an_optimizer_without_state_is_as_it_was_after_it_was_asked() -> None:
     run_ranks(2, _asked_before_the_first_step)
 
 
-# --- beside torch's own -----------------------------------------------------------------------------------------------
+# --- beside torch's own ---------------------------------------------------------------------------
 
 
 def _torchs_own(run: dict[str, Any]) -> None:
@@ -465,16 +582,25 @@ def _torchs_own(run: dict[str, Any]) -> None:
     models: dict[str, nn.Module] = {
         "plain": make_model(scalar=False),
         "DDP": DistributedDataParallel(make_model(scalar=False)),
-        "FSDP1": TorchFSDP(make_model(scalar=False), auto_wrap_policy=policy, device_id=torch.device("cpu")),
+        "FSDP1": TorchFSDP(
+            make_model(scalar=False), auto_wrap_policy=policy, device_id=torch.device("cpu")
+        ),
         "FSDP1, original parameters": TorchFSDP(
-            make_model(scalar=False), auto_wrap_policy=policy, use_orig_params=True, device_id=torch.device("cpu")
+            make_model(scalar=False),
+            auto_wrap_policy=policy,
+            use_orig_params=True,
+            device_id=torch.device("cpu"),
         ),
         "FSDP2": fully_shard(fsdp2),
     }
     for name, model in models.items():
         optimizer = make_optimizer("Adam", model)
         answer = set_state_dict(
-            model, optimizer, model_state_dict=copy.copy(run["model"]), optim_state_dict=copy.deepcopy(run["optim"]), options=FULL
+            model,
+            optimizer,
+            model_state_dict=copy.copy(run["model"]),
+            optim_state_dict=copy.deepcopy(run["optim"]),
+            options=FULL,
         )
         assert not answer.missing_keys, name
         for options in (FULL, None):
@@ -482,7 +608,9 @@ def _torchs_own(run: dict[str, Any]) -> None:
             assert_same(state, run["model"], name)
             assert_same(optim["state"], run["optim"]["state"], name)
         fresh = make_optimizer("Adam", model)
-        assert all(entry["step"] == 1 for entry in get_optimizer_state_dict(model, fresh)["state"].values()), "torch's own way"
+        assert all(
+            entry["step"] == 1 for entry in get_optimizer_state_dict(model, fresh)["state"].values()
+        ), "torch's own way"
     state, optim = get_state_dict(ours, its_optimizer, options=FULL)
     assert_same_optim(optim, run["optim"])
 
@@ -491,13 +619,16 @@ def test_torchs_own_models_beside_ours_are_served_by_torchs_own_code() -> None:
     run_ranks(2, _torchs_own, run_of("Adam", scalar=False))
 
 
-# --- how they are reached ---------------------------------------------------------------------------------------------
+# --- how they are reached -------------------------------------------------------------------------
 
 IMPORTED_FIRST = """
 from torch.distributed.checkpoint import state_dict as module
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 """
-IMPORTED_LAST = "from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict\n"
+IMPORTED_LAST = (
+    "from torch.distributed.checkpoint.state_dict import get_model_state_dict, "
+    "get_optimizer_state_dict\n"
+)
 TRAINED = """
 import torch, torch.distributed as dist
 from torch import nn
@@ -520,7 +651,9 @@ print("right")
 
 def test_it_does_not_matter_which_is_imported_first() -> None:
     programs = (IMPORTED_FIRST + TRAINED + ASKED, TRAINED + IMPORTED_LAST + ASKED)
-    start = functools.partial(subprocess.Popen, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    start = functools.partial(
+        subprocess.Popen, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
     for process in [start([sys.executable, "-c", program]) for program in programs]:
         output, errors = process.communicate(timeout=100)
         assert output.strip() == "right", errors
@@ -534,7 +667,9 @@ def test_a_module_that_is_imported_later_or_again_is_routed_and_else_as_it_was(
 ) -> None:
     for _ in range(3):
         _dcp_adapter.teach_torch()
-    assert len([finder for finder in sys.meta_path if isinstance(finder, _dcp_adapter._Finder)]) == 1
+    assert (
+        len([finder for finder in sys.meta_path if isinstance(finder, _dcp_adapter._Finder)]) == 1
+    )
     before = sys.modules[NAME]
     loader = type(before.__loader__)
     monkeypatch.delitem(sys.modules, NAME)
@@ -551,7 +686,11 @@ def test_a_module_that_is_imported_later_or_again_is_routed_and_else_as_it_was(
             assert function.__doc__
             assert "_fsdp_compat_route" in function.__kwdefaults__
         others = [value for value in vars(module).values() if isinstance(value, types.FunctionType)]
-        routed = [function.__name__ for function in others if "_fsdp_compat_route" in (function.__kwdefaults__ or {})]
+        routed = [
+            function.__name__
+            for function in others
+            if "_fsdp_compat_route" in (function.__kwdefaults__ or {})
+        ]
         assert sorted(routed) == sorted(_dcp_adapter.FUNCTIONS)
 
 
@@ -560,8 +699,14 @@ def test_models_of_others_get_torchs_results_and_torchs_errors() -> None:
     _dcp_adapter.teach_torch()
     assert_same(get_model_state_dict(model), model.state_dict())
     assert get_model_state_dict(model=model).keys() == model.state_dict().keys()
-    for wrong in (get_model_state_dict, functools.partial(get_state_dict, model), functools.partial(set_state_dict, no=1)):
-        with pytest.raises(TypeError, match=r"get_model_state_dict\(\)|get_state_dict\(\)|set_state_dict\(\)"):
+    for wrong in (
+        get_model_state_dict,
+        functools.partial(get_state_dict, model),
+        functools.partial(set_state_dict, no=1),
+    ):
+        with pytest.raises(
+            TypeError, match=r"get_model_state_dict\(\)|get_state_dict\(\)|set_state_dict\(\)"
+        ):
             wrong()  # type: ignore[operator]
 
 
@@ -574,8 +719,13 @@ class LaterOptions(StateDictOptions):
 
 def _later_torch() -> None:
     model = FSDP(nn.Linear(2, 3))
-    assert get_model_state_dict(model, options=LaterOptions(full_state_dict=True)).keys() == {"weight", "bias"}
-    with pytest.raises(UsageError, match=rf"torch {torch.__version__}".replace("+", r"\+")) as caught:
+    assert get_model_state_dict(model, options=LaterOptions(full_state_dict=True)).keys() == {
+        "weight",
+        "bias",
+    }
+    with pytest.raises(
+        UsageError, match=rf"torch {torch.__version__}".replace("+", r"\+")
+    ) as caught:
         get_model_state_dict(model, options=LaterOptions(full_state_dict=True, compressed=True))
     assert "fsdp_compat" in str(caught.value)
     assert "options.compressed" in str(caught.value)
@@ -588,14 +738,16 @@ def _later_torch() -> None:
 
     later = types.ModuleType("later")
     exec(
-        "def get_model_state_dict(model, *, submodules=None, options=None, names=None): return 'torch'\n"
+        "def get_model_state_dict(model, *, submodules=None, options=None, names=None): return "
+        "'torch'\n"
         "def decorated(function):\n"
         "    import functools\n"
         "    @functools.wraps(function)\n"
         "    def around(*args, **kwargs): return function(*args, **kwargs)\n"
         "    return around\n"
         "@decorated\n"
-        "def get_optimizer_state_dict(model, optimizers, *, submodules=None, options=None): return 'torch'\n",
+        "def get_optimizer_state_dict(model, optimizers, *, submodules=None, options=None): return "
+        "'torch'\n",
         vars(later),
     )
     for _ in range(2):
@@ -606,7 +758,10 @@ def _later_torch() -> None:
         later.get_model_state_dict(model, names="short")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     assert later.get_optimizer_state_dict(nn.Linear(1, 1), optimizer) == "torch"
-    assert later.get_optimizer_state_dict(model, optimizer)["param_groups"][0]["params"] == ["weight", "bias"]
+    assert later.get_optimizer_state_dict(model, optimizer)["param_groups"][0]["params"] == [
+        "weight",
+        "bias",
+    ]
 
 
 def test_what_a_later_torch_adds_is_refused_by_name_for_our_models() -> None:
@@ -628,7 +783,9 @@ def _patched() -> None:
         assert_same_optim(optimizer.state_dict(), expected[1])
         model.load_state_dict({name: value + 1 for name, value in expected[0].items()})
         optimizer.load_state_dict(expected[1])
-    assert_same(get_model_state_dict(model), {name: value + 1 for name, value in expected[0].items()})
+    assert_same(
+        get_model_state_dict(model), {name: value + 1 for name, value in expected[0].items()}
+    )
 
 
 def test_models_and_optimizers_whose_methods_torch_has_patched_are_served() -> None:

@@ -1,4 +1,5 @@
-"""What every layout behind the seam promises, over three of them, with all ranks of a group simulated in one process."""
+"""What every layout behind the seam promises, over three of them, with all ranks of a group
+simulated in one process."""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ SHAPES: dict[str, list[tuple[int, ...]]] = {
 
 
 class Holder(nn.Module):
-    """Parameters of the given shapes, the first of them tied: it is held a second time, by a child."""
+    """Parameters of the given shapes, the first of them tied: it is held a second time, by a
+    child."""
 
     def __init__(self, shapes: list[tuple[int, ...]], dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
@@ -65,16 +67,26 @@ class Case(typing.NamedTuple):
         return memory
 
 
-def build(kind: str, shapes: list[tuple[int, ...]], ranks: int, dtype: torch.dtype = torch.float32) -> Case:
+def build(
+    kind: str, shapes: list[tuple[int, ...]], ranks: int, dtype: torch.dtype = torch.float32
+) -> Case:
     original = Holder(shapes, dtype)
     stores = []
     for rank in range(ranks):
         module = copy.deepcopy(original)
-        stores.append(make_store(kind, members_of(module), rank=rank, ranks=ranks, home=(module, "_flat_param")))
+        stores.append(
+            make_store(
+                kind, members_of(module), rank=rank, ranks=ranks, home=(module, "_flat_param")
+            )
+        )
     return Case(stores, [p.detach().clone() for p in original.parameters()])
 
 
-@pytest.fixture(params=[f"{kind}-{name}-{ranks}" for kind in STORES for name in SHAPES for ranks in (1, 2, 3, 4)])
+@pytest.fixture(
+    params=[
+        f"{kind}-{name}-{ranks}" for kind in STORES for name in SHAPES for ranks in (1, 2, 3, 4)
+    ]
+)
 def case(request: pytest.FixtureRequest) -> Case:
     kind, name, ranks = request.param.split("-")
     return build(kind, SHAPES[name], int(ranks))
@@ -87,8 +99,11 @@ def put_into(store: ParamStore, values: list[torch.Tensor], buffer: torch.Tensor
             place.copy_(part)
 
 
-def taken_from(store: ParamStore, values: list[torch.Tensor], buffer: torch.Tensor) -> list[torch.Tensor]:
-    """What the engine does with parameters: the places in the buffer go to tensors like ``values``."""
+def taken_from(
+    store: ParamStore, values: list[torch.Tensor], buffer: torch.Tensor
+) -> list[torch.Tensor]:
+    """What the engine does with parameters: the places in the buffer go to tensors like
+    ``values``."""
     found = [torch.empty_like(value) for value in values]
     for index, (value, places) in enumerate(zip(found, store.places(buffer)[:-1], strict=True)):
         for part, place in zip(store.split(index, value), places, strict=True):
@@ -117,14 +132,19 @@ def test_places_cover_the_buffer_exactly_once(case: Case) -> None:
 
 def test_all_ranks_agree_on_the_places(case: Case) -> None:
     buffer = torch.arange(case.ranks * case.stores[0].numel)
-    first, *others = [[[view.tolist() for view in views] for views in store.places(buffer)] for store in case.stores]
+    first, *others = [
+        [[view.tolist() for view in views] for views in store.places(buffer)]
+        for store in case.stores
+    ]
     assert all(other == first for other in others)
 
 
 def test_the_places_of_a_leaf_hold_as_many_elements_as_it_has(case: Case) -> None:
     store = case.stores[0]
     places = store.places(torch.empty(case.ranks * store.numel))[:-1]
-    assert [sum(view.numel() for view in views) for views in places] == [value.numel() for value in case.values]
+    assert [sum(view.numel() for view in views) for views in places] == [
+        value.numel() for value in case.values
+    ]
 
 
 def test_split_gives_views_in_the_shapes_of_the_places(case: Case) -> None:
@@ -133,7 +153,10 @@ def test_split_gives_views_in_the_shapes_of_the_places(case: Case) -> None:
     for index, value in enumerate(case.values):
         parts = store.split(index, value)
         assert [part.shape for part in parts] == [place.shape for place in places[index]]
-        assert all(part.untyped_storage().data_ptr() == value.untyped_storage().data_ptr() for part in parts)
+        assert all(
+            part.untyped_storage().data_ptr() == value.untyped_storage().data_ptr()
+            for part in parts
+        )
 
 
 def test_split_takes_values_of_any_strides(case: Case) -> None:
@@ -165,8 +188,12 @@ def test_padding_is_zero(case: Case) -> None:
 
 def test_leaves_are_the_parameters_after_a_gather(case: Case) -> None:
     memory = case.memory()
-    assert [tuple(leaf.shape) for leaf in memory.leaves] == [tuple(value.shape) for value in case.values]
-    assert all(torch.equal(leaf, value) for leaf, value in zip(memory.leaves, case.values, strict=True))
+    assert [tuple(leaf.shape) for leaf in memory.leaves] == [
+        tuple(value.shape) for value in case.values
+    ]
+    assert all(
+        torch.equal(leaf, value) for leaf, value in zip(memory.leaves, case.values, strict=True)
+    )
 
 
 def test_leaves_either_all_view_the_buffer_or_none_does(case: Case) -> None:
@@ -188,17 +215,24 @@ def test_leaves_have_version_counters_of_their_own(case: Case) -> None:
     with torch.no_grad():
         for leaf in memory.leaves:
             leaf.add_(0)
-        if memory.full.untyped_storage().nbytes():  # leaves that were filled by a copy have let it go
+        if (
+            memory.full.untyped_storage().nbytes()
+        ):  # leaves that were filled by a copy have let it go
             memory.full.add_(0)
     assert [leaf._version for leaf in memory.leaves] == [version + 1 for version in before]
 
 
 def test_a_gather_in_another_dtype_gives_leaves_of_that_dtype(case: Case) -> None:
     memory = case.memory(torch.bfloat16)
-    assert all(torch.equal(leaf, value.to(torch.bfloat16)) for leaf, value in zip(memory.leaves, case.values, strict=True))
+    assert all(
+        torch.equal(leaf, value.to(torch.bfloat16))
+        for leaf, value in zip(memory.leaves, case.values, strict=True)
+    )
 
 
-def test_a_gradient_is_a_view_of_the_total_that_lies_as_its_target_lies_in_the_shard(case: Case) -> None:
+def test_a_gradient_is_a_view_of_the_total_that_lies_as_its_target_lies_in_the_shard(
+    case: Case,
+) -> None:
     for store in case.stores:
         total = torch.zeros(store.numel)
         grads = store.grads(total)
@@ -226,22 +260,33 @@ def test_gradients_of_leaves_reach_the_targets_that_hold_their_elements(case: Ca
                 assert len(leaves) == 1
                 found[leaves[0]].append(grad.reshape(-1))
     if any(found):
-        assert all(torch.equal(torch.cat(parts), g.reshape(-1)) for parts, g in zip(found, gradients, strict=True))
+        assert all(
+            torch.equal(torch.cat(parts), g.reshape(-1))
+            for parts, g in zip(found, gradients, strict=True)
+        )
 
 
 def test_every_leaf_has_exactly_one_target(case: Case) -> None:
     for store in case.stores:
-        assert sorted(index for target in store.targets for index in target.leaves) == list(range(len(case.values)))
+        assert sorted(index for target in store.targets for index in target.leaves) == list(
+            range(len(case.values))
+        )
 
 
 def test_full_and_sharded_forms_name_the_same_attributes_in_the_same_order(case: Case) -> None:
     full, sharded = case.stores[0].shown(case.memory().leaves), case.stores[0].shown(None)
-    assert [(id(slot.module), slot.attribute) for slot in full] == [(id(slot.module), slot.attribute) for slot in sharded]
+    assert [(id(slot.module), slot.attribute) for slot in full] == [
+        (id(slot.module), slot.attribute) for slot in sharded
+    ]
 
 
 def test_a_tied_parameter_is_shown_at_each_of_its_places(case: Case) -> None:
     memory = case.memory()
-    shown = [slot.attribute for slot in case.stores[0].shown(memory.leaves) if slot.parameter is memory.leaves[0]]
+    shown = [
+        slot.attribute
+        for slot in case.stores[0].shown(memory.leaves)
+        if slot.parameter is memory.leaves[0]
+    ]
     assert shown == ["p0", "again"]
 
 
@@ -249,7 +294,9 @@ def test_a_target_is_shown_while_sharded_and_not_while_full(case: Case) -> None:
     leaves = case.memory().leaves
     store = case.stores[0]
     targets = {id(target) for target, _ in store.targets}
-    assert {id(slot.parameter) for slot in store.shown(None) if slot.parameter is not None} == targets
+    assert {
+        id(slot.parameter) for slot in store.shown(None) if slot.parameter is not None
+    } == targets
     assert not any(id(slot.parameter) in targets for slot in store.shown(leaves))
 
 
@@ -284,18 +331,29 @@ def test_every_parameter_of_a_flat_store_starts_at_sixteen_bytes(kind: str) -> N
         store = build(kind, SHAPES["odd"], 2, dtype).stores[0]
         assert store.numel * size % 16 == 0
         buffer = torch.empty(2 * store.numel, dtype=dtype)
-        assert all((view.data_ptr() - buffer.data_ptr()) % 16 == 0 for views in store.places(buffer)[:-1] for view in views)
+        assert all(
+            (view.data_ptr() - buffer.data_ptr()) % 16 == 0
+            for views in store.places(buffer)[:-1]
+            for view in views
+        )
 
 
 @pytest.mark.parametrize(
     ("ranks", "shapes"),
     [(1, [(5, 3), (7,), (3, 2, 2)]), (2, [(15,), (4,), (0,)]), (3, [(12,), (0,), (0,)])],
 )
-def test_originals_stay_the_same_objects_as_views_of_a_flat_shard(ranks: int, shapes: list[tuple[int, ...]]) -> None:
+def test_originals_stay_the_same_objects_as_views_of_a_flat_shard(
+    ranks: int, shapes: list[tuple[int, ...]]
+) -> None:
     module = Holder(SHAPES["odd"])
     parameters = list(module.parameters())
-    store = make_store("original", members_of(module), rank=0, ranks=ranks, home=(module, "_flat_param"))
-    assert all(target is parameter for (target, _), parameter in zip(store.targets, parameters, strict=True))
+    store = make_store(
+        "original", members_of(module), rank=0, ranks=ranks, home=(module, "_flat_param")
+    )
+    assert all(
+        target is parameter
+        for (target, _), parameter in zip(store.targets, parameters, strict=True)
+    )
     assert [tuple(parameter.shape) for parameter in parameters] == shapes
 
 
@@ -321,7 +379,10 @@ def test_adopting_one_parameter_leaves_the_others_alone() -> None:
     store.targets[-1].parameter.data = before[-1] * 2
     store.check("unit 'u'")
     assert torch.equal(store.targets[-1].parameter.detach(), before[-1] * 2)
-    assert all(torch.equal(target.detach(), old) for (target, _), old in zip(store.targets[:-1], before, strict=False))
+    assert all(
+        torch.equal(target.detach(), old)
+        for (target, _), old in zip(store.targets[:-1], before, strict=False)
+    )
 
 
 @pytest.mark.parametrize("kind", ["flat", "original"])
@@ -329,13 +390,21 @@ def test_adopting_one_parameter_leaves_the_others_alone() -> None:
 def test_data_that_does_not_fit_is_refused_with_the_four_facts(kind: str, change: str) -> None:
     store = build(kind, SHAPES["divisible"], 2).stores[0]
     target = store.targets[0].parameter
-    target.data = target.data.double() if change == "dtype" else torch.zeros(math.prod(target.shape) + 1)
+    target.data = (
+        target.data.double() if change == "dtype" else torch.zeros(math.prod(target.shape) + 1)
+    )
     with pytest.raises(StateError) as caught:
         store.check("unit 'blocks.3'")
     text = str(caught.value)
     assert "unit 'blocks.3'" in text
-    assert f"expected: {target.numel() if change == 'dtype' else target.numel() - 1} elements of torch.float32 on cpu" in text
-    assert f"got:      {target.numel()} elements of {'torch.float64' if change == 'dtype' else 'torch.float32'} on cpu" in text
+    assert (
+        f"expected: {target.numel() if change == 'dtype' else target.numel() - 1} elements of "
+        "torch.float32 on cpu" in text
+    )
+    assert (
+        f"got:      {target.numel()} elements of "
+        f"{'torch.float64' if change == 'dtype' else 'torch.float32'} on cpu" in text
+    )
     assert "to do:" in text
 
 

@@ -1,7 +1,7 @@
 """The engine without a front end: shard a module over any store, and look at what it holds.
 
-``shard`` does what a front end does (assign owners, group members, make stores, units and a runtime, attach hooks), and no more.
-"""
+``shard`` does what a front end does (assign owners, group members, make stores, units and a
+runtime, attach hooks), and no more."""
 
 from __future__ import annotations
 
@@ -38,14 +38,22 @@ __all__ = [
 ]
 
 CPU = torch.device("cpu")
-STORES = ("flat", "original", "row")  # one FlatParameter; the original parameters over a flat shard; rows
+STORES = (
+    "flat",
+    "original",
+    "row",
+)  # one FlatParameter; the original parameters over a flat shard; rows
 
 
-def make_store(kind: str, members: Sequence[Member], *, rank: int, ranks: int, home: tuple[nn.Module, str]) -> ParamStore:
+def make_store(
+    kind: str, members: Sequence[Member], *, rank: int, ranks: int, home: tuple[nn.Module, str]
+) -> ParamStore:
     """Return a store of one of the STORES."""
     if kind == "row":
         return RowStore(members, rank=rank, ranks=ranks)
-    return FlatStore(members, rank=rank, ranks=ranks, home=home, use_orig_params=kind == "original", device=CPU)
+    return FlatStore(
+        members, rank=rank, ranks=ranks, home=home, use_orig_params=kind == "original", device=CPU
+    )
 
 
 def members_of(module: nn.Module) -> list[Member]:
@@ -75,7 +83,9 @@ def make_unit(
             home = (module, home_attribute(index))
             store = make_store(kind, its, rank=mesh.shard.rank, ranks=mesh.shard.ranks, home=home)
             groups.append(Group(store, mesh, precision or Precision(store.dtype, store.dtype), CPU))
-        return Unit(module, groups, UnitOptions(reshard_after_forward, False, False, torch.float32, CPU))
+        return Unit(
+            module, groups, UnitOptions(reshard_after_forward, False, False, torch.float32, CPU)
+        )
 
 
 def shard(
@@ -90,17 +100,34 @@ def shard(
     precision: Precision | None = None,
     uneven: bool = False,
 ) -> Runtime:
-    """Shard ``module`` in place over stores of ``kind``: it and every module of ``unit_classes`` become units. Collective."""
-    named = {m: name for name, m in module.named_modules() if m is module or isinstance(m, tuple(unit_classes))}
+    """Shard ``module`` in place over stores of ``kind``: it and every module of ``unit_classes``
+    become units. Collective."""
+    named = {
+        m: name
+        for name, m in module.named_modules()
+        if m is module or isinstance(m, tuple(unit_classes))
+    }
     owned = assign_owners(module, list(named), (), ())
     units = {
-        m: make_unit(kind, m, mesh, owned[m], reshard_after_forward=reshard_after_forward, precision=precision)
+        m: make_unit(
+            kind,
+            m,
+            mesh,
+            owned[m],
+            reshard_after_forward=reshard_after_forward,
+            precision=precision,
+        )
         for m in reversed(named)  # as a front end does: inner ones first
     }
     for unit in units.values():
         hooks.attach_unit(unit)
     ordered = [units[m] for m in named]
-    return Runtime(ordered[0], ordered, list(named.values()), RuntimeOptions(forward_prefetch, backward_prefetch, uneven))
+    return Runtime(
+        ordered[0],
+        ordered,
+        list(named.values()),
+        RuntimeOptions(forward_prefetch, backward_prefetch, uneven),
+    )
 
 
 def full_parameters(runtime: Runtime) -> dict[str, torch.Tensor]:
@@ -113,11 +140,14 @@ def full_parameters(runtime: Runtime) -> dict[str, torch.Tensor]:
 
 
 def full_gradients(runtime: Runtime) -> dict[str, torch.Tensor | None]:
-    """Return every gradient, whole, by name; None for all of a group where its targets have none. Collective."""
+    """Return every gradient, whole, by name; None for all of a group where its targets have none.
+    Collective."""
     found: dict[str, torch.Tensor | None] = {}
     for group in runtime.groups:
         total = torch.zeros(group.store.numel, dtype=group.store.dtype)
-        held = [target.parameter for target in group.store.targets if target.parameter.numel()]  # others have none
+        held = [
+            target.parameter for target in group.store.targets if target.parameter.numel()
+        ]  # others have none
         there = [parameter.grad is not None for parameter in held]
         assert all(there) or not any(there), f"{group.name}: only some targets have a gradient"
         some_have = group.shard.any_of(torch.tensor([any(there)], dtype=torch.uint8))
@@ -130,9 +160,12 @@ def full_gradients(runtime: Runtime) -> dict[str, torch.Tensor | None]:
 
 
 def _whole(group: Group, full: torch.Tensor) -> dict[str, torch.Tensor]:
-    """full: [ranks * S]. Return its parameters by name, through the two methods by which the engine fills leaves."""
+    """full: [ranks * S]. Return its parameters by name, through the two methods by which the engine
+    fills leaves."""
     values = [torch.empty(leaf.shape, dtype=full.dtype) for leaf in group.leaves]
-    for index, (value, places) in enumerate(zip(values, group.store.places(full)[:-1], strict=True)):
+    for index, (value, places) in enumerate(
+        zip(values, group.store.places(full)[:-1], strict=True)
+    ):
         for part, place in zip(group.store.split(index, value), places, strict=True):
             part.copy_(place)
     members = typing.cast(typing.Any, group.store).members
@@ -147,5 +180,7 @@ def assert_at_rest(runtime: Runtime) -> None:
     for unit in runtime.units:
         assert unit.residency is Residency.SHARDED, unit.label
         assert not unit.shown_full, unit.label
-        assert [group.resident_nbytes for group in unit.groups] == [0] * len(unit.groups), unit.label
+        assert [group.resident_nbytes for group in unit.groups] == [0] * len(unit.groups), (
+            unit.label
+        )
         assert all(leaf.grad is None for group in unit.groups for leaf in group.leaves), unit.label

@@ -1,10 +1,11 @@
-"""Saves of which one process is killed: ``python -m tests.support.killed_saves FOLDER NUM_SAVES`` prints what became of each.
+"""Saves of which one process is killed: ``python -m tests.support.killed_saves FOLDER NUM_SAVES``
+prints what became of each.
 
-Every save is of two ranks, forked from a process that has imported everything. One of them is killed with SIGKILL before the n-th
-thing that it does with files, n from 0 on, or in the middle of it if that is a write; the other one is killed at its death, as a
-launcher would. Then a third process loads the newest checkpoint. Every parameter of a model is the step that it is saved at. Nobody
-is killed in the first two saves and in the last one.
-"""
+Every save is of two ranks, forked from a process that has imported everything. One of them is
+killed with SIGKILL before the n-th thing that it does with files, n from 0 on, or in the middle of
+it if that is a write; the other one is killed at its death, as a launcher would. Then a third
+process loads the newest checkpoint. Every parameter of a model is the step that it is saved at.
+Nobody is killed in the first two saves and in the last one."""
 
 from __future__ import annotations
 
@@ -31,7 +32,10 @@ OPERATIONS = ("open", "write", "fsync", "mkdir", "rename", "close", "rmdir", "un
 
 def _model(rank: int, ranks: int, store: str, value: float) -> tuple[FSDP, torch.optim.Optimizer]:
     dist.init_process_group("gloo", store=dist.FileStore(store, ranks), rank=rank, world_size=ranks)
-    model = FSDP(nn.Sequential(*(nn.Linear(9, 9) for _ in range(6))), auto_wrap_policy=ModuleWrapPolicy({nn.Linear}))
+    model = FSDP(
+        nn.Sequential(*(nn.Linear(9, 9) for _ in range(6))),
+        auto_wrap_policy=ModuleWrapPolicy({nn.Linear}),
+    )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0, momentum=0.9)
     model(torch.ones(1, 9)).sum().backward()
     optimizer.step()
@@ -71,7 +75,10 @@ def _load(store: str, folder: str, results: int) -> None:
     model, optimizer = _model(0, 1, store, -1.0)
     step = checkpoint.load(path, model, optimizer)
     tensors = [*model.state_dict().values()]
-    tensors += [entry["momentum_buffer"] for entry in FSDP.optim_state_dict(model, optimizer)["state"].values()]
+    tensors += [
+        entry["momentum_buffer"]
+        for entry in FSDP.optim_state_dict(model, optimizer)["state"].values()
+    ]
     values = {value for tensor in tensors for value in tensor.unique().tolist()}
     assert path.name == f"step-{step:08d}"
     assert values == {float(step)}
@@ -92,7 +99,9 @@ def _forked(function: Callable[..., None], *args: Any) -> int:
 
 def main(folder: str, num_saves: int) -> None:
     torch.set_num_threads(1)
-    warm = nn.Parameter(torch.ones(1))  # what a first step imports takes longer than everything else
+    warm = nn.Parameter(
+        torch.ones(1)
+    )  # what a first step imports takes longer than everything else
     warm.grad = torch.ones(1)
     torch.optim.SGD([warm], lr=0.0, momentum=0.9).step()
     found: list[dict[str, Any]] = []
@@ -101,7 +110,10 @@ def main(folder: str, num_saves: int) -> None:
             victim = step % 2
             deadly = None if step in (0, 1, num_saves - 1) else (step - 2) // 2
             store = str(Path(scratch) / f"save {step}")
-            ranks = [_forked(_save, rank, store, folder, step, deadly if rank == victim else None) for rank in range(2)]
+            ranks = [
+                _forked(_save, rank, store, folder, step, deadly if rank == victim else None)
+                for rank in range(2)
+            ]
             ended, first = os.wait()
             other = next(process for process in ranks if process != ended)
             if first:
@@ -113,8 +125,20 @@ def main(folder: str, num_saves: int) -> None:
             with os.fdopen(reader) as results:
                 text = results.read()
             loaded = os.waitpid(loader, 0)[1] == 0
-            facts = {"step": step, "killed": bool(first or second), "loads": json.loads(text or "null"), "well": loaded}
-            found.append({**facts, "left": [path.name for path in Path(folder).iterdir() if path.name.startswith(".")]})
+            facts = {
+                "step": step,
+                "killed": bool(first or second),
+                "loads": json.loads(text or "null"),
+                "well": loaded,
+            }
+            found.append(
+                {
+                    **facts,
+                    "left": [
+                        path.name for path in Path(folder).iterdir() if path.name.startswith(".")
+                    ],
+                }
+            )
     print(json.dumps(found))
 
 

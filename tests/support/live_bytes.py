@@ -1,4 +1,5 @@
-"""Which tensors' memory is alive when most of it is: by storage, by the line that allocated it, on any device."""
+"""Which tensors' memory is alive when most of it is: by storage, by the line that allocated it, on
+any device."""
 
 from __future__ import annotations
 
@@ -20,7 +21,14 @@ from torch.utils._pytree import tree_leaves
 
 from fsdp_compat._engine import shared_memory, torch_private
 
-__all__ = ["Held", "LiveBytes", "Peak", "release_spare_pages", "spare_pages_nbytes", "tensors_alive"]
+__all__ = [
+    "Held",
+    "LiveBytes",
+    "Peak",
+    "release_spare_pages",
+    "spare_pages_nbytes",
+    "tensors_alive",
+]
 
 _RESIZE, _EMPTY = torch.UntypedStorage.resize_, shared_memory.empty
 
@@ -31,7 +39,9 @@ class Held:
 
     nbytes: int
     number: int  # of storages
-    what: str  # the operation or "resize_", and the innermost functions outside of torch's own core that called it
+    # the operation or "resize_", and the innermost functions outside of torch's own core that
+    # called it
+    what: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,15 +53,19 @@ class Peak:
 
 
 class LiveBytes(TorchDispatchMode):
-    """Inside of it every storage is followed: those that are there already, those that operations make, their growth and their end.
+    """Inside of it every storage is followed: those that are there already, those that operations
+    make, their growth and their end.
 
-    A storage counts once, however many tensors view it; a block of memory that ranks share counts where it was made, not where it
-    is read. What an operation allocates and frees inside of itself is not seen.
+    A storage counts once, however many tensors view it; a block of memory that ranks share counts
+    where it was made, not where it is read. What an operation allocates and frees inside of itself
+    is not seen.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self._alive: dict[int, tuple[StorageWeakRef, int]] = {}  # by the address of the storage object: its number
+        self._alive: dict[
+            int, tuple[StorageWeakRef, int]
+        ] = {}  # by the address of the storage object: its number
         self._nbytes: list[int] = []  # by number: now
         self._what: list[str] = []  # by number: what allocated it last
         self._events: list[tuple[int, int]] = []  # (number, its bytes from here on)
@@ -103,13 +117,20 @@ class LiveBytes(TorchDispatchMode):
 
     def leave_out(self, tensors: Iterable[Tensor]) -> None:
         """The storages of some tensors do not count, from their beginning to their end."""
-        found = (self._alive.get(torch_private.storage_key(torch_private.local_part(tensor))) for tensor in tensors)
+        found = (
+            self._alive.get(torch_private.storage_key(torch_private.local_part(tensor)))
+            for tensor in tensors
+        )
         self._left_out.update(entry[1] for entry in found if entry is not None)
 
     def now(self) -> int:
         """Bytes that are alive."""
         self._bury()
-        return sum(self._nbytes[number] for _, number in self._alive.values() if number not in self._left_out)
+        return sum(
+            self._nbytes[number]
+            for _, number in self._alive.values()
+            if number not in self._left_out
+        )
 
     def peak(self) -> Peak:
         """The most that was alive since the last ``forget``."""
@@ -156,7 +177,10 @@ class LiveBytes(TorchDispatchMode):
             self._nbytes[number] = nbytes
         else:
             number = len(self._nbytes)
-            self._alive[key] = StorageWeakRef(storage), number  # while it is held, no other storage gets this address
+            self._alive[key] = (
+                StorageWeakRef(storage),
+                number,
+            )  # while it is held, no other storage gets this address
             self._nbytes.append(nbytes)
             self._what.append(f"{what} in {_caller()}")
         self._events.append((number, nbytes))
@@ -171,15 +195,24 @@ class LiveBytes(TorchDispatchMode):
 
 def _is_of_another_process(storage: torch.UntypedStorage) -> bool:
     """True for a block of a neighbour, which counts there."""
-    mapped = [chunk for neighbour in shared_memory._neighbours.values() for chunk in neighbour._chunks.values()]
-    return storage.device.type == "cpu" and any(0 <= storage.data_ptr() - chunk.address < len(chunk.view) for chunk in mapped)
+    mapped = [
+        chunk
+        for neighbour in shared_memory._neighbours.values()
+        for chunk in neighbour._chunks.values()
+    ]
+    return storage.device.type == "cpu" and any(
+        0 <= storage.data_ptr() - chunk.address < len(chunk.view) for chunk in mapped
+    )
 
 
 def spare_pages_nbytes() -> int:
-    """Memory that ranks could share, and that no tensor has now: pages of blocks that died, kept for the next ones."""
+    """Memory that ranks could share, and that no tensor has now: pages of blocks that died, kept
+    for the next ones."""
     arena = shared_memory._arena
     resident = sum(os.fstat(chunk.fd).st_blocks * 512 for chunk in arena.chunks)
-    free = sum(end - start for chunk in arena.chunks for start, end in chunk.free) + sum(its[2] for its in arena._returned)
+    free = sum(end - start for chunk in arena.chunks for start, end in chunk.free) + sum(
+        its[2] for its in arena._returned
+    )
     return max(resident - (sum(chunk.nbytes for chunk in arena.chunks) - free), 0)
 
 
@@ -204,12 +237,19 @@ def tensors_alive() -> list[Tensor]:
 
 def _tensors() -> list[Tensor]:
     # isinstance asks the class of whatever it meets, and some answer with an import
-    return [thing for thing in gc.get_objects() if issubclass(type(thing), Tensor) and not _is_mere_shape(thing)]
+    return [
+        thing
+        for thing in gc.get_objects()
+        if issubclass(type(thing), Tensor) and not _is_mere_shape(thing)
+    ]
 
 
 def _is_mere_shape(tensor: Tensor) -> bool:
     """True for a tensor without memory in this process."""
-    return tensor.layout is not torch.strided or type(tensor).__name__ in ("FakeTensor", "FunctionalTensor")
+    return tensor.layout is not torch.strided or type(tensor).__name__ in (
+        "FakeTensor",
+        "FunctionalTensor",
+    )
 
 
 _CORE = (
@@ -226,7 +266,8 @@ _CORE = (
 
 
 def _caller(depth: int = 3) -> str:
-    """The innermost functions of the stack, outside of this file and of torch's core, as ``file:function < file:function``."""
+    """The innermost functions of the stack, outside of this file and of torch's core, as
+    ``file:function < file:function``."""
     frame, found = sys._getframe(2), list[str]()
     while frame is not None and len(found) < depth:
         file = frame.f_code.co_filename

@@ -1,12 +1,15 @@
-"""One training run with any combination of settings, beside the unsharded model that computes in the same dtypes.
+"""One training run with any combination of settings, beside the unsharded model that computes in
+the same dtypes.
 
-A Case is the settings; its repr shows those that are not the default, and can be pasted. ``run_cases`` trains with each of them.
+A Case is the settings; its repr shows those that are not the default, and can be pasted.
+``run_cases`` trains with each of them.
 
-The unsharded model takes every rank's batch in turn. In mixed precision it computes with a copy of itself in ``param_dtype`` (and
-buffers in ``buffer_dtype``), adds up the gradients of backwards under no_sync in ``reduce_dtype``, and sums over the ranks, divides
-and keeps in its own dtype. These are the same roundings in the same order as in the sharded model, with two exceptions: in a 16-bit
-``reduce_dtype``, a communication hook of torch sums in it, and replicas send their sums in it.
-"""
+The unsharded model takes every rank's batch in turn. In mixed precision it computes with a copy of
+itself in ``param_dtype`` (and buffers in ``buffer_dtype``), adds up the gradients of backwards
+under no_sync in ``reduce_dtype``, and sums over the ranks, divides and keeps in its own dtype.
+These are the same roundings in the same order as in the sharded model, with two exceptions: in a
+16-bit ``reduce_dtype``, a communication hook of torch sums in it, and replicas send their sums in
+it."""
 
 from __future__ import annotations
 
@@ -45,7 +48,8 @@ MAX_NORM = 0.05  # below every norm that comes up, so that clipping always scale
 
 
 class Dtypes(typing.NamedTuple):
-    """What is asked of a precision, and how close to the unsharded model it has to come, relative to a tensor's largest element."""
+    """What is asked of a precision, and how close to the unsharded model it has to come, relative
+    to a tensor's largest element."""
 
     shard: torch.dtype
     settings: dict[str, torch.dtype]
@@ -66,10 +70,13 @@ PRECISIONS = {
     "buffers": Dtypes(FP32, {"buffer_dtype": BF16}, 1e-6),
     "bf16+fp32": Dtypes(FP32, {"param_dtype": BF16, "reduce_dtype": FP32}, 1e-6),
     "bf16": Dtypes(FP32, {"param_dtype": BF16}, 1e-6),
-    "fp16+fp32": Dtypes(FP32, {"param_dtype": FP16, "reduce_dtype": FP32, "buffer_dtype": FP16}, 1e-6),
+    "fp16+fp32": Dtypes(
+        FP32, {"param_dtype": FP16, "reduce_dtype": FP32, "buffer_dtype": FP16}, 1e-6
+    ),
 }
-# A sum that is sent in bf16 is rounded at every addition (three, of four ranks) and at the division before and after it: less than
-# four roundings of 2^-9 in all, of partial sums that are not larger than the sum of magnitudes. A lost rank is 2^-2 and more.
+# A sum that is sent in bf16 is rounded at every addition (three, of four ranks) and at the division
+# before and after it: less than four roundings of 2^-9 in all, of partial sums that are not larger
+# than the sum of magnitudes. A lost rank is 2^-2 and more.
 SENT_IN_BF16 = 2**-6
 
 FIELDS: dict[str, Sequence[Any]] = {
@@ -79,7 +86,15 @@ FIELDS: dict[str, Sequence[Any]] = {
     "precision": list(PRECISIONS),
     "offload": [False, True],
     "backwards": ["s", "ss", "nns", "sns"],  # n: under no_sync
-    "checkpoint": ["", "inside", "inside reentrant", "outside", "outside reentrant", "function", "function reentrant"],
+    "checkpoint": [
+        "",
+        "inside",
+        "inside reentrant",
+        "outside",
+        "outside reentrant",
+        "function",
+        "function reentrant",
+    ],
     "frozen": ["", "some", "unit", "toggled"],
     "wrapping": ["root", "policy", "nested", "by hand"],
     "clip": ["", "2", "inf", "2 by torch"],
@@ -113,11 +128,17 @@ class Case:
 
     def __post_init__(self) -> None:
         for name, values in FIELDS.items():
-            assert getattr(self, name) in values, f"{name}={getattr(self, name)!r} is not one of {values}"
+            assert getattr(self, name) in values, (
+                f"{name}={getattr(self, name)!r} is not one of {values}"
+            )
 
     def __repr__(self) -> str:
-        given = [(field.name, getattr(self, field.name), field.default) for field in dataclasses.fields(self)]
-        return f"Case({', '.join(f'{name}={value!r}' for name, value, default in given if value != default)})"
+        given = [
+            (field.name, getattr(self, field.name), field.default)
+            for field in dataclasses.fields(self)
+        ]
+        changed = [f"{name}={value!r}" for name, value, default in given if value != default]
+        return f"Case({', '.join(changed)})"
 
     @property
     def dtypes(self) -> Dtypes:
@@ -133,7 +154,8 @@ class Case:
 
 
 def draw_cases(rng: random.Random, num: int, **fields: Sequence[Any]) -> list[Case]:
-    """Return ``num`` cases in which every value of a field comes up equally often, in any combination.
+    """Return ``num`` cases in which every value of a field comes up equally often, in any
+    combination.
 
     fields: other values than those in FIELDS.
     """
@@ -141,7 +163,10 @@ def draw_cases(rng: random.Random, num: int, **fields: Sequence[Any]) -> list[Ca
     for name, values in (FIELDS | fields).items():
         shuffled = rng.sample(list(values), len(values))
         columns[name] = rng.sample([shuffled[index % len(values)] for index in range(num)], num)
-    return [_possible(Case(**dict(zip(columns, row, strict=True)))) for row in zip(*columns.values(), strict=True)]
+    return [
+        _possible(Case(**dict(zip(columns, row, strict=True))))
+        for row in zip(*columns.values(), strict=True)
+    ]
 
 
 def _possible(case: Case) -> Case:
@@ -152,9 +177,12 @@ def _possible(case: Case) -> Case:
 
 
 def run_cases(cases: Sequence[Case]) -> None:
-    """Collective. Train with the settings of each case; raises AssertionError, which names the case, for the first to fail."""
+    """Collective. Train with the settings of each case; raises AssertionError, which names the
+    case, for the first to fail."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch deprecates what reentrant checkpoints and its hooks call
+        warnings.simplefilter(
+            "ignore"
+        )  # torch deprecates what reentrant checkpoints and its hooks call
         wanted = sorted({case.mesh for case in cases if case.is_hybrid})
         meshes = {shape: init_device_mesh("cpu", shape) for shape in wanted}
         for case in cases:
@@ -168,11 +196,15 @@ def _run(case: Case, mesh: DeviceMesh | None) -> None:
     pair = _make_pair(case, mesh)
     exact = case.dtypes.tolerance
     replicas = {"NO_SHARD": pair.ranks}.get(case.strategy, case.mesh[0] if case.is_hybrid else 1)
-    rounded = case.dtypes.reduce.itemsize == 2 and (replicas > 1 or case.comm_hook) and pair.ranks > 1
+    rounded = (
+        case.dtypes.reduce.itemsize == 2 and (replicas > 1 or case.comm_hook) and pair.ranks > 1
+    )
     for step in range(NUM_STEPS):
         if case.frozen == "toggled":
             _freeze(case, pair, step != 1)
-        if case.dtypes.compute.itemsize == 2:  # where the last bit of a weight may decide how it is rounded
+        if (
+            case.dtypes.compute.itemsize == 2
+        ):  # where the last bit of a weight may decide how it is rounded
             pair.copy_parameters()
         _compare_losses(case, pair)
         if rounded:
@@ -210,10 +242,14 @@ def wrapped(case: Case, mesh: DeviceMesh | None, library: Any = fsdp_compat) -> 
     model = _build(case, recomputes=case.checkpoint.startswith("function"))
     wrap = functools.partial(checkpoint_wrapper, checkpoint_impl=_kind(case))
     if case.checkpoint.startswith("inside"):
-        apply_activation_checkpointing(model, checkpoint_wrapper_fn=wrap, check_fn=lambda m: isinstance(m, Layer))
+        apply_activation_checkpointing(
+            model, checkpoint_wrapper_fn=wrap, check_fn=lambda m: isinstance(m, Layer)
+        )
     sharded = _shard(case, model, mesh, library)
     if case.checkpoint.startswith("outside"):
-        apply_activation_checkpointing(sharded, checkpoint_wrapper_fn=wrap, check_fn=functools.partial(_is_layer, case))
+        apply_activation_checkpointing(
+            sharded, checkpoint_wrapper_fn=wrap, check_fn=functools.partial(_is_layer, case)
+        )
     return sharded
 
 
@@ -242,26 +278,39 @@ def _freeze(case: Case, pair: Pair, frozen: bool) -> None:
                 p.requires_grad_(not frozen)
 
 
-def _shard(case: Case, model: nn.Module, mesh: DeviceMesh | None, library: Any = fsdp_compat) -> Any:
+def _shard(
+    case: Case, model: nn.Module, mesh: DeviceMesh | None, library: Any = fsdp_compat
+) -> Any:
     backward_prefetch, _, forward = case.prefetch.partition(" ")
     options: dict[str, Any] = {
         "sharding_strategy": library.ShardingStrategy[case.strategy],
         "device_mesh": mesh,
         "use_orig_params": case.use_orig_params,
-        "mixed_precision": library.MixedPrecision(**case.dtypes.settings) if case.dtypes.settings else None,
+        "mixed_precision": library.MixedPrecision(**case.dtypes.settings)
+        if case.dtypes.settings
+        else None,
         "cpu_offload": library.CPUOffload(case.offload),
         "device_id": torch.device("cpu"),  # torch's wants it
-        "backward_prefetch": None if backward_prefetch == "NONE" else library.BackwardPrefetch[f"BACKWARD_{backward_prefetch}"],
+        "backward_prefetch": None
+        if backward_prefetch == "NONE"
+        else library.BackwardPrefetch[f"BACKWARD_{backward_prefetch}"],
         "forward_prefetch": bool(forward),
         "limit_all_gathers": case.limit_all_gathers,
     }
     outer = CheckpointWrapper if case.checkpoint.startswith("inside") else Layer
-    classes: dict[str, tuple[type[nn.Module], ...]] = {"policy": (outer,), "nested": (outer, Shifted)}
+    classes: dict[str, tuple[type[nn.Module], ...]] = {
+        "policy": (outer,),
+        "nested": (outer, Shifted),
+    }
     wrapped = library.FullyShardedDataParallel
     if case.wrapping == "by hand":
-        model.blocks = nn.ModuleList(wrapped(block, **options) for block in typing.cast(Any, model.blocks))
+        model.blocks = nn.ModuleList(
+            wrapped(block, **options) for block in typing.cast(Any, model.blocks)
+        )
         model.stem = wrapped(typing.cast(Any, model.stem), **options)
-    policy = library.wrap.ModuleWrapPolicy(classes[case.wrapping]) if case.wrapping in classes else None
+    policy = (
+        library.wrap.ModuleWrapPolicy(classes[case.wrapping]) if case.wrapping in classes else None
+    )
     sharded = wrapped(model, auto_wrap_policy=policy, **options)
     if case.comm_hook:
         splits = sharded._runtime.groups[0].shard.ranks > 1
@@ -298,7 +347,8 @@ def _compare_losses(case: Case, pair: Pair) -> None:
 
 
 def _plain_backwards(case: Case, plain: nn.Module, batches: Sequence[Tensor]) -> list[list[Tensor]]:
-    """Add up the average over the batches of all ranks in ``.grad``; return their losses, by rank."""
+    """Add up the average over the batches of all ranks in ``.grad``; return their losses, by
+    rank."""
     losses: list[list[Tensor]] = [[] for _ in batches]
     sent: list[list[list[Tensor | None]]] = []  # by rank, by synchronised backward, by parameter
     for rank, x in enumerate(batches):

@@ -18,7 +18,8 @@ _PLAIN = torch.nn.Parameter.__torch_function__
 
 
 class NewBytes(TorchDispatchMode):
-    """Inside of it ``peak`` is the most bytes that storages made inside of it have held together; ``now`` what they hold now."""
+    """Inside of it ``peak`` is the most bytes that storages made inside of it have held together;
+    ``now`` what they hold now."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -29,7 +30,11 @@ class NewBytes(TorchDispatchMode):
         given = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if _is_plain(t)}
         result = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(result):
-            if _is_plain(tensor) and not tensor.is_meta and (storage := tensor.untyped_storage())._cdata not in given:
+            if (
+                _is_plain(tensor)
+                and not tensor.is_meta
+                and (storage := tensor.untyped_storage())._cdata not in given
+            ):
                 self._alive[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
                 self.peak = max(self.peak, self.now)
         return result
@@ -42,8 +47,12 @@ class NewBytes(TorchDispatchMode):
 
 def _is_plain(thing: Any) -> bool:
     """True for a tensor with a storage of its own."""
-    kind = type(thing)  # isinstance asks Parameter's own class, which takes long for all objects of a process
-    return kind is Tensor or (issubclass(kind, torch.nn.Parameter) and kind.__torch_function__ == _PLAIN)
+    kind = type(
+        thing
+    )  # isinstance asks Parameter's own class, which takes long for all objects of a process
+    return kind is Tensor or (
+        issubclass(kind, torch.nn.Parameter) and kind.__torch_function__ == _PLAIN
+    )
 
 
 def allocated_nbytes() -> int:

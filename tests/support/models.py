@@ -1,4 +1,5 @@
-"""The small models of the tests. Each is there for one thing that an engine may get wrong; its docstring says which."""
+"""The small models of the tests. Each is there for one thing that an engine may get wrong; its
+docstring says which."""
 
 from __future__ import annotations
 
@@ -28,7 +29,11 @@ class Block(nn.Module):
 
     def __init__(self, dim: int = DIM) -> None:
         super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(dim), nn.Linear(dim, 2 * dim), nn.Linear(2 * dim, dim)
+        self.norm, self.up, self.down = (
+            nn.LayerNorm(dim),
+            nn.Linear(dim, 2 * dim),
+            nn.Linear(2 * dim, dim),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.down(F.gelu(self.up(self.norm(x))))
@@ -79,18 +84,24 @@ class Shifted(Block):
 
 
 class Layer(nn.Module):
-    """A block that a policy may make a unit of its own, beside parameters that stay outside of it."""
+    """A block that a policy may make a unit of its own, beside parameters that stay outside of
+    it."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.inner, self.linear, self.scale = Shifted(), nn.Linear(DIM, DIM), nn.Parameter(torch.full((DIM,), 1.5))
+        self.inner, self.linear, self.scale = (
+            Shifted(),
+            nn.Linear(DIM, DIM),
+            nn.Parameter(torch.full((DIM,), 1.5)),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return self.linear(self.inner(x)).tanh() * self.scale + x
 
 
 def chain(*makes: Callable[[], nn.Module]) -> nn.Sequential:
-    """Return modules in sequence; ``partial(chain, ...)`` can be sent to other processes, a lambda cannot."""
+    """Return modules in sequence; ``partial(chain, ...)`` can be sent to other processes, a lambda
+    cannot."""
     return nn.Sequential(*(make() for make in makes))
 
 
@@ -287,11 +298,16 @@ class ChangesOutputs(Stack):
 
 
 class ChangesActivations(nn.Module):
-    """A parameter is added to an activation in place: its version counter must not be that of the weights."""
+    """A parameter is added to an activation in place: its version counter must not be that of the
+    weights."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.a, self.bias, self.b = nn.Linear(DIM, DIM, bias=False), nn.Parameter(torch.zeros(DIM)), nn.Linear(DIM, DIM)
+        self.a, self.bias, self.b = (
+            nn.Linear(DIM, DIM, bias=False),
+            nn.Parameter(torch.zeros(DIM)),
+            nn.Linear(DIM, DIM),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return self.b(F.relu_(self.a(x).add_(self.bias)))
@@ -315,7 +331,9 @@ class GivesContext(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.source, self.user, self.tail = Block(), TakesContext(), Block()
-        self._users = [self.user]  # the module itself: a wrapper around it does not pass assignments on
+        self._users = [
+            self.user
+        ]  # the module itself: a wrapper around it does not pass assignments on
 
     def forward(self, x: Tensor) -> Tensor:
         self._users[0].context = self.source(x)
@@ -363,11 +381,16 @@ elsewhere: list[Tensor] = []
 
 
 class Lora(nn.Module):
-    """The frozen weight is needed for the gradient of the input after the last trainable parameter has its own."""
+    """The frozen weight is needed for the gradient of the input after the last trainable parameter
+    has its own."""
 
     def __init__(self, dim: int = WIDE) -> None:
         super().__init__()
-        self.w, self.a, self.b = nn.Linear(dim, dim, bias=False), nn.Linear(dim, 2, bias=False), nn.Linear(2, dim, bias=False)
+        self.w, self.a, self.b = (
+            nn.Linear(dim, dim, bias=False),
+            nn.Linear(dim, 2, bias=False),
+            nn.Linear(2, dim, bias=False),
+        )
         self.w.weight.requires_grad_(False)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -375,7 +398,8 @@ class Lora(nn.Module):
 
 
 class FrozenInCheckpoint(nn.Module):
-    """A frozen part is recomputed after the last trainable parameter of the unit has its gradient."""
+    """A frozen part is recomputed after the last trainable parameter of the unit has its
+    gradient."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -398,7 +422,9 @@ class ManyDtypes(Block):
 
     def __init__(self) -> None:
         super().__init__()
-        self.codes = nn.Parameter(torch.randint(-128, 127, (5, 3), dtype=torch.int8), requires_grad=False)
+        self.codes = nn.Parameter(
+            torch.randint(-128, 127, (5, 3), dtype=torch.int8), requires_grad=False
+        )
         self.low = nn.Parameter(torch.randn(6).bfloat16())
 
     def forward(self, x: Tensor) -> Tensor:
@@ -406,7 +432,8 @@ class ManyDtypes(Block):
 
 
 class RareRows(nn.Module):
-    """Rows of ``table`` that only some batches touch; with 3 ranks the two rows of ``pair`` leave the last rank empty-handed."""
+    """Rows of ``table`` that only some batches touch; with 3 ranks the two rows of ``pair`` leave
+    the last rank empty-handed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -439,14 +466,18 @@ def _in_turn(x: Tensor, blocks: Sequence[nn.Module]) -> Tensor:
 class RecomputesBlocks(Stack):
     """Checkpoints around ``span`` blocks each."""
 
-    def __init__(self, make: Callable[[], nn.Module], reentrant: bool, span: int = 1, num_blocks: int = 4) -> None:
+    def __init__(
+        self, make: Callable[[], nn.Module], reentrant: bool, span: int = 1, num_blocks: int = 4
+    ) -> None:
         super().__init__(num_blocks, make)
         self.reentrant, self.span = reentrant, span
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.stem(x)
         for start in range(0, len(self.blocks), self.span):
-            x = checkpoint(_in_turn, x, self.blocks[start : start + self.span], use_reentrant=self.reentrant)
+            x = checkpoint(
+                _in_turn, x, self.blocks[start : start + self.span], use_reentrant=self.reentrant
+            )
         return self.head(x)
 
 
@@ -455,7 +486,13 @@ class DropsAnOutput(nn.Module):
 
     def __init__(self, reentrant: bool) -> None:
         super().__init__()
-        self.stem, self.a, self.b, self.c, self.reentrant = Block(), Block(), Block(), Block(), reentrant
+        self.stem, self.a, self.b, self.c, self.reentrant = (
+            Block(),
+            Block(),
+            Block(),
+            Block(),
+            reentrant,
+        )
 
     def _region(self, x: Tensor) -> tuple[Tensor, Tensor]:
         a = self.a(x)
@@ -604,7 +641,9 @@ class Blocks(nn.Module):
     def __init__(self, compiled: bool) -> None:
         super().__init__()
         blocks = [Block() for _ in range(2)]
-        self.blocks = nn.ModuleList(torch.compile(b, backend="aot_eager") if compiled else b for b in blocks)
+        self.blocks = nn.ModuleList(
+            torch.compile(b, backend="aot_eager") if compiled else b for b in blocks
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return _in_turn(x, self.blocks)
@@ -627,9 +666,13 @@ class Part(nn.Module):
         if kind % 7 == 6:
             self.requires_grad_(False)
 
-    def forward(self, x: Tensor, context: Tensor | None = None, late: Callable[[], Tensor] | None = None) -> Any:
+    def forward(
+        self, x: Tensor, context: Tensor | None = None, late: Callable[[], Tensor] | None = None
+    ) -> Any:
         recomputed = self.kind % 5 in (1, 2)
-        h = (checkpoint(self.a, x, use_reentrant=self.kind % 5 == 2) if recomputed else self.a(x)).tanh()
+        h = (
+            checkpoint(self.a, x, use_reentrant=self.kind % 5 == 2) if recomputed else self.a(x)
+        ).tanh()
         if self.inner is not None:
             h = self.inner(h).tanh()
         if self.kind % 5 == 3:
@@ -655,7 +698,10 @@ class Program(nn.Module):
             if not isinstance(out, Tensor):
                 out = out[1]["second"] if rng.random() < 0.4 else out[0]
             values.append(out if rng.random() < 0.7 else out + rng.choice(values) * 0.3)
-        return [_sum(v.pow(2).mean() for v in rng.sample(values, 2)) + values[-1].mean() for _ in range(2)]
+        return [
+            _sum(v.pow(2).mean() for v in rng.sample(values, 2)) + values[-1].mean()
+            for _ in range(2)
+        ]
 
     def _call(self, rng: random.Random, a: Tensor, b: Tensor) -> Any:
         part, how = rng.choice(list(self.parts)), rng.randrange(10)

@@ -1,4 +1,5 @@
-"""A small model with what is hard for checkpoints, its training, and its state as an unsharded run has it."""
+"""A small model with what is hard for checkpoints, its training, and its state as an unsharded run
+has it."""
 
 from __future__ import annotations
 
@@ -42,7 +43,8 @@ class Frozen(nn.Linear):
 
 
 class OddModel(nn.Module):
-    """Odd sizes, a tie, buffers, frozen parameters, one element, and (``scalar``) a 0-d parameter, which torch's FSDP refuses."""
+    """Odd sizes, a tie, buffers, frozen parameters, one element, and (``scalar``) a 0-d parameter,
+    which torch's FSDP refuses."""
 
     def __init__(self, scalar: bool) -> None:
         super().__init__()
@@ -72,7 +74,10 @@ def make_optimizer(kind: str, model: nn.Module) -> torch.optim.Optimizer:
     named = [(name.replace("_fsdp_wrapped_module.", ""), p) for name, p in model.named_parameters()]
     first = [p for name, p in named if "blocks.0." in name]
     rest = [p for name, p in named if "blocks.0." not in name]
-    groups: list[dict[str, Any]] = [{"params": first, "weight_decay": 0.1}, {"params": rest, "lr": 0.03}]
+    groups: list[dict[str, Any]] = [
+        {"params": first, "weight_decay": 0.1},
+        {"params": rest, "lr": 0.03},
+    ]
     if kind == "Adam":
         return torch.optim.Adam(groups, lr=0.02)
     return torch.optim.SGD(groups, lr=0.02, momentum=0.9)
@@ -100,7 +105,9 @@ def shard(model: nn.Module, config: Config) -> FSDP:
         sharding_strategy=ShardingStrategy[strategy],
         use_orig_params=use_orig_params,
         auto_wrap_policy=policies[policy],
-        device_mesh=init_device_mesh("cpu", (2 - ranks % 2, ranks // (2 - ranks % 2))) if strategy == "HYBRID_SHARD" else None,
+        device_mesh=init_device_mesh("cpu", (2 - ranks % 2, ranks // (2 - ranks % 2)))
+        if strategy == "HYBRID_SHARD"
+        else None,
     )
 
 
@@ -111,12 +118,16 @@ def state_by_name(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[st
     order = [names[p] for group in optimizer.param_groups for p in group["params"]]
     return {
         "state": {order[number]: entry for number, entry in saved["state"].items()},
-        "param_groups": [{**group, "params": [order[n] for n in group["params"]]} for group in saved["param_groups"]],
+        "param_groups": [
+            {**group, "params": [order[n] for n in group["params"]]}
+            for group in saved["param_groups"]
+        ],
     }
 
 
 def run_of(kind: str, scalar: bool = True) -> dict[str, Any]:
-    """The unsharded run: its state after some steps, by name, the loss of the next one, and what the optimizer's own dict is."""
+    """The unsharded run: its state after some steps, by name, the loss of the next one, and what
+    the optimizer's own dict is."""
     model = make_model(scalar=scalar)
     optimizer = make_optimizer(kind, model)
     train(model, optimizer, range(STEPS))
@@ -137,7 +148,8 @@ def cloned(value: Any) -> Any:
 
 
 def whole(state: Any) -> Any:
-    """A state dict with its sharded tensors put together from their boxes on all ranks. Collective; one message for all of them."""
+    """A state dict with its sharded tensors put together from their boxes on all ranks. Collective;
+    one message for all of them."""
     sharded: list[ShardedTensor] = []
 
     def collect(value: Any) -> None:
@@ -147,15 +159,22 @@ def whole(state: Any) -> Any:
             collect(inner)
 
     collect(state)
-    own = [[(tuple(s.metadata.shard_offsets), s.tensor.detach().numpy()) for s in value.local_shards()] for value in sharded]
+    own = [
+        [(tuple(s.metadata.shard_offsets), s.tensor.detach().numpy()) for s in value.local_shards()]
+        for value in sharded
+    ]
     found: list[Any] = [own]
     if sharded:
         found = [None] * dist.get_world_size()
         dist.all_gather_object(found, own)
     wholes = {}
     for number, value in enumerate(sharded):
-        its = wholes[id(value)] = torch.full(tuple(value.metadata().size), -1000.0, dtype=value.dtype)
-        for offsets, box in ((offsets, torch.as_tensor(box)) for boxes in found for offsets, box in boxes[number]):
+        its = wholes[id(value)] = torch.full(
+            tuple(value.metadata().size), -1000.0, dtype=value.dtype
+        )
+        for offsets, box in (
+            (offsets, torch.as_tensor(box)) for boxes in found for offsets, box in boxes[number]
+        ):
             if box.numel():
                 its[tuple(slice(o, o + s) for o, s in zip(offsets, box.shape, strict=True))] = box
 
@@ -185,19 +204,31 @@ def assert_same(actual: Mapping[str, Any], expected: Mapping[str, Any], where: s
             assert found == value, f"{where} {name}"
 
 
-def assert_same_optim(actual: Mapping[str, Any], expected: Mapping[str, Any], where: str = "") -> None:
-    """State by name bit by bit, and the settings of every parameter; groups may be cut and ordered in another way."""
+def assert_same_optim(
+    actual: Mapping[str, Any], expected: Mapping[str, Any], where: str = ""
+) -> None:
+    """State by name bit by bit, and the settings of every parameter; groups may be cut and ordered
+    in another way."""
     assert_same(actual["state"], expected["state"], where)
     found, wanted = settings_by_name(actual), settings_by_name(expected)
     assert found.keys() == wanted.keys(), where
-    differing = {name: set(found[name].items()) ^ set(wanted[name].items()) for name in wanted if found[name] != wanted[name]}
+    differing = {
+        name: set(found[name].items()) ^ set(wanted[name].items())
+        for name in wanted
+        if found[name] != wanted[name]
+    }
     assert not differing, f"{where}: {differing}"
 
 
 def settings_by_name(state: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Of every parameter the settings of its group; a pair is a pair, also where torch has made a list of it."""
+    """Of every parameter the settings of its group; a pair is a pair, also where torch has made a
+    list of it."""
     return {
-        name: {key: tuple(value) if isinstance(value, list) else value for key, value in group.items() if key != "params"}
+        name: {
+            key: tuple(value) if isinstance(value, list) else value
+            for key, value in group.items()
+            if key != "params"
+        }
         for group in state["param_groups"]
         for name in group["params"]
     }

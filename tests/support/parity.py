@@ -1,12 +1,13 @@
-"""An unsharded and a sharded copy of a model, trained side by side: what every test of training compares.
+"""An unsharded and a sharded copy of a model, trained side by side: what every test of training
+compares.
 
     def test_blocks_train_as_unsharded() -> None:
         run_ranks(2, trains, Stack, (Block,), sharding_strategy=ShardingStrategy.SHARD_GRAD_OP)
 
-A *step* does forward and backward for one rank's batch. The unsharded copy takes it once per rank, so its gradient is the sum over
-all batches; the sharded one takes it for the own batch. After each step the losses, all gradients (None where a whole group of the
-unsharded copy has none), all parameters after an update, and what memory is held are compared.
-"""
+A *step* does forward and backward for one rank's batch. The unsharded copy takes it once per rank,
+so its gradient is the sum over all batches; the sharded one takes it for the own batch. After each
+step the losses, all gradients (None where a whole group of the unsharded copy has none), all
+parameters after an update, and what memory is held are compared."""
 
 from __future__ import annotations
 
@@ -32,7 +33,9 @@ from tests.support.models import DIM, NUM_TOKENS, Block
 RTOL, ATOL = 2e-5, 1e-6  # of all comparisons with the unsharded copy
 
 both_forms = pytest.mark.parametrize("use_orig_params", [False, True])
-both_strategies = pytest.mark.parametrize("strategy", [ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP])
+both_strategies = pytest.mark.parametrize(
+    "strategy", [ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP]
+)
 
 
 @dataclass(frozen=True)
@@ -40,7 +43,9 @@ class Turn:
     """Whose batch a step is for."""
 
     rank: int
-    no_sync: Callable[[], contextlib.AbstractContextManager[None]]  # does nothing on the unsharded copy
+    no_sync: Callable[
+        [], contextlib.AbstractContextManager[None]
+    ]  # does nothing on the unsharded copy
 
 
 Step = Callable[[nn.Module, Tensor, Turn], Tensor]  # does forward and backward, returns the loss
@@ -83,12 +88,17 @@ def tokens(generator: torch.Generator) -> Tensor:
 def assert_close(got: Tensor, expected: Tensor, what: str, tolerance: float | None = None) -> None:
     """tolerance: relative to the largest element of what is expected; None: RTOL and ATOL."""
     got, expected = got.detach().double(), expected.detach().double()
-    assert got.shape == expected.shape, f"{what}: shape {tuple(got.shape)}, expected {tuple(expected.shape)}"
+    assert got.shape == expected.shape, (
+        f"{what}: shape {tuple(got.shape)}, expected {tuple(expected.shape)}"
+    )
     largest = expected.abs().max().item() if expected.numel() else 0.0
     rtol, atol = (RTOL, ATOL) if tolerance is None else (0.0, tolerance * largest)
     if not torch.allclose(got, expected, rtol=rtol, atol=atol):
         difference = (got - expected).abs().max().item()
-        raise AssertionError(f"{what}: largest difference {difference:.3e}, largest value {expected.abs().max().item():.3e}")
+        raise AssertionError(
+            f"{what}: largest difference {difference:.3e}, largest value "
+            f"{expected.abs().max().item():.3e}"
+        )
 
 
 # -- the two copies
@@ -103,7 +113,8 @@ def train(
     batch: Callable[[torch.Generator], Tensor] = vectors,
     **options: Any,
 ) -> Pair:
-    """Train both copies for some steps, comparing after each; the last one is also seen as a user would see it."""
+    """Train both copies for some steps, comparing after each; the last one is also seen as a user
+    would see it."""
     pair = make_pair(build, units, **options)
     for index in range(num_steps):
         pair.step(step, batch=batch, as_a_user=index == num_steps - 1)
@@ -130,7 +141,9 @@ def make_pair(
     plain, model = _seeded(build, seed), _seeded(build, seed)
     if replicas > 1:
         options.setdefault("sharding_strategy", ShardingStrategy.HYBRID_SHARD)
-        options["device_mesh"] = init_device_mesh("cpu", (replicas, dist.get_world_size() // replicas))
+        options["device_mesh"] = init_device_mesh(
+            "cpu", (replicas, dist.get_world_size() // replicas)
+        )
     return Pair(plain, FSDP(model, auto_wrap_policy=ModuleWrapPolicy(units), **options))
 
 
@@ -149,7 +162,9 @@ class Pair:
         self.optim = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
         self._num_batches = itertools.count()
         named = dict(plain.named_parameters(remove_duplicate=False))
-        self._matches = [(group, [named[name] for name in names]) for group, names in _groups(model)]
+        self._matches = [
+            (group, [named[name] for name in names]) for group, names in _groups(model)
+        ]
         self.tolerance: float | None = None  # of comparisons, see `assert_close`
 
     # -- what a test does
@@ -170,12 +185,15 @@ class Pair:
     ) -> None:
         """Take a step on both copies, compare, and update. Collective.
 
-        idle: nothing is full afterwards. zeros: a group has gradients as a whole, so a parameter without one, beside one that
-        has, is given zeros in the unsharded copy too (momentum notices). as_a_user: compare also what summon_full_params and
-        state_dict show.
+        idle: nothing is full afterwards. zeros: a group has gradients as a whole, so a parameter
+        without one, beside one that has, is given zeros in the unsharded copy too (momentum
+        notices). as_a_user: compare also what summon_full_params and state_dict show.
         """
         batches = self.batches(batch)
-        losses = [step(self.plain, x.clone(), Turn(rank, contextlib.nullcontext)) for rank, x in enumerate(batches)]
+        losses = [
+            step(self.plain, x.clone(), Turn(rank, contextlib.nullcontext))
+            for rank, x in enumerate(batches)
+        ]
         self.average_plain_gradients()
         if zeros:
             self._complete_groups()
@@ -229,15 +247,28 @@ class Pair:
     def assert_gradients_equal(self) -> None:
         """Collective."""
         own = [[target.grad for target, _ in group.store.targets] for group, _ in self._matches]
-        counts = torch.tensor([[any(grad is not None for grad in its) for its in own], [g.num_held > 0 for g, _ in self._matches]])
+        counts = torch.tensor(
+            [
+                [any(grad is not None for grad in its) for its in own],
+                [g.num_held > 0 for g, _ in self._matches],
+            ]
+        )
         dist.all_reduce(counts := counts.long())
-        for (group, expected), num_present, num_holding in zip(self._matches, *counts.tolist(), strict=True):
+        for (group, expected), num_present, num_holding in zip(
+            self._matches, *counts.tolist(), strict=True
+        ):
             where = f"{group.name}, parameters of {group.store.dtype}"
-            assert num_present in (0, num_holding), f"{where}: gradients on {num_present} of {num_holding} ranks with a part"
+            assert num_present in (0, num_holding), (
+                f"{where}: gradients on {num_present} of {num_holding} ranks with a part"
+            )
             if num_present == 0:
-                assert all(p.grad is None for p in expected), f"{where}: no gradients, the unsharded copy has some"
+                assert all(p.grad is None for p in expected), (
+                    f"{where}: no gradients, the unsharded copy has some"
+                )
                 continue
-            assert any(p.grad is not None for p in expected), f"{where}: gradients, the unsharded copy has none"
+            assert any(p.grad is not None for p in expected), (
+                f"{where}: gradients, the unsharded copy has none"
+            )
             for got, p in zip(_gathered_gradients(group), expected, strict=True):
                 wanted = torch.zeros_like(p) if p.grad is None else p.grad
                 assert_close(got, wanted, f"{where}: gradient {tuple(p.shape)}", self.tolerance)
@@ -251,15 +282,20 @@ class Pair:
     def assert_idle(self) -> None:
         """Between steps nothing is full, nothing is shown full, and nothing travels."""
         for unit in self.model._runtime.units:
-            assert unit.residency is Residency.SHARDED, f"{unit.label} was left {unit.residency.name}"
+            assert unit.residency is Residency.SHARDED, (
+                f"{unit.label} was left {unit.residency.name}"
+            )
             assert not unit.shown_full, f"{unit.label} shows full parameters"
             assert not unit.calls and not unit.running, f"{unit.label} is thought to run"
             for group in unit.groups:
-                assert group.resident_nbytes == 0, f"{group.name}: {group.resident_nbytes} bytes were left"
-                assert group.reduction is None, f"{group.name}: a reduction was left"
-                assert not any(wire.ranks > 1 and getattr(wire, "_sends", ()) for wire in (group.shard, group.replica)), (
-                    f"{group.name}: it sends"
+                assert group.resident_nbytes == 0, (
+                    f"{group.name}: {group.resident_nbytes} bytes were left"
                 )
+                assert group.reduction is None, f"{group.name}: a reduction was left"
+                assert not any(
+                    wire.ranks > 1 and getattr(wire, "_sends", ())
+                    for wire in (group.shard, group.replica)
+                ), f"{group.name}: it sends"
 
     # -- what is compared, as a user sees it
 
@@ -267,12 +303,16 @@ class Pair:
         """Collective."""
         expected = dict(self.plain.named_parameters(remove_duplicate=False))
         with FSDP.summon_full_params(self.model, writeback=False, with_grads=True):
-            shown = {_clean(name): p for name, p in self.model.named_parameters(remove_duplicate=False)}
+            shown = {
+                _clean(name): p for name, p in self.model.named_parameters(remove_duplicate=False)
+            }
             assert shown.keys() == expected.keys()
             for name, p in expected.items():
                 assert_close(shown[name], p, f"parameter {name!r} in summon_full_params")
                 grad = shown[name].grad
-                assert grad is not None or p.grad is None, f"{name!r} has no gradient in summon_full_params"
+                assert grad is not None or p.grad is None, (
+                    f"{name!r} has no gradient in summon_full_params"
+                )
                 if grad is not None:
                     expected_grad = torch.zeros_like(p) if p.grad is None else p.grad
                     assert_close(grad, expected_grad, f"gradient of {name!r} in summon_full_params")
@@ -306,6 +346,8 @@ def _gathered_gradients(group: Group) -> list[Tensor]:
     for (target, _), place in zip(store.targets, store.grads(own), strict=True):
         grad = target.grad
         if grad is not None:
-            assert grad.shape == target.shape, f"{group.name}: gradient {tuple(grad.shape)}, parameter {tuple(target.shape)}"
+            assert grad.shape == target.shape, (
+                f"{group.name}: gradient {tuple(grad.shape)}, parameter {tuple(target.shape)}"
+            )
             place.copy_(grad)
     return store.whole(group.gather_full(own))

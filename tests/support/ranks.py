@@ -8,19 +8,20 @@
     def test_sums() -> None:
         assert run_ranks(2, sums, 10.0) == [21.0, 21.0]
 
-Importing torch costs seconds, so rank processes are started on the first call that needs them and kept. Every call
-gets a gloo default group of its own. What a call may leave behind is put back before the next one: the group and its
-subgroups, seeds, torch's global modes, warning filters, environment variables, the working directory. When a call
-leaves a process in doubt (it died, hangs, or cannot clean up), all are killed and the next call starts new ones.
+Importing torch costs seconds, so rank processes are started on the first call that needs them and
+kept. Every call gets a gloo default group of its own. What a call may leave behind is put back
+before the next one: the group and its subgroups, seeds, torch's global modes, warning filters,
+environment variables, the working directory. When a call leaves a process in doubt (it died, hangs,
+or cannot clean up), all are killed and the next call starts new ones.
 
 One call, in messages between pytest and rank:
 
     pytest -> rank   Call                                   pytest <- rank   Returned | Raised
     pytest -> rank   "release", once all ranks answered     pytest <- rank   Released
 
-A rank keeps its group until all have answered, so that nobody's last message is lost with a closed connection. A rank
-that raised drops it at once: peers that wait in a collective then fail too, instead of waiting for the time limit.
-"""
+A rank keeps its group until all have answered, so that nobody's last message is lost with a closed
+connection. A rank that raised drops it at once: peers that wait in a collective then fail too,
+instead of waiting for the time limit."""
 
 from __future__ import annotations
 
@@ -74,12 +75,12 @@ def run_ranks(
 ) -> list[Any]:
     """Call ``function(*args, **kwargs)`` on ``n`` ranks and return what they return, by rank.
 
-    ``function`` is a module-level function of a module that can be imported; arguments and results are pickled. It
-    finds ``torch.distributed`` initialised: gloo, world size ``n``, collectives limited to ``group_timeout`` seconds
-    (default: 0.6 of ``timeout``).
+    ``function`` is a module-level function of a module that can be imported; arguments and results
+    are pickled. It finds ``torch.distributed`` initialised: gloo, world size ``n``, collectives
+    limited to ``group_timeout`` seconds (default: 0.6 of ``timeout``).
 
-    Raises RankError when a rank raises (with every traceback), dies (with its exit code or signal), or does not answer
-    within ``timeout`` seconds (with the Python stacks of all ranks).
+    Raises RankError when a rank raises (with every traceback), dies (with its exit code or signal),
+    or does not answer within ``timeout`` seconds (with the Python stacks of all ranks).
     """
     __tracebackhide__ = True
     return _pool.run(n, function, args, kwargs, timeout, group_timeout)
@@ -90,7 +91,7 @@ def close_pool() -> None:
     _pool.kill()
 
 
-# --- messages ---------------------------------------------------------------------------------------------------------
+# --- messages -------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -100,7 +101,9 @@ class Call:
     port: int  # of the store, which rank 0 serves
     group_timeout: float
     sys_path: list[str]
-    payload: bytes  # (function, args, kwargs), pickled apart: only the rank's main thread may import
+    payload: (
+        bytes  # (function, args, kwargs), pickled apart: only the rank's main thread may import
+    )
 
 
 @dataclass(frozen=True)
@@ -126,7 +129,7 @@ class Died:
     what: str
 
 
-# --- in pytest's process ----------------------------------------------------------------------------------------------
+# --- in pytest's process --------------------------------------------------------------------------
 
 
 class _Rank:
@@ -148,7 +151,8 @@ class _Rank:
                 stderr=output,
                 pass_fds=[theirs.fileno()],
                 env=_environment(),
-                start_new_session=True,  # Ctrl-C reaches pytest alone; the rank ends with its connection
+                # Ctrl-C reaches pytest alone; the rank ends with its connection
+                start_new_session=True,
             )
 
     def send(self, message: object) -> None:
@@ -163,7 +167,8 @@ class _Rank:
             return self.died()
 
     def has_ended(self) -> bool:
-        """Whether the process ended and left nothing to read (a child of its own may keep the connection open)."""
+        """Whether the process ended and left nothing to read (a child of its own may keep the
+        connection open)."""
         return self.process.poll() is not None and not self.connection.poll()
 
     def died(self) -> Died:
@@ -207,8 +212,10 @@ class _Pool:
             payload = pickle.dumps((function, args, kwargs))
         except (pickle.PicklingError, AttributeError, TypeError) as error:
             raise TypeError(
-                f"run_ranks cannot send {function!r} and its arguments to other processes: {error}.\n"
-                "Pass a function defined at the top level of a module, and arguments that pickle takes."
+                f"run_ranks cannot send {function!r} and its arguments to other processes: "
+                f"{error}.\n"
+                "Pass a function defined at the top level of a module, and arguments that pickle "
+                "takes."
             ) from error
         name = f"{function.__module__}.{function.__qualname__}"
         try:
@@ -221,7 +228,10 @@ class _Pool:
                 os.truncate(rank.output, 0)
                 rank.send(call)
             answers = _answers(ranks, timeout)
-            if any(not isinstance(answer, Returned) for answer in answers.values()) or len(answers) < n:
+            if (
+                any(not isinstance(answer, Returned) for answer in answers.values())
+                or len(answers) < n
+            ):
                 self._fail(name, ranks, answers, started, timeout)
             _show_output(ranks)
             self._release(name, ranks)
@@ -268,22 +278,36 @@ class _Pool:
             output = _output(ranks)
             self.kill()
             raise RankError(
-                f"{name} returned on all ranks, which then could not clean up.\n{text}\n{stacks}{output}",
+                f"{name} returned on all ranks, which then could not clean "
+                f"up.\n{text}\n{stacks}{output}",
                 list(problems),
             )
 
-    def _fail(self, name: str, ranks: list[_Rank], answers: dict[int, Any], started: float, timeout: float) -> NoReturn:
+    def _fail(
+        self, name: str, ranks: list[_Rank], answers: dict[int, Any], started: float, timeout: float
+    ) -> NoReturn:
         """Clean up or kill, and raise the error that tells what every rank did."""
         __tracebackhide__ = True
-        bad = {rank: answer for rank, answer in answers.items() if isinstance(answer, Raised | Died)}
+        bad = {
+            rank: answer for rank, answer in answers.items() if isinstance(answer, Raised | Died)
+        }
         # Peers may raise because of a death before it is noticed.
-        cause = {rank: answer.when - DEATH_S * isinstance(answer, Died) for rank, answer in bad.items()}
+        cause = {
+            rank: answer.when - DEATH_S * isinstance(answer, Died) for rank, answer in bad.items()
+        }
         order = sorted(bad, key=cause.__getitem__)
         missing = [rank.rank for rank in ranks if rank.rank not in answers]
         returned = [rank.rank for rank in ranks if isinstance(answers.get(rank.rank), Returned)]
-        limit = f"did not answer within {timeout:g} s" if not bad else "had not answered when it was killed for that"
+        limit = (
+            f"did not answer within {timeout:g} s"
+            if not bad
+            else "had not answered when it was killed for that"
+        )
         text = f"{name} failed on {len(ranks)} ranks:\n"
-        text += "".join(f"  rank {rank}, after {bad[rank].when - started:.2f} s: {bad[rank].what}\n" for rank in order)
+        text += "".join(
+            f"  rank {rank}, after {bad[rank].when - started:.2f} s: {bad[rank].what}\n"
+            for rank in order
+        )
         text += "".join(f"  rank {rank}: {limit}\n" for rank in missing)
         text += "".join(f"  rank {rank}: returned\n" for rank in returned)
         for rank in order:
@@ -304,7 +328,8 @@ class _Pool:
         raise RankError(text, order or missing)
 
     def _stacks(self, ranks: list[_Rank], wanted: list[int]) -> str:
-        """Make the ranks write their Python stacks, which ends them, and return those of ``wanted``."""
+        """Make the ranks write their Python stacks, which ends them, and return those of
+        ``wanted``."""
         for rank in ranks:
             if rank.process.poll() is None:
                 rank.process.send_signal(signal.SIGUSR1)
@@ -321,7 +346,8 @@ class _Pool:
 
 
 def _answers(ranks: list[_Rank], timeout: float) -> dict[int, Any]:
-    """Return the answers by rank: all, or those that came before a death, the time limit or the end of the grace."""
+    """Return the answers by rank: all, or those that came before a death, the time limit or the end
+    of the grace."""
     answers: dict[int, Any] = {}
     end = time.monotonic() + timeout
     grace = False
@@ -334,7 +360,9 @@ def _answers(ranks: list[_Rank], timeout: float) -> dict[int, Any]:
                 answers[rank.rank] = rank.receive()
             elif rank.has_ended():
                 answers[rank.rank] = rank.died()
-        if any(isinstance(answer, Died) for answer in answers.values()) or (left <= 0 and not ready):
+        if any(isinstance(answer, Died) for answer in answers.values()) or (
+            left <= 0 and not ready
+        ):
             return answers
         if not grace and any(isinstance(answer, Raised) for answer in answers.values()):
             grace = True
@@ -374,7 +402,15 @@ def _show_output(ranks: list[_Rank]) -> None:
 
 
 def _environment() -> dict[str, str]:
-    launcher = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
+    launcher = (
+        "RANK",
+        "WORLD_SIZE",
+        "LOCAL_RANK",
+        "LOCAL_WORLD_SIZE",
+        "GROUP_RANK",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+    )
     environment = {name: value for name, value in os.environ.items() if name not in launcher}
     environment |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
     for _, interface in socket.if_nameindex():
@@ -386,7 +422,7 @@ def _environment() -> dict[str, str]:
 _pool = _Pool()
 
 
-# --- in a rank's process ----------------------------------------------------------------------------------------------
+# --- in a rank's process --------------------------------------------------------------------------
 
 
 def _serve(rank: int, file_descriptor: int, stacks: str) -> None:
@@ -395,7 +431,8 @@ def _serve(rank: int, file_descriptor: int, stacks: str) -> None:
     connection = Connection(file_descriptor)
     faulthandler.enable()
     signal.signal(signal.SIGUSR1, signal.SIG_DFL)
-    # chain: after the dump comes the default action, which ends the process, so its end says that the dump is complete.
+    # chain: after the dump comes the default action, which ends the process, so its end says that
+    # the dump is complete.
     faulthandler.register(signal.SIGUSR1, file=open(stacks, "w"), all_threads=True, chain=True)  # noqa: SIM115
     inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
 
@@ -411,7 +448,9 @@ def _serve(rank: int, file_descriptor: int, stacks: str) -> None:
     import torch
     import torch.distributed as dist
 
-    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if rank == 0 else None
+    server = (
+        dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if rank == 0 else None
+    )
     store = server
     torch.set_num_threads(1)
     connection.send(server.port if server is not None else 0)
@@ -431,7 +470,8 @@ def _serve(rank: int, file_descriptor: int, stacks: str) -> None:
 
 
 def _save_coverage() -> None:
-    """Where the suite is measured by coverage: a rank process does not end by itself, so it saves after every call."""
+    """Where the suite is measured by coverage: a rank process does not end by itself, so it saves
+    after every call."""
     coverage = sys.modules.get("coverage")
     measuring = coverage.Coverage.current() if coverage is not None else None
     if measuring is not None:
@@ -457,7 +497,9 @@ def _perform(rank: int, call: Call, store: Any) -> Returned | Raised:
             timeout=timedelta(seconds=call.group_timeout),
         )
         return Returned(pickle.dumps(function(*args, **kwargs)))
-    except BaseException as error:  # SystemExit and pytest.skip too: the caller must hear of everything
+    except (
+        BaseException
+    ) as error:  # SystemExit and pytest.skip too: the caller must hear of everything
         what = traceback.format_exception_only(error)[-1].strip().splitlines()[0]
         return Raised(time.monotonic(), what, _report(error))
 
@@ -472,20 +514,28 @@ def _clean_up(num_modules: int) -> str:
     try:
         groups: list[dist.ProcessGroup] = []
         if dist.is_initialized():
-            groups += dist.distributed_c10d._world.pg_map  # private, but the only list of all groups
+            groups += (
+                dist.distributed_c10d._world.pg_map
+            )  # private, but the only list of all groups
             dist.destroy_process_group()
         if "torch.distributed.tensor" in sys.modules:
             from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
             _clear_sharding_prop_cache()  # which remembers meshes, and with them their groups
-        dist.distributed_c10d._world.group_count = 0  # also where another rank's error ended the set-up: names have to stay in step
+        dist.distributed_c10d._world.group_count = (
+            0  # also where another rank's error ended the set-up: names have to stay in step
+        )
         if len(sys.modules) != num_modules:
-            groups.clear()  # first: what is frozen and part of a cycle is never freed, and connections hang on it
+            # first: what is frozen and part of a cycle is never freed, and connections hang on it
+            groups.clear()
             gc.collect()
-            gc.freeze()  # what imports made stays for ever: the next collection need not look at it, which saves 50 ms
+            # what imports made stays for ever: the next collection need not look at it, which saves
+            # 50 ms
+            gc.freeze()
             return ""
         gc.collect()
-        # The destructor of a gloo group waits 20 ms for its event loops: not on the path of the next call.
+        # The destructor of a gloo group waits 20 ms for its event loops: not on the path of the
+        # next call.
         threading.Thread(target=groups.clear, daemon=True, name="drop process groups").start()
         return ""
     except Exception:
@@ -494,7 +544,8 @@ def _clean_up(num_modules: int) -> str:
 
 @contextlib.contextmanager
 def _everything_put_back() -> Iterator[None]:
-    """Put back what a test may change in its process: environment, directory, warning filters, torch's global modes."""
+    """Put back what a test may change in its process: environment, directory, warning filters,
+    torch's global modes."""
     import torch
 
     environment, directory = dict(os.environ), os.getcwd()
@@ -516,11 +567,17 @@ def _everything_put_back() -> Iterator[None]:
 
 def _report(error: BaseException) -> str:
     """Return the traceback and, for a failed assert, the local variables it may be about."""
-    inside = error.__traceback__ and (error.__traceback__.tb_next or error.__traceback__)  # without _perform
+    inside = error.__traceback__ and (
+        error.__traceback__.tb_next or error.__traceback__
+    )  # without _perform
     report = "".join(traceback.format_exception(type(error), error, inside))
     if isinstance(error, AssertionError) and error.__traceback__ is not None:
         *_, (frame, _) = traceback.walk_tb(error.__traceback__)
-        shown = [f"  {name} = {_short(value)}" for name, value in frame.f_locals.items() if not name.startswith("__")]
+        shown = [
+            f"  {name} = {_short(value)}"
+            for name, value in frame.f_locals.items()
+            if not name.startswith("__")
+        ]
         if shown:
             report += "Local variables:\n" + "\n".join(shown) + "\n"
     return report
@@ -535,6 +592,8 @@ def _short(value: object) -> str:
     if isinstance(value, list | tuple) and len(value) <= 20:
         inside = ", ".join(_short(item) for item in value)
         return f"[{inside}]" if isinstance(value, list) else f"({inside})"
-    if value is None or isinstance(value, bool | int | float | complex | str | torch.Size | torch.dtype | torch.device):
+    if value is None or isinstance(
+        value, bool | int | float | complex | str | torch.Size | torch.dtype | torch.device
+    ):
         return repr(value) if len(repr(value)) <= 200 else repr(value)[:200] + "..."
     return f"<{type(value).__name__}>"

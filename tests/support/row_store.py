@@ -1,11 +1,11 @@
 """A second layout behind the seam, for tests: every parameter cut by rows, as ``Shard(0)`` cuts it.
 
-It shows that the engine knows no layout. A rank's segment of the exchanged buffer is its rows of every parameter, each padded to
-the rows of the largest part, so one parameter's rows lie apart in the gathered buffer and its leaf is filled by a copy. Only a
-lone parameter, and one rank, leave them together: then leaves are views.
+It shows that the engine knows no layout. A rank's segment of the exchanged buffer is its rows of
+every parameter, each padded to the rows of the largest part, so one parameter's rows lie apart in
+the gathered buffer and its leaf is filled by a copy. Only a lone parameter, and one rank, leave
+them together: then leaves are views.
 
-    two parameters, a [3, 2] and b [2], on two ranks:    a0 a0 a1 a1 b0 | a2 a2 -- -- b1
-"""
+    two parameters, a [3, 2] and b [2], on two ranks:    a0 a0 a1 a1 b0 | a2 a2 -- -- b1"""
 
 from __future__ import annotations
 
@@ -68,9 +68,16 @@ class RowStore:
         self.shard = torch.zeros(self.numel, dtype=self.dtype)  # [S]
         for rows, original, own in zip(self._rows, originals, self.grads(self.shard), strict=True):
             first = rank * rows.chunk
-            own.copy_(original.detach().reshape(rows.num_rows, *rows.row_shape)[first : first + len(own)])
-        self._sharded = [nn.Parameter(own, wanted) for own, wanted in zip(self.grads(self.shard), self._trainable, strict=True)]
-        self.targets: Sequence[Target] = [Target(parameter, (index,)) for index, parameter in enumerate(self._sharded)]
+            own.copy_(
+                original.detach().reshape(rows.num_rows, *rows.row_shape)[first : first + len(own)]
+            )
+        self._sharded = [
+            nn.Parameter(own, wanted)
+            for own, wanted in zip(self.grads(self.shard), self._trainable, strict=True)
+        ]
+        self.targets: Sequence[Target] = [
+            Target(parameter, (index,)) for index, parameter in enumerate(self._sharded)
+        ]
 
     @property
     def spread(self) -> Sequence[Axis]:
@@ -78,19 +85,30 @@ class RowStore:
 
     def make_leaves(self, full: torch.Tensor) -> list[nn.Parameter]:
         if self.ranks == 1 or len(self._rows) == 1:
-            homes = [full[rows.start : rows.start + math.prod(s)] for rows, s in zip(self._rows, self._shapes, strict=True)]
+            homes = [
+                full[rows.start : rows.start + math.prod(s)]
+                for rows, s in zip(self._rows, self._shapes, strict=True)
+            ]
         else:
             sizes = [math.prod(shape) for shape in self._shapes]
             homes = list(torch.empty(sum(sizes), dtype=full.dtype).split(sizes))
-        return [as_leaf(home.view(s), wanted) for home, s, wanted in zip(homes, self._shapes, self._trainable, strict=True)]
+        return [
+            as_leaf(home.view(s), wanted)
+            for home, s, wanted in zip(homes, self._shapes, self._trainable, strict=True)
+        ]
 
     def places(self, buffer: torch.Tensor) -> list[list[torch.Tensor]]:
         segments, padding = buffer.chunk(self.ranks), []
         for rank, segment in enumerate(segments):
             for rows in self._rows:
-                padding.append(segment[rows.start + rows.of_rank(rank) * rows.row_numel : rows.stop])
+                padding.append(
+                    segment[rows.start + rows.of_rank(rank) * rows.row_numel : rows.stop]
+                )
             padding.append(segment[self._rows[-1].stop :])
-        pieces = [[rows.part(segment, rank) for rank, segment in enumerate(segments)] for rows in self._rows]
+        pieces = [
+            [rows.part(segment, rank) for rank, segment in enumerate(segments)]
+            for rows in self._rows
+        ]
         return [_not_empty(views) for views in (*pieces, padding)]
 
     @property
@@ -114,7 +132,8 @@ class RowStore:
 
     def stands(self) -> bool:
         return all(
-            (parameter.data_ptr(), parameter.shape, parameter.dtype) == (own.data_ptr(), own.shape, own.dtype)
+            (parameter.data_ptr(), parameter.shape, parameter.dtype)
+            == (own.data_ptr(), own.shape, own.dtype)
             for parameter, own in zip(self._sharded, self.grads(self.shard), strict=True)
         )
 

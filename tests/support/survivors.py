@@ -1,8 +1,9 @@
-"""Saves of which one rank is lost: ``python -m tests.support.survivors FOLDER`` prints what the other ones say, by case.
+"""Saves of which one rank is lost: ``python -m tests.support.survivors FOLDER`` prints what the
+other ones say, by case.
 
-A case is (call, number of ranks, the rank that is lost, before which of its operations on files). Ranks are forked from a process
-that has imported everything. The time limit of their process group is far longer than this program may take.
-"""
+A case is (call, number of ranks, the rank that is lost, before which of its operations on files).
+Ranks are forked from a process that has imported everything. The time limit of their process group
+is far longer than this program may take."""
 
 from __future__ import annotations
 
@@ -46,10 +47,14 @@ def _lost_before(operation: str) -> None:
     setattr(os, operation, call)
 
 
-def _save(rank: int, store: str, folder: str, case: tuple[str, int, int, str], results: int) -> None:
+def _save(
+    rank: int, store: str, folder: str, case: tuple[str, int, int, str], results: int
+) -> None:
     call, ranks, lost, operation = case
     limit = datetime.timedelta(minutes=10)
-    dist.init_process_group("gloo", store=dist.FileStore(store, ranks), rank=rank, world_size=ranks, timeout=limit)
+    dist.init_process_group(
+        "gloo", store=dist.FileStore(store, ranks), rank=rank, world_size=ranks, timeout=limit
+    )
     model = FSDP(nn.Linear(9, 9))
     checkpoint.save(folder, model, step=0)
     if rank == lost:
@@ -60,7 +65,9 @@ def _save(rank: int, store: str, folder: str, case: tuple[str, int, int, str], r
         else:
             checkpoint.async_save(folder, model, step=1).wait()
     except Exception as error:
-        os.write(results, json.dumps([case, rank, type(error).__name__, str(error)]).encode() + b"\n")
+        os.write(
+            results, json.dumps([case, rank, type(error).__name__, str(error)]).encode() + b"\n"
+        )
 
 
 def _forked(function: Callable[..., None], *args: Any) -> int:
@@ -81,7 +88,12 @@ def main(folder: str) -> None:
     processes: list[int] = []
     with tempfile.TemporaryDirectory() as scratch:
         for number, case in enumerate(CASES):  # all at once: each waits more than it works
-            arguments = str(Path(scratch) / str(number)), str(Path(folder) / str(number)), case, results
+            arguments = (
+                str(Path(scratch) / str(number)),
+                str(Path(folder) / str(number)),
+                case,
+                results,
+            )
             processes += [_forked(_save, rank, *arguments) for rank in range(case[1])]
         os.close(results)
         for process in processes:

@@ -1,10 +1,12 @@
-"""One process that trains as rank 0 of many, on any device, beside the unsharded model. All ranks are taken to have one batch.
+"""One process that trains as rank 0 of many, on any device, beside the unsharded model. All ranks
+are taken to have one batch.
 
-The group moves nothing, so what arrives is made up here: a gather brings the parameters of the unsharded model, a sum over the
-ranks is as many times what this one has. It takes its time: on a device with streams a transfer runs on a stream of its own, after
-what the computing stream had been told, and sleeps; before it ends, the memory it writes holds NaN. On the CPU it happens when it
-is waited for. An engine that reads or frees too early, or forgets to wait, gets other losses than the unsharded model.
-"""
+The group moves nothing, so what arrives is made up here: a gather brings the parameters of the
+unsharded model, a sum over the ranks is as many times what this one has. It takes its time: on a
+device with streams a transfer runs on a stream of its own, after what the computing stream had been
+told, and sleeps; before it ends, the memory it writes holds NaN. On the CPU it happens when it is
+waited for. An engine that reads or frees too early, or forgets to wait, gets other losses than the
+unsharded model."""
 
 from __future__ import annotations
 
@@ -37,7 +39,8 @@ FP32_TOLERANCE, LOW_TOLERANCE = 2e-5, 2e-2  # relative to the largest element
 
 @contextlib.contextmanager
 def group_of(ranks: int, device: torch.device) -> Iterator[None]:
-    """Inside of it the default group has one real rank, on the backend of the device, or ``ranks`` of which this is the first."""
+    """Inside of it the default group has one real rank, on the backend of the device, or ``ranks``
+    of which this is the first."""
     if dist.is_initialized():
         dist.destroy_process_group()
     if device.type != "cpu":
@@ -47,7 +50,9 @@ def group_of(ranks: int, device: torch.device) -> Iterator[None]:
     elif device.type == "cpu":
         dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
     else:
-        dist.init_process_group("nccl", rank=0, world_size=1, store=dist.HashStore(), device_id=device)
+        dist.init_process_group(
+            "nccl", rank=0, world_size=1, store=dist.HashStore(), device_id=device
+        )
     try:
         yield
     finally:
@@ -55,7 +60,8 @@ def group_of(ranks: int, device: torch.device) -> Iterator[None]:
 
 
 class Work:
-    """A transfer under way. ``keep``: its tensors, which live until it has been waited for, as with a real one."""
+    """A transfer under way. ``keep``: its tensors, which live until it has been waited for, as with
+    a real one."""
 
     def __init__(self, wait: Callable[[], None], keep: object) -> None:
         self._wait, self._keep = wait, keep
@@ -75,8 +81,12 @@ class Transfers:
 
     def __init__(self, device: torch.device) -> None:
         self._stream = None if device.type == "cpu" else torch.cuda.Stream(device)
-        self._wholes: dict[int, tuple[Group, list[torch.Tensor]]] = {}  # by the storage gathered into
-        self.own_errors: list[torch.Tensor] = []  # 0-d: how far what was sent is from what the unsharded model has there
+        self._wholes: dict[
+            int, tuple[Group, list[torch.Tensor]]
+        ] = {}  # by the storage gathered into
+        self.own_errors: list[
+            torch.Tensor
+        ] = []  # 0-d: how far what was sent is from what the unsharded model has there
 
     def know(self, group: Group, wholes: list[torch.Tensor]) -> None:
         """wholes: the parameters of the unsharded model that the group has."""
@@ -141,7 +151,13 @@ class Transfers:
 
         return self._start(carry, (total, buffer))
 
-    def _sum(self, tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False) -> Work | None:
+    def _sum(
+        self,
+        tensor: torch.Tensor,
+        op: Any = dist.ReduceOp.SUM,
+        group: Any = None,
+        async_op: bool = False,
+    ) -> Work | None:
         if op != dist.ReduceOp.SUM:
             return None
 
@@ -183,7 +199,8 @@ class Twin:
         batch: tuple[int, ...] = (4, 8),
         **options: Any,
     ) -> None:
-        """prepare: changes the module before it is wrapped, not its values. batch: shape of the input. options: of FSDP."""
+        """prepare: changes the module before it is wrapped, not its values. batch: shape of the
+        input. options: of FSDP."""
         torch.manual_seed(0)
         self.plain = build().to(device)
         self.device, self.batch, self.ranks = device, batch, ranks
@@ -193,13 +210,19 @@ class Twin:
         self.tolerance = LOW_TOLERANCE if low else FP32_TOLERANCE
         self.model = FSDP(prepare(copy.deepcopy(self.plain)), device_id=device, **options)
         make_optimizer = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
-        self.plain_optim, self.optim = make_optimizer(self.plain.parameters()), make_optimizer(self.model.parameters())
+        self.plain_optim, self.optim = (
+            make_optimizer(self.plain.parameters()),
+            make_optimizer(self.model.parameters()),
+        )
         self.transfers = Transfers(device)
         named = dict(self.plain.named_parameters(remove_duplicate=False))
         self.groups: list[tuple[Group, list[nn.Parameter]]] = []
         for path, child in self.model.named_modules():
             for group in child._unit.groups if isinstance(child, FSDP) else ():
-                wholes = [named[clean_name(f"{path}.{member.name}").lstrip(".")] for member in group.store.members]
+                wholes = [
+                    named[clean_name(f"{path}.{member.name}").lstrip(".")]
+                    for member in group.store.members
+                ]
                 self.groups.append((group, wholes))
                 self.transfers.know(group, wholes)
         self._generator = torch.Generator().manual_seed(1)
@@ -211,7 +234,10 @@ class Twin:
             yield
 
     def inputs(self, number: int = 1) -> list[torch.Tensor]:
-        return [torch.randn(self.batch, generator=self._generator).to(self.device) for _ in range(number)]
+        return [
+            torch.randn(self.batch, generator=self._generator).to(self.device)
+            for _ in range(number)
+        ]
 
     def loss(self, x: torch.Tensor) -> torch.Tensor:
         """Of the sharded model."""
@@ -220,8 +246,13 @@ class Twin:
     def plain_loss(self, x: torch.Tensor) -> torch.Tensor:
         if self.dtype is torch.float32:
             return self.plain(x).float().pow(2).mean()
-        cast = {name: p.to(self.dtype) for name, p in self.plain.named_parameters(remove_duplicate=False)}
-        return torch.func.functional_call(self.plain, cast, (x.to(self.dtype),)).float().pow(2).mean()
+        cast = {
+            name: p.to(self.dtype)
+            for name, p in self.plain.named_parameters(remove_duplicate=False)
+        }
+        return (
+            torch.func.functional_call(self.plain, cast, (x.to(self.dtype),)).float().pow(2).mean()
+        )
 
     def step(self, how: Step | None = None, scaler: ShardedGradScaler | None = None) -> None:
         """Train both, and compare losses, gradients and parameters."""
@@ -253,7 +284,9 @@ class Twin:
         self.plain_optim.zero_grad()
         self.optim.zero_grad()
         self.compare_parameters()
-        assert all(error.item() <= self.tolerance for error in self.transfers.own_errors), "a shard was sent before it was written"
+        assert all(error.item() <= self.tolerance for error in self.transfers.own_errors), (
+            "a shard was sent before it was written"
+        )
         self.transfers.own_errors.clear()
 
     def quiet_steps(self, inputs: list[torch.Tensor]) -> None:
@@ -270,7 +303,9 @@ class Twin:
         for group, wholes in self.groups:
             got = torch.zeros_like(group.store.shard)  # type: ignore[attr-defined]
             for (target, _), place in zip(group.store.targets, group.store.grads(got), strict=True):
-                assert (target.grad is not None) is (target.numel() > 0), f"{group.name}: a gradient is missing, or too much"
+                assert (target.grad is not None) is (target.numel() > 0), (
+                    f"{group.name}: a gradient is missing, or too much"
+                )
                 if target.grad is not None:
                     place.copy_(target.grad)
             expected = torch.zeros_like(got)
