@@ -16,23 +16,16 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from . import _assignments as assignments
-from . import _client_attributes as attributes
-from . import _clipping as clipping
-from . import _conversion as conversion
-from . import _copying as copying
-from . import _dcp_adapter as dcp_adapter
-from . import _hugging_face_storage as hugging_face_storage
-from ._checks import (
-    AssertedStateError,
-    NotImplementedUsageError,
-    ValueStateError,
-    require_bools,
-    require_module,
-    truth,
-    wrong_type,
-)
-from ._construction import (
+from . import _torch_private
+from ._engine import grad_norm, hooks, rendezvous
+from ._engine.buffers import CastBuffers
+from ._engine.ownership import Member, assign_owners, group_members
+from ._engine.reduce import CommHook
+from ._engine.runtime import Runtime
+from ._engine.unit import Group, Unit, UnitOptions
+from ._flat import client_attributes as attributes
+from ._flat import conversion, copying
+from ._flat.construction import (
     Preparation,
     buffers_to_cast,
     listed,
@@ -47,27 +40,28 @@ from ._construction import (
     settings_of,
     unwritten_of,
 )
-from ._engine import grad_norm, hooks, meeting, torch_private
-from ._engine.buffers import CastBuffers
-from ._engine.reduce import CommHook
-from ._engine.runtime import Runtime
-from ._engine.tree import Member, assign_owners, group_members
-from ._engine.unit import Group, Unit, UnitOptions
-from ._instances import runtimes_of
-from ._legacy_optim_state_dicts import LegacyOptimStateDicts, OptimStateKeyType
-from ._settings import Arguments, Settings, resolve
+from ._flat.settings import Arguments, Settings, resolve
 from ._state.full_params import Options, full_parameters
+from ._state.model_units import runtimes_of
 from ._state.names import FSDP_WRAPPED_MODULE, clean_name
+from ._state.optim_legacy_state_dict import LegacyOptimStateDicts, OptimStateKeyType
 from ._stores.flat_store import FlatStore, home_attribute
 from ._stores.registration import FLAT_PARAM, FlatParameter
-from .api import (
-    BackwardPrefetch,
-    CPUOffload,
-    MixedPrecision,
-    ShardingStrategy,
-    as_ours,
+from ._torch_patches import assignments, dcp_adapter, hugging_face_storage
+from ._torch_patches import clip_grad as clipping
+from .api import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy, as_ours
+from .errors import (
+    AssertedStateError,
+    NotImplementedUsageError,
+    StateError,
+    UsageError,
+    ValueStateError,
+    explain,
+    require_bools,
+    require_module,
+    truth,
+    wrong_type,
 )
-from .errors import StateError, UsageError, explain
 from .wrap import CustomPolicy, ModuleWrapPolicy, plan_wrapping, replace_modules
 
 __all__ = [
@@ -288,7 +282,7 @@ class FullyShardedDataParallel(LegacyOptimStateDicts):
             sum(param.numel for store in stores for param in store.layout.params)
         )
         groups = [self._group_of(store, options) for store in stores]
-        meeting.expect(groups)
+        rendezvous.expect(groups)
         unit = self._unit = Unit(self._fsdp_wrapped_module, groups, options, buffers)
         unit.owner = weakref.ref(self)
         hooks.guard_state_dicts(unit)
@@ -404,7 +398,7 @@ class FullyShardedDataParallel(LegacyOptimStateDicts):
         """Index the wrapped module, such as an nn.Sequential."""
         return self._fsdp_wrapped_module.__getitem__(key)  # type: ignore[operator]
 
-    @torch_private.never_compiled
+    @_torch_private.never_compiled
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the wrapped module's forward with whole parameters. Collective."""
         unit = self._unit
@@ -470,7 +464,7 @@ class FullyShardedDataParallel(LegacyOptimStateDicts):
             super().apply(fn)
             return self
         self._runtime.require_idle("apply", ValueStateError)
-        with meeting.together("apply", self._runtime.groups), self.summon_full_params(self):
+        with rendezvous.together("apply", self._runtime.groups), self.summon_full_params(self):
             super().apply(fn)
         return self
 
@@ -550,7 +544,7 @@ class FullyShardedDataParallel(LegacyOptimStateDicts):
         self._runtime.require_idle("clip_grad_norm_", ValueStateError)
         self._runtime.require_parts("clip_grad_norm_")
         groups = self._runtime.groups
-        meeting.meet("clip_grad_norm_", groups)
+        rendezvous.meet("clip_grad_norm_", groups)
         if self._runtime.broken:  # an exception in backward has left leaves with gradients
             self._runtime.rest()
         others = clipping.gradients_of_others(self, groups)
@@ -607,7 +601,7 @@ class FullyShardedDataParallel(LegacyOptimStateDicts):
             runtime.require_idle("summon_full_params", AssertedStateError)
             runtime.rest()
         units = [child._unit for child in instances]
-        meeting.meet(where, (group for unit in units if not unit.lent for group in unit.groups))
+        rendezvous.meet(where, (group for unit in units if not unit.lent for group in unit.groups))
         serve_only = rank0_only and not all(child._settings.mesh.is_first for child in instances)
         with full_parameters(
             units, Options(writeback, rank0_only, serve_only, offload_to_cpu, with_grads)

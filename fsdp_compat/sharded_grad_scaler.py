@@ -18,10 +18,9 @@ import torch
 import torch.distributed as dist
 from torch.amp.grad_scaler import GradScaler
 
-from ._checks import truth, wrong_type
-from ._engine.collectives import max_in_group
-from ._engine.mesh import is_in_python
-from .errors import StateError, UsageError, explain
+from ._comm.communicator import max_in_group
+from ._comm.mesh import is_in_python
+from .errors import StateError, UsageError, explain, truth, wrong_type
 
 __all__ = ["ShardedGradScaler"]
 

@@ -27,8 +27,7 @@ from typing import Any
 from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
-from fsdp_compat._checks import TypeUsageError, truth
-from fsdp_compat.errors import StateError, UsageError, explain
+from fsdp_compat.errors import StateError, TypeUsageError, UsageError, explain, truth
 
 __all__ = [
     "CustomPolicy",

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from . import torch_private
-from .collectives import Communicator
+from .. import _torch_private
+from .._comm.communicator import Communicator
 from .unit import Group
 
 __all__ = ["clip_by_norm", "dtype_of_norm", "gradients_of", "norm_of", "packed"]
@@ -30,11 +30,11 @@ def packed(group: Group, grads: Sequence[torch.Tensor]) -> Sequence[torch.Tensor
     """
     if len(grads) < 2 or len(grads) != group.num_held or group.hook is not None:
         return grads
-    total = torch_private.base_of(grads[0])
+    total = _torch_private.base_of(grads[0])
     if (
         total is None
         or total.numel() != group.store.numel
-        or any(torch_private.base_of(grad) is not total for grad in grads)
+        or any(_torch_private.base_of(grad) is not total for grad in grads)
     ):
         return grads
     return [total]
@@ -106,7 +106,7 @@ def clip_by_norm(grads: Sequence[torch.Tensor], norm: torch.Tensor, max_norm: fl
     for grad in grads:
         by_kind.setdefault((grad.device, grad.dtype), []).append(grad)
     for (device, dtype), tensors in by_kind.items():
-        torch_private.scale_together(tensors, factor.to(device=device, dtype=dtype))
+        _torch_private.scale_together(tensors, factor.to(device=device, dtype=dtype))
 
 
 def _local_norm(
@@ -120,7 +120,7 @@ def _local_norm(
     norms = [
         norm.to(device, dtype)
         for (_, its_dtype), tensors in by_kind.items()
-        for norm in torch_private.norms_together(
+        for norm in _torch_private.norms_together(
             tensors, norm_type, torch.promote_types(its_dtype, torch.float32)
         )
     ]

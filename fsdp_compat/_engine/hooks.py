@@ -12,7 +12,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
-from . import torch_private
+from .. import _torch_private
 from .dtypes import cast_floats, tensors_in
 
 if typing.TYPE_CHECKING:
@@ -190,4 +190,4 @@ def on_gradient_of_leaf(unit: Unit, group: Group, index: int, leaf: torch.Tensor
 
 def on_end_of_backward(callback: Callable[[], None]) -> None:
     """Run ``callback`` at the end of the running graph task; never, if the task raises."""
-    torch_private.on_end_of_backward(callback)
+    _torch_private.on_end_of_backward(callback)

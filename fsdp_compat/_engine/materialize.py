@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import nn
 
+from .. import _torch_private
+from .._comm.communicator import communicator
+from .._comm.mesh import Mesh
 from ..errors import UsageError, explain
-from . import torch_private
-from .collectives import communicator
-from .mesh import Mesh
 
 __all__ = [
     "broadcast_states",
@@ -54,7 +54,7 @@ def materialize(
     before = _addresses(wanting)
     for module in wanting:
         with (
-            torch_private.PoisonedMemory()
+            _torch_private.PoisonedMemory()
         ):  # what init leaves as it is can be told, see `unwritten`
             if init is not None:
                 init(module)
@@ -87,7 +87,7 @@ def materialize(
 def _addresses(modules: Iterable[nn.Module]) -> dict[Slot, int | None]:
     """Return where the tensors of ``modules`` lie; None for those on the meta device."""
     return {
-        (module, name): None if tensor.is_meta else torch_private.local_part(tensor).data_ptr()
+        (module, name): None if tensor.is_meta else _torch_private.local_part(tensor).data_ptr()
         for module in modules
         for name, tensor in own_tensors(module)
     }
@@ -96,7 +96,7 @@ def _addresses(modules: Iterable[nn.Module]) -> dict[Slot, int | None]:
 def is_unwritten(tensor: torch.Tensor) -> bool:
     """True if a tensor holds nothing but what uninitialised memory was filled with. Empty and
     boolean ones never do."""
-    tensor = torch_private.local_part(tensor.detach()).reshape(-1)
+    tensor = _torch_private.local_part(tensor.detach()).reshape(-1)
     if not tensor.numel() or tensor.is_meta or tensor.dtype == torch.bool:
         return False
     if tensor.is_floating_point() or tensor.is_complex():
@@ -147,7 +147,7 @@ def broadcast_states(states: Iterable[torch.Tensor], mesh: Mesh, device: torch.d
     values to every shard rank's first one, then along the shard axis. Tensors elsewhere than on
     ``device`` travel by way of it, one at a time.
     """
-    tensors = {id(tensor): torch_private.local_part(tensor.detach()) for tensor in states}
+    tensors = {id(tensor): _torch_private.local_part(tensor.detach()) for tensor in states}
     with torch.no_grad():
         for axis in (mesh.replica, mesh.shard):
             if axis.ranks == 1:
@@ -180,7 +180,7 @@ def ties(root: nn.Module) -> list[list[tuple[nn.Module, str]]]:
     """Return, for every parameter that several modules hold, where."""
     slots: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
     for module in root.modules():
-        for name, parameter in torch_private.parameters_of(module).items():
+        for name, parameter in _torch_private.parameters_of(module).items():
             if parameter is not None:
                 slots.setdefault(parameter, []).append((module, name))
     return [places for places in slots.values() if len(places) > 1]
@@ -193,16 +193,16 @@ def restore_ties(ties: Iterable[Sequence[tuple[nn.Module, str]]]) -> None:
     A tie that a module on the meta device still has a part in is left for later.
     """
     for (first, first_name), *others in ties:
-        parameter = torch_private.parameters_of(first).get(first_name)
+        parameter = _torch_private.parameters_of(first).get(first_name)
         its = [
             parameter,
-            *(torch_private.parameters_of(module).get(name) for module, name in others),
+            *(_torch_private.parameters_of(module).get(name) for module, name in others),
         ]
         if any(one is None or one.is_meta for one in its):
             continue
         for module, name in others:
-            if torch_private.parameters_of(module)[name] is not parameter:
-                torch_private.parameters_of(module)[name] = parameter
+            if _torch_private.parameters_of(module)[name] is not parameter:
+                _torch_private.parameters_of(module)[name] = parameter
 
 
 def _name_of(root: nn.Module, module: nn.Module) -> str:

@@ -16,10 +16,11 @@ from typing import Any
 
 import torch
 
-from . import shared_memory, torch_private
-from .collectives import Communicator
+from .. import _torch_private
+from .._comm import shared_memory
+from .._comm.communicator import Communicator
+from .._comm.segments import Segments
 from .device import ON_DEVICE, Home
-from .segments import Segments
 from .storage import Storage
 from .store import ParamStore
 
@@ -217,7 +218,7 @@ class ReduceBuffer:
         elif len(first) == 1:
             first[0].copy_(values[0])
         elif first:
-            torch_private.copy_together(
+            _torch_private.copy_together(
                 first, values
             )  # the cast to the dtype of the buffer is part of the copy
 

@@ -23,17 +23,17 @@ from typing import Any
 
 import torch
 
-from .._checks import AssertedStateError
-from ..errors import StateError, UsageError, explain
-from . import hooks, torch_private
-from .collectives import Communicator
+from .. import _torch_private
+from .._comm.communicator import Communicator
+from ..errors import AssertedStateError, StateError, UsageError, explain
+from . import hooks
 from .device import compute_streams
 from .dtypes import cast_floats, move_to, tensors_in
+from .external_changes import Untouched
 from .materialize import is_unwritten
 from .reduce import CommHook
 from .schedule import Order, Prefetch
 from .unit import Call, Group, Residency, Unit, Zeroed
-from .untouched import Untouched
 
 __all__ = ["Runtime", "RuntimeOptions", "live_runtimes"]
 
@@ -141,7 +141,7 @@ class Runtime:
     def in_backward(self) -> bool:
         return self._open and self._backward() is not None
 
-    @torch_private.never_compiled
+    @_torch_private.never_compiled
     def run(
         self,
         unit: Unit,
@@ -154,27 +154,27 @@ class Runtime:
         A compiler that runs what is called here does not look at what the engine does before and
         after.
         """
-        compiler = torch_private.set_compiler(None)
+        compiler = _torch_private.set_compiler(None)
         call = Call(unit, next(self._ticks))
         try:
             try:
                 args, kwargs = self.enter(call, unit, args, kwargs)
-                torch_private.set_compiler(compiler)
+                _torch_private.set_compiler(compiler)
                 output = function(*args, **kwargs)
             except BaseException:
-                torch_private.set_compiler(None)
+                _torch_private.set_compiler(None)
                 with contextlib.suppress(
                     StateError
                 ):  # what cannot be waited for any more is not what happened first
                     self.exit(call, unit, None)
                 raise
-            torch_private.set_compiler(None)
+            _torch_private.set_compiler(None)
             self.exit(call, unit, output)
             return output
         finally:
-            torch_private.set_compiler(compiler)
+            _torch_private.set_compiler(compiler)
 
-    @torch_private.never_compiled
+    @_torch_private.never_compiled
     def run_method(
         self,
         unit: Unit,
@@ -189,7 +189,7 @@ class Runtime:
         are gathered in rounds, all of them once in one fixed order, and a rank that is done takes
         part in the rounds of the others. One small reduction per round.
         """
-        if not serving or self._stack or torch_private.in_graph_task():
+        if not serving or self._stack or _torch_private.in_graph_task():
             return self.run(unit, function, args, kwargs)
 
         def until_all_are_done(*args: Any, **kwargs: Any) -> Any:
@@ -234,7 +234,7 @@ class Runtime:
         self, call: Call, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any, Any]:
         """A forward call begins. Returns its inputs, moved and cast."""
-        recomputing = torch_private.graph_task() != -1
+        recomputing = _torch_private.graph_task() != -1
         outermost = not recomputing and (unit.is_root or not self._stack)
         if outermost:
             self._begin_forward()
@@ -379,7 +379,7 @@ class Runtime:
                 if tensor.requires_grad and tensor.grad_fn is not None:
                     hooks.on_gradient_of_output(tensor, call)
                     in_graph = True
-        if unit.running or torch_private.graph_task() != -1:
+        if unit.running or _torch_private.graph_task() != -1:
             return
         if self._joins:
             self._streams.join()
@@ -582,7 +582,7 @@ class Runtime:
             self._reductions.clear()
             self._drain("gradients and parameters that this rank has sent")
         self._backward, self._open = _nothing, False
-        if torch_private.has_optimizers_in_backward():
+        if _torch_private.has_optimizers_in_backward():
             self._step_in_backward(backward.reduced)
 
     def _step_in_backward(self, reduced: set[Group]) -> None:
@@ -701,7 +701,7 @@ class Runtime:
     @property
     def runs(self) -> bool:
         """True inside of a forward or backward."""
-        return torch_private.in_graph_task() or any(unit.running for unit in self.units)
+        return _torch_private.in_graph_task() or any(unit.running for unit in self.units)
 
     def require_idle(self, what: str, error: type[StateError] = StateError) -> None:
         """Raise ``error`` if ``what`` is called from inside of forward or backward."""

@@ -3,56 +3,16 @@ that are emptied and refilled under tensors that stay."""
 
 from __future__ import annotations
 
-import ctypes
-import sys
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
-from . import shared_memory, torch_private
-from .segments import Segments
+from .. import _torch_private
+from .._comm import shared_memory
+from .._comm.segments import Segments
 from .store import ParamStore
 
-__all__ = ["GroupMemory", "Storage", "give_back_freed", "memory_of", "new_shard", "of_its_own_size"]
-
-# None where the C library has no such function.
-_malloc_trim = None if sys.platform == "win32" else getattr(ctypes.CDLL(None), "malloc_trim", None)
-
-
-def give_back_freed() -> None:
-    """Give pages that were freed on the CPU back to the system.
-
-    glibc keeps what lies between blocks that live on. Whole parameters that come and go while
-    shards are made leave holes, each a little too small for the next one: together as large as the
-    model.
-    """
-    if _malloc_trim is not None:
-        _malloc_trim(0)
-
-
-def memory_of(tensor: torch.Tensor) -> memoryview:
-    """Return the bytes of a contiguous CPU tensor, without a copy. They keep the tensor."""
-    if not tensor.nbytes:
-        return memoryview(b"")
-    held: Any = (ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())
-    held.tensor = tensor
-    return memoryview(held).cast("B")
-
-
-def of_its_own_size(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor over the same memory whose storage object ends where it ends, as writers copy
-    what keeps more than it shows.
-
-    tensor: contiguous; one that is not on the CPU is returned as it is.
-    """
-    if (
-        tensor.device.type != "cpu"
-        or tensor.untyped_storage().nbytes() == tensor.nbytes
-        or not tensor.nbytes
-    ):
-        return tensor
-    return torch.frombuffer(memory_of(tensor), dtype=tensor.dtype).view(tensor.shape)
+__all__ = ["GroupMemory", "Storage", "new_shard"]
 
 
 def new_shard(
@@ -118,9 +78,9 @@ class GroupMemory:
         self._buffer = Storage(self.full)
         self._own_storages: list[Storage] = []  # of leaves that do not view `full`
         self._fill: tuple[list[torch.Tensor], list[torch.Tensor]] | None = None
-        if self.leaves and not torch_private.same_storage(self.leaves[0], self.full):
+        if self.leaves and not _torch_private.same_storage(self.leaves[0], self.full):
             self._own_storages = list(
-                {torch_private.storage_key(leaf): Storage(leaf) for leaf in self.leaves}.values()
+                {_torch_private.storage_key(leaf): Storage(leaf) for leaf in self.leaves}.values()
             )
             # `.data`: neither a gather nor a fill may move the version counters that autograd has
             # noted.
@@ -131,7 +91,7 @@ class GroupMemory:
             self._fill = pieces, places
         self.has_copies = self._fill is not None  # leaves do not view the buffer: see `fill_leaves`
         self.free()
-        self._views = [torch_private.local_part(leaf) for leaf in self.leaves]
+        self._views = [_torch_private.local_part(leaf) for leaf in self.leaves]
         self._offsets = list(
             map(torch.Tensor.data_ptr, self._views)
         )  # in an empty storage that is how far from its beginning
@@ -154,7 +114,7 @@ class GroupMemory:
         self._buffer.allocate()  # nothing can view memory that is not there
         leaves = store.make_leaves(self.full)
         for index in indices:
-            self._views[index].data = torch_private.local_part(leaves[index]).data
+            self._views[index].data = _torch_private.local_part(leaves[index]).data
         if was_free:
             self.free()
 
@@ -169,7 +129,7 @@ class GroupMemory:
             for storage in self._own_storages:
                 storage.allocate()
             if self._fill[0]:  # all leaves may be empty
-                torch_private.copy_together(*self._fill)
+                _torch_private.copy_together(*self._fill)
             self._buffer.free()
 
     def free(self) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from .mesh import Axis
+from .._comm.mesh import Axis
 
 __all__ = ["Kind", "ParamStore", "Shown", "Target", "as_leaf"]
 

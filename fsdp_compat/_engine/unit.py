@@ -15,16 +15,15 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 import torch
 from torch import nn
 
-from .._checks import AssertedStateError
-from ..errors import StateError, explain
-from . import torch_private
+from .. import _torch_private
+from .._comm.communicator import Communicator, Pending, communicator
+from .._comm.mesh import Mesh
+from ..errors import AssertedStateError, StateError, explain
 from .buffers import CastBuffers
-from .collectives import Communicator, Pending, communicator
+from .bulk_dict import Entries, Entry, exchange_of, exhaust
 from .device import home_of
 from .dtypes import Precision
-from .entries import Entries, Entry, exchange_of, exhaust
-from .guards import Guards
-from .mesh import Mesh
+from .placeholders import Guards
 from .reduce import Collected, CommHook, HandedGradients, ReduceBuffer, Reduction, Wire, predivisor
 from .storage import GroupMemory
 from .store import ParamStore, Shown, Target
@@ -185,7 +184,7 @@ class Group:
     def _is_large(self, leaf: nn.Parameter) -> bool:
         """True for a leaf with a hook of its own. Those of other tensor types are collected with
         the small ones."""
-        return self._streamed and leaf.numel() >= LARGE and torch_private.is_plain(leaf)
+        return self._streamed and leaf.numel() >= LARGE and _torch_private.is_plain(leaf)
 
     def _is_vacant(self, target: Target) -> bool:
         leaves = self.memories[0].leaves
@@ -367,7 +366,7 @@ class Group:
         whole = all(
             len(target.leaves) == 1
             and target.parameter.shape == self.leaves[target.leaves[0]].shape
-            and torch_private.is_plain(self.leaves[target.leaves[0]])
+            and _torch_private.is_plain(self.leaves[target.leaves[0]])
             for target in self.store.targets
         )
         exact = (
@@ -420,7 +419,7 @@ class Group:
         """Let the optimizers that step in backward do it, with gradients that are complete, and
         drop these."""
         for target in self._targets:
-            optimizers = torch_private.optimizers_in_backward(target)
+            optimizers = _torch_private.optimizers_in_backward(target)
             if optimizers and target.grad is not None:
                 if target.numel():  # a rank without a part of it keeps no state
                     for optimizer in optimizers:
@@ -570,7 +569,7 @@ class _Swap:
         self.slots = [
             _Slot(
                 new.module,
-                torch_private.parameters_of(new.module),
+                _torch_private.parameters_of(new.module),
                 new.attribute,
                 new.parameter,
                 old.parameter,
@@ -895,9 +894,9 @@ class Unit:
         """Parameters have been put in or taken out: names come in the order they had, and RNNs see
         them."""
         for module, order in self._orders:
-            _reorder(torch_private.parameters_of(module), order)
+            _reorder(_torch_private.parameters_of(module), order)
         for rnn in self._rnns:
-            torch_private.refresh_rnn_weights(rnn)
+            _torch_private.refresh_rnn_weights(rnn)
 
     def show_sharded_again(self) -> None:
         """From whatever the modules hold now to the sharded form."""
@@ -972,7 +971,7 @@ def _orders_to_keep(shown: Sequence[Shown]) -> list[tuple[nn.Module, list[str]]]
     for module, names in managed.items():
         order = [
             name
-            for name, parameter in torch_private.parameters_of(module).items()
+            for name, parameter in _torch_private.parameters_of(module).items()
             if parameter is not None or name in names
         ]
         if order != names:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .._engine import torch_private
+from .. import _torch_private
 
 __all__ = ["Entry", "classify", "classify_all", "copied", "snapshot"]
 
@@ -41,7 +41,9 @@ def classify(value: object, target: nn.Parameter) -> Entry:
             return Entry.SCALAR
         plain = type(
             value
-        ).__torch_dispatch__ is torch.Tensor.__torch_dispatch__ or not torch_private.is_plain(value)
+        ).__torch_dispatch__ is torch.Tensor.__torch_dispatch__ or not _torch_private.is_plain(
+            value
+        )
         return (
             Entry.PER_ELEMENT
             if plain and value.layout is torch.strided and value.shape == target.shape

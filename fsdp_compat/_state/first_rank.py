@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
-from .._engine import torch_private
-from .._engine.collectives import communicator
+from .. import _torch_private
+from .._comm.communicator import communicator
+from .._comm.mesh import Mesh
 from .._engine.materialize import broadcast_states
-from .._engine.mesh import Mesh
 from ..errors import CheckpointError, explain
 from .formats import is_sharded, is_tensor, materialised
 from .model import FromFirst
@@ -146,7 +146,7 @@ def _plan_of(
 
 
 def _takes_in_place(target: torch.Tensor | None) -> bool:
-    return target is not None and torch_private.is_plain(target)
+    return target is not None and _torch_private.is_plain(target)
 
 
 def _filled(

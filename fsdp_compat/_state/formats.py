@@ -28,9 +28,9 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from .._engine import torch_private
-from .._engine.collectives import gather_in_group
-from .._engine.storage import of_its_own_size
+from .. import _torch_private
+from .._comm.communicator import gather_in_group
+from .._comm.host_memory import of_its_own_size
 from .._layout.box import Box, cut_into_boxes
 from .._layout.spec import FlatLayout, Interval, ParamSpec
 from .._layout.transfer import same_parts
@@ -119,7 +119,7 @@ def place_of(shape: tuple[int, ...], parallel: TensorParallel | None) -> Place:
         return Place(shape, (0,) * len(shape))
     return Place(
         parallel.shape,
-        torch_private.offsets_on_mesh(parallel.shape, parallel.mesh, parallel.placements),
+        _torch_private.offsets_on_mesh(parallel.shape, parallel.mesh, parallel.placements),
     )
 
 
@@ -157,7 +157,7 @@ class BoxedTensor(ShardedTensor):
         layout, index, rank, run, members, group, *rest = args
         shape = layout.params[index].shape
         place = (rest[0] if rest else None) or place_of(shape, None)
-        self: Any = torch_private.tensor_without_storage(
+        self: Any = _torch_private.tensor_without_storage(
             cls, place.whole_shape, run.dtype, run.device
         )
         self._layout, self._index, self._members, self.place = layout, index, members, place
@@ -277,7 +277,7 @@ class BoxedTensor(ShardedTensor):
         for tensor in tensors:
             follows = (
                 tensor.data_ptr() == end
-                and torch_private.same_storage(tensor, first)
+                and _torch_private.same_storage(tensor, first)
                 and tensor.dtype == first.dtype
             )
             if not follows or not tensor.is_contiguous():
@@ -305,7 +305,7 @@ class BoxedTensor(ShardedTensor):
             return f"{len(self._local_shards)} local shards instead of {len(boxes)}"
         for box, shard in zip(boxes, self._local_shards, strict=True):
             tensor: Any = shard.tensor
-            if not isinstance(tensor, torch.Tensor) or not torch_private.is_plain(tensor):
+            if not isinstance(tensor, torch.Tensor) or not _torch_private.is_plain(tensor):
                 return (
                     f"a {type(tensor).__name__} in the place of a local tensor of shape {box.sizes}"
                 )
@@ -325,7 +325,7 @@ class BoxedTensor(ShardedTensor):
         """What it is made of, it says by itself, and copies it makes itself; anything else is a
         ShardedTensor's affair (which warns that it is deprecated)."""
         if func in _FACTS:
-            return torch_private.as_plain_tensor(func, args, kwargs or {})
+            return _torch_private.as_plain_tensor(func, args, kwargs or {})
         if func in _COPIES:
             return getattr(args[0], func.__name__)(*args[1:], **(kwargs or {}))
         with warnings.catch_warnings():
@@ -383,7 +383,7 @@ class BoxedTensor(ShardedTensor):
         return new
 
     def _empty(self, dtype: torch.dtype, device: torch.device) -> BoxedTensor:
-        empty: Any = torch_private.tensor_without_storage(
+        empty: Any = _torch_private.tensor_without_storage(
             type(self), self.whole_shape, dtype, device
         )
         return empty
@@ -603,7 +603,7 @@ def read_local(
             return None
         own = value.local_shards()
         return own[0].tensor.detach() if own else torch.empty(0, dtype=value.dtype)
-    fits = torch_private.is_plain(value) and not value.numel() and flat.params[0].shape == (0,)
+    fits = _torch_private.is_plain(value) and not value.numel() and flat.params[0].shape == (0,)
     return value.detach().reshape(-1) if fits else None
 
 

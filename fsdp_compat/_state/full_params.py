@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import nn
 
-from .._engine import torch_private
+from .. import _torch_private
 from .._engine.unit import Group, Unit
 from .._stores.flat_store import FlatStore
 from .model import store_of
@@ -101,7 +101,7 @@ def _shown(
     kept: list[tuple[nn.Parameter, torch.Tensor, torch.Tensor | None]] = []
     target_grads: list[torch.Tensor | None] = []
     for slot in store.registration.hidden_when_full():
-        torch_private.parameters_of(slot.module).pop(slot.attribute, None)
+        _torch_private.parameters_of(slot.module).pop(slot.attribute, None)
     for target, indices in store.targets:
         target_grads.append(target.grad)
         for index in indices:
@@ -115,7 +115,7 @@ def _shown(
                 continue
             shown.append(store.parameter(index, wholes[index], target.requires_grad))
             for module, attribute in store.members[index].slots:
-                torch_private.parameters_of(module)[attribute] = shown[-1]
+                _torch_private.parameters_of(module)[attribute] = shown[-1]
     for index, (parameter, grad) in enumerate(zip(shown, whole_grads, strict=True)):
         parallel = store.parallel[index]
         if grad is not None:
@@ -129,7 +129,7 @@ def _shown(
         with torch.no_grad():
             if writeback:
                 store.take_from_whole(
-                    [torch_private.local_part(parameter.data) for parameter in shown]
+                    [_torch_private.local_part(parameter.data) for parameter in shown]
                 )
                 if grads is not None:
                     _write_back_grads(
@@ -142,7 +142,7 @@ def _shown(
 
 
 def _grad_of(parameter: nn.Parameter) -> torch.Tensor:
-    return torch_private.local_part(
+    return _torch_private.local_part(
         torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
     )
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from .._engine import torch_private
+from .. import _torch_private
 from .._engine.unit import Group, Unit
 from .._layout.spec import FlatLayout, Interval
 from .._stores.flat_store import FlatStore, home_attribute
@@ -136,7 +136,7 @@ class _Gathered:
         """Return a parameter in memory of its own, on ``device`` or where it was gathered."""
         value = self.whole(index)
         return value.to(
-            device or value.device, copy=torch_private.same_storage(value, self._buffer)
+            device or value.device, copy=_torch_private.same_storage(value, self._buffer)
         )
 
     def _put_together(self, index: int) -> torch.Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from .._checks import takes, wrong_type
+from ..errors import takes, wrong_type
 
 __all__ = [
     "FSDP_WRAPPED_MODULE",

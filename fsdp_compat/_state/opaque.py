@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .._engine.storage import memory_of
+from .._comm.host_memory import memory_of
 from .._engine.unit import Group
 from ..errors import CheckpointError, explain
 from .entries import Entry, classify_all, snapshot

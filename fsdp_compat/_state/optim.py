@@ -18,9 +18,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from .._checks import RuntimeUsageError
 from .._engine.unit import Group
-from ..errors import UsageError, explain
+from ..errors import RuntimeUsageError, UsageError, explain
 from .entries import Entry, classify_all, copied, snapshot
 from .formats import mesh_sharded_value, sharded_value
 from .holdings import Holdings, NamedUnit, is_flat, is_whole

@@ -15,10 +15,9 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from .._checks import RuntimeUsageError
-from .._engine.collectives import Communicator
+from .._comm.communicator import Communicator
 from .._engine.unit import Group
-from ..errors import explain
+from ..errors import RuntimeUsageError, explain
 from .holdings import Holdings
 from .model import store_of
 

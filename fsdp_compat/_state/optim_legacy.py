@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .._checks import AssertedUsageError, TypeUsageError
-from ..errors import CheckpointError, UsageError, explain
+from ..errors import AssertedUsageError, CheckpointError, TypeUsageError, UsageError, explain
 from .names import clean_name
 
 __all__ = ["Numbering", "groups_of_input"]

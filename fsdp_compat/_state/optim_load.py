@@ -15,9 +15,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from .._checks import RuntimeUsageError, ValueCheckpointError
 from .._engine.unit import Group
-from ..errors import CheckpointError, FsdpCompatError, UsageError, explain
+from ..errors import (
+    CheckpointError,
+    FsdpCompatError,
+    RuntimeUsageError,
+    UsageError,
+    ValueCheckpointError,
+    explain,
+)
 from .entries import Entry, classify, copied, snapshot
 from .formats import is_sharded, misfit, read_part, shape_of
 from .holdings import Holdings, is_flat, is_whole, numbered_names

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from .._engine.collectives import communicator
-from .._engine.mesh import Mesh
+from .._comm.communicator import communicator
+from .._comm.mesh import Mesh
 from .opaque import packed_bytes, unpacked
 
 __all__ = ["FirstRank", "Outline"]

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from .._engine import torch_private
-from .._engine.mesh import Axis
+from .. import _torch_private
+from .._comm.mesh import Axis
+from .._engine.ownership import Member, Place
 from .._engine.storage import new_shard
 from .._engine.store import Kind, Shown, Target, as_leaf
-from .._engine.tree import Member, Place
 from .._layout.flat import flat_layout
 from .._layout.spec import FlatLayout
 from .._layout.transfer import pieces_of_rank, pieces_of_whole, plan_moves
@@ -58,7 +58,7 @@ class FlatStore:
         registered. device: of the shard; ``pin``: in memory that a GPU can read.
         """
         originals = [member.parameter for member in members]
-        locals_ = [torch_private.local_part(p.detach()) for p in originals]
+        locals_ = [_torch_private.local_part(p.detach()) for p in originals]
         self.dtype = originals[0].dtype
         self.members = tuple(
             member.place for member in members
@@ -83,7 +83,7 @@ class FlatStore:
             for p, its in zip(originals, self.parallel, strict=True)
         ]
         trainable = [p.requires_grad for p in originals]
-        grads = [None if p.grad is None else torch_private.local_part(p.grad) for p in originals]
+        grads = [None if p.grad is None else _torch_private.local_part(p.grad) for p in originals]
         own = None
         # a DTensor cannot become a part of itself: a parameter of this rank's elements takes its
         # place
@@ -266,7 +266,7 @@ class FlatStore:
         layout = self.layout
         if (
             value.dtype != self.dtype
-            or not torch_private.is_plain(value)
+            or not _torch_private.is_plain(value)
             or value.is_meta
             or self.parallel[index] is not None
         ):

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from .._engine import torch_private
-from .._engine.mesh import Axis, axis_of
+from .. import _torch_private
+from .._comm.mesh import Axis, axis_of
 
 __all__ = ["TensorParallel", "tensor_parallel"]
 
@@ -52,7 +52,7 @@ class TensorParallel:
         Collective over the parameter's mesh where the placements differ, and over the value's where
         that is another one.
         """
-        if torch_private.is_plain(value):
+        if _torch_private.is_plain(value):
             return value
         if value.device_mesh != self.mesh:  # type: ignore[attr-defined]
             return self.part(value.full_tensor())  # type: ignore[attr-defined]
@@ -82,7 +82,7 @@ class TensorParallel:
 
 def tensor_parallel(parameter: torch.Tensor) -> TensorParallel | None:
     """Return how a parameter lies on its mesh; None for a plain one."""
-    if torch_private.is_plain(parameter):
+    if _torch_private.is_plain(parameter):
         return None
     return TensorParallel(
         parameter.device_mesh,  # type: ignore[attr-defined]

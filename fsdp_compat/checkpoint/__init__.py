@@ -4,7 +4,7 @@ path = save("runs/7", model, optimizer, {"epoch": 3}, step=1200, keep_last=2)
 extra = load(latest("runs/7"), model, optimizer)
 """
 
-from .._optim_state_dicts import check_optimizer
+from .._state.optim_state_dict import check_optimizer
 from ._directory import latest
 from ._full import iter_full_state_dict
 from ._loading import load

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from .._engine.storage import memory_of
+from .._comm.host_memory import memory_of
 from ..errors import CheckpointError, explain
 from ._texts import open_file
 

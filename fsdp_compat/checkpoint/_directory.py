@@ -24,7 +24,7 @@ import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
-from .._engine.processes import host
+from .._comm.processes import host
 from ..errors import CheckpointError
 from ._blocks import sync_directory
 from ._manifest import MANIFEST, read_manifest

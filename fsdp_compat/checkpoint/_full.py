@@ -11,11 +11,11 @@ from typing import Literal
 import torch
 from torch import nn
 
-from .._checks import require_module
-from .._engine import meeting
-from .._instances import Instance, instances_in, managed_in, names_in_order, runtimes_of
+from .._engine import rendezvous
 from .._state.model import gathered_unit
+from .._state.model_units import Instance, instances_in, managed_in, names_in_order, runtimes_of
 from .._state.names import Wanted, clean_name, wanted_by
+from ..errors import require_module
 
 __all__ = ["iter_full_state_dict"]
 
@@ -50,7 +50,7 @@ def _full_state(model: nn.Module, wanted: Wanted) -> Iterator[tuple[str, torch.T
     for runtime in runtimes_of(instances):
         runtime.require_idle("iter_full_state_dict")
         runtime.require_parts("iter_full_state_dict")
-    meeting.meet(
+    rendezvous.meet(
         "iter_full_state_dict", (group for each in instances for group in each._unit.groups)
     )
     position = {name: number for number, name in enumerate(names_in_order(model, ""))}

@@ -20,12 +20,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from .. import _checks as checks
-from .._engine.storage import memory_of
-from .._instances import named_units
+from .. import errors
+from .._comm.host_memory import memory_of
 from .._layout.transfer import runs_of_part, same_parts
-from .._optimizers import convert
 from .._state.model import store_of
+from .._state.model_units import named_units
+from .._state.optimizers import convert
 from ..errors import CheckpointError, FsdpCompatError, explain
 from ._blocks import (
     BLOCK_NBYTES,
@@ -94,12 +94,12 @@ def load(
         plan, shared = None, None
         try:
             if not isinstance(path, (str, os.PathLike)):
-                raise checks.wrong_type("path", "a path", path, call)
+                raise errors.wrong_type("path", "a path", path, call)
             if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
-                raise checks.wrong_type(
+                raise errors.wrong_type(
                     "optimizer", "a torch.optim.Optimizer, or None", optimizer, call
                 )
-            checks.require_bools(call, progress=progress)
+            errors.require_bools(call, progress=progress)
             require_bar(progress, f"{call}(..., progress=True)")
             require_rest(instances, call)
             if optimizer is not None:

@@ -9,12 +9,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from .._checks import RuntimeUsageError
 from .._engine.unit import Group
-from .._instances import named_units
 from .._state.holdings import Holdings, holdings_of
+from .._state.model_units import named_units
 from .._state.optim_alike import Told, require_alike, tell
-from ..errors import explain
+from ..errors import RuntimeUsageError, explain
 from ._ranks import Ranks
 
 __all__ = ["SharedOptimizer"]

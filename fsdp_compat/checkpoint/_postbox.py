@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from .._engine import torch_private
+from .. import _torch_private
 from ..errors import StateError
 from ._processes import Inquiry, Members
 
@@ -38,8 +38,8 @@ class Postbox:
     def __init__(self, members: Members, name: str, timeout_s: float) -> None:
         """name: the same on all ranks, and never used before."""
         self._members, self._timeout_s = members, timeout_s
-        self._connection: torch_private.Store | None = None
-        home = torch_private.default_store()
+        self._connection: _torch_private.Store | None = None
+        home = _torch_private.default_store()
         if home is None:
             raise StateError(
                 "the process group of this module was destroyed before a checkpoint was saved or "
@@ -49,8 +49,10 @@ class Postbox:
         try:
             self._connection = members.connections.pop()
         except IndexError:
-            self._connection = torch_private.second_connection(home)
-        self._store = torch_private.under_prefix(self._connection, f"fsdp_compat/checkpoint/{name}")
+            self._connection = _torch_private.second_connection(home)
+        self._store = _torch_private.under_prefix(
+            self._connection, f"fsdp_compat/checkpoint/{name}"
+        )
         self._turn = 0  # the first to which this rank still owes something
         self._posted: list[str] = []
         self._is_over = False

@@ -12,8 +12,9 @@ import time
 import uuid
 from typing import Any
 
-from .._engine import torch_private, watch
-from .._engine.processes import Process
+from .. import _torch_private
+from .._comm import deadlock
+from .._comm.processes import Process
 
 __all__ = ["Inquiry", "Members", "members_of", "own_facts"]
 
@@ -32,7 +33,7 @@ class Members:
         self.name, self.number, self.ranks = name, number, ranks
         self.num_calls = 0  # that they have made together
         self.connections: list[
-            torch_private.Store
+            _torch_private.Store
         ] = []  # to the store, which nobody uses: to open many in a row takes seconds
         own = processes[number]
         self._here = {
@@ -66,9 +67,9 @@ class Members:
 class Inquiry:
     """What one wait has found out about silent ranks on other machines."""
 
-    def __init__(self, members: Members, store: torch_private.Store) -> None:
+    def __init__(self, members: Members, store: _torch_private.Store) -> None:
         self._members, self._store = members, store
-        self._board: watch.Board | None = None
+        self._board: deadlock.Board | None = None
         self._asked_at = time.monotonic()
         self._heard: dict[
             int, tuple[int, float]
@@ -85,7 +86,7 @@ class Inquiry:
             return []
         self._asked_at = now
         if self._board is None:
-            self._board = watch.Board(torch_private.second_connection(self._store))
+            self._board = deadlock.Board(_torch_private.second_connection(self._store))
         if (
             self._silence_s(own, now) > SILENCE_S / 2
         ):  # questions are not answered here, so they are not elsewhere

@@ -14,10 +14,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from .._engine import meeting, torch_private
-from .._engine.collectives import communicator
-from .._engine.mesh import Mesh
-from .._instances import Instance, instances_in, runtimes_of
+from .. import _torch_private
+from .._comm.communicator import communicator
+from .._comm.mesh import Mesh
+from .._engine import rendezvous
+from .._state.model_units import Instance, instances_in, runtimes_of
 from ..errors import CheckpointError, StateError, UsageError, explain
 from . import _background as background
 from ._postbox import Lost, Postbox
@@ -99,13 +100,13 @@ def ranks_of(model: nn.Module, call: str) -> tuple[list[Instance], Ranks]:
                 fix="wrap the model before, with FullyShardedDataParallel(model)",
             )
         )
-    meeting.meet(
+    rendezvous.meet(
         call, [group for instance in instances for group in instance._unit.groups], copies=True
     )
     settings = instances[0]._settings
     members = _members(settings.mesh, settings.device)
     members.num_calls += 1
-    timeout: datetime.timedelta = torch_private.group_timeout(settings.group)
+    timeout: datetime.timedelta = _torch_private.group_timeout(settings.group)
     box = Postbox(members, f"{members.name}/{members.num_calls}", timeout.total_seconds())
     return instances, Ranks(call, members.number, members.count, settings.mesh, box)
 

@@ -19,14 +19,14 @@ import torch
 from torch import nn
 
 from .._engine.unit import Group
-from .._instances import instances_in
-from .._optim_state_dicts import warn_of_layout
-from .._optimizers import convert
 from .._state.entries import Entry as Kind
 from .._state.entries import classify_all
 from .._state.model import store_of
+from .._state.model_units import instances_in
 from .._state.names import clean_name, everything
 from .._state.optim import NamedUnit
+from .._state.optim_state_dict import warn_of_layout
+from .._state.optimizers import convert
 from ..api import LocalOptimStateDictConfig, LocalStateDictConfig, StateDictSettings, StateDictType
 from ..errors import UsageError, explain
 from ._head import TEXT

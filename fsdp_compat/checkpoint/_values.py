@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 
-from .._engine import torch_private
+from .. import _torch_private
 from ..errors import CheckpointError, FsdpCompatError, UsageError, explain
 from ._header import dtype_name, dtype_of
 from ._texts import brief, listed, sizes, text_in
@@ -145,7 +145,7 @@ def _may_be_key(value: Any) -> bool:
 
 def _encoded_tensor(value: torch.Tensor, where: str, put: Put) -> Any:
     value = value.detach()
-    if isinstance(value, ShardedTensor) or not torch_private.is_plain(value):
+    if isinstance(value, ShardedTensor) or not _torch_private.is_plain(value):
         raise _no_data(where, f"a {type(value).__name__}, of which every rank has a part")
     if hasattr(value, "__tensor_flatten__"):
         raise _no_data(where, f"a {type(value).__name__}, a tensor that is made of others")

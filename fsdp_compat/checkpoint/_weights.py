@@ -18,11 +18,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from .. import _checks as checks
-from .._engine.storage import memory_of
-from .._instances import named_units, names_before
+from .. import errors
+from .._comm.host_memory import memory_of
 from .._layout.spec import Interval
 from .._state.model import store_of
+from .._state.model_units import named_units, names_before
 from ..errors import CheckpointError, UsageError, explain
 from ._blocks import (
     BLOCK_NBYTES,
@@ -177,7 +177,7 @@ def save_safetensors(
                 or not isinstance(max_file_nbytes, int)
                 or max_file_nbytes < 1
             ):
-                raise checks.wrong_type(
+                raise errors.wrong_type(
                     "max_file_nbytes", "a number of bytes, at least 1", max_file_nbytes, call
                 )
             require_rest(instances, call)
@@ -261,19 +261,19 @@ def _require_alike(digests: list[str], ranks: Ranks, call: str) -> None:
 
 def _check_arguments(call: str, path: Any, rename: Any, dtype: Any, progress: Any) -> None:
     if not isinstance(path, (str, os.PathLike)):
-        raise checks.wrong_type("path", "a path", path, call)
+        raise errors.wrong_type("path", "a path", path, call)
     if rename is not None and not callable(rename):
-        raise checks.wrong_type("rename", "a function from a name to a name, or None", rename, call)
+        raise errors.wrong_type("rename", "a function from a name to a name, or None", rename, call)
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-        raise checks.wrong_type("dtype", "a floating-point dtype, or None", dtype, call)
-    checks.require_bools(call, progress=progress)
+        raise errors.wrong_type("dtype", "a floating-point dtype, or None", dtype, call)
+    errors.require_bools(call, progress=progress)
     require_bar(progress, f"{call}(..., progress=True)")
 
 
 def _renamed(name: str, rename: Rename | None, call: str) -> str | None:
     found = name if rename is None else rename(name)
     if found is not None and not isinstance(found, str):
-        raise checks.wrong_type("what rename returns", f"a name for {name!r}, or None", found, call)
+        raise errors.wrong_type("what rename returns", f"a name for {name!r}, or None", found, call)
     return found
 
 
@@ -501,7 +501,7 @@ class _Output:
             if name is None:
                 continue
             if name == METADATA:
-                raise checks.wrong_type(
+                raise errors.wrong_type(
                     "what rename returns", f"a name for {held.names[0]!r}", name, call
                 )
             if name in names:

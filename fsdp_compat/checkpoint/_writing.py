@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from .. import _checks as checks
-from .._engine.storage import memory_of
-from .._instances import named_units
+from .. import errors
+from .._comm.host_memory import memory_of
+from .._state.model_units import named_units
 from ..errors import CheckpointError, FsdpCompatError, StateError, UsageError, explain
 from . import _background as background
 from . import _directory as directory
@@ -469,15 +469,15 @@ def _check_arguments(
     call: str, folder: Any, optimizer: Any, step: Any, keep_last: Any, progress: Any
 ) -> None:
     if not isinstance(folder, (str, os.PathLike)):
-        raise checks.wrong_type("folder", "a path", folder, call)
+        raise errors.wrong_type("folder", "a path", folder, call)
     if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
-        raise checks.wrong_type("optimizer", "a torch.optim.Optimizer, or None", optimizer, call)
+        raise errors.wrong_type("optimizer", "a torch.optim.Optimizer, or None", optimizer, call)
     for name, value, least in (
         ("step", step, 0),
         ("keep_last", 1 if keep_last is None else keep_last, 1),
     ):
         if isinstance(value, bool) or not isinstance(value, int):
-            raise checks.wrong_type(name, "a whole number", value, call)
+            raise errors.wrong_type(name, "a whole number", value, call)
         if value < least:
             raise UsageError(
                 explain(
@@ -488,7 +488,7 @@ def _check_arguments(
                     fix=f"pass {name}={least}",
                 )
             )
-    checks.require_bools(call, progress=progress)
+    errors.require_bools(call, progress=progress)
     require_bar(progress, f"{call}(..., progress=True)")
 
 

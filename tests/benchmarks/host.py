@@ -55,7 +55,9 @@ from contenders import (
 from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from fsdp_compat._engine import collectives, hooks, reduce, runtime, torch_private, unit
+from fsdp_compat import _torch_private
+from fsdp_compat._comm import communicator
+from fsdp_compat._engine import hooks, reduce, runtime, unit
 
 LIMIT = 1 / 5
 ELEMENTS = 4  # of a parameter
@@ -184,7 +186,7 @@ def print_table(timings: Timings, num_units: int) -> int:
 
 PARTS: dict[str, list[tuple[Any, str]]] = {
     "collectives": [
-        (collectives._Native, name)
+        (communicator._Native, name)
         for name in ("begin_gather", "end_gather", "begin_reduce", "end_reduce")
     ],
     "swaps": [(unit.Unit, "show")],
@@ -264,8 +266,8 @@ def floors(num_parameters: int, strategy: Strategy) -> dict[str, float]:
 
     def collective() -> None:
         for _ in range(num_gathers):
-            torch_private.start_all_gather(group, full, own).wait()
-        torch_private.start_reduce_scatter(group, total, full).wait()
+            _torch_private.start_all_gather(group, full, own).wait()
+        _torch_private.start_reduce_scatter(group, total, full).wait()
 
     def swap() -> None:
         for _ in range(4):

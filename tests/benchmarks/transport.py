@@ -28,9 +28,9 @@ import torch
 import torch.distributed as dist
 from contenders import MIN_ROUNDS, OURS, Timings, measure
 
-from fsdp_compat._engine import shared_memory
-from fsdp_compat._engine.collectives import Communicator, communicator
-from fsdp_compat._engine.mesh import mesh_from_group
+from fsdp_compat._comm import shared_memory
+from fsdp_compat._comm.communicator import Communicator, communicator
+from fsdp_compat._comm.mesh import mesh_from_group
 
 GLOO, EXCHANGE = "gloo", "exchange"
 SIZES = [1 << power for power in range(16, 29)]  # 64 KB to 256 MB

@@ -19,7 +19,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from fsdp_compat._engine.storage import memory_of
+from fsdp_compat._comm.host_memory import memory_of
 from fsdp_compat.checkpoint import _blocks as blocks
 from fsdp_compat.checkpoint._blocks import (
     BlockWriter,

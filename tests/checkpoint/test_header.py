@@ -18,7 +18,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from fsdp_compat._engine.storage import memory_of
+from fsdp_compat._comm.host_memory import memory_of
 from fsdp_compat.checkpoint._header import (
     _NAMES,
     Entry,

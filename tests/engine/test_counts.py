@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp_compat import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
-from fsdp_compat._engine.collectives import Kind
+from fsdp_compat._comm.communicator import Kind
 from fsdp_compat._engine.runtime import Runtime
 from fsdp_compat._engine.unit import LARGE, Group, Residency
 from fsdp_compat.wrap import ModuleWrapPolicy

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from fsdp_compat import FullyShardedDataParallel, ShardingStrategy
-from fsdp_compat._engine import shared_memory
+from fsdp_compat._comm import shared_memory
 from tests.support.models import DIM, Block
 from tests.support.parity import make_pair, one_backward
 from tests.support.ranks import run_ranks

@@ -25,8 +25,9 @@ from torch import nn
 
 from fsdp_compat import FullyShardedDataParallel as FSDP
 from fsdp_compat import StateError
-from fsdp_compat._engine import meeting, pulse, watch
-from fsdp_compat._engine.processes import Process
+from fsdp_compat._comm import deadlock, progress
+from fsdp_compat._comm.processes import Process
+from fsdp_compat._engine import rendezvous
 from tests.support.ranks import run_ranks
 
 PROMPT_S = 8.0  # on a busy machine; every other time limit is far beyond it
@@ -34,15 +35,15 @@ PROMPT_S = 8.0  # on a busy machine; every other time limit is far beyond it
 
 @contextlib.contextmanager
 def limits(idle_s: float = 0.6, patience_s: float = 0.4) -> Iterator[None]:
-    before = os.environ.get("FSDP_COMPAT_MEET_TIMEOUT"), watch.PATIENCE
-    os.environ["FSDP_COMPAT_MEET_TIMEOUT"], watch.PATIENCE = str(idle_s), patience_s
+    before = os.environ.get("FSDP_COMPAT_MEET_TIMEOUT"), deadlock.PATIENCE
+    os.environ["FSDP_COMPAT_MEET_TIMEOUT"], deadlock.PATIENCE = str(idle_s), patience_s
     try:
         yield
     finally:
         os.environ.pop("FSDP_COMPAT_MEET_TIMEOUT")
         if before[0] is not None:
             os.environ["FSDP_COMPAT_MEET_TIMEOUT"] = before[0]
-        watch.PATIENCE = before[1]
+        deadlock.PATIENCE = before[1]
 
 
 def message_of(call: Callable[[], object], idle_s: float = 0.6, patience_s: float = 0.4) -> str:
@@ -63,8 +64,8 @@ def works(seconds: float) -> None:
         sum(range(10000))
 
 
-def all_ranks() -> meeting._RollCall:
-    found = meeting._roll_call(tuple(range(dist.get_world_size())))
+def all_ranks() -> rendezvous._RollCall:
+    found = rendezvous._roll_call(tuple(range(dist.get_world_size())))
     assert found is not None
     return found
 
@@ -86,7 +87,7 @@ class Recorded:
         return call
 
 
-def meet(roll: meeting._RollCall, call: str = "call") -> None:
+def meet(roll: rendezvous._RollCall, call: str = "call") -> None:
     roll.meet(call, 1, "no line")
 
 
@@ -122,18 +123,18 @@ def is_quiet(passed_s: float) -> tuple[int, list[str]]:
     is moved on by hand."""
     model = FSDP(nn.Linear(4, 4))
     model(torch.ones(1, 4)).sum().backward()
-    with watch._watch.lock:  # the thread stands still meanwhile
-        lines = watch._watch.lines()
-        watch._watch._at_door(lines)
-        door = watch._watch._door
+    with deadlock._watch.lock:  # the thread stands still meanwhile
+        lines = deadlock._watch.lines()
+        deadlock._watch._at_door(lines)
+        door = deadlock._watch._door
         assert door is not None
         recorded = door.board._store = Recorded(door.board._store)
         started, clock = time.monotonic(), time.monotonic
         try:
             for second in range(int(passed_s)):
                 time.monotonic = lambda second=second: started + second
-                watch._watch._at_door(lines)
-                watch._watch._look(lines)
+                deadlock._watch._at_door(lines)
+                deadlock._watch._look(lines)
         finally:
             time.monotonic = clock
         return len(recorded.calls), sorted(set(recorded.calls))
@@ -153,7 +154,7 @@ def answers_without_connections() -> tuple[int, str, float]:
     with limits():
         roll = all_ranks()
         rank, other = roll.members[roll.rank], 1 - roll.rank
-        board = watch.Board(roll._store)
+        board = deadlock.Board(roll._store)
         found = threads()
         answer, end = None, time.monotonic() + PROMPT_S
         while (answer is None or answer.idle_s == 0.0) and time.monotonic() < end:
@@ -263,7 +264,7 @@ def has_failed() -> str:
     model, message = FSDP(nn.Linear(4, 4)), ""
     wire = model._runtime.groups[0].shard
     if dist.get_rank() == 1:
-        watch.give_up(wire, watch.Report(True, {1: "rank 1 lost its way"}))
+        deadlock.give_up(wire, deadlock.Report(True, {1: "rank 1 lost its way"}))
     dist.barrier()
     if dist.get_rank() == 0:
         message = message_of(model.state_dict, idle_s=5.0, patience_s=60.0)
@@ -298,21 +299,21 @@ def meets_in_several_groups() -> list[tuple[int, ...]]:
     models = [FSDP(nn.Linear(4, 4), process_group=pair)] if rank < 2 else []
     models += [FSDP(nn.Linear(4, 4)), FSDP(nn.Linear(4, 4))]
     met: list[tuple[int, ...]] = []
-    original = meeting._RollCall.meet
+    original = rendezvous._RollCall.meet
 
     def counting(self: Any, *args: Any) -> None:
         met.append(self.members)
         original(self, *args)
 
-    meeting._RollCall.meet = counting
+    rendezvous._RollCall.meet = counting
     try:
-        meeting.meet("call", [group for model in models for group in model._runtime.groups])
-        with meeting.together("outer", models[-1]._runtime.groups):
+        rendezvous.meet("call", [group for model in models for group in model._runtime.groups])
+        with rendezvous.together("outer", models[-1]._runtime.groups):
             models[-1].state_dict()
         if rank < 2:
             models[0].state_dict()
     finally:
-        meeting._RollCall.meet = original
+        rendezvous._RollCall.meet = original
     return met
 
 
@@ -325,11 +326,11 @@ def test_ranks_that_have_met_in_a_larger_group_do_not_meet_in_a_smaller_one() ->
 # -- who is asked
 
 
-def inquire(*answers: watch.Answer | None) -> list[tuple[str, bool]]:
+def inquire(*answers: deadlock.Answer | None) -> list[tuple[str, bool]]:
     """What is made of a rank that has given these answers, one by one; the first is there before it
     is asked."""
-    board = watch.Board(dist.HashStore())
-    inquiry, found = meeting._Inquiry(board, "line"), []
+    board = deadlock.Board(dist.HashStore())
+    inquiry, found = rendezvous._Inquiry(board, "line"), []
     for answer in answers:
         if answer is not None:
             board.answer(1, answer)
@@ -338,14 +339,14 @@ def inquire(*answers: watch.Answer | None) -> list[tuple[str, bool]]:
 
 
 def test_a_rank_without_progress_is_waited_for_in_vain_and_one_with_some_is_not() -> None:
-    moving, idle = watch.Answer(1, "is here", 5.0), watch.Answer(2, "is there", 10.0)
+    moving, idle = deadlock.Answer(1, "is here", 5.0), deadlock.Answer(2, "is there", 10.0)
     first, second = inquire(moving, idle)
     assert first == ("it is here", False)
     assert second == ("it is there, and has made no progress for 10 s", True)
 
 
 def test_a_rank_that_has_ended_is_waited_for_in_vain() -> None:
-    assert inquire(watch.Answer(0, "has ended", 0.0, ended=True)) == [("it has ended", True)]
+    assert inquire(deadlock.Answer(0, "has ended", 0.0, ended=True)) == [("it has ended", True)]
 
 
 def test_a_rank_that_does_not_answer_is_waited_for_as_long_as_its_process_lives(
@@ -354,9 +355,9 @@ def test_a_rank_that_does_not_answer_is_waited_for_as_long_as_its_process_lives(
     """It may be stopped."""
     now = [100.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    board = watch.Board(dist.HashStore())
-    board.answer(1, watch.Answer(0, "of somebody who asked before", 99.0))
-    inquiry = meeting._Inquiry(board, "line")
+    board = deadlock.Board(dist.HashStore())
+    board.answer(1, deadlock.Answer(0, "of somebody who asked before", 99.0))
+    inquiry = rendezvous._Inquiry(board, "line")
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as other:
         board._set("process/1", dataclasses.astuple(Process.with_id(other.pid)))
         os.kill(other.pid, signal.SIGSTOP)
@@ -394,10 +395,10 @@ def looks(meanwhile: Callable[[], object], num_looks: int = 5) -> float:
     """For how long the last look finds nothing moved, while another thread stands in ``meanwhile``
     again and again or waits."""
     stop, started = threading.Event(), threading.Event()
-    before = pulse._followed, pulse._native_id
+    before = progress._followed, progress._native_id
 
     def followed() -> None:
-        pulse.follow()
+        progress.follow()
         started.set()
         while not stop.is_set():
             meanwhile()
@@ -407,14 +408,14 @@ def looks(meanwhile: Callable[[], object], num_looks: int = 5) -> float:
     thread.start()
     started.wait()
     try:
-        seen = pulse.Pulse()
+        seen = progress.Pulse()
         for _ in range(num_looks):
             threading.Event().wait(0.1)
             idle_s = seen.idle_s()
     finally:
         stop.set()
         thread.join()
-        pulse._followed, pulse._native_id = before
+        progress._followed, progress._native_id = before
     return idle_s
 
 
@@ -454,12 +455,12 @@ def test_a_child_process_that_computes_is_progress() -> None:
 
 def test_the_place_of_a_thread_is_the_users_line() -> None:
     def ours() -> str:
-        return pulse.place_of(sys._getframe())
+        return progress.place_of(sys._getframe())
 
     class Model(nn.Module):
         def forward(self) -> str:
             return functools.reduce(
-                lambda _, __: pulse.place_of(stack()), [0, 0]
+                lambda _, __: progress.place_of(stack()), [0, 0]
             )  # a frame of the library's is around the lambda
 
     def stack() -> types.FrameType | None:
@@ -472,8 +473,8 @@ def test_the_place_of_a_thread_is_the_users_line() -> None:
         for frame in (sys._getframe(depth) for depth in range(1, 60))
         if "_pytest" in frame.f_code.co_filename
     )
-    assert "_pytest" in pulse.place_of(library)  # installed by the user
-    assert pulse.place_of(None) == "a place outside of the user's code"
+    assert "_pytest" in progress.place_of(library)  # installed by the user
+    assert progress.place_of(None) == "a place outside of the user's code"
 
 
 def test_a_forked_process_sees_itself() -> None:
@@ -481,7 +482,9 @@ def test_a_forked_process_sees_itself() -> None:
     reader, writer = os.pipe()
     pid = os.fork()
     if not pid:
-        os.write(writer, f"{pulse._native_id == os.getpid()} {pulse._frame() is not None}".encode())
+        os.write(
+            writer, f"{progress._native_id == os.getpid()} {progress._frame() is not None}".encode()
+        )
         os._exit(0)
     os.close(writer)
     os.waitpid(pid, 0)

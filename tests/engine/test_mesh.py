@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from fsdp_compat._engine.mesh import Axis, Mesh, replicated
+from fsdp_compat._comm.mesh import Axis, Mesh, replicated
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,8 @@ from unittest import mock
 import pytest
 import torch
 
-from fsdp_compat import MixedPrecision, ShardingStrategy
-from fsdp_compat._engine import torch_private
-from fsdp_compat._engine.collectives import Kind, _Native
+from fsdp_compat import MixedPrecision, ShardingStrategy, _torch_private
+from fsdp_compat._comm.communicator import Kind, _Native
 from tests.support.models import Block, Inner, Outer, Stack
 from tests.support.parity import make_pair, one_backward
 from tests.support.ranks import run_ranks
@@ -22,7 +21,7 @@ GATHERED_AND_REDUCED = {Kind.GATHER, Kind.REDUCE}
 
 def _trains(replicas: int = 1, **options: Any) -> set[Kind]:
     """Return the kinds of collectives that were used."""
-    with mock.patch.object(torch_private, "is_gloo", lambda group, device: False):
+    with mock.patch.object(_torch_private, "is_gloo", lambda group, device: False):
         pair = make_pair(
             lambda: Stack(2, Outer), (Outer, Inner, Block), replicas=replicas, **options
         )

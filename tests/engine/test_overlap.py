@@ -29,8 +29,8 @@ from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fsdp_compat import BackwardPrefetch, FullyShardedDataParallel, ShardingStrategy
-from fsdp_compat._engine import device, runtime, torch_private
+from fsdp_compat import BackwardPrefetch, FullyShardedDataParallel, ShardingStrategy, _torch_private
+from fsdp_compat._engine import device, runtime
 from fsdp_compat._engine.storage import Storage
 from fsdp_compat._engine.unit import LARGE, Group
 from fsdp_compat.wrap import ModuleWrapPolicy
@@ -57,7 +57,7 @@ class Recorded:
             if group.name.startswith("the root")
             else group.name.split("'")[1].removeprefix("blocks.")
         )
-        self.names[torch_private.storage_key(group.memory.full)] = (
+        self.names[_torch_private.storage_key(group.memory.full)] = (
             f"full {short}",
             f"sharded {short}",
         )
@@ -71,7 +71,7 @@ class Recorded:
         group._make_collected = make_collected  # type: ignore[method-assign]
 
     def unit(self, tensor: torch.Tensor) -> str:
-        return self.names[torch_private.storage_key(tensor)][0].split()[1]
+        return self.names[_torch_private.storage_key(tensor)][0].split()[1]
 
     def transfer(self, begin: str, end: str, tensor: torch.Tensor) -> Work:
         unit = self.unit(tensor)
@@ -96,12 +96,12 @@ class Recorded:
             mock.patch.object(Storage, "allocate", allocates),
             mock.patch.object(Storage, "free", frees),
             mock.patch.object(
-                torch_private,
+                _torch_private,
                 "start_all_gather",
                 lambda group, full, own: self.transfer("gather", "arrived", full),
             ),
             mock.patch.object(
-                torch_private,
+                _torch_private,
                 "start_reduce_scatter",
                 lambda group, total, buffer: self.transfer("reduce", "reduced", buffer),
             ),
@@ -214,7 +214,7 @@ def streams_of(log: Log, backward: str) -> Iterator[None]:
             mock.patch.object(
                 torch.accelerator,
                 "current_stream",
-                lambda _: other if torch_private.in_graph_task() else main,
+                lambda _: other if _torch_private.in_graph_task() else main,
             )
         )
         yield

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fsdp_compat._engine.collectives import Communicator, Pending, Traffic, communicator
-from fsdp_compat._engine.mesh import mesh_from_group
+from fsdp_compat._comm.communicator import Communicator, Pending, Traffic, communicator
+from fsdp_compat._comm.mesh import mesh_from_group
 from fsdp_compat._engine.reduce import HandedGradients, ReduceBuffer, Reduction, Wire
 from fsdp_compat._engine.store import ParamStore
 from tests.support.engine_build import CPU, STORES, lone_mesh, make_store, members_of

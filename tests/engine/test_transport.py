@@ -18,9 +18,9 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp_compat import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
-from fsdp_compat._engine import exchange, shared_memory
-from fsdp_compat._engine.collectives import communicator
-from fsdp_compat._engine.mesh import mesh_from_group
+from fsdp_compat._comm import gloo, shared_memory
+from fsdp_compat._comm.communicator import communicator
+from fsdp_compat._comm.mesh import mesh_from_group
 from tests.engine.test_counts import Operations, counting_sends
 from tests.engine.test_watch import assert_alike, message_of
 from tests.support.models import DIM, Block
@@ -38,7 +38,7 @@ def sharing_from(nbytes: int) -> Iterator[None]:
     """Messages of at least ``nbytes`` are read where they lie."""
     with (
         mock.patch.object(shared_memory, "MIN_NBYTES", nbytes),
-        mock.patch.dict(exchange._TIMES, clear=True),
+        mock.patch.dict(gloo._TIMES, clear=True),
     ):
         yield
 
@@ -246,7 +246,7 @@ def tells_lies(lie: str) -> tuple[str, str]:
     if wire.rank == 0:
         pending = wire.begin_gather(own, full, full.chunk(2), 4)
         return message_of(lambda: wire.end_gather(pending, "the parameters of 'a'"))
-    note, place = exchange._note, shared_memory.locate(own)
+    note, place = gloo._note, shared_memory.locate(own)
     with contextlib.ExitStack() as opened:
         pipe = os.pipe()
         opened.callback(os.close, pipe[0])
@@ -268,7 +268,7 @@ def tells_lies(lie: str) -> tuple[str, str]:
                 told[-2] = 1 << 40
             return told
 
-        with mock.patch.object(exchange, "_note", other_note):
+        with mock.patch.object(gloo, "_note", other_note):
             pending = wire.begin_gather(own, full, full.chunk(2), 4)
         return message_of(
             lambda: (wire.end_gather(pending, "the parameters of 'a'"), wire.drain("what was sent"))

@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
-from fsdp_compat._engine.mesh import Mesh, mesh_from_device_mesh, mesh_from_group, replicated
+from fsdp_compat._comm.mesh import Mesh, mesh_from_device_mesh, mesh_from_group, replicated
 from fsdp_compat._engine.runtime import Runtime
 from fsdp_compat._engine.schedule import Prefetch
 from fsdp_compat._engine.unit import LARGE

@@ -22,9 +22,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp_compat import ShardingStrategy, StateError
-from fsdp_compat._engine import watch
-from fsdp_compat._engine.collectives import communicator
-from fsdp_compat._engine.mesh import Axis
+from fsdp_compat._comm import deadlock
+from fsdp_compat._comm.communicator import communicator
+from fsdp_compat._comm.mesh import Axis
 from tests.support.models import DIM, Block
 from tests.support.parity import Turn, backward, make_pair
 from tests.support.ranks import run_ranks
@@ -36,11 +36,11 @@ PROMPT_S = 8.0  # of a diagnosis, on a busy machine; every time limit is far bey
 
 @contextlib.contextmanager
 def patience(seconds: float = PATIENCE) -> Iterator[None]:
-    before, watch.PATIENCE = watch.PATIENCE, seconds
+    before, deadlock.PATIENCE = deadlock.PATIENCE, seconds
     try:
         yield
     finally:
-        watch.PATIENCE = before
+        deadlock.PATIENCE = before
 
 
 def message_of(call: Callable[[], object]) -> str:
@@ -281,7 +281,7 @@ def test_an_interrupt_before_a_wait_on_all_ranks_loses_nothing() -> None:
 
 def is_slow(pause_s: float) -> list[int]:
     """Returns how often the watch looked for a circle on this rank."""
-    pair, looked, search = make_pair(Uses), [0], watch._doom
+    pair, looked, search = make_pair(Uses), [0], deadlock._doom
 
     def counted(*args: Any) -> Any:
         looked[0] += 1
@@ -292,13 +292,13 @@ def is_slow(pause_s: float) -> list[int]:
             time.sleep(pause_s)
         return backward(m(x, "012").pow(2).mean())
 
-    watch._doom = counted
+    deadlock._doom = counted
     try:
         with patience(0.2):
             for _ in range(2):
                 pair.step(step)
     finally:
-        watch._doom = search
+        deadlock._doom = search
     return looked
 
 
@@ -467,28 +467,30 @@ def test_programs_end_by_themselves(tmp_path: Path, skips: bool) -> None:
 # -- what a chain of posts says, without processes
 
 
-def wait(rank: int, *peers: int, number: int = 1, tag: int = 4) -> watch.Wait:
-    return watch.Wait(rank, peers, "line", tag, number, f"{rank} waits for {peers}")
+def wait(rank: int, *peers: int, number: int = 1, tag: int = 4) -> deadlock.Wait:
+    return deadlock.Wait(rank, peers, "line", tag, number, f"{rank} waits for {peers}")
 
 
-def post(of: watch.Wait, begun: dict[int, int] | None = None) -> watch._Post:
-    return watch._Post(of, {"line": begun or {}})
+def post(of: deadlock.Wait, begun: dict[int, int] | None = None) -> deadlock._Post:
+    return deadlock._Post(of, {"line": begun or {}})
 
 
-def doom(*posts: watch._Post, broken: dict[int, watch.Report] | None = None) -> watch.Report | None:
+def doom(
+    *posts: deadlock._Post, broken: dict[int, deadlock.Report] | None = None
+) -> deadlock.Report | None:
     """What the rank of the first post makes of them."""
-    board = watch.Board(dist.HashStore())
+    board = deadlock.Board(dist.HashStore())
     for one in posts:
         board.post(one.wait.rank, one)
     for rank, report in (broken or {}).items():
         line = types.SimpleNamespace(name="line", rank=rank, members=range(9))
         board.break_line(line, report)
-    return watch._doom(board, posts[0])
+    return deadlock._doom(board, posts[0])
 
 
 def test_a_circle_is_doomed_and_so_is_who_waits_for_it() -> None:
     circle = post(wait(1, 2)), post(wait(2, 1))
-    assert doom(*circle) == watch.Report(True, {1: "1 waits for (2,)", 2: "2 waits for (1,)"})
+    assert doom(*circle) == deadlock.Report(True, {1: "1 waits for (2,)", 2: "2 waits for (1,)"})
     found = doom(post(wait(0, 1)), *circle)
     assert found is not None and set(found.lines) == {0, 1, 2}
 
@@ -507,33 +509,34 @@ def test_a_circle_in_which_something_is_on_its_way_is_not() -> None:
 
 def test_in_a_circle_only_the_waits_in_which_nothing_was_sent_are_refused() -> None:
     refused, sent = (
-        post(wait(0, 1, tag=watch.RENDEZVOUS), {watch.RENDEZVOUS: 1}),
+        post(wait(0, 1, tag=deadlock.RENDEZVOUS), {deadlock.RENDEZVOUS: 1}),
         post(wait(1, 0), {4: 1}),
     )
     assert doom(refused, sent) is not None
     assert doom(sent, refused) is None
     assert doom(post(wait(2, 1), {4: 1}), refused, sent) is None, "rank 1 goes on, and then rank 2"
     assert (
-        doom(post(wait(0, 1, tag=watch.RENDEZVOUS)), post(wait(1, 2)), post(wait(2, 1))) is not None
+        doom(post(wait(0, 1, tag=deadlock.RENDEZVOUS)), post(wait(1, 2)), post(wait(2, 1)))
+        is not None
     ), "a circle beyond it"
 
 
 def test_a_rank_that_waits_for_all_is_doomed_with_any_of_them() -> None:
-    together = post(wait(0, 1, 2, 3, tag=watch.TOGETHER), {watch.TOGETHER: 1})
+    together = post(wait(0, 1, 2, 3, tag=deadlock.TOGETHER), {deadlock.TOGETHER: 1})
     assert doom(together, post(wait(2, 0))) is not None
     assert doom(together, post(wait(2, 1))) is None
-    assert doom(together, post(wait(2, 0), {watch.TOGETHER: 1})) is None
+    assert doom(together, post(wait(2, 0), {deadlock.TOGETHER: 1})) is None
 
 
 def test_who_waits_for_a_rank_that_gave_up_is_told_what_it_said() -> None:
-    report = watch.Report(False, {1: "1 has waited for 5"})
-    assert doom(post(wait(0, 1)), broken={1: report}) == watch.Report(
+    report = deadlock.Report(False, {1: "1 has waited for 5"})
+    assert doom(post(wait(0, 1)), broken={1: report}) == deadlock.Report(
         False, {0: "0 waits for (1,)", 1: "1 has waited for 5"}
     )
 
 
 def test_a_post_that_was_withdrawn_is_gone() -> None:
-    board = watch.Board(dist.HashStore())
+    board = deadlock.Board(dist.HashStore())
     board.post(0, post(wait(0, 1)))
     assert board.post_of(0) == post(wait(0, 1))
     board.post(0, None)

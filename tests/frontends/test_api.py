@@ -14,8 +14,7 @@ import torch
 from torch.distributed.fsdp import api as torch_api
 
 from fsdp_compat import api
-from fsdp_compat._checks import takes
-from fsdp_compat.errors import UsageError
+from fsdp_compat.errors import UsageError, takes
 
 ENUMS = [name for name in torch_api.__all__ if issubclass(getattr(torch_api, name), enum.Enum)]
 DATACLASSES = [

@@ -23,7 +23,8 @@ from torch import nn
 
 from fsdp_compat import FullStateDictConfig, StateDictType, StateError
 from fsdp_compat import FullyShardedDataParallel as FSDP
-from fsdp_compat._engine import meeting, watch
+from fsdp_compat._comm import deadlock
+from fsdp_compat._engine import rendezvous
 from fsdp_compat.wrap import ModuleWrapPolicy
 from tests.support.models import DIM, Block
 from tests.support.ranks import run_ranks
@@ -35,15 +36,15 @@ HERE = re.escape(__file__)
 
 @contextlib.contextmanager
 def limits(idle_s: float = 0.6, patience_s: float = 0.4) -> Iterator[None]:
-    before = os.environ.get("FSDP_COMPAT_MEET_TIMEOUT"), watch.PATIENCE
-    os.environ["FSDP_COMPAT_MEET_TIMEOUT"], watch.PATIENCE = str(idle_s), patience_s
+    before = os.environ.get("FSDP_COMPAT_MEET_TIMEOUT"), deadlock.PATIENCE
+    os.environ["FSDP_COMPAT_MEET_TIMEOUT"], deadlock.PATIENCE = str(idle_s), patience_s
     try:
         yield
     finally:
         os.environ.pop("FSDP_COMPAT_MEET_TIMEOUT")
         if before[0] is not None:
             os.environ["FSDP_COMPAT_MEET_TIMEOUT"] = before[0]
-        watch.PATIENCE = before[1]
+        deadlock.PATIENCE = before[1]
 
 
 def build(num_blocks: int = 3, **options: Any) -> FSDP:
@@ -94,8 +95,8 @@ def saves_on_rank_0(catches: bool) -> str:
     if dist.get_rank() == 0:
         message = message_of(model.state_dict)
         if not catches:
-            watch.give_up(
-                model._runtime.groups[0].shard, watch.Report(False, {0: "rank 0 has left"})
+            deadlock.give_up(
+                model._runtime.groups[0].shard, deadlock.Report(False, {0: "rank 0 has left"})
             )
             return message
         step(model)
@@ -264,17 +265,17 @@ def test_a_busy_rank_is_waited_for(tmp_path: Path) -> None:
 @contextlib.contextmanager
 def counted(found: list[str]) -> Iterator[None]:
     """Collect the names of calls that meet."""
-    meet = meeting._RollCall.meet
+    meet = rendezvous._RollCall.meet
 
     def counting(self: Any, call: str, *args: Any) -> None:
         found.append(call)
         meet(self, call, *args)
 
-    meeting._RollCall.meet = counting
+    rendezvous._RollCall.meet = counting
     try:
         yield
     finally:
-        meeting._RollCall.meet = meet
+        rendezvous._RollCall.meet = meet
 
 
 def meets() -> dict[str, list[str]]:

@@ -23,9 +23,9 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler as Torc
 
 import fsdp_compat
 from fsdp_compat import FullyShardedDataParallel as FSDP
-from fsdp_compat import ShardingStrategy, StateError, UsageError
-from fsdp_compat._engine import collectives, torch_private
-from fsdp_compat._engine.collectives import max_in_group
+from fsdp_compat import ShardingStrategy, StateError, UsageError, _torch_private
+from fsdp_compat._comm import communicator
+from fsdp_compat._comm.communicator import max_in_group
 from fsdp_compat.sharded_grad_scaler import ShardedGradScaler
 from fsdp_compat.wrap import ModuleWrapPolicy
 from tests.support.models import DIM, Block, Named, Stack
@@ -90,13 +90,13 @@ def _wrapped(build: Callable[[], nn.Module], **options: Any) -> FSDP:
 def _reductions() -> Iterator[list[int]]:
     """Yield a list that gets the number of elements of everything that is all-reduced inside."""
     seen: list[int] = []
-    real = torch_private.GlooCollectives.all_reduce
+    real = _torch_private.GlooCollectives.all_reduce
 
     def counted(self: Any, tensor: Tensor, *args: Any) -> None:
         seen.append(tensor.numel())
         real(self, tensor, *args)
 
-    with mock.patch.object(torch_private.GlooCollectives, "all_reduce", counted):
+    with mock.patch.object(_torch_private.GlooCollectives, "all_reduce", counted):
         yield seen
 
 
@@ -709,9 +709,9 @@ def test_a_verdict_travels_on_a_device_that_the_group_takes(
 
     with (
         FakeTensorMode(),
-        mock.patch.object(collectives, "axis_of", lambda group: types.SimpleNamespace(ranks=2)),
-        mock.patch.object(collectives, "communicator", lambda axis, device: Wire()),
-        mock.patch.object(collectives, "is_in_python", lambda group: False),
+        mock.patch.object(communicator, "axis_of", lambda group: types.SimpleNamespace(ranks=2)),
+        mock.patch.object(communicator, "communicator", lambda axis, device: Wire()),
+        mock.patch.object(communicator, "is_in_python", lambda group: False),
         mock.patch.object(dist, "get_backend_config", lambda group: backends),
     ):
         group: Any = object()

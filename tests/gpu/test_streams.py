@@ -18,9 +18,9 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp_compat import CPUOffload, MixedPrecision, ShardingStrategy
+from fsdp_compat._comm.communicator import _Native
+from fsdp_compat._comm.mesh import Axis
 from fsdp_compat._engine import unit
-from fsdp_compat._engine.collectives import _Native
-from fsdp_compat._engine.mesh import Axis
 from fsdp_compat.wrap import ModuleWrapPolicy
 from tests.gpu.test_training import TIMEOUT_S, Wide, WideStack
 from tests.support.live_bytes import LiveBytes

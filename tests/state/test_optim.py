@@ -33,7 +33,7 @@ from fsdp_compat import (
     StateDictType,
 )
 from fsdp_compat import FullyShardedDataParallel as FSDP
-from fsdp_compat._instances import named_units
+from fsdp_compat._state.model_units import named_units
 from fsdp_compat._state.names import clean_name
 from fsdp_compat._state.sending import FirstRank
 from fsdp_compat.errors import CheckpointError, FsdpCompatError, UsageError

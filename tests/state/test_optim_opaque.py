@@ -21,9 +21,9 @@ from torch import Tensor, nn
 from examples.train_gpt import create_optimizer_state
 from fsdp_compat import FullOptimStateDictConfig, ShardingStrategy, StateDictType
 from fsdp_compat import FullyShardedDataParallel as FSDP
-from fsdp_compat._optim_state_dicts import check_optimizer
 from fsdp_compat._state.entries import Entry, classify, classify_all
 from fsdp_compat._state.names import clean_name
+from fsdp_compat._state.optim_state_dict import check_optimizer
 from fsdp_compat.errors import CheckpointError, StateError
 from tests.state.test_optim import (
     OPTIMIZERS,

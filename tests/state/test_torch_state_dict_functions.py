@@ -40,7 +40,8 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy as TorchWrapPolicy
 from torch.nn.parallel import DistributedDataParallel
 
 from fsdp_compat import FullyShardedDataParallel as FSDP
-from fsdp_compat import StateDictType, _dcp_adapter
+from fsdp_compat import StateDictType
+from fsdp_compat._torch_patches import dcp_adapter
 from fsdp_compat.errors import CheckpointError, UsageError
 from tests.support.odd_model import (
     STEPS,
@@ -200,7 +201,7 @@ def _is_wrong_without(run: dict[str, Any]) -> None:
     small = FSDP(nn.Linear(3, 3, bias=False))
     theirs = {
         name: getattr(torch_functions, name).__kwdefaults__["_fsdp_compat_route"].args[1]
-        for name in _dcp_adapter.FUNCTIONS
+        for name in dcp_adapter.FUNCTIONS
     }
     with FSDP.state_dict_type(small, StateDictType.SHARDED_STATE_DICT):
         wrong = theirs["get_model_state_dict"](small, options=FULL)["weight"]
@@ -666,10 +667,8 @@ def test_a_module_that_is_imported_later_or_again_is_routed_and_else_as_it_was(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for _ in range(3):
-        _dcp_adapter.teach_torch()
-    assert (
-        len([finder for finder in sys.meta_path if isinstance(finder, _dcp_adapter._Finder)]) == 1
-    )
+        dcp_adapter.teach_torch()
+    assert len([finder for finder in sys.meta_path if isinstance(finder, dcp_adapter._Finder)]) == 1
     before = sys.modules[NAME]
     loader = type(before.__loader__)
     monkeypatch.delitem(sys.modules, NAME)
@@ -679,7 +678,7 @@ def test_a_module_that_is_imported_later_or_again_is_routed_and_else_as_it_was(
     for module in (before, again, importlib.reload(again)):
         assert module.__spec__ is not None
         assert type(module.__loader__) is type(module.__spec__.loader) is loader
-        for name in _dcp_adapter.FUNCTIONS:
+        for name in dcp_adapter.FUNCTIONS:
             function = getattr(module, name)
             assert (function.__name__, function.__module__) == (name, NAME)
             assert next(iter(inspect.signature(function).parameters)) == "model"
@@ -691,12 +690,12 @@ def test_a_module_that_is_imported_later_or_again_is_routed_and_else_as_it_was(
             for function in others
             if "_fsdp_compat_route" in (function.__kwdefaults__ or {})
         ]
-        assert sorted(routed) == sorted(_dcp_adapter.FUNCTIONS)
+        assert sorted(routed) == sorted(dcp_adapter.FUNCTIONS)
 
 
 def test_models_of_others_get_torchs_results_and_torchs_errors() -> None:
     model = nn.Linear(2, 3)
-    _dcp_adapter.teach_torch()
+    dcp_adapter.teach_torch()
     assert_same(get_model_state_dict(model), model.state_dict())
     assert get_model_state_dict(model=model).keys() == model.state_dict().keys()
     for wrong in (
@@ -751,7 +750,7 @@ def _later_torch() -> None:
         vars(later),
     )
     for _ in range(2):
-        _dcp_adapter._route_all(later)
+        dcp_adapter._route_all(later)
     assert later.get_model_state_dict(nn.Linear(1, 1), names=1) == "torch"
     assert later.get_model_state_dict(model).keys() == {"weight", "bias"}
     with pytest.raises(UsageError, match="does not know: names"):

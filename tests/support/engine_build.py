@@ -12,13 +12,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from fsdp_compat._comm.mesh import Axis, Mesh
 from fsdp_compat._engine import hooks
 from fsdp_compat._engine.dtypes import Precision
-from fsdp_compat._engine.mesh import Axis, Mesh
+from fsdp_compat._engine.ownership import Member, assign_owners, group_members
 from fsdp_compat._engine.runtime import Runtime, RuntimeOptions
 from fsdp_compat._engine.schedule import Prefetch
 from fsdp_compat._engine.store import ParamStore
-from fsdp_compat._engine.tree import Member, assign_owners, group_members
 from fsdp_compat._engine.unit import Group, Residency, Unit, UnitOptions
 from fsdp_compat._stores.flat_store import FlatStore, home_attribute
 

@@ -19,7 +19,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from fsdp_compat._engine import shared_memory, torch_private
+from fsdp_compat import _torch_private
+from fsdp_compat._comm import shared_memory
 
 __all__ = [
     "Held",
@@ -118,7 +119,7 @@ class LiveBytes(TorchDispatchMode):
     def leave_out(self, tensors: Iterable[Tensor]) -> None:
         """The storages of some tensors do not count, from their beginning to their end."""
         found = (
-            self._alive.get(torch_private.storage_key(torch_private.local_part(tensor)))
+            self._alive.get(_torch_private.storage_key(_torch_private.local_part(tensor)))
             for tensor in tensors
         )
         self._left_out.update(entry[1] for entry in found if entry is not None)
@@ -158,7 +159,7 @@ class LiveBytes(TorchDispatchMode):
         return Peak(most, tuple(sorted(held_by_line, key=lambda its: -its.nbytes)))
 
     def _see(self, tensor: Tensor, what: str) -> None:
-        local = torch_private.local_part(tensor)
+        local = _torch_private.local_part(tensor)
         if not _is_mere_shape(local):
             self._note(local.untyped_storage(), what)
 

@@ -16,9 +16,9 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from fsdp_compat._engine.mesh import Axis
+from fsdp_compat._comm.mesh import Axis
+from fsdp_compat._engine.ownership import Member
 from fsdp_compat._engine.store import Shown, Target, as_leaf
-from fsdp_compat._engine.tree import Member
 from fsdp_compat.errors import StateError
 
 __all__ = ["RowStore"]

@@ -24,8 +24,7 @@ from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fsdp_compat import FullyShardedDataParallel as FSDP
-from fsdp_compat import MixedPrecision
-from fsdp_compat._engine import torch_private
+from fsdp_compat import MixedPrecision, _torch_private
 from fsdp_compat._engine.unit import Group
 from fsdp_compat._state.names import clean_name
 from fsdp_compat.sharded_grad_scaler import ShardedGradScaler
@@ -91,13 +90,13 @@ class Transfers:
     def know(self, group: Group, wholes: list[torch.Tensor]) -> None:
         """wholes: the parameters of the unsharded model that the group has."""
         for memory in group.memories:
-            self._wholes[torch_private.storage_key(memory.full)] = group, wholes
+            self._wholes[_torch_private.storage_key(memory.full)] = group, wholes
 
     @contextlib.contextmanager
     def carried(self) -> Iterator[None]:
         with (
-            mock.patch.object(torch_private, "start_all_gather", self._gather),
-            mock.patch.object(torch_private, "start_reduce_scatter", self._reduce),
+            mock.patch.object(_torch_private, "start_all_gather", self._gather),
+            mock.patch.object(_torch_private, "start_reduce_scatter", self._reduce),
             mock.patch.object(dist, "all_reduce", self._sum),
         ):
             yield
@@ -117,7 +116,7 @@ class Transfers:
             torch.cuda._sleep(SLEEP_CYCLES)
 
     def _gather(self, group: dist.ProcessGroup, full: torch.Tensor, own: torch.Tensor) -> Work:
-        its, wholes = self._wholes[torch_private.storage_key(full)]
+        its, wholes = self._wholes[_torch_private.storage_key(full)]
         first, sent = full.data[: own.numel()], list[torch.Tensor]()
 
         def spoil() -> None:

@@ -20,12 +20,13 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from . import _optimizers as optimizers
-from ._engine import hooks, torch_private
-from ._engine.unit import Residency, Unit
-from ._state.model import store_of
-from ._stores.flat_store import FlatStore
-from .errors import StateError, explain
+from .. import _torch_private
+from .._engine import hooks
+from .._engine.unit import Residency, Unit
+from .._state import optimizers
+from .._state.model import store_of
+from .._stores.flat_store import FlatStore
+from ..errors import StateError, explain
 
 __all__ = ["follow"]
 
@@ -63,7 +64,7 @@ def _on_assignment(module: nn.Module, name: str, value: nn.Parameter) -> nn.Para
     unit, store = (None, None) if place is None else (place.unit(), place.store())
     if place is None or unit is None or store is None:
         return None
-    current = torch_private.parameters_of(module).get(name)
+    current = _torch_private.parameters_of(module).get(name)
     if value is current:
         return None
     target = None if store.flat_parameter is not None else store.targets[place.number].parameter
@@ -116,7 +117,7 @@ def _does_not_fit(
     shape, dtype = wanted
     if len(store.members[index].slots) > 1:
         return "an assignment to one of the names of a tied parameter"
-    if store.parallel[index] is not None or not torch_private.is_plain(value):
+    if store.parallel[index] is not None or not _torch_private.is_plain(value):
         return "an assignment that concerns a DTensor"
     if isinstance(value, nn.parameter.UninitializedParameter) or value.is_meta:
         return "a parameter without values"

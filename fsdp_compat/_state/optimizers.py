@@ -16,10 +16,10 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ._engine.runtime import live_runtimes
-from ._state.full_params import shown_stores
-from ._stores.flat_store import FlatStore
-from .errors import StateError, UsageError, explain
+from .._engine.runtime import live_runtimes
+from .._stores.flat_store import FlatStore
+from ..errors import StateError, UsageError, explain
+from .full_params import shown_stores
 
 __all__ = ["convert", "is_held", "is_managed", "note", "note_assigned"]
 

@@ -40,8 +40,9 @@ from collections.abc import Iterable, Sequence
 
 import torch.distributed as dist
 
+from .. import _torch_private
 from ..errors import UsageError, explain
-from . import pulse, torch_private
+from . import progress
 from .processes import Process
 
 __all__ = [
@@ -192,7 +193,7 @@ class Answer:
 class Board:
     """What ranks tell each other by way of the store. No method waits for another rank."""
 
-    def __init__(self, store: torch_private.Store) -> None:
+    def __init__(self, store: _torch_private.Store) -> None:
         self._store = store
 
     def _get(self, key: str) -> str:
@@ -264,20 +265,20 @@ class Board:
 def board() -> Board | None:
     """Return the board of the ranks of the world, or None where there is no process group any
     more."""
-    store = torch_private.default_store()
+    store = _torch_private.default_store()
     return None if store is None else Board(store)
 
 
 class _Doorkeeper:
     """Answers for this process, in one process group of the world."""
 
-    def __init__(self, world: dist.ProcessGroup, store: torch_private.Store) -> None:
+    def __init__(self, world: dist.ProcessGroup, store: _torch_private.Store) -> None:
         self.world = weakref.ref(world)
-        self.board = Board(torch_private.second_connection(store))
+        self.board = Board(_torch_private.second_connection(store))
         self._rank = dist.get_rank()
         self._num_answered = 0
         self._answered_at = self._looked_at = -FORGOTTEN_S
-        self._pulse = pulse.Pulse()
+        self._pulse = progress.Pulse()
         self.board.answer(self._rank, None)
 
     def answer(self, lines: Sequence[Line]) -> None:
@@ -287,7 +288,7 @@ class _Doorkeeper:
         line = next((line for line in lines if line.waiting is not None), None)
         waiting = None if line is None else line.waiting
         if waiting is not None:
-            self._pulse, idle_s = pulse.Pulse(), 0.0
+            self._pulse, idle_s = progress.Pulse(), 0.0
         now = time.monotonic()
         if now - self._answered_at > FORGOTTEN_S and now - self._looked_at < quiet_s():
             return
@@ -296,7 +297,7 @@ class _Doorkeeper:
         if number == self._num_answered:
             return
         self._num_answered, self._answered_at = number, now
-        text = f"is at {pulse.place()}"
+        text = f"is at {progress.place()}"
         if line is not None and waiting is not None:
             text = line.describe(waiting).text.removeprefix(f"rank {self._rank} ")
         self.board.answer(self._rank, Answer(number, text, idle_s))
@@ -379,7 +380,7 @@ class _Watch:
 
     def _at_door(self, lines: Sequence[Line]) -> None:
         """Answer those who ask what this process is doing."""
-        world, store = dist.group.WORLD, torch_private.default_store()
+        world, store = dist.group.WORLD, _torch_private.default_store()
         if self._door is not None and self._door.world() is not world:
             door, self._door = self._door, None
             door.leave("has destroyed its process groups")

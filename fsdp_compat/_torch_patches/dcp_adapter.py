@@ -23,8 +23,8 @@ from typing import Any
 
 from torch import nn
 
-from ._instances import instances_in
-from ._state_dict_functions import FUNCTIONS, mixed, unknown_argument
+from .._state.model_units import instances_in
+from .dcp_state_dict import FUNCTIONS, mixed, unknown_argument
 
 __all__ = ["teach_torch"]
 

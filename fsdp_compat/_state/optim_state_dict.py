@@ -13,19 +13,19 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from ._checks import require_bools, require_group, require_model_and_optimizer
-from ._engine import meeting
-from ._instances import instances_in, named_units, names_before, runtimes_of
-from ._optimizers import convert
-from ._state.dry_run import first_states, states_to_be
-from ._state.holdings import Holdings, holdings_of, require_units
-from ._state.opaque import unshardable
-from ._state.optim import Form, Values, facts_of, optim_state, source_of
-from ._state.optim_alike import agree_together
-from ._state.optim_load import Wanted, optim_state_to_load
-from ._state.sending import FirstRank
-from ._state_dicts import StateDicts
-from .api import StateDictType
+from .._engine import rendezvous
+from ..api import StateDictType
+from ..errors import require_bools, require_group, require_model_and_optimizer
+from .dry_run import first_states, states_to_be
+from .holdings import Holdings, holdings_of, require_units
+from .model_state_dict import StateDicts
+from .model_units import instances_in, named_units, names_before, runtimes_of
+from .opaque import unshardable
+from .optim import Form, Values, facts_of, optim_state, source_of
+from .optim_alike import agree_together
+from .optim_load import Wanted, optim_state_to_load
+from .optimizers import convert
+from .sending import FirstRank
 
 __all__ = [
     "OptimStateDicts",
@@ -170,7 +170,7 @@ def taken_states(
     units = named_units(model)
     require_units(units, model, f"the state of {type(optim).__name__}")
     all_groups = [each for named in units for each in named.unit.groups]
-    meeting.meet(call, all_groups)
+    rendezvous.meet(call, all_groups)
     holdings, source, problem = None, None, None
     facts: Any = None
     try:
@@ -221,7 +221,7 @@ def given_states(
     require_units(units, model, f"the state of {label}")
     settings = instances_in(model)[0]._settings
     all_groups = [each for its in units for each in its.unit.groups]
-    meeting.meet(where.partition("(")[0], all_groups, copies=True)
+    rendezvous.meet(where.partition("(")[0], all_groups, copies=True)
     holdings: Holdings | None = None
     problem: Exception | None = None
     try:

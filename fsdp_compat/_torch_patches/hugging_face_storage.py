@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 from torch.futures import Future
 
-from .errors import CheckpointError, explain
+from ..errors import CheckpointError, explain
 
 __all__ = ["teach_torch"]
 

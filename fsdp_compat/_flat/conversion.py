@@ -8,15 +8,14 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from ._checks import ValueStateError
-from ._engine import meeting
-from ._engine.unit import Group
-from ._state.model import store_of
-from ._stores.flat_store import FlatStore
-from .errors import explain
+from .._engine import rendezvous
+from .._engine.unit import Group
+from .._state.model import store_of
+from .._stores.flat_store import FlatStore
+from ..errors import ValueStateError, explain
 
 if typing.TYPE_CHECKING:
-    from .fully_sharded_data_parallel import FullyShardedDataParallel
+    from ..fully_sharded_data_parallel import FullyShardedDataParallel
 
 __all__ = ["convert", "follow", "move"]
 
@@ -57,7 +56,7 @@ def convert(instance: FullyShardedDataParallel, wanted: Mapping[FlatStore, torch
         if runtime.has_run or not runtime.sync:
             raise _too_late(each, {str(dtype) for dtype in wanted.values()})
         runtime.rest()
-    meeting.meet(
+    rendezvous.meet(
         "a conversion to another dtype",
         (group for each in changed for group in each._unit.groups),
         copies=True,
@@ -87,7 +86,7 @@ def _exchange(instance: FullyShardedDataParallel, old: Sequence[Group]) -> None:
             hook, group = group.hook, instance._group_of(store_of(group))
             if hook is not None:
                 group.set_hook(hook)
-            meeting.expect([group])
+            rendezvous.expect([group])
         groups.append(group)
     instance._unit.exchange_groups(groups)
 

@@ -10,18 +10,18 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from . import _optimizers as optimizers
-from ._checks import takes, wrong_type
-from ._engine import materialize, torch_private
-from ._engine.buffers import CastBuffers
-from ._engine.storage import give_back_freed
-from ._engine.tree import Member, Place
-from ._engine.unit import Unit, Unwritten
-from ._settings import Arguments, Settings, resolve
-from ._state.names import clean_name
-from ._stores.flat_store import FlatStore
-from ._stores.registration import FlatParameter
-from .errors import UsageError, explain
+from .. import _torch_private
+from .._comm.host_memory import give_back_freed
+from .._engine import materialize
+from .._engine.buffers import CastBuffers
+from .._engine.ownership import Member, Place
+from .._engine.unit import Unit, Unwritten
+from .._state import optimizers
+from .._state.names import clean_name
+from .._stores.flat_store import FlatStore
+from .._stores.registration import FlatParameter
+from ..errors import UsageError, explain, takes, wrong_type
+from .settings import Arguments, Settings, resolve
 
 __all__ = [
     "Preparation",
@@ -216,10 +216,10 @@ def refuse_optimizers_in_backward(module: nn.Module, settings: Settings) -> None
     them any more."""
     for name, parameter in module.named_parameters():
         if (
-            torch_private.optimizers_in_backward(parameter)
+            _torch_private.optimizers_in_backward(parameter)
             and parameter not in settings.ignored_parameters
             and not isinstance(parameter, FlatParameter)
-            and not (settings.use_orig_params and torch_private.is_plain(parameter))
+            and not (settings.use_orig_params and _torch_private.is_plain(parameter))
         ):
             raise UsageError(
                 explain(

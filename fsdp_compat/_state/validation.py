@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from ._instances import Instance, managed_in, named_units, names_in_order
-from ._state.model import check_unit, flat_names, is_flat_name, other_local, wrong_value
-from ._state.names import clean_name
-from .errors import CheckpointError, explain
+from ..errors import CheckpointError, explain
+from .model import check_unit, flat_names, is_flat_name, other_local, wrong_value
+from .model_units import Instance, managed_in, named_units, names_in_order
+from .names import clean_name
 
 __all__ = ["EVERYWHERE", "not_loaded", "others_in", "refuse_values"]
 

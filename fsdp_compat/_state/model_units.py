@@ -7,13 +7,13 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import nn
 
-from ._engine.runtime import Runtime
-from ._engine.unit import Unit
-from ._settings import Settings
-from ._state.model import flat_names
-from ._state.names import Wanted, clean_name
-from ._state.optim import NamedUnit
-from .api import StateDictSettings
+from .._engine.runtime import Runtime
+from .._engine.unit import Unit
+from .._flat.settings import Settings
+from ..api import StateDictSettings
+from .model import flat_names
+from .names import Wanted, clean_name
+from .optim import NamedUnit
 
 __all__ = [
     "Instance",

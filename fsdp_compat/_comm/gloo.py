@@ -13,10 +13,11 @@ from threading import get_ident
 import torch
 import torch.distributed as dist
 
+from .. import _torch_private
 from ..errors import StateError, explain
-from . import pulse, shared_memory, torch_private, watch
+from . import deadlock, progress, shared_memory
 from .mesh import Axis
-from .transport import Collectives, Grouped, Kind, Pending, Post
+from .native import Collectives, Grouped, Kind, Pending, Post
 
 __all__ = ["Exchange"]
 
@@ -87,11 +88,11 @@ class Exchange(Grouped):
 
     def __init__(self, axis: Axis) -> None:
         super().__init__(axis)
-        self.timeout = torch_private.group_timeout(self.group)
+        self.timeout = _torch_private.group_timeout(self.group)
         self.name = str(self.group.group_name)
         self.counts: dict[int, int] = {}
-        self.waiting: watch.Waiting | None = None
-        self.diagnosis: watch.Report | None = None
+        self.waiting: deadlock.Waiting | None = None
+        self.diagnosis: deadlock.Report | None = None
         self.thread = 0  # that has begun something last
         self._wires: typing.Any = None  # the connections, as long as there are any
         self._is_closed, self._failure = (
@@ -117,7 +118,7 @@ class Exchange(Grouped):
         self._peers = [((rank - step) % ranks, (rank + step) % ranks) for step in range(1, ranks)]
         self._near_sources: list[int] = []  # those of the peers that are near
         self._near_targets: list[int] = []
-        watch.add(self)
+        deadlock.add(self)
         _lines.add(self)
         self._connect()
 
@@ -505,7 +506,7 @@ class Exchange(Grouped):
                     got="a call from a second thread, in the middle of a forward or backward of "
                     "the first",
                     where=f"rank {self.rank} of {self.ranks} (global ranks {list(self.members)}), "
-                    f"at {pulse.place()}",
+                    f"at {progress.place()}",
                     fix="give each model that has a thread of its own a process group of its own: "
                     "process_group=torch.distributed.new_group()",
                 )
@@ -596,10 +597,10 @@ class Exchange(Grouped):
         return what if num_receives and tag < TAKEN else self._names.get(tag % TAKEN, what)
 
     def _run(self, what: str, collective: Callable[[Collectives], None]) -> None:
-        number = self._begin(watch.TOGETHER)
-        self.waiting = waiting = (watch.TOGETHER, number, 0, 0), 0, what
+        number = self._begin(deadlock.TOGETHER)
+        self.waiting = waiting = (deadlock.TOGETHER, number, 0, 0), 0, what
         try:
-            collective(torch_private.GlooCollectives(self._wires))
+            collective(_torch_private.GlooCollectives(self._wires))
         except RuntimeError as error:
             self._fail(what, error, waiting)
         except BaseException as error:
@@ -611,7 +612,7 @@ class Exchange(Grouped):
     def _connect(self) -> None:
         """Collective."""
         here, others = (
-            watch.board(),
+            deadlock.board(),
             [rank for rank in self.members if rank != self.members[self.rank]],
         )
         if here is None:
@@ -621,7 +622,7 @@ class Exchange(Grouped):
             )
         what, waiting = "the other ranks to connect", None
         try:
-            self.counts[watch.ARRIVAL] = 1
+            self.counts[deadlock.ARRIVAL] = 1
             here.arrive(self)
             end, pause_s = time.monotonic() + self.timeout.total_seconds(), 0.0005
             while not here.have_arrived(self, others):
@@ -634,7 +635,7 @@ class Exchange(Grouped):
                     0,
                 )
                 if waiting is None or waiting[1] != index:
-                    self.waiting = waiting = (watch.ARRIVAL, 1, 0, self.ranks), index, what
+                    self.waiting = waiting = (deadlock.ARRIVAL, 1, 0, self.ranks), index, what
                 missing = self.members[self._peers[index][0]]
                 if (
                     self.diagnosis is not None
@@ -644,7 +645,7 @@ class Exchange(Grouped):
                     raise RuntimeError(f"rank {missing} did not come")
                 time.sleep(pause_s)
                 pause_s = min(2 * pause_s, 0.05)
-            self._wires = torch_private.gloo_of_its_own(
+            self._wires = _torch_private.gloo_of_its_own(
                 self.group, self.rank, self.ranks, self.timeout
             )
             self._find_near()
@@ -657,10 +658,10 @@ class Exchange(Grouped):
             self.waiting = None
 
     def _fail(
-        self, what: str, error: RuntimeError, waiting: watch.Waiting | None = None
+        self, what: str, error: RuntimeError, waiting: deadlock.Waiting | None = None
     ) -> typing.NoReturn:
         """A wait was in vain: communication has failed, and the error says why."""
-        report = self.diagnosis or watch.why(self) or watch.Report(False, {})
+        report = self.diagnosis or deadlock.why(self) or deadlock.Report(False, {})
         if waiting is not None:
             wait = self.describe(waiting)
             report = dataclasses.replace(report, lines={**report.lines, wait.rank: wait.text})
@@ -679,7 +680,7 @@ class Exchange(Grouped):
                 "; ".join(filter(None, [silence, str(report)])),
             )
         self._failure = self._failure or f"{first} {got}"
-        watch.give_up(self, report)
+        deadlock.give_up(self, report)
         raise self._error(first, got) from error
 
     def _leave(self, what: str, error: BaseException) -> None:
@@ -688,9 +689,9 @@ class Exchange(Grouped):
         if not self._is_closed:
             rank = self.members[self.rank]
             self._failure = (
-                f"rank {rank} left {what} with {type(error).__name__}, at {pulse.place()}"
+                f"rank {rank} left {what} with {type(error).__name__}, at {progress.place()}"
             )
-            watch.give_up(self, watch.Report(False, {rank: self._failure}))
+            deadlock.give_up(self, deadlock.Report(False, {rank: self._failure}))
 
     def _refuse(self) -> typing.NoReturn:
         if not self._failure:
@@ -704,7 +705,7 @@ class Exchange(Grouped):
                 expected="no further use of these ranks' connections after the error that said so",
                 got=self._failure,
                 where=f"rank {self.rank} of {self.ranks} (global ranks {list(self.members)}), at "
-                f"{pulse.place()}",
+                f"{progress.place()}",
                 fix="end the process, so that torchrun restarts all ranks from a checkpoint; or, "
                 "on all ranks, wrap the model "
                 "again over a new process group",
@@ -716,17 +717,17 @@ class Exchange(Grouped):
     @property
     def is_alive(self) -> bool:
         group = self._group()
-        return group is not None and torch_private.is_registered(group)
+        return group is not None and _torch_private.is_registered(group)
 
     @property
     def is_connected(self) -> bool:
         return not self._is_closed
 
-    def describe(self, waiting: watch.Waiting) -> watch.Wait:
+    def describe(self, waiting: deadlock.Waiting) -> deadlock.Wait:
         (tag, number, _, num_receives), index, what = waiting
         what = self._name(waiting[0], what)
         rank, sends = self.members[self.rank], index >= num_receives
-        if tag == watch.TOGETHER:
+        if tag == deadlock.TOGETHER:
             peers = tuple(r for r in self.members if r != rank)
             text = f"rank {rank} waits in {what} for ranks {list(peers)}"
         else:
@@ -741,16 +742,16 @@ class Exchange(Grouped):
             text = f"rank {rank} waits for " + (
                 f"rank {peers[0]} to take {what}" if takes else f"{what} from rank {peers[0]}"
             )
-            if tag == watch.ARRIVAL:
+            if tag == deadlock.ARRIVAL:
                 text = f"rank {rank} waits for rank {peers[0]} to connect"
-        text += f", at {pulse.place()}"
-        return watch.Wait(rank, peers, self.name, tag, number, text)
+        text += f", at {progress.place()}"
+        return deadlock.Wait(rank, peers, self.name, tag, number, text)
 
     def end_wait(self) -> None:
         if self._wires is not None:
-            torch_private.break_connections(self._wires, self._peers[0][0])
+            _torch_private.break_connections(self._wires, self._peers[0][0])
 
-    def fail(self, report: watch.Report) -> None:
+    def fail(self, report: deadlock.Report) -> None:
         shared_memory.renounce()  # first: who still reads what is given up here must see it
         self._failure = self._failure or f"another communication of this process failed: {report}"
         self.end_wait()

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 
 import torch
 
-from . import torch_private
+from .. import _torch_private
 from .unit import Group
 
 __all__ = ["Untouched"]
@@ -31,7 +31,7 @@ class Untouched:
         self._targets = [target for group in groups for target, _ in group.store.targets]
         leaves = [leaf for group in groups for leaf in group.all_leaves]
         self._trainable = [*self._targets, *leaves]
-        self._leaf_views = [torch_private.local_part(leaf) for leaf in leaves]
+        self._leaf_views = [_torch_private.local_part(leaf) for leaf in leaves]
         self._noted: tuple[list[object], ...] | None = None
 
     def has_gradients(self) -> bool:

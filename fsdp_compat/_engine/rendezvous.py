@@ -50,9 +50,10 @@ from collections.abc import Iterable, Iterator
 
 import torch.distributed as dist
 
+from .. import _torch_private
+from .._comm import deadlock, progress
+from .._comm.communicator import Communicator
 from ..errors import StateError, explain
-from . import pulse, torch_private, watch
-from .collectives import Communicator
 from .unit import Group
 
 __all__ = ["expect", "is_on", "meet", "together"]
@@ -82,7 +83,7 @@ _NOT_PROCESSES = (
 class _Inquiry:
     """What a rank that waits at a meeting knows about those who are missing."""
 
-    def __init__(self, board: watch.Board, line: str) -> None:
+    def __init__(self, board: deadlock.Board, line: str) -> None:
         """line: the communication that the meeting is for."""
         self._board, self._line = board, line
         self._heard: dict[
@@ -105,7 +106,7 @@ class _Inquiry:
                 return "its process has ended without a word, as one that was killed does", True
             return f"it has given no sign of life for {now - at:.0f} s", False
         self._heard[rank] = (answer.number, now)
-        idle = answer.idle_s >= watch.idle_limit_s()
+        idle = answer.idle_s >= deadlock.idle_limit_s()
         return f"it {answer.text}" + (
             f", and has made no progress for {answer.idle_s:.0f} s" if idle else ""
         ), idle
@@ -115,26 +116,26 @@ class _RollCall:
     """The meetings of one set of ranks, in one process group of the world: a line of the watch,
     without connections."""
 
-    def __init__(self, members: tuple[int, ...], store: torch_private.Store) -> None:
+    def __init__(self, members: tuple[int, ...], store: _torch_private.Store) -> None:
         """Every member makes one, in each world."""
         world = dist.group.WORLD
         assert world is not None
         self._world, self._store = weakref.ref(world), store
         self.members, self.rank = members, members.index(dist.get_rank())
-        self._timeout_s = torch_private.group_timeout(world).total_seconds()
+        self._timeout_s = _torch_private.group_timeout(world).total_seconds()
         ranks = hashlib.sha1(repr(members).encode()).hexdigest()[:16]
         # A store may outlive a world, and begin the next one with the keys of the last.
         world_number = (store.add(f"fsdp_compat/worlds/{ranks}", 1) - 1) // len(members)
         self.name = f"meetings/{ranks}/{world_number}"
         self.counts: dict[int, int] = {}
         self.thread = 0  # that has met last
-        self.waiting: watch.Waiting | None = None
-        self.diagnosis: watch.Report | None = None
+        self.waiting: deadlock.Waiting | None = None
+        self.diagnosis: deadlock.Report | None = None
         self.num_groups = 0  # that were expected: the same on all members
         self._next = 1  # number of the next meeting, unless it is closed by then
         self._last = 0  # the last complete one
         self._lock = threading.Lock()
-        watch.add(self)
+        deadlock.add(self)
 
     def meet(self, call: str, number: int, line: str) -> None:
         """number: of the first group that the call is about, among all that are spread over these
@@ -161,17 +162,17 @@ class _RollCall:
             while True:
                 turn = self._next
                 self._store.set(
-                    self._key(f"post/{rank}"), f"{turn} called {call} at {pulse.place()}"
+                    self._key(f"post/{rank}"), f"{turn} called {call} at {progress.place()}"
                 )
                 total = self._store.add(self._key(str(turn)), value)
                 self._next += 1
                 if total > 0:  # else it was closed before this rank came
                     break
-            self.counts[watch.RENDEZVOUS] = turn
+            self.counts[deadlock.RENDEZVOUS] = turn
             if total == len(self.members) * value:
                 self._clear(turn)
             else:
-                self.waiting = (watch.RENDEZVOUS, turn, 0, 0), 0, call
+                self.waiting = (deadlock.RENDEZVOUS, turn, 0, 0), 0, call
                 self._wait(call, turn, total, value, line)
             self._last = turn
         except RuntimeError as error:
@@ -191,8 +192,8 @@ class _RollCall:
         started = asked_at = time.monotonic()
         num_here = total & ((1 << _COUNT_BITS) - 1)
         inquiry, ask_s = (
-            _Inquiry(watch.Board(self._store), line),
-            min(ASK_S, watch.idle_limit_s() / 5),
+            _Inquiry(deadlock.Board(self._store), line),
+            min(ASK_S, deadlock.idle_limit_s() / 5),
         )
         if num_here > 1:  # somebody asks already, and may die while it waits
             ask_s *= 5 * max(1, len(self.members) / 64)
@@ -240,8 +241,8 @@ class _RollCall:
             time.sleep(0.001)
         lines = {int(rank): line for rank, line in json.loads(text or "{}").items()}
         rank = self.members[self.rank]
-        lines.setdefault(rank, f"rank {rank} called {call} at {pulse.place()}")
-        return self._error(_FIRST.format(call), str(watch.Report(False, lines)))
+        lines.setdefault(rank, f"rank {rank} called {call} at {progress.place()}")
+        return self._error(_FIRST.format(call), str(deadlock.Report(False, lines)))
 
     def _error(self, first: str, got: str) -> StateError:
         return StateError(
@@ -250,7 +251,7 @@ class _RollCall:
                 expected=f"the same call on each of the ranks {list(self.members)}, of the same "
                 "model, in the same order",
                 got=got,
-                where=f"rank {self.members[self.rank]}, at {pulse.place()}",
+                where=f"rank {self.members[self.rank]}, at {progress.place()}",
                 fix="make the call on every rank, whatever one of them does with the result; if a "
                 "rank decides about it, let all "
                 "follow one decision (broadcast it). Nothing was sent: every rank can go on. "
@@ -309,17 +310,17 @@ class _RollCall:
     def is_alive(self) -> bool:
         return dist.group.WORLD is not None and self._world() is dist.group.WORLD
 
-    def describe(self, waiting: watch.Waiting) -> watch.Wait:
+    def describe(self, waiting: deadlock.Waiting) -> deadlock.Wait:
         (tag, number, _, _), _, what = waiting
         rank = self.members[self.rank]
         peers = tuple(r for r in self.members if r != rank)
-        text = f"rank {rank} waits in {what} for the ranks {list(peers)}, at {pulse.place()}"
-        return watch.Wait(rank, peers, self.name, tag, number, text)
+        text = f"rank {rank} waits in {what} for the ranks {list(peers)}, at {progress.place()}"
+        return deadlock.Wait(rank, peers, self.name, tag, number, text)
 
     def end_wait(self) -> None:
         """Nobody needs it: who waits looks at its diagnosis."""
 
-    def fail(self, report: watch.Report) -> None:
+    def fail(self, report: deadlock.Report) -> None:
         """Nothing can fail: it has no connections."""
 
     def close(self) -> None:
@@ -351,7 +352,7 @@ _depth = _Depth()  # in how many calls that have met this thread is
 
 
 def _roll_call(members: tuple[int, ...]) -> _RollCall | None:
-    world, store = dist.group.WORLD, torch_private.default_store()
+    world, store = dist.group.WORLD, _torch_private.default_store()
     if world is None or store is None:
         return None
     found = _roll_calls.setdefault(world, {})
@@ -384,8 +385,8 @@ def expect(groups: Iterable[Group]) -> None:
     """Number groups, and let this process answer those who will wait for it. All ranks of the
     groups, in the same order."""
     if is_on():
-        watch.idle_limit_s()  # a bad one is said now, on every rank, and not when one waits
-        pulse.follow()
+        deadlock.idle_limit_s()  # a bad one is said now, on every rank, and not when one waits
+        progress.follow()
         for group in groups:
             for wire, _ in _wires([group], copies=True):
                 roll_call = _roll_call(wire.members)
@@ -404,7 +405,7 @@ def meet(call: str, groups: Iterable[Group], *, copies: bool = False) -> None:
         wire.require_working()
     if not wires or _depth.value or not is_on():
         return
-    pulse.follow()
+    progress.follow()
     wires.sort(
         key=lambda pair: (-pair[0].ranks, pair[0].members)
     )  # one order on all ranks, or they would wait in a circle

@@ -14,10 +14,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from ._checks import takes, truth, wrong_type
-from ._engine import torch_private
-from ._engine.dtypes import Precision
-from ._engine.mesh import (
+from .. import _torch_private
+from .._comm.mesh import (
     Mesh,
     axis_by_name,
     first_dimension,
@@ -30,11 +28,12 @@ from ._engine.mesh import (
     replicated,
     the_group,
 )
-from ._engine.runtime import RuntimeOptions
-from ._engine.schedule import Prefetch
-from ._engine.unit import UnitOptions
-from .api import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy, as_ours
-from .errors import UsageError, explain
+from .._engine.dtypes import Precision
+from .._engine.runtime import RuntimeOptions
+from .._engine.schedule import Prefetch
+from .._engine.unit import UnitOptions
+from ..api import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy, as_ours
+from ..errors import UsageError, explain, takes, truth, wrong_type
 
 __all__ = ["Arguments", "Settings", "resolve"]
 
@@ -396,7 +395,7 @@ def _device(module: nn.Module, device_id: Any, group: dist.ProcessGroup) -> torc
     ):
         raise _wrong_type("device_id", "an int, a torch.device or None", device_id)
     if device_id is None:
-        backend = torch_private.default_device_of_backend(group)
+        backend = _torch_private.default_device_of_backend(group)
         return _indexed(
             found[0] if found and (found[0].type != "cpu" or backend.type == "cpu") else backend
         )

@@ -15,10 +15,10 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 import torch.distributed as dist
 
+from .. import _torch_private
+from .._comm.host_memory import memory_of
 from ..errors import StateError, explain
-from . import torch_private
 from .mesh import Axis, is_in_python
-from .storage import memory_of
 
 # torch 2.13 renamed it; 2.11 and 2.12 have the older name only.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -330,7 +330,7 @@ class PublicCollectives:
     """Those of a process group, as torch has them for everybody."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group, self.device = group, torch_private.default_device_of_backend(group)
+        self._group, self.device = group, _torch_private.default_device_of_backend(group)
 
     def all_reduce(self, values: torch.Tensor, op: dist.ReduceOp.RedOpType) -> None:
         dist.all_reduce(values, op=op, group=self._group)

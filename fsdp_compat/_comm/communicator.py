@@ -16,10 +16,10 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 
-from . import torch_private
-from .exchange import Exchange
+from .. import _torch_private
+from .gloo import Exchange
 from .mesh import Axis, axis_of, is_in_python
-from .transport import (
+from .native import (
     AnyRanks,
     Collectives,
     Communicator,
@@ -170,10 +170,10 @@ class _Native(Grouped):
         return _Started(self._start_reduce(total, buffer), buffer, total)
 
     def _start_gather(self, full: torch.Tensor, own: torch.Tensor) -> dist.Work:
-        return torch_private.start_all_gather(self.group, full, own)
+        return _torch_private.start_all_gather(self.group, full, own)
 
     def _start_reduce(self, total: torch.Tensor, buffer: torch.Tensor) -> dist.Work:
-        return torch_private.start_reduce_scatter(self.group, total, buffer)
+        return _torch_private.start_reduce_scatter(self.group, total, buffer)
 
     def end_reduce(
         self,
@@ -276,7 +276,7 @@ def communicator(axis: Axis, device: torch.device) -> Communicator:
 def _transport(group: dist.ProcessGroup, device: torch.device) -> type[Exchange | _Native]:
     if is_in_python(group):
         return _InPython
-    return Exchange if device.type == "cpu" and torch_private.is_gloo(group, device) else _Native
+    return Exchange if device.type == "cpu" and _torch_private.is_gloo(group, device) else _Native
 
 
 def max_in_group(group: dist.ProcessGroup, value: torch.Tensor) -> torch.Tensor:

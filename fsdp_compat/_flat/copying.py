@@ -15,12 +15,12 @@ from typing import Any
 
 import torch
 
-from ._engine import torch_private
-from ._state.names import clean_name
-from .errors import StateError, explain
+from .. import _torch_private
+from .._state.names import clean_name
+from ..errors import StateError, explain
 
 if typing.TYPE_CHECKING:
-    from .fully_sharded_data_parallel import FullyShardedDataParallel
+    from ..fully_sharded_data_parallel import FullyShardedDataParallel
 
 __all__ = ["deepcopy_of", "reduced", "restore"]
 
@@ -100,7 +100,7 @@ def restore(instance: FullyShardedDataParallel, parts: tuple[Any, ...]) -> None:
 def _build(
     instance: FullyShardedDataParallel, stores: list[Any], settings: Any, buffers: Any
 ) -> None:
-    from ._construction import remember
+    from .construction import remember
 
     _restore_order(instance, stores)
     with torch.inference_mode(False), torch.no_grad():
@@ -124,7 +124,7 @@ def _restore_order(instance: FullyShardedDataParallel, stores: list[Any]) -> Non
             if (id(child), name) in slots
         ]
         if order:
-            parameters = torch_private.parameters_of(child)
+            parameters = _torch_private.parameters_of(child)
             kept = dict(parameters)
             parameters.clear()
             for name in instance._attribute_order[clean_name(path)]:

@@ -9,8 +9,8 @@ import weakref
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from .. import _torch_private
 from ..errors import UsageError, explain
-from . import torch_private
 
 __all__ = [
     "Axis",
@@ -84,7 +84,7 @@ def the_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
             )
         )
     found = dist.group.WORLD if group is None else group
-    if found is not None and is_in_python(found) and not torch_private.is_registered(found):
+    if found is not None and is_in_python(found) and not _torch_private.is_registered(found):
         if found.size() == dist.get_world_size():
             return found
         raise UsageError(
@@ -97,7 +97,7 @@ def the_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
                 "make it with new_group",
             )
         )
-    if found is not None and not torch_private.is_registered(found):
+    if found is not None and not _torch_private.is_registered(found):
         raise UsageError(
             explain(
                 "The process group was destroyed.",
@@ -132,7 +132,7 @@ def is_in_python(group: dist.ProcessGroup) -> bool:
 
 
 def _axis(group: dist.ProcessGroup) -> Axis:
-    registered = torch_private.is_registered(group)  # others are over all ranks, see ``the_group``
+    registered = _torch_private.is_registered(group)  # others are over all ranks, see ``the_group``
     members = (
         tuple(dist.get_process_group_ranks(group)) if registered else tuple(range(group.size()))
     )
@@ -145,7 +145,7 @@ def group_by_name(name: str | None, members: tuple[int, ...] | None) -> dist.Pro
     if name is None:
         return None
     the_group(None)
-    group = torch_private.group_named(name)
+    group = _torch_private.group_named(name)
     if group is None or (
         members is not None and tuple(dist.get_process_group_ranks(group)) != members
     ):

@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Sequence
 import torch
 from torch import nn
 
-from . import torch_private
+from .. import _torch_private
 
 __all__ = ["Member", "Place", "assign_owners", "group_members"]
 
@@ -73,13 +73,13 @@ def assign_owners(
             if module in unit_modules and (module is root or _has_forward(module))
             else chain
         )
-        for attribute, parameter in torch_private.parameters_of(module).items():
+        for attribute, parameter in _torch_private.parameters_of(module).items():
             if parameter is None or parameter in skip:
                 continue
             slots.setdefault(parameter, {})[module, attribute] = None
             names.setdefault(parameter, []).append(prefix + attribute)
             chains.setdefault(parameter, []).append(chain)
-        for name, child in torch_private.children_of(
+        for name, child in _torch_private.children_of(
             module
         ):  # a shared module is met once per name
             visit(child, chain, f"{prefix}{name}.")
@@ -113,6 +113,6 @@ def group_members(members: Iterable[Member]) -> list[tuple[Kinds, list[Member]]]
     kinds: dict[Kinds, list[Member]] = {}
     for member in members:
         p = member.parameter
-        kinds.setdefault((p.dtype, p.requires_grad, torch_private.placement(p)), []).append(member)
+        kinds.setdefault((p.dtype, p.requires_grad, _torch_private.placement(p)), []).append(member)
     found: Sequence[tuple[Kinds, list[Member]]] = list(kinds.items())
     return sorted(found, key=lambda item: not item[0][1])

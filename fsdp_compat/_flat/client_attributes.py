@@ -17,18 +17,18 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from . import _conversion as conversion
-from ._engine import dtypes
-from ._engine.schedule import Prefetch
-from ._engine.unit import MARKS, Group, Residency
-from ._state.model import store_of
-from ._stores.flat_store import FlatStore
-from ._stores.registration import FlatParameter
-from .api import BackwardPrefetch, CPUOffload, ShardingStrategy
-from .errors import StateError, explain
+from .._engine import dtypes
+from .._engine.schedule import Prefetch
+from .._engine.unit import MARKS, Group, Residency
+from .._state.model import store_of
+from .._stores.flat_store import FlatStore
+from .._stores.registration import FlatParameter
+from ..api import BackwardPrefetch, CPUOffload, ShardingStrategy
+from ..errors import StateError, explain
+from . import conversion
 
 if typing.TYPE_CHECKING:
-    from .fully_sharded_data_parallel import FullyShardedDataParallel
+    from ..fully_sharded_data_parallel import FullyShardedDataParallel
 
 __all__ = ["FlatParamHandle", "TrainingState", "mark"]
 

@@ -21,7 +21,7 @@ from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..errors import StateError, explain
-from .entries import Entries, Entry
+from .bulk_dict import Entries, Entry
 from .store import Shown
 
 if typing.TYPE_CHECKING:

@@ -12,20 +12,21 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from ._checks import (
+from ..api import as_ours
+from ..errors import (
+    CheckpointError,
+    explain,
     require_bools,
     require_group,
     require_model_and_optimizer,
     require_module,
     wrong_type,
 )
-from ._instances import named_units, names_before
-from ._optim_state_dicts import OptimStateDicts, given_states, taken_states
-from ._state.holdings import holdings_of, numbered_names
-from ._state.optim import Values, other_form
-from ._state.optim_legacy import Numbering, groups_of_input
-from .api import as_ours
-from .errors import CheckpointError, explain
+from .holdings import holdings_of, numbered_names
+from .model_units import named_units, names_before
+from .optim import Values, other_form
+from .optim_legacy import Numbering, groups_of_input
+from .optim_state_dict import OptimStateDicts, given_states, taken_states
 
 __all__ = ["LegacyOptimStateDicts", "OptimStateKeyType"]
 

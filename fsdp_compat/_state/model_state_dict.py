@@ -15,38 +15,10 @@ from torch import nn
 from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ._checks import (
-    AssertedUsageError,
-    RuntimeUsageError,
-    TypeUsageError,
-    require_bools,
-    require_module,
-    truth,
-    wrong_type,
-)
-from ._engine import meeting, torch_private
-from ._engine.unit import Group
-from ._instances import Instance, instances_in, named_units, names_in_order
-from ._refusals import EVERYWHERE, not_loaded, others_in, refuse_values
-from ._state.entries import copied
-from ._state.first_rank import fill_from_first
-from ._state.formats import BoxedTensor, is_sharded
-from ._state.model import (
-    full_entries,
-    in_module_order,
-    load_unit,
-    local_entries,
-    sharded_entries,
-    store_of,
-)
-from ._state.names import (
-    FSDP_WRAPPED_MODULE,
-    clean_name,
-    everything,
-    wanted_by,
-    without_checkpoint_wrapper,
-)
-from .api import (
+from .. import _torch_private
+from .._engine import rendezvous
+from .._engine.unit import Group
+from ..api import (
     FullOptimStateDictConfig,
     FullStateDictConfig,
     LocalOptimStateDictConfig,
@@ -59,7 +31,38 @@ from .api import (
     StateDictType,
     as_ours,
 )
-from .errors import FsdpCompatError, UsageError, explain
+from ..errors import (
+    AssertedUsageError,
+    FsdpCompatError,
+    RuntimeUsageError,
+    TypeUsageError,
+    UsageError,
+    explain,
+    require_bools,
+    require_module,
+    truth,
+    wrong_type,
+)
+from .entries import copied
+from .first_rank import fill_from_first
+from .formats import BoxedTensor, is_sharded
+from .model import (
+    full_entries,
+    in_module_order,
+    load_unit,
+    local_entries,
+    sharded_entries,
+    store_of,
+)
+from .model_units import Instance, instances_in, named_units, names_in_order
+from .names import (
+    FSDP_WRAPPED_MODULE,
+    clean_name,
+    everything,
+    wanted_by,
+    without_checkpoint_wrapper,
+)
+from .validation import EVERYWHERE, not_loaded, others_in, refuse_values
 
 __all__ = ["StateDicts"]
 
@@ -235,7 +238,7 @@ class StateDicts(Instance):
         first, first_described = len(destination), len(described)
         self._unit.in_state_dict = True
         try:
-            with meeting.together("state_dict", _groups_of_state_dict(self)):
+            with rendezvous.together("state_dict", _groups_of_state_dict(self)):
                 super().state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
         finally:
             self._unit.in_state_dict = False
@@ -354,7 +357,7 @@ class StateDicts(Instance):
                 )
             )
         refuse_values(self, self._unit.label, state_dict, strict)
-        meeting.meet("load_state_dict", _groups_to_load(self, state_dict))
+        rendezvous.meet("load_state_dict", _groups_to_load(self, state_dict))
         try:
             return super().load_state_dict(state_dict, strict, assign)
         except FsdpCompatError:
@@ -426,7 +429,7 @@ def _fill(model: nn.Module, state_dict: Any, strict: bool, assign: bool) -> Any:
     """Return what this rank is to load of what the first rank has, see ``fill_from_first``.
     Collective."""
     instances = instances_in(model)
-    meeting.meet(
+    rendezvous.meet(
         "load_state_dict", (group for each in instances for group in each._unit.groups), copies=True
     )
     mesh, label = (
@@ -532,7 +535,7 @@ def _compact(value: Any) -> Any:
     """Return a tensor that keeps no more memory than it shows."""
     if (
         not isinstance(value, torch.Tensor)
-        or not torch_private.is_plain(value)
+        or not _torch_private.is_plain(value)
         or value.layout is not torch.strided
         or value.is_meta
     ):

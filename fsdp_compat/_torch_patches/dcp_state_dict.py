@@ -23,26 +23,25 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from ._checks import RuntimeUsageError, wrong_type
-from ._engine import torch_private
-from ._instances import instances_in, named_units
-from ._optim_state_dicts import OptimStateDicts, form_set, taken_states
-from ._optimizers import convert
-from ._state.entries import copied
-from ._state.formats import BoxedTensor
-from ._state.model import store_of
-from ._state.names import clean_name
-from ._state.opaque import RankState
-from ._state.sending import FirstRank
-from ._state_dicts import StateDicts
-from .api import (
+from .. import _torch_private
+from .._state.entries import copied
+from .._state.formats import BoxedTensor
+from .._state.model import store_of
+from .._state.model_state_dict import StateDicts
+from .._state.model_units import instances_in, named_units
+from .._state.names import clean_name
+from .._state.opaque import RankState
+from .._state.optim_state_dict import OptimStateDicts, form_set, taken_states
+from .._state.optimizers import convert
+from .._state.sending import FirstRank
+from ..api import (
     FullOptimStateDictConfig,
     FullStateDictConfig,
     ShardedOptimStateDictConfig,
     ShardedStateDictConfig,
     StateDictType,
 )
-from .errors import CheckpointError, UsageError, explain
+from ..errors import CheckpointError, RuntimeUsageError, UsageError, explain, wrong_type
 
 __all__ = ["FUNCTIONS", "mixed", "unknown_argument"]
 
@@ -163,7 +162,7 @@ class _Names:
             above, _, part = path.rpartition(".")
             if not path:
                 public = ""
-            elif not clean_name(part) or torch_private.wraps_as(by_path[above]) == part:
+            elif not clean_name(part) or _torch_private.wraps_as(by_path[above]) == part:
                 public = public_path[above]
             else:
                 public = f"{public_path[above]}.{part}".lstrip(".")
@@ -251,13 +250,15 @@ def _finished(value: Any, options: _Options, live: Collection[int] = ()) -> Any:
         return value
     return (
         copied(value, to_cpu=True)
-        if value.device.type != "cpu" or torch_private.storage_key(value) in live
+        if value.device.type != "cpu" or _torch_private.storage_key(value) in live
         else value
     )
 
 
 def _live_storages(model: nn.Module) -> set[int]:
-    return {torch_private.storage_key(tensor) for tensor in (*model.parameters(), *model.buffers())}
+    return {
+        _torch_private.storage_key(tensor) for tensor in (*model.parameters(), *model.buffers())
+    }
 
 
 def _each(
@@ -333,7 +334,7 @@ def _get_model(
             not submodules or any(_is_below(name, prefix) for prefix in prefixes)
         )
 
-    get = torch_private.unpatched(model, "state_dict")
+    get = _torch_private.unpatched(model, "state_dict")
     if options.full and isinstance(model, StateDicts) and (frozen or submodules):
         get = functools.partial(
             get, filter=lambda name: is_wanted(names.public(name))
@@ -387,7 +388,7 @@ def _get_optimizers(
     for optimizer in optimizers:
         convert(optimizer)
         with _form(model, options, model_on_rank0=options.on_rank0):
-            get = torch_private.unpatched(optimizer, "state_dict")
+            get = _torch_private.unpatched(optimizer, "state_dict")
             where = "get_optimizer_state_dict(model, optimizers)"
             form, groups = form_set(model), optimizer.param_groups
             found = taken_states(
@@ -465,7 +466,7 @@ def set_optimizer_state_dict(
     for optimizer, loadable in _loadable(
         model, _each(optimizers, call), optim_state_dict, _resolve(options, call)
     ):
-        torch_private.unpatched(optimizer, "load_state_dict")(loadable)
+        _torch_private.unpatched(optimizer, "load_state_dict")(loadable)
 
 
 @torch.no_grad()
@@ -491,7 +492,7 @@ def set_state_dict(
         _set_model(model, model_state_dict, resolved) if wanted else nn.Module().load_state_dict({})
     )
     for optimizer, its in loadable:
-        torch_private.unpatched(optimizer, "load_state_dict")(its)
+        _torch_private.unpatched(optimizer, "load_state_dict")(its)
     return answer
 
 
@@ -503,7 +504,7 @@ def _set_model(model: nn.Module, state: Mapping[Any, Any], options: _Options) ->
             raise _empty("model state dict")
         return nn.Module().load_state_dict({})
     with _form(model, options, model_on_rank0=options.on_rank0):
-        answer = torch_private.unpatched(model, "load_state_dict")(given, strict=options.strict)
+        answer = _torch_private.unpatched(model, "load_state_dict")(given, strict=options.strict)
     for keys in answer:
         keys[:] = [names.public(key) for key in keys]
     return answer

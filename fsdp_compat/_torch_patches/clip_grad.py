@@ -17,11 +17,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from ._engine import meeting, torch_private
-from ._engine.grad_norm import dtype_of_norm, norm_of, packed
-from ._engine.runtime import live_runtimes
-from ._engine.unit import Group
-from .errors import UsageError, explain
+from .. import _torch_private
+from .._engine import rendezvous
+from .._engine.grad_norm import dtype_of_norm, norm_of, packed
+from .._engine.runtime import live_runtimes
+from .._engine.unit import Group
+from ..errors import UsageError, explain
 
 __all__ = ["check_max_norm", "checked_norm_type", "gradients_of_others", "teach_torch"]
 
@@ -81,19 +82,19 @@ def gradients_of_others(root: nn.Module, groups: Iterable[Group]) -> list[torch.
         module = waiting.pop()
         if id(module) not in seen:
             seen.add(id(module))
-            for parameter in torch_private.parameters_of(module).values():
+            for parameter in _torch_private.parameters_of(module).values():
                 if parameter is not None and id(parameter) not in known:
                     known.add(id(parameter))
                     if parameter.grad is not None:
                         found.append(parameter.grad)
-            waiting += [child for _, child in torch_private.children_of(module)]
+            waiting += [child for _, child in _torch_private.children_of(module)]
     return found
 
 
 def teach_torch() -> None:
     """Let torch.nn.utils.clip_grad_norm_ and get_total_norm see whole norms of sharded gradients.
     Once per process."""
-    torch_private.replace_clipping(_clip, _total_norm)
+    _torch_private.replace_clipping(_clip, _total_norm)
 
 
 class _Clipped(threading.local):
@@ -138,7 +139,7 @@ def _total_norm(
     whole = []
     for grad in grads:
         by_group[split[id(grad)]].append(grad) if id(grad) in split else whole.append(grad)
-    meeting.meet("torch.nn.utils.clip_grad_norm_", groups)
+    rendezvous.meet("torch.nn.utils.clip_grad_norm_", groups)
     with torch.no_grad():
         parts = [(group, packed(group, its)) for group, its in by_group.items()]
         norm = norm_of(parts, whole, order, groups[0].device)

@@ -1,0 +1,1 @@
+"""How the flat front end builds its units."""

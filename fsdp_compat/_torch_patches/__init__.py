@@ -1,0 +1,1 @@
+"""Everything that changes torch for the whole process."""
