@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from . import _torch_private
 from ._engine import grad_norm, hooks, rendezvous
 from ._engine.buffers import CastBuffers
-from ._engine.ownership import Member, assign_owners, group_members
+from ._engine.ownership import OrigParam, assign_owners, group_members
 from ._engine.reduce import CommHook
 from ._engine.runtime import Runtime
 from ._engine.unit import Group, Unit, UnitOptions
@@ -38,7 +38,7 @@ from ._flat.construction import (
     remember,
     renamed,
     settings_of,
-    unwritten_of,
+    uninitialised_of,
 )
 from ._flat.settings import Arguments, Settings, resolve
 from ._state.full_params import Options, full_parameters
@@ -235,7 +235,11 @@ class FullyShardedDataParallel(LegacyOptimStateDicts):
 
     @classmethod
     def _of_unit(
-        cls, module: nn.Module, settings: Settings, members: list[Member], preparation: Preparation
+        cls,
+        module: nn.Module,
+        settings: Settings,
+        members: list[OrigParam],
+        preparation: Preparation,
     ) -> FullyShardedDataParallel:
         """Wrap a submodule that a policy chose, whose parameters were assigned by the instance
         around it."""
@@ -248,7 +252,7 @@ class FullyShardedDataParallel(LegacyOptimStateDicts):
         self,
         module: nn.Module,
         settings: Settings,
-        members: list[Member],
+        members: list[OrigParam],
         preparation: Preparation,
         relative_to: nn.Module | None = None,
     ) -> None:
@@ -271,7 +275,7 @@ class FullyShardedDataParallel(LegacyOptimStateDicts):
             ]
             self._set_up(stores, settings, buffers_to_cast(module, settings, taken))
         remember(module, [member.parameter for member in members], stores)
-        self._unit.unwritten = unwritten_of(module, stores, preparation.left, taken)
+        self._unit.uninitialised = uninitialised_of(module, stores, preparation.left, taken)
 
     def _set_up(
         self, stores: Sequence[FlatStore], settings: Settings, buffers: CastBuffers | None
@@ -282,7 +286,7 @@ class FullyShardedDataParallel(LegacyOptimStateDicts):
             sum(param.numel for store in stores for param in store.layout.params)
         )
         groups = [self._group_of(store, options) for store in stores]
-        rendezvous.expect(groups)
+        rendezvous.register(groups)
         unit = self._unit = Unit(self._fsdp_wrapped_module, groups, options, buffers)
         unit.owner = weakref.ref(self)
         hooks.guard_state_dicts(unit)
@@ -293,9 +297,9 @@ class FullyShardedDataParallel(LegacyOptimStateDicts):
             for name, child in self.named_modules()
             if isinstance(child, FullyShardedDataParallel)
         }
-        clipping.teach_torch()
-        dcp_adapter.teach_torch()
-        hugging_face_storage.teach_torch()
+        clipping.patch_clip_grad()
+        dcp_adapter.patch_dcp()
+        hugging_face_storage.patch_writer()
         Runtime(
             unit,
             [child._unit for child in instances],
@@ -317,7 +321,7 @@ class FullyShardedDataParallel(LegacyOptimStateDicts):
 
     @staticmethod
     def _make_store(
-        module: nn.Module, settings: Settings, index: int, members: list[Member]
+        module: nn.Module, settings: Settings, index: int, members: list[OrigParam]
     ) -> FlatStore:
         return FlatStore(
             members,
@@ -384,8 +388,8 @@ class FullyShardedDataParallel(LegacyOptimStateDicts):
         self, method: Callable[..., Any], synced: bool | None, /, *args: Any, **kwargs: Any
     ) -> Any:
         """Run a method of the wrapped module as its forward is run. Collective."""
-        serving = not torch.is_grad_enabled() if synced is None else synced
-        output = self._runtime.run_method(self._unit, method, args, kwargs, serving)
+        ranks_in_rounds = not torch.is_grad_enabled() if synced is None else synced
+        output = self._runtime.run_method(self._unit, method, args, kwargs, ranks_in_rounds)
         return self._steps_of(output) if inspect.isgenerator(output) else output
 
     def _steps_of(self, generator: Generator[Any, Any, Any]) -> Iterator[Any]:
@@ -460,11 +464,11 @@ class FullyShardedDataParallel(LegacyOptimStateDicts):
         changes. Collective."""
         if not callable(fn):
             raise wrong_type("fn", "a function of one module", fn, "apply")
-        if self._unit.lent:
+        if self._unit.summoned:
             super().apply(fn)
             return self
         self._runtime.require_idle("apply", ValueStateError)
-        with rendezvous.together("apply", self._runtime.groups), self.summon_full_params(self):
+        with rendezvous.nested("apply", self._runtime.groups), self.summon_full_params(self):
             super().apply(fn)
         return self
 
@@ -476,7 +480,7 @@ class FullyShardedDataParallel(LegacyOptimStateDicts):
         if self._runtime.broken:  # an exception in backward has left units shown full
             self._runtime.rest()
         for name, parameter in super().named_parameters(prefix, recurse, remove_duplicate):
-            yield clean_name(name) if self._unit.lent else name, parameter
+            yield clean_name(name) if self._unit.summoned else name, parameter
 
     def named_buffers(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
@@ -484,7 +488,7 @@ class FullyShardedDataParallel(LegacyOptimStateDicts):
         """As nn.Module's; inside of ``summon_full_params`` names are those of the model before
         wrapping."""
         for name, buffer in super().named_buffers(prefix, recurse, remove_duplicate):
-            yield clean_name(name) if self._unit.lent else name, buffer
+            yield clean_name(name) if self._unit.summoned else name, buffer
 
     # -- training
 
@@ -544,7 +548,7 @@ class FullyShardedDataParallel(LegacyOptimStateDicts):
         self._runtime.require_idle("clip_grad_norm_", ValueStateError)
         self._runtime.require_parts("clip_grad_norm_")
         groups = self._runtime.groups
-        rendezvous.meet("clip_grad_norm_", groups)
+        rendezvous.require_all_ranks("clip_grad_norm_", groups)
         if self._runtime.broken:  # an exception in backward has left leaves with gradients
             self._runtime.rest()
         others = clipping.gradients_of_others(self, groups)
@@ -601,7 +605,9 @@ class FullyShardedDataParallel(LegacyOptimStateDicts):
             runtime.require_idle("summon_full_params", AssertedStateError)
             runtime.rest()
         units = [child._unit for child in instances]
-        rendezvous.meet(where, (group for unit in units if not unit.lent for group in unit.groups))
+        rendezvous.require_all_ranks(
+            where, (group for unit in units if not unit.summoned for group in unit.groups)
+        )
         serve_only = rank0_only and not all(child._settings.mesh.is_first for child in instances)
         with full_parameters(
             units, Options(writeback, rank0_only, serve_only, offload_to_cpu, with_grads)

@@ -17,17 +17,17 @@ import torch
 import torch.distributed as dist
 
 from .. import _torch_private
-from .gloo import Exchange
+from .gloo import GlooTransport
 from .mesh import Axis, axis_of, is_in_python
 from .native import (
-    AnyRanks,
     Collectives,
     Communicator,
-    Grouped,
+    Handle,
     Kind,
-    Pending,
+    ProcessGroupTransport,
     PublicCollectives,
     Traffic,
+    TransportBase,
     all_gather,
     defines,
     gather_in_group,
@@ -37,7 +37,7 @@ from .native import (
 __all__ = [
     "Communicator",
     "Kind",
-    "Pending",
+    "Handle",
     "Traffic",
     "communicator",
     "gather_in_group",
@@ -65,7 +65,7 @@ class _Started:
         self.work, self.keep, self.total, self.divisor = work, keep, total, divisor
 
 
-class _Alone(AnyRanks):
+class SingleRank(TransportBase):
     """An axis of one rank: nothing travels."""
 
     def new_tag(self) -> int:
@@ -73,21 +73,21 @@ class _Alone(AnyRanks):
 
     def begin_gather(
         self, own: torch.Tensor, full: torch.Tensor, segments: Sequence[torch.Tensor], tag: int
-    ) -> Pending:
+    ) -> Handle:
         full.copy_(own)
-        return Pending([])
+        return Handle([])
 
-    def end_gather(self, pending: Pending, what: str) -> None:
+    def end_gather(self, pending: Handle, what: str) -> None:
         pass
 
     def begin_reduce(
         self, buffer: torch.Tensor, segments: Sequence[torch.Tensor], tag: int
-    ) -> Pending:
-        return Pending([])
+    ) -> Handle:
+        return Handle([])
 
     def end_reduce(
         self,
-        pending: Pending,
+        pending: Handle,
         own: torch.Tensor,
         dtype: torch.dtype,
         what: str,
@@ -99,23 +99,25 @@ class _Alone(AnyRanks):
     def shares(self, numel: int, dtype: torch.dtype) -> bool:
         return False
 
-    def begin_total(
+    def begin_all_reduce(
         self, total: torch.Tensor, tag: int, divisor: torch.Tensor | None = None
-    ) -> Pending:
+    ) -> Handle:
         if divisor is not None:
             total.div_(divisor)
-        return Pending([])
+        return Handle([])
 
-    def continue_total(self, pending: Pending, total: torch.Tensor, tag: int, what: str) -> Pending:
+    def continue_all_reduce(
+        self, pending: Handle, total: torch.Tensor, tag: int, what: str
+    ) -> Handle:
         return pending
 
-    def end_total(self, pending: Pending, total: torch.Tensor, what: str) -> None:
+    def end_all_reduce(self, pending: Handle, total: torch.Tensor, what: str) -> None:
         pass
 
-    def settle(self, what: str) -> None:
+    def wait_readers(self, what: str) -> None:
         pass
 
-    def drain(self, what: str) -> None:
+    def flush_sends(self, what: str) -> None:
         pass
 
     def any_of(self, flags: torch.Tensor) -> torch.Tensor:
@@ -137,7 +139,7 @@ class _Alone(AnyRanks):
         return [value]
 
 
-class _Native(Grouped):
+class NativeTransport(ProcessGroupTransport):
     """The backend's own collectives, asynchronous. On a stream device a wait orders streams; the
     CPU never waits."""
 
@@ -192,7 +194,7 @@ class _Native(Grouped):
     def shares(self, numel: int, dtype: torch.dtype) -> bool:
         return False
 
-    def begin_total(
+    def begin_all_reduce(
         self, total: torch.Tensor, tag: int, divisor: torch.Tensor | None = None
     ) -> _Started:
         ranks = self.ranks
@@ -201,20 +203,20 @@ class _Native(Grouped):
             _work(dist.all_reduce(total, group=self.group, async_op=True)), total, None, divisor
         )
 
-    def continue_total(
+    def continue_all_reduce(
         self, pending: _Started, total: torch.Tensor, tag: int, what: str
     ) -> _Started:
         return pending
 
-    def end_total(self, pending: _Started, total: torch.Tensor, what: str) -> None:
+    def end_all_reduce(self, pending: _Started, total: torch.Tensor, what: str) -> None:
         pending.work.wait()
         if pending.divisor is not None:
             total.div_(pending.divisor)
 
-    def settle(self, what: str) -> None:
+    def wait_readers(self, what: str) -> None:
         pass  # a collective that was waited for has read its source
 
-    def drain(self, what: str) -> None:
+    def flush_sends(self, what: str) -> None:
         pass  # a collective that was waited for has read its source
 
     def gather_now(self, own: torch.Tensor) -> torch.Tensor:
@@ -223,7 +225,7 @@ class _Native(Grouped):
         return full
 
 
-class _InPython(_Native):
+class PythonGroupTransport(NativeTransport):
     """A process group that is written in Python, through torch's public collectives, which call its
     methods. What ``_Native`` calls looks for a backend in C++, which such a group lacks."""
 
@@ -265,7 +267,7 @@ def communicator(axis: Axis, device: torch.device) -> Communicator:
     own then). Raises StateError if communication along the axis has failed before.
     """
     if axis.group is None:
-        return typing.cast(Communicator, _Alone(axis))
+        return typing.cast(Communicator, SingleRank(axis))
     found = _communicators.setdefault(axis.group, {})
     if device.type not in found:
         found[device.type] = typing.cast(Communicator, _transport(axis.group, device)(axis))
@@ -273,10 +275,16 @@ def communicator(axis: Axis, device: torch.device) -> Communicator:
     return found[device.type]
 
 
-def _transport(group: dist.ProcessGroup, device: torch.device) -> type[Exchange | _Native]:
+def _transport(
+    group: dist.ProcessGroup, device: torch.device
+) -> type[GlooTransport | NativeTransport]:
     if is_in_python(group):
-        return _InPython
-    return Exchange if device.type == "cpu" and _torch_private.is_gloo(group, device) else _Native
+        return PythonGroupTransport
+    return (
+        GlooTransport
+        if device.type == "cpu" and _torch_private.is_gloo(group, device)
+        else NativeTransport
+    )
 
 
 def max_in_group(group: dist.ProcessGroup, value: torch.Tensor) -> torch.Tensor:

@@ -50,8 +50,8 @@ __all__ = [
     "RENDEZVOUS",
     "TOGETHER",
     "Answer",
-    "Board",
-    "Line",
+    "StatusStore",
+    "Connection",
     "Report",
     "Wait",
     "Waiting",
@@ -123,7 +123,7 @@ class Wait:
         return self.tag == RENDEZVOUS
 
 
-class Line(typing.Protocol):
+class Connection(typing.Protocol):
     """Communication along one axis, as the watch sees it."""
 
     name: str  # the same on all members
@@ -190,7 +190,7 @@ class Answer:
     ended: bool = False  # its program, or the process group it was in
 
 
-class Board:
+class StatusStore:
     """What ranks tell each other by way of the store. No method waits for another rank."""
 
     def __init__(self, store: _torch_private.Store) -> None:
@@ -216,7 +216,7 @@ class Board:
         counts = {line: {int(tag): n for tag, n in of.items()} for line, of in begun.items()}
         return _Post(Wait(rank, tuple(peers), *rest), counts)
 
-    def break_line(self, line: Line, report: Report) -> None:
+    def break_line(self, line: Connection, report: Report) -> None:
         self._set(f"broken/{line.name}/{line.members[line.rank]}", [report.circle, report.lines])
 
     def why_broken(self, line: str, rank: int) -> Report | None:
@@ -255,18 +255,18 @@ class Board:
         text = self._get(f"process/{rank}")
         return bool(text) and Process(*json.loads(text)).is_known_to_have_ended()
 
-    def arrive(self, line: Line) -> None:
+    def arrive(self, line: Connection) -> None:
         self._store.set(f"fsdp_compat/arrived/{line.name}/{line.members[line.rank]}", "1")
 
-    def have_arrived(self, line: Line, ranks: Iterable[int]) -> bool:
+    def have_arrived(self, line: Connection, ranks: Iterable[int]) -> bool:
         return self._store.check([f"fsdp_compat/arrived/{line.name}/{rank}" for rank in ranks])
 
 
-def board() -> Board | None:
+def board() -> StatusStore | None:
     """Return the board of the ranks of the world, or None where there is no process group any
     more."""
     store = _torch_private.default_store()
-    return None if store is None else Board(store)
+    return None if store is None else StatusStore(store)
 
 
 class _Doorkeeper:
@@ -274,21 +274,21 @@ class _Doorkeeper:
 
     def __init__(self, world: dist.ProcessGroup, store: _torch_private.Store) -> None:
         self.world = weakref.ref(world)
-        self.board = Board(_torch_private.second_connection(store))
+        self.board = StatusStore(_torch_private.second_connection(store))
         self._rank = dist.get_rank()
         self._num_answered = 0
         self._answered_at = self._looked_at = -FORGOTTEN_S
-        self._pulse = progress.Pulse()
+        self._pulse = progress.Progress()
         self.board.answer(self._rank, None)
 
-    def answer(self, lines: Sequence[Line]) -> None:
+    def answer(self, lines: Sequence[Connection]) -> None:
         idle_s = (
             self._pulse.idle_s()
         )  # looked at without a question, too: whoever asks hears how long it has been
         line = next((line for line in lines if line.waiting is not None), None)
         waiting = None if line is None else line.waiting
         if waiting is not None:
-            self._pulse, idle_s = progress.Pulse(), 0.0
+            self._pulse, idle_s = progress.Progress(), 0.0
         now = time.monotonic()
         if now - self._answered_at > FORGOTTEN_S and now - self._looked_at < quiet_s():
             return
@@ -313,7 +313,7 @@ class _Watch:
 
     def __init__(self) -> None:
         self.lock = threading.Lock()  # around everything that ranks tell each other
-        self._lines: weakref.WeakSet[Line] = weakref.WeakSet()
+        self._lines: weakref.WeakSet[Connection] = weakref.WeakSet()
         self._thread: threading.Thread | None = None
         self._stop = threading.Event()
         self._seen: Waiting | None = None
@@ -324,7 +324,7 @@ class _Watch:
             weakref.WeakSet()
         )  # worlds that know this process
 
-    def add(self, line: Line) -> None:
+    def add(self, line: Connection) -> None:
         with self.lock:
             self._lines.add(line)
             world, here = dist.group.WORLD, board()
@@ -337,7 +337,7 @@ class _Watch:
                 )
                 self._thread.start()
 
-    def lines(self) -> list[Line]:
+    def lines(self) -> list[Connection]:
         """Those whose process groups are alive. The caller has the lock."""
         return [line for line in self._lines if line.is_alive]
 
@@ -378,7 +378,7 @@ class _Watch:
                 with contextlib.suppress(Exception):
                     self._look(lines)
 
-    def _at_door(self, lines: Sequence[Line]) -> None:
+    def _at_door(self, lines: Sequence[Connection]) -> None:
         """Answer those who ask what this process is doing."""
         world, store = dist.group.WORLD, _torch_private.default_store()
         if self._door is not None and self._door.world() is not world:
@@ -389,11 +389,11 @@ class _Watch:
         if self._door is not None:
             self._door.answer(lines)
 
-    def _board(self) -> Board | None:
+    def _board(self) -> StatusStore | None:
         """The thread's own."""
         return self._door.board if self._door is not None else board()
 
-    def _look(self, lines: Sequence[Line]) -> None:
+    def _look(self, lines: Sequence[Connection]) -> None:
         alive = {thread.ident for thread in threading.enumerate()}
         if len({line.thread for line in lines} & alive) > 1:
             lines = []  # while one thread waits, another may begin what others wait for
@@ -415,7 +415,7 @@ class _Watch:
             if here is not None:
                 here.post(rank, None)
 
-    def _long_wait(self, lines: Sequence[Line], line: Line, waiting: Waiting) -> None:
+    def _long_wait(self, lines: Sequence[Connection], line: Connection, waiting: Waiting) -> None:
         here = self._board()
         if here is None:
             return
@@ -427,7 +427,7 @@ class _Watch:
             here.post(own.wait.rank, own)
         if line.diagnosis is not None:
             return
-        report = _doom(here, own)
+        report = _find_cycle(here, own)
         if report is not None and line.waiting is waiting:
             line.diagnosis = report
             if not own.wait.can_be_refused:
@@ -437,7 +437,7 @@ class _Watch:
             line.end_wait()
 
 
-def _doom(here: Board, own: _Post) -> Report | None:
+def _find_cycle(here: StatusStore, own: _Post) -> Report | None:
     """Return why a wait can never end, or None where it may."""
     path: dict[int, _Post] = {}  # in the order of the search
     done: set[int] = set()  # ranks from which no way leads to a circle
@@ -486,12 +486,12 @@ os.register_at_fork(after_in_child=_start_afresh)
 atexit.register(lambda: _watch.end())
 
 
-def add(line: Line) -> None:
+def add(line: Connection) -> None:
     """Watch a line, for as long as somebody else holds it."""
     _watch.add(line)
 
 
-def why(line: Line) -> Report | None:
+def why(line: Connection) -> Report | None:
     """Return what another member said when communication along the line failed for it."""
     here = board()
     if here is not None:
@@ -503,7 +503,7 @@ def why(line: Line) -> Report | None:
     return None
 
 
-def give_up(failed: Line, report: Report) -> None:
+def give_up(failed: Connection, report: Report) -> None:
     """Communication of this process has failed: a rank that has left a wait behind is out of step
     with everybody.
 

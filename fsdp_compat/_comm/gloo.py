@@ -17,15 +17,15 @@ from .. import _torch_private
 from ..errors import StateError, explain
 from . import deadlock, progress, shared_memory
 from .mesh import Axis
-from .native import Collectives, Grouped, Kind, Pending, Post
+from .native import Collectives, Handle, Kind, MessageId, ProcessGroupTransport
 
-__all__ = ["Exchange"]
+__all__ = ["GlooTransport"]
 
 
-TAKEN = 1 << 24  # added to the tag of a message: that of the answer that says that it was read
-_CARDS, _VERDICTS = TAKEN - 2, TAKEN - 1  # tags while connecting
+ACK_TAG = 1 << 24  # added to the tag of a message: that of the answer that says that it was read
+_CARDS, _VERDICTS = ACK_TAG - 2, ACK_TAG - 1  # tags while connecting
 _SENT = (
-    2 * TAKEN
+    2 * ACK_TAG
 )  # added to the tag of a message: that of its values, where a note says that they are sent
 _NOTE_NUMEL = (
     len(shared_memory.Location._fields) + 2
@@ -51,7 +51,7 @@ def _whole(method: Method) -> Method:
     was sent and what was read."""
 
     @functools.wraps(method)
-    def whole(self: Exchange, *args: typing.Any, **kwargs: typing.Any) -> typing.Any:
+    def whole(self: GlooTransport, *args: typing.Any, **kwargs: typing.Any) -> typing.Any:
         try:
             return method(self, *args, **kwargs)
         except StateError:  # it has failed, or nothing was begun
@@ -63,7 +63,7 @@ def _whole(method: Method) -> Method:
     return typing.cast(Method, whole)
 
 
-class Exchange(Grouped):
+class GlooTransport(ProcessGroupTransport):
     """Exchange by sends and receives, for gloo: a line of the watch.
 
     A message is kept until ``drain`` and must not change before. Every wait has the time limit of
@@ -101,12 +101,12 @@ class Exchange(Grouped):
         )  # why: nothing where the process group was destroyed
         # By tag: what has not ended. Held here, as an exception may leave it behind, and gloo never
         # comes to the next message of a pair that has one for memory that is gone.
-        self._open: dict[int, Pending] = {}
+        self._open: dict[int, Handle] = {}
         self._sends: list[
-            tuple[list[dist.Work], object, Post]
+            tuple[list[dist.Work], object, MessageId]
         ] = []  # of gathers, and acks for them
         self._reads: list[
-            tuple[list[dist.Work], object, Post]
+            tuple[list[dist.Work], object, MessageId]
         ] = []  # acks for what was reduced, and own ones
         self._asked: dict[int, int] = {}  # by tag: how many acks this rank has asked for
         self._near: dict[
@@ -126,7 +126,7 @@ class Exchange(Grouped):
     def has_failed(self) -> bool:
         return self._is_closed
 
-    def left(self, tag: int) -> Pending | None:
+    def left(self, tag: int) -> Handle | None:
         return self._open.get(tag)
 
     def require_working(self) -> None:
@@ -136,7 +136,7 @@ class Exchange(Grouped):
     @_whole
     def begin_gather(
         self, own: torch.Tensor, full: torch.Tensor, segments: Sequence[torch.Tensor], tag: int
-    ) -> Pending:
+    ) -> Handle:
         nbytes, ranks = own.numel() * full.itemsize, self.ranks
         self.traffic.add(Kind.GATHER, nbytes * (ranks - 1))
         near = self._near_for(nbytes)
@@ -161,11 +161,11 @@ class Exchange(Grouped):
             own
         )  # sends never read `full`: freeing `full` need not wait for slow peers
         return self._opened(
-            Pending(receives, segments, own, (tag, number, nbytes, len(receives)), notes)
+            Handle(receives, segments, own, (tag, number, nbytes, len(receives)), notes)
         )
 
     @_whole
-    def end_gather(self, pending: Pending, what: str) -> None:
+    def end_gather(self, pending: Handle, what: str) -> None:
         self._names[pending.post[0]] = what
         if self._end(pending, what) and pending.notes:
             self._read_into(pending, pending.parts, what)
@@ -175,7 +175,7 @@ class Exchange(Grouped):
     @_whole
     def begin_reduce(
         self, buffer: torch.Tensor, segments: Sequence[torch.Tensor], tag: int
-    ) -> Pending:
+    ) -> Handle:
         tag += Kind.REDUCE
         own = segments[self.rank]
         self.traffic.add(Kind.REDUCE, own.nbytes * (self.ranks - 1))
@@ -191,7 +191,7 @@ class Exchange(Grouped):
     @_whole
     def end_reduce(
         self,
-        pending: Pending,
+        pending: Handle,
         own: torch.Tensor,
         dtype: torch.dtype,
         what: str,
@@ -214,9 +214,9 @@ class Exchange(Grouped):
         return total
 
     @_whole
-    def begin_total(
+    def begin_all_reduce(
         self, total: torch.Tensor, tag: int, divisor: torch.Tensor | None = None
-    ) -> Pending:
+    ) -> Handle:
         tag += Kind.REPLICATE
         if self._is_sent_whole(total):
             self.traffic.add(Kind.REPLICATE, total.nbytes)
@@ -240,7 +240,9 @@ class Exchange(Grouped):
         return pending
 
     @_whole
-    def continue_total(self, pending: Pending, total: torch.Tensor, tag: int, what: str) -> Pending:
+    def continue_all_reduce(
+        self, pending: Handle, total: torch.Tensor, tag: int, what: str
+    ) -> Handle:
         if self._is_sent_whole(total):
             return pending
         self._end(pending, what)
@@ -266,7 +268,7 @@ class Exchange(Grouped):
         return self._exchange(outgoing, pieces, tag + Kind.REPLICATE_BACK, sent, near)
 
     @_whole
-    def end_total(self, pending: Pending, total: torch.Tensor, what: str) -> None:
+    def end_all_reduce(self, pending: Handle, total: torch.Tensor, what: str) -> None:
         self._end(pending, what)
         if self._is_sent_whole(total):
             _sum_in_rank_order(pending.parts, total, pending.divisor)
@@ -279,11 +281,11 @@ class Exchange(Grouped):
         return self.ranks == 2 and total.nbytes <= _WHOLE_NBYTES
 
     @_whole
-    def settle(self, what: str) -> None:
+    def wait_readers(self, what: str) -> None:
         self._wait_for_all(self._reads, what)
 
     @_whole
-    def drain(self, what: str) -> None:
+    def flush_sends(self, what: str) -> None:
         for tag, pending in list(self._open.items()):  # others wait until this rank has read theirs
             if tag % len(Kind) == Kind.GATHER:
                 self.end_gather(pending, self._names.get(tag, what))
@@ -302,7 +304,7 @@ class Exchange(Grouped):
         full = own.new_empty(self.ranks * own.numel())
         pending = self.begin_gather(own, full, full.chunk(self.ranks), 0)
         self.end_gather(pending, "a gather of state")
-        self.drain("a gather of state")
+        self.flush_sends("a gather of state")
         return full
 
     def shares(self, numel: int, dtype: torch.dtype) -> bool:
@@ -320,14 +322,14 @@ class Exchange(Grouped):
         keep: torch.Tensor,
         near: dict[int, shared_memory.Neighbour],
         acked: bool = True,
-    ) -> Pending:
+    ) -> Handle:
         """Send ``outgoing[r]``, of which the first is the longest, to rank r and receive from it
         into ``incoming[r]``; what goes between ranks that are ``near`` is read where it lies."""
         receives, sends, notes, acks, number = self._start(
             outgoing, incoming, tag, "gradients", near, acked
         )
         post = tag, number, outgoing[0].nbytes, len(receives)
-        return self._opened(Pending([*receives, *sends], incoming, keep, post, notes, acks))
+        return self._opened(Handle([*receives, *sends], incoming, keep, post, notes, acks))
 
     # -- through memory that ranks share
 
@@ -344,7 +346,7 @@ class Exchange(Grouped):
     def _in_block(tensor: torch.Tensor) -> torch.Tensor:
         return tensor if shared_memory.locate(tensor) is not None else shared_memory.copy_of(tensor)
 
-    def _read(self, pending: Pending, source: int, like: torch.Tensor, what: str) -> torch.Tensor:
+    def _read(self, pending: Handle, source: int, like: torch.Tensor, what: str) -> torch.Tensor:
         """What a peer has sent, where it lies. ``like``: of its length and dtype, unless it has
         sent what this rank keeps."""
         *place, numel, number = pending.notes[source].tolist()
@@ -371,9 +373,7 @@ class Exchange(Grouped):
                 RuntimeError(f"the memory of rank {self.members[source]} cannot be read: {error}"),
             )
 
-    def _receive(
-        self, pending: Pending, source: int, into: torch.Tensor, what: str
-    ) -> torch.Tensor:
+    def _receive(self, pending: Handle, source: int, into: torch.Tensor, what: str) -> torch.Tensor:
         """Receive what a peer sends after its note."""
         tag = pending.post[0] + _SENT
         try:
@@ -389,7 +389,7 @@ class Exchange(Grouped):
         )
         return into
 
-    def _parts(self, pending: Pending, own: torch.Tensor, what: str) -> list[torch.Tensor]:
+    def _parts(self, pending: Handle, own: torch.Tensor, what: str) -> list[torch.Tensor]:
         """What was received, by rank; ``own`` from this one."""
         return [
             own
@@ -400,11 +400,11 @@ class Exchange(Grouped):
             for r, part in enumerate(pending.parts)
         ]
 
-    def _read_into(self, pending: Pending, targets: Sequence[torch.Tensor], what: str) -> None:
+    def _read_into(self, pending: Handle, targets: Sequence[torch.Tensor], what: str) -> None:
         for source in pending.notes:
             targets[source].copy_(self._read(pending, source, targets[source], what))
 
-    def _check(self, pending: Pending, what: str) -> None:
+    def _check(self, pending: Handle, what: str) -> None:
         """Raise StateError if the communication of a rank had failed by the time that its memory
         was read."""
         for source, note in pending.notes.items():
@@ -414,10 +414,10 @@ class Exchange(Grouped):
                     RuntimeError(f"the communication of rank {self.members[source]} has failed"),
                 )
 
-    def _ack(self, pending: Pending, what: str) -> tuple[list[dist.Work], object, Post]:
+    def _ack(self, pending: Handle, what: str) -> tuple[list[dist.Work], object, MessageId]:
         """Say that everything was read."""
         self._check(pending, what)
-        tag = pending.post[0] + TAKEN
+        tag = pending.post[0] + ACK_TAG
         self.counts[tag] = self.counts.get(tag, 0) + 1
         try:
             works = [self._wires.send([_NO_BYTES], target, tag) for target in self._near_targets]
@@ -429,28 +429,30 @@ class Exchange(Grouped):
             (tag, 0, 0, 0),
         )  # number 0: nobody lacks it, as it was asked for before this rank was told
 
-    def _end_reading(self, pending: Pending, what: str) -> None:
+    def _end_reading(self, pending: Handle, what: str) -> None:
         if pending.notes:
             self._reads.append(self._ack(pending, what))
             self._reads.append((pending.acks, pending.keep, self._post_of_acks(pending.post[0])))
             self._names[pending.post[0]] = what
             self._open.pop(pending.post[0], None)
 
-    def _post_of_acks(self, tag: int) -> Post:
-        tag += TAKEN
+    def _post_of_acks(self, tag: int) -> MessageId:
+        tag += ACK_TAG
         number = self._asked[tag] = self._asked.get(tag, 0) + 1
         return tag, number, 0, len(self._near_sources)
 
-    def _wait_for_all(self, sent: list[tuple[list[dist.Work], object, Post]], what: str) -> None:
+    def _wait_for_all(
+        self, sent: list[tuple[list[dist.Work], object, MessageId]], what: str
+    ) -> None:
         for works, _, post in sent:
             self._wait(works, post, what)
         sent.clear()
 
     def _find_near(self) -> None:
         """Collective. Both of a pair must be able to read the other one's memory."""
-        card = torch.frombuffer(bytearray(shared_memory.card()), dtype=torch.uint8)
+        card = torch.frombuffer(bytearray(shared_memory.identity()), dtype=torch.uint8)
         cards = self._swap(dict.fromkeys([source for source, _ in self._peers], card), _CARDS)
-        near = {peer: shared_memory.meet(bytes(its.tolist())) for peer, its in cards.items()}
+        near = {peer: shared_memory.attach_peer(bytes(its.tolist())) for peer, its in cards.items()}
         verdicts = self._swap(
             {
                 peer: torch.tensor([it is not None], dtype=torch.uint8, device="cpu")
@@ -540,7 +542,7 @@ class Exchange(Grouped):
                 receives.append(wires.recv([notes.get(source, incoming[source])], source, tag))
             if near and acked:  # asked for before they can be given
                 acks += [
-                    wires.recv([_NO_BYTES], source, tag + TAKEN) for source in self._near_sources
+                    wires.recv([_NO_BYTES], source, tag + ACK_TAG) for source in self._near_sources
                 ]
             for _, target in self._peers:
                 message = outgoing[target]
@@ -560,11 +562,11 @@ class Exchange(Grouped):
             self._fail(what, error)
         return receives, sends, notes, acks, number
 
-    def _opened(self, pending: Pending) -> Pending:
+    def _opened(self, pending: Handle) -> Handle:
         self._open[pending.post[0]] = pending
         return pending
 
-    def _end(self, pending: Pending, what: str) -> bool:
+    def _end(self, pending: Handle, what: str) -> bool:
         """Wait for it. False if it had ended before."""
         if pending.ended:
             return False
@@ -579,7 +581,7 @@ class Exchange(Grouped):
             )  # what is still to be read stays: others wait for it
         return True
 
-    def _wait(self, works: list[dist.Work], post: Post, what: str, first: int = 0) -> None:
+    def _wait(self, works: list[dist.Work], post: MessageId, what: str, first: int = 0) -> None:
         """first: the index of the first work, where there were others before."""
         waiting, timeout = None, self.timeout
         try:
@@ -591,10 +593,10 @@ class Exchange(Grouped):
         finally:
             self.waiting = None
 
-    def _name(self, post: Post, what: str) -> str:
+    def _name(self, post: MessageId, what: str) -> str:
         """What a wait is for: what is drained was gathered under a name of its own."""
         tag, _, _, num_receives = post
-        return what if num_receives and tag < TAKEN else self._names.get(tag % TAKEN, what)
+        return what if num_receives and tag < ACK_TAG else self._names.get(tag % ACK_TAG, what)
 
     def _run(self, what: str, collective: Callable[[Collectives], None]) -> None:
         number = self._begin(deadlock.TOGETHER)
@@ -731,14 +733,14 @@ class Exchange(Grouped):
             peers = tuple(r for r in self.members if r != rank)
             text = f"rank {rank} waits in {what} for ranks {list(peers)}"
         else:
-            if tag >= TAKEN:
+            if tag >= ACK_TAG:
                 peer = (
                     self._near_targets[index - num_receives] if sends else self._near_sources[index]
                 )
             else:
                 peer = self._peers[index - num_receives][1] if sends else self._peers[index][0]
             peers = (self.members[peer],)
-            takes = sends or TAKEN <= tag < _SENT
+            takes = sends or ACK_TAG <= tag < _SENT
             text = f"rank {rank} waits for " + (
                 f"rank {peers[0]} to take {what}" if takes else f"{what} from rank {peers[0]}"
             )
@@ -752,7 +754,7 @@ class Exchange(Grouped):
             _torch_private.break_connections(self._wires, self._peers[0][0])
 
     def fail(self, report: deadlock.Report) -> None:
-        shared_memory.renounce()  # first: who still reads what is given up here must see it
+        shared_memory.bump_epoch()  # first: who still reads what is given up here must see it
         self._failure = self._failure or f"another communication of this process failed: {report}"
         self.end_wait()
         self.close()
@@ -768,7 +770,7 @@ class Exchange(Grouped):
         self._near = {}
 
 
-_lines: weakref.WeakSet[Exchange] = weakref.WeakSet()
+_lines: weakref.WeakSet[GlooTransport] = weakref.WeakSet()
 
 
 def _note(place: shared_memory.Location, message: torch.Tensor) -> torch.Tensor:

@@ -24,13 +24,13 @@ from .mesh import Axis, is_in_python
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 __all__ = [
-    "AnyRanks",
+    "TransportBase",
     "Collectives",
     "Communicator",
-    "Grouped",
+    "ProcessGroupTransport",
     "Kind",
-    "Pending",
-    "Post",
+    "Handle",
+    "MessageId",
     "PublicCollectives",
     "Traffic",
     "all_gather",
@@ -76,12 +76,12 @@ class Traffic:
 
 
 _NOTHING: Mapping[int, torch.Tensor] = types.MappingProxyType({})
-Post = tuple[
+MessageId = tuple[
     int, int, int, int
 ]  # tag, number of its use, nbytes of a message, num_receives (works: receives come before sends)
 
 
-class Pending:
+class Handle:
     """Something on its way: the works to wait for, and the tensors that must stay until then."""
 
     __slots__ = ("acks", "divisor", "ended", "keep", "notes", "parts", "post", "works")
@@ -91,7 +91,7 @@ class Pending:
         works: list[dist.Work],
         parts: Sequence[torch.Tensor] = (),
         keep: typing.Any = None,
-        post: Post = (0, 0, 0, 0),
+        post: MessageId = (0, 0, 0, 0),
         notes: Mapping[int, torch.Tensor] = _NOTHING,
         acks: Sequence[dist.Work] = (),
     ) -> None:
@@ -131,17 +131,17 @@ class Communicator(typing.Protocol):
 
     def begin_gather(
         self, own: torch.Tensor, full: torch.Tensor, segments: Sequence[torch.Tensor], tag: int
-    ) -> Pending:
+    ) -> Handle:
         """Send ``own`` [S], in the dtype of ``full``, to all; ``full`` [ranks * S], in
         ``segments``, receives.
 
         own: of any dtype and device. It stays unchanged until ``drain``.
         """
 
-    def end_gather(self, pending: Pending, what: str) -> None:
+    def end_gather(self, pending: Handle, what: str) -> None:
         """``full`` is readable afterwards (on a stream device: by what is enqueued afterwards)."""
 
-    def left(self, tag: int) -> Pending | None:
+    def left(self, tag: int) -> Handle | None:
         """Return the gather with this tag that has not ended, if what it receives into must
         stay."""
 
@@ -151,12 +151,12 @@ class Communicator(typing.Protocol):
 
     def begin_reduce(
         self, buffer: torch.Tensor, segments: Sequence[torch.Tensor], tag: int
-    ) -> Pending:
+    ) -> Handle:
         """Send segment r of ``buffer`` [ranks * S] to rank r."""
 
     def end_reduce(
         self,
-        pending: Pending,
+        pending: Handle,
         own: torch.Tensor,
         dtype: torch.dtype,
         what: str,
@@ -169,22 +169,24 @@ class Communicator(typing.Protocol):
         is begun keeps what it sends.
         """
 
-    def begin_total(
+    def begin_all_reduce(
         self, total: torch.Tensor, tag: int, divisor: torch.Tensor | None = None
-    ) -> Pending:
+    ) -> Handle:
         """Begin to add ``total`` up over the ranks, and to divide it, in place: every rank ends
         with the same bits."""
 
-    def continue_total(self, pending: Pending, total: torch.Tensor, tag: int, what: str) -> Pending:
+    def continue_all_reduce(
+        self, pending: Handle, total: torch.Tensor, tag: int, what: str
+    ) -> Handle:
         """The second of three steps. All groups take it before any takes the third."""
 
-    def end_total(self, pending: Pending, total: torch.Tensor, what: str) -> None:
+    def end_all_reduce(self, pending: Handle, total: torch.Tensor, what: str) -> None:
         """``total`` is readable afterwards. It may be written to after ``settle``."""
 
-    def settle(self, what: str) -> None:
+    def wait_readers(self, what: str) -> None:
         """Wait until the peers have read what was reduced, of all that has ended on this rank."""
 
-    def drain(self, what: str) -> None:
+    def flush_sends(self, what: str) -> None:
         """Wait until the peers have taken everything that this rank has sent."""
 
     def any_of(self, flags: torch.Tensor) -> torch.Tensor:
@@ -207,7 +209,7 @@ class Communicator(typing.Protocol):
         tensors of size."""
 
 
-class AnyRanks:
+class TransportBase:
     """An axis in numbers. It does not hold the axis's process group: the cache of communicators
     hangs on that one's life."""
 
@@ -226,14 +228,14 @@ class AnyRanks:
     def has_failed(self) -> bool:
         return False
 
-    def left(self, tag: int) -> Pending | None:
+    def left(self, tag: int) -> Handle | None:
         return None
 
     def require_working(self) -> None:
         pass
 
 
-class Grouped(AnyRanks):
+class ProcessGroupTransport(TransportBase):
     """What both real transports share: the small synchronous collectives, over what each of them
     communicates with."""
 

@@ -23,7 +23,7 @@ import torch
 
 from .processes import stat_of
 
-__all__ = ["Pulse", "follow", "place", "place_of"]
+__all__ = ["Progress", "follow", "place", "place_of"]
 
 BUSY = 0.05  # of one processor
 BUSY_NBYTES = 1 << 16  # read or written per second; looking into /proc takes a few thousand
@@ -88,7 +88,7 @@ def place() -> str:
     return place_of(_frame())
 
 
-class Pulse:
+class Progress:
     """Whether this process makes progress between two looks."""
 
     def __init__(self) -> None:

@@ -51,17 +51,17 @@ if sys.platform != "win32":
 
 __all__ = [
     "CARD_NBYTES",
-    "MIN_NBYTES",
     "Location",
+    "MIN_NBYTES",
     "Neighbour",
-    "card",
+    "attach_peer",
+    "bump_epoch",
     "copy_of",
     "empty",
     "forget_old_files",
     "has_old_files",
+    "identity",
     "locate",
-    "meet",
-    "renounce",
     "zeros",
 ]
 
@@ -523,7 +523,7 @@ def now() -> int:
     return _arena.epoch[0]
 
 
-def renounce() -> None:
+def bump_epoch() -> None:
     """From now on blocks are no longer what this process has said of them. Who reads one looks at
     the epoch afterwards."""
     _arena.epoch[0] += 1
@@ -544,7 +544,7 @@ def forget_old_files() -> None:
 # -- other processes'
 
 
-def card() -> bytes:
+def identity() -> bytes:
     """What another process needs to find this one's memory. CARD_NBYTES."""
     if not can_share() or _arena.control is None:
         return _NO_CARD
@@ -625,10 +625,10 @@ class _Mapped:
 _neighbours: weakref.WeakValueDictionary[bytes, Neighbour] = weakref.WeakValueDictionary()
 
 
-def meet(its_card: bytes) -> Neighbour | None:
+def attach_peer(its_card: bytes) -> Neighbour | None:
     """Return the process of a card as one whose memory can be read from here, or None where it
     cannot."""
-    own = card()
+    own = identity()
     if _NO_CARD in (its_card, own) or own[:24] != its_card[:24]:
         return None
     found = _neighbours.get(its_card)

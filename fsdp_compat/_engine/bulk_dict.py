@@ -8,21 +8,21 @@ import operator
 from collections.abc import Callable, Iterable
 from typing import Any
 
-__all__ = ["Entries", "Entry", "exchange_of", "exhaust"]
+__all__ = ["BulkDict", "DictEntry", "swap_of", "exhaust"]
 
-Entry = tuple[dict[str, Any], str, Any]  # dictionary, key, value
+DictEntry = tuple[dict[str, Any], str, Any]  # dictionary, key, value
 
 # exhaust(iterator): go through it and keep nothing.
 exhaust = collections.deque[Any](maxlen=0).extend
 _value_of: Any = dict.get
 
 
-class Entries:
+class BulkDict:
     """Places in dictionaries, and what belongs there; None belongs where nothing is."""
 
     __slots__ = ("_dicts", "_keys", "_values")
 
-    def __init__(self, entries: Iterable[Entry]) -> None:
+    def __init__(self, entries: Iterable[DictEntry]) -> None:
         items = list(entries)
         self._dicts, self._keys, self._values = (
             [d for d, _, _ in items],
@@ -55,7 +55,7 @@ class Entries:
                 del entries[key]
 
 
-def exchange_of(present: Entries, old: Entries, new: Entries) -> Callable[[], bool]:
+def swap_of(present: BulkDict, old: BulkDict, new: BulkDict) -> Callable[[], bool]:
     """Return a function which, if everything in ``present`` stands, puts ``new`` in the place of
     ``old``, a part of it.
 

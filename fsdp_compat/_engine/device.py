@@ -14,7 +14,7 @@ import typing
 
 import torch
 
-__all__ = ["ON_DEVICE", "ComputeStreams", "Home", "compute_streams", "home_of"]
+__all__ = ["ON_DEVICE", "ComputeStreams", "OffloadPolicy", "compute_streams", "offload_policy"]
 
 
 class ComputeStreams(typing.Protocol):
@@ -57,40 +57,42 @@ def compute_streams(device: torch.device) -> ComputeStreams:
     return _NoStreams() if device.type in ("cpu", "meta") else _CurrentStream(device)
 
 
-class Home(typing.Protocol):
+class OffloadPolicy(typing.Protocol):
     """Where a group's shard and its gradients live, seen from the device that computes."""
 
-    apart: bool  # elsewhere than where is computed: the shard itself can never be computed with
+    is_offloaded: (
+        bool  # elsewhere than where is computed: the shard itself can never be computed with
+    )
 
-    def bring(self, own: torch.Tensor) -> torch.Tensor:
+    def to_compute(self, own: torch.Tensor) -> torch.Tensor:
         """Return ``own``, from home, on the device that computes."""
 
-    def back(self, total: torch.Tensor) -> torch.Tensor:
+    def to_host(self, total: torch.Tensor) -> torch.Tensor:
         """Return ``total``, from the device that computes, at home. It may be read after
         ``settle``."""
 
     def was_read(self) -> None:
         """Something was begun that reads what lives here."""
 
-    def settle(self) -> None:
+    def wait_readers(self) -> None:
         """Wait until everything that was read, brought or sent back has arrived."""
 
 
 class _OnDevice:
     """Shards live where they are computed with."""
 
-    apart = False
+    is_offloaded = False
 
-    def bring(self, own: torch.Tensor) -> torch.Tensor:
+    def to_compute(self, own: torch.Tensor) -> torch.Tensor:
         return own
 
-    def back(self, total: torch.Tensor) -> torch.Tensor:
+    def to_host(self, total: torch.Tensor) -> torch.Tensor:
         return total
 
     def was_read(self) -> None:
         pass
 
-    def settle(self) -> None:
+    def wait_readers(self) -> None:
         pass
 
 
@@ -98,18 +100,18 @@ class _OnHost:
     """Shards, gradients and so the optimizer live on the CPU. Where the CPU computes as well, the
     same copies are made."""
 
-    apart = True
+    is_offloaded = True
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._has_streams = device, device.type not in ("cpu", "meta")
         self._last: torch.Event | None = None  # what was enqueued up to it has to arrive
 
-    def bring(self, own: torch.Tensor) -> torch.Tensor:
+    def to_compute(self, own: torch.Tensor) -> torch.Tensor:
         there = own.to(self._device, non_blocking=True, copy=True)
         self.was_read()
         return there
 
-    def back(self, total: torch.Tensor) -> torch.Tensor:
+    def to_host(self, total: torch.Tensor) -> torch.Tensor:
         home = torch.empty(
             total.shape, dtype=total.dtype, device="cpu", pin_memory=self._has_streams
         )
@@ -121,15 +123,15 @@ class _OnHost:
         if self._has_streams:
             self._last = torch.accelerator.current_stream(self._device).record_event()
 
-    def settle(self) -> None:
+    def wait_readers(self) -> None:
         if self._last is not None:  # what computes after it need not be waited for
             self._last.synchronize()
             self._last = None
 
 
-ON_DEVICE: Home = _OnDevice()
+ON_DEVICE: OffloadPolicy = _OnDevice()
 
 
-def home_of(device: torch.device, offload: bool) -> Home:
+def offload_policy(device: torch.device, offload: bool) -> OffloadPolicy:
     """Return the home of shards that are computed with on ``device``."""
     return _OnHost(device) if offload else ON_DEVICE

@@ -16,22 +16,30 @@ import torch
 from .. import _torch_private
 from .unit import Group
 
-__all__ = ["Untouched"]
+__all__ = ["ExternalChanges"]
 
 _grad, _requires_grad, _dtype = map(operator.attrgetter, ("grad", "requires_grad", "dtype"))
 _NONES = itertools.repeat(None)
 
 
-class Untouched:
+class ExternalChanges:
     """What ``note`` has found, to be compared with what is there now."""
 
     def __init__(self, groups: Iterable[Group]) -> None:
         groups = list(groups)
-        self._small_leaves = [leaf for group in groups for leaf in group.small_leaves]
-        self._targets = [target for group in groups for target, _ in group.store.targets]
-        leaves = [leaf for group in groups for leaf in group.all_leaves]
-        self._trainable = [*self._targets, *leaves]
-        self._leaf_views = [_torch_private.local_part(leaf) for leaf in leaves]
+        self._small_leaves = [
+            unsharded_param for group in groups for unsharded_param in group.small_params
+        ]
+        self._sharded_params = [
+            sharded_param for group in groups for sharded_param, _ in group.store.sharded_params
+        ]
+        unsharded_params = [
+            unsharded_param for group in groups for unsharded_param in group.all_unsharded_params
+        ]
+        self._trainable = [*self._sharded_params, *unsharded_params]
+        self._leaf_views = [
+            _torch_private.local_part(unsharded_param) for unsharded_param in unsharded_params
+        ]
         self._noted: tuple[list[object], ...] | None = None
 
     def has_gradients(self) -> bool:
@@ -45,7 +53,8 @@ class Untouched:
     def targets_stand(self) -> bool:
         """True if no target has been given other memory since ``note``."""
         return (
-            self._noted is None or list(map(torch.Tensor.data_ptr, self._targets)) == self._noted[1]
+            self._noted is None
+            or list(map(torch.Tensor.data_ptr, self._sharded_params)) == self._noted[1]
         )
 
     def note(self) -> None:
@@ -53,11 +62,11 @@ class Untouched:
         self._noted = self._found()
 
     def _found(self) -> tuple[list[object], ...]:
-        targets = self._targets
+        sharded_params = self._sharded_params
         return (
             list(map(_requires_grad, self._trainable)),
-            list(map(torch.Tensor.data_ptr, targets)),
-            list(map(torch.Tensor.numel, targets)),
-            list(map(_dtype, targets)),
+            list(map(torch.Tensor.data_ptr, sharded_params)),
+            list(map(torch.Tensor.numel, sharded_params)),
+            list(map(_dtype, sharded_params)),
             list(map(torch.Tensor.data_ptr, self._leaf_views)),
         )

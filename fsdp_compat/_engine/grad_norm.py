@@ -18,7 +18,12 @@ __all__ = ["clip_by_norm", "dtype_of_norm", "gradients_of", "norm_of", "packed"]
 def gradients_of(group: Group) -> Sequence[torch.Tensor]:
     """Return tensors that hold the gradients of all targets of a group, one if it can be."""
     return packed(
-        group, [grad for target, _ in group.store.targets if (grad := target.grad) is not None]
+        group,
+        [
+            grad
+            for sharded_param, _ in group.store.sharded_params
+            if (grad := sharded_param.grad) is not None
+        ],
     )
 
 
@@ -59,7 +64,7 @@ def norm_of(
     )  # known to all ranks, unlike what their gradients are
     split: dict[tuple[int, ...], tuple[list[Communicator], list[torch.Tensor]]] = {(): ([], whole)}
     for group, grads in sharded:
-        wires = [wire for wire in (group.shard, *group.beyond) if wire.ranks > 1]
+        wires = [wire for wire in (group.shard, *group.tensor_parallel) if wire.ranks > 1]
         split.setdefault(tuple(id(wire) for wire in wires), (wires, []))[1].extend(grads)
     parts = []
     for wires, grads in split.values():
@@ -82,7 +87,9 @@ def dtype_of_norm(
     for group, grads in sharded:
         if grads:
             dtypes.append(grads[0].dtype)
-        elif not group.num_held and any(target.requires_grad for target, _ in group.store.targets):
+        elif not group.num_held and any(
+            sharded_param.requires_grad for sharded_param, _ in group.store.sharded_params
+        ):
             dtypes.append(group.grad_dtype)
     return functools.reduce(torch.promote_types, dtypes).to_real() if dtypes else torch.float32
 

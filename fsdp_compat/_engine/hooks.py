@@ -170,7 +170,9 @@ def on_gradient_of_output(tensor: torch.Tensor, call: Call) -> None:
     tensor.register_hook(hook)
 
 
-def on_gradient_of_leaf(unit: Unit, group: Group, index: int, leaf: torch.Tensor) -> None:
+def on_gradient_of_leaf(
+    unit: Unit, group: Group, index: int, unsharded_param: torch.Tensor
+) -> None:
     """A large leaf's gradient was accumulated: it moves on at once.
 
     The group holds the leaf, and the garbage collector does not see what torch holds for a leaf:
@@ -178,14 +180,14 @@ def on_gradient_of_leaf(unit: Unit, group: Group, index: int, leaf: torch.Tensor
     """
     its_unit, its_group = weakref.ref(unit), weakref.ref(group)
 
-    def hook(leaf: torch.Tensor) -> None:
+    def hook(unsharded_param: torch.Tensor) -> None:
         unit, group = its_unit(), its_group()
         if (
             unit is not None and unit.runtime is not None and group is not None
         ):  # a graph may outlive them
-            unit.runtime.on_gradient(group, index, typing.cast(torch.nn.Parameter, leaf))
+            unit.runtime.on_gradient(group, index, typing.cast(torch.nn.Parameter, unsharded_param))
 
-    leaf.register_post_accumulate_grad_hook(hook)
+    unsharded_param.register_post_accumulate_grad_hook(hook)
 
 
 def on_end_of_backward(callback: Callable[[], None]) -> None:

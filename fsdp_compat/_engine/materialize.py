@@ -15,14 +15,14 @@ from ..errors import UsageError, explain
 
 __all__ = [
     "broadcast_states",
-    "is_unwritten",
+    "is_uninitialised",
     "materialize",
     "move_buffers",
     "own_tensors",
     "require_initial_values",
     "restore_ties",
     "ties",
-    "unwritten",
+    "uninitialised",
 ]
 
 Slot = tuple[nn.Module, str]  # a module, and the attribute of a parameter or buffer that it holds
@@ -93,7 +93,7 @@ def _addresses(modules: Iterable[nn.Module]) -> dict[Slot, int | None]:
     }
 
 
-def is_unwritten(tensor: torch.Tensor) -> bool:
+def is_uninitialised(tensor: torch.Tensor) -> bool:
     """True if a tensor holds nothing but what uninitialised memory was filled with. Empty and
     boolean ones never do."""
     tensor = _torch_private.local_part(tensor.detach()).reshape(-1)
@@ -104,14 +104,14 @@ def is_unwritten(tensor: torch.Tensor) -> bool:
     return bool((tensor == torch.iinfo(tensor.dtype).max).all())
 
 
-def unwritten(slots: set[Slot]) -> set[Slot]:
+def uninitialised(slots: set[Slot]) -> set[Slot]:
     """Return which of ``slots`` (what ``materialize`` gave memory) initialisation has left without
     values."""
     return {
         (module, name)
         for module in {module for module, _ in slots}
         for name, tensor in own_tensors(module)
-        if (module, name) in slots and is_unwritten(tensor)
+        if (module, name) in slots and is_uninitialised(tensor)
     }
 
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from .. import _torch_private
 
-__all__ = ["Member", "Place", "assign_owners", "group_members"]
+__all__ = ["OrigParam", "Place", "assign_owners", "group_members"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Place:
 
 
 @dataclasses.dataclass(frozen=True)
-class Member:
+class OrigParam:
     """An original parameter and its place. Whoever keeps one keeps the whole parameter in
     memory."""
 
@@ -52,7 +52,7 @@ def assign_owners(
     unit_modules: Collection[nn.Module],
     skip: Collection[nn.Parameter],
     closed: Collection[nn.Module],
-) -> dict[nn.Module, list[Member]]:
+) -> dict[nn.Module, list[OrigParam]]:
     """Return the members of each unit: a parameter belongs to the lowest unit that encloses all its
     uses and can be called.
 
@@ -85,7 +85,7 @@ def assign_owners(
             visit(child, chain, f"{prefix}{name}.")
 
     visit(root, (), "")
-    owned: dict[nn.Module, list[Member]] = {module: [] for module in unit_modules}
+    owned: dict[nn.Module, list[OrigParam]] = {module: [] for module in unit_modules}
     for parameter, its_chains in chains.items():
         owner = next(
             module
@@ -93,7 +93,7 @@ def assign_owners(
             if all(module in chain for chain in its_chains)
         )
         owned[owner].append(
-            Member(parameter, Place(tuple(slots[parameter]), tuple(names[parameter])))
+            OrigParam(parameter, Place(tuple(slots[parameter]), tuple(names[parameter])))
         )
     return owned
 
@@ -107,12 +107,12 @@ def _has_forward(module: nn.Module) -> bool:
 Kinds = tuple[torch.dtype, bool, tuple[object, ...]]
 
 
-def group_members(members: Iterable[Member]) -> list[tuple[Kinds, list[Member]]]:
+def group_members(members: Iterable[OrigParam]) -> list[tuple[Kinds, list[OrigParam]]]:
     """Return a unit's members by (dtype, requires_grad, how a DTensor is placed), in order of first
     appearance; trainable groups come first."""
-    kinds: dict[Kinds, list[Member]] = {}
+    kinds: dict[Kinds, list[OrigParam]] = {}
     for member in members:
         p = member.parameter
         kinds.setdefault((p.dtype, p.requires_grad, _torch_private.placement(p)), []).append(member)
-    found: Sequence[tuple[Kinds, list[Member]]] = list(kinds.items())
+    found: Sequence[tuple[Kinds, list[OrigParam]]] = list(kinds.items())
     return sorted(found, key=lambda item: not item[0][1])

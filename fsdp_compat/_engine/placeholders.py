@@ -21,13 +21,13 @@ from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..errors import StateError, explain
-from .bulk_dict import Entries, Entry
-from .store import Shown
+from .bulk_dict import BulkDict, DictEntry
+from .store import ModuleSlot
 
 if typing.TYPE_CHECKING:
     from .unit import Unit
 
-__all__ = ["AbsentParameter", "Guards", "UsedWhileSharded"]
+__all__ = ["ShardedPlaceholder", "Placeholders", "UsedWhileSharded"]
 
 _METADATA = frozenset(
     {
@@ -75,7 +75,7 @@ def _refuse(
     )
 
 
-class AbsentParameter:
+class ShardedPlaceholder:
     """Stands where a parameter is not. It knows shape and dtype of the whole parameter, and refuses
     everything else."""
 
@@ -129,7 +129,7 @@ class AbsentParameter:
             f"{self._like.dtype}>"
         )
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> AbsentParameter:
+    def __deepcopy__(self, memo: dict[int, Any]) -> ShardedPlaceholder:
         return self  # a copy of a module inside of a wrapper refuses its use as well
 
     def __reduce__(self) -> typing.NoReturn:
@@ -137,7 +137,7 @@ class AbsentParameter:
 
 
 def _operator(name: str) -> Callable[..., Any]:
-    def refuse(self: AbsentParameter, *args: Any) -> Any:
+    def refuse(self: ShardedPlaceholder, *args: Any) -> Any:
         self._used(f"{name} of it")
 
     return refuse
@@ -164,11 +164,11 @@ for _name in (
     ),
     *("ge", "gt", "le", "lt", "array", "index"),
 ):
-    setattr(AbsentParameter, f"__{_name}__", _operator(f"__{_name}__"))
+    setattr(ShardedPlaceholder, f"__{_name}__", _operator(f"__{_name}__"))
 
 
-def _first_absent(value: Any) -> AbsentParameter | None:
-    if isinstance(value, AbsentParameter):
+def _first_absent(value: Any) -> ShardedPlaceholder | None:
+    if isinstance(value, ShardedPlaceholder):
         return value
     items = (
         value.values()
@@ -220,7 +220,7 @@ class _GuardedForward:
 class _Holder(typing.NamedTuple):
     """A unit of which a module holds parts, and the attribute of one."""
 
-    guards: weakref.ref[Guards]
+    guards: weakref.ref[Placeholders]
     unit: weakref.ref[Unit]
     attribute: str
 
@@ -286,26 +286,28 @@ def _slot_of(module: nn.Module) -> _ForwardSlot:
     return slot
 
 
-class Guards:
+class Placeholders:
     """All placeholders of one unit. ``arm`` puts them up when the unit goes sharded, ``disarm``
     takes them away."""
 
-    def __init__(self, unit: Unit, full: Sequence[Shown], sharded: Sequence[Shown]) -> None:
+    def __init__(
+        self, unit: Unit, full: Sequence[ModuleSlot], sharded: Sequence[ModuleSlot]
+    ) -> None:
         """full, sharded: what is shown in the two forms, slot by slot."""
         self.always: list[
-            Entry
+            DictEntry
         ] = []  # placeholders that stand for what is not there while the unit is sharded
-        in_forward: list[Entry] = []
+        in_forward: list[DictEntry] = []
         self.armed = False
         self._forwards: dict[nn.Module, _ForwardSlot] = {}
-        self._plain: Entries | None = (
+        self._plain: BulkDict | None = (
             None  # what `arm` puts and `disarm` takes where all slots are plain
         )
         for slot, instead in zip(full, sharded, strict=True):
-            module, attribute, leaf = slot
-            if leaf is None:
+            module, attribute, unsharded_param = slot
+            if unsharded_param is None:
                 continue
-            placeholder = AbsentParameter(unit, module, attribute, leaf)
+            placeholder = ShardedPlaceholder(unit, module, attribute, unsharded_param)
             if instead.parameter is None:
                 self.always.append((module.__dict__, attribute, placeholder))
                 continue
@@ -317,8 +319,8 @@ class Guards:
             in_forward
         )  # modules hold parts of parameters while the unit is sharded
         self._always, self._in_forward, self._reads_armed = (
-            Entries(self.always),
-            Entries(in_forward),
+            BulkDict(self.always),
+            BulkDict(in_forward),
             False,
         )
         for guards in {
@@ -331,7 +333,7 @@ class Guards:
         """Somebody else holds parts of a module as well, or a guard hides another forward."""
         slots = self._forwards.values()
         self._plain = (
-            Entries((slot.attributes, "forward", slot.guard) for slot in slots)
+            BulkDict((slot.attributes, "forward", slot.guard) for slot in slots)
             if all(s.is_plain for s in slots)
             else None
         )

@@ -20,17 +20,17 @@ from .. import _torch_private
 from .._comm import shared_memory
 from .._comm.communicator import Communicator
 from .._comm.segments import Segments
-from .device import ON_DEVICE, Home
+from .device import ON_DEVICE, OffloadPolicy
 from .storage import Storage
 from .store import ParamStore
 
 __all__ = [
-    "Collected",
+    "GradBuffer",
     "CommHook",
-    "HandedGradients",
+    "DirectGradBuffer",
     "ReduceBuffer",
     "Reduction",
-    "Wire",
+    "ReducePlan",
     "predivisor",
 ]
 
@@ -54,7 +54,7 @@ def predivisor(ranks: int, dtype: torch.dtype) -> float:
 
 
 @dataclasses.dataclass(frozen=True)
-class Wire:
+class ReducePlan:
     """How a group's gradients travel: along the shard axis, then along the replica axis, under one
     tag each; then home."""
 
@@ -62,7 +62,7 @@ class Wire:
     replica: Communicator
     shard_tag: int
     replica_tag: int
-    home: Home = ON_DEVICE
+    home: OffloadPolicy = ON_DEVICE
     predivisor: float = 1.0  # what gradients were divided by before
     hook: CommHook | None = (
         None  # instead of the shard axis's sum (with `one_group` instead of the replica axis's)
@@ -96,7 +96,7 @@ class Wire:
         return axis.shares(-(-numel // axis.ranks), dtype)
 
 
-class Collected(typing.Protocol):
+class GradBuffer(typing.Protocol):
     """What has been collected of one group's gradients."""
 
     @property
@@ -107,13 +107,13 @@ class Collected(typing.Protocol):
         """Take the gradients of some leaves over: assigned where a leaf is not filled, else added.
         An index may come twice."""
 
-    def drop(self, leaves: Iterable[int]) -> None:
+    def drop(self, unsharded_params: Iterable[int]) -> None:
         """Forget the gradients of some leaves."""
 
     def discard(self) -> None:
         """Forget everything and free the memory."""
 
-    def reduce(self, wire: Wire, what: str) -> Iterator[list[torch.Tensor] | None]:
+    def reduce(self, wire: ReducePlan, what: str) -> Iterator[list[torch.Tensor] | None]:
         """Send what is there, zeros where there is nothing. A generator of stages: each may wait
         for the one before; the last yields the gradient of every target.
 
@@ -151,7 +151,7 @@ class ReduceBuffer:
         dtype: torch.dtype,
         device: torch.device,
         predivisor: float = 1.0,
-        wire: Wire | None = None,
+        wire: ReducePlan | None = None,
     ) -> None:
         """predivisor: what gradients are divided by on their way in. wire: that they will take, if
         it may be asked for its way."""
@@ -186,7 +186,7 @@ class ReduceBuffer:
         if wire is None or not wire.reads_in_place or not wire.shares(buffer.numel(), buffer.dtype):
             self._storage.allocate()
             return
-        wire.shard.settle(
+        wire.shard.wait_readers(
             "gradients that this rank has sent"
         )  # so that their blocks can be had again
         self._block = shared_memory.empty(buffer.numel(), buffer.dtype)
@@ -239,8 +239,8 @@ class ReduceBuffer:
                 self.filled.add(index)
         return first, values
 
-    def drop(self, leaves: Iterable[int]) -> None:
-        self.filled.difference_update(leaves)
+    def drop(self, unsharded_params: Iterable[int]) -> None:
+        self.filled.difference_update(unsharded_params)
         if not self.filled:
             self._free()
 
@@ -248,7 +248,7 @@ class ReduceBuffer:
         self.filled.clear()
         self._free()
 
-    def reduce(self, wire: Wire, what: str) -> Iterator[list[torch.Tensor] | None]:
+    def reduce(self, wire: ReducePlan, what: str) -> Iterator[list[torch.Tensor] | None]:
         filled = self.filled
         if not filled:
             self._allocate()
@@ -291,16 +291,18 @@ class ReduceBuffer:
             # A piece is divided while it is at hand, unless that would round it before it is wide
             # again.
             now = divisor if wire.is_exact or total.dtype == self._sum_dtype else None
-            pending = wire.replica.begin_total(total, wire.replica_tag, now)
+            pending = wire.replica.begin_all_reduce(total, wire.replica_tag, now)
             yield None
-            pending = wire.replica.continue_total(pending, total, wire.replica_tag, what)
+            pending = wire.replica.continue_all_reduce(pending, total, wire.replica_tag, what)
             yield None
-            wire.replica.end_total(pending, total, what)
+            wire.replica.end_all_reduce(pending, total, what)
             divisor = divisor if now is None else None
         if divisor is not None:
             total = total.to(self._sum_dtype).div_(divisor)
         dtype = wire.grad_dtype or self._store.dtype
-        yield self._store.grads(wire.home.back(total if total.dtype is dtype else total.to(dtype)))
+        yield self._store.grads(
+            wire.home.to_host(total if total.dtype is dtype else total.to(dtype))
+        )
 
     def _by_hook(self, hook: CommHook, ranks: int) -> torch.Tensor:
         """Let the user's hook sum and divide; return [S] in the dtype of sums. It may give what it
@@ -314,12 +316,12 @@ class ReduceBuffer:
         return output.to(self._sum_dtype)
 
 
-class HandedGradients:
+class DirectGradBuffer:
     """For one rank, and leaves that are shaped as their targets: gradients are handed over as they
     are, without a buffer."""
 
     def __init__(self, store: ParamStore) -> None:
-        self._targets, self._grads = store.targets, dict[int, torch.Tensor]()
+        self._sharded_params, self._grads = store.sharded_params, dict[int, torch.Tensor]()
         self.filled = self._grads.keys()
 
     @property
@@ -333,21 +335,21 @@ class HandedGradients:
             else:
                 self._grads[index] = grad
 
-    def drop(self, leaves: Iterable[int]) -> None:
-        for index in leaves:
+    def drop(self, unsharded_params: Iterable[int]) -> None:
+        for index in unsharded_params:
             self._grads.pop(index, None)
 
     def discard(self) -> None:
         self._grads.clear()
 
-    def reduce(self, wire: Wire, what: str) -> Iterator[list[torch.Tensor] | None]:
+    def reduce(self, wire: ReducePlan, what: str) -> Iterator[list[torch.Tensor] | None]:
         grads = dict(self._grads)
         self._grads.clear()
         yield [
-            grads[target.leaves[0]]
-            if target.leaves[0] in grads
-            else torch.zeros_like(target.parameter)
-            for target in self._targets
+            grads[sharded_param.unsharded_params[0]]
+            if sharded_param.unsharded_params[0] in grads
+            else torch.zeros_like(sharded_param.parameter)
+            for sharded_param in self._sharded_params
         ]
 
 

@@ -56,7 +56,7 @@ from .._comm.communicator import Communicator
 from ..errors import StateError, explain
 from .unit import Group
 
-__all__ = ["expect", "is_on", "meet", "together"]
+__all__ = ["is_on", "nested", "register", "require_all_ranks"]
 
 ASK_S = 1.0  # at most, between two questions to a missing rank
 _NUM_ASKED = 64  # at most, of those who are missing
@@ -83,7 +83,7 @@ _NOT_PROCESSES = (
 class _Inquiry:
     """What a rank that waits at a meeting knows about those who are missing."""
 
-    def __init__(self, board: deadlock.Board, line: str) -> None:
+    def __init__(self, board: deadlock.StatusStore, line: str) -> None:
         """line: the communication that the meeting is for."""
         self._board, self._line = board, line
         self._heard: dict[
@@ -192,7 +192,7 @@ class _RollCall:
         started = asked_at = time.monotonic()
         num_here = total & ((1 << _COUNT_BITS) - 1)
         inquiry, ask_s = (
-            _Inquiry(deadlock.Board(self._store), line),
+            _Inquiry(deadlock.StatusStore(self._store), line),
             min(ASK_S, deadlock.idle_limit_s() / 5),
         )
         if num_here > 1:  # somebody asks already, and may die while it waits
@@ -367,7 +367,7 @@ def _wires(groups: Iterable[Group], copies: bool) -> Iterator[tuple[Communicator
     """Yield what sends for ``groups``, each once, with the first group that it sends for."""
     seen: set[int] = set()
     for group in groups:
-        for wire in (group.shard, *group.beyond, *([group.replica] if copies else [])):
+        for wire in (group.shard, *group.tensor_parallel, *([group.replica] if copies else [])):
             if wire.ranks > 1 and id(wire) not in seen:
                 seen.add(id(wire))
                 yield wire, group
@@ -381,7 +381,7 @@ def _number(group: Group, roll_call: _RollCall) -> int:
     return its[roll_call.name]
 
 
-def expect(groups: Iterable[Group]) -> None:
+def register(groups: Iterable[Group]) -> None:
     """Number groups, and let this process answer those who will wait for it. All ranks of the
     groups, in the same order."""
     if is_on():
@@ -394,7 +394,7 @@ def expect(groups: Iterable[Group]) -> None:
                     _number(group, roll_call)
 
 
-def meet(call: str, groups: Iterable[Group], *, copies: bool = False) -> None:
+def require_all_ranks(call: str, groups: Iterable[Group], *, copies: bool = False) -> None:
     """Return when all ranks that ``groups`` are spread over have come to the same call; see above.
     Collective.
 
@@ -420,9 +420,9 @@ def meet(call: str, groups: Iterable[Group], *, copies: bool = False) -> None:
 
 
 @contextlib.contextmanager
-def together(call: str, groups: Iterable[Group], *, copies: bool = False) -> Iterator[None]:
+def nested(call: str, groups: Iterable[Group], *, copies: bool = False) -> Iterator[None]:
     """Meet; what is called inside does not meet again. Collective."""
-    meet(call, groups, copies=copies)
+    require_all_ranks(call, groups, copies=copies)
     _depth.value += 1
     try:
         yield

@@ -29,8 +29,8 @@ from ..errors import AssertedStateError, StateError, UsageError, explain
 from . import hooks
 from .device import compute_streams
 from .dtypes import cast_floats, move_to, tensors_in
-from .external_changes import Untouched
-from .materialize import is_unwritten
+from .external_changes import ExternalChanges
+from .materialize import is_uninitialised
 from .reduce import CommHook
 from .schedule import Order, Prefetch
 from .unit import Call, Group, Residency, Unit, Zeroed
@@ -44,8 +44,8 @@ class RuntimeOptions:
 
     forward_prefetch: bool
     backward_prefetch: Prefetch
-    uneven: bool  # ranks may use different units
-    reductions_in_flight: int = (
+    allow_unused_units: bool  # ranks may use different units
+    max_inflight_reductions: int = (
         0  # units whose gradients may still travel when those of a further one begin to collect
     )
 
@@ -80,7 +80,7 @@ class Runtime:
         # No parameter or buffer is without a value: looked at before the first forward. A
         # simulation on meta has none at all.
         self._has_values = root.options.device.type == "meta"
-        self._serving: list[
+        self._units_in_rounds: list[
             Unit
         ] = []  # the units of a method that runs, whose ranks may make different numbers of calls
         for unit, name in zip(self.units, names, strict=True):
@@ -115,10 +115,10 @@ class Runtime:
         self.groups = [group for unit in self.units for group in unit.groups]
         for unit in self.units:
             for group in unit.groups:
-                group.make_room = self._make_room
+                group.limit_in_flight = self._limit_in_flight
                 group.call_it(unit.label)
         self._units_with_parts = [unit for unit in self.units if unit.has_parts]
-        self._untouched = Untouched(self.groups)
+        self._external_changes = ExternalChanges(self.groups)
         self._wires: list[Communicator] = list(
             {
                 id(wire): wire
@@ -128,7 +128,9 @@ class Runtime:
             }.values()
         )
         self._homes = list(
-            {id(group.home): group.home for group in self.groups if group.home.apart}.values()
+            {
+                id(group.home): group.home for group in self.groups if group.home.is_offloaded
+            }.values()
         )
 
     # -- forward
@@ -181,7 +183,7 @@ class Runtime:
         function: Callable[..., Any],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        serving: bool,
+        ranks_in_rounds: bool,
     ) -> Any:
         """Run another entry point than forward in the same way. Collective.
 
@@ -189,7 +191,7 @@ class Runtime:
         are gathered in rounds, all of them once in one fixed order, and a rank that is done takes
         part in the rounds of the others. One small reduction per round.
         """
-        if not serving or self._stack or _torch_private.in_graph_task():
+        if not ranks_in_rounds or self._stack or _torch_private.in_graph_task():
             return self.run(unit, function, args, kwargs)
 
         def until_all_are_done(*args: Any, **kwargs: Any) -> Any:
@@ -199,14 +201,14 @@ class Runtime:
                 self._issue_rest(self._forward_order)
                 while self._next_round(running=False):
                     self._issue_rest(self._forward_order)
-                self._serving = []
+                self._units_in_rounds = []
 
         inside = set(unit.module.modules())
-        self._serving = [other for other in self.units if other.module in inside]
+        self._units_in_rounds = [other for other in self.units if other.module in inside]
         try:
             return self.run(unit, until_all_are_done, args, kwargs)
         finally:
-            self._serving = []
+            self._units_in_rounds = []
 
     def _next_round(self, running: bool) -> bool:
         """Every unit was gathered once. Return True, and begin another round, if some rank still
@@ -218,13 +220,13 @@ class Runtime:
         again = bool(flag)
         if again:
             self._forward_order.restart(
-                [unit for unit in self._serving if unit is not self._stack[0].unit]
+                [unit for unit in self._units_in_rounds if unit is not self._stack[0].unit]
             )
         return again
 
     @property
     def _uneven(self) -> bool:
-        return self.options.uneven or bool(self._serving)
+        return self.options.allow_unused_units or bool(self._units_in_rounds)
 
     def call(self, unit: Unit) -> Call:
         """Return a forward call that begins now."""
@@ -271,27 +273,27 @@ class Runtime:
             unit.running = 0
             if unit.residency is not Residency.SHARDED or unit.shown_full:
                 unit.free()
-        if not self._untouched.stands():
+        if not self._external_changes.stands():
             self._look_at_units()
-            self._untouched.note()
+            self._external_changes.note()
             self.has_run = True
         if not self._has_values:
             self._require_values()
         for unit in self._units_with_parts:
             unit.hide_parts()
-        self._forward_order.restart(self._serving or self.units)
+        self._forward_order.restart(self._units_in_rounds or self.units)
 
     def _look_at_units(self) -> None:
         """Follow what somebody has changed between steps, or refuse it."""
         for unit in self.units:
-            for group in () if unit.lent else unit.groups:
+            for group in () if unit.summoned else unit.groups:
                 stray = group.stray_gradient()
                 if stray is not None:
                     self._refuse_stray(unit, group, stray)
                 group.store.check(group.name)
-                group.require_leaves()
-                for index, leaf in group.follow_requires_grad():
-                    hooks.on_gradient_of_leaf(unit, group, index, leaf)
+                group.require_unsharded_params()
+                for index, unsharded_param in group.follow_requires_grad():
+                    hooks.on_gradient_of_leaf(unit, group, index, unsharded_param)
 
     def _require_values(self) -> None:
         """Raise UsageError, on all ranks, if a tensor that came from the meta device has been given
@@ -301,10 +303,10 @@ class Runtime:
         """
         left, names = [], []
         for unit in self.units:
-            for name, read in unit.unwritten:
+            for name, read in unit.uninitialised:
                 names.append(f"{name!r} of {unit.label}")
                 value = read()
-                if value is not None and is_unwritten(value):
+                if value is not None and is_uninitialised(value):
                     left.append(names[-1])
         flag = torch.tensor([bool(left)], dtype=torch.uint8, device=self.root.options.device)
         for wire in self._wires:
@@ -327,7 +329,7 @@ class Runtime:
             )
         self._has_values = True
         for unit in self.units:
-            unit.unwritten = []
+            unit.uninitialised = []
 
     def _use(self, unit: Unit, form: int, order: Order, backward: bool) -> None:
         """Make ``unit`` full and shown.
@@ -338,9 +340,13 @@ class Runtime:
         """
         if self._joins:
             self._streams.join()
-        uneven = self.options.uneven or bool(self._serving)
-        if uneven:
-            if self._serving and unit.residency is Residency.SHARDED and unit not in order.to_issue:
+        allow_unused_units = self.options.allow_unused_units or bool(self._units_in_rounds)
+        if allow_unused_units:
+            if (
+                self._units_in_rounds
+                and unit.residency is Residency.SHARDED
+                and unit not in order.to_issue
+            ):
                 self._issue_rest(order)
                 self._next_round(running=True)
             while unit in order.to_issue:
@@ -350,7 +356,7 @@ class Runtime:
         following = order.advance(unit)
         if (
             following is not None
-            and not uneven
+            and not allow_unused_units
             and (self._prefetches_backward if backward else self.options.forward_prefetch)
         ):
             following.gather(0 if following.has_one_form else following.wanted_form())
@@ -411,16 +417,16 @@ class Runtime:
 
     def _end_gathers(self) -> None:
         for unit in self.units:
-            if unit.residency is Residency.GATHERING:  # gathered for others, or on a wrong guess
+            if unit.residency is Residency.UNSHARDING:  # gathered for others, or on a wrong guess
                 unit.free()
         self._drain("parameters that this rank has sent")
 
     def _gather_for_others(self, unit: Unit, keep: Unit | None = None) -> None:
         """keep: the unit that this rank is about to use."""
-        if self._serving and unit.residency is Residency.FULL:
+        if self._units_in_rounds and unit.residency is Residency.UNSHARDED:
             unit.send_again()
         unit.gather(unit.wanted_form())
-        if self._serving and unit is not keep and unit.residency is Residency.GATHERING:
+        if self._units_in_rounds and unit is not keep and unit.residency is Residency.UNSHARDING:
             unit.free()  # one at a time; should it be used after all, a further round begins
 
     def _issue_rest(self, order: Order) -> None:
@@ -429,9 +435,9 @@ class Runtime:
 
     def _drain(self, what: str) -> None:
         for wire in self._wires:
-            wire.drain(what)
+            wire.flush_sends(what)
         for home in self._homes:
-            home.settle()
+            home.wait_readers()
 
     # -- backward
 
@@ -456,12 +462,12 @@ class Runtime:
 
         Of the other units the new values count, as they are gathered again.
         """
-        follow = not self._untouched.targets_stand()
+        follow = not self._external_changes.targets_stand()
         for unit in self.units:
-            kept = unit.residency is Residency.FULL
-            for group in () if unit.lent else unit.groups:
+            kept = unit.residency is Residency.UNSHARDED
+            for group in () if unit.summoned else unit.groups:
                 if kept:
-                    group.require_leaves()
+                    group.require_unsharded_params()
                 if follow and not group.store.stands():
                     if kept:
                         raise AssertedStateError(
@@ -484,7 +490,7 @@ class Runtime:
             self._pre_backward(call, unit)
 
     def _pre_backward(self, call: Call, unit: Unit) -> None:
-        if call.lent or unit.lent:
+        if call.summoned or unit.summoned:
             self._refuse_lent(unit)
         backward = self._backward() or self._current_backward()
         if call.seen_by == backward.serial:  # several outputs, one event
@@ -494,7 +500,7 @@ class Runtime:
         if self._joins:
             self._streams.join()
         entered = backward.entered
-        if self.options.backward_prefetch is Prefetch.POST and not self.options.uneven:
+        if self.options.backward_prefetch is Prefetch.POST and not self.options.allow_unused_units:
             unit.gather(call.form)
         for other in tuple(entered):
             calls = other.calls
@@ -510,13 +516,13 @@ class Runtime:
         unit.calls.append(call)
         self._use(unit, call.form, self._backward_order, backward=True)
 
-    def on_gradient(self, group: Group, index: int, leaf: torch.nn.Parameter) -> None:
+    def on_gradient(self, group: Group, index: int, unsharded_param: torch.nn.Parameter) -> None:
         """A large leaf's gradient was accumulated."""
         with self._lock or _UNLOCKED:
             if self._joins:
                 self._streams.join()
             self._current_backward()
-            group.take(index, leaf)
+            group.take(index, unsharded_param)
 
     def _leave(self, unit: Unit, backward: Backward) -> None:
         """Start the reduction and free. A gradient that comes later starts a further reduction,
@@ -533,7 +539,11 @@ class Runtime:
             group.collect()
             # A user's hook communicates by itself: with uneven use the ranks meet in it at the end
             # of backward only.
-            if self.sync and group.filled and (group.hook is None or not self.options.uneven):
+            if (
+                self.sync
+                and group.filled
+                and (group.hook is None or not self.options.allow_unused_units)
+            ):
                 found.append(group)
         if found:
             self._reduce(found, backward)
@@ -541,16 +551,19 @@ class Runtime:
     def _reduce(self, groups: list[Group], backward: Backward) -> None:
         """Start the reductions of a unit."""
         backward.reduced.update(groups)
-        if len(self._reductions) > self.options.reductions_in_flight:
-            self._make_room()
+        if len(self._reductions) > self.options.max_inflight_reductions:
+            self._limit_in_flight()
         for group in groups:
             group.start_reduction()
         self._reductions.append(groups)
 
-    def _make_room(self) -> None:
+    def _limit_in_flight(self) -> None:
         """A reduce buffer is about to be filled or sent: end so many earlier reductions that no
         more than wanted are held."""
-        while len(self._reductions) > self.options.reductions_in_flight and not self.options.uneven:
+        while (
+            len(self._reductions) > self.options.max_inflight_reductions
+            and not self.options.allow_unused_units
+        ):
             for group in self._reductions.popleft():
                 group.finish_reduction()
 
@@ -558,7 +571,7 @@ class Runtime:
         """The graph task has ended: leave every unit, finish every reduction."""
         with torch.no_grad():
             self._issue_rest(self._backward_order)
-            left_some = self._untouched.has_gradients()
+            left_some = self._external_changes.has_gradients()
             for unit in reversed(self.units):  # blocks before the root, whose buffer is the largest
                 if (
                     left_some
@@ -567,7 +580,7 @@ class Runtime:
                     or any(map(_filled, unit.groups))
                 ):
                     self._leave(unit, backward)
-            if self.options.uneven and self.sync:
+            if self.options.allow_unused_units and self.sync:
                 self._reduce_what_others_reduced(backward)
             for group in self.groups:
                 if group.filled:  # no_sync
@@ -695,7 +708,7 @@ class Runtime:
         between steps counts from now on."""
         for unit in self.units if units is None else units:
             unit.require_own()
-            for group in () if unit.lent else unit.groups:
+            for group in () if unit.summoned else unit.groups:
                 group.store.check(group.name)
 
     @property
@@ -719,7 +732,7 @@ class Runtime:
     def require_parts(self, what: str) -> None:
         """Raise StateError if ``what`` is called inside of summon_full_params, or after parameters
         were replaced."""
-        if any(unit.lent for unit in self.units):
+        if any(unit.summoned for unit in self.units):
             raise StateError(
                 explain(
                     f"{what} was called inside of summon_full_params, where parameters and "
@@ -777,8 +790,8 @@ class Runtime:
                 "A gradient came past every hook, so it was never reduced over the ranks.",
                 expected="backward from the outputs of a unit's forward, or from tensors its "
                 "modules keep as attributes",
-                got=f"a gradient on parameter {index} (shape {tuple(group.leaves[index].shape)}) "
-                "left by an earlier backward",
+                got=f"a gradient on parameter {index} "
+                f"(shape {tuple(group.unsharded_params[index].shape)}) left by an earlier backward",
                 where=group.name,
                 fix="return the tensor that the loss is made of from forward, or keep it as an "
                 "attribute of a module of the unit",

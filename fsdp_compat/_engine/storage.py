@@ -64,34 +64,43 @@ class GroupMemory:
         ranks: int,
         dtype: torch.dtype,
         device: torch.device,
-        apart: bool = False,
+        is_offloaded: bool = False,
     ) -> None:
         """dtype: of what is gathered, and so of the leaves. apart: the shard lives elsewhere than
         on ``device``."""
-        self.aliased = ranks == 1 and dtype == store.dtype and not apart
+        self.aliased = ranks == 1 and dtype == store.dtype and not is_offloaded
         numel = ranks * store.numel
         self.full = (
             store.shard if self.aliased else torch.empty(numel, dtype=dtype, device=device)
         )  # [ranks * S]
         self.segments = Segments(self.full, ranks)  # [S] each
-        self.leaves = store.make_leaves(self.full)
+        self.unsharded_params = store.make_unsharded_params(self.full)
         self._buffer = Storage(self.full)
         self._own_storages: list[Storage] = []  # of leaves that do not view `full`
         self._fill: tuple[list[torch.Tensor], list[torch.Tensor]] | None = None
-        if self.leaves and not _torch_private.same_storage(self.leaves[0], self.full):
+        if self.unsharded_params and not _torch_private.same_storage(
+            self.unsharded_params[0], self.full
+        ):
             self._own_storages = list(
-                {_torch_private.storage_key(leaf): Storage(leaf) for leaf in self.leaves}.values()
+                {
+                    _torch_private.storage_key(unsharded_param): Storage(unsharded_param)
+                    for unsharded_param in self.unsharded_params
+                }.values()
             )
             # `.data`: neither a gather nor a fill may move the version counters that autograd has
             # noted.
             pieces = [
-                piece for i, leaf in enumerate(self.leaves) for piece in store.split(i, leaf.data)
+                piece
+                for i, unsharded_param in enumerate(self.unsharded_params)
+                for piece in store.split(i, unsharded_param.data)
             ]
             places = [place for of_leaf in store.places(self.full)[:-1] for place in of_leaf]
             self._fill = pieces, places
         self.has_copies = self._fill is not None  # leaves do not view the buffer: see `fill_leaves`
         self.free()
-        self._views = [_torch_private.local_part(leaf) for leaf in self.leaves]
+        self._views = [
+            _torch_private.local_part(unsharded_param) for unsharded_param in self.unsharded_params
+        ]
         self._offsets = list(
             map(torch.Tensor.data_ptr, self._views)
         )  # in an empty storage that is how far from its beginning
@@ -112,9 +121,9 @@ class GroupMemory:
         """Let strayed leaves view the buffer again; what they held is lost."""
         was_free = not self._buffer.resident_nbytes
         self._buffer.allocate()  # nothing can view memory that is not there
-        leaves = store.make_leaves(self.full)
+        unsharded_params = store.make_unsharded_params(self.full)
         for index in indices:
-            self._views[index].data = _torch_private.local_part(leaves[index]).data
+            self._views[index].data = _torch_private.local_part(unsharded_params[index]).data
         if was_free:
             self.free()
 
@@ -122,7 +131,7 @@ class GroupMemory:
         """Make room for a gather."""
         self._buffer.allocate()
 
-    def fill_leaves(self) -> None:
+    def fill_unsharded_params(self) -> None:
         """A gather has arrived: make the leaves readable. Leaves that view the buffer are so
         already."""
         if self._fill is not None:

@@ -10,18 +10,18 @@ from torch import nn
 
 from .._comm.mesh import Axis
 
-__all__ = ["Kind", "ParamStore", "Shown", "Target", "as_leaf"]
+__all__ = ["Kind", "ParamStore", "ModuleSlot", "ShardedParam", "as_unsharded_param"]
 
 
-class Target(typing.NamedTuple):
+class ShardedParam(typing.NamedTuple):
     """A parameter as the optimizer sees it, and the indices of the leaves that it holds a part
     of."""
 
     parameter: nn.Parameter
-    leaves: Sequence[int]
+    unsharded_params: Sequence[int]
 
 
-class Shown(typing.NamedTuple):
+class ModuleSlot(typing.NamedTuple):
     """What a module shows under a name; None: the attribute is absent."""
 
     module: nn.Module
@@ -43,15 +43,15 @@ class ParamStore(typing.Protocol):
     shard: torch.Tensor  # [S], what this rank holds: a gather sends it, cast where it is to
 
     @property
-    def spread(self) -> Sequence[Axis]:
+    def tensor_parallel_axes(self) -> Sequence[Axis]:
         """Further axes that every leaf is split over: tensor parallelism. A norm adds up over them
         too."""
 
     @property
-    def targets(self) -> Sequence[Target]:
+    def sharded_params(self) -> Sequence[ShardedParam]:
         """What the optimizer sees; leaves follow the requires_grad of their target."""
 
-    def make_leaves(self, full: torch.Tensor) -> list[nn.Parameter]:
+    def make_unsharded_params(self, full: torch.Tensor) -> list[nn.Parameter]:
         """Once per dtype computed in. full: [ranks * S]. The leaves either all view ``full``, or
         all have other storages, which the engine fills."""
 
@@ -74,7 +74,7 @@ class ParamStore(typing.Protocol):
     def grads(self, total: torch.Tensor) -> list[torch.Tensor]:
         """total: [S]. Return per target the view of it that can be its ``.grad``."""
 
-    def shown(self, leaves: Sequence[nn.Parameter] | None) -> list[Shown]:
+    def shown(self, unsharded_params: Sequence[nn.Parameter] | None) -> list[ModuleSlot]:
         """Return what the modules show: the leaves, or with None the sharded form. Both have the
         same slots in the same order."""
 
@@ -97,7 +97,7 @@ class Kind(typing.NamedTuple):
 PLAIN = Kind(nn.Parameter, {})
 
 
-def as_leaf(view: torch.Tensor, requires_grad: bool, kind: Kind = PLAIN) -> nn.Parameter:
+def as_unsharded_param(view: torch.Tensor, requires_grad: bool, kind: Kind = PLAIN) -> nn.Parameter:
     """Return a Parameter over a view, with a version counter of its own. It shares the attributes
     of ``kind``.
 
@@ -105,8 +105,8 @@ def as_leaf(view: torch.Tensor, requires_grad: bool, kind: Kind = PLAIN) -> nn.P
     activation then looks like one of the weights), and autocast would cache its cast across
     gathers.
     """
-    leaf = view.data.requires_grad_(requires_grad)
-    leaf.__class__ = kind.cls
+    unsharded_param = view.data.requires_grad_(requires_grad)
+    unsharded_param.__class__ = kind.cls
     if kind is not PLAIN:
-        leaf.__dict__ = kind.attributes
-    return typing.cast(nn.Parameter, leaf)
+        unsharded_param.__dict__ = kind.attributes
+    return typing.cast(nn.Parameter, unsharded_param)

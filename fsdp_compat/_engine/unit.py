@@ -16,22 +16,30 @@ import torch
 from torch import nn
 
 from .. import _torch_private
-from .._comm.communicator import Communicator, Pending, communicator
+from .._comm.communicator import Communicator, Handle, communicator
 from .._comm.mesh import Mesh
 from ..errors import AssertedStateError, StateError, explain
 from .buffers import CastBuffers
-from .bulk_dict import Entries, Entry, exchange_of, exhaust
-from .device import home_of
+from .bulk_dict import BulkDict, DictEntry, exhaust, swap_of
+from .device import offload_policy
 from .dtypes import Precision
-from .placeholders import Guards
-from .reduce import Collected, CommHook, HandedGradients, ReduceBuffer, Reduction, Wire, predivisor
+from .placeholders import Placeholders
+from .reduce import (
+    CommHook,
+    DirectGradBuffer,
+    GradBuffer,
+    ReduceBuffer,
+    ReducePlan,
+    Reduction,
+    predivisor,
+)
 from .storage import GroupMemory
-from .store import ParamStore, Shown, Target
+from .store import ModuleSlot, ParamStore, ShardedParam
 
 if typing.TYPE_CHECKING:
     from .runtime import Runtime
 
-__all__ = ["LARGE", "MARKS", "Call", "Group", "Residency", "Unit", "UnitOptions", "Unwritten"]
+__all__ = ["LARGE", "MARKS", "Call", "Group", "Residency", "Unit", "UnitOptions", "Uninitialised"]
 
 MARKS = (
     "_is_fsdp_managed_module",
@@ -46,8 +54,8 @@ class Residency(enum.Enum):
     """What memory the groups of a unit hold."""
 
     SHARDED = enum.auto()  # holds: own shard
-    GATHERING = enum.auto()  # holds: own shard + full buffer, not readable yet
-    FULL = enum.auto()  # holds: own shard + full form, readable
+    UNSHARDING = enum.auto()  # holds: own shard + full buffer, not readable yet
+    UNSHARDED = enum.auto()  # holds: own shard + full form, readable
 
     __hash__ = (
         object.__hash__
@@ -55,12 +63,12 @@ class Residency(enum.Enum):
 
 
 _MOVES: dict[Residency, tuple[Residency, ...]] = {
-    Residency.SHARDED: (Residency.GATHERING,),
-    Residency.GATHERING: (
-        Residency.FULL,
+    Residency.SHARDED: (Residency.UNSHARDING,),
+    Residency.UNSHARDING: (
+        Residency.UNSHARDED,
         Residency.SHARDED,
     ),  # sharded: gathered on a wrong guess, or an exception came
-    Residency.FULL: (Residency.SHARDED,),
+    Residency.UNSHARDED: (Residency.SHARDED,),
 }
 
 
@@ -110,48 +118,60 @@ class Group:
     ) -> None:
         """Collective over the mesh, once per process group (see ``communicator``). offload: the
         shard is on the CPU. streamed: the gradients of large leaves move on as they come."""
-        self.make_room: Callable[[], None] = (
+        self.limit_in_flight: Callable[[], None] = (
             _nothing  # before memory is taken for gradients; the runtime sets it
         )
         self.call_it("")
         self.store, self.precision, self.device = store, precision, device
         self.shard: Communicator = communicator(mesh.shard, device)
         self.replica: Communicator = communicator(mesh.replica, device)
-        self.beyond = [communicator(axis, device) for axis in store.spread if axis.ranks > 1]
-        self.home = home_of(device, offload)
+        self.tensor_parallel = [
+            communicator(axis, device) for axis in store.tensor_parallel_axes if axis.ranks > 1
+        ]
+        self.home = offload_policy(device, offload)
         self.memories = [  # one per dtype computed in: see `use`
-            GroupMemory(store, mesh.shard.ranks, dtype, device, self.home.apart)
+            GroupMemory(store, mesh.shard.ranks, dtype, device, self.home.is_offloaded)
             for dtype in dict.fromkeys((precision.gather, precision.evaluate or precision.gather))
         ]
         self.memory = self.memories[0]
-        self._leaves = [
-            (index, leaf) for memory in self.memories for index, leaf in enumerate(memory.leaves)
+        self._unsharded_params = [
+            (index, unsharded_param)
+            for memory in self.memories
+            for index, unsharded_param in enumerate(memory.unsharded_params)
         ]
         self._streamed = streamed
-        self._small = [(index, leaf) for index, leaf in self._leaves if not self._is_large(leaf)]
-        self._small_indices, self.small_leaves = (
+        self._small = [
+            (index, unsharded_param)
+            for index, unsharded_param in self._unsharded_params
+            if not self._is_large(unsharded_param)
+        ]
+        self._small_indices, self.small_params = (
             [index for index, _ in self._small],
-            [leaf for _, leaf in self._small],
+            [unsharded_param for _, unsharded_param in self._small],
         )
         self._no_gradients = [None] * len(self._small)
-        self.all_leaves = [leaf for _, leaf in self._leaves]
-        self._targets = [target for target, _ in store.targets]
+        self.all_unsharded_params = [
+            unsharded_param for _, unsharded_param in self._unsharded_params
+        ]
+        self._sharded_params = [sharded_param for sharded_param, _ in store.sharded_params]
         # Targets of which this rank has no part, so that they never have gradients here, and
         # optimizers keep nothing for them.
         self._vacant = frozenset(
-            n for n, target in enumerate(store.targets) if self._is_vacant(target)
+            n
+            for n, sharded_param in enumerate(store.sharded_params)
+            if self._is_vacant(sharded_param)
         )
-        self.num_held = len(self._targets) - len(
+        self.num_held = len(self._sharded_params) - len(
             self._vacant
         )  # targets that this rank has a part of
         self._tag = self.shard.new_tag()
         grad_dtype = precision.grad if precision.grad not in (None, store.dtype) else None
         if grad_dtype is not None:
-            for target, _ in store.targets:
-                grad, target.grad = target.grad, None  # it may have one from before
-                target.grad_dtype = grad_dtype
-                target.grad = None if grad is None else grad.to(grad_dtype)
-        self._wire = Wire(
+            for sharded_param, _ in store.sharded_params:
+                grad, sharded_param.grad = sharded_param.grad, None  # it may have one from before
+                sharded_param.grad_dtype = grad_dtype
+                sharded_param.grad = None if grad is None else grad.to(grad_dtype)
+        self._wire = ReducePlan(
             self.shard,
             self.replica,
             self._tag,
@@ -163,10 +183,10 @@ class Group:
         )
         self._hooked: set[nn.Parameter] = set()
         self._wanted = [
-            target.requires_grad for target, _ in store.targets
+            sharded_param.requires_grad for sharded_param, _ in store.sharded_params
         ]  # as the leaves were last told
-        self._gathering: Pending | None = None
-        self._collected: Collected | None = (
+        self._gathering: Handle | None = None
+        self._collected: GradBuffer | None = (
             None  # made when the first gradient comes: frozen groups never have one
         )
         self.filled: Collection[int] = ()  # leaves whose gradients have been collected
@@ -181,23 +201,27 @@ class Group:
             f"the gradients of {name}",
         )
 
-    def _is_large(self, leaf: nn.Parameter) -> bool:
+    def _is_large(self, unsharded_param: nn.Parameter) -> bool:
         """True for a leaf with a hook of its own. Those of other tensor types are collected with
         the small ones."""
-        return self._streamed and leaf.numel() >= LARGE and _torch_private.is_plain(leaf)
+        return (
+            self._streamed
+            and unsharded_param.numel() >= LARGE
+            and _torch_private.is_plain(unsharded_param)
+        )
 
-    def _is_vacant(self, target: Target) -> bool:
-        leaves = self.memories[0].leaves
-        return not target.parameter.numel() and any(
-            leaves[index].numel() for index in target.leaves
+    def _is_vacant(self, sharded_param: ShardedParam) -> bool:
+        unsharded_params = self.memories[0].unsharded_params
+        return not sharded_param.parameter.numel() and any(
+            unsharded_params[index].numel() for index in sharded_param.unsharded_params
         )
 
     # -- parameters
 
     @property
-    def leaves(self) -> list[nn.Parameter]:
+    def unsharded_params(self) -> list[nn.Parameter]:
         """The whole parameters that modules show in the present form."""
-        return self.memory.leaves
+        return self.memory.unsharded_params
 
     def use(self, form: int) -> None:
         """Compute in the first dtype, or, where there is a second one for evaluation, in that. Only
@@ -212,7 +236,7 @@ class Group:
         self._gathering = self.shard.begin_gather(
             self.store.shard, memory.full, memory.segments, self._tag
         )
-        if self.home.apart:
+        if self.home.is_offloaded:
             self.home.was_read()
 
     def wait(self) -> None:
@@ -220,7 +244,7 @@ class Group:
         if self._gathering is not None:
             self._arrive()
         if self.memory.has_copies:
-            self.memory.fill_leaves()
+            self.memory.fill_unsharded_params()
 
     def free(self) -> None:
         if self._gathering is None:
@@ -238,7 +262,7 @@ class Group:
 
         Collective. It does not touch what the group holds for forward and backward.
         """
-        return self.shard.gather_now(self.home.bring(self.store.shard if own is None else own))
+        return self.shard.gather_now(self.home.to_compute(self.store.shard if own is None else own))
 
     def _arrive(self) -> None:
         assert self._gathering is not None
@@ -248,32 +272,39 @@ class Group:
     def follow_requires_grad(self) -> list[tuple[int, nn.Parameter]]:
         """Honour toggles on what the optimizer sees. Returns the large leaves, with their indices,
         that are trainable for the first time: they need a hook."""
-        for position, (target, indices) in enumerate(self.store.targets):
-            if target.requires_grad is self._wanted[position]:
-                self._follow_leaves(target, indices)
-            self._wanted[position] = target.requires_grad
+        for position, (sharded_param, indices) in enumerate(self.store.sharded_params):
+            if sharded_param.requires_grad is self._wanted[position]:
+                self._follow_unsharded_params(sharded_param, indices)
+            self._wanted[position] = sharded_param.requires_grad
         found = []
         for memory in self.memories:
-            leaves = memory.leaves
-            for target, indices in self.store.targets:
-                wanted = target.requires_grad
+            unsharded_params = memory.unsharded_params
+            for sharded_param, indices in self.store.sharded_params:
+                wanted = sharded_param.requires_grad
                 for index in indices:
-                    leaf = leaves[index]
-                    if leaf.requires_grad is not wanted:
-                        leaf.requires_grad_(wanted)
-                    if wanted and leaf not in self._hooked and self._is_large(leaf):
-                        self._hooked.add(leaf)
-                        found.append((index, leaf))
+                    unsharded_param = unsharded_params[index]
+                    if unsharded_param.requires_grad is not wanted:
+                        unsharded_param.requires_grad_(wanted)
+                    if (
+                        wanted
+                        and unsharded_param not in self._hooked
+                        and self._is_large(unsharded_param)
+                    ):
+                        self._hooked.add(unsharded_param)
+                        found.append((index, unsharded_param))
         return found
 
-    def _follow_leaves(self, target: nn.Parameter, indices: Sequence[int]) -> None:
+    def _follow_unsharded_params(self, sharded_param: nn.Parameter, indices: Sequence[int]) -> None:
         """Somebody may have toggled a whole parameter inside of forward: that counts for what it is
         a part of."""
-        known = target.requires_grad
+        known = sharded_param.requires_grad
         toggled = [
             index
             for index in indices
-            if any(memory.leaves[index].requires_grad is not known for memory in self.memories)
+            if any(
+                memory.unsharded_params[index].requires_grad is not known
+                for memory in self.memories
+            )
         ]
         if not toggled:
             return
@@ -290,7 +321,7 @@ class Group:
                     fix="set requires_grad before wrapping, or pass use_orig_params=True",
                 )
             )
-        target.requires_grad_(not known)
+        sharded_param.requires_grad_(not known)
 
     # -- gradients
 
@@ -302,8 +333,8 @@ class Group:
         """True if the gradients of all trainable leaves have come."""
         filled = self.filled
         return all(
-            not leaf.requires_grad or leaf.grad is not None or index in filled
-            for index, leaf in enumerate(self.leaves)
+            not unsharded_param.requires_grad or unsharded_param.grad is not None or index in filled
+            for index, unsharded_param in enumerate(self.unsharded_params)
         )
 
     @property
@@ -327,15 +358,15 @@ class Group:
         self._wire = dataclasses.replace(self._wire, hook=hook, predivisor=1.0)
         self._collected, self.filled = None, ()  # made anew: without division on the way in
 
-    def take(self, index: int, leaf: nn.Parameter) -> None:
+    def take(self, index: int, unsharded_param: nn.Parameter) -> None:
         """Move one large leaf's gradient to where they collect."""
-        grad, leaf.grad = leaf.grad, None
+        grad, unsharded_param.grad = unsharded_param.grad, None
         if grad is not None:  # a hook may fire without a gradient
             self._put([index], [grad])
 
     def collect(self) -> None:
         """Move the gradients of the small leaves, which autograd has left in ``.grad``."""
-        grads, indices = list(map(_grad, self.small_leaves)), self._small_indices
+        grads, indices = list(map(_grad, self.small_params)), self._small_indices
         if not any(map(operator.is_not, grads, self._no_gradients)):
             return
         if any(map(operator.is_, grads, self._no_gradients)):
@@ -343,13 +374,13 @@ class Group:
                 index for index, grad in zip(indices, grads, strict=True) if grad is not None
             ]
             grads = [grad for grad in grads if grad is not None]
-        for leaf in self.small_leaves:
-            leaf.grad = None
+        for unsharded_param in self.small_params:
+            unsharded_param.grad = None
         self._put(indices, grads)
 
     def _put(self, indices: list[int], grads: list[torch.Tensor]) -> None:
         if not self.filled:
-            self.make_room()
+            self.limit_in_flight()
         if self.reduction is not None:  # the buffer still travels
             self.finish_reduction()
         if self._collected is None:
@@ -361,13 +392,14 @@ class Group:
             grads = [grad.to_dense() if grad.is_sparse else grad.detach() for grad in grads]
         self._collected.put(indices, grads)
 
-    def _make_collected(self) -> Collected:
+    def _make_collected(self) -> GradBuffer:
         wire = self._wire
         whole = all(
-            len(target.leaves) == 1
-            and target.parameter.shape == self.leaves[target.leaves[0]].shape
-            and _torch_private.is_plain(self.leaves[target.leaves[0]])
-            for target in self.store.targets
+            len(sharded_param.unsharded_params) == 1
+            and sharded_param.parameter.shape
+            == self.unsharded_params[sharded_param.unsharded_params[0]].shape
+            and _torch_private.is_plain(self.unsharded_params[sharded_param.unsharded_params[0]])
+            for sharded_param in self.store.sharded_params
         )
         exact = (
             self.precision.reduce == self.store.dtype
@@ -375,7 +407,7 @@ class Group:
             and len(self.memories) == 1
         )
         if wire.ranks == 1 and wire.hook is None and self.memory.aliased and whole and exact:
-            return HandedGradients(self.store)
+            return DirectGradBuffer(self.store)
         return ReduceBuffer(
             self.store, self.shard.ranks, self.precision.reduce, self.device, wire.predivisor, wire
         )
@@ -398,33 +430,33 @@ class Group:
             grads = [
                 None if position in self._vacant else grad for position, grad in enumerate(grads)
             ]
-        if all(map(_requires_grad, self._targets)) and not any(
-            map(operator.is_not, map(_grad, self._targets), _NONES)
+        if all(map(_requires_grad, self._sharded_params)) and not any(
+            map(operator.is_not, map(_grad, self._sharded_params), _NONES)
         ):
-            exhaust(map(setattr, self._targets, _GRAD, grads))
+            exhaust(map(setattr, self._sharded_params, _GRAD, grads))
             return
-        for target, grad in zip(self._targets, grads, strict=True):
-            if not target.requires_grad:
+        for sharded_param, grad in zip(self._sharded_params, grads, strict=True):
+            if not sharded_param.requires_grad:
                 continue
-            if target.grad is None or grad is None:
-                target.grad = grad
+            if sharded_param.grad is None or grad is None:
+                sharded_param.grad = grad
             else:
-                self.home.settle()
-                self.replica.settle(
+                self.home.wait_readers()
+                self.replica.wait_readers(
                     f"the gradients of {self.name}"
                 )  # of this backward: peers may still read them
-                target.grad.add_(grad)
+                sharded_param.grad.add_(grad)
 
     def step_in_backward(self) -> None:
         """Let the optimizers that step in backward do it, with gradients that are complete, and
         drop these."""
-        for target in self._targets:
-            optimizers = _torch_private.optimizers_in_backward(target)
-            if optimizers and target.grad is not None:
-                if target.numel():  # a rank without a part of it keeps no state
+        for sharded_param in self._sharded_params:
+            optimizers = _torch_private.optimizers_in_backward(sharded_param)
+            if optimizers and sharded_param.grad is not None:
+                if sharded_param.numel():  # a rank without a part of it keeps no state
                     for optimizer in optimizers:
                         optimizer.step()
-                target.grad = None
+                sharded_param.grad = None
 
     def discard(self) -> None:
         """After a backward that raised: wait for what travels, drop partial gradients."""
@@ -435,14 +467,17 @@ class Group:
                     reduction.finish()
         if self._collected is not None:
             self._collected.discard()
-        for _, leaf in self._leaves:
-            leaf.grad = None
+        for _, unsharded_param in self._unsharded_params:
+            unsharded_param.grad = None
 
     def stray_gradient(self) -> int | None:
         """The index of a leaf with a gradient that came past every hook."""
-        return next((index for index, leaf in self._small if leaf.grad is not None), None)
+        return next(
+            (index for index, unsharded_param in self._small if unsharded_param.grad is not None),
+            None,
+        )
 
-    def require_leaves(self) -> None:
+    def require_unsharded_params(self) -> None:
         """Raise AssertedStateError, and put it right, if somebody has given a whole parameter other
         memory."""
         for memory in self.memories:
@@ -456,7 +491,7 @@ class Group:
                         expected="changes by `.data =` between steps; inside of forward and until "
                         "backward has ended none",
                         got=f"other memory for parameter {strayed[0]} (shape "
-                        f"{tuple(memory.leaves[strayed[0]].shape)})",
+                        f"{tuple(memory.unsharded_params[strayed[0]].shape)})",
                         where=self.name,
                         fix="change it between steps, in place inside of summon_full_params; this "
                         "change was dropped",
@@ -473,13 +508,13 @@ class Group:
         on all ranks or on none.
         """
         self._unreduced = []
-        for target, _ in self.store.targets:
-            if not target.requires_grad:
+        for sharded_param, _ in self.store.sharded_params:
+            if not sharded_param.requires_grad:
                 self._unreduced.append(None)
                 continue
-            if target.grad is None:
-                target.grad = torch.zeros_like(target, dtype=self.grad_dtype)
-            grad = target.grad
+            if sharded_param.grad is None:
+                sharded_param.grad = torch.zeros_like(sharded_param, dtype=self.grad_dtype)
+            grad = sharded_param.grad
             self._unreduced.append(Unreduced(grad, grad._version, grad.any()))
 
     @property
@@ -489,10 +524,12 @@ class Group:
     def was_zeroed(self) -> list[Zeroed]:
         """Per target: has zero_grad cleared it since ``note_unreduced``?"""
         found = []
-        for (target, _), note in zip(self.store.targets, self._unreduced, strict=True):
+        for (sharded_param, _), note in zip(
+            self.store.sharded_params, self._unreduced, strict=True
+        ):
             if note is None:
                 found.append(Zeroed.NO)
-            elif target.grad is not note.grad:
+            elif sharded_param.grad is not note.grad:
                 found.append(Zeroed.YES)
             elif note.grad._version == note.version or note.grad.any():
                 found.append(Zeroed.NO)
@@ -503,8 +540,12 @@ class Group:
     def was_written(self) -> bool:
         """True if a noted gradient was written to in place."""
         return any(
-            note is not None and target.grad is note.grad and note.grad._version != note.version
-            for (target, _), note in zip(self.store.targets, self._unreduced, strict=True)
+            note is not None
+            and sharded_param.grad is note.grad
+            and note.grad._version != note.version
+            for (sharded_param, _), note in zip(
+                self.store.sharded_params, self._unreduced, strict=True
+            )
         )
 
     def scaled(self) -> bool:
@@ -512,17 +553,19 @@ class Group:
         change that is no zero_grad."""
         return any(
             note is not None
-            and target.grad is note.grad
+            and sharded_param.grad is note.grad
             and note.grad._version != note.version
             and bool(note.nonzero)
             and bool(note.grad.any())
-            for (target, _), note in zip(self.store.targets, self._unreduced, strict=True)
+            for (sharded_param, _), note in zip(
+                self.store.sharded_params, self._unreduced, strict=True
+            )
         )
 
     def drop_unreduced(self, zeroed: Sequence[bool]) -> None:
         """Drop what was collected for the targets that were zeroed, and forget the notes."""
         if self._collected is not None:
-            for (_, indices), drop in zip(self.store.targets, zeroed, strict=True):
+            for (_, indices), drop in zip(self.store.sharded_params, zeroed, strict=True):
                 if drop:
                     self._collected.drop(indices)
         self._unreduced = []
@@ -560,10 +603,10 @@ class _Swap:
 
     def __init__(
         self,
-        before: Sequence[Shown],
-        after: Sequence[Shown],
-        away: Sequence[Entry] = (),
-        here: Sequence[Entry] = (),
+        before: Sequence[ModuleSlot],
+        after: Sequence[ModuleSlot],
+        away: Sequence[DictEntry] = (),
+        here: Sequence[DictEntry] = (),
     ) -> None:
         """away, here: placeholders that go and that come with it."""
         self.slots = [
@@ -588,13 +631,13 @@ class _Swap:
             if slot.new is not None
         ]
         self._present, self._old, self._new = (
-            Entries(present),
-            Entries([*gone, *away]),
-            Entries([*new, *here]),
+            BulkDict(present),
+            BulkDict([*gone, *away]),
+            BulkDict([*new, *here]),
         )
         # What carries it out, where everything stands that was shown before. What is old is absent
         # then: None would silently drop a bias.
-        self.exchange = exchange_of(Entries([*present, *away]), self._old, self._new)
+        self.exchange = swap_of(BulkDict([*present, *away]), self._old, self._new)
 
     def foreign(self) -> _Slot | None:
         """Return a slot where something else stands than what was shown before."""
@@ -614,7 +657,7 @@ class _Swap:
         return foreign
 
 
-class Unwritten(typing.NamedTuple):
+class Uninitialised(typing.NamedTuple):
     """A parameter or buffer of which nobody has said a value yet."""
 
     name: str  # in the unit's module
@@ -629,11 +672,11 @@ class Call:
     and no longer.
     """
 
-    __slots__ = ("_its_unit", "counted", "enter", "exit", "form", "lent", "seen_by", "unit")
+    __slots__ = ("_its_unit", "counted", "enter", "exit", "form", "seen_by", "summoned", "unit")
 
     def __init__(self, unit: Unit, enter: int) -> None:
         self.unit: Unit | None = unit
-        self._its_unit, self.enter, self.lent = unit.reference, enter, unit.lent
+        self._its_unit, self.enter, self.summoned = unit.reference, enter, unit.summoned
         self.form = 0 if unit.has_one_form else unit.wanted_form()
         self.counted = False  # among the unit's running calls
         self.exit = -1  # tick; set when the call ends
@@ -681,11 +724,13 @@ class Unit:
         self.running = 0  # forward calls that have entered and not exited
         self.withdrawn = False  # nothing stands where parameters were
         # somebody else shows full parameters (summon_full_params): neither gather nor free
-        self.lent = False
+        self.summoned = False
         # the front end takes or loads a state dict: the modules' own methods may see sharded forms
         self.in_state_dict = False
         self.calls: list[Call] = []  # that backward has entered and not left
-        self.unwritten: list[Unwritten] = []  # to be looked at once, before the first forward
+        self.uninitialised: list[
+            Uninitialised
+        ] = []  # to be looked at once, before the first forward
         self.residency, self.shown_full = Residency.SHARDED, False  # only this class sets them
         self._attribute_holders = [
             (m.__dict__, _num_internal(m)) for m in module.modules() if _keeps_attributes(m)
@@ -701,7 +746,7 @@ class Unit:
         self.groups = list(groups)
         sharded = [slot for group in self.groups for slot in group.store.shown(None)]
         forms = [self._shown(form) for form in range(1 if self.has_one_form else 2)]
-        self._guards = Guards(self, forms[0], sharded)
+        self._guards = Placeholders(self, forms[0], sharded)
         self._to_full = [_Swap(sharded, shown, away=self._guards.always) for shown in forms]
         self._to_sharded = [_Swap(shown, sharded, here=self._guards.always) for shown in forms]
         self._orders = _orders_to_keep(forms[0])
@@ -714,15 +759,17 @@ class Unit:
     def exchange_groups(self, groups: Sequence[Group]) -> None:
         """Manage ``groups`` in place of those before, whose stores they have. Only while everything
         is sharded."""
-        assert self.residency is Residency.SHARDED and not self.shown_full and not self.lent
+        assert self.residency is Residency.SHARDED and not self.shown_full and not self.summoned
         self._guards.retire()
         self._take(groups)
 
-    def _shown(self, form: int) -> list[Shown]:
+    def _shown(self, form: int) -> list[ModuleSlot]:
         return [
             slot
             for group in self.groups
-            for slot in group.store.shown(group.memories[min(form, len(group.memories) - 1)].leaves)
+            for slot in group.store.shown(
+                group.memories[min(form, len(group.memories) - 1)].unsharded_params
+            )
         ]
 
     def wanted_form(self) -> int:
@@ -765,10 +812,10 @@ class Unit:
         put = []
         if not self.shown_full:
             self._guards.disarm()
-        for _, parameters, attribute, leaf, _ in self._to_full[0].slots:
-            if leaf is not None and attribute not in parameters:
+        for _, parameters, attribute, unsharded_param, _ in self._to_full[0].slots:
+            if unsharded_param is not None and attribute not in parameters:
                 parameters[attribute] = nn.Parameter(
-                    torch.empty_like(leaf, device="meta"), requires_grad=False
+                    torch.empty_like(unsharded_param, device="meta"), requires_grad=False
                 )
                 put.append((parameters, attribute))
         try:
@@ -776,13 +823,13 @@ class Unit:
         finally:
             for parameters, attribute in put:
                 del parameters[attribute]
-            if not self.shown_full and not self.lent:
+            if not self.shown_full and not self.summoned:
                 self._guards.arm()
 
     def require_state_dict(self, module: nn.Module, method: str) -> None:
         """Raise StateError where a module's own ``state_dict`` or ``load_state_dict`` would meet
         flat or partial parameters."""
-        if self.in_state_dict or self.lent:
+        if self.in_state_dict or self.summoned:
             return
         raise StateError(
             explain(
@@ -799,13 +846,13 @@ class Unit:
 
     def gather(self, form: int = 0) -> None:
         """Collective. Start a gather, unless one is under way or done in this form."""
-        if self.form != form and not self.running and not self.lent:
+        if self.form != form and not self.running and not self.summoned:
             self.free()
             self.form = form
             for group in self.groups:
                 group.use(form)
-        if self.residency is Residency.SHARDED and not self.lent:
-            self._move(Residency.GATHERING)
+        if self.residency is Residency.SHARDED and not self.summoned:
+            self._move(Residency.UNSHARDING)
             for group in self.groups:
                 group.gather()
 
@@ -823,10 +870,10 @@ class Unit:
 
     def wait(self) -> None:
         """Make the parameters readable."""
-        if self.residency is Residency.GATHERING:
+        if self.residency is Residency.UNSHARDING:
             for group in self.groups:
                 group.wait()
-            self._move(Residency.FULL)
+            self._move(Residency.UNSHARDED)
 
     def free(self) -> None:
         """What a running forward call uses stays: backward may run inside of a forward (forces =
@@ -841,7 +888,7 @@ class Unit:
             self._move(Residency.SHARDED)
 
     def show(self, full: bool) -> None:
-        if self.shown_full is full or self.lent:
+        if self.shown_full is full or self.summoned:
             return
         if full and self.has_parts:
             self._guards.disarm_parts()
@@ -864,7 +911,7 @@ class Unit:
 
     def hide_parts(self) -> None:
         """A forward of the model begins: modules that hold parts do not show them."""
-        if self._guards.has_parts and not self.shown_full and not self.lent:
+        if self._guards.has_parts and not self.shown_full and not self.summoned:
             self._guards.arm_reads()
 
     def reveal_parts(self) -> None:
@@ -880,15 +927,15 @@ class Unit:
             if new is not None and parameters.get(attribute) is new:
                 parameters[attribute] = None  # in its place among the others
 
-    def lend(self) -> None:
+    def begin_summon(self) -> None:
         """Somebody else shows full parameters from now on."""
         self._guards.disarm()
-        self.lent = True
+        self.summoned = True
 
-    def take_back(self) -> None:
+    def end_summon(self) -> None:
         """The opposite of ``lend``."""
         self.show_sharded_again()
-        self.lent = False
+        self.summoned = False
 
     def keep_order(self) -> None:
         """Parameters have been put in or taken out: names come in the order they had, and RNNs see
@@ -911,14 +958,14 @@ class Unit:
 
     def require_own(self) -> None:
         """Raise StateError if somebody has put something else where the sharded form belongs."""
-        if not (self.shown_full or self.lent or self.withdrawn):
+        if not (self.shown_full or self.summoned or self.withdrawn):
             foreign = self._to_full[0].foreign()
             if foreign is not None:
                 self._refuse_foreign(foreign)
 
     def hide_again(self) -> None:
         """Placeholders that somebody has taken out of a module stand there again."""
-        if not (self.shown_full or self.lent):
+        if not (self.shown_full or self.summoned):
             self._guards.arm()
             if self.runtime is not None and self.runtime.in_forward:
                 self.hide_parts()
@@ -960,7 +1007,7 @@ def _keeps_attributes(module: nn.Module) -> bool:
     return type(module).__module__.partition(".")[0] not in ("torch", __name__.partition(".")[0])
 
 
-def _orders_to_keep(shown: Sequence[Shown]) -> list[tuple[nn.Module, list[str]]]:
+def _orders_to_keep(shown: Sequence[ModuleSlot]) -> list[tuple[nn.Module, list[str]]]:
     """Modules that hold, beside what a unit manages, parameters of others: swapping would change
     the order of their names."""
     managed: dict[nn.Module, list[str]] = {}

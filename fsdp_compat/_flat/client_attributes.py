@@ -122,7 +122,7 @@ def params(self: FullyShardedDataParallel) -> list[FlatParameter]:
 
 def training_state(self: FullyShardedDataParallel) -> TrainingState:
     """What the model is doing."""
-    if self._unit.lent:
+    if self._unit.summoned:
         return TrainingState.SUMMON_FULL_PARAMS
     return TrainingState.FORWARD_BACKWARD if self._runtime.runs else TrainingState.IDLE
 
@@ -237,7 +237,9 @@ class FlatParamHandle:
 
     @property
     def is_trainable(self) -> bool:
-        return any(target.requires_grad for target, _ in self._flat_store.targets)
+        return any(
+            sharded_param.requires_grad for sharded_param, _ in self._flat_store.sharded_params
+        )
 
     @property
     def flat_param(self) -> FlatParameter:
@@ -312,7 +314,7 @@ class FlatParamHandle:
 
     def needs_unshard(self) -> bool:
         """True unless the unit's parameters are whole on this rank."""
-        return self._owner._unit.residency is not Residency.FULL
+        return self._owner._unit.residency is not Residency.UNSHARDED
 
     def reshard(self, free_unsharded_flat_param: bool = True) -> None:
         """Free the unit's whole parameters, unless its forward runs."""

@@ -14,8 +14,8 @@ from .. import _torch_private
 from .._comm.host_memory import give_back_freed
 from .._engine import materialize
 from .._engine.buffers import CastBuffers
-from .._engine.ownership import Member, Place
-from .._engine.unit import Unit, Unwritten
+from .._engine.ownership import OrigParam, Place
+from .._engine.unit import Uninitialised, Unit
 from .._state import optimizers
 from .._state.names import clean_name
 from .._stores.flat_store import FlatStore
@@ -34,7 +34,7 @@ __all__ = [
     "remember",
     "renamed",
     "settings_of",
-    "unwritten_of",
+    "uninitialised_of",
 ]
 
 # Modules that a wrapper holds.
@@ -49,9 +49,11 @@ def remember(
     _wrapped[module] = True
     optimizers.note(originals, stores)
     for store in stores:
-        for target, _ in store.targets:
-            if not isinstance(target, FlatParameter):  # for clients, which see it on that class
-                target.__dict__["_fsdp_flattened"] = True
+        for sharded_param, _ in store.sharded_params:
+            if not isinstance(
+                sharded_param, FlatParameter
+            ):  # for clients, which see it on that class
+                sharded_param.__dict__["_fsdp_flattened"] = True
 
 
 def listed(given: Any) -> Any:
@@ -283,7 +285,7 @@ class Preparation:
                 root, [child for child in root.modules() if child not in self._done]
             )
 
-    def of_unit(self, unit: nn.Module, members: list[Member]) -> list[Member]:
+    def of_unit(self, unit: nn.Module, members: list[OrigParam]) -> list[OrigParam]:
         """Prepare the modules of a unit; return its members as they are then. Collective with
         sync_module_states."""
         settings = self._settings
@@ -315,8 +317,8 @@ class Preparation:
             if not self._simulated:
                 filled.difference_update(sent)
                 filled.update(slot for slot, mark in zip(sent, marks.tolist(), strict=True) if mark)
-        self.left |= materialize.unwritten(filled)
-        return [Member(_present(member), member.place) for member in members]
+        self.left |= materialize.uninitialised(filled)
+        return [OrigParam(_present(member), member.place) for member in members]
 
 
 def _own_modules(unit: nn.Module, units: Collection[nn.Module]) -> Iterator[nn.Module]:
@@ -333,7 +335,7 @@ def _own_modules(unit: nn.Module, units: Collection[nn.Module]) -> Iterator[nn.M
         waiting += reversed(children)
 
 
-def _present(member: Member) -> nn.Parameter:
+def _present(member: OrigParam) -> nn.Parameter:
     """Return the parameter that stands where a member was found: another object if it came from the
     meta device."""
     module, attribute = member.slots[0]
@@ -342,24 +344,24 @@ def _present(member: Member) -> nn.Parameter:
     return parameter
 
 
-def unwritten_of(
+def uninitialised_of(
     module: nn.Module,
     stores: Iterable[FlatStore],
     left: set[tuple[nn.Module, str]],
     taken: set[nn.Module],
-) -> list[Unwritten]:
+) -> list[Uninitialised]:
     """Return what of ``left`` belongs to a unit: parameters of its stores, buffers of its modules
     that are not ``taken``."""
     found = []
     for store in stores if left else ():
-        for index, member in enumerate(store.members):
+        for index, member in enumerate(store.orig_params):
             if any(slot in left for slot in member.slots):
-                found.append(Unwritten(member.name, functools.partial(store.part, index)))
+                found.append(Uninitialised(member.name, functools.partial(store.part, index)))
     for path, child in module.named_modules() if left else ():
         for name in child._buffers:
             if (child, name) in left and child not in taken:
                 found.append(
-                    Unwritten(
+                    Uninitialised(
                         f"{path}.{name}".lstrip("."),
                         functools.partial(child._buffers.__getitem__, name),
                     )
@@ -385,14 +387,14 @@ def buffers_to_cast(
     return CastBuffers((child for child in module.modules() if child not in skip), dtype)
 
 
-def renamed(members: list[Member], module: nn.Module) -> list[Member]:
+def renamed(members: list[OrigParam], module: nn.Module) -> list[OrigParam]:
     """Names relative to the unit's own module, instead of to the one whose policy chose it."""
     names: dict[tuple[int, str], list[str]] = {}
     for path, child in module.named_modules(remove_duplicate=False):
         for attribute in child._parameters:
             names.setdefault((id(child), attribute), []).append(f"{path}.{attribute}".lstrip("."))
     return [
-        Member(
+        OrigParam(
             m.parameter,
             Place(
                 m.slots,

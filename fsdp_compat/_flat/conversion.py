@@ -56,7 +56,7 @@ def convert(instance: FullyShardedDataParallel, wanted: Mapping[FlatStore, torch
         if runtime.has_run or not runtime.sync:
             raise _too_late(each, {str(dtype) for dtype in wanted.values()})
         runtime.rest()
-    rendezvous.meet(
+    rendezvous.require_all_ranks(
         "a conversion to another dtype",
         (group for each in changed for group in each._unit.groups),
         copies=True,
@@ -86,7 +86,7 @@ def _exchange(instance: FullyShardedDataParallel, old: Sequence[Group]) -> None:
             hook, group = group.hook, instance._group_of(store_of(group))
             if hook is not None:
                 group.set_hook(hook)
-            rendezvous.expect([group])
+            rendezvous.register([group])
         groups.append(group)
     instance._unit.exchange_groups(groups)
 

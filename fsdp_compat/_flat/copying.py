@@ -114,7 +114,7 @@ def _restore_order(instance: FullyShardedDataParallel, stores: list[Any]) -> Non
     slots = {
         (id(module), name)
         for store in stores
-        for member in store.members
+        for member in store.orig_params
         for module, name in member.slots
     }
     for path, child in instance._fsdp_wrapped_module.named_modules(remove_duplicate=False):
@@ -148,7 +148,7 @@ def _withdrawn(instance: FullyShardedDataParallel) -> Iterator[None]:
 
 
 def _require_rest(instance: FullyShardedDataParallel, what: str) -> None:
-    if instance._unit.lent:
+    if instance._unit.summoned:
         raise StateError(
             explain(
                 f"{what} inside of summon_full_params would copy parameters that are about to be "

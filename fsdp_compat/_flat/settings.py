@@ -276,9 +276,9 @@ def resolve(module: nn.Module, arguments: Arguments) -> Settings:
                 BackwardPrefetch.BACKWARD_POST: Prefetch.POST,
                 BackwardPrefetch.BACKWARD_PRE: Prefetch.PRE,
             }[prefetch],
-            uneven=flags["allow_unused_units"],
+            allow_unused_units=flags["allow_unused_units"],
             # Processors that compute do not send meanwhile, so one buffer costs no time there.
-            reductions_in_flight=0
+            max_inflight_reductions=0
             if flags["limit_all_gathers"] and device.type in ("cpu", "meta")
             else 1,
         ),

@@ -14,14 +14,14 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..errors import StateError, explain
-from .holdings import Holdings
+from .param_ownership import ParamOwnership
 
 __all__ = ["first_states", "states_to_be"]
 
 _States = dict[nn.Parameter, Mapping[Any, Any]]
 
 
-def states_to_be(holdings: Holdings, optimizer: Optimizer) -> _States:
+def states_to_be(holdings: ParamOwnership, optimizer: Optimizer) -> _States:
     """Return the optimizer's states by parameter, and for those without the form of what it would
     make in its first step.
 
@@ -41,7 +41,7 @@ def states_to_be(holdings: Holdings, optimizer: Optimizer) -> _States:
     return states
 
 
-def first_states(holdings: Holdings, optimizer: Optimizer) -> _States:
+def first_states(holdings: ParamOwnership, optimizer: Optimizer) -> _States:
     """Return what an optimizer without state would make in its first step, by parameter, with no
     step counted yet.
 
@@ -84,7 +84,7 @@ def first_states(holdings: Holdings, optimizer: Optimizer) -> _States:
 
 
 def _tried_alone(
-    holdings: Holdings, optimizer: Optimizer, parameter: nn.Parameter
+    holdings: ParamOwnership, optimizer: Optimizer, parameter: nn.Parameter
 ) -> Mapping[Any, Any]:
     try:
         return _after_one_step(holdings, optimizer, [parameter])[parameter]
@@ -104,7 +104,7 @@ def _tried_alone(
 
 
 def _after_one_step(
-    holdings: Holdings, optimizer: Optimizer, parameters: Iterable[nn.Parameter]
+    holdings: ParamOwnership, optimizer: Optimizer, parameters: Iterable[nn.Parameter]
 ) -> dict[nn.Parameter, dict[Any, Any]]:
     """The states that a copy of the optimizer has for copies of ``parameters`` alone, after one
     step without gradients."""

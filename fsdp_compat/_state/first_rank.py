@@ -19,7 +19,7 @@ from .._comm.mesh import Mesh
 from .._engine.materialize import broadcast_states
 from ..errors import CheckpointError, explain
 from .formats import is_sharded, is_tensor, materialised
-from .model import FromFirst
+from .model import Rank0Value
 from .names import clean_name
 
 __all__ = ["fill_from_first"]
@@ -160,7 +160,10 @@ def _filled(
     lazy = set(plan.lazy)
     found: dict[str, Any] = dict(plan.objects) if given is None else dict(given)
     found.update(
-        {key: FromFirst(None if given is None else given[key], key in lazy) for key in plan.managed}
+        {
+            key: Rank0Value(None if given is None else given[key], key in lazy)
+            for key in plan.managed
+        }
     )
     for key in plan.tensors:
         target = others[clean_name(key)]

@@ -55,7 +55,7 @@ def full_parameters(units: Sequence[Unit], options: Options) -> Iterator[None]:
     """
     with contextlib.ExitStack() as stack:
         for unit in units:
-            if not unit.lent:  # an outer context shows it already
+            if not unit.summoned:  # an outer context shows it already
                 stack.enter_context(_full_unit(unit, options))
         yield
 
@@ -77,8 +77,8 @@ def _full_unit(unit: Unit, options: Options) -> Iterator[None]:
         yield
         return
     with contextlib.ExitStack() as stack:
-        unit.lend()
-        stack.callback(unit.take_back)
+        unit.begin_summon()
+        stack.callback(unit.end_summon)
         _shown_stores.update(group.store for group, _, _ in fulls)
         stack.callback(_shown_stores.difference_update, {group.store for group, _, _ in fulls})
         for group, full, grads in fulls:
@@ -102,7 +102,7 @@ def _shown(
     target_grads: list[torch.Tensor | None] = []
     for slot in store.registration.hidden_when_full():
         _torch_private.parameters_of(slot.module).pop(slot.attribute, None)
-    for target, indices in store.targets:
+    for target, indices in store.sharded_params:
         target_grads.append(target.grad)
         for index in indices:
             if (
@@ -114,7 +114,7 @@ def _shown(
                 shown.append(target)
                 continue
             shown.append(store.parameter(index, wholes[index], target.requires_grad))
-            for module, attribute in store.members[index].slots:
+            for module, attribute in store.orig_params[index].slots:
                 _torch_private.parameters_of(module)[attribute] = shown[-1]
     for index, (parameter, grad) in enumerate(zip(shown, whole_grads, strict=True)):
         parallel = store.parallel[index]
@@ -163,7 +163,7 @@ def _gather_grads(group: Group) -> torch.Tensor | None:
     store = store_of(group)
     own = torch.zeros(store.numel, dtype=store.dtype, device=store.shard.device)
     has = False
-    for (target, _), place in zip(store.targets, store.grads(own), strict=True):
+    for (target, _), place in zip(store.sharded_params, store.grads(own), strict=True):
         if target.grad is not None:
             place.copy_(target.grad)
             has = True

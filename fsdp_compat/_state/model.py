@@ -36,7 +36,7 @@ from .formats import (
 from .names import Wanted, clean_name, everything
 
 __all__ = [
-    "FromFirst",
+    "Rank0Value",
     "check_unit",
     "flat_names",
     "full_entries",
@@ -54,7 +54,7 @@ __all__ = [
 
 
 @dataclasses.dataclass(frozen=True)
-class FromFirst:
+class Rank0Value:
     """The value of a parameter that only the first rank was given. It is sent when the unit of the
     parameter is loaded."""
 
@@ -91,10 +91,10 @@ def _chosen(store: FlatStore, prefixes: Sequence[str], wanted: Wanted) -> dict[i
     prefixes: what the names begin with; several where modules hold the unit under several names.
     """
     trainable = {
-        index: target.requires_grad for target, indices in store.targets for index in indices
+        index: target.requires_grad for target, indices in store.sharded_params for index in indices
     }
     found: dict[int, list[str]] = {}
-    for index, member in enumerate(store.members):
+    for index, member in enumerate(store.orig_params):
         names = [prefix + clean_name(name) for prefix in prefixes for name in member.names]
         if its := [name for name in names if wanted(name, trainable[index])]:
             found[index] = its
@@ -113,7 +113,7 @@ class _Gathered:
             dict[int, tuple[Interval, Interval]]
         ] = []  # by rank, unless all parameters lie in the buffer as they are
         self._wholes: list[torch.Tensor] = []  # in that case
-        if len(indices) == len(store.members) or group.shard.ranks == 1:
+        if len(indices) == len(store.orig_params) or group.shard.ranks == 1:
             self._buffer = group.gather_full()
             self._wholes = store.whole(self._buffer)
             return
@@ -278,7 +278,7 @@ def local_entries(
             yield from _boxes(group, prefix, wanted, process_group, to_cpu)
         elif _chosen(store, [prefix], wanted):
             if store.parallel[0] is not None:
-                raise no_parallel_boxes(unit.label, store.members[0].name, "LOCAL_STATE_DICT")
+                raise no_parallel_boxes(unit.label, store.orig_params[0].name, "LOCAL_STATE_DICT")
             shard = store.shard.detach()
             if to_cpu or wanted is not everything:
                 shard = copied(shard, to_cpu)
@@ -301,7 +301,7 @@ def check_unit(
         if prefix + flat_name in entries:
             errors += _wrong_local(group, prefix + flat_name, entries[prefix + flat_name])
             continue
-        for index, member in enumerate(store.members):
+        for index, member in enumerate(store.orig_params):
             keys = [prefix + clean_name(name) for name in member.names]
             found = [key for key in keys if key in entries]
             missing += [] if found else keys[:1]
@@ -334,7 +334,9 @@ def _wrong_local(group: Group, key: str, value: Any) -> list[str]:
         and read_local(value, store.layout, store.rank, group.shard.members) is not None
     ):
         return []
-    return [other_local(key, f"{len(store.members)} parameter(s) over {group.shard.ranks} rank(s)")]
+    return [
+        other_local(key, f"{len(store.orig_params)} parameter(s) over {group.shard.ranks} rank(s)")
+    ]
 
 
 def _other_parallel(key: str) -> str:
@@ -359,7 +361,7 @@ def other_local(key: str, here: str) -> str:
 def wrong_value(key: str, value: Any, shape: tuple[int, ...], dtype: torch.dtype) -> str | None:
     """Say why ``value`` cannot be loaded into a tensor of this shape and dtype; None if it can. A
     lazy value stays lazy."""
-    if isinstance(value, FromFirst):  # the first rank has looked at it
+    if isinstance(value, Rank0Value):  # the first rank has looked at it
         return None
     if not is_tensor(value):
         return f"{key}: expected a tensor of shape {shape}, got {type(value).__name__}"
@@ -408,7 +410,7 @@ def load_unit(
             store = store_of(group)
             flat = entries.pop(prefix + flat_name, None)
             found: dict[int, Any] = {}
-            for index, member in enumerate(store.members):
+            for index, member in enumerate(store.orig_params):
                 keys = dict.fromkeys(prefix + clean_name(name) for name in member.names)
                 values = [entries.pop(key) for key in keys if key in entries]
                 found.update({index: values[-1]} if values else {})
@@ -433,7 +435,7 @@ def _received(group: Group, found: dict[int, Any]) -> dict[int, Any]:
     error: CheckpointError | None = None
     store = store_of(group)
     for index, value in found.items():
-        if not isinstance(value, FromFirst):
+        if not isinstance(value, Rank0Value):
             continue
         shape, dtype = store.shape(index), store.dtype
         if value.value is None:
@@ -448,7 +450,7 @@ def _received(group: Group, found: dict[int, Any]) -> dict[int, Any]:
         group.replica,
         group.shard,
     )  # the first replica's first rank to every replica's first one, and on to the rest
-    if any(isinstance(value, FromFirst) and value.is_lazy for value in found.values()):
+    if any(isinstance(value, Rank0Value) and value.is_lazy for value in found.values()):
         told = "" if error is None else str(error)
         for wire in wires:
             told = wire.gather_objects(told)[0]

@@ -230,7 +230,9 @@ class StateDicts(Instance):
                 instance._wanted = everything
 
     def _state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> dict[str, Any]:
-        with contextlib.nullcontext() if self._unit.lent else self._runtime.rested("state_dict"):
+        with (
+            contextlib.nullcontext() if self._unit.summoned else self._runtime.rested("state_dict")
+        ):
             return self._rested_state_dict(destination, prefix, keep_vars)
 
     def _rested_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> dict[str, Any]:
@@ -238,7 +240,7 @@ class StateDicts(Instance):
         first, first_described = len(destination), len(described)
         self._unit.in_state_dict = True
         try:
-            with rendezvous.together("state_dict", _groups_of_state_dict(self)):
+            with rendezvous.nested("state_dict", _groups_of_state_dict(self)):
                 super().state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
         finally:
             self._unit.in_state_dict = False
@@ -251,7 +253,7 @@ class StateDicts(Instance):
         # cleaned their names.
         parts = (
             set()
-            if self._unit.lent
+            if self._unit.summoned
             else {base + clean_name(name) for name in self._sharded_names()}
         )
         values = {name: destination[key] for key in own if (name := clean_name(key)) not in parts}
@@ -268,12 +270,12 @@ class StateDicts(Instance):
             values = {}
         elif getattr(config, "offload_to_cpu", False):
             values = {key: _on_cpu(value, as_copy=key in met) for key, value in values.items()}
-        elif not self._unit.lent and not keep_vars:
+        elif not self._unit.summoned and not keep_vars:
             values = {
                 key: _compact(value) if key in met else value for key, value in values.items()
             }
         if (
-            not self._unit.lent
+            not self._unit.summoned
         ):  # inside of summon_full_params the traversal has met whole parameters
             values.update(self._entries(base, keep))
         for key in in_module_order(list(values), names_in_order(self, base)):
@@ -314,7 +316,9 @@ class StateDicts(Instance):
         Activation checkpointing's wrapper takes itself out of the names at one time and not at
         another: both are here.
         """
-        managed = {id(target) for group in self._unit.groups for target, _ in group.store.targets}
+        managed = {
+            id(target) for group in self._unit.groups for target, _ in group.store.sharded_params
+        }
         raw = {
             f"{path}.{attribute}".lstrip(".")
             for path, child in self._fsdp_wrapped_module.named_modules(remove_duplicate=False)
@@ -357,7 +361,7 @@ class StateDicts(Instance):
                 )
             )
         refuse_values(self, self._unit.label, state_dict, strict)
-        rendezvous.meet("load_state_dict", _groups_to_load(self, state_dict))
+        rendezvous.require_all_ranks("load_state_dict", _groups_to_load(self, state_dict))
         try:
             return super().load_state_dict(state_dict, strict, assign)
         except FsdpCompatError:
@@ -394,7 +398,7 @@ def _groups_of_state_dict(module: nn.Module) -> Iterator[Group]:
         with_mesh = (
             kind is StateDictType.SHARDED_STATE_DICT and instance._settings.device_mesh is not None
         )
-        if not instance._unit.lent and (kind is StateDictType.FULL_STATE_DICT or with_mesh):
+        if not instance._unit.summoned and (kind is StateDictType.FULL_STATE_DICT or with_mesh):
             yield from instance._unit.groups
 
 
@@ -402,9 +406,9 @@ def _groups_to_load(module: nn.Module, state_dict: Mapping[str, Any]) -> Iterato
     """The groups whose values in a state dict are sharded in another way than they are; the first
     such value speaks for all."""
     for named in named_units(module) if any(map(is_sharded, state_dict.values())) else ():
-        for group in named.unit.groups if not named.unit.lent else ():
+        for group in named.unit.groups if not named.unit.summoned else ():
             store = store_of(group)
-            for index, member in enumerate(store.members):
+            for index, member in enumerate(store.orig_params):
                 keys = [named.prefix + clean_name(name) for name in member.names]
                 value = next((state_dict[key] for key in keys if key in state_dict), None)
                 if is_sharded(value):
@@ -429,7 +433,7 @@ def _fill(model: nn.Module, state_dict: Any, strict: bool, assign: bool) -> Any:
     """Return what this rank is to load of what the first rank has, see ``fill_from_first``.
     Collective."""
     instances = instances_in(model)
-    rendezvous.meet(
+    rendezvous.require_all_ranks(
         "load_state_dict", (group for each in instances for group in each._unit.groups), copies=True
     )
     mesh, label = (
@@ -449,9 +453,9 @@ def _fill(model: nn.Module, state_dict: Any, strict: bool, assign: bool) -> Any:
     managed = {
         f"{clean_name(path)}.{clean_name(name)}".lstrip(".")
         for path, child in model.named_modules(remove_duplicate=False)
-        if isinstance(child, Instance) and not child._unit.lent
+        if isinstance(child, Instance) and not child._unit.summoned
         for group in child._unit.groups
-        for member in store_of(group).members
+        for member in store_of(group).orig_params
         for name in member.names
     }
     return fill_from_first(
@@ -598,7 +602,7 @@ def _before_load(
         clean = prefix + clean_name(key[len(prefix) :])
         if clean != key:
             state_dict[clean] = state_dict.pop(key)
-    if not self._unit.lent:
+    if not self._unit.summoned:
         load_unit(self._unit, state_dict, prefix, missing_keys, error_msgs)
     for key in [key for key in state_dict if key.startswith(prefix)]:
         state_dict[inner + key[len(prefix) :]] = state_dict.pop(key)
@@ -608,7 +612,7 @@ def _before_load(
         self._unit.buffers.follow(1)
     self._loading = (
         prefix,
-        set() if self._unit.lent else {inner + name for name in self._sharded_names()},
+        set() if self._unit.summoned else {inner + name for name in self._sharded_names()},
     )
 
 

@@ -83,7 +83,7 @@ def managed_in(model: nn.Module) -> set[int]:
         id(target)
         for named in named_units(model)
         for group in named.unit.groups
-        for target, _ in group.store.targets
+        for target, _ in group.store.sharded_params
     }
 
 

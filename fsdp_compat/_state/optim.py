@@ -22,10 +22,10 @@ from .._engine.unit import Group
 from ..errors import RuntimeUsageError, UsageError, explain
 from .entries import Entry, classify_all, copied, snapshot
 from .formats import mesh_sharded_value, sharded_value
-from .holdings import Holdings, NamedUnit, is_flat, is_whole
 from .model import store_of
-from .opaque import gather_states, own_states, part_of
 from .optim_alike import Agreed
+from .param_ownership import NamedUnit, ParamOwnership, is_flat, is_whole
+from .rank_local import gather_states, own_states, part_of
 
 __all__ = [
     "Facts",
@@ -101,7 +101,7 @@ def other_form(state_dict: Any) -> tuple[str, object] | None:
     return None
 
 
-def is_user_state(holdings: Holdings, key: object) -> bool:
+def is_user_state(holdings: ParamOwnership, key: object) -> bool:
     """True for a key under which an optimizer keeps something that belongs to no parameter."""
     return (
         isinstance(key, str)
@@ -110,7 +110,7 @@ def is_user_state(holdings: Holdings, key: object) -> bool:
     )
 
 
-def source_of(holdings: Holdings, state_dict: Any, where: str) -> Source:
+def source_of(holdings: ParamOwnership, state_dict: Any, where: str) -> Source:
     """Return what ``optimizer.state_dict()`` says, by parameter: it may be keyed by numbers, or by
     the model's current names.
 
@@ -162,7 +162,7 @@ def source_of(holdings: Holdings, state_dict: Any, where: str) -> Source:
     return Source(states, user_states, groups)
 
 
-def _parameter_of(holdings: Holdings, key: object, where: str) -> nn.Parameter:
+def _parameter_of(holdings: ParamOwnership, key: object, where: str) -> nn.Parameter:
     parameters = holdings.parameters
     if isinstance(key, str) and key in holdings.by_current_name:
         return holdings.by_current_name[key]
@@ -191,22 +191,24 @@ class Facts:
     states: Sequence[Mapping[Any, _Described]]  # by target
 
 
-def facts_of(holdings: Holdings, source: Source) -> Callable[[Group], Facts]:
+def facts_of(holdings: ParamOwnership, source: Source) -> Callable[[Group], Facts]:
     """Return what gives the facts of each group."""
     kinds = classify_all(source.states)
 
     def of_group(group: Group) -> Facts:
-        targets = holdings.in_group(group)
+        sharded_params = holdings.in_group(group)
         described = [
             {key: _described(source.states[t][key], kind) for key, kind in kinds.get(t, {}).items()}
-            for t in targets
+            for t in sharded_params
         ]
         return Facts(source.is_tried, bool(source.states) and not source.is_tried, described)
 
     return of_group
 
 
-def optim_state(holdings: Holdings, source: Source, agreed: Agreed, form: Form) -> dict[str, Any]:
+def optim_state(
+    holdings: ParamOwnership, source: Source, agreed: Agreed, form: Form
+) -> dict[str, Any]:
     """Return {"state": {name: {...}}, "param_groups": [{..., "params": [names]}]}.
 
     agreed: ``Facts`` of all ranks. The states of groups of which some rank's optimizer has
@@ -218,7 +220,7 @@ def optim_state(holdings: Holdings, source: Source, agreed: Agreed, form: Form) 
     groups = {
         id(its.group): its.group
         for p, its in holdings.held.items()
-        if p in agreed.targets and its.group is not None
+        if p in agreed.sharded_params and its.group is not None
     }
     for number, group in groups.items():
         _GroupStates(group, holdings, source, agreed.facts[number], form).add_to(state)
@@ -259,7 +261,7 @@ class _GroupStates:
     def __init__(
         self,
         group: Group,
-        holdings: Holdings,
+        holdings: ParamOwnership,
         source: Source,
         everyones: Sequence[Facts],
         form: Form,
@@ -270,26 +272,26 @@ class _GroupStates:
         An optimizer may keep nothing for an empty part, or not the same everywhere.
         """
         self.group, self.holdings, self.form = group, holdings, form
-        self.targets = holdings.in_group(group)
-        self.states = {target: source.states.get(target, {}) for target in self.targets}
+        self.sharded_params = holdings.in_group(group)
+        self.states = {target: source.states.get(target, {}) for target in self.sharded_params}
         if any(
             facts.has_states for facts in everyones
         ):  # what is tried counts only if nobody has made a step
-            nothing = [dict[Any, _Described]()] * len(self.targets)
+            nothing = [dict[Any, _Described]()] * len(self.sharded_params)
             everyones = [
                 dataclasses.replace(facts, states=nothing) if facts.is_tried else facts
                 for facts in everyones
             ]
             if source.is_tried:
-                self.states = {target: {} for target in self.targets}
+                self.states = {target: {} for target in self.sharded_params}
         by_target = list(
             zip(*(facts.states for facts in everyones), strict=True)
         )  # for each target, what every rank has
         self.known = [
             _agreed(by_rank, self.states[t])
-            for t, by_rank in zip(self.targets, by_target, strict=True)
+            for t, by_rank in zip(self.sharded_params, by_target, strict=True)
         ]
-        for target, known, by_rank in zip(self.targets, self.known, by_target, strict=True):
+        for target, known, by_rank in zip(self.sharded_params, self.known, by_target, strict=True):
             for key in (key for key, its in known.items() if _is_per_element(its)):
                 self._require_everywhere(target, key, [key in described for described in by_rank])
 
@@ -314,7 +316,7 @@ class _GroupStates:
 
     def add_to(self, state: dict[str, dict[str, Any]]) -> None:
         form, rank_states = self.form, {}
-        for target, known in zip(self.targets, self.known, strict=True):
+        for target, known in zip(self.sharded_params, self.known, strict=True):
             whole = is_whole(self.group, target)
             for _, name in self.holdings.held[target].names if known else ():
                 state[name] = {
@@ -328,7 +330,7 @@ class _GroupStates:
         per_element: dict[
             tuple[Any, torch.dtype | None], list[nn.Parameter]
         ] = {}  # parameters of one group may differ in dtype
-        for target, known in zip(self.targets, self.known, strict=True):
+        for target, known in zip(self.sharded_params, self.known, strict=True):
             for key, its in known.items():
                 if _is_per_element(its):
                     per_element.setdefault((key, its.dtype), []).append(target)
@@ -354,7 +356,7 @@ class _GroupStates:
         buffer = torch.zeros(store.numel, dtype=dtype, device=store.shard.device)
         places = {
             target: place
-            for (target, _), place in zip(store.targets, store.grads(buffer), strict=True)
+            for (target, _), place in zip(store.sharded_params, store.grads(buffer), strict=True)
         }
         for target in having:
             if (value := self.states[target].get(key)) is not None:

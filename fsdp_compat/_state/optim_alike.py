@@ -18,8 +18,8 @@ from torch import nn
 from .._comm.communicator import Communicator
 from .._engine.unit import Group
 from ..errors import RuntimeUsageError, explain
-from .holdings import Holdings
 from .model import store_of
+from .param_ownership import ParamOwnership
 
 __all__ = ["Agreed", "Told", "agree_together", "held_by_any", "require_alike", "tell"]
 
@@ -38,7 +38,7 @@ class Told:
     unmanaged: str  # a checksum of the names of the optimizer's parameters that no unit manages
 
 
-def tell(holdings: Holdings, groups: Sequence[Group]) -> Told:
+def tell(holdings: ParamOwnership, groups: Sequence[Group]) -> Told:
     """Return what this rank says of its optimizer. groups: flat groups, the same on all ranks."""
     here = [
         (position, p)
@@ -55,7 +55,7 @@ def tell(holdings: Holdings, groups: Sequence[Group]) -> Told:
 
 
 def held_by_any(
-    holdings: Holdings, groups: Sequence[Group], told: Sequence[Told]
+    holdings: ParamOwnership, groups: Sequence[Group], told: Sequence[Told]
 ) -> set[nn.Parameter]:
     """Return the parameters of ``groups`` that some rank's optimizer has."""
     held = {position for its in told for run in its.held for position in range(*run)}
@@ -67,7 +67,12 @@ def held_by_any(
 
 
 def require_alike(
-    holdings: Holdings, groups: Sequence[Group], told: Sequence[Told], call: str, *, unmanaged: bool
+    holdings: ParamOwnership,
+    groups: Sequence[Group],
+    told: Sequence[Told],
+    call: str,
+    *,
+    unmanaged: bool,
 ) -> None:
     """Raise UsageError unless all ranks have told the same; all of them find the same.
 
@@ -93,14 +98,14 @@ def require_alike(
         if position in held
     ]
     if lacking:
-        targets = _targets(holdings, groups)
+        sharded_params = _targets(holdings, groups)
         position = min(position for position, _ in lacking)
         without = sorted({rank for its_position, rank in lacking if its_position == position})
         more = len({its_position for its_position, _ in lacking}) - 1
         raise _unlike(
             "The optimizers of the ranks hold different parameters.",
             "the same parameters in the optimizer of every rank, in any order",
-            f"{holdings.held[targets[position]].names[0][1]!r}"
+            f"{holdings.held[sharded_params[position]].names[0][1]!r}"
             f"{f' and {more} more' if more else ''}: missing on rank(s) "
             f"{textwrap.shorten(str(without), 200)}, there on rank {held[position]}",
             call,
@@ -123,14 +128,14 @@ def require_alike(
 class Agreed:
     """What ranks have told each other, when they go on."""
 
-    targets: set[nn.Parameter]  # those that the optimizer of some rank has
+    sharded_params: set[nn.Parameter]  # those that the optimizer of some rank has
     facts: Mapping[
         int, Sequence[Any]
     ]  # by the id of a flat group: what each rank of its shard axis has told of it
 
 
 def agree_together(
-    holdings: Holdings | None,
+    holdings: ParamOwnership | None,
     groups: Sequence[Group],
     problem: Exception | None,
     facts_of: Callable[[Group], Any],
@@ -146,11 +151,11 @@ def agree_together(
     """
     wires: dict[int, tuple[Communicator, list[Group]]] = {}
     for group in groups:
-        for wire in (group.shard, *group.beyond):
+        for wire in (group.shard, *group.tensor_parallel):
             if wire.ranks > 1:
                 wires.setdefault(id(wire), (wire, []))[1].append(group)
     text = "" if problem is None else str(_elsewhere(problem, call))
-    targets, facts = set[nn.Parameter](), dict[int, Sequence[Any]]()
+    sharded_params, facts = set[nn.Parameter](), dict[int, Sequence[Any]]()
     for wire, its in sorted(wires.values(), key=lambda pair: (pair[0].ranks, pair[0].members)):
         own = (
             None if holdings is None else (tell(holdings, its), [facts_of(group) for group in its])
@@ -165,7 +170,7 @@ def agree_together(
         except RuntimeUsageError as error:
             text = str(error)
             continue
-        targets |= held_by_any(holdings, its, told)
+        sharded_params |= held_by_any(holdings, its, told)
         for number, group in enumerate(its):
             if group.shard is wire:
                 facts[id(group)] = [answer[1][number] for _, answer in answers]
@@ -175,7 +180,7 @@ def agree_together(
         raise RuntimeUsageError(text)
     assert holdings is not None
     facts.update({id(group): [facts_of(group)] for group in groups if id(group) not in facts})
-    return Agreed(targets | holdings.members, facts)
+    return Agreed(sharded_params | holdings.members, facts)
 
 
 def _elsewhere(problem: Exception, call: str) -> RuntimeUsageError:
@@ -196,7 +201,7 @@ def _global_rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 
 
-def _targets(holdings: Holdings, groups: Sequence[Group]) -> list[nn.Parameter]:
+def _targets(holdings: ParamOwnership, groups: Sequence[Group]) -> list[nn.Parameter]:
     return [target for group in groups for target in holdings.in_group(group)]
 
 

@@ -22,11 +22,11 @@ from ..errors import (
     require_module,
     wrong_type,
 )
-from .holdings import holdings_of, numbered_names
 from .model_units import named_units, names_before
 from .optim import Values, other_form
 from .optim_legacy import Numbering, groups_of_input
-from .optim_state_dict import OptimStateDicts, given_states, taken_states
+from .optim_state_dict import OptimStateDicts, export_optim_state, import_optim_state
+from .param_ownership import numbered_names, ownership_of
 
 __all__ = ["LegacyOptimStateDicts", "OptimStateKeyType"]
 
@@ -67,7 +67,7 @@ class LegacyOptimStateDicts(OptimStateDicts):
         require_group(group, where)
         require_bools(where, rank0_only=rank0_only)
         groups = groups_of_input(optim_input, optim, model, where)
-        return taken_states(
+        return export_optim_state(
             model,
             optim,
             groups,
@@ -92,7 +92,7 @@ class LegacyOptimStateDicts(OptimStateDicts):
         _deprecated("sharded_optim_state_dict", "optim_state_dict")
         require_model_and_optimizer(model, optim, where)
         require_group(group, where)
-        return taken_states(
+        return export_optim_state(
             model,
             optim,
             optim.param_groups,
@@ -191,7 +191,7 @@ class LegacyOptimStateDicts(OptimStateDicts):
         groups = groups_of_input(optim_input, optim, model, where)
         units, names = named_units(model), None
         if units:
-            names = numbered_names(holdings_of(groups, where, units, model), names_before(model))
+            names = numbered_names(ownership_of(groups, where, units, model), names_before(model))
         numbering = Numbering(model, groups, names)
         return (
             numbering.by_names if kind is OptimStateKeyType.PARAM_NAME else numbering.by_numbers
@@ -210,7 +210,7 @@ def _given(
     _require_model(model, optim, where)
     groups = groups_of_input(optim_input, optim, model, where)
     label = type(optim).__name__ if optim is not None else "the optimizer"
-    return given_states(
+    return import_optim_state(
         model, groups, state_dict, rank0_only=rank0_only, label=label, where=where, as_saved=True
     )
 

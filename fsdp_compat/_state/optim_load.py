@@ -26,12 +26,12 @@ from ..errors import (
 )
 from .entries import Entry, classify, copied, snapshot
 from .formats import is_sharded, misfit, read_part, shape_of
-from .holdings import Holdings, is_flat, is_whole, numbered_names
 from .model import store_of
-from .opaque import RankState, check_layout, restored
 from .optim import is_user_state, other_form
 from .optim_alike import held_by_any, require_alike, tell
-from .sending import FirstRank, Outline
+from .param_ownership import ParamOwnership, is_flat, is_whole, numbered_names
+from .rank_local import RankState, check_layout, restored
+from .sending import Outline, Rank0Broadcast
 
 __all__ = ["Wanted", "optim_state_to_load"]
 
@@ -68,7 +68,7 @@ class _Plan:
     groups: Sequence[Mapping[str, Any]] | None  # parameter groups, their params by name
     user_states: Mapping[str, Any]  # of no parameter
 
-    def is_cut(self, holdings: Holdings, name: str, key: Any) -> bool:
+    def is_cut(self, holdings: ParamOwnership, name: str, key: Any) -> bool:
         """True for a value that has one element per element of a parameter, which is cut as that
         is."""
         value = self.entries[name][key]
@@ -79,7 +79,7 @@ class _Plan:
         shape = value.shape if isinstance(value, Outline) else shape_of(value)
         return group is not None and shape == store_of(group).shape(index)
 
-    def outline(self, holdings: Holdings) -> _Plan:
+    def outline(self, holdings: ParamOwnership) -> _Plan:
         """The same without what is of size."""
         entries: dict[str, dict[Any, Any]] = {}
         for name, entry in self.entries.items():
@@ -118,12 +118,12 @@ def _outline(value: Any, cut: bool) -> Any:
 
 
 def optim_state_to_load(
-    holdings: Holdings | None,
+    holdings: ParamOwnership | None,
     problem: Exception | None,
     groups: Sequence[Group],
     state_dict: Any,
     wanted: Wanted,
-    first: FirstRank,
+    first: Rank0Broadcast,
     call: str,
 ) -> dict[str, Any]:
     """Return what ``optimizer.load_state_dict`` takes, from a dict by names, full or sharded, or by
@@ -162,13 +162,13 @@ def optim_state_to_load(
     everyones = [its for *_, its in answers]
     sends = not all(answer[0] for answer in answers)
     require_alike(holdings, groups, everyones, call, unmanaged=sends)
-    targets = held_by_any(holdings, groups, everyones) | set(holdings.members)
+    sharded_params = held_by_any(holdings, groups, everyones) | set(holdings.members)
     if sends:
         _refuse_other_ranks(holdings, first, call)
         told_plan = first.tell(None if plan is None else plan.outline(holdings))
         plan = plan if first.is_here else told_plan
     assert plan is not None
-    return _Loading(holdings, plan, first if sends else None, targets, wanted).result()
+    return _Loading(holdings, plan, first if sends else None, sharded_params, wanted).result()
 
 
 def _refuse_together(
@@ -213,7 +213,7 @@ def _refuse_together(
         )
 
 
-def _refuse_other_ranks(holdings: Holdings, first: FirstRank, call: str) -> None:
+def _refuse_other_ranks(holdings: ParamOwnership, first: Rank0Broadcast, call: str) -> None:
     """Raise if a unit is over some of the ranks only: then others hold something else under the
     same names."""
     for held in holdings.held.values():
@@ -238,7 +238,7 @@ def _refuse_other_ranks(holdings: Holdings, first: FirstRank, call: str) -> None
 # --- looking through a dict -----------------------------------------------------------------------
 
 
-def _planned(holdings: Holdings, state_dict: Any, wanted: Wanted, call: str) -> _Plan:
+def _planned(holdings: ParamOwnership, state_dict: Any, wanted: Wanted, call: str) -> _Plan:
     """Raises UsageError for what has not the form of a dict, CheckpointError for one that does not
     fit. Nothing is sent."""
     if (found := other_form(state_dict)) is not None:
@@ -299,7 +299,7 @@ def _is_by_number(state_dict: Mapping[str, Any]) -> bool:
     )
 
 
-def _refuse_unknown(holdings: Holdings, named: Mapping[str, Any]) -> None:
+def _refuse_unknown(holdings: ParamOwnership, named: Mapping[str, Any]) -> None:
     """Raise CheckpointError for names that are no parameters', and for entries that are no
     dicts."""
     unknown = [name for name in named if name not in holdings.by_name]
@@ -330,7 +330,7 @@ def _refuse_unknown(holdings: Holdings, named: Mapping[str, Any]) -> None:
 
 
 def _refuse_missing(
-    holdings: Holdings, entries: Mapping[str, Mapping[Any, Any]], call: str
+    holdings: ParamOwnership, entries: Mapping[str, Mapping[Any, Any]], call: str
 ) -> None:
     """Raise CheckpointError for a parameter without state in a FlatParameter whose others have
     counts.
@@ -359,7 +359,7 @@ def _refuse_missing(
 
 
 def _by_name(
-    state_dict: Mapping[str, Any], holdings: Holdings, order: Sequence[str]
+    state_dict: Mapping[str, Any], holdings: ParamOwnership, order: Sequence[str]
 ) -> dict[str, Any]:
     """Return the same dict with names, see ``numbered_names``."""
     wanted = numbered_names(holdings, order)
@@ -395,7 +395,9 @@ def _by_name(
     return {"state": state, "param_groups": groups}
 
 
-def _per_element(entries: Mapping[str, Mapping[Any, Any]], holdings: Holdings) -> frozenset[Any]:
+def _per_element(
+    entries: Mapping[str, Mapping[Any, Any]], holdings: ParamOwnership
+) -> frozenset[Any]:
     """Return the names of the states that have one element per element of a parameter, of
     parameters that units manage.
 
@@ -508,10 +510,10 @@ class _Loading:
 
     def __init__(
         self,
-        holdings: Holdings,
+        holdings: ParamOwnership,
         plan: _Plan,
-        sender: FirstRank | None,
-        targets: Collection[nn.Parameter],
+        sender: Rank0Broadcast | None,
+        sharded_params: Collection[nn.Parameter],
         wanted: Wanted,
     ) -> None:
         """targets: the managed parameters that some rank's optimizer has; ranks that lack one have
@@ -520,7 +522,7 @@ class _Loading:
             holdings,
             plan,
             sender,
-            targets,
+            sharded_params,
             wanted,
         )
 
@@ -565,12 +567,12 @@ class _Loading:
         return result
 
     def _of_group(
-        self, group: Group, targets: list[nn.Parameter]
+        self, group: Group, sharded_params: list[nn.Parameter]
     ) -> dict[nn.Parameter, dict[Any, Any]]:
         """The states of a group's targets, cut to their shapes."""
         plan, states = self._plan, dict[nn.Parameter, dict[Any, Any]]()
         keys: dict[Any, None] = {}
-        for target in targets:
+        for target in sharded_params:
             names = [name for _, name in self._holdings.held[target].names if name in plan.entries]
             if not names:
                 continue
@@ -630,10 +632,13 @@ class _Loading:
                 states[target][key] = states[target][key].view(target.shape)
 
     def _add_restored(
-        self, states: dict[nn.Parameter, dict[Any, Any]], group: Group, targets: list[nn.Parameter]
+        self,
+        states: dict[nn.Parameter, dict[Any, Any]],
+        group: Group,
+        sharded_params: list[nn.Parameter],
     ) -> None:
         """Add the states that belong to this rank alone."""
-        for target in targets:
+        for target in sharded_params:
             names = [
                 name
                 for _, name in self._holdings.held[target].names

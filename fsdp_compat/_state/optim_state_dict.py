@@ -17,22 +17,22 @@ from .._engine import rendezvous
 from ..api import StateDictType
 from ..errors import require_bools, require_group, require_model_and_optimizer
 from .dry_run import first_states, states_to_be
-from .holdings import Holdings, holdings_of, require_units
 from .model_state_dict import StateDicts
 from .model_units import instances_in, named_units, names_before, runtimes_of
-from .opaque import unshardable
 from .optim import Form, Values, facts_of, optim_state, source_of
 from .optim_alike import agree_together
 from .optim_load import Wanted, optim_state_to_load
 from .optimizers import convert
-from .sending import FirstRank
+from .param_ownership import ParamOwnership, ownership_of, require_units
+from .rank_local import unshardable
+from .sending import Rank0Broadcast
 
 __all__ = [
     "OptimStateDicts",
     "check_optimizer",
+    "export_optim_state",
     "form_set",
-    "given_states",
-    "taken_states",
+    "import_optim_state",
     "warn_of_layout",
 ]
 
@@ -71,7 +71,7 @@ class OptimStateDicts(StateDicts):
         require_group(group, where)
         form = form_set(model)
         sharded = form["values"] is not Values.WHOLE
-        return taken_states(
+        return export_optim_state(
             model,
             optim,
             optim.param_groups,
@@ -109,7 +109,7 @@ class OptimStateDicts(StateDicts):
         require_group(group, where)
         require_bools(where, is_named_optimizer=is_named_optimizer, load_directly=load_directly)
         config = OptimStateDicts.get_state_dict_type(model).optim_state_dict_config
-        loadable = given_states(
+        loadable = import_optim_state(
             model,
             optim.param_groups,
             optim_state_dict,
@@ -145,7 +145,7 @@ def form_set(model: nn.Module) -> _FormSet:
     }
 
 
-def taken_states(
+def export_optim_state(
     model: nn.Module,
     optim: Optimizer,
     groups: Sequence[Mapping[str, Any]],
@@ -170,12 +170,12 @@ def taken_states(
     units = named_units(model)
     require_units(units, model, f"the state of {type(optim).__name__}")
     all_groups = [each for named in units for each in named.unit.groups]
-    rendezvous.meet(call, all_groups)
+    rendezvous.require_all_ranks(call, all_groups)
     holdings, source, problem = None, None, None
     facts: Any = None
     try:
         convert(optim)
-        holdings = holdings_of(groups, f"the state of {type(optim).__name__}", units, model)
+        holdings = ownership_of(groups, f"the state of {type(optim).__name__}", units, model)
         source = source_of(
             holdings, optim.state_dict() if state_dict is None else state_dict, where
         )
@@ -199,7 +199,7 @@ def taken_states(
     )
 
 
-def given_states(
+def import_optim_state(
     model: nn.Module,
     groups: Sequence[Mapping[str, Any]],
     state_dict: Mapping[str, Any] | None,
@@ -221,14 +221,14 @@ def given_states(
     require_units(units, model, f"the state of {label}")
     settings = instances_in(model)[0]._settings
     all_groups = [each for its in units for each in its.unit.groups]
-    rendezvous.meet(where.partition("(")[0], all_groups, copies=True)
-    holdings: Holdings | None = None
+    rendezvous.require_all_ranks(where.partition("(")[0], all_groups, copies=True)
+    holdings: ParamOwnership | None = None
     problem: Exception | None = None
     try:
-        holdings = holdings_of(groups, f"the state of {label}", units, model)
+        holdings = ownership_of(groups, f"the state of {label}", units, model)
     except Exception as error:  # other ranks have to hear of it
         problem = error
-    first = FirstRank(settings.mesh, settings.device)
+    first = Rank0Broadcast(settings.mesh, settings.device)
     wanted = Wanted(names_before(model), from_first=rank0_only, as_saved=as_saved, named=named)
     return optim_state_to_load(holdings, problem, all_groups, state_dict, wanted, first, where)
 
@@ -248,7 +248,7 @@ def check_optimizer(model: nn.Module, optim: Optimizer) -> list[str]:
     require_model_and_optimizer(model, optim, where)
     _require_idle(model, "check_optimizer")
     convert(optim)
-    holdings = holdings_of(
+    holdings = ownership_of(
         optim.param_groups, f"the state of {type(optim).__name__}", named_units(model), model
     )
     return unshardable(holdings, states_to_be(holdings, optim))

@@ -48,7 +48,7 @@ def note(originals: Iterable[nn.Parameter], stores: Iterable[FlatStore]) -> None
     for parameter in originals:
         _managed[parameter] = f"a parameter of shape {tuple(parameter.shape)}"
     for store in stores:
-        for target, indices in store.targets:
+        for target, indices in store.sharded_params:
             target.__dict__[_MARK] = True
             _managed[target] = weakref.ref(store), indices[0]
 

@@ -11,9 +11,9 @@ import torch
 
 from .._comm.communicator import communicator
 from .._comm.mesh import Mesh
-from .opaque import packed_bytes, unpacked
+from .rank_local import packed_bytes, unpacked
 
-__all__ = ["FirstRank", "Outline"]
+__all__ = ["Rank0Broadcast", "Outline"]
 
 _ALIGN_NBYTES = 16  # every tensor in a message starts at a multiple of it
 
@@ -30,7 +30,7 @@ class Outline:
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
-class FirstRank:
+class Rank0Broadcast:
     """The first rank of a mesh, as every rank of it sees it: its copies are those of the first
     ranks of both axes."""
 

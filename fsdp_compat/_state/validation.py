@@ -30,7 +30,7 @@ def refuse_values(
     if not errors:
         units = named_units(model)
         for named in units:
-            if not named.unit.lent:
+            if not named.unit.summoned:
                 check_unit(named.unit, by_name, named.prefix, missing, errors)
         for name, tensor in others_in(model).items():
             if (

@@ -11,9 +11,9 @@ from torch import nn
 
 from .. import _torch_private
 from .._comm.mesh import Axis
-from .._engine.ownership import Member, Place
+from .._engine.ownership import OrigParam, Place
 from .._engine.storage import new_shard
-from .._engine.store import Kind, Shown, Target, as_leaf
+from .._engine.store import Kind, ModuleSlot, ShardedParam, as_unsharded_param
 from .._layout.flat import flat_layout
 from .._layout.spec import FlatLayout
 from .._layout.transfer import pieces_of_rank, pieces_of_whole, plan_moves
@@ -42,7 +42,7 @@ class FlatStore:
 
     def __init__(
         self,
-        members: Sequence[Member],
+        members: Sequence[OrigParam],
         *,
         rank: int,
         ranks: int,
@@ -60,10 +60,13 @@ class FlatStore:
         originals = [member.parameter for member in members]
         locals_ = [_torch_private.local_part(p.detach()) for p in originals]
         self.dtype = originals[0].dtype
-        self.members = tuple(
+        self.orig_params = tuple(
             member.place for member in members
         )  # not the parameters: what is flat has no use for them any more
-        shapes, names = [tuple(p.shape) for p in locals_], [member.name for member in self.members]
+        shapes, names = (
+            [tuple(p.shape) for p in locals_],
+            [member.name for member in self.orig_params],
+        )
         align = max(ALIGN_NBYTES // self.dtype.itemsize, 1)
         self.layout: FlatLayout = flat_layout(names, shapes, ranks=ranks, align=align)
         self.rank, self.numel = rank, self.layout.shard_numel
@@ -111,7 +114,7 @@ class FlatStore:
         """originals: that go on as views of the shard; None: a FlatParameter takes their place,
         ``flat`` if it is there already."""
         self._trainable = list(trainable)
-        slots = [member.slots for member in self.members]
+        slots = [member.slots for member in self.orig_params]
         self.registration: Registration
         if originals is not None:
             self.registration = OriginalRegistration(
@@ -122,7 +125,7 @@ class FlatStore:
             self.registration = FlatRegistration(
                 self.shard, self.layout, flat_slots, self._home, self._trainable[0], flat
             )
-        self.targets: Sequence[Target] = self.registration.targets
+        self.sharded_params: Sequence[ShardedParam] = self.registration.sharded_params
 
     def _keep_gradients(
         self, wholes: Sequence[torch.Tensor], given: Sequence[torch.Tensor | None]
@@ -131,8 +134,12 @@ class FlatStore:
         there was none."""
         total = torch.zeros_like(self.shard)
         self.take_from_whole(wholes, total)
-        for (target, indices), grad in zip(self.targets, self.grads(total), strict=True):
-            target.grad = grad if any(given[index] is not None for index in indices) else None
+        for (sharded_param, indices), grad in zip(
+            self.sharded_params, self.grads(total), strict=True
+        ):
+            sharded_param.grad = (
+                grad if any(given[index] is not None for index in indices) else None
+            )
 
     def take_from_whole(
         self, wholes: Sequence[torch.Tensor], shard: torch.Tensor | None = None
@@ -144,14 +151,14 @@ class FlatStore:
         """
         shard = self.shard if shard is None else shard
         for move in self._from_whole:
-            target = shard[move.target_start : move.target_start + move.numel]
+            sharded_param = shard[move.target_start : move.target_start + move.numel]
             source = (
                 wholes[move.source[0]]
                 .detach()
                 .reshape(-1)[move.source_start : move.source_start + move.numel]
             )
-            if not target.is_meta and source.data_ptr() != target.data_ptr():
-                target.copy_(source)
+            if not sharded_param.is_meta and source.data_ptr() != sharded_param.data_ptr():
+                sharded_param.copy_(source)
 
     def convert(self, dtype: torch.dtype, device: torch.device) -> None:
         """Keep the values in another shard from now on; targets stay the objects they are, and
@@ -162,11 +169,15 @@ class FlatStore:
         """
         flat, trainable = (
             self.flat_parameter,
-            [target.requires_grad for target, indices in self.targets for _ in indices],
+            [
+                sharded_param.requires_grad
+                for sharded_param, indices in self.sharded_params
+                for _ in indices
+            ],
         )
-        grads = [target.grad for target, _ in self.targets]
-        for target, _ in self.targets:
-            target.grad = None
+        grads = [sharded_param.grad for sharded_param, _ in self.sharded_params]
+        for sharded_param, _ in self.sharded_params:
+            sharded_param.grad = None
         is_home = device == self._device
         shard = new_shard(
             self.numel,
@@ -179,19 +190,23 @@ class FlatStore:
         if flat is not None:
             flat.data = self.shard
         self._register(
-            trainable, None if flat is not None else [target for target, _ in self.targets], flat
+            trainable,
+            None
+            if flat is not None
+            else [sharded_param for sharded_param, _ in self.sharded_params],
+            flat,
         )
-        for (target, _), grad in zip(self.targets, grads, strict=True):
-            target.grad = None if grad is None else grad.to(device, dtype)
+        for (sharded_param, _), grad in zip(self.sharded_params, grads, strict=True):
+            sharded_param.grad = None if grad is None else grad.to(device, dtype)
 
     # -- the seam
 
     @property
-    def spread(self) -> Sequence[Axis]:
+    def tensor_parallel_axes(self) -> Sequence[Axis]:
         parallel = self.parallel[0]
-        return () if parallel is None else parallel.spread()
+        return () if parallel is None else parallel.tensor_parallel_axes()
 
-    def make_leaves(self, full: torch.Tensor) -> list[nn.Parameter]:
+    def make_unsharded_params(self, full: torch.Tensor) -> list[nn.Parameter]:
         return [
             self.parameter(index, places[0], self._trainable[index])
             for index, places in enumerate(self.places(full)[:-1])
@@ -212,12 +227,12 @@ class FlatStore:
     def grads(self, total: torch.Tensor) -> list[torch.Tensor]:
         return self.registration.grads(total)
 
-    def shown(self, leaves: Sequence[nn.Parameter] | None) -> list[Shown]:
-        if leaves is None:
+    def shown(self, unsharded_params: Sequence[nn.Parameter] | None) -> list[ModuleSlot]:
+        if unsharded_params is None:
             return self.registration.shown_sharded()
         shown = [
-            Shown(module, name, leaf)
-            for member, leaf in zip(self.members, leaves, strict=True)
+            ModuleSlot(module, name, unsharded_param)
+            for member, unsharded_param in zip(self.orig_params, unsharded_params, strict=True)
             for module, name in member.slots
         ]
         return shown + self.registration.hidden_when_full()
@@ -248,7 +263,7 @@ class FlatStore:
         if parallel is not None:
             return parallel.parameter(value, requires_grad)
         assert kind is not None
-        return as_leaf(value, requires_grad, kind)
+        return as_unsharded_param(value, requires_grad, kind)
 
     def whole(self, full: torch.Tensor) -> list[torch.Tensor]:
         """full: [ranks * S], of any dtype. Return the parameters in it, in their shapes: views (of
@@ -299,7 +314,7 @@ class FlatStore:
 
     @property
     def flat_parameter(self) -> FlatParameter | None:
-        parameter = self.targets[0].parameter if self.targets else None
+        parameter = self.sharded_params[0].parameter if self.sharded_params else None
         return parameter if isinstance(parameter, FlatParameter) else None
 
     # -- copies
@@ -307,7 +322,7 @@ class FlatStore:
     def __getstate__(self) -> dict[str, Any]:
         flat = self.flat_parameter
         return {
-            "members": [(member.slots, member.names) for member in self.members],
+            "members": [(member.slots, member.names) for member in self.orig_params],
             "layout": self.layout,
             "rank": self.rank,
             "parallel": self.parallel,
@@ -319,13 +334,17 @@ class FlatStore:
             if flat is not None
             else None,
             "trainable": [
-                target.requires_grad for target, indices in self.targets for _ in indices
+                sharded_param.requires_grad
+                for sharded_param, indices in self.sharded_params
+                for _ in indices
             ],
-            "originals": [target for target, _ in self.targets] if flat is None else None,
+            "originals": [sharded_param for sharded_param, _ in self.sharded_params]
+            if flat is None
+            else None,
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.members = tuple(Place(slots, names) for slots, names in state["members"])
+        self.orig_params = tuple(Place(slots, names) for slots, names in state["members"])
         self.layout, self.rank, self.parallel, self._home = (
             state["layout"],
             state["rank"],

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from .._engine.store import Shown, Target
+from .._engine.store import ModuleSlot, ShardedParam
 from .._layout.spec import FlatLayout
 from ..errors import StateError, explain
 
@@ -52,12 +52,12 @@ class Registration(typing.Protocol):
     original."""
 
     @property
-    def targets(self) -> Sequence[Target]: ...
+    def sharded_params(self) -> Sequence[ShardedParam]: ...
 
-    def shown_sharded(self) -> list[Shown]:
+    def shown_sharded(self) -> list[ModuleSlot]:
         """What modules show while the unit is sharded."""
 
-    def hidden_when_full(self) -> list[Shown]:
+    def hidden_when_full(self) -> list[ModuleSlot]:
         """What of that is not there while the leaves are shown."""
 
     def grads(self, total: torch.Tensor) -> list[torch.Tensor]:
@@ -91,16 +91,16 @@ class FlatRegistration:
         parameter.__class__ = FlatParameter
         self.parameter = typing.cast(FlatParameter, parameter)
         self.parameter._fqns = layout.names
-        self.targets = [Target(self.parameter, range(len(layout.params)))]
+        self.sharded_params = [ShardedParam(self.parameter, range(len(layout.params)))]
         self._slots, self._home, self._places = list(slots), home, _places_of([self.parameter])
 
-    def shown_sharded(self) -> list[Shown]:
-        return [Shown(module, name, None) for module, name in self._slots] + [
-            Shown(*self._home, self.parameter)
+    def shown_sharded(self) -> list[ModuleSlot]:
+        return [ModuleSlot(module, name, None) for module, name in self._slots] + [
+            ModuleSlot(*self._home, self.parameter)
         ]
 
-    def hidden_when_full(self) -> list[Shown]:
-        return [Shown(*self._home, None)]
+    def hidden_when_full(self) -> list[ModuleSlot]:
+        return [ModuleSlot(*self._home, None)]
 
     def grads(self, total: torch.Tensor) -> list[torch.Tensor]:
         return [total]
@@ -135,9 +135,11 @@ class OriginalRegistration:
         self._sizes.append(shard.numel() - sum(self._sizes))
         self._shapes = [param.shape for param in layout.params] if layout.ranks == 1 else None
         self._names, self._layout, self._rank = layout.names, layout, rank
-        self.targets = [Target(parameter, (index,)) for index, parameter in enumerate(originals)]
+        self.sharded_params = [
+            ShardedParam(parameter, (index,)) for index, parameter in enumerate(originals)
+        ]
         self._shown = [
-            Shown(module, name, parameter)
+            ModuleSlot(module, name, parameter)
             for parameter, its_slots in zip(originals, slots, strict=True)
             for module, name in its_slots
         ]
@@ -146,10 +148,10 @@ class OriginalRegistration:
             parameter.data = view
         self._parameters, self._places = list(originals), _places_of(originals)
 
-    def shown_sharded(self) -> list[Shown]:
+    def shown_sharded(self) -> list[ModuleSlot]:
         return self._shown
 
-    def hidden_when_full(self) -> list[Shown]:
+    def hidden_when_full(self) -> list[ModuleSlot]:
         return []
 
     def grads(self, total: torch.Tensor) -> list[torch.Tensor]:

@@ -71,7 +71,7 @@ class TensorParallel:
         )
         return distribute_tensor(moved, self.mesh, self.placements, src_data_rank=None).to_local()
 
-    def spread(self) -> tuple[Axis, ...]:
+    def tensor_parallel_axes(self) -> tuple[Axis, ...]:
         """The axes along which the parameter is split, rather than repeated."""
         return tuple(
             axis_of(self.mesh.get_group(dim))

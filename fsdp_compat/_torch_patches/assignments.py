@@ -51,7 +51,7 @@ def follow(unit: Unit) -> None:
         _following = True
     for group in unit.groups:
         store = store_of(group)
-        for index, member in enumerate(store.members):
+        for index, member in enumerate(store.orig_params):
             for module, attribute in member.slots:
                 _places.setdefault(module, {})[attribute] = _Place(
                     unit.reference, weakref.ref(store), index
@@ -67,41 +67,47 @@ def _on_assignment(module: nn.Module, name: str, value: nn.Parameter) -> nn.Para
     current = _torch_private.parameters_of(module).get(name)
     if value is current:
         return None
-    target = None if store.flat_parameter is not None else store.targets[place.number].parameter
-    if unit.lent and current is not None:
+    sharded_param = (
+        None if store.flat_parameter is not None else store.sharded_params[place.number].parameter
+    )
+    if unit.summoned and current is not None:
         wrong = _does_not_fit(store, place.number, value, (tuple(current.shape), current.dtype))
-        target = current
+        sharded_param = current
     else:
-        wrong = _why_not(unit, store, place.number, value, target)
+        wrong = _why_not(unit, store, place.number, value, sharded_param)
     if wrong:
         unit.hide_again()
         raise _refused(unit, module, name, wrong)
-    assert target is not None
-    if value is target:  # it was taken out, and comes back
+    assert sharded_param is not None
+    if value is sharded_param:  # it was taken out, and comes back
         return None
     with torch.inference_mode(False), torch.no_grad():
-        if unit.lent:
-            target.copy_(value)
+        if unit.summoned:
+            sharded_param.copy_(value)
         else:
             store.take(place.number, value)
     if store.flat_parameter is None:
-        target.requires_grad_(value.requires_grad)
+        sharded_param.requires_grad_(value.requires_grad)
     optimizers.note_assigned(value, name)
-    return target
+    return sharded_param
 
 
 def _why_not(
-    unit: Unit, store: FlatStore, index: int, value: nn.Parameter, target: nn.Parameter | None
+    unit: Unit,
+    store: FlatStore,
+    index: int,
+    value: nn.Parameter,
+    sharded_param: nn.Parameter | None,
 ) -> str:
     """Return why a value cannot be taken over, or nothing."""
-    if target is None:
+    if sharded_param is None:
         return "an assignment to a part of a FlatParameter (use_orig_params=False)"
-    if value is target:
+    if value is sharded_param:
         return ""
     assert unit.runtime is not None
     if unit.runtime.runs:
         return "an assignment from inside of forward or backward"
-    if unit.residency is Residency.FULL:
+    if unit.residency is Residency.UNSHARDED:
         return "an assignment between forward and backward, while the unit stays whole"
     if optimizers.is_held(value):
         return "a parameter that a FullyShardedDataParallel holds already"
@@ -115,7 +121,7 @@ def _does_not_fit(
     store: FlatStore, index: int, value: nn.Parameter, wanted: tuple[tuple[int, ...], torch.dtype]
 ) -> str:
     shape, dtype = wanted
-    if len(store.members[index].slots) > 1:
+    if len(store.orig_params[index].slots) > 1:
         return "an assignment to one of the names of a tied parameter"
     if store.parallel[index] is not None or not _torch_private.is_plain(value):
         return "an assignment that concerns a DTensor"
@@ -128,7 +134,7 @@ def _does_not_fit(
         )
     if (
         store.flat_parameter is not None
-        and value.requires_grad is not store.targets[0].parameter.requires_grad
+        and value.requires_grad is not store.sharded_params[0].parameter.requires_grad
     ):
         return (
             f"one with requires_grad={value.requires_grad} for a part of a FlatParameter that "

@@ -24,7 +24,7 @@ from .._engine.runtime import live_runtimes
 from .._engine.unit import Group
 from ..errors import UsageError, explain
 
-__all__ = ["check_max_norm", "checked_norm_type", "gradients_of_others", "teach_torch"]
+__all__ = ["check_max_norm", "checked_norm_type", "gradients_of_others", "patch_clip_grad"]
 
 
 def checked_norm_type(norm_type: Any) -> float:
@@ -76,7 +76,9 @@ def gradients_of_others(root: nn.Module, groups: Iterable[Group]) -> list[torch.
 
     nn.Module's own walk puts a name together for each, which takes longer than a norm.
     """
-    known = {id(target) for group in groups for target, _ in group.store.targets}
+    known = {
+        id(sharded_param) for group in groups for sharded_param, _ in group.store.sharded_params
+    }
     found, seen, waiting = list[torch.Tensor](), set[int](), [root]
     while waiting:
         module = waiting.pop()
@@ -91,7 +93,7 @@ def gradients_of_others(root: nn.Module, groups: Iterable[Group]) -> list[torch.
     return found
 
 
-def teach_torch() -> None:
+def patch_clip_grad() -> None:
     """Let torch.nn.utils.clip_grad_norm_ and get_total_norm see whole norms of sharded gradients.
     Once per process."""
     _torch_private.replace_clipping(_clip, _total_norm)
@@ -139,7 +141,7 @@ def _total_norm(
     whole = []
     for grad in grads:
         by_group[split[id(grad)]].append(grad) if id(grad) in split else whole.append(grad)
-    rendezvous.meet("torch.nn.utils.clip_grad_norm_", groups)
+    rendezvous.require_all_ranks("torch.nn.utils.clip_grad_norm_", groups)
     with torch.no_grad():
         parts = [(group, packed(group, its)) for group, its in by_group.items()]
         norm = norm_of(parts, whole, order, groups[0].device)
@@ -163,11 +165,11 @@ def _split_over_ranks(
     found: dict[int, Group] = {}  # by the id of a parameter
     for runtime in live_runtimes():
         for group in runtime.groups if wanted or asked else ():
-            for target, _ in group.store.targets if group.shard.ranks > 1 else ():
-                if target.grad is not None and id(target.grad) in wanted:
-                    split[id(target.grad)] = group
-                if id(target) in asked and target.requires_grad:
-                    found[id(target)] = group
+            for sharded_param, _ in group.store.sharded_params if group.shard.ranks > 1 else ():
+                if sharded_param.grad is not None and id(sharded_param.grad) in wanted:
+                    split[id(sharded_param.grad)] = group
+                if id(sharded_param) in asked and sharded_param.requires_grad:
+                    found[id(sharded_param)] = group
     in_order = [found[id(p)] for p in parameters if id(p) in found] or [
         split[id(grad)] for grad in grads if id(grad) in split
     ]

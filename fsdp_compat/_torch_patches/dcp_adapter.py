@@ -26,7 +26,7 @@ from torch import nn
 from .._state.model_units import instances_in
 from .dcp_state_dict import FUNCTIONS, mixed, unknown_argument
 
-__all__ = ["teach_torch"]
+__all__ = ["patch_dcp"]
 
 _MODULE = "torch.distributed.checkpoint.state_dict"
 _ROUTE = (
@@ -34,7 +34,7 @@ _ROUTE = (
 )
 
 
-def teach_torch() -> None:
+def patch_dcp() -> None:
     """Route the functions by model, now or as soon as their module is imported. Does nothing when
     called again."""
     if (module := sys.modules.get(_MODULE)) is not None:

@@ -30,10 +30,10 @@ from .._state.model import store_of
 from .._state.model_state_dict import StateDicts
 from .._state.model_units import instances_in, named_units
 from .._state.names import clean_name
-from .._state.opaque import RankState
-from .._state.optim_state_dict import OptimStateDicts, form_set, taken_states
+from .._state.optim_state_dict import OptimStateDicts, export_optim_state, form_set
 from .._state.optimizers import convert
-from .._state.sending import FirstRank
+from .._state.rank_local import RankState
+from .._state.sending import Rank0Broadcast
 from ..api import (
     FullOptimStateDictConfig,
     FullStateDictConfig,
@@ -195,8 +195,8 @@ def _names_of_targets(model: nn.Module) -> dict[nn.Parameter, list[list[str]]]:
     found: dict[nn.Parameter, list[list[str]]] = {}
     for named in named_units(model):
         for group in named.unit.groups:
-            members = store_of(group).members
-            for target, indices in group.store.targets:
+            members = store_of(group).orig_params
+            for target, indices in group.store.sharded_params:
                 found[target] = [
                     [named.prefix + clean_name(name) for name in members[i].names] for i in indices
                 ]
@@ -391,7 +391,7 @@ def _get_optimizers(
             get = _torch_private.unpatched(optimizer, "state_dict")
             where = "get_optimizer_state_dict(model, optimizers)"
             form, groups = form_set(model), optimizer.param_groups
-            found = taken_states(
+            found = export_optim_state(
                 model, optimizer, groups, get(), **form, group=None, where=where, first_step=True
             )
         result["state"].update(
@@ -536,7 +536,7 @@ def _loadable(
     """
     names, held = _Names(model), _names_of_targets(model)
     settings = instances_in(model)[0]._settings
-    ranks = FirstRank(settings.mesh, settings.device)
+    ranks = Rank0Broadcast(settings.mesh, settings.device)
     found = []
     for optimizer in optimizers:
         convert(optimizer)

@@ -20,14 +20,14 @@ from torch.futures import Future
 
 from ..errors import CheckpointError, explain
 
-__all__ = ["teach_torch"]
+__all__ = ["patch_writer"]
 
 _FILES_OF_FIRST_PIECES = (
     100_000  # the writer counts ranks from 1; further pieces count from here on, by rank again
 )
 
 
-def teach_torch() -> None:
+def patch_writer() -> None:
     """Replace two methods of the writer's class. Does nothing when called again."""
     if not hasattr(HuggingFaceStorageWriter.write_data, "_fsdp_compat"):
         for name, ours in (

@@ -50,7 +50,7 @@ def _full_state(model: nn.Module, wanted: Wanted) -> Iterator[tuple[str, torch.T
     for runtime in runtimes_of(instances):
         runtime.require_idle("iter_full_state_dict")
         runtime.require_parts("iter_full_state_dict")
-    rendezvous.meet(
+    rendezvous.require_all_ranks(
         "iter_full_state_dict", (group for each in instances for group in each._unit.groups)
     )
     position = {name: number for number, name in enumerate(names_in_order(model, ""))}

@@ -43,7 +43,7 @@ from ._header import dtype_of, is_known, length_of_header, parse_header
 from ._manifest import FlatGroup, file_name, read_manifest
 from ._optimizers import SharedOptimizer
 from ._progress import progress_bar, require_bar
-from ._ranks import Ranks, agree, as_ours, ranks_of, require_rest
+from ._ranks import Ranks, all_ranks_or_raise, as_ours, ranks_of, require_rest
 from ._snapshot import (
     NamedGroup,
     held_by,
@@ -116,7 +116,7 @@ def load(
             if plan is None or shared is None
             else (plan.source.manifest.identity, shared.told())
         )
-        told = agree(ranks, problem, own, call)
+        told = all_ranks_or_raise(ranks, problem, own, call)
         assert plan is not None
         assert shared is not None
         shared.require_alike([of_optimizer for _, of_optimizer in told], call)
@@ -145,7 +145,7 @@ def load(
             )
         except Exception as error:
             problem = _not_taken(error, path)
-        agree(ranks, problem, None, call)
+        all_ranks_or_raise(ranks, problem, None, call)
         return extra
 
 
@@ -339,7 +339,7 @@ class _Plan:
         known: set[str] = set()
         for named in self._groups:
             store = store_of(named.group)
-            for index in range(len(store.members)):
+            for index in range(len(store.orig_params)):
                 names = named.names(index)
                 known.update(names)
                 found = next((located[name] for name in names if name in located), None)
@@ -409,7 +409,7 @@ class _Plan:
 
     def _plan_parameters(self, named: NamedGroup) -> None:
         store = store_of(named.group)
-        for index in range(len(store.members)):
+        for index in range(len(store.orig_params)):
             part = self._part(named, index)
             if part is None:
                 raise AssertionError(f"{named.names(index)[0]} was looked for before")
@@ -437,7 +437,7 @@ class _Plan:
         mine = {parameter for group in optimizer.param_groups for parameter in group["params"]}
         for named in self._groups:
             store = store_of(named.group)
-            for target, indices in store.targets:
+            for target, indices in store.sharded_params:
                 if target in mine and store.has_part(indices):
                     parts = {
                         index: part
@@ -447,7 +447,9 @@ class _Plan:
                     entry = self._state_of_target(named, target, parts)
                     if entry:
                         self._state[target] = entry
-        managed = {target for named in self._groups for target, _ in store_of(named.group).targets}
+        managed = {
+            target for named in self._groups for target, _ in store_of(named.group).sharded_params
+        }
         states = self.source.head(self._common).other_states
         for parameter, names in held.items():
             if parameter not in managed and parameter in mine and names[0] in states:

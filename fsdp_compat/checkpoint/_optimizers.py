@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from .._engine.unit import Group
-from .._state.holdings import Holdings, holdings_of
 from .._state.model_units import named_units
 from .._state.optim_alike import Told, require_alike, tell
+from .._state.param_ownership import ParamOwnership, ownership_of
 from ..errors import RuntimeUsageError, explain
 from ._ranks import Ranks
 
@@ -33,9 +33,9 @@ class SharedOptimizer:
             for group in named.unit.groups
             if group.shard.ranks * group.replica.ranks == ranks.count
         ]
-        self._holdings: Holdings | None = None
+        self._holdings: ParamOwnership | None = None
         if optimizer is not None:
-            self._holdings = holdings_of(
+            self._holdings = ownership_of(
                 optimizer.param_groups, f"the state of {type(optimizer).__name__}", units, model
             )
 

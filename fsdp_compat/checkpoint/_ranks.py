@@ -21,10 +21,10 @@ from .._engine import rendezvous
 from .._state.model_units import Instance, instances_in, runtimes_of
 from ..errors import CheckpointError, StateError, UsageError, explain
 from . import _background as background
-from ._postbox import Lost, Postbox
+from ._mailbox import Lost, StoreMailbox
 from ._processes import Members, members_of, own_facts
 
-__all__ = ["Ranks", "agree", "as_ours", "ranks_of", "require_rest"]
+__all__ = ["Ranks", "all_ranks_or_raise", "as_ours", "ranks_of", "require_rest"]
 
 
 @dataclasses.dataclass
@@ -36,7 +36,7 @@ class Ranks:
     number: int  # of this one
     count: int
     mesh: Mesh
-    box: Postbox
+    box: StoreMailbox
     have_agreed: bool = False
 
     @contextlib.contextmanager
@@ -100,14 +100,14 @@ def ranks_of(model: nn.Module, call: str) -> tuple[list[Instance], Ranks]:
                 fix="wrap the model before, with FullyShardedDataParallel(model)",
             )
         )
-    rendezvous.meet(
+    rendezvous.require_all_ranks(
         call, [group for instance in instances for group in instance._unit.groups], copies=True
     )
     settings = instances[0]._settings
     members = _members(settings.mesh, settings.device)
     members.num_calls += 1
     timeout: datetime.timedelta = _torch_private.group_timeout(settings.group)
-    box = Postbox(members, f"{members.name}/{members.num_calls}", timeout.total_seconds())
+    box = StoreMailbox(members, f"{members.name}/{members.num_calls}", timeout.total_seconds())
     return instances, Ranks(call, members.number, members.count, settings.mesh, box)
 
 
@@ -131,7 +131,9 @@ def _members(mesh: Mesh, device: torch.device) -> Members:
     return known[key]
 
 
-def agree(ranks: Ranks, problem: BaseException | None, value: Any, call: str) -> list[Any]:
+def all_ranks_or_raise(
+    ranks: Ranks, problem: BaseException | None, value: Any, call: str
+) -> list[Any]:
     """Return every rank's ``value`` (JSON), or raise on all ranks if any has a problem: its own
     error there, the news elsewhere.
 

@@ -73,13 +73,14 @@ class NamedGroup:
         """The names of a parameter in the model, before wrapping."""
         return tuple(
             dict.fromkeys(
-                self.prefix + clean_name(name) for name in store_of(self.group).members[index].names
+                self.prefix + clean_name(name)
+                for name in store_of(self.group).orig_params[index].names
             )
         )
 
     def described(self, axis: int) -> FlatGroup:
         store = store_of(self.group)
-        names = tuple(self.names(index) for index in range(len(store.members)))
+        names = tuple(self.names(index) for index in range(len(store.orig_params)))
         return FlatGroup(self.name, store.dtype, axis, store.layout, names)
 
 
@@ -144,7 +145,7 @@ def named_groups(units: Sequence[NamedUnit]) -> list[NamedGroup]:
                         "format in this version.",
                         expected="parameters that are no DTensors",
                         got="a DTensor parameter "
-                        f"{named.prefix}{clean_name(store.members[0].name)}",
+                        f"{named.prefix}{clean_name(store.orig_params[0].name)}",
                         where=named.unit.label,
                         fix="save FullyShardedDataParallel.state_dict() and optim_state_dict() in "
                         "the full form",
@@ -188,7 +189,7 @@ def names_in(groups: Sequence[NamedGroup]) -> set[str]:
     return {
         name
         for named in groups
-        for index in range(len(store_of(named.group).members))
+        for index in range(len(store_of(named.group).orig_params))
         for name in named.names(index)
     }
 
@@ -245,13 +246,15 @@ def take_snapshot(
         for name, value in unmanaged(model, groups).items()
     }
     if optimizer is not None:
-        targets = {target for named in groups for target, _ in store_of(named.group).targets}
+        sharded_params = {
+            target for named in groups for target, _ in store_of(named.group).sharded_params
+        }
         snapshot.common_text["other_states"] = {
             held[parameter][0]: _other_states(
                 held[parameter][0], state, common, snapshot.text["left_out"]
             )
             for parameter, state in optimizer.state.items()
-            if parameter not in targets
+            if parameter not in sharded_params
         }
     warn_of_left_out(snapshot.text["left_out"], "are not in the checkpoint")
     snapshot.text["extra"] = encode(extra, "extra", add.under("extra"))
@@ -340,7 +343,7 @@ def held_by(
     held: dict[torch.Tensor, tuple[str, ...]] = {
         target: tuple(named.names(index)[0] for index in indices)
         for named in groups
-        for target, indices in store_of(named.group).targets
+        for target, indices in store_of(named.group).sharded_params
     }
     for name, parameter in model.named_parameters():
         held.setdefault(parameter, (clean_name(name),))
@@ -369,14 +372,20 @@ def _kinds(
     none its name.
     """
     mine = {parameter for group in optimizer.param_groups for parameter in group["params"]}
-    targets = [
-        target for named in groups for target, _ in store_of(named.group).targets if target in mine
+    sharded_params = [
+        target
+        for named in groups
+        for target, _ in store_of(named.group).sharded_params
+        if target in mine
     ]
-    kinds = classify_all({target: optimizer.state.get(target) or {} for target in targets})
+    kinds = classify_all({target: optimizer.state.get(target) or {} for target in sharded_params})
     with_dims = {
-        key: kind for target in targets if target.dim() for key, kind in kinds[target].items()
+        key: kind
+        for target in sharded_params
+        if target.dim()
+        for key, kind in kinds[target].items()
     }
-    for target in targets:
+    for target in sharded_params:
         for key, kind in kinds[target].items() if not target.dim() else ():
             value = optimizer.state[target][key]
             if kind is Kind.SCALAR and isinstance(value, torch.Tensor):
@@ -401,7 +410,7 @@ def _add_states(
     scalars: dict[Any, dict[str, list[int]]] = {}  # by key: parameters by encoded value
     own: list[Any] = []
     own_names: list[str] = []
-    for target, indices in store.targets:
+    for target, indices in store.sharded_params:
         # What an optimizer keeps where this rank has no part goes stale, as there are no gradients.
         for key, kind in kinds.get(target, {}).items() if store.has_part(indices) else ():
             value, state_name = optimizer.state[target][key], f"{named.names(indices[0])[0]}.{key}"
@@ -438,7 +447,7 @@ def _add_states(
                         own_names.append(state_name)
                 except UsageError:  # to lose one object is better than to lose the save
                     snapshot.text["left_out"].append(state_name)
-    everything = len(store.members)
+    everything = len(store.orig_params)
     snapshot.entries += flats.values()
     snapshot.text["states"][named.name] = [
         {

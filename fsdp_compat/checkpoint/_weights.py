@@ -35,7 +35,7 @@ from ._blocks import (
 )
 from ._header import METADATA, Entry, encode_header, is_known, read_header
 from ._progress import progress_bar, require_bar
-from ._ranks import Ranks, agree, as_ours, ranks_of, require_rest
+from ._ranks import Ranks, all_ranks_or_raise, as_ours, ranks_of, require_rest
 from ._snapshot import NamedGroup, named_groups, names_in, unmanaged, without_groups
 from ._texts import brief, parse_json, read_text, text_in
 
@@ -104,7 +104,9 @@ def load_safetensors(
         except Exception as error:
             problem = as_ours(error, "The weights could not be read.", path, "nothing was loaded")
         places = [(held.names[0], file.name, entry.name, entry.start) for held, file, entry in plan]
-        _require_alike(agree(ranks, problem, _digest(places, dtype), call), ranks, call)
+        _require_alike(
+            all_ranks_or_raise(ranks, problem, _digest(places, dtype), call), ranks, call
+        )
         total = sum(held.part.numel * entry.dtype.itemsize for held, _, entry in plan)
         try:
             with (
@@ -130,7 +132,7 @@ def load_safetensors(
         except Exception as error:
             was_loaded = "a part of the weights was loaded before: load all again"
             problem = as_ours(error, "The weights could not be read.", path, was_loaded)
-        agree(ranks, problem, None, call)
+        all_ranks_or_raise(ranks, problem, None, call)
 
 
 def save_safetensors(
@@ -189,7 +191,9 @@ def save_safetensors(
             problem = as_ours(
                 error, "The weights could not be saved.", path, "no file has its name yet"
             )
-        told = agree(ranks, problem, (_digest(plan and plan.described()), uuid.uuid4().hex), call)
+        told = all_ranks_or_raise(
+            ranks, problem, (_digest(plan and plan.described()), uuid.uuid4().hex), call
+        )
         _require_alike([digest for digest, _ in told], ranks, call)
         assert plan is not None
         token = told[0][1]
@@ -219,7 +223,7 @@ def save_safetensors(
                     "take away what has its name already",
                 )
             plan.remove(token)
-        agree(ranks, problem, None, call)
+        all_ranks_or_raise(ranks, problem, None, call)
         return [Path(path) / name for name in plan.names]
 
 

@@ -23,11 +23,11 @@ from . import _background as background
 from . import _directory as directory
 from ._blocks import BLOCK_NBYTES, BlockWriter, Facts
 from ._header import encode_header
+from ._mailbox import Lost
 from ._manifest import Manifest, file_name, versions
 from ._optimizers import SharedOptimizer
-from ._postbox import Lost
 from ._progress import progress_bar, require_bar
-from ._ranks import agree, ranks_of, require_rest
+from ._ranks import all_ranks_or_raise, ranks_of, require_rest
 from ._snapshot import Flat, NamedGroup, Snapshot, as_text, named_groups, take_snapshot
 
 __all__ = ["AsyncSave", "async_save", "save"]
@@ -237,7 +237,7 @@ class _Save:
             list(dict.fromkeys(shards)),
             None if shared is None else shared.told(),
         )
-        told = agree(self._ranks, problem, own, self.call)
+        told = all_ranks_or_raise(self._ranks, problem, own, self.call)
         assert shared is not None
         shared.require_alike([of_optimizer for *_, of_optimizer in told], self.call)
         self.identity = told[0][0]

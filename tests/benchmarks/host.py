@@ -186,7 +186,7 @@ def print_table(timings: Timings, num_units: int) -> int:
 
 PARTS: dict[str, list[tuple[Any, str]]] = {
     "collectives": [
-        (communicator._Native, name)
+        (communicator.NativeTransport, name)
         for name in ("begin_gather", "end_gather", "begin_reduce", "end_reduce")
     ],
     "swaps": [(unit.Unit, "show")],

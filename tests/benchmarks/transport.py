@@ -170,8 +170,8 @@ def total_case(wire: Communicator, numel: int, dtype: torch.dtype) -> Case:
     mine, tag = shared_memory.empty(other.numel(), dtype).copy_(other), wire.new_tag()
 
     def ours() -> torch.Tensor:
-        pending = wire.continue_total(wire.begin_total(mine, tag), mine, tag, "gradients")
-        wire.end_total(pending, mine, "gradients")
+        pending = wire.continue_all_reduce(wire.begin_all_reduce(mine, tag), mine, tag, "gradients")
+        wire.end_all_reduce(pending, mine, "gradients")
         wire.drain("gradients")
         return mine
 

@@ -366,8 +366,8 @@ TRAINING_FAILS = """
 import datetime, sys
 import torch, torch.distributed as dist
 from fsdp_compat import FullyShardedDataParallel as FSDP, checkpoint
-from fsdp_compat.checkpoint import _blocks as blocks, _postbox as postbox
-rank, postbox.EXIT_S = int(sys.argv[1]), 1.0
+from fsdp_compat.checkpoint import _blocks as blocks, _mailbox as mailbox
+rank, mailbox.EXIT_S = int(sys.argv[1]), 1.0
 store = dist.FileStore({store!r}, 2)
 limit = datetime.timedelta(hours=1)
 dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=limit)

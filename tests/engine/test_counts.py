@@ -386,7 +386,7 @@ def one_rank(use_orig_params: bool) -> None:
         shard = group.store.shard
         assert group.resident_nbytes == 0
         places = group.store.places(shard)[:-1]
-        assert [leaf.data_ptr() for leaf in group.leaves] == [
+        assert [leaf.data_ptr() for leaf in group.unsharded_params] == [
             views[0].data_ptr() for views in places
         ]
 
@@ -395,7 +395,9 @@ def handed_over() -> None:
     model = wrapped(module=nn.Sequential(Block(), Table(), Block()), use_orig_params=True)
     made: dict[int, torch.Tensor | None] = {}
     for group in model._runtime.groups:
-        for (target, _), leaf in zip(group.store.targets, group.leaves, strict=True):
+        for (target, _), leaf in zip(
+            group.store.sharded_params, group.unsharded_params, strict=True
+        ):
             leaf.register_post_accumulate_grad_hook(
                 lambda leaf, target=target: made.update({id(target): leaf.grad})
             )

@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fsdp_compat._comm.communicator import Communicator, Pending, Traffic, communicator
+from fsdp_compat._comm.communicator import Communicator, Handle, Traffic, communicator
 from fsdp_compat._comm.mesh import mesh_from_group
-from fsdp_compat._engine.reduce import HandedGradients, ReduceBuffer, Reduction, Wire
+from fsdp_compat._engine.reduce import DirectGradBuffer, ReduceBuffer, ReducePlan, Reduction
 from fsdp_compat._engine.store import ParamStore
 from tests.support.engine_build import CPU, STORES, lone_mesh, make_store, members_of
 from tests.support.ranks import run_ranks
@@ -42,17 +42,17 @@ class Recorded:
 
     def begin_reduce(
         self, buffer: torch.Tensor, segments: Sequence[torch.Tensor], tag: int
-    ) -> Pending:
+    ) -> Handle:
         assert [segment.numel() for segment in segments] == [
             buffer.numel() // self.ranks
         ] * self.ranks
         self.calls.append(f"begin_reduce {tag}")
         self.sent.append(buffer.clone())
-        return Pending([])
+        return Handle([])
 
     def end_reduce(
         self,
-        pending: Pending,
+        pending: Handle,
         own: torch.Tensor,
         dtype: torch.dtype,
         what: str,
@@ -61,19 +61,21 @@ class Recorded:
         self.calls.append(f"end_reduce {what}")
         return own.to(dtype) * self.ranks / (1 if divisor is None else divisor)
 
-    def begin_total(
+    def begin_all_reduce(
         self, total: torch.Tensor, tag: int, divisor: torch.Tensor | None = None
-    ) -> Pending:
+    ) -> Handle:
         self.calls.append(f"begin_total {tag}")
         total.mul_(self.ranks).div_(1 if divisor is None else divisor)
-        return Pending([])
+        return Handle([])
 
-    def continue_total(self, pending: Pending, total: torch.Tensor, tag: int, what: str) -> Pending:
-        self.calls.append("continue_total")
+    def continue_all_reduce(
+        self, pending: Handle, total: torch.Tensor, tag: int, what: str
+    ) -> Handle:
+        self.calls.append("continue_all_reduce")
         return pending
 
-    def end_total(self, pending: Pending, total: torch.Tensor, what: str) -> None:
-        self.calls.append("end_total")
+    def end_all_reduce(self, pending: Handle, total: torch.Tensor, what: str) -> None:
+        self.calls.append("end_all_reduce")
 
 
 class Setup(typing.NamedTuple):
@@ -81,7 +83,7 @@ class Setup(typing.NamedTuple):
     buffer: ReduceBuffer
     shard: Recorded
     replica: Recorded
-    wire: Wire
+    wire: ReducePlan
 
     def sent(self) -> list[torch.Tensor]:
         """The gradients of all leaves in the last buffer that was sent, in the shapes of the
@@ -107,7 +109,7 @@ def make_setup(kind: str, dtype: torch.dtype = torch.float32, replicas: int = 1)
     module = Holder(SHAPES)
     store = make_store(kind, members_of(module), rank=0, ranks=RANKS, home=(module, "_flat_param"))
     shard, replica = Recorded(RANKS), Recorded(replicas)
-    wire = Wire(typing.cast(Communicator, shard), typing.cast(Communicator, replica), 4, 8)
+    wire = ReducePlan(typing.cast(Communicator, shard), typing.cast(Communicator, replica), 4, 8)
     buffer = ReduceBuffer(store, RANKS, dtype, CPU)
     return Setup(store, buffer, shard, replica, wire)
 
@@ -203,14 +205,14 @@ def test_the_memory_is_there_until_the_shard_axis_has_taken_it(setup: Setup) -> 
     stages = setup.buffer.reduce(setup.wire, "gradients")
     assert next(stages) is None
     assert setup.buffer.resident_nbytes == 4 * RANKS * setup.store.numel
-    assert len(next(stages)) == len(setup.store.targets)
+    assert len(next(stages)) == len(setup.store.sharded_params)
     assert setup.buffer.resident_nbytes == 0
 
 
 def test_a_reduction_without_any_gradient_sends_zeros(setup: Setup) -> None:
     grads = setup.reduce()
     assert not setup.shard.sent[0].any()
-    assert len(grads) == len(setup.store.targets)
+    assert len(grads) == len(setup.store.sharded_params)
 
 
 @pytest.mark.parametrize("kind", STORES)
@@ -235,7 +237,7 @@ def test_the_stages_of_a_reduction_come_in_this_order_under_these_tags(kind: str
     seen = [next(stages) for _ in range(4)]
     assert [stage is None for stage in seen] == [True, True, True, False]
     assert setup.shard.calls == ["begin_reduce 4", "end_reduce the gradients of unit 'u'"]
-    assert setup.replica.calls == ["begin_total 8", "continue_total", "end_total"]
+    assert setup.replica.calls == ["begin_total 8", "continue_all_reduce", "end_all_reduce"]
 
 
 def test_without_replicas_a_reduction_ends_with_the_shard_axis(setup: Setup) -> None:
@@ -249,7 +251,9 @@ def test_the_gradients_of_a_reduction_view_one_total(setup: Setup) -> None:
     setup.buffer.put([0, 1, 2], [ones(index) for index in range(3)])
     grads = setup.reduce()
     assert len({grad.untyped_storage().data_ptr() for grad in grads if grad.numel()}) == 1
-    assert [grad.shape for grad in grads] == [target.shape for target, _ in setup.store.targets]
+    assert [grad.shape for grad in grads] == [
+        target.shape for target, _ in setup.store.sharded_params
+    ]
 
 
 # -- forgetting
@@ -288,13 +292,13 @@ def test_discarding_forgets_everything_and_frees_the_memory(setup: Setup) -> Non
 # -- one rank: handed over as they are
 
 
-def handed() -> tuple[HandedGradients, ParamStore, Wire]:
+def handed() -> tuple[DirectGradBuffer, ParamStore, ReducePlan]:
     module = Holder(SHAPES)
     store = make_store(
         "original", members_of(module), rank=0, ranks=1, home=(module, "_flat_param")
     )
     alone = communicator(lone_mesh().shard, CPU)
-    return HandedGradients(store), store, Wire(alone, alone, 0, 0)
+    return DirectGradBuffer(store), store, ReducePlan(alone, alone, 0, 0)
 
 
 def test_a_handed_gradient_is_the_very_tensor_that_came() -> None:
@@ -376,8 +380,8 @@ def sums_of(values: list[float], dtype: torch.dtype, total_dtype: torch.dtype) -
     copies = torch.full(
         (5,), values[wire.rank], dtype=total_dtype
     )  # 5: no number of ranks divides it
-    wire.end_total(
-        wire.continue_total(wire.begin_total(copies, tag), copies, tag, "a total"),
+    wire.end_all_reduce(
+        wire.continue_all_reduce(wire.begin_all_reduce(copies, tag), copies, tag, "a total"),
         copies,
         "a total",
     )

@@ -17,10 +17,10 @@ from fsdp_compat.errors import StateError
 from tests.support.engine_build import CPU, STORES, lone_mesh, make_store, make_unit, members_of
 
 ALLOWED = [
-    ("SHARDED", "GATHERING"),
-    ("GATHERING", "FULL"),
-    ("GATHERING", "SHARDED"),
-    ("FULL", "SHARDED"),
+    ("SHARDED", "UNSHARDING"),
+    ("UNSHARDING", "UNSHARDED"),
+    ("UNSHARDING", "SHARDED"),
+    ("UNSHARDED", "SHARDED"),
 ]
 HALF = Precision(
     torch.bfloat16, torch.float32
@@ -39,7 +39,7 @@ def unit_in(state: str, kind: str = "flat", precision: Precision | None = HALF) 
     unit.label = "unit 'blocks.7'"
     if state != "SHARDED":
         unit.gather()
-    if state == "FULL":
+    if state == "UNSHARDED":
         unit.wait()
     assert unit.residency.name == state
     return unit
@@ -56,7 +56,7 @@ def test_a_unit_may_make_these_moves(old: str, new: str) -> None:
     ("old", "new"),
     [
         pair
-        for pair in itertools.product(("SHARDED", "GATHERING", "FULL"), repeat=2)
+        for pair in itertools.product(("SHARDED", "UNSHARDING", "UNSHARDED"), repeat=2)
         if pair not in ALLOWED
     ],
 )
@@ -70,15 +70,15 @@ def test_every_other_move_raises_and_names_the_unit_and_both_states(old: str, ne
 @pytest.mark.parametrize(
     ("state", "call", "after"),
     [
-        ("SHARDED", "gather", "GATHERING"),
-        ("GATHERING", "gather", "GATHERING"),
-        ("FULL", "gather", "FULL"),
+        ("SHARDED", "gather", "UNSHARDING"),
+        ("UNSHARDING", "gather", "UNSHARDING"),
+        ("UNSHARDED", "gather", "UNSHARDED"),
         ("SHARDED", "wait", "SHARDED"),
-        ("GATHERING", "wait", "FULL"),
-        ("FULL", "wait", "FULL"),
+        ("UNSHARDING", "wait", "UNSHARDED"),
+        ("UNSHARDED", "wait", "UNSHARDED"),
         ("SHARDED", "free", "SHARDED"),
-        ("GATHERING", "free", "SHARDED"),
-        ("FULL", "free", "SHARDED"),
+        ("UNSHARDING", "free", "SHARDED"),
+        ("UNSHARDED", "free", "SHARDED"),
     ],
 )
 def test_gathering_waiting_and_freeing_are_legal_in_every_state(
@@ -102,23 +102,23 @@ def test_memory_follows_residency(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", STORES)
 def test_one_rank_without_a_cast_holds_nothing_beyond_its_shard(kind: str) -> None:
-    unit = unit_in("FULL", kind, None)
+    unit = unit_in("UNSHARDED", kind, None)
     group = unit.groups[0]
     assert group.resident_nbytes == 0
     shard = group.store.shard
     assert all(
         leaf.untyped_storage().data_ptr() == shard.untyped_storage().data_ptr()
-        for leaf in group.leaves
+        for leaf in group.unsharded_params
     )
     unit.free()
-    assert all(leaf.untyped_storage().nbytes() for leaf in group.leaves)
+    assert all(leaf.untyped_storage().nbytes() for leaf in group.unsharded_params)
 
 
 def test_nothing_is_freed_while_a_forward_of_the_unit_runs() -> None:
-    unit = unit_in("FULL")
+    unit = unit_in("UNSHARDED")
     unit.running = 1
     unit.free()
-    assert unit.residency is Residency.FULL
+    assert unit.residency is Residency.UNSHARDED
     unit.running = 0
     unit.free()
     assert unit.residency is Residency.SHARDED
@@ -126,7 +126,7 @@ def test_nothing_is_freed_while_a_forward_of_the_unit_runs() -> None:
 
 def test_a_lent_unit_neither_gathers_nor_shows() -> None:
     unit = unit_in("SHARDED")
-    unit.lent = True
+    unit.summoned = True
     unit.gather()
     unit.show(True)
     assert (unit.residency, unit.shown_full) == (Residency.SHARDED, False)
@@ -137,7 +137,7 @@ def test_a_lent_unit_neither_gathers_nor_shows() -> None:
 
 @pytest.mark.parametrize("kind", STORES)
 def test_full_shows_leaves_of_the_original_shapes_and_sharded_shows_targets(kind: str) -> None:
-    unit = unit_in("FULL", kind)
+    unit = unit_in("UNSHARDED", kind)
     unit.show(True)
     assert {name: tuple(p.shape) for name, p in unit.module.named_parameters()} == {
         "first.weight": (2, 3),
@@ -146,7 +146,7 @@ def test_full_shows_leaves_of_the_original_shapes_and_sharded_shows_targets(kind
         "last.bias": (2,),
     }
     unit.show(False)
-    targets = [target for group in unit.groups for target, _ in group.store.targets]
+    targets = [target for group in unit.groups for target, _ in group.store.sharded_params]
     assert [id(p) for p in unit.module.parameters()] == [id(target) for target in targets]
 
 
@@ -159,7 +159,7 @@ def test_the_originals_are_absent_while_a_flat_unit_is_sharded() -> None:
 
 @pytest.mark.parametrize("kind", STORES)
 def test_a_foreign_object_in_place_of_a_managed_parameter_is_refused(kind: str) -> None:
-    unit = unit_in("FULL", kind)
+    unit = unit_in("UNSHARDED", kind)
     unit.show(True)
     unit.module.last.weight = nn.Parameter(torch.zeros(2, 2))
     with pytest.raises(
@@ -250,7 +250,7 @@ def test_the_full_form_is_made_empty_and_counts_what_it_holds(kind: str, ranks: 
     memory.allocate()
     assert memory.resident_nbytes == 2 * ranks * store.numel
     memory.full.data.zero_()
-    memory.fill_leaves()
+    memory.fill_unsharded_params()
     copied = kind == "row" and ranks > 1
     assert memory.resident_nbytes == (
         2 * 14 if copied else 2 * ranks * store.numel
@@ -262,7 +262,7 @@ def test_the_full_form_is_made_empty_and_counts_what_it_holds(kind: str, ranks: 
 @pytest.mark.parametrize("kind", STORES)
 def test_a_gather_moves_no_version_counter_of_a_leaf(kind: str) -> None:
     unit = unit_in("SHARDED", kind)
-    leaves = unit.groups[0].leaves
+    leaves = unit.groups[0].unsharded_params
     before = [leaf._version for leaf in leaves]
     for _ in range(3):
         unit.gather()

@@ -253,7 +253,9 @@ class Twins:
         self.reference = copy.deepcopy(model)
         self.sharded = model
         self.runtime: Runtime = shard(model, UNITS, kind, mesh, **options)
-        targets = [target for group in self.runtime.groups for target, _ in group.store.targets]
+        targets = [
+            target for group in self.runtime.groups for target, _ in group.store.sharded_params
+        ]
         self.steps = (
             torch.optim.SGD(targets, lr=0.05, momentum=0.9),
             torch.optim.SGD(self.reference.parameters(), lr=0.05, momentum=0.9),
@@ -371,7 +373,7 @@ def test_two_forwards_before_one_backward_add_their_gradients(model: str, kind: 
 
 
 def train_in_orders_of_their_own(kind: str, shape: str) -> None:
-    twins = Twins(Fork(), kind, mesh_of(shape), uneven=True)
+    twins = Twins(Fork(), kind, mesh_of(shape), allow_unused_units=True)
     twins.sharded.order = (0, 1) if twins.rank == 0 else (1, 0)
     for step in range(3):
         twins.backward(step)
@@ -523,7 +525,7 @@ def residency_through_a_step(kind: str, reshard: bool) -> tuple[list[str], list[
         lambda *_: inside.extend(unit.shown_full for unit in runtime.units)
     )
     loss = mean_square(model, batch(0, dist.get_rank()))
-    full = [unit.label for unit in runtime.units if unit.residency.name == "FULL"]
+    full = [unit.label for unit in runtime.units if unit.residency.name == "UNSHARDED"]
     shown = [unit.shown_full for unit in runtime.units]
     loss.backward()
     assert_at_rest(runtime)

@@ -200,7 +200,7 @@ def assert_apart(one: nn.Module, other: nn.Module) -> None:
                     "a unit swaps parameters of another model's modules"
                 )
             for group in instance._unit.groups:
-                for target, _ in group.store.targets:
+                for target, _ in group.store.sharded_params:
                     part = (
                         target.untyped_storage().data_ptr()
                         == group.store.shard.untyped_storage().data_ptr()

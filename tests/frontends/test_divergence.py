@@ -380,7 +380,7 @@ def test_in_a_world_of_fake_ranks_nobody_is_waited_for() -> None:
 PROGRAM = """
     import sys, torch, torch.distributed as dist
     from fsdp_compat import FullyShardedDataParallel as FSDP
-    from fsdp_compat._engine import watch
+    from fsdp_compat._comm import deadlock as watch
     from torch import nn
 
     rank, path = int(sys.argv[1]), sys.argv[2]

@@ -433,7 +433,9 @@ def _largest_held(model: FSDP) -> Iterator[list[int]]:
         )
         found[0] = max(found[0], held)
 
-    handles = [p.register_hook(look) for group in groups for p in group.leaves if p.requires_grad]
+    handles = [
+        p.register_hook(look) for group in groups for p in group.unsharded_params if p.requires_grad
+    ]
     yield found
     look()
     for handle in handles:
@@ -455,7 +457,7 @@ def _costs(use_orig_params: bool) -> tuple[int, int, int, int, list[bool]]:
     frozen = [
         group.has_gradients or group._collected is not None
         for group in groups
-        if not group.store.targets[0].parameter.requires_grad
+        if not group.store.sharded_params[0].parameter.requires_grad
     ]
     assert traffic.counts[Kind.REDUCE] == 3
     return largest[0], held, traffic.nbytes[Kind.REDUCE], grads, frozen

@@ -152,7 +152,7 @@ def _fills(use_orig_params: bool) -> None:
                 torch.manual_seed(0)  # alike on all ranks
                 model = wrapped(on_meta(Net), units, use_orig_params=use_orig_params, **options)
                 assert not any(t.is_meta for t in (*model.parameters(), *model.buffers()))
-                assert all(unit.unwritten == [] for unit in model._runtime.units), (
+                assert all(unit.uninitialised == [] for unit in model._runtime.units), (
                     "nothing is without a value"
                 )
                 assert_trains(model, Net())

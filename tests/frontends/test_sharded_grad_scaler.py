@@ -702,7 +702,7 @@ def test_a_verdict_travels_on_a_device_that_the_group_takes(
 ) -> None:
     sent: list[str] = []
 
-    class Wire:
+    class ReducePlan:
         def max_of(self, values: Tensor) -> Tensor:
             sent.append(values.device.type)
             return values
@@ -710,7 +710,7 @@ def test_a_verdict_travels_on_a_device_that_the_group_takes(
     with (
         FakeTensorMode(),
         mock.patch.object(communicator, "axis_of", lambda group: types.SimpleNamespace(ranks=2)),
-        mock.patch.object(communicator, "communicator", lambda axis, device: Wire()),
+        mock.patch.object(communicator, "communicator", lambda axis, device: ReducePlan()),
         mock.patch.object(communicator, "is_in_python", lambda group: False),
         mock.patch.object(dist, "get_backend_config", lambda group: backends),
     ):

@@ -310,7 +310,7 @@ def _ignores(kind: str, **options: Any) -> None:
         name
         for unit in model._runtime.units
         for group in unit.groups
-        for m in group.store.members
+        for m in group.store.orig_params
         for name in m.names
     ]
     assert not any("norm" in name for name in managed if "blocks.1" in name)

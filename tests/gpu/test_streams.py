@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp_compat import CPUOffload, MixedPrecision, ShardingStrategy
-from fsdp_compat._comm.communicator import _Native
+from fsdp_compat._comm.communicator import NativeTransport
 from fsdp_compat._comm.mesh import Axis
 from fsdp_compat._engine import unit
 from fsdp_compat.wrap import ModuleWrapPolicy
@@ -88,7 +88,7 @@ def test_forward_and_backward_on_streams_of_their_own(
 def transfers_natively(device: str) -> None:
     place = torch.device(device)
     with group_of(1, place):
-        wire = _Native(Axis(dist.group.WORLD, 0, 1, (0,)))
+        wire = NativeTransport(Axis(dist.group.WORLD, 0, 1, (0,)))
         own, full = torch.arange(1024.0, device=place), torch.zeros(1024, device=place)
         wire.end_gather(wire.begin_gather(own, full, [full], wire.new_tag()), "parameters")
         assert torch.equal(full, own)
@@ -97,8 +97,10 @@ def transfers_natively(device: str) -> None:
         )
         full.zero_()
         assert torch.equal(summed, own)
-        pending = wire.begin_total(summed, wire.new_tag())
-        wire.end_total(wire.continue_total(pending, summed, 0, "gradients"), summed, "gradients")
+        pending = wire.begin_all_reduce(summed, wire.new_tag())
+        wire.end_all_reduce(
+            wire.continue_all_reduce(pending, summed, 0, "gradients"), summed, "gradients"
+        )
         assert torch.equal(summed, own)
         assert torch.equal(wire.gather_now(own), own)
         assert wire.gather_objects({"rank": 0}) == [{"rank": 0}]
@@ -111,8 +113,8 @@ def test_the_backend_itself_carries_what_it_is_given(device: str) -> None:
 def trains_over_the_backend(device: str, strategy: str, use_orig_params: bool) -> None:
     place = torch.device(device)
 
-    def itself(axis: Axis, device: torch.device) -> _Native:
-        return _Native(Axis(dist.group.WORLD, 0, 1, (0,)))
+    def itself(axis: Axis, device: torch.device) -> NativeTransport:
+        return NativeTransport(Axis(dist.group.WORLD, 0, 1, (0,)))
 
     with group_of(1, place), mock.patch.object(unit, "communicator", itself):
         options = {
@@ -129,7 +131,7 @@ def trains_over_the_backend(device: str, strategy: str, use_orig_params: bool) -
         )
         for _ in range(4):
             twin.step()
-        assert {type(group.shard) for group in twin.model._runtime.groups} == {_Native}
+        assert {type(group.shard) for group in twin.model._runtime.groups} == {NativeTransport}
 
 
 @pytest.mark.parametrize("use_orig_params", [False, True])

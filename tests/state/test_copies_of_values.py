@@ -256,8 +256,8 @@ def test_a_fresh_process_reads_files_with_weights_only(tmp_path: Path) -> None:
             "fsdp_compat._state.formats.FlatOfParameters",
             "fsdp_compat._state.formats.Place",
             "fsdp_compat._state.formats._rebuilt",
-            "fsdp_compat._state.opaque.Part",
-            "fsdp_compat._state.opaque.RankState",
+            "fsdp_compat._state.rank_local.Part",
+            "fsdp_compat._state.rank_local.RankState",
         ]
     )
 

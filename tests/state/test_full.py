@@ -255,7 +255,7 @@ def _rank0_only_and_offload() -> None:
             shards = {
                 target.untyped_storage().data_ptr()
                 for g in model._runtime.groups
-                for target, _ in g.store.targets
+                for target, _ in g.store.sharded_params
             }
             buffers = {buffer.untyped_storage().data_ptr() for buffer in model.buffers()}
             for name, value in found.items():

@@ -35,7 +35,7 @@ from fsdp_compat import (
 from fsdp_compat import FullyShardedDataParallel as FSDP
 from fsdp_compat._state.model_units import named_units
 from fsdp_compat._state.names import clean_name
-from fsdp_compat._state.sending import FirstRank
+from fsdp_compat._state.sending import Rank0Broadcast
 from fsdp_compat.errors import CheckpointError, FsdpCompatError, UsageError
 from fsdp_compat.wrap import ModuleWrapPolicy, always_wrap_policy
 from tests.support.ranks import run_ranks
@@ -310,13 +310,13 @@ def test_rank_0_alone_gets_the_state_if_asked() -> None:
 def sent_bytes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Of every message that the first rank sends to all, noted as it happens."""
     sizes: list[int] = []
-    broadcast = FirstRank._broadcast
+    broadcast = Rank0Broadcast._broadcast
 
-    def noted(self: FirstRank, message: Tensor, what: str) -> None:
+    def noted(self: Rank0Broadcast, message: Tensor, what: str) -> None:
         sizes.append(message.nbytes)
         broadcast(self, message, what)
 
-    monkeypatch.setattr(FirstRank, "_broadcast", noted)
+    monkeypatch.setattr(Rank0Broadcast, "_broadcast", noted)
     return sizes
 
 
@@ -417,7 +417,7 @@ def unwrapped_with(
 
 def names_in(model: FSDP, group: Any) -> list[str]:
     prefixes = {id(g): named.prefix for named in named_units(model) for g in named.unit.groups}
-    return [prefixes[id(group)] + clean_name(member.name) for member in group.store.members]
+    return [prefixes[id(group)] + clean_name(member.name) for member in group.store.orig_params]
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])

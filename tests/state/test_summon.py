@@ -373,7 +373,11 @@ def _with_grads() -> None:
         with FSDP.summon_full_params(model, with_grads=True):
             assert all(parameter.grad is None for parameter in model.parameters())
         losses_of(model).backward()
-        kept = [target.grad for group in model._runtime.groups for target, _ in group.store.targets]
+        kept = [
+            target.grad
+            for group in model._runtime.groups
+            for target, _ in group.store.sharded_params
+        ]
         with FSDP.summon_full_params(model):
             assert all(parameter.grad is None for parameter in model.parameters())
         with FSDP.summon_full_params(model, with_grads=True):
@@ -382,7 +386,9 @@ def _with_grads() -> None:
             for name, grad in expected.items():
                 torch.testing.assert_close(shown[name], grad, rtol=1e-5, atol=1e-6, msg=name)
                 assert shown[name].shape == grad.shape
-        targets = [target for group in model._runtime.groups for target, _ in group.store.targets]
+        targets = [
+            target for group in model._runtime.groups for target, _ in group.store.sharded_params
+        ]
         assert all(target.grad is grad for target, grad in zip(targets, kept, strict=True))
         with torch.no_grad(), FSDP.summon_full_params(model, with_grads=True, writeback=False):
             for parameter in model.parameters():

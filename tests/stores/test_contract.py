@@ -63,7 +63,7 @@ class Case(typing.NamedTuple):
         if not memory.aliased:
             memory.allocate()
             memory.full.data.copy_(self.gathered(dtype))
-            memory.fill_leaves()
+            memory.fill_unsharded_params()
         return memory
 
 
@@ -188,22 +188,23 @@ def test_padding_is_zero(case: Case) -> None:
 
 def test_leaves_are_the_parameters_after_a_gather(case: Case) -> None:
     memory = case.memory()
-    assert [tuple(leaf.shape) for leaf in memory.leaves] == [
+    assert [tuple(leaf.shape) for leaf in memory.unsharded_params] == [
         tuple(value.shape) for value in case.values
     ]
     assert all(
-        torch.equal(leaf, value) for leaf, value in zip(memory.leaves, case.values, strict=True)
+        torch.equal(leaf, value)
+        for leaf, value in zip(memory.unsharded_params, case.values, strict=True)
     )
 
 
 def test_leaves_either_all_view_the_buffer_or_none_does(case: Case) -> None:
     memory = case.memory()
     buffer = memory.full.untyped_storage()._cdata
-    assert len({leaf.untyped_storage()._cdata == buffer for leaf in memory.leaves}) == 1
+    assert len({leaf.untyped_storage()._cdata == buffer for leaf in memory.unsharded_params}) == 1
 
 
 def test_leaves_are_trainable_parameters_without_history(case: Case) -> None:
-    for leaf in case.memory().leaves:
+    for leaf in case.memory().unsharded_params:
         assert type(leaf) is nn.Parameter
         assert leaf.is_leaf
         assert leaf.requires_grad
@@ -211,22 +212,24 @@ def test_leaves_are_trainable_parameters_without_history(case: Case) -> None:
 
 def test_leaves_have_version_counters_of_their_own(case: Case) -> None:
     memory = case.memory()
-    before = [leaf._version for leaf in memory.leaves]
+    before = [leaf._version for leaf in memory.unsharded_params]
     with torch.no_grad():
-        for leaf in memory.leaves:
+        for leaf in memory.unsharded_params:
             leaf.add_(0)
         if (
             memory.full.untyped_storage().nbytes()
         ):  # leaves that were filled by a copy have let it go
             memory.full.add_(0)
-    assert [leaf._version for leaf in memory.leaves] == [version + 1 for version in before]
+    assert [leaf._version for leaf in memory.unsharded_params] == [
+        version + 1 for version in before
+    ]
 
 
 def test_a_gather_in_another_dtype_gives_leaves_of_that_dtype(case: Case) -> None:
     memory = case.memory(torch.bfloat16)
     assert all(
         torch.equal(leaf, value.to(torch.bfloat16))
-        for leaf, value in zip(memory.leaves, case.values, strict=True)
+        for leaf, value in zip(memory.unsharded_params, case.values, strict=True)
     )
 
 
@@ -236,8 +239,8 @@ def test_a_gradient_is_a_view_of_the_total_that_lies_as_its_target_lies_in_the_s
     for store in case.stores:
         total = torch.zeros(store.numel)
         grads = store.grads(total)
-        assert len(grads) == len(store.targets)
-        for grad, (target, _) in zip(grads, store.targets, strict=True):
+        assert len(grads) == len(store.sharded_params)
+        for grad, (target, _) in zip(grads, store.sharded_params, strict=True):
             assert grad.shape == target.shape
             if grad.numel():
                 offset = target.data_ptr() - store.shard.data_ptr()
@@ -252,7 +255,7 @@ def test_gradients_of_leaves_reach_the_targets_that_hold_their_elements(case: Ca
     put_into(case.stores[0], gradients, buffer)
     found: list[list[torch.Tensor]] = [[] for _ in gradients]
     for store, total in zip(case.stores, buffer.chunk(case.ranks), strict=True):
-        for grad, (target, leaves) in zip(store.grads(total), store.targets, strict=True):
+        for grad, (target, leaves) in zip(store.grads(total), store.sharded_params, strict=True):
             if isinstance(target, FlatParameter):  # one for all: the shard itself
                 assert list(leaves) == list(range(len(case.values)))
                 assert torch.equal(grad, total)
@@ -268,13 +271,13 @@ def test_gradients_of_leaves_reach_the_targets_that_hold_their_elements(case: Ca
 
 def test_every_leaf_has_exactly_one_target(case: Case) -> None:
     for store in case.stores:
-        assert sorted(index for target in store.targets for index in target.leaves) == list(
-            range(len(case.values))
-        )
+        assert sorted(
+            index for target in store.sharded_params for index in target.unsharded_params
+        ) == list(range(len(case.values)))
 
 
 def test_full_and_sharded_forms_name_the_same_attributes_in_the_same_order(case: Case) -> None:
-    full, sharded = case.stores[0].shown(case.memory().leaves), case.stores[0].shown(None)
+    full, sharded = case.stores[0].shown(case.memory().unsharded_params), case.stores[0].shown(None)
     assert [(id(slot.module), slot.attribute) for slot in full] == [
         (id(slot.module), slot.attribute) for slot in sharded
     ]
@@ -284,16 +287,16 @@ def test_a_tied_parameter_is_shown_at_each_of_its_places(case: Case) -> None:
     memory = case.memory()
     shown = [
         slot.attribute
-        for slot in case.stores[0].shown(memory.leaves)
-        if slot.parameter is memory.leaves[0]
+        for slot in case.stores[0].shown(memory.unsharded_params)
+        if slot.parameter is memory.unsharded_params[0]
     ]
     assert shown == ["p0", "again"]
 
 
 def test_a_target_is_shown_while_sharded_and_not_while_full(case: Case) -> None:
-    leaves = case.memory().leaves
+    leaves = case.memory().unsharded_params
     store = case.stores[0]
-    targets = {id(target) for target, _ in store.targets}
+    targets = {id(target) for target, _ in store.sharded_params}
     assert {
         id(slot.parameter) for slot in store.shown(None) if slot.parameter is not None
     } == targets
@@ -312,7 +315,7 @@ def test_a_store_that_nobody_touched_passes_the_check(case: Case) -> None:
 def test_a_store_keeps_the_dtype_of_its_parameters(kind: str, dtype: torch.dtype) -> None:
     case = build(kind, SHAPES["odd"], 3, dtype)
     assert case.stores[0].dtype == dtype
-    assert all(target.dtype == dtype for store in case.stores for target, _ in store.targets)
+    assert all(target.dtype == dtype for store in case.stores for target, _ in store.sharded_params)
     found = taken_from(case.stores[0], case.values, case.gathered(dtype))
     assert all(torch.equal(one, other) for one, other in zip(found, case.values, strict=True))
 
@@ -321,8 +324,10 @@ def test_a_store_keeps_the_dtype_of_its_parameters(kind: str, dtype: torch.dtype
 def test_targets_and_leaves_of_frozen_parameters_are_frozen(kind: str) -> None:
     module = Holder([(3, 2), (4,)]).requires_grad_(False)
     store = make_store(kind, members_of(module), rank=0, ranks=2, home=(module, "_flat_param"))
-    assert not any(target.requires_grad for target, _ in store.targets)
-    assert not any(leaf.requires_grad for leaf in GroupMemory(store, 2, torch.float32, CPU).leaves)
+    assert not any(target.requires_grad for target, _ in store.sharded_params)
+    assert not any(
+        leaf.requires_grad for leaf in GroupMemory(store, 2, torch.float32, CPU).unsharded_params
+    )
 
 
 @pytest.mark.parametrize("kind", ["flat", "original"])
@@ -352,7 +357,7 @@ def test_originals_stay_the_same_objects_as_views_of_a_flat_shard(
     )
     assert all(
         target is parameter
-        for (target, _), parameter in zip(store.targets, parameters, strict=True)
+        for (target, _), parameter in zip(store.sharded_params, parameters, strict=True)
     )
     assert [tuple(parameter.shape) for parameter in parameters] == shapes
 
@@ -364,7 +369,7 @@ def test_originals_stay_the_same_objects_as_views_of_a_flat_shard(
 def test_values_assigned_as_new_data_are_adopted_into_the_shard(kind: str) -> None:
     case = build(kind, SHAPES["divisible"], 2)
     store = case.stores[0]
-    target = store.targets[0].parameter
+    target = store.sharded_params[0].parameter
     target.data = torch.full_like(target, 5.0)
     store.check("unit 'u'")
     shard = store.shard
@@ -375,13 +380,13 @@ def test_values_assigned_as_new_data_are_adopted_into_the_shard(kind: str) -> No
 def test_adopting_one_parameter_leaves_the_others_alone() -> None:
     case = build("original", SHAPES["divisible"], 2)
     store = case.stores[1]
-    before = [target.detach().clone() for target, _ in store.targets]
-    store.targets[-1].parameter.data = before[-1] * 2
+    before = [target.detach().clone() for target, _ in store.sharded_params]
+    store.sharded_params[-1].parameter.data = before[-1] * 2
     store.check("unit 'u'")
-    assert torch.equal(store.targets[-1].parameter.detach(), before[-1] * 2)
+    assert torch.equal(store.sharded_params[-1].parameter.detach(), before[-1] * 2)
     assert all(
         torch.equal(target.detach(), old)
-        for (target, _), old in zip(store.targets[:-1], before, strict=False)
+        for (target, _), old in zip(store.sharded_params[:-1], before, strict=False)
     )
 
 
@@ -389,7 +394,7 @@ def test_adopting_one_parameter_leaves_the_others_alone() -> None:
 @pytest.mark.parametrize("change", ["dtype", "size"])
 def test_data_that_does_not_fit_is_refused_with_the_four_facts(kind: str, change: str) -> None:
     store = build(kind, SHAPES["divisible"], 2).stores[0]
-    target = store.targets[0].parameter
+    target = store.sharded_params[0].parameter
     target.data = (
         target.data.double() if change == "dtype" else torch.zeros(math.prod(target.shape) + 1)
     )
@@ -410,7 +415,7 @@ def test_data_that_does_not_fit_is_refused_with_the_four_facts(kind: str, change
 
 def test_the_refusal_names_the_original_parameter() -> None:
     store = build("original", SHAPES["divisible"], 2).stores[0]
-    store.targets[1].parameter.data = torch.zeros(99)
+    store.sharded_params[1].parameter.data = torch.zeros(99)
     with pytest.raises(StateError, match="'p1'"):
         store.check("unit 'u'")
 
@@ -419,7 +424,7 @@ def test_the_refusal_names_the_original_parameter() -> None:
 def test_a_part_of_the_own_data_is_refused(kind: str) -> None:
     """It begins where it should, but the optimizer would step only a part of it."""
     store = build(kind, SHAPES["divisible"], 2).stores[0]
-    target = store.targets[0].parameter
+    target = store.sharded_params[0].parameter
     target.data = target.data[:2]
     with pytest.raises(StateError):
         store.check("unit 'u'")
@@ -427,7 +432,7 @@ def test_a_part_of_the_own_data_is_refused(kind: str) -> None:
 
 def test_a_whole_parameter_put_in_place_of_an_empty_part_is_refused() -> None:
     store = build("original", SHAPES["small"], 4).stores[3]
-    target = next(target for target, _ in store.targets if not target.numel())
+    target = next(target for target, _ in store.sharded_params if not target.numel())
     target.data = torch.ones(2)
     with pytest.raises(StateError):
         store.check("unit 'u'")

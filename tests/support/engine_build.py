@@ -15,7 +15,7 @@ from torch import nn
 from fsdp_compat._comm.mesh import Axis, Mesh
 from fsdp_compat._engine import hooks
 from fsdp_compat._engine.dtypes import Precision
-from fsdp_compat._engine.ownership import Member, assign_owners, group_members
+from fsdp_compat._engine.ownership import OrigParam, assign_owners, group_members
 from fsdp_compat._engine.runtime import Runtime, RuntimeOptions
 from fsdp_compat._engine.schedule import Prefetch
 from fsdp_compat._engine.store import ParamStore
@@ -46,7 +46,7 @@ STORES = (
 
 
 def make_store(
-    kind: str, members: Sequence[Member], *, rank: int, ranks: int, home: tuple[nn.Module, str]
+    kind: str, members: Sequence[OrigParam], *, rank: int, ranks: int, home: tuple[nn.Module, str]
 ) -> ParamStore:
     """Return a store of one of the STORES."""
     if kind == "row":
@@ -56,7 +56,7 @@ def make_store(
     )
 
 
-def members_of(module: nn.Module) -> list[Member]:
+def members_of(module: nn.Module) -> list[OrigParam]:
     """All parameters of a module, as one unit has them."""
     return assign_owners(module, [module], (), ())[module]
 
@@ -71,7 +71,7 @@ def make_unit(
     kind: str,
     module: nn.Module,
     mesh: Mesh,
-    members: Sequence[Member],
+    members: Sequence[OrigParam],
     *,
     reshard_after_forward: bool = True,
     precision: Precision | None = None,
@@ -98,7 +98,7 @@ def shard(
     forward_prefetch: bool = False,
     backward_prefetch: Prefetch = Prefetch.PRE,
     precision: Precision | None = None,
-    uneven: bool = False,
+    allow_unused_units: bool = False,
 ) -> Runtime:
     """Shard ``module`` in place over stores of ``kind``: it and every module of ``unit_classes``
     become units. Collective."""
@@ -126,7 +126,7 @@ def shard(
         ordered[0],
         ordered,
         list(named.values()),
-        RuntimeOptions(forward_prefetch, backward_prefetch, uneven),
+        RuntimeOptions(forward_prefetch, backward_prefetch, allow_unused_units),
     )
 
 
@@ -146,12 +146,14 @@ def full_gradients(runtime: Runtime) -> dict[str, torch.Tensor | None]:
     for group in runtime.groups:
         total = torch.zeros(group.store.numel, dtype=group.store.dtype)
         held = [
-            target.parameter for target in group.store.targets if target.parameter.numel()
+            target.parameter for target in group.store.sharded_params if target.parameter.numel()
         ]  # others have none
         there = [parameter.grad is not None for parameter in held]
         assert all(there) or not any(there), f"{group.name}: only some targets have a gradient"
         some_have = group.shard.any_of(torch.tensor([any(there)], dtype=torch.uint8))
-        for (target, _), view in zip(group.store.targets, group.store.grads(total), strict=True):
+        for (target, _), view in zip(
+            group.store.sharded_params, group.store.grads(total), strict=True
+        ):
             if target.grad is not None:
                 view.copy_(target.grad)
         whole = _whole(group, group.gather_full(total))
@@ -162,13 +164,13 @@ def full_gradients(runtime: Runtime) -> dict[str, torch.Tensor | None]:
 def _whole(group: Group, full: torch.Tensor) -> dict[str, torch.Tensor]:
     """full: [ranks * S]. Return its parameters by name, through the two methods by which the engine
     fills leaves."""
-    values = [torch.empty(leaf.shape, dtype=full.dtype) for leaf in group.leaves]
+    values = [torch.empty(leaf.shape, dtype=full.dtype) for leaf in group.unsharded_params]
     for index, (value, places) in enumerate(
         zip(values, group.store.places(full)[:-1], strict=True)
     ):
         for part, place in zip(group.store.split(index, value), places, strict=True):
             part.copy_(place)
-    members = typing.cast(typing.Any, group.store).members
+    members = typing.cast(typing.Any, group.store).orig_params
     return {member.name: value for member, value in zip(members, values, strict=True)}
 
 
@@ -183,4 +185,6 @@ def assert_at_rest(runtime: Runtime) -> None:
         assert [group.resident_nbytes for group in unit.groups] == [0] * len(unit.groups), (
             unit.label
         )
-        assert all(leaf.grad is None for group in unit.groups for leaf in group.leaves), unit.label
+        assert all(leaf.grad is None for group in unit.groups for leaf in group.unsharded_params), (
+            unit.label
+        )

@@ -23,7 +23,7 @@ from fsdp_compat import _torch_private
 from fsdp_compat._comm import shared_memory
 
 __all__ = [
-    "Held",
+    "ParamContents",
     "LiveBytes",
     "Peak",
     "release_spare_pages",
@@ -35,7 +35,7 @@ _RESIZE, _EMPTY = torch.UntypedStorage.resize_, shared_memory.empty
 
 
 @dataclasses.dataclass(frozen=True)
-class Held:
+class ParamContents:
     """Memory that was alive at a peak: how much came from one line of code."""
 
     nbytes: int
@@ -50,7 +50,7 @@ class Peak:
     """The moment of a ``LiveBytes`` at which most was alive, and what it was, the largest first."""
 
     nbytes: int
-    held: tuple[Held, ...]
+    held: tuple[ParamContents, ...]
 
 
 class LiveBytes(TorchDispatchMode):
@@ -155,7 +155,7 @@ class LiveBytes(TorchDispatchMode):
         for number, nbytes in at_most.items():
             if nbytes:
                 lines[self._what[number]].append(nbytes)
-        held_by_line = (Held(sum(each), len(each), what) for what, each in lines.items())
+        held_by_line = (ParamContents(sum(each), len(each), what) for what, each in lines.items())
         return Peak(most, tuple(sorted(held_by_line, key=lambda its: -its.nbytes)))
 
     def _see(self, tensor: Tensor, what: str) -> None:

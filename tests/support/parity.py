@@ -246,7 +246,9 @@ class Pair:
 
     def assert_gradients_equal(self) -> None:
         """Collective."""
-        own = [[target.grad for target, _ in group.store.targets] for group, _ in self._matches]
+        own = [
+            [target.grad for target, _ in group.store.sharded_params] for group, _ in self._matches
+        ]
         counts = torch.tensor(
             [
                 [any(grad is not None for grad in its) for its in own],
@@ -335,7 +337,7 @@ def _groups(model: FSDP) -> Iterator[tuple[Group, list[str]]]:
     """Every group of every unit, with the names of its parameters in the unsharded copy."""
     for path, child in model.named_modules():
         for group in child._unit.groups if isinstance(child, FSDP) else ():
-            names = [f"{path}.{member.name}".lstrip(".") for member in group.store.members]
+            names = [f"{path}.{member.name}".lstrip(".") for member in group.store.orig_params]
             yield group, [_clean(clean_name(name)) for name in names]
 
 
@@ -343,7 +345,7 @@ def _gathered_gradients(group: Group) -> list[Tensor]:
     """Return the whole gradients. Collective."""
     store = group.store
     own = torch.zeros(store.numel, dtype=store.dtype)
-    for (target, _), place in zip(store.targets, store.grads(own), strict=True):
+    for (target, _), place in zip(store.sharded_params, store.grads(own), strict=True):
         grad = target.grad
         if grad is not None:
             assert grad.shape == target.shape, (

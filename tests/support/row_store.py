@@ -17,8 +17,8 @@ import torch
 from torch import nn
 
 from fsdp_compat._comm.mesh import Axis
-from fsdp_compat._engine.ownership import Member
-from fsdp_compat._engine.store import Shown, Target, as_leaf
+from fsdp_compat._engine.ownership import OrigParam
+from fsdp_compat._engine.store import ModuleSlot, ShardedParam, as_unsharded_param
 from fsdp_compat.errors import StateError
 
 __all__ = ["RowStore"]
@@ -52,9 +52,9 @@ class _Rows(typing.NamedTuple):
 class RowStore:
     """A group whose parameters are cut along dim 0. (A ParamStore.)"""
 
-    def __init__(self, members: Sequence[Member], *, rank: int, ranks: int) -> None:
+    def __init__(self, members: Sequence[OrigParam], *, rank: int, ranks: int) -> None:
         originals = [member.parameter for member in members]
-        self.members, self.rank, self.ranks = tuple(members), rank, ranks
+        self.orig_params, self.rank, self.ranks = tuple(members), rank, ranks
         self.dtype = originals[0].dtype
         self._shapes = [tuple(p.shape) for p in originals]
         self._trainable = [p.requires_grad for p in originals]
@@ -75,15 +75,15 @@ class RowStore:
             nn.Parameter(own, wanted)
             for own, wanted in zip(self.grads(self.shard), self._trainable, strict=True)
         ]
-        self.targets: Sequence[Target] = [
-            Target(parameter, (index,)) for index, parameter in enumerate(self._sharded)
+        self.sharded_params: Sequence[ShardedParam] = [
+            ShardedParam(parameter, (index,)) for index, parameter in enumerate(self._sharded)
         ]
 
     @property
-    def spread(self) -> Sequence[Axis]:
+    def tensor_parallel_axes(self) -> Sequence[Axis]:
         return ()
 
-    def make_leaves(self, full: torch.Tensor) -> list[nn.Parameter]:
+    def make_unsharded_params(self, full: torch.Tensor) -> list[nn.Parameter]:
         if self.ranks == 1 or len(self._rows) == 1:
             homes = [
                 full[rows.start : rows.start + math.prod(s)]
@@ -93,7 +93,7 @@ class RowStore:
             sizes = [math.prod(shape) for shape in self._shapes]
             homes = list(torch.empty(sum(sizes), dtype=full.dtype).split(sizes))
         return [
-            as_leaf(home.view(s), wanted)
+            as_unsharded_param(home.view(s), wanted)
             for home, s, wanted in zip(homes, self._shapes, self._trainable, strict=True)
         ]
 
@@ -123,10 +123,10 @@ class RowStore:
     def grads(self, total: torch.Tensor) -> list[torch.Tensor]:
         return [rows.part(total, self.rank) for rows in self._rows]
 
-    def shown(self, leaves: Sequence[nn.Parameter] | None) -> list[Shown]:
+    def shown(self, leaves: Sequence[nn.Parameter] | None) -> list[ModuleSlot]:
         return [
-            Shown(module, attribute, parameter)
-            for member, parameter in zip(self.members, leaves or self._sharded, strict=True)
+            ModuleSlot(module, attribute, parameter)
+            for member, parameter in zip(self.orig_params, leaves or self._sharded, strict=True)
             for module, attribute in member.slots
         ]
 

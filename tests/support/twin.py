@@ -220,7 +220,7 @@ class Twin:
             for group in child._unit.groups if isinstance(child, FSDP) else ():
                 wholes = [
                     named[clean_name(f"{path}.{member.name}").lstrip(".")]
-                    for member in group.store.members
+                    for member in group.store.orig_params
                 ]
                 self.groups.append((group, wholes))
                 self.transfers.know(group, wholes)
@@ -301,7 +301,9 @@ class Twin:
     def compare_gradients(self) -> None:
         for group, wholes in self.groups:
             got = torch.zeros_like(group.store.shard)  # type: ignore[attr-defined]
-            for (target, _), place in zip(group.store.targets, group.store.grads(got), strict=True):
+            for (target, _), place in zip(
+                group.store.sharded_params, group.store.grads(got), strict=True
+            ):
                 assert (target.grad is not None) is (target.numel() > 0), (
                     f"{group.name}: a gradient is missing, or too much"
                 )

@@ -16,13 +16,13 @@ from .model import store_of
 from .names import clean_name
 
 __all__ = [
-    "Held",
-    "Holdings",
     "NamedUnit",
-    "holdings_of",
+    "ParamContents",
+    "ParamOwnership",
     "is_flat",
     "is_whole",
     "numbered_names",
+    "ownership_of",
     "require_units",
 ]
 
@@ -36,7 +36,7 @@ class NamedUnit:
 
 
 @dataclasses.dataclass(frozen=True)
-class Held:
+class ParamContents:
     """What one parameter of the optimizer holds: parameters of the user's, by (index in the layout,
     name)."""
 
@@ -45,13 +45,13 @@ class Held:
 
 
 @dataclasses.dataclass(frozen=True)
-class Holdings:
+class ParamOwnership:
     """The parameters of an optimizer, in its groups, and what each holds."""
 
     where: str  # for errors: whose they are
     groups: Sequence[Mapping[str, Any]]  # the optimizer's parameter groups
     held: Mapping[
-        nn.Parameter, Held
+        nn.Parameter, ParamContents
     ]  # of all parameters of the model, in its order; the optimizer may have only some of them
     names: Mapping[
         nn.Parameter, str
@@ -104,7 +104,7 @@ class Holdings:
 
     def in_group(self, group: Group) -> list[nn.Parameter]:
         """The targets of one flat group, whether the optimizer has them or not."""
-        return [target for target, _ in store_of(group).targets if target in self.held]
+        return [target for target, _ in store_of(group).sharded_params if target in self.held]
 
     @functools.cached_property
     def groups_held(self) -> list[Group]:
@@ -141,26 +141,26 @@ def require_units(units: Sequence[NamedUnit], model: nn.Module, where: str) -> N
         )
 
 
-def holdings_of(
+def ownership_of(
     groups: Sequence[Mapping[str, Any]], where: str, units: Sequence[NamedUnit], model: nn.Module
-) -> Holdings:
+) -> ParamOwnership:
     """Return what every parameter in the groups of an optimizer holds.
 
     Raises UsageError for a parameter that is not the model's, and for a model without units.
     """
     require_units(units, model, where)
-    held: dict[nn.Parameter, Held] = {}
+    held: dict[nn.Parameter, ParamContents] = {}
     for named in units:
         for group in named.unit.groups:
-            members = store_of(group).members
-            for target, indices in group.store.targets:
-                held[target] = Held(
+            members = store_of(group).orig_params
+            for target, indices in group.store.sharded_params:
+                held[target] = ParamContents(
                     group, tuple((i, named.prefix + clean_name(members[i].name)) for i in indices)
                 )
     names: dict[nn.Parameter, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, name)
-        held.setdefault(parameter, Held(None, ((0, clean_name(name)),)))
+        held.setdefault(parameter, ParamContents(None, ((0, clean_name(name)),)))
     for position, group_of_optimizer in enumerate(groups):
         for parameter in group_of_optimizer["params"]:
             if parameter not in held:
@@ -174,10 +174,10 @@ def holdings_of(
                         "with use_orig_params=True",
                     )
                 )
-    return Holdings(where, groups, held, names)
+    return ParamOwnership(where, groups, held, names)
 
 
-def numbered_names(holdings: Holdings, order: Sequence[str]) -> list[list[str]]:
+def numbered_names(holdings: ParamOwnership, order: Sequence[str]) -> list[list[str]]:
     """Return, group by group, the names of parameters in the order in which the optimizer of an
     unwrapped model numbers them.
 
@@ -196,7 +196,7 @@ def numbered_names(holdings: Holdings, order: Sequence[str]) -> list[list[str]]:
     return found
 
 
-def is_flattened(holdings: Holdings, parameter: nn.Parameter) -> bool:
+def is_flattened(holdings: ParamOwnership, parameter: nn.Parameter) -> bool:
     """True for a FlatParameter."""
     group = holdings.held[parameter].group
     return group is not None and is_flat(group, parameter)

@@ -213,7 +213,7 @@ def test_every_failed_rank_is_shown_with_traceback_and_output() -> None:
         run_ranks(3, _raises_on, (0, 2))
     message = str(caught.value)
     assert sorted(caught.value.failed) == [0, 2]
-    assert "tests.engine.test_ranks._raises_on failed on 3 ranks" in message
+    assert "tests.support.test_ranks._raises_on failed on 3 ranks" in message
     assert "ValueError: bad value on rank 0" in message
     assert "ValueError: bad value on rank 2" in message
     assert "rank 1: returned" in message

@@ -154,7 +154,7 @@ def answers_without_connections() -> tuple[int, str, float]:
     with limits():
         roll = all_ranks()
         rank, other = roll.members[roll.rank], 1 - roll.rank
-        board = deadlock.Board(roll._store)
+        board = deadlock.StatusStore(roll._store)
         found = threads()
         answer, end = None, time.monotonic() + PROMPT_S
         while (answer is None or answer.idle_s == 0.0) and time.monotonic() < end:
@@ -307,8 +307,10 @@ def meets_in_several_groups() -> list[tuple[int, ...]]:
 
     rendezvous._RollCall.meet = counting
     try:
-        rendezvous.meet("call", [group for model in models for group in model._runtime.groups])
-        with rendezvous.together("outer", models[-1]._runtime.groups):
+        rendezvous.require_all_ranks(
+            "call", [group for model in models for group in model._runtime.groups]
+        )
+        with rendezvous.nested("outer", models[-1]._runtime.groups):
             models[-1].state_dict()
         if rank < 2:
             models[0].state_dict()
@@ -329,7 +331,7 @@ def test_ranks_that_have_met_in_a_larger_group_do_not_meet_in_a_smaller_one() ->
 def inquire(*answers: deadlock.Answer | None) -> list[tuple[str, bool]]:
     """What is made of a rank that has given these answers, one by one; the first is there before it
     is asked."""
-    board = deadlock.Board(dist.HashStore())
+    board = deadlock.StatusStore(dist.HashStore())
     inquiry, found = rendezvous._Inquiry(board, "line"), []
     for answer in answers:
         if answer is not None:
@@ -355,7 +357,7 @@ def test_a_rank_that_does_not_answer_is_waited_for_as_long_as_its_process_lives(
     """It may be stopped."""
     now = [100.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    board = deadlock.Board(dist.HashStore())
+    board = deadlock.StatusStore(dist.HashStore())
     board.answer(1, deadlock.Answer(0, "of somebody who asked before", 99.0))
     inquiry = rendezvous._Inquiry(board, "line")
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as other:
@@ -408,7 +410,7 @@ def looks(meanwhile: Callable[[], object], num_looks: int = 5) -> float:
     thread.start()
     started.wait()
     try:
-        seen = progress.Pulse()
+        seen = progress.Progress()
         for _ in range(num_looks):
             threading.Event().wait(0.1)
             idle_s = seen.idle_s()

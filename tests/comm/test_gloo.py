@@ -21,8 +21,8 @@ from fsdp_compat import FullyShardedDataParallel, MixedPrecision, ShardingStrate
 from fsdp_compat._comm import gloo, shared_memory
 from fsdp_compat._comm.communicator import communicator
 from fsdp_compat._comm.mesh import mesh_from_group
+from tests.comm.test_deadlock import assert_alike, message_of
 from tests.engine.test_counts import Operations, counting_sends
-from tests.engine.test_watch import assert_alike, message_of
 from tests.support.models import DIM, Block
 from tests.support.parity import backward, make_pair
 from tests.support.ranks import run_ranks
@@ -73,7 +73,7 @@ def numbers(numel: int, rank: int, dtype: torch.dtype = torch.float32) -> torch.
 def gathered(wire: Any, own: torch.Tensor, tag: int) -> torch.Tensor:
     full = own.new_empty(wire.ranks * own.numel())
     wire.end_gather(wire.begin_gather(own, full, full.chunk(wire.ranks), tag), f"tag {tag}")
-    wire.drain("what was sent")
+    wire.flush_sends("what was sent")
     return full
 
 
@@ -83,16 +83,18 @@ def reduced(wire: Any, buffer: torch.Tensor, tag: int, **options: Any) -> torch.
     total = wire.end_reduce(
         wire.begin_reduce(buffer, segments, tag), segments[wire.rank], wide, "gradients", **options
     )
-    wire.drain("what was sent")
+    wire.flush_sends("what was sent")
     return total
 
 
 def totalled(
     wire: Any, total: torch.Tensor, tag: int, divisor: torch.Tensor | None = None
 ) -> torch.Tensor:
-    pending = wire.continue_total(wire.begin_total(total, tag, divisor), total, tag, "gradients")
-    wire.end_total(pending, total, "gradients")
-    wire.settle("gradients")
+    pending = wire.continue_all_reduce(
+        wire.begin_all_reduce(total, tag, divisor), total, tag, "gradients"
+    )
+    wire.end_all_reduce(pending, total, "gradients")
+    wire.wait_readers("gradients")
     return total
 
 
@@ -119,12 +121,15 @@ def exchanges_everything(
     connected.
     """
     if dist.get_rank() in blind:
-        shared_memory.card, card = lambda: bytes(shared_memory.CARD_NBYTES), shared_memory.card
+        shared_memory.identity, card = (
+            lambda: bytes(shared_memory.CARD_NBYTES),
+            shared_memory.identity,
+        )
     try:
         wire = line()
     finally:
         if dist.get_rank() in blind:
-            shared_memory.card = card
+            shared_memory.identity = card
     with no_room() if dist.get_rank() in full_up else contextlib.nullcontext():
         return _exchanges_everything(wire)
 
@@ -271,7 +276,10 @@ def tells_lies(lie: str) -> tuple[str, str]:
         with mock.patch.object(gloo, "_note", other_note):
             pending = wire.begin_gather(own, full, full.chunk(2), 4)
         return message_of(
-            lambda: (wire.end_gather(pending, "the parameters of 'a'"), wire.drain("what was sent"))
+            lambda: (
+                wire.end_gather(pending, "the parameters of 'a'"),
+                wire.flush_sends("what was sent"),
+            )
         )
 
 
@@ -359,7 +367,7 @@ def frees_too_early() -> tuple[bool, bool, bool]:
         total = wire.end_reduce(pending, segments[1], torch.float32, "gradients")
         right = torch.equal(total, 2 * ((torch.arange(2 * NUMEL) % 5).chunk(2)[1]).float())
         del buffer, pending, segments
-    wire.settle("gradients")
+    wire.wait_readers("gradients")
     return early, shared_memory.empty(2 * NUMEL, torch.float32).data_ptr() == address, right
 
 
@@ -371,7 +379,7 @@ def drains_what_is_under_way() -> bool:
     """A prefetch that nobody has waited for yet, on any rank."""
     wire, own, full = line(), numbers(NUMEL, dist.get_rank()), torch.empty(2 * NUMEL)
     pending = wire.begin_gather(own, full, full.chunk(2), 4)
-    wire.drain("what was sent")
+    wire.flush_sends("what was sent")
     own.fill_(9.0)
     dist.barrier()
     wire.end_gather(pending, "parameters")
@@ -395,7 +403,7 @@ def does_not_read() -> str:
         first = wire.begin_gather(own, full, full.chunk(2), 4)
         if wire.rank == 0:
             wire.end_gather(first, "the parameters of 'a'")
-            wire.drain("what was sent")
+            wire.flush_sends("what was sent")
         second = wire.begin_gather(own, other, other.chunk(2), 8)
         wire.end_gather(second, "the parameters of 'b'")
 
@@ -416,11 +424,11 @@ def reads_what_was_given_up() -> str:
     pending = wire.begin_gather(own, full, full.chunk(2), 4)
     dist.barrier()
     if wire.rank == 0:
-        shared_memory.renounce()
+        shared_memory.bump_epoch()
         own.fill_(9.0)
     dist.barrier()
     if wire.rank == 0:
-        return message_of(lambda: wire.drain("what was sent"))
+        return message_of(lambda: wire.flush_sends("what was sent"))
     return message_of(lambda: wire.end_gather(pending, "the parameters of 'a'"))
 
 
@@ -485,7 +493,7 @@ def test_without_shared_memory_tensors_are_ordinary(monkeypatch: pytest.MonkeyPa
         raise OSError("no descriptors")
 
     monkeypatch.setattr(shared_memory, "_Chunk", refuse)
-    assert shared_memory.card() == bytes(shared_memory.CARD_NBYTES)
+    assert shared_memory.identity() == bytes(shared_memory.CARD_NBYTES)
     tensor = shared_memory.zeros(NUMEL, torch.float32)
     assert shared_memory.locate(tensor) is None
     assert not tensor.any()

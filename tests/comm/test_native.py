@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fsdp_compat import MixedPrecision, ShardingStrategy, _torch_private
-from fsdp_compat._comm.communicator import Kind, _Native
+from fsdp_compat._comm.communicator import Kind, NativeTransport
 from tests.support.models import Block, Inner, Outer, Stack
 from tests.support.parity import make_pair, one_backward
 from tests.support.ranks import run_ranks
@@ -31,7 +31,7 @@ def _trains(replicas: int = 1, **options: Any) -> set[Kind]:
         for wire in (group.shard, group.replica)
         if wire.ranks > 1
     }
-    assert {type(wire) for wire in wires} == {_Native}
+    assert {type(wire) for wire in wires} == {NativeTransport}
     for _ in range(3):
         pair.step(one_backward)
     pair.step(one_backward, as_a_user=True)

@@ -281,7 +281,7 @@ def test_an_interrupt_before_a_wait_on_all_ranks_loses_nothing() -> None:
 
 def is_slow(pause_s: float) -> list[int]:
     """Returns how often the watch looked for a circle on this rank."""
-    pair, looked, search = make_pair(Uses), [0], deadlock._doom
+    pair, looked, search = make_pair(Uses), [0], deadlock._find_cycle
 
     def counted(*args: Any) -> Any:
         looked[0] += 1
@@ -292,13 +292,13 @@ def is_slow(pause_s: float) -> list[int]:
             time.sleep(pause_s)
         return backward(m(x, "012").pow(2).mean())
 
-    deadlock._doom = counted
+    deadlock._find_cycle = counted
     try:
         with patience(0.2):
             for _ in range(2):
                 pair.step(step)
     finally:
-        deadlock._doom = search
+        deadlock._find_cycle = search
     return looked
 
 
@@ -319,7 +319,7 @@ def gathers(line: Any, tag: int, numel: int = 3) -> Tensor:
     own, full = torch.full((numel,), float(line.rank)), torch.empty(2 * numel)
     pending = line.begin_gather(own, full, full.chunk(2), tag)
     line.end_gather(pending, f"tag {tag}")
-    line.drain("what was sent")
+    line.flush_sends("what was sent")
     return full
 
 
@@ -427,7 +427,7 @@ def test_one_thread_watches_while_there_are_process_groups() -> None:
 PROGRAM = """
     import sys, torch, torch.distributed as dist
     from fsdp_compat import FullyShardedDataParallel as FSDP
-    from fsdp_compat._engine import watch
+    from fsdp_compat._comm import deadlock as watch
     from torch import nn
 
     rank, path, skips = int(sys.argv[1]), sys.argv[2], sys.argv[3] == "skips"
@@ -479,13 +479,13 @@ def doom(
     *posts: deadlock._Post, broken: dict[int, deadlock.Report] | None = None
 ) -> deadlock.Report | None:
     """What the rank of the first post makes of them."""
-    board = deadlock.Board(dist.HashStore())
+    board = deadlock.StatusStore(dist.HashStore())
     for one in posts:
         board.post(one.wait.rank, one)
     for rank, report in (broken or {}).items():
         line = types.SimpleNamespace(name="line", rank=rank, members=range(9))
         board.break_line(line, report)
-    return deadlock._doom(board, posts[0])
+    return deadlock._find_cycle(board, posts[0])
 
 
 def test_a_circle_is_doomed_and_so_is_who_waits_for_it() -> None:
@@ -536,7 +536,7 @@ def test_who_waits_for_a_rank_that_gave_up_is_told_what_it_said() -> None:
 
 
 def test_a_post_that_was_withdrawn_is_gone() -> None:
-    board = deadlock.Board(dist.HashStore())
+    board = deadlock.StatusStore(dist.HashStore())
     board.post(0, post(wait(0, 1)))
     assert board.post_of(0) == post(wait(0, 1))
     board.post(0, None)

@@ -20,8 +20,8 @@ from .._comm.host_memory import memory_of
 from .._engine.unit import Group
 from ..errors import CheckpointError, explain
 from .entries import Entry, classify_all, snapshot
-from .holdings import Holdings, is_flat, is_whole
 from .model import store_of
+from .param_ownership import ParamOwnership, is_flat, is_whole
 
 __all__ = [
     "Part",
@@ -96,7 +96,9 @@ def part_of(
     )
 
 
-def unshardable(holdings: Holdings, states: Mapping[nn.Parameter, Mapping[Any, Any]]) -> list[str]:
+def unshardable(
+    holdings: ParamOwnership, states: Mapping[nn.Parameter, Mapping[Any, Any]]
+) -> list[str]:
     """Return ``"name.state"`` of everything in ``states`` that can only be put back at an equal
     layout. Nothing is sent."""
     found = []
@@ -110,7 +112,7 @@ def unshardable(holdings: Holdings, states: Mapping[nn.Parameter, Mapping[Any, A
 
 def own_states(
     group: Group,
-    holdings: Holdings,
+    holdings: ParamOwnership,
     states: Mapping[nn.Parameter, Mapping[Any, Any]],
     keys: Mapping[nn.Parameter, Iterable[Any]],
     to_cpu: bool,
@@ -192,7 +194,7 @@ def unpacked(packed: torch.Tensor, device: torch.device) -> Any:
     )
 
 
-def check_layout(holdings: Holdings, states: Mapping[str, Sequence[RankState]]) -> None:
+def check_layout(holdings: ParamOwnership, states: Mapping[str, Sequence[RankState]]) -> None:
     """Raise CheckpointError unless every rank that ``states`` come from holds now what it held
     then. states: by name."""
     for name, its_states in states.items():
@@ -221,7 +223,7 @@ def check_layout(holdings: Holdings, states: Mapping[str, Sequence[RankState]]) 
                 )
 
 
-def _part_now(holdings: Holdings, name: str, rank: int) -> Part | None:
+def _part_now(holdings: ParamOwnership, name: str, rank: int) -> Part | None:
     """What ``rank`` holds in the optimizer's parameter that holds ``name``; None if there is no
     such rank."""
     target = holdings.by_name[name][0]

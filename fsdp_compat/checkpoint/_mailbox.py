@@ -22,7 +22,7 @@ from .. import _torch_private
 from ..errors import StateError
 from ._processes import Inquiry, Members
 
-__all__ = ["Lost", "Postbox"]
+__all__ = ["Lost", "StoreMailbox"]
 
 PAUSE_S = 0.2  # at most, between two looks at the store; longer with more than 1,000 ranks
 EXIT_S = 10.0  # for which a process whose program has failed waits for others before it ends
@@ -32,7 +32,7 @@ class Lost(Exception):
     """A rank that others wait for has ended, left or not come. The text says which, and why."""
 
 
-class Postbox:
+class StoreMailbox:
     """One call's texts in the store."""
 
     def __init__(self, members: Members, name: str, timeout_s: float) -> None:
