@@ -177,7 +177,7 @@ class FullyShardedDataParallel(nn.Module):
             keep_units_below=keep_units_below,
         )
         plan = construction.plan(module, auto_wrap_policy, arguments)
-        _torch_patches.follow(construction.apply(plan, self._emptied(), self._new))
+        _torch_patches.patch_torch(construction.apply(plan, self._emptied(), self._new))
 
     @classmethod
     def _new(cls) -> FullyShardedDataParallel:
@@ -290,7 +290,7 @@ class FullyShardedDataParallel(nn.Module):
         """A second module with shards of its own, over the same process groups; like parameters,
         without gradients. Collective."""
         copy = typing.cast(FullyShardedDataParallel, copying.deepcopy_of(self, memo))
-        _torch_patches.follow([copy._fsdp_model_unit])
+        _torch_patches.patch_torch([copy._fsdp_model_unit])
         return copy
 
     def __reduce_ex__(self, protocol: typing.SupportsIndex) -> Any:
@@ -300,7 +300,7 @@ class FullyShardedDataParallel(nn.Module):
 
     def __setstate__(self, state: Any) -> None:
         copying.restore(self, state)
-        _torch_patches.follow([self._fsdp_model_unit])
+        _torch_patches.patch_torch([self._fsdp_model_unit])
 
     def check_is_root(self) -> bool:
         """True if no other instance is around this one."""
@@ -321,7 +321,7 @@ class FullyShardedDataParallel(nn.Module):
         """What ``half``, ``to`` and the like do. Before the first forward another dtype converts
         the shards; collective then."""
         if recurse:
-            conversion.follow(self, fn)
+            conversion.convert_as(self, fn)
         with (
             self._unit.buffers.uncast()
             if self._unit.buffers is not None

@@ -14,10 +14,10 @@ from .._stores.flat_store import FlatStore
 from ..errors import ValueStateError, explain
 from .flat_unit import FlatUnit, flat_units_in
 
-__all__ = ["convert", "follow", "move"]
+__all__ = ["convert", "convert_as", "move"]
 
 
-def follow(wrapper: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
+def convert_as(wrapper: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
     """Convert the shards of an instance, and of all below it, to the dtypes of what ``fn`` returns.
     Collective if any changes."""
     stores = [store for each in flat_units_in(wrapper) for store in each.stores]

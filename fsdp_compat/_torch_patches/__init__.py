@@ -15,7 +15,7 @@ from .._state import optimizers
 from .._state.model_units import ModelUnit
 from . import assignments, clip_grad, dcp_adapter, hugging_face_storage
 
-__all__ = ["PATCHES", "follow", "undo"]
+__all__ = ["PATCHES", "patch_torch", "undo"]
 
 PATCHES: tuple[types.ModuleType, ...] = (
     clip_grad,
@@ -26,12 +26,12 @@ PATCHES: tuple[types.ModuleType, ...] = (
 )
 
 
-def follow(units: Iterable[ModelUnit]) -> None:
+def patch_torch(units: Iterable[ModelUnit]) -> None:
     """Install all patches, and let them know about new units."""
     for each in PATCHES:
         each.patch()
     for unit in units:
-        assignments.follow(unit.unit)
+        assignments.watch(unit.unit)
 
 
 def undo() -> None:

@@ -29,7 +29,7 @@ from .._state.model import store_of
 from .._stores.flat_store import FlatStore
 from ..errors import StateError, explain
 
-__all__ = ["follow", "patch", "undo"]
+__all__ = ["patch", "undo", "watch"]
 
 
 class _Place(typing.NamedTuple):
@@ -59,7 +59,7 @@ def undo() -> None:
         _handle = None
 
 
-def follow(unit: Unit) -> None:
+def watch(unit: Unit) -> None:
     """Know the parameters of a unit from now on."""
     for group in unit.groups:
         store = store_of(group)
