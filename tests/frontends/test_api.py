@@ -1,4 +1,4 @@
-"""The configuration objects equal torch's, and torch's own are taken in their place."""
+"""The configuration objects equal torch's, and torch's own are accepted in their place."""
 
 from __future__ import annotations
 
@@ -23,8 +23,7 @@ DATACLASSES = [
 
 
 def default_of(cls: type) -> Any:
-    """An instance with default fields; StateDictSettings, the one without defaults, gets the ones
-    for full dicts."""
+    """An instance with default fields. StateDictSettings has no defaults and gets full dicts."""
     if cls.__name__ != "StateDictSettings":
         return cls()
     home = sys.modules[cls.__module__]
@@ -36,7 +35,7 @@ def default_of(cls: type) -> Any:
 
 
 def changed(value: Any) -> Any:
-    """A copy of a dataclass with a value in every field that is not the default."""
+    """A copy of a dataclass in which no field has its default."""
     news = {
         bool: lambda old: not old,
         type(None): lambda old: torch.bfloat16,

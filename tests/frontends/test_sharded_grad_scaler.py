@@ -461,7 +461,7 @@ def _groups_apart() -> float:
     rank = dist.get_rank()
     groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
     scaler = _started(process_group=groups[rank % 2])
-    with pytest.raises(UsageError, match="does not belong"):
+    with pytest.raises(UsageError, match="not in the process group"):
         _scaler(process_group=groups[1 - rank % 2])
     parameters = _parameters(2)
     optim = _sgd(parameters)

@@ -251,7 +251,7 @@ CLASSES = (
 
 
 def policies(home: Any) -> st.SearchStrategy[Any]:
-    """Every kind of policy, made of the functions and classes in ``home``: our module or torch's."""
+    """Every kind of policy, made of functions and classes in ``home``: our module or torch's."""
     classes = st.sets(st.sampled_from(CLASSES), min_size=1)
     optional = st.none() | classes
     functions = st.one_of(
