@@ -59,7 +59,6 @@ EXCEPTIONS: dict[str, str] = {
     "lines: checkpoint/_loading.py": "to be mended",
     "lines: checkpoint/_weights.py": "to be mended",
     "lines: checkpoint/_writing.py": "to be mended",
-    "lines: fully_sharded_data_parallel.py": "to be mended",
     "attributes: _comm/gloo.py:GlooTransport": "to be mended",
     "attributes: _engine/runtime.py:Runtime": "to be mended",
     "attributes: _engine/unit.py:Group": "to be mended",
