@@ -19,10 +19,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from . import _torch_private
 from ._engine import grad_norm, hooks, rendezvous
 from ._engine.buffers import CastBuffers
+from ._engine.group import Group
 from ._engine.ownership import OrigParam, assign_owners, group_members
 from ._engine.reduce import CommHook
 from ._engine.runtime import Runtime
-from ._engine.unit import Group, Unit, UnitOptions
+from ._engine.unit import Unit, UnitOptions
 from ._flat import client_attributes as attributes
 from ._flat import conversion, copying
 from ._flat.construction import (
@@ -413,7 +414,7 @@ class FullyShardedDataParallel(LegacyOptimStateDicts):
         parameters."""
         with contextlib.ExitStack() as stack:
             for instance in FullyShardedDataParallel.fsdp_modules(self):
-                stack.enter_context(instance._unit.described())
+                stack.enter_context(instance._unit.view.described())
             return super().__repr__()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FullyShardedDataParallel:

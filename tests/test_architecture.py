@@ -43,13 +43,10 @@ EXCEPTIONS: dict[str, str] = {
     "imports: _flat/conversion.py -> fully_sharded_data_parallel.FullyShardedDataParallel": "to be mended",  # noqa: E501
     "imports: _flat/copying.py -> fully_sharded_data_parallel.FullyShardedDataParallel": "to be mended",  # noqa: E501
     "imports: _state/model_units.py -> _flat.settings.Settings": "to be mended",
-    "circle: _engine/external_changes.py _engine/hooks.py _engine/placeholders.py _engine/runtime.py _engine/schedule.py _engine/unit.py": "to be mended",  # noqa: E501
     "circle: _flat/client_attributes.py _flat/conversion.py _flat/copying.py fully_sharded_data_parallel.py": "to be mended",  # noqa: E501
     "lines: _comm/deadlock.py": "to be mended",
     "lines: _comm/gloo.py": "to be mended",
     "lines: _comm/shared_memory.py": "to be mended",
-    "lines: _engine/runtime.py": "to be mended",
-    "lines: _engine/unit.py": "to be mended",
     "lines: _flat/settings.py": "to be mended",
     "lines: _state/formats.py": "to be mended",
     "lines: _state/model.py": "to be mended",
@@ -62,9 +59,6 @@ EXCEPTIONS: dict[str, str] = {
     "lines: fully_sharded_data_parallel.py": "to be mended",
     "lines: wrap.py": "to be mended",
     "attributes: _comm/gloo.py:GlooTransport": "to be mended",
-    "attributes: _engine/runtime.py:Runtime": "to be mended",
-    "attributes: _engine/unit.py:Group": "to be mended",
-    "attributes: _engine/unit.py:Unit": "to be mended",
     "private: _flat/client_attributes.py: _fqns": "to be mended",
     "private: _flat/client_attributes.py: _settings": "to be mended",
     "private: _flat/client_attributes.py: _unit": "to be mended",

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from .._engine import rendezvous
-from .._engine.unit import Group
+from .._engine.group import Group
 from .._state.model import store_of
 from .._stores.flat_store import FlatStore
 from ..errors import ValueStateError, explain
@@ -110,7 +110,7 @@ def move(instance: FullyShardedDataParallel, group: Group, device: torch.device)
                 fix="move the shard after the gradients have been reduced and used",
             )
         )
-    instance._unit.free()
+    instance._unit.reshard()
     with torch.inference_mode(False), torch.no_grad():
         store.convert(store.dtype, device)
         if (

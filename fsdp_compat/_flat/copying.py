@@ -140,11 +140,11 @@ def _stores(instance: FullyShardedDataParallel) -> list[Any]:
 @contextlib.contextmanager
 def _withdrawn(instance: FullyShardedDataParallel) -> Iterator[None]:
     """Take the managed parameters out of the modules for the while."""
-    instance._unit.withdraw()
+    instance._unit.view.withdraw()
     try:
         yield
     finally:
-        instance._unit.show_sharded_again()
+        instance._unit.view.restore()
 
 
 def _require_rest(instance: FullyShardedDataParallel, what: str) -> None:

@@ -17,7 +17,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from .. import _torch_private
 from .._engine import rendezvous
-from .._engine.unit import Group
+from .._engine.dtypes import ComputeDtype
+from .._engine.group import Group
 from ..api import (
     FullOptimStateDictConfig,
     FullStateDictConfig,
@@ -238,12 +239,12 @@ class StateDicts(Instance):
     def _rested_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> dict[str, Any]:
         described: dict[str, Any] = getattr(destination, "_metadata", {})
         first, first_described = len(destination), len(described)
-        self._unit.in_state_dict = True
+        self._unit.view.in_state_dict = True
         try:
             with rendezvous.nested("state_dict", _groups_of_state_dict(self)):
                 super().state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
         finally:
-            self._unit.in_state_dict = False
+            self._unit.view.in_state_dict = False
         settings = self._state_settings
         config: Any = settings.state_dict_config
         keep = not getattr(config, "rank0_only", False) or self._settings.mesh.is_first
@@ -607,9 +608,9 @@ def _before_load(
     for key in [key for key in state_dict if key.startswith(prefix)]:
         state_dict[inner + key[len(prefix) :]] = state_dict.pop(key)
     # The sharded forms are registered in the modules, which will miss them.
-    self._unit.in_state_dict = True  # until _after_load
+    self._unit.view.in_state_dict = True  # until _after_load
     if self._unit.buffers is not None:
-        self._unit.buffers.follow(1)
+        self._unit.buffers.follow(ComputeDtype.EVAL)
     self._loading = (
         prefix,
         set() if self._unit.summoned else {inner + name for name in self._sharded_names()},
@@ -623,9 +624,9 @@ def _after_load(instance: nn.Module, incompatible: Any) -> None:
     inner modules hold (ties).
     """
     self = typing.cast(StateDicts, instance)
-    self._unit.in_state_dict = False
+    self._unit.view.in_state_dict = False
     if self._unit.buffers is not None:
-        self._unit.buffers.follow(0)
+        self._unit.buffers.follow(ComputeDtype.TRAIN)
     prefix, sharded = self._loading
     outermost = self._unit.is_root or not prefix
     for keys in (incompatible.missing_keys, incompatible.unexpected_keys):

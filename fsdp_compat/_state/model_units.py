@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import nn
 
-from .._engine.runtime import Runtime
+from .._engine.runtime import Runtime, runtime_of
 from .._engine.unit import Unit
 from .._flat.settings import Settings
 from ..api import StateDictSettings
@@ -41,8 +41,7 @@ class Instance(nn.Module):
 
     @property
     def _runtime(self) -> Runtime:
-        assert self._unit.runtime is not None
-        return self._unit.runtime
+        return runtime_of(self._unit)
 
     def _exact_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The names of buffers that are kept in another dtype than the user's model has them, with

@@ -20,8 +20,8 @@ from torch import nn
 from .. import _torch_private
 from .._engine import rendezvous
 from .._engine.grad_norm import dtype_of_norm, norm_of, packed
+from .._engine.group import Group
 from .._engine.runtime import live_runtimes
-from .._engine.unit import Group
 from ..errors import UsageError, explain
 
 __all__ = ["check_max_norm", "checked_norm_type", "gradients_of_others", "patch_clip_grad"]
