@@ -56,7 +56,6 @@ EXCEPTIONS: dict[str, str] = {
     "lines: checkpoint/_loading.py": "to be mended",
     "lines: checkpoint/_weights.py": "to be mended",
     "lines: checkpoint/_writing.py": "to be mended",
-    "lines: wrap.py": "to be mended",
     "attributes: _comm/gloo.py:GlooTransport": "to be mended",
 }
 
