@@ -267,7 +267,7 @@ def _backward_without_model() -> str:
 
 def test_a_graph_holds_its_model_for_one_backward() -> None:
     for message in run_ranks(2, _backward_without_model):
-        assert "whose model is gone" in message
+        assert "garbage-collected" in message
 
 
 def _connections_after_the_end() -> None:
