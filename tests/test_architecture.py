@@ -45,9 +45,6 @@ EXCEPTIONS: dict[str, str] = {
     "imports: _state/model_units.py -> _flat.settings.Settings": "to be mended",
     "circle: _engine/external_changes.py _engine/hooks.py _engine/placeholders.py _engine/runtime.py _engine/schedule.py _engine/unit.py": "to be mended",  # noqa: E501
     "circle: _flat/client_attributes.py _flat/conversion.py _flat/copying.py fully_sharded_data_parallel.py": "to be mended",  # noqa: E501
-    "lines: _comm/deadlock.py": "to be mended",
-    "lines: _comm/gloo.py": "to be mended",
-    "lines: _comm/shared_memory.py": "to be mended",
     "lines: _engine/runtime.py": "to be mended",
     "lines: _engine/unit.py": "to be mended",
     "lines: _flat/settings.py": "to be mended",
@@ -61,7 +58,6 @@ EXCEPTIONS: dict[str, str] = {
     "lines: checkpoint/_writing.py": "to be mended",
     "lines: fully_sharded_data_parallel.py": "to be mended",
     "lines: wrap.py": "to be mended",
-    "attributes: _comm/gloo.py:GlooTransport": "to be mended",
     "attributes: _engine/runtime.py:Runtime": "to be mended",
     "attributes: _engine/unit.py:Group": "to be mended",
     "attributes: _engine/unit.py:Unit": "to be mended",
@@ -460,11 +456,11 @@ def test_the_layout_is_pure_arithmetic_without_torch() -> None:
     )
 
 
-def test_only_collectives_py_communicates() -> None:
-    owners = {"_comm/communicator.py", "_comm/gloo.py", "_comm/native.py"}
+def test_only_native_py_calls_collectives_of_torch() -> None:
+    owners = {"_comm/native.py"}
     others = [source for source in sources() if source.path not in owners]
     found = [line for source in others for line in collectives_called(source)]
-    report(found, "Call a function of _comm/communicator.py instead:")
+    report(found, "Use a communicator (_comm/communicator.py) instead:")
 
 
 def test_only_storage_py_frees_and_allocates_storages() -> None:

@@ -248,7 +248,7 @@ class Group:
 
     def free(self) -> None:
         if self._gathering is None:
-            self._gathering = self.shard.left(
+            self._gathering = self.shard.unfinished_gather(
                 self._tag
             )  # by an exception, before it was noted here
         if self._gathering is not None and not self.shard.has_failed:
