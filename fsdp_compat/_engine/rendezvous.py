@@ -24,7 +24,7 @@ from collections.abc import Iterable, Iterator
 from .._comm import deadlock, progress
 from .._comm.communicator import Communicator
 from .._comm.store_rendezvous import StoreRendezvous, rendezvous_of
-from .unit import Group
+from .group import Group
 
 __all__ = ["is_on", "nested", "register", "require_all_ranks"]
 
