@@ -296,7 +296,7 @@ class Pair:
                 )
                 assert group.gradients.reduction is None, f"{group.name}: a reduction was left"
                 assert not any(
-                    wire.ranks > 1 and getattr(wire, "_sends", ())
+                    wire.ranks > 1 and hasattr(wire, "connections") and wire.connections.sends
                     for wire in (group.shard, group.replica)
                 ), f"{group.name}: it sends"
 
