@@ -56,9 +56,6 @@ EXCEPTIONS: dict[str, str] = {
     "lines: _state/model_state_dict.py": "to be mended",
     "lines: _state/optim_load.py": "to be mended",
     "lines: _torch_patches/dcp_state_dict.py": "to be mended",
-    "lines: checkpoint/_loading.py": "to be mended",
-    "lines: checkpoint/_weights.py": "to be mended",
-    "lines: checkpoint/_writing.py": "to be mended",
     "lines: fully_sharded_data_parallel.py": "to be mended",
     "lines: wrap.py": "to be mended",
     "attributes: _comm/gloo.py:GlooTransport": "to be mended",
@@ -88,8 +85,8 @@ EXCEPTIONS: dict[str, str] = {
     "private: checkpoint/_full.py: _unit": "to be mended",
     "private: checkpoint/_ranks.py: _settings": "to be mended",
     "private: checkpoint/_ranks.py: _unit": "to be mended",
-    "private: checkpoint/_snapshot.py: _state_settings": "to be mended",
-    "private: checkpoint/_snapshot.py: _wanted": "to be mended",
+    "private: checkpoint/_named_groups.py: _state_settings": "to be mended",
+    "private: checkpoint/_named_groups.py: _wanted": "to be mended",
     "private: fully_sharded_data_parallel.py: _runtime": "to be mended",
 }
 

@@ -7,9 +7,10 @@ extra = load(latest("runs/7"), model, optimizer)
 from .._state.optim_state_dict import check_optimizer
 from ._directory import latest
 from ._full import iter_full_state_dict
-from ._loading import load
-from ._weights import load_safetensors, save_safetensors
-from ._writing import AsyncSave, async_save, save
+from ._load import load
+from ._safetensors_load import load_safetensors
+from ._safetensors_save import save_safetensors
+from ._save import AsyncSave, async_save, save
 
 __all__ = [
     "AsyncSave",

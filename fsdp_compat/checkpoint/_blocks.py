@@ -26,8 +26,8 @@ from ._texts import open_file
 __all__ = [
     "BLOCK_NBYTES",
     "BlockWriter",
-    "Facts",
-    "Wanted",
+    "FileFacts",
+    "ReadRequest",
     "changed_meanwhile",
     "check",
     "damaged",
@@ -49,7 +49,7 @@ Tick = Callable[[int], object]  # told of bytes that are done
 
 
 @dataclasses.dataclass(frozen=True)
-class Facts:
+class FileFacts:
     """What a complete file is known to be."""
 
     nbytes: int
@@ -61,7 +61,7 @@ class Facts:
 
 
 @dataclasses.dataclass(frozen=True)
-class Wanted:
+class ReadRequest:
     """A run of elements in a file, and where they go."""
 
     start: int  # byte in the file
@@ -89,10 +89,10 @@ class Wanted:
         return as_it_is and self.target.device.type == "cpu"
 
 
-def merged(wanted: Sequence[Wanted]) -> list[Wanted]:
+def merged(wanted: Sequence[ReadRequest]) -> list[ReadRequest]:
     """Return the same runs, where those that follow one another in the file and in memory are
     one."""
-    found: list[Wanted] = []
+    found: list[ReadRequest] = []
     for one in sorted(wanted, key=lambda one: one.start):
         last = found[-1] if found else None
         direct = last is not None and one.is_direct and last.is_direct
@@ -103,7 +103,7 @@ def merged(wanted: Sequence[Wanted]) -> list[Wanted]:
             and _follows(one.target, last.target)
         ):
             whole = last.target.view(torch.uint8).as_strided((one.stop - last.start,), (1,))
-            found[-1] = Wanted(last.start, whole)
+            found[-1] = ReadRequest(last.start, whole)
         else:
             found.append(one)
     return found
@@ -214,13 +214,13 @@ class BlockWriter:
         self._checksums.append(self._checksum)
         self._checksum, self._num_checked = 0, 0
 
-    def finish(self) -> Facts:
+    def finish(self) -> FileFacts:
         """Make the file durable and close it."""
         os.fsync(self._descriptor)
         self.close()
         if self._num_checked:
             self._end_block()
-        return Facts(self._nbytes, tuple(self._checksums))
+        return FileFacts(self._nbytes, tuple(self._checksums))
 
     def close(self) -> None:
         """Let go, also of a file that is not complete. A second call does nothing."""
@@ -237,7 +237,7 @@ class _Run:
     That memory is the target's or, for another dtype or device, a buffer of 4 MiB.
     """
 
-    def __init__(self, one: Wanted) -> None:
+    def __init__(self, one: ReadRequest) -> None:
         self.position = one.start  # of the next byte in the file
         self._one = one
         self._num_done = 0  # elements of a run that is converted
@@ -291,7 +291,7 @@ class _Run:
         return num_taken
 
 
-def read_plain(path: Path, wanted: Sequence[Wanted], tick: Tick) -> None:
+def read_plain(path: Path, wanted: Sequence[ReadRequest], tick: Tick) -> None:
     """Read runs, straight to where they go or, to another dtype or device, by way of a buffer of 4
     MiB.
 
@@ -309,7 +309,7 @@ def read_plain(path: Path, wanted: Sequence[Wanted], tick: Tick) -> None:
         os.close(descriptor)
 
 
-def check(path: Path, facts: Facts, wanted: Sequence[Wanted], tick: Tick) -> None:
+def check(path: Path, facts: FileFacts, wanted: Sequence[ReadRequest], tick: Tick) -> None:
     """Read the blocks that hold anything wanted, each once, compare their checksums, and keep
     nothing.
 
@@ -320,7 +320,7 @@ def check(path: Path, facts: Facts, wanted: Sequence[Wanted], tick: Tick) -> Non
             tick(len(content))
 
 
-def read_checked(path: Path, facts: Facts, wanted: Sequence[Wanted], tick: Tick) -> None:
+def read_checked(path: Path, facts: FileFacts, wanted: Sequence[ReadRequest], tick: Tick) -> None:
     """Read runs to where they go, out of blocks whose checksums hold: no byte is copied before that
     of its block was compared.
 
@@ -339,7 +339,7 @@ def read_checked(path: Path, facts: Facts, wanted: Sequence[Wanted], tick: Tick)
 
 
 def _checked_blocks(
-    path: Path, facts: Facts, wanted: Sequence[Wanted]
+    path: Path, facts: FileFacts, wanted: Sequence[ReadRequest]
 ) -> Generator[tuple[int, memoryview], None, None]:
     """Yield where every block begins that holds anything wanted, and what it holds, in order, if
     its checksum is the right one.
@@ -377,7 +377,7 @@ def _checked_blocks(
 
 
 def _verified(
-    path: Path, facts: Facts, block: int, memory: memoryview, checksum: Future[int]
+    path: Path, facts: FileFacts, block: int, memory: memoryview, checksum: Future[int]
 ) -> tuple[int, memoryview]:
     start, expected, found = block * BLOCK_NBYTES, facts.checksums[block], checksum.result()
     if found != expected:
@@ -389,7 +389,7 @@ def _verified(
     return start, memory
 
 
-def nbytes_to_check(facts: Facts, wanted: Sequence[Wanted]) -> int:
+def nbytes_to_check(facts: FileFacts, wanted: Sequence[ReadRequest]) -> int:
     """Return how many bytes ``check`` reads: those of whole blocks."""
     return sum(
         min(BLOCK_NBYTES, facts.nbytes - block * BLOCK_NBYTES)
@@ -397,7 +397,7 @@ def nbytes_to_check(facts: Facts, wanted: Sequence[Wanted]) -> int:
     )
 
 
-def _blocks_of(nbytes: int, wanted: Sequence[Wanted]) -> list[int]:
+def _blocks_of(nbytes: int, wanted: Sequence[ReadRequest]) -> list[int]:
     """Return the blocks that hold anything wanted, in order."""
     found: set[int] = set()
     for one in wanted:

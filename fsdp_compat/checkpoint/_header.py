@@ -36,7 +36,7 @@ from ._texts import (
 
 __all__ = [
     "METADATA",
-    "Entry",
+    "TensorInfo",
     "dtype_name",
     "dtype_of",
     "encode_header",
@@ -76,7 +76,7 @@ _DTYPES["F8_E8M0"] = torch.float8_e8m0fnu  # read alone: many versions of the li
 
 
 @dataclasses.dataclass(frozen=True)
-class Entry:
+class TensorInfo:
     """One tensor of a file."""
 
     name: str
@@ -117,7 +117,7 @@ def is_known(dtype: torch.dtype) -> bool:
 
 def encode_header(
     tensors: Sequence[tuple[str, torch.dtype, tuple[int, ...]]], metadata: Mapping[str, str]
-) -> tuple[bytes, list[Entry]]:
+) -> tuple[bytes, list[TensorInfo]]:
     """Return the head of a file of ``tensors`` (name, dtype, shape), and where each will lie: wide
     dtypes first, so that all are aligned. The head's length is a multiple of 8 bytes.
 
@@ -144,12 +144,12 @@ def encode_header(
     require_readable(text, _MAX_DEPTH)
     head = len(text).to_bytes(8, "little") + text
     return head, [
-        Entry(name, dtype, shape, len(head) + at)
+        TensorInfo(name, dtype, shape, len(head) + at)
         for (name, dtype, shape), at in zip(order, places, strict=True)
     ]
 
 
-def read_header(path: Path) -> tuple[dict[str, Entry], dict[str, str]]:
+def read_header(path: Path) -> tuple[dict[str, TensorInfo], dict[str, str]]:
     """Return the tensors of a file by name, and its texts. Raises CheckpointError for what is not a
     safetensors file, OSError."""
     with open(open_file(path), "rb") as file:
@@ -167,7 +167,9 @@ def length_of_header(first: bytes, nbytes: int, path: Path) -> int:
     return length
 
 
-def parse_header(text: bytes, nbytes: int, path: Path) -> tuple[dict[str, Entry], dict[str, str]]:
+def parse_header(
+    text: bytes, nbytes: int, path: Path
+) -> tuple[dict[str, TensorInfo], dict[str, str]]:
     """text: the JSON text in a file of ``nbytes``. Return as ``read_header`` does."""
     try:
         hooks = {"parse_int": _whole} if _ODD_NUMBER.search(text) else {}
@@ -183,7 +185,9 @@ def parse_header(text: bytes, nbytes: int, path: Path) -> tuple[dict[str, Entry]
         raise _not_safetensors(path, brief(error)) from error
 
 
-def _parsed(described: Any, start: int, nbytes: int) -> tuple[dict[str, Entry], dict[str, str]]:
+def _parsed(
+    described: Any, start: int, nbytes: int
+) -> tuple[dict[str, TensorInfo], dict[str, str]]:
     """Return tensors and texts. start: where the tensors begin in a file of ``nbytes``. Raises
     ValueError."""
     if not isinstance(described, dict):
@@ -202,7 +206,9 @@ def _parsed(described: Any, start: int, nbytes: int) -> tuple[dict[str, Entry], 
             raise ValueError(
                 f"{name!r}: dtype {facts['dtype']!r}, which is not one that can be loaded"
             )
-        entries[name] = Entry(name, _DTYPES[facts["dtype"]], tuple(facts["shape"]), start + first)
+        entries[name] = TensorInfo(
+            name, _DTYPES[facts["dtype"]], tuple(facts["shape"]), start + first
+        )
         if first != end or stop - first != entries[name].nbytes:
             shape = reprlib.repr(facts["shape"])
             raise ValueError(

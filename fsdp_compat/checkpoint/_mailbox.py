@@ -22,13 +22,13 @@ from .. import _torch_private
 from ..errors import StateError
 from ._processes import Inquiry, Members
 
-__all__ = ["Lost", "StoreMailbox"]
+__all__ = ["RankLost", "StoreMailbox"]
 
 PAUSE_S = 0.2  # at most, between two looks at the store; longer with more than 1,000 ranks
 EXIT_S = 10.0  # for which a process whose program has failed waits for others before it ends
 
 
-class Lost(Exception):
+class RankLost(Exception):
     """A rank that others wait for has ended, left or not come. The text says which, and why."""
 
 
@@ -65,14 +65,14 @@ class StoreMailbox:
         self._store.set(key, text)
 
     def read(self, numbers: Iterable[int], role: str = "rank") -> list[str]:
-        """Return what these ranks post in this turn, when they have. Raises Lost."""
+        """Return what these ranks post in this turn, when they have. Raises RankLost."""
         return self._read({self._key(role, number): number for number in numbers}, self._turn)
 
     def conclude(self, work: Callable[[], object]) -> Any:
         """Do this rank's ``work`` of the turn; when all have, return on all ranks what it returned
         (JSON) on the first one.
 
-        Collective. Raises Lost on all ranks if one of them does not get through its work.
+        Collective. Raises RankLost on all ranks if one of them does not get through its work.
         """
         turn = self._turn
         key = f"{turn}/verdict"
@@ -83,12 +83,12 @@ class StoreMailbox:
             else:
                 self._turn = turn + 1
                 verdict = json.loads(self._read({key: 0}, turn)[0])
-        except Lost as lost:
+        except RankLost as lost:
             verdict = self._decide(key, {"lost": str(lost)})
         self._turn = turn + 1
         if "lost" in verdict:
             self.close()
-            raise Lost(verdict["lost"])
+            raise RankLost(verdict["lost"])
         self._clear(key)
         return verdict["value"]
 
@@ -142,13 +142,13 @@ class StoreMailbox:
 
     def _read(self, owed: dict[str, int], turn: int) -> list[str]:
         """Return the texts under keys, when they are there. owed: the ranks that write them. Raises
-        Lost."""
+        RankLost."""
         keys = list(owed)
         try:
             self._wait(keys, owed, turn)
             return [text.decode() for text in self._store.multi_get(keys)]
         except RuntimeError as error:
-            raise Lost(self._unreachable(error)) from error
+            raise RankLost(self._unreachable(error)) from error
 
     def _wait(self, keys: Sequence[str], owed: dict[str, int], turn: int) -> None:
         """A waiting request would be one message, but it blocks interrupts, and torch warns when
@@ -165,7 +165,7 @@ class StoreMailbox:
                     return
                 self._require_hope(turn, [owed[key] for key in keys], inquiry)
                 if now - started > self._timeout_s:
-                    raise Lost(
+                    raise RankLost(
                         f"{self._names(owed[key] for key in keys)} gave no word within "
                         f"{self._timeout_s:g} s"
                     )
@@ -173,14 +173,14 @@ class StoreMailbox:
                     exit_at = now + EXIT_S if exit_at is None else exit_at
                     if now > exit_at:
                         own = self._members.describe(self._members.number)
-                        raise Lost(
+                        raise RankLost(
                             f"{own} ends, as its program has failed, before "
                             f"{self._names(owed[key] for key in keys)}"
                         )
             time.sleep(min(longest_pause_s, max(1e-4, (now - started) / 10)))
 
     def _require_hope(self, turn: int, missing: list[int], inquiry: Inquiry) -> None:
-        """Raise Lost if one of the ranks that the turn waits for has ended, or the turn has."""
+        """Raise RankLost if one of the ranks that the turn waits for has ended, or the turn has."""
         ended = (
             self._members.ended_here()
         )  # whoever waits looks at its own machine, also for others that cannot
@@ -190,12 +190,12 @@ class StoreMailbox:
             if number in missing or self._absent([self._key("rank", number, turn)])
         ]
         if gone and not self._store.check([f"{turn}/verdict"]):
-            raise Lost(f"{self._names(gone)} has ended")
+            raise RankLost(f"{self._names(gone)} has ended")
         silent = inquiry.silent(missing)
         if silent:
-            raise Lost(f"{self._names(silent)} has given no sign of life")
+            raise RankLost(f"{self._names(silent)} has given no sign of life")
         if self._turn == turn and self._store.check([f"{turn}/verdict"]):
-            raise Lost("another rank has ended the turn")
+            raise RankLost("another rank has ended the turn")
 
     def _absent(self, keys: Sequence[str]) -> list[str]:
         """Return which of ``keys`` are not there: few, as a rule."""

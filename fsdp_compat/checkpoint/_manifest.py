@@ -20,7 +20,7 @@ import torch
 
 from .._layout.spec import FlatLayout, ParamSpec
 from ..errors import CheckpointError, explain
-from ._blocks import Facts, damaged
+from ._blocks import FileFacts, damaged
 from ._header import dtype_name, dtype_of
 from ._texts import brief, listed, parse_json, read_text, shape_in, size, sizes, text_in, texts
 
@@ -99,7 +99,7 @@ class Manifest:
         tuple[int, ...], ...
     ]  # numbers of files that hold the shards of a group, in the order of the shards
     groups: tuple[FlatGroup, ...]
-    files: tuple[Facts, ...]  # by number
+    files: tuple[FileFacts, ...]  # by number
     param_groups: (
         Any  # of the optimizer, encoded, with the names of parameters; None: saved without one
     )
@@ -209,7 +209,7 @@ def _of_json(content: dict[str, Any]) -> Manifest:
         checksums = tuple(
             int(file["crc32"][at : at + 8], 16) for at in range(0, len(file["crc32"]), 8)
         )
-        files.append(Facts(size(file["nbytes"]), checksums))
+        files.append(FileFacts(size(file["nbytes"]), checksums))
         if file["name"] != file_name(number):
             raise ValueError(f"file {number} is called {file['name']!r}")
     if any(not axis or max(axis) >= len(files) or len(set(axis)) < len(axis) for axis in axes):

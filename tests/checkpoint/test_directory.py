@@ -199,7 +199,7 @@ def _not_synced(folder: str) -> None:
         for step, save in ((2, _save), (3, _save_in_background)):
             with pytest.raises(
                 CheckpointError,
-                match=r"checkpoint stands(.|\n)*rank 0: NotSynced: .*Input/output error",
+                match=r"checkpoint is complete(.|\n)*rank 0: NotSynced: .*Input/output error",
             ):
                 save(root, model, step)
             dist.barrier()
