@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import threading
 import types
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from .._engine.runtime import live_runtimes
 from .._engine.unit import Group
 from ..errors import UsageError, explain
 
-__all__ = ["check_max_norm", "checked_norm_type", "gradients_of_others", "patch_clip_grad"]
+__all__ = ["check_max_norm", "checked_norm_type", "gradients_of_others", "patch", "undo"]
 
 
 def checked_norm_type(norm_type: Any) -> float:
@@ -93,10 +93,23 @@ def gradients_of_others(root: nn.Module, groups: Iterable[Group]) -> list[torch.
     return found
 
 
-def patch_clip_grad() -> None:
-    """Let torch.nn.utils.clip_grad_norm_ and get_total_norm see whole norms of sharded gradients.
-    Once per process."""
-    _torch_private.replace_clipping(_clip, _total_norm)
+_undo: Callable[[], None] | None = None
+
+
+def patch() -> None:
+    """Let torch.nn.utils.clip_grad_norm_ and get_total_norm see the whole norm of sharded
+    gradients."""
+    global _undo
+    if _undo is None:
+        _undo = _torch_private.replace_clipping(_clip, _total_norm)
+
+
+def undo() -> None:
+    """Give torch its functions back."""
+    global _undo
+    if _undo is not None:
+        _undo()
+        _undo = None
 
 
 class _Clipped(threading.local):

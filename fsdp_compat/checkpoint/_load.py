@@ -61,7 +61,7 @@ def load(
             the optimizer refuses a value, the error says that both may be partly changed.
     """
     call = "checkpoint.load"
-    instances, ranks = ranks_of(model, call)
+    units, ranks = ranks_of(model, call)
     with ranks.taking_part():
         problem: BaseException | None = None
         plan, shared = None, None
@@ -74,7 +74,7 @@ def load(
                 )
             errors.require_bools(call, progress=progress)
             require_bar(progress, f"{call}(..., progress=True)")
-            require_rest(instances, call)
+            require_rest(units, call)
             if optimizer is not None:
                 convert(optimizer)
             shared = SharedOptimizer(model, optimizer, ranks)

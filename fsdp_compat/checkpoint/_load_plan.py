@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from .._state.model import store_of
-from .._state.model_units import named_units
+from .._state.model_units import units_of
 from ..errors import CheckpointError, explain
 from ._load_optimizer import OptimizerLoadPlan
 from ._named_groups import NamedGroup, named_groups, names_in, unmanaged, without_groups
@@ -35,7 +35,7 @@ class LoadPlan:
         optimizer."""
         self.files = RankFiles(path)
         common = self.files.manifest.common
-        self._model, self._groups = model, named_groups(named_units(model))
+        self._model, self._groups = model, named_groups(units_of(model))
         self._others = {
             name: decode(value, name, lambda saved: self.files.request_tensor(common, saved))
             for name, value in self.files.head(common).others.items()

@@ -18,7 +18,7 @@ from .. import _torch_private
 from .._comm.communicator import communicator
 from .._comm.mesh import Mesh
 from .._engine import rendezvous
-from .._state.model_units import Instance, instances_in, runtimes_of
+from .._state.model_units import ModelUnit, model_units_in, runtimes_of
 from ..errors import CheckpointError, StateError, UsageError, explain
 from . import _background as background
 from ._mailbox import RankLost, StoreMailbox
@@ -81,14 +81,14 @@ class Ranks:
         return [values[index] for index in indices]
 
 
-def ranks_of(model: nn.Module, call: str) -> tuple[list[Instance], Ranks]:
-    """Return the instances in ``model``, and the ranks they are sharded over, once all ranks have
+def ranks_of(model: nn.Module, call: str) -> tuple[list[ModelUnit], Ranks]:
+    """Return the units in ``model``, and the ranks they are sharded over, once all ranks have
     made this call. Collective.
 
     Raises UsageError if there are none, StateError if only some ranks make this call.
     """
-    instances = instances_in(model) if isinstance(model, nn.Module) else []
-    if not instances:
+    units = model_units_in(model) if isinstance(model, nn.Module) else []
+    if not units:
         raise UsageError(
             explain(
                 "The model is not wrapped.",
@@ -99,14 +99,14 @@ def ranks_of(model: nn.Module, call: str) -> tuple[list[Instance], Ranks]:
             )
         )
     rendezvous.require_all_ranks(
-        call, [group for instance in instances for group in instance._unit.groups], copies=True
+        call, [group for each in units for group in each.unit.groups], copies=True
     )
-    settings = instances[0]._settings
-    members = _members(settings.mesh, settings.device)
+    first = units[0]
+    members = _members(first.mesh, first.device)
     members.num_calls += 1
-    timeout: datetime.timedelta = _torch_private.group_timeout(settings.group)
+    timeout: datetime.timedelta = _torch_private.group_timeout(first.group)
     mailbox = StoreMailbox(members, f"{members.name}/{members.num_calls}", timeout.total_seconds())
-    return instances, Ranks(call, members.number, members.count, settings.mesh, mailbox)
+    return units, Ranks(call, members.number, members.count, first.mesh, mailbox)
 
 
 # Members by process group, and by the ranks of both axes of the mesh.
@@ -157,10 +157,10 @@ def all_ranks_or_raise(
     return [value_there for _, value_there, _ in found]
 
 
-def require_rest(instances: list[Instance], call: str) -> None:
+def require_rest(units: list[ModelUnit], call: str) -> None:
     """Reshard all units. Raises StateError during a forward or backward pass and inside
     summon_full_params."""
-    for runtime in runtimes_of(instances):
+    for runtime in runtimes_of(units):
         runtime.require_idle(call)
         runtime.require_parts(call)
         runtime.rest()

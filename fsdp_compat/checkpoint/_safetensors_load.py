@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .._state.model_units import named_units
+from .._state.model_units import units_of
 from ..errors import CheckpointError, UsageError, explain
 from ._blocks import ReadRequest, changed_meanwhile, merged, read_plain
 from ._header import TensorInfo, read_header
@@ -68,7 +68,7 @@ def load_safetensors(
             after that, the error says that a part may have been loaded.
     """
     call = "checkpoint.load_safetensors"
-    instances, ranks = ranks_of(model, call)
+    units, ranks = ranks_of(model, call)
     with ranks.taking_part():
         problem: BaseException | None = None
         plan: _ReadPlan = []
@@ -76,8 +76,8 @@ def load_safetensors(
         groups: list[NamedGroup] = []
         try:
             check_arguments(call, path, rename, dtype, progress)
-            require_rest(instances, call)
-            groups = named_groups(named_units(model))
+            require_rest(units, call)
+            groups = named_groups(units_of(model))
             plan, others = _plan_reading(Path(path), model, groups, rename, call)
         except Exception as error:
             problem = checkpoint_error_from(

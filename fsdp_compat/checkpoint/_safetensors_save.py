@@ -16,7 +16,7 @@ from torch import nn
 
 from .. import errors
 from .._comm.host_memory import memory_of
-from .._state.model_units import named_units, names_before
+from .._state.model_units import names_before, units_of
 from ..errors import UsageError, explain
 from ._blocks import BLOCK_NBYTES, Tick, sync_directory
 from ._header import METADATA, TensorInfo, encode_header, is_known
@@ -72,7 +72,7 @@ def save_safetensors(
         CheckpointError: a rank could not write; on all ranks. None of the files exists then.
     """
     call = "checkpoint.save_safetensors"
-    instances, ranks = ranks_of(model, call)
+    units, ranks = ranks_of(model, call)
     with ranks.taking_part():
         problem: BaseException | None = None
         files: _WeightFiles | None = None
@@ -86,7 +86,7 @@ def save_safetensors(
                 raise errors.wrong_type(
                     "max_file_nbytes", "a number of bytes, at least 1", max_file_nbytes, call
                 )
-            require_rest(instances, call)
+            require_rest(units, call)
             files = _WeightFiles(
                 Path(path), model, rename, dtype, max_file_nbytes, call, ranks.number == 0
             )
@@ -168,7 +168,7 @@ class _WeightFiles:
     ) -> None:
         self._path = path
         order = {name: position for position, name in enumerate(names_before(model))}
-        groups = named_groups(named_units(model))
+        groups = named_groups(units_of(model))
         parts = [*managed_parts(groups), *unmanaged_tensors(model, groups, is_first)]
         parts.sort(key=lambda held: order.get(held.names[0], len(order)))
         self._parts: list[HeldPart] = []

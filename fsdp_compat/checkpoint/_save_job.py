@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from .. import errors
-from .._state.model_units import named_units
+from .._state.model_units import units_of
 from ..errors import CheckpointError, StateError, UsageError, explain
 from . import _background as background
 from . import _directory as directory
@@ -74,7 +74,7 @@ class SaveJob:
         self._groups: list[NamedGroup] = []
         self._fresh: directory.Fresh | None = None  # only on a rank that leads
         self._problem: Exception | None = None
-        instances, self._ranks = ranks_of(model, self.call)
+        units, self._ranks = ranks_of(model, self.call)
         try:
             if in_background:
                 background.wait_for_current()
@@ -82,11 +82,11 @@ class SaveJob:
             problem: Exception | None = None
             try:
                 _check_arguments(self.call, folder, optimizer, step, keep_last, progress)
-                require_rest(instances, self.call)
+                require_rest(units, self.call)
                 self._target = directory.directory_of(Path(folder), step)
                 if self._target.exists():
                     raise _exists_already(self._target, self.call)
-                self._groups = named_groups(named_units(model))
+                self._groups = named_groups(units_of(model))
                 self._snapshot = take_snapshot(model, optimizer, extra, self._groups)
                 shared = SharedOptimizer(model, optimizer, self._ranks)
             except Exception as error:
