@@ -130,11 +130,14 @@ def test_help_shows_every_default(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_incomplete_checkpoints_are_not_found(tmp_path: Path) -> None:
     assert train_gpt.checkpoints(tmp_path / "missing") == []
-    for name in ("step-000009", "step-000010", "step-1000000.partial", "step-000011.partial"):
+    for name in ("step-00000009", "step-00000010", "step-00000011.damaged", ".step-00000012-ab"):
         (tmp_path / name).mkdir()
-    assert train_gpt.checkpoints(tmp_path) == [tmp_path / "step-000010", tmp_path / "step-000009"]
-    with pytest.raises(train_gpt.RunError, match=r"step-000010 lacks a readable run\.json"):
-        train_gpt.starting_point(tmp_path, resume=True, settings={})
+    assert [path.name for path in train_gpt.checkpoints(tmp_path)] == [
+        "step-00000010",
+        "step-00000009",
+    ]
+    with pytest.raises(train_gpt.RunError, match=r"got no readable run\.json"):
+        train_gpt.starting_points(tmp_path, resume=True, settings={})
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -232,7 +235,7 @@ def test_a_run_resumes_with_other_ranks_and_strategy(
         losses = trained(num_ranks, tmp_path, "--steps", steps, *directory, *options, *resume)
         assert_same_curve(losses["train"], sixty_steps["train"][: int(steps)])
     names = sorted(path.name for path in (tmp_path / "run").iterdir())
-    assert names == [f"step-{step:06d}" for step in (2, 4, 6, 8, 10, 12)]
+    assert names == ["run.json", *(f"step-{step:08d}" for step in (2, 4, 6, 8, 10, 12))]
 
 
 def test_every_rank_is_told_why_it_cannot_start(tmp_path: Path) -> None:
@@ -245,7 +248,7 @@ def test_every_rank_is_told_why_it_cannot_start(tmp_path: Path) -> None:
         ),
         (
             ["--checkpoint-dir", str(run), "--resume", "--dim", "64"],
-            f"--dim: expected 32 as in {run}/step-000001, got 64",
+            f"--dim: expected 32 as in {run}/step-00000001, got 64",
         ),
         (["--checkpoint-dir", str(run), "--resume", "--seed", "1"], "--seed: expected 0"),
         (
@@ -254,7 +257,7 @@ def test_every_rank_is_told_why_it_cannot_start(tmp_path: Path) -> None:
         ),
         (
             ["--checkpoint-dir", str(run)],
-            f"expected no checkpoint for a new run, got {run}/step-000001",
+            f"expected no checkpoint for a new run, got {run}/step-00000001",
         ),
     )
     for options, message in cases:
@@ -263,47 +266,41 @@ def test_every_rank_is_told_why_it_cannot_start(tmp_path: Path) -> None:
         assert message in told[0]
 
 
-@pytest.mark.parametrize(
-    ("file", "damage", "lacks"),
-    [
-        ("__0_0.distcp", lambda data: data[:-1], "__0_0.distcp, or its end"),
-        ("__1_0.distcp", None, "__1_0.distcp, or its end"),
-        (".metadata", None, "a readable .metadata"),
-        (".metadata", lambda data: data[:100], "a readable .metadata"),
-        ("run.json", lambda data: data[:20], "a readable run.json"),
-    ],
-)
-def test_a_damaged_checkpoint_is_passed_over(
-    sixty_steps: dict[str, Losses],
-    tmp_path: Path,
-    file: str,
-    damage: Callable[[bytes], bytes] | None,
-    lacks: str,
+DAMAGES: dict[str, tuple[str, Callable[[bytes], bytes] | None]] = {
+    "a file that is cut off": ("rank-00000.safetensors", lambda data: data[:-1]),
+    "a missing file": ("rank-00001.safetensors", None),
+    "a missing manifest": ("manifest.json", None),
+}
+
+
+def test_damaged_checkpoints_are_passed_over(
+    sixty_steps: dict[str, Losses], tmp_path: Path
 ) -> None:
-    options = ["--checkpoint-dir", str(tmp_path / "run"), "--save-every", "2"]
+    run = tmp_path / "run"
+    options = ["--checkpoint-dir", str(run), "--save-every", "1"]
     trained(2, tmp_path, "--steps", "4", *options)
-    damaged = tmp_path / "run" / "step-000004" / file
-    content = damaged.read_bytes()
-    damaged.unlink()
-    if damage is not None:
-        damaged.write_bytes(damage(content))
-    missing = train_gpt.what_is_missing(damaged.parent)
-    assert missing is not None
-    assert lacks in missing
+    steps = ["step-00000002", "step-00000003", "step-00000004"]
+    for step, (name, damage) in zip(steps, DAMAGES.values(), strict=True):
+        file = run / step / name
+        content = file.read_bytes()
+        file.unlink()
+        if damage is not None:
+            file.write_bytes(damage(content))
     resumed = trained(3, tmp_path, "--steps", "5", *options, "--resume")["train"]
     assert_same_curve(resumed, sixty_steps["train"][:5])
-    assert train_gpt.what_is_missing(tmp_path / "run" / "step-000004") is None, (
-        "saved anew on the way"
+    names = sorted(path.name for path in run.iterdir())
+    assert names == sorted(
+        ["run.json", "step-00000001", "step-00000005"]
+        + [name for step in steps for name in (step, f"{step}.damaged")]
     )
 
 
-def test_what_a_killed_run_left_is_replaced(tmp_path: Path) -> None:
-    partial = tmp_path / "run" / "step-000001.partial"
-    partial.mkdir(parents=True)
-    (partial / "__7_0.distcp").write_text("left by rank 7")
-    trained(2, tmp_path, "--steps", "1", "--checkpoint-dir", str(tmp_path / "run"))
-    assert [path.name for path in (tmp_path / "run").iterdir()] == ["step-000001"]
-    assert not (tmp_path / "run" / "step-000001" / "__7_0.distcp").exists()
+def test_resuming_from_damaged_checkpoints_alone_is_refused(tmp_path: Path) -> None:
+    directory = ["--checkpoint-dir", str(tmp_path / "run")]
+    trained(2, tmp_path, "--steps", "1", *directory)
+    (tmp_path / "run" / "step-00000001" / "rank-00000.safetensors").unlink()
+    for message in run_ranks(2, _refusal, [*SMALL, *directory, "--resume"]):
+        assert "step-00000001, which is damaged. To start a new run" in message
 
 
 # --- whole programs, started as users do ----------------------------------------------------------
@@ -385,7 +382,7 @@ def test_torchrun_trains_saves_and_resumes(sixty_steps: dict[str, Losses], tmp_p
     first = finished(2, tmp_path, "--steps", "4", "--save-every", "2", *options)
     assert first.returncode == 0, first.stderr
     assert (tmp_path / "run" / "loss.png").exists()
-    shutil.rmtree(tmp_path / "run" / "step-000004")
+    shutil.rmtree(tmp_path / "run" / "step-00000004")
     second = finished(3, tmp_path, "--steps", "6", "--resume", *options)
     assert second.returncode == 0, second.stderr
     assert_same_curve(
@@ -401,7 +398,7 @@ def test_a_stopped_run_saves_and_goes_on(tmp_path: Path) -> None:
     status, output = stopped(2, tmp_path, signal.SIGTERM, *directory, "--resume")
     assert status == 1  # torchrun's
     assert output.count("stopped after step") == 1
-    assert not list((tmp_path / "run").glob("*.partial"))
+    assert not list((tmp_path / "run").glob(".step-*"))
 
     saved = train_gpt.checkpoints(tmp_path / "run")[0]
     assert saved is not None
