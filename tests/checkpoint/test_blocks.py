@@ -461,7 +461,7 @@ def test_without_checksums_only_the_bytes_that_are_wanted_are_read(
 
 def test_what_does_not_lie_in_the_file_is_a_mistake_of_the_caller(tmp_path: Path) -> None:
     facts = written(tmp_path / "file", content_of(20))
-    with pytest.raises(ValueError, match="bytes 18 to 21 are wanted of 20"):
+    with pytest.raises(ValueError, match="bytes 18 to 21 requested of 20"):
         read_checked(tmp_path / "file", facts, [ReadRequest(18, cleared(3))], nothing)
 
 

@@ -142,7 +142,7 @@ def test_a_dtype_has_its_name(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("name", ["load", "nn", "nothing", "", "float32 ", 3, None, [], "_dynamo"])
 def test_anything_else_is_no_dtype(name: Any) -> None:
-    with pytest.raises(ValueError, match="is no dtype"):
+    with pytest.raises(ValueError, match="is not a dtype"):
         dtype_of(name)
 
 
