@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .._engine.unit import Group
+from .._engine.group import Group
 from .._state.model import store_of
 from .._state.model_units import model_units_in
 from .._state.names import clean_name, everything
