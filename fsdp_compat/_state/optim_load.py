@@ -30,8 +30,8 @@ from .model import store_of
 from .optim import is_user_state, other_form
 from .optim_alike import held_by_any, require_alike, tell
 from .param_ownership import ParamOwnership, is_flat, is_whole, numbered_names
+from .rank0 import Outline, Rank0Broadcast
 from .rank_local import RankState, check_layout, restored
-from .sending import Outline, Rank0Broadcast
 
 __all__ = ["Wanted", "optim_state_to_load"]
 

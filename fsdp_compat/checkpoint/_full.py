@@ -13,7 +13,13 @@ from torch import nn
 
 from .._engine import rendezvous
 from .._state.model import gathered_unit
-from .._state.model_units import Instance, instances_in, managed_in, names_in_order, runtimes_of
+from .._state.model_units import (
+    managed_in,
+    model_unit_of,
+    model_units_in,
+    names_in_order,
+    runtimes_of,
+)
 from .._state.names import Wanted, clean_name, wanted_by
 from ..errors import require_module
 
@@ -46,12 +52,12 @@ def _full_state(model: nn.Module, wanted: Wanted) -> Iterator[tuple[str, torch.T
 
     Collective, as far as it is consumed.
     """
-    instances = instances_in(model)
-    for runtime in runtimes_of(instances):
+    units = model_units_in(model)
+    for runtime in runtimes_of(units):
         runtime.require_idle("iter_full_state_dict")
         runtime.require_parts("iter_full_state_dict")
     rendezvous.require_all_ranks(
-        "iter_full_state_dict", (group for each in instances for group in each._unit.groups)
+        "iter_full_state_dict", (group for each in units for group in each.unit.groups)
     )
     position = {name: number for number, name in enumerate(names_in_order(model, ""))}
     for owned in _by_owner(model):
@@ -59,11 +65,12 @@ def _full_state(model: nn.Module, wanted: Wanted) -> Iterator[tuple[str, torch.T
             (names, functools.partial(_copy_on_cpu, tensor))
             for names, tensor in owned.others_wanted(wanted)
         ]
-        if isinstance(owned.owner, Instance):
-            owned.owner._runtime.require_idle("iter_full_state_dict")
-            owned.owner._runtime.rest([owned.owner._unit])
+        own = model_unit_of(owned.owner)
+        if own is not None:
+            own.runtime.require_idle("iter_full_state_dict")
+            own.runtime.rest([own.unit])
             found += gathered_unit(
-                owned.owner._unit, [f"{path}." if path else "" for path in owned.paths], wanted
+                own.unit, [f"{path}." if path else "" for path in owned.paths], wanted
             )
         found.sort(key=lambda entry: position.get(entry[0][0], len(position)), reverse=True)
         while found:  # what was yielded is let go
@@ -105,7 +112,9 @@ def _by_owner(model: nn.Module) -> list[_Owned]:
     owner_of: dict[str, nn.Module] = {}  # by path
     for path, child in model.named_modules(remove_duplicate=False):
         owner = (
-            child if isinstance(child, Instance) or not path else owner_of[path.rpartition(".")[0]]
+            child
+            if model_unit_of(child) is not None or not path
+            else owner_of[path.rpartition(".")[0]]
         )
         owner_of[path] = owner
         its = found.setdefault(owner, _Owned(owner, [], {}))
@@ -119,7 +128,8 @@ def _by_owner(model: nn.Module) -> list[_Owned]:
             ):
                 its.others[clean_name(f"{path}.{name}".lstrip("."))] = tensor
     for its in found.values():
-        for name, exact in its.owner._exact_buffers() if isinstance(its.owner, Instance) else ():
+        own = model_unit_of(its.owner)
+        for name, exact in own.exact_buffers() if own is not None else ():
             keys = [f"{path}.{name}".lstrip(".") for path in its.paths]
             its.others.update((key, exact) for key in keys if key in its.others)
     return list(found.values())

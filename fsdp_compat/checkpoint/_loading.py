@@ -24,7 +24,7 @@ from .. import errors
 from .._comm.host_memory import memory_of
 from .._layout.transfer import runs_of_part, same_parts
 from .._state.model import store_of
-from .._state.model_units import named_units
+from .._state.model_units import units_of
 from .._state.optimizers import convert
 from ..errors import CheckpointError, FsdpCompatError, explain
 from ._blocks import (
@@ -289,7 +289,7 @@ class _Plan:
         self.source = _Source(path)
         self._common = self.source.manifest.common
         self._model, self._optimizer, self._ranks = model, optimizer, ranks
-        self._groups = named_groups(named_units(model))
+        self._groups = named_groups(units_of(model))
         self._others = {
             name: decode(value, name, lambda entry: self.source.want_tensor(self._common, entry))
             for name, value in self.source.head(self._common).others.items()

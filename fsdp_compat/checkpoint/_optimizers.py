@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from .._engine.unit import Group
-from .._state.model_units import named_units
+from .._state.model_units import units_of
 from .._state.optim_alike import Told, require_alike, tell
 from .._state.param_ownership import ParamOwnership, ownership_of
 from ..errors import RuntimeUsageError, explain
@@ -26,7 +26,7 @@ class SharedOptimizer:
         self, model: nn.Module, optimizer: torch.optim.Optimizer | None, ranks: Ranks
     ) -> None:
         """Raises UsageError for an optimizer with a parameter that is not the model's."""
-        self._ranks, units = ranks, named_units(model)
+        self._ranks, units = ranks, units_of(model)
         self._groups: list[Group] = [
             group
             for named in units

@@ -18,7 +18,7 @@ from .. import _torch_private
 from .._comm.communicator import communicator
 from .._comm.mesh import Mesh
 from .._engine import rendezvous
-from .._state.model_units import Instance, instances_in, runtimes_of
+from .._state.model_units import ModelUnit, model_units_in, runtimes_of
 from ..errors import CheckpointError, StateError, UsageError, explain
 from . import _background as background
 from ._mailbox import Lost, StoreMailbox
@@ -83,14 +83,14 @@ class Ranks:
         return [values[index] for index in indices]
 
 
-def ranks_of(model: nn.Module, call: str) -> tuple[list[Instance], Ranks]:
-    """Return the instances in ``model``, and the ranks they are spread over, who meet here.
+def ranks_of(model: nn.Module, call: str) -> tuple[list[ModelUnit], Ranks]:
+    """Return the units in ``model``, and the ranks they are spread over, who meet here.
     Collective.
 
     Raises UsageError where there are none, StateError if the ranks do not all make this call.
     """
-    instances = instances_in(model) if isinstance(model, nn.Module) else []
-    if not instances:
+    units = model_units_in(model) if isinstance(model, nn.Module) else []
+    if not units:
         raise UsageError(
             explain(
                 "The model is not wrapped.",
@@ -101,14 +101,14 @@ def ranks_of(model: nn.Module, call: str) -> tuple[list[Instance], Ranks]:
             )
         )
     rendezvous.require_all_ranks(
-        call, [group for instance in instances for group in instance._unit.groups], copies=True
+        call, [group for each in units for group in each.unit.groups], copies=True
     )
-    settings = instances[0]._settings
-    members = _members(settings.mesh, settings.device)
+    first = units[0]
+    members = _members(first.mesh, first.device)
     members.num_calls += 1
-    timeout: datetime.timedelta = _torch_private.group_timeout(settings.group)
+    timeout: datetime.timedelta = _torch_private.group_timeout(first.group)
     box = StoreMailbox(members, f"{members.name}/{members.num_calls}", timeout.total_seconds())
-    return instances, Ranks(call, members.number, members.count, settings.mesh, box)
+    return units, Ranks(call, members.number, members.count, first.mesh, box)
 
 
 # By process group, and by the ranks of both axes.
@@ -158,10 +158,10 @@ def all_ranks_or_raise(
     return [its for _, its, _ in found]
 
 
-def require_rest(instances: list[Instance], call: str) -> None:
+def require_rest(units: list[ModelUnit], call: str) -> None:
     """Raise StateError inside of a pass or of summon_full_params; bring all units to their sharded
     form."""
-    for runtime in runtimes_of(instances):
+    for runtime in runtimes_of(units):
         runtime.require_idle(call)
         runtime.require_parts(call)
         runtime.rest()

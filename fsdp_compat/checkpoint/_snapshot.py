@@ -22,7 +22,7 @@ from .._engine.unit import Group
 from .._state.entries import Entry as Kind
 from .._state.entries import classify_all
 from .._state.model import store_of
-from .._state.model_units import instances_in
+from .._state.model_units import model_units_in
 from .._state.names import clean_name, everything
 from .._state.optim import NamedUnit
 from .._state.optim_state_dict import warn_of_layout
@@ -168,20 +168,20 @@ def named_groups(units: Sequence[NamedUnit]) -> list[NamedGroup]:
 def without_groups(model: nn.Module, managed: Collection[str]) -> Iterator[None]:
     """State dicts of ``model`` communicate nothing in here, and hold what ``managed`` does not
     name."""
-    instances = instances_in(model)
-    before = [instance._state_settings for instance in instances]
+    units = model_units_in(model)
+    before = [each.form for each in units]
     local = StateDictSettings(
         StateDictType.LOCAL_STATE_DICT, LocalStateDictConfig(), LocalOptimStateDictConfig()
     )
     try:
-        for instance in instances:
-            instance._state_settings = local
-            instance._wanted = lambda name, trainable: name not in managed
+        for each in units:
+            each.form = local
+            each.wanted = lambda name, trainable: name not in managed
         yield
     finally:
-        for instance, settings in zip(instances, before, strict=True):
-            instance._state_settings = settings
-            instance._wanted = everything
+        for each, form in zip(units, before, strict=True):
+            each.form = form
+            each.wanted = everything
 
 
 def names_in(groups: Sequence[NamedGroup]) -> set[str]:

@@ -22,7 +22,7 @@ from .. import errors
 from .._comm.host_memory import memory_of
 from .._layout.spec import Interval
 from .._state.model import store_of
-from .._state.model_units import named_units, names_before
+from .._state.model_units import names_before, units_of
 from ..errors import CheckpointError, UsageError, explain
 from ._blocks import (
     BLOCK_NBYTES,
@@ -99,7 +99,7 @@ def load_safetensors(
         try:
             _check_arguments(call, path, rename, dtype, progress)
             require_rest(instances, call)
-            groups = named_groups(named_units(model))
+            groups = named_groups(units_of(model))
             plan, others = _plan_of_reading(Path(path), model, groups, rename, call)
         except Exception as error:
             problem = as_ours(error, "The weights could not be read.", path, "nothing was loaded")
@@ -493,7 +493,7 @@ class _Output:
     ) -> None:
         self._path = path
         order = {name: position for position, name in enumerate(names_before(model))}
-        groups = named_groups(named_units(model))
+        groups = named_groups(units_of(model))
         everything = [*_managed(groups), *_others(model, groups, is_first)]
         everything.sort(key=lambda held: order.get(held.names[0], len(order)))
         self._held: list[_Held] = []

@@ -17,7 +17,7 @@ from torch import nn
 
 from .. import errors
 from .._comm.host_memory import memory_of
-from .._state.model_units import named_units
+from .._state.model_units import units_of
 from ..errors import CheckpointError, FsdpCompatError, StateError, UsageError, explain
 from . import _background as background
 from . import _directory as directory
@@ -206,7 +206,7 @@ class _Save:
                 self._target = directory.directory_of(Path(folder), step)
                 if self._target.exists():
                     raise _exists(self._target, self.call)
-                self._groups = named_groups(named_units(model))
+                self._groups = named_groups(units_of(model))
                 self._snapshot = take_snapshot(model, optimizer, extra, self._groups)
                 shared = SharedOptimizer(model, optimizer, self._ranks)
             except Exception as error:

@@ -72,7 +72,7 @@ from fsdp_compat._engine.unit import Group
 from fsdp_compat._layout.flat import flat_layout
 from fsdp_compat._layout.transfer import runs_of_part
 from fsdp_compat._state.model import store_of
-from fsdp_compat._state.model_units import named_units
+from fsdp_compat._state.model_units import units_of
 from fsdp_compat._stores.flat_store import ALIGN_NBYTES
 from fsdp_compat.checkpoint._blocks import BLOCK_NBYTES, Facts
 from fsdp_compat.checkpoint._manifest import MANIFEST, Manifest, read_manifest, versions
@@ -240,7 +240,7 @@ def ours(model: nn.Module, case: Case) -> FullyShardedDataParallel:
 
 def plans(model: nn.Module, world_size: int) -> dict[str, Any]:
     """Plan a save by this many ranks, and loads by it of what half and twice as many have saved."""
-    groups = named_groups(named_units(model))
+    groups = named_groups(units_of(model))
     start = time.perf_counter()
     described = tuple(named.described(0) for named in groups)
     nbytes = ENTRIES * sum(store_of(named.group).shard.nbytes for named in groups)
