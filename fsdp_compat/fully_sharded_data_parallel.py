@@ -258,7 +258,7 @@ class FullyShardedDataParallel(nn.Module):
         parameters."""
         with contextlib.ExitStack() as stack:
             for instance in FullyShardedDataParallel.fsdp_modules(self):
-                stack.enter_context(instance._unit.described())
+                stack.enter_context(instance._unit.view.described())
             return super().__repr__()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FullyShardedDataParallel:
@@ -312,7 +312,7 @@ class FullyShardedDataParallel(nn.Module):
         changes. Collective."""
         if not callable(fn):
             raise wrong_type("fn", "a function of one module", fn, "apply")
-        if self._unit.summoned:
+        if self._unit.view.summoned:
             super().apply(fn)
             return self
         self._runtime.require_idle("apply", ValueStateError)
@@ -328,7 +328,7 @@ class FullyShardedDataParallel(nn.Module):
         if self._runtime.broken:  # an exception in backward has left units shown full
             self._runtime.rest()
         for name, parameter in super().named_parameters(prefix, recurse, remove_duplicate):
-            yield clean_name(name) if self._unit.summoned else name, parameter
+            yield clean_name(name) if self._unit.view.summoned else name, parameter
 
     def named_buffers(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
@@ -336,7 +336,7 @@ class FullyShardedDataParallel(nn.Module):
         """As nn.Module's; inside of ``summon_full_params`` names are those of the model before
         wrapping."""
         for name, buffer in super().named_buffers(prefix, recurse, remove_duplicate):
-            yield clean_name(name) if self._unit.summoned else name, buffer
+            yield clean_name(name) if self._unit.view.summoned else name, buffer
 
     # -- state
 

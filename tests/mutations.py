@@ -170,27 +170,27 @@ BREAKS = (
 )
 
 
-def files_with(text: str) -> Iterator[tuple[Path, int]]:
+def files_with(text: str, checkout: Path) -> Iterator[tuple[Path, int]]:
     """Yield the files of the package that have the text, and how often."""
-    for path in sorted((ROOT / "fsdp_compat").rglob("*.py")):
+    for path in sorted((checkout / "fsdp_compat").rglob("*.py")):
         number = path.read_text().count(text)
         if number:
-            yield path.relative_to(ROOT), number
+            yield path, number
 
 
 def try_break(each: Break, copy: Path) -> str:
     """Return "caught", or what is wrong."""
-    places = list(files_with(each.old))
+    places = list(files_with(each.old, copy))
     if [number for _, number in places] != [1]:
-        named = ", ".join(f"{number} times in {path}" for path, number in places) or "nowhere"
+        named = ", ".join(f"{number} times in {path.name}" for path, number in places) or "nowhere"
         return f"NOT FOUND ONCE: its text is {named}"
-    (path, _), *_ = places
-    original = (ROOT / path).read_text()
-    (copy / path).write_text(original.replace(each.old, each.new))
+    ((path, _),) = places
+    original = path.read_text()
+    path.write_text(original.replace(each.old, each.new))
     try:
         return run_test(each.test, copy)
     finally:
-        (copy / path).write_text(original)
+        path.write_text(original)
 
 
 def run_test(test: str, copy: Path) -> str:

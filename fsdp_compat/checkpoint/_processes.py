@@ -1,8 +1,8 @@
 """Which processes take part, and which of them have ended.
 
 A process that is killed says nothing. Whether it still runs is certain only on its own machine;
-there, the others look it up. Of a process on another machine that is silent, the engine's watch may
-know (watch.py); and a rank on that machine that takes part, too, tells everybody (see _mailbox.py).
+there, the others look it up. Of a process on another machine that is silent, deadlock detection may
+know (deadlock.py); and a rank on that machine that takes part, too, tells everybody (_mailbox.py).
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import uuid
 from typing import Any
 
 from .. import _torch_private
-from .._comm import deadlock
 from .._comm.processes import Process
+from .._comm.status_store import StatusStore
 
 __all__ = ["Inquiry", "Members", "members_of", "own_facts"]
 
@@ -69,7 +69,7 @@ class Inquiry:
 
     def __init__(self, members: Members, store: _torch_private.Store) -> None:
         self._members, self._store = members, store
-        self._board: deadlock.StatusStore | None = None
+        self._board: StatusStore | None = None
         self._asked_at = time.monotonic()
         self._heard: dict[
             int, tuple[int, float]
@@ -86,7 +86,7 @@ class Inquiry:
             return []
         self._asked_at = now
         if self._board is None:
-            self._board = deadlock.StatusStore(_torch_private.second_connection(self._store))
+            self._board = StatusStore(_torch_private.second_connection(self._store))
         if (
             self._silence_s(own, now) > SILENCE_S / 2
         ):  # questions are not answered here, so they are not elsewhere

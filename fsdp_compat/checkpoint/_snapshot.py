@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .._engine.unit import Group
+from .._engine.group import Group
 from .._state.entries import Entry as Kind
 from .._state.entries import classify_all
 from .._state.model import store_of

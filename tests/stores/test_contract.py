@@ -64,7 +64,7 @@ class Case(typing.NamedTuple):
         memory = GroupMemory(self.stores[0], self.ranks, dtype, CPU)
         if not memory.aliased:
             memory.allocate()
-            memory.full.data.copy_(self.gathered(dtype))
+            memory.all_gather_output.data.copy_(self.gathered(dtype))
             memory.fill_unsharded_params()
         return memory
 
@@ -231,7 +231,7 @@ def test_unsharded_parameters_have_shapes_and_values_of_the_originals(case: Case
 @each_case
 def test_either_all_unsharded_parameters_view_the_buffer_or_none(case: Case) -> None:
     memory = case.memory()
-    buffer = memory.full.untyped_storage()._cdata
+    buffer = memory.all_gather_output.untyped_storage()._cdata
     assert (
         len({parameter.untyped_storage()._cdata == buffer for parameter in memory.unsharded_params})
         == 1
@@ -253,8 +253,8 @@ def test_unsharded_parameters_have_separate_version_counters(case: Case) -> None
     with torch.no_grad():
         for parameter in memory.unsharded_params:
             parameter.add_(0)
-        if memory.full.untyped_storage().nbytes():  # freed when the parameters are copies
-            memory.full.add_(0)
+        if memory.all_gather_output.untyped_storage().nbytes():  # freed when the parameters are copies
+            memory.all_gather_output.add_(0)
     assert [parameter._version for parameter in memory.unsharded_params] == [
         version + 1 for version in before
     ]
