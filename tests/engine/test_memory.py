@@ -1,5 +1,5 @@
-"""Live bytes of a step, beyond parameters, gradients and optimizer state: the peak, its tensors, and
-that it is the same in every step.
+"""Live bytes of a step, beyond parameters, gradients and optimizer state: the peak, its tensors,
+and that it is the same in every step.
 
 The model is four units of three matrices of 256 x 256, large enough that each gradient is moved as
 it comes. The batch is one row, so that activations and other small tensors take less than a tenth
