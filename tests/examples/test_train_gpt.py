@@ -282,7 +282,7 @@ def test_every_rank_learns_why_the_run_cannot_start(four_steps: Path, tmp_path: 
         ),
         (
             ["--checkpoint-dir", str(run)],
-            f"expected no checkpoint for a new run, got {run}/step-000004",
+            f"expected no checkpoint for a new run, got {run}/step-00000004",
         ),
     )
     for options, message in cases:
