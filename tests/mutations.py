@@ -68,7 +68,7 @@ BREAKS = (
         "no reshard after forward",
         "or not unit.options.reshard_after_forward",
         "or unit.options.reshard_after_forward",
-        f"{FRONTENDS}/test_training.py -k backward_holds_two_whole_units",
+        "tests/engine/test_counts.py -k full_shard_gathers",
     ),
     Break(
         "a unit that backward is about to use freed with the unused prefetched ones",
@@ -120,8 +120,8 @@ BREAKS = (
     ),
     Break(
         "checkpoint committed although a rank could not write",
-        'json.dumps(("", False) if problems else self._publish(self._fresh, reports))',
-        "json.dumps(self._publish(self._fresh, reports))",
+        'json.dumps(("", False) if problems else self._commit(self._fresh, reports))',
+        "json.dumps(self._commit(self._fresh, reports))",
         "tests/checkpoint/test_native.py -k full_disk",
     ),
     Break(

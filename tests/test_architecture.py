@@ -50,9 +50,6 @@ EXCEPTIONS: dict[str, str] = {
     "lines: _state/model.py": "to be mended",
     "lines: _state/optim_load.py": "to be mended",
     "lines: _torch_patches/dcp_state_dict.py": "to be mended",
-    "lines: checkpoint/_loading.py": "to be mended",
-    "lines: checkpoint/_weights.py": "to be mended",
-    "lines: checkpoint/_writing.py": "to be mended",
 }
 
 TOP_LEVEL = {

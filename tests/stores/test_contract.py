@@ -253,9 +253,8 @@ def test_unsharded_parameters_have_separate_version_counters(case: Case) -> None
     with torch.no_grad():
         for parameter in memory.unsharded_params:
             parameter.add_(0)
-        if (
-            memory.all_gather_output.untyped_storage().nbytes()
-        ):  # freed when the parameters are copies
+        # It is freed where the unsharded parameters are copies.
+        if memory.all_gather_output.untyped_storage().nbytes():
             memory.all_gather_output.add_(0)
     assert [parameter._version for parameter in memory.unsharded_params] == [
         version + 1 for version in before
