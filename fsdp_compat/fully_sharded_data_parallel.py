@@ -258,7 +258,7 @@ class FullyShardedDataParallel(nn.Module):
         """Like nn.Module's, with the shapes of the unsharded parameters."""
         with contextlib.ExitStack() as stack:
             for instance in FullyShardedDataParallel.fsdp_modules(self):
-                stack.enter_context(instance._unit.described())
+                stack.enter_context(instance._unit.view.described())
             return super().__repr__()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FullyShardedDataParallel:
@@ -317,7 +317,7 @@ class FullyShardedDataParallel(nn.Module):
         changes. Collective."""
         if not callable(fn):
             raise wrong_type("fn", "a function that takes one module", fn, "apply")
-        if self._unit.summoned:
+        if self._unit.view.summoned:
             super().apply(fn)
             return self
         self._runtime.require_idle("apply", ValueStateError)
@@ -332,14 +332,14 @@ class FullyShardedDataParallel(nn.Module):
         if self._runtime.broken:  # an exception in backward has left units unsharded
             self._runtime.rest()
         for name, parameter in super().named_parameters(prefix, recurse, remove_duplicate):
-            yield clean_name(name) if self._unit.summoned else name, parameter
+            yield clean_name(name) if self._unit.view.summoned else name, parameter
 
     def named_buffers(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """Like nn.Module's. Inside ``summon_full_params`` the names are those before wrapping."""
         for name, buffer in super().named_buffers(prefix, recurse, remove_duplicate):
-            yield clean_name(name) if self._unit.summoned else name, buffer
+            yield clean_name(name) if self._unit.view.summoned else name, buffer
 
     # -- state
 

@@ -17,8 +17,10 @@ import torch.distributed as dist
 from torch import nn
 
 from .._engine import dtypes
+from .._engine.group import Group
+from .._engine.module_attributes import MARKS
 from .._engine.schedule import Prefetch
-from .._engine.unit import MARKS, Group, Residency
+from .._engine.unit import Residency
 from .._stores.flat_store import FlatStore
 from .._stores.registration import FlatParameter
 from ..api import BackwardPrefetch, CPUOffload, ShardingStrategy
@@ -310,7 +312,7 @@ class FlatParamHandle:
     def reshard(self, free_unsharded_flat_param: bool = True) -> None:
         """Free the unit's unsharded parameters, unless its forward is running."""
         if free_unsharded_flat_param:
-            self._owner.unit.free()
+            self._owner.unit.reshard()
 
     def flat_param_to(self, *args: Any, **kwargs: Any) -> None:
         """Move this rank's shard and its gradients as ``Tensor.to`` would. Move it back before the

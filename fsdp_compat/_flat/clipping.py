@@ -11,7 +11,7 @@ from torch import nn
 
 from .. import _torch_private
 from .._engine import grad_norm, rendezvous
-from .._engine.unit import Group
+from .._engine.group import Group
 from ..errors import UsageError, ValueStateError, explain
 from .flat_unit import flat_unit_of, require_root
 

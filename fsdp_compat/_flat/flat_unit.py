@@ -13,8 +13,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from .._engine import hooks, rendezvous
 from .._engine.buffers import CastBuffers
+from .._engine.group import Group
 from .._engine.runtime import Runtime
-from .._engine.unit import Group, Unit, UnitOptions
+from .._engine.unit import Unit, UnitOptions
 from .._state import optimizers
 from .._state.model_units import ModelUnit, model_unit_of, register
 from .._state.names import FSDP_WRAPPED_MODULE, clean_name

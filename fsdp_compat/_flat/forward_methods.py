@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from .._engine.runtime import Runtime
+from .._engine.runtime import Runtime, runtime_of
 from .._engine.unit import Unit
 
 __all__ = ["run_as_forward"]
@@ -26,8 +26,7 @@ def run_as_forward(
     """
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        runtime = unit.runtime
-        assert runtime is not None
+        runtime = runtime_of(unit)
         in_rounds = not torch.is_grad_enabled() if synced is None else synced
         output = runtime.run_method(unit, method, args, kwargs, in_rounds)
         return _steps(runtime, unit, output) if inspect.isgenerator(output) else output

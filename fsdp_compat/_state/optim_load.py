@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .._engine.unit import Group
+from .._engine.group import Group
 from ..errors import (
     CheckpointError,
     FsdpCompatError,
