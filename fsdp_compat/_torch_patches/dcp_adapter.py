@@ -103,7 +103,7 @@ def _call(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Call ``ours`` if the argument ``model`` contains a unit of this package, else ``original``."""
+    """Call ``ours`` if the argument ``model`` contains a unit of ours, else ``original``."""
     try:
         given = signature.bind(*args, **kwargs).arguments
     except TypeError:
