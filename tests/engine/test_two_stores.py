@@ -28,6 +28,7 @@ from tests.support.engine_build import (
     full_parameters,
     shard,
 )
+from tests.support.pairwise import pairwise
 from tests.support.ranks import run_ranks
 
 WIDTH = 6
@@ -317,6 +318,7 @@ def train(
         twins.step()
 
 
+@pairwise
 @pytest.mark.parametrize("kind", STORES)
 @pytest.mark.parametrize("reshard", [True, False])
 @pytest.mark.parametrize("model", [name for name in MODELS if name != "trap"])
@@ -348,6 +350,7 @@ def test_replicas_of_shards_train_as_one_process(model: str, kind: str) -> None:
     run_ranks(4, train, model, kind, "hybrid")
 
 
+@pairwise
 @pytest.mark.parametrize("kind", STORES)
 @pytest.mark.parametrize("forward_prefetch", [True, False])
 @pytest.mark.parametrize("backward_prefetch", list(Prefetch))
@@ -484,6 +487,7 @@ def rest_after_an_exception(kind: str, where: str) -> None:
     twins.compare_parameters()
 
 
+@pairwise
 @pytest.mark.parametrize("kind", STORES)
 @pytest.mark.parametrize("reshard", [True, False])
 @pytest.mark.parametrize("where", ["forward", "backward"])

@@ -16,6 +16,7 @@ from torch import nn
 
 from fsdp_compat import FullStateDictConfig, FullyShardedDataParallel, StateDictType, StateError
 from fsdp_compat.wrap import ModuleWrapPolicy, always_wrap_policy
+from tests.support.pairwise import pairwise
 from tests.support.ranks import run_ranks
 
 FSDP = FullyShardedDataParallel
@@ -241,6 +242,7 @@ def _what_is_left_of_a_model(use_orig_params: bool, forward_replaced: bool, sync
     return reference() is not None
 
 
+@pairwise
 @pytest.mark.parametrize("sync", [True, False])
 @pytest.mark.parametrize("forward_replaced", [False, True])
 @pytest.mark.parametrize("use_orig_params", [False, True])
