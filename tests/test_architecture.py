@@ -53,7 +53,6 @@ EXCEPTIONS: dict[str, str] = {
     "lines: _engine/runtime.py": "to be mended",
     "lines: _engine/unit.py": "to be mended",
     "lines: _state/formats.py": "to be mended",
-    "lines: _state/model.py": "to be mended",
     "lines: _state/optim_load.py": "to be mended",
     "lines: _torch_patches/dcp_state_dict.py": "to be mended",
     "lines: checkpoint/_loading.py": "to be mended",
@@ -400,6 +399,17 @@ def test_every_module_of_the_package_has_a_layer() -> None:
 def test_imports_point_down() -> None:
     found = [line for source in sources() for line in upward_imports(source)]
     check(found, "imports", "A module imports only from its own layer and from those below it:")
+
+
+def test_state_and_checkpoints_know_no_store_and_no_front_end() -> None:
+    above = ("_flat", "fully_sharded_data_parallel", "sharded_grad_scaler", "_stores")
+    found = [
+        line
+        for source in sources()
+        if source.path.startswith(("_state/", "checkpoint/"))
+        for line in imports_of(source, *(f"{PACKAGE}.{name}" for name in above))
+    ]
+    report(found, "They work on registered units and on _engine/state_store.py's StateStore:")
 
 
 def test_there_is_no_circle_of_imports() -> None:

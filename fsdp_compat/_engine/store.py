@@ -41,15 +41,13 @@ class ParamStore(typing.Protocol):
     numel: int  # S, the same on every rank
     dtype: torch.dtype  # of the shard; gathers and reductions may use others
     shard: torch.Tensor  # [S], what this rank holds: a gather sends it, cast where it is to
+    # What the optimizer sees; leaves follow the requires_grad of their target.
+    sharded_params: Sequence[ShardedParam]
 
     @property
     def tensor_parallel_axes(self) -> Sequence[Axis]:
         """Further axes that every leaf is split over: tensor parallelism. A norm adds up over them
         too."""
-
-    @property
-    def sharded_params(self) -> Sequence[ShardedParam]:
-        """What the optimizer sees; leaves follow the requires_grad of their target."""
 
     def make_unsharded_params(self, full: torch.Tensor) -> list[nn.Parameter]:
         """Once per dtype computed in. full: [ranks * S]. The leaves either all view ``full``, or

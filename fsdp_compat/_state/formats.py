@@ -31,10 +31,10 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from .. import _torch_private
 from .._comm.communicator import gather_in_group
 from .._comm.host_memory import of_its_own_size
+from .._engine.tensor_parallel import TensorParallel
 from .._layout.box import Box, cut_into_boxes
 from .._layout.spec import FlatLayout, Interval, ParamSpec
 from .._layout.transfer import same_parts
-from .._stores.tensor_parallel import TensorParallel
 from ..errors import CheckpointError, explain
 from .names import clean_name
 

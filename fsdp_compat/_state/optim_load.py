@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from .._engine.state_store import store_of
 from .._engine.unit import Group
 from ..errors import (
     CheckpointError,
@@ -26,10 +27,9 @@ from ..errors import (
 )
 from .entries import Entry, classify, copied, snapshot
 from .formats import is_sharded, misfit, read_part, shape_of
-from .model import store_of
 from .optim import is_user_state, other_form
 from .optim_alike import held_by_any, require_alike, tell
-from .param_ownership import ParamOwnership, is_flat, is_whole, numbered_names
+from .param_ownership import ParamOwnership, is_whole, numbered_names
 from .rank0 import Outline, Rank0Broadcast
 from .rank_local import RankState, check_layout, restored
 
@@ -615,18 +615,12 @@ class _Loading:
         if self._sender is not None:
             values = self._sender.send(values, f"the state {key!r} of {group.name}")
         for (target, index, _), value in zip(found, values, strict=True):
-            flat = is_flat(group, target)
             if states[target][key] is None:
-                numel = store.numel if flat else target.numel()
                 states[target][key] = torch.zeros(
-                    numel, dtype=value.dtype, device=store.shard.device
+                    target.numel(), dtype=value.dtype, device=store.shard.device
                 )
-            run = read_part(value, store.layout, index, store.rank, members, store.parallel[index])
-            (
-                states[target][key][store.layout.part_in_shard(index, store.rank).slice]
-                if flat
-                else states[target][key]
-            ).copy_(run)
+            run = read_part(value, *store.cut(index), store.rank, members, store.parallel[index])
+            states[target][key][store.part_in_sharded_param(index).slice].copy_(run)
         for target in states:
             if isinstance(states[target].get(key), torch.Tensor):
                 states[target][key] = states[target][key].view(target.shape)

@@ -5,14 +5,15 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import nn
 
+from .._engine.state_store import store_of
 from .._engine.unit import Group, Unit
 from ..errors import UsageError, explain
-from .model import store_of
 from .names import clean_name
 
 __all__ = [
@@ -92,8 +93,8 @@ class ParamOwnership:
         group = self.held[parameter].group
         if group is None or parameter.numel():
             return False
-        layout = store_of(group).layout
-        return any(layout.params[index].numel for index, _ in self.held[parameter].names)
+        store = store_of(group)
+        return any(math.prod(store.local_shape(index)) for index, _ in self.held[parameter].names)
 
     def name_before(self, name: object) -> str:
         """The name of a parameter before anything was wrapped: DistributedDataParallel's begin with
@@ -204,10 +205,10 @@ def is_flattened(holdings: ParamOwnership, parameter: nn.Parameter) -> bool:
 
 def is_flat(group: Group, target: nn.Parameter) -> bool:
     """True for a FlatParameter, which holds the whole shard of its group."""
-    return store_of(group).flat_parameter is target
+    return store_of(group).is_flattened
 
 
 def is_whole(group: Group, target: nn.Parameter) -> bool:
     """True for one of the user's own parameters in its own shape: nothing is sharded, and its state
     is what it always was."""
-    return store_of(group).layout.ranks == 1 and not is_flat(group, target)
+    return store_of(group).ranks == 1 and not is_flat(group, target)

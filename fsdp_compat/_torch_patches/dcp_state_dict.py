@@ -24,10 +24,10 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from .. import _torch_private
+from .._engine.state_store import store_of
 from .._state.entries import copied
 from .._state.formats import BoxedTensor
 from .._state.forms import state_dict_type
-from .._state.model import store_of
 from .._state.model_units import model_unit_of, model_units_in, units_of
 from .._state.names import clean_name
 from .._state.optim_state_dict import export_optim_state, form_set, optim_state_dict_to_load

@@ -22,10 +22,11 @@ from torch import nn
 
 from .. import errors
 from .._comm.host_memory import memory_of
+from .._engine.state_store import store_of
 from .._layout.transfer import runs_of_part, same_parts
-from .._state.model import store_of
 from .._state.model_units import units_of
 from .._state.optimizers import convert
+from .._state.unmanaged import load_unmanaged, unmanaged_state
 from ..errors import CheckpointError, FsdpCompatError, explain
 from ._blocks import (
     BLOCK_NBYTES,
@@ -48,10 +49,7 @@ from ._snapshot import (
     NamedGroup,
     held_by,
     named_groups,
-    names_in,
-    unmanaged,
     warn_of_left_out,
-    without_groups,
 )
 from ._texts import brief, listed, parse_json, sizes
 from ._values import decode
@@ -320,8 +318,7 @@ class _Plan:
             for tensor in self._to_clear:
                 tensor.zero_()
             self.source.read(shown)
-        with without_groups(self._model, names_in(self._groups)):
-            self._model.load_state_dict(self._others, strict=False)
+        load_unmanaged(self._model, self._others)
         if self._optimizer is not None:
             self._commit_optimizer(self._optimizer)
             warn_of_left_out(
@@ -339,7 +336,7 @@ class _Plan:
         known: set[str] = set()
         for named in self._groups:
             store = store_of(named.group)
-            for index in range(len(store.orig_params)):
+            for index in named.params:
                 names = named.names(index)
                 known.update(names)
                 found = next((located[name] for name in names if name in located), None)
@@ -351,7 +348,7 @@ class _Plan:
                         f"{names[0]}: shape {shape} in the checkpoint, {list(store.shape(index))} "
                         "in the model"
                     )
-        others = unmanaged(self._model, self._groups)
+        others = unmanaged_state(self._model)
         saved = self._others
         known.update(others)
         wrong += [
@@ -393,12 +390,12 @@ class _Plan:
             return None
         group, its_index = found
         axis = self.source.manifest.axes[group.axis]
-        part = store.layout.part(index, store.rank)
+        part = store.part(index, store.rank)
         runs = tuple(
             (axis[run.rank], run.in_shard.start, run.start, run.in_shard.numel)
             for run in runs_of_part(group.layout, its_index, part)
         )
-        home = runs[0][0] if runs else axis[store.rank * len(axis) // store.layout.ranks]
+        home = runs[0][0] if runs else axis[store.rank * len(axis) // store.ranks]
         return _Part(group, its_index, runs, home)
 
     def _want_part(self, part: _Part, entry: str, dtype: torch.dtype, target: torch.Tensor) -> None:
@@ -409,11 +406,11 @@ class _Plan:
 
     def _plan_parameters(self, named: NamedGroup) -> None:
         store = store_of(named.group)
-        for index in range(len(store.orig_params)):
+        for index in named.params:
             part = self._part(named, index)
             if part is None:
                 raise AssertionError(f"{named.names(index)[0]} was looked for before")
-            target = store.shard.detach()[store.layout.part_in_shard(index, store.rank).slice]
+            target = store.local_part(index)
             self._want_part(part, part.group.name, part.group.dtype, target)
 
     # -- the optimizer
@@ -437,7 +434,7 @@ class _Plan:
         mine = {parameter for group in optimizer.param_groups for parameter in group["params"]}
         for named in self._groups:
             store = store_of(named.group)
-            for target, indices in store.sharded_params:
+            for target, indices in named.sharded_params:
                 if target in mine and store.has_part(indices):
                     parts = {
                         index: part
@@ -447,9 +444,7 @@ class _Plan:
                     entry = self._state_of_target(named, target, parts)
                     if entry:
                         self._state[target] = entry
-        managed = {
-            target for named in self._groups for target, _ in store_of(named.group).sharded_params
-        }
+        managed = {target for named in self._groups for target, _ in named.sharded_params}
         states = self.source.head(self._common).other_states
         for parameter, names in held.items():
             if parameter not in managed and parameter in mine and names[0] in states:
@@ -466,19 +461,18 @@ class _Plan:
         self, named: NamedGroup, target: nn.Parameter, parts: Mapping[int, _Part]
     ) -> dict[Any, Any]:
         store = store_of(named.group)
-        flat = target is store.flat_parameter
         state: dict[Any, Any] = {}
         cut: dict[Any, torch.Tensor] = {}
         having: dict[Any, int] = {}  # how many of the parameters in it have a state
         for index, part in parts.items():
             numbers = list(dict.fromkeys([*(run[0] for run in part.runs), part.home]))
-            place = store.layout.part_in_shard(index, store.rank)
+            place = store.part_in_sharded_param(index)
             for key, entry, dtype in self._per_element(numbers, part):
                 if key not in cut:
                     state[key] = self._place_of_state(target, key, dtype)
                     cut[key] = state[key].view(-1)
                 having[key] = having.get(key, 0) + 1
-                self._want_part(part, entry, dtype, cut[key][place.slice] if flat else cut[key])
+                self._want_part(part, entry, dtype, cut[key][place.slice])
             for key, of, value in self.source.head(part.home).scalars.get(part.group.name, []):
                 if (of is None or part.index in of) and key not in state:
                     state[key] = decode(value, f"state {key!r}", inlined_again)
@@ -516,12 +510,12 @@ class _Plan:
         """Add what belongs to one rank's part, where this rank has the same part."""
         store, axis = store_of(named.group), self.source.manifest.axes[part.group.axis]
         layout = part.group.layout
-        same = same_parts(layout, part.index, store.layout, index)
+        same = same_parts(layout, part.index, *store.cut(index))
         # A flat parameter's own state stands under the first parameter in it, and fits only where
         # all of them lie as they did.
-        flat = store.flat_parameter is not None
+        flat, own = store.is_flattened, named.section.layout
         same = same and (
-            not flat or [p.start for p in layout.params] == [p.start for p in store.layout.params]
+            not flat or [p.start for p in layout.params] == [p.start for p in own.params]
         )
         number = axis[store.rank] if same else part.home
         for its_index, key, value in self.source.head(number).own.get(part.group.name, []):
@@ -534,7 +528,7 @@ class _Plan:
                         "parts are others now.",
                         expected=f"{layout.ranks} ranks and the wrapping that it was saved with, "
                         f"for state {key!r}",
-                        got=f"{store.layout.ranks} ranks, or another wrapping or use_orig_params",
+                        got=f"{store.ranks} ranks, or another wrapping or use_orig_params",
                         where=f"{named.names(index)[0]}, in {self.source.path}",
                         fix="load with as many ranks and the same wrapping, or load without the "
                         "optimizer",

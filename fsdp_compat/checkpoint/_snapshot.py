@@ -8,26 +8,26 @@ parameters that no unit manages, are in the first rank's file."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import warnings
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
+from .._engine.state_store import StateStore, store_of
+from .._engine.store import ShardedParam
 from .._engine.unit import Group
+from .._layout.spec import Section
 from .._state.entries import Entry as Kind
 from .._state.entries import classify_all
-from .._state.model import store_of
-from .._state.model_units import model_units_in
-from .._state.names import clean_name, everything
+from .._state.names import clean_name, named_sections
 from .._state.optim import NamedUnit
 from .._state.optim_state_dict import warn_of_layout
 from .._state.optimizers import convert
-from ..api import LocalOptimStateDictConfig, LocalStateDictConfig, StateDictSettings, StateDictType
+from .._state.unmanaged import unmanaged_state
 from ..errors import UsageError, explain
 from ._head import TEXT
 from ._header import dtype_name
@@ -44,11 +44,8 @@ __all__ = [
     "held_by",
     "inlined",
     "named_groups",
-    "names_in",
     "take_snapshot",
-    "unmanaged",
     "warn_of_left_out",
-    "without_groups",
 ]
 
 
@@ -57,9 +54,12 @@ _STATE_KEYS = (str, int, float, type(None))  # keys of optimizer states that JSO
 
 @dataclasses.dataclass(frozen=True)
 class NamedGroup:
-    """A flat group, what its entries are called, and its place among the groups of one mesh."""
+    """A section of a group's shards, what its entries are called, and its place among those of one
+    mesh."""
 
     group: Group
+    section: Section
+    sharded_params: Sequence[ShardedParam]  # those of the section's parameters
     name: str
     prefix: str  # of its parameters' names
     mesh: int  # groups with the same number are spread over the same ranks
@@ -68,6 +68,12 @@ class NamedGroup:
     @property
     def is_written_here(self) -> bool:
         return self.group.replica.rank == self.writer
+
+    @property
+    def params(self) -> range:
+        """The indices of the section's parameters."""
+        first = self.section.first_param
+        return range(first, first + len(self.section.layout.params))
 
     def names(self, index: int) -> tuple[str, ...]:
         """The names of a parameter in the model, before wrapping."""
@@ -79,9 +85,8 @@ class NamedGroup:
         )
 
     def described(self, axis: int) -> FlatGroup:
-        store = store_of(self.group)
-        names = tuple(self.names(index) for index in range(len(store.orig_params)))
-        return FlatGroup(self.name, store.dtype, axis, store.layout, names)
+        names = tuple(self.names(index) for index in self.params)
+        return FlatGroup(self.name, self.group.store.dtype, axis, self.section.layout, names)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,7 +141,7 @@ def named_groups(units: Sequence[NamedUnit]) -> list[NamedGroup]:
     meshes: dict[tuple[tuple[int, ...], tuple[int, ...]], int] = {}
     found: list[NamedGroup] = []
     for named in units:
-        for number, group in enumerate(named.unit.groups):
+        for number, (_, group, section) in enumerate(named_sections(named.unit)):
             store = store_of(group)
             if any(parallel is not None for parallel in store.parallel):
                 raise UsageError(
@@ -155,6 +160,8 @@ def named_groups(units: Sequence[NamedUnit]) -> list[NamedGroup]:
             found.append(
                 NamedGroup(
                     group,
+                    section,
+                    _sharded_params_of(store, section),
                     f"{named.prefix}flat_{number}",
                     named.prefix,
                     mesh,
@@ -164,45 +171,11 @@ def named_groups(units: Sequence[NamedUnit]) -> list[NamedGroup]:
     return found
 
 
-@contextlib.contextmanager
-def without_groups(model: nn.Module, managed: Collection[str]) -> Iterator[None]:
-    """State dicts of ``model`` communicate nothing in here, and hold what ``managed`` does not
-    name."""
-    units = model_units_in(model)
-    before = [each.form for each in units]
-    local = StateDictSettings(
-        StateDictType.LOCAL_STATE_DICT, LocalStateDictConfig(), LocalOptimStateDictConfig()
-    )
-    try:
-        for each in units:
-            each.form = local
-            each.wanted = lambda name, trainable: name not in managed
-        yield
-    finally:
-        for each, form in zip(units, before, strict=True):
-            each.form = form
-            each.wanted = everything
-
-
-def names_in(groups: Sequence[NamedGroup]) -> set[str]:
-    """All names of all parameters of ``groups``."""
-    return {
-        name
-        for named in groups
-        for index in range(len(store_of(named.group).orig_params))
-        for name in named.names(index)
-    }
-
-
-def unmanaged(model: nn.Module, groups: Sequence[NamedGroup]) -> dict[str, Any]:
-    """Return what a state dict of the model holds beside the parameters of ``groups``: buffers,
-    ignored parameters, extra state."""
-    managed = names_in(groups)
-    with without_groups(model, managed):
-        state = model.state_dict()
-    return {
-        clean_name(name): value for name, value in state.items() if clean_name(name) not in managed
-    }
+def _sharded_params_of(store: StateStore, section: Section) -> Sequence[ShardedParam]:
+    if store.is_flattened:
+        return store.sharded_params
+    first = section.first_param
+    return store.sharded_params[first : first + len(section.layout.params)]
 
 
 def take_snapshot(
@@ -221,7 +194,12 @@ def take_snapshot(
         if named.is_written_here:
             store = store_of(named.group)
             snapshot.entries.append(
-                Flat(named.name, store.dtype, (store.numel,), [Piece(0, store.shard.detach())])
+                Flat(
+                    named.name,
+                    store.dtype,
+                    (named.section.layout.shard_numel,),
+                    [Piece(0, store.shard.detach()[named.section.place.slice])],
+                )
             )
     if optimizer is not None:
         convert(optimizer)
@@ -243,12 +221,10 @@ def take_snapshot(
         warn_of_layout(own, optimizer, stacklevel=5)
     snapshot.common_text["others"] = {
         name: encode(value, name, common.under("other", name))
-        for name, value in unmanaged(model, groups).items()
+        for name, value in unmanaged_state(model).items()
     }
     if optimizer is not None:
-        sharded_params = {
-            target for named in groups for target, _ in store_of(named.group).sharded_params
-        }
+        sharded_params = {target for named in groups for target, _ in named.sharded_params}
         snapshot.common_text["other_states"] = {
             held[parameter][0]: _other_states(
                 held[parameter][0], state, common, snapshot.text["left_out"]
@@ -343,7 +319,7 @@ def held_by(
     held: dict[torch.Tensor, tuple[str, ...]] = {
         target: tuple(named.names(index)[0] for index in indices)
         for named in groups
-        for target, indices in store_of(named.group).sharded_params
+        for target, indices in named.sharded_params
     }
     for name, parameter in model.named_parameters():
         held.setdefault(parameter, (clean_name(name),))
@@ -373,10 +349,7 @@ def _kinds(
     """
     mine = {parameter for group in optimizer.param_groups for parameter in group["params"]}
     sharded_params = [
-        target
-        for named in groups
-        for target, _ in store_of(named.group).sharded_params
-        if target in mine
+        target for named in groups for target, _ in named.sharded_params if target in mine
     ]
     kinds = classify_all({target: optimizer.state.get(target) or {} for target in sharded_params})
     with_dims = {
@@ -410,7 +383,8 @@ def _add_states(
     scalars: dict[Any, dict[str, list[int]]] = {}  # by key: parameters by encoded value
     own: list[Any] = []
     own_names: list[str] = []
-    for target, indices in store.sharded_params:
+    for target, indices in named.sharded_params:
+        numbers = [index - named.section.first_param for index in indices]
         # What an optimizer keeps where this rank has no part goes stale, as there are no gradients.
         for key, kind in kinds.get(target, {}).items() if store.has_part(indices) else ():
             value, state_name = optimizer.state[target][key], f"{named.names(indices[0])[0]}.{key}"
@@ -424,30 +398,28 @@ def _add_states(
                         flat.name == name for flat in flats.values()
                     ):  # parameters of one group with states of two dtypes
                         name += f".{dtype_name(value.dtype)}"
-                    flats[which] = Flat(name, value.dtype, (store.numel,), [])
-                start = (
-                    0
-                    if target is store.flat_parameter
-                    else store.layout.part_in_shard(indices[0], store.rank).start
-                )
+                    flats[which] = Flat(name, value.dtype, (named.section.layout.shard_numel,), [])
+                start = 0  # of a FlatParameter, which is the whole section
+                if not store.is_flattened:
+                    start = store.part_in_shard(indices[0]).start - named.section.start
                 flats[which].pieces.append(Piece(start, value.detach().reshape(-1)))
-                of.setdefault(which, []).extend(indices)
+                of.setdefault(which, []).extend(numbers)
             else:
                 try:
                     if kind is Kind.SCALAR:
                         text = json.dumps(encode(value, f"optimizer state {key!r}", inlined))
-                        scalars.setdefault(key, {}).setdefault(text, []).extend(indices)
+                        scalars.setdefault(key, {}).setdefault(text, []).extend(numbers)
                     else:
                         encoded = encode(
                             value,
                             f"optimizer state {key!r}",
                             add.under("own", named.name, str(key)),
                         )
-                        own.append([indices[0], key, encoded])
+                        own.append([numbers[0], key, encoded])
                         own_names.append(state_name)
                 except UsageError:  # to lose one object is better than to lose the save
                     snapshot.text["left_out"].append(state_name)
-    everything = len(store.orig_params)
+    everything = len(named.params)
     snapshot.entries += flats.values()
     snapshot.text["states"][named.name] = [
         {

@@ -20,9 +20,10 @@ from torch import nn
 
 from .. import errors
 from .._comm.host_memory import memory_of
+from .._engine.state_store import store_of
 from .._layout.spec import Interval
-from .._state.model import store_of
 from .._state.model_units import names_before, units_of
+from .._state.unmanaged import load_unmanaged, unmanaged_state
 from ..errors import CheckpointError, UsageError, explain
 from ._blocks import (
     BLOCK_NBYTES,
@@ -36,7 +37,7 @@ from ._blocks import (
 from ._header import METADATA, Entry, encode_header, is_known, read_header
 from ._progress import progress_bar, require_bar
 from ._ranks import Ranks, all_ranks_or_raise, as_ours, ranks_of, require_rest
-from ._snapshot import NamedGroup, named_groups, names_in, unmanaged, without_groups
+from ._snapshot import NamedGroup, named_groups
 from ._texts import brief, parse_json, read_text, text_in
 
 __all__ = ["load_safetensors", "save_safetensors"]
@@ -125,8 +126,7 @@ def load_safetensors(
                         ),
                         tick,
                     )
-            with without_groups(model, names_in(groups)):
-                model.load_state_dict(others, strict=False)
+            load_unmanaged(model, others)
         except CheckpointError as error:
             problem = changed_meanwhile(error, path)
         except Exception as error:
@@ -285,11 +285,14 @@ def _managed(groups: list[NamedGroup]) -> Iterator[_Held]:
     """Yield what this rank holds of every parameter of ``groups``; runs may be empty."""
     for named in groups:
         store = store_of(named.group)
-        for index, spec in enumerate(store.layout.params):
-            values = store.shard.detach()[store.layout.part_in_shard(index, store.rank).slice]
-            part = store.layout.part(index, store.rank)
+        for index in named.params:
             yield _Held(
-                named.names(index), spec.shape, store.dtype, part, values, named.is_written_here
+                named.names(index),
+                store.local_shape(index),
+                store.dtype,
+                store.part(index, store.rank),
+                store.local_part(index),
+                named.is_written_here,
             )
 
 
@@ -297,7 +300,7 @@ def _others(model: nn.Module, groups: list[NamedGroup], writes: bool) -> Iterato
     """Yield buffers and unmanaged parameters, which every rank holds whole; shared ones once."""
     names: dict[tuple[object, ...], list[str]] = {}
     values: dict[str, torch.Tensor] = {}
-    for name, value in unmanaged(model, groups).items():
+    for name, value in unmanaged_state(model).items():
         if isinstance(value, torch.Tensor):
             same = value.data_ptr() or name, tuple(value.shape), value.stride(), value.dtype
             names.setdefault(same, []).append(name)
