@@ -4,8 +4,6 @@ hands every call on."""
 from __future__ import annotations
 
 import contextlib
-import functools
-import inspect
 import typing
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from typing import Any
@@ -16,24 +14,20 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from . import _torch_patches, _torch_private
-from ._engine import grad_norm, hooks, rendezvous
-from ._engine.reduce import CommHook
+from ._engine import hooks, rendezvous
 from ._engine.runtime import Runtime
 from ._engine.unit import Unit
 from ._flat import client_attributes as attributes
-from ._flat import construction, conversion, copying
-from ._flat.flat_unit import FlatUnit
-from ._flat.refusals import refuse_hook
+from ._flat import clipping, comm_hook, construction, conversion, copying, summon
+from ._flat.flat_unit import FlatUnit, require_root
+from ._flat.forward_methods import run_as_forward
 from ._flat.settings import Arguments, Settings
 from ._state import forms, model_state_dict
 from ._state import optim_legacy_state_dict as legacy
 from ._state import optim_state_dict as optim
-from ._state.full_params import Options, full_parameters
-from ._state.model_units import runtimes_of
 from ._state.names import FSDP_WRAPPED_MODULE, clean_name
 from ._state.optim_legacy_state_dict import OptimStateKeyType
 from ._stores.registration import FLAT_PARAM, FlatParameter
-from ._torch_patches import clip_grad as clipping
 from .api import (
     BackwardPrefetch,
     CPUOffload,
@@ -42,9 +36,6 @@ from .api import (
     as_ours,
 )
 from .errors import (
-    AssertedStateError,
-    NotImplementedUsageError,
-    StateError,
     UsageError,
     ValueStateError,
     explain,
@@ -249,24 +240,8 @@ class FullyShardedDataParallel(nn.Module):
                 raise
             found = getattr(super().__getattr__(FSDP_WRAPPED_MODULE), name)
         if name in self._forward_methods:
-            return functools.update_wrapper(
-                functools.partial(self._run_method, found, self._forward_methods[name]), found
-            )
+            return run_as_forward(self._unit, found, synced=self._forward_methods[name])
         return found
-
-    def _run_method(
-        self, method: Callable[..., Any], synced: bool | None, /, *args: Any, **kwargs: Any
-    ) -> Any:
-        """Run a method of the wrapped module as its forward is run. Collective."""
-        ranks_in_rounds = not torch.is_grad_enabled() if synced is None else synced
-        output = self._runtime.run_method(self._unit, method, args, kwargs, ranks_in_rounds)
-        return self._steps_of(output) if inspect.isgenerator(output) else output
-
-    def _steps_of(self, generator: Generator[Any, Any, Any]) -> Iterator[Any]:
-        """What a generator yields; every step of it runs as a forward does, and is collective."""
-        end = object()
-        while (item := self._runtime.run(self._unit, next, (generator, end), {})) is not end:
-            yield item
 
     def __getitem__(self, key: int) -> Any:
         """Index the wrapped module, such as an nn.Sequential."""
@@ -283,7 +258,7 @@ class FullyShardedDataParallel(nn.Module):
         parameters."""
         with contextlib.ExitStack() as stack:
             for instance in FullyShardedDataParallel.fsdp_modules(self):
-                stack.enter_context(instance._unit.described())
+                stack.enter_context(instance._unit.view.described())
             return super().__repr__()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FullyShardedDataParallel:
@@ -337,7 +312,7 @@ class FullyShardedDataParallel(nn.Module):
         changes. Collective."""
         if not callable(fn):
             raise wrong_type("fn", "a function of one module", fn, "apply")
-        if self._unit.summoned:
+        if self._unit.view.summoned:
             super().apply(fn)
             return self
         self._runtime.require_idle("apply", ValueStateError)
@@ -353,7 +328,7 @@ class FullyShardedDataParallel(nn.Module):
         if self._runtime.broken:  # an exception in backward has left units shown full
             self._runtime.rest()
         for name, parameter in super().named_parameters(prefix, recurse, remove_duplicate):
-            yield clean_name(name) if self._unit.summoned else name, parameter
+            yield clean_name(name) if self._unit.view.summoned else name, parameter
 
     def named_buffers(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
@@ -361,7 +336,7 @@ class FullyShardedDataParallel(nn.Module):
         """As nn.Module's; inside of ``summon_full_params`` names are those of the model before
         wrapping."""
         for name, buffer in super().named_buffers(prefix, recurse, remove_duplicate):
-            yield clean_name(name) if self._unit.summoned else name, buffer
+            yield clean_name(name) if self._unit.view.summoned else name, buffer
 
     # -- state
 
@@ -422,8 +397,7 @@ class FullyShardedDataParallel(nn.Module):
 
         They are kept whole, as long as they are not reduced. Called on the root.
         """
-        if not self._unit.is_root:
-            raise StateError(_on_root_only("no_sync()", self._unit.label))
+        require_root(self._unit, "no_sync()")
         self._runtime.require_idle("no_sync", ValueStateError)
         with self._runtime.no_sync():
             yield
@@ -440,23 +414,8 @@ class FullyShardedDataParallel(nn.Module):
 
         Called once, on the root, on all ranks, before the first backward.
         """
-        refuse_hook(hook, {group.shard.ranks > 1 for group in self._runtime.groups})
-        if not self._unit.is_root:
-            raise AssertedStateError(_on_root_only("register_comm_hook()", self._unit.label))
-        self._runtime.require_idle("register_comm_hook")
-        if any(group.hook is not None for group in self._runtime.groups):
-            raise AssertedStateError(
-                explain(
-                    "A communication hook is registered already.",
-                    expected="one call of register_comm_hook for each model",
-                    got=f"a second one, with {hook!r}",
-                    where=self._unit.label,
-                    fix="register one hook that does both",
-                )
-            )
-        self._runtime.set_comm_hook(CommHook(state, hook))
+        comm_hook.register(self._fsdp_model_unit, state, hook)
 
-    @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float | int, norm_type: float | int = 2.0) -> torch.Tensor:
         """Scale all gradients so that their norm over all ranks is at most ``max_norm``; return the
         norm before, 0-d, in the dtype that those of the gradients promote to.
@@ -464,78 +423,9 @@ class FullyShardedDataParallel(nn.Module):
         Collective: all ranks, on the root. One all-reduce per shard axis. Gradients of parameters
         that no unit manages (ignored ones) count once.
         """
-        if not self._unit.is_root:
-            raise StateError(_on_root_only("clip_grad_norm_()", self._unit.label))
-        norm_type = clipping.checked_norm_type(norm_type)
-        clipping.check_max_norm(max_norm)
-        self._runtime.require_idle("clip_grad_norm_", ValueStateError)
-        self._runtime.require_parts("clip_grad_norm_")
-        groups = self._runtime.groups
-        rendezvous.require_all_ranks("clip_grad_norm_", groups)
-        if self._runtime.broken:  # an exception in backward has left leaves with gradients
-            self._runtime.rest()
-        others = clipping.gradients_of_others(self, groups)
-        grads = [(group, grad_norm.gradients_of(group)) for group in groups]
-        norm = grad_norm.norm_of(grads, others, norm_type, self._settings.device)
-        grad_norm.clip_by_norm(
-            [grad for _, its in grads for grad in its] + others, norm, float(max_norm)
-        )
-        return norm.to(grad_norm.dtype_of_norm(grads, others))
+        return clipping.clip_grad_norm(self, max_norm, norm_type)
 
-    @staticmethod
-    @contextlib.contextmanager
-    def summon_full_params(
-        module: nn.Module,
-        recurse: bool = True,
-        writeback: bool = True,
-        rank0_only: bool = False,
-        offload_to_cpu: bool = False,
-        with_grads: bool = False,
-    ) -> Generator[None, None, None]:
-        """Show whole parameters, in the dtype of the shards, in ``module`` and (``recurse``) all
-        instances below it.
-
-        Collective: all ranks. ``writeback`` keeps changes made inside; where nothing is sharded
-        (one rank, NO_SHARD) they stay without it, too. ``rank0_only``: the others go on showing
-        their parts (not with ``writeback``), and changes that the first one of several ranks alone
-        has made are dropped. ``offload_to_cpu``: they are shown on the CPU; ``with_grads``: whole
-        gradients beside them.
-        """
-        where = "summon_full_params"
-        require_module(module, where)
-        require_bools(
-            where,
-            recurse=recurse,
-            writeback=writeback,
-            rank0_only=rank0_only,
-            offload_to_cpu=offload_to_cpu,
-            with_grads=with_grads,
-        )
-        if writeback and rank0_only:
-            raise NotImplementedUsageError(
-                explain(
-                    "summon_full_params cannot write back what only rank 0 has seen.",
-                    expected="rank0_only=True with writeback=False, or rank0_only=False",
-                    got="rank0_only=True, writeback=True",
-                    where="summon_full_params(...)",
-                    fix="pass writeback=False",
-                )
-            )
-        instances = FullyShardedDataParallel.fsdp_modules(module)
-        if not recurse:
-            instances = [child for child in instances if child is module or child._unit.is_root]
-        for runtime in runtimes_of(child._fsdp_model_unit for child in instances):
-            runtime.require_idle("summon_full_params", AssertedStateError)
-            runtime.rest()
-        units = [child._unit for child in instances]
-        rendezvous.require_all_ranks(
-            where, (group for unit in units if not unit.summoned for group in unit.groups)
-        )
-        serve_only = rank0_only and not all(child._settings.mesh.is_first for child in instances)
-        with full_parameters(
-            units, Options(writeback, rank0_only, serve_only, offload_to_cpu, with_grads)
-        ):
-            yield
+    summon_full_params = staticmethod(summon.summon_full_params)
 
 
 def register_fsdp_forward_method(
@@ -582,13 +472,3 @@ def register_fsdp_forward_method(
             )
         )
     module._forward_methods[method_name] = synced
-
-
-def _on_root_only(call: str, label: str) -> str:
-    return explain(
-        f"{call} is for the root.",
-        expected="a call on the outermost FullyShardedDataParallel",
-        got=f"a call on {label}",
-        where=call,
-        fix="call it on the outermost instance, which acts on all below it",
-    )

@@ -54,7 +54,7 @@ from .. import _torch_private
 from .._comm import deadlock, progress
 from .._comm.communicator import Communicator
 from ..errors import StateError, explain
-from .unit import Group
+from .group import Group
 
 __all__ = ["is_on", "nested", "register", "require_all_ranks"]
 

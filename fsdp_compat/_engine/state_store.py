@@ -10,10 +10,10 @@ from torch import nn
 
 from .. import _torch_private
 from .._layout.spec import FlatLayout, Interval, Section
+from .group import Group
 from .ownership import Place
 from .store import ParamStore
 from .tensor_parallel import TensorParallel
-from .unit import Group
 
 __all__ = ["FLAT_PARAM", "StateStore", "flat_param_name", "store_of"]
 

@@ -17,8 +17,10 @@ import torch.distributed as dist
 from torch import nn
 
 from .._engine import dtypes
+from .._engine.group import Group
+from .._engine.module_attributes import MARKS
 from .._engine.schedule import Prefetch
-from .._engine.unit import MARKS, Group, Residency
+from .._engine.unit import Residency
 from .._stores.flat_store import FlatStore
 from .._stores.registration import FlatParameter
 from ..api import BackwardPrefetch, CPUOffload, ShardingStrategy
@@ -314,7 +316,7 @@ class FlatParamHandle:
     def reshard(self, free_unsharded_flat_param: bool = True) -> None:
         """Free the unit's whole parameters, unless its forward runs."""
         if free_unsharded_flat_param:
-            self._owner.unit.free()
+            self._owner.unit.reshard()
 
     def flat_param_to(self, *args: Any, **kwargs: Any) -> None:
         """Move this rank's shard, with its gradients, as ``Tensor.to`` moves a tensor. It has to be

@@ -16,7 +16,7 @@ from .._engine.state_store import flat_param_name
 from .._state.model_units import attribute_order_of, model_unit_of
 from .._state.names import FSDP_WRAPPED_MODULE
 from .._stores.flat_store import FlatStore
-from ..wrap import plan_wrapping, replace_modules
+from ..wrap import replace_modules
 from .client_attributes import mark
 from .flat_unit import FlatUnit, flat_unit_of, is_wrapper, make_flat_unit, make_runtime
 from .preparation import Preparation, buffers_to_cast, uninitialised_of
@@ -29,6 +29,7 @@ from .refusals import (
 )
 from .resolve import resolve
 from .settings import Arguments, Settings
+from .wrap_plan import plan_wrapping
 
 __all__ = ["Plan", "apply", "listed", "own_dtype", "plan"]
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from .._engine import rendezvous
-from .._engine.unit import Group
+from .._engine.group import Group
 from .._stores.flat_store import FlatStore
 from ..errors import ValueStateError, explain
 from .flat_unit import FlatUnit, flat_units_in
@@ -101,7 +101,7 @@ def move(own: FlatUnit, group: Group, device: torch.device) -> None:
                 fix="move the shard after the gradients have been reduced and used",
             )
         )
-    own.unit.free()
+    own.unit.reshard()
     with torch.inference_mode(False), torch.no_grad():
         store.convert(store.dtype, device)
         if (

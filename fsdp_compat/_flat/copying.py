@@ -146,11 +146,11 @@ def _restore_order(
 @contextlib.contextmanager
 def _withdrawn(own: FlatUnit) -> Iterator[None]:
     """Inside of it the unit's modules hold none of its parameters."""
-    own.unit.withdraw()
+    own.unit.view.withdraw()
     try:
         yield
     finally:
-        own.unit.show_sharded_again()
+        own.unit.view.restore()
 
 
 def _require_rest(wrapper: nn.Module, what: str) -> None:

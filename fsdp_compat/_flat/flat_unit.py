@@ -12,13 +12,15 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from .._engine import hooks, rendezvous
 from .._engine.buffers import CastBuffers
+from .._engine.group import Group
 from .._engine.runtime import Runtime
-from .._engine.unit import Group, Unit, UnitOptions
+from .._engine.unit import Unit, UnitOptions
 from .._state import optimizers
 from .._state.model_units import ModelUnit, model_unit_of, register
 from .._state.names import FSDP_WRAPPED_MODULE, clean_name
 from .._stores.flat_store import FlatStore
 from .._stores.registration import FlatParameter
+from ..errors import StateError, explain
 from .settings import Settings
 
 __all__ = [
@@ -29,6 +31,7 @@ __all__ = [
     "is_wrapper",
     "make_flat_unit",
     "make_runtime",
+    "require_root",
 ]
 
 _wrapped: WeakIdKeyDictionary = WeakIdKeyDictionary()  # the modules in wrappers
@@ -120,6 +123,20 @@ def make_runtime(wrapper: nn.Module) -> None:
         [clean_name(name) for name, _ in named],
         found.settings.runtime,
     )
+
+
+def require_root(unit: Unit, call: str, error: type[StateError] = StateError) -> None:
+    """Raise ``error`` unless the unit is the root of its model."""
+    if not unit.is_root:
+        raise error(
+            explain(
+                f"{call} is for the root.",
+                expected="a call on the outermost FullyShardedDataParallel",
+                got=f"a call on {unit.label}",
+                where=call,
+                fix="call it on the outermost instance, which acts on all below it",
+            )
+        )
 
 
 def _group(store: FlatStore, settings: Settings, options: UnitOptions) -> Group:

@@ -12,12 +12,11 @@ from .._engine.unit import Unit
 from .._state import optimizers
 from .._state.names import clean_name
 from .._stores.registration import FlatParameter
-from ..errors import UsageError, explain, takes, wrong_type
+from ..errors import UsageError, explain
 from .flat_unit import is_wrapped, is_wrapper
 from .settings import Settings
 
 __all__ = [
-    "refuse_hook",
     "refuse_ignored_units",
     "refuse_managed",
     "refuse_module",
@@ -90,24 +89,6 @@ def refuse_module(module: nn.Module) -> None:
                 fix="wrap the attention, or a module around it",
             )
         )
-
-
-def refuse_hook(hook: Any, split: set[bool]) -> None:
-    """Raise UsageError for what cannot be a communication hook. split: whether gradients are split
-    over ranks, of all groups."""
-    expected = (
-        "hook(state, grad, output)"
-        if split == {True}
-        else "hook(state, grad)"
-        if split == {False}
-        else ""
-    )
-    expected = (
-        expected
-        or "hook(state, grad, output=None), as some units are split over ranks and others are not"
-    )
-    if not callable(hook) or not all(takes(hook, 3 if is_split else 2) for is_split in split):
-        raise wrong_type("hook", f"a function {expected}", hook, "register_comm_hook(state, hook)")
 
 
 def refuse_ignored_units(given: Any) -> None:

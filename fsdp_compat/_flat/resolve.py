@@ -310,7 +310,7 @@ def _ignored(
             "parameters are ignored: none is sharded, "
             f"and no gradient is averaged over the ranks. Leave it out of {name}, or do not wrap "
             "it.",
-            stacklevel=4,
+            stacklevel=5,
         )
     return frozenset(modules), frozenset(parameters)
 

@@ -14,8 +14,10 @@ from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 
 from .. import _torch_private
 from .._engine import rendezvous
+from .._engine.dtypes import ComputeDtype
+from .._engine.group import Group
 from .._engine.state_store import store_of
-from .._engine.unit import Group, Unit
+from .._engine.unit import Unit
 from ..api import (
     StateDictType,
 )
@@ -84,14 +86,14 @@ def _taken(
     their sharded form."""
     described: dict[str, Any] = getattr(destination, "_metadata", {})
     first, first_described = len(destination), len(described)
-    own.unit.in_state_dict = True
+    own.unit.view.in_state_dict = True
     try:
         with rendezvous.nested("state_dict", _groups_of_state_dict(wrapper)):
             nn.Module.state_dict(
                 wrapper, destination=destination, prefix=prefix, keep_vars=keep_vars
             )
     finally:
-        own.unit.in_state_dict = False
+        own.unit.view.in_state_dict = False
     settings = own.form
     config: Any = settings.state_dict_config
     keep = not getattr(config, "rank0_only", False) or own.mesh.is_first
@@ -350,9 +352,9 @@ def _before_load(
     for key in [key for key in state_dict if key.startswith(prefix)]:
         state_dict[inner + key[len(prefix) :]] = state_dict.pop(key)
     # The sharded forms are registered in the modules, which will miss them.
-    own.unit.in_state_dict = True  # until _after_load
+    own.unit.view.in_state_dict = True  # until _after_load
     if own.unit.buffers is not None:
-        own.unit.buffers.follow(1)
+        own.unit.buffers.follow(ComputeDtype.EVAL)
     own.loading = (
         prefix,
         set() if own.unit.summoned else {inner + name for name in _sharded_names(own.unit)},
@@ -366,9 +368,9 @@ def _after_load(wrapper: nn.Module, incompatible: Any) -> None:
     inner modules hold (ties).
     """
     own = _unit_of(wrapper)
-    own.unit.in_state_dict = False
+    own.unit.view.in_state_dict = False
     if own.unit.buffers is not None:
-        own.unit.buffers.follow(0)
+        own.unit.buffers.follow(ComputeDtype.TRAIN)
     prefix, sharded = own.loading
     outermost = own.unit.is_root or not prefix
     for keys in (incompatible.missing_keys, incompatible.unexpected_keys):

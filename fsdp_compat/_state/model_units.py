@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from .._comm.mesh import Mesh
-from .._engine.runtime import Runtime
+from .._engine.runtime import Runtime, runtime_of
 from .._engine.unit import Unit
 from ..api import (
     FullOptimStateDictConfig,
@@ -76,8 +76,7 @@ class ModelUnit:
     @property
     def runtime(self) -> Runtime:
         """The runtime of the unit's root."""
-        assert self.unit.runtime is not None
-        return self.unit.runtime
+        return runtime_of(self.unit)
 
     def exact_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield (name, value) of the buffers that compute in another dtype than the user's model

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from .._engine.group import Group
 from .._engine.state_store import FLAT_PARAM, flat_param_name, store_of
-from .._engine.unit import Group, Unit
+from .._engine.unit import Unit
 from .._layout.spec import Section
 from ..errors import takes, wrong_type
 

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import nn
 
 from .._comm.communicator import Communicator
+from .._engine.group import Group
 from .._engine.state_store import store_of
-from .._engine.unit import Group
 from ..errors import RuntimeUsageError, explain
 from .param_ownership import ParamOwnership
 

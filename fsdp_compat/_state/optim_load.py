@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from .._engine.group import Group
 from .._engine.state_store import store_of
-from .._engine.unit import Group
 from ..errors import (
     CheckpointError,
     FsdpCompatError,

@@ -11,8 +11,9 @@ from typing import Any
 
 from torch import nn
 
+from .._engine.group import Group
 from .._engine.state_store import store_of
-from .._engine.unit import Group, Unit
+from .._engine.unit import Unit
 from ..errors import UsageError, explain
 from .names import clean_name
 

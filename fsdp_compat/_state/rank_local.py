@@ -17,8 +17,8 @@ import torch
 from torch import nn
 
 from .._comm.host_memory import memory_of
+from .._engine.group import Group
 from .._engine.state_store import store_of
-from .._engine.unit import Group
 from ..errors import CheckpointError, explain
 from .entries import Entry, classify_all, snapshot
 from .param_ownership import ParamOwnership

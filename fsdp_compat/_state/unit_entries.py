@@ -11,8 +11,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from .. import _torch_private
+from .._engine.group import Group
 from .._engine.state_store import StateStore, store_of
-from .._engine.unit import Group, Unit
+from .._engine.unit import Unit
 from .._layout.spec import Interval
 from ..errors import UsageError, explain
 from .entries import copied

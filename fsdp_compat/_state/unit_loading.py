@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 
+from .._engine.group import Group
 from .._engine.ownership import Place
 from .._engine.state_store import StateStore, store_of
-from .._engine.unit import Group, Unit
+from .._engine.unit import Unit
 from .._layout.spec import Section
 from ..errors import CheckpointError
 from .formats import (

@@ -65,7 +65,7 @@ def watch(unit: Unit) -> None:
         for index, member in enumerate(store.orig_params):
             for module, attribute in member.slots:
                 _places.setdefault(module, {})[attribute] = _Place(
-                    unit.reference, weakref.ref(store), index
+                    weakref.ref(unit), weakref.ref(store), index
                 )
 
 
@@ -85,7 +85,7 @@ def _on_assignment(module: nn.Module, name: str, value: nn.Parameter) -> nn.Para
     else:
         wrong = _why_not(unit, store, place.number, value, sharded_param)
     if wrong:
-        unit.hide_again()
+        unit.view.put_placeholders_back()
         raise _refused(unit, module, name, wrong)
     assert sharded_param is not None
     if value is sharded_param:  # it was taken out, and comes back

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .._engine.unit import Group
+from .._engine.group import Group
 from .._state.model_units import units_of
 from .._state.optim_alike import Told, require_alike, tell
 from .._state.param_ownership import ParamOwnership, ownership_of

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from .._engine.group import Group
 from .._engine.state_store import StateStore, store_of
 from .._engine.store import ShardedParam
-from .._engine.unit import Group
 from .._layout.spec import Section
 from .._state.entries import Entry as Kind
 from .._state.entries import classify_all

@@ -57,7 +57,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fsdp_compat import _torch_private
 from fsdp_compat._comm import communicator
-from fsdp_compat._engine import hooks, reduce, runtime, unit
+from fsdp_compat._engine import gradients, hooks, module_view, reduce, runtime
 
 LIMIT = 1 / 5
 ELEMENTS = 4  # of a parameter
@@ -189,8 +189,11 @@ PARTS: dict[str, list[tuple[Any, str]]] = {
         (communicator.NativeTransport, name)
         for name in ("begin_gather", "end_gather", "begin_reduce", "end_reduce")
     ],
-    "swaps": [(unit.Unit, "show")],
-    "gradient copies": [(reduce.ReduceBuffer, "put"), (unit.Group, "collect")],
+    "swaps": [
+        (module_view.ModuleView, "show_unsharded"),
+        (module_view.ModuleView, "show_sharded"),
+    ],
+    "gradient copies": [(reduce.ReduceBuffer, "put"), (gradients.Gradients, "collect")],
     "hooks": [(hooks, "on_gradient_of_output")],
     "checks": [(runtime.Runtime, "_begin_forward")],
 }

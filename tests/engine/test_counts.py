@@ -25,8 +25,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp_compat import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
 from fsdp_compat._comm.communicator import Kind
-from fsdp_compat._engine.runtime import Runtime
-from fsdp_compat._engine.unit import LARGE, Group, Residency
+from fsdp_compat._engine.checks import Checks
+from fsdp_compat._engine.gradients import LARGE, Gradients
+from fsdp_compat._engine.group import Group
+from fsdp_compat._engine.unit import Residency
 from fsdp_compat.wrap import ModuleWrapPolicy
 from tests.support.ranks import run_ranks
 
@@ -212,24 +214,24 @@ def counts_by_unit(strategy: str, num_steps: int) -> list[dict[str, tuple[int, i
     found: collections.Counter[tuple[str, str]] = collections.Counter()
     for unit in model._runtime.units:
         for group in unit.groups:
-            for name in ("gather", "start_reduction"):
-                call_also(group, name, lambda key=(unit.label, name): found.update([key]))
+            for owner, name in ((group, "unshard"), (group.gradients, "start_reduction")):
+                call_also(owner, name, lambda key=(unit.label, name): found.update([key]))
     steps = []
     for _ in range(num_steps):
         found.clear()
         step(model)
         steps.append(
             {
-                u.label: (found[u.label, "gather"], found[u.label, "start_reduction"])
+                u.label: (found[u.label, "unshard"], found[u.label, "start_reduction"])
                 for u in model._runtime.units
             }
         )
     return steps
 
 
-def call_also(group: Group, name: str, more: Callable[[], object]) -> None:
+def call_also(owner: Group | Gradients, name: str, more: Callable[[], object]) -> None:
     """Make a method of one group call ``more`` when it has returned."""
-    method = getattr(group, name)
+    method = getattr(owner, name)
 
     @functools.wraps(method)
     def both(*args: Any, **kwargs: Any) -> Any:
@@ -237,7 +239,7 @@ def call_also(group: Group, name: str, more: Callable[[], object]) -> None:
         more()
         return answer
 
-    setattr(group, name, both)
+    setattr(owner, name, both)
 
 
 def test_only_the_root_and_the_last_block_are_gathered_once_from_the_second_step_on() -> None:
@@ -462,12 +464,16 @@ def peaks(num_steps: int, block: type[nn.Module] = Block, **options: Any) -> lis
             peak.buffers,
             sum(group.resident_nbytes > group.memory.resident_nbytes for group in groups),
         )
-        peak.travelling = max(peak.travelling, sum(group.reduction is not None for group in groups))
+        peak.travelling = max(
+            peak.travelling, sum(group.gradients.reduction is not None for group in groups)
+        )
         peak.nbytes = max(peak.nbytes, sum(group.resident_nbytes for group in groups))
 
     for group in groups:
-        for name in ("gather", "wait", "take", "collect", "start_reduction"):
+        for name in ("unshard", "wait_for_unshard"):
             call_also(group, name, look)
+        for name in ("take", "collect", "start_reduction"):
+            call_also(group.gradients, name, look)
     for unit in units:
         unit.module.up.register_forward_hook(look)
         unit.module.up.register_full_backward_hook(look)
@@ -529,7 +535,7 @@ def looks_at_units(use_orig_params: bool) -> list[int]:
     )  # with original parameters some are empty
     found = []
     with mock.patch.object(
-        Runtime, "_look_at_units", autospec=True, side_effect=Runtime._look_at_units
+        Checks, "_check_units", autospec=True, side_effect=Checks._check_units
     ) as looks:
 
         def train() -> None:

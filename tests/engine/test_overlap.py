@@ -31,8 +31,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp_compat import BackwardPrefetch, FullyShardedDataParallel, ShardingStrategy, _torch_private
 from fsdp_compat._engine import device, runtime
+from fsdp_compat._engine.gradients import LARGE
+from fsdp_compat._engine.group import Group
 from fsdp_compat._engine.storage import Storage
-from fsdp_compat._engine.unit import LARGE, Group
 from fsdp_compat.wrap import ModuleWrapPolicy
 from tests.support.ranks import run_ranks
 
@@ -57,18 +58,18 @@ class Recorded:
             if group.name.startswith("the root")
             else group.name.split("'")[1].removeprefix("blocks.")
         )
-        self.names[_torch_private.storage_key(group.memory.full)] = (
+        self.names[_torch_private.storage_key(group.memory.all_gather_output)] = (
             f"full {short}",
             f"sharded {short}",
         )
-        make = group._make_collected
+        make = group.gradients._new_buffer
 
-        def make_collected() -> Any:
-            collected = make()
-            self.names[collected._storage.untyped._cdata] = f"buffer {short}", f"no buffer {short}"
-            return collected
+        def new_buffer() -> Any:
+            buffer = make()
+            self.names[buffer._storage.untyped._cdata] = f"buffer {short}", f"no buffer {short}"
+            return buffer
 
-        group._make_collected = make_collected  # type: ignore[method-assign]
+        group.gradients._new_buffer = new_buffer  # type: ignore[method-assign]
 
     def unit(self, tensor: torch.Tensor) -> str:
         return self.names[_torch_private.storage_key(tensor)][0].split()[1]

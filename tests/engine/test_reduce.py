@@ -122,13 +122,13 @@ def ones(index: int, value: float = 1.0) -> torch.Tensor:
 
 
 def test_an_unused_buffer_holds_no_memory_and_nothing(setup: Setup) -> None:
-    assert not setup.buffer.filled
+    assert not setup.buffer.received
     assert setup.buffer.resident_nbytes == 0
 
 
 def test_the_first_gradient_is_copied_and_makes_the_memory_come(setup: Setup) -> None:
     setup.buffer.put([1], [ones(1, 3.0)])
-    assert setup.buffer.filled
+    assert setup.buffer.received
     assert setup.buffer.resident_nbytes == 4 * RANKS * setup.store.numel
     setup.reduce()
     assert setup.sent()[1].tolist() == [3.0] * 5
@@ -193,7 +193,7 @@ def test_reducing_sends_zeros_for_what_is_not_filled_and_for_padding(setup: Setu
 def test_reducing_empties_the_set_so_that_the_next_gradient_is_copied_again(setup: Setup) -> None:
     setup.buffer.put([1], [ones(1, 3.0)])
     setup.reduce()
-    assert not setup.buffer.filled
+    assert not setup.buffer.received
     assert setup.buffer.resident_nbytes == 0
     setup.buffer.put([0], [ones(0, 2.0)])
     setup.reduce()
@@ -262,7 +262,7 @@ def test_the_gradients_of_a_reduction_view_one_total(setup: Setup) -> None:
 def test_a_dropped_leaf_is_sent_as_zero_and_its_next_gradient_is_copied(setup: Setup) -> None:
     setup.buffer.put([0, 1], [ones(0, 2.0), ones(1, 3.0)])
     setup.buffer.drop([0])
-    assert setup.buffer.filled
+    assert setup.buffer.received
     setup.buffer.put([1], [ones(1, 1.0)])
     setup.reduce()
     assert [value.unique().tolist() for value in setup.sent()] == [[0.0], [4.0], [0.0]]
@@ -278,14 +278,14 @@ def test_dropping_the_last_leaf_frees_the_memory(setup: Setup) -> None:
     setup.buffer.drop([0])
     assert setup.buffer.resident_nbytes > 0
     setup.buffer.drop([1, 2])
-    assert not setup.buffer.filled
+    assert not setup.buffer.received
     assert setup.buffer.resident_nbytes == 0
 
 
 def test_discarding_forgets_everything_and_frees_the_memory(setup: Setup) -> None:
     setup.buffer.put([0, 2], [ones(0), ones(2)])
     setup.buffer.discard()
-    assert not setup.buffer.filled
+    assert not setup.buffer.received
     assert setup.buffer.resident_nbytes == 0
 
 
@@ -325,7 +325,7 @@ def test_a_leaf_without_a_gradient_is_handed_zeros_and_the_set_is_emptied() -> N
     found = Reduction(gradients.reduce(wire, "")).finish()
     assert [tuple(grad.shape) for grad in found] == SHAPES
     assert [grad.unique().tolist() for grad in found] == [[0.0], [2.0], [0.0]]
-    assert not gradients.filled
+    assert not gradients.received
     assert gradients.resident_nbytes == 0
 
 
@@ -334,10 +334,10 @@ def test_handed_gradients_can_be_dropped_and_discarded() -> None:
     gradients.put([0, 1], [ones(0), ones(1)])
     assert gradients.resident_nbytes == 4 * 11
     gradients.drop([0, 2])
-    assert gradients.filled
+    assert gradients.received
     assert gradients.resident_nbytes == 4 * 5
     gradients.discard()
-    assert not gradients.filled
+    assert not gradients.received
     assert gradients.resident_nbytes == 0
 
 

@@ -38,9 +38,9 @@ def unit_in(state: str, kind: str = "flat", precision: Precision | None = HALF) 
     unit = make_unit(kind, module, lone_mesh(), members_of(module), precision=precision)
     unit.label = "unit 'blocks.7'"
     if state != "SHARDED":
-        unit.gather()
+        unit.unshard()
     if state == "UNSHARDED":
-        unit.wait()
+        unit.wait_for_unshard()
     assert unit.residency.name == state
     return unit
 
@@ -70,15 +70,15 @@ def test_every_other_move_raises_and_names_the_unit_and_both_states(old: str, ne
 @pytest.mark.parametrize(
     ("state", "call", "after"),
     [
-        ("SHARDED", "gather", "UNSHARDING"),
-        ("UNSHARDING", "gather", "UNSHARDING"),
-        ("UNSHARDED", "gather", "UNSHARDED"),
-        ("SHARDED", "wait", "SHARDED"),
-        ("UNSHARDING", "wait", "UNSHARDED"),
-        ("UNSHARDED", "wait", "UNSHARDED"),
-        ("SHARDED", "free", "SHARDED"),
-        ("UNSHARDING", "free", "SHARDED"),
-        ("UNSHARDED", "free", "SHARDED"),
+        ("SHARDED", "unshard", "UNSHARDING"),
+        ("UNSHARDING", "unshard", "UNSHARDING"),
+        ("UNSHARDED", "unshard", "UNSHARDED"),
+        ("SHARDED", "wait_for_unshard", "SHARDED"),
+        ("UNSHARDING", "wait_for_unshard", "UNSHARDED"),
+        ("UNSHARDED", "wait_for_unshard", "UNSHARDED"),
+        ("SHARDED", "reshard", "SHARDED"),
+        ("UNSHARDING", "reshard", "SHARDED"),
+        ("UNSHARDED", "reshard", "SHARDED"),
     ],
 )
 def test_gathering_waiting_and_freeing_are_legal_in_every_state(
@@ -94,7 +94,7 @@ def test_memory_follows_residency(kind: str) -> None:
     unit = unit_in("SHARDED", kind)
     numel = unit.groups[0].store.numel
     found = []
-    for call in (unit.gather, unit.wait, unit.free):
+    for call in (unit.unshard, unit.wait_for_unshard, unit.reshard):
         call()
         found.append(unit.groups[0].resident_nbytes)
     assert found == [2 * numel, 2 * numel, 0]
@@ -110,26 +110,26 @@ def test_one_rank_without_a_cast_holds_nothing_beyond_its_shard(kind: str) -> No
         leaf.untyped_storage().data_ptr() == shard.untyped_storage().data_ptr()
         for leaf in group.unsharded_params
     )
-    unit.free()
+    unit.reshard()
     assert all(leaf.untyped_storage().nbytes() for leaf in group.unsharded_params)
 
 
 def test_nothing_is_freed_while_a_forward_of_the_unit_runs() -> None:
     unit = unit_in("UNSHARDED")
     unit.running = 1
-    unit.free()
+    unit.reshard()
     assert unit.residency is Residency.UNSHARDED
     unit.running = 0
-    unit.free()
+    unit.reshard()
     assert unit.residency is Residency.SHARDED
 
 
 def test_a_lent_unit_neither_gathers_nor_shows() -> None:
     unit = unit_in("SHARDED")
-    unit.summoned = True
-    unit.gather()
-    unit.show(True)
-    assert (unit.residency, unit.shown_full) == (Residency.SHARDED, False)
+    unit.view.begin_summon()
+    unit.unshard()
+    unit.view.show_unsharded()
+    assert (unit.residency, unit.view.shows_unsharded) == (Residency.SHARDED, False)
 
 
 # -- what is shown
@@ -138,14 +138,14 @@ def test_a_lent_unit_neither_gathers_nor_shows() -> None:
 @pytest.mark.parametrize("kind", STORES)
 def test_full_shows_leaves_of_the_original_shapes_and_sharded_shows_targets(kind: str) -> None:
     unit = unit_in("UNSHARDED", kind)
-    unit.show(True)
+    unit.view.show_unsharded()
     assert {name: tuple(p.shape) for name, p in unit.module.named_parameters()} == {
         "first.weight": (2, 3),
         "first.bias": (2,),
         "last.weight": (2, 2),
         "last.bias": (2,),
     }
-    unit.show(False)
+    unit.view.show_sharded()
     targets = [target for group in unit.groups for target, _ in group.store.sharded_params]
     assert [id(p) for p in unit.module.parameters()] == [id(target) for target in targets]
 
@@ -160,12 +160,12 @@ def test_the_originals_are_absent_while_a_flat_unit_is_sharded() -> None:
 @pytest.mark.parametrize("kind", STORES)
 def test_a_foreign_object_in_place_of_a_managed_parameter_is_refused(kind: str) -> None:
     unit = unit_in("UNSHARDED", kind)
-    unit.show(True)
+    unit.view.show_unsharded()
     unit.module.last.weight = nn.Parameter(torch.zeros(2, 2))
     with pytest.raises(
         StateError, match=r"(?s)replaced by another object.*'blocks\.7', Linear\.weight"
     ):
-        unit.show(False)
+        unit.view.show_sharded()
 
 
 def test_the_order_of_names_survives_swapping_beside_parameters_of_others() -> None:
@@ -175,14 +175,14 @@ def test_the_order_of_names_survives_swapping_beside_parameters_of_others() -> N
     ]
     unit = make_unit("flat", module, lone_mesh(), managed)
     for _ in range(2):
-        unit.show(True)
+        unit.view.show_unsharded()
         assert [name for name, _ in module.named_parameters()] == [
             "first.weight",
             "first.bias",
             "last.weight",
             "last.bias",
         ]
-        unit.show(False)
+        unit.view.show_sharded()
         assert [name for name, _ in module.named_parameters()] == [
             "_flat_param",
             "first.bias",
@@ -194,10 +194,14 @@ def test_a_recurrent_module_sees_the_leaves_in_its_own_list_too() -> None:
     module = nn.LSTM(3, 2)
     names = list(module._flat_weights_names)
     unit = make_unit("original", module, lone_mesh(), members_of(module), precision=HALF)
-    unit.gather()
-    unit.wait()
-    for full in (True, False, True):
-        unit.show(full)
+    unit.unshard()
+    unit.wait_for_unshard()
+    for show in (
+        unit.view.show_unsharded,
+        unit.view.show_sharded,
+        unit.view.show_unsharded,
+    ):
+        show()
         assert [id(weight) for weight in module._flat_weights] == [
             id(module._parameters[name]) for name in names
         ]
@@ -249,7 +253,7 @@ def test_the_full_form_is_made_empty_and_counts_what_it_holds(kind: str, ranks: 
     assert memory.resident_nbytes == 0
     memory.allocate()
     assert memory.resident_nbytes == 2 * ranks * store.numel
-    memory.full.data.zero_()
+    memory.all_gather_output.data.zero_()
     memory.fill_unsharded_params()
     copied = kind == "row" and ranks > 1
     assert memory.resident_nbytes == (
@@ -265,9 +269,9 @@ def test_a_gather_moves_no_version_counter_of_a_leaf(kind: str) -> None:
     leaves = unit.groups[0].unsharded_params
     before = [leaf._version for leaf in leaves]
     for _ in range(3):
-        unit.gather()
-        unit.wait()
-        unit.free()
+        unit.unshard()
+        unit.wait_for_unshard()
+        unit.reshard()
     assert [leaf._version for leaf in leaves] == before
 
 

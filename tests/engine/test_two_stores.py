@@ -18,9 +18,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 from fsdp_compat._comm.mesh import Mesh, mesh_from_device_mesh, mesh_from_group, replicated
+from fsdp_compat._engine.gradients import LARGE
 from fsdp_compat._engine.runtime import Runtime
 from fsdp_compat._engine.schedule import Prefetch
-from fsdp_compat._engine.unit import LARGE
 from tests.support.engine_build import (
     STORES,
     assert_at_rest,
@@ -522,11 +522,11 @@ def residency_through_a_step(kind: str, reshard: bool) -> tuple[list[str], list[
     runtime = shard(model, UNITS, kind, mesh_of("sharded"), reshard_after_forward=reshard)
     inside: list[bool] = []
     model.blocks[1].up.register_forward_hook(
-        lambda *_: inside.extend(unit.shown_full for unit in runtime.units)
+        lambda *_: inside.extend(unit.view.shows_unsharded for unit in runtime.units)
     )
     loss = mean_square(model, batch(0, dist.get_rank()))
     full = [unit.label for unit in runtime.units if unit.residency.name == "UNSHARDED"]
-    shown = [unit.shown_full for unit in runtime.units]
+    shown = [unit.view.shows_unsharded for unit in runtime.units]
     loss.backward()
     assert_at_rest(runtime)
     return full, shown, inside

@@ -195,7 +195,7 @@ def assert_apart(one: nn.Module, other: nn.Module) -> None:
     assert not storages(one) & storages(other), "memory is shared"
     for model in (one, other):
         for instance in FSDP.fsdp_modules(model):
-            for child in instance._unit.holders():
+            for child in instance._unit.view.modules():
                 assert child in set(instance.modules()), (
                     "a unit swaps parameters of another model's modules"
                 )

@@ -157,9 +157,11 @@ def assert_idle(model: FSDP, mode: str = "no_grad") -> None:
     if mode == "grad":
         return
     for unit in model._runtime.units:
-        assert unit.residency is Residency.SHARDED and not unit.shown_full and not unit.running, (
-            unit.label
-        )
+        assert (
+            unit.residency is Residency.SHARDED
+            and not unit.view.shows_unsharded
+            and not unit.running
+        ), unit.label
         assert all(group.resident_nbytes == 0 for group in unit.groups), unit.label
         for group in unit.groups:
             assert not any(

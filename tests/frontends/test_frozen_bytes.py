@@ -26,7 +26,7 @@ from fsdp_compat import (
 )
 from fsdp_compat import FullyShardedDataParallel as FSDP
 from fsdp_compat._comm.communicator import Kind
-from fsdp_compat._engine.unit import LARGE
+from fsdp_compat._engine.gradients import LARGE
 from fsdp_compat.wrap import ModuleWrapPolicy
 from tests.support.models import DIM, Block, Lora, Stack, chain
 from tests.support.parity import both_forms, make_pair, one_backward, square, wide_vectors
@@ -428,9 +428,7 @@ def _largest_held(model: FSDP) -> Iterator[list[int]]:
     groups = model._runtime.groups
 
     def look(*_: Any) -> None:
-        held = sum(
-            group._collected.resident_nbytes for group in groups if group._collected is not None
-        )
+        held = sum(group.gradients.resident_nbytes for group in groups)
         found[0] = max(found[0], held)
 
     handles = [
@@ -455,7 +453,7 @@ def _costs(use_orig_params: bool) -> tuple[int, int, int, int, list[bool]]:
     square(pair.model, x).backward()
     grads = sum(p.grad.nbytes for p in pair.model.parameters() if p.grad is not None)
     frozen = [
-        group.has_gradients or group._collected is not None
+        group.has_gradients or group.gradients._buffer is not None
         for group in groups
         if not group.store.sharded_params[0].parameter.requires_grad
     ]

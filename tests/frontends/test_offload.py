@@ -22,7 +22,7 @@ from fsdp_compat import (
     StateDictType,
 )
 from fsdp_compat import FullyShardedDataParallel as FSDP
-from fsdp_compat._engine.unit import LARGE
+from fsdp_compat._engine.gradients import LARGE
 from fsdp_compat.wrap import ModuleWrapPolicy
 from tests.support.models import (
     DIM,
@@ -270,7 +270,7 @@ def _freed_between_steps(strategy: ShardingStrategy) -> None:
     for _ in range(2):
         pair.step(one_backward)
         assert all(
-            group.memory.full.untyped_storage().nbytes() == 0
+            group.memory.all_gather_output.untyped_storage().nbytes() == 0
             for group in pair.model._runtime.groups
         )
         with torch.no_grad():

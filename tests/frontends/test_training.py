@@ -232,7 +232,9 @@ def _state_between_steps(use_orig_params: bool) -> None:
     pair = make_pair(Stack, use_orig_params=use_orig_params)
     for _ in range(2):
         pair.step(one_backward)
-        assert pair.model._runtime.groups[0].memory.full.untyped_storage().nbytes() == 0
+        assert (
+            pair.model._runtime.groups[0].memory.all_gather_output.untyped_storage().nbytes() == 0
+        )
 
 
 @both_forms

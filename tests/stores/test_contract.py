@@ -62,7 +62,7 @@ class Case(typing.NamedTuple):
         memory = GroupMemory(self.stores[0], self.ranks, dtype, CPU)
         if not memory.aliased:
             memory.allocate()
-            memory.full.data.copy_(self.gathered(dtype))
+            memory.all_gather_output.data.copy_(self.gathered(dtype))
             memory.fill_unsharded_params()
         return memory
 
@@ -199,7 +199,7 @@ def test_leaves_are_the_parameters_after_a_gather(case: Case) -> None:
 
 def test_leaves_either_all_view_the_buffer_or_none_does(case: Case) -> None:
     memory = case.memory()
-    buffer = memory.full.untyped_storage()._cdata
+    buffer = memory.all_gather_output.untyped_storage()._cdata
     assert len({leaf.untyped_storage()._cdata == buffer for leaf in memory.unsharded_params}) == 1
 
 
@@ -217,9 +217,9 @@ def test_leaves_have_version_counters_of_their_own(case: Case) -> None:
         for leaf in memory.unsharded_params:
             leaf.add_(0)
         if (
-            memory.full.untyped_storage().nbytes()
+            memory.all_gather_output.untyped_storage().nbytes()
         ):  # leaves that were filled by a copy have let it go
-            memory.full.add_(0)
+            memory.all_gather_output.add_(0)
     assert [leaf._version for leaf in memory.unsharded_params] == [
         version + 1 for version in before
     ]

@@ -15,12 +15,13 @@ from torch import nn
 from fsdp_compat._comm.mesh import Axis, Mesh
 from fsdp_compat._engine import hooks
 from fsdp_compat._engine.dtypes import Precision
+from fsdp_compat._engine.group import Group
 from fsdp_compat._engine.ownership import OrigParam, assign_owners, group_members
 from fsdp_compat._engine.runtime import Runtime, RuntimeOptions
 from fsdp_compat._engine.schedule import Prefetch
 from fsdp_compat._engine.state_store import flat_param_name
 from fsdp_compat._engine.store import ParamStore
-from fsdp_compat._engine.unit import Group, Residency, Unit, UnitOptions
+from fsdp_compat._engine.unit import Residency, Unit, UnitOptions
 from fsdp_compat._stores.flat_store import FlatStore
 
 from .row_store import RowStore
@@ -177,12 +178,12 @@ def _whole(group: Group, full: torch.Tensor) -> dict[str, torch.Tensor]:
 
 def assert_at_rest(runtime: Runtime) -> None:
     """Between steps nothing is there but shards, gradients and optimizer state."""
-    assert not runtime.in_forward
+    assert not runtime.in_forward()
     assert not runtime.in_backward
     assert dist.is_initialized()
     for unit in runtime.units:
         assert unit.residency is Residency.SHARDED, unit.label
-        assert not unit.shown_full, unit.label
+        assert not unit.view.shows_unsharded, unit.label
         assert [group.resident_nbytes for group in unit.groups] == [0] * len(unit.groups), (
             unit.label
         )

@@ -25,7 +25,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp_compat import FullyShardedDataParallel as FSDP
 from fsdp_compat import ShardingStrategy
-from fsdp_compat._engine.unit import Group, Residency
+from fsdp_compat._engine.group import Group
+from fsdp_compat._engine.unit import Residency
 from fsdp_compat._state.names import clean_name
 from fsdp_compat.wrap import ModuleWrapPolicy
 from tests.support.models import DIM, NUM_TOKENS, Block
@@ -252,7 +253,7 @@ class Pair:
         counts = torch.tensor(
             [
                 [any(grad is not None for grad in its) for its in own],
-                [g.num_held > 0 for g, _ in self._matches],
+                [g.gradients.sharded.num_held > 0 for g, _ in self._matches],
             ]
         )
         dist.all_reduce(counts := counts.long())
@@ -287,13 +288,13 @@ class Pair:
             assert unit.residency is Residency.SHARDED, (
                 f"{unit.label} was left {unit.residency.name}"
             )
-            assert not unit.shown_full, f"{unit.label} shows full parameters"
+            assert not unit.view.shows_unsharded, f"{unit.label} shows full parameters"
             assert not unit.calls and not unit.running, f"{unit.label} is thought to run"
             for group in unit.groups:
                 assert group.resident_nbytes == 0, (
                     f"{group.name}: {group.resident_nbytes} bytes were left"
                 )
-                assert group.reduction is None, f"{group.name}: a reduction was left"
+                assert group.gradients.reduction is None, f"{group.name}: a reduction was left"
                 assert not any(
                     wire.ranks > 1 and getattr(wire, "_sends", ())
                     for wire in (group.shard, group.replica)

@@ -25,7 +25,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fsdp_compat import FullyShardedDataParallel as FSDP
 from fsdp_compat import MixedPrecision, _torch_private
-from fsdp_compat._engine.unit import Group
+from fsdp_compat._engine.group import Group
 from fsdp_compat._state.names import clean_name
 from fsdp_compat.sharded_grad_scaler import ShardedGradScaler
 from tests.support.parity import assert_close
@@ -90,7 +90,7 @@ class Transfers:
     def know(self, group: Group, wholes: list[torch.Tensor]) -> None:
         """wholes: the parameters of the unsharded model that the group has."""
         for memory in group.memories:
-            self._wholes[_torch_private.storage_key(memory.full)] = group, wholes
+            self._wholes[_torch_private.storage_key(memory.all_gather_output)] = group, wholes
 
     @contextlib.contextmanager
     def carried(self) -> Iterator[None]:
