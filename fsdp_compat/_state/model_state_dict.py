@@ -30,7 +30,7 @@ from ..errors import (
 )
 from . import rank0_loading
 from .entries import copied
-from .formats import BoxedTensor, is_sharded
+from .formats import BoxedTensor
 from .model_units import ModelUnit, model_unit_of, model_units_in, names_in_order, units_of
 from .names import (
     FSDP_WRAPPED_MODULE,
@@ -45,6 +45,7 @@ from .unit_entries import full_entries, local_entries, sharded_entries
 from .unit_loading import load_unit
 from .unmanaged import owners_in
 from .validation import EVERYWHERE, not_loaded, refuse_values
+from .values import is_sharded
 
 __all__ = ["follow_loading", "load_state_dict", "state_dict"]
 

@@ -22,10 +22,10 @@ from .._engine.group import Group
 from .._engine.state_store import store_of
 from ..errors import RuntimeUsageError, UsageError, explain
 from .entries import Entry, classify_all, copied, snapshot
-from .formats import mesh_sharded_value, sharded_value
 from .optim_alike import Agreed
 from .param_ownership import NamedUnit, ParamOwnership, is_flat, is_whole
 from .rank_local import gather_states, own_states, part_of
+from .values import mesh_sharded_value, sharded_value
 
 __all__ = [
     "Facts",

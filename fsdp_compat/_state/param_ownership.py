@@ -21,6 +21,7 @@ __all__ = [
     "NamedUnit",
     "ParamContents",
     "ParamOwnership",
+    "contents_of",
     "is_flat",
     "is_whole",
     "numbered_names",
@@ -44,6 +45,9 @@ class ParamContents:
 
     group: Group | None  # None: a parameter that no unit manages
     names: tuple[tuple[int, str], ...]
+    all_names: tuple[
+        tuple[str, ...], ...
+    ]  # of each of them, the first one first; ties have several
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,6 +147,31 @@ def require_units(units: Sequence[NamedUnit], model: nn.Module, where: str) -> N
         )
 
 
+def contents_of(units: Sequence[NamedUnit], model: nn.Module) -> dict[nn.Parameter, ParamContents]:
+    """Return what each parameter that an optimizer may hold contains: the units' sharded
+    parameters, and then those that no unit manages."""
+    held: dict[nn.Parameter, ParamContents] = {}
+    for named in units:
+        for group in named.unit.groups:
+            params = store_of(group).orig_params
+            for parameter, indices in group.store.sharded_params:
+                all_names = [
+                    tuple(
+                        dict.fromkeys(named.prefix + clean_name(name) for name in params[i].names)
+                    )
+                    for i in indices
+                ]
+                names = [(i, its[0]) for i, its in zip(indices, all_names, strict=True)]
+                held[parameter] = ParamContents(group, tuple(names), tuple(all_names))
+    others: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if parameter not in held:
+            others.setdefault(parameter, []).append(clean_name(name))
+    for parameter, its in others.items():
+        held[parameter] = ParamContents(None, ((0, its[0]),), (tuple(its),))
+    return held
+
+
 def ownership_of(
     groups: Sequence[Mapping[str, Any]], where: str, units: Sequence[NamedUnit], model: nn.Module
 ) -> ParamOwnership:
@@ -151,18 +180,10 @@ def ownership_of(
     Raises UsageError for a parameter that is not the model's, and for a model without units.
     """
     require_units(units, model, where)
-    held: dict[nn.Parameter, ParamContents] = {}
-    for named in units:
-        for group in named.unit.groups:
-            members = store_of(group).orig_params
-            for target, indices in group.store.sharded_params:
-                held[target] = ParamContents(
-                    group, tuple((i, named.prefix + clean_name(members[i].name)) for i in indices)
-                )
+    held = contents_of(units, model)
     names: dict[nn.Parameter, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, name)
-        held.setdefault(parameter, ParamContents(None, ((0, clean_name(name)),)))
     for position, group_of_optimizer in enumerate(groups):
         for parameter in group_of_optimizer["params"]:
             if parameter not in held:

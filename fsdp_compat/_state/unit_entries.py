@@ -17,8 +17,8 @@ from .._engine.unit import Unit
 from .._layout.spec import Interval
 from ..errors import UsageError, explain
 from .entries import copied
-from .formats import local_value, mesh_sharded_value, sharded_value
 from .names import Wanted, clean_name, everything, named_sections
+from .values import local_value, mesh_sharded_value, sharded_value
 
 __all__ = ["full_entries", "gathered_unit", "local_entries", "sharded_entries"]
 

@@ -14,7 +14,8 @@ from .._engine.state_store import StateStore, store_of
 from .._engine.unit import Unit
 from .._layout.spec import Section
 from ..errors import CheckpointError
-from .formats import (
+from .names import clean_name, named_sections
+from .values import (
     is_readable,
     is_sharded,
     is_tensor,
@@ -24,7 +25,6 @@ from .formats import (
     read_part,
     shape_of,
 )
-from .names import clean_name, named_sections
 
 __all__ = ["Rank0Value", "check_unit", "load_unit", "other_local", "wrong_value"]
 

@@ -426,7 +426,7 @@ class _Plan:
                     fix="pass optimizer=None, and begin with the optimizer as it is",
                 )
             )
-        held = held_by(self._model, optimizer, self._groups)
+        held = held_by(self._model, optimizer)
         self._settings = [
             (group["params"], _settings_of(group["settings"]))
             for group in self.source.manifest.param_groups
@@ -543,7 +543,7 @@ class _Plan:
             p: n
             for n, p in enumerate(p for group in optimizer.param_groups for p in group["params"])
         }
-        held = held_by(self._model, optimizer, self._groups)
+        held = held_by(self._model, optimizer)
         state = {
             p: {key: _on(value, p) for key, value in entry.items()}
             for p, entry in self._state.items()

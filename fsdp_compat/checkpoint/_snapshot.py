@@ -23,10 +23,11 @@ from .._engine.store import ShardedParam
 from .._layout.spec import Section
 from .._state.entries import Entry as Kind
 from .._state.entries import classify_all
+from .._state.model_units import units_of
 from .._state.names import clean_name, named_sections
-from .._state.optim import NamedUnit
 from .._state.optim_state_dict import warn_of_layout
 from .._state.optimizers import convert
+from .._state.param_ownership import NamedUnit, ownership_of
 from .._state.unmanaged import unmanaged_state
 from ..errors import UsageError, explain
 from ._head import TEXT
@@ -203,7 +204,7 @@ def take_snapshot(
             )
     if optimizer is not None:
         convert(optimizer)
-        held = held_by(model, optimizer, groups)
+        held = held_by(model, optimizer)
         snapshot.param_groups = [
             {
                 "params": [name for parameter in group["params"] for name in held[parameter]],
@@ -312,31 +313,15 @@ class _Adder:
 
 
 def held_by(
-    model: nn.Module, optimizer: torch.optim.Optimizer, groups: Sequence[NamedGroup]
+    model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> dict[torch.Tensor, tuple[str, ...]]:
     """Return the names that each parameter of the optimizer holds; raises UsageError for one that
     is not the model's."""
-    held: dict[torch.Tensor, tuple[str, ...]] = {
-        target: tuple(named.names(index)[0] for index in indices)
-        for named in groups
-        for target, indices in named.sharded_params
+    owned = ownership_of(optimizer.param_groups, type(optimizer).__name__, units_of(model), model)
+    return {
+        parameter: tuple(name for _, name in contents.names)
+        for parameter, contents in owned.held.items()
     }
-    for name, parameter in model.named_parameters():
-        held.setdefault(parameter, (clean_name(name),))
-    for number, group in enumerate(optimizer.param_groups):
-        for parameter in group["params"]:
-            if parameter not in held:
-                raise UsageError(
-                    explain(
-                        "The optimizer holds a parameter that is not the model's.",
-                        expected="an optimizer made from the parameters of the wrapped model",
-                        got=f"a parameter of shape {tuple(parameter.shape)}",
-                        where=f"parameter group {number} of {type(optimizer).__name__}",
-                        fix="make the optimizer after wrapping, from model.parameters(), or wrap "
-                        "with use_orig_params=True",
-                    )
-                )
-    return held
 
 
 def _kinds(
