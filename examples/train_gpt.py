@@ -1,4 +1,4 @@
-"""Train a small GPT, sharded over any number of processes, on text that every Python brings along.
+"""Train a small GPT, sharded over any number of processes, on text that comes with Python.
 
     torchrun --nproc-per-node 2 examples/train_gpt.py --checkpoint-dir /tmp/gpt
     torchrun --nproc-per-node 4 examples/train_gpt.py --checkpoint-dir /tmp/gpt --resume --steps 400
@@ -6,8 +6,8 @@
 
 It learns the bytes of pydoc_data.topics, Python's own documentation: on CPU with gloo, or on GPUs
 with nccl, one per process. It shows how to wrap a model, how to keep the loss independent of the
-number of processes, how to save sharded checkpoints that another number of processes (or another
-strategy) resumes, and how to stop cleanly.
+number of processes, how to save checkpoints that another number of processes (or another strategy)
+resumes, and how to stop cleanly.
 
 Ctrl-C and SIGTERM save a checkpoint at the end of the step; the second one ends the process at
 once. The exit status is then 130 or 143. torchrun passes signals on, kills what has not ended 30
@@ -36,13 +36,13 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from torch import Tensor, nn
 from tqdm import tqdm
 
 from fsdp_compat import FullyShardedDataParallel as FSDP
-from fsdp_compat import ShardingStrategy, StateDictType
+from fsdp_compat import ShardingStrategy, checkpoint
+from fsdp_compat.errors import CheckpointError
 from fsdp_compat.wrap import ModuleWrapPolicy
 
 VOCABULARY = 256  # a token is a byte
@@ -145,10 +145,12 @@ class GPT(nn.Module):
 
 # --- checkpoints ----------------------------------------------------------------------------------
 
+RUN = "run.json"  # beside the checkpoints: the settings of the run
+
 
 @dataclass
 class Record:
-    """What a checkpoint says beside the tensors, in ``run.json``."""
+    """What a run has done so far."""
 
     settings: dict[str, Any]  # the options that a resumed run must repeat
     step: int = 0
@@ -160,35 +162,14 @@ class Record:
 
 
 def checkpoints(directory: Path) -> list[Path]:
-    """Return the checkpoints in a directory, newest first. One that was not finished has another
-    name."""
+    """Return the checkpoints in a directory, newest first."""
     found = [path for path in directory.glob("step-*") if re.fullmatch(r"step-\d+", path.name)]
     return sorted(found, key=lambda path: int(path.name[5:]), reverse=True)
 
 
-def what_is_missing(path: Path) -> str | None:
-    """Return what a checkpoint lacks, or None: files get lost or cut off after they were written,
-    too."""
-    try:
-        Record(**json.loads((path / "run.json").read_text()))
-    except (OSError, ValueError, TypeError) as error:
-        return f"a readable run.json ({type(error).__name__})"
-    try:
-        files = dcp.FileSystemReader(path).read_metadata().storage_data.values()
-    except Exception as error:  # it is a pickle: anything can come out of a damaged one
-        return f"a readable .metadata ({type(error).__name__})"
-    for part in files:
-        file = path / part.relative_path
-        if not file.is_file() or file.stat().st_size < part.offset + part.length:
-            return f"{file.name}, or its end"
-    return None
-
-
-def starting_point(
-    directory: Path, resume: bool, settings: dict[str, Any]
-) -> tuple[Path | None, Record]:
-    """Return the newest complete checkpoint, if any, and its record. Raise RunError when the
-    directory does not fit."""
+def starting_points(directory: Path, resume: bool, settings: dict[str, Any]) -> list[Path]:
+    """Return the checkpoints to resume from, the newest first; none for a new run, whose settings
+    are written. Raise RunError if the directory does not fit."""
     found = checkpoints(directory)
     if not resume:
         if found:
@@ -197,79 +178,56 @@ def starting_point(
                 f"--checkpoint-dir: {got}. To go on with it, add --resume; else choose another "
                 "directory."
             )
-        return None, Record(settings)
-    missing = {path: what_is_missing(path) for path in found}
-    path = next((path for path, what in missing.items() if what is None), None)
-    incomplete = [f"{path} lacks {what}" for path, what in missing.items() if what is not None]
-    if path is None:
-        got = "; ".join(incomplete) or (
-            "a directory without one" if directory.is_dir() else "no such directory"
-        )
-        fix = "To start a new run, leave out --resume and choose an empty directory."
-        raise RunError(f"--resume: expected a complete checkpoint in {directory}, got {got}. {fix}")
-    record = Record(**json.loads((path / "run.json").read_text()))
+        directory.mkdir(parents=True, exist_ok=True)
+        (directory / RUN).write_text(json.dumps(settings, indent=1))
+        return []
+    if not found:
+        got = "a directory without one" if directory.is_dir() else "no such directory"
+        raise nothing_to_resume(directory, got)
+    try:
+        saved = dict(json.loads((directory / RUN).read_text()))
+    except (OSError, ValueError, TypeError) as error:
+        raise nothing_to_resume(directory, f"no readable {RUN} ({type(error).__name__})") from None
     for name, got in settings.items():
-        expected = record.settings.get(name)
-        if got != expected:
+        if got != saved.get(name):
             option = "--" + name.replace("_", "-")
             raise RunError(
-                f"{option}: expected {expected} as in {path}, got {got}. A resumed run must repeat "
-                "it."
+                f"{option}: expected {saved.get(name)} as in {found[0]}, got {got}. A resumed run "
+                "must repeat it."
             )
-    for newer in found[: found.index(path)]:
-        print(f"passed over: {newer} lacks {missing[newer]}", file=sys.stderr)
-    return path, record
+    return found
 
 
-def sharded_state(model: FSDP, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return this rank's parts of the model and the optimizer's state, for
-    torch.distributed.checkpoint. Collective."""
-    with FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
-        return {"model": model.state_dict(), "optim": FSDP.optim_state_dict(model, optimizer)}
+def nothing_to_resume(directory: Path, got: str) -> RunError:
+    fix = "To start a new run, leave out --resume and choose an empty directory."
+    return RunError(f"--resume: expected a complete checkpoint in {directory}, got {got}. {fix}")
 
 
 def save_checkpoint(
     directory: Path, model: FSDP, optimizer: torch.optim.Optimizer, record: Record
-) -> Path:
-    """Write a checkpoint of the step and return its path. A directory of that name is always
-    complete. Collective."""
-    path = directory / f"step-{record.step:06d}"
-    partial = path.with_suffix(".partial")
-    if dist.get_rank() == 0:
-        shutil.rmtree(
-            partial, ignore_errors=True
-        )  # of a killed run; no rank writes before rank 0 comes to save()
-    dcp.save(sharded_state(model, optimizer), checkpoint_id=partial)
-    if dist.get_rank() == 0:  # where save() returns last, after all ranks have written
-        record.write(partial / "run.json")
-        shutil.rmtree(path, ignore_errors=True)  # an incomplete one that the run has passed over
-        partial.rename(path)
-    return path
+) -> None:
+    """Save the step. The checkpoint gets its name once it is complete. Collective."""
+    extra = {"step": record.step, "train": record.train, "validation": record.validation}
+    checkpoint.save(directory, model, optimizer, extra, step=record.step)
 
 
-def load_checkpoint(path: Path, model: FSDP, optimizer: torch.optim.Optimizer) -> None:
-    """Read a checkpoint, written by any number of ranks with any strategy, into model and
-    optimizer. Collective."""
-    create_optimizer_state(optimizer)
-    state = sharded_state(model, optimizer)
-    dcp.load(state, checkpoint_id=path)  # in place
-    with FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
-        model.load_state_dict(state["model"])
-        optimizer.load_state_dict(FSDP.optim_state_dict_to_load(model, optimizer, state["optim"]))
-
-
-def create_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
-    """Let a new optimizer make its state, which dcp.load needs to read into: it is made in the
-    first step.
-
-    A step with zero gradients and a learning rate of zero changes no parameter.
-    """
-    for group in optimizer.param_groups:
-        group["lr"] = 0.0  # every training step sets its own
-        for parameter in group["params"]:
-            parameter.grad = torch.zeros_like(parameter)
-    optimizer.step()
-    optimizer.zero_grad()
+def load_checkpoint(
+    paths: list[Path], model: FSDP, optimizer: torch.optim.Optimizer, settings: dict[str, Any]
+) -> Record:
+    """Load the newest of the checkpoints that is intact, saved by any number of ranks with any
+    strategy, and return its record. Damaged ones are set aside. Collective."""
+    damaged = []
+    for path in paths:
+        try:
+            return Record(settings, **checkpoint.load(path, model, optimizer))
+        except CheckpointError as error:  # on all ranks
+            damaged.append(f"{path}, which is damaged")
+            if dist.get_rank() == 0:
+                print(f"passed over: {path} cannot be loaded: {error}", file=sys.stderr)
+                aside = path.with_suffix(".damaged")  # a checkpoint is never overwritten
+                shutil.rmtree(aside, ignore_errors=True)
+                path.rename(aside)
+    raise nothing_to_resume(paths[0].parent, "; ".join(damaged))
 
 
 # --- training -------------------------------------------------------------------------------------
@@ -356,11 +314,9 @@ def train(args: argparse.Namespace, device: torch.device) -> int:
         for name in ("dim", "layers", "heads", "context", "tie_embeddings")
     }
     settings = {**shape, "batch": args.batch, "seed": args.seed}
-    checkpoint, record = None, Record(settings)
+    record, paths = Record(settings), []
     if args.checkpoint_dir is not None:
-        checkpoint, record = on_rank_0(
-            lambda: starting_point(args.checkpoint_dir, args.resume, settings)
-        )
+        paths = on_rank_0(lambda: starting_points(args.checkpoint_dir, args.resume, settings))
 
     torch.manual_seed(args.seed)  # the same initial model on every rank
     model = FSDP(
@@ -373,8 +329,8 @@ def train(args: argparse.Namespace, device: torch.device) -> int:
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.1
     )
-    if checkpoint is not None:
-        load_checkpoint(checkpoint, model, optimizer)
+    if paths:
+        record = load_checkpoint(paths, model, optimizer, settings)
 
     status = train_steps(args, model, optimizer, record, device)
     if rank == 0 and args.losses is not None:

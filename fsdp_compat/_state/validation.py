@@ -16,6 +16,8 @@ from .unmanaged import unmanaged_in
 
 __all__ = ["EVERYWHERE", "not_loaded", "others_in", "refuse_values"]
 
+_PACKAGE = f"{__name__.partition('.')[0]}."  # of hooks that change no keys
+
 
 def refuse_values(
     model: nn.Module, label: str, state_dict: Mapping[str, Any], strict: bool
@@ -82,7 +84,7 @@ def _loads_plainly(model: nn.Module) -> bool:
     return all(
         not _loads_in_own_way(child)
         and all(
-            getattr(hook, "hook", hook).__module__.startswith(f"{__package__}.")
+            getattr(hook, "hook", hook).__module__.startswith(_PACKAGE)
             for hook in child._load_state_dict_pre_hooks.values()
         )
         for child in model.modules()

@@ -74,9 +74,9 @@ from fsdp_compat._layout.flat import flat_layout
 from fsdp_compat._layout.transfer import runs_of_part
 from fsdp_compat._state.model_units import units_of
 from fsdp_compat._stores.flat_store import ALIGN_NBYTES
-from fsdp_compat.checkpoint._blocks import BLOCK_NBYTES, Facts
+from fsdp_compat.checkpoint._blocks import BLOCK_NBYTES, FileFacts
 from fsdp_compat.checkpoint._manifest import MANIFEST, Manifest, read_manifest, versions
-from fsdp_compat.checkpoint._snapshot import named_groups
+from fsdp_compat.checkpoint._named_groups import named_groups
 from fsdp_compat.wrap import ModuleWrapPolicy
 
 LIMIT_S, LIMIT_BYTES = 60.0, 2e9
@@ -244,7 +244,7 @@ def plans(model: nn.Module, world_size: int) -> dict[str, Any]:
     start = time.perf_counter()
     described = tuple(named.described(0) for named in groups)
     nbytes = ENTRIES * sum(store_of(named.group).shard.nbytes for named in groups)
-    facts = Facts(nbytes, (0xFFFFFFFF,) * -(-nbytes // BLOCK_NBYTES))
+    facts = FileFacts(nbytes, (0xFFFFFFFF,) * -(-nbytes // BLOCK_NBYTES))
     ranks = tuple(range(world_size))
     manifest = Manifest("0" * 32, 0, 0, (ranks,), described, (facts,) * world_size, [], versions())
     text = manifest.as_text()
