@@ -111,7 +111,7 @@ class Group:
         """Free the unsharded parameters. Collective if an all-gather is in flight."""
         if self._all_gather is None:
             # An exception may have come before the handle was stored here.
-            self._all_gather = self.shard.left(self._tag)
+            self._all_gather = self.shard.unfinished_gather(self._tag)
         if self._all_gather is not None and not self.shard.has_failed:
             self._end_all_gather()  # memory that is being received into cannot be freed
         self._all_gather = None

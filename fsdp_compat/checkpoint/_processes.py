@@ -2,7 +2,7 @@
 
 A killed process sends nothing. Only on its own machine can others tell for certain whether it still
 runs. A rank of another machine is watched by the other ranks there (see _mailbox.py), and is asked
-for a sign of life through the status store (see _comm/deadlock.py).
+for a sign of life through the status store (see _comm/status_store.py).
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import uuid
 from typing import Any
 
 from .. import _torch_private
-from .._comm import deadlock
 from .._comm.processes import Process
+from .._comm.status_store import StatusStore
 
 __all__ = ["Inquiry", "Members", "members_of", "own_facts"]
 
@@ -69,7 +69,7 @@ class Inquiry:
 
     def __init__(self, members: Members, store: _torch_private.Store) -> None:
         self._members, self._store = members, store
-        self._status_store: deadlock.StatusStore | None = None
+        self._status_store: StatusStore | None = None
         self._asked_at = time.monotonic()
         self._heard: dict[int, tuple[int, float]] = {}  # by rank: number and time of last answer
 
@@ -84,7 +84,7 @@ class Inquiry:
             return []
         self._asked_at = now
         if self._status_store is None:
-            self._status_store = deadlock.StatusStore(_torch_private.second_connection(self._store))
+            self._status_store = StatusStore(_torch_private.second_connection(self._store))
         if self._silence_s(own, now) > SILENCE_S / 2:
             # This rank does not get answers from itself either, so silence proves nothing.
             self._heard = {own: self._heard[own]}

@@ -56,7 +56,7 @@ from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fsdp_compat import _torch_private
-from fsdp_compat._comm import communicator
+from fsdp_compat._comm.native import NativeTransport
 from fsdp_compat._engine import gradients, hooks, module_view, reduce, runtime
 
 LIMIT = 1 / 5
@@ -186,7 +186,7 @@ def print_table(timings: Timings, num_units: int) -> int:
 
 PARTS: dict[str, list[tuple[Any, str]]] = {
     "collectives": [
-        (communicator.NativeTransport, name)
+        (NativeTransport, name)
         for name in ("begin_gather", "end_gather", "begin_reduce", "end_reduce")
     ],
     "swaps": [

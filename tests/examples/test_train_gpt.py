@@ -121,15 +121,11 @@ def test_help_shows_every_default(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_incomplete_checkpoints_are_ignored(tmp_path: Path) -> None:
-    assert train_gpt.checkpoints(tmp_path / "missing") == []
-    for name in ("step-00000009", "step-00000010", "step-00000011.damaged", ".step-00000012-ab"):
-        (tmp_path / name).mkdir()
-    assert [path.name for path in train_gpt.checkpoints(tmp_path)] == [
-        "step-00000010",
-        "step-00000009",
-    ]
-    with pytest.raises(train_gpt.RunError, match=r"got no readable run\.json"):
-        train_gpt.starting_points(tmp_path, resume=True, settings={})
+    (tmp_path / "step-00000009").mkdir()
+    with pytest.raises(train_gpt.RunError, match="got a directory without one"):
+        train_gpt.starting_point(tmp_path, resume=True, settings={})
+    assert train_gpt.starting_point(tmp_path, resume=False, settings={"dim": 1}) is None
+    assert json.loads((tmp_path / "settings.json").read_text()) == {"dim": 1}
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -261,7 +257,7 @@ def test_a_run_resumes_with_other_ranks_and_strategy(
         losses = trained(num_ranks, tmp_path, "--steps", steps, *directory, *options, *resume)
         assert_same_curve(losses["train"], one_process["train"][: int(steps)])
     names = sorted(path.name for path in (tmp_path / "run").iterdir())
-    assert names == ["run.json", *(f"step-{step:08d}" for step in (2, 4, 6, 8, 10, 12))]
+    assert names == ["settings.json", *(f"step-{step:08d}" for step in (2, 4, 6, 8, 10, 12))]
 
 
 def test_every_rank_learns_why_the_run_cannot_start(four_steps: Path, tmp_path: Path) -> None:
@@ -273,7 +269,7 @@ def test_every_rank_learns_why_the_run_cannot_start(four_steps: Path, tmp_path: 
         ),
         (
             ["--checkpoint-dir", str(run), "--resume", "--dim", "64"],
-            f"--dim: expected 32 as in {run}/step-00000004, got 64",
+            f"--dim: expected 32 as in {run}/settings.json, got 64",
         ),
         (["--checkpoint-dir", str(run), "--resume", "--seed", "1"], "--seed: expected 0"),
         (
@@ -282,7 +278,7 @@ def test_every_rank_learns_why_the_run_cannot_start(four_steps: Path, tmp_path: 
         ),
         (
             ["--checkpoint-dir", str(run)],
-            f"expected no checkpoint for a new run, got {run}/step-000004",
+            f"expected no checkpoint for a new run, got {run}/step-00000004",
         ),
     )
     for options, message in cases:
@@ -300,29 +296,27 @@ def four_steps(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run
 
 
-def test_damaged_checkpoints_are_set_aside(one_process: dict[str, Losses], tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    options = ["--checkpoint-dir", str(run), "--save-every", "1"]
-    trained(2, tmp_path, "--steps", "4", *options)
-    truncated = run / "step-00000004" / "rank-00000.safetensors"
-    truncated.write_bytes(truncated.read_bytes()[:-1])
-    (run / "step-00000003" / "rank-00001.safetensors").unlink()
-    (run / "step-00000002" / "manifest.json").unlink()
-    resumed = trained(3, tmp_path, "--steps", "5", *options, "--resume")["train"]
-    assert_same_curve(resumed, one_process["train"][:5])
-    saved = [f"step-{step:08d}" for step in range(1, 6)]
-    damaged = [f"{name}.damaged" for name in saved[1:4]]
-    assert sorted(path.name for path in run.iterdir()) == sorted(["run.json", *saved, *damaged])
-
-
-def test_resuming_from_damaged_checkpoints_alone_is_refused(
-    four_steps: Path, tmp_path: Path
+@pytest.mark.filterwarnings("ignore:latest")
+def test_a_checkpoint_with_a_damaged_manifest_is_skipped(
+    one_process: dict[str, Losses], four_steps: Path, tmp_path: Path
 ) -> None:
-    run = shutil.copytree(four_steps, tmp_path / "run")
-    for path in train_gpt.checkpoints(run):
-        (path / "rank-00000.safetensors").unlink()
-    for message in run_ranks(2, _refusal, [*SMALL, "--checkpoint-dir", str(run), "--resume"]):
-        assert "step-00000002, which is damaged. To start a new run" in message
+    run = tmp_path / "run"
+    shutil.copytree(four_steps, run)
+    manifest = run / "step-00000004" / "manifest.json"
+    manifest.write_bytes(manifest.read_bytes()[:100])
+    options = ["--steps", "3", "--checkpoint-dir", str(run), "--resume"]
+    assert_same_curve(trained(3, tmp_path, *options)["train"], one_process["train"][:3])
+
+
+def test_a_damaged_checkpoint_ends_the_run_on_all_ranks(four_steps: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(four_steps, run)
+    for file in (run / "step-00000004").glob("*.safetensors"):
+        file.write_bytes(file.read_bytes()[:-1])
+    options = ["--steps", "5", "--checkpoint-dir", str(run), "--resume"]
+    told = run_ranks(2, _refusal, [*SMALL, *options])
+    assert told[0] == told[1]
+    assert told[0].startswith(f"--resume: {run}/step-00000004 cannot be loaded. Remove it")
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -334,8 +328,8 @@ def test_a_signal_to_one_rank_stops_and_saves_on_all(
     (status, output), other = run_ranks(2, _train_until_signal, options, number, 3)
     assert (status, other) == (128 + number, (128 + number, ""))
     saved = f"{run}/step-00000003"
-    assert output == f"stopped after step 3: saved {saved}; to go on, add --resume\n"
-    assert sorted(path.name for path in run.iterdir()) == ["run.json", "step-00000003"]
+    assert output == f"stopped after step 3: saved {saved}; to continue, add --resume\n"
+    assert sorted(path.name for path in run.iterdir()) == ["settings.json", "step-00000003"]
     resumed = trained(3, tmp_path, "--steps", "5", "--checkpoint-dir", str(run), "--resume")
     assert_same_curve(resumed["train"], one_process["train"][:5])
 
@@ -412,11 +406,10 @@ def test_torchrun_trains_and_saves_when_it_is_terminated(
             os.killpg(process.pid, signal.SIGKILL)
             raise
     assert process.returncode == 1  # torchrun's
-    stopped = r"stopped after step (\d+): saved run/(step-\d+); to go on, add --resume"
+    stopped = r"stopped after step (\d+): saved run/(step-\d+); to continue, add --resume"
     (step, name), *others = re.findall(stopped, output.decode())
     assert not others
-    assert train_gpt.checkpoints(tmp_path / "run")[0].name == name
-    assert not list((tmp_path / "run").glob(".step-*"))
+    assert [path.name for path in (tmp_path / "run").glob("*step-*")] == [name]
 
     losses = json.loads((tmp_path / "losses.json").read_text())["train"]
     assert len(losses) == int(step)

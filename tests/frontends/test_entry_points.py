@@ -165,7 +165,7 @@ def assert_idle(model: FSDP, mode: str = "no_grad") -> None:
         assert all(group.resident_nbytes == 0 for group in unit.groups), unit.label
         for group in unit.groups:
             assert not any(
-                wire.ranks > 1 and wire._sends for wire in (group.shard, group.replica)
+                wire.ranks > 1 and wire.connections.sends for wire in (group.shard, group.replica)
             ), f"{unit.label} sends"
 
 

@@ -29,6 +29,7 @@ from fsdp_compat._comm.communicator import Kind
 from fsdp_compat._engine.gradients import LARGE
 from fsdp_compat.wrap import ModuleWrapPolicy
 from tests.support.models import DIM, Block, Lora, Stack, chain
+from tests.support.pairwise import pairwise
 from tests.support.parity import both_forms, make_pair, one_backward, square, wide_vectors
 from tests.support.ranks import run_ranks
 
@@ -165,6 +166,7 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
+@pairwise
 @both_forms
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("num_ranks", [1, 3])
@@ -213,6 +215,7 @@ def _through_a_file(state: Any) -> Any:
     return torch.load(file, weights_only=False)
 
 
+@pairwise
 @both_forms
 @pytest.mark.parametrize("precision", [None, LOW])
 @pytest.mark.parametrize("num_ranks", [1, 3])
@@ -518,6 +521,7 @@ def _batch(width: int, generator: torch.Generator) -> Tensor:
     return torch.randn(4, width, generator=generator)
 
 
+@pairwise
 @both_forms
 @pytest.mark.parametrize("strategy", [FULL_SHARD, SHARD_GRAD_OP, NO_SHARD])
 @pytest.mark.parametrize("width", [DIM, 184])

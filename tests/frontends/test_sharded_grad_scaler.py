@@ -29,6 +29,7 @@ from fsdp_compat._comm.communicator import max_in_group
 from fsdp_compat.sharded_grad_scaler import ShardedGradScaler
 from fsdp_compat.wrap import ModuleWrapPolicy
 from tests.support.models import DIM, Block, Named, Stack
+from tests.support.pairwise import pairwise
 from tests.support.parity import assert_close, both_forms
 from tests.support.ranks import run_ranks
 
@@ -185,6 +186,7 @@ def _trains_as_unsharded(
     return scales
 
 
+@pairwise
 @both_forms
 @both_shardings
 @pytest.mark.parametrize(
@@ -304,6 +306,7 @@ def _skips_together(
     assert any(not torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True))
 
 
+@pairwise
 @both_forms
 @both_shardings
 @pytest.mark.parametrize("make", [_sgd, _fused_adamw])

@@ -354,6 +354,7 @@ PRECISIONS = st.none() | st.sampled_from(
 ).map(lambda classes: MixedPrecision(torch.bfloat16, _module_classes_to_ignore=classes))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     "home", [our_wrap, torch_wrap], ids=["our policies", "the policies of torch"]

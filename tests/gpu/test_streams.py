@@ -18,8 +18,8 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp_compat import CPUOffload, MixedPrecision, ShardingStrategy
-from fsdp_compat._comm.communicator import NativeTransport
 from fsdp_compat._comm.mesh import Axis
+from fsdp_compat._comm.native import NativeTransport
 from fsdp_compat._engine import group as engine_group
 from fsdp_compat.wrap import ModuleWrapPolicy
 from tests.gpu.test_training import TIMEOUT_S, Wide, WideStack

@@ -301,14 +301,14 @@ class Twin:
     def compare_gradients(self) -> None:
         for group, wholes in self.groups:
             got = torch.zeros_like(group.store.shard)  # type: ignore[attr-defined]
-            for (target, _), place in zip(
+            for (param, _), place in zip(
                 group.store.sharded_params, group.store.grads(got), strict=True
             ):
-                assert (target.grad is not None) is (target.numel() > 0), (
+                assert (param.grad is not None) is (param.numel() > 0), (
                     f"{group.name}: a gradient is missing, or too much"
                 )
-                if target.grad is not None:
-                    place.copy_(target.grad)
+                if param.grad is not None:
+                    place.copy_(param.grad)
             expected = torch.zeros_like(got)
             group.store.take_from_whole([whole.grad for whole in wholes], expected)  # type: ignore[attr-defined]
             assert_close(got, expected, f"{group.name}: gradients", self.tolerance)
