@@ -81,12 +81,8 @@ def refuses_different_calls(folder: str) -> None:
         for name in REFUSABLE:
             own = another_than(name) if subject.is_last else name
             message = message_of(REFUSABLE[own], subject)
-            facts = []
-            if (
-                subject.pair.ranks == 2
-            ):  # of more, one may come so late that the others have gone on
-                other = name if subject.is_last else another_than(name)
-                facts = called(subject.rank, own) + called(1 - subject.rank, other)
+            other = name if subject.is_last else another_than(name)
+            facts = called(subject.rank, own) + called(1 - subject.rank, other)
             assert_told(message, "did not come together", *facts)
             subject.assert_trains()
 
@@ -97,9 +93,8 @@ def called(rank: int, name: str) -> list[str]:
     return [rf"rank {rank} (called|waits in) \S*\b{call}.* at {HERE}"]
 
 
-@BOTH_WORLDS
-def test_different_calls_are_refused_and_the_next_step_trains(ranks: int, tmp_path: Path) -> None:
-    run_ranks(ranks, refuses_different_calls, str(tmp_path), timeout=120)
+def test_different_calls_are_refused_and_the_next_step_trains(tmp_path: Path) -> None:
+    run_ranks(2, refuses_different_calls, str(tmp_path), timeout=120)
 
 
 def refuses_calls_made_by_some(folder: str) -> None:
