@@ -1,22 +1,22 @@
 """Train one model under DistributedDataParallel and under fsdp_compat, and print the losses of both
 side by side.
 
-    torchrun --nproc-per-node 2 examples/migrate_from_ddp.py torchrun --nproc-per-node 3
-    examples/migrate_from_ddp.py --use-orig-params --steps 60 --every 5 --plot /tmp/curves.png
+    torchrun --nproc-per-node 2 examples/migrate_from_ddp.py
+    torchrun --nproc-per-node 3 examples/migrate_from_ddp.py --use-orig-params --steps 60 --every 5
 
-For training code that uses DDP and shall use FSDP. What differs between the two is in pairs of
-functions, `..._ddp` and `..._fsdp`, under "what differs": construction and optimizer, clipping,
-saving, loading, an average of the weights (EMA), and `generate`. All the rest, with gradient
-accumulation under no_sync and evaluation, is one code for both.
+For training code that moves from DDP to FSDP. The differences are in pairs of functions, `..._ddp`
+and `..._fsdp`, under "what differs": construction and optimizer, clipping, saving, loading, an
+average of the weights (EMA), and `generate`. All other code is shared, including gradient
+accumulation under no_sync and evaluation.
 
-There are three runs over the same batches: DDP, which saves a checkpoint after half of the steps;
-FSDP, which does so too and goes on with a new model and optimizer from its file; and FSDP that
-starts half-way from DDP's file. It runs on CPU with gloo, or on GPUs with nccl, one per process; on
-several machines, --checkpoint-dir has to be shared.
+There are three runs over the same batches: DDP, which saves a checkpoint halfway; FSDP, which also
+does so and continues from its file with a new model and optimizer; and FSDP that starts halfway
+from DDP's file. It runs on CPU with gloo, or on GPUs with nccl, one per process. On several
+machines, --checkpoint-dir has to be shared.
 
-Both average gradients in fp32, but add them up in different orders, so the losses differ by
-rounding, see tolerance(). The exit status is 1 if they differ by more, and a line says where.
-(torchrun then prints a report of its own.)
+Both average gradients in fp32 but add them in different orders, so the losses differ by rounding,
+see tolerance(). If they differ by more, the exit status is 1 and a line says where. (torchrun then
+prints its own report.)
 
 --plot needs matplotlib: pip install 'fsdp_compat[examples]'."""
 
@@ -65,8 +65,7 @@ def load_text() -> tuple[Tensor, Tensor]:
 def draw_batch(
     data: Tensor, args: argparse.Namespace, step: int, part: int, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """Return inputs and targets [batch, context] of this rank, for one of the parts that a step
-    accumulates."""
+    """Return this rank's inputs and targets [batch, context] for one accumulated part of a step."""
     seed = (
         (args.seed * 1_000_003 + step) * args.accumulate + part
     ) * dist.get_world_size() + dist.get_rank()
@@ -124,8 +123,8 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def generate(self, tokens: Tensor, num_tokens: int, seed: int) -> Tensor:
-        """Return tokens [batch, time] and ``num_tokens`` drawn ones behind them, the same on every
-        rank."""
+        """Return tokens [batch, time] followed by ``num_tokens`` sampled ones, equal on all
+        ranks."""
         generator = torch.Generator().manual_seed(seed)
         for _ in range(num_tokens):
             logits = self(tokens[:, -self.context :])[:, -1].double().cpu()
@@ -150,24 +149,20 @@ def build_fsdp(
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
     model = FSDP(
         module,
-        auto_wrap_policy=ModuleWrapPolicy(
-            {Block}
-        ),  # each Block is gathered, used and freed by itself
+        auto_wrap_policy=ModuleWrapPolicy({Block}),  # each Block is gathered and freed on its own
         device_id=device,
         sync_module_states=True,  # takes rank 0's weights
     )
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=args.lr
-    )  # after wrapping: it gets the shards
-    register_fsdp_forward_method(model, "generate")  # beside forward, this is called from outside
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)  # after wrapping
+    register_fsdp_forward_method(model, "generate")  # a method other than forward
     return model, optimizer
 
 
 def build_fsdp_with_orig_params(
     module: GPT, device: torch.device, args: argparse.Namespace
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """As build_fsdp, with an optimizer that may come before wrapping: the module keeps its
-    Parameter objects."""
+    """As build_fsdp, but the module keeps its Parameter objects, so the optimizer may come
+    first."""
     optimizer = torch.optim.AdamW(module.parameters(), lr=args.lr)
     model = FSDP(
         module,
@@ -188,9 +183,8 @@ def clip_ddp(model: DDP) -> None:
 
 
 def clip_fsdp(model: FSDP) -> None:
-    model.clip_grad_norm_(
-        MAX_NORM
-    )  # the norm over all ranks' parts; torch.nn.utils.clip_grad_norm_ does the same here
+    # The norm of the whole model; torch.nn.utils.clip_grad_norm_ works as well.
+    model.clip_grad_norm_(MAX_NORM)
 
 
 # --- what differs: saving and loading -------------------------------------------------------------
@@ -206,12 +200,12 @@ def save_ddp(path: Path, model: DDP, optimizer: torch.optim.Optimizer, ema: nn.M
             },
             path,
         )
-    dist.barrier()  # whoever reads it finds it complete
+    dist.barrier()  # other ranks read the file once it is complete
 
 
 def save_fsdp(path: Path, model: FSDP, optimizer: torch.optim.Optimizer, ema: FSDP) -> None:
-    # Whole tensors, put together from all ranks: so all of them call state_dict() and
-    # optim_state_dict(). For large models, train_gpt.py saves sharded checkpoints.
+    # All ranks call state_dict() and optim_state_dict(), which gather whole tensors. For large
+    # models, see the sharded checkpoints of train_gpt.py.
     state = {
         "model": model.state_dict(),
         "optimizer": FSDP.optim_state_dict(model, optimizer),
@@ -230,7 +224,7 @@ def load_ddp(path: Path, model: DDP, optimizer: torch.optim.Optimizer, ema: nn.M
 
 
 def load_fsdp(path: Path, model: FSDP, optimizer: torch.optim.Optimizer, ema: FSDP) -> None:
-    """Load what save_fsdp or save_ddp has saved, on any number of processes."""
+    """Load a file of save_fsdp or save_ddp, on any number of processes."""
     state = torch.load(path, map_location="cpu")
     model.load_state_dict(state["model"])  # the keys of DDP begin with "module."
     optimizer.load_state_dict(FSDP.optim_state_dict_to_load(model, optimizer, state["optimizer"]))
@@ -245,9 +239,7 @@ def average_ddp(model: DDP) -> nn.Module:
 
 
 def average_fsdp(model: FSDP) -> nn.Module:
-    return copy.deepcopy(
-        model
-    )  # sharded as the model is: every rank averages its own parts, see update_average
+    return copy.deepcopy(model)  # sharded like the model
 
 
 def generate_ddp(model: DDP, tokens: Tensor, num_tokens: int, seed: int) -> Tensor:
@@ -260,7 +252,7 @@ def generate_fsdp(model: FSDP, tokens: Tensor, num_tokens: int, seed: int) -> Te
 
 @dataclass(frozen=True)
 class Way:
-    """One side of all these pairs."""
+    """One side of these pairs of functions."""
 
     build: Callable[..., tuple[nn.Module, torch.optim.Optimizer]]
     clip: Callable[..., None]
@@ -282,7 +274,7 @@ WITH_FSDP_ORIG_PARAMS = Way(
 
 @dataclass
 class Run:
-    """What a run has to show; the same on all ranks."""
+    """The results of a run; the same on all ranks."""
 
     losses: dict[int, float] = field(default_factory=dict)  # by step, counted from 1
     validation: float = math.nan
@@ -298,7 +290,7 @@ def train(
     load: Path | None = None,
     save: Path | None = None,
 ) -> Run:
-    """Build a model, or load it, train it for these steps, saving it half-way, and try it out.
+    """Build or load a model, train it for these steps, save it halfway, evaluate and generate.
     Collective."""
     text, held_out = load_text()
     torch.manual_seed(args.seed)
@@ -314,7 +306,7 @@ def train(
             last = part == args.accumulate - 1
             with contextlib.nullcontext() if last else model.no_sync():
                 loss = loss_of(model, *draw_batch(text, args, step, part, device)) / args.accumulate
-                loss.backward()  # the last one averages the gradients of all of them over the ranks
+                loss.backward()  # the last one averages the accumulated gradients over the ranks
             total += loss.detach()
         way.clip(model)
         optimizer.step()
@@ -357,7 +349,7 @@ def evaluate(model: nn.Module, batch: tuple[Tensor, Tensor]) -> float:
 
 @torch.no_grad()
 def update_average(ema: nn.Module, model: nn.Module) -> None:
-    """Under FSDP too this computes on what the rank holds, its parts, and sends nothing."""
+    """Under FSDP each rank averages its own shards; nothing is sent."""
     for average, parameter in zip(ema.parameters(), model.parameters(), strict=True):
         average.lerp_(parameter, 1 - EMA_DECAY)
 
@@ -368,26 +360,26 @@ TITLES = {"DDP": "DDP", "FSDP": "FSDP", "moved": "FSDP from DDP's file"}
 
 
 def tolerance(num_steps: int) -> float:
-    """Return how far rounding may take the losses of two runs apart, relatively, ``num_steps``
-    after they were equal.
+    """Return the largest relative difference that rounding explains, ``num_steps`` after two runs
+    were equal.
 
-    Gradients added up in another order differ in their last digits, and fp32 resolves a loss to
-    1.2e-7 at best. Measured with learning rates from 1e-3 to 1e-2 on 1 to 4 processes: up to 1e-7
-    over 40 steps. After that, training amplifies it, at 1e-2 by ten in about 40 steps. So the first
-    steps are the ones that tell a mistake from rounding.
+    Gradients added in another order differ in their last digits, and fp32 resolves a loss to
+    1.2e-7. Measured with learning rates from 1e-3 to 1e-2 on 1 to 4 processes: up to 1e-7 over 40
+    steps. Then training amplifies it, at 1e-2 tenfold in about 40 steps, so mistakes show best in
+    the first steps.
     """
     return 1e-6 * 10 ** max(0.0, num_steps / 40 - 1)
 
 
 def difference(value: float, expected: float) -> float:
-    """Return the relative difference; that of a value which is no number is infinite."""
+    """Return the relative difference; infinite for NaN."""
     ratio = abs(value - expected) / abs(expected)
     return math.inf if math.isnan(ratio) else ratio
 
 
 def table(runs: Mapping[str, Run], every: int) -> list[str]:
-    """Return a heading, a line for the first, the last and every ``every``-th step, and two with
-    the validation losses."""
+    """Return a heading, lines for the first, the last and every ``every``-th step, and two for the
+    validation losses."""
     shown = [
         step
         for step in runs["DDP"].losses
@@ -414,8 +406,7 @@ def table(runs: Mapping[str, Run], every: int) -> list[str]:
 
 
 def problems(runs: Mapping[str, Run]) -> list[str]:
-    """Return what is further from DDP's run than rounding explains: of each other run, the first
-    loss that is."""
+    """Return, for each other run, the first loss that differs from DDP's by more than rounding."""
     expected = runs["DDP"]
     found = []
     for name, run in runs.items():
@@ -460,10 +451,7 @@ def plot(runs: Mapping[str, Run], path: Path) -> None:
         "FSDP": {"linewidth": 1.5},
         "moved": {"linestyle": "", "marker": "."},
     }
-    for (
-        name,
-        run,
-    ) in runs.items():  # they lie on each other: the first one wide, the last one in points
+    for name, run in runs.items():  # they overlap: the first is wide, the last dotted
         axes.plot(list(run.losses), list(run.losses.values()), label=TITLES[name], **styles[name])
     axes.set(
         xlabel="step",
@@ -480,7 +468,7 @@ def plot(runs: Mapping[str, Run], path: Path) -> None:
 
 
 def compare(args: argparse.Namespace, device: torch.device) -> int:
-    """Train all runs, print what came out, and return the exit status. Collective."""
+    """Train all runs, print the results, and return the exit status. Collective."""
     fsdp = WITH_FSDP_ORIG_PARAMS if args.use_orig_params else WITH_FSDP
     half = args.steps // 2
     with checkpoint_directory(args.checkpoint_dir) as directory:
@@ -508,8 +496,8 @@ def compare(args: argparse.Namespace, device: torch.device) -> int:
 
 @contextlib.contextmanager
 def checkpoint_directory(chosen: Path | None) -> Iterator[Path]:
-    """Yield the directory for checkpoints on all ranks: the chosen one, or one that is deleted at
-    the end. Collective."""
+    """Yield the directory for checkpoints on all ranks: the chosen one, or a temporary one.
+    Collective."""
     if chosen is not None:
         yield chosen
         return
@@ -590,12 +578,11 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def init_distributed() -> torch.device:
-    """Make the default process group, of torchrun's processes or of this one alone; return this
+    """Create the default process group, of torchrun's processes or of this one alone; return this
     rank's device."""
     device, backend = torch.device("cpu"), "gloo"
-    if torch.cuda.device_count() >= int(
-        os.environ.get("LOCAL_WORLD_SIZE", 1)
-    ):  # one GPU per process
+    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    if torch.cuda.device_count() >= local_ranks:  # one GPU per process
         device, backend = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))), "nccl"
         torch.cuda.set_device(device)
     if "WORLD_SIZE" in os.environ:  # set by torchrun

@@ -1,19 +1,19 @@
-"""Train a small GPT, sharded over any number of processes, on text that every Python brings along.
+"""Train a small GPT, sharded over any number of processes, on text that comes with Python.
 
     torchrun --nproc-per-node 2 examples/train_gpt.py --checkpoint-dir /tmp/gpt
     torchrun --nproc-per-node 4 examples/train_gpt.py --checkpoint-dir /tmp/gpt --resume --steps 400
     python examples/train_gpt.py --steps 20      # one process, the same losses
 
-It learns the bytes of pydoc_data.topics, Python's own documentation: on CPU with gloo, or on GPUs
+It learns the bytes of pydoc_data.topics, Python's own documentation, on CPU with gloo, or on GPUs
 with nccl, one per process. It shows how to wrap a model, how to keep the loss independent of the
-number of processes, how to save sharded checkpoints that another number of processes (or another
-strategy) resumes, and how to stop cleanly.
+number of processes, how to save checkpoints that another number of processes, or another strategy,
+can resume, and how to stop cleanly.
 
-Ctrl-C and SIGTERM save a checkpoint at the end of the step; the second one ends the process at
-once. The exit status is then 130 or 143. torchrun passes signals on, kills what has not ended 30
-seconds later, and returns 1 itself.
+Ctrl-C and SIGTERM save a checkpoint at the end of the step; a second one ends the process at once.
+The exit status is then 130 or 143. torchrun passes signals on, kills processes that have not ended
+30 seconds later, and returns 1 itself.
 
-Beside fsdp_compat it needs tqdm and matplotlib: pip install 'fsdp_compat[examples]'."""
+It needs tqdm and matplotlib: pip install 'fsdp_compat[examples]'."""
 
 from __future__ import annotations
 
@@ -22,8 +22,6 @@ import contextlib
 import json
 import math
 import os
-import re
-import shutil
 import signal
 import sys
 import time
@@ -36,13 +34,12 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from fsdp_compat import CheckpointError, ShardingStrategy, checkpoint
 from fsdp_compat import FullyShardedDataParallel as FSDP
-from fsdp_compat import ShardingStrategy, StateDictType
 from fsdp_compat.wrap import ModuleWrapPolicy
 
 VOCABULARY = 256  # a token is a byte
@@ -52,7 +49,7 @@ T = TypeVar("T")
 
 
 class RunError(Exception):
-    """The run cannot go on; the message says why and what to do. Raised on all ranks."""
+    """The run cannot continue; the message says why and what to do. Raised on all ranks."""
 
 
 # --- data -----------------------------------------------------------------------------------------
@@ -148,128 +145,54 @@ class GPT(nn.Module):
 
 @dataclass
 class Record:
-    """What a checkpoint says beside the tensors, in ``run.json``."""
+    """The progress of a run, saved in each checkpoint."""
 
-    settings: dict[str, Any]  # the options that a resumed run must repeat
     step: int = 0
     train: list[tuple[int, float]] = field(default_factory=list)  # (step, loss)
     validation: list[tuple[int, float]] = field(default_factory=list)
 
-    def write(self, path: Path) -> None:
-        path.write_text(json.dumps(asdict(self), indent=1))
 
-
-def checkpoints(directory: Path) -> list[Path]:
-    """Return the checkpoints in a directory, newest first. One that was not finished has another
-    name."""
-    found = [path for path in directory.glob("step-*") if re.fullmatch(r"step-\d+", path.name)]
-    return sorted(found, key=lambda path: int(path.name[5:]), reverse=True)
-
-
-def what_is_missing(path: Path) -> str | None:
-    """Return what a checkpoint lacks, or None: files get lost or cut off after they were written,
-    too."""
-    try:
-        Record(**json.loads((path / "run.json").read_text()))
-    except (OSError, ValueError, TypeError) as error:
-        return f"a readable run.json ({type(error).__name__})"
-    try:
-        files = dcp.FileSystemReader(path).read_metadata().storage_data.values()
-    except Exception as error:  # it is a pickle: anything can come out of a damaged one
-        return f"a readable .metadata ({type(error).__name__})"
-    for part in files:
-        file = path / part.relative_path
-        if not file.is_file() or file.stat().st_size < part.offset + part.length:
-            return f"{file.name}, or its end"
-    return None
-
-
-def starting_point(
-    directory: Path, resume: bool, settings: dict[str, Any]
-) -> tuple[Path | None, Record]:
-    """Return the newest complete checkpoint, if any, and its record. Raise RunError when the
-    directory does not fit."""
-    found = checkpoints(directory)
+def starting_point(directory: Path, resume: bool, settings: dict[str, Any]) -> Path | None:
+    """Return the newest checkpoint, or None for a new run, whose settings are then written to
+    ``settings.json``. Raise RunError if the directory does not fit."""
+    newest, file = checkpoint.latest(directory), directory / "settings.json"
     if not resume:
-        if found:
-            got = f"expected no checkpoint for a new run, got {found[0]}"
+        if newest is not None:
             raise RunError(
-                f"--checkpoint-dir: {got}. To go on with it, add --resume; else choose another "
-                "directory."
+                f"--checkpoint-dir: expected no checkpoint for a new run, got {newest}. To "
+                "continue it, add --resume; otherwise choose another directory."
             )
-        return None, Record(settings)
-    missing = {path: what_is_missing(path) for path in found}
-    path = next((path for path, what in missing.items() if what is None), None)
-    incomplete = [f"{path} lacks {what}" for path, what in missing.items() if what is not None]
-    if path is None:
-        got = "; ".join(incomplete) or (
-            "a directory without one" if directory.is_dir() else "no such directory"
+        directory.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps(settings, indent=1))
+        return None
+    if newest is None:
+        got = "a directory without one" if directory.is_dir() else "no such directory"
+        raise RunError(
+            f"--resume: expected a complete checkpoint in {directory}, got {got}. To start a new "
+            "run, leave out --resume."
         )
-        fix = "To start a new run, leave out --resume and choose an empty directory."
-        raise RunError(f"--resume: expected a complete checkpoint in {directory}, got {got}. {fix}")
-    record = Record(**json.loads((path / "run.json").read_text()))
+    try:
+        saved = json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        raise RunError(f"--resume: expected a readable {file}, got {error!r}.") from error
     for name, got in settings.items():
-        expected = record.settings.get(name)
-        if got != expected:
+        if got != saved.get(name):
             option = "--" + name.replace("_", "-")
             raise RunError(
-                f"{option}: expected {expected} as in {path}, got {got}. A resumed run must repeat "
-                "it."
+                f"{option}: expected {saved.get(name)} as in {file}, got {got}. A resumed run must "
+                "repeat it."
             )
-    for newer in found[: found.index(path)]:
-        print(f"passed over: {newer} lacks {missing[newer]}", file=sys.stderr)
-    return path, record
+    return newest
 
 
-def sharded_state(model: FSDP, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return this rank's parts of the model and the optimizer's state, for
-    torch.distributed.checkpoint. Collective."""
-    with FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
-        return {"model": model.state_dict(), "optim": FSDP.optim_state_dict(model, optimizer)}
-
-
-def save_checkpoint(
-    directory: Path, model: FSDP, optimizer: torch.optim.Optimizer, record: Record
-) -> Path:
-    """Write a checkpoint of the step and return its path. A directory of that name is always
-    complete. Collective."""
-    path = directory / f"step-{record.step:06d}"
-    partial = path.with_suffix(".partial")
-    if dist.get_rank() == 0:
-        shutil.rmtree(
-            partial, ignore_errors=True
-        )  # of a killed run; no rank writes before rank 0 comes to save()
-    dcp.save(sharded_state(model, optimizer), checkpoint_id=partial)
-    if dist.get_rank() == 0:  # where save() returns last, after all ranks have written
-        record.write(partial / "run.json")
-        shutil.rmtree(path, ignore_errors=True)  # an incomplete one that the run has passed over
-        partial.rename(path)
-    return path
-
-
-def load_checkpoint(path: Path, model: FSDP, optimizer: torch.optim.Optimizer) -> None:
-    """Read a checkpoint, written by any number of ranks with any strategy, into model and
-    optimizer. Collective."""
-    create_optimizer_state(optimizer)
-    state = sharded_state(model, optimizer)
-    dcp.load(state, checkpoint_id=path)  # in place
-    with FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
-        model.load_state_dict(state["model"])
-        optimizer.load_state_dict(FSDP.optim_state_dict_to_load(model, optimizer, state["optim"]))
-
-
-def create_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
-    """Let a new optimizer make its state, which dcp.load needs to read into: it is made in the
-    first step.
-
-    A step with zero gradients and a learning rate of zero changes no parameter.
-    """
-    for group in optimizer.param_groups:
-        group["lr"] = 0.0  # every training step sets its own
-        for parameter in group["params"]:
-            parameter.grad = torch.zeros_like(parameter)
-    optimizer.step()
-    optimizer.zero_grad()
+def load_checkpoint(path: Path, model: FSDP, optimizer: torch.optim.Optimizer) -> Record:
+    """Load a checkpoint, saved by any number of ranks with any strategy. Collective."""
+    try:
+        return Record(**checkpoint.load(path, model, optimizer))
+    except CheckpointError as error:
+        raise RunError(
+            f"--resume: {path} cannot be loaded. Remove it to resume from the one before.\n{error}"
+        ) from error
 
 
 # --- training -------------------------------------------------------------------------------------
@@ -277,8 +200,7 @@ def create_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
 
 @contextlib.contextmanager
 def stop_requests() -> Iterator[dict[signal.Signals, bool]]:
-    """Yield which signals have come: the first one only sets its flag, a second one ends the
-    process at once."""
+    """Yield the received signals: the first one sets its flag, a second one ends the process."""
     asked = {signal.SIGINT: False, signal.SIGTERM: False}
 
     def note(number: int, frame: FrameType | None) -> None:
@@ -309,14 +231,13 @@ def on_rank_0(function: Callable[[], T]) -> T:
 
 
 def learning_rate(step: int, peak: float) -> float:
-    """Warmup, then the inverse square root. It knows no last step, so a resumed run equals one that
-    never stopped."""
+    """Warmup, then the inverse square root. It does not depend on the last step, so a resumed run
+    equals one that never stopped."""
     return peak * min(step / WARMUP_STEPS, math.sqrt(WARMUP_STEPS / step))
 
 
 def part_losses(model: nn.Module, batch: tuple[Tensor, Tensor], device: torch.device) -> Tensor:
-    """Return the losses of this rank's tokens, 1-D; none for a rank without a part, which still
-    takes part."""
+    """Return the losses of this rank's tokens, 1-D. A rank without tokens still runs the model."""
     inputs, targets = (
         rank_part(tensor, dist.get_rank(), dist.get_world_size()).to(device) for tensor in batch
     )
@@ -335,8 +256,8 @@ def validate(model: FSDP, batch: tuple[Tensor, Tensor], device: torch.device) ->
 
 @torch.no_grad()
 def sample(model: FSDP, num_bytes: int, context: int, seed: int, device: torch.device) -> str:
-    """Return the prompt and what the model makes of it. Collective: every rank runs it and draws
-    the same bytes."""
+    """Return the prompt and the bytes that the model generates. Collective: all ranks draw the same
+    ones."""
     model.eval()
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.tensor([list(PROMPT)], device=device)
@@ -356,11 +277,9 @@ def train(args: argparse.Namespace, device: torch.device) -> int:
         for name in ("dim", "layers", "heads", "context", "tie_embeddings")
     }
     settings = {**shape, "batch": args.batch, "seed": args.seed}
-    checkpoint, record = None, Record(settings)
+    newest = None
     if args.checkpoint_dir is not None:
-        checkpoint, record = on_rank_0(
-            lambda: starting_point(args.checkpoint_dir, args.resume, settings)
-        )
+        newest = on_rank_0(lambda: starting_point(args.checkpoint_dir, args.resume, settings))
 
     torch.manual_seed(args.seed)  # the same initial model on every rank
     model = FSDP(
@@ -373,20 +292,16 @@ def train(args: argparse.Namespace, device: torch.device) -> int:
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.1
     )
-    if checkpoint is not None:
-        load_checkpoint(checkpoint, model, optimizer)
+    record = Record() if newest is None else load_checkpoint(newest, model, optimizer)
 
     status = train_steps(args, model, optimizer, record, device)
     if rank == 0 and args.losses is not None:
-        record.write(args.losses)
+        args.losses.write_text(json.dumps(asdict(record), indent=1))
     if status:
-        saved = checkpoints(args.checkpoint_dir) if args.checkpoint_dir is not None else []
-        hint = (
-            f"saved {saved[0]}; to go on, add --resume"
-            if saved
-            else "nothing is saved without --checkpoint-dir"
-        )
         if rank == 0:
+            hint = "nothing is saved without --checkpoint-dir"
+            if args.checkpoint_dir is not None:
+                hint = f"saved {checkpoint.latest(args.checkpoint_dir)}; to continue, add --resume"
             print(f"stopped after step {record.step}: {hint}")
         return status
     text = sample(model, args.sample_bytes, args.context, args.seed, device)
@@ -403,14 +318,13 @@ def train_steps(
     record: Record,
     device: torch.device,
 ) -> int:
-    """Train from the step after the record's to the last, or until a stop; return the exit status.
-    Collective."""
+    """Train from the step after the record's to the last, or until a signal; return the exit
+    status. Collective."""
     text, held_out = load_text()
     validation_batch = draw_batch(held_out, args.batch, args.context, args.seed, step=0)
     num_tokens = args.batch * args.context  # of a step, over all ranks
-    scale = (
-        dist.get_world_size() / num_tokens
-    )  # FSDP averages over ranks: this makes it the mean over tokens
+    # FSDP averages over ranks; this makes it the mean over tokens.
+    scale = dist.get_world_size() / num_tokens
     steps = range(record.step + 1, args.steps + 1)
     show = {
         "initial": record.step,
@@ -431,8 +345,7 @@ def train_steps(
             optimizer.step()
             optimizer.zero_grad()
 
-            # One small all_reduce for the loss and for what any rank was asked, so that all ranks
-            # stop together.
+            # One small all_reduce for the loss and all ranks' signals, so that they stop together.
             totals = torch.tensor([0.0, *stop.values()], dtype=torch.float64, device=device)
             totals[0] = losses.detach().double().sum() / num_tokens
             dist.all_reduce(totals)
@@ -452,7 +365,7 @@ def train_steps(
                 record.validation.append((step, validate(model, validation_batch, device)))
             save = status or step == args.steps or (args.save_every and step % args.save_every == 0)
             if save and args.checkpoint_dir is not None:
-                save_checkpoint(args.checkpoint_dir, model, optimizer, record)
+                checkpoint.save(args.checkpoint_dir, model, optimizer, asdict(record), step=step)
             if status:
                 return status
     return 0
@@ -558,12 +471,11 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def init_distributed() -> torch.device:
-    """Make the default process group, of torchrun's processes or of this one alone; return this
+    """Create the default process group, of torchrun's processes or of this one alone; return this
     rank's device."""
     device, backend = torch.device("cpu"), "gloo"
-    if torch.cuda.device_count() >= int(
-        os.environ.get("LOCAL_WORLD_SIZE", 1)
-    ):  # one GPU per process
+    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    if torch.cuda.device_count() >= local_ranks:  # one GPU per process
         device, backend = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))), "nccl"
         torch.cuda.set_device(device)
     if "WORLD_SIZE" in os.environ:  # set by torchrun

@@ -169,34 +169,41 @@ def scale_together(tensors: list[torch.Tensor], factor: torch.Tensor) -> None:
 
 def replace_clipping(
     clip: Callable[..., torch.Tensor], total_norm: Callable[..., torch.Tensor]
-) -> None:
+) -> Callable[[], None]:
     """Clip with ``clip(torch's own function, ...)``, and compute norms with ``total_norm(torch's
-    own function, ...)``, from now on.
+    own function, ...)``, from now on. Return the undo.
 
-    Nothing public lets a gradient say that it is a part; importing names from torch.nn.utils is so
-    common that only what is inside of the functions reaches all callers. Once.
+    Nothing public lets a gradient say that it is a shard. Many programs import the functions by
+    name, so the replacement goes into the closure of torch's decorator, where all callers meet it.
     """
+    undo: list[Callable[[], None]] = []
     for name, public, replacement in (
         ("clip_grad_norm_", "clip_grad_norm_", clip),
         ("_get_total_norm", "get_total_norm", total_norm),
     ):
         decorated = getattr(clip_grad, name)
-        if hasattr(decorated, "_fsdp_compat"):
-            continue
-        decorated._fsdp_compat = True
         original = getattr(decorated, "__wrapped__", None)
         cells = [
             cell
             for cell in decorated.__closure__ or ()
             if original is not None and cell.cell_contents is original
         ]
-        if cells:  # reaches those, too, who have imported it before
+        if cells:
             cells[0].cell_contents = functools.partial(replacement, original)
+            undo.append(functools.partial(setattr, cells[0], "cell_contents", original))
             continue
         replaced = functools.partial(replacement, decorated)
         setattr(clip_grad, name, replaced)
+        undo.append(functools.partial(setattr, clip_grad, name, decorated))
         if getattr(torch.nn.utils, public, None) is decorated:
             setattr(torch.nn.utils, public, replaced)
+            undo.append(functools.partial(setattr, torch.nn.utils, public, decorated))
+
+    def undo_all() -> None:
+        for step in undo:
+            step()
+
+    return undo_all
 
 
 def storage_key(tensor: torch.Tensor) -> int:

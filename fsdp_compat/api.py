@@ -1,9 +1,8 @@
 """The enums and plain configuration objects that `FullyShardedDataParallel` takes, under torch's
 names.
 
-Members, fields and defaults equal those of `torch.distributed.fsdp.api`; what they mean is written
-here. Torch's own objects are welcome too: `as_ours` turns each of them into the equal object of
-this module."""
+Members, fields and defaults equal those of `torch.distributed.fsdp.api`. Torch's own objects are
+accepted too: `as_ours` translates them."""
 
 from __future__ import annotations
 
@@ -37,30 +36,27 @@ __all__ = [
 
 _T = TypeVar("_T")
 
-_BATCH_NORM: type[nn.Module] = nn.BatchNorm1d.__bases__[
-    0
-]  # what BatchNorm1d, 2d, 3d and SyncBatchNorm have in common
+# The common base of BatchNorm1d, 2d, 3d and SyncBatchNorm.
+_BATCH_NORM: type[nn.Module] = nn.BatchNorm1d.__bases__[0]
 _PACKAGE = __name__.partition(".")[0]
 _TORCH_FSDP = "torch.distributed.fsdp"
 
 
 class ShardingStrategy(enum.Enum):
-    """What the ranks share out among themselves, and whether full parameters survive between
-    forward and backward.
+    """How parameters are sharded, and whether they stay unsharded between forward and backward.
 
-    ====================  ======================  ==========  ===============================
-    member                split over              copies      full parameters after forward
-    ====================  ======================  ==========  ===============================
-    FULL_SHARD            all ranks               1           freed, gathered again
-    SHARD_GRAD_OP         all ranks               1           kept until backward is done
-    NO_SHARD              nothing is split        all ranks   always there, as with DDP
-    HYBRID_SHARD          the ranks of one node   the nodes   freed, gathered again
-    _HYBRID_SHARD_ZERO2   the ranks of one node   the nodes   kept until backward is done
-    ====================  ======================  ==========  ===============================
+    ====================  ====================  =========  ===================================
+    member                sharded over          replicas   unsharded parameters after forward
+    ====================  ====================  =========  ===================================
+    FULL_SHARD            all ranks             1          freed, gathered again in backward
+    SHARD_GRAD_OP         all ranks             1          kept until the end of backward
+    NO_SHARD              not sharded           all ranks  always present, as with DDP
+    HYBRID_SHARD          the ranks of a node   the nodes  freed, gathered again in backward
+    _HYBRID_SHARD_ZERO2   the ranks of a node   the nodes  kept until the end of backward
+    ====================  ====================  =========  ===================================
 
-    Gradients and optimizer state are split in the same way as the parameters. With a device mesh of
-    two axes (replica, shard), or two process groups, the hybrid strategies split over that mesh
-    instead of over nodes.
+    Gradients and optimizer state are sharded in the same way. With a device mesh of two dimensions
+    (replica, shard), or two process groups, the hybrid strategies use these instead of nodes.
     """
 
     FULL_SHARD = enum.auto()
@@ -71,12 +67,11 @@ class ShardingStrategy(enum.Enum):
 
 
 class BackwardPrefetch(enum.Enum):
-    """When, in backward, the gather of the unit that comes next is started; None in its place
-    means: when it is needed.
+    """When backward starts to gather the next unit. None instead of a member: when it is needed.
 
-    BACKWARD_PRE   before the gradients of the current unit are computed: hides the gather best,
-    holds two full units BACKWARD_POST  after them: the current unit is freed first, so that one
-    full unit less is held at the peak
+    BACKWARD_PRE   before the current unit's gradients are computed: most overlap, two unsharded
+                   units in memory
+    BACKWARD_POST  after them: the current unit is freed first, so the peak is one unit lower
     """
 
     BACKWARD_PRE = enum.auto()
@@ -85,31 +80,30 @@ class BackwardPrefetch(enum.Enum):
 
 @dataclass
 class MixedPrecision:
-    """The dtypes of computation, of gradient reduction and of buffers; the shards keep the dtype of
-    the user's model.
+    """The dtypes of computation, gradient reduction and buffers. Shards keep their original dtype.
 
-    Only floating point tensors of 16 bits and more are cast. The optimizer and checkpoints see the
-    shards, so they stay in the original dtype. Modules of a class in `_module_classes_to_ignore`
-    become units of their own without mixed precision, with or without a wrap policy; what they are
-    given is cast to their own dtype, and what they return back. With the environment variable
+    Only floating-point tensors of at least 16 bits are cast. The optimizer and checkpoints use the
+    shards, so they keep the original dtype. Modules of a class in `_module_classes_to_ignore`
+    become units without mixed precision, with or without a wrap policy; their inputs are cast to
+    their own dtype, and their outputs back. With the environment variable
     FSDP_USE_FULL_PREC_IN_EVAL=1, modules in evaluation mode compute in the original dtype.
 
     Attributes:
-        param_dtype: dtype of the full parameters in forward and backward; None (default) keeps the
-            original one.
-        reduce_dtype: dtype in which gradients travel and are summed; None (default) means
-            `param_dtype`.
-        buffer_dtype: dtype to which buffers are cast, once, before the first forward; None
-            (default) leaves them. State dicts hold them in their original dtype, with exact values
-            where nothing has been written since.
-        keep_low_precision_grads: whether `.grad` is left in the dtype of the reduction rather than
-            cast to the dtype of the shard. Default False.
-        cast_forward_inputs: whether each unit casts the inputs of its forward to `param_dtype`.
-            Default False.
-        cast_root_forward_inputs: whether the outermost unit does so, whatever `cast_forward_inputs`
-            says. Default True.
-        _module_classes_to_ignore: classes that are left out of mixed precision. Default: the common
-            base of all batch norms.
+        param_dtype: dtype of the unsharded parameters in forward and backward. Default None: the
+            original dtype.
+        reduce_dtype: dtype in which gradients are sent; they are summed in the wider of this and
+            the shard's dtype. Default None: `param_dtype`.
+        buffer_dtype: dtype to which buffers are cast once, before the first forward. Default None:
+            not cast. State dicts contain them in their original dtype, with exact values unless
+            they were written since.
+        keep_low_precision_grads: whether `.grad` keeps the dtype of the reduction rather than the
+            dtype of the shard. Default False.
+        cast_forward_inputs: whether each unit casts its forward inputs to `param_dtype`. Default
+            False.
+        cast_root_forward_inputs: whether the outermost unit does so, regardless of
+            `cast_forward_inputs`. Default True.
+        _module_classes_to_ignore: classes without mixed precision. Default: the common base of all
+            batch norms.
     """
 
     param_dtype: torch.dtype | None = None
@@ -123,23 +117,23 @@ class MixedPrecision:
 
 @dataclass
 class CPUOffload:
-    """Where the shards live while they are not computed with.
+    """Where shards are stored between uses.
 
     Attributes:
-        offload_params: whether shards, and with them their gradients and the optimizer step, are
-            kept on the CPU. Default False.
+        offload_params: whether shards, their gradients and the optimizer step stay on the CPU.
+            Default False.
     """
 
     offload_params: bool = False
 
 
 class StateDictType(enum.Enum):
-    """What `state_dict` and `load_state_dict` hold for each parameter of a wrapped model.
+    """What `state_dict` and `load_state_dict` contain for each parameter of a wrapped model.
 
-    FULL_STATE_DICT     the whole tensor under its original name, as the model before wrapping would
-    give it LOCAL_STATE_DICT    this rank's part of the flat parameter, readable only with the same
-    wrapping and ranks SHARDED_STATE_DICT  this rank's part of each original parameter, under its
-    original name, for any number of ranks
+    FULL_STATE_DICT     the whole tensor under its original name, as before wrapping
+    LOCAL_STATE_DICT    this rank's shard of the flat parameter; needs the same wrapping and ranks
+    SHARDED_STATE_DICT  this rank's shard of each original parameter, under its original name;
+                        loads on any number of ranks
     """
 
     FULL_STATE_DICT = enum.auto()
@@ -149,12 +143,10 @@ class StateDictType(enum.Enum):
 
 @dataclass
 class StateDictConfig:
-    """What every kind of model state dict can be told; use the class that belongs to the
-    `StateDictType`.
+    """Settings of every kind of model state dict; use the subclass of the `StateDictType`.
 
     Attributes:
-        offload_to_cpu: whether the returned tensors are moved to the CPU. Default False: they stay
-            on their device.
+        offload_to_cpu: whether the returned tensors are copies on the CPU. Default False.
     """
 
     offload_to_cpu: bool = False
@@ -162,12 +154,11 @@ class StateDictConfig:
 
 @dataclass
 class OptimStateDictConfig:
-    """What every kind of optimizer state dict can be told; use the class that belongs to the
-    `StateDictType`.
+    """Settings of every kind of optimizer state dict; use the subclass of the `StateDictType`.
 
     Attributes:
-        offload_to_cpu: whether the returned state tensors are moved to the CPU. Default True, other
-            than for models.
+        offload_to_cpu: whether the returned tensors are copies on the CPU. Default True, unlike for
+            models.
     """
 
     offload_to_cpu: bool = True
@@ -178,8 +169,8 @@ class FullStateDictConfig(StateDictConfig):
     """For `StateDictType.FULL_STATE_DICT`.
 
     Attributes:
-        rank0_only: whether only rank 0 gets the tensors, all others an empty dict. Default False:
-            every rank gets them. For saving a large model set it, and `offload_to_cpu` too.
+        rank0_only: whether only rank 0 gets the tensors, and other ranks an empty dict. Default
+            False. Set it together with `offload_to_cpu` to save a large model.
     """
 
     rank0_only: bool = False
@@ -190,8 +181,8 @@ class FullOptimStateDictConfig(OptimStateDictConfig):
     """For `StateDictType.FULL_STATE_DICT`.
 
     Attributes:
-        rank0_only: whether only rank 0 gets the state, all others an empty dict. Default False:
-            every rank gets it.
+        rank0_only: whether only rank 0 gets the state, and other ranks an empty dict. Default
+            False.
     """
 
     rank0_only: bool = False
@@ -202,8 +193,8 @@ class ShardedStateDictConfig(StateDictConfig):
     """For `StateDictType.SHARDED_STATE_DICT`.
 
     Attributes:
-        _use_dtensor: whether values are `DTensor` rather than `ShardedTensor`. Default False; a
-            model that was given a device mesh sets it.
+        _use_dtensor: whether values are `DTensor` rather than `ShardedTensor`. Default False; set
+            for a model with a device mesh.
     """
 
     _use_dtensor: bool = False
@@ -214,8 +205,8 @@ class ShardedOptimStateDictConfig(OptimStateDictConfig):
     """For `StateDictType.SHARDED_STATE_DICT`.
 
     Attributes:
-        _use_dtensor: whether values are `DTensor` rather than `ShardedTensor`. Default False; a
-            model that was given a device mesh sets it.
+        _use_dtensor: whether values are `DTensor` rather than `ShardedTensor`. Default False; set
+            for a model with a device mesh.
     """
 
     _use_dtensor: bool = False
@@ -223,7 +214,7 @@ class ShardedOptimStateDictConfig(OptimStateDictConfig):
 
 @dataclass
 class LocalStateDictConfig(StateDictConfig):
-    """For `StateDictType.LOCAL_STATE_DICT`; nothing beyond what every kind has."""
+    """For `StateDictType.LOCAL_STATE_DICT`."""
 
 
 @dataclass
@@ -231,7 +222,7 @@ class LocalOptimStateDictConfig(OptimStateDictConfig):
     """For `StateDictType.LOCAL_STATE_DICT`.
 
     Attributes:
-        offload_to_cpu: whether the returned state tensors are moved to the CPU. Default False here.
+        offload_to_cpu: whether the returned tensors are copies on the CPU. Default False.
     """
 
     offload_to_cpu: bool = False
@@ -239,13 +230,12 @@ class LocalOptimStateDictConfig(OptimStateDictConfig):
 
 @dataclass
 class StateDictSettings:
-    """The three things that decide what a state dict of a model and of its optimizer looks like.
+    """The form of the state dicts of a model and of its optimizer.
 
     Attributes:
         state_dict_type: the kind of both state dicts.
-        state_dict_config: the settings for the model; of the class that belongs to the kind.
-        optim_state_dict_config: the settings for the optimizer; of the class that belongs to the
-            kind.
+        state_dict_config: the model's settings, of the class for that kind.
+        optim_state_dict_config: the optimizer's settings, of the class for that kind.
     """
 
     state_dict_type: StateDictType
@@ -254,18 +244,16 @@ class StateDictSettings:
 
 
 def as_ours(value: object, expected: type[_T], argument_name: str) -> _T | None:
-    """Return ``value`` as an instance of ``expected``, translating torch's equal object if it is
-    one.
+    """Return ``value`` as an instance of ``expected``, translated if it is torch's equivalent.
 
-    None and instances of ``expected`` come back as they are. An object of a class of torch's FSDP
-    is recognised by the name and the module of its class, without importing that module, and
-    becomes the object of ours with the same member name or field values; this goes through nested
-    settings too. ``expected`` is any enum or dataclass of this package, also one from another
-    module, and the result may be of a subclass of it that this package defines.
+    None and instances of ``expected`` are returned unchanged. An object of torch's FSDP is
+    recognised by the name and module of its class, without importing that module, and translated by
+    member name or field values, including nested settings. ``expected`` is an enum or dataclass of
+    any module of this package; the result may be an instance of a subclass.
 
     Raises:
-        UsageError: ``value`` is neither, or holds something that ours cannot say; ``argument_name``
-            is named.
+        UsageError: ``value`` has another type, or a member or field that ours lacks; names
+            ``argument_name``.
     """
     if value is None:
         return None
@@ -284,8 +272,8 @@ def as_ours(value: object, expected: type[_T], argument_name: str) -> _T | None:
 
 
 def _translated(value: Any, expected: type, argument_name: str) -> Any:
-    """Return the equal object of ours if ``value`` is an enum member or dataclass of torch's FSDP,
-    else ``value``."""
+    """Return our equivalent of an enum member or dataclass of torch's FSDP; anything else
+    unchanged."""
     torch_class: Any = next((cls for cls in type(value).__mro__ if _is_of_torch_fsdp(cls)), None)
     if torch_class is None:
         return value
@@ -296,13 +284,15 @@ def _translated(value: Any, expected: type, argument_name: str) -> Any:
         return value
     if issubclass(our_class, enum.Enum):
         if value.name not in our_class.__members__:
-            raise _cannot_say(f"{torch_class.__name__}.{value.name}", our_class, argument_name)
+            raise _has_no_equivalent(
+                f"{torch_class.__name__}.{value.name}", our_class, argument_name
+            )
         return our_class[value.name]
     our_fields = {field.name for field in dataclasses.fields(our_class)}
     given = {field.name: getattr(value, field.name) for field in dataclasses.fields(torch_class)}
     for field in dataclasses.fields(torch_class):
         if field.name not in our_fields and given[field.name] != field.default:
-            raise _cannot_say(
+            raise _has_no_equivalent(
                 f"{torch_class.__name__}({field.name}={given[field.name]!r})",
                 our_class,
                 argument_name,
@@ -320,8 +310,7 @@ def _is_of_torch_fsdp(cls: type) -> bool:
 
 
 def _candidates(expected: type) -> Iterator[Any]:
-    """Yield ``expected``, the subclasses of it that this package defines, and the public classes of
-    this module."""
+    """Yield ``expected``, its subclasses in this package, and the public classes of this module."""
     family: list[type] = [expected]
     while family:
         cls = family.pop()
@@ -331,11 +320,11 @@ def _candidates(expected: type) -> Iterator[Any]:
     yield from (globals()[name] for name in __all__)
 
 
-def _cannot_say(what: str, our_class: Any, argument_name: str) -> UsageError:
+def _has_no_equivalent(what: str, our_class: Any, argument_name: str) -> UsageError:
     return UsageError(
         explain(
-            f"{argument_name}: the installed torch's {what} has no equal in {_PACKAGE}.",
-            expected=f"what {_full_name(our_class)} can hold: {_contents(our_class)}",
+            f"{argument_name}: the installed torch's {what} has no equivalent in {_PACKAGE}.",
+            expected=f"a value of {_full_name(our_class)}: {_contents(our_class)}",
             got=what,
             where=f"argument {argument_name!r}",
             fix=_how_to_write(our_class),

@@ -1,11 +1,11 @@
 """Every exception that fsdp_compat raises on purpose.
 
     FsdpCompatError
-    ├── UsageError       (also ValueError)     an argument, or a combination of them, cannot work
-    ├── StateError       (also RuntimeError)   a call that is fine came at the wrong moment
-    └── CheckpointError  (also RuntimeError)   a file or a state dict is not what it should be
+    ├── UsageError       (also ValueError)     an invalid argument, or combination of arguments
+    ├── StateError       (also RuntimeError)   a valid call at the wrong moment
+    └── CheckpointError  (also RuntimeError)   an invalid file or state dict
 
-A message has four facts: what was expected, what was found, where (unit, parameter, rank), and what
+Each message has four facts: what was expected, what it got, where (unit, parameter, rank), and what
 to do."""
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ class FsdpCompatError(Exception):
 
 
 class UsageError(FsdpCompatError, ValueError):
-    """An argument, or a combination of arguments, cannot work; nothing was changed."""
+    """An argument, or a combination of arguments, is invalid; nothing was changed."""
 
 
 class StateError(FsdpCompatError, RuntimeError):
-    """A call came at a moment at which it cannot be answered."""
+    """A call came at a moment when it cannot work."""
 
 
 class CheckpointError(FsdpCompatError, RuntimeError):
@@ -45,65 +45,78 @@ def explain(what: str, *, expected: str, got: str, where: str, fix: str) -> str:
     )
 
 
-# Errors that are caught as what torch raises in their place, too.
+# Errors that are also instances of the type that torch raises in the same place.
 
 
 class AssertedStateError(StateError, AssertionError):
-    """A call at the wrong moment, where torch asserts."""
+    """A call at the wrong moment; torch raises AssertionError."""
 
 
 class ValueCheckpointError(CheckpointError, ValueError):
-    """A state dict that is not what it should be; torch's type for it is ValueError."""
+    """An invalid state dict; torch raises ValueError."""
 
 
 class ValueStateError(StateError, ValueError):
-    """A call at the wrong moment; torch's type for it is ValueError."""
+    """A call at the wrong moment; torch raises ValueError."""
 
 
 class AssertedUsageError(UsageError, AssertionError):
-    """An argument that cannot work, where torch asserts."""
+    """An invalid argument; torch raises AssertionError."""
 
 
 class NotImplementedUsageError(UsageError, NotImplementedError):
-    """A combination of arguments that cannot work; torch's type for it is NotImplementedError."""
+    """An unsupported combination of arguments; torch raises NotImplementedError."""
 
 
 class RuntimeUsageError(UsageError, RuntimeError):
-    """An argument that cannot work; torch's type for it is RuntimeError."""
+    """An invalid argument; torch raises RuntimeError."""
 
 
 class TypeUsageError(UsageError, TypeError):
-    """Something of another type; torch's type for it is TypeError."""
+    """A value of the wrong type; torch raises TypeError."""
 
 
 def wrong_type(name: str, expected: str, got: object, where: str) -> TypeUsageError:
-    """The error for an argument ``name`` of the function ``where``."""
-    long = (nn.Module, torch.Tensor, torch.optim.Optimizer, dict)
-    shown = f"a {type(got).__name__}"
-    if not isinstance(got, long):
-        shown = (
-            f"{textwrap.shorten(repr(got), 200, placeholder=' ...')} of type {type(got).__name__}"
-        )
+    """Return the error for an argument ``name`` of the function ``where``."""
     return TypeUsageError(
         explain(
             f"{name} has the wrong type.",
             expected=expected,
-            got=shown,
+            got=_shown(got),
             where=f"argument {name!r} of {where}",
             fix=f"pass {expected}",
         )
     )
 
 
+def unusable(what: str, expected: str, got: object, where: str, fix: str = "") -> TypeUsageError:
+    """Return the error for a value of the wrong type, given or returned by the user."""
+    return TypeUsageError(
+        explain(
+            f"{what} cannot be used.",
+            expected=expected,
+            got=_shown(got),
+            where=where,
+            fix=fix or f"Pass {expected}.",
+        )
+    )
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, (nn.Module, torch.Tensor, torch.optim.Optimizer, dict)):  # long
+        return f"a {type(value).__name__}"
+    text = textwrap.shorten(repr(value), 200, placeholder=" ...")
+    return f"{text} of type {type(value).__name__}"
+
+
 def require_module(module: Any, where: str) -> None:
-    """Raise UsageError for what is no module."""
+    """Raise UsageError unless ``module`` is a module."""
     if not isinstance(module, nn.Module):
         raise wrong_type("module", "a torch.nn.Module", module, where)
 
 
 def require_model_and_optimizer(model: Any, optim: Any, where: str) -> None:
-    """Raise UsageError for what is no module, or no optimizer: arguments that are easily
-    swapped."""
+    """Raise UsageError unless these are a module and an optimizer: they are easily swapped."""
     order = "note the order of the arguments"
     if not isinstance(model, nn.Module):
         raise wrong_type("model", f"a torch.nn.Module ({order})", model, where)
@@ -112,14 +125,13 @@ def require_model_and_optimizer(model: Any, optim: Any, where: str) -> None:
 
 
 def require_group(group: Any, where: str) -> None:
-    """Raise UsageError for what is no process group that is alive, nor None."""
+    """Raise UsageError unless ``group`` is a process group or None."""
     if group is not None and not isinstance(group, dist.ProcessGroup):
         raise wrong_type("group", "a torch.distributed.ProcessGroup, or None", group, where)
 
 
 def takes(function: Callable[..., Any], num_arguments: int) -> bool:
-    """True if a function can be called with so many positional arguments, or does not say what it
-    takes."""
+    """True if a function accepts so many positional arguments, or has no signature."""
     try:
         inspect.signature(function).bind(*range(num_arguments))
     except TypeError:
@@ -130,11 +142,10 @@ def takes(function: Callable[..., Any], num_arguments: int) -> bool:
 
 
 def truth(name: str, flag: Any, where: str) -> bool:
-    """Return the truth value of a flag: None, 0, 1 and numpy's booleans are as good as True and
-    False.
+    """Return the truth value of a flag, which may also be None, 0, 1 or a NumPy boolean.
 
-    Raises UsageError for a text, as "False" would be true, and for anything without a truth value,
-    such as several numbers.
+    Raises UsageError for a string, because "False" would be true, and for values without a truth
+    value, such as arrays.
     """
     if not isinstance(flag, (str, bytes, bytearray)):
         try:
@@ -145,6 +156,6 @@ def truth(name: str, flag: Any, where: str) -> bool:
 
 
 def require_bools(where: str, **flags: Any) -> None:
-    """Raise UsageError for a flag without a usable truth value, see ``truth``."""
+    """Raise UsageError for a flag that ``truth`` refuses."""
     for name, flag in flags.items():
         truth(name, flag, where)

@@ -4,11 +4,8 @@ hands every call on."""
 from __future__ import annotations
 
 import contextlib
-import functools
-import inspect
 import typing
-import weakref
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -16,44 +13,29 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from . import _torch_private
-from ._engine import grad_norm, hooks, rendezvous
-from ._engine.buffers import CastBuffers
-from ._engine.ownership import OrigParam, assign_owners, group_members
-from ._engine.reduce import CommHook
+from . import _torch_patches, _torch_private
+from ._engine import hooks, rendezvous
 from ._engine.runtime import Runtime
-from ._engine.unit import Group, Unit, UnitOptions
+from ._engine.unit import Unit
 from ._flat import client_attributes as attributes
-from ._flat import conversion, copying
-from ._flat.construction import (
-    Preparation,
-    buffers_to_cast,
-    listed,
-    refuse_hook,
-    refuse_ignored_units,
-    refuse_managed,
-    refuse_module,
-    refuse_optimizers_in_backward,
-    refuse_parts_of_a_model,
-    remember,
-    renamed,
-    settings_of,
-    uninitialised_of,
-)
-from ._flat.settings import Arguments, Settings, resolve
-from ._state.full_params import Options, full_parameters
-from ._state.model_units import runtimes_of
+from ._flat import clipping, comm_hook, construction, conversion, copying, summon
+from ._flat.flat_unit import FlatUnit, require_root
+from ._flat.forward_methods import run_as_forward
+from ._flat.settings import Arguments, Settings
+from ._state import forms, model_state_dict
+from ._state import optim_legacy_state_dict as legacy
+from ._state import optim_state_dict as optim
 from ._state.names import FSDP_WRAPPED_MODULE, clean_name
-from ._state.optim_legacy_state_dict import LegacyOptimStateDicts, OptimStateKeyType
-from ._stores.flat_store import FlatStore, home_attribute
+from ._state.optim_legacy_state_dict import OptimStateKeyType
 from ._stores.registration import FLAT_PARAM, FlatParameter
-from ._torch_patches import assignments, dcp_adapter, hugging_face_storage
-from ._torch_patches import clip_grad as clipping
-from .api import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy, as_ours
+from .api import (
+    BackwardPrefetch,
+    CPUOffload,
+    MixedPrecision,
+    ShardingStrategy,
+    as_ours,
+)
 from .errors import (
-    AssertedStateError,
-    NotImplementedUsageError,
-    StateError,
     UsageError,
     ValueStateError,
     explain,
@@ -62,7 +44,7 @@ from .errors import (
     truth,
     wrong_type,
 )
-from .wrap import CustomPolicy, ModuleWrapPolicy, plan_wrapping, replace_modules
+from .wrap import CustomPolicy, ModuleWrapPolicy
 
 __all__ = [
     "FLAT_PARAM",
@@ -73,7 +55,7 @@ __all__ = [
 ]
 
 
-class FullyShardedDataParallel(LegacyOptimStateDicts):
+class FullyShardedDataParallel(nn.Module):
     """Shard a module's parameters, gradients and optimizer state over the ranks of a process group.
 
     Every rank holds one part of each parameter; the parameters of a unit (this module, less what
@@ -135,6 +117,11 @@ class FullyShardedDataParallel(LegacyOptimStateDicts):
             anything is sent or changed.
     """
 
+    _fsdp_wrapped_module: nn.Module
+    _fsdp_model_unit: FlatUnit
+    # Entry points of the wrapped module beside forward, see register_fsdp_forward_method.
+    _forward_methods: dict[str, bool | None]
+
     def __init__(
         self,
         module: nn.Module,
@@ -166,172 +153,46 @@ class FullyShardedDataParallel(LegacyOptimStateDicts):
             cpu_offload=cpu_offload,
             backward_prefetch=backward_prefetch,
             mixed_precision=as_ours(mixed_precision, MixedPrecision, "mixed_precision"),
-            ignored_modules=None if ignored_modules is None else listed(ignored_modules),
+            ignored_modules=None
+            if ignored_modules is None
+            else construction.listed(ignored_modules),
             param_init_fn=param_init_fn,
             device_id=device_id,
             sync_module_states=sync_module_states,
             forward_prefetch=forward_prefetch,
             limit_all_gathers=limit_all_gathers,
             use_orig_params=use_orig_params,
-            ignored_states=None if ignored_states is None else listed(ignored_states),
+            ignored_states=None if ignored_states is None else construction.listed(ignored_states),
             device_mesh=device_mesh,
             allow_unused_units=allow_unused_units,
             keep_units_below=keep_units_below,
         )
-        refuse_module(module, FullyShardedDataParallel)
-        refuse_ignored_units(arguments.ignored_modules, FullyShardedDataParallel)
-        refuse_ignored_units(arguments.ignored_states, FullyShardedDataParallel)
-        settings = resolve(module, arguments)
-        nested = [
-            child for child in module.modules() if isinstance(child, FullyShardedDataParallel)
-        ]
-        closed = {*nested, *settings.ignored_modules}
-        refuse_managed(module, closed, settings.ignored_parameters)
-        refuse_optimizers_in_backward(module, settings)
-        refuse_parts_of_a_model(module, [(child, child._runtime.root) for child in nested])
-        plan: dict[nn.Module, Settings] = {}
-        apart = [
-            child
-            for child in module.modules()
-            if child is not module and isinstance(child, settings.uncast_classes)
-        ]
-        if auto_wrap_policy is not None or apart:
-            planned = plan_wrapping(
-                module,
-                auto_wrap_policy or _no_module,
-                {
-                    *settings.ignored_modules,
-                    *(below for child in nested for below in child.modules()),
-                },
-                settings.ignored_parameters,
-                {field: getattr(arguments, field) for field in arguments.__dataclass_fields__},
-                is_wrapped=lambda child: isinstance(child, FullyShardedDataParallel),
-            )
-            plan = {
-                child: settings_of(child, kwargs, arguments, settings)
-                for child, kwargs in planned.items()
-            }
-        units = {module: None, **dict.fromkeys(plan)}
-        preparation = Preparation(module, units, settings, closed)
-        owned = assign_owners(module, units, settings.ignored_parameters, closed)
-        replace_modules(
-            module,
-            {child: {} for child in plan},
-            lambda child: self._of_unit(child, plan[child], owned.pop(child), preparation),
-        )
-        self._build(module, settings, owned.pop(module), preparation)
-        if settings.mixed_precision.param_dtype is not None:
-            taken = {below for child in closed for below in child.modules()}
-            for child in apart:
-                if child not in taken:
-                    hooks.cast_around(child, _own_dtype(child))
-        _slow_transformers(module)
-
-    # -- construction
-
-    _forward_methods: dict[
-        str, bool | None
-    ]  # other entry points of the wrapped module, see register_fsdp_forward_method
+        plan = construction.plan(module, auto_wrap_policy, arguments)
+        _torch_patches.patch_torch(construction.apply(plan, self._emptied(), self._new))
 
     @classmethod
-    def _of_unit(
-        cls,
-        module: nn.Module,
-        settings: Settings,
-        members: list[OrigParam],
-        preparation: Preparation,
-    ) -> FullyShardedDataParallel:
-        """Wrap a submodule that a policy chose, whose parameters were assigned by the instance
-        around it."""
+    def _new(cls) -> FullyShardedDataParallel:
+        """Return a wrapper without a module."""
         self = cls.__new__(cls)
         nn.Module.__init__(self)
-        self._build(module, settings, members, preparation, relative_to=module)
+        return self._emptied()
+
+    def _emptied(self) -> FullyShardedDataParallel:
+        self._forward_methods = {}
+        model_state_dict.follow_loading(self)
         return self
 
-    def _build(
-        self,
-        module: nn.Module,
-        settings: Settings,
-        members: list[OrigParam],
-        preparation: Preparation,
-        relative_to: nn.Module | None = None,
-    ) -> None:
-        members = preparation.of_unit(module, members)
-        if relative_to is not None:
-            members = renamed(members, relative_to)
-        self._forward_methods = {}
-        self._begin_state_dicts(module)
-        self._fsdp_wrapped_module = module
-        attributes.mark(module, settings.ignored_modules)
-        taken = {
-            below
-            for child in FullyShardedDataParallel.fsdp_modules(module)
-            for below in child.modules()
-        }
-        with torch.inference_mode(False), torch.no_grad():
-            stores = [
-                self._make_store(module, settings, index, its)
-                for index, (_, its) in enumerate(group_members(members))
-            ]
-            self._set_up(stores, settings, buffers_to_cast(module, settings, taken))
-        remember(module, [member.parameter for member in members], stores)
-        self._unit.uninitialised = uninitialised_of(module, stores, preparation.left, taken)
+    @property
+    def _unit(self) -> Unit:
+        return self._fsdp_model_unit.unit
 
-    def _set_up(
-        self, stores: Sequence[FlatStore], settings: Settings, buffers: CastBuffers | None
-    ) -> None:
-        """Make the unit around its stores, and the runtime around it and the units below."""
-        self._settings = settings
-        options = settings.unit_options(
-            sum(param.numel for store in stores for param in store.layout.params)
-        )
-        groups = [self._group_of(store, options) for store in stores]
-        rendezvous.register(groups)
-        unit = self._unit = Unit(self._fsdp_wrapped_module, groups, options, buffers)
-        unit.owner = weakref.ref(self)
-        hooks.guard_state_dicts(unit)
-        assignments.follow(unit)
-        instances = FullyShardedDataParallel.fsdp_modules(self)
-        names = {
-            child: clean_name(name)
-            for name, child in self.named_modules()
-            if isinstance(child, FullyShardedDataParallel)
-        }
-        clipping.patch_clip_grad()
-        dcp_adapter.patch_dcp()
-        hugging_face_storage.patch_writer()
-        Runtime(
-            unit,
-            [child._unit for child in instances],
-            [names[child] for child in instances],
-            settings.runtime,
-        )
+    @property
+    def _settings(self) -> Settings:
+        return self._fsdp_model_unit.settings
 
-    def _group_of(self, store: FlatStore, options: UnitOptions | None = None) -> Group:
-        """Make the group around a store. options: of the unit, which has some already."""
-        settings = self._settings
-        options = options or self._unit.options
-        precision = settings.precision(store.dtype)
-        # Where all units are whole when backward begins, a buffer of wider gradients waits until
-        # the first one is not any more.
-        streamed = (
-            options.reshard_after_forward or precision.reduce.itemsize <= precision.gather.itemsize
-        )
-        return Group(store, settings.mesh, precision, settings.device, settings.offload, streamed)
-
-    @staticmethod
-    def _make_store(
-        module: nn.Module, settings: Settings, index: int, members: list[OrigParam]
-    ) -> FlatStore:
-        return FlatStore(
-            members,
-            rank=settings.mesh.shard.rank,
-            ranks=settings.mesh.shard.ranks,
-            home=(module, home_attribute(index)),
-            use_orig_params=settings.use_orig_params,
-            device=settings.home,
-            pin=settings.offload and settings.device.type != "cpu",
-        )
+    @property
+    def _runtime(self) -> Runtime:
+        return self._fsdp_model_unit.runtime
 
     # -- as a module
 
@@ -379,24 +240,8 @@ class FullyShardedDataParallel(LegacyOptimStateDicts):
                 raise
             found = getattr(super().__getattr__(FSDP_WRAPPED_MODULE), name)
         if name in self._forward_methods:
-            return functools.update_wrapper(
-                functools.partial(self._run_method, found, self._forward_methods[name]), found
-            )
+            return run_as_forward(self._unit, found, synced=self._forward_methods[name])
         return found
-
-    def _run_method(
-        self, method: Callable[..., Any], synced: bool | None, /, *args: Any, **kwargs: Any
-    ) -> Any:
-        """Run a method of the wrapped module as its forward is run. Collective."""
-        ranks_in_rounds = not torch.is_grad_enabled() if synced is None else synced
-        output = self._runtime.run_method(self._unit, method, args, kwargs, ranks_in_rounds)
-        return self._steps_of(output) if inspect.isgenerator(output) else output
-
-    def _steps_of(self, generator: Generator[Any, Any, Any]) -> Iterator[Any]:
-        """What a generator yields; every step of it runs as a forward does, and is collective."""
-        end = object()
-        while (item := self._runtime.run(self._unit, next, (generator, end), {})) is not end:
-            yield item
 
     def __getitem__(self, key: int) -> Any:
         """Index the wrapped module, such as an nn.Sequential."""
@@ -413,13 +258,15 @@ class FullyShardedDataParallel(LegacyOptimStateDicts):
         parameters."""
         with contextlib.ExitStack() as stack:
             for instance in FullyShardedDataParallel.fsdp_modules(self):
-                stack.enter_context(instance._unit.described())
+                stack.enter_context(instance._unit.view.described())
             return super().__repr__()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FullyShardedDataParallel:
         """A second module with shards of its own, over the same process groups; like parameters,
         without gradients. Collective."""
-        return copying.deepcopy_of(self, memo)
+        copy = typing.cast(FullyShardedDataParallel, copying.deepcopy_of(self, memo))
+        _torch_patches.patch_torch([copy._fsdp_model_unit])
+        return copy
 
     def __reduce_ex__(self, protocol: typing.SupportsIndex) -> Any:
         """This rank's part, for pickle. Process groups are found again by their names; loading is
@@ -428,6 +275,7 @@ class FullyShardedDataParallel(LegacyOptimStateDicts):
 
     def __setstate__(self, state: Any) -> None:
         copying.restore(self, state)
+        _torch_patches.patch_torch([self._fsdp_model_unit])
 
     def check_is_root(self) -> bool:
         """True if no other instance is around this one."""
@@ -448,7 +296,7 @@ class FullyShardedDataParallel(LegacyOptimStateDicts):
         """What ``half``, ``to`` and the like do. Before the first forward another dtype converts
         the shards; collective then."""
         if recurse:
-            conversion.follow(self, fn)
+            conversion.convert_as(self, fn)
         with (
             self._unit.buffers.uncast()
             if self._unit.buffers is not None
@@ -456,7 +304,7 @@ class FullyShardedDataParallel(LegacyOptimStateDicts):
         ):
             super()._apply(fn, recurse)
         for child in self.modules():
-            hooks.cast_again(child, _own_dtype)
+            hooks.cast_again(child, construction.own_dtype)
         return self
 
     def apply(self, fn: Callable[[nn.Module], None]) -> FullyShardedDataParallel:
@@ -464,7 +312,7 @@ class FullyShardedDataParallel(LegacyOptimStateDicts):
         changes. Collective."""
         if not callable(fn):
             raise wrong_type("fn", "a function of one module", fn, "apply")
-        if self._unit.summoned:
+        if self._unit.view.summoned:
             super().apply(fn)
             return self
         self._runtime.require_idle("apply", ValueStateError)
@@ -480,7 +328,7 @@ class FullyShardedDataParallel(LegacyOptimStateDicts):
         if self._runtime.broken:  # an exception in backward has left units shown full
             self._runtime.rest()
         for name, parameter in super().named_parameters(prefix, recurse, remove_duplicate):
-            yield clean_name(name) if self._unit.summoned else name, parameter
+            yield clean_name(name) if self._unit.view.summoned else name, parameter
 
     def named_buffers(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
@@ -488,7 +336,57 @@ class FullyShardedDataParallel(LegacyOptimStateDicts):
         """As nn.Module's; inside of ``summon_full_params`` names are those of the model before
         wrapping."""
         for name, buffer in super().named_buffers(prefix, recurse, remove_duplicate):
-            yield clean_name(name) if self._unit.summoned else name, buffer
+            yield clean_name(name) if self._unit.view.summoned else name, buffer
+
+    # -- state
+
+    set_state_dict_type = staticmethod(forms.set_state_dict_type)
+    get_state_dict_type = staticmethod(forms.get_state_dict_type)
+    state_dict_type = staticmethod(forms.state_dict_type)
+    optim_state_dict = staticmethod(optim.optim_state_dict)
+    optim_state_dict_to_load = staticmethod(optim.optim_state_dict_to_load)
+    full_optim_state_dict = staticmethod(legacy.full_optim_state_dict)
+    sharded_optim_state_dict = staticmethod(legacy.sharded_optim_state_dict)
+    shard_full_optim_state_dict = staticmethod(legacy.shard_full_optim_state_dict)
+    flatten_sharded_optim_state_dict = staticmethod(legacy.flatten_sharded_optim_state_dict)
+    scatter_full_optim_state_dict = staticmethod(legacy.scatter_full_optim_state_dict)
+    rekey_optim_state_dict = staticmethod(legacy.rekey_optim_state_dict)
+
+    def state_dict(self, *args: Any, filter: Any = None, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+        """Return the model's state under the names it had before wrapping, in the form that is set.
+
+        FULL_STATE_DICT (default): whole tensors, copies; collective, one unit gathered at a time.
+        SHARDED_STATE_DICT: this rank's part of each parameter, as boxes that view its shard, and
+        nothing is sent; of a model with a device mesh a DTensor, a copy, and collective.
+        LOCAL_STATE_DICT: this rank's flat shards themselves; nothing is sent.
+
+        Values that are views, which buffers are in every form, change when training goes on, as
+        those of an unwrapped module's state dict do. ``offload_to_cpu=True`` in the configuration,
+        ``copy.deepcopy``, ``clone()`` and pickling give values that do not.
+
+        filter: what of it to return, a function of a name, or "trainable" for the parameters that
+        require grad; the same on all ranks. Only that is gathered, and nothing in the dict is a
+        view of a shard. A flat shard is returned if it holds any.
+        """
+        return model_state_dict.state_dict(self, *args, filter=filter, **kwargs)
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """Load a state dict under the names the model had before wrapping: full, sharded in any
+        way, or local, as its values say.
+
+        With full values nothing is sent: every rank copies its part. Where
+        ``FullStateDictConfig(rank0_only=True)`` is set, other ranks than the first may pass {} or
+        None and get what the first one has, one unit at a time; this is collective then. Parameters
+        are written in place, also with ``assign``. What is like a tensor
+        (``torch.overrides.is_tensor_like``) and knows its shape and dtype is taken too: a lazy
+        value is read when its parameter is loaded, on ranks that have a part of it.
+
+        Raises CheckpointError, before anything changes, for what is missing, unknown or does not
+        fit.
+        """
+        return model_state_dict.load_state_dict(self, state_dict, strict, assign)
 
     # -- training
 
@@ -499,8 +397,7 @@ class FullyShardedDataParallel(LegacyOptimStateDicts):
 
         They are kept whole, as long as they are not reduced. Called on the root.
         """
-        if not self._unit.is_root:
-            raise StateError(_on_root_only("no_sync()", self._unit.label))
+        require_root(self._unit, "no_sync()")
         self._runtime.require_idle("no_sync", ValueStateError)
         with self._runtime.no_sync():
             yield
@@ -517,23 +414,8 @@ class FullyShardedDataParallel(LegacyOptimStateDicts):
 
         Called once, on the root, on all ranks, before the first backward.
         """
-        refuse_hook(hook, {group.shard.ranks > 1 for group in self._runtime.groups})
-        if not self._unit.is_root:
-            raise AssertedStateError(_on_root_only("register_comm_hook()", self._unit.label))
-        self._runtime.require_idle("register_comm_hook")
-        if any(group.hook is not None for group in self._runtime.groups):
-            raise AssertedStateError(
-                explain(
-                    "A communication hook is registered already.",
-                    expected="one call of register_comm_hook for each model",
-                    got=f"a second one, with {hook!r}",
-                    where=self._unit.label,
-                    fix="register one hook that does both",
-                )
-            )
-        self._runtime.set_comm_hook(CommHook(state, hook))
+        comm_hook.register(self._fsdp_model_unit, state, hook)
 
-    @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float | int, norm_type: float | int = 2.0) -> torch.Tensor:
         """Scale all gradients so that their norm over all ranks is at most ``max_norm``; return the
         norm before, 0-d, in the dtype that those of the gradients promote to.
@@ -541,78 +423,9 @@ class FullyShardedDataParallel(LegacyOptimStateDicts):
         Collective: all ranks, on the root. One all-reduce per shard axis. Gradients of parameters
         that no unit manages (ignored ones) count once.
         """
-        if not self._unit.is_root:
-            raise StateError(_on_root_only("clip_grad_norm_()", self._unit.label))
-        norm_type = clipping.checked_norm_type(norm_type)
-        clipping.check_max_norm(max_norm)
-        self._runtime.require_idle("clip_grad_norm_", ValueStateError)
-        self._runtime.require_parts("clip_grad_norm_")
-        groups = self._runtime.groups
-        rendezvous.require_all_ranks("clip_grad_norm_", groups)
-        if self._runtime.broken:  # an exception in backward has left leaves with gradients
-            self._runtime.rest()
-        others = clipping.gradients_of_others(self, groups)
-        grads = [(group, grad_norm.gradients_of(group)) for group in groups]
-        norm = grad_norm.norm_of(grads, others, norm_type, self._settings.device)
-        grad_norm.clip_by_norm(
-            [grad for _, its in grads for grad in its] + others, norm, float(max_norm)
-        )
-        return norm.to(grad_norm.dtype_of_norm(grads, others))
+        return clipping.clip_grad_norm(self, max_norm, norm_type)
 
-    @staticmethod
-    @contextlib.contextmanager
-    def summon_full_params(
-        module: nn.Module,
-        recurse: bool = True,
-        writeback: bool = True,
-        rank0_only: bool = False,
-        offload_to_cpu: bool = False,
-        with_grads: bool = False,
-    ) -> Generator[None, None, None]:
-        """Show whole parameters, in the dtype of the shards, in ``module`` and (``recurse``) all
-        instances below it.
-
-        Collective: all ranks. ``writeback`` keeps changes made inside; where nothing is sharded
-        (one rank, NO_SHARD) they stay without it, too. ``rank0_only``: the others go on showing
-        their parts (not with ``writeback``), and changes that the first one of several ranks alone
-        has made are dropped. ``offload_to_cpu``: they are shown on the CPU; ``with_grads``: whole
-        gradients beside them.
-        """
-        where = "summon_full_params"
-        require_module(module, where)
-        require_bools(
-            where,
-            recurse=recurse,
-            writeback=writeback,
-            rank0_only=rank0_only,
-            offload_to_cpu=offload_to_cpu,
-            with_grads=with_grads,
-        )
-        if writeback and rank0_only:
-            raise NotImplementedUsageError(
-                explain(
-                    "summon_full_params cannot write back what only rank 0 has seen.",
-                    expected="rank0_only=True with writeback=False, or rank0_only=False",
-                    got="rank0_only=True, writeback=True",
-                    where="summon_full_params(...)",
-                    fix="pass writeback=False",
-                )
-            )
-        instances = FullyShardedDataParallel.fsdp_modules(module)
-        if not recurse:
-            instances = [child for child in instances if child is module or child._unit.is_root]
-        for runtime in runtimes_of(instances):
-            runtime.require_idle("summon_full_params", AssertedStateError)
-            runtime.rest()
-        units = [child._unit for child in instances]
-        rendezvous.require_all_ranks(
-            where, (group for unit in units if not unit.summoned for group in unit.groups)
-        )
-        serve_only = rank0_only and not all(child._settings.mesh.is_first for child in instances)
-        with full_parameters(
-            units, Options(writeback, rank0_only, serve_only, offload_to_cpu, with_grads)
-        ):
-            yield
+    summon_full_params = staticmethod(summon.summon_full_params)
 
 
 def register_fsdp_forward_method(
@@ -659,38 +472,3 @@ def register_fsdp_forward_method(
             )
         )
     module._forward_methods[method_name] = synced
-
-
-def _no_module(module: nn.Module, recurse: bool, nonwrapped_numel: int) -> bool:
-    """The policy that chooses nothing by itself."""
-    return False
-
-
-def _own_dtype(module: nn.Module) -> torch.dtype:
-    """The floating-point dtype of a module's own parameters and buffers."""
-    tensors = (*module.parameters(), *module.buffers())
-    return next((t.dtype for t in tensors if t.is_floating_point()), torch.float32)
-
-
-def _slow_transformers(module: nn.Module) -> None:
-    """Torch's transformer layers read their submodules' parameters by themselves in evaluation. Not
-    if these are units."""
-    for child in module.modules():
-        if isinstance(child, nn.TransformerEncoderLayer) and FullyShardedDataParallel.fsdp_modules(
-            child
-        ):
-            hooks.without_fast_path(child)
-        if isinstance(child, nn.TransformerEncoder) and FullyShardedDataParallel.fsdp_modules(
-            child
-        ):
-            child.use_nested_tensor = False
-
-
-def _on_root_only(call: str, label: str) -> str:
-    return explain(
-        f"{call} is for the root.",
-        expected="a call on the outermost FullyShardedDataParallel",
-        got=f"a call on {label}",
-        where=call,
-        fix="call it on the outermost instance, which acts on all below it",
-    )

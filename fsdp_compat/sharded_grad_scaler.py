@@ -1,9 +1,9 @@
-"""Gradient scaling for sharded training: what one rank finds in its shards decides for all ranks.
+"""Gradient scaling for sharded training: a non-finite gradient on one rank counts for all ranks.
 
-Each rank sees a part of the gradients only. A non-finite number in one part has to make every rank
-skip the step and shrink the scale, or the ranks drift apart. ``torch.amp.GradScaler`` keeps the
-whole protocol; the ranks meet in the one method of it through which every look at gradients goes,
-so no path of ``step`` goes without."""
+Each rank has only shards of the gradients. If one shard has a non-finite number, every rank must
+skip the step and shrink the scale, or the ranks diverge. ``torch.amp.GradScaler`` does everything
+else. The ranks agree in ``_unscale_grads_``, the one method that every check of gradients uses, so
+every path through ``step`` is covered."""
 
 from __future__ import annotations
 
@@ -24,58 +24,55 @@ from .errors import StateError, UsageError, explain, truth, wrong_type
 
 __all__ = ["ShardedGradScaler"]
 
-_INFINITE = 2.0**128  # for a scale, which is a float32
+_INFINITE = 2.0**128  # first value beyond float32, the dtype of the scale
 
 
 class ShardedGradScaler(GradScaler):
-    """Scale losses so that small gradients survive float16, and skip a step on all ranks if one
-    rank has a non-finite gradient.
+    """Scale losses so that small gradients survive float16. If one rank has a non-finite gradient,
+    all ranks skip the step.
 
         scaler = ShardedGradScaler()
         for x in batches:
             optimizer.zero_grad()
             scaler.scale(loss(model(x))).backward()
-            scaler.unscale_(optimizer)  # only to clip or to look at the gradients
+            scaler.unscale_(optimizer)  # only needed to clip or read gradients
             scaler.step(optimizer)
             scaler.update()
 
-    It is a ``torch.amp.GradScaler`` and used like one, except that gradients may be float16 and
-    that ``scale`` returns the dtype that it was given. A rank whose shards are empty, or which has
-    no gradients, takes part like any other.
+    It is a ``torch.amp.GradScaler``, except that gradients may be float16 and that ``scale`` keeps
+    the dtype of its input. Ranks with empty shards, or without gradients, take part like any other.
 
     Args:
-        device: type of the device that the losses are on. "cuda" on a machine without CUDA disables
-            the scaler, with a warning.
-        init_scale: first scale, a factor > 0.
-        backoff_factor: the scale is multiplied by it, 0 < factor < 1, by an ``update`` after a step
-            that was skipped.
-        growth_factor: the scale is multiplied by it, factor > 1, after ``growth_interval`` steps
-            without a skipped one.
+        device: device type of the losses. "cuda" on a machine without CUDA disables the scaler,
+            with a warning.
+        init_scale: initial scale, > 0.
+        backoff_factor: factor between 0 and 1 by which ``update`` multiplies the scale after a
+            skipped step.
+        growth_factor: factor > 1 by which ``update`` multiplies the scale after
+            ``growth_interval`` steps in a row that were not skipped.
         growth_interval: number of steps.
-        enabled: False makes ``step`` call the optimizer, everything else do nothing, and nothing be
-            sent.
-        process_group: the ranks that decide together: all that hold parts of the parameters. None:
-            the default group, looked up when it is needed, so the scaler may be made before
+        enabled: if False, ``step`` calls the optimizer, all else does nothing, and nothing is sent.
+        process_group: the ranks that agree on a step: all that hold shards of the parameters. None:
+            the default group, looked up on first use, so the scaler may be created before
             ``init_process_group``.
 
     Raises:
-        UsageError: an argument of another type, a number out of its range, or a process group that
-            this process does not belong to.
+        UsageError: an argument of the wrong type or out of range, or a process group without this
+            process.
 
     Collective: ``unscale_`` and ``step``, on every rank of the group, in the same order; one
-    all-reduce of 4 bytes for each optimizer and step, none where the group has one rank. The
+    all-reduce of 4 bytes for each optimizer and step, none if the group has one rank. The
     constructor and the other methods send nothing.
 
-    Source: Micikevicius et al. 2018, "Mixed Precision Training", section 3.2, for scaling with a
-    scale that adapts.
+    Source: Micikevicius et al. 2018, "Mixed Precision Training", section 3.2 (loss scaling).
     """
 
     process_group: dist.ProcessGroup | None  # None: the default group
 
-    # What is used of the base class beside its public methods: `_scale`, which is None before the
-    # first scale(), and its maker `_lazy_init_scale_growth_tracker`, because the base class copies
-    # the scale to other devices without waiting for the copy; and `_unscale_grads_`, which is
-    # overridden, because unscale_() and the check for fused optimizers meet there and only there.
+    # Private parts of the base class in use: `_scale`, None before the first scale(), and
+    # `_lazy_init_scale_growth_tracker`, which creates it, because the base class copies the scale
+    # to other devices without waiting for the copy; and `_unscale_grads_`, overridden because both
+    # unscale_() and the check for fused optimizers go through it.
 
     def __init__(
         self,
@@ -126,15 +123,13 @@ class ShardedGradScaler(GradScaler):
     def scale(
         self, outputs: torch.Tensor | Iterable[torch.Tensor]
     ) -> torch.Tensor | Iterable[torch.Tensor]:
-        """Multiply a loss, or all losses in nested iterables, by the scale; each keeps its dtype.
+        """Multiply a loss, or all losses in nested iterables, by the scale. Each keeps its dtype.
 
-        Lists and tuples, named ones too, come back as what they were, other iterables as iterators.
-        A disabled scaler returns what it was given. The scale lives on the device of the first
-        tensor that is scaled.
+        Lists and tuples, including named ones, keep their type; other iterables become iterators. A
+        disabled scaler returns its input. The scale is on the device of the first scaled tensor.
 
         Raises:
-            UsageError: something that is neither a tensor of floating-point numbers nor an iterable
-                of such.
+            UsageError: ``outputs`` is neither a floating-point tensor nor an iterable of such.
         """
         return self._scaled(outputs) if self.is_enabled() else outputs
 
@@ -156,32 +151,29 @@ class ShardedGradScaler(GradScaler):
             return scaled
         raise UsageError(
             explain(
-                "This cannot be scaled.",
-                expected="a tensor of floating-point numbers, or an iterable of such, which may be "
-                "nested",
+                "outputs cannot be scaled.",
+                expected="a floating-point tensor, or a nested iterable of such",
                 got=f"a tensor of {outputs.dtype}"
                 if isinstance(outputs, torch.Tensor)
                 else f"a {type(outputs).__name__}",
                 where="ShardedGradScaler.scale(outputs)",
-                fix="pass the loss; of a model's output, the losses in it, for example "
-                "output['loss']",
+                fix="pass the loss, for example output['loss'] of a model's output",
             )
         )
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
-        """Divide the gradients of an optimizer by the scale, in place, and find out whether any
-        rank has a non-finite one.
+        """Divide an optimizer's gradients by the scale, in place, and check for non-finite ones on
+        any rank.
 
-        For clipping, for example, between backward and ``step``; ``step`` does it itself otherwise.
-        Once per optimizer and step.
+        Call it at most once per optimizer and step, between backward and ``step``, for example to
+        clip; otherwise ``step`` does it.
 
         Collective: every rank of the group.
 
         Raises:
             StateError: nothing was scaled yet, or there is no process group.
-            UsageError: ``optimizer`` is none.
-            RuntimeError: the gradients of this optimizer were unscaled, or used, since the last
-                ``update``.
+            UsageError: ``optimizer`` is not an optimizer.
+            RuntimeError: a second call, or a call after ``step``, since the last ``update``.
         """
         self._refuse_call("unscale_", optimizer)
         super().unscale_(optimizer)
@@ -190,15 +182,14 @@ class ShardedGradScaler(GradScaler):
         """Call ``optimizer.step(*args, **kwargs)`` with unscaled gradients and return its result,
         or skip it on all ranks.
 
-        It is skipped if any gradient of this optimizer, on any rank, is not finite. A fused
-        optimizer is always called and skips by itself. Closures are not supported.
+        It is skipped if any gradient of this optimizer is non-finite on any rank. A fused optimizer
+        is always called and skips internally. Closures are not supported.
 
-        Collective: every rank of the group, unless ``unscale_`` was called for this optimizer
-        before.
+        Collective: every rank of the group, unless ``unscale_`` was called for this optimizer.
 
         Raises:
             StateError: nothing was scaled yet, or there is no process group.
-            UsageError: ``optimizer`` is none.
+            UsageError: ``optimizer`` is not an optimizer.
             RuntimeError: a second ``step`` of this optimizer since the last ``update``, or a
                 closure.
         """
@@ -209,16 +200,15 @@ class ShardedGradScaler(GradScaler):
             return super().step(optimizer, *args, **kwargs)
 
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:
-        """Shrink the scale if a step was skipped on all ranks since the last update; grow it after
-        enough steps that were not.
+        """Shrink the scale if a step was skipped since the last update; grow it after
+        ``growth_interval`` steps without a skipped one.
 
-        new_scale: the scale from now on, a factor > 0 or a tensor [1] or [] with one, instead. The
-        same on all ranks. Its value is
-            read, so a tensor on an accelerator is waited for.
+        new_scale: a factor > 0, or a tensor [1] or [], that becomes the scale instead; the same on
+            all ranks. Its value is read, which waits for a tensor on an accelerator.
 
         Raises:
             StateError: nothing was scaled yet.
-            UsageError: ``new_scale`` is neither of both.
+            UsageError: ``new_scale`` is neither.
         """
         self._refuse_call("update")
         if new_scale is not None and self.is_enabled():
@@ -237,20 +227,19 @@ class ShardedGradScaler(GradScaler):
         found_inf: torch.Tensor,
         allow_fp16: bool,
     ) -> dict[torch.device, torch.Tensor]:
-        """Multiply the gradients by ``inv_scale`` []; return [] on its device: 1 if any rank found
-        a non-finite one, else 0.
+        """Multiply the gradients by ``inv_scale`` []; return [] on its device: 1 if any rank has a
+        non-finite gradient, else 0.
 
-        Collective: every rank of the group, whatever gradients it has.
+        Collective: every rank of the group, with or without gradients.
         """
-        group = self._group()  # before anything is changed
-        home = inv_scale.device
-        if home.type != "cpu" and _has_cpu_gradients(
-            optimizer
-        ):  # the base class does not wait for its copies to the CPU
+        group = self._group()  # may raise: before any change
+        device = inv_scale.device
+        if device.type != "cpu" and _has_cpu_gradients(optimizer):
+            # The base class does not wait for its copies to the CPU.
             inv_scale, found_inf = inv_scale.cpu(), found_inf.cpu()
-        found = super()._unscale_grads_(optimizer, inv_scale, found_inf, True)
-        flags = [flag.to(home) for flag in found.values()] or [found_inf.to(home)]
-        return {home: max_in_group(group, torch.stack(flags).amax())}
+        by_device = super()._unscale_grads_(optimizer, inv_scale, found_inf, True)
+        flags = [flag.to(device) for flag in by_device.values()] or [found_inf.to(device)]
+        return {device: max_in_group(group, torch.stack(flags).amax())}
 
     def _group(self) -> dist.ProcessGroup:
         group = self.process_group
@@ -259,11 +248,11 @@ class ShardedGradScaler(GradScaler):
         if group is None:
             raise StateError(
                 explain(
-                    "There are no ranks to agree with on a step.",
-                    expected="a process group: process_group=, or the default one",
-                    got="neither of both",
+                    "ShardedGradScaler needs a process group.",
+                    expected="process_group=, or the default process group",
+                    got="neither",
                     where="ShardedGradScaler.unscale_() or .step(), on this process",
-                    fix="call torch.distributed.init_process_group(...) before, or use "
+                    fix="call torch.distributed.init_process_group(...) first, or use "
                     "torch.amp.GradScaler on a single process",
                 )
             )
@@ -280,11 +269,11 @@ class ShardedGradScaler(GradScaler):
         if self._scale is None:
             raise StateError(
                 explain(
-                    "No loss was scaled yet, so there is no scale to undo or to change.",
-                    expected="scaler.scale(loss).backward() before",
+                    "No loss was scaled yet.",
+                    expected="scaler.scale(loss).backward() first",
                     got=f"{method}() as the first call",
                     where=f"ShardedGradScaler.{method}()",
-                    fix="call backward on scaler.scale(loss), on every rank; or pass enabled=False "
+                    fix="call scaler.scale(loss).backward() on every rank, or pass enabled=False "
                     "to train without scaling",
                 )
             )
@@ -297,11 +286,11 @@ def _has_cpu_gradients(optimizer: torch.optim.Optimizer) -> bool:
 
 @contextlib.contextmanager
 def _as_unfused(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Let the scaler do what a fused optimizer otherwise does itself, which is told by a private
-    attribute only.
+    """Let the scaler unscale and skip for a fused optimizer; only a private attribute controls
+    this.
 
     For gradients on the CPU and a scale elsewhere: the fused kernel would not wait for its copies
-    of the scale and of the verdict.
+    of the scale and of ``found_inf``.
     """
     attributes = vars(optimizer)
     name = "_step_supports_amp_scaling"
@@ -334,13 +323,12 @@ def _checked_scale(new_scale: float | torch.Tensor) -> float | torch.Tensor:
         )
     raise UsageError(
         explain(
-            "This cannot be the scale.",
-            expected="a finite number > 0, or a tensor of floats with 1 such element that needs no "
-            "gradient",
+            "new_scale cannot be used.",
+            expected="a finite number > 0, or a floating-point tensor with 1 such element and "
+            "requires_grad=False",
             got=shown,
             where="ShardedGradScaler.update(new_scale)",
-            fix="pass the number, the same on all ranks; or nothing, and the scale adapts by "
-            "itself",
+            fix="pass the same number on all ranks, or nothing to adapt the scale",
         )
     )
 
@@ -350,7 +338,7 @@ def _device_type(device: Any) -> str:
         return torch.device(device).type
     except (RuntimeError, TypeError) as error:
         raise wrong_type(
-            "device", "the type of a device, such as 'cuda' or 'cpu'", device, "ShardedGradScaler"
+            "device", "a device type, such as 'cuda' or 'cpu'", device, "ShardedGradScaler"
         ) from error
 
 
@@ -360,26 +348,24 @@ def _refuse_number(
     if not (isinstance(value, kind) and low < value < high):
         raise UsageError(
             explain(
-                f"The scale cannot be adapted with this {name}.",
+                f"{name} is out of range.",
                 expected=expected,
                 got=repr(value),
                 where=f"ShardedGradScaler({name}=)",
-                fix="leave it out to have the usual one",
+                fix="leave it out to use the default",
             )
         )
 
 
 def _refuse_group(group: Any) -> None:
-    """Raise UsageError for what is no process group, and for one without this process."""
+    """Raise UsageError unless ``group`` is None or a process group with this process."""
     if group is None:
         return
-    outside = (
-        group is dist.GroupMember.NON_GROUP_MEMBER
-    )  # what new_group returns to ranks that are not in it
+    outside = group is dist.GroupMember.NON_GROUP_MEMBER  # new_group returns it on other ranks
     if not outside and not isinstance(group, dist.ProcessGroup):
         raise UsageError(
             explain(
-                "Ranks can only agree in a process group.",
+                "process_group has the wrong type.",
                 expected="a torch.distributed.ProcessGroup, or None for the default one",
                 got=f"a {type(group).__name__}",
                 where="ShardedGradScaler(process_group=)",
@@ -390,11 +376,11 @@ def _refuse_group(group: Any) -> None:
     if outside or (dist.is_initialized() and not is_in_python(group) and dist.get_rank(group) < 0):
         raise UsageError(
             explain(
-                "This process does not belong to the process group it was given.",
-                expected="a process group that this process is a member of",
+                "This process is not in the process group.",
+                expected="a process group that contains this process",
                 got=f"a group without global rank {dist.get_rank()}",
                 where="ShardedGradScaler(process_group=)",
-                fix="make the scaler on the ranks of the group only, or pass the group that the "
+                fix="create the scaler only on ranks of the group, or pass the group that the "
                 "model is sharded over",
             )
         )

@@ -1,4 +1,4 @@
-"""What all tests share: the end of the rank processes, and hypothesis without a deadline."""
+"""Settings of all tests: rank processes end with the session, hypothesis has no deadline."""
 
 from __future__ import annotations
 
@@ -9,14 +9,13 @@ from hypothesis import settings
 
 from tests.support.ranks import close_pool
 
-# The first example that calls run_ranks starts processes, which no deadline per example survives.
+# The first example that calls run_ranks starts processes, which takes longer than any deadline.
 settings.register_profile("fsdp_compat", deadline=None)
 settings.load_profile("fsdp_compat")
 
 
 @pytest.fixture(scope="session", autouse=True)
 def rank_processes() -> Iterator[None]:
-    """End the processes of tests.support.ranks.run_ranks, which start on its first use, with the
-    session."""
+    """End the processes that tests.support.ranks.run_ranks started."""
     yield
     close_pool()

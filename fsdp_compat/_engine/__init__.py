@@ -1,2 +1,2 @@
-"""The runtime that gathers, shows, reduces and frees. It drives stores and knows no layout and no
-front end."""
+"""The engine: unshards, shows, reduces and reshards parameters. It uses stores through a protocol,
+and knows no layout and no front end."""

@@ -1,4 +1,4 @@
-"""Buffers in the dtype of computation."""
+"""Module buffers in the dtype that a unit computes in."""
 
 from __future__ import annotations
 
@@ -9,35 +9,34 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from .dtypes import ComputeDtype
+
 __all__ = ["CastBuffers"]
 
-_dtypes_before: WeakIdKeyDictionary = (
-    WeakIdKeyDictionary()
-)  # of buffers that some unit has cast; another may share them
+# {buffer that some unit has cast: its dtype before}. Several units may share a buffer.
+_dtypes_before: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 class CastBuffers:
-    """The floating-point buffers of one unit's modules that are kept in another dtype than the
-    user's model has them.
+    """The floating-point buffers of one unit's modules, cast to the dtype of computation.
 
-    They are known by module and name. The tensors stay the objects they are, so whoever shares one
-    goes on sharing it. Exact values are kept beside: for evaluation in full precision and for state
-    dicts, which lose nothing by what is a matter of computation.
+    Buffers are identified by module and name. The tensor objects stay the same, so code that shares
+    a buffer keeps sharing it. The exact values are kept as well: evaluation in full precision and
+    state dicts use them, and lose nothing to the cast.
     """
 
     def __init__(self, modules: Iterable[nn.Module], dtype: torch.dtype) -> None:
-        """Cast the buffers of ``modules`` (of each alone, not of those in it) now, before the first
+        """Cast the buffers of ``modules`` (not those of their submodules) now, before the first
         forward."""
-        self._dtype, self._form, self._modules = dtype, 1, list(modules)
-        self._slots: list[tuple[nn.Module, str, torch.dtype]] = []  # (module, name, dtype before)
-        self._exact: list[
-            tuple[torch.Tensor, torch.Tensor]
-        ] = []  # (buffer as it was cast, its values before)
-        self._look()
-        self.follow(0)
+        self._dtype, self._modules = dtype, list(modules)
+        self._current = ComputeDtype.EVAL
+        self._slots: list[tuple[nn.Module, str, torch.dtype]] = []  # (module, name, exact dtype)
+        self._exact: list[tuple[torch.Tensor, torch.Tensor]] = []  # (cast buffer, exact values)
+        self._find_buffers()
+        self.follow(ComputeDtype.TRAIN)
 
-    def _look(self) -> None:
-        """Note the buffers that there are, in the dtypes they have without the cast."""
+    def _find_buffers(self) -> None:
+        """Note the present buffers, and the dtypes that they have without the cast."""
         self._slots = [
             (module, name, _dtypes_before.get(buffer, buffer.dtype))
             for module in self._modules
@@ -47,24 +46,24 @@ class CastBuffers:
 
     @contextlib.contextmanager
     def uncast(self) -> Iterator[None]:
-        """Inside of it modules have the buffers without the cast, and may get others."""
-        form = self._form
-        self.follow(1)
+        """Inside the context the buffers have their exact dtypes, and may be replaced."""
+        before = self._current
+        self.follow(ComputeDtype.EVAL)
         try:
             yield
         finally:
-            self._look()
-            self.follow(form)
+            self._find_buffers()
+            self.follow(before)
 
-    def follow(self, form: int) -> None:
-        """form 0: the dtype of computation; 1: the dtypes they had, for evaluation in full
-        precision and for loading."""
-        if form == self._form:
+    def follow(self, dtype: ComputeDtype) -> None:
+        """TRAIN: cast to the dtype of computation. EVAL: back to the exact dtypes, for evaluation
+        in full precision and for loading."""
+        if dtype is self._current:
             return
-        self._form = form
+        self._current = dtype
         with torch.inference_mode(False), torch.no_grad():
-            if form == 1:
-                for (module, name, _), value in list(self._in_full()):
+            if dtype is ComputeDtype.EVAL:
+                for (module, name, _), value in list(self._exact_values()):
                     module._buffers[name].data = value  # type: ignore[union-attr]
                 self._exact = []
                 return
@@ -81,19 +80,21 @@ class CastBuffers:
                     _dtypes_before[buffer] = before
 
     def in_full(self) -> dict[tuple[int, str], torch.Tensor]:
-        """Copies of the buffers as they are without the cast, by (id of the module, name)."""
-        if self._form == 1:
+        """Copies of the exact buffers, by (id of the module, name)."""
+        if self._current is ComputeDtype.EVAL:
             return {}
-        return {(id(module), name): value.clone() for (module, name, _), value in self._in_full()}
+        return {
+            (id(module), name): value.clone() for (module, name, _), value in self._exact_values()
+        }
 
-    def _in_full(self) -> Iterator[tuple[tuple[nn.Module, str, torch.dtype], torch.Tensor]]:
+    def _exact_values(self) -> Iterator[tuple[tuple[nn.Module, str, torch.dtype], torch.Tensor]]:
         for slot in self._slots:
             module, name, before = slot
             buffer = module._buffers.get(name)
             if buffer is None or not buffer.is_floating_point():
                 continue
-            exact = next((exact for its, exact in self._exact if its is buffer), None)
-            # By value: no version counter tells of a write through `.data`.
+            exact = next((exact for cast, exact in self._exact if cast is buffer), None)
+            # Compared by value: a write through `.data` moves no version counter.
             unchanged = (
                 exact is not None
                 and exact.dtype == before

@@ -1,5 +1,5 @@
-"""Entries of many dictionaries, looked at and changed by few calls of C functions: a loop in Python
-costs five times as much."""
+"""Entries of many dictionaries, compared and changed by a few calls of C functions: a loop in
+Python costs five times as much."""
 
 from __future__ import annotations
 
@@ -12,41 +12,39 @@ __all__ = ["BulkDict", "DictEntry", "swap_of", "exhaust"]
 
 DictEntry = tuple[dict[str, Any], str, Any]  # dictionary, key, value
 
-# exhaust(iterator): go through it and keep nothing.
+# exhaust(iterator): run it and keep nothing.
 exhaust = collections.deque[Any](maxlen=0).extend
 _value_of: Any = dict.get
 
 
 class BulkDict:
-    """Places in dictionaries, and what belongs there; None belongs where nothing is."""
+    """Entries (dictionary, key, value), with the value None for keys that are absent."""
 
     __slots__ = ("_dicts", "_keys", "_values")
 
     def __init__(self, entries: Iterable[DictEntry]) -> None:
         items = list(entries)
-        self._dicts, self._keys, self._values = (
-            [d for d, _, _ in items],
-            [k for _, k, _ in items],
-            [v for _, _, v in items],
-        )
+        self._dicts = [d for d, _, _ in items]
+        self._keys = [k for _, k, _ in items]
+        self._values = [v for _, _, v in items]
 
     def stand(self) -> bool:
-        """True if every place holds what belongs there."""
+        """True if every key has its value."""
         return all(map(operator.is_, map(_value_of, self._dicts, self._keys), self._values))
 
     def are_free(self) -> bool:
-        """True if no place holds anything."""
+        """True if no key is present."""
         return not any(map(operator.contains, self._dicts, self._keys))
 
     def put_in(self) -> None:
         exhaust(map(operator.setitem, self._dicts, self._keys, self._values))
 
     def take_out(self) -> None:
-        """Every place must hold something."""
+        """Delete all keys, which must be present."""
         exhaust(map(operator.delitem, self._dicts, self._keys))
 
     def take_out_own(self) -> None:
-        """Take out what belongs there, and leave what somebody else has put."""
+        """Delete the keys that have their values, and leave values that other code has put."""
         if self.stand():
             self.take_out()
             return
@@ -56,11 +54,8 @@ class BulkDict:
 
 
 def swap_of(present: BulkDict, old: BulkDict, new: BulkDict) -> Callable[[], bool]:
-    """Return a function which, if everything in ``present`` stands, puts ``new`` in the place of
-    ``old``, a part of it.
-
-    It returns whether it did.
-    """
+    """Return a function that replaces ``old``, a part of ``present``, by ``new``, and returns True.
+    If ``present`` does not stand it changes nothing and returns False."""
     dicts, keys, values = present._dicts, present._keys, present._values
     old_dicts, old_keys = old._dicts, old._keys
     new_dicts, new_keys, new_values = new._dicts, new._keys, new._values

@@ -1,12 +1,10 @@
-"""The order of streams, and where shards live.
+"""The order of streams, and CPU offloading.
 
-There is one order: the stream on which the engine was last called goes before the one on which it
-is called now.
-
-Buffers are allocated and freed on the stream that computes, collectives start on it, and their
-waits are waits of it. So a gather sends the shard as the optimizer left it, an unused prefetch is
-freed after it has arrived, and no memory needs to be recorded on a second stream. What is left to
-do is to join streams where a program computes on several: forward on one, backward on another."""
+Buffers are allocated and freed on the stream that computes, collectives start on it, and it waits
+for them. So an all-gather sends the shard as the optimizer left it, an unused prefetch is freed
+after it has arrived, and no memory needs to be recorded on a second stream. A program that computes
+on several streams (forward on one, backward on another) only needs these to be joined: work on the
+stream of the engine's last call comes before work on the stream of the present call."""
 
 from __future__ import annotations
 
@@ -20,15 +18,15 @@ __all__ = ["ON_DEVICE", "ComputeStreams", "OffloadPolicy", "compute_streams", "o
 class ComputeStreams(typing.Protocol):
     """The streams on which one runtime's units compute."""
 
-    several: bool  # the device has streams, and so a thread of its own in autograd
+    several: bool  # the device has streams, and so its own autograd thread
 
     def join(self) -> None:
-        """Let what is enqueued from now on run after everything the runtime has enqueued before.
+        """Let work that is enqueued from now on run after all work that the runtime has enqueued.
         The CPU does not wait."""
 
 
 class _NoStreams:
-    """A device that computes as it is told to."""
+    """A device that computes in the order of the calls."""
 
     several = False
 
@@ -53,33 +51,32 @@ class _CurrentStream:
 
 
 def compute_streams(device: torch.device) -> ComputeStreams:
-    """Return what orders the streams of a device."""
+    """Return the streams of a device."""
     return _NoStreams() if device.type in ("cpu", "meta") else _CurrentStream(device)
 
 
 class OffloadPolicy(typing.Protocol):
-    """Where a group's shard and its gradients live, seen from the device that computes."""
+    """Where a group's shard and gradients live: on the device that computes, or offloaded to the
+    CPU."""
 
-    is_offloaded: (
-        bool  # elsewhere than where is computed: the shard itself can never be computed with
-    )
+    is_offloaded: bool  # the shard itself is never computed with
 
     def to_compute(self, own: torch.Tensor) -> torch.Tensor:
-        """Return ``own``, from home, on the device that computes."""
+        """Return ``own``, which lives where the shard does, on the device that computes."""
 
     def to_host(self, total: torch.Tensor) -> torch.Tensor:
-        """Return ``total``, from the device that computes, at home. It may be read after
-        ``settle``."""
+        """Return ``total``, from the device that computes, where the shard lives. It may be read
+        after ``wait_readers``."""
 
     def was_read(self) -> None:
-        """Something was begun that reads what lives here."""
+        """An operation that reads the shard was enqueued."""
 
     def wait_readers(self) -> None:
-        """Wait until everything that was read, brought or sent back has arrived."""
+        """Wait for all reads of the shard and all copies."""
 
 
 class _OnDevice:
-    """Shards live where they are computed with."""
+    """Shards live on the device that computes."""
 
     is_offloaded = False
 
@@ -97,34 +94,34 @@ class _OnDevice:
 
 
 class _OnHost:
-    """Shards, gradients and so the optimizer live on the CPU. Where the CPU computes as well, the
-    same copies are made."""
+    """Shards, gradients and with them the optimizer live on the CPU. If the CPU computes as well,
+    the same copies are made."""
 
     is_offloaded = True
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._has_streams = device, device.type not in ("cpu", "meta")
-        self._last: torch.Event | None = None  # what was enqueued up to it has to arrive
+        self._last: torch.Event | None = None  # after the last read or copy
 
     def to_compute(self, own: torch.Tensor) -> torch.Tensor:
-        there = own.to(self._device, non_blocking=True, copy=True)
+        copy = own.to(self._device, non_blocking=True, copy=True)
         self.was_read()
-        return there
+        return copy
 
     def to_host(self, total: torch.Tensor) -> torch.Tensor:
-        home = torch.empty(
+        copy = torch.empty(
             total.shape, dtype=total.dtype, device="cpu", pin_memory=self._has_streams
         )
-        home.copy_(total, non_blocking=True)
+        copy.copy_(total, non_blocking=True)
         self.was_read()
-        return home
+        return copy
 
     def was_read(self) -> None:
         if self._has_streams:
             self._last = torch.accelerator.current_stream(self._device).record_event()
 
     def wait_readers(self) -> None:
-        if self._last is not None:  # what computes after it need not be waited for
+        if self._last is not None:  # not the whole stream: later work may still run
             self._last.synchronize()
             self._last = None
 
@@ -133,5 +130,5 @@ ON_DEVICE: OffloadPolicy = _OnDevice()
 
 
 def offload_policy(device: torch.device, offload: bool) -> OffloadPolicy:
-    """Return the home of shards that are computed with on ``device``."""
+    """Return the policy for shards of a group that computes on ``device``."""
     return _OnHost(device) if offload else ON_DEVICE

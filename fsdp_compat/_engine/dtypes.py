@@ -3,24 +3,37 @@
 from __future__ import annotations
 
 import dataclasses
+import enum
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 
-__all__ = ["Precision", "cast_floats", "is_packed", "map_tensors", "move_to", "tensors_in"]
+__all__ = [
+    "ComputeDtype",
+    "Precision",
+    "cast_floats",
+    "is_packed",
+    "map_tensors",
+    "move_to",
+    "tensors_in",
+]
+
+
+class ComputeDtype(enum.IntEnum):
+    """Which of its two dtypes a unit computes in. Also the index into lists of one entry each."""
+
+    TRAIN = 0  # Precision.gather
+    EVAL = 1  # Precision.evaluate: modules in evaluation mode, with full precision in eval
 
 
 @dataclasses.dataclass(frozen=True)
 class Precision:
-    """In which dtypes one group travels: ``gather`` is what modules compute in, ``reduce`` what
-    gradients are sent in."""
+    """The dtypes that one group computes and communicates in."""
 
-    gather: torch.dtype
-    reduce: torch.dtype
-    evaluate: torch.dtype | None = (
-        None  # what modules in evaluation mode compute in; None: the same
-    )
+    gather: torch.dtype  # of the all-gather, and so of the computation
+    reduce: torch.dtype  # of the reduce-scatter
+    evaluate: torch.dtype | None = None  # instead of ``gather`` in evaluation mode; None: the same
     grad: torch.dtype | None = None  # of ``.grad``; None: the shard's
 
 

@@ -1,4 +1,4 @@
-"""The norm of all gradients, sharded and not, and clipping by it."""
+"""The norm of all gradients, sharded and unsharded, and clipping by it."""
 
 from __future__ import annotations
 
@@ -10,30 +10,25 @@ import torch
 
 from .. import _torch_private
 from .._comm.communicator import Communicator
-from .unit import Group
+from .group import Group
 
 __all__ = ["clip_by_norm", "dtype_of_norm", "gradients_of", "norm_of", "packed"]
 
 
 def gradients_of(group: Group) -> Sequence[torch.Tensor]:
-    """Return tensors that hold the gradients of all targets of a group, one if it can be."""
-    return packed(
-        group,
-        [
-            grad
-            for sharded_param, _ in group.store.sharded_params
-            if (grad := sharded_param.grad) is not None
-        ],
-    )
+    """Return tensors that hold the gradients of all sharded parameters of a group, if possible a
+    single one."""
+    grads = [param.grad for param, _ in group.store.sharded_params if param.grad is not None]
+    return packed(group, grads)
 
 
 def packed(group: Group, grads: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-    """Return the total [S] if ``grads`` are all that a group has, and still the views of it that a
-    reduction has left.
+    """Return the reduced gradient [S] if ``grads`` are all gradients of a group and still views of
+    it, as a reduction leaves them; otherwise ``grads``.
 
-    What lies between them is zero, unless a user's hook has reduced. Else they come as they are.
+    Elements of [S] between the views are zero, unless a user's hook has reduced.
     """
-    if len(grads) < 2 or len(grads) != group.num_held or group.hook is not None:
+    if len(grads) < 2 or len(grads) != group.gradients.sharded.num_held or group.hook is not None:
         return grads
     total = _torch_private.base_of(grads[0])
     if (
@@ -51,26 +46,27 @@ def norm_of(
     norm_type: float,
     device: torch.device,
 ) -> torch.Tensor:
-    """Return the norm over gradients of sharded groups, by group, and the gradients ``whole``,
-    which every rank holds whole.
+    """Return the norm of the gradients of sharded groups and of ``whole``, gradients that every
+    rank holds whole.
 
-    fp32 (fp64 for fp64 parameters), 0-d. Collective: all ranks, which name the same groups; one
+    fp32 (fp64 for fp64 parameters), 0-d. Collective: all ranks, with the same groups; one
     all-reduce per shard axis. norm_type: positive, or inf.
     """
     whole = list(whole)
+    # Of the parameters: all ranks know these, but not each other's gradients.
     dtypes = [group.store.dtype for group, _ in sharded] + [grad.dtype for grad in whole]
-    dtype = (
-        torch.float64 if torch.float64 in dtypes else torch.float32
-    )  # known to all ranks, unlike what their gradients are
-    split: dict[tuple[int, ...], tuple[list[Communicator], list[torch.Tensor]]] = {(): ([], whole)}
+    dtype = torch.float64 if torch.float64 in dtypes else torch.float32
+    by_axes: dict[tuple[int, ...], tuple[list[Communicator], list[torch.Tensor]]] = {
+        (): ([], whole)
+    }
     for group, grads in sharded:
-        wires = [wire for wire in (group.shard, *group.tensor_parallel) if wire.ranks > 1]
-        split.setdefault(tuple(id(wire) for wire in wires), (wires, []))[1].extend(grads)
+        axes = [axis for axis in (group.shard, *group.tensor_parallel) if axis.ranks > 1]
+        by_axes.setdefault(tuple(id(axis) for axis in axes), (axes, []))[1].extend(grads)
     parts = []
-    for wires, grads in split.values():
+    for axes, grads in by_axes.values():
         norm = _local_norm(grads, norm_type, dtype, device)
-        for wire in wires:
-            norm = _over_ranks(wire, norm, norm_type)
+        for axis in axes:
+            norm = _norm_over_ranks(axis, norm, norm_type)
         parts.append(norm)
     return torch.linalg.vector_norm(torch.stack(parts), norm_type)
 
@@ -78,36 +74,35 @@ def norm_of(
 def dtype_of_norm(
     sharded: Iterable[tuple[Group, Sequence[torch.Tensor]]], whole: Iterable[torch.Tensor]
 ) -> torch.dtype:
-    """Return the dtype that torch gives the norm of these gradients: what theirs promote to, fp32
-    where there are none.
+    """Return the dtype that torch gives the norm of these gradients: the promotion of theirs, fp32
+    without gradients.
 
-    A group of which this rank holds nothing counts as well, so that ranks agree.
+    Groups of which this rank has no part count as well, so that all ranks return the same.
     """
     dtypes = [grad.dtype for grad in whole]
     for group, grads in sharded:
         if grads:
             dtypes.append(grads[0].dtype)
-        elif not group.num_held and any(
-            sharded_param.requires_grad for sharded_param, _ in group.store.sharded_params
+        elif not group.gradients.sharded.num_held and any(
+            param.requires_grad for param, _ in group.store.sharded_params
         ):
-            dtypes.append(group.grad_dtype)
+            dtypes.append(group.gradients.dtype)
     return functools.reduce(torch.promote_types, dtypes).to_real() if dtypes else torch.float32
 
 
-def _over_ranks(wire: Communicator, local: torch.Tensor, norm_type: float) -> torch.Tensor:
-    """The norm over all ranks of an axis. Collective."""
+def _norm_over_ranks(axis: Communicator, local: torch.Tensor, norm_type: float) -> torch.Tensor:
+    """Return the norm over all ranks of an axis. Collective."""
     if not math.isinf(norm_type):
-        return wire.sum_of(local.pow(norm_type)).pow(1 / norm_type)
-    is_nan = local.isnan()  # a maximum may drop it
-    largest, any_nan = wire.max_of(
+        return axis.sum_of(local.pow(norm_type)).pow(1 / norm_type)
+    is_nan = local.isnan()  # a maximum may drop NaN
+    largest, any_nan = axis.max_of(
         torch.stack([local.nan_to_num(0.0, posinf=math.inf), is_nan.to(local.dtype)])
     ).unbind()
     return torch.where(any_nan > 0, math.nan, largest)
 
 
 def clip_by_norm(grads: Sequence[torch.Tensor], norm: torch.Tensor, max_norm: float) -> None:
-    """Scale ``grads`` in place so that their norm, which is ``norm`` now, is at most
-    ``max_norm``."""
+    """Scale ``grads``, whose norm is ``norm``, in place to a norm of at most ``max_norm``."""
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     by_kind: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
     for grad in grads:
@@ -119,16 +114,16 @@ def clip_by_norm(grads: Sequence[torch.Tensor], norm: torch.Tensor, max_norm: fl
 def _local_norm(
     grads: Sequence[torch.Tensor], norm_type: float, dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
-    """The norm of local gradients; empty ones, which the inf norm refuses, count as zero."""
+    """Return the norm of local gradients. Empty ones, which the inf norm refuses, count as zero."""
     by_kind: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
     for grad in grads:
         if grad.numel():
             by_kind.setdefault((grad.device, grad.dtype), []).append(grad)
     norms = [
         norm.to(device, dtype)
-        for (_, its_dtype), tensors in by_kind.items()
+        for (_, grad_dtype), tensors in by_kind.items()
         for norm in _torch_private.norms_together(
-            tensors, norm_type, torch.promote_types(its_dtype, torch.float32)
+            tensors, norm_type, torch.promote_types(grad_dtype, torch.float32)
         )
     ]
     return (

@@ -1,5 +1,5 @@
-"""Before a module is sharded: meta tensors get memory and values, buffers their device, all ranks
-the same values."""
+"""Before a module is sharded: give meta tensors memory and values, move buffers to the device, and
+broadcast values so that all ranks start alike."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ __all__ = [
     "uninitialised",
 ]
 
-Slot = tuple[nn.Module, str]  # a module, and the attribute of a parameter or buffer that it holds
+Slot = tuple[nn.Module, str]  # a module, and the name of its parameter or buffer
 
 
 def require_initial_values(root: nn.Module, modules: Iterable[nn.Module]) -> None:
-    """Raise UsageError for a module of ``modules`` on the meta device that has no way of its own to
-    get its values."""
+    """Raise UsageError for a module of ``modules`` on the meta device that has no
+    ``reset_parameters``."""
     for module in modules:
         if any(tensor.is_meta for _, tensor in own_tensors(module)):
             _require_reset(root, module)
@@ -42,20 +42,18 @@ def materialize(
     init: Callable[[nn.Module], None] | None,
     device: torch.device,
 ) -> set[Slot]:
-    """Give every module of ``modules`` with tensors on the meta device memory on ``device`` and
-    values. Return what got memory.
+    """Give the modules of ``modules`` with tensors on the meta device memory on ``device`` and
+    values. Return the slots that got memory.
 
-    ``init`` (param_init_fn) is called for each such module; without it, ``to_empty`` and the
-    module's ``reset_parameters``. root: what they belong to, for errors.
+    Calls ``init`` (param_init_fn) for each such module or, without it, ``to_empty`` and the
+    module's ``reset_parameters``. root: the model, for errors.
     """
-    wanting = [
+    on_meta = [
         module for module in modules if any(tensor.is_meta for _, tensor in own_tensors(module))
     ]
-    before = _addresses(wanting)
-    for module in wanting:
-        with (
-            _torch_private.PoisonedMemory()
-        ):  # what init leaves as it is can be told, see `unwritten`
+    before = _addresses(on_meta)
+    for module in on_meta:
+        with _torch_private.PoisonedMemory():  # so that `is_uninitialised` can tell
             if init is not None:
                 init(module)
                 continue
@@ -64,7 +62,7 @@ def materialize(
                 module.reset_parameters()  # type: ignore[operator]
     left = [
         f"{_name_of(root, m)}.{name}"
-        for m in wanting
+        for m in on_meta
         for name, tensor in own_tensors(m)
         if tensor.is_meta
     ]
@@ -80,12 +78,12 @@ def materialize(
                 "param_init_fn",
             )
         )
-    # Also what was not on the meta device: ``to_empty`` empties all tensors of a module.
-    return {slot for slot, address in _addresses(wanting).items() if before.get(slot) != address}
+    # Also tensors that were not on the meta device: ``to_empty`` replaces all of a module.
+    return {slot for slot, address in _addresses(on_meta).items() if before.get(slot) != address}
 
 
 def _addresses(modules: Iterable[nn.Module]) -> dict[Slot, int | None]:
-    """Return where the tensors of ``modules`` lie; None for those on the meta device."""
+    """Return the addresses of the tensors of ``modules``; None for those on the meta device."""
     return {
         (module, name): None if tensor.is_meta else _torch_private.local_part(tensor).data_ptr()
         for module in modules
@@ -94,8 +92,8 @@ def _addresses(modules: Iterable[nn.Module]) -> dict[Slot, int | None]:
 
 
 def is_uninitialised(tensor: torch.Tensor) -> bool:
-    """True if a tensor holds nothing but what uninitialised memory was filled with. Empty and
-    boolean ones never do."""
+    """True if a tensor holds only the pattern that fills uninitialised memory. Never for empty and
+    boolean tensors."""
     tensor = _torch_private.local_part(tensor.detach()).reshape(-1)
     if not tensor.numel() or tensor.is_meta or tensor.dtype == torch.bool:
         return False
@@ -105,8 +103,8 @@ def is_uninitialised(tensor: torch.Tensor) -> bool:
 
 
 def uninitialised(slots: set[Slot]) -> set[Slot]:
-    """Return which of ``slots`` (what ``materialize`` gave memory) initialisation has left without
-    values."""
+    """Return those of ``slots``, which ``materialize`` gave memory, that initialisation left
+    without values."""
     return {
         (module, name)
         for module in {module for module, _ in slots}
@@ -120,7 +118,7 @@ def _require_reset(root: nn.Module, module: nn.Module) -> None:
         return
     raise UsageError(
         explain(
-            "A module on the meta device cannot be given its initial values.",
+            "A module on the meta device cannot be initialised.",
             expected="a method reset_parameters() that fills the module's own parameters and "
             "buffers",
             got=f"{type(module).__name__} without one, with "
@@ -132,8 +130,8 @@ def _require_reset(root: nn.Module, module: nn.Module) -> None:
 
 
 def move_buffers(modules: Iterable[nn.Module], device: torch.device) -> None:
-    """Move buffers to ``device``. Parameters need not move: a store copies its own part of each to
-    where its shard is."""
+    """Move buffers to ``device``. Parameters need not move: a store copies its part of each into
+    its shard."""
     for module in modules:
         for name, buffer in module.named_buffers(recurse=False):
             if buffer.device != device:
@@ -143,20 +141,18 @@ def move_buffers(modules: Iterable[nn.Module], device: torch.device) -> None:
 def broadcast_states(states: Iterable[torch.Tensor], mesh: Mesh, device: torch.device) -> None:
     """Overwrite tensors with those of the mesh's first rank.
 
-    Collective: all ranks of the mesh. Along the replica axis first, which gives the first replica's
-    values to every shard rank's first one, then along the shard axis. Tensors elsewhere than on
-    ``device`` travel by way of it, one at a time.
+    Collective: all ranks of the mesh. First over the replica axis, then over the shard axis.
+    Tensors that are not on ``device`` are copied there one at a time.
     """
     tensors = {id(tensor): _torch_private.local_part(tensor.detach()) for tensor in states}
     with torch.no_grad():
         for axis in (mesh.replica, mesh.shard):
             if axis.ranks == 1:
                 continue
-            wire = communicator(axis, device)
+            comm = communicator(axis, device)
             for tensor in tensors.values():
-                for dim, stride in enumerate(
-                    tensor.stride()
-                ):  # an expanded tensor has one element behind many
+                # Expanded tensors have many elements in one place: send each place once.
+                for dim, stride in enumerate(tensor.stride()):
                     tensor = (
                         tensor.narrow(dim, 0, min(1, tensor.shape[dim])) if stride == 0 else tensor
                     )
@@ -165,19 +161,19 @@ def broadcast_states(states: Iterable[torch.Tensor], mesh: Mesh, device: torch.d
                     packed = torch.empty(packed.shape, dtype=packed.dtype, device=device).copy_(
                         packed
                     )
-                wire.broadcast([packed], "the first rank's parameters and buffers")
+                comm.broadcast([packed], "the first rank's parameters and buffers")
                 if packed.data_ptr() != tensor.data_ptr():
                     tensor.copy_(packed)
 
 
 def own_tensors(module: nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
-    """Yield the parameters and buffers that a module holds itself, with their attributes."""
+    """Yield the name and value of a module's own parameters and buffers."""
     yield from module.named_parameters(recurse=False)
     yield from module.named_buffers(recurse=False)
 
 
 def ties(root: nn.Module) -> list[list[tuple[nn.Module, str]]]:
-    """Return, for every parameter that several modules hold, where."""
+    """Return, for every parameter that several modules hold, its slots."""
     slots: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
     for module in root.modules():
         for name, parameter in _torch_private.parameters_of(module).items():
@@ -187,18 +183,18 @@ def ties(root: nn.Module) -> list[list[tuple[nn.Module, str]]]:
 
 
 def restore_ties(ties: Iterable[Sequence[tuple[nn.Module, str]]]) -> None:
-    """Materialising modules one by one gives each its own parameter; tie them to the first one's
-    again.
+    """Tie parameters again to that of the first module: materialising modules one by one gave each
+    its own.
 
-    A tie that a module on the meta device still has a part in is left for later.
+    Skips ties with parameters that are still on the meta device.
     """
     for (first, first_name), *others in ties:
         parameter = _torch_private.parameters_of(first).get(first_name)
-        its = [
+        tied = [
             parameter,
             *(_torch_private.parameters_of(module).get(name) for module, name in others),
         ]
-        if any(one is None or one.is_meta for one in its):
+        if any(each is None or each.is_meta for each in tied):
             continue
         for module, name in others:
             if _torch_private.parameters_of(module)[name] is not parameter:

@@ -15,15 +15,12 @@ __all__ = ["OrigParam", "Place", "assign_owners", "group_members"]
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """Where modules hold an original parameter, and its names (the first one counts). It does not
-    hold the parameter itself."""
+    """Where modules hold an original parameter, and its names, of which the first one counts. Does
+    not hold the parameter itself."""
 
-    slots: tuple[
-        tuple[nn.Module, str], ...
-    ]  # (module, attribute), at least one; several where it is tied
-    names: tuple[
-        str, ...
-    ]  # at least one per slot (a shared module has several), relative to the module that was walked
+    slots: tuple[tuple[nn.Module, str], ...]  # (module, attribute); several if it is tied
+    # Relative to the module that was traversed; several per slot if a module is shared.
+    names: tuple[str, ...]
 
     @property
     def name(self) -> str:
@@ -32,8 +29,7 @@ class Place:
 
 @dataclasses.dataclass(frozen=True)
 class OrigParam:
-    """An original parameter and its place. Whoever keeps one keeps the whole parameter in
-    memory."""
+    """An original parameter and its place. It keeps the whole parameter in memory."""
 
     parameter: nn.Parameter
     place: Place
@@ -53,13 +49,12 @@ def assign_owners(
     skip: Collection[nn.Parameter],
     closed: Collection[nn.Module],
 ) -> dict[nn.Module, list[OrigParam]]:
-    """Return the members of each unit: a parameter belongs to the lowest unit that encloses all its
-    uses and can be called.
+    """Return the parameters of each unit: a parameter belongs to the lowest unit that can be called
+    and contains all its uses.
 
-    That unit is full whenever any of the uses runs; gathering the parameter in every one of them
-    would double bytes and split its gradient over several reductions. ``skip``: parameters that are
-    not managed. ``closed``: modules that are not entered, because they are units of their own
-    already.
+    That unit is unsharded whenever any of the uses runs. Gathering the parameter in a unit per use
+    would double the bytes and split its gradient over several reductions. skip: parameters that are
+    not managed. closed: modules that are not entered, because they were sharded before.
     """
     chains: dict[nn.Parameter, list[tuple[nn.Module, ...]]] = {}
     slots: dict[nn.Parameter, dict[tuple[nn.Module, str], None]] = {}
@@ -79,18 +74,17 @@ def assign_owners(
             slots.setdefault(parameter, {})[module, attribute] = None
             names.setdefault(parameter, []).append(prefix + attribute)
             chains.setdefault(parameter, []).append(chain)
-        for name, child in _torch_private.children_of(
-            module
-        ):  # a shared module is met once per name
+        # A shared module is visited once per name.
+        for name, child in _torch_private.children_of(module):
             visit(child, chain, f"{prefix}{name}.")
 
     visit(root, (), "")
     owned: dict[nn.Module, list[OrigParam]] = {module: [] for module in unit_modules}
-    for parameter, its_chains in chains.items():
+    for parameter, parameter_chains in chains.items():
         owner = next(
             module
-            for module in reversed(its_chains[0])
-            if all(module in chain for chain in its_chains)
+            for module in reversed(parameter_chains[0])
+            if all(module in chain for chain in parameter_chains)
         )
         owned[owner].append(
             OrigParam(parameter, Place(tuple(slots[parameter]), tuple(names[parameter])))
@@ -99,8 +93,8 @@ def assign_owners(
 
 
 def _has_forward(module: nn.Module) -> bool:
-    """False for what is never called, such as an nn.ModuleList or an nn.ParameterList: nothing
-    would gather what it owns."""
+    """False for modules that are never called, such as nn.ModuleList and nn.ParameterList: their
+    parameters would never be unsharded."""
     return type(module).forward is not nn.Module.forward or "forward" in vars(module)
 
 
@@ -108,8 +102,8 @@ Kinds = tuple[torch.dtype, bool, tuple[object, ...]]
 
 
 def group_members(members: Iterable[OrigParam]) -> list[tuple[Kinds, list[OrigParam]]]:
-    """Return a unit's members by (dtype, requires_grad, how a DTensor is placed), in order of first
-    appearance; trainable groups come first."""
+    """Return a unit's parameters by (dtype, requires_grad, placement of a DTensor), in order of
+    first appearance, trainable groups first."""
     kinds: dict[Kinds, list[OrigParam]] = {}
     for member in members:
         p = member.parameter

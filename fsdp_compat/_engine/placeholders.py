@@ -1,12 +1,12 @@
-"""What modules show in place of parameters that are sharded: any use says which parameter it is and
-what to do instead.
+"""Placeholders that modules show instead of sharded parameters: any use of one raises an error that
+names the parameter and says what to do instead.
 
-Without original parameters an attribute has no value while its unit is sharded, and a placeholder
-stands there. With original parameters the attribute is the user's own parameter, which holds a
-part; outside of forward it may be read and written like that, but a module that holds one cannot be
-called, and inside of forward, where only whole parameters make sense, placeholders hide it. Nothing
-of this costs anything while a unit is full: what is in an instance's dictionary is taken out again.
-"""
+With use_orig_params=False an attribute has no value while its unit is sharded; a placeholder takes
+its place. With use_orig_params=True the attribute is the user's own parameter, which holds a part.
+Outside forward it may be read and written like that, but a module that holds one cannot be called;
+inside forward, where only whole parameters make sense, a placeholder hides it. Placeholders are
+entries in the dictionaries of instances, and cost nothing while they are taken out, as in an
+unsharded unit."""
 
 from __future__ import annotations
 
@@ -24,10 +24,7 @@ from ..errors import StateError, explain
 from .bulk_dict import BulkDict, DictEntry
 from .store import ModuleSlot
 
-if typing.TYPE_CHECKING:
-    from .unit import Unit
-
-__all__ = ["ShardedPlaceholder", "Placeholders", "UsedWhileSharded"]
+__all__ = ["Placeholders", "ShardedPlaceholder", "UsedWhileSharded", "ViewedUnit"]
 
 _METADATA = frozenset(
     {
@@ -44,13 +41,20 @@ _METADATA = frozenset(
 )
 
 
+class ViewedUnit(typing.Protocol):
+    """A unit, as errors about its placeholders describe it."""
+
+    module: nn.Module
+    label: str
+
+
 class UsedWhileSharded(StateError, AttributeError):
-    """A parameter was used while its unit is sharded. An AttributeError too, so that ``hasattr``
-    and ``getattr`` get an answer."""
+    """A parameter was used while its unit is sharded. Also an AttributeError, so that ``hasattr``
+    and ``getattr`` with a default work."""
 
 
 def _refuse(
-    unit: Unit | None, module: nn.Module | None, attribute: str, use: str
+    unit: ViewedUnit | None, module: nn.Module | None, attribute: str, use: str
 ) -> typing.NoReturn:
     path = ""
     if unit is not None and module is not None:
@@ -58,43 +62,35 @@ def _refuse(
             (f"{name}." for name, child in unit.module.named_modules() if child is module and name),
             "",
         )
-    label = unit.label if unit is not None else "a unit that is gone"
+    label = unit.label if unit is not None else "a unit that no longer exists"
     raise UsedWhileSharded(
         explain(
-            f"Parameter {path + attribute!r} was used while its unit is sharded: this rank holds a "
-            "part of it, or nothing.",
-            expected="a use inside of the unit's forward, where its parameters are whole",
+            f"Parameter {path + attribute!r} was used while its unit is sharded: this rank holds "
+            "at most a part of it.",
+            expected="a use inside the unit's forward, where its parameters are whole",
             got=use,
             where=label,
-            fix="one of three: call the FullyShardedDataParallel itself instead of the module "
-            "inside it; for another entry point "
-            "(generate, encode, ...) call register_fsdp_forward_method(wrapped_model, 'name') "
-            "once; or put the use into "
+            fix="call the FullyShardedDataParallel itself instead of the module inside it; for "
+            "another entry point (generate, encode, ...) call "
+            "register_fsdp_forward_method(wrapped_model, 'name') once; or wrap the use in "
             "`with FullyShardedDataParallel.summon_full_params(model):`",
         )
     )
 
 
 class ShardedPlaceholder:
-    """Stands where a parameter is not. It knows shape and dtype of the whole parameter, and refuses
-    everything else."""
+    """Takes the place of an absent parameter. It knows the shape and dtype of the whole parameter,
+    and refuses every other use."""
 
-    __slots__ = (
-        "__weakref__",
-        "_attribute",
-        "_device",
-        "_like",
-        "_module",
-        "_unit",
-    )  # RNNs take weak references of their weights
+    # __weakref__: RNNs keep weak references to their weights.
+    __slots__ = ("__weakref__", "_attribute", "_device", "_like", "_module", "_unit")
 
-    def __init__(self, unit: Unit, module: nn.Module, attribute: str, like: torch.Tensor) -> None:
+    def __init__(
+        self, unit: ViewedUnit, module: nn.Module, attribute: str, like: torch.Tensor
+    ) -> None:
         """like: has the shape and dtype of the whole parameter."""
-        self._unit, self._module, self._attribute = (
-            weakref.ref(unit),
-            weakref.ref(module),
-            attribute,
-        )
+        self._unit, self._module = weakref.ref(unit), weakref.ref(module)
+        self._attribute = attribute
         self._like, self._device = torch.empty_like(like, device="meta"), like.device
 
     def _used(self, use: str) -> typing.NoReturn:
@@ -108,7 +104,7 @@ class ShardedPlaceholder:
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        found = _first_absent((args, kwargs or {}))
+        found = _first_placeholder((args, kwargs or {}))
         assert found is not None
         found._used(f"{getattr(func, '__name__', func)}() of it")
 
@@ -130,7 +126,7 @@ class ShardedPlaceholder:
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedPlaceholder:
-        return self  # a copy of a module inside of a wrapper refuses its use as well
+        return self  # a copy of a module inside a wrapper refuses its use as well
 
     def __reduce__(self) -> typing.NoReturn:
         self._used("a pickle of it")
@@ -167,7 +163,7 @@ for _name in (
     setattr(ShardedPlaceholder, f"__{_name}__", _operator(f"__{_name}__"))
 
 
-def _first_absent(value: Any) -> ShardedPlaceholder | None:
+def _first_placeholder(value: Any) -> ShardedPlaceholder | None:
     if isinstance(value, ShardedPlaceholder):
         return value
     items = (
@@ -177,15 +173,15 @@ def _first_absent(value: Any) -> ShardedPlaceholder | None:
         if isinstance(value, (tuple, list))
         else ()
     )
-    return next((found for item in items if (found := _first_absent(item)) is not None), None)
+    return next((found for item in items if (found := _first_placeholder(item)) is not None), None)
 
 
 class _GuardedForward:
-    """Stands in for the forward that a module has (``hidden``, or None for that of its class) while
-    it holds parts of parameters.
+    """Hides the forward of a module (``hidden``, or None for that of its class) while the module
+    holds parts of parameters.
 
-    Somebody may have taken hold of it in the meantime, to put a forward of his own around it: then
-    it goes on to what it hides.
+    Other code may have kept a reference to it, to wrap its own forward around it. Calls that are
+    allowed therefore go on to the hidden forward.
     """
 
     __slots__ = ("_slot", "hidden")
@@ -210,7 +206,7 @@ class _GuardedForward:
 
     @property
     def __wrapped__(self) -> Callable[..., Any]:
-        """Those who ask for the signature of a module's forward get the true one."""
+        """The forward that this one hides; ``inspect.signature`` follows it."""
         if self.hidden is not None:
             return self.hidden
         module = self._slot.module()
@@ -218,16 +214,16 @@ class _GuardedForward:
 
 
 class _Holder(typing.NamedTuple):
-    """A unit of which a module holds parts, and the attribute of one."""
+    """A unit of which a module holds parts, and the attribute of one part."""
 
-    guards: weakref.ref[Placeholders]
-    unit: weakref.ref[Unit]
+    placeholders: weakref.ref[Placeholders]
+    unit: weakref.ref[ViewedUnit]
     attribute: str
 
 
 class _ForwardSlot:
-    """A module whose forward is guarded while it holds parts: of one unit, or, with ties, of
-    several."""
+    """A module whose forward is guarded while it holds parts of one unit, or of several where
+    parameters are tied."""
 
     __slots__ = ("__weakref__", "attributes", "guard", "holders", "module")
 
@@ -237,30 +233,26 @@ class _ForwardSlot:
         self.guard = _GuardedForward(self, None)
 
     def add(self, holder: _Holder) -> None:
-        self.holders = [*(other for other in self.holders if other.guards() is not None), holder]
+        alive = [other for other in self.holders if other.placeholders() is not None]
+        self.holders = [*alive, holder]
 
     def armed_holder(self) -> _Holder | None:
-        """One whose parts the module holds now."""
-        return next(
-            (
-                holder
-                for holder in self.holders
-                if (guards := holder.guards()) is not None and guards.armed
-            ),
-            None,
-        )
+        """Return a holder whose parts the module shows now."""
+        for holder in self.holders:
+            placeholders = holder.placeholders()
+            if placeholders is not None and placeholders.armed:
+                return holder
+        return None
 
     @property
     def is_plain(self) -> bool:
-        """True if the guard hides nothing, and goes when one unit does not need it any more."""
+        """True if the guard hides no instance attribute and serves one unit only."""
         return self.guard.hidden is None and len(self.holders) == 1
 
     def arm(self) -> None:
         present = self.attributes.get("forward")
         if present is not self.guard:
-            if (
-                present is not self.guard.hidden
-            ):  # another forward since: the guard before may be within it
+            if present is not self.guard.hidden:  # a new forward, which may call the old guard
                 self.guard = _GuardedForward(self, present)
             self.attributes["forward"] = self.guard
 
@@ -272,8 +264,8 @@ class _ForwardSlot:
                 self.attributes["forward"] = self.guard.hidden
 
 
-# {module: weak reference of its _ForwardSlot}. The Guards hold it: by way of the module's
-# attributes it holds all that is below the module, and what holds those may hold the module.
+# {module: weak reference to its _ForwardSlot}. Placeholders hold the slot. It must not live here:
+# through the module's attributes it holds everything below the module, which may hold the module.
 _slots: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
@@ -287,27 +279,23 @@ def _slot_of(module: nn.Module) -> _ForwardSlot:
 
 
 class Placeholders:
-    """All placeholders of one unit. ``arm`` puts them up when the unit goes sharded, ``disarm``
-    takes them away."""
+    """All placeholders of one unit: ``arm`` puts them in when the unit becomes sharded, ``disarm``
+    takes them out."""
 
     def __init__(
-        self, unit: Unit, full: Sequence[ModuleSlot], sharded: Sequence[ModuleSlot]
+        self, unit: ViewedUnit, unsharded: Sequence[ModuleSlot], sharded: Sequence[ModuleSlot]
     ) -> None:
-        """full, sharded: what is shown in the two forms, slot by slot."""
-        self.always: list[
-            DictEntry
-        ] = []  # placeholders that stand for what is not there while the unit is sharded
-        in_forward: list[DictEntry] = []
+        """unsharded, sharded: the slots in the two forms, in the same order."""
+        self.always: list[DictEntry] = []  # for attributes that are absent while sharded
+        in_forward: list[DictEntry] = []  # for attributes that hold parts
         self.armed = False
         self._forwards: dict[nn.Module, _ForwardSlot] = {}
-        self._plain: BulkDict | None = (
-            None  # what `arm` puts and `disarm` takes where all slots are plain
-        )
-        for slot, instead in zip(full, sharded, strict=True):
-            module, attribute, unsharded_param = slot
-            if unsharded_param is None:
+        self._plain: BulkDict | None = None  # the guards, where all of them are plain
+        for slot, instead in zip(unsharded, sharded, strict=True):
+            module, attribute, param = slot
+            if param is None:
                 continue
-            placeholder = ShardedPlaceholder(unit, module, attribute, unsharded_param)
+            placeholder = ShardedPlaceholder(unit, module, attribute, param)
             if instead.parameter is None:
                 self.always.append((module.__dict__, attribute, placeholder))
                 continue
@@ -315,22 +303,18 @@ class Placeholders:
             if module not in self._forwards and type(module).forward is not nn.Module.forward:
                 slot_of_forward = self._forwards[module] = _slot_of(module)
                 slot_of_forward.add(_Holder(weakref.ref(self), weakref.ref(unit), attribute))
-        self.has_parts = bool(
-            in_forward
-        )  # modules hold parts of parameters while the unit is sharded
-        self._always, self._in_forward, self._reads_armed = (
-            BulkDict(self.always),
-            BulkDict(in_forward),
-            False,
-        )
-        for guards in {
-            holder.guards() for slot in self._forwards.values() for holder in slot.holders
+        self.has_parts = bool(in_forward)  # modules hold parts while the unit is sharded
+        self._always, self._in_forward = BulkDict(self.always), BulkDict(in_forward)
+        self._reads_armed = False
+        for placeholders in {
+            holder.placeholders() for slot in self._forwards.values() for holder in slot.holders
         } or (self,):
-            if guards is not None:
-                guards._look_at_forwards()
+            if placeholders is not None:
+                placeholders._update_plain()
 
-    def _look_at_forwards(self) -> None:
-        """Somebody else holds parts of a module as well, or a guard hides another forward."""
+    def _update_plain(self) -> None:
+        """The guards have changed: another unit holds parts of a module as well, or a guard hides
+        another forward."""
         slots = self._forwards.values()
         self._plain = (
             BulkDict((slot.attributes, "forward", slot.guard) for slot in slots)
@@ -338,23 +322,23 @@ class Placeholders:
             else None
         )
 
-    def leave_forward(self, module: nn.Module) -> None:
-        """The calls of ``module`` are those that gather: they are not refused."""
+    def leave_unguarded(self, module: nn.Module) -> None:
+        """Calls of ``module`` unshard the unit: do not refuse them."""
         self.disarm()
-        self._leave(module)
-        self._look_at_forwards()
+        self._unguard(module)
+        self._update_plain()
         self.arm()
 
     def retire(self) -> None:
-        """Others guard the same modules from now on."""
+        """Other placeholders guard the same modules from now on."""
         self.disarm()
         for module in list(self._forwards):
-            self._leave(module)
+            self._unguard(module)
 
-    def _leave(self, module: nn.Module) -> None:
+    def _unguard(self, module: nn.Module) -> None:
         slot = self._forwards.pop(module, None)
         if slot is not None:
-            slot.holders = [holder for holder in slot.holders if holder.guards() is not self]
+            slot.holders = [holder for holder in slot.holders if holder.placeholders() is not self]
 
     def arm(self) -> None:
         self._always.put_in()
@@ -365,17 +349,17 @@ class Placeholders:
         self.disarm_parts()
 
     def arm_parts(self) -> None:
-        """The modules hold parts: no call of them."""
+        """The modules hold parts: refuse calls of them."""
         self.armed = True
         if self._plain is not None and self._plain.are_free():
             self._plain.put_in()
             return
         for slot in self._forwards.values():
             slot.arm()
-        self._look_at_forwards()
+        self._update_plain()
 
     def disarm_parts(self) -> None:
-        """They do not any more."""
+        """The modules no longer hold parts."""
         self.disarm_reads()
         self.armed = False
         if self._plain is not None and self._plain.stand():
@@ -385,7 +369,7 @@ class Placeholders:
             slot.disarm()
 
     def arm_reads(self) -> None:
-        """A forward of the model runs: nobody reads parts now."""
+        """A forward of the model runs: refuse reads of parts."""
         self._in_forward.put_in()
         self._reads_armed = True
 

@@ -1,10 +1,10 @@
-"""From the gradients of leaves to the gradients of targets: where they collect, and how they are
-summed over the ranks.
+"""From gradients of unsharded parameters to gradients of sharded ones: the buffers that collect
+them, and their reduction over the ranks.
 
-One rule governs what collects: which leaves are *filled* is a property of the collection. A first
-gradient is put, a later one is added, and a reduction takes what is there (zeros for the rest) and
-empties the set. Accumulation without communication, several backwards, recomputation and gradients
-that come late are all that rule."""
+One rule covers all cases. Which gradients were *received* is a property of the buffer: the first
+gradient of a parameter is assigned, later ones are added, and a reduction sends the buffer, with
+zeros for what was not received, and empties the set. Accumulation without communication, several
+backwards, recomputation and late gradients need nothing else."""
 
 from __future__ import annotations
 
@@ -25,28 +25,30 @@ from .storage import Storage
 from .store import ParamStore
 
 __all__ = [
-    "GradBuffer",
     "CommHook",
     "DirectGradBuffer",
+    "GradBuffer",
     "ReduceBuffer",
-    "Reduction",
     "ReducePlan",
+    "Reduction",
     "predivisor",
 ]
 
 
 class CommHook(typing.NamedTuple):
-    """A user's way to sum and average gradients. Where gradients are split it is called with
-    (state, flat gradient [ranks * S], empty output [S]), else with (state, flat gradient [S]),
-    which it changes in place. It divides as well."""
+    """A user's function that sums and averages gradients.
+
+    Where gradients are scattered it is called with (state, flat gradient [ranks * S], empty output
+    [S]), otherwise with (state, flat gradient [S]), which it changes in place. It also divides.
+    """
 
     state: Any
     function: Callable[..., Any]
 
 
 def predivisor(ranks: int, dtype: torch.dtype) -> float:
-    """What gradients are divided by before they travel: the sum of fp16 numbers overflows
-    otherwise. About the square root."""
+    """Return the divisor of gradients before their reduction, about the square root of ``ranks``:
+    otherwise sums of fp16 numbers overflow."""
     factor = 1
     while dtype == torch.float16 and ranks % factor == 0 and ranks / factor > factor:
         factor *= 2
@@ -55,33 +57,28 @@ def predivisor(ranks: int, dtype: torch.dtype) -> float:
 
 @dataclasses.dataclass(frozen=True)
 class ReducePlan:
-    """How a group's gradients travel: along the shard axis, then along the replica axis, under one
-    tag each; then home."""
+    """How a group's gradients are reduced: over the shard axis, then over the replica axis, under
+    one tag each; then offloaded, if they are."""
 
     shard: Communicator
     replica: Communicator
     shard_tag: int
     replica_tag: int
-    home: OffloadPolicy = ON_DEVICE
-    predivisor: float = 1.0  # what gradients were divided by before
-    hook: CommHook | None = (
-        None  # instead of the shard axis's sum (with `one_group` instead of the replica axis's)
-    )
+    offload: OffloadPolicy = ON_DEVICE
+    predivisor: float = 1.0  # of gradients before the reduction
+    hook: CommHook | None = None  # replaces the sum over the shard axis; with one_group over both
     one_group: bool = False  # see Mesh
     grad_dtype: torch.dtype | None = None  # of the result; None: the shard's
     ranks: int = dataclasses.field(init=False)
-    # None: nothing is left to divide by. 0-d on the CPU: a number would be made into one at every
-    # call.
+    # Of the sum; None: 1. A 0-d tensor on the CPU, which torch would make of a number in each call.
     divisor: torch.Tensor | None = dataclasses.field(init=False)
-    is_exact: bool = dataclasses.field(init=False)  # it rounds nothing
-    reads_in_place: bool = dataclasses.field(
-        init=False
-    )  # some rank may read gradients where they lie
+    is_exact: bool = dataclasses.field(init=False)  # the division rounds nothing
+    reads_in_place: bool = dataclasses.field(init=False)  # ranks may read each other's buffers
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "ranks", self.shard.ranks * self.replica.ranks)
         divisor = self.ranks / self.predivisor
-        if self.hook is not None:  # has divided by the ranks that it has summed over
+        if self.hook is not None:  # it divides by the ranks that it sums over
             divisor = 1.0 if self.one_group else float(self.replica.ranks)
         tensor = torch.tensor(divisor, dtype=torch.float64, device="cpu")
         object.__setattr__(self, "divisor", None if divisor == 1 else tensor)
@@ -91,34 +88,35 @@ class ReducePlan:
         )
 
     def shares(self, numel: int, dtype: torch.dtype) -> bool:
-        """True if some rank reads a buffer [numel] of gradients where it lies."""
+        """True if other ranks read a gradient buffer [numel] in place."""
         axis = self.shard if self.shard.ranks > 1 else self.replica
         return axis.shares(-(-numel // axis.ranks), dtype)
 
 
 class GradBuffer(typing.Protocol):
-    """What has been collected of one group's gradients."""
+    """Collects the gradients of one group's unsharded parameters until they are reduced."""
 
     @property
-    def filled(self) -> Collection[int]:
-        """The leaves that are filled: one object, whatever comes and goes."""
+    def received(self) -> Collection[int]:
+        """The indices of parameters whose gradients are here: always the same object."""
 
     def put(self, indices: Sequence[int], grads: list[torch.Tensor]) -> None:
-        """Take the gradients of some leaves over: assigned where a leaf is not filled, else added.
-        An index may come twice."""
+        """Take gradients: assign those not yet received, add the others. An index may come
+        twice."""
 
-    def drop(self, unsharded_params: Iterable[int]) -> None:
-        """Forget the gradients of some leaves."""
+    def drop(self, indices: Iterable[int]) -> None:
+        """Drop the gradients of some parameters."""
 
     def discard(self) -> None:
-        """Forget everything and free the memory."""
+        """Drop all gradients and free the memory."""
 
-    def reduce(self, wire: ReducePlan, what: str) -> Iterator[list[torch.Tensor] | None]:
-        """Send what is there, zeros where there is nothing. A generator of stages: each may wait
-        for the one before; the last yields the gradient of every target.
+    def reduce(self, plan: ReducePlan, what: str) -> Iterator[list[torch.Tensor] | None]:
+        """Reduce the gradients, with zeros for those not received. Collective.
 
-        Stages are taken for all groups in turn at the end of backward, so that ranks which finish
-        groups in different orders do not wait for each other in a circle.
+        A generator of stages, each of which may wait for the one before. The last one yields the
+        gradient of every sharded parameter, the others None. At the end of backward the stages of
+        all groups run in turn, so that ranks that finish groups in different orders do not wait for
+        each other in a circle.
         """
 
     @property
@@ -126,22 +124,21 @@ class GradBuffer(typing.Protocol):
 
 
 class _Views(typing.NamedTuple):
-    """A reduce buffer, and everything that is ever asked of it."""
+    """A reduce buffer and its views."""
 
     buffer: torch.Tensor  # [ranks * S]
     segments: Segments  # [S] each
-    places: list[list[torch.Tensor]]
-    whole: (
-        list[torch.Tensor] | None
-    )  # by leaf, its only place, in its shape; None if some have several
+    places: list[list[torch.Tensor]]  # see ParamStore.places
+    # By parameter, its only place, in its shape; None if some parameters have several.
+    whole: list[torch.Tensor] | None
 
 
 class ReduceBuffer:
-    """A flat buffer [ranks * S] in the dtype gradients travel in. Its memory is there only while
-    something is filled or travels.
+    """A flat buffer [ranks * S] in the dtype of the reduction. It holds memory only from the first
+    received gradient to the end of the reduction.
 
-    Where ranks read each other's memory the buffer lies in a block, another one each time: peers
-    may still read the last one.
+    Where ranks read each other's memory the buffer is a block of shared memory, a different one
+    each time: peers may still read the last one.
     """
 
     def __init__(
@@ -151,27 +148,26 @@ class ReduceBuffer:
         dtype: torch.dtype,
         device: torch.device,
         predivisor: float = 1.0,
-        wire: ReducePlan | None = None,
+        plan: ReducePlan | None = None,
     ) -> None:
-        """predivisor: what gradients are divided by on their way in. wire: that they will take, if
-        it may be asked for its way."""
-        self._store, self.filled, self._predivisor = store, set[int](), predivisor
-        self._ranks, self._wire = ranks, wire
+        """predivisor: of gradients when they are put in. plan: of the reductions to come; None: the
+        buffer is never shared memory."""
+        self._store, self.received, self._predivisor = store, set[int](), predivisor
+        self._ranks, self._plan = ranks, plan
         self._buffer = torch.empty(ranks * store.numel, dtype=dtype, device=device)
-        # Nothing is rounded before it is summed and divided: in bf16 one more would be lost beside
-        # 256 already.
+        # Sums are divided before they are rounded: in bf16, 256 + 1 is 256.
         self._sum_dtype = torch.promote_types(
             torch.promote_types(dtype, store.dtype), torch.float32
         )
         self._own, self._storage = self._views_of(self._buffer), Storage(self._buffer)
         self._views, self._split = self._own, store.split
-        self._block: torch.Tensor | None = None  # whose views are used
-        self._all = list(range(len(self._own.places) - 1))  # the leaves' indices
+        self._block: torch.Tensor | None = None  # shared memory in place of the buffer's own
+        self._all_indices = list(range(len(self._own.places) - 1))
         self._storage.free()
 
     def _views_of(self, buffer: torch.Tensor) -> _Views:
         places = self._store.places(buffer)
-        whole = [its[0] for its in places[:-1]] if self._store.pieces_are_whole else None
+        whole = [of_param[0] for of_param in places[:-1]] if self._store.pieces_are_whole else None
         return _Views(buffer, Segments(buffer, self._ranks), places, whole)
 
     @property
@@ -179,134 +175,128 @@ class ReduceBuffer:
         return self._storage.resident_nbytes if self._block is None else self._block.nbytes
 
     def _allocate(self) -> None:
-        """Make room, unless there is."""
+        """Allocate memory, unless the buffer has it."""
         if self._block is not None or self._storage.resident_nbytes:
             return
-        buffer, wire = self._buffer, self._wire
-        if wire is None or not wire.reads_in_place or not wire.shares(buffer.numel(), buffer.dtype):
+        buffer, plan = self._buffer, self._plan
+        if plan is None or not plan.reads_in_place or not plan.shares(buffer.numel(), buffer.dtype):
             self._storage.allocate()
             return
-        wire.shard.wait_readers(
-            "gradients that this rank has sent"
-        )  # so that their blocks can be had again
+        # The blocks of earlier gradients can be reused when no peer reads them any more.
+        plan.shard.wait_readers("gradients that this rank has sent")
         self._block = shared_memory.empty(buffer.numel(), buffer.dtype)
         self._views = self._views_of(self._block)
 
     def _free(self) -> None:
-        """Let go of the memory. What travels keeps its block by itself."""
+        """Free the memory. A reduction in flight keeps its block."""
         self._block, self._views = None, self._own
         self._storage.free()
 
     def put(self, indices: Sequence[int], grads: list[torch.Tensor]) -> None:
-        filled = self.filled
-        if not filled:
+        received = self.received
+        if not received:
             self._allocate()
         whole = self._views.whole
-        if (
-            whole is not None and not filled and indices == self._all
-        ):  # the usual case of a unit without large parameters
-            first, values = whole, grads
-            filled.update(indices)
-        elif whole is not None and filled.isdisjoint(indices) and len(set(indices)) == len(indices):
+        if whole is not None and not received and indices == self._all_indices:
+            first, values = whole, grads  # the usual case of a unit without large parameters
+            received.update(indices)
+        elif (
+            whole is not None and received.isdisjoint(indices) and len(set(indices)) == len(indices)
+        ):
             first, values = [whole[index] for index in indices], grads
-            filled.update(indices)
+            received.update(indices)
         else:
-            first, values = self._add_where_filled(indices, grads)
+            first, values = self._add_to_received(indices, grads)
         if self._predivisor != 1:
             for place, value in zip(first, values, strict=True):
                 torch.div(value, self._predivisor, out=place)
         elif len(first) == 1:
             first[0].copy_(values[0])
         elif first:
-            _torch_private.copy_together(
-                first, values
-            )  # the cast to the dtype of the buffer is part of the copy
+            _torch_private.copy_together(first, values)  # which casts to the buffer's dtype
 
-    def _add_where_filled(
+    def _add_to_received(
         self, indices: Sequence[int], grads: Sequence[torch.Tensor]
     ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Return the places that come to be filled, and what belongs there."""
+        """Add the gradients of parameters already received; return the places and the values of the
+        others."""
         first: list[torch.Tensor] = []
         values: list[torch.Tensor] = []
         for index, grad in zip(indices, grads, strict=True):
             parts = self._split(index, grad)
-            if index in self.filled:
+            if index in self.received:
                 for place, part in zip(self._views.places[index], parts, strict=True):
                     place.add_(part, alpha=1 / self._predivisor)
             else:
                 first += self._views.places[index]
                 values += parts
-                self.filled.add(index)
+                self.received.add(index)
         return first, values
 
-    def drop(self, unsharded_params: Iterable[int]) -> None:
-        self.filled.difference_update(unsharded_params)
-        if not self.filled:
+    def drop(self, indices: Iterable[int]) -> None:
+        self.received.difference_update(indices)
+        if not self.received:
             self._free()
 
     def discard(self) -> None:
-        self.filled.clear()
+        self.received.clear()
         self._free()
 
-    def reduce(self, wire: ReducePlan, what: str) -> Iterator[list[torch.Tensor] | None]:
-        filled = self.filled
-        if not filled:
+    def reduce(self, plan: ReducePlan, what: str) -> Iterator[list[torch.Tensor] | None]:
+        received = self.received
+        if not received:
             self._allocate()
         views = self._views
-        # The last place belongs to no leaf and is never filled.
-        some_lack = len(filled) < len(views.places) - 1
+        # The last list of places belongs to no parameter and is always zeroed.
+        some_lack = len(received) < len(views.places) - 1
         empty = (
-            [places for i, places in enumerate(views.places) if i not in filled]
+            [places for i, places in enumerate(views.places) if i not in received]
             if some_lack
             else views.places[-1:]
         )
         for places in empty:
             for place in places:
                 place.zero_()
-        self.filled.clear()
-        replicas_left = wire.hook is None or not wire.one_group
-        divisor = wire.divisor
-        if wire.hook is not None:
-            total = self._by_hook(wire.hook, wire.shard.ranks)
+        self.received.clear()
+        reduces_over_replicas = plan.hook is None or not plan.one_group
+        divisor = plan.divisor
+        if plan.hook is not None:
+            total = self._by_hook(plan.hook, plan.shard.ranks)
         else:
             buffer = views.buffer if self._block is None else self._block
-            pending = wire.shard.begin_reduce(buffer, views.segments, wire.shard_tag)
+            pending = plan.shard.begin_reduce(buffer, views.segments, plan.shard_tag)
             yield None
-            if self._block is not None and wire.shard.ranks == 1:
-                total = (
-                    self._block
-                )  # it is given away, and comes back when the gradients that view it die
+            if self._block is not None and plan.shard.ranks == 1:
+                total = self._block  # reused when the gradients that view it are freed
             else:
-                now = divisor if wire.replica.ranks == 1 else None
-                total = wire.shard.end_reduce(
-                    pending, views.segments[wire.shard.rank], self._sum_dtype, what, now
+                now = divisor if plan.replica.ranks == 1 else None
+                total = plan.shard.end_reduce(
+                    pending, views.segments[plan.shard.rank], self._sum_dtype, what, now
                 )
                 divisor = divisor if now is None else None
             del buffer, pending, views  # they keep the block
         self._free()
-        if replicas_left and wire.replica.ranks > 1:
-            total = total.to(
-                self._buffer.dtype
-            )  # what travels is in the dtype of the reduction here, too
-            # A piece is divided while it is at hand, unless that would round it before it is wide
-            # again.
-            now = divisor if wire.is_exact or total.dtype == self._sum_dtype else None
-            pending = wire.replica.begin_all_reduce(total, wire.replica_tag, now)
+        if reduces_over_replicas and plan.replica.ranks > 1:
+            total = total.to(self._buffer.dtype)  # the all-reduce has the same dtype
+            # Each piece is divided during the all-reduce, unless it would be rounded before it is
+            # in the wider dtype again.
+            now = divisor if plan.is_exact or total.dtype == self._sum_dtype else None
+            pending = plan.replica.begin_all_reduce(total, plan.replica_tag, now)
             yield None
-            pending = wire.replica.continue_all_reduce(pending, total, wire.replica_tag, what)
+            pending = plan.replica.continue_all_reduce(pending, total, plan.replica_tag, what)
             yield None
-            wire.replica.end_all_reduce(pending, total, what)
+            plan.replica.end_all_reduce(pending, total, what)
             divisor = divisor if now is None else None
         if divisor is not None:
             total = total.to(self._sum_dtype).div_(divisor)
-        dtype = wire.grad_dtype or self._store.dtype
+        dtype = plan.grad_dtype or self._store.dtype
         yield self._store.grads(
-            wire.home.to_host(total if total.dtype is dtype else total.to(dtype))
+            plan.offload.to_host(total if total.dtype is dtype else total.to(dtype))
         )
 
     def _by_hook(self, hook: CommHook, ranks: int) -> torch.Tensor:
-        """Let the user's hook sum and divide; return [S] in the dtype of sums. It may give what it
-        is handed other data."""
+        """Let the user's hook sum and divide; return [S] in the dtype of sums. The hook may set
+        ``.data`` of its arguments."""
         grad = self._views.buffer.clone()  # the hook may keep it
         if ranks == 1:
             hook.function(hook.state, grad)
@@ -317,12 +307,12 @@ class ReduceBuffer:
 
 
 class DirectGradBuffer:
-    """For one rank, and leaves that are shaped as their targets: gradients are handed over as they
-    are, without a buffer."""
+    """For one rank, and sharded parameters in the shapes of the unsharded ones: gradients pass as
+    they are, without a buffer."""
 
     def __init__(self, store: ParamStore) -> None:
         self._sharded_params, self._grads = store.sharded_params, dict[int, torch.Tensor]()
-        self.filled = self._grads.keys()
+        self.received = self._grads.keys()
 
     @property
     def resident_nbytes(self) -> int:
@@ -335,14 +325,14 @@ class DirectGradBuffer:
             else:
                 self._grads[index] = grad
 
-    def drop(self, unsharded_params: Iterable[int]) -> None:
-        for index in unsharded_params:
+    def drop(self, indices: Iterable[int]) -> None:
+        for index in indices:
             self._grads.pop(index, None)
 
     def discard(self) -> None:
         self._grads.clear()
 
-    def reduce(self, wire: ReducePlan, what: str) -> Iterator[list[torch.Tensor] | None]:
+    def reduce(self, plan: ReducePlan, what: str) -> Iterator[list[torch.Tensor] | None]:
         grads = dict(self._grads)
         self._grads.clear()
         yield [
@@ -354,13 +344,13 @@ class DirectGradBuffer:
 
 
 class Reduction:
-    """A reduction under way. It can be taken one stage further, or to its end."""
+    """A reduction in flight. It can be taken one stage further, or to its end."""
 
     __slots__ = ("_stages", "grads")
 
     def __init__(self, stages: Iterator[list[torch.Tensor] | None]) -> None:
         self._stages = stages
-        self.grads: list[torch.Tensor] | None = None  # one per target, when it has ended
+        self.grads: list[torch.Tensor] | None = None  # one per sharded parameter, at the end
         self.advance()
 
     def advance(self) -> None:

@@ -1,5 +1,5 @@
-"""The only code that allocates or frees the memory of parameters and gradient buffers: storages
-that are emptied and refilled under tensors that stay."""
+"""The only code that allocates or frees the memory of parameters and gradient buffers: it empties
+and refills storages under tensors that stay."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ __all__ = ["GroupMemory", "Storage", "new_shard"]
 def new_shard(
     numel: int, dtype: torch.dtype, device: torch.device, *, ranks: int, pin: bool
 ) -> torch.Tensor:
-    """Return memory [numel] of zeros for one of ``ranks`` shards; ``pin``: that a GPU can read.
+    """Return a tensor [numel] of zeros for one of ``ranks`` shards. pin: a GPU reads it.
 
-    On the CPU it is where other ranks of the same host can read it, so that it need not be sent.
+    On the CPU it lies in shared memory, from where other ranks of the host read it without sending.
     """
     if device.type == "cpu" and ranks > 1 and not pin:
         return shared_memory.zeros(numel, dtype)
@@ -28,8 +28,8 @@ def new_shard(
 
 
 class Storage:
-    """A storage object that stays, and whose memory comes and goes. Views of it, saved by autograd
-    too, stay valid."""
+    """A storage object that stays while its memory comes and goes. Views of it, also those that
+    autograd saved, stay valid."""
 
     __slots__ = ("nbytes", "untyped")
 
@@ -51,11 +51,11 @@ class Storage:
 
 
 class GroupMemory:
-    """The full form of one group: the gathered buffer, the leaves that modules show while full, and
-    what lies between them.
+    """The unsharded form of one group in one dtype: the all-gather output, and the parameters that
+    view it or are copied out of it.
 
-    With one rank and no cast the leaves view the shard itself (``aliased``), and nothing is ever
-    allocated, copied or freed.
+    With one rank and no cast the parameters view the shard itself (``aliased``), and nothing is
+    ever allocated, copied or freed.
     """
 
     def __init__(
@@ -66,49 +66,50 @@ class GroupMemory:
         device: torch.device,
         is_offloaded: bool = False,
     ) -> None:
-        """dtype: of what is gathered, and so of the leaves. apart: the shard lives elsewhere than
-        on ``device``."""
+        """dtype: of the all-gather, and so of the parameters. is_offloaded: the shard is not on
+        ``device``."""
         self.aliased = ranks == 1 and dtype == store.dtype and not is_offloaded
         numel = ranks * store.numel
-        self.full = (
+        self.all_gather_output = (  # [ranks * S]
             store.shard if self.aliased else torch.empty(numel, dtype=dtype, device=device)
-        )  # [ranks * S]
-        self.segments = Segments(self.full, ranks)  # [S] each
-        self.unsharded_params = store.make_unsharded_params(self.full)
-        self._buffer = Storage(self.full)
-        self._own_storages: list[Storage] = []  # of leaves that do not view `full`
-        self._fill: tuple[list[torch.Tensor], list[torch.Tensor]] | None = None
+        )
+        self.segments = Segments(self.all_gather_output, ranks)  # [S] each
+        self.unsharded_params = store.make_unsharded_params(self.all_gather_output)
+        self._buffer = Storage(self.all_gather_output)
+        self._own_storages: list[Storage] = []  # of parameters that do not view the output
+        self._copy: tuple[list[torch.Tensor], list[torch.Tensor]] | None = None  # (to, from)
         if self.unsharded_params and not _torch_private.same_storage(
-            self.unsharded_params[0], self.full
+            self.unsharded_params[0], self.all_gather_output
         ):
             self._own_storages = list(
                 {
-                    _torch_private.storage_key(unsharded_param): Storage(unsharded_param)
-                    for unsharded_param in self.unsharded_params
+                    _torch_private.storage_key(param): Storage(param)
+                    for param in self.unsharded_params
                 }.values()
             )
-            # `.data`: neither a gather nor a fill may move the version counters that autograd has
-            # noted.
+            # `.data`: autograd has noted the version counters, which neither an all-gather nor a
+            # copy may move.
             pieces = [
                 piece
-                for i, unsharded_param in enumerate(self.unsharded_params)
-                for piece in store.split(i, unsharded_param.data)
+                for index, param in enumerate(self.unsharded_params)
+                for piece in store.split(index, param.data)
             ]
-            places = [place for of_leaf in store.places(self.full)[:-1] for place in of_leaf]
-            self._fill = pieces, places
-        self.has_copies = self._fill is not None  # leaves do not view the buffer: see `fill_leaves`
+            places = [
+                place
+                for param_places in store.places(self.all_gather_output)[:-1]
+                for place in param_places
+            ]
+            self._copy = pieces, places
+        self.has_copies = self._copy is not None  # see `fill_unsharded_params`
         self.free()
-        self._views = [
-            _torch_private.local_part(unsharded_param) for unsharded_param in self.unsharded_params
-        ]
-        self._offsets = list(
-            map(torch.Tensor.data_ptr, self._views)
-        )  # in an empty storage that is how far from its beginning
+        self._views = [_torch_private.local_part(param) for param in self.unsharded_params]
+        # In an empty storage the address is the distance from its beginning.
+        self._offsets = list(map(torch.Tensor.data_ptr, self._views))
 
     def strayed(self) -> list[int]:
-        """Return the leaves that somebody gave other memory, by ``.data =``. Not for leaves with
-        storages of their own."""
-        start = 0 if self.aliased or self.has_copies else self.full.data_ptr()
+        """Return the indices of parameters whose memory the user has replaced by ``.data =``.
+        Those with storages of their own are not checked."""
+        start = 0 if self.aliased or self.has_copies else self.all_gather_output.data_ptr()
         return [
             index
             for index, (view, offset) in enumerate(zip(self._views, self._offsets, strict=True))
@@ -118,27 +119,26 @@ class GroupMemory:
         ]
 
     def bring_back(self, store: ParamStore, indices: Sequence[int]) -> None:
-        """Let strayed leaves view the buffer again; what they held is lost."""
+        """Make strayed parameters view the buffer again; the values they had are lost."""
         was_free = not self._buffer.resident_nbytes
         self._buffer.allocate()  # nothing can view memory that is not there
-        unsharded_params = store.make_unsharded_params(self.full)
+        params = store.make_unsharded_params(self.all_gather_output)
         for index in indices:
-            self._views[index].data = _torch_private.local_part(unsharded_params[index]).data
+            self._views[index].data = _torch_private.local_part(params[index]).data
         if was_free:
             self.free()
 
     def allocate(self) -> None:
-        """Make room for a gather."""
+        """Allocate the all-gather output."""
         self._buffer.allocate()
 
     def fill_unsharded_params(self) -> None:
-        """A gather has arrived: make the leaves readable. Leaves that view the buffer are so
-        already."""
-        if self._fill is not None:
+        """After an all-gather: copy its output into the parameters, unless they view it."""
+        if self._copy is not None:
             for storage in self._own_storages:
                 storage.allocate()
-            if self._fill[0]:  # all leaves may be empty
-                _torch_private.copy_together(*self._fill)
+            if self._copy[0]:  # all parameters may be empty
+                _torch_private.copy_together(*self._copy)
             self._buffer.free()
 
     def free(self) -> None:
@@ -149,7 +149,7 @@ class GroupMemory:
 
     @property
     def resident_nbytes(self) -> int:
-        """Bytes beyond the shard that are held now."""
+        """Bytes held now, beyond the shard."""
         return (
             0
             if self.aliased

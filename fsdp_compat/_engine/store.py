@@ -1,4 +1,37 @@
-"""The seam between the engine and a layout: what a store answers, and nothing that it does."""
+"""The interface between the engine and the layout of parameters, and the tensors of a group.
+
+With ``ranks`` shard ranks, S elements per rank, and P parameters in the group:
+
+    tensor              shape       made and owned by          holds memory
+    ------------------  ----------  -------------------------  -------------------------------------
+    shard               [S]         store (``new_shard``)      always: pinned memory of the CPU if
+                                                               offloaded, shared memory if other
+                                                               ranks of the host read it
+    sharded parameters  views of    store                      always. The optimizer sees them, and
+                        the shard                              ``parameters()`` between steps: one
+                                                               flat parameter, or one per original
+                                                               parameter
+    all_gather_output   [ranks*S]   GroupMemory, one per       from ``unshard`` to ``reshard``; if
+                                    dtype computed in          parameters do not view it, until they
+                                                               are copied out of it
+    unsharded           P original  store, kept by             with all_gather_output, which they
+    parameters          shapes      GroupMemory                view; otherwise in own storages, from
+                                                               the copy to ``reshard``
+    .grad of those      P original  autograd                   until ``Gradients.take`` (large ones,
+                        shapes                                 at once) or ``collect`` (the others,
+                                                               in post-backward)
+    reduce buffer       [ranks*S]   ReduceBuffer               from the first gradient that is put
+                                                               in to the end of the reduce-scatter;
+                                                               inside no_sync between backwards too
+    reduced gradient    [S]         ReduceBuffer.reduce        while a ``.grad`` views it
+    .grad of sharded    views of    ShardedGrads assigns them  until the user sets them to None
+    parameters          the above
+
+One rank that computes in the dtype of the shard needs no second buffer: all_gather_output *is* the
+shard (``aliased``), nothing is copied or freed, and gradients of whole parameters become ``.grad``
+as they are (DirectGradBuffer). "Frees" means that a storage is emptied (storage.Storage): the
+tensor objects, and what autograd saved of them, stay valid and get their memory back with the next
+all-gather."""
 
 from __future__ import annotations
 
@@ -14,15 +47,15 @@ __all__ = ["Kind", "ParamStore", "ModuleSlot", "ShardedParam", "as_unsharded_par
 
 
 class ShardedParam(typing.NamedTuple):
-    """A parameter as the optimizer sees it, and the indices of the leaves that it holds a part
-    of."""
+    """A parameter as the optimizer sees it, and the indices of the unsharded parameters that it
+    holds a part of."""
 
     parameter: nn.Parameter
     unsharded_params: Sequence[int]
 
 
 class ModuleSlot(typing.NamedTuple):
-    """What a module shows under a name; None: the attribute is absent."""
+    """A parameter that a module shows under a name; None: the attribute is absent."""
 
     module: nn.Module
     attribute: str
@@ -30,65 +63,67 @@ class ModuleSlot(typing.NamedTuple):
 
 
 class ParamStore(typing.Protocol):
-    """Where each element of a group lies, and what modules and the optimizer see of it.
+    """Where each element of a group lies, and which parameters modules and the optimizer see.
 
-    It sends, allocates, frees, copies and adds nothing while training: it answers with views, which
-    the engine asks for once per buffer and keeps. Exchanged buffers are 1-D ``[ranks * S]``,
-    rank-major: segment r is what rank r holds. A *leaf* is one whole parameter as the modules show
-    it while the unit is full. The store owns the shard ``[S]``, for ever.
+    In training a store only answers with views, which the engine asks for once per buffer and
+    keeps: it sends, allocates, frees, copies and adds nothing. Exchanged buffers are 1-D
+    ``[ranks * S]``, rank-major: segment r is what rank r holds. An *unsharded parameter* is one
+    whole parameter, which modules show while the unit is unsharded.
     """
 
     numel: int  # S, the same on every rank
     dtype: torch.dtype  # of the shard; gathers and reductions may use others
-    shard: torch.Tensor  # [S], what this rank holds: a gather sends it, cast where it is to
+    shard: torch.Tensor  # [S], this rank's part: an all-gather sends it, cast if need be
 
     @property
     def tensor_parallel_axes(self) -> Sequence[Axis]:
-        """Further axes that every leaf is split over: tensor parallelism. A norm adds up over them
-        too."""
+        """Further mesh axes that every parameter is split over (tensor parallelism). Norms sum over
+        them too."""
 
     @property
     def sharded_params(self) -> Sequence[ShardedParam]:
-        """What the optimizer sees; leaves follow the requires_grad of their target."""
+        """The parameters that the optimizer sees. Unsharded parameters follow their
+        requires_grad."""
 
     def make_unsharded_params(self, full: torch.Tensor) -> list[nn.Parameter]:
-        """Once per dtype computed in. full: [ranks * S]. The leaves either all view ``full``, or
-        all have other storages, which the engine fills."""
+        """Called once per dtype computed in. full: [ranks * S].
+
+        The parameters either all view ``full``, or all have other storages, which the engine fills.
+        """
 
     def places(self, buffer: torch.Tensor) -> list[list[torch.Tensor]]:
-        """buffer: [ranks * S]. Return per leaf the views that together hold it, and one last list:
-        what belongs to no leaf.
+        """buffer: [ranks * S]. Return, per unsharded parameter, the views that together hold it,
+        and one last list: what belongs to no parameter.
 
-        They cover the buffer and do not overlap.
+        The views cover the buffer and do not overlap.
         """
 
     @property
     def pieces_are_whole(self) -> bool:
-        """True if every leaf has one place, in its shape, and ``split`` returns what it is
-        given."""
+        """True if every parameter has one place, in its shape, and ``split`` returns its
+        argument."""
 
     def split(self, index: int, value: torch.Tensor) -> Sequence[torch.Tensor]:
-        """value: of leaf ``index``'s shape, any strides. Return views of it in the shapes of
-        ``places(...)[index]``."""
+        """value: in the shape of unsharded parameter ``index``, any strides. Return views of it in
+        the shapes of ``places(...)[index]``."""
 
     def grads(self, total: torch.Tensor) -> list[torch.Tensor]:
-        """total: [S]. Return per target the view of it that can be its ``.grad``."""
+        """total: [S]. Return, per sharded parameter, the view that can be its ``.grad``."""
 
     def shown(self, unsharded_params: Sequence[nn.Parameter] | None) -> list[ModuleSlot]:
-        """Return what the modules show: the leaves, or with None the sharded form. Both have the
-        same slots in the same order."""
+        """Return the slots of modules with the unsharded parameters or, for None, with the sharded
+        ones: the same slots in the same order."""
 
     def stands(self) -> bool:
-        """True if no target has been moved away from the shard."""
+        """True if no sharded parameter has been moved away from the shard."""
 
     def check(self, where: str) -> None:
-        """Put right, or refuse with a StateError, targets that somebody replaced or moved away from
-        the shard."""
+        """Repair sharded parameters that the user has replaced or moved away from the shard, or
+        raise StateError."""
 
 
 class Kind(typing.NamedTuple):
-    """What a parameter is beside its values: its class, and the attributes somebody has set on
-    it."""
+    """What a parameter is besides its values: its class, and the attributes set on it."""
 
     cls: type[nn.Parameter]
     attributes: dict[str, typing.Any]
@@ -98,15 +133,14 @@ PLAIN = Kind(nn.Parameter, {})
 
 
 def as_unsharded_param(view: torch.Tensor, requires_grad: bool, kind: Kind = PLAIN) -> nn.Parameter:
-    """Return a Parameter over a view, with a version counter of its own. It shares the attributes
-    of ``kind``.
+    """Return a Parameter over a view, with its own version counter. It shares the attributes of
+    ``kind``.
 
-    A plain ``nn.Parameter(view)`` would share its base's counter (an in-place change of an
-    activation then looks like one of the weights), and autocast would cache its cast across
-    gathers.
+    A plain ``nn.Parameter(view)`` would share the counter of its base: an in-place change of an
+    activation would look like one of the weights, and autocast would cache its cast across gathers.
     """
-    unsharded_param = view.data.requires_grad_(requires_grad)
-    unsharded_param.__class__ = kind.cls
+    param = view.data.requires_grad_(requires_grad)
+    param.__class__ = kind.cls
     if kind is not PLAIN:
-        unsharded_param.__dict__ = kind.attributes
-    return typing.cast(nn.Parameter, unsharded_param)
+        param.__dict__ = kind.attributes
+    return typing.cast(nn.Parameter, param)

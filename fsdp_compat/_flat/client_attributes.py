@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import enum
 import types
-import typing
 import weakref
 from collections.abc import Collection
 from typing import Any
@@ -18,17 +17,16 @@ import torch.distributed as dist
 from torch import nn
 
 from .._engine import dtypes
+from .._engine.group import Group
+from .._engine.module_attributes import MARKS
 from .._engine.schedule import Prefetch
-from .._engine.unit import MARKS, Group, Residency
-from .._state.model import store_of
+from .._engine.unit import Residency
 from .._stores.flat_store import FlatStore
 from .._stores.registration import FlatParameter
 from ..api import BackwardPrefetch, CPUOffload, ShardingStrategy
 from ..errors import StateError, explain
 from . import conversion
-
-if typing.TYPE_CHECKING:
-    from ..fully_sharded_data_parallel import FullyShardedDataParallel
+from .flat_unit import FlatUnit, flat_unit_of, flat_units_in
 
 __all__ = ["FlatParamHandle", "TrainingState", "mark"]
 
@@ -60,34 +58,34 @@ def mark(module: nn.Module, left_out: Collection[nn.Module]) -> None:
 # -- what it was made with
 
 
-def sharding_strategy(self: FullyShardedDataParallel) -> ShardingStrategy:
+def sharding_strategy(self: nn.Module) -> ShardingStrategy:
     """The strategy it was made with."""
-    return self._settings.strategy
+    return flat_unit_of(self).settings.strategy
 
 
-def process_group(self: FullyShardedDataParallel) -> dist.ProcessGroup:
+def process_group(self: nn.Module) -> dist.ProcessGroup:
     """The ranks over which one copy of the parameters is spread."""
-    return self._settings.group
+    return flat_unit_of(self).settings.group
 
 
-def rank(self: FullyShardedDataParallel) -> int:
+def rank(self: nn.Module) -> int:
     """The rank of this process in ``process_group``."""
-    return dist.get_rank(self._settings.group)
+    return dist.get_rank(flat_unit_of(self).settings.group)
 
 
-def world_size(self: FullyShardedDataParallel) -> int:
+def world_size(self: nn.Module) -> int:
     """The number of ranks in ``process_group``."""
-    return dist.get_world_size(self._settings.group)
+    return dist.get_world_size(flat_unit_of(self).settings.group)
 
 
-def cpu_offload(self: FullyShardedDataParallel) -> CPUOffload:
+def cpu_offload(self: nn.Module) -> CPUOffload:
     """Whether shards, gradients and the optimizer are on the CPU."""
-    return CPUOffload(offload_params=self._settings.offload)
+    return CPUOffload(offload_params=flat_unit_of(self).settings.offload)
 
 
-def backward_prefetch(self: FullyShardedDataParallel) -> BackwardPrefetch | None:
+def backward_prefetch(self: nn.Module) -> BackwardPrefetch | None:
     """When backward gathers the next unit."""
-    return _PREFETCHES[self._settings.runtime.backward_prefetch]
+    return _PREFETCHES[flat_unit_of(self).settings.runtime.backward_prefetch]
 
 
 _PREFETCHES = {
@@ -97,43 +95,43 @@ _PREFETCHES = {
 }
 
 
-def forward_prefetch(self: FullyShardedDataParallel) -> bool:
+def forward_prefetch(self: nn.Module) -> bool:
     """The argument of that name."""
-    return self._settings.forward_prefetch
+    return flat_unit_of(self).settings.forward_prefetch
 
 
-def limit_all_gathers(self: FullyShardedDataParallel) -> bool:
+def limit_all_gathers(self: nn.Module) -> bool:
     """The argument of that name."""
-    return self._settings.limit_all_gathers
+    return flat_unit_of(self).settings.limit_all_gathers
 
 
 # -- what it holds and does
 
 
-def has_params(self: FullyShardedDataParallel) -> bool:
+def has_params(self: nn.Module) -> bool:
     """True if the unit has parameters of its own."""
-    return bool(self._unit.groups)
+    return bool(flat_unit_of(self).unit.groups)
 
 
-def params(self: FullyShardedDataParallel) -> list[FlatParameter]:
+def params(self: nn.Module) -> list[FlatParameter]:
     """This rank's flat shards of the unit."""
-    return [handle.flat_param for handle in _handles(self)]
+    return [handle.flat_param for handle in _handles(flat_unit_of(self))]
 
 
-def training_state(self: FullyShardedDataParallel) -> TrainingState:
+def training_state(self: nn.Module) -> TrainingState:
     """What the model is doing."""
-    if self._unit.summoned:
+    if flat_unit_of(self).unit.summoned:
         return TrainingState.SUMMON_FULL_PARAMS
-    return TrainingState.FORWARD_BACKWARD if self._runtime.runs else TrainingState.IDLE
+    return TrainingState.FORWARD_BACKWARD if flat_unit_of(self).runtime.runs else TrainingState.IDLE
 
 
-def is_root(self: FullyShardedDataParallel) -> bool:
+def is_root(self: nn.Module) -> bool:
     """True if no other instance is around this one. Clients set it, to None, so that torch looks
     again: ours needs no such hint."""
-    return self._unit.is_root
+    return flat_unit_of(self).unit.is_root
 
 
-def exec_order_data(self: FullyShardedDataParallel) -> types.SimpleNamespace:
+def exec_order_data(self: nn.Module) -> types.SimpleNamespace:
     """Where clients set how far to prefetch. It has no effect: two units at most are gathered at a
     time."""
     return self.__dict__.setdefault(
@@ -142,17 +140,17 @@ def exec_order_data(self: FullyShardedDataParallel) -> types.SimpleNamespace:
     )
 
 
-def ignore(self: FullyShardedDataParallel, value: Any) -> None:
+def ignore(self: nn.Module, value: Any) -> None:
     """The setter of what clients set to no effect."""
 
 
-def lazy_init(state: FullyShardedDataParallel, module: nn.Module) -> FullyShardedDataParallel:
+def lazy_init(state: nn.Module, module: nn.Module) -> nn.Module:
     """Torch's ``_lazy_init``: there is nothing left to initialise."""
     return state
 
 
 def root_pre_forward(
-    state: FullyShardedDataParallel,
+    state: nn.Module,
     module: nn.Module,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
@@ -165,34 +163,33 @@ def root_pre_forward(
 # -- handles
 
 
-def flat_param(self: FullyShardedDataParallel) -> FlatParameter | None:
+def flat_param(self: nn.Module) -> FlatParameter | None:
     """This rank's flat shard of the unit's trainable parameters, or of all if none is; None without
     parameters."""
     its = handle(self)
     return None if its is None else its.flat_param
 
 
-def handle(self: FullyShardedDataParallel) -> FlatParamHandle | None:
+def handle(self: nn.Module) -> FlatParamHandle | None:
     """The handle of ``_flat_param``."""
-    handles = _handles(self)
+    handles = _handles(flat_unit_of(self))
     return next((its for its in handles if its.is_trainable), handles[0] if handles else None)
 
 
-def all_handles(self: FullyShardedDataParallel) -> list[FlatParamHandle]:
+def all_handles(self: nn.Module) -> list[FlatParamHandle]:
     """The handles of this instance and of all below it."""
-    return [its for each in type(self).fsdp_modules(self) for its in _handles(each)]
+    return [its for each in flat_units_in(self) for its in _handles(each)]
 
 
 # {store: its handle}. The handle holds neither the store nor the instance.
 _kept: weakref.WeakKeyDictionary[FlatStore, FlatParamHandle] = weakref.WeakKeyDictionary()
 
 
-def _handles(instance: FullyShardedDataParallel) -> list[FlatParamHandle]:
+def _handles(own: FlatUnit) -> list[FlatParamHandle]:
     found = []
-    for group in instance._unit.groups:
-        store = store_of(group)
+    for store in own.stores:
         if store not in _kept:
-            _kept[store] = FlatParamHandle(instance, store)
+            _kept[store] = FlatParamHandle(own, store)
         found.append(_kept[store])
     return found
 
@@ -200,15 +197,15 @@ def _handles(instance: FullyShardedDataParallel) -> list[FlatParamHandle]:
 class FlatParamHandle:
     """What clients take for torch's handle of a flat parameter: one for each group of a unit."""
 
-    def __init__(self, instance: FullyShardedDataParallel, store: FlatStore) -> None:
-        self._instance, self._store = weakref.ref(instance), weakref.ref(store)
+    def __init__(self, own: FlatUnit, store: FlatStore) -> None:
+        self._unit, self._store = weakref.ref(own), weakref.ref(store)
         self._stand_in: FlatParameter | None = (
             None  # with original parameters: made when it is asked for, and kept
         )
 
     @property
-    def _owner(self) -> FullyShardedDataParallel:
-        owner = self._instance()
+    def _owner(self) -> FlatUnit:
+        owner = self._unit()
         if owner is None:
             raise self._gone()
         return owner
@@ -233,7 +230,7 @@ class FlatParamHandle:
 
     @property
     def _group(self) -> Group:
-        return next(group for group in self._owner._unit.groups if group.store is self._flat_store)
+        return next(group for group in self._owner.unit.groups if group.store is self._flat_store)
 
     @property
     def is_trainable(self) -> bool:
@@ -265,12 +262,12 @@ class FlatParamHandle:
     @_orig_param_dtype.setter
     @torch.no_grad()
     def _orig_param_dtype(self, dtype: torch.dtype) -> None:
-        instance = self._owner
-        handles = [its for its in _handles(instance) if not dtypes.is_packed(its._flat_store.dtype)]
+        own = self._owner
+        handles = [its for its in _handles(own) if not dtypes.is_packed(its._flat_store.dtype)]
         given = [
             its._take_back() for its in handles
         ]  # clients have converted `flat_param.data` by then
-        conversion.convert(instance, {its._flat_store: dtype for its in handles})
+        conversion.convert([own], {its._flat_store: dtype for its in handles})
         for its, data in zip(handles, given, strict=True):
             if data is not None:
                 its._flat_store.shard.copy_(data)
@@ -297,7 +294,7 @@ class FlatParamHandle:
 
     @property
     def _offload_params(self) -> bool:
-        return self._owner._settings.offload
+        return self._owner.settings.offload
 
     @property
     def _use_orig_params(self) -> bool:
@@ -306,7 +303,7 @@ class FlatParamHandle:
     @property
     def device(self) -> torch.device:
         """Where parameters are computed with."""
-        return self._owner._settings.device
+        return self._owner.settings.device
 
     @property
     def uses_sharded_strategy(self) -> bool:
@@ -314,12 +311,12 @@ class FlatParamHandle:
 
     def needs_unshard(self) -> bool:
         """True unless the unit's parameters are whole on this rank."""
-        return self._owner._unit.residency is not Residency.UNSHARDED
+        return self._owner.unit.residency is not Residency.UNSHARDED
 
     def reshard(self, free_unsharded_flat_param: bool = True) -> None:
         """Free the unit's whole parameters, unless its forward runs."""
         if free_unsharded_flat_param:
-            self._owner._unit.free()
+            self._owner.unit.reshard()
 
     def flat_param_to(self, *args: Any, **kwargs: Any) -> None:
         """Move this rank's shard, with its gradients, as ``Tensor.to`` moves a tensor. It has to be

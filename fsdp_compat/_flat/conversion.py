@@ -3,54 +3,46 @@ clients set."""
 
 from __future__ import annotations
 
-import typing
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
+from torch import nn
 
 from .._engine import rendezvous
-from .._engine.unit import Group
-from .._state.model import store_of
+from .._engine.group import Group
 from .._stores.flat_store import FlatStore
 from ..errors import ValueStateError, explain
+from .flat_unit import FlatUnit, flat_units_in
 
-if typing.TYPE_CHECKING:
-    from ..fully_sharded_data_parallel import FullyShardedDataParallel
-
-__all__ = ["convert", "follow", "move"]
+__all__ = ["convert", "convert_as", "move"]
 
 
-def follow(instance: FullyShardedDataParallel, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
+def convert_as(wrapper: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
     """Convert the shards of an instance, and of all below it, to the dtypes of what ``fn`` returns.
     Collective if any changes."""
-    stores = [
-        store_of(group)
-        for each in type(instance).fsdp_modules(instance)
-        for group in each._unit.groups
-    ]
+    stores = [store for each in flat_units_in(wrapper) for store in each.stores]
     dtypes = {(store.dtype, store.shard.device): store.dtype for store in stores}
     for dtype, device in dtypes:
         dtypes[dtype, device] = fn(torch.empty(0, dtype=dtype, device=device)).dtype
-    convert(instance, {store: dtypes[store.dtype, store.shard.device] for store in stores})
+    convert(
+        flat_units_in(wrapper), {store: dtypes[store.dtype, store.shard.device] for store in stores}
+    )
 
 
-def convert(instance: FullyShardedDataParallel, wanted: Mapping[FlatStore, torch.dtype]) -> None:
-    """Give shards of an instance, or of some below it, other dtypes. Collective if any changes.
+def convert(units: Sequence[FlatUnit], wanted: Mapping[FlatStore, torch.dtype]) -> None:
+    """Give shards of units below one wrapper other dtypes. Collective if any changes.
 
     Parameters stay the objects they are. Raises ValueStateError, before anything changes, if the
     model has run.
     """
     changed = [
         each
-        for each in type(instance).fsdp_modules(instance)
-        if any(
-            wanted.get(store_of(group), group.store.dtype) != group.store.dtype
-            for group in each._unit.groups
-        )
+        for each in units
+        if any(wanted.get(store, store.dtype) != store.dtype for store in each.stores)
     ]
     if not changed:
         return
-    for runtime, each in {each._runtime: each for each in reversed(changed)}.items():
+    for runtime, each in {each.runtime: each for each in reversed(changed)}.items():
         runtime.require_idle("a conversion to another dtype", ValueStateError)
         runtime.require_parts("a conversion to another dtype")
         if runtime.has_run or not runtime.sync:
@@ -58,43 +50,42 @@ def convert(instance: FullyShardedDataParallel, wanted: Mapping[FlatStore, torch
         runtime.rest()
     rendezvous.require_all_ranks(
         "a conversion to another dtype",
-        (group for each in changed for group in each._unit.groups),
+        (group for each in changed for group in each.unit.groups),
         copies=True,
     )
     with torch.inference_mode(False), torch.no_grad():
         for each in changed:
             _convert(each, wanted)
-    for runtime in {id(each._runtime): each._runtime for each in changed}.values():
+    for runtime in {id(each.runtime): each.runtime for each in changed}.values():
         runtime.take_groups()
 
 
-def _convert(instance: FullyShardedDataParallel, wanted: Mapping[FlatStore, torch.dtype]) -> None:
+def _convert(own: FlatUnit, wanted: Mapping[FlatStore, torch.dtype]) -> None:
     changed = []
-    for group in instance._unit.groups:
-        store = store_of(group)
+    for group, store in zip(own.unit.groups, own.stores, strict=True):
         if wanted.get(store, store.dtype) != store.dtype:
             store.convert(wanted[store], store.shard.device)
             changed.append(group)
-    _exchange(instance, changed)
+    _exchange(own, changed)
 
 
-def _exchange(instance: FullyShardedDataParallel, old: Sequence[Group]) -> None:
+def _exchange(own: FlatUnit, old: Sequence[Group]) -> None:
     """Make groups anew around stores that have other shards now."""
     groups = []
-    for group in instance._unit.groups:
+    for group, store in zip(own.unit.groups, own.stores, strict=True):
         if group in old:
-            hook, group = group.hook, instance._group_of(store_of(group))
+            hook, group = group.hook, own.group_around(store)
             if hook is not None:
                 group.set_hook(hook)
             rendezvous.register([group])
         groups.append(group)
-    instance._unit.exchange_groups(groups)
+    own.unit.exchange_groups(groups)
 
 
-def move(instance: FullyShardedDataParallel, group: Group, device: torch.device) -> None:
+def move(own: FlatUnit, group: Group, device: torch.device) -> None:
     """Move a shard of an instance to another device, or back. Nothing is sent; every rank does
     it."""
-    store, runtime = store_of(group), instance._runtime
+    store, runtime = own.stores[own.unit.groups.index(group)], own.runtime
     device = torch.empty(0, device=device).device  # with its index
     if device == store.shard.device:
         return
@@ -110,25 +101,25 @@ def move(instance: FullyShardedDataParallel, group: Group, device: torch.device)
                 fix="move the shard after the gradients have been reduced and used",
             )
         )
-    instance._unit.free()
+    own.unit.reshard()
     with torch.inference_mode(False), torch.no_grad():
         store.convert(store.dtype, device)
         if (
-            group.memory.aliased and device == instance._settings.home
+            group.memory.aliased and device == own.settings.home
         ):  # its whole parameters view the shard
-            _exchange(instance, [group])
+            _exchange(own, [group])
             runtime.take_groups()
 
 
-def _too_late(instance: FullyShardedDataParallel, dtypes: set[str]) -> ValueStateError:
+def _too_late(own: FlatUnit, dtypes: set[str]) -> ValueStateError:
     return ValueStateError(
         explain(
             "The parameters of a sharded model cannot change their dtype any more.",
             expected="half(), to(dtype) and the like before the first forward, outside of "
             "no_sync()",
             got=f"a conversion to {', '.join(sorted(dtypes))} "
-            + ("afterwards" if instance._runtime.has_run else "inside of no_sync()"),
-            where=instance._unit.label,
+            + ("afterwards" if own.runtime.has_run else "inside of no_sync()"),
+            where=own.unit.label,
             fix="convert the model before it runs; for computing in another dtype pass "
             "mixed_precision=",
         )

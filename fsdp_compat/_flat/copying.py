@@ -8,156 +8,163 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import io
-import typing
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from typing import Any
 
 import torch
+from torch import nn
 
 from .. import _torch_private
-from .._state.names import clean_name
+from .._engine.buffers import CastBuffers
+from .._state.model_units import ATTRIBUTE
+from .._state.names import FSDP_WRAPPED_MODULE, clean_name
+from .._stores.flat_store import FlatStore
+from ..api import StateDictSettings
 from ..errors import StateError, explain
-
-if typing.TYPE_CHECKING:
-    from ..fully_sharded_data_parallel import FullyShardedDataParallel
+from .flat_unit import FlatUnit, flat_unit_of, is_wrapper, make_flat_unit, make_runtime
+from .settings import Settings
 
 __all__ = ["deepcopy_of", "reduced", "restore"]
 
-_OWN = frozenset({"_unit", "_settings"})  # of an instance: what is built anew
 # an instance around this one is being pickled, and has withdrawn the parameters of all below it
 _pickling = False
 
 
-def deepcopy_of(
-    instance: FullyShardedDataParallel, memo: dict[int, Any]
-) -> FullyShardedDataParallel:
-    """Return a second instance, with shards of its own, over the same process groups."""
-    _require_rest(instance, "copy.deepcopy")
-    copy = type(instance).__new__(type(instance))
-    memo[id(instance)] = copy
-    with _withdrawn(instance):
+def deepcopy_of(wrapper: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    """Return a second wrapper, with shards of its own, over the same process groups."""
+    _require_rest(wrapper, "copy.deepcopy")
+    original = flat_unit_of(wrapper)
+    copy = type(wrapper).__new__(type(wrapper))
+    memo[id(wrapper)] = copy
+    with _withdrawn(original):
         copy.__dict__.update(
-            {
-                name: deepcopy(value, memo)
-                for name, value in instance.__dict__.items()
-                if name not in _OWN
-            }
+            {name: deepcopy(value, memo) for name, value in _attributes(wrapper).items()}
         )
-        stores = [deepcopy(store, memo) for store in _stores(instance)]
-        buffers = deepcopy(instance._unit.buffers, memo)
-    _build(copy, stores, instance._settings, buffers)
-    for group, original in zip(copy._unit.groups, instance._unit.groups, strict=True):
-        if original.hook is not None:
-            group.set_hook(original.hook)
+        stores = [deepcopy(store, memo) for store in original.stores]
+        buffers = deepcopy(original.unit.buffers, memo)
+    _build(copy, stores, original.settings, buffers, original.attribute_order, original.form)
+    made = flat_unit_of(copy).unit
+    for group, its_original in zip(made.groups, original.unit.groups, strict=True):
+        if its_original.hook is not None:
+            group.set_hook(its_original.hook)
     return copy
 
 
-def reduced(instance: FullyShardedDataParallel) -> tuple[Any, ...]:
-    """Return what pickle makes an instance of again. Everything below the outermost one is packed
-    together, so that parts that share a storage go on sharing it."""
+def reduced(wrapper: nn.Module) -> tuple[Any, ...]:
+    """Return how pickle makes this wrapper again. Everything below the outermost one is packed
+    together, so that tensors that share a storage go on sharing it."""
     global _pickling
     if _pickling:
-        return _blank, (type(instance),), _parts(instance)
-    _require_rest(instance, "pickle")
+        return _blank, (type(wrapper),), _parts(wrapper)
+    _require_rest(wrapper, "pickle")
     packed = io.BytesIO()
     _pickling = True
     try:
         with contextlib.ExitStack() as stack:
-            for below in type(instance).fsdp_modules(instance):
-                _require_rest(below, "pickle")
-                stack.enter_context(_withdrawn(below))
-            torch.save(instance, packed)
+            for below in wrapper.modules():
+                if is_wrapper(below):
+                    _require_rest(below, "pickle")
+                    stack.enter_context(_withdrawn(flat_unit_of(below)))
+            torch.save(wrapper, packed)
     finally:
         _pickling = False
-    return _unpacked, (
-        torch.frombuffer(bytearray(packed.getbuffer()), dtype=torch.uint8),
-    )  # torch.save would double some bytes
+    # A tensor, as torch.save writes some bytes of a bytes object as two.
+    return _unpacked, (torch.frombuffer(bytearray(packed.getbuffer()), dtype=torch.uint8),)
 
 
-def _parts(instance: FullyShardedDataParallel) -> tuple[Any, ...]:
-    attributes = {name: value for name, value in instance.__dict__.items() if name not in _OWN}
-    return attributes, _stores(instance), instance._settings.portable(), instance._unit.buffers
+def _attributes(wrapper: nn.Module) -> dict[str, Any]:
+    return {name: value for name, value in wrapper.__dict__.items() if name != ATTRIBUTE}
 
 
-def _unpacked(packed: torch.Tensor) -> FullyShardedDataParallel:
+def _parts(wrapper: nn.Module) -> tuple[Any, ...]:
+    own = flat_unit_of(wrapper)
+    return (
+        _attributes(wrapper),
+        own.stores,
+        own.settings.portable(),
+        own.unit.buffers,
+        own.attribute_order,
+        own.form,
+    )
+
+
+def _unpacked(packed: torch.Tensor) -> nn.Module:
     return torch.load(
         io.BytesIO(ctypes.string_at(packed.data_ptr(), packed.numel())), weights_only=False
     )
 
 
-def _blank(cls: type[FullyShardedDataParallel]) -> FullyShardedDataParallel:
+def _blank(cls: type[nn.Module]) -> nn.Module:
     return cls.__new__(cls)
 
 
-def restore(instance: FullyShardedDataParallel, parts: tuple[Any, ...]) -> None:
-    """Give an instance that pickle has made its parts. Collective: all ranks load theirs."""
-    attributes, stores, settings, buffers = parts
-    instance.__dict__.update(attributes)
-    _build(instance, stores, settings.resolved(), buffers)
+def restore(wrapper: nn.Module, parts: tuple[Any, ...]) -> None:
+    """Give a wrapper that pickle has made its parts. Collective: all ranks load theirs."""
+    attributes, stores, settings, buffers, order, form = parts
+    wrapper.__dict__.update(attributes)
+    _build(wrapper, stores, settings.resolved(), buffers, order, form)
 
 
 def _build(
-    instance: FullyShardedDataParallel, stores: list[Any], settings: Any, buffers: Any
+    wrapper: nn.Module,
+    stores: list[FlatStore],
+    settings: Settings,
+    buffers: CastBuffers | None,
+    order: Mapping[str, Sequence[str]],
+    form: StateDictSettings,
 ) -> None:
-    from .construction import remember
-
-    _restore_order(instance, stores)
+    _restore_order(getattr(wrapper, FSDP_WRAPPED_MODULE), order, stores)
     with torch.inference_mode(False), torch.no_grad():
-        instance._set_up(stores, settings, buffers)
-    remember(instance._fsdp_wrapped_module, (), stores)
+        make_flat_unit(wrapper, stores, settings, buffers, order).form = form
+    make_runtime(wrapper)
 
 
-def _restore_order(instance: FullyShardedDataParallel, stores: list[Any]) -> None:
-    """Let parameters come back in the order they had: keep a place for each of them in its
-    module."""
+def _restore_order(
+    module: nn.Module, order: Mapping[str, Sequence[str]], stores: Iterable[FlatStore]
+) -> None:
+    """Let parameters come back in the order they had: keep a place for each in its module."""
     slots = {
-        (id(module), name)
+        (id(holder), name)
         for store in stores
-        for member in store.orig_params
-        for module, name in member.slots
+        for param in store.orig_params
+        for holder, name in param.slots
     }
-    for path, child in instance._fsdp_wrapped_module.named_modules(remove_duplicate=False):
-        order = [
-            name
-            for name in instance._attribute_order.get(clean_name(path), ())
-            if (id(child), name) in slots
-        ]
-        if order:
+    for path, child in module.named_modules(remove_duplicate=False):
+        names = order.get(clean_name(path), ())
+        missing = [name for name in names if (id(child), name) in slots]
+        if missing:
             parameters = _torch_private.parameters_of(child)
             kept = dict(parameters)
             parameters.clear()
-            for name in instance._attribute_order[clean_name(path)]:
-                if name in kept or name in order:
+            for name in names:
+                if name in kept or name in missing:
                     parameters[name] = kept.pop(name, None)
             parameters.update(kept)
 
 
-def _stores(instance: FullyShardedDataParallel) -> list[Any]:
-    return [group.store for group in instance._unit.groups]
-
-
 @contextlib.contextmanager
-def _withdrawn(instance: FullyShardedDataParallel) -> Iterator[None]:
-    """Take the managed parameters out of the modules for the while."""
-    instance._unit.withdraw()
+def _withdrawn(own: FlatUnit) -> Iterator[None]:
+    """Inside of it the unit's modules hold none of its parameters."""
+    own.unit.view.withdraw()
     try:
         yield
     finally:
-        instance._unit.show_sharded_again()
+        own.unit.view.restore()
 
 
-def _require_rest(instance: FullyShardedDataParallel, what: str) -> None:
-    if instance._unit.summoned:
+def _require_rest(wrapper: nn.Module, what: str) -> None:
+    own = flat_unit_of(wrapper)
+    if own.unit.summoned:
         raise StateError(
             explain(
                 f"{what} inside of summon_full_params would copy parameters that are about to be "
-                "parts again.",
+                "resharded.",
                 expected=f"{what} of a wrapped module between steps",
                 got="a call inside of summon_full_params",
-                where=instance._unit.label,
+                where=own.unit.label,
                 fix="leave the context first; for a copy with whole parameters take a state_dict()",
             )
         )
-    instance._runtime.require_idle(what)
-    instance._runtime.rest()
+    own.runtime.require_idle(what)
+    own.runtime.rest()

@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from .. import _torch_private
-from .._engine.unit import Group, Unit
+from .._engine.group import Group
+from .._engine.unit import Unit
 from .._stores.flat_store import FlatStore
 from .model import store_of
 
@@ -77,13 +78,13 @@ def _full_unit(unit: Unit, options: Options) -> Iterator[None]:
         yield
         return
     with contextlib.ExitStack() as stack:
-        unit.begin_summon()
-        stack.callback(unit.end_summon)
+        unit.view.begin_summon()
+        stack.callback(unit.view.end_summon)
         _shown_stores.update(group.store for group, _, _ in fulls)
         stack.callback(_shown_stores.difference_update, {group.store for group, _, _ in fulls})
         for group, full, grads in fulls:
             stack.enter_context(_shown(group, full, grads, options.keeps_changes_of(group)))
-        unit.keep_order()
+        unit.view.keep_order()
         yield
 
 

@@ -14,7 +14,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from .. import _torch_private
-from .._engine.unit import Group, Unit
+from .._engine.group import Group
+from .._engine.unit import Unit
 from .._layout.spec import FlatLayout, Interval
 from .._stores.flat_store import FlatStore, home_attribute
 from .._stores.registration import FLAT_PARAM

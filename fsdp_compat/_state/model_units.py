@@ -1,114 +1,171 @@
-"""Wrapped modules among others: which there are, and what everything in them was called before."""
+"""The registry of a model's units: how state dicts, optimizer state and checkpoints learn which
+units a model has.
+
+A front end registers one ``ModelUnit`` per unit, on the module whose name in the model is the
+unit's name: a wrapper, or the unit's module itself. Nothing here or above asks which front end made
+a unit.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import dataclasses
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
-from .._engine.runtime import Runtime
+from .._comm.mesh import Mesh
+from .._engine.runtime import Runtime, runtime_of
 from .._engine.unit import Unit
-from .._flat.settings import Settings
-from ..api import StateDictSettings
+from ..api import (
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
+    LocalOptimStateDictConfig,
+    LocalStateDictConfig,
+    ShardedOptimStateDictConfig,
+    ShardedStateDictConfig,
+    StateDictSettings,
+    StateDictType,
+)
 from .model import flat_names
-from .names import Wanted, clean_name
-from .optim import NamedUnit
+from .names import Wanted, clean_name, everything
+from .param_ownership import NamedUnit
 
 __all__ = [
-    "Instance",
-    "instances_in",
+    "ATTRIBUTE",
+    "ModelUnit",
+    "attribute_order_of",
+    "default_form",
     "managed_in",
-    "named_units",
+    "model_unit_of",
+    "model_units_in",
     "names_before",
     "names_in_order",
+    "register",
     "runtimes_of",
+    "units_of",
 ]
 
+ATTRIBUTE = "_fsdp_model_unit"  # of the module that a ModelUnit is registered on
 
-class Instance(nn.Module):
-    """A wrapper, as everything knows it that deals with state: a unit, around a module that it
-    holds."""
 
-    _unit: Unit
-    _settings: Settings
-    _fsdp_wrapped_module: nn.Module
-    _state_settings: StateDictSettings
-    _attribute_order: dict[
-        str, list[str]
-    ]  # by module: its parameters as they were, for the order of state dicts
-    _wanted: Wanted  # what a state dict that is being taken is to hold
+@dataclasses.dataclass(eq=False)
+class ModelUnit:
+    """One unit of a model, with all that the code that deals with state knows about it."""
+
+    unit: Unit
+    mesh: Mesh
+    device: torch.device  # where the unit computes
+    group: dist.ProcessGroup  # over which one copy of the parameters is sharded
+    device_mesh: DeviceMesh | None = None
+    # By the clean name of each module in the unit's module: the names of its parameters before
+    # anything was sharded, for the order of state dicts.
+    attribute_order: Mapping[str, Sequence[str]] = dataclasses.field(default_factory=dict)
+    form: StateDictSettings = dataclasses.field(
+        default_factory=lambda: default_form(StateDictType.FULL_STATE_DICT)
+    )
+    wanted: Wanted = everything  # the filter of the state dict that is being taken
+    # While a state dict is being loaded: the prefix of the unit's keys, and the keys of its sharded
+    # parameters.
+    loading: tuple[str, set[str]] = ("", set())
 
     @property
-    def _runtime(self) -> Runtime:
-        assert self._unit.runtime is not None
-        return self._unit.runtime
+    def runtime(self) -> Runtime:
+        """The runtime of the unit's root."""
+        return runtime_of(self.unit)
 
-    def _exact_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The names of buffers that are kept in another dtype than the user's model has them, with
-        what they are in that."""
-        exact = self._unit.buffers.in_full() if self._unit.buffers is not None else {}
-        for path, child in (
-            self._fsdp_wrapped_module.named_modules(remove_duplicate=False) if exact else ()
-        ):
+    def exact_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield (name, value) of the buffers that compute in another dtype than the user's model
+        has them in, with the values in the user's dtype."""
+        exact = self.unit.buffers.in_full() if self.unit.buffers is not None else {}
+        for path, child in self.unit.module.named_modules(remove_duplicate=False) if exact else ():
             for name in child._buffers:
                 if (id(child), name) in exact:
                     yield clean_name(f"{path}.{name}".lstrip(".")), exact[id(child), name]
 
 
-def instances_in(module: nn.Module) -> list[Instance]:
-    """The wrappers in ``module``, itself included, the outer ones first."""
-    return [child for child in module.modules() if isinstance(child, Instance)]
+def default_form(kind: StateDictType) -> StateDictSettings:
+    """Return a form of state dicts with its default configurations."""
+    if kind is StateDictType.LOCAL_STATE_DICT:
+        return StateDictSettings(kind, LocalStateDictConfig(), LocalOptimStateDictConfig())
+    if kind is StateDictType.FULL_STATE_DICT:
+        return StateDictSettings(kind, FullStateDictConfig(), FullOptimStateDictConfig())
+    return StateDictSettings(kind, ShardedStateDictConfig(), ShardedOptimStateDictConfig())
 
 
-def runtimes_of(instances: Iterable[Instance]) -> list[Runtime]:
-    """The runtimes of wrappers, each once: those below one root have one together."""
-    return list(dict.fromkeys(instance._runtime for instance in instances))
+def attribute_order_of(module: nn.Module) -> dict[str, list[str]]:
+    """Return the names of the parameters of each module in ``module``, by its clean name."""
+    return {
+        clean_name(name): [attribute for attribute, p in child._parameters.items() if p is not None]
+        for name, child in module.named_modules(remove_duplicate=False)
+    }
 
 
-def named_units(model: nn.Module) -> list[NamedUnit]:
-    """The units in a model, which need not be one itself, with what their parameters' names begin
-    with."""
+def register(module: nn.Module, unit: ModelUnit) -> None:
+    """Make ``unit`` known under the name that ``module`` has in its model."""
+    module.__dict__[ATTRIBUTE] = unit
+
+
+def model_unit_of(module: nn.Module) -> ModelUnit | None:
+    """Return the unit that is registered on a module."""
+    return module.__dict__.get(ATTRIBUTE)
+
+
+def model_units_in(model: nn.Module) -> list[ModelUnit]:
+    """Return the units in a model, outer ones first."""
+    return [unit for child in model.modules() if (unit := model_unit_of(child)) is not None]
+
+
+def runtimes_of(units: Iterable[ModelUnit]) -> list[Runtime]:
+    """Return the runtimes of units, each once: the units below one root share one."""
+    return list(dict.fromkeys(unit.runtime for unit in units))
+
+
+def units_of(model: nn.Module) -> list[NamedUnit]:
+    """Return the units in a model with the prefix of their parameters' names, outer ones first."""
     found = []
     for name, child in model.named_modules():
-        if isinstance(child, Instance):
+        if (registered := model_unit_of(child)) is not None:
             prefix = clean_name(name)
-            found.append(NamedUnit(child._unit, f"{prefix}." if prefix else ""))
+            found.append(NamedUnit(registered.unit, f"{prefix}." if prefix else ""))
     return found
 
 
 def managed_in(model: nn.Module) -> set[int]:
-    """The ids of what is registered for units' parameters."""
+    """Return the ids of the sharded parameters of a model's units."""
     return {
-        id(target)
-        for named in named_units(model)
-        for group in named.unit.groups
-        for target, _ in group.store.sharded_params
+        id(param)
+        for registered in model_units_in(model)
+        for group in registered.unit.groups
+        for param, _ in group.store.sharded_params
     }
 
 
 def names_in_order(model: nn.Module, base: str) -> list[str]:
-    """The keys of a module's state dict, as they came before anything was wrapped; those of local
-    ones beside them.
+    """Return the keys of a module's state dict in the order they had before sharding, with those of
+    the local form beside them.
 
-    model: an instance, or a module around some. base: what the keys begin with.
+    base: the prefix of the keys.
     """
     modules = [
         (clean_name(path), child) for path, child in model.named_modules(remove_duplicate=False)
     ]
-    order: dict[str, list[str]] = {}
+    order: dict[str, Sequence[str]] = {}
     for path, child in modules:
-        if isinstance(child, Instance):  # inner instances know what their modules had
+        if (registered := model_unit_of(child)) is not None:
             order.update(
                 (".".join(filter(None, (path, inner))), names)
-                for inner, names in child._attribute_order.items()
+                for inner, names in registered.attribute_order.items()
             )
     names = []
     for path, child in modules:
         start = f"{base}{path}." if path else base
-        if isinstance(child, Instance):
-            names += [start + name for name in flat_names(child._unit)]
-        else:
+        registered = model_unit_of(child)
+        if registered is not None:
+            names += [start + name for name in flat_names(registered.unit)]
+        if registered is None or registered.unit.module is child:
             attributes = dict.fromkeys(
                 (*order.get(path, ()), *child._parameters, *child._buffers, "_extra_state")
             )
@@ -117,14 +174,12 @@ def names_in_order(model: nn.Module, base: str) -> list[str]:
 
 
 def names_before(model: nn.Module) -> list[str]:
-    """The names of a model's parameters, in the order they had before anything was wrapped."""
-    outermost = [
-        (name, child) for name, child in model.named_modules() if isinstance(child, Instance)
-    ]
-    if outermost and outermost[0][1] is model:
+    """Return the names of a model's parameters in the order they had before sharding."""
+    if model_unit_of(model) is not None:
         return names_in_order(model, "")
     names = []
     for path, child in model.named_modules():
-        if isinstance(child, Instance) and child._unit.is_root:
+        registered = model_unit_of(child)
+        if registered is not None and registered.unit.is_root:
             names += names_in_order(child, f"{clean_name(path)}.")
     return names

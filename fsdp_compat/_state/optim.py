@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from .._engine.unit import Group
+from .._engine.group import Group
 from ..errors import RuntimeUsageError, UsageError, explain
 from .entries import Entry, classify_all, copied, snapshot
 from .formats import mesh_sharded_value, sharded_value

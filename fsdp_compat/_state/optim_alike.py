@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from .._comm.communicator import Communicator
-from .._engine.unit import Group
+from .._engine.group import Group
 from ..errors import RuntimeUsageError, explain
 from .model import store_of
 from .param_ownership import ParamOwnership

@@ -22,13 +22,21 @@ from ..errors import (
     require_module,
     wrong_type,
 )
-from .model_units import named_units, names_before
+from .model_units import names_before, units_of
 from .optim import Values, other_form
 from .optim_legacy import Numbering, groups_of_input
-from .optim_state_dict import OptimStateDicts, export_optim_state, import_optim_state
+from .optim_state_dict import export_optim_state, import_optim_state
 from .param_ownership import numbered_names, ownership_of
 
-__all__ = ["LegacyOptimStateDicts", "OptimStateKeyType"]
+__all__ = [
+    "OptimStateKeyType",
+    "flatten_sharded_optim_state_dict",
+    "full_optim_state_dict",
+    "rekey_optim_state_dict",
+    "scatter_full_optim_state_dict",
+    "shard_full_optim_state_dict",
+    "sharded_optim_state_dict",
+]
 
 
 class OptimStateKeyType(enum.Enum):
@@ -38,164 +46,150 @@ class OptimStateKeyType(enum.Enum):
     PARAM_ID = enum.auto()
 
 
-class LegacyOptimStateDicts(OptimStateDicts):
-    """The part of an instance that keeps the older calls. Each warns once per call, with the new
-    one's name.
+def full_optim_state_dict(
+    model: nn.Module,
+    optim: Optimizer,
+    optim_input: list[dict[str, Any]] | Iterable[nn.Parameter] | None = None,
+    rank0_only: bool = True,
+    group: dist.ProcessGroup | None = None,
+) -> dict[str, Any]:
+    """Return the optimizer's whole state by parameter names, on the CPU; with ``rank0_only`` {}
+    on other ranks.
 
-    Where ``optim_input`` is accepted it is what the optimizer is made with, parameters or parameter
-    groups, and numbers count that; without it, and without ``optim``, they count
-    ``model.parameters()``.
+    Collective: one gather per flat parameter and state. The same as ``optim_state_dict`` in the
+    full form.
     """
+    where = "full_optim_state_dict(model, optim)"
+    _deprecated("full_optim_state_dict", "optim_state_dict")
+    require_model_and_optimizer(model, optim, where)
+    require_group(group, where)
+    require_bools(where, rank0_only=rank0_only)
+    groups = groups_of_input(optim_input, optim, model, where)
+    return export_optim_state(
+        model,
+        optim,
+        groups,
+        None,
+        values=Values.WHOLE,
+        to_cpu=True,
+        rank0_only=rank0_only,
+        group=group,
+        where=where,
+    )
 
-    @staticmethod
-    def full_optim_state_dict(
-        model: nn.Module,
-        optim: Optimizer,
-        optim_input: list[dict[str, Any]] | Iterable[nn.Parameter] | None = None,
-        rank0_only: bool = True,
-        group: dist.ProcessGroup | None = None,
-    ) -> dict[str, Any]:
-        """Return the optimizer's whole state by parameter names, on the CPU; with ``rank0_only`` {}
-        on other ranks.
 
-        Collective: one gather per flat parameter and state. The same as ``optim_state_dict`` in the
-        full form.
-        """
-        where = "full_optim_state_dict(model, optim)"
-        _deprecated("full_optim_state_dict", "optim_state_dict")
-        require_model_and_optimizer(model, optim, where)
-        require_group(group, where)
-        require_bools(where, rank0_only=rank0_only)
-        groups = groups_of_input(optim_input, optim, model, where)
-        return export_optim_state(
-            model,
-            optim,
-            groups,
-            None,
-            values=Values.WHOLE,
-            to_cpu=True,
-            rank0_only=rank0_only,
-            group=group,
-            where=where,
+def sharded_optim_state_dict(
+    model: nn.Module, optim: Optimizer, group: dist.ProcessGroup | None = None
+) -> dict[str, Any]:
+    """Return the optimizer's state by parameter names, in the sharded form, whatever form is
+    set.
+
+    Collective: one small exchange; tensors are not sent.
+    """
+    where = "sharded_optim_state_dict(model, optim)"
+    _deprecated("sharded_optim_state_dict", "optim_state_dict")
+    require_model_and_optimizer(model, optim, where)
+    require_group(group, where)
+    return export_optim_state(
+        model,
+        optim,
+        optim.param_groups,
+        None,
+        values=Values.BOXES,
+        to_cpu=True,
+        rank0_only=False,
+        group=group,
+        where=where,
+        first_step=True,
+    )
+
+
+def shard_full_optim_state_dict(
+    full_optim_state_dict: dict[str, Any],
+    model: nn.Module,
+    optim_input: list[dict[str, Any]] | Iterable[nn.Parameter] | None = None,
+    optim: Optimizer | None = None,
+) -> dict[str, Any]:
+    """Return what the optimizer loads on this rank, from a full dict that every rank has.
+    Collective: one small exchange."""
+    where = "shard_full_optim_state_dict(full_optim_state_dict, model)"
+    _deprecated("shard_full_optim_state_dict", "optim_state_dict_to_load")
+    return _given(full_optim_state_dict, model, optim_input, optim, rank0_only=False, where=where)
+
+
+def flatten_sharded_optim_state_dict(
+    sharded_optim_state_dict: dict[str, Any], model: nn.Module, optim: Optimizer
+) -> dict[str, Any]:
+    """Return what the optimizer loads on this rank, from a sharded dict.
+
+    Collective: one small exchange; values that are sharded in another way than the model are
+    gathered.
+    """
+    where = "flatten_sharded_optim_state_dict(sharded_optim_state_dict, model, optim)"
+    _deprecated("flatten_sharded_optim_state_dict", "optim_state_dict_to_load")
+    require_model_and_optimizer(model, optim, where)
+    return _given(sharded_optim_state_dict, model, None, optim, rank0_only=False, where=where)
+
+
+def scatter_full_optim_state_dict(
+    full_optim_state_dict: dict[str, Any] | None,
+    model: nn.Module,
+    optim_input: list[dict[str, Any]] | Iterable[nn.Parameter] | None = None,
+    optim: Optimizer | None = None,
+    group: Any | None = None,
+) -> dict[str, Any]:
+    """Return what the optimizer loads on this rank, from a full dict that only the first rank
+    needs to have.
+
+    Collective: it is sent one state of one unit at a time.
+    """
+    where = "scatter_full_optim_state_dict(full_optim_state_dict, model)"
+    _deprecated("scatter_full_optim_state_dict", "optim_state_dict_to_load")
+    require_group(group, where)
+    return _given(full_optim_state_dict, model, optim_input, optim, rank0_only=True, where=where)
+
+
+def rekey_optim_state_dict(
+    optim_state_dict: dict[str, Any],
+    optim_state_key_type: OptimStateKeyType,
+    model: nn.Module,
+    optim_input: list[dict[str, Any]] | Iterable[nn.Parameter] | None = None,
+    optim: Optimizer | None = None,
+) -> dict[str, Any]:
+    """Return an optimizer's state dict keyed by parameter names, or by numbers, whatever it is
+    keyed by; values are not copied.
+
+    model: wrapped or not. Numbers are those of the unwrapped model's optimizer: those of the
+    parameters that a FlatParameter holds count in the model's order. Nothing is sent. Raises
+    UsageError for keys of several kinds, and CheckpointError for a parameter that the model or
+    the optimizer does not have. ``optim_state_dict_to_load`` takes both kinds as they are.
+    """
+    where = "rekey_optim_state_dict(optim_state_dict, optim_state_key_type, model)"
+    _deprecated("rekey_optim_state_dict", "optim_state_dict_to_load")
+    kind = as_ours(optim_state_key_type, OptimStateKeyType, "optim_state_key_type")
+    if kind is None:
+        raise wrong_type(
+            "optim_state_key_type", "an OptimStateKeyType", optim_state_key_type, where
         )
-
-    @staticmethod
-    def sharded_optim_state_dict(
-        model: nn.Module, optim: Optimizer, group: dist.ProcessGroup | None = None
-    ) -> dict[str, Any]:
-        """Return the optimizer's state by parameter names, in the sharded form, whatever form is
-        set.
-
-        Collective: one small exchange; tensors are not sent.
-        """
-        where = "sharded_optim_state_dict(model, optim)"
-        _deprecated("sharded_optim_state_dict", "optim_state_dict")
-        require_model_and_optimizer(model, optim, where)
-        require_group(group, where)
-        return export_optim_state(
-            model,
-            optim,
-            optim.param_groups,
-            None,
-            values=Values.BOXES,
-            to_cpu=True,
-            rank0_only=False,
-            group=group,
-            where=where,
-            first_step=True,
-        )
-
-    @staticmethod
-    def shard_full_optim_state_dict(
-        full_optim_state_dict: dict[str, Any],
-        model: nn.Module,
-        optim_input: list[dict[str, Any]] | Iterable[nn.Parameter] | None = None,
-        optim: Optimizer | None = None,
-    ) -> dict[str, Any]:
-        """Return what the optimizer loads on this rank, from a full dict that every rank has.
-        Collective: one small exchange."""
-        where = "shard_full_optim_state_dict(full_optim_state_dict, model)"
-        _deprecated("shard_full_optim_state_dict", "optim_state_dict_to_load")
-        return _given(
-            full_optim_state_dict, model, optim_input, optim, rank0_only=False, where=where
-        )
-
-    @staticmethod
-    def flatten_sharded_optim_state_dict(
-        sharded_optim_state_dict: dict[str, Any], model: nn.Module, optim: Optimizer
-    ) -> dict[str, Any]:
-        """Return what the optimizer loads on this rank, from a sharded dict.
-
-        Collective: one small exchange; values that are sharded in another way than the model are
-        gathered.
-        """
-        where = "flatten_sharded_optim_state_dict(sharded_optim_state_dict, model, optim)"
-        _deprecated("flatten_sharded_optim_state_dict", "optim_state_dict_to_load")
-        require_model_and_optimizer(model, optim, where)
-        return _given(sharded_optim_state_dict, model, None, optim, rank0_only=False, where=where)
-
-    @staticmethod
-    def scatter_full_optim_state_dict(
-        full_optim_state_dict: dict[str, Any] | None,
-        model: nn.Module,
-        optim_input: list[dict[str, Any]] | Iterable[nn.Parameter] | None = None,
-        optim: Optimizer | None = None,
-        group: Any | None = None,
-    ) -> dict[str, Any]:
-        """Return what the optimizer loads on this rank, from a full dict that only the first rank
-        needs to have.
-
-        Collective: it is sent one state of one unit at a time.
-        """
-        where = "scatter_full_optim_state_dict(full_optim_state_dict, model)"
-        _deprecated("scatter_full_optim_state_dict", "optim_state_dict_to_load")
-        require_group(group, where)
-        return _given(
-            full_optim_state_dict, model, optim_input, optim, rank0_only=True, where=where
-        )
-
-    @staticmethod
-    def rekey_optim_state_dict(
-        optim_state_dict: dict[str, Any],
-        optim_state_key_type: OptimStateKeyType,
-        model: nn.Module,
-        optim_input: list[dict[str, Any]] | Iterable[nn.Parameter] | None = None,
-        optim: Optimizer | None = None,
-    ) -> dict[str, Any]:
-        """Return an optimizer's state dict keyed by parameter names, or by numbers, whatever it is
-        keyed by; values are not copied.
-
-        model: wrapped or not. Numbers are those of the unwrapped model's optimizer: those of the
-        parameters that a FlatParameter holds count in the model's order. Nothing is sent. Raises
-        UsageError for keys of several kinds, and CheckpointError for a parameter that the model or
-        the optimizer does not have. ``optim_state_dict_to_load`` takes both kinds as they are.
-        """
-        where = "rekey_optim_state_dict(optim_state_dict, optim_state_key_type, model)"
-        _deprecated("rekey_optim_state_dict", "optim_state_dict_to_load")
-        kind = as_ours(optim_state_key_type, OptimStateKeyType, "optim_state_key_type")
-        if kind is None:
-            raise wrong_type(
-                "optim_state_key_type", "an OptimStateKeyType", optim_state_key_type, where
+    _require_model(model, optim, where)
+    if (found := other_form(optim_state_dict)) is not None:
+        raise CheckpointError(
+            explain(
+                "This is no optimizer state dict.",
+                expected=found[0],
+                got=f"a {type(found[1]).__name__}",
+                where=where,
+                fix="pass what full_optim_state_dict(...) or optimizer.state_dict() returned",
             )
-        _require_model(model, optim, where)
-        if (found := other_form(optim_state_dict)) is not None:
-            raise CheckpointError(
-                explain(
-                    "This is no optimizer state dict.",
-                    expected=found[0],
-                    got=f"a {type(found[1]).__name__}",
-                    where=where,
-                    fix="pass what full_optim_state_dict(...) or optimizer.state_dict() returned",
-                )
-            )
-        groups = groups_of_input(optim_input, optim, model, where)
-        units, names = named_units(model), None
-        if units:
-            names = numbered_names(ownership_of(groups, where, units, model), names_before(model))
-        numbering = Numbering(model, groups, names)
-        return (
-            numbering.by_names if kind is OptimStateKeyType.PARAM_NAME else numbering.by_numbers
-        )(optim_state_dict)
+        )
+    groups = groups_of_input(optim_input, optim, model, where)
+    units, names = units_of(model), None
+    if units:
+        names = numbered_names(ownership_of(groups, where, units, model), names_before(model))
+    numbering = Numbering(model, groups, names)
+    return (numbering.by_names if kind is OptimStateKeyType.PARAM_NAME else numbering.by_numbers)(
+        optim_state_dict
+    )
 
 
 def _given(

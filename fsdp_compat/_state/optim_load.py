@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .._engine.unit import Group
+from .._engine.group import Group
 from ..errors import (
     CheckpointError,
     FsdpCompatError,
@@ -30,8 +30,8 @@ from .model import store_of
 from .optim import is_user_state, other_form
 from .optim_alike import held_by_any, require_alike, tell
 from .param_ownership import ParamOwnership, is_flat, is_whole, numbered_names
+from .rank0 import Outline, Rank0Broadcast
 from .rank_local import RankState, check_layout, restored
-from .sending import Outline, Rank0Broadcast
 
 __all__ = ["Wanted", "optim_state_to_load"]
 

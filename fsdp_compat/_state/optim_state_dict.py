@@ -17,22 +17,23 @@ from .._engine import rendezvous
 from ..api import StateDictType
 from ..errors import require_bools, require_group, require_model_and_optimizer
 from .dry_run import first_states, states_to_be
-from .model_state_dict import StateDicts
-from .model_units import instances_in, named_units, names_before, runtimes_of
+from .forms import get_state_dict_type
+from .model_units import model_units_in, names_before, runtimes_of, units_of
 from .optim import Form, Values, facts_of, optim_state, source_of
 from .optim_alike import agree_together
 from .optim_load import Wanted, optim_state_to_load
 from .optimizers import convert
 from .param_ownership import ParamOwnership, ownership_of, require_units
+from .rank0 import Rank0Broadcast
 from .rank_local import unshardable
-from .sending import Rank0Broadcast
 
 __all__ = [
-    "OptimStateDicts",
     "check_optimizer",
     "export_optim_state",
     "form_set",
     "import_optim_state",
+    "optim_state_dict",
+    "optim_state_dict_to_load",
     "warn_of_layout",
 ]
 
@@ -41,86 +42,82 @@ _warned: weakref.WeakSet[Optimizer] = (
 )  # whose states were said to need an equal layout
 
 
-class OptimStateDicts(StateDicts):
-    """The part of an instance that gives and takes the state of its optimizer."""
+def optim_state_dict(
+    model: nn.Module,
+    optim: Optimizer,
+    optim_state_dict: dict[str, Any] | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> dict[str, Any]:
+    """Return the optimizer's state keyed by parameter names, in the form set for ``model``.
 
-    @staticmethod
-    def optim_state_dict(
-        model: nn.Module,
-        optim: Optimizer,
-        optim_state_dict: dict[str, Any] | None = None,
-        group: dist.ProcessGroup | None = None,
-    ) -> dict[str, Any]:
-        """Return the optimizer's state keyed by parameter names, in the form set for ``model``.
+    optim_state_dict: what ``optim.state_dict()`` gives, if it is there; it may be keyed by
+    numbers, or by the names that the model gives its parameters now, and may lack
+    "param_groups". State of no parameter is copied, with a warning. Collective: one small
+    exchange, and in the full form one gather per flat parameter and state. Every rank's
+    optimizer may hold its parameters in an order of its own; all have to hold the same, but for
+    those that a rank has no part of. In the sharded form tensors are this rank's boxes; with
+    ``offload_to_cpu=False`` (it is True by default) they view the optimizer's own state, and
+    change when training goes on. An optimizer without state gives what its first step would
+    make, for torch.distributed.checkpoint to read a checkpoint into. A state that is neither a
+    number nor has one element per element of its parameter belongs to this rank's part: it is
+    kept under a key that ends with ``@rank`` and its number, and can be loaded at an equal
+    layout only; the first such call warns.
+    """
+    where = "optim_state_dict(model, optim, optim_state_dict)"
+    require_model_and_optimizer(model, optim, where)
+    require_group(group, where)
+    form = form_set(model)
+    sharded = form["values"] is not Values.WHOLE
+    return export_optim_state(
+        model,
+        optim,
+        optim.param_groups,
+        optim_state_dict,
+        **form,
+        group=group,
+        where=where,
+        first_step=sharded,
+    )
 
-        optim_state_dict: what ``optim.state_dict()`` gives, if it is there; it may be keyed by
-        numbers, or by the names that the model gives its parameters now, and may lack
-        "param_groups". State of no parameter is copied, with a warning. Collective: one small
-        exchange, and in the full form one gather per flat parameter and state. Every rank's
-        optimizer may hold its parameters in an order of its own; all have to hold the same, but for
-        those that a rank has no part of. In the sharded form tensors are this rank's boxes; with
-        ``offload_to_cpu=False`` (it is True by default) they view the optimizer's own state, and
-        change when training goes on. An optimizer without state gives what its first step would
-        make, for torch.distributed.checkpoint to read a checkpoint into. A state that is neither a
-        number nor has one element per element of its parameter belongs to this rank's part: it is
-        kept under a key that ends with ``@rank`` and its number, and can be loaded at an equal
-        layout only; the first such call warns.
-        """
-        where = "optim_state_dict(model, optim, optim_state_dict)"
-        require_model_and_optimizer(model, optim, where)
-        require_group(group, where)
-        form = form_set(model)
-        sharded = form["values"] is not Values.WHOLE
-        return export_optim_state(
-            model,
-            optim,
-            optim.param_groups,
-            optim_state_dict,
-            **form,
-            group=group,
-            where=where,
-            first_step=sharded,
-        )
 
-    @staticmethod
-    def optim_state_dict_to_load(
-        model: nn.Module,
-        optim: Optimizer,
-        optim_state_dict: dict[str, Any],
-        is_named_optimizer: bool = False,
-        load_directly: bool = False,
-        group: dist.ProcessGroup | None = None,
-    ) -> dict[str, Any]:
-        """Return the dict that ``optim.load_state_dict`` takes, from one keyed by parameter names,
-        full or sharded, or by numbers.
+def optim_state_dict_to_load(
+    model: nn.Module,
+    optim: Optimizer,
+    optim_state_dict: dict[str, Any],
+    is_named_optimizer: bool = False,
+    load_directly: bool = False,
+    group: dist.ProcessGroup | None = None,
+) -> dict[str, Any]:
+    """Return the dict that ``optim.load_state_dict`` takes, from one keyed by parameter names,
+    full or sharded, or by numbers.
 
-        By numbers is what the optimizer of an unwrapped model, or of one in
-        DistributedDataParallel, gives. The result is keyed by the numbers of ``optim``, or with
-        ``is_named_optimizer`` by the names that the model gives its parameters now, and has
-        "param_groups" if the given one has. The number of ranks, the wrapping and
-        ``use_orig_params`` it was saved with do not matter. ``load_directly`` loads it, too.
-        Collective: one small exchange, in which ranks agree whether the dict fits. With full
-        values, or boxes of the own shards, nothing else is sent; other sharded values are gathered.
-        With ``FullOptimStateDictConfig(rank0_only=True)`` set for the model, ranks other than the
-        first may pass None: it sends them their state, one unit at a time.
-        """
-        where = "optim_state_dict_to_load(model, optim, optim_state_dict)"
-        require_model_and_optimizer(model, optim, where)
-        require_group(group, where)
-        require_bools(where, is_named_optimizer=is_named_optimizer, load_directly=load_directly)
-        config = OptimStateDicts.get_state_dict_type(model).optim_state_dict_config
-        loadable = import_optim_state(
-            model,
-            optim.param_groups,
-            optim_state_dict,
-            rank0_only=bool(getattr(config, "rank0_only", False)),
-            label=type(optim).__name__,
-            where=where,
-            named=optim if is_named_optimizer else None,
-        )
-        if load_directly:
-            optim.load_state_dict(loadable)
-        return loadable
+    By numbers is what the optimizer of an unwrapped model, or of one in
+    DistributedDataParallel, gives. The result is keyed by the numbers of ``optim``, or with
+    ``is_named_optimizer`` by the names that the model gives its parameters now, and has
+    "param_groups" if the given one has. The number of ranks, the wrapping and
+    ``use_orig_params`` it was saved with do not matter. ``load_directly`` loads it, too.
+    Collective: one small exchange, in which ranks agree whether the dict fits. With full
+    values, or boxes of the own shards, nothing else is sent; other sharded values are gathered.
+    With ``FullOptimStateDictConfig(rank0_only=True)`` set for the model, ranks other than the
+    first may pass None: it sends them their state, one unit at a time.
+    """
+    where = "optim_state_dict_to_load(model, optim, optim_state_dict)"
+    require_model_and_optimizer(model, optim, where)
+    require_group(group, where)
+    require_bools(where, is_named_optimizer=is_named_optimizer, load_directly=load_directly)
+    config = get_state_dict_type(model).optim_state_dict_config
+    loadable = import_optim_state(
+        model,
+        optim.param_groups,
+        optim_state_dict,
+        rank0_only=bool(getattr(config, "rank0_only", False)),
+        label=type(optim).__name__,
+        where=where,
+        named=optim if is_named_optimizer else None,
+    )
+    if load_directly:
+        optim.load_state_dict(loadable)
+    return loadable
 
 
 class _FormSet(typing.TypedDict):
@@ -131,7 +128,7 @@ class _FormSet(typing.TypedDict):
 
 def form_set(model: nn.Module) -> _FormSet:
     """Return the form of optimizer state dicts that is set for ``model``, for ``taken_states``."""
-    settings = OptimStateDicts.get_state_dict_type(model)
+    settings = get_state_dict_type(model)
     config: Any = settings.optim_state_dict_config
     values = Values.BOXES
     if settings.state_dict_type is StateDictType.FULL_STATE_DICT:
@@ -167,7 +164,7 @@ def export_optim_state(
     """
     call = where.partition("(")[0]
     _require_idle(model, call)
-    units = named_units(model)
+    units = units_of(model)
     require_units(units, model, f"the state of {type(optim).__name__}")
     all_groups = [each for named in units for each in named.unit.groups]
     rendezvous.require_all_ranks(call, all_groups)
@@ -191,11 +188,11 @@ def export_optim_state(
     assert source is not None
     if optim not in _warned:
         warn_of_layout(unshardable(holdings, source.states), optim, stacklevel=4)
-    settings = instances_in(model)[0]._settings
-    is_first = settings.mesh.is_first if group is None else dist.get_rank(group) == 0
+    first = model_units_in(model)[0]
+    is_first = first.mesh.is_first if group is None else dist.get_rank(group) == 0
     keep = values is not Values.WHOLE or not rank0_only or is_first
     return optim_state(
-        holdings, source, agreed, Form(values, to_cpu, keep, settings.group, settings.device_mesh)
+        holdings, source, agreed, Form(values, to_cpu, keep, first.group, first.device_mesh)
     )
 
 
@@ -217,9 +214,9 @@ def import_optim_state(
     as the older calls have it, see ``Wanted``.
     """
     _require_idle(model, where.partition("(")[0])
-    units = named_units(model)
+    units = units_of(model)
     require_units(units, model, f"the state of {label}")
-    settings = instances_in(model)[0]._settings
+    first = model_units_in(model)[0]
     all_groups = [each for its in units for each in its.unit.groups]
     rendezvous.require_all_ranks(where.partition("(")[0], all_groups, copies=True)
     holdings: ParamOwnership | None = None
@@ -228,9 +225,9 @@ def import_optim_state(
         holdings = ownership_of(groups, f"the state of {label}", units, model)
     except Exception as error:  # other ranks have to hear of it
         problem = error
-    first = Rank0Broadcast(settings.mesh, settings.device)
+    rank0 = Rank0Broadcast(first.mesh, first.device)
     wanted = Wanted(names_before(model), from_first=rank0_only, as_saved=as_saved, named=named)
-    return optim_state_to_load(holdings, problem, all_groups, state_dict, wanted, first, where)
+    return optim_state_to_load(holdings, problem, all_groups, state_dict, wanted, rank0, where)
 
 
 def check_optimizer(model: nn.Module, optim: Optimizer) -> list[str]:
@@ -249,7 +246,7 @@ def check_optimizer(model: nn.Module, optim: Optimizer) -> list[str]:
     _require_idle(model, "check_optimizer")
     convert(optim)
     holdings = ownership_of(
-        optim.param_groups, f"the state of {type(optim).__name__}", named_units(model), model
+        optim.param_groups, f"the state of {type(optim).__name__}", units_of(model), model
     )
     return unshardable(holdings, states_to_be(holdings, optim))
 
@@ -269,6 +266,6 @@ def warn_of_layout(names: Sequence[str], optim: Optimizer, stacklevel: int) -> N
 
 
 def _require_idle(model: nn.Module, what: str) -> None:
-    for runtime in runtimes_of(instances_in(model)):
+    for runtime in runtimes_of(model_units_in(model)):
         runtime.require_idle(what)
         runtime.require_parts(what)

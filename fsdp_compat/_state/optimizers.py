@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
 from .._engine.runtime import live_runtimes
@@ -21,7 +22,7 @@ from .._stores.flat_store import FlatStore
 from ..errors import StateError, UsageError, explain
 from .full_params import shown_stores
 
-__all__ = ["convert", "is_held", "is_managed", "note", "note_assigned"]
+__all__ = ["convert", "is_held", "is_managed", "note", "note_assigned", "patch", "undo"]
 
 # Parameters that some unit manages. Of what the optimizer is to hold: (weak reference to the store,
 # index of the first parameter it holds); of originals whose values live in a FlatParameter now:
@@ -39,11 +40,27 @@ _seen: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = (
 )  # and after which wrapping
 
 
+_handle: RemovableHandle | None = None
+
+
+def patch() -> None:
+    """Look at every optimizer of this process before it steps."""
+    global _handle
+    if _handle is None:
+        _handle = register_optimizer_step_pre_hook(_before_step)
+
+
+def undo() -> None:
+    """Look no longer: an optimizer from before wrapping steps without a check."""
+    global _handle
+    if _handle is not None:
+        _handle.remove()
+        _handle = None
+
+
 def note(originals: Iterable[nn.Parameter], stores: Iterable[FlatStore]) -> None:
     """``originals`` are flattened into ``stores`` now."""
     global _last_wrapping
-    if not _last_wrapping:
-        register_optimizer_step_pre_hook(_before_step)
     _last_wrapping = next(_wrappings)
     for parameter in originals:
         _managed[parameter] = f"a parameter of shape {tuple(parameter.shape)}"

@@ -10,7 +10,8 @@ from typing import Any
 
 from torch import nn
 
-from .._engine.unit import Group, Unit
+from .._engine.group import Group
+from .._engine.unit import Unit
 from ..errors import UsageError, explain
 from .model import store_of
 from .names import clean_name

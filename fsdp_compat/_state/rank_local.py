@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from .._comm.host_memory import memory_of
-from .._engine.unit import Group
+from .._engine.group import Group
 from ..errors import CheckpointError, explain
 from .entries import Entry, classify_all, snapshot
 from .model import store_of

@@ -10,7 +10,7 @@ from torch import nn
 
 from ..errors import CheckpointError, explain
 from .model import check_unit, flat_names, is_flat_name, other_local, wrong_value
-from .model_units import Instance, managed_in, named_units, names_in_order
+from .model_units import managed_in, model_unit_of, names_in_order, units_of
 from .names import clean_name
 
 __all__ = ["EVERYWHERE", "not_loaded", "others_in", "refuse_values"]
@@ -28,7 +28,7 @@ def refuse_values(
     by_name = {clean_name(str(key)): value for key, value in state_dict.items()}
     errors = [f"the key {key!r} is not a name" for key in state_dict if not isinstance(key, str)]
     if not errors:
-        units = named_units(model)
+        units = units_of(model)
         for named in units:
             if not named.unit.summoned:
                 check_unit(named.unit, by_name, named.prefix, missing, errors)
@@ -66,7 +66,8 @@ def refuse_values(
                 )
     if errors:
         lines = "\n\t".join(errors)
-        inner = model._fsdp_wrapped_module if isinstance(model, Instance) else model
+        own = model_unit_of(model)
+        inner = model if own is None else own.unit.module
         raise not_loaded(
             f"Error(s) in loading state_dict for {type(inner).__name__}:\n\t{lines}",
             label,

@@ -18,6 +18,7 @@ import weakref
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
 from .. import _torch_private
@@ -28,7 +29,7 @@ from .._state.model import store_of
 from .._stores.flat_store import FlatStore
 from ..errors import StateError, explain
 
-__all__ = ["follow"]
+__all__ = ["patch", "undo", "watch"]
 
 
 class _Place(typing.NamedTuple):
@@ -40,21 +41,32 @@ class _Place(typing.NamedTuple):
 
 
 _places: WeakIdKeyDictionary = WeakIdKeyDictionary()  # {module: {attribute: _Place}}
-_following = False
+_handle: RemovableHandle | None = None
 
 
-def follow(unit: Unit) -> None:
-    """Look from now on at what is assigned to the parameters of a unit."""
-    global _following
-    if not _following:
-        hooks.on_assignment(_on_assignment)
-        _following = True
+def patch() -> None:
+    """Look at every parameter that is assigned to a module of this process."""
+    global _handle
+    if _handle is None:
+        _handle = hooks.on_assignment(_on_assignment)
+
+
+def undo() -> None:
+    """Look no longer: an assignment to a sharded parameter is noticed at the next forward."""
+    global _handle
+    if _handle is not None:
+        _handle.remove()
+        _handle = None
+
+
+def watch(unit: Unit) -> None:
+    """Know the parameters of a unit from now on."""
     for group in unit.groups:
         store = store_of(group)
         for index, member in enumerate(store.orig_params):
             for module, attribute in member.slots:
                 _places.setdefault(module, {})[attribute] = _Place(
-                    unit.reference, weakref.ref(store), index
+                    weakref.ref(unit), weakref.ref(store), index
                 )
 
 
@@ -76,7 +88,7 @@ def _on_assignment(module: nn.Module, name: str, value: nn.Parameter) -> nn.Para
     else:
         wrong = _why_not(unit, store, place.number, value, sharded_param)
     if wrong:
-        unit.hide_again()
+        unit.view.put_placeholders_back()
         raise _refused(unit, module, name, wrong)
     assert sharded_param is not None
     if value is sharded_param:  # it was taken out, and comes back

@@ -1,5 +1,4 @@
-"""Clipping: what its arguments may be, and ``torch.nn.utils.clip_grad_norm_`` over sharded
-gradients.
+"""``torch.nn.utils.clip_grad_norm_`` over sharded gradients.
 
 Code that was written for DistributedDataParallel clips with torch's own function, which would take
 the norm of this rank's parts alone, without an error. So the step of that function that computes
@@ -8,95 +7,40 @@ torch's as before."""
 
 from __future__ import annotations
 
-import math
 import threading
 import types
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import nn
 
 from .. import _torch_private
 from .._engine import rendezvous
 from .._engine.grad_norm import dtype_of_norm, norm_of, packed
+from .._engine.group import Group
 from .._engine.runtime import live_runtimes
-from .._engine.unit import Group
-from ..errors import UsageError, explain
+from .._flat.clipping import checked_norm_type
 
-__all__ = ["check_max_norm", "checked_norm_type", "gradients_of_others", "patch_clip_grad"]
-
-
-def checked_norm_type(norm_type: Any) -> float:
-    """Return the order of a norm as a float; raises UsageError for what is none."""
-    if norm_type == "inf":
-        return math.inf
-    if (
-        isinstance(norm_type, (int, float))
-        and not isinstance(norm_type, bool)
-        and 0 < norm_type <= math.inf
-    ):
-        try:
-            return float(norm_type)
-        except OverflowError:
-            pass
-    raise _bad("norm_type", "a positive number, or inf", norm_type)
+__all__ = ["patch", "undo"]
 
 
-def check_max_norm(max_norm: Any) -> None:
-    """Raise UsageError for what cannot be a largest norm."""
-    if isinstance(max_norm, (int, float, torch.Tensor)) and not isinstance(max_norm, bool):
-        try:
-            if float(max_norm) >= 0:
-                return
-        except (
-            OverflowError,
-            RuntimeError,
-            ValueError,
-        ):  # several numbers, a complex one, one that is too large
-            pass
-    raise _bad("max_norm", "a number that is not negative", max_norm)
+_undo: Callable[[], None] | None = None
 
 
-def _bad(name: str, expected: str, got: object) -> UsageError:
-    return UsageError(
-        explain(
-            f"{name} cannot be used for clipping.",
-            expected=expected,
-            got=f"{got!r} of type {type(got).__name__}",
-            where=f"argument {name!r} of clip_grad_norm_",
-            fix=f"pass {expected}",
-        )
-    )
+def patch() -> None:
+    """Let torch.nn.utils.clip_grad_norm_ and get_total_norm see the whole norm of sharded
+    gradients."""
+    global _undo
+    if _undo is None:
+        _undo = _torch_private.replace_clipping(_clip, _total_norm)
 
 
-def gradients_of_others(root: nn.Module, groups: Iterable[Group]) -> list[torch.Tensor]:
-    """Return the gradients of the parameters in ``root`` that none of ``groups`` manages, each
-    once.
-
-    nn.Module's own walk puts a name together for each, which takes longer than a norm.
-    """
-    known = {
-        id(sharded_param) for group in groups for sharded_param, _ in group.store.sharded_params
-    }
-    found, seen, waiting = list[torch.Tensor](), set[int](), [root]
-    while waiting:
-        module = waiting.pop()
-        if id(module) not in seen:
-            seen.add(id(module))
-            for parameter in _torch_private.parameters_of(module).values():
-                if parameter is not None and id(parameter) not in known:
-                    known.add(id(parameter))
-                    if parameter.grad is not None:
-                        found.append(parameter.grad)
-            waiting += [child for _, child in _torch_private.children_of(module)]
-    return found
-
-
-def patch_clip_grad() -> None:
-    """Let torch.nn.utils.clip_grad_norm_ and get_total_norm see whole norms of sharded gradients.
-    Once per process."""
-    _torch_private.replace_clipping(_clip, _total_norm)
+def undo() -> None:
+    """Give torch its functions back."""
+    global _undo
+    if _undo is not None:
+        _undo()
+        _undo = None
 
 
 class _Clipped(threading.local):

@@ -13,20 +13,18 @@ on, so none is renamed unnoticed; what a later torch adds is refused for our mod
 from __future__ import annotations
 
 import functools
-import importlib.abc
 import inspect
-import sys
 import types
-from collections.abc import Callable, Sequence
-from importlib.machinery import ModuleSpec
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
 
-from .._state.model_units import instances_in
+from .._state.model_units import model_units_in
 from .dcp_state_dict import FUNCTIONS, mixed, unknown_argument
+from .on_import import cancel, on_import
 
-__all__ = ["patch_dcp"]
+__all__ = ["patch", "undo"]
 
 _MODULE = "torch.distributed.checkpoint.state_dict"
 _ROUTE = (
@@ -34,18 +32,24 @@ _ROUTE = (
 )
 
 
-def patch_dcp() -> None:
-    """Route the functions by model, now or as soon as their module is imported. Does nothing when
-    called again."""
-    if (module := sys.modules.get(_MODULE)) is not None:
-        _route_all(module)
-    if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _Finder())  # for ever: the module may be reloaded
+_undo: list[Callable[[], None]] = []
+
+
+def patch() -> None:
+    """Route the functions by model, now or as soon as their module is imported."""
+    on_import(_MODULE, _route_all)
+
+
+def undo() -> None:
+    """Give torch its functions back."""
+    cancel(_MODULE)
+    while _undo:
+        _undo.pop()()
 
 
 def _route_all(module: types.ModuleType) -> None:
     for name, ours in FUNCTIONS.items():
-        function = getattr(module, name, None)  # what a later torch no longer has, nobody can call
+        function = getattr(module, name, None)  # a later torch may have dropped it
         if isinstance(function, types.FunctionType) and _ROUTE not in (
             function.__kwdefaults__ or {}
         ):
@@ -55,7 +59,7 @@ def _route_all(module: types.ModuleType) -> None:
 def _replace(
     module: types.ModuleType, function: types.FunctionType, ours: Callable[..., Any]
 ) -> None:
-    """Let ``function(...)`` call ``ours`` for our models, whoever has imported it."""
+    """Let ``function(...)`` call ``ours`` for our models, under whatever name it was imported."""
     original = types.FunctionType(
         function.__code__,
         function.__globals__,
@@ -66,20 +70,26 @@ def _replace(
     original.__kwdefaults__ = function.__kwdefaults__
     signature = inspect.signature(function)
     route = functools.partial(_call, ours, original, signature)
-    if (
-        function.__closure__
-    ):  # code without a closure does not fit; only its name in the module can be replaced
+    if function.__closure__:  # such code cannot be replaced, only its name in the module
         routed = types.FunctionType(_routed.__code__, globals())
         functools.update_wrapper(routed, function)
         routed.__kwdefaults__ = {_ROUTE: route}
         setattr(module, function.__name__, routed)
+        _undo.append(functools.partial(setattr, module, function.__name__, function))
         return
     function.__signature__ = signature  # type: ignore[attr-defined]
+    _undo.append(functools.partial(_restore, function, original))
     function.__code__, function.__defaults__, function.__kwdefaults__ = (
         _routed.__code__,
         None,
         {_ROUTE: route},
     )
+
+
+def _restore(function: types.FunctionType, original: types.FunctionType) -> None:
+    del function.__signature__  # type: ignore[attr-defined]
+    function.__code__, function.__defaults__ = original.__code__, original.__defaults__
+    function.__kwdefaults__ = original.__kwdefaults__
 
 
 def _routed(*args: Any, _fsdp_compat_route: Callable[..., Any], **kwargs: Any) -> Any:
@@ -101,7 +111,7 @@ def _call(
     except TypeError:
         return original(*args, **kwargs)  # which says what is wrong
     model = given.get("model")
-    if not isinstance(model, nn.Module) or not instances_in(model):
+    if not isinstance(model, nn.Module) or not model_units_in(model):
         return original(*args, **kwargs)
     if any(_is_of_torch(module) for module in model.modules()):
         raise mixed(original.__name__)
@@ -117,40 +127,3 @@ def _is_of_torch(module: nn.Module) -> bool:
         and cls.__module__.startswith("torch.distributed.fsdp")
         for cls in type(module).__mro__
     )
-
-
-class _Finder(importlib.abc.MetaPathFinder):
-    """Finds the one module as others find it, with a loader that routes its functions once they are
-    there."""
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None
-    ) -> ModuleSpec | None:
-        if fullname != _MODULE:
-            return None
-        for finder in sys.meta_path:
-            spec = None if isinstance(finder, _Finder) else finder.find_spec(fullname, path, target)
-            if spec is not None:
-                if spec.loader is not None:
-                    spec.loader = _Loader(spec.loader)
-                return spec
-        return None
-
-
-class _Loader(importlib.abc.Loader):
-    """Another loader, and what comes after it."""
-
-    def __init__(self, inner: importlib.abc.Loader) -> None:
-        self._inner = inner
-
-    def create_module(self, spec: ModuleSpec) -> types.ModuleType | None:
-        return self._inner.create_module(spec)
-
-    def exec_module(self, module: types.ModuleType) -> None:
-        module.__loader__ = self._inner
-        if module.__spec__ is not None:
-            module.__spec__.loader = (
-                self._inner
-            )  # who asks later finds all as it would be without us
-        self._inner.exec_module(module)
-        _route_all(module)

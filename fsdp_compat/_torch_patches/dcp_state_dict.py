@@ -26,14 +26,14 @@ from torch.optim import Optimizer
 from .. import _torch_private
 from .._state.entries import copied
 from .._state.formats import BoxedTensor
+from .._state.forms import state_dict_type
 from .._state.model import store_of
-from .._state.model_state_dict import StateDicts
-from .._state.model_units import instances_in, named_units
+from .._state.model_units import model_unit_of, model_units_in, units_of
 from .._state.names import clean_name
-from .._state.optim_state_dict import OptimStateDicts, export_optim_state, form_set
+from .._state.optim_state_dict import export_optim_state, form_set, optim_state_dict_to_load
 from .._state.optimizers import convert
+from .._state.rank0 import Rank0Broadcast
 from .._state.rank_local import RankState
-from .._state.sending import Rank0Broadcast
 from ..api import (
     FullOptimStateDictConfig,
     FullStateDictConfig,
@@ -193,7 +193,7 @@ def _names_of_targets(model: nn.Module) -> dict[nn.Parameter, list[list[str]]]:
     """What every parameter that an optimizer may hold is: of each parameter of the model all its
     names, the first one first."""
     found: dict[nn.Parameter, list[list[str]]] = {}
-    for named in named_units(model):
+    for named in units_of(model):
         for group in named.unit.groups:
             members = store_of(group).orig_params
             for target, indices in group.store.sharded_params:
@@ -225,12 +225,12 @@ def _form(model: nn.Module, options: _Options, model_on_rank0: bool) -> Generato
         kind = StateDictType.SHARDED_STATE_DICT
         config = ShardedStateDictConfig(offload_to_cpu=options.cpu_offload)
         optim = ShardedOptimStateDictConfig(offload_to_cpu=options.cpu_offload)
-    with StateDicts.state_dict_type(model, kind, config, optim):
+    with state_dict_type(model, kind, config, optim):
         yield
 
 
 def _is_first(model: nn.Module) -> bool:
-    return instances_in(model)[0]._settings.mesh.is_first
+    return model_units_in(model)[0].mesh.is_first
 
 
 def _finished(value: Any, options: _Options, live: Collection[int] = ()) -> Any:
@@ -335,7 +335,7 @@ def _get_model(
         )
 
     get = _torch_private.unpatched(model, "state_dict")
-    if options.full and isinstance(model, StateDicts) and (frozen or submodules):
+    if options.full and model_unit_of(model) is not None and (frozen or submodules):
         get = functools.partial(
             get, filter=lambda name: is_wanted(names.public(name))
         )  # what is not wanted is not gathered
@@ -535,8 +535,8 @@ def _loadable(
     Collective, as ``optim_state_dict_to_load`` is: what one rank refuses, all refuse.
     """
     names, held = _Names(model), _names_of_targets(model)
-    settings = instances_in(model)[0]._settings
-    ranks = Rank0Broadcast(settings.mesh, settings.device)
+    first = model_units_in(model)[0]
+    ranks = Rank0Broadcast(first.mesh, first.device)
     found = []
     for optimizer in optimizers:
         convert(optimizer)
@@ -552,9 +552,7 @@ def _loadable(
         if refused is not None or texts:
             raise refused or CheckpointError(texts[0])
         with _form(model, options, model_on_rank0=options.on_rank0):
-            loadable = OptimStateDicts.optim_state_dict_to_load(
-                model, optimizer, typing.cast(Any, part)
-            )
+            loadable = optim_state_dict_to_load(model, optimizer, typing.cast(Any, part))
         found.append((optimizer, loadable))
     return found
 

@@ -11,42 +11,56 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import types
+import typing
 from collections.abc import Callable
 from typing import Any
 
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 from torch.futures import Future
 
 from ..errors import CheckpointError, explain
+from .on_import import cancel, on_import
 
-__all__ = ["patch_writer"]
+if typing.TYPE_CHECKING:
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
+    from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
+
+__all__ = ["patch", "undo"]
 
 _FILES_OF_FIRST_PIECES = (
     100_000  # the writer counts ranks from 1; further pieces count from here on, by rank again
 )
 
 
-def patch_writer() -> None:
-    """Replace two methods of the writer's class. Does nothing when called again."""
-    if not hasattr(HuggingFaceStorageWriter.write_data, "_fsdp_compat"):
-        for name, ours in (
-            ("prepare_global_plan", _prepare_global_plan),
-            ("write_data", _write_data),
-        ):
-            setattr(
-                HuggingFaceStorageWriter,
-                name,
-                _around(getattr(HuggingFaceStorageWriter, name), ours),
-            )
+_MODULE = "torch.distributed.checkpoint.hf_storage"
+_undo: list[Callable[[], None]] = []
+
+
+def patch() -> None:
+    """Replace two methods of the writer's class, now or as soon as its module is imported."""
+    on_import(_MODULE, _replace)
+
+
+def undo() -> None:
+    """Give the class its methods back."""
+    cancel(_MODULE)
+    while _undo:
+        _undo.pop()()
+
+
+def _replace(module: types.ModuleType) -> None:
+    writer = module.HuggingFaceStorageWriter
+    for name, ours in (("prepare_global_plan", _prepare_global_plan), ("write_data", _write_data)):
+        original = getattr(writer, name)
+        setattr(writer, name, _around(original, ours))
+        _undo.append(functools.partial(setattr, writer, name, original))
 
 
 def _around(original: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
-    def method(self: HuggingFaceStorageWriter, *args: Any, **kwargs: Any) -> Any:
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
         return ours(functools.partial(original, self), self, *args, **kwargs)
 
-    method._fsdp_compat = True  # type: ignore[attr-defined]
     return method
 
 
@@ -103,7 +117,7 @@ def _without_repetition(
     taken: list[set[str | int]] = []
     for item in items:
         own: set[str | int] = {item.index.fqn}
-        if planner is not None and item.type is WriteItemType.SHARD:
+        if planner is not None and item.type.name == "SHARD":
             data: Any = planner.resolve_data(item)
             own |= {data.data_ptr()} if data.numel() else set()
         number = next((number for number, its in enumerate(taken) if not its & own), len(parts))

@@ -1,8 +1,8 @@
-"""Saves that a thread goes on with: the one that is under way, and those that failed without
-anybody having been told.
+"""Saves that a thread writes: the current one, and those that failed without the caller having been
+told.
 
-A failure is told once: by ``wait``, or else by the next call of this package that saves or loads,
-on all ranks, or else on stderr when the process ends."""
+A failure is reported once: by ``wait``; otherwise by the next save or load, on all ranks; otherwise
+on stderr when the process ends."""
 
 from __future__ import annotations
 
@@ -14,104 +14,99 @@ from collections.abc import Mapping
 
 from ..errors import CheckpointError, explain
 
-__all__ = ["begin", "end", "hear", "told", "unheard", "wait_for_the_last"]
+__all__ = ["begin", "end", "mark_reported", "report_failed", "unreported", "wait_for_current"]
 
 
 class _Saves:
-    """Those of this process."""
+    """The saves of this process. An identity is the same on all ranks."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
-        self.under_way: tuple[str, threading.Thread] | None = (
-            None  # identity, which is the same on all ranks
-        )
-        self.failed: dict[str, str] = {}  # by identity of a save: its error, which nobody was told
-        self.heard: set[str] = (
-            set()
-        )  # failed on other ranks, which have told this one; not ended here
+        self.current: tuple[str, threading.Thread] | None = None  # with its identity
+        self.failed: dict[str, str] = {}  # by identity: the error, not reported yet
+        # Saves that failed on other ranks and are still running here: already reported.
+        self.reported_early: set[str] = set()
 
-    def is_under_way(self, identity: str) -> bool:
-        return self.under_way is not None and self.under_way[0] == identity
+    def is_current(self, identity: str) -> bool:
+        return self.current is not None and self.current[0] == identity
 
 
 _saves = _Saves()
 
 
-def wait_for_the_last() -> None:
-    """Return when no save is under way."""
-    last = _saves.under_way  # read once: its thread takes it away
-    if last is not None:
-        last[1].join()
+def wait_for_current() -> None:
+    """Return when no save is running."""
+    current = _saves.current  # read once: its thread resets it
+    if current is not None:
+        current[1].join()
 
 
 def begin(identity: str, thread: threading.Thread) -> None:
-    """Call it before the thread starts, which calls ``end``."""
+    """Register a save. Call it before starting the thread, which calls ``end``."""
     with _saves.lock:
-        _saves.under_way = identity, thread
+        _saves.current = identity, thread
 
 
 def end(identity: str, error: str | None) -> None:
-    """A save has ended, with an error or well."""
+    """Unregister a save. error: None if it succeeded."""
     with _saves.lock:
-        if _saves.is_under_way(identity):
-            _saves.under_way = None
-        if error is not None and identity not in _saves.heard:
+        if _saves.is_current(identity):
+            _saves.current = None
+        if error is not None and identity not in _saves.reported_early:
             _saves.failed[identity] = error
-        _saves.heard.discard(identity)
-    if (
-        not threading.main_thread().is_alive()
-    ):  # in a process of multiprocessing nothing is called at its end
-        _tell()
+        _saves.reported_early.discard(identity)
+    if not threading.main_thread().is_alive():  # multiprocessing children run no atexit functions
+        _print_unreported()
 
 
-def unheard() -> dict[str, str]:
-    """Return the errors of failed saves, by identity, that nobody was told."""
+def unreported() -> dict[str, str]:
+    """Return the errors of failed saves, by identity, that were not reported yet."""
     with _saves.lock:
         return dict(_saves.failed)
 
 
-def hear(failed: Mapping[str, str], call: str) -> CheckpointError:
-    """Return the error that tells of failed saves. They are told then."""
+def report_failed(failed: Mapping[str, str], call: str) -> CheckpointError:
+    """Return the error about failed saves of any rank, and count them as reported."""
     with _saves.lock:
         for identity in failed:
-            if _saves.failed.pop(identity, None) is None and _saves.is_under_way(identity):
-                _saves.heard.add(identity)
+            if _saves.failed.pop(identity, None) is None and _saves.is_current(identity):
+                _saves.reported_early.add(identity)
     return CheckpointError(
         explain(
-            "An earlier async_save failed, and nobody has waited for it.",
-            expected="a checkpoint that is complete",
+            "An earlier async_save failed, and its wait() was not called.",
+            expected="a complete checkpoint",
             got="; ".join(failed.values()),
             where=call,
-            fix=f"see to the cause, then make this call again: {call} has done nothing. wait() "
-            "tells of a failure earlier",
+            fix=f"fix the cause and repeat this call, which has done nothing: {call}. Call wait() "
+            "to see a failure earlier",
         )
     )
 
 
-def told(identity: str) -> None:
-    """The caller of a save is told that it has failed."""
+def mark_reported(identity: str) -> None:
+    """Count the failure of a save as reported: ``wait`` raises it."""
     with _saves.lock:
         _saves.failed.pop(identity, None)
 
 
-def _tell() -> None:
-    """Tell on stderr what nobody was told."""
+def _print_unreported() -> None:
     with _saves.lock:
         failed = list(_saves.failed.values())
         _saves.failed.clear()
     for error in failed:
         print(
-            f"fsdp_compat: an async_save failed, and nobody has waited for it.\n{error}",
+            f"fsdp_compat: an async_save failed, and its wait() was not called.\n{error}",
             file=sys.stderr,
             flush=True,
         )
 
 
-def _start_afresh() -> None:
-    """In a forked process: threads do not come along, and their errors are the parent's to tell."""
+def _reset() -> None:
+    """Forget the parent's saves in a forked process: threads are not inherited, and their errors
+    are the parent's to report."""
     global _saves
     _saves = _Saves()
 
 
-os.register_at_fork(after_in_child=_start_afresh)
-atexit.register(_tell)
+os.register_at_fork(after_in_child=_reset)
+atexit.register(_print_unreported)

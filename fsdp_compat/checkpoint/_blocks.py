@@ -1,7 +1,7 @@
-"""Bytes of files in blocks, with a checksum of each block.
+"""Reading and writing files in blocks, with a checksum of each block.
 
-The checksum is zlib's CRC-32, of every 4 MiB of the file from its first byte on. It is computed on
-a second thread, beside the system calls, as both leave the interpreter's lock."""
+The checksum is zlib's CRC-32 of every 4 MiB of the file, from its first byte on. A second thread
+computes it in parallel with the system calls; both release the interpreter's lock."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from ._texts import open_file
 __all__ = [
     "BLOCK_NBYTES",
     "BlockWriter",
-    "Facts",
-    "Wanted",
+    "FileFacts",
+    "ReadRequest",
     "changed_meanwhile",
     "check",
     "damaged",
@@ -39,21 +39,21 @@ __all__ = [
 ]
 
 BLOCK_NBYTES = 4 << 20
-QUEUED = 8  # calls that wait for the second thread
-NUM_BUFFERS = 4  # blocks that are read, or wait for their checksums
+QUEUED = 8  # calls that wait for the second thread, at most
+NUM_BUFFERS = 4  # blocks in memory that are being read, or whose checksums are being computed
 
-STARTED_NBYTES = 32 << 20  # are brought to the disk while the next ones are written
+WRITEBACK_NBYTES = 32 << 20  # written out to disk while the following bytes are written
 _advise = getattr(os, "posix_fadvise", None)  # not on every system
 
-Tick = Callable[[int], object]  # told of bytes that are done
+Tick = Callable[[int], object]  # called with the number of bytes just done
 
 
 @dataclasses.dataclass(frozen=True)
-class Facts:
-    """What a complete file is known to be."""
+class FileFacts:
+    """Length and checksums of a complete file."""
 
     nbytes: int
-    checksums: tuple[int, ...]  # CRC-32 of each block; the last one may be shorter
+    checksums: tuple[int, ...]  # CRC-32 of each block; the last block may be shorter
 
     def __post_init__(self) -> None:
         if self.nbytes < 0 or len(self.checksums) != -(-self.nbytes // BLOCK_NBYTES):
@@ -61,13 +61,13 @@ class Facts:
 
 
 @dataclasses.dataclass(frozen=True)
-class Wanted:
-    """A run of elements in a file, and where they go."""
+class ReadRequest:
+    """Consecutive elements in a file, and the memory to read them to."""
 
-    start: int  # byte in the file
+    start: int  # first byte in the file
     target: torch.Tensor  # 1-D, contiguous
     dtype: torch.dtype | None = None  # of the elements in the file; None: the target's
-    through: torch.dtype | None = None  # a dtype that they are rounded to on the way
+    through: torch.dtype | None = None  # round to this dtype first
 
     @property
     def stored(self) -> torch.dtype:
@@ -75,7 +75,7 @@ class Wanted:
 
     @property
     def nbytes(self) -> int:
-        """How many bytes of the file it is."""
+        """Bytes in the file."""
         return self.target.numel() * self.stored.itemsize
 
     @property
@@ -84,34 +84,33 @@ class Wanted:
 
     @property
     def is_direct(self) -> bool:
-        """True where the file's bytes are the target's."""
-        as_it_is = self.stored == self.target.dtype and self.through in (None, self.stored)
-        return as_it_is and self.target.device.type == "cpu"
+        """Whether the file's bytes can be read straight to the target."""
+        is_same_dtype = self.stored == self.target.dtype and self.through in (None, self.stored)
+        return is_same_dtype and self.target.device.type == "cpu"
 
 
-def merged(wanted: Sequence[Wanted]) -> list[Wanted]:
-    """Return the same runs, where those that follow one another in the file and in memory are
-    one."""
-    found: list[Wanted] = []
-    for one in sorted(wanted, key=lambda one: one.start):
+def merged(requests: Sequence[ReadRequest]) -> list[ReadRequest]:
+    """Return the requests, with those that are adjacent in the file and in memory combined."""
+    found: list[ReadRequest] = []
+    for request in sorted(requests, key=lambda request: request.start):
         last = found[-1] if found else None
-        direct = last is not None and one.is_direct and last.is_direct
         if (
             last is not None
-            and direct
-            and one.start == last.stop
-            and _follows(one.target, last.target)
+            and request.is_direct
+            and last.is_direct
+            and request.start == last.stop
+            and _follows(request.target, last.target)
         ):
-            whole = last.target.view(torch.uint8).as_strided((one.stop - last.start,), (1,))
-            found[-1] = Wanted(last.start, whole)
+            whole = last.target.view(torch.uint8).as_strided((request.stop - last.start,), (1,))
+            found[-1] = ReadRequest(last.start, whole)
         else:
-            found.append(one)
+            found.append(request)
     return found
 
 
-def _follows(one: torch.Tensor, last: torch.Tensor) -> bool:
-    same = one.untyped_storage().data_ptr() == last.untyped_storage().data_ptr()
-    return same and one.data_ptr() == last.data_ptr() + last.nbytes
+def _follows(tensor: torch.Tensor, last: torch.Tensor) -> bool:
+    same = tensor.untyped_storage().data_ptr() == last.untyped_storage().data_ptr()
+    return same and tensor.data_ptr() == last.data_ptr() + last.nbytes
 
 
 def sync_directory(path: Path) -> None:
@@ -123,8 +122,8 @@ def sync_directory(path: Path) -> None:
         os.close(descriptor)
 
 
-class _Aside:
-    """Calls one after the other on a second thread, few of them waiting; in place where no thread
+class _SecondThread:
+    """Runs calls in order on a second thread, with a short queue. Runs them in place if no thread
     can be started any more."""
 
     def __init__(self) -> None:
@@ -136,7 +135,7 @@ class _Aside:
         )
         try:
             self._thread.start()
-        except RuntimeError:  # the interpreter ends, and waits for the thread that is here
+        except RuntimeError:  # the interpreter is shutting down, and waits for the current thread
             self._thread = None
 
     def _run(self) -> None:
@@ -153,7 +152,7 @@ class _Aside:
         return future
 
     def end(self) -> None:
-        """Return when all calls have been made. A second call does nothing."""
+        """Return when all calls are done. May be called again."""
         if self._thread is not None:
             self._queue.put(None)
             self._thread.join()
@@ -161,45 +160,43 @@ class _Aside:
 
 
 class BlockWriter:
-    """Writes a new file from its first byte to its last; knows its checksums in the end. Nothing is
-    overwritten.
+    """Writes a new file from start to end and computes its checksums. Never overwrites.
 
-    What is written must not change before ``finish``.
+    The memory passed to ``write`` must not change before ``finish``.
     """
 
     def __init__(self, path: Path, tick: Tick) -> None:
         """Raises OSError, FileExistsError among them."""
         self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
-        self._tick, self._aside = tick, _Aside()
-        self._nbytes = self._num_started = 0
+        self._tick, self._second_thread = tick, _SecondThread()
+        self._nbytes = self._writeback_nbytes = 0
         self._checksums: list[int] = []
-        self._checksum, self._num_checked = 0, 0  # of the block that is not full yet
+        self._checksum, self._num_checked = 0, 0  # of the current block
 
     def write(self, data: memoryview) -> None:
-        """Append. Raises OSError, as for a full disk."""
+        """Append. Raises OSError, for example if the disk is full."""
         for start in range(0, len(data), BLOCK_NBYTES):
             piece = data[start : start + BLOCK_NBYTES]
-            self._aside.do(self._check, piece)
+            self._second_thread.do(self._check, piece)
             rest = piece
             while rest:
                 rest = rest[os.write(self._descriptor, rest) :]
             self._nbytes += len(piece)
             self._tick(len(piece))
-            if self._nbytes - self._num_started >= STARTED_NBYTES:
-                self._start_writing()
+            if self._nbytes - self._writeback_nbytes >= WRITEBACK_NBYTES:
+                self._start_writeback()
 
-    def _start_writing(self) -> None:
-        """Let the system bring to the disk what it has, instead of waiting for all of it in the
-        end."""
+    def _start_writeback(self) -> None:
+        """Make the system write its cached bytes to disk now, so that the final fsync is short."""
         if _advise is not None:
             with contextlib.suppress(OSError):
                 _advise(
                     self._descriptor,
-                    self._num_started,
-                    self._nbytes - self._num_started,
+                    self._writeback_nbytes,
+                    self._nbytes - self._writeback_nbytes,
                     os.POSIX_FADV_DONTNEED,
                 )
-        self._num_started = self._nbytes
+        self._writeback_nbytes = self._nbytes
 
     def _check(self, data: memoryview) -> None:
         while data:
@@ -214,74 +211,73 @@ class BlockWriter:
         self._checksums.append(self._checksum)
         self._checksum, self._num_checked = 0, 0
 
-    def finish(self) -> Facts:
+    def finish(self) -> FileFacts:
         """Make the file durable and close it."""
         os.fsync(self._descriptor)
         self.close()
         if self._num_checked:
             self._end_block()
-        return Facts(self._nbytes, tuple(self._checksums))
+        return FileFacts(self._nbytes, tuple(self._checksums))
 
     def close(self) -> None:
-        """Let go, also of a file that is not complete. A second call does nothing."""
-        self._aside.end()
+        """Close the file, complete or not. May be called again."""
+        self._second_thread.end()
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
 
 
-class _Run:
-    """A run that is being read: gives memory for its next bytes, and brings them to where they go,
-    in their dtype there.
+class _Reader:
+    """Reads one request: provides memory for the next bytes, and converts them to the target.
 
-    That memory is the target's or, for another dtype or device, a buffer of 4 MiB.
+    The memory is the target's or, for another dtype or device, a buffer of 4 MiB.
     """
 
-    def __init__(self, one: Wanted) -> None:
-        self.position = one.start  # of the next byte in the file
-        self._one = one
-        self._num_done = 0  # elements of a run that is converted
+    def __init__(self, request: ReadRequest) -> None:
+        self.position = request.start  # of the next byte in the file
+        self._request = request
+        self._num_done = 0  # elements that were converted
         self._buffer: torch.Tensor | None = None
-        self._through = one.through if one.stored.is_floating_point else None
-        self._room = memory_of(one.target) if one.is_direct else memoryview(b"")
+        self._through = request.through if request.stored.is_floating_point else None
+        self._room = memory_of(request.target) if request.is_direct else memoryview(b"")
 
     @property
     def is_done(self) -> bool:
-        return self.position == self._one.stop
+        return self.position == self._request.stop
 
     def room(self) -> memoryview:
-        """Return memory for the next bytes: 4 MiB at most, and none at all only where the run is
+        """Return memory for the next bytes: at most 4 MiB, and none only once the request is
         done."""
         if not self._room and not self.is_done:
             if self._buffer is None:
                 self._buffer = torch.empty(
-                    min(self._chunk, self._one.target.numel()), dtype=self._one.stored
+                    min(self._chunk, self._request.target.numel()), dtype=self._request.stored
                 )
-            self._room = memory_of(self._buffer[: self._one.target.numel() - self._num_done])
+            self._room = memory_of(self._buffer[: self._request.target.numel() - self._num_done])
         return self._room[:BLOCK_NBYTES]
 
     @property
     def _chunk(self) -> int:
-        size = self._one.stored.itemsize
+        size = self._request.stored.itemsize
         return max(
             1, BLOCK_NBYTES // (size if self._through is None else size + self._through.itemsize)
         )
 
     def advance(self, nbytes: int) -> None:
-        """So many bytes are there."""
+        """Take ``nbytes`` more bytes, which are in ``room`` now."""
         self.position += nbytes
         self._room = self._room[nbytes:]
         if self._buffer is not None and not self._room:
-            values = self._buffer[: self._one.target.numel() - self._num_done]
+            values = self._buffer[: self._request.target.numel() - self._num_done]
             if self._through is not None:
                 values = values.to(self._through)
-            self._one.target[self._num_done : self._num_done + values.numel()].copy_(values)
+            self._request.target[self._num_done : self._num_done + values.numel()].copy_(values)
             self._num_done += values.numel()
             if self.is_done:
                 self._buffer = None
 
     def take(self, data: memoryview) -> int:
-        """Take the next bytes out of ``data``, as many as are wanted of them; return how many."""
+        """Copy the next bytes from ``data``, as many as are still needed; return how many."""
         num_taken = 0
         while (piece := data[num_taken:]) and (room := self.room()):
             nbytes = min(len(piece), len(room))
@@ -291,61 +287,60 @@ class _Run:
         return num_taken
 
 
-def read_plain(path: Path, wanted: Sequence[Wanted], tick: Tick) -> None:
-    """Read runs, straight to where they go or, to another dtype or device, by way of a buffer of 4
-    MiB.
+def read_plain(path: Path, requests: Sequence[ReadRequest], tick: Tick) -> None:
+    """Read requests without checksums: straight to the target or, for another dtype or device,
+    through a buffer of 4 MiB.
 
-    Raises CheckpointError where the file ends too early or is not a regular file, OSError.
+    Raises CheckpointError if the file ends too early or is not a regular file; OSError.
     """
     descriptor = open_file(path)
     try:
-        for one in sorted(wanted, key=lambda one: one.start):
-            run = _Run(one)
-            while room := run.room():
-                _read_into(descriptor, room, run.position, path)
-                run.advance(len(room))
+        for request in sorted(requests, key=lambda request: request.start):
+            reader = _Reader(request)
+            while room := reader.room():
+                _read_into(descriptor, room, reader.position, path)
+                reader.advance(len(room))
                 tick(len(room))
     finally:
         os.close(descriptor)
 
 
-def check(path: Path, facts: Facts, wanted: Sequence[Wanted], tick: Tick) -> None:
-    """Read the blocks that hold anything wanted, each once, compare their checksums, and keep
-    nothing.
+def check(path: Path, facts: FileFacts, requests: Sequence[ReadRequest], tick: Tick) -> None:
+    """Read each block that a request needs once, compare its checksum, and drop it.
 
-    Raises as ``read_checked`` does. What follows reads from the system's memory what was read here.
+    Raises what ``read_checked`` raises. A later read finds the blocks in the page cache.
     """
-    with contextlib.closing(_checked_blocks(path, facts, wanted)) as blocks:
+    with contextlib.closing(_checked_blocks(path, facts, requests)) as blocks:
         for _, content in blocks:
             tick(len(content))
 
 
-def read_checked(path: Path, facts: Facts, wanted: Sequence[Wanted], tick: Tick) -> None:
-    """Read runs to where they go, out of blocks whose checksums hold: no byte is copied before that
-    of its block was compared.
+def read_checked(path: Path, facts: FileFacts, requests: Sequence[ReadRequest], tick: Tick) -> None:
+    """Read requests from blocks with correct checksums. No byte is copied before the checksum of
+    its block was compared.
 
-    Raises CheckpointError for a file that is missing, has another length, or in which a block is
-    not what was written, OSError.
+    Raises CheckpointError for a file that is missing, has another length, or in which a block has
+    changed; OSError.
     """
-    to_begin = collections.deque(sorted(wanted, key=lambda one: one.start))
-    with contextlib.closing(_checked_blocks(path, facts, wanted)) as blocks:
-        runs: list[_Run] = []
+    waiting = collections.deque(sorted(requests, key=lambda request: request.start))
+    with contextlib.closing(_checked_blocks(path, facts, requests)) as blocks:
+        readers: list[_Reader] = []
         for start, content in blocks:
-            runs = [run for run in runs if not run.is_done]
-            while to_begin and to_begin[0].start < start + len(content):
-                runs.append(_Run(to_begin.popleft()))
-            for run in runs:
-                tick(run.take(content[run.position - start :]))
+            readers = [reader for reader in readers if not reader.is_done]
+            while waiting and waiting[0].start < start + len(content):
+                readers.append(_Reader(waiting.popleft()))
+            for reader in readers:
+                tick(reader.take(content[reader.position - start :]))
 
 
 def _checked_blocks(
-    path: Path, facts: Facts, wanted: Sequence[Wanted]
+    path: Path, facts: FileFacts, requests: Sequence[ReadRequest]
 ) -> Generator[tuple[int, memoryview], None, None]:
-    """Yield where every block begins that holds anything wanted, and what it holds, in order, if
-    its checksum is the right one.
+    """Yield (first byte, content) of each block that a request needs, in order, once its checksum
+    was compared.
 
-    What was yielded is valid until the next one is asked for. The checksums are computed while the
-    next blocks are read.
+    The content is valid until the next block is yielded. Checksums are computed while the next
+    blocks are read.
     """
     try:
         descriptor = open_file(path)
@@ -355,7 +350,7 @@ def _checked_blocks(
         found = os.fstat(descriptor).st_size
         if found != facts.nbytes:
             raise damaged(path, f"a file of {facts.nbytes} bytes", f"{found} bytes")
-        blocks, aside = _blocks_of(facts.nbytes, wanted), _Aside()
+        blocks, second_thread = _blocks_of(facts.nbytes, requests), _SecondThread()
         buffers = [
             memoryview(bytearray(BLOCK_NBYTES)) for _ in range(min(len(blocks), NUM_BUFFERS))
         ]
@@ -367,44 +362,44 @@ def _checked_blocks(
                 start = block * BLOCK_NBYTES
                 memory = buffers[number % len(buffers)][: min(BLOCK_NBYTES, facts.nbytes - start)]
                 _read_into(descriptor, memory, start, path)
-                waiting.append((block, memory, aside.do(zlib.crc32, memory)))
+                waiting.append((block, memory, second_thread.do(zlib.crc32, memory)))
             while waiting:
                 yield _verified(path, facts, *waiting.popleft())
         finally:
-            aside.end()
+            second_thread.end()
     finally:
         os.close(descriptor)
 
 
 def _verified(
-    path: Path, facts: Facts, block: int, memory: memoryview, checksum: Future[int]
+    path: Path, facts: FileFacts, block: int, memory: memoryview, checksum: Future[int]
 ) -> tuple[int, memoryview]:
     start, expected, found = block * BLOCK_NBYTES, facts.checksums[block], checksum.result()
     if found != expected:
         raise damaged(
             path,
             f"checksum {expected:08x} of the block at byte {start}",
-            f"{found:08x}: the file was changed, or comes from another checkpoint",
+            f"{found:08x}: the file was changed, or is from another checkpoint",
         )
     return start, memory
 
 
-def nbytes_to_check(facts: Facts, wanted: Sequence[Wanted]) -> int:
-    """Return how many bytes ``check`` reads: those of whole blocks."""
+def nbytes_to_check(facts: FileFacts, requests: Sequence[ReadRequest]) -> int:
+    """Return how many bytes ``check`` reads: whole blocks."""
     return sum(
         min(BLOCK_NBYTES, facts.nbytes - block * BLOCK_NBYTES)
-        for block in _blocks_of(facts.nbytes, wanted)
+        for block in _blocks_of(facts.nbytes, requests)
     )
 
 
-def _blocks_of(nbytes: int, wanted: Sequence[Wanted]) -> list[int]:
-    """Return the blocks that hold anything wanted, in order."""
+def _blocks_of(nbytes: int, requests: Sequence[ReadRequest]) -> list[int]:
+    """Return the blocks that the requests need, in order."""
     found: set[int] = set()
-    for one in wanted:
-        if one.stop > nbytes:
-            raise ValueError(f"bytes {one.start} to {one.stop} are wanted of {nbytes}")
-        if one.nbytes:
-            found.update(range(one.start // BLOCK_NBYTES, -(-one.stop // BLOCK_NBYTES)))
+    for request in requests:
+        if request.stop > nbytes:
+            raise ValueError(f"bytes {request.start} to {request.stop} requested of {nbytes}")
+        if request.nbytes:
+            found.update(range(request.start // BLOCK_NBYTES, -(-request.stop // BLOCK_NBYTES)))
     return sorted(found)
 
 
@@ -419,31 +414,31 @@ def _read_into(descriptor: int, memory: memoryview, start: int, path: Path) -> N
 
 
 def changed_meanwhile(error: CheckpointError, path: object) -> CheckpointError:
-    """The error for files that were right before anything was changed, and are not any more:
-    ``error`` says what is wrong."""
-    made = CheckpointError(
+    """Return the error for files that were intact when they were checked, and no longer are:
+    ``error`` says why."""
+    result = CheckpointError(
         explain(
             "The files changed while they were being loaded.",
-            expected="files that stay as they were checked until the load has returned",
+            expected="files that do not change before the load returns",
             got=" ".join(line.strip() for line in str(error).splitlines()[:3]),
             where=str(path),
-            fix="the model and its optimizer may be partly changed: load again before you go on, "
-            "this checkpoint or another one",
+            fix="the model and its optimizer may be partly changed: load this or another "
+            "checkpoint before continuing",
         )
     )
-    made.__cause__ = error
-    return made
+    result.__cause__ = error
+    return result
 
 
 def damaged(path: Path, expected: str, got: str) -> CheckpointError:
-    """The error for a file that is not what was saved."""
+    """Return the error for a file that was damaged or replaced."""
     return CheckpointError(
         explain(
             f"{path.name} is not what was saved.",
             expected=expected,
             got=got,
             where=str(path),
-            fix="load an older checkpoint, or copy this one again from where it is intact; nothing "
-            "was loaded",
+            fix="load an older checkpoint, or restore this one from an intact copy; nothing was "
+            "loaded",
         )
     )

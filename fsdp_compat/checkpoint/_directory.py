@@ -1,15 +1,15 @@
-"""Directories of checkpoints: a fresh one under a name of its own, which gets its real name when
-everything is in it.
+"""Directories of checkpoints. A save writes to a fresh directory with a hidden name, which gets its
+real name once it is complete.
 
-On one file system the rank that makes the directory is its leader: it alone writes the manifest and
-renames. Ranks whose folders lie on several file systems have several leaders, and each of them has
-a directory with a manifest of its own.
+The rank that creates the directory leads: it alone writes the manifest and renames. If the ranks'
+folders are on several file systems, each of these has a leader, and a directory with a manifest of
+its own.
 
-A leader owns its fresh directory: it holds a lock (flock) on a file in it, which the system
-releases when the process ends, in whatever way. The next save to the folder removes the directories
-whose lock nobody holds. Some file systems do not show a lock to other machines, so the file's name
-says on which one the owner was; what was left by another machine is removed when nothing in it has
-changed for a day."""
+A leader owns its fresh directory: it holds a lock (flock) on a file in it. The system releases it
+when the process ends, however it ends. The next save to the folder removes fresh directories that
+are not locked. Some file systems do not show locks to other machines. The name of the locked file
+therefore says on which machine the owner runs; directories of other machines are removed if nothing
+in them has changed for a day."""
 
 from __future__ import annotations
 
@@ -48,22 +48,22 @@ _LEFT_S = 86400.0  # without a change
 
 
 class NotSynced(OSError):
-    """A checkpoint has its name, but its folder could not be made durable."""
+    """A checkpoint has its name, but its folder could not be synced to disk."""
 
 
 def directory_of(folder: Path, step: int) -> Path:
-    """Return where the checkpoint of a step stands, or will stand."""
+    """Return the directory of the checkpoint of a step."""
     return folder / f"step-{step:08d}"
 
 
 def fresh_name(target: Path, identity: str) -> Path:
-    """Return where a save of this identity, 32 hexadecimal digits, writes what will be
-    ``target``."""
+    """Return the directory that a save writes to before it becomes ``target``. identity: 32
+    hexadecimal digits."""
     return target.with_name(f".{target.name}-{identity}")
 
 
 def _steps_in(folder: Path) -> dict[int, Path]:
-    """Return what has the name of a checkpoint, by step."""
+    """Return the paths that have the name of a checkpoint, by step."""
     try:
         found = [
             (int(match[1]), path)
@@ -76,8 +76,8 @@ def _steps_in(folder: Path) -> dict[int, Path]:
 
 
 def _problem_with(path: Path, step: int) -> str | None:
-    """Return why a directory is not the complete checkpoint of a step; "" where no save has
-    completed it, None if it is."""
+    """Return why a directory is not the complete checkpoint of a step: "" if its save did not
+    finish. None if it is complete."""
     try:
         if not (path / MANIFEST).is_file():
             return ""
@@ -88,32 +88,32 @@ def _problem_with(path: Path, step: int) -> str | None:
 
 
 def latest(folder: str | os.PathLike[str]) -> Path | None:
-    """Return the complete checkpoint with the highest step in ``folder``, or None. What a save has
-    not ended is not one.
+    """Return the complete checkpoint with the highest step in ``folder``, or None. Saves that did
+    not finish do not count.
 
-    A directory whose manifest is damaged, or cannot be read, is passed over with a warning.
+    A directory whose manifest is damaged or unreadable is skipped with a warning.
     """
     for step, path in sorted(_steps_in(Path(folder)).items(), reverse=True):
         problem = _problem_with(path, step)
         if problem is None:
             return path
         if problem:
-            warnings.warn(f"latest() passes over {path}: {problem}", stacklevel=2)
+            warnings.warn(f"latest() skips {path}: {problem}", stacklevel=2)
     return None
 
 
 class Fresh:
-    """A directory that this process has made and owns, until it is published or discarded."""
+    """A directory that this process created and owns until it is published or discarded."""
 
     def __init__(self, path: Path, owner: Path, descriptor: int) -> None:
         self.path = path
         self._owner, self._descriptor = owner, descriptor
 
     def publish(self, target: Path, manifest: str) -> None:
-        """Complete it, when its files are durable: the manifest, then the real name.
+        """Write the manifest, then rename to ``target``. The files in it must be durable.
 
-        Raises NotSynced if it has its name, but the folder could not be synced; any other OSError
-        if it is not complete.
+        Raises NotSynced if it was renamed, but the folder could not be synced; any other OSError if
+        it is not complete.
         """
         sync_directory(self.path)
         unnamed = self.path / f"{MANIFEST}.part"
@@ -124,7 +124,7 @@ class Fresh:
         unnamed.rename(self.path / MANIFEST)
         sync_directory(self.path)
         if target.exists():  # rename would replace an empty directory
-            raise FileExistsError(f"{target} exists already")
+            raise FileExistsError(f"{target} already exists")
         self.path.rename(target)
         try:
             with contextlib.suppress(OSError):
@@ -136,24 +136,23 @@ class Fresh:
             self.release()
 
     def discard(self) -> None:
-        """Remove it, as far as that can be."""
+        """Remove it, if possible. Does nothing once it is published."""
         with contextlib.suppress(OSError):
             _remove(self.path)
         self.release()
 
     def release(self) -> None:
-        """Own it no more. A second call does nothing."""
+        """Release the lock. May be called again."""
         if self._descriptor >= 0:
             with contextlib.suppress(OSError):
-                fcntl.flock(
-                    self._descriptor, fcntl.LOCK_UN
-                )  # a forked process may hold the descriptor, too
+                # Closing is not enough: a forked process may hold the descriptor, too.
+                fcntl.flock(self._descriptor, fcntl.LOCK_UN)
             os.close(self._descriptor)
             self._descriptor = -1
 
 
 def make_fresh(path: Path) -> Fresh | None:
-    """Make a directory, and the folder that it is in; None if another process has. Raises
+    """Create a directory, and the folder that it is in; return None if it exists. Raises
     OSError."""
     folder = path.parent
     is_new = not folder.exists()
@@ -167,23 +166,19 @@ def make_fresh(path: Path) -> Fresh | None:
         except FileExistsError:
             return None
         owner = path / f"{_OWNER}{host()}"
-        with contextlib.suppress(
-            FileNotFoundError
-        ):  # another save has removed it, as nobody owned it yet
+        with contextlib.suppress(FileNotFoundError):  # another save removed it before it was locked
             return Fresh(path, owner, _own(owner))
 
 
 def _own(owner: Path) -> int:
-    """Make and lock the file that says whose directory it is in; return its descriptor.
+    """Create and lock the file that marks the owner of a directory; return its descriptor.
 
     Raises FileNotFoundError if the directory was removed.
     """
     descriptor = os.open(owner, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
     try:
         with contextlib.suppress(OSError):  # a file system without locks
-            fcntl.flock(
-                descriptor, fcntl.LOCK_EX
-            )  # waits for a save that is just about to remove it
+            fcntl.flock(descriptor, fcntl.LOCK_EX)  # waits for a save that may be removing it
         if not os.path.samestat(os.stat(owner), os.fstat(descriptor)):
             raise FileNotFoundError(f"{owner} was removed")
     except BaseException:
@@ -193,14 +188,12 @@ def _own(owner: Path) -> int:
 
 
 def remove_left_overs(folder: Path) -> None:
-    """Remove what killed saves have left in a folder, and no living one owns. Raises OSError where
-    it cannot be listed."""
+    """Remove the directories that killed saves left in a folder. Raises OSError if it cannot be
+    listed."""
     for path in [
         path for path in folder.iterdir() if path.name.startswith((".step-", ".removed-"))
     ]:
-        with contextlib.suppress(
-            OSError
-        ):  # others remove, too, and what cannot be removed harms nobody
+        with contextlib.suppress(OSError):  # another save may be removing the same one
             if path.is_symlink() or not path.is_dir():
                 continue
             if _REMOVED.fullmatch(path.name):
@@ -213,7 +206,7 @@ def remove_left_overs(folder: Path) -> None:
 
 @contextlib.contextmanager
 def _disowned(path: Path) -> Iterator[bool]:
-    """Give True if no living save owns a fresh directory, nor can while this lasts."""
+    """Yield whether a fresh directory has no living owner. It cannot get one while this lasts."""
     inside = list(path.iterdir())
     owners = [file for file in inside if file.name.startswith(_OWNER)]
     is_old = time.time() - max(file.lstat().st_mtime for file in [path, *inside]) > _LEFT_S
@@ -230,15 +223,15 @@ def _disowned(path: Path) -> Iterator[bool]:
                 yield is_old
                 return
         if not inside:
-            path.rmdir()  # unless its owner comes just now, who makes it again otherwise
+            path.rmdir()  # fails if its owner has just come; otherwise the owner creates it again
             yield False
             return
         yield is_old or any(owner.name == f"{_OWNER}{host()}" for owner in owners)
 
 
 def _remove(path: Path) -> None:
-    """Remove a directory, which at no moment is there in part under its name. Raises OSError if it
-    stays."""
+    """Remove a directory: it is renamed first, so that its name never stands for a part of it.
+    Raises OSError if it stays."""
     step = path.name.removeprefix(".").split("-")[1]
     leaving = path.with_name(f".removed-step-{step}-{uuid.uuid4().hex}")
     path.rename(leaving)
@@ -246,16 +239,16 @@ def _remove(path: Path) -> None:
 
 
 def remove_older(folder: Path, step: int, keep_last: int) -> None:
-    """Remove complete checkpoints of steps before ``step``, as many as leave ``keep_last`` with it.
-    Raises OSError.
+    """Remove the oldest complete checkpoints before ``step``, so that ``keep_last`` are left with
+    it. Raises OSError.
 
-    What does not have a manifest of that step is not one, and stays.
+    Directories without a manifest of their step are not checkpoints, and stay.
     """
     older = [
-        (its, path)
-        for its, path in sorted(_steps_in(folder).items())
-        if its < step and _problem_with(path, its) is None
+        (number, path)
+        for number, path in sorted(_steps_in(folder).items())
+        if number < step and _problem_with(path, number) is None
     ]
     for _, path in older[: max(len(older) - (keep_last - 1), 0)]:
-        with contextlib.suppress(OSError):  # another save removes it, or it is not this user's
+        with contextlib.suppress(OSError):  # another save removes it, or another user owns it
             _remove(path)

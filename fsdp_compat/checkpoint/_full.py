@@ -1,5 +1,5 @@
-"""The whole model's state, one unit at a time: for files of any kind, and for models that fit no
-single process twice."""
+"""Whole tensors of a model, gathered one unit at a time: for any file format, and for models of
+which no process can hold a second copy."""
 
 from __future__ import annotations
 
@@ -13,7 +13,13 @@ from torch import nn
 
 from .._engine import rendezvous
 from .._state.model import gathered_unit
-from .._state.model_units import Instance, instances_in, managed_in, names_in_order, runtimes_of
+from .._state.model_units import (
+    managed_in,
+    model_unit_of,
+    model_units_in,
+    names_in_order,
+    runtimes_of,
+)
 from .._state.names import Wanted, clean_name, wanted_by
 from ..errors import require_module
 
@@ -26,32 +32,27 @@ def iter_full_state_dict(
     """Yield (name, whole tensor on the CPU) of a model's parameters and persistent buffers, under
     the names before wrapping.
 
-    model: a FullyShardedDataParallel, or a module around some. Unit by unit, the outer ones first,
-    and within a unit in the model's order. A tied parameter comes under all its names, one after
-    the other, with one tensor. Tensors are copies, and the caller's. filter: which to yield, a
-    function of a name, or "trainable" for the parameters that require grad; only those are
-    gathered.
+    model: a FullyShardedDataParallel module, or a module that contains some. Outer units come
+    first; within a unit, the model's order. A tied parameter is yielded under each of its names in
+    turn, with the same tensor. Tensors are copies that the caller owns. filter: selects what to
+    yield and gather: a function of a name, or "trainable" for parameters that require grad.
 
     Collective: all ranks iterate in step, to the end or until they all stop at the same name. A
-    rank holds one gathered unit and the tensor that was yielded last. Extra state, which is no
-    tensor, is left out.
+    rank holds one unsharded unit and the last yielded tensor. Extra state is left out: it is not a
+    tensor.
     """
     require_module(model, "iter_full_state_dict")
     return _full_state(model, wanted_by(filter, "iter_full_state_dict"))
 
 
 def _full_state(model: nn.Module, wanted: Wanted) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (clean name, whole tensor on the CPU, a copy) of what is wanted of a model, unit by
-    unit, see ``iter_full_state_dict``.
-
-    Collective, as far as it is consumed.
-    """
-    instances = instances_in(model)
-    for runtime in runtimes_of(instances):
+    """See ``iter_full_state_dict``; names are clean. Collective, as far as it is consumed."""
+    units = model_units_in(model)
+    for runtime in runtimes_of(units):
         runtime.require_idle("iter_full_state_dict")
         runtime.require_parts("iter_full_state_dict")
     rendezvous.require_all_ranks(
-        "iter_full_state_dict", (group for each in instances for group in each._unit.groups)
+        "iter_full_state_dict", (group for each in units for group in each.unit.groups)
     )
     position = {name: number for number, name in enumerate(names_in_order(model, ""))}
     for owned in _by_owner(model):
@@ -59,14 +60,15 @@ def _full_state(model: nn.Module, wanted: Wanted) -> Iterator[tuple[str, torch.T
             (names, functools.partial(_copy_on_cpu, tensor))
             for names, tensor in owned.others_wanted(wanted)
         ]
-        if isinstance(owned.owner, Instance):
-            owned.owner._runtime.require_idle("iter_full_state_dict")
-            owned.owner._runtime.rest([owned.owner._unit])
+        own = model_unit_of(owned.owner)
+        if own is not None:
+            own.runtime.require_idle("iter_full_state_dict")
+            own.runtime.rest([own.unit])
             found += gathered_unit(
-                owned.owner._unit, [f"{path}." if path else "" for path in owned.paths], wanted
+                own.unit, [f"{path}." if path else "" for path in owned.paths], wanted
             )
         found.sort(key=lambda entry: position.get(entry[0][0], len(position)), reverse=True)
-        while found:  # what was yielded is let go
+        while found:  # drop each tensor once it was yielded
             names, make = found.pop()
             value = make()
             del make
@@ -81,15 +83,15 @@ def _copy_on_cpu(tensor: torch.Tensor) -> torch.Tensor:
 
 @dataclasses.dataclass
 class _Owned:
-    """What a state dict holds of the modules of one instance, or of the module around all of them,
-    and of no inner instance's."""
+    """The modules of one unit without those of inner units, or the modules outside of all
+    units."""
 
     owner: nn.Module
     paths: list[str]  # clean names of the owner
-    others: dict[str, torch.Tensor]  # by clean name: what is no unit's parameter
+    others: dict[str, torch.Tensor]  # unmanaged tensors and buffers, by clean name
 
     def others_wanted(self, wanted: Wanted) -> list[tuple[list[str], torch.Tensor]]:
-        """Return (its names that are wanted, tensor) of each that has any."""
+        """Return (wanted names, tensor) of each tensor with a wanted name."""
         found: dict[int, tuple[list[str], torch.Tensor]] = {}
         for name, tensor in self.others.items():
             if wanted(name, isinstance(tensor, nn.Parameter) and tensor.requires_grad):
@@ -98,28 +100,30 @@ class _Owned:
 
 
 def _by_owner(model: nn.Module) -> list[_Owned]:
-    """Share the modules of ``model`` out to the instances that they belong to, the outer ones
-    first."""
+    """Assign the modules of ``model`` to the units that they belong to, outer units first."""
     managed = managed_in(model)
     found: dict[nn.Module, _Owned] = {}
     owner_of: dict[str, nn.Module] = {}  # by path
     for path, child in model.named_modules(remove_duplicate=False):
         owner = (
-            child if isinstance(child, Instance) or not path else owner_of[path.rpartition(".")[0]]
+            child
+            if model_unit_of(child) is not None or not path
+            else owner_of[path.rpartition(".")[0]]
         )
         owner_of[path] = owner
-        its = found.setdefault(owner, _Owned(owner, [], {}))
+        owned = found.setdefault(owner, _Owned(owner, [], {}))
         if child is owner:
-            its.paths.append(clean_name(path))
+            owned.paths.append(clean_name(path))
         for name, tensor in (*child._parameters.items(), *child._buffers.items()):
             if (
                 tensor is not None
                 and id(tensor) not in managed
                 and name not in child._non_persistent_buffers_set
             ):
-                its.others[clean_name(f"{path}.{name}".lstrip("."))] = tensor
-    for its in found.values():
-        for name, exact in its.owner._exact_buffers() if isinstance(its.owner, Instance) else ():
-            keys = [f"{path}.{name}".lstrip(".") for path in its.paths]
-            its.others.update((key, exact) for key in keys if key in its.others)
+                owned.others[clean_name(f"{path}.{name}".lstrip("."))] = tensor
+    for owned in found.values():
+        own = model_unit_of(owned.owner)
+        for name, exact in own.exact_buffers() if own is not None else ():
+            keys = [f"{path}.{name}".lstrip(".") for path in owned.paths]
+            owned.others.update((key, exact) for key in keys if key in owned.others)
     return list(found.values())

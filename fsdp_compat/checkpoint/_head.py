@@ -1,5 +1,5 @@
-"""What a rank's file says beside its tensors, in the text that `_snapshot` makes: its types are
-checked before it is used."""
+"""The head of a rank's file: its header, and the text in it that `_snapshot` makes. Types are
+checked before anything is used."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any, TypeVar
 
 import torch
 
-from ._header import Entry, dtype_of
+from ._header import TensorInfo, dtype_of
 from ._texts import listed, parse_json, size, sizes, text_in, texts
 
-__all__ = ["TEXT", "Head", "StateEntry", "parse_head"]
+__all__ = ["TEXT", "Head", "StateTensor", "parse_head"]
 
 TEXT = "fsdp_compat"  # the key of the text in the metadata of the file
 
@@ -20,18 +20,17 @@ _T = TypeVar("_T")
 
 
 @dataclasses.dataclass(frozen=True)
-class StateEntry:
-    """A state of some parameters of a group with one element per element, in an entry of the
-    file."""
+class StateTensor:
+    """A tensor of the file that holds one state, element by element, of parameters of a group."""
 
     key: Any
-    entry: str
+    tensor: str  # its name in the file
     dtype: torch.dtype
     of: frozenset[int] | None  # of which parameters of the group; None: of all
 
     @staticmethod
-    def of_json(content: Any) -> StateEntry:
-        return StateEntry(
+    def of_json(content: Any) -> StateTensor:
+        return StateTensor(
             _key(content["key"]),
             text_in(content["entry"]),
             dtype_of(content["dtype"]),
@@ -41,37 +40,38 @@ class StateEntry:
 
 @dataclasses.dataclass(frozen=True)
 class Head:
-    """What one file says of itself. Values are encoded, as `_values.encode` returns them."""
+    """What one file says about itself. Values are encoded, as `_values.encode` returns them."""
 
-    entries: dict[str, Entry]
+    tensors: dict[str, TensorInfo]
     identity: str  # of the save
     number: int  # of the rank that wrote the file
     left_out: list[str]
-    states: dict[str, list[StateEntry]]  # by the name of the group
-    scalars: dict[
-        str, list[tuple[Any, frozenset[int] | None, Any]]
-    ]  # (key, of which parameters, value)
-    own: dict[str, list[tuple[int, Any, Any]]]  # (of which parameter, key, value)
+    states: dict[str, list[StateTensor]]  # by the name of the group
+    # by the name of the group: (key, of which parameters, value); None: of all
+    scalars: dict[str, list[tuple[Any, frozenset[int] | None, Any]]]
+    rank_local: dict[str, list[tuple[int, Any, Any]]]  # (of which parameter, key, value)
     extra: Any
-    others: dict[str, Any]  # in the common file alone, as what follows
+    # By name, in the common file alone: unmanaged tensors, buffers, extra state; states of such
+    # parameters.
+    others: dict[str, Any]
     other_states: dict[str, list[tuple[Any, Any]]]
 
 
-def parse_head(entries: dict[str, Entry], metadata: dict[str, str]) -> Head:
-    """Return what the header of a file says. Raises KeyError, TypeError, ValueError, RecursionError
-    for what is not such a text."""
+def parse_head(tensors: dict[str, TensorInfo], metadata: dict[str, str]) -> Head:
+    """Return the head of a file. Raises KeyError, TypeError, ValueError or RecursionError if the
+    text is not one that a save writes."""
     content = parse_json(metadata[TEXT].encode("utf-8"))
     return Head(
-        entries,
+        tensors,
         text_in(content["identity"]),
         size(content["number"]),
         texts(content["left_out"]),
-        _by_name(content["states"], StateEntry.of_json),
+        _by_name(content["states"], StateTensor.of_json),
         {
             group: [scalar for scalars in found for scalar in scalars]
             for group, found in _by_name(content["scalars"], _scalars_of_key).items()
         },
-        _by_name(content["own"], _own),
+        _by_name(content["own"], _rank_local),
         content["extra"],
         dict(content.get("others", {})),
         _by_name(content.get("other_states", {}), _key_and_value),
@@ -87,7 +87,7 @@ def _scalars_of_key(content: Any) -> list[tuple[Any, frozenset[int] | None, Any]
     return [(_key(key), _indices(of), value) for of, value in map(listed, listed(values))]
 
 
-def _own(content: Any) -> tuple[int, Any, Any]:
+def _rank_local(content: Any) -> tuple[int, Any, Any]:
     index, key, value = listed(content)
     return size(index), _key(key), value
 

@@ -1,12 +1,12 @@
-"""The head of a safetensors file: which tensor lies where.
+"""The header of a safetensors file: where each tensor lies.
 
-The format, after the safetensors library's own description: 8 bytes, the length of the JSON text,
-little-endian; the JSON text, one entry per tensor with its dtype, shape and place behind the text,
-and texts under ``__metadata__``; then the tensors, without gaps. The library writes whole tensors
-from memory; here each process writes its own bytes, so the head is made apart.
+The format, according to the safetensors library: 8 bytes with the length of the JSON text,
+little-endian; the JSON text, which maps each tensor's name to its dtype, shape and offsets behind
+the text, and ``__metadata__`` to texts; then the tensors, without gaps. The library writes whole
+tensors from memory. Here each process writes its own bytes, so the header is made separately.
 
-What the library refuses is refused here. What it reads is read as it reads it, but for what has two
-meanings: a name that stands twice in one object."""
+Files that the library refuses are refused here. Files that it reads are read alike, except for the
+ambiguous ones, in which a name occurs twice in one object."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from ._texts import (
 
 __all__ = [
     "METADATA",
-    "Entry",
+    "TensorInfo",
     "dtype_name",
     "dtype_of",
     "encode_header",
@@ -47,7 +47,7 @@ __all__ = [
 ]
 
 METADATA = "__metadata__"
-_MAX_DEPTH = 127  # as the library has it
+_MAX_DEPTH = 127  # the library's limit
 _MAY_BE_HALF = re.compile(rb"\\u[dD]")
 _ODD_NUMBER = re.compile(rb"-0|[0-9]{21}")
 
@@ -72,17 +72,18 @@ _NAMES = {
     torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
 }
 _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
-_DTYPES["F8_E8M0"] = torch.float8_e8m0fnu  # read alone: many versions of the library do not know it
+# Read, but not written: many versions of the library do not know it.
+_DTYPES["F8_E8M0"] = torch.float8_e8m0fnu
 
 
 @dataclasses.dataclass(frozen=True)
-class Entry:
+class TensorInfo:
     """One tensor of a file."""
 
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
-    start: int  # byte in the file
+    start: int  # first byte in the file
 
     @property
     def numel(self) -> int:
@@ -104,25 +105,25 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 def dtype_of(name: object) -> torch.dtype:
     """Return the dtype of one of torch's names; raises ValueError for anything else."""
-    found = vars(torch).get(str(name))  # no getattr: a module may import on being asked
+    found = vars(torch).get(str(name))  # getattr would import modules that torch loads lazily
     if not isinstance(found, torch.dtype):
-        raise ValueError(f"{name!r} is no dtype of this torch")
+        raise ValueError(f"{name!r} is not a dtype of this version of torch")
     return found
 
 
 def is_known(dtype: torch.dtype) -> bool:
-    """True for a dtype that the format has a name for."""
+    """Return whether the format has a name for a dtype."""
     return dtype in _NAMES
 
 
 def encode_header(
     tensors: Sequence[tuple[str, torch.dtype, tuple[int, ...]]], metadata: Mapping[str, str]
-) -> tuple[bytes, list[Entry]]:
-    """Return the head of a file of ``tensors`` (name, dtype, shape), and where each will lie: wide
-    dtypes first, so that all are aligned. The head's length is a multiple of 8 bytes.
+) -> tuple[bytes, list[TensorInfo]]:
+    """Return the header of a file of ``tensors`` (name, dtype, shape), and where each will lie.
+    Wide dtypes come first, so that all are aligned. The header's length is a multiple of 8 bytes.
 
-    A dtype that the format does not know is described as bytes; who reads it has to know. Raises
-    UsageError for more names and texts than are read again.
+    A dtype that the format does not know is described as bytes; the reader has to know it. Raises
+    UsageError if the header would be too large to be read again.
     """
     order = sorted(tensors, key=lambda tensor: -tensor[1].itemsize)
     if len({name for name, _, _ in order} | {METADATA}) < len(order) + 1:
@@ -144,14 +145,14 @@ def encode_header(
     require_readable(text, _MAX_DEPTH)
     head = len(text).to_bytes(8, "little") + text
     return head, [
-        Entry(name, dtype, shape, len(head) + at)
+        TensorInfo(name, dtype, shape, len(head) + at)
         for (name, dtype, shape), at in zip(order, places, strict=True)
     ]
 
 
-def read_header(path: Path) -> tuple[dict[str, Entry], dict[str, str]]:
-    """Return the tensors of a file by name, and its texts. Raises CheckpointError for what is not a
-    safetensors file, OSError."""
+def read_header(path: Path) -> tuple[dict[str, TensorInfo], dict[str, str]]:
+    """Return the tensors of a file by name, and its metadata. Raises CheckpointError if it is not a
+    safetensors file; OSError."""
     with open(open_file(path), "rb") as file:
         nbytes = os.fstat(file.fileno()).st_size
         text = file.read(length_of_header(file.read(8), nbytes, path))
@@ -159,15 +160,17 @@ def read_header(path: Path) -> tuple[dict[str, Entry], dict[str, str]]:
 
 
 def length_of_header(first: bytes, nbytes: int, path: Path) -> int:
-    """Return the length of the JSON text after the first 8 bytes of a file of ``nbytes``. Raises
-    CheckpointError if it has none."""
+    """Return the length of the JSON text, from the first 8 bytes of a file of ``nbytes``. Raises
+    CheckpointError if it is impossible."""
     length = int.from_bytes(first, "little")
     if nbytes < 8 or length > min(nbytes - 8, MAX_TEXT_NBYTES):
         raise _not_safetensors(path, f"a header of {length} bytes in a file of {nbytes}")
     return length
 
 
-def parse_header(text: bytes, nbytes: int, path: Path) -> tuple[dict[str, Entry], dict[str, str]]:
+def parse_header(
+    text: bytes, nbytes: int, path: Path
+) -> tuple[dict[str, TensorInfo], dict[str, str]]:
     """text: the JSON text in a file of ``nbytes``. Return as ``read_header`` does."""
     try:
         hooks = {"parse_int": _whole} if _ODD_NUMBER.search(text) else {}
@@ -183,8 +186,10 @@ def parse_header(text: bytes, nbytes: int, path: Path) -> tuple[dict[str, Entry]
         raise _not_safetensors(path, brief(error)) from error
 
 
-def _parsed(described: Any, start: int, nbytes: int) -> tuple[dict[str, Entry], dict[str, str]]:
-    """Return tensors and texts. start: where the tensors begin in a file of ``nbytes``. Raises
+def _parsed(
+    described: Any, start: int, nbytes: int
+) -> tuple[dict[str, TensorInfo], dict[str, str]]:
+    """Return tensors and metadata. start: where the tensors begin in a file of ``nbytes``. Raises
     ValueError."""
     if not isinstance(described, dict):
         raise ValueError(f"a {type(described).__name__} instead of an object")
@@ -194,15 +199,15 @@ def _parsed(described: Any, start: int, nbytes: int) -> tuple[dict[str, Entry], 
         isinstance(value, str) for value in metadata.values()
     ):
         raise ValueError("metadata that are not texts by name")
-    places = sorted((*_place(name, facts), name) for name, facts in described.items())
+    places = sorted((*_offsets(name, facts), name) for name, facts in described.items())
     entries, end = {}, 0
     for first, stop, name in places:
         facts = described[name]
         if facts["dtype"] not in _DTYPES:
-            raise ValueError(
-                f"{name!r}: dtype {facts['dtype']!r}, which is not one that can be loaded"
-            )
-        entries[name] = Entry(name, _DTYPES[facts["dtype"]], tuple(facts["shape"]), start + first)
+            raise ValueError(f"{name!r}: dtype {facts['dtype']!r}, which cannot be loaded")
+        entries[name] = TensorInfo(
+            name, _DTYPES[facts["dtype"]], tuple(facts["shape"]), start + first
+        )
         if first != end or stop - first != entries[name].nbytes:
             shape = reprlib.repr(facts["shape"])
             raise ValueError(
@@ -215,11 +220,11 @@ def _parsed(described: Any, start: int, nbytes: int) -> tuple[dict[str, Entry], 
     return entries, metadata
 
 
-def _place(name: str, facts: Any) -> tuple[int, int]:
-    """Return the first byte of a tensor and the one behind it, of those behind the text. Raises
-    ValueError unless all facts fit."""
+def _offsets(name: str, facts: Any) -> tuple[int, int]:
+    """Return where a tensor begins and ends, in bytes after the text. Raises ValueError unless all
+    its facts are valid."""
     if not isinstance(facts, dict) or not {"dtype", "shape", "data_offsets"} <= facts.keys():
-        raise ValueError(f"{name!r} has not all of dtype, shape and data_offsets")
+        raise ValueError(f"{name!r} lacks one of dtype, shape and data_offsets")
     dtype, shape, offsets = facts["dtype"], facts["shape"], facts["data_offsets"]
     try:
         text_in(dtype)
@@ -235,15 +240,14 @@ def _place(name: str, facts: Any) -> tuple[int, int]:
 
 
 def _whole(text: str) -> int | float:
-    """As the library reads it: what has no place in 64 bits is not a whole number, and neither is
-    -0."""
+    """Parse an integer as the library does: -0, and a number of more than 64 bits, is a float."""
     return _finite(text) if text == "-0" or len(text) > 20 else int(text)
 
 
 def _finite(text: str) -> float:
     number = float(text)
     if math.isinf(number):
-        raise ValueError("a number that is out of range")
+        raise ValueError("a number out of range")
     return number
 
 
@@ -255,10 +259,9 @@ def _not_safetensors(path: Path, got: str) -> CheckpointError:
     return CheckpointError(
         explain(
             f"{path.name} is not a safetensors file, or not a complete one.",
-            expected="a header in JSON that says where each tensor lies in the file, with nothing "
-            "between or behind them",
+            expected="a JSON header with the offsets of all tensors, without gaps",
             got=got,
             where=str(path),
-            fix="copy the file again from where it is intact; nothing was loaded",
+            fix="restore the file from an intact copy; nothing was loaded",
         )
     )

@@ -1,8 +1,7 @@
-"""The manifest of a checkpoint: what it holds and how it lies in its files, as arithmetic; integers
-and names only.
+"""The manifest of a checkpoint: what it holds and where in the files, as names and integers.
 
-Its size is proportional to the number of parameters and of files: a flat layout says where every
-element is. It is written last, so a directory with a manifest is a complete checkpoint."""
+Its size is proportional to the number of parameters and of files: a flat layout gives the place of
+every element. It is written last, so a directory with a manifest is a complete checkpoint."""
 
 from __future__ import annotations
 
@@ -20,7 +19,7 @@ import torch
 
 from .._layout.spec import FlatLayout, ParamSpec
 from ..errors import CheckpointError, explain
-from ._blocks import Facts, damaged
+from ._blocks import FileFacts, damaged
 from ._header import dtype_name, dtype_of
 from ._texts import brief, listed, parse_json, read_text, shape_in, size, sizes, text_in, texts
 
@@ -31,10 +30,10 @@ FORMAT, VERSION = "fsdp_compat checkpoint", 1
 
 
 def versions() -> dict[str, str]:
-    """Return what a checkpoint was written by."""
+    """Return the versions that a checkpoint written now records."""
     try:
         own = importlib.metadata.version("fsdp_compat")
-    except importlib.metadata.PackageNotFoundError:  # run from its sources
+    except importlib.metadata.PackageNotFoundError:  # run from source
         own = "not installed"
     return {"fsdp_compat": own, "torch": str(torch.__version__)}
 
@@ -46,14 +45,13 @@ def file_name(number: int) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class FlatGroup:
-    """One flat group of a unit: entry ``name`` of several files, each of which holds one shard of
-    it."""
+    """One parameter group: tensor ``name`` of several files, each of which holds one shard."""
 
     name: str
     dtype: torch.dtype
-    axis: int  # index in Manifest.axes: which files
-    layout: FlatLayout  # a parameter's name is the first of its names
-    names: tuple[tuple[str, ...], ...]  # per parameter: all its names in the model, before wrapping
+    axis: int  # index in Manifest.axes: the files
+    layout: FlatLayout  # parameters under the first of their names
+    names: tuple[tuple[str, ...], ...]  # by parameter: all its names in the model, before wrapping
 
     def as_json(self) -> dict[str, Any]:
         return {
@@ -69,7 +67,7 @@ class FlatGroup:
 
     @staticmethod
     def of_json(content: dict[str, Any], axes: Sequence[Sequence[int]]) -> FlatGroup:
-        """Raises KeyError, TypeError and ValueError for what ``as_json`` does not return."""
+        """Raises KeyError, TypeError or ValueError for content that ``as_json`` cannot return."""
         found = [
             (tuple(texts(param["names"])), shape_in(param["shape"]), size(param["start"]))
             for param in listed(content["parameters"])
@@ -90,23 +88,19 @@ class FlatGroup:
 
 @dataclasses.dataclass(frozen=True)
 class Manifest:
-    """What stands in ``_manifest.json``."""
+    """The content of ``manifest.json``."""
 
     identity: str  # of this save, in every one of its files
     step: int
-    common: int  # the file with what every rank has: buffers, parameters that no unit manages
-    axes: tuple[
-        tuple[int, ...], ...
-    ]  # numbers of files that hold the shards of a group, in the order of the shards
+    common: int  # the file with what is the same on all ranks: buffers, unmanaged parameters
+    axes: tuple[tuple[int, ...], ...]  # each: the files of a group, in the order of its shards
     groups: tuple[FlatGroup, ...]
-    files: tuple[Facts, ...]  # by number
-    param_groups: (
-        Any  # of the optimizer, encoded, with the names of parameters; None: saved without one
-    )
+    files: tuple[FileFacts, ...]  # by number
+    param_groups: Any  # of the optimizer, encoded, with parameter names; None: saved without one
     written_by: dict[str, str]  # versions
 
     def located(self) -> Iterator[tuple[str, tuple[FlatGroup, int]]]:
-        """Yield every name of every parameter, with its group and its index in that."""
+        """Yield every name of every parameter, with its group and its index in the group."""
         for group in self.groups:
             for index, names in enumerate(group.names):
                 for name in names:
@@ -127,9 +121,7 @@ class Manifest:
                 {
                     "name": file_name(number),
                     "nbytes": facts.nbytes,
-                    "crc32": "".join(
-                        f"{checksum:08x}" for checksum in facts.checksums
-                    ),  # of every 4 MiB, one after the other
+                    "crc32": "".join(f"{checksum:08x}" for checksum in facts.checksums),
                 }
                 for number, facts in enumerate(self.files)
             ],
@@ -146,20 +138,19 @@ def _framed(content: bytes) -> bytes:
 
 
 def read_manifest(path: Path) -> Manifest:
-    """Return the manifest of the checkpoint in directory ``path``. Raises CheckpointError where
-    there is none, or a damaged one."""
+    """Return the manifest of the checkpoint in directory ``path``. Raises CheckpointError if it is
+    missing or damaged."""
     file = path / MANIFEST
     try:
         text = read_text(file)
     except (FileNotFoundError, NotADirectoryError) as error:
         raise CheckpointError(
             explain(
-                "There is no checkpoint.",
-                expected=f"a directory with a {MANIFEST}, as save(folder, ...) returns it",
+                "There is no checkpoint at this path.",
+                expected=f"a directory with a {MANIFEST}, as returned by save(folder, ...)",
                 got="a directory without" if path.is_dir() else "no such directory",
                 where=str(path),
-                fix="pass latest(folder), which is the newest complete checkpoint, or what save "
-                "returned",
+                fix="pass latest(folder) or the path that save returned",
             )
         ) from error
     except (OSError, ValueError) as error:
@@ -167,7 +158,7 @@ def read_manifest(path: Path) -> Manifest:
     content_text = text[len(_BEFORE) : text.rfind(b',\n"crc32": "')]
     if text != _framed(content_text):
         raise damaged(
-            file, "a text with its checksum at the end", f"{len(text)} bytes that do not have it"
+            file, "text with its checksum at the end", f"{len(text)} bytes without a valid one"
         )
     try:
         content = parse_json(content_text)
@@ -184,9 +175,7 @@ def read_manifest(path: Path) -> Manifest:
         OverflowError,
         RecursionError,
     ) as error:
-        raise damaged(
-            file, "a layout in which every element lies in one place", brief(error)
-        ) from error
+        raise damaged(file, "a layout with one place for every element", brief(error)) from error
     raise CheckpointError(
         explain(
             "This checkpoint has another format.",
@@ -194,8 +183,7 @@ def read_manifest(path: Path) -> Manifest:
             got=f"{reprlib.repr(content.get('format'))}, version "
             f"{reprlib.repr(content.get('version'))}",
             where=str(file),
-            fix="load it with the version of fsdp_compat that stands in it as 'written_by', or a "
-            "later one",
+            fix="load it with the version of fsdp_compat in its 'written_by', or a later one",
         )
     )
 
@@ -209,7 +197,7 @@ def _of_json(content: dict[str, Any]) -> Manifest:
         checksums = tuple(
             int(file["crc32"][at : at + 8], 16) for at in range(0, len(file["crc32"]), 8)
         )
-        files.append(Facts(size(file["nbytes"]), checksums))
+        files.append(FileFacts(size(file["nbytes"]), checksums))
         if file["name"] != file_name(number):
             raise ValueError(f"file {number} is called {file['name']!r}")
     if any(not axis or max(axis) >= len(files) or len(set(axis)) < len(axis) for axis in axes):
@@ -217,7 +205,7 @@ def _of_json(content: dict[str, Any]) -> Manifest:
     if size(content["common"]) >= len(files):
         raise ValueError(f"file {content['common']} of {len(files)}")
     groups = tuple(FlatGroup.of_json(group, axes) for group in listed(content["groups"]))
-    names = [name for group in groups for its in group.names for name in its]
+    names = [name for group in groups for of_param in group.names for name in of_param]
     if len(set(names)) < len(names) or len({group.name for group in groups}) < len(groups):
         raise ValueError("a parameter has two places, or two groups have one name")
     if content["param_groups"] is not None:

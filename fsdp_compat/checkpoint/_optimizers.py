@@ -1,4 +1,4 @@
-"""Whether the optimizers that ranks save or load together are of the same parameters."""
+"""Check that all ranks save or load optimizers of the same parameters."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from .._engine.unit import Group
-from .._state.model_units import named_units
+from .._engine.group import Group
+from .._state.model_units import units_of
 from .._state.optim_alike import Told, require_alike, tell
 from .._state.param_ownership import ParamOwnership, ownership_of
 from ..errors import RuntimeUsageError, explain
@@ -20,46 +20,46 @@ __all__ = ["SharedOptimizer"]
 
 
 class SharedOptimizer:
-    """What this rank tells of its optimizer, and what it makes of what the others tell."""
+    """This rank's optimizer, to be compared with those of the other ranks."""
 
     def __init__(
         self, model: nn.Module, optimizer: torch.optim.Optimizer | None, ranks: Ranks
     ) -> None:
         """Raises UsageError for an optimizer with a parameter that is not the model's."""
-        self._ranks, units = ranks, named_units(model)
+        self._ranks, units = ranks, units_of(model)
         self._groups: list[Group] = [
             group
             for named in units
             for group in named.unit.groups
             if group.shard.ranks * group.replica.ranks == ranks.count
         ]
-        self._holdings: ParamOwnership | None = None
+        self._ownership: ParamOwnership | None = None
         if optimizer is not None:
-            self._holdings = ownership_of(
+            self._ownership = ownership_of(
                 optimizer.param_groups, f"the state of {type(optimizer).__name__}", units, model
             )
 
     def told(self) -> list[Any] | None:
-        """Return what this rank tells, as JSON has it."""
+        """Return the facts to compare, as JSON values."""
         return (
             None
-            if self._holdings is None
-            else list(dataclasses.astuple(tell(self._holdings, self._groups)))
+            if self._ownership is None
+            else list(dataclasses.astuple(tell(self._ownership, self._groups)))
         )
 
     def require_alike(self, everyones: Sequence[list[Any] | None], call: str) -> None:
-        """Raise UsageError, on all ranks, unless all have told the same. everyones: by number of
-        the rank."""
-        told = [Told(*its) for its in everyones if its is not None]
-        if self._holdings is not None and len(told) == len(everyones):
-            require_alike(self._holdings, self._groups, told, call, unmanaged=True)
+        """Raise UsageError, on all ranks, unless the facts of all ranks match. everyones: by number
+        of the rank."""
+        told = [Told(*facts) for facts in everyones if facts is not None]
+        if self._ownership is not None and len(told) == len(everyones):
+            require_alike(self._ownership, self._groups, told, call, unmanaged=True)
         elif told:
             raise RuntimeUsageError(
                 explain(
                     "Only some ranks have an optimizer.",
                     expected="an optimizer on every rank, or None on every rank",
                     got="none on rank(s) "
-                    f"{[number for number, its in enumerate(everyones) if its is None]} of "
+                    f"{[number for number, facts in enumerate(everyones) if facts is None]} of "
                     f"{self._ranks.count}",
                     where=call,
                     fix="pass the model's optimizer on every rank",

@@ -1,8 +1,8 @@
-"""Which processes take part, and which of them have ended.
+"""The processes of a model's ranks, and which of them have ended.
 
-A process that is killed says nothing. Whether it still runs is certain only on its own machine;
-there, the others look it up. Of a process on another machine that is silent, the engine's watch may
-know (watch.py); and a rank on that machine that takes part, too, tells everybody (see _mailbox.py).
+A killed process sends nothing. Only on its own machine can others tell for certain whether it still
+runs. A rank of another machine is watched by the other ranks there (see _mailbox.py), and is asked
+for a sign of life through the status store (see _comm/status_store.py).
 """
 
 from __future__ import annotations
@@ -13,13 +13,14 @@ import uuid
 from typing import Any
 
 from .. import _torch_private
-from .._comm import deadlock
 from .._comm.processes import Process
+from .._comm.status_store import StatusStore
 
 __all__ = ["Inquiry", "Members", "members_of", "own_facts"]
 
-ASK_S = 1.0  # at least, between two questions to a silent rank on another machine
-# without an answer; a thread gets no turn to answer while a long call into C keeps the interpreter
+ASK_S = 1.0  # shortest interval between two questions to a silent rank on another machine
+# A rank without an answer for so long counts as ended. A long call into C that holds the
+# interpreter's lock delays answers.
 SILENCE_S = 30.0
 
 
@@ -29,12 +30,11 @@ class Members:
     def __init__(
         self, name: str, number: int, ranks: list[int], processes: list[Process | None]
     ) -> None:
-        """name: the same on all of them, and nobody else's. ranks: global, by number."""
+        """name: the same on all of them, and unique. ranks: global ranks, by number."""
         self.name, self.number, self.ranks = name, number, ranks
-        self.num_calls = 0  # that they have made together
-        self.connections: list[
-            _torch_private.Store
-        ] = []  # to the store, which nobody uses: to open many in a row takes seconds
+        self.num_calls = 0  # made together
+        # Idle connections to the store, for reuse: opening many in a row takes seconds.
+        self.connections: list[_torch_private.Store] = []
         own = processes[number]
         self._here = {
             other: process
@@ -50,7 +50,7 @@ class Members:
         return len(self.ranks)
 
     def is_here(self, number: int) -> bool:
-        """True if a rank's process can be seen from this one."""
+        """Return whether a rank's process is on this machine."""
         return number in self._here
 
     def ended_here(self) -> list[int]:
@@ -65,19 +65,17 @@ class Members:
 
 
 class Inquiry:
-    """What one wait has found out about silent ranks on other machines."""
+    """What one wait knows about silent ranks on other machines."""
 
     def __init__(self, members: Members, store: _torch_private.Store) -> None:
         self._members, self._store = members, store
-        self._board: deadlock.StatusStore | None = None
+        self._status_store: StatusStore | None = None
         self._asked_at = time.monotonic()
-        self._heard: dict[
-            int, tuple[int, float]
-        ] = {}  # by number: of the last answer, and when it came
+        self._heard: dict[int, tuple[int, float]] = {}  # by rank: number and time of last answer
 
     def silent(self, missing: list[int]) -> list[int]:
-        """Ask the missing ranks of other machines once more; return those that have given no answer
-        for too long."""
+        """Ask the missing ranks on other machines again; return those that have not answered for
+        too long."""
         now, own = time.monotonic(), self._members.number
         missing = [
             number for number in missing if number != own and not self._members.is_here(number)
@@ -85,35 +83,33 @@ class Inquiry:
         if not missing or now - self._asked_at < max(ASK_S, self._members.count / 500):
             return []
         self._asked_at = now
-        if self._board is None:
-            self._board = deadlock.StatusStore(_torch_private.second_connection(self._store))
-        if (
-            self._silence_s(own, now) > SILENCE_S / 2
-        ):  # questions are not answered here, so they are not elsewhere
+        if self._status_store is None:
+            self._status_store = StatusStore(_torch_private.second_connection(self._store))
+        if self._silence_s(own, now) > SILENCE_S / 2:
+            # This rank does not get answers from itself either, so silence proves nothing.
             self._heard = {own: self._heard[own]}
             return []
         return [number for number in missing if self._silence_s(number, now) > SILENCE_S]
 
     def _silence_s(self, number: int, now: float) -> float:
-        assert self._board is not None
+        assert self._status_store is not None
         rank = self._members.ranks[number]
-        question, answer = self._board.ask(rank), self._board.answer_of(rank)
+        question, answer = self._status_store.ask(rank), self._status_store.answer_of(rank)
         last, since = self._heard.setdefault(number, (question - 1, now))
-        if answer is not None and (
-            answer.number > last or answer.ended
-        ):  # it may go on with a save after that
+        # A rank that has ended its training may still be writing.
+        if answer is not None and (answer.number > last or answer.ended):
             self._heard[number] = max(answer.number, last), now
             return 0.0
         return now - since
 
 
 def members_of(facts: list[list[Any]], number: int) -> Members:
-    """Make the members from what each has said of itself: a name, its global rank, its process."""
+    """Return the members, from the facts of each rank: a name, its global rank, its process."""
     processes = [None if process is None else Process(*process) for _, _, process in facts]
     return Members(facts[0][0], number, [rank for _, rank, _ in facts], processes)
 
 
 def own_facts(rank: int) -> list[Any]:
-    """Return what this process says of itself, see ``members_of``. rank: global."""
+    """Return the facts of this process, see ``members_of``. rank: global."""
     process = Process.own()
     return [uuid.uuid4().hex, rank, None if process is None else dataclasses.astuple(process)]

@@ -1,4 +1,4 @@
-"""How far a long save or load has come, in bytes, on the first rank."""
+"""Progress bars in bytes, on the first rank."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ __all__ = ["progress_bar", "require_bar"]
 
 
 def require_bar(wanted: bool, where: str) -> None:
-    """Raise UsageError if a bar is wanted and what draws it is not installed."""
+    """Raise UsageError if a bar is wanted and tqdm is not installed."""
     if wanted:
         try:
             import tqdm  # type: ignore[import-untyped, unused-ignore]  # noqa: F401
         except ModuleNotFoundError as error:
             raise UsageError(
                 explain(
-                    "tqdm, which shows the progress, is not installed.",
-                    expected="the package tqdm, with progress=True",
-                    got="no such package",
+                    "progress=True requires tqdm.",
+                    expected="the package tqdm",
+                    got="not installed",
                     where=where,
                     fix="pip install 'fsdp_compat[progress]', or pass progress=False",
                 )
@@ -31,8 +31,8 @@ def require_bar(wanted: bool, where: str) -> None:
 def progress_bar(
     shown: bool, what: str, total_nbytes: int | None
 ) -> Iterator[Callable[[int], object]]:
-    """Give a function that is told of every run of bytes that is done. ``shown``: draw a bar with
-    bytes and rate."""
+    """Yield a function to call with the number of bytes just done. shown: draw a bar with bytes and
+    rate."""
     if not shown:
         yield _nothing
         return

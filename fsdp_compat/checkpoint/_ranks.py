@@ -1,4 +1,4 @@
-"""The ranks over which a model is spread, as the ones that write and read its checkpoint."""
+"""The ranks that a model is sharded over, as those that write and read its checkpoint."""
 
 from __future__ import annotations
 
@@ -18,115 +18,113 @@ from .. import _torch_private
 from .._comm.communicator import communicator
 from .._comm.mesh import Mesh
 from .._engine import rendezvous
-from .._state.model_units import Instance, instances_in, runtimes_of
+from .._state.model_units import ModelUnit, model_units_in, runtimes_of
 from ..errors import CheckpointError, StateError, UsageError, explain
 from . import _background as background
-from ._mailbox import Lost, StoreMailbox
+from ._mailbox import RankLost, StoreMailbox
 from ._processes import Members, members_of, own_facts
 
-__all__ = ["Ranks", "all_ranks_or_raise", "as_ours", "ranks_of", "require_rest"]
+__all__ = ["Ranks", "all_ranks_or_raise", "checkpoint_error_from", "ranks_of", "require_rest"]
 
 
 @dataclasses.dataclass
 class Ranks:
-    """All ranks of a model in one call, numbered from 0: copy by copy, and in each in the order of
-    the shards."""
+    """The ranks of a model in one call, numbered from 0: replica by replica, and within a replica
+    in the order of the shards."""
 
     call: str
-    number: int  # of this one
+    number: int  # of this rank
     count: int
     mesh: Mesh
-    box: StoreMailbox
-    have_agreed: bool = False
+    mailbox: StoreMailbox
+    have_agreed: bool = False  # at least once in this call
 
     @contextlib.contextmanager
     def taking_part(self) -> Iterator[None]:
-        """Around the call: no other rank is to wait for one that leaves it early."""
+        """Wrap the call: if this rank leaves it with an error, the others stop waiting for it."""
         try:
             yield
         except BaseException as error:
-            self.box.leave(error)
+            self.mailbox.leave(error)
             raise
         finally:
-            self.box.close()
+            self.mailbox.close()
 
     def exchange(self, value: object) -> list[Any]:
         """Return every rank's ``value`` (JSON), by number. Collective.
 
-        Raises StateError, on all ranks, if one of them does not come to it.
+        Raises StateError, on all ranks, if one of them does not get here.
         """
 
         def work() -> object:
-            self.box.post(json.dumps(value))
+            self.mailbox.post(json.dumps(value))
             if self.number:
                 return None
-            texts = self.box.read(range(self.count))
-            different = {
-                text: index for index, text in enumerate(dict.fromkeys(texts))
-            }  # most say the same
+            texts = self.mailbox.read(range(self.count))
+            # Usually all are equal: send each text once.
+            different = {text: index for index, text in enumerate(dict.fromkeys(texts))}
             return list(different), [different[text] for text in texts]
 
         try:
-            texts, indices = self.box.conclude(work)
-        except Lost as lost:
+            texts, indices = self.mailbox.conclude(work)
+        except RankLost as lost:
             raise StateError(
                 explain(
-                    f"The ranks did not stay together in {self.call}.",
-                    expected=f"all {self.count} ranks to go through the call",
+                    f"A rank did not finish {self.call}.",
+                    expected=f"all {self.count} ranks to finish the call",
                     got=str(lost),
                     where=f"rank {self.number} of {self.count}",
-                    fix="look for the error of that rank; the checkpoints that stood before stand "
-                    "as they were",
+                    fix="look for that rank's error; earlier checkpoints are unchanged",
                 )
             ) from lost
         values = [json.loads(text) for text in texts]
         return [values[index] for index in indices]
 
 
-def ranks_of(model: nn.Module, call: str) -> tuple[list[Instance], Ranks]:
-    """Return the instances in ``model``, and the ranks they are spread over, who meet here.
-    Collective.
+def ranks_of(model: nn.Module, call: str) -> tuple[list[ModelUnit], Ranks]:
+    """Return the units in ``model``, and the ranks they are sharded over, once all ranks have
+    made this call. Collective.
 
-    Raises UsageError where there are none, StateError if the ranks do not all make this call.
+    Raises UsageError if there are none, StateError if only some ranks make this call.
     """
-    instances = instances_in(model) if isinstance(model, nn.Module) else []
-    if not instances:
+    units = model_units_in(model) if isinstance(model, nn.Module) else []
+    if not units:
         raise UsageError(
             explain(
                 "The model is not wrapped.",
-                expected="a model with a FullyShardedDataParallel in it",
+                expected="a model that contains FullyShardedDataParallel modules",
                 got=f"a {type(model).__name__} without any",
                 where=f"{call}(..., model)",
-                fix="wrap the model before, with FullyShardedDataParallel(model)",
+                fix="wrap the model first, with FullyShardedDataParallel(model)",
             )
         )
     rendezvous.require_all_ranks(
-        call, [group for instance in instances for group in instance._unit.groups], copies=True
+        call, [group for each in units for group in each.unit.groups], copies=True
     )
-    settings = instances[0]._settings
-    members = _members(settings.mesh, settings.device)
+    first = units[0]
+    members = _members(first.mesh, first.device)
     members.num_calls += 1
-    timeout: datetime.timedelta = _torch_private.group_timeout(settings.group)
-    box = StoreMailbox(members, f"{members.name}/{members.num_calls}", timeout.total_seconds())
-    return instances, Ranks(call, members.number, members.count, settings.mesh, box)
+    timeout: datetime.timedelta = _torch_private.group_timeout(first.group)
+    mailbox = StoreMailbox(members, f"{members.name}/{members.num_calls}", timeout.total_seconds())
+    return units, Ranks(call, members.number, members.count, first.mesh, mailbox)
 
 
-# By process group, and by the ranks of both axes.
+# Members by process group, and by the ranks of both axes of the mesh.
 _known: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Any, Members]] = (
     weakref.WeakKeyDictionary()
 )
 
 
 def _members(mesh: Mesh, device: torch.device) -> Members:
-    """Return the ranks of a mesh, which introduce themselves to each other the first time.
-    Collective."""
+    """Return the members of a mesh. They exchange their facts the first time. Collective."""
     shard, replica = mesh.shard, mesh.replica
-    group = shard.group or replica.group or dist.group.WORLD  # one rank alone has none of its own
+    group = shard.group or replica.group or dist.group.WORLD  # a single rank has no group
     known = {} if group is None else _known.setdefault(group, {})
     key = shard.members, replica.members
     if key not in known:
-        copy = communicator(shard, device).gather_objects(own_facts(shard.members[shard.rank]))
-        facts = [its for each in communicator(replica, device).gather_objects(copy) for its in each]
+        shards = communicator(shard, device).gather_objects(own_facts(shard.members[shard.rank]))
+        replicas = communicator(replica, device).gather_objects(shards)
+        facts = [of_rank for of_replica in replicas for of_rank in of_replica]
         known[key] = members_of(facts, replica.rank * shard.ranks + shard.rank)
     return known[key]
 
@@ -134,51 +132,53 @@ def _members(mesh: Mesh, device: torch.device) -> Members:
 def all_ranks_or_raise(
     ranks: Ranks, problem: BaseException | None, value: Any, call: str
 ) -> list[Any]:
-    """Return every rank's ``value`` (JSON), or raise on all ranks if any has a problem: its own
-    error there, the news elsewhere.
+    """Return every rank's ``value`` (JSON). If any rank has a problem, raise on all ranks: its own
+    error there, an error that quotes it elsewhere.
 
-    The first time in a call it raises the error of an earlier ``async_save`` that nobody was told.
-    Collective.
+    The first time in a call, raise instead if an earlier ``async_save`` failed and this was not
+    reported yet. Collective.
     """
-    unheard = {} if ranks.have_agreed else background.unheard()
+    unreported = {} if ranks.have_agreed else background.unreported()
     ranks.have_agreed = True
     told = None if problem is None else (type(problem).__name__, str(problem))
-    found = ranks.exchange((told, value if problem is None else None, unheard))
-    earlier = {identity: text for _, _, its in found for identity, text in its.items()}
-    if earlier or any(its_problem is not None for its_problem, _, _ in found):
-        ranks.box.close()
+    found = ranks.exchange((told, value if problem is None else None, unreported))
+    earlier = {identity: text for _, _, failed in found for identity, text in failed.items()}
+    if earlier or any(problem_there is not None for problem_there, _, _ in found):
+        ranks.mailbox.close()
     if earlier:
-        raise background.hear(earlier, call) from problem
+        raise background.report_failed(earlier, call) from problem
     if problem is not None:
         raise problem
-    for number, (its_problem, _, _) in enumerate(found):
-        if its_problem is not None:
-            kind = UsageError if its_problem[0].endswith("UsageError") else CheckpointError
-            raise kind(f"{call}, on rank {number} of {ranks.count}: {its_problem[1]}")
-    return [its for _, its, _ in found]
+    for number, (problem_there, _, _) in enumerate(found):
+        if problem_there is not None:
+            name, text = problem_there
+            kind = UsageError if name.endswith("UsageError") else CheckpointError
+            raise kind(f"{call}, on rank {number} of {ranks.count}: {text}")
+    return [value_there for _, value_there, _ in found]
 
 
-def require_rest(instances: list[Instance], call: str) -> None:
-    """Raise StateError inside of a pass or of summon_full_params; bring all units to their sharded
-    form."""
-    for runtime in runtimes_of(instances):
+def require_rest(units: list[ModelUnit], call: str) -> None:
+    """Reshard all units. Raises StateError during a forward or backward pass and inside
+    summon_full_params."""
+    for runtime in runtimes_of(units):
         runtime.require_idle(call)
         runtime.require_parts(call)
         runtime.rest()
 
 
-def as_ours(error: Exception, what: str, path: Any, state: str) -> Exception:
-    """Return ``error``, or what it means if it comes from the file system."""
+def checkpoint_error_from(error: Exception, what: str, path: Any, state: str) -> Exception:
+    """Return ``error``; an OSError as the CheckpointError that explains it. state: the state that
+    the call leaves behind."""
     if not isinstance(error, OSError):
         return error
-    made = CheckpointError(
+    result = CheckpointError(
         explain(
             what,
             expected="files that can be read and written",
             got=f"{type(error).__name__}: {error}",
             where=str(path),
-            fix=f"see that there is space and permission; {state}",
+            fix=f"check free space and permissions; {state}",
         )
     )
-    made.__cause__ = error
-    return made
+    result.__cause__ = error
+    return result

@@ -1,208 +1,88 @@
-"""What one rank saves: its flat shards and the optimizer's states of them, as they lie in memory,
-and a text about the rest.
+"""A snapshot of what one rank saves: its shards and the optimizer's states of them as they lie in
+memory, and a text with the rest.
 
-A rank's file has one entry per flat group and state, the whole shard; where the optimizer holds
-parts of single parameters an entry is put together from them. What is one number per parameter
-stands in the text in the file's head, and so does what only its own rank can use. Buffers, and
-parameters that no unit manages, are in the first rank's file."""
+A rank's file has one tensor per parameter group and per state, the whole shard. If the optimizer
+holds parameters one by one, that tensor is put together from its parts. Values that exist once per
+parameter, and rank-local states, go to the text in the file's metadata. Buffers and unmanaged
+parameters are in the file of the rank that leads."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import warnings
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from .._engine.unit import Group
-from .._state.entries import Entry as Kind
-from .._state.entries import classify_all
+from .._state import entries
 from .._state.model import store_of
-from .._state.model_units import instances_in
-from .._state.names import clean_name, everything
-from .._state.optim import NamedUnit
 from .._state.optim_state_dict import warn_of_layout
 from .._state.optimizers import convert
-from ..api import LocalOptimStateDictConfig, LocalStateDictConfig, StateDictSettings, StateDictType
-from ..errors import UsageError, explain
+from ..errors import UsageError
 from ._head import TEXT
 from ._header import dtype_name
-from ._manifest import FlatGroup
+from ._named_groups import NamedGroup, held_by, unmanaged
 from ._texts import require_readable
-from ._values import encode
+from ._values import Put, encode, tensor_as_text
 
 __all__ = [
-    "Flat",
-    "NamedGroup",
-    "Piece",
+    "FileTensor",
     "Snapshot",
+    "TensorPart",
     "as_text",
-    "held_by",
-    "inlined",
-    "named_groups",
-    "names_in",
     "take_snapshot",
-    "unmanaged",
     "warn_of_left_out",
-    "without_groups",
 ]
 
 
+SCALAR, PER_ELEMENT = entries.Entry.SCALAR, entries.Entry.PER_ELEMENT
 _STATE_KEYS = (str, int, float, type(None))  # keys of optimizer states that JSON has
 
 
 @dataclasses.dataclass(frozen=True)
-class NamedGroup:
-    """A flat group, what its entries are called, and its place among the groups of one mesh."""
+class TensorPart:
+    """Consecutive elements of a tensor in a file."""
 
-    group: Group
-    name: str
-    prefix: str  # of its parameters' names
-    mesh: int  # groups with the same number are spread over the same ranks
-    writer: int  # the replica that writes it
-
-    @property
-    def is_written_here(self) -> bool:
-        return self.group.replica.rank == self.writer
-
-    def names(self, index: int) -> tuple[str, ...]:
-        """The names of a parameter in the model, before wrapping."""
-        return tuple(
-            dict.fromkeys(
-                self.prefix + clean_name(name)
-                for name in store_of(self.group).orig_params[index].names
-            )
-        )
-
-    def described(self, axis: int) -> FlatGroup:
-        store = store_of(self.group)
-        names = tuple(self.names(index) for index in range(len(store.orig_params)))
-        return FlatGroup(self.name, store.dtype, axis, store.layout, names)
-
-
-@dataclasses.dataclass(frozen=True)
-class Piece:
-    """A run of an entry's elements."""
-
-    start: int
+    start: int  # the first element
     values: torch.Tensor  # 1-D
 
 
 @dataclasses.dataclass
-class Flat:
-    """One entry of a file: ``pieces`` in order, zeros between them."""
+class FileTensor:
+    """One tensor of a file: ``parts`` in order, zeros between them."""
 
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
-    pieces: list[Piece]
+    parts: list[TensorPart]
 
 
 @dataclasses.dataclass
 class Snapshot:
-    """What this rank's file will hold."""
+    """What this rank's file will hold, and what is the same on all ranks (common)."""
 
-    entries: list[Flat]
+    tensors: list[FileTensor]
     text: dict[str, Any]
     param_groups: Any = None  # of the optimizer, encoded; None without one
-    common_entries: list[Flat] = dataclasses.field(
-        default_factory=list
-    )  # what every rank has, for one file
+    common_tensors: list[FileTensor] = dataclasses.field(default_factory=list)
     common_text: dict[str, Any] = dataclasses.field(default_factory=dict)
 
-    def take_common(self, wanted: bool) -> None:
-        """Put what every rank has to what is in this rank's file, or drop it."""
-        if wanted:
-            self.entries += self.common_entries
+    def take_common(self, is_written_here: bool) -> None:
+        """Move the common part to this rank's file, or drop it."""
+        if is_written_here:
+            self.tensors += self.common_tensors
             self.text.update(self.common_text)
-        self.common_entries, self.common_text = [], {}
+        self.common_tensors, self.common_text = [], {}
 
     def detach(self) -> None:
-        """Copy everything to memory of its own, on the CPU: what is trained on later does not
-        show."""
-        for flat in self.entries:
-            flat.pieces = [
-                Piece(piece.start, piece.values.to("cpu", copy=True)) for piece in flat.pieces
+        """Replace all values by copies on the CPU, which training does not change."""
+        for tensor in self.tensors:
+            tensor.parts = [
+                TensorPart(part.start, part.values.to("cpu", copy=True)) for part in tensor.parts
             ]
-
-
-def named_groups(units: Sequence[NamedUnit]) -> list[NamedGroup]:
-    """Return the flat groups of ``units``, in one order on all ranks. Raises UsageError for
-    tensor-parallel parameters."""
-    meshes: dict[tuple[tuple[int, ...], tuple[int, ...]], int] = {}
-    found: list[NamedGroup] = []
-    for named in units:
-        for number, group in enumerate(named.unit.groups):
-            store = store_of(group)
-            if any(parallel is not None for parallel in store.parallel):
-                raise UsageError(
-                    explain(
-                        "Tensor-parallel parameters cannot be saved in, or loaded from, the native "
-                        "format in this version.",
-                        expected="parameters that are no DTensors",
-                        got="a DTensor parameter "
-                        f"{named.prefix}{clean_name(store.orig_params[0].name)}",
-                        where=named.unit.label,
-                        fix="save FullyShardedDataParallel.state_dict() and optim_state_dict() in "
-                        "the full form",
-                    )
-                )
-            mesh = meshes.setdefault((group.shard.members, group.replica.members), len(meshes))
-            found.append(
-                NamedGroup(
-                    group,
-                    f"{named.prefix}flat_{number}",
-                    named.prefix,
-                    mesh,
-                    len(found) % group.replica.ranks,
-                )
-            )
-    return found
-
-
-@contextlib.contextmanager
-def without_groups(model: nn.Module, managed: Collection[str]) -> Iterator[None]:
-    """State dicts of ``model`` communicate nothing in here, and hold what ``managed`` does not
-    name."""
-    instances = instances_in(model)
-    before = [instance._state_settings for instance in instances]
-    local = StateDictSettings(
-        StateDictType.LOCAL_STATE_DICT, LocalStateDictConfig(), LocalOptimStateDictConfig()
-    )
-    try:
-        for instance in instances:
-            instance._state_settings = local
-            instance._wanted = lambda name, trainable: name not in managed
-        yield
-    finally:
-        for instance, settings in zip(instances, before, strict=True):
-            instance._state_settings = settings
-            instance._wanted = everything
-
-
-def names_in(groups: Sequence[NamedGroup]) -> set[str]:
-    """All names of all parameters of ``groups``."""
-    return {
-        name
-        for named in groups
-        for index in range(len(store_of(named.group).orig_params))
-        for name in named.names(index)
-    }
-
-
-def unmanaged(model: nn.Module, groups: Sequence[NamedGroup]) -> dict[str, Any]:
-    """Return what a state dict of the model holds beside the parameters of ``groups``: buffers,
-    ignored parameters, extra state."""
-    managed = names_in(groups)
-    with without_groups(model, managed):
-        state = model.state_dict()
-    return {
-        clean_name(name): value for name, value in state.items() if clean_name(name) not in managed
-    }
 
 
 def take_snapshot(
@@ -211,18 +91,18 @@ def take_snapshot(
     extra: Any,
     groups: Sequence[NamedGroup],
 ) -> Snapshot:
-    """Return what this rank saves; its tensors are views of what is trained. Nothing is sent.
+    """Return what this rank saves. Its tensors are views of the model's and the optimizer's. No
+    communication.
 
-    Raises UsageError for what cannot be saved.
+    Raises UsageError for values that cannot be saved.
     """
     snapshot = Snapshot([], {"states": {}, "scalars": {}, "own": {}, "left_out": []})
-    add, common = _Adder(snapshot.entries), _Adder(snapshot.common_entries)
+    add, common = _Adder(snapshot.tensors), _Adder(snapshot.common_tensors)
     for named in groups:
         if named.is_written_here:
             store = store_of(named.group)
-            snapshot.entries.append(
-                Flat(named.name, store.dtype, (store.numel,), [Piece(0, store.shard.detach())])
-            )
+            parts = [TensorPart(0, store.shard.detach())]
+            snapshot.tensors.append(FileTensor(named.name, store.dtype, (store.numel,), parts))
     if optimizer is not None:
         convert(optimizer)
         held = held_by(model, optimizer, groups)
@@ -235,12 +115,12 @@ def take_snapshot(
         ]
         kinds = _kinds(optimizer, groups)
         written = [named for named in groups if named.is_written_here]
-        own = [
+        rank_local = [
             name
             for named in written
             for name in _add_states(snapshot, named, optimizer, kinds, add)
         ]
-        warn_of_layout(own, optimizer, stacklevel=5)
+        warn_of_layout(rank_local, optimizer, stacklevel=5)
     snapshot.common_text["others"] = {
         name: encode(value, name, common.under("other", name))
         for name, value in unmanaged(model, groups).items()
@@ -256,7 +136,7 @@ def take_snapshot(
             for parameter, state in optimizer.state.items()
             if parameter not in sharded_params
         }
-    warn_of_left_out(snapshot.text["left_out"], "are not in the checkpoint")
+    warn_of_left_out(snapshot.text["left_out"], "are not in the checkpoint", stacklevel=5)
     snapshot.text["extra"] = encode(extra, "extra", add.under("extra"))
     return snapshot
 
@@ -264,57 +144,61 @@ def take_snapshot(
 def _settings(group: Mapping[str, Any], number: int, left_out: list[str]) -> Any:
     """Return the settings of a parameter group, encoded.
 
-    What is not data, such as an enum or a function, is left out, and named in ``left_out``: the
-    optimizer was made with it, and the one that is loaded into has its own.
+    Settings that are not data, such as an enum or a function, are left out and named in
+    ``left_out``: the optimizer that the checkpoint is loaded into was built with its own.
     """
-    found: dict[str, Any] = {}
+    kept: dict[str, Any] = {}
     for key, value in group.items():
         if key != "params":
             try:
-                encode({key: value}, f"parameter group {number}", inlined)
+                encode({key: value}, f"parameter group {number}", tensor_as_text)
             except UsageError:
                 left_out.append(f"param_groups[{number}][{key!r}]")
             else:
-                found[key] = value
-    return encode(found, f"parameter group {number}", inlined)
+                kept[key] = value
+    return encode(kept, f"parameter group {number}", tensor_as_text)
 
 
 def _other_states(
     name: str, state: Mapping[Any, Any], common: _Adder, left_out: list[str]
 ) -> list[list[Any]]:
-    """Return the states of a parameter that no unit manages, encoded; what cannot be is left out,
-    and named."""
+    """Return the states of an unmanaged parameter, encoded. Values that cannot be saved are left
+    out and named in ``left_out``."""
     found: list[list[Any]] = []
     for key, value in state.items():
         try:
             encoded = encode(value, f"optimizer state {key!r}", common.under("other state", name))
         except UsageError:
             left_out.append(f"{name}.{key}")
+            continue
+        if isinstance(key, _STATE_KEYS):
+            found.append([key, encoded])
         else:
-            found.append([key, encoded]) if isinstance(key, _STATE_KEYS) else left_out.append(
-                f"{name}.{key}"
-            )
+            left_out.append(f"{name}.{key}")
     return found
 
 
-def warn_of_left_out(names: Sequence[str], what: str) -> None:
+def warn_of_left_out(names: Sequence[str], what: str, stacklevel: int) -> None:
     if names:
         warnings.warn(
-            f"States and settings of the optimizer that only pickle could save {what}: "
-            f"{', '.join(names)}. A checkpoint holds "
-            "numbers, texts, tensors, and containers of these.",
-            stacklevel=5,
+            f"Optimizer states and settings that only pickle could save {what}: "
+            f"{', '.join(names)}. A checkpoint holds numbers, texts, tensors, and containers of "
+            "these.",
+            stacklevel=stacklevel,
         )
 
 
 class _Adder:
-    """Gives tensors names of their own, and makes entries of them."""
+    """Adds tensors to a file, each under a name of its own."""
 
-    def __init__(self, entries: list[Flat]) -> None:
-        self._entries = entries
+    def __init__(self, tensors: list[FileTensor]) -> None:
+        self._tensors = tensors
         self._names: set[str] = set()
 
-    def under(self, *path: str) -> Any:
+    def under(self, *path: str) -> Put:
+        """Return the function that adds a tensor under a name that begins with ``path``, for
+        `_values.encode`."""
+
         def put(tensor: torch.Tensor) -> str:
             name = base = "/".join(path)
             number = 0
@@ -322,63 +206,31 @@ class _Adder:
                 number += 1
                 name = f"{base}/{number}"
             self._names.add(name)
-            self._entries.append(
-                Flat(
-                    name,
-                    tensor.dtype,
-                    tuple(tensor.shape),
-                    [Piece(0, tensor.contiguous().reshape(-1))],
-                )
-            )
+            parts = [TensorPart(0, tensor.contiguous().reshape(-1))]
+            self._tensors.append(FileTensor(name, tensor.dtype, tuple(tensor.shape), parts))
             return name
 
         return put
 
 
-def held_by(
-    model: nn.Module, optimizer: torch.optim.Optimizer, groups: Sequence[NamedGroup]
-) -> dict[torch.Tensor, tuple[str, ...]]:
-    """Return the names that each parameter of the optimizer holds; raises UsageError for one that
-    is not the model's."""
-    held: dict[torch.Tensor, tuple[str, ...]] = {
-        target: tuple(named.names(index)[0] for index in indices)
-        for named in groups
-        for target, indices in store_of(named.group).sharded_params
-    }
-    for name, parameter in model.named_parameters():
-        held.setdefault(parameter, (clean_name(name),))
-    for number, group in enumerate(optimizer.param_groups):
-        for parameter in group["params"]:
-            if parameter not in held:
-                raise UsageError(
-                    explain(
-                        "The optimizer holds a parameter that is not the model's.",
-                        expected="an optimizer made from the parameters of the wrapped model",
-                        got=f"a parameter of shape {tuple(parameter.shape)}",
-                        where=f"parameter group {number} of {type(optimizer).__name__}",
-                        fix="make the optimizer after wrapping, from model.parameters(), or wrap "
-                        "with use_orig_params=True",
-                    )
-                )
-    return held
-
-
 def _kinds(
     optimizer: torch.optim.Optimizer, groups: Sequence[NamedGroup]
-) -> dict[nn.Parameter, dict[Any, Kind]]:
-    """Return how every state of every managed parameter belongs to it.
+) -> dict[nn.Parameter, dict[Any, entries.Entry]]:
+    """Return how every state of every managed parameter relates to it.
 
-    One element of a 0-d parameter looks like a count: other parameters tell, and where there are
-    none its name.
+    For a 0-d parameter, a state per element looks like a count. The same state of other parameters
+    decides; without any, its name does.
     """
-    mine = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+    own = {parameter for group in optimizer.param_groups for parameter in group["params"]}
     sharded_params = [
         target
         for named in groups
         for target, _ in store_of(named.group).sharded_params
-        if target in mine
+        if target in own
     ]
-    kinds = classify_all({target: optimizer.state.get(target) or {} for target in sharded_params})
+    kinds = entries.classify_all(
+        {target: optimizer.state.get(target) or {} for target in sharded_params}
+    )
     with_dims = {
         key: kind
         for target in sharded_params
@@ -388,11 +240,9 @@ def _kinds(
     for target in sharded_params:
         for key, kind in kinds[target].items() if not target.dim() else ():
             value = optimizer.state[target][key]
-            if kind is Kind.SCALAR and isinstance(value, torch.Tensor):
-                counts = (
-                    with_dims[key] is not Kind.PER_ELEMENT if key in with_dims else key == "step"
-                )
-                kinds[target][key] = Kind.SCALAR if counts else Kind.PER_ELEMENT
+            if kind is SCALAR and isinstance(value, torch.Tensor):
+                is_count = with_dims[key] is not PER_ELEMENT if key in with_dims else key == "step"
+                kinds[target][key] = SCALAR if is_count else PER_ELEMENT
     return kinds
 
 
@@ -400,88 +250,90 @@ def _add_states(
     snapshot: Snapshot,
     named: NamedGroup,
     optimizer: torch.optim.Optimizer,
-    kinds: dict[nn.Parameter, dict[Any, Kind]],
+    kinds: dict[nn.Parameter, dict[Any, entries.Entry]],
     add: _Adder,
 ) -> list[str]:
-    """Add the states of one group; return the names of those that belong to this rank's parts."""
+    """Add the states of one group; return the names of the rank-local ones."""
     store = store_of(named.group)
-    flats: dict[tuple[Any, torch.dtype], Flat] = {}
-    of: dict[tuple[Any, torch.dtype], list[int]] = {}
+    per_element = _StatesPerElement(named)
     scalars: dict[Any, dict[str, list[int]]] = {}  # by key: parameters by encoded value
-    own: list[Any] = []
-    own_names: list[str] = []
+    rank_local: list[Any] = []
+    rank_local_names: list[str] = []
     for target, indices in store.sharded_params:
-        # What an optimizer keeps where this rank has no part goes stale, as there are no gradients.
+        # Where this rank has no part there are no gradients, and the states there are stale.
         for key, kind in kinds.get(target, {}).items() if store.has_part(indices) else ():
             value, state_name = optimizer.state[target][key], f"{named.names(indices[0])[0]}.{key}"
             if not isinstance(key, _STATE_KEYS):
                 snapshot.text["left_out"].append(state_name)
-            elif kind is Kind.PER_ELEMENT:
-                which = key, value.dtype
-                if which not in flats:
-                    name = f"{named.name}.{key}"
-                    if any(
-                        flat.name == name for flat in flats.values()
-                    ):  # parameters of one group with states of two dtypes
-                        name += f".{dtype_name(value.dtype)}"
-                    flats[which] = Flat(name, value.dtype, (store.numel,), [])
-                start = (
-                    0
-                    if target is store.flat_parameter
-                    else store.layout.part_in_shard(indices[0], store.rank).start
-                )
-                flats[which].pieces.append(Piece(start, value.detach().reshape(-1)))
-                of.setdefault(which, []).extend(indices)
+            elif kind is PER_ELEMENT:
+                per_element.add(key, value, target, indices)
             else:
+                where = f"optimizer state {key!r}"
                 try:
-                    if kind is Kind.SCALAR:
-                        text = json.dumps(encode(value, f"optimizer state {key!r}", inlined))
+                    if kind is SCALAR:
+                        text = json.dumps(encode(value, where, tensor_as_text))
                         scalars.setdefault(key, {}).setdefault(text, []).extend(indices)
                     else:
-                        encoded = encode(
-                            value,
-                            f"optimizer state {key!r}",
-                            add.under("own", named.name, str(key)),
-                        )
-                        own.append([indices[0], key, encoded])
-                        own_names.append(state_name)
-                except UsageError:  # to lose one object is better than to lose the save
+                        encoded = encode(value, where, add.under("own", named.name, str(key)))
+                        rank_local.append([indices[0], key, encoded])
+                        rank_local_names.append(state_name)
+                except UsageError:  # the rest of the checkpoint is worth more than this one value
                     snapshot.text["left_out"].append(state_name)
-    everything = len(store.orig_params)
-    snapshot.entries += flats.values()
-    snapshot.text["states"][named.name] = [
-        {
-            "key": key,
-            "entry": flat.name,
-            "dtype": dtype_name(dtype),
-            "of": _brief(of[key, dtype], everything),
-        }
-        for (key, dtype), flat in flats.items()
-    ]
+    num_params = len(store.orig_params)
+    snapshot.tensors += per_element.tensors.values()
+    snapshot.text["states"][named.name] = per_element.described()
     snapshot.text["scalars"][named.name] = [
-        [key, [[_brief(indices, everything), json.loads(text)] for text, indices in values.items()]]
+        [key, [[_brief(indices, num_params), json.loads(text)] for text, indices in values.items()]]
         for key, values in scalars.items()
     ]
-    if own:
-        snapshot.text["own"][named.name] = own
-    return own_names
+    if rank_local:
+        snapshot.text["own"][named.name] = rank_local
+    return rank_local_names
 
 
-def _brief(indices: list[int], everything: int) -> list[int] | None:
-    """None stands for all parameters of the group."""
-    return None if len(indices) == everything else sorted(indices)
+class _StatesPerElement:
+    """The tensors that hold one group's states with one element per element, by key and dtype."""
+
+    def __init__(self, named: NamedGroup) -> None:
+        self._named, self._store = named, store_of(named.group)
+        self.tensors: dict[tuple[Any, torch.dtype], FileTensor] = {}
+        self._indices: dict[tuple[Any, torch.dtype], list[int]] = {}  # of parameters that have it
+
+    def add(
+        self, key: Any, value: torch.Tensor, target: nn.Parameter, indices: Sequence[int]
+    ) -> None:
+        store, which = self._store, (key, value.dtype)
+        if which not in self.tensors:
+            name = f"{self._named.name}.{key}"
+            if any(tensor.name == name for tensor in self.tensors.values()):
+                name += f".{dtype_name(value.dtype)}"  # a group with this state in two dtypes
+            self.tensors[which] = FileTensor(name, value.dtype, (store.numel,), [])
+        is_flat = target is store.flat_parameter
+        start = 0 if is_flat else store.layout.part_in_shard(indices[0], store.rank).start
+        self.tensors[which].parts.append(TensorPart(start, value.detach().reshape(-1)))
+        self._indices.setdefault(which, []).extend(indices)
+
+    def described(self) -> list[dict[str, Any]]:
+        num_params = len(self._store.orig_params)
+        return [
+            {
+                "key": key,
+                "entry": tensor.name,
+                "dtype": dtype_name(dtype),
+                "of": _brief(self._indices[key, dtype], num_params),
+            }
+            for (key, dtype), tensor in self.tensors.items()
+        ]
 
 
-def inlined(tensor: torch.Tensor) -> str:
-    """A small tensor as text, for `_values.encode`."""
-    values = tensor.detach().cpu()
-    if values.dtype.is_complex:
-        values = torch.view_as_real(values)
-    return json.dumps([dtype_name(tensor.dtype), list(tensor.shape), values.reshape(-1).tolist()])
+def _brief(indices: list[int], num_params: int) -> list[int] | None:
+    """Return the indices; None means all parameters of the group."""
+    return None if len(indices) == num_params else sorted(indices)
 
 
 def as_text(text: dict[str, Any]) -> dict[str, str]:
-    """What a safetensors file's head holds. Raises UsageError for more than is read again."""
-    found = json.dumps(text, separators=(",", ":"))
-    require_readable(found.encode("ascii"))
-    return {TEXT: found}
+    """Return ``text`` as metadata of a safetensors file. Raises UsageError if it is too large to be
+    read again."""
+    encoded = json.dumps(text, separators=(",", ":"))
+    require_readable(encoded.encode("ascii"))
+    return {TEXT: encoded}

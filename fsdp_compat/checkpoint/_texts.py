@@ -1,5 +1,5 @@
-"""JSON texts out of files that anybody may have written: bounded in length and depth before they
-are parsed."""
+"""JSON from untrusted files: length and depth are limited before it is parsed, types are checked
+after that."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ __all__ = [
 
 MAX_TEXT_NBYTES = 100_000_000  # as the safetensors library has it for headers
 MAX_DEPTH = 256
-# in a short text; a longer one may have one in 16 bytes, which the shortest header of tensors needs
+# In a short text. A longer one may have one per 16 bytes, as the shortest tensor headers do.
 _MAX_CONTAINERS = 1 << 20
 
 _KINDS = {
@@ -51,10 +51,10 @@ _STEPS = bytes(
 
 
 def open_file(path: Path) -> int:
-    """Return a descriptor to read a regular file. Raises OSError, and CheckpointError for anything
-    else.
+    """Open a regular file for reading; return its descriptor. Raises OSError, and CheckpointError
+    for anything else.
 
-    That is not opened: opening a FIFO waits for a writer, and opening a device may do anything.
+    Other kinds are not even opened: a FIFO would wait for a writer, a device may do anything.
     """
     kind = stat.S_IFMT(os.stat(path).st_mode)
     if kind != stat.S_IFREG:
@@ -64,40 +64,40 @@ def open_file(path: Path) -> int:
                 expected="a file, or a link to one",
                 got=_KINDS.get(kind, "something else"),
                 where=str(path),
-                fix="copy the file again from where it is intact; nothing was loaded",
+                fix="restore the file from an intact copy; nothing was loaded",
             )
         )
     return os.open(path, os.O_RDONLY)
 
 
 def read_text(path: Path) -> bytes:
-    """Return what a regular file holds. Raises OSError, CheckpointError as ``open_file`` does, and
-    ValueError if it is too long."""
+    """Return the content of a regular file. Raises what ``open_file`` raises, and ValueError if it
+    is too long."""
     with open(open_file(path), "rb") as file:
         nbytes = os.fstat(file.fileno()).st_size
         if nbytes > MAX_TEXT_NBYTES:
-            raise ValueError(f"{nbytes} bytes of text, and at most {MAX_TEXT_NBYTES} are taken")
+            raise ValueError(f"{nbytes} bytes of text; the limit is {MAX_TEXT_NBYTES}")
         return file.read(nbytes)
 
 
 def parse_json(text: bytes, max_depth: int = MAX_DEPTH, **hooks: Any) -> Any:
-    """Return what a JSON text in UTF-8 says; no key may stand twice in one object. hooks: of
+    """Return the value of a JSON text in UTF-8. Keys of an object must differ. hooks: of
     ``json.loads``, such as ``parse_int``.
 
-    Raises ValueError, for a text that is out of bounds before it is parsed, and RecursionError near
-    the end of the stack.
+    Raises ValueError (before parsing, if the text exceeds a limit), and RecursionError near the end
+    of the stack.
     """
     require_bounded(text, max_depth)
     return json.loads(text.decode("utf-8"), object_pairs_hook=_without_repetition, **hooks)
 
 
 def require_bounded(text: bytes, max_depth: int = MAX_DEPTH) -> None:
-    """Raise ValueError if a JSON text is too long, nested too deeply, or little but brackets.
+    """Raise ValueError if a JSON text is too long, nested too deeply, or mostly brackets.
 
-    Up to the first error in the text, these are its brackets; a parser does not go beyond that.
+    Brackets are counted correctly up to the first syntax error, where a parser stops.
     """
     if len(text) > MAX_TEXT_NBYTES:
-        raise ValueError(f"{len(text)} bytes of text, and at most {MAX_TEXT_NBYTES} are taken")
+        raise ValueError(f"{len(text)} bytes of text; the limit is {MAX_TEXT_NBYTES}")
     without_escapes = text.replace(b"\\\\", b"").replace(b'\\"', b"")
     steps = torch.frombuffer(
         bytearray(without_escapes.translate(_STEPS) + b"\x00"), dtype=torch.int8
@@ -109,24 +109,21 @@ def require_bounded(text: bytes, max_depth: int = MAX_DEPTH) -> None:
         raise ValueError(f"{num} lists and objects in {len(text)} bytes of text")
     depth = int(steps[steps != 0].cumsum(0, dtype=torch.int32).max()) if num else 0
     if depth > max_depth:
-        raise ValueError(
-            f"{depth} lists and objects one inside of the other, and at most {max_depth} are taken"
-        )
+        raise ValueError(f"{depth} levels of nested lists and objects; the limit is {max_depth}")
 
 
 def require_readable(text: bytes, max_depth: int = MAX_DEPTH) -> None:
-    """Raise UsageError for a text that is about to be written and that ``parse_json`` would not
-    take."""
+    """Raise UsageError for a text that is about to be written, if ``parse_json`` would refuse
+    it."""
     try:
         require_bounded(text, max_depth)
     except ValueError as error:
         raise UsageError(
             explain(
-                "What describes the tensors of a file would be too large to be read again.",
-                expected=f"names, and values that are not tensors, of at most {MAX_TEXT_NBYTES} "
-                "bytes",
+                "The header of the file would be too large to be read again.",
+                expected=f"names and values other than tensors of at most {MAX_TEXT_NBYTES} bytes",
                 got=str(error),
-                where="the head of a file",
+                where="the header of a file",
                 fix="save long lists as tensors or arrays",
             )
         ) from error
@@ -137,29 +134,28 @@ def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(found) < len(pairs):
         seen: set[str] = set()
         twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
-        raise ValueError(f"{reprlib.repr(twice)} stands twice in one object")
+        raise ValueError(f"{reprlib.repr(twice)} occurs twice in one object")
     return found
 
 
 def brief(error: BaseException) -> str:
-    """Return an error as one line of bounded length: it may quote what stands in a file."""
+    """Return an error as one line of limited length: it may quote the content of a file."""
     text = " ".join(f"{type(error).__name__}: {error}".split())
     return text if len(text) <= 300 else f"{text[:300]}..."
 
 
-# -- what a parsed text has to hold
+# -- checks of parsed values
 
 
 def listed(value: Any) -> list[Any]:
-    """Return a list as it is. Raises TypeError for anything else."""
+    """Return a list unchanged. Raises TypeError for anything else."""
     if not isinstance(value, list):
         raise TypeError(f"a {type(value).__name__} instead of a list")
     return value
 
 
 def size(value: Any) -> int:
-    """Return a whole number that is not negative. Raises TypeError, ValueError for anything
-    else."""
+    """Return an int of at least 0 unchanged. Raises TypeError or ValueError for anything else."""
     if type(value) is not int:
         raise TypeError(f"a {type(value).__name__} instead of a whole number")
     if value < 0:
@@ -172,8 +168,8 @@ def sizes(value: Any) -> list[int]:
 
 
 def shape_in(value: Any) -> tuple[int, ...]:
-    """Return the shape of a tensor. Raises TypeError, ValueError, also where strides would not fit
-    64 bits."""
+    """Return the shape of a tensor. Raises TypeError or ValueError, also if its strides would
+    overflow 64 bits."""
     numel = 1
     for item in listed(value):
         numel *= size(item) or 1
@@ -183,7 +179,7 @@ def shape_in(value: Any) -> tuple[int, ...]:
 
 
 def text_in(value: Any) -> str:
-    """Return a text as it is. Raises TypeError for anything else."""
+    """Return a str unchanged. Raises TypeError for anything else."""
     if not isinstance(value, str):
         raise TypeError(f"a {type(value).__name__} instead of a text")
     return value

@@ -1,14 +1,28 @@
-"""Values as JSON, and back, without pickle: reading a file runs no code out of it, and makes no
-object of a class that it names.
+"""Values as JSON, and back, without pickle: reading runs no code from the file and instantiates no
+class that the file names.
 
-What JSON has stands for itself; everything else is a dict with one key that begins with ``@``, and
-there is a fixed list of these. Tensors are kept apart: the JSON has their names. Objects of other
-classes, enums and dataclasses among them, are not values."""
+Kept, with their type and order:
+- None, bool, int (of any size), float, complex, str, bytes, bytearray;
+- dense tensors of any device, which are read to the CPU; the JSON holds their names;
+- NumPy arrays of numbers;
+- list, tuple, torch.Size, set, frozenset, deque, dict, OrderedDict and Counter of these; keys and
+  elements of sets are numbers, texts, bytes, None, dtypes, devices, and tuples and frozensets of
+  these;
+- torch.dtype and torch.device, by name.
+Kept as the plain type: a NumPy number as a Python number, a named tuple as a tuple, a defaultdict
+as a dict, a subclass of Tensor (such as Parameter) as a Tensor.
+
+Everything else is refused: objects of other classes, among them enums, dataclasses and functions;
+sharded, quantized, sparse, nested and meta tensors; values that contain themselves.
+
+In JSON, None, bool, int, float, str, lists and dicts with plain text keys stand for themselves.
+Every other value is a dict with a single key from a fixed list; these keys begin with ``@``."""
 
 from __future__ import annotations
 
 import base64
 import collections
+import json
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -19,14 +33,14 @@ from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from .. import _torch_private
 from ..errors import CheckpointError, FsdpCompatError, UsageError, explain
 from ._header import dtype_name, dtype_of
-from ._texts import brief, listed, sizes, text_in
+from ._texts import brief, listed, parse_json, sizes, text_in
 
-__all__ = ["decode", "encode"]
+__all__ = ["Get", "Put", "decode", "encode", "tensor_as_text", "tensor_from_text"]
 
-Put = Callable[[torch.Tensor], str]  # keeps a plain tensor, returns its name
-Get = Callable[[str], torch.Tensor]  # its bytes, as a tensor of its dtype or of uint8
+Put = Callable[[torch.Tensor], str]  # stores a plain tensor, returns its name
+Get = Callable[[str], torch.Tensor]  # returns its bytes, as a tensor of its dtype or of uint8
 
-MAX_LEVELS = 64  # of containers in containers; each is at most three levels of JSON
+MAX_LEVELS = 64  # of nested containers; each takes at most three levels of JSON
 
 _SEQUENCES: dict[str, type[Any]] = {
     "@tuple": tuple,
@@ -42,7 +56,7 @@ _MAPPINGS: dict[str, Callable[[list[tuple[Any, Any]]], Any]] = {
 }
 _TAG_OF_MAPPING: dict[type[Any], str] = {
     dict: "@dict",
-    collections.defaultdict: "@dict",  # its factory is code
+    collections.defaultdict: "@dict",  # its factory is code, and not kept
     collections.OrderedDict: "@ordered",
     collections.Counter: "@counter",
 }
@@ -56,16 +70,17 @@ _KEYS = (
     complex,
     torch.dtype,
     torch.device,
-)  # may be keys, or in a set
+)  # of keys and of elements of sets
 
 
 def encode(value: Any, where: str, put: Put) -> Any:
-    """Return ``value`` as something that JSON holds. where: what it is, for errors. Raises
-    UsageError for what is not data."""
+    """Return ``value`` as JSON values; ``put`` is called for every tensor. where: a description of
+    the value for errors. Raises UsageError for values that are not kept, see the module."""
     return _encoded(value, where, put, ())
 
 
 def _encoded(value: Any, where: str, put: Put, around: tuple[int, ...]) -> Any:
+    """around: the ids of the containers that the value is in."""
     kind = type(value)
     if value is None or kind in (bool, float, str):
         return value
@@ -74,9 +89,9 @@ def _encoded(value: Any, where: str, put: Put, around: tuple[int, ...]) -> Any:
     if isinstance(value, torch.Tensor):
         return _encoded_tensor(value, where, put)
     if id(value) in around:
-        raise _no_data(where, "a value that contains itself")
+        raise _not_data(where, "a value that contains itself")
     if len(around) > MAX_LEVELS:
-        raise _no_data(where, f"a value nested more than {MAX_LEVELS} levels deep")
+        raise _not_data(where, f"a value nested more than {MAX_LEVELS} levels deep")
     around = (*around, id(value))
     if kind is list:
         return [_encoded(item, f"{where}[{i}]", put, around) for i, item in enumerate(value)]
@@ -99,9 +114,7 @@ def _encoded(value: Any, where: str, put: Put, around: tuple[int, ...]) -> Any:
                 _encoded_key(item, f"an element of {where}", put, around) for item in value
             ]
         }
-    if kind in _TAG_OF_SEQUENCE or isinstance(
-        value, tuple
-    ):  # of a named tuple, and of what torch returns, the tuple is kept
+    if kind in _TAG_OF_SEQUENCE or isinstance(value, tuple):  # a named tuple becomes a tuple
         tag = _TAG_OF_SEQUENCE.get(kind, "@tuple")
         return {
             tag: [
@@ -126,14 +139,14 @@ def _encoded(value: Any, where: str, put: Put, around: tuple[int, ...]) -> Any:
         return {"@device": str(value)}
     if kind.__module__.partition(".")[0] == "numpy":
         return _encoded_numpy(value, where, put)
-    if kind is type(torch.__version__):  # a text of a class of its own
+    if kind is type(torch.__version__):  # TorchVersion, a subclass of str
         return str.__str__(value)
-    raise _no_data(where, f"a {kind.__module__}.{kind.__qualname__}")
+    raise _not_data(where, f"a {kind.__module__}.{kind.__qualname__}")
 
 
 def _encoded_key(value: Any, where: str, put: Put, around: tuple[int, ...]) -> Any:
     if not _may_be_key(value):
-        raise _no_data(where, f"a {type(value).__module__}.{type(value).__qualname__}")
+        raise _not_data(where, f"a {type(value).__module__}.{type(value).__qualname__}")
     return _encoded(value, where, put, around)
 
 
@@ -146,12 +159,12 @@ def _may_be_key(value: Any) -> bool:
 def _encoded_tensor(value: torch.Tensor, where: str, put: Put) -> Any:
     value = value.detach()
     if isinstance(value, ShardedTensor) or not _torch_private.is_plain(value):
-        raise _no_data(where, f"a {type(value).__name__}, of which every rank has a part")
+        raise _not_data(where, f"a {type(value).__name__}, sharded over the ranks")
     if hasattr(value, "__tensor_flatten__"):
-        raise _no_data(where, f"a {type(value).__name__}, a tensor that is made of others")
+        raise _not_data(where, f"a {type(value).__name__}, made of several tensors")
     strided = value.layout is torch.strided and not (value.is_quantized or value.is_nested)
     if value.is_meta or not strided or (value.numel() and not value.untyped_storage().data_ptr()):
-        raise _no_data(
+        raise _not_data(
             where,
             f"a tensor of {value.layout}, {value.dtype}"
             if not strided
@@ -165,7 +178,7 @@ def _encoded_numpy(value: Any, where: str, put: Put) -> Any:
     numpy = sys.modules["numpy"]
     try:
         if isinstance(value, (numpy.datetime64, numpy.timedelta64, numpy.ma.MaskedArray)):
-            raise TypeError("its values are more than numbers")
+            raise TypeError("more than numbers")
         if isinstance(value, numpy.generic):
             item = value.item()
             if isinstance(item, (bool, int, float, complex, str, bytes)):
@@ -177,18 +190,19 @@ def _encoded_numpy(value: Any, where: str, put: Put) -> Any:
             tensor = torch.from_numpy(native)
             return {"@array": [put(tensor), dtype_name(tensor.dtype), list(tensor.shape)]}
     except (TypeError, ValueError) as error:
-        raise _no_data(where, f"a {type(value).__name__} of {value.dtype}") from error
-    raise _no_data(where, f"a numpy.{type(value).__name__}")
+        raise _not_data(where, f"a {type(value).__name__} of {value.dtype}") from error
+    raise _not_data(where, f"a numpy.{type(value).__name__}")
 
 
 def decode(value: Any, where: str, get: Get) -> Any:
-    """Return what was encoded. Raises CheckpointError for what cannot be read here."""
+    """Return the value that ``encode`` was called with; ``get`` is called for every tensor. Raises
+    CheckpointError for a value that this version cannot read."""
     try:
         return _decoded(value, where, get)
     except FsdpCompatError:
         raise
-    except Exception as error:  # whatever stands in a file
-        raise _unreadable(where, "what save has written", brief(error)) from error
+    except Exception as error:  # a forged file may hold anything
+        raise _unreadable(where, "a value that save writes", brief(error)) from error
 
 
 def _decoded(value: Any, where: str, get: Get) -> Any:
@@ -233,26 +247,45 @@ def _decoded(value: Any, where: str, get: Get) -> Any:
     raise _unreadable(
         where,
         "a number, a text, a tensor or a container",
-        f"{tag[:40]!r}, which this version does not read",
+        f"{tag[:40]!r}, which this version does not know",
     )
+
+
+def tensor_as_text(tensor: torch.Tensor) -> str:
+    """Return a small tensor as a text: a `Put` for values that no file holds the tensors of."""
+    values = tensor.detach().cpu()
+    if values.dtype.is_complex:
+        values = torch.view_as_real(values)
+    return json.dumps([dtype_name(tensor.dtype), list(tensor.shape), values.reshape(-1).tolist()])
+
+
+def tensor_from_text(text: str) -> torch.Tensor:
+    """The inverse of ``tensor_as_text``, a `Get`."""
+    name, shape, values = parse_json(text.encode("utf-8"))
+    dtype = dtype_of(name)
+    if dtype.is_complex:
+        return torch.view_as_complex(
+            torch.tensor(listed(values)).to(dtype.to_real()).view(*sizes(shape), 2)
+        ).clone()
+    return torch.tensor(listed(values), dtype=dtype).view(sizes(shape))
 
 
 def _as_key(value: Any) -> Any:
     if not _may_be_key(value):
-        raise TypeError(f"a {type(value).__name__} is no key")
+        raise TypeError(f"a {type(value).__name__} cannot be a key")
     return value
 
 
-def _no_data(where: str, got: str) -> UsageError:
+def _not_data(where: str, got: str) -> UsageError:
     return UsageError(
         explain(
-            "This cannot be saved without pickle, which a checkpoint does not use.",
-            expected="numbers, texts, None, tensors, arrays, and lists, tuples, sets and dicts of "
+            "A value cannot be saved: checkpoints do not use pickle.",
+            expected="None, numbers, texts, tensors, arrays, and lists, tuples, sets and dicts of "
             "these",
             got=got,
             where=where if len(where) <= 300 else f"{where[:300]}...",
-            fix="save what it is made of: state_dict() of an object, asdict() of a dataclass, the "
-            "value of an enum",
+            fix="save its data: state_dict() of an object, asdict() of a dataclass, the value of "
+            "an enum",
         )
     )
 
@@ -260,11 +293,11 @@ def _no_data(where: str, got: str) -> UsageError:
 def _unreadable(where: str, expected: str, got: str) -> CheckpointError:
     return CheckpointError(
         explain(
-            "A checkpoint holds a value that cannot be made here.",
+            "A value of the checkpoint cannot be read.",
             expected=expected,
             got=got,
             where=where if len(where) <= 300 else f"{where[:300]}...",
-            fix="load an older checkpoint, or this one with the version that saved it; nothing was "
+            fix="load an older checkpoint, or use the version that saved this one; nothing was "
             "loaded",
         )
     )

@@ -56,8 +56,8 @@ from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fsdp_compat import _torch_private
-from fsdp_compat._comm import communicator
-from fsdp_compat._engine import hooks, reduce, runtime, unit
+from fsdp_compat._comm.native import NativeTransport
+from fsdp_compat._engine import gradients, hooks, module_view, reduce, runtime
 
 LIMIT = 1 / 5
 ELEMENTS = 4  # of a parameter
@@ -186,11 +186,14 @@ def print_table(timings: Timings, num_units: int) -> int:
 
 PARTS: dict[str, list[tuple[Any, str]]] = {
     "collectives": [
-        (communicator.NativeTransport, name)
+        (NativeTransport, name)
         for name in ("begin_gather", "end_gather", "begin_reduce", "end_reduce")
     ],
-    "swaps": [(unit.Unit, "show")],
-    "gradient copies": [(reduce.ReduceBuffer, "put"), (unit.Group, "collect")],
+    "swaps": [
+        (module_view.ModuleView, "show_unsharded"),
+        (module_view.ModuleView, "show_sharded"),
+    ],
+    "gradient copies": [(reduce.ReduceBuffer, "put"), (gradients.Gradients, "collect")],
     "hooks": [(hooks, "on_gradient_of_output")],
     "checks": [(runtime.Runtime, "_begin_forward")],
 }

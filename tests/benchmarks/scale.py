@@ -68,15 +68,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fsdp_compat
 from fsdp_compat import FullyShardedDataParallel
-from fsdp_compat._engine.unit import Group
+from fsdp_compat._engine.group import Group
 from fsdp_compat._layout.flat import flat_layout
 from fsdp_compat._layout.transfer import runs_of_part
 from fsdp_compat._state.model import store_of
-from fsdp_compat._state.model_units import named_units
+from fsdp_compat._state.model_units import units_of
 from fsdp_compat._stores.flat_store import ALIGN_NBYTES
-from fsdp_compat.checkpoint._blocks import BLOCK_NBYTES, Facts
+from fsdp_compat.checkpoint._blocks import BLOCK_NBYTES, FileFacts
 from fsdp_compat.checkpoint._manifest import MANIFEST, Manifest, read_manifest, versions
-from fsdp_compat.checkpoint._snapshot import named_groups
+from fsdp_compat.checkpoint._named_groups import named_groups
 from fsdp_compat.wrap import ModuleWrapPolicy
 
 LIMIT_S, LIMIT_BYTES = 60.0, 2e9
@@ -240,11 +240,11 @@ def ours(model: nn.Module, case: Case) -> FullyShardedDataParallel:
 
 def plans(model: nn.Module, world_size: int) -> dict[str, Any]:
     """Plan a save by this many ranks, and loads by it of what half and twice as many have saved."""
-    groups = named_groups(named_units(model))
+    groups = named_groups(units_of(model))
     start = time.perf_counter()
     described = tuple(named.described(0) for named in groups)
     nbytes = ENTRIES * sum(store_of(named.group).shard.nbytes for named in groups)
-    facts = Facts(nbytes, (0xFFFFFFFF,) * -(-nbytes // BLOCK_NBYTES))
+    facts = FileFacts(nbytes, (0xFFFFFFFF,) * -(-nbytes // BLOCK_NBYTES))
     ranks = tuple(range(world_size))
     manifest = Manifest("0" * 32, 0, 0, (ranks,), described, (facts,) * world_size, [], versions())
     text = manifest.as_text()

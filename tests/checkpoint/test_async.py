@@ -250,7 +250,7 @@ def test_a_failure_that_nobody_was_told_is_printed_once_when_the_program_ends(
     )
     assert ran.returncode == 0, ran.stderr
     assert ran.stderr.count("The checkpoint could not be saved") == (0 if waits else 1), ran.stderr
-    assert ("an async_save failed, and nobody has waited for it" in ran.stderr) == (not waits)
+    assert ("an async_save failed, and its wait() was not called" in ran.stderr) == (not waits)
 
 
 @contextlib.contextmanager
@@ -276,8 +276,8 @@ def _interrupted(folder: str) -> None:
         lambda: checkpoint.async_save(folder, model, optimizer, step=1).wait(),
     ]
     for place in (
-        "fsdp_compat.checkpoint._writing.take_snapshot",
-        "fsdp_compat.checkpoint._writing.Snapshot.take_common",
+        "fsdp_compat.checkpoint._save_job.take_snapshot",
+        "fsdp_compat.checkpoint._save_job.Snapshot.take_common",
     ):
         owner, _, name = place.rpartition(".")
         for call in calls:
@@ -299,7 +299,7 @@ def _interrupted(folder: str) -> None:
             calls[0]()
     with pytest.MonkeyPatch.context() as patch:
         if rank == 1:
-            patch.setattr("fsdp_compat.checkpoint._writing.Snapshot.detach", _interrupt)
+            patch.setattr("fsdp_compat.checkpoint._save_job.Snapshot.detach", _interrupt)
         with (
             pytest.raises(KeyboardInterrupt) if rank == 1 else pytest.raises(StateError, match=left)
         ):
@@ -404,6 +404,6 @@ def test_a_process_whose_training_has_failed_ends_while_others_are_still_writing
             rank.wait()
     assert [rank.returncode for rank in ranks] == [1, 1], first + second
     assert "ArithmeticError: training has failed" in first
-    assert "an async_save failed, and nobody has waited for it" in first
-    assert "StateError: The ranks did not stay together while they saved" in second
+    assert "an async_save failed, and its wait() was not called" in first
+    assert "StateError: A rank did not finish the save" in second
     assert "its program has failed" in second

@@ -23,8 +23,8 @@ from fsdp_compat._comm.host_memory import memory_of
 from fsdp_compat.checkpoint import _blocks as blocks
 from fsdp_compat.checkpoint._blocks import (
     BlockWriter,
-    Facts,
-    Wanted,
+    FileFacts,
+    ReadRequest,
     check,
     merged,
     read_checked,
@@ -52,7 +52,7 @@ def content_of(nbytes: int) -> bytes:
     return random.Random(nbytes).randbytes(nbytes)
 
 
-def written(path: Path, *pieces: bytes) -> Facts:
+def written(path: Path, *pieces: bytes) -> FileFacts:
     writer = BlockWriter(path, nothing)
     try:
         for piece in pieces:
@@ -113,7 +113,7 @@ def test_a_file_is_what_was_written_and_its_checksums_are_those_of_its_blocks(
         path = tmp_path / str(number)
         facts = written(path, *(content[at : at + step] for at in range(0, nbytes, step)))
         assert path.read_bytes() == content
-        assert facts == Facts(
+        assert facts == FileFacts(
             nbytes, tuple(zlib.crc32(content[at : at + BLOCK]) for at in range(0, nbytes, BLOCK))
         )
 
@@ -140,7 +140,7 @@ def test_any_run_that_was_written_is_read(
         if start <= len(content)
     ]
     for how in ("checked", "plain", "merged"):
-        wanted = [Wanted(start, cleared(stop - start)) for start, stop in runs]
+        wanted = [ReadRequest(start, cleared(stop - start)) for start, stop in runs]
         if how == "plain":
             read_plain(path, wanted, nothing)
         else:
@@ -159,13 +159,13 @@ def test_what_is_done_is_told_in_bytes(tmp_path: Path) -> None:
     facts = writer.finish()
     assert told == [16, 16, 8, 2]
     told.clear()
-    check(tmp_path / "file", facts, [Wanted(0, cleared(41))], told.append)
+    check(tmp_path / "file", facts, [ReadRequest(0, cleared(41))], told.append)
     assert told == [16, 16, 10]
     told.clear()
-    read_checked(tmp_path / "file", facts, [Wanted(1, cleared(40))], told.append)
+    read_checked(tmp_path / "file", facts, [ReadRequest(1, cleared(40))], told.append)
     assert told == [15, 16, 9]
     told.clear()
-    read_plain(tmp_path / "file", [Wanted(1, cleared(40))], told.append)
+    read_plain(tmp_path / "file", [ReadRequest(1, cleared(40))], told.append)
     assert told == [16, 16, 8]
 
 
@@ -195,7 +195,7 @@ def test_what_the_system_reads_in_parts_is_read_whole(
         "preadv",
         lambda descriptor, buffers, offset: preadv(descriptor, [buffers[0][:3]], offset),
     )
-    wanted = Wanted(5, cleared(40))
+    wanted = ReadRequest(5, cleared(40))
     read_checked(tmp_path / "file", facts, [wanted], nothing)
     assert bytes_of(wanted.target) == content[5:45]
 
@@ -248,11 +248,11 @@ def test_each_flipped_bit_of_a_block_that_is_read_is_noticed(tmp_path: Path) -> 
         read_checked(
             tmp_path / "file",
             facts,
-            [Wanted(0, cleared(1)) if bit >= 8 * BLOCK else Wanted(BLOCK, cleared(1))],
+            [ReadRequest(0, cleared(1)) if bit >= 8 * BLOCK else ReadRequest(BLOCK, cleared(1))],
             nothing,
         )
         with pytest.raises(CheckpointError, match="file is not what was saved") as caught:
-            read_checked(tmp_path / "file", facts, [Wanted(3, cleared(BLOCK))], nothing)
+            read_checked(tmp_path / "file", facts, [ReadRequest(3, cleared(BLOCK))], nothing)
         assert f"of the block at byte {bit // 8 // BLOCK * BLOCK}\n" in str(caught.value)
 
 
@@ -278,7 +278,7 @@ def test_a_file_of_another_length_is_named_with_what_was_expected(
         )
     target = cleared(40)
     with pytest.raises(CheckpointError, match="expected: a file of 40 bytes") as caught:
-        read_checked(path, facts, [Wanted(0, target)], nothing)
+        read_checked(path, facts, [ReadRequest(0, target)], nothing)
     assert [line.strip().partition(":")[0] for line in str(caught.value).splitlines()[1:]] == [
         "expected",
         "got",
@@ -305,7 +305,7 @@ def test_what_is_not_a_regular_file_is_refused_before_it_is_opened(
     else:
         path.symlink_to("/dev/zero")
     monkeypatch.setattr(os, "open", lambda *_: pytest.fail("opened"))
-    facts, wanted = Facts(3, (0,)), [Wanted(0, cleared(3))]
+    facts, wanted = FileFacts(3, (0,)), [ReadRequest(0, cleared(3))]
     for read in (check, read_checked):
         with pytest.raises(
             CheckpointError, match=f"file is not a regular file(.|\n)*got: +{kind}\n"
@@ -318,7 +318,7 @@ def test_what_is_not_a_regular_file_is_refused_before_it_is_opened(
 def test_a_link_to_a_file_is_followed(tmp_path: Path) -> None:
     facts, target = written(tmp_path / "file", content_of(40)), cleared(40)
     (tmp_path / "link").symlink_to(tmp_path / "file")
-    read_checked(tmp_path / "link", facts, [Wanted(0, target)], nothing)
+    read_checked(tmp_path / "link", facts, [ReadRequest(0, target)], nothing)
     assert bytes_of(target) == content_of(40)
 
 
@@ -329,7 +329,7 @@ def test_no_byte_is_copied_out_of_a_block_before_its_checksum_was_compared(
     """A file that was right when it was checked, and is not any more when it is read."""
     content = content_of(num_blocks * BLOCK)
     facts = written(tmp_path / "file", content)
-    check(tmp_path / "file", facts, [Wanted(0, cleared(len(content)))], nothing)
+    check(tmp_path / "file", facts, [ReadRequest(0, cleared(len(content)))], nothing)
     for block in range(num_blocks):
         changed = bytearray(content)
         changed[block * BLOCK + 5] ^= 1
@@ -337,7 +337,7 @@ def test_no_byte_is_copied_out_of_a_block_before_its_checksum_was_compared(
         direct, converted = cleared(len(content)), torch.zeros(len(content), dtype=torch.int16)
         for target, dtype in ((direct, None), (converted, torch.uint8)):
             with pytest.raises(CheckpointError, match=f"of the block at byte {block * BLOCK}\n"):
-                read_checked(tmp_path / "file", facts, [Wanted(0, target, dtype)], nothing)
+                read_checked(tmp_path / "file", facts, [ReadRequest(0, target, dtype)], nothing)
             assert target[: block * BLOCK].tolist() == list(content[: block * BLOCK])
             assert not target[block * BLOCK :].any()
     assert not checksum_threads()
@@ -350,8 +350,8 @@ def test_elements_that_lie_across_blocks_are_converted_whole(tmp_path: Path) -> 
     for how in ("checked", "plain"):
         target, rounded = torch.zeros(30), torch.zeros(30)
         wanted = [
-            Wanted(3, target, torch.float64),
-            Wanted(3, rounded, torch.float64, torch.bfloat16),
+            ReadRequest(3, target, torch.float64),
+            ReadRequest(3, rounded, torch.float64, torch.bfloat16),
         ]
         if how == "plain":
             read_plain(tmp_path / "file", wanted, nothing)
@@ -365,7 +365,7 @@ def test_a_file_without_checksums_that_ends_too_early_is_named(tmp_path: Path) -
     before = descriptors()
     (tmp_path / "file").write_bytes(content_of(40))
     with pytest.raises(CheckpointError, match="the file ends at 40") as caught:
-        read_plain(tmp_path / "file", [Wanted(30, cleared(11))], nothing)
+        read_plain(tmp_path / "file", [ReadRequest(30, cleared(11))], nothing)
     assert "expected: at least 41 bytes" in str(caught.value)
     assert descriptors() == before
 
@@ -376,7 +376,7 @@ def test_a_file_that_gets_shorter_while_it_is_read_is_named(
     facts, before = written(tmp_path / "file", content_of(40)), descriptors()
     monkeypatch.setattr(os, "preadv", lambda descriptor, buffers, offset: 0)
     with pytest.raises(CheckpointError, match="the file ends at 0"):
-        read_checked(tmp_path / "file", facts, [Wanted(0, cleared(40))], nothing)
+        read_checked(tmp_path / "file", facts, [ReadRequest(0, cleared(40))], nothing)
     assert descriptors() == before
     assert not checksum_threads()
 
@@ -393,7 +393,7 @@ def test_an_error_of_the_disk_leaves_no_thread_and_no_descriptor_behind(
 
     monkeypatch.setattr(os, "preadv", broken)
     with pytest.raises(OSError, match="Input/output error"):
-        read_checked(tmp_path / "file", facts, [Wanted(0, cleared(90))], nothing)
+        read_checked(tmp_path / "file", facts, [ReadRequest(0, cleared(90))], nothing)
     assert descriptors() == before
     assert not checksum_threads()
 
@@ -422,7 +422,7 @@ def test_the_blocks_that_hold_what_is_wanted_are_read_once_and_no_others(
         read(
             tmp_path / "file",
             facts,
-            [Wanted(start, cleared(nbytes)) for start, nbytes in wanted],
+            [ReadRequest(start, cleared(nbytes)) for start, nbytes in wanted],
             nothing,
         )
         assert reads.runs == expected
@@ -437,9 +437,9 @@ def test_elements_of_another_dtype_are_converted_and_rounded_on_the_way(tmp_path
         torch.zeros(30),
     )
     wanted = [
-        Wanted(4 + 4 * 7, whole, torch.float32),
-        Wanted(4 + 4 * 7, half, torch.float32),
-        Wanted(4 + 4 * 7, rounded, torch.float32, torch.bfloat16),
+        ReadRequest(4 + 4 * 7, whole, torch.float32),
+        ReadRequest(4 + 4 * 7, half, torch.float32),
+        ReadRequest(4 + 4 * 7, rounded, torch.float32, torch.bfloat16),
     ]
     read_checked(tmp_path / "file", facts, wanted, nothing)
     assert torch.equal(whole, values[7:37].double())
@@ -453,7 +453,7 @@ def test_without_checksums_only_the_bytes_that_are_wanted_are_read(
     (tmp_path / "file").write_bytes(content_of(83))
     read_plain(
         tmp_path / "file",
-        [Wanted(40, cleared(20)), Wanted(5, cleared(3)), Wanted(9, cleared(0))],
+        [ReadRequest(40, cleared(20)), ReadRequest(5, cleared(3)), ReadRequest(9, cleared(0))],
         nothing,
     )
     assert reads.runs == [(5, 3), (40, 16), (56, 4)]
@@ -461,15 +461,15 @@ def test_without_checksums_only_the_bytes_that_are_wanted_are_read(
 
 def test_what_does_not_lie_in_the_file_is_a_mistake_of_the_caller(tmp_path: Path) -> None:
     facts = written(tmp_path / "file", content_of(20))
-    with pytest.raises(ValueError, match="bytes 18 to 21 are wanted of 20"):
-        read_checked(tmp_path / "file", facts, [Wanted(18, cleared(3))], nothing)
+    with pytest.raises(ValueError, match="bytes 18 to 21 requested of 20"):
+        read_checked(tmp_path / "file", facts, [ReadRequest(18, cleared(3))], nothing)
 
 
 def test_facts_have_a_checksum_for_each_block() -> None:
-    Facts(17, (1, 2))
+    FileFacts(17, (1, 2))
     for nbytes, checksums in ((17, (1,)), (0, (1,)), (-1, ()), (16, (1, 2))):
         with pytest.raises(ValueError, match="do not fit"):
-            Facts(nbytes, checksums)
+            FileFacts(nbytes, checksums)
 
 
 # -- runs that follow one another
@@ -477,7 +477,11 @@ def test_facts_have_a_checksum_for_each_block() -> None:
 
 def test_runs_that_follow_one_another_in_the_file_and_in_memory_become_one() -> None:
     memory = cleared(100)
-    wanted = [Wanted(1010, memory[10:20]), Wanted(1000, memory[:10]), Wanted(1020, memory[20:30])]
+    wanted = [
+        ReadRequest(1010, memory[10:20]),
+        ReadRequest(1000, memory[:10]),
+        ReadRequest(1020, memory[20:30]),
+    ]
     assert [
         (one.start, one.target.data_ptr() - memory.data_ptr(), one.target.nbytes)
         for one in merged(wanted)
@@ -497,17 +501,17 @@ def test_runs_that_follow_one_another_in_the_file_and_in_memory_become_one() -> 
 def test_other_runs_stay_as_they_are(wanted: list[tuple[int, int, int]], expected: int) -> None:
     memory = cleared(100)
     assert (
-        len(merged([Wanted(start, memory[at : at + nbytes]) for start, at, nbytes in wanted]))
+        len(merged([ReadRequest(start, memory[at : at + nbytes]) for start, at, nbytes in wanted]))
         == expected
     )
-    apart = [Wanted(start, cleared(nbytes)) for start, _, nbytes in wanted]
+    apart = [ReadRequest(start, cleared(nbytes)) for start, _, nbytes in wanted]
     assert len(merged(apart)) == len(wanted), "each has memory of its own"
 
 
 def test_a_run_of_another_dtype_is_a_run_of_bytes(tmp_path: Path) -> None:
     values, memory = torch.arange(20.0), torch.zeros(20)
     facts = written(tmp_path / "file", bytes_of(values))
-    wanted = merged([Wanted(4 * at, memory[at : at + 5]) for at in (0, 5, 10, 15)])
+    wanted = merged([ReadRequest(4 * at, memory[at : at + 5]) for at in (0, 5, 10, 15)])
     assert len(wanted) == 1
     read_checked(tmp_path / "file", facts, wanted, nothing)
     assert torch.equal(memory, values)
@@ -529,7 +533,13 @@ def test_what_lies_between_two_runs_in_memory_and_is_read_from_elsewhere_is_what
     read_checked(
         tmp_path / "file",
         facts,
-        merged([Wanted(first, memory[:4]), Wanted(between, memory[4:8]), Wanted(last, memory[8:])]),
+        merged(
+            [
+                ReadRequest(first, memory[:4]),
+                ReadRequest(between, memory[4:8]),
+                ReadRequest(last, memory[8:]),
+            ]
+        ),
         nothing,
     )
     assert (

@@ -51,7 +51,7 @@ def _foreign(folder: str) -> None:
     (root / "step-00000010").mkdir()
     os.symlink("manifest.json", root / "step-00000010" / "manifest.json")  # which cannot be opened
     os.mkfifo(root / "step-00000011")
-    with pytest.warns(UserWarning, match="passes over .*step-00000009"):
+    with pytest.warns(UserWarning, match="skips .*step-00000009"):
         assert checkpoint.latest(root) == root / "step-00000005"
     checkpoint.save(root, model, step=6, keep_last=1)
     assert _names(root) == {
@@ -82,7 +82,7 @@ def _unreadable(folder: str) -> None:
         try:
             if os.getuid() == 0:
                 os.setuid(65534)  # root reads everything
-            with pytest.warns(UserWarning, match="passes over .*step-00000002"):
+            with pytest.warns(UserWarning, match="skips .*step-00000002"):
                 os.write(writer, str(checkpoint.latest(root)).encode())
         finally:
             os._exit(0)
@@ -199,7 +199,7 @@ def _not_synced(folder: str) -> None:
         for step, save in ((2, _save), (3, _save_in_background)):
             with pytest.raises(
                 CheckpointError,
-                match=r"checkpoint stands(.|\n)*rank 0: NotSynced: .*Input/output error",
+                match=r"checkpoint is complete(.|\n)*rank 0: NotSynced: .*Input/output error",
             ):
                 save(root, model, step)
             dist.barrier()

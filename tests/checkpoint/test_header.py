@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from fsdp_compat._comm.host_memory import memory_of
 from fsdp_compat.checkpoint._header import (
     _NAMES,
-    Entry,
+    TensorInfo,
     dtype_name,
     dtype_of,
     encode_header,
@@ -54,7 +54,9 @@ def made(facts: dict[str, tuple[torch.dtype, tuple[int, ...]]]) -> dict[str, tor
     return found
 
 
-def write(path: Path, values: dict[str, torch.Tensor], metadata: dict[str, str]) -> list[Entry]:
+def write(
+    path: Path, values: dict[str, torch.Tensor], metadata: dict[str, str]
+) -> list[TensorInfo]:
     """Write a file from a header of ours."""
     head, entries = encode_header(
         [(name, value.dtype, tuple(value.shape)) for name, value in values.items()], metadata
@@ -140,7 +142,7 @@ def test_a_dtype_has_its_name(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("name", ["load", "nn", "nothing", "", "float32 ", 3, None, [], "_dynamo"])
 def test_anything_else_is_no_dtype(name: Any) -> None:
-    with pytest.raises(ValueError, match="is no dtype"):
+    with pytest.raises(ValueError, match="is not a dtype"):
         dtype_of(name)
 
 

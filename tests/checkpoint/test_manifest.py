@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from fsdp_compat._layout.flat import flat_layout
 from fsdp_compat._layout.spec import FlatLayout, ParamSpec
-from fsdp_compat.checkpoint._blocks import Facts
+from fsdp_compat.checkpoint._blocks import FileFacts
 from fsdp_compat.checkpoint._manifest import (
     MANIFEST,
     FlatGroup,
@@ -57,7 +57,7 @@ def example() -> Manifest:
         common=2,
         axes=((0, 1), (2,)),
         groups=(tied, group("head", 1, 1, {"bias": (7,)}, torch.bfloat16)),
-        files=(Facts(0, ()), Facts(5 << 20, (1, 0xFFFFFFFF)), Facts(3, (0x0A,))),
+        files=(FileFacts(0, ()), FileFacts(5 << 20, (1, 0xFFFFFFFF)), FileFacts(3, (0x0A,))),
         param_groups=[
             {"params": ["head.bias"], "settings": {"lr": 0.1, "betas": {"@tuple": [0.9, 0.95]}}}
         ],
@@ -100,7 +100,7 @@ def manifests(draw: st.DrawFn) -> Manifest:
         checksums = draw(
             st.lists(st.integers(0, 2**32 - 1), min_size=(n := -(-nbytes // (4 << 20))), max_size=n)
         )
-        files.append(Facts(nbytes, tuple(checksums)))
+        files.append(FileFacts(nbytes, tuple(checksums)))
     order = st.permutations(range(num_files))
     axes = draw(
         st.lists(
@@ -428,7 +428,7 @@ def nbytes(num_groups: int, num_params: int, num_files: int, file_nbytes: int = 
                 tuple((name,) for name in names),
             )
         )
-    facts = Facts(file_nbytes, (0xFFFFFFFF,) * -(-file_nbytes // (4 << 20)))
+    facts = FileFacts(file_nbytes, (0xFFFFFFFF,) * -(-file_nbytes // (4 << 20)))
     return len(
         Manifest(
             identity="0" * 32,

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 
 from fsdp_compat import FullyShardedDataParallel as FSDP
 from fsdp_compat import MixedPrecision, StateDictType, checkpoint
-from fsdp_compat.checkpoint import _loading as loading
+from fsdp_compat.checkpoint import _load
 from fsdp_compat.checkpoint._blocks import BLOCK_NBYTES
 from fsdp_compat.errors import CheckpointError, FsdpCompatError, UsageError
 from fsdp_compat.wrap import ModuleWrapPolicy
@@ -416,7 +416,7 @@ def _load_changing(folder: str) -> None:
         Path(folder) / f"step-{STEPS:08d}",
         Path(folder) / f"step-{STEPS:08d}" / "rank-00001.safetensors",
     )
-    good, together = file.read_bytes(), loading.agree
+    good, together = file.read_bytes(), _load.all_ranks_or_raise
 
     def held() -> list[Tensor]:
         parameters = list(model.parameters())
@@ -438,13 +438,13 @@ def _load_changing(folder: str) -> None:
 
         def checked_by_all(*args: Any, change: Callable[[Path], None] = change) -> Any:
             found = together(*args)
-            loading.agree = together
+            _load.all_ranks_or_raise = together
             if dist.get_rank() == 0:
                 change(file)
             dist.barrier()
             return found
 
-        loading.agree = checked_by_all  # type: ignore[assignment]
+        _load.all_ranks_or_raise = checked_by_all  # type: ignore[assignment]
         with pytest.raises(
             CheckpointError, match="The files changed while they were being loaded"
         ) as raised:
@@ -641,7 +641,7 @@ def _unknown_values(folder: str) -> None:
         forgery.write(Path(folder) / "forged")
         with pytest.raises(
             CheckpointError,
-            match=r"holds a value that cannot be made here(.|\n)*nothing was loaded",
+            match=r"A value of the checkpoint cannot be read(.|\n)*nothing was loaded",
         ):
             checkpoint.load(Path(folder) / "forged", model, optimizer)
         assert all(

@@ -784,22 +784,22 @@ def test_loading_what_is_wrong_is_refused_on_all_ranks_with_nothing_changed(tmp_
             "lost": ("CheckpointError", "'c.bias' in model.safetensors"),
             **{name: ("CheckpointError", "is not a safetensors file") for name in ODD_FILES},
             **{name: ("CheckpointError", "The index cannot be read") for name in ODD_INDICES},
-            "FIFO": ("CheckpointError", "There are no such weights"),
-            "FIFO in a directory": ("CheckpointError", "There are no such weights"),
+            "FIFO": ("CheckpointError", "No weights found"),
+            "FIFO in a directory": ("CheckpointError", "No weights found"),
             "index FIFO": ("CheckpointError", "is not a regular file"),
             "twice": ("CheckpointError", "'a.bias'"),
             "stray": ("CheckpointError", "not in the model: c.bias"),
-            "empty": ("CheckpointError", "There are no such weights"),
-            "nowhere": ("CheckpointError", "There are no such weights"),
-            "no such index": ("CheckpointError", "There are no such weights"),
+            "empty": ("CheckpointError", "No weights found"),
+            "nowhere": ("CheckpointError", "No weights found"),
+            "no such index": ("CheckpointError", "No weights found"),
             "long path": ("CheckpointError", "x" * 300),
             "path": ("UsageError", "argument 'path' of checkpoint.load_safetensors"),
             "dtype": ("UsageError", "a floating-point dtype, or None"),
             "dtype by name": ("UsageError", "a floating-point dtype, or None"),
-            "rename": ("UsageError", "a function from a name to a name, or None"),
+            "rename": ("UsageError", "a function of a name, or None"),
             "progress": ("UsageError", "True or False"),
             "two for one name": ("UsageError", "'b.bias'"),
-            "rename gives a number": ("UsageError", "what rename returns"),
+            "rename gives a number": ("UsageError", "the result of rename"),
             "no wrapping": ("UsageError", "The model is not wrapped"),
             "one rank's path": ("CheckpointError", "nowhere"),
             "one rank's dtype": ("UsageError", "a floating-point dtype, or None"),
@@ -906,7 +906,7 @@ def _refused_saves(folder: Path) -> dict[str, Outcome]:
 
 
 def test_saving_what_is_wrong_is_refused_on_all_ranks_with_nothing_left(tmp_path: Path) -> None:
-    exists = "There are weights already, and nothing is overwritten"
+    exists = "which are never overwritten"
     differs = "all ranks"
     assert_refused(
         run_ranks(2, _refused_saves, tmp_path),
@@ -921,9 +921,9 @@ def test_saving_what_is_wrong_is_refused_on_all_ranks_with_nothing_left(tmp_path
             "dtype": ("UsageError", "a floating-point dtype, or None"),
             "dtype without a name": ("UsageError", "torch.float8_e8m0fnu"),
             "parameter without a name": ("UsageError", "torch.complex128"),
-            "rename": ("UsageError", "a function from a name to a name, or None"),
+            "rename": ("UsageError", "a function of a name, or None"),
             "two for one name": ("UsageError", "'b.bias'"),
-            "rename gives a number": ("UsageError", "what rename returns"),
+            "rename gives a number": ("UsageError", "the result of rename"),
             "a name of the format": ("UsageError", "__metadata__"),
             **{
                 f"max_file_nbytes {value!r}": ("UsageError", "a number of bytes, at least 1")

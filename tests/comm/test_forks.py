@@ -1,5 +1,5 @@
-"""Forks of a process whose shards other ranks read where they lie: a child sees them as they were,
-and training goes on."""
+"""Forks of a process with shards in shared memory: a child sees them as they were at the fork, and
+training continues."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ WIDTH = 1024  # of a matrix whose shard on each of two ranks is large enough to 
 
 
 class Training:
-    """A sharded model, and the steps of one that no fork disturbs."""
+    """A sharded model and its training step."""
 
     def __init__(self, strategy: ShardingStrategy = ShardingStrategy.FULL_SHARD) -> None:
         torch.manual_seed(0)
@@ -42,7 +42,7 @@ class Training:
         self.optimizer.step()
 
     def state(self) -> list[Tensor]:
-        """What of the model lies in memory that ranks share."""
+        """The tensors of the model that lie in shared memory."""
         parameters = list(self.model.parameters())
         return [
             *(p.detach() for p in parameters),
@@ -51,7 +51,7 @@ class Training:
 
 
 class Child:
-    """A forked process that looks at tensors when it is asked to."""
+    """A forked process that reads tensors on request."""
 
     def __init__(self, look: Callable[[], Any]) -> None:
         fork = multiprocessing.get_context("fork")
@@ -85,7 +85,7 @@ def no_files() -> Iterator[None]:
         yield
 
 
-# -- what a child sees
+# -- values in a child
 
 
 def forks_while_it_trains(strategy: ShardingStrategy, refused: int = -1) -> None:
@@ -109,19 +109,19 @@ def forks_while_it_trains(strategy: ShardingStrategy, refused: int = -1) -> None
 
 
 @pytest.mark.parametrize("strategy", [ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD])
-def test_a_forked_process_sees_weights_and_gradients_as_they_were_when_it_was_forked(
+def test_forked_process_sees_weights_and_gradients_as_of_the_fork(
     strategy: ShardingStrategy,
 ) -> None:
     run_ranks(2, forks_while_it_trains, strategy)
 
 
 @pytest.mark.parametrize("refused", [0, 1])
-def test_it_does_so_where_the_system_gives_no_more_files(refused: int) -> None:
+def test_forked_process_sees_them_when_the_system_has_no_more_files(refused: int) -> None:
     run_ranks(2, forks_while_it_trains, ShardingStrategy.FULL_SHARD, refused)
 
 
 class Weights(Dataset[float]):
-    """A data set that looks at the model."""
+    """A data set that reads the model."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -150,13 +150,13 @@ def trains_on_its_own_weights() -> None:
         assert data[0] != pytest.approx(expected, rel=1e-6, abs=0)
 
 
-def test_workers_of_a_data_loader_do() -> None:
+def test_data_loader_workers_see_the_weights_as_of_the_fork() -> None:
     run_ranks(2, trains_on_its_own_weights)
 
 
 def forks_in_forward() -> None:
-    """Between the gathers of a forward, which other ranks have still to read, and before what they
-    read in backward."""
+    """Between the gathers of a forward, which other ranks may still have to read, and before they
+    read those of backward."""
     pair = make_pair(lambda: nn.Sequential(Block(), Block(), nn.Linear(DIM, 3)))
     children: list[Child] = []
 
@@ -172,7 +172,7 @@ def forks_in_forward() -> None:
     assert len(children) == 2 * 5
 
 
-def test_forks_in_the_middle_of_a_step_change_nothing() -> None:
+def test_forks_during_a_step_do_not_change_it() -> None:
     with_small_blocks(2, forks_in_forward)
 
 
@@ -185,7 +185,7 @@ def shares_everything(function: Callable[[], None]) -> None:
         function()
 
 
-# -- what it costs
+# -- cost
 
 
 def memory_of_forks() -> tuple[int, int, list[int], int]:
@@ -216,7 +216,7 @@ def memory_of_forks() -> tuple[int, int, list[int], int]:
     return before, during, held, sum(files().values())
 
 
-def test_a_fork_copies_nothing_and_leaves_nothing() -> None:
+def test_fork_copies_nothing_and_leaves_nothing() -> None:
     shards = 2 * WIDTH * WIDTH * 4 // 2
     for before, during, in_child, after in run_ranks(2, memory_of_forks):
         assert shards <= during <= before + (1 << 14), "one copy"
@@ -224,11 +224,11 @@ def test_a_fork_copies_nothing_and_leaves_nothing() -> None:
         assert after <= before + (1 << 16)
 
 
-# -- who does not ask Python
+# -- forks without Python
 
 
 def reads_in_a_process_that_c_has_forked() -> tuple[int, float]:
-    """How a child ends that writes to a shard, and what the parent finds there."""
+    """The exit status of a child that writes to a shard, and the sum of the shard in the parent."""
     block = shared_memory.zeros(WIDTH * WIDTH, torch.float32)
     assert shared_memory.locate(block) is not None
     child = ctypes.PyDLL(None).fork()
@@ -240,5 +240,5 @@ def reads_in_a_process_that_c_has_forked() -> tuple[int, float]:
     return status, float(block.sum())
 
 
-def test_a_process_that_c_has_forked_cannot_write_to_the_shards_of_its_parent() -> None:
+def test_process_forked_by_c_cannot_write_to_shards_of_its_parent() -> None:
     assert run_ranks(1, reads_in_a_process_that_c_has_forked) == [(-signal.SIGSEGV, 0.0)]

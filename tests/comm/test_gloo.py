@@ -1,5 +1,5 @@
-"""Messages between ranks that read each other's memory: what arrives, what stays, what comes back,
-and what cannot be read."""
+"""The gloo transport between ranks that read each other's memory: the values that arrive, the
+memory that stays allocated, and descriptors that cannot be read."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp_compat import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
-from fsdp_compat._comm import gloo, shared_memory
+from fsdp_compat._comm import arena, gloo, same_host, shared_memory
 from fsdp_compat._comm.communicator import communicator
 from fsdp_compat._comm.mesh import mesh_from_group
 from tests.comm.test_deadlock import assert_alike, message_of
@@ -29,24 +29,24 @@ from tests.support.ranks import run_ranks
 
 CPU = torch.device("cpu")
 NUMEL = 1_200_001  # of a message: more than one piece of a sum, and no multiple of anything
-NOTE_NBYTES = 56
+DESCRIPTOR_NBYTES = 56
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex64)
 
 
 @contextlib.contextmanager
 def sharing_from(nbytes: int) -> Iterator[None]:
-    """Messages of at least ``nbytes`` are read where they lie."""
+    """Read messages of at least ``nbytes`` in place."""
     with (
         mock.patch.object(shared_memory, "MIN_NBYTES", nbytes),
-        mock.patch.dict(gloo._TIMES, clear=True),
+        mock.patch.dict(gloo._MIN_NBYTES_FACTORS, clear=True),
     ):
         yield
 
 
 def _messages_that_are_read() -> list[bool]:
-    wire, nbytes = line(), shared_memory.MIN_NBYTES
+    comm, nbytes = connect(), shared_memory.MIN_NBYTES
     return [
-        wire.shares(times * nbytes // 4 - less, torch.float32)
+        comm.shares(times * nbytes // 4 - less, torch.float32)
         for times in (1, 4)
         for less in (1, 0)
     ]
@@ -55,13 +55,13 @@ def _messages_that_are_read() -> list[bool]:
 @pytest.mark.parametrize(
     ("ranks", "expected"), [(2, [False, False, False, True]), (3, [False, True, True, True])]
 )
-def test_with_one_peer_messages_are_read_where_they_lie_from_four_times_the_size_on(
+def test_minimum_size_of_messages_read_in_place_is_four_times_larger_with_one_peer(
     ranks: int, expected: list[bool]
 ) -> None:
     assert run_ranks(ranks, _messages_that_are_read) == [expected] * ranks
 
 
-def line() -> Any:
+def connect() -> Any:
     return communicator(mesh_from_group(None).shard, CPU)
 
 
@@ -70,42 +70,42 @@ def numbers(numel: int, rank: int, dtype: torch.dtype = torch.float32) -> torch.
     return shared_memory.empty(numel, dtype).copy_((torch.arange(numel) + rank) % 5)
 
 
-def gathered(wire: Any, own: torch.Tensor, tag: int) -> torch.Tensor:
-    full = own.new_empty(wire.ranks * own.numel())
-    wire.end_gather(wire.begin_gather(own, full, full.chunk(wire.ranks), tag), f"tag {tag}")
-    wire.flush_sends("what was sent")
+def gathered(comm: Any, own: torch.Tensor, tag: int) -> torch.Tensor:
+    full = own.new_empty(comm.ranks * own.numel())
+    comm.end_gather(comm.begin_gather(own, full, full.chunk(comm.ranks), tag), f"tag {tag}")
+    comm.flush_sends("what was sent")
     return full
 
 
-def reduced(wire: Any, buffer: torch.Tensor, tag: int, **options: Any) -> torch.Tensor:
-    segments = list(buffer.chunk(wire.ranks))
+def reduced(comm: Any, buffer: torch.Tensor, tag: int, **options: Any) -> torch.Tensor:
+    segments = list(buffer.chunk(comm.ranks))
     wide = torch.promote_types(buffer.dtype, torch.float32)
-    total = wire.end_reduce(
-        wire.begin_reduce(buffer, segments, tag), segments[wire.rank], wide, "gradients", **options
+    total = comm.end_reduce(
+        comm.begin_reduce(buffer, segments, tag), segments[comm.rank], wide, "gradients", **options
     )
-    wire.flush_sends("what was sent")
+    comm.flush_sends("what was sent")
     return total
 
 
 def totalled(
-    wire: Any, total: torch.Tensor, tag: int, divisor: torch.Tensor | None = None
+    comm: Any, total: torch.Tensor, tag: int, divisor: torch.Tensor | None = None
 ) -> torch.Tensor:
-    pending = wire.continue_all_reduce(
-        wire.begin_all_reduce(total, tag, divisor), total, tag, "gradients"
+    handle = comm.continue_all_reduce(
+        comm.begin_all_reduce(total, tag, divisor), total, tag, "gradients"
     )
-    wire.end_all_reduce(pending, total, "gradients")
-    wire.wait_readers("gradients")
+    comm.end_all_reduce(handle, total, "gradients")
+    comm.wait_readers("gradients")
     return total
 
 
-# -- what arrives
+# -- values
 
 
 @contextlib.contextmanager
 def no_room() -> Iterator[None]:
-    """What there is of shared memory is full, and there is no more to be had."""
+    """Shared memory is full, and the system gives no more."""
     with (
-        mock.patch.object(shared_memory._Chunk, "take", return_value=None),
+        mock.patch.object(arena.Chunk, "take", return_value=None),
         mock.patch.object(os, "memfd_create", side_effect=OSError(24, "no descriptors")),
     ):
         yield
@@ -114,37 +114,37 @@ def no_room() -> Iterator[None]:
 def exchanges_everything(
     blind: tuple[int, ...] = (), full_up: tuple[int, ...] = ()
 ) -> tuple[int, int]:
-    """Gather, reduce and total in every dtype. Returns how many ranks are near, and the bytes
-    handed to gloo for float32.
+    """Gather, reduce and all-reduce in every dtype. Returns the number of same-host peers, and the
+    bytes handed to gloo for float32.
 
-    blind: ranks whose memory nobody can read. full_up: those that can get no more, once they have
-    connected.
+    blind: ranks whose memory cannot be read. full_up: ranks that can get no more shared memory
+    after they have connected.
     """
     if dist.get_rank() in blind:
-        shared_memory.identity, card = (
-            lambda: bytes(shared_memory.CARD_NBYTES),
+        shared_memory.identity, identity = (
+            lambda: bytes(shared_memory.IDENTITY_NBYTES),
             shared_memory.identity,
         )
     try:
-        wire = line()
+        comm = connect()
     finally:
         if dist.get_rank() in blind:
-            shared_memory.identity = card
+            shared_memory.identity = identity
     with no_room() if dist.get_rank() in full_up else contextlib.nullcontext():
-        return _exchanges_everything(wire)
+        return _exchanges_everything(comm)
 
 
-def _exchanges_everything(wire: Any) -> tuple[int, int]:
-    ranks, rank, sent = wire.ranks, wire.rank, []
+def _exchanges_everything(comm: Any) -> tuple[int, int]:
+    ranks, rank, sent = comm.ranks, comm.rank, []
     divisor = torch.tensor(2.0, dtype=torch.float64)
     for number, dtype in enumerate(DTYPES):
         found: list[int] = []
-        tag = wire.new_tag()
+        tag = comm.new_tag()
         with counting_sends(found):
-            full = gathered(wire, numbers(NUMEL, rank, dtype), tag)
-            shard = reduced(wire, numbers(ranks * NUMEL, rank, dtype), tag, divisor=divisor)
-            inside = totalled(wire, numbers(ranks * NUMEL - 1, rank, dtype), tag, divisor)
-            outside = totalled(wire, numbers(ranks * NUMEL - 1, rank, dtype).clone(), tag, divisor)
+            full = gathered(comm, numbers(NUMEL, rank, dtype), tag)
+            shard = reduced(comm, numbers(ranks * NUMEL, rank, dtype), tag, divisor=divisor)
+            inside = totalled(comm, numbers(ranks * NUMEL - 1, rank, dtype), tag, divisor)
+            outside = totalled(comm, numbers(ranks * NUMEL - 1, rank, dtype).clone(), tag, divisor)
         sent.append(sum(found))
         assert torch.equal(
             full, torch.cat([((torch.arange(NUMEL) + r) % 5).to(dtype) for r in range(ranks)])
@@ -153,105 +153,109 @@ def _exchanges_everything(wire: Any) -> tuple[int, int]:
         assert torch.equal(shard, summed.chunk(ranks)[rank].to(shard.dtype)), dtype
         assert torch.equal(inside, summed[:-1].to(dtype)), dtype
         assert torch.equal(outside, inside)
-    return len(wire._near), sent[0]
+    return len(comm.connections.same_host.memories), sent[0]
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_what_is_read_where_it_lies_is_right_in_every_dtype_and_only_notes_are_sent(
+def test_messages_read_in_place_are_right_in_every_dtype_and_send_only_descriptors(
     ranks: int,
 ) -> None:
-    notes = 6 * NOTE_NBYTES * (ranks - 1)  # a gather, a reduction, two totals of two steps
-    assert run_ranks(ranks, exchanges_everything) == [(ranks - 1, notes)] * ranks
+    descriptors = (
+        6 * DESCRIPTOR_NBYTES * (ranks - 1)
+    )  # a gather, a reduction, two totals of two steps
+    assert run_ranks(ranks, exchanges_everything) == [(ranks - 1, descriptors)] * ranks
 
 
-def test_a_rank_whose_memory_cannot_be_read_is_sent_to_and_sends_itself() -> None:
+def test_rank_without_readable_memory_exchanges_by_sending() -> None:
     two, one, blind = run_ranks(3, exchanges_everything, (2,))
     assert [two[0], one[0], blind[0]] == [1, 1, 0]
     assert blind[1] > 2 * 2 * 4 * NUMEL  # everything, to both others
 
 
 @pytest.mark.parametrize(("ranks", "full_up"), [(2, (0,)), (2, (0, 1)), (3, (1,)), (3, (0, 2))])
-def test_a_rank_that_gets_no_more_shared_memory_sends_what_it_had_shared(
+def test_rank_without_more_shared_memory_sends_its_values(
     ranks: int, full_up: tuple[int, ...]
 ) -> None:
-    notes = 6 * NOTE_NBYTES * (ranks - 1)
+    descriptors = 6 * DESCRIPTOR_NBYTES * (ranks - 1)
     values = 4 * NUMEL * (ranks - 1) * (2 + 2 * 2)  # a gather, a reduction, two totals of two steps
-    for rank, (near, sent) in enumerate(run_ranks(ranks, exchanges_everything, (), full_up)):
-        assert near == ranks - 1
-        assert sent == notes if rank not in full_up else abs(sent - notes - values) < 100
+    for rank, (num_peers, sent) in enumerate(run_ranks(ranks, exchanges_everything, (), full_up)):
+        assert num_peers == ranks - 1
+        assert (
+            sent == descriptors if rank not in full_up else abs(sent - descriptors - values) < 100
+        )
 
 
 def equals_gloo() -> None:
-    wire = line()
-    torch.manual_seed(wire.rank)
+    comm = connect()
+    torch.manual_seed(comm.rank)
     for dtype in (torch.float32, torch.float64):
         buffer = shared_memory.copy_of(torch.randn(2 * NUMEL, dtype=dtype))
         theirs, whole = torch.empty(NUMEL, dtype=dtype), buffer.clone()
         dist.reduce_scatter_tensor(theirs, buffer)
         dist.all_reduce(whole)
         with sharing_from(1 << 62):
-            sent = reduced(wire, buffer, wire.new_tag())
+            sent = reduced(comm, buffer, comm.new_tag())
         assert torch.equal(sent, theirs)
-        assert torch.equal(reduced(wire, buffer, wire.new_tag()), theirs)
-        assert torch.equal(totalled(wire, buffer, wire.new_tag()), whole)
+        assert torch.equal(reduced(comm, buffer, comm.new_tag()), theirs)
+        assert torch.equal(totalled(comm, buffer, comm.new_tag()), whole)
 
 
-def test_two_ranks_get_the_bits_that_gloo_gets_them() -> None:
+def test_sums_of_two_ranks_equal_those_of_gloo_bit_for_bit() -> None:
     run_ranks(2, equals_gloo)
 
 
 def totals_of_all_sizes() -> None:
-    wire = line()
+    comm = connect()
     for numel in (1, 5, 1 << 10, (1 << 15) + 1, (1 << 17) + 1, 1 << 18, (1 << 18) + 1):
-        total = totalled(wire, numbers(numel, wire.rank), wire.new_tag())
+        total = totalled(comm, numbers(numel, comm.rank), comm.new_tag())
         assert torch.equal(
-            total, sum((torch.arange(numel) + r) % 5 for r in range(wire.ranks)).float()
+            total, sum((torch.arange(numel) + r) % 5 for r in range(comm.ranks)).float()
         ), numel
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_totals_are_right_whether_they_are_sent_whole_or_in_pieces(ranks: int) -> None:
+def test_all_reduce_is_right_whole_and_in_pieces(ranks: int) -> None:
     run_ranks(ranks, totals_of_all_sizes)
 
 
 def copies_of_an_exchange() -> tuple[list[int], bool]:
-    """Elements copied by a gather and a reduction, and whether either made memory to receive
-    into."""
-    wire = line()
-    own, buffer = numbers(NUMEL, 0), numbers(wire.ranks * NUMEL, 0)
-    full = torch.empty(wire.ranks * NUMEL)
-    segments = list(full.chunk(wire.ranks))
+    """Elements copied by a gather and a reduction, and whether either allocated a receive
+    buffer."""
+    comm = connect()
+    own, buffer = numbers(NUMEL, 0), numbers(comm.ranks * NUMEL, 0)
+    full = torch.empty(comm.ranks * NUMEL)
+    segments = list(full.chunk(comm.ranks))
     with Operations() as seen:
-        wire.end_gather(wire.begin_gather(own, full, segments, 4), "parameters")
-        reduced(wire, buffer, 4)
+        comm.end_gather(comm.begin_gather(own, full, segments, 4), "parameters")
+        reduced(comm, buffer, 4)
     return seen.written["copy_"], bool({"empty_like", "clone", "_to_copy"} & seen.names.keys())
 
 
-def test_a_gather_copies_every_part_once_and_a_reduction_receives_nothing() -> None:
+def test_gather_copies_each_part_once_and_reduction_allocates_no_receive_buffer() -> None:
     assert run_ranks(2, copies_of_an_exchange) == [([NUMEL, NUMEL], False)] * 2
 
 
 def mixes_dtypes() -> str:
-    wire = line()
+    comm = connect()
     return message_of(
-        lambda: gathered(wire, numbers(NUMEL, 0, (torch.float32, torch.int32)[wire.rank]), 4)
+        lambda: gathered(comm, numbers(NUMEL, 0, (torch.float32, torch.int32)[comm.rank]), 4)
     )
 
 
-def test_a_message_of_another_dtype_is_refused() -> None:
+def test_message_of_another_dtype_raises() -> None:
     first, second = run_ranks(2, mixes_dtypes)
     assert "of torch.int32 for 1200001 of torch.float32" in first + second
     assert "Waiting for tag 4 failed" in first and "Waiting for tag 4 failed" in second
 
 
 def tells_lies(lie: str) -> tuple[str, str]:
-    """Rank 1 says of a gather that it lies where it does not. Returns what each rank is told."""
-    wire = line()
-    own, full = numbers(NUMEL, wire.rank), torch.empty(2 * NUMEL)
-    if wire.rank == 0:
-        pending = wire.begin_gather(own, full, full.chunk(2), 4)
-        return message_of(lambda: wire.end_gather(pending, "the parameters of 'a'"))
-    note, place = gloo._note, shared_memory.locate(own)
+    """Rank 1 sends a wrong descriptor of its gather. Returns each rank's error."""
+    comm = connect()
+    own, full = numbers(NUMEL, comm.rank), torch.empty(2 * NUMEL)
+    if comm.rank == 0:
+        handle = comm.begin_gather(own, full, full.chunk(2), 4)
+        return message_of(lambda: comm.end_gather(handle, "the parameters of 'a'"))
+    descriptor_of, place = same_host.descriptor_of, shared_memory.locate(own)
     with contextlib.ExitStack() as opened:
         pipe = os.pipe()
         opened.callback(os.close, pipe[0])
@@ -265,20 +269,20 @@ def tells_lies(lie: str) -> tuple[str, str]:
             "small": place._replace(number=7, fd=small),
         }.get(lie, place)
 
-        def other_note(place: Any, message: torch.Tensor) -> torch.Tensor:
-            told = note(false, message)
+        def wrong_descriptor(place: Any, message: torch.Tensor) -> torch.Tensor:
+            told = descriptor_of(false, message)
             if lie == "dtype":
                 told[-1] = -1
             if lie == "numel":
                 told[-2] = 1 << 40
             return told
 
-        with mock.patch.object(gloo, "_note", other_note):
-            pending = wire.begin_gather(own, full, full.chunk(2), 4)
+        with mock.patch.object(same_host, "descriptor_of", wrong_descriptor):
+            handle = comm.begin_gather(own, full, full.chunk(2), 4)
         return message_of(
             lambda: (
-                wire.end_gather(pending, "the parameters of 'a'"),
-                wire.flush_sends("what was sent"),
+                comm.end_gather(handle, "the parameters of 'a'"),
+                comm.flush_sends("what was sent"),
             )
         )
 
@@ -304,19 +308,19 @@ def tells_lies(lie: str) -> tuple[str, str]:
         ),
     ],
 )
-def test_a_note_that_is_wrong_is_an_error_that_names_its_rank(lie: str, expected: str) -> None:
+def test_wrong_descriptor_raises_an_error_with_its_rank(lie: str, expected: str) -> None:
     first, second = run_ranks(2, tells_lies, lie, group_timeout=20)
     assert expected in first
     assert "Waiting for the parameters of 'a' failed" in first and second.startswith("Waiting for")
 
 
-def test_what_a_neighbour_says_is_checked_before_anything_is_read() -> None:
+def test_peer_memory_checks_a_location_before_reading() -> None:
     own = numbers(NUMEL, 0)
-    arena, place = shared_memory._arena, shared_memory.locate(own)
+    mine, place = shared_memory._arena, shared_memory.locate(own)
     assert place is not None
-    neighbour = shared_memory.Neighbour(os.getpid(), arena.control.fd, arena.token)
-    assert torch.equal(neighbour.view(place, NUMEL, torch.float32), own)
-    nbytes = arena.chunks[0].nbytes
+    peer = shared_memory.PeerMemory(os.getpid(), mine.control.fd, mine.token)
+    assert torch.equal(peer.view(place, NUMEL, torch.float32), own)
+    nbytes = mine.chunks[0].nbytes
     small = os.memfd_create("small", os.MFD_ALLOW_SEALING)
     device, (read, write) = os.open("/dev/zero", os.O_RDONLY), os.pipe()
     try:
@@ -336,81 +340,80 @@ def test_what_a_neighbour_says_is_checked_before_anything_is_read() -> None:
             {"number": 9, "fd": small},
         ):
             with pytest.raises(OSError):
-                neighbour.view(place._replace(**wrong), NUMEL, torch.float32)
+                peer.view(place._replace(**wrong), NUMEL, torch.float32)
         with pytest.raises(PermissionError):
-            os.ftruncate(arena.chunks[0].fd, 1)
+            os.ftruncate(mine.chunks[0].fd, 1)
     finally:
         for fd in (small, device, read, write):
             os.close(fd)
 
 
-# -- what stays until it was read
+# -- memory in flight
 
 
 def frees_too_early() -> tuple[bool, bool, bool]:
     """Rank 1 reads late. Returns whether rank 0 got the same block before that, and after, and
     whether rank 1 read the sum."""
-    wire = line()
+    comm = connect()
     buffer = numbers(2 * NUMEL, 0)
     address, segments = buffer.data_ptr(), list(buffer.chunk(2))
-    pending = wire.begin_reduce(buffer, segments, 4)
+    handle = comm.begin_reduce(buffer, segments, 4)
     early = False
-    if wire.rank == 0:
-        wire.end_reduce(pending, segments[0], torch.float32, "gradients")
-        del buffer, pending, segments
+    if comm.rank == 0:
+        comm.end_reduce(handle, segments[0], torch.float32, "gradients")
+        del buffer, handle, segments
         gc.collect()
         other = shared_memory.empty(2 * NUMEL, torch.float32).fill_(torch.nan)
         early = other.data_ptr() == address
     dist.barrier()
     right = True
-    if wire.rank == 1:
-        total = wire.end_reduce(pending, segments[1], torch.float32, "gradients")
+    if comm.rank == 1:
+        total = comm.end_reduce(handle, segments[1], torch.float32, "gradients")
         right = torch.equal(total, 2 * ((torch.arange(2 * NUMEL) % 5).chunk(2)[1]).float())
-        del buffer, pending, segments
-    wire.wait_readers("gradients")
+        del buffer, handle, segments
+    comm.wait_readers("gradients")
     return early, shared_memory.empty(2 * NUMEL, torch.float32).data_ptr() == address, right
 
 
-def test_a_block_comes_back_when_all_peers_have_read_it() -> None:
+def test_block_is_reused_after_all_peers_have_read_it() -> None:
     assert run_ranks(2, frees_too_early) == [(False, True, True)] * 2
 
 
 def drains_what_is_under_way() -> bool:
-    """A prefetch that nobody has waited for yet, on any rank."""
-    wire, own, full = line(), numbers(NUMEL, dist.get_rank()), torch.empty(2 * NUMEL)
-    pending = wire.begin_gather(own, full, full.chunk(2), 4)
-    wire.flush_sends("what was sent")
+    """A prefetch that no rank has waited for yet."""
+    comm, own, full = connect(), numbers(NUMEL, dist.get_rank()), torch.empty(2 * NUMEL)
+    handle = comm.begin_gather(own, full, full.chunk(2), 4)
+    comm.flush_sends("what was sent")
     own.fill_(9.0)
     dist.barrier()
-    wire.end_gather(pending, "parameters")
+    comm.end_gather(handle, "parameters")
     return bool((full.max() == 4.0).item())
 
 
-def test_a_drain_ends_what_this_rank_has_begun_to_receive() -> None:
+def test_flush_sends_ends_unfinished_gathers() -> None:
     assert run_ranks(2, drains_what_is_under_way) == [True] * 2
 
 
-# -- what will never be read
+# -- failures
 
 
 def does_not_read() -> str:
-    """Rank 0 waits until its gather was read, and rank 1 waits for something else before it
-    reads."""
-    wire = line()
-    own, full, other = numbers(NUMEL, wire.rank), torch.empty(2 * NUMEL), torch.empty(2 * NUMEL)
+    """Rank 0 waits until its gather was read; rank 1 waits for another gather before it reads."""
+    comm = connect()
+    own, full, other = numbers(NUMEL, comm.rank), torch.empty(2 * NUMEL), torch.empty(2 * NUMEL)
 
     def step() -> None:
-        first = wire.begin_gather(own, full, full.chunk(2), 4)
-        if wire.rank == 0:
-            wire.end_gather(first, "the parameters of 'a'")
-            wire.flush_sends("what was sent")
-        second = wire.begin_gather(own, other, other.chunk(2), 8)
-        wire.end_gather(second, "the parameters of 'b'")
+        first = comm.begin_gather(own, full, full.chunk(2), 4)
+        if comm.rank == 0:
+            comm.end_gather(first, "the parameters of 'a'")
+            comm.flush_sends("what was sent")
+        second = comm.begin_gather(own, other, other.chunk(2), 8)
+        comm.end_gather(second, "the parameters of 'b'")
 
     return message_of(step)
 
 
-def test_a_rank_that_never_reads_what_it_was_told_of_is_named() -> None:
+def test_error_names_a_rank_that_never_reads_a_message() -> None:
     assert_alike(
         run_ranks(2, does_not_read),
         "rank 0 waits for rank 1 to take the parameters of 'a'",
@@ -419,20 +422,20 @@ def test_a_rank_that_never_reads_what_it_was_told_of_is_named() -> None:
 
 
 def reads_what_was_given_up() -> str:
-    wire = line()
-    own, full = numbers(NUMEL, wire.rank), torch.empty(2 * NUMEL)
-    pending = wire.begin_gather(own, full, full.chunk(2), 4)
+    comm = connect()
+    own, full = numbers(NUMEL, comm.rank), torch.empty(2 * NUMEL)
+    handle = comm.begin_gather(own, full, full.chunk(2), 4)
     dist.barrier()
-    if wire.rank == 0:
+    if comm.rank == 0:
         shared_memory.bump_epoch()
         own.fill_(9.0)
     dist.barrier()
-    if wire.rank == 0:
-        return message_of(lambda: wire.flush_sends("what was sent"))
-    return message_of(lambda: wire.end_gather(pending, "the parameters of 'a'"))
+    if comm.rank == 0:
+        return message_of(lambda: comm.flush_sends("what was sent"))
+    return message_of(lambda: comm.end_gather(handle, "the parameters of 'a'"))
 
 
-def test_what_a_rank_has_given_up_is_never_taken_for_data() -> None:
+def test_memory_of_a_failed_rank_is_not_used() -> None:
     first, second = run_ranks(2, reads_what_was_given_up, group_timeout=20)
     assert "the communication of rank 0 has failed" in second
     assert first.startswith("Waiting for")
@@ -441,7 +444,7 @@ def test_what_a_rank_has_given_up_is_never_taken_for_data() -> None:
 # -- blocks
 
 
-def test_a_block_is_as_large_as_its_tensor_and_starts_at_a_multiple_of_64_bytes() -> None:
+def test_block_has_the_size_of_its_tensor_and_is_aligned_to_64_bytes() -> None:
     for numel in (NUMEL, NUMEL + 1):
         tensor = shared_memory.zeros(numel, torch.float32)
         assert shared_memory.locate(tensor) is not None
@@ -450,7 +453,7 @@ def test_a_block_is_as_large_as_its_tensor_and_starts_at_a_multiple_of_64_bytes(
         assert not tensor.any()
 
 
-def test_a_freed_block_is_used_again_and_zeros_are_zero() -> None:
+def test_freed_block_is_reused_and_zeros_are_zero() -> None:
     gc.collect()
     first = shared_memory.empty(NUMEL, torch.float32).fill_(7.0)
     address, view = first.data_ptr(), first[5:]
@@ -462,38 +465,40 @@ def test_a_freed_block_is_used_again_and_zeros_are_zero() -> None:
     assert not again.any()
 
 
-def test_pages_beyond_what_is_kept_go_back_to_the_system(monkeypatch: pytest.MonkeyPatch) -> None:
-    arena = shared_memory._Arena()
-    monkeypatch.setattr(shared_memory, "_arena", arena)
-    monkeypatch.setattr(shared_memory, "KEPT_NBYTES", 8 << 20)
+def test_arena_returns_pages_beyond_its_limit_to_the_system(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    mine = arena.Arena()
+    monkeypatch.setattr(shared_memory, "_arena", mine)
+    monkeypatch.setattr(arena, "KEPT_NBYTES", 8 << 20)
     blocks = [shared_memory.empty(1 << 20, torch.float32).fill_(1.0) for _ in range(8)]
-    held = [os.fstat(arena.chunks[0].fd).st_blocks * 512]
+    held = [os.fstat(mine.chunks[0].fd).st_blocks * 512]
     blocks.clear()
-    held.append(os.fstat(arena.chunks[0].fd).st_blocks * 512)
+    held.append(os.fstat(mine.chunks[0].fd).st_blocks * 512)
     assert 32 << 20 <= held[0] <= 33 << 20
     assert 8 << 20 <= held[1] <= 9 << 20
     assert not shared_memory.zeros(8 << 20, torch.float32).any()
 
 
-def test_free_places_beside_each_other_become_one() -> None:
-    arena = shared_memory._Arena()
-    blocks = [arena.take(1 << 20, False) for _ in range(4)]
+def test_arena_merges_adjacent_free_ranges() -> None:
+    mine = arena.Arena()
+    blocks = [mine.take(1 << 20, False) for _ in range(4)]
     for index in (0, 2, 1, 3):
         blocks[index] = None
-    assert arena.take(4 << 20, False) is not None
-    assert len(arena.chunks) == 1
-    assert len(arena.chunks[0].free) == 1
+    assert mine.take(4 << 20, False) is not None
+    assert len(mine.chunks) == 1
+    assert len(mine.chunks[0].free) == 1
 
 
-def test_without_shared_memory_tensors_are_ordinary(monkeypatch: pytest.MonkeyPatch) -> None:
-    arena = shared_memory._Arena()
-    monkeypatch.setattr(shared_memory, "_arena", arena)
+def test_tensors_are_ordinary_without_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    mine = arena.Arena()
+    monkeypatch.setattr(shared_memory, "_arena", mine)
 
     def refuse(*args: Any) -> None:
         raise OSError("no descriptors")
 
-    monkeypatch.setattr(shared_memory, "_Chunk", refuse)
-    assert shared_memory.identity() == bytes(shared_memory.CARD_NBYTES)
+    monkeypatch.setattr(arena, "Chunk", refuse)
+    assert shared_memory.identity() == bytes(shared_memory.IDENTITY_NBYTES)
     tensor = shared_memory.zeros(NUMEL, torch.float32)
     assert shared_memory.locate(tensor) is None
     assert not tensor.any()
@@ -502,7 +507,7 @@ def test_without_shared_memory_tensors_are_ordinary(monkeypatch: pytest.MonkeyPa
     assert torch.equal(copy_of_it, torch.ones(NUMEL))
 
 
-def test_copies_of_what_lies_in_a_block_are_ordinary_tensors_of_the_same_values() -> None:
+def test_copies_of_a_block_are_ordinary_tensors() -> None:
     shard = nn.Parameter(numbers(NUMEL, 0))
     file = io.BytesIO()
     torch.save(shard, file)
@@ -515,7 +520,7 @@ def test_copies_of_what_lies_in_a_block_are_ordinary_tensors_of_the_same_values(
 
 
 def writes_after_a_fork() -> tuple[float, int]:
-    """What the parent sees of a block that its child has written to, and how the child found it."""
+    """The value in a parent's block after its child has written there, and the child's status."""
     block = numbers(NUMEL, 0).fill_(2.0)
     child = os.fork()
     if child == 0:
@@ -531,7 +536,7 @@ def writes_after_a_fork() -> tuple[float, int]:
     return block.max().item(), status
 
 
-def test_what_a_forked_process_writes_stays_its_own() -> None:
+def test_writes_of_a_forked_process_stay_private() -> None:
     assert run_ranks(1, writes_after_a_fork) == [(2.0, 0)]
 
 
@@ -558,12 +563,14 @@ def trains_through_shared_memory(replicas: int) -> None:
 
 
 @pytest.mark.parametrize(("ranks", "replicas"), [(2, 1), (4, 2)])
-def test_models_whose_every_message_is_shared_train_as_unsharded(ranks: int, replicas: int) -> None:
+def test_training_matches_unsharded_when_all_messages_are_read_in_place(
+    ranks: int, replicas: int
+) -> None:
     run_ranks(ranks, trains_through_shared_memory, replicas)
 
 
 def train(full_up: tuple[int, ...], **options: Any) -> list[torch.Tensor]:
-    """Parameters after each of four steps; for the last two, ``full_up`` get no more shared
+    """Parameters after each of four steps; in the last two, ``full_up`` get no more shared
     memory."""
     torch.manual_seed(0)
     model = FullyShardedDataParallel(nn.Sequential(Block(), Block(), nn.Linear(DIM, 3)), **options)
@@ -593,15 +600,15 @@ def trains_when_memory_runs_out(full_up: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize(("ranks", "full_up"), [(2, (1,)), (3, (0, 1, 2)), (3, (2,))])
-def test_models_train_to_the_same_bits_when_shared_memory_runs_out(
+def test_training_is_bit_equal_when_shared_memory_runs_out(
     ranks: int, full_up: tuple[int, ...]
 ) -> None:
     run_ranks(ranks, trains_when_memory_runs_out, full_up)
 
 
 def where_things_lie() -> tuple[bool, bool, list[int], int]:
-    """Of a large replicated unit: its gradient in a block, several steps at how many addresses,
-    copies made, bytes left."""
+    """For a large replicated unit: whether its gradient lies in one block in all steps, whether its
+    shard does, elements copied, and bytes left."""
     pair = make_pair(
         lambda: nn.Linear(1024, 1024, bias=False), (), sharding_strategy=ShardingStrategy.NO_SHARD
     )
@@ -629,6 +636,6 @@ def where_things_lie() -> tuple[bool, bool, list[int], int]:
     )
 
 
-def test_shards_lie_in_blocks_and_a_reduce_buffer_of_replicas_becomes_the_gradient() -> None:
+def test_shards_lie_in_blocks_and_a_replicas_reduce_buffer_becomes_its_gradient() -> None:
     # Copied are the gradient into the buffer, and the other rank's half of the sum.
     assert run_ranks(2, where_things_lie) == [(True, True, [1 << 20, 1 << 19], 0)] * 2

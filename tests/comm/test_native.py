@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from fsdp_compat import MixedPrecision, ShardingStrategy, _torch_private
-from fsdp_compat._comm.communicator import Kind, NativeTransport
+from fsdp_compat._comm.communicator import Kind
+from fsdp_compat._comm.native import NativeTransport
 from tests.support.models import Block, Inner, Outer, Stack
 from tests.support.parity import make_pair, one_backward
 from tests.support.ranks import run_ranks

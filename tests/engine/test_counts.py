@@ -1,6 +1,6 @@
-"""What a step costs in numbers that do not vary: collectives, bytes, copies, and memory in flight.
+"""Exact costs of a step: collectives, bytes, copies, and memory in flight.
 
-The model is a root with parameters of its own around six equal blocks, on two ranks. Sizes in
+The model is a root with its own parameters around six equal blocks, on two ranks. Sizes in
 elements, all padded to 4:
 
     block   norm 8 + 8, up 56 + 12, down 56 + 8   = 148    S = 76 on two ranks, 148 on one
@@ -25,8 +25,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp_compat import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
 from fsdp_compat._comm.communicator import Kind
-from fsdp_compat._engine.runtime import Runtime
-from fsdp_compat._engine.unit import LARGE, Group, Residency
+from fsdp_compat._engine.checks import Checks
+from fsdp_compat._engine.gradients import LARGE, Gradients
+from fsdp_compat._engine.group import Group
+from fsdp_compat._engine.unit import Residency
 from fsdp_compat.wrap import ModuleWrapPolicy
 from tests.support.ranks import run_ranks
 
@@ -130,7 +132,7 @@ def sent_by_steps(
 
 
 @pytest.mark.parametrize("use_orig_params", [False, True])
-def test_full_sharding_gathers_twice_less_what_backward_uses_first_and_reduces_once(
+def test_full_shard_gathers_units_twice_and_reduces_once(
     use_orig_params: bool,
 ) -> None:
     reduced = 4 * (BLOCKS * BLOCK_S + ROOT_S)
@@ -153,9 +155,7 @@ def test_full_sharding_gathers_twice_less_what_backward_uses_first_and_reduces_o
 
 
 @pytest.mark.parametrize(("limit", "gathered_again"), [(135, BLOCKS - 1), (136, 0)])
-def test_units_below_a_number_of_elements_are_gathered_once(
-    limit: int, gathered_again: int
-) -> None:
+def test_small_units_are_gathered_once(limit: int, gathered_again: int) -> None:
     """A block has 135 elements."""
     nbytes = 4 * ((BLOCKS + gathered_again) * BLOCK_S + ROOT_S)
     for found in run_ranks(2, sent_by_steps, 3, "FULL_SHARD", keep_units_below=limit):
@@ -164,7 +164,7 @@ def test_units_below_a_number_of_elements_are_gathered_once(
         ] * 2
 
 
-def test_three_ranks_send_to_two_others_each() -> None:
+def test_three_ranks_send_to_two_peers_each() -> None:
     block_s, root_s = 52, 24  # 148 / 3 and 68 / 3, padded
     gathered, reduced = 2 * 4 * (11 * block_s + root_s), 2 * 4 * (BLOCKS * block_s + root_s)
     for found in run_ranks(3, sent_by_steps, 2, "FULL_SHARD"):
@@ -173,7 +173,7 @@ def test_three_ranks_send_to_two_others_each() -> None:
         )
 
 
-def test_without_resharding_every_unit_is_gathered_once_and_reduced_once() -> None:
+def test_shard_grad_op_gathers_and_reduces_every_unit_once() -> None:
     nbytes = 4 * (BLOCKS * BLOCK_S + ROOT_S)
     for found in run_ranks(2, sent_by_steps, 3, "SHARD_GRAD_OP"):
         assert (
@@ -183,13 +183,13 @@ def test_without_resharding_every_unit_is_gathered_once_and_reduced_once() -> No
         )
 
 
-def test_without_sharding_nothing_is_gathered_and_every_unit_is_reduced_among_replicas() -> None:
+def test_no_shard_gathers_nothing_and_all_reduces_every_unit() -> None:
     nbytes = 4 * (BLOCKS * BLOCK_FULL + ROOT_FULL)
     for found in run_ranks(2, sent_by_steps, 3, "NO_SHARD"):
         assert found == [Sent({"REPLICATE": 7}, {"REPLICATE": nbytes}, nbytes)] * 3
 
 
-def test_replicas_of_shards_reduce_their_shards_once_more() -> None:
+def test_hybrid_shard_also_all_reduces_shards() -> None:
     gathered, reduced = 4 * (11 * BLOCK_S + ROOT_S), 4 * (BLOCKS * BLOCK_S + ROOT_S)
     counts = {"GATHER": 12, "REDUCE": 7, "REPLICATE": 7}
     nbytes = {"GATHER": gathered, "REDUCE": reduced, "REPLICATE": reduced}
@@ -197,7 +197,7 @@ def test_replicas_of_shards_reduce_their_shards_once_more() -> None:
         assert found[1] == Sent(counts, nbytes, gathered + 2 * reduced)
 
 
-def test_gathers_and_reductions_travel_in_their_own_dtypes() -> None:
+def test_gathers_and_reductions_use_their_own_dtypes() -> None:
     precision = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     gathered, reduced = 2 * (11 * BLOCK_S + ROOT_S), 4 * (BLOCKS * BLOCK_S + ROOT_S)
     for found in run_ranks(2, sent_by_steps, 2, "FULL_SHARD", mixed_precision=precision):
@@ -212,24 +212,24 @@ def counts_by_unit(strategy: str, num_steps: int) -> list[dict[str, tuple[int, i
     found: collections.Counter[tuple[str, str]] = collections.Counter()
     for unit in model._runtime.units:
         for group in unit.groups:
-            for name in ("gather", "start_reduction"):
-                call_also(group, name, lambda key=(unit.label, name): found.update([key]))
+            for owner, name in ((group, "unshard"), (group.gradients, "start_reduction")):
+                call_also(owner, name, lambda key=(unit.label, name): found.update([key]))
     steps = []
     for _ in range(num_steps):
         found.clear()
         step(model)
         steps.append(
             {
-                u.label: (found[u.label, "gather"], found[u.label, "start_reduction"])
+                u.label: (found[u.label, "unshard"], found[u.label, "start_reduction"])
                 for u in model._runtime.units
             }
         )
     return steps
 
 
-def call_also(group: Group, name: str, more: Callable[[], object]) -> None:
+def call_also(owner: Group | Gradients, name: str, more: Callable[[], object]) -> None:
     """Make a method of one group call ``more`` when it has returned."""
-    method = getattr(group, name)
+    method = getattr(owner, name)
 
     @functools.wraps(method)
     def both(*args: Any, **kwargs: Any) -> Any:
@@ -237,10 +237,10 @@ def call_also(group: Group, name: str, more: Callable[[], object]) -> None:
         more()
         return answer
 
-    setattr(group, name, both)
+    setattr(owner, name, both)
 
 
-def test_only_the_root_and_the_last_block_are_gathered_once_from_the_second_step_on() -> None:
+def test_root_and_last_block_stay_unsharded_from_the_second_step_on() -> None:
     for found in run_ranks(2, counts_by_unit, "FULL_SHARD", 3):
         assert found[0] == {"the root unit (a Model)": (1, 1)} | {
             f"unit 'blocks.{i}'": (2, 1) for i in range(6)
@@ -264,7 +264,7 @@ def sent_while_accumulating() -> list[tuple[int, int]]:
     return found
 
 
-def test_accumulating_reduces_nothing_until_the_backward_with_communication() -> None:
+def test_no_sync_reduces_nothing_until_the_next_synchronised_backward() -> None:
     assert run_ranks(2, sent_while_accumulating) == [[(12, 0), (12, 0), (12, 7)]] * 2
 
 
@@ -276,7 +276,7 @@ def sent_in_inference() -> tuple[int, int]:
     return traffic.counts[Kind.GATHER], traffic.counts[Kind.REDUCE]
 
 
-def test_a_forward_without_grad_gathers_every_unit_once() -> None:
+def test_forward_without_grad_gathers_every_unit_once() -> None:
     assert run_ranks(2, sent_in_inference) == [(7, 0)] * 2
 
 
@@ -313,7 +313,7 @@ def operations_of_a_step(**options: Any) -> tuple[dict[str, int], dict[str, list
 
 
 @pytest.mark.parametrize("use_orig_params", [False, True])
-def test_a_step_concatenates_splits_and_pads_nothing(use_orig_params: bool) -> None:
+def test_step_never_concatenates_splits_or_pads(use_orig_params: bool) -> None:
     for names, _ in run_ranks(2, operations_of_a_step, use_orig_params=use_orig_params):
         assert names["_foreach_copy_"] == 7  # it has looked
         banned = {
@@ -331,13 +331,13 @@ def test_a_step_concatenates_splits_and_pads_nothing(use_orig_params: bool) -> N
 
 
 @pytest.mark.parametrize("use_orig_params", [False, True])
-def test_a_gather_copies_its_own_shard_and_nothing_out(use_orig_params: bool) -> None:
+def test_gather_copies_only_its_own_shard(use_orig_params: bool) -> None:
     for _, written in run_ranks(2, operations_of_a_step, use_orig_params=use_orig_params):
         assert sorted(written["copy_"]) == [ROOT_S] + [BLOCK_S] * 11
 
 
 @pytest.mark.parametrize("use_orig_params", [False, True])
-def test_gradients_are_copied_once_and_only_shards_are_divided(use_orig_params: bool) -> None:
+def test_gradients_are_copied_once_and_divided_as_shards(use_orig_params: bool) -> None:
     elements = 6 + 6 + 54 + 9 + 54 + 6, 36 + 6 + 18 + 3  # without padding
     for _, written in run_ranks(2, operations_of_a_step, use_orig_params=use_orig_params):
         assert sorted(written["_foreach_copy_"]) == [elements[1]] + [elements[0]] * 6
@@ -345,7 +345,7 @@ def test_gradients_are_copied_once_and_only_shards_are_divided(use_orig_params: 
         assert max(written["zero_"]) <= 19  # gaps between parameters, never a buffer
 
 
-def test_a_cast_to_the_dtype_of_gathers_is_made_on_the_shard() -> None:
+def test_gather_casts_the_shard_before_sending() -> None:
     precision = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for _, written in run_ranks(2, operations_of_a_step, mixed_precision=precision):
         assert (
@@ -386,7 +386,7 @@ def one_rank(use_orig_params: bool) -> None:
         shard = group.store.shard
         assert group.resident_nbytes == 0
         places = group.store.places(shard)[:-1]
-        assert [leaf.data_ptr() for leaf in group.unsharded_params] == [
+        assert [param.data_ptr() for param in group.unsharded_params] == [
             views[0].data_ptr() for views in places
         ]
 
@@ -395,11 +395,13 @@ def handed_over() -> None:
     model = wrapped(module=nn.Sequential(Block(), Table(), Block()), use_orig_params=True)
     made: dict[int, torch.Tensor | None] = {}
     for group in model._runtime.groups:
-        for (target, _), leaf in zip(
+        for (sharded_param, _), param in zip(
             group.store.sharded_params, group.unsharded_params, strict=True
         ):
-            leaf.register_post_accumulate_grad_hook(
-                lambda leaf, target=target: made.update({id(target): leaf.grad})
+            param.register_post_accumulate_grad_hook(
+                lambda param, sharded_param=sharded_param: made.update(
+                    {id(sharded_param): param.grad}
+                )
             )
     with Operations() as seen:
         model(torch.ones(2, WIDTH)).pow(2).mean().backward()
@@ -411,13 +413,13 @@ def handed_over() -> None:
 
 
 @pytest.mark.parametrize("use_orig_params", [False, True])
-def test_one_rank_sends_and_copies_no_parameter_and_leaves_alias_the_shard(
+def test_one_rank_copies_nothing_and_parameters_alias_the_shard(
     use_orig_params: bool,
 ) -> None:
     run_ranks(1, one_rank, use_orig_params)
 
 
-def test_one_rank_hands_over_the_very_gradients_that_autograd_made() -> None:
+def test_one_rank_passes_on_the_gradients_of_autograd() -> None:
     run_ranks(1, handed_over)
 
 
@@ -426,11 +428,11 @@ def test_one_rank_hands_over_the_very_gradients_that_autograd_made() -> None:
 
 @dataclasses.dataclass
 class Peak:
-    """The most that was there at once in a step, the root left out."""
+    """The most that was resident at once in a step, without the root."""
 
     units: int = 0
-    buffers: int = 0  # of gradients, filling or travelling
-    travelling: int = 0
+    buffers: int = 0  # of gradients, received or in reduction
+    reducing: int = 0
     nbytes: int = 0
 
 
@@ -462,18 +464,22 @@ def peaks(num_steps: int, block: type[nn.Module] = Block, **options: Any) -> lis
             peak.buffers,
             sum(group.resident_nbytes > group.memory.resident_nbytes for group in groups),
         )
-        peak.travelling = max(peak.travelling, sum(group.reduction is not None for group in groups))
+        peak.reducing = max(
+            peak.reducing, sum(group.gradients.reduction is not None for group in groups)
+        )
         peak.nbytes = max(peak.nbytes, sum(group.resident_nbytes for group in groups))
 
     for group in groups:
-        for name in ("gather", "wait", "take", "collect", "start_reduction"):
+        for name in ("unshard", "wait_for_unshard"):
             call_also(group, name, look)
+        for name in ("take", "collect", "start_reduction"):
+            call_also(group.gradients, name, look)
     for unit in units:
         unit.module.up.register_forward_hook(look)
         unit.module.up.register_full_backward_hook(look)
     found = []
     for _ in range(num_steps):
-        peak.units = peak.buffers = peak.travelling = peak.nbytes = 0
+        peak.units = peak.buffers = peak.reducing = peak.nbytes = 0
         step(model)
         look()
         assert sum(group.resident_nbytes for group in groups) == 0
@@ -485,51 +491,49 @@ FULL_NBYTES = 4 * 2 * BLOCK_S  # of a gathered block, and of a reduce buffer
 
 
 @pytest.mark.parametrize("use_orig_params", [False, True])
-def test_two_units_and_one_reduce_buffer_are_there_at_most_and_as_much_in_every_step(
+def test_at_most_two_units_and_one_reduce_buffer_in_every_step(
     use_orig_params: bool,
 ) -> None:
     for first, *later in run_ranks(2, peaks, 20, use_orig_params=use_orig_params):
-        assert first == Peak(1, 1, 1, 2 * FULL_NBYTES)  # there is no order yet to gather ahead by
+        assert first == Peak(1, 1, 1, 2 * FULL_NBYTES)  # there is no order yet to prefetch by
         assert later == [Peak(2, 1, 1, 3 * FULL_NBYTES)] * 19
 
 
-def test_two_reduce_buffers_travel_or_fill_at_a_time_by_option() -> None:
+def test_limit_all_gathers_false_allows_two_reduce_buffers() -> None:
     for _, *later in run_ranks(2, peaks, 20, limit_all_gathers=False):
         assert later == [Peak(2, 2, 2, 4 * FULL_NBYTES)] * 19
 
 
 @pytest.mark.parametrize(("limit", "buffers"), [(True, 1), (False, 2)])
-def test_large_parameters_fill_a_buffer_when_the_one_before_is_free_or_beside_it(
-    limit: bool, buffers: int
-) -> None:
+def test_large_parameters_respect_the_limit_of_reduce_buffers(limit: bool, buffers: int) -> None:
     for _, *later in run_ranks(2, peaks, 6, Wide, limit_all_gathers=limit):
         assert all(peak == later[0] for peak in later)
-        assert (later[0].units, later[0].buffers, later[0].travelling) == (2, buffers, buffers)
+        assert (later[0].units, later[0].buffers, later[0].reducing) == (2, buffers, buffers)
 
 
-def test_without_prefetching_one_unit_at_a_time_is_there() -> None:
+def test_without_prefetching_one_unit_is_resident_at_a_time() -> None:
     for found in run_ranks(2, peaks, 3, backward_prefetch=None):
         assert [peak.units for peak in found] == [1] * 3
 
 
-def test_without_resharding_all_units_are_there_and_one_reduce_buffer_travels() -> None:
+def test_shard_grad_op_keeps_all_units_and_one_reduce_buffer() -> None:
     for found in run_ranks(2, peaks, 3, sharding_strategy=ShardingStrategy.SHARD_GRAD_OP):
-        assert [(peak.units, peak.travelling) for peak in found] == [(BLOCKS, 1)] * 3
+        assert [(peak.units, peak.reducing) for peak in found] == [(BLOCKS, 1)] * 3
 
 
-# -- what is looked at before a forward
+# -- checks before a forward
 
 
 def looks_at_units(use_orig_params: bool) -> list[int]:
-    """How often all units were looked at one by one, in steps that follow what is written beside
-    them."""
+    """Return how often all units were checked one by one, in steps after the changes in the
+    comments."""
     model = wrapped(use_orig_params=use_orig_params)
     parameter = max(
         model.parameters(), key=torch.Tensor.numel
     )  # with original parameters some are empty
     found = []
     with mock.patch.object(
-        Runtime, "_look_at_units", autospec=True, side_effect=Runtime._look_at_units
+        Checks, "_check_units", autospec=True, side_effect=Checks._check_units
     ) as looks:
 
         def train() -> None:
@@ -551,7 +555,7 @@ def looks_at_units(use_orig_params: bool) -> list[int]:
 
 
 @pytest.mark.parametrize("use_orig_params", [False, True])
-def test_units_are_looked_at_one_by_one_only_where_somebody_has_touched_something(
+def test_units_are_checked_one_by_one_only_after_external_changes(
     use_orig_params: bool,
 ) -> None:
     assert run_ranks(2, looks_at_units, use_orig_params) == [[1, 0, 0, 1, 0, 1, 0]] * 2

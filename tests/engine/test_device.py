@@ -14,7 +14,7 @@ class RecordedStream:
         self.log.append(f"{self.name} after {other.name}")
 
 
-def test_a_change_of_stream_is_joined_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_change_of_stream_is_joined_once(monkeypatch: pytest.MonkeyPatch) -> None:
     log: list[str] = []
     first, second = RecordedStream("first", log), RecordedStream("second", log)
     now = [first]
@@ -31,7 +31,7 @@ def test_a_change_of_stream_is_joined_once(monkeypatch: pytest.MonkeyPatch) -> N
     assert log == ["second after first", "first after second"]
 
 
-def test_the_cpu_has_no_streams_to_join(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cpu_has_no_streams_to_join(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(device: torch.device) -> None:
         raise AssertionError("asked for a stream")
 

@@ -80,7 +80,7 @@ def nested() -> st.SearchStrategy[Any]:
 
 
 @pytest.mark.parametrize("name", CONTAINERS)
-def test_every_tensor_of_a_container_is_changed_and_its_type_is_kept(name: str) -> None:
+def test_map_tensors_keeps_container_types(name: str) -> None:
     value = CONTAINERS[name]
     found = map_tensors(value, plus_one)
     assert type(found) is type(value)
@@ -91,11 +91,11 @@ def test_every_tensor_of_a_container_is_changed_and_its_type_is_kept(name: str) 
 
 
 @pytest.mark.parametrize("name", CONTAINERS)
-def test_a_container_in_which_nothing_changes_is_returned_itself(name: str) -> None:
+def test_unchanged_container_is_returned_itself(name: str) -> None:
     assert map_tensors(CONTAINERS[name], lambda tensor: tensor) is CONTAINERS[name]
 
 
-def test_only_the_containers_around_a_change_are_new() -> None:
+def test_only_containers_around_a_change_are_copied() -> None:
     kept, changed = [INT], [ONE]
     value = {"kept": kept, "changed": changed}
     found = map_tensors(value, lambda tensor: tensor if tensor is INT else tensor + 1)
@@ -103,7 +103,7 @@ def test_only_the_containers_around_a_change_are_new() -> None:
     assert found["changed"] is not changed
 
 
-def test_other_fields_of_what_is_changed_stay() -> None:
+def test_other_fields_of_a_changed_dataclass_stay() -> None:
     assert map_tensors(Named(ONE, "text"), plus_one).y == "text"
     assert map_tensors(Data(ONE, {"k": 1}), plus_one).y == {"k": 1}
     found = map_tensors(collections.defaultdict(list, a=ONE, b=2), plus_one)
@@ -112,7 +112,7 @@ def test_other_fields_of_what_is_changed_stay() -> None:
     assert list(map_tensors(collections.OrderedDict(z=ONE, a=2), plus_one)) == ["z", "a"]
 
 
-def test_tensors_are_found_in_order_in_all_containers() -> None:
+def test_tensors_in_yields_in_order_from_all_containers() -> None:
     value = {"a": [ONE, (TWO,)], "b": Named(INT, Data(x=ONE)), "c": {"d": Frozen(TWO)}}
     assert [id(tensor) for tensor in tensors_in(value)] == [
         id(tensor) for tensor in (ONE, TWO, INT, ONE, TWO)
@@ -120,12 +120,12 @@ def test_tensors_are_found_in_order_in_all_containers() -> None:
 
 
 @pytest.mark.parametrize("value", [{ONE, TWO}, frozenset({ONE, TWO})])
-def test_tensors_are_found_in_sets(value: Any) -> None:
+def test_tensors_in_finds_members_of_sets(value: Any) -> None:
     assert {id(tensor) for tensor in tensors_in(value)} == {id(ONE), id(TWO)}
 
 
 @pytest.mark.parametrize("value", [None, 3, "text", [], {}, (), Data, object()])
-def test_nothing_is_found_in_what_holds_no_tensor(value: Any) -> None:
+def test_tensors_in_ignores_values_without_tensors(value: Any) -> None:
     assert list(tensors_in(value)) == []
     assert map_tensors(value, plus_one) is value
 
@@ -150,19 +150,19 @@ def test_only_floating_point_tensors_are_cast() -> None:
     assert cast_floats(complex_value, torch.bfloat16) is complex_value
 
 
-def test_what_has_the_dtype_and_the_device_already_is_kept_itself() -> None:
+def test_tensor_with_right_dtype_and_device_is_kept() -> None:
     value = [ONE, {"a": INT}]
     assert cast_floats(value, torch.float32) is value
     assert move_to(value, torch.device("cpu")) is value
 
 
-def test_moving_takes_every_tensor_along() -> None:
+def test_move_to_moves_every_tensor() -> None:
     found = move_to([ONE, {"a": INT}, 3], torch.device("meta"))
     assert [tensor.device.type for tensor in tensors_in(found)] == ["meta", "meta"]
     assert found[2] == 3
 
 
-def test_a_cast_is_differentiable() -> None:
+def test_cast_is_differentiable() -> None:
     x = torch.ones(2, requires_grad=True)
     (cast,) = tensors_in(cast_floats([x], torch.float64))
     cast.sum().backward()
@@ -171,7 +171,7 @@ def test_a_cast_is_differentiable() -> None:
 
 
 @given(value=nested())
-def test_mapping_changes_exactly_the_tensors_that_are_found(value: Any) -> None:
+def test_map_tensors_changes_exactly_those_of_tensors_in(value: Any) -> None:
     found = map_tensors(value, plus_one)
     assert [t.tolist() for t in tensors_in(found)] == [(t + 1).tolist() for t in tensors_in(value)]
     assert type(found) is type(value)
@@ -180,5 +180,5 @@ def test_mapping_changes_exactly_the_tensors_that_are_found(value: Any) -> None:
 
 
 @given(value=nested())
-def test_casting_there_leaves_no_other_floating_dtype(value: Any) -> None:
+def test_cast_floats_leaves_no_other_floating_dtype(value: Any) -> None:
     assert all(t.dtype == torch.float64 for t in tensors_in(cast_floats(value, torch.float64)))

@@ -104,7 +104,7 @@ def matrices(steps: list[tuple[int, int]], itemsize: int) -> float:
         (ShardingStrategy.SHARD_GRAD_OP, BackwardPrefetch.BACKWARD_PRE, UNITS * 3 + 3 + 1),
     ],
 )
-def test_two_units_or_one_a_reduce_buffer_and_a_gradient_are_there_at_most(
+def test_peak_is_two_units_a_reduce_buffer_and_a_gradient(
     strategy: ShardingStrategy, prefetch: BackwardPrefetch | None, held: int, use_orig_params: bool
 ) -> None:
     options = {
@@ -120,25 +120,25 @@ def test_two_units_or_one_a_reduce_buffer_and_a_gradient_are_there_at_most(
     ("prefetch", "held"),
     [(BackwardPrefetch.BACKWARD_PRE, 3 + 3 + 2 * 3 + 1), (None, 3 + 2 * 3 + 1)],
 )
-def test_in_mixed_precision_each_is_there_in_the_dtype_it_travels_in(
+def test_mixed_precision_peak_follows_the_dtypes_of_communication(
     prefetch: BackwardPrefetch | None, held: int
 ) -> None:
     precision = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     (found,) = run_ranks(
         1, bytes_of_steps_as_one_of_eight, 2, mixed_precision=precision, backward_prefetch=prefetch
     )
-    cast = 3 / 8  # of the shard, while a gather that was issued ahead travels
+    cast = 3 / 8  # of the shard, while a prefetch is in flight
     assert held <= matrices(found, itemsize=2) < held + cast + 0.1
 
 
 @pytest.mark.parametrize("use_orig_params", [False, True])
-def test_two_ranks_hold_as_much_in_every_step(use_orig_params: bool) -> None:
+def test_two_ranks_hold_the_same_memory_in_every_step(use_orig_params: bool) -> None:
     for found in run_ranks(2, bytes_of_steps, 20, use_orig_params=use_orig_params):
         assert 10 <= matrices(found, itemsize=4) < 10.1
         assert len({left for _, left in found}) == 1
 
 
-def test_nothing_grows_in_two_hundred_steps() -> None:
+def test_memory_does_not_grow_in_two_hundred_steps() -> None:
     (found,) = run_ranks(1, bytes_of_steps_as_one_of_eight, 200)
     assert len(found) == 200
     assert len(set(found)) == 1

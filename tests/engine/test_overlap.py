@@ -31,8 +31,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp_compat import BackwardPrefetch, FullyShardedDataParallel, ShardingStrategy, _torch_private
 from fsdp_compat._engine import device, runtime
+from fsdp_compat._engine.gradients import LARGE
+from fsdp_compat._engine.group import Group
 from fsdp_compat._engine.storage import Storage
-from fsdp_compat._engine.unit import LARGE, Group
 from fsdp_compat.wrap import ModuleWrapPolicy
 from tests.support.ranks import run_ranks
 
@@ -57,18 +58,18 @@ class Recorded:
             if group.name.startswith("the root")
             else group.name.split("'")[1].removeprefix("blocks.")
         )
-        self.names[_torch_private.storage_key(group.memory.full)] = (
+        self.names[_torch_private.storage_key(group.memory.all_gather_output)] = (
             f"full {short}",
             f"sharded {short}",
         )
-        make = group._make_collected
+        make = group.gradients._new_buffer
 
-        def make_collected() -> Any:
-            collected = make()
-            self.names[collected._storage.untyped._cdata] = f"buffer {short}", f"no buffer {short}"
-            return collected
+        def new_buffer() -> Any:
+            buffer = make()
+            self.names[buffer._storage.untyped._cdata] = f"buffer {short}", f"no buffer {short}"
+            return buffer
 
-        group._make_collected = make_collected  # type: ignore[method-assign]
+        group.gradients._new_buffer = new_buffer  # type: ignore[method-assign]
 
     def unit(self, tensor: torch.Tensor) -> str:
         return self.names[_torch_private.storage_key(tensor)][0].split()[1]
@@ -272,7 +273,7 @@ def words(text: str) -> Log:
 
 
 def most(log: Log, comes: str, goes: str) -> int:
-    """How many blocks are there at most: one comes with one event and goes with another."""
+    """Return the largest number of blocks between the two events of each."""
     steps = [
         (event.startswith(f"{comes} ")) - (event.startswith(f"{goes} "))
         for event in log
@@ -303,7 +304,7 @@ def duration(log: Log, costs: dict[str, float]) -> float:
 # -- the order
 
 
-def test_forward_gathers_the_next_unit_before_this_one_computes_and_frees_used_ones() -> None:
+def test_forward_prefetches_the_next_unit_and_reshards_used_ones() -> None:
     ((*_, log),) = run_ranks(1, logs, 3)
     assert log[: log.index("backward 2")] == words(
         """
@@ -316,9 +317,7 @@ def test_forward_gathers_the_next_unit_before_this_one_computes_and_frees_used_o
     )
 
 
-def test_gradients_travel_while_the_unit_after_the_next_is_gathered_and_the_next_one_computes() -> (
-    None
-):
+def test_reductions_overlap_the_next_gather_and_computation() -> None:
     ((*_, log),) = run_ranks(1, logs, 3)
     assert log[log.index("backward 2") :] == words(
         """
@@ -331,7 +330,7 @@ def test_gradients_travel_while_the_unit_after_the_next_is_gathered_and_the_next
     )
 
 
-def test_with_two_reduce_buffers_gradients_travel_until_those_of_the_next_unit_begin_to() -> None:
+def test_two_reduce_buffers_let_reductions_overlap_longer() -> None:
     ((*_, log),) = run_ranks(1, logs, 3, limit_all_gathers=False)
     assert log[log.index("backward 2") :] == words(
         """
@@ -345,7 +344,7 @@ def test_with_two_reduce_buffers_gradients_travel_until_those_of_the_next_unit_b
     )
 
 
-def test_a_large_gradient_waits_for_the_buffer_before_when_it_comes_and_not_before_that() -> None:
+def test_large_gradient_waits_for_the_previous_buffer_only_when_it_comes() -> None:
     ((*_, log),) = run_ranks(1, logs, 3, width=LARGE // WIDTH)
     assert log[log.index("backward 1") : log.index("backward 0")] == words(
         "backward 1; reduced 2; no buffer 2; buffer 1; sharded 1; reduce 1; arrived 0"
@@ -360,16 +359,14 @@ def test_without_prefetching_every_gather_is_waited_for_at_once() -> None:
     ]
 
 
-def test_gathering_after_the_computation_still_goes_before_the_gradients_of_the_unit_before() -> (
-    None
-):
+def test_backward_post_gathers_before_the_previous_gradients_are_sent() -> None:
     ((*_, log),) = run_ranks(1, logs, 3, backward_prefetch=BackwardPrefetch.BACKWARD_POST)
     assert log[log.index("backward 2") : log.index("backward 1") + 1] == words(
         "backward 2; full 1; gather 1; sharded 2; buffer 2; reduce 2; arrived 1; backward 1"
     )
 
 
-def test_an_unused_prefetch_is_waited_for_before_it_is_freed() -> None:
+def test_unused_prefetch_is_waited_for_before_it_is_freed() -> None:
     everything = range(BLOCKS)
     ((*_, log),) = run_ranks(1, logs, 3, used=[everything, everything, [0, 1]])
     assert log[log.index("forward 1") : log.index("backward 1") + 1] == words(
@@ -377,12 +374,12 @@ def test_an_unused_prefetch_is_waited_for_before_it_is_freed() -> None:
     )
 
 
-# -- how much is there, and how long it takes
+# -- memory and time
 
 
 @pytest.mark.parametrize("limit_all_gathers", [True, False])
 @pytest.mark.parametrize("width", [3, LARGE // WIDTH])
-def test_two_blocks_are_full_at_most_and_one_reduce_buffer_or_two_are_there(
+def test_at_most_two_blocks_and_the_limit_of_reduce_buffers(
     width: int, limit_all_gathers: bool
 ) -> None:
     (found,) = run_ranks(1, logs, 8, width=width, limit_all_gathers=limit_all_gathers)
@@ -393,7 +390,7 @@ def test_two_blocks_are_full_at_most_and_one_reduce_buffer_or_two_are_there(
     assert found[3:] == found[2:3] * 5
 
 
-def test_without_resharding_all_blocks_are_full_and_one_reduce_buffer_is_there() -> None:
+def test_shard_grad_op_keeps_all_blocks_and_one_reduce_buffer() -> None:
     (found,) = run_ranks(1, logs, 3, sharding_strategy=ShardingStrategy.SHARD_GRAD_OP)
     assert [(most(log, "full", "sharded"), most(log, "buffer", "no buffer")) for log in found] == [
         (BLOCKS, 1)
@@ -416,10 +413,10 @@ TRANSFERS = BLOCKS * (2 + 1) - 1 + 2  # the last block stays gathered, and so do
         (
             None,
             COMPUTED + TRANSFERS,
-        ),  # and those of forward; one reduction travels with a gather: none is hidden
+        ),  # and those of forward; one reduction overlaps a gather: none is hidden
     ],
 )
-def test_transfers_take_the_time_of_what_computes_meanwhile(
+def test_communication_is_hidden_behind_computation(
     prefetch: BackwardPrefetch | None, expected: float
 ) -> None:
     ((*_, log),) = run_ranks(1, logs, 3, backward_prefetch=prefetch)
@@ -431,7 +428,7 @@ def test_transfers_take_the_time_of_what_computes_meanwhile(
 
 @pytest.mark.parametrize("use_orig_params", [False, True])
 @pytest.mark.parametrize("accumulates", [False, True])
-def test_on_a_device_with_streams_the_cpu_never_waits_and_no_stream_records_memory(
+def test_with_streams_the_cpu_never_waits_and_no_memory_is_recorded(
     accumulates: bool, use_orig_params: bool
 ) -> None:
     options = {"accumulates": accumulates, "use_orig_params": use_orig_params}
@@ -441,7 +438,7 @@ def test_on_a_device_with_streams_the_cpu_never_waits_and_no_stream_records_memo
     assert on_streams == on_none
 
 
-def test_a_backward_on_a_stream_of_its_own_is_joined_at_each_change() -> None:
+def test_backward_on_another_stream_is_joined_at_each_change() -> None:
     (found,) = run_ranks(1, logs, 3, backward_stream="other")
     for log in found[1:]:
         assert [event for event in log if " after " in event] == [

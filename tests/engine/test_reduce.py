@@ -83,11 +83,10 @@ class Setup(typing.NamedTuple):
     buffer: ReduceBuffer
     shard: Recorded
     replica: Recorded
-    wire: ReducePlan
+    plan: ReducePlan
 
     def sent(self) -> list[torch.Tensor]:
-        """The gradients of all leaves in the last buffer that was sent, in the shapes of the
-        leaves."""
+        """The gradients of all parameters in the last buffer that was sent, in their shapes."""
         found = [torch.full(shape, torch.nan) for shape in SHAPES]
         for index, (value, places) in enumerate(
             zip(found, self.store.places(self.shard.sent[-1])[:-1], strict=True)
@@ -97,7 +96,7 @@ class Setup(typing.NamedTuple):
         return found
 
     def reduce(self) -> list[torch.Tensor]:
-        return Reduction(self.buffer.reduce(self.wire, "the gradients of unit 'u'")).finish()
+        return Reduction(self.buffer.reduce(self.plan, "the gradients of unit 'u'")).finish()
 
 
 @pytest.fixture(params=STORES)
@@ -109,9 +108,9 @@ def make_setup(kind: str, dtype: torch.dtype = torch.float32, replicas: int = 1)
     module = Holder(SHAPES)
     store = make_store(kind, members_of(module), rank=0, ranks=RANKS, home=(module, "_flat_param"))
     shard, replica = Recorded(RANKS), Recorded(replicas)
-    wire = ReducePlan(typing.cast(Communicator, shard), typing.cast(Communicator, replica), 4, 8)
+    plan = ReducePlan(typing.cast(Communicator, shard), typing.cast(Communicator, replica), 4, 8)
     buffer = ReduceBuffer(store, RANKS, dtype, CPU)
-    return Setup(store, buffer, shard, replica, wire)
+    return Setup(store, buffer, shard, replica, plan)
 
 
 def ones(index: int, value: float = 1.0) -> torch.Tensor:
@@ -121,34 +120,34 @@ def ones(index: int, value: float = 1.0) -> torch.Tensor:
 # -- what is filled
 
 
-def test_an_unused_buffer_holds_no_memory_and_nothing(setup: Setup) -> None:
-    assert not setup.buffer.filled
+def test_unused_buffer_holds_no_memory(setup: Setup) -> None:
+    assert not setup.buffer.received
     assert setup.buffer.resident_nbytes == 0
 
 
-def test_the_first_gradient_is_copied_and_makes_the_memory_come(setup: Setup) -> None:
+def test_first_gradient_allocates_the_buffer(setup: Setup) -> None:
     setup.buffer.put([1], [ones(1, 3.0)])
-    assert setup.buffer.filled
+    assert setup.buffer.received
     assert setup.buffer.resident_nbytes == 4 * RANKS * setup.store.numel
     setup.reduce()
     assert setup.sent()[1].tolist() == [3.0] * 5
 
 
-def test_a_later_gradient_of_the_same_leaf_is_added(setup: Setup) -> None:
+def test_later_gradient_of_the_same_parameter_is_added(setup: Setup) -> None:
     for value in (3.0, 4.0, 0.5):
         setup.buffer.put([1], [ones(1, value)])
     setup.reduce()
     assert setup.sent()[1].tolist() == [7.5] * 5
 
 
-def test_gradients_of_several_leaves_are_put_together(setup: Setup) -> None:
+def test_gradients_of_several_parameters_are_put_together(setup: Setup) -> None:
     setup.buffer.put([2, 0], [ones(2, 2.0), ones(0, 1.0)])
     setup.buffer.put([0, 1], [ones(0, 1.0), ones(1, 5.0)])
     setup.reduce()
     assert [value.unique().tolist() for value in setup.sent()] == [[2.0], [5.0], [2.0]]
 
 
-def test_what_was_put_is_not_kept_and_not_changed(setup: Setup) -> None:
+def test_put_gradients_are_neither_kept_nor_changed(setup: Setup) -> None:
     first, second = ones(0, 1.0), ones(0, 2.0)
     setup.buffer.put([0], [first])
     setup.buffer.put([0], [second])
@@ -159,7 +158,7 @@ def test_what_was_put_is_not_kept_and_not_changed(setup: Setup) -> None:
 
 
 @pytest.mark.parametrize("kind", STORES)
-def test_a_first_gradient_is_cast_to_the_dtype_that_travels_and_a_later_one_too(kind: str) -> None:
+def test_gradients_are_cast_to_the_reduce_dtype(kind: str) -> None:
     setup = make_setup(kind, torch.bfloat16)
     setup.buffer.put([1], [ones(1, 1.0 + 2**-12)])  # the small part is lost in bfloat16
     setup.buffer.put([1], [ones(1, 2.0)])
@@ -170,7 +169,7 @@ def test_a_first_gradient_is_cast_to_the_dtype_that_travels_and_a_later_one_too(
     assert all(grad.dtype == torch.float32 for grad in grads)
 
 
-def test_a_gradient_of_other_strides_is_put_by_its_shape(setup: Setup) -> None:
+def test_gradient_with_other_strides_is_put_by_shape(setup: Setup) -> None:
     value = torch.arange(6.0).view(2, 3).T
     setup.buffer.put([0], [value])
     setup.reduce()
@@ -180,7 +179,7 @@ def test_a_gradient_of_other_strides_is_put_by_its_shape(setup: Setup) -> None:
 # -- reducing
 
 
-def test_reducing_sends_zeros_for_what_is_not_filled_and_for_padding(setup: Setup) -> None:
+def test_missing_gradients_and_padding_are_sent_as_zeros(setup: Setup) -> None:
     setup.buffer.put([1], [ones(1, 3.0)])
     setup.buffer._buffer[setup.buffer._buffer != 3.0] = 5.0  # what an allocation happened to find
     setup.reduce()
@@ -190,26 +189,26 @@ def test_reducing_sends_zeros_for_what_is_not_filled_and_for_padding(setup: Setu
     assert [value.unique().tolist() for value in setup.sent()] == [[0.0], [3.0], [0.0]]
 
 
-def test_reducing_empties_the_set_so_that_the_next_gradient_is_copied_again(setup: Setup) -> None:
+def test_gradient_after_a_reduction_is_assigned_again(setup: Setup) -> None:
     setup.buffer.put([1], [ones(1, 3.0)])
     setup.reduce()
-    assert not setup.buffer.filled
+    assert not setup.buffer.received
     assert setup.buffer.resident_nbytes == 0
     setup.buffer.put([0], [ones(0, 2.0)])
     setup.reduce()
     assert [value.unique().tolist() for value in setup.sent()] == [[2.0], [0.0], [0.0]]
 
 
-def test_the_memory_is_there_until_the_shard_axis_has_taken_it(setup: Setup) -> None:
+def test_buffer_keeps_memory_until_the_shard_axis_is_reduced(setup: Setup) -> None:
     setup.buffer.put([1], [ones(1)])
-    stages = setup.buffer.reduce(setup.wire, "gradients")
+    stages = setup.buffer.reduce(setup.plan, "gradients")
     assert next(stages) is None
     assert setup.buffer.resident_nbytes == 4 * RANKS * setup.store.numel
     assert len(next(stages)) == len(setup.store.sharded_params)
     assert setup.buffer.resident_nbytes == 0
 
 
-def test_a_reduction_without_any_gradient_sends_zeros(setup: Setup) -> None:
+def test_reduction_without_gradients_sends_zeros(setup: Setup) -> None:
     grads = setup.reduce()
     assert not setup.shard.sent[0].any()
     assert len(grads) == len(setup.store.sharded_params)
@@ -217,7 +216,7 @@ def test_a_reduction_without_any_gradient_sends_zeros(setup: Setup) -> None:
 
 @pytest.mark.parametrize("kind", STORES)
 @pytest.mark.parametrize("replicas", [1, 3])
-def test_the_sum_over_all_ranks_is_divided_by_their_number(kind: str, replicas: int) -> None:
+def test_sum_is_divided_by_the_number_of_ranks(kind: str, replicas: int) -> None:
     setup = make_setup(kind, replicas=replicas)
     values = [torch.randn(shape) for shape in SHAPES]
     setup.buffer.put([*range(len(values))], values)
@@ -230,39 +229,39 @@ def test_the_sum_over_all_ranks_is_divided_by_their_number(kind: str, replicas: 
 
 
 @pytest.mark.parametrize("kind", STORES)
-def test_the_stages_of_a_reduction_come_in_this_order_under_these_tags(kind: str) -> None:
+def test_stages_of_a_reduction_have_an_order_and_tags(kind: str) -> None:
     setup = make_setup(kind, replicas=3)
     setup.buffer.put([1], [ones(1)])
-    stages = setup.buffer.reduce(setup.wire, "the gradients of unit 'u'")
+    stages = setup.buffer.reduce(setup.plan, "the gradients of unit 'u'")
     seen = [next(stages) for _ in range(4)]
     assert [stage is None for stage in seen] == [True, True, True, False]
     assert setup.shard.calls == ["begin_reduce 4", "end_reduce the gradients of unit 'u'"]
     assert setup.replica.calls == ["begin_total 8", "continue_all_reduce", "end_all_reduce"]
 
 
-def test_without_replicas_a_reduction_ends_with_the_shard_axis(setup: Setup) -> None:
+def test_reduction_without_replicas_ends_after_the_shard_axis(setup: Setup) -> None:
     setup.buffer.put([1], [ones(1)])
-    stages = setup.buffer.reduce(setup.wire, "the gradients of unit 'u'")
+    stages = setup.buffer.reduce(setup.plan, "the gradients of unit 'u'")
     assert [next(stages) is None for _ in range(2)] == [True, False]
     assert not setup.replica.calls
 
 
-def test_the_gradients_of_a_reduction_view_one_total(setup: Setup) -> None:
+def test_reduced_gradients_view_one_tensor(setup: Setup) -> None:
     setup.buffer.put([0, 1, 2], [ones(index) for index in range(3)])
     grads = setup.reduce()
     assert len({grad.untyped_storage().data_ptr() for grad in grads if grad.numel()}) == 1
     assert [grad.shape for grad in grads] == [
-        target.shape for target, _ in setup.store.sharded_params
+        param.shape for param, _ in setup.store.sharded_params
     ]
 
 
 # -- forgetting
 
 
-def test_a_dropped_leaf_is_sent_as_zero_and_its_next_gradient_is_copied(setup: Setup) -> None:
+def test_dropped_gradient_is_sent_as_zero_and_then_assigned(setup: Setup) -> None:
     setup.buffer.put([0, 1], [ones(0, 2.0), ones(1, 3.0)])
     setup.buffer.drop([0])
-    assert setup.buffer.filled
+    assert setup.buffer.received
     setup.buffer.put([1], [ones(1, 1.0)])
     setup.reduce()
     assert [value.unique().tolist() for value in setup.sent()] == [[0.0], [4.0], [0.0]]
@@ -273,19 +272,19 @@ def test_a_dropped_leaf_is_sent_as_zero_and_its_next_gradient_is_copied(setup: S
     assert setup.sent()[0].unique().tolist() == [8.0]
 
 
-def test_dropping_the_last_leaf_frees_the_memory(setup: Setup) -> None:
+def test_dropping_the_last_gradient_frees_the_buffer(setup: Setup) -> None:
     setup.buffer.put([0, 2], [ones(0), ones(2)])
     setup.buffer.drop([0])
     assert setup.buffer.resident_nbytes > 0
     setup.buffer.drop([1, 2])
-    assert not setup.buffer.filled
+    assert not setup.buffer.received
     assert setup.buffer.resident_nbytes == 0
 
 
-def test_discarding_forgets_everything_and_frees_the_memory(setup: Setup) -> None:
+def test_discard_drops_all_gradients_and_frees_the_buffer(setup: Setup) -> None:
     setup.buffer.put([0, 2], [ones(0), ones(2)])
     setup.buffer.discard()
-    assert not setup.buffer.filled
+    assert not setup.buffer.received
     assert setup.buffer.resident_nbytes == 0
 
 
@@ -301,50 +300,50 @@ def handed() -> tuple[DirectGradBuffer, ParamStore, ReducePlan]:
     return DirectGradBuffer(store), store, ReducePlan(alone, alone, 0, 0)
 
 
-def test_a_handed_gradient_is_the_very_tensor_that_came() -> None:
-    gradients, _, wire = handed()
+def test_direct_gradient_is_the_same_tensor() -> None:
+    gradients, _, plan = handed()
     given = [ones(index, 2.0) for index in range(3)]
     gradients.put([*range(len(given))], given)
-    found = Reduction(gradients.reduce(wire, "")).finish()
+    found = Reduction(gradients.reduce(plan, "")).finish()
     assert all(one is other for one, other in zip(found, given, strict=True))
 
 
-def test_a_later_gradient_is_added_to_the_one_that_is_handed_over() -> None:
-    gradients, _, wire = handed()
+def test_later_direct_gradient_is_added() -> None:
+    gradients, _, plan = handed()
     first = ones(1, 2.0)
     gradients.put([1], [first])
     gradients.put([1], [ones(1, 3.0)])
-    found = Reduction(gradients.reduce(wire, "")).finish()
+    found = Reduction(gradients.reduce(plan, "")).finish()
     assert found[1] is first
     assert first.tolist() == [5.0] * 5
 
 
-def test_a_leaf_without_a_gradient_is_handed_zeros_and_the_set_is_emptied() -> None:
-    gradients, _, wire = handed()
+def test_missing_direct_gradient_is_zeros() -> None:
+    gradients, _, plan = handed()
     gradients.put([1], [ones(1, 2.0)])
-    found = Reduction(gradients.reduce(wire, "")).finish()
+    found = Reduction(gradients.reduce(plan, "")).finish()
     assert [tuple(grad.shape) for grad in found] == SHAPES
     assert [grad.unique().tolist() for grad in found] == [[0.0], [2.0], [0.0]]
-    assert not gradients.filled
+    assert not gradients.received
     assert gradients.resident_nbytes == 0
 
 
-def test_handed_gradients_can_be_dropped_and_discarded() -> None:
+def test_direct_gradients_can_be_dropped_and_discarded() -> None:
     gradients, _, _ = handed()
     gradients.put([0, 1], [ones(0), ones(1)])
     assert gradients.resident_nbytes == 4 * 11
     gradients.drop([0, 2])
-    assert gradients.filled
+    assert gradients.received
     assert gradients.resident_nbytes == 4 * 5
     gradients.discard()
-    assert not gradients.filled
+    assert not gradients.received
     assert gradients.resident_nbytes == 0
 
 
 # -- a reduction, stage by stage
 
 
-def test_a_reduction_starts_at_once_and_can_be_taken_further_after_its_end() -> None:
+def test_reduction_starts_at_once_and_ends_only_once() -> None:
     seen: list[int] = []
 
     def stages() -> Iterator[list[torch.Tensor] | None]:
@@ -367,21 +366,21 @@ def test_a_reduction_starts_at_once_and_can_be_taken_further_after_its_end() -> 
 def sums_of(values: list[float], dtype: torch.dtype, total_dtype: torch.dtype) -> list[float]:
     """Rank r contributes values[r] everywhere. Return the sum as the shard axis makes it, and as
     replicas add it up."""
-    wire = communicator(mesh_from_group(None).shard, CPU)
-    tag = wire.new_tag()
-    buffer = torch.full((4 * wire.ranks,), values[wire.rank], dtype=dtype)
+    comm = communicator(mesh_from_group(None).shard, CPU)
+    tag = comm.new_tag()
+    buffer = torch.full((4 * comm.ranks,), values[comm.rank], dtype=dtype)
     before = buffer.clone()
-    segments = list(buffer.chunk(wire.ranks))
-    total = wire.end_reduce(
-        wire.begin_reduce(buffer, segments, tag), segments[wire.rank], total_dtype, "a sum"
+    segments = list(buffer.chunk(comm.ranks))
+    total = comm.end_reduce(
+        comm.begin_reduce(buffer, segments, tag), segments[comm.rank], total_dtype, "a sum"
     )
     assert total.dtype == total_dtype
-    assert torch.equal(buffer[4 * wire.rank : 4 * wire.rank + 4], before[:4])
+    assert torch.equal(buffer[4 * comm.rank : 4 * comm.rank + 4], before[:4])
     copies = torch.full(
-        (5,), values[wire.rank], dtype=total_dtype
+        (5,), values[comm.rank], dtype=total_dtype
     )  # 5: no number of ranks divides it
-    wire.end_all_reduce(
-        wire.continue_all_reduce(wire.begin_all_reduce(copies, tag), copies, tag, "a total"),
+    comm.end_all_reduce(
+        comm.continue_all_reduce(comm.begin_all_reduce(copies, tag), copies, tag, "a total"),
         copies,
         "a total",
     )
@@ -406,28 +405,28 @@ def sums_of(values: list[float], dtype: torch.dtype, total_dtype: torch.dtype) -
         ([1.0, 1.0, 256.0], torch.bfloat16, torch.bfloat16, 258.0),
     ],
 )
-def test_sums_are_taken_in_rank_order_and_every_rank_gets_the_same(
+def test_sums_are_in_rank_order_and_equal_on_all_ranks(
     values: list[float], dtype: torch.dtype, total_dtype: torch.dtype, expected: float
 ) -> None:
     assert run_ranks(len(values), sums_of, values, dtype, total_dtype) == [[expected]] * len(values)
 
 
 def shard_sums_in(total_dtype: torch.dtype) -> list[float]:
-    wire = communicator(mesh_from_group(None).shard, CPU)
+    comm = communicator(mesh_from_group(None).shard, CPU)
     buffer = torch.full(
-        (4 * wire.ranks,), 256.0 if dist.get_rank() == 0 else 1.0, dtype=torch.bfloat16
+        (4 * comm.ranks,), 256.0 if dist.get_rank() == 0 else 1.0, dtype=torch.bfloat16
     )
-    segments = list(buffer.chunk(wire.ranks))
-    pending = wire.begin_reduce(buffer, segments, wire.new_tag())
-    return wire.end_reduce(pending, segments[wire.rank], total_dtype, "a sum").unique().tolist()
+    segments = list(buffer.chunk(comm.ranks))
+    pending = comm.begin_reduce(buffer, segments, comm.new_tag())
+    return comm.end_reduce(pending, segments[comm.rank], total_dtype, "a sum").unique().tolist()
 
 
-def test_what_travels_in_bfloat16_is_summed_in_the_dtype_of_the_shard() -> None:
+def test_bfloat16_gradients_are_summed_in_the_shard_dtype() -> None:
     assert run_ranks(3, shard_sums_in, torch.float32) == [[258.0]] * 3
 
 
-def test_one_rank_gets_a_copy_of_its_own_segment() -> None:
-    wire, buffer = communicator(lone_mesh().shard, CPU), torch.arange(4.0)
-    total = wire.end_reduce(wire.begin_reduce(buffer, [buffer], 0), buffer, torch.float32, "a sum")
+def test_one_rank_gets_a_copy_of_its_segment() -> None:
+    comm, buffer = communicator(lone_mesh().shard, CPU), torch.arange(4.0)
+    total = comm.end_reduce(comm.begin_reduce(buffer, [buffer], 0), buffer, torch.float32, "a sum")
     assert total.tolist() == [0.0, 1.0, 2.0, 3.0]
     assert total.data_ptr() != buffer.data_ptr()

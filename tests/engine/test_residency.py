@@ -1,5 +1,5 @@
-"""Which moves of memory a unit may make, what it shows of its parameters, and storages that come
-and go under tensors that stay."""
+"""Residency of units, the parameters that their modules show, and storages whose memory comes and
+goes."""
 
 from __future__ import annotations
 
@@ -22,9 +22,8 @@ ALLOWED = [
     ("UNSHARDING", "SHARDED"),
     ("UNSHARDED", "SHARDED"),
 ]
-HALF = Precision(
-    torch.bfloat16, torch.float32
-)  # gathered in another dtype, so that one rank has something to gather too
+# Gathered in another dtype, so that one rank gathers too.
+HALF = Precision(torch.bfloat16, torch.float32)
 
 
 class Pair(nn.Module):
@@ -38,15 +37,15 @@ def unit_in(state: str, kind: str = "flat", precision: Precision | None = HALF) 
     unit = make_unit(kind, module, lone_mesh(), members_of(module), precision=precision)
     unit.label = "unit 'blocks.7'"
     if state != "SHARDED":
-        unit.gather()
+        unit.unshard()
     if state == "UNSHARDED":
-        unit.wait()
+        unit.wait_for_unshard()
     assert unit.residency.name == state
     return unit
 
 
 @pytest.mark.parametrize(("old", "new"), ALLOWED)
-def test_a_unit_may_make_these_moves(old: str, new: str) -> None:
+def test_unit_allows_these_moves(old: str, new: str) -> None:
     unit = unit_in(old)
     unit._move(Residency[new])
     assert unit.residency.name == new
@@ -60,7 +59,7 @@ def test_a_unit_may_make_these_moves(old: str, new: str) -> None:
         if pair not in ALLOWED
     ],
 )
-def test_every_other_move_raises_and_names_the_unit_and_both_states(old: str, new: str) -> None:
+def test_unit_refuses_other_moves_naming_itself_and_both_states(old: str, new: str) -> None:
     unit = unit_in(old)
     with pytest.raises(StateError, match=rf"'blocks\.7'.* from {old} to {new}"):
         unit._move(Residency[new])
@@ -70,18 +69,18 @@ def test_every_other_move_raises_and_names_the_unit_and_both_states(old: str, ne
 @pytest.mark.parametrize(
     ("state", "call", "after"),
     [
-        ("SHARDED", "gather", "UNSHARDING"),
-        ("UNSHARDING", "gather", "UNSHARDING"),
-        ("UNSHARDED", "gather", "UNSHARDED"),
-        ("SHARDED", "wait", "SHARDED"),
-        ("UNSHARDING", "wait", "UNSHARDED"),
-        ("UNSHARDED", "wait", "UNSHARDED"),
-        ("SHARDED", "free", "SHARDED"),
-        ("UNSHARDING", "free", "SHARDED"),
-        ("UNSHARDED", "free", "SHARDED"),
+        ("SHARDED", "unshard", "UNSHARDING"),
+        ("UNSHARDING", "unshard", "UNSHARDING"),
+        ("UNSHARDED", "unshard", "UNSHARDED"),
+        ("SHARDED", "wait_for_unshard", "SHARDED"),
+        ("UNSHARDING", "wait_for_unshard", "UNSHARDED"),
+        ("UNSHARDED", "wait_for_unshard", "UNSHARDED"),
+        ("SHARDED", "reshard", "SHARDED"),
+        ("UNSHARDING", "reshard", "SHARDED"),
+        ("UNSHARDED", "reshard", "SHARDED"),
     ],
 )
-def test_gathering_waiting_and_freeing_are_legal_in_every_state(
+def test_unshard_wait_and_reshard_are_legal_in_every_state(
     state: str, call: str, after: str
 ) -> None:
     unit = unit_in(state)
@@ -94,63 +93,63 @@ def test_memory_follows_residency(kind: str) -> None:
     unit = unit_in("SHARDED", kind)
     numel = unit.groups[0].store.numel
     found = []
-    for call in (unit.gather, unit.wait, unit.free):
+    for call in (unit.unshard, unit.wait_for_unshard, unit.reshard):
         call()
         found.append(unit.groups[0].resident_nbytes)
     assert found == [2 * numel, 2 * numel, 0]
 
 
 @pytest.mark.parametrize("kind", STORES)
-def test_one_rank_without_a_cast_holds_nothing_beyond_its_shard(kind: str) -> None:
+def test_one_rank_without_a_cast_holds_only_its_shard(kind: str) -> None:
     unit = unit_in("UNSHARDED", kind, None)
     group = unit.groups[0]
     assert group.resident_nbytes == 0
     shard = group.store.shard
     assert all(
-        leaf.untyped_storage().data_ptr() == shard.untyped_storage().data_ptr()
-        for leaf in group.unsharded_params
+        param.untyped_storage().data_ptr() == shard.untyped_storage().data_ptr()
+        for param in group.unsharded_params
     )
-    unit.free()
-    assert all(leaf.untyped_storage().nbytes() for leaf in group.unsharded_params)
+    unit.reshard()
+    assert all(param.untyped_storage().nbytes() for param in group.unsharded_params)
 
 
-def test_nothing_is_freed_while_a_forward_of_the_unit_runs() -> None:
+def test_running_unit_is_not_resharded() -> None:
     unit = unit_in("UNSHARDED")
     unit.running = 1
-    unit.free()
+    unit.reshard()
     assert unit.residency is Residency.UNSHARDED
     unit.running = 0
-    unit.free()
+    unit.reshard()
     assert unit.residency is Residency.SHARDED
 
 
-def test_a_lent_unit_neither_gathers_nor_shows() -> None:
+def test_summoned_unit_neither_unshards_nor_shows() -> None:
     unit = unit_in("SHARDED")
-    unit.summoned = True
-    unit.gather()
-    unit.show(True)
-    assert (unit.residency, unit.shown_full) == (Residency.SHARDED, False)
+    unit.view.begin_summon()
+    unit.unshard()
+    unit.view.show_unsharded()
+    assert (unit.residency, unit.view.shows_unsharded) == (Residency.SHARDED, False)
 
 
-# -- what is shown
+# -- shown parameters
 
 
 @pytest.mark.parametrize("kind", STORES)
-def test_full_shows_leaves_of_the_original_shapes_and_sharded_shows_targets(kind: str) -> None:
+def test_modules_show_unsharded_or_sharded_parameters(kind: str) -> None:
     unit = unit_in("UNSHARDED", kind)
-    unit.show(True)
+    unit.view.show_unsharded()
     assert {name: tuple(p.shape) for name, p in unit.module.named_parameters()} == {
         "first.weight": (2, 3),
         "first.bias": (2,),
         "last.weight": (2, 2),
         "last.bias": (2,),
     }
-    unit.show(False)
-    targets = [target for group in unit.groups for target, _ in group.store.sharded_params]
-    assert [id(p) for p in unit.module.parameters()] == [id(target) for target in targets]
+    unit.view.show_sharded()
+    sharded_params = [param for group in unit.groups for param, _ in group.store.sharded_params]
+    assert [id(p) for p in unit.module.parameters()] == [id(param) for param in sharded_params]
 
 
-def test_the_originals_are_absent_while_a_flat_unit_is_sharded() -> None:
+def test_flat_unit_hides_original_parameters_while_sharded() -> None:
     unit = unit_in("SHARDED")
     assert [name for name, _ in unit.module.named_parameters()] == ["_flat_param"]
     with pytest.raises(AttributeError):
@@ -158,31 +157,31 @@ def test_the_originals_are_absent_while_a_flat_unit_is_sharded() -> None:
 
 
 @pytest.mark.parametrize("kind", STORES)
-def test_a_foreign_object_in_place_of_a_managed_parameter_is_refused(kind: str) -> None:
+def test_replaced_parameter_is_refused(kind: str) -> None:
     unit = unit_in("UNSHARDED", kind)
-    unit.show(True)
+    unit.view.show_unsharded()
     unit.module.last.weight = nn.Parameter(torch.zeros(2, 2))
     with pytest.raises(
         StateError, match=r"(?s)replaced by another object.*'blocks\.7', Linear\.weight"
     ):
-        unit.show(False)
+        unit.view.show_sharded()
 
 
-def test_the_order_of_names_survives_swapping_beside_parameters_of_others() -> None:
+def test_order_of_names_survives_swaps() -> None:
     module = Pair()
     managed = [
         member for member in members_of(module) if member.name in ("first.weight", "last.bias")
     ]
     unit = make_unit("flat", module, lone_mesh(), managed)
     for _ in range(2):
-        unit.show(True)
+        unit.view.show_unsharded()
         assert [name for name, _ in module.named_parameters()] == [
             "first.weight",
             "first.bias",
             "last.weight",
             "last.bias",
         ]
-        unit.show(False)
+        unit.view.show_sharded()
         assert [name for name, _ in module.named_parameters()] == [
             "_flat_param",
             "first.bias",
@@ -190,14 +189,18 @@ def test_the_order_of_names_survives_swapping_beside_parameters_of_others() -> N
         ]
 
 
-def test_a_recurrent_module_sees_the_leaves_in_its_own_list_too() -> None:
+def test_rnn_weight_list_follows_the_shown_parameters() -> None:
     module = nn.LSTM(3, 2)
     names = list(module._flat_weights_names)
     unit = make_unit("original", module, lone_mesh(), members_of(module), precision=HALF)
-    unit.gather()
-    unit.wait()
-    for full in (True, False, True):
-        unit.show(full)
+    unit.unshard()
+    unit.wait_for_unshard()
+    for show in (
+        unit.view.show_unsharded,
+        unit.view.show_sharded,
+        unit.view.show_unsharded,
+    ):
+        show()
         assert [id(weight) for weight in module._flat_weights] == [
             id(module._parameters[name]) for name in names
         ]
@@ -206,7 +209,7 @@ def test_a_recurrent_module_sees_the_leaves_in_its_own_list_too() -> None:
 # -- storages
 
 
-def test_a_storage_gives_its_memory_back_and_gets_as_much_again() -> None:
+def test_storage_frees_and_allocates_the_same_size() -> None:
     tensor = torch.arange(12.0)
     storage = Storage(tensor)
     assert storage.resident_nbytes == 48
@@ -218,7 +221,7 @@ def test_a_storage_gives_its_memory_back_and_gets_as_much_again() -> None:
     assert storage.resident_nbytes == 48
 
 
-def test_views_are_valid_again_when_memory_comes_back() -> None:
+def test_views_are_valid_after_reallocation() -> None:
     tensor = torch.arange(12.0)
     view, storage = tensor[4:8].view(2, 2), Storage(tensor)
     storage.free()
@@ -227,7 +230,7 @@ def test_views_are_valid_again_when_memory_comes_back() -> None:
     assert view.tolist() == [[8.0, 10.0], [12.0, 14.0]]
 
 
-def test_a_tensor_saved_by_autograd_is_valid_again_when_memory_comes_back() -> None:
+def test_saved_tensor_is_valid_after_reallocation() -> None:
     weight = torch.tensor([2.0, 3.0])
     storage = Storage(weight)
     x = torch.ones(2, requires_grad=True)
@@ -242,36 +245,36 @@ def test_a_tensor_saved_by_autograd_is_valid_again_when_memory_comes_back() -> N
 
 @pytest.mark.parametrize("kind", STORES)
 @pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_the_full_form_is_made_empty_and_counts_what_it_holds(kind: str, ranks: int) -> None:
+def test_group_memory_starts_empty_and_counts_its_bytes(kind: str, ranks: int) -> None:
     module = Pair()
     store = make_store(kind, members_of(module), rank=0, ranks=ranks, home=(module, "_flat_param"))
     memory = GroupMemory(store, ranks, torch.bfloat16, CPU)
     assert memory.resident_nbytes == 0
     memory.allocate()
     assert memory.resident_nbytes == 2 * ranks * store.numel
-    memory.full.data.zero_()
+    memory.all_gather_output.data.zero_()
     memory.fill_unsharded_params()
     copied = kind == "row" and ranks > 1
     assert memory.resident_nbytes == (
         2 * 14 if copied else 2 * ranks * store.numel
-    )  # 14 elements; the buffer is let go
+    )  # 14 elements; the buffer is freed
     memory.free()
     assert memory.resident_nbytes == 0
 
 
 @pytest.mark.parametrize("kind", STORES)
-def test_a_gather_moves_no_version_counter_of_a_leaf(kind: str) -> None:
+def test_unshard_moves_no_version_counter(kind: str) -> None:
     unit = unit_in("SHARDED", kind)
-    leaves = unit.groups[0].unsharded_params
-    before = [leaf._version for leaf in leaves]
+    params = unit.groups[0].unsharded_params
+    before = [param._version for param in params]
     for _ in range(3):
-        unit.gather()
-        unit.wait()
-        unit.free()
-    assert [leaf._version for leaf in leaves] == before
+        unit.unshard()
+        unit.wait_for_unshard()
+        unit.reshard()
+    assert [param._version for param in params] == before
 
 
-def test_the_hooks_of_a_unit_that_is_not_wrapped_can_be_taken_away() -> None:
+def test_attach_unit_returns_the_undo_of_its_hooks() -> None:
     unit = unit_in("SHARDED")
     undo = hooks.attach_unit(unit)
     assert len(unit.module._forward_pre_hooks) == len(unit.module._forward_hooks) == 1

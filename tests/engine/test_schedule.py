@@ -29,17 +29,17 @@ def guesses(order: Order, used: str) -> str:
     return "".join(unit.label if unit is not None else "-" for unit in found)
 
 
-def test_the_first_pass_has_nothing_to_guess_from() -> None:
+def test_first_pass_guesses_nothing() -> None:
     assert guesses(Order(), "rabc") == "----"
 
 
-def test_the_second_pass_guesses_the_order_of_the_first_and_nothing_after_its_end() -> None:
+def test_second_pass_guesses_the_order_of_the_first() -> None:
     order = Order()
     guesses(order, "rabc")
     assert guesses(order, "rabc") == "abc-"
 
 
-def test_a_unit_used_several_times_is_guessed_where_it_was_used() -> None:
+def test_unit_used_several_times_is_guessed_each_time() -> None:
     order = Order()
     guesses(order, "rabab")
     assert guesses(order, "rabab") == "abab-"
@@ -56,7 +56,7 @@ def test_a_unit_used_several_times_is_guessed_where_it_was_used() -> None:
         ("abc", "rabc", "----"),
     ],
 )
-def test_a_wrong_guess_is_followed_by_guesses_only_where_the_positions_fit(
+def test_after_a_wrong_guess_only_matching_positions_are_guessed(
     last: str, now: str, guessed: str
 ) -> None:
     order = Order()
@@ -71,16 +71,14 @@ def test_guesses_follow_the_latest_pass() -> None:
     assert guesses(order, "rcba") == "cba-"
 
 
-def test_a_pass_that_used_nothing_does_not_make_the_order_forgotten() -> None:
+def test_empty_pass_keeps_the_order() -> None:
     order = Order()
     guesses(order, "rabc")
     guesses(order, "")
     assert guesses(order, "rab") == "abc"
 
 
-def test_the_first_unit_after_the_root_is_that_of_the_running_pass_or_else_of_the_last_one() -> (
-    None
-):
+def test_first_after_root_is_of_this_pass_or_else_the_last() -> None:
     order = Order()
     assert order.first_after_root() is None
     guesses(order, "rcba")
@@ -93,7 +91,7 @@ def test_the_first_unit_after_the_root_is_that_of_the_running_pass_or_else_of_th
     assert order.first_after_root() is UNITS["a"]
 
 
-def test_what_is_still_to_issue_is_set_anew_by_every_pass() -> None:
+def test_every_pass_resets_the_units_to_issue() -> None:
     order = Order()
     order.restart([UNITS["r"], UNITS["a"]])
     order.to_issue.pop(0)
@@ -104,7 +102,7 @@ def test_what_is_still_to_issue_is_set_anew_by_every_pass() -> None:
     assert order.to_issue == []
 
 
-def test_the_caller_keeps_its_own_list_of_what_is_to_issue() -> None:
+def test_restart_copies_the_list_of_units_to_issue() -> None:
     order, mine = Order(), [UNITS["r"], UNITS["a"]]
     order.restart(mine)
     order.to_issue.clear()

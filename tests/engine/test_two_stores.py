@@ -18,9 +18,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 from fsdp_compat._comm.mesh import Mesh, mesh_from_device_mesh, mesh_from_group, replicated
+from fsdp_compat._engine.gradients import LARGE
 from fsdp_compat._engine.runtime import Runtime
 from fsdp_compat._engine.schedule import Prefetch
-from fsdp_compat._engine.unit import LARGE
 from tests.support.engine_build import (
     STORES,
     assert_at_rest,
@@ -28,6 +28,7 @@ from tests.support.engine_build import (
     full_parameters,
     shard,
 )
+from tests.support.pairwise import pairwise
 from tests.support.ranks import run_ranks
 
 WIDTH = 6
@@ -253,11 +254,9 @@ class Twins:
         self.reference = copy.deepcopy(model)
         self.sharded = model
         self.runtime: Runtime = shard(model, UNITS, kind, mesh, **options)
-        targets = [
-            target for group in self.runtime.groups for target, _ in group.store.sharded_params
-        ]
+        params = [param for group in self.runtime.groups for param, _ in group.store.sharded_params]
         self.steps = (
-            torch.optim.SGD(targets, lr=0.05, momentum=0.9),
+            torch.optim.SGD(params, lr=0.05, momentum=0.9),
             torch.optim.SGD(self.reference.parameters(), lr=0.05, momentum=0.9),
         )
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
@@ -319,6 +318,7 @@ def train(
         twins.step()
 
 
+@pairwise
 @pytest.mark.parametrize("kind", STORES)
 @pytest.mark.parametrize("reshard", [True, False])
 @pytest.mark.parametrize("model", [name for name in MODELS if name != "trap"])
@@ -350,6 +350,7 @@ def test_replicas_of_shards_train_as_one_process(model: str, kind: str) -> None:
     run_ranks(4, train, model, kind, "hybrid")
 
 
+@pairwise
 @pytest.mark.parametrize("kind", STORES)
 @pytest.mark.parametrize("forward_prefetch", [True, False])
 @pytest.mark.parametrize("backward_prefetch", list(Prefetch))
@@ -368,7 +369,7 @@ def test_prefetching_changes_no_number(
 
 @pytest.mark.parametrize("kind", STORES)
 @pytest.mark.parametrize("model", ["nested", "recomputed outside", "tied"])
-def test_two_forwards_before_one_backward_add_their_gradients(model: str, kind: str) -> None:
+def test_two_forwards_before_one_backward_add_gradients(model: str, kind: str) -> None:
     run_ranks(2, train, model, kind, loss_of=two_forwards)
 
 
@@ -382,9 +383,7 @@ def train_in_orders_of_their_own(kind: str, shape: str) -> None:
 
 @pytest.mark.parametrize("kind", STORES)
 @pytest.mark.parametrize("shape", ["sharded", "replicated"])
-def test_ranks_that_run_two_units_in_different_orders_do_not_wait_in_a_circle(
-    shape: str, kind: str
-) -> None:
+def test_different_unit_orders_on_ranks_do_not_deadlock(shape: str, kind: str) -> None:
     run_ranks(2, train_in_orders_of_their_own, kind, shape, timeout=30, group_timeout=10)
 
 
@@ -439,7 +438,7 @@ def train_after_an_unsynchronised_backward_that_was_zeroed(kind: str) -> None:
     ("shape", "model"),
     [("sharded", "nested"), ("sharded", "mixed"), ("sharded", "large"), ("replicated", "odd")],
 )
-def test_backwards_without_communication_are_reduced_by_the_next_one_with_it(
+def test_no_sync_gradients_are_reduced_by_the_next_backward(
     shape: str, model: str, kind: str
 ) -> None:
     run_ranks(2, train_accumulating, kind, shape, model)
@@ -451,12 +450,12 @@ def test_several_synchronised_backwards_add_up(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", STORES)
-def test_a_graph_can_be_walked_twice(kind: str) -> None:
+def test_graph_supports_two_backwards(kind: str) -> None:
     run_ranks(2, train_with_a_retained_graph, kind)
 
 
 @pytest.mark.parametrize("kind", STORES)
-def test_what_was_collected_is_dropped_with_the_gradients_it_belongs_to(kind: str) -> None:
+def test_zeroed_gradients_are_dropped_from_the_buffer(kind: str) -> None:
     run_ranks(2, train_after_an_unsynchronised_backward_that_was_zeroed, kind)
 
 
@@ -488,16 +487,17 @@ def rest_after_an_exception(kind: str, where: str) -> None:
     twins.compare_parameters()
 
 
+@pairwise
 @pytest.mark.parametrize("kind", STORES)
 @pytest.mark.parametrize("reshard", [True, False])
 @pytest.mark.parametrize("where", ["forward", "backward"])
-def test_training_goes_on_after_an_exception(where: str, reshard: bool, kind: str) -> None:
+def test_training_continues_after_an_exception(where: str, reshard: bool, kind: str) -> None:
     run_ranks(2, train_over_exceptions, kind, where, reshard)
 
 
 @pytest.mark.parametrize("kind", STORES)
 @pytest.mark.parametrize("where", ["forward", "backward"])
-def test_resting_frees_what_an_exception_left(where: str, kind: str) -> None:
+def test_rest_frees_memory_left_by_an_exception(where: str, kind: str) -> None:
     run_ranks(2, rest_after_an_exception, kind, where)
 
 
@@ -522,23 +522,23 @@ def residency_through_a_step(kind: str, reshard: bool) -> tuple[list[str], list[
     runtime = shard(model, UNITS, kind, mesh_of("sharded"), reshard_after_forward=reshard)
     inside: list[bool] = []
     model.blocks[1].up.register_forward_hook(
-        lambda *_: inside.extend(unit.shown_full for unit in runtime.units)
+        lambda *_: inside.extend(unit.view.shows_unsharded for unit in runtime.units)
     )
     loss = mean_square(model, batch(0, dist.get_rank()))
     full = [unit.label for unit in runtime.units if unit.residency.name == "UNSHARDED"]
-    shown = [unit.shown_full for unit in runtime.units]
+    shown = [unit.view.shows_unsharded for unit in runtime.units]
     loss.backward()
     assert_at_rest(runtime)
     return full, shown, inside
 
 
 @pytest.mark.parametrize("kind", STORES)
-def test_a_forward_without_grad_keeps_nothing(kind: str) -> None:
+def test_forward_without_grad_keeps_nothing(kind: str) -> None:
     run_ranks(2, look_without_grad, kind)
 
 
 @pytest.mark.parametrize("kind", STORES)
-def test_after_forward_only_the_unit_that_backward_uses_first_is_kept_and_none_is_shown(
+def test_only_the_first_unit_of_backward_stays_unsharded(
     kind: str,
 ) -> None:
     root, block = "the root unit (a Stack)", "unit 'blocks.1'"

@@ -1,5 +1,5 @@
-"""The table "From DDP" in README.md: the code in both of its columns runs as it stands there, and
-does the same."""
+"""README.md and examples/README.md: every line of code in them runs, and does what the text
+says."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import os
 import re
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -24,35 +25,15 @@ from fsdp_compat.wrap import ModuleWrapPolicy
 from tests.support.models import Block, Stack
 from tests.support.ranks import run_ranks
 
-README = Path(__file__).parents[2] / "README.md"
-ROWS = {
-    *("construction", "optimizer", "accumulation", "clipping", "saving", "loading"),
-    *("evaluation", "EMA, made", "EMA, each step", "generate"),
-}
+ROOT = Path(__file__).parents[2]
 
 
-def snippets() -> dict[str, tuple[str, str]]:
-    """Return the code in the table by the name of its row: that for DDP, and that for
-    fsdp_compat."""
-    section = README.read_text().partition("\n## From DDP\n")[2].partition("\n## ")[0]
-    heading, _, *rows = [
-        line.split("|")[1:-1] for line in section.splitlines() if line.startswith("|")
-    ]
-    assert [cell.strip() for cell in heading] == ["", "in your DDP code", "with fsdp_compat"]
-    return {name.strip(): (_code(ddp), _code(fsdp)) for name, ddp, fsdp in rows}
-
-
-def _code(cell: str) -> str:
-    assert re.fullmatch(r" `[^`]+`(<br>`[^`]+`)* ", cell), cell  # nothing but lines of code
-    return "\n".join(re.findall(r"`([^`]+)`", cell))
-
-
-class Writer(Stack):
-    """A model with a method beside forward that uses its parameters."""
-
-    def generate(self, start: Tensor) -> Tensor:
-        with torch.no_grad():
-            return start + self(start).sum(-1, keepdim=True)
+def blocks(file: str, language: str, heading: str = "") -> list[str]:
+    """Return the fenced blocks of a language, of a whole file or below ``## heading``."""
+    text = (ROOT / file).read_text()
+    if heading:
+        text = text.partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
+    return re.findall(rf"^```{language}\n(.*?)^```$", text, flags=re.MULTILINE | re.DOTALL)
 
 
 def loss_of(model: nn.Module, batch: Tensor) -> Tensor:
@@ -63,70 +44,130 @@ def batch(seed: int) -> Tensor:
     return torch.randn(5, 8, generator=torch.Generator().manual_seed(10 * seed + dist.get_rank()))
 
 
+# --- README.md ------------------------------------------------------------------------------------
+
+
+def test_readme_has_at_most_180_lines_of_100_columns() -> None:
+    lines = (ROOT / "README.md").read_text().splitlines()
+    assert len(lines) <= 180
+    commands = "".join(blocks("README.md", "sh")).splitlines()
+    assert [line for line in lines if len(line) > 100 and line not in commands] == []
+
+
+def test_both_commands_are_single_lines() -> None:
+    commands = blocks("README.md", "sh", "Two commands")
+    assert [command.count("\n") for command in commands] == [1, 1]
+    assert "--resume" in commands[0]
+    assert "pytest" in commands[1]
+
+
+def _train() -> float:
+    (code,) = blocks("README.md", "python", "Twelve lines that train")
+    assert len([line for line in code.splitlines() if line]) == 12
+    names: dict[str, Any] = {}
+    with patch.object(dist, "init_process_group"):  # these ranks have one already
+        exec(code, names)
+    return F.mse_loss(names["model"](names["x"]), names["x"]).item()
+
+
+def test_the_twelve_lines_train() -> None:
+    assert all(loss < 0.8 for loss in run_ranks(2, _train))  # an untrained model's is about 2
+
+
+def _load_and_save(directory: str) -> None:
+    (code,) = blocks("README.md", "python", "Checkpoints")
+    os.chdir(directory)
+    model = FSDP(Stack(), auto_wrap_policy=ModuleWrapPolicy({Block}))
+    optimizer = AdamW(model.parameters())
+    loss_of(model, batch(1)).backward()
+    optimizer.step()
+    names: dict[str, Any] = {"model": model, "optimizer": optimizer}
+    exec(code, names)
+    assert names["extra"] == {"epoch": 3}
+    assert names["path"].name == "step-00001200"
+
+
+def test_the_checkpoint_code_saves_and_loads(tmp_path: Path) -> None:
+    run_ranks(2, _load_and_save, str(tmp_path))
+
+
+# --- README.md, "From DDP": both sides of the diff do the same ------------------------------------
+
+
+def sides() -> tuple[dict[str, str], dict[str, str]]:
+    """Return the parts of the DDP program, and of the fsdp_compat program, by their heading."""
+    (diff,) = blocks("README.md", "diff", "From DDP")
+    programs: tuple[dict[str, str], dict[str, str]] = ({}, {})
+    for program, other in zip(programs, "+-", strict=True):
+        part = ""
+        for line in diff.splitlines():
+            if line.startswith(" # "):
+                part = line[3:]
+            elif not line.startswith(other):
+                program[part] = program.get(part, "") + line[1:] + "\n"
+    return programs
+
+
+class Writer(Stack):
+    """A model with a method beside forward that uses its parameters."""
+
+    def generate(self, start: Tensor) -> Tensor:
+        with torch.no_grad():
+            return start + self(start).sum(-1, keepdim=True)
+
+
 class Session:
-    """A program that consists of one column of the table."""
+    """One side of the diff as a program."""
 
-    def __init__(self, column: int, path: Path) -> None:
-        self.code = {name: cells[column] for name, cells in snippets().items()}
+    def __init__(self, side: int, path: Path) -> None:
+        self.code = sides()[side]
         self.values: dict[str, Any] = {
-            **{
-                "DDP": DDP,
-                "FSDP": FSDP,
-                "ModuleWrapPolicy": ModuleWrapPolicy,
-                "Block": Block,
-                "AdamW": AdamW,
-            },
-            **{
-                "clip_grad_norm_": clip_grad_norm_,
-                "copy": copy,
-                "torch": torch,
-                "loss_of": loss_of,
-                "path": path,
-            },
-            **{"register_fsdp_forward_method": fsdp_compat.register_fsdp_forward_method},
-            **{
-                "device": torch.device("cpu"),
-                "rank": dist.get_rank(),
-                "lr": 0.05,
-                "tokens": torch.ones(2, 8),
-            },
+            "DDP": DDP,
+            "FSDP": FSDP,
+            "ModuleWrapPolicy": ModuleWrapPolicy,
+            "Block": Block,
+            "AdamW": AdamW,
+            "clip_grad_norm_": clip_grad_norm_,
+            "torch": torch,
+            "loss_of": loss_of,
+            "path": path,
+            "register_fsdp_forward_method": fsdp_compat.register_fsdp_forward_method,
+            "device": torch.device("cpu"),
+            "rank": dist.get_rank(),
+            "lr": 0.05,
+            "tokens": torch.ones(2, 8),
         }
-        torch.manual_seed(
-            dist.get_rank()
-        )  # not the same weights everywhere: construction has to see to that
+        torch.manual_seed(dist.get_rank())  # construction has to make the weights equal
         self.values["model"] = Writer()
-        self.run("construction", "optimizer")
+        self.run("construction")
 
-    def run(self, *rows: str, **values: Any) -> None:
+    def run(self, part: str, **values: Any) -> None:
         self.values.update(values)
-        for row in rows:
-            exec(self.code[row], self.values)
-
-    def step(self, seed: int) -> None:
-        """One step of training; losses and results are left in ``values``."""
-        self.run("accumulation", "clipping", batch1=batch(seed), batch2=batch(seed + 1))
-        self.values["optimizer"].step()
-        self.values["optimizer"].zero_grad()
+        exec(self.code[part], self.values)
 
     def results(self) -> dict[str, Tensor]:
-        """Train two steps, with everything the table has, and return what comes out, by name."""
-        found: dict[str, Tensor] = {}
-        self.run("EMA, made")
+        """Train two steps with an average of the weights; return all that comes out, by name."""
+        model, optimizer = self.values["model"], self.values["optimizer"]
+        average = copy.deepcopy(model.module if isinstance(model, DDP) else model)
+        results: dict[str, Tensor] = {}
         for seed in (1, 2):
-            self.step(seed)
-            self.run("EMA, each step", "evaluation", batch1=batch(0))
-            found |= {
-                f"{name} {seed}": self.values[name].detach().clone() for name in ("norm", "loss")
-            }
-        found["of average"] = loss_of(self.values["ema"], batch(0)).detach()
-        self.run("generate")
-        found["text"] = self.values["text"]
-        return found
+            self.run("accumulation and clipping", batch1=batch(seed), batch2=batch(seed + 1))
+            optimizer.step()
+            optimizer.zero_grad()
+            with torch.no_grad():
+                for mean, parameter in zip(average.parameters(), model.parameters(), strict=True):
+                    mean.lerp_(parameter, 0.01)
+                results[f"loss {seed}"] = loss_of(model, batch(0))
+            results[f"norm {seed}"] = self.values["norm"].detach().clone()
+        results["loss of average"] = loss_of(average, batch(0)).detach()
+        self.run("generation")
+        results["text"] = self.values["text"]
+        return results
 
 
 def _differences(directory: Path) -> dict[str, float]:
-    """Return how far each result with fsdp_compat is from that with DDP: before saving, and after
-    loading either file."""
+    """Return the relative difference of each result: before saving, and after loading each
+    file."""
     ddp, fsdp = Session(0, directory / "ddp.pt"), Session(1, directory / "fsdp.pt")
     pairs = {"": (ddp.results(), fsdp.results())}
     ddp.run("saving")
@@ -147,35 +188,29 @@ def _differences(directory: Path) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
-def test_both_columns_compute_the_same(num_ranks: int, tmp_path: Path) -> None:
+def test_ddp_and_fsdp_code_compute_the_same(num_ranks: int, tmp_path: Path) -> None:
     for differences in run_ranks(num_ranks, _differences, tmp_path, timeout=120):
         assert len(differences) == 3 * 6
         assert differences == {name: pytest.approx(0.0, abs=1e-5) for name in differences}
 
 
-def test_every_row_is_run() -> None:
-    assert set(snippets()) == ROWS
+# --- examples/README.md ---------------------------------------------------------------------------
 
 
-def _checkpoints(directory: str) -> None:
-    code = (
-        README.read_text()
-        .partition("\n## Checkpoints\n")[2]
-        .partition("```python\n")[2]
-        .partition("```")[0]
-    )
+def _run_recipes(directory: str) -> None:
     os.chdir(directory)
-    model = FSDP(Stack(), auto_wrap_policy=ModuleWrapPolicy({Block}))
-    optimizer = AdamW(model.parameters())
-    loss_of(model, batch(1)).backward()
-    optimizer.step()
-    names: dict[str, Any] = {"torch": torch, "model": model, "optimizer": optimizer}
-    exec(code, names)
-    assert names["extra"] == {"epoch": 3}
-    assert names["path"].name == "step-00001600"
-    assert [file.name for file in names["files"]] == ["model.safetensors"]
-    assert names["tensor"].shape == model.state_dict()[names["name"]].shape
+    start, *recipes = blocks("examples/README.md", "python")
+    assert len(recipes) > 10
+    for number, recipe in enumerate(recipes):
+        with patch.object(dist, "init_process_group"):  # these ranks have one already
+            names: dict[str, Any] = {}
+            exec(start, names)
+        exec(compile(recipe, f"recipe {number + 1} of examples/README.md", "exec"), names)
+        for parameter in names["model"].parameters():
+            assert parameter.isfinite().all(), f"recipe {number + 1}"
 
 
-def test_the_code_about_checkpoints_runs(tmp_path: Path) -> None:
-    run_ranks(2, _checkpoints, str(tmp_path))
+def test_every_recipe_runs(tmp_path: Path) -> None:
+    text = (ROOT / "examples" / "README.md").read_text()
+    assert text.count("```") == 2 * len(blocks("examples/README.md", "python"))
+    run_ranks(2, _run_recipes, str(tmp_path), timeout=180)

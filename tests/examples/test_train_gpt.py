@@ -1,7 +1,9 @@
-"""examples/train_gpt.py: the same losses however it is run, stopped and resumed."""
+"""examples/train_gpt.py gives the same losses however it is run, stopped and resumed."""
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
 import re
@@ -9,8 +11,8 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -33,21 +35,25 @@ SMALL = [
     "12",
     "--sample-bytes",
     "5",
+    "--lr",
+    "0.04",
 ]
+NUM_STEPS = 12
+VALIDATE = ["--validate-every", "4"]
 Losses = list[tuple[int, float]]
 
 
 def assert_same_curve(actual: Losses, expected: Losses) -> None:
-    """Float rounding apart, which AdamW lets grow from step to step."""
+    """Compare two loss curves up to rounding, which AdamW amplifies from step to step."""
     assert [step for step, _ in actual] == [step for step, _ in expected]
     for (step, loss), (_, right) in zip(actual, expected, strict=True):
-        assert loss == pytest.approx(right, rel=1e-6 if step <= 5 else 1e-4), f"step {step}"
+        assert loss == pytest.approx(right, rel=1e-6 if step <= NUM_STEPS else 1e-4), f"step {step}"
 
 
 # --- parts ----------------------------------------------------------------------------------------
 
 
-def test_the_ranks_of_every_world_size_share_the_batch_of_a_step() -> None:
+def test_ranks_share_the_batch_of_a_step_at_every_world_size() -> None:
     text, _ = train_gpt.load_text()
     inputs, targets = train_gpt.draw_batch(text, 12, 32, seed=0, step=7)
     assert inputs.shape == targets.shape == (12, 32)
@@ -82,20 +88,6 @@ def test_the_learning_rate_rises_to_its_peak_and_falls() -> None:
     assert rates[199] == pytest.approx(0.25)
 
 
-def test_creating_optimizer_state_changes_no_parameter() -> None:
-    model = torch.nn.Linear(3, 3)
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.1)
-    train_gpt.create_optimizer_state(optimizer)
-    assert {name for state in optimizer.state.values() for name in state} == {
-        "step",
-        "exp_avg",
-        "exp_avg_sq",
-    }
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-    assert all(parameter.grad is None for parameter in model.parameters())
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -110,7 +102,7 @@ def test_creating_optimizer_state_changes_no_parameter() -> None:
         (["--resume"], "--resume: needs the --checkpoint-dir"),
     ],
 )
-def test_arguments_that_cannot_work_are_refused(
+def test_wrong_arguments_are_refused(
     arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit, match="2"):
@@ -128,17 +120,16 @@ def test_help_shows_every_default(capsys: pytest.CaptureFixture[str]) -> None:
     assert "None" not in text
 
 
-def test_incomplete_checkpoints_are_not_found(tmp_path: Path) -> None:
-    assert train_gpt.checkpoints(tmp_path / "missing") == []
-    for name in ("step-000009", "step-000010", "step-1000000.partial", "step-000011.partial"):
-        (tmp_path / name).mkdir()
-    assert train_gpt.checkpoints(tmp_path) == [tmp_path / "step-000010", tmp_path / "step-000009"]
-    with pytest.raises(train_gpt.RunError, match=r"step-000010 lacks a readable run\.json"):
+def test_incomplete_checkpoints_are_ignored(tmp_path: Path) -> None:
+    (tmp_path / "step-00000009").mkdir()
+    with pytest.raises(train_gpt.RunError, match="got a directory without one"):
         train_gpt.starting_point(tmp_path, resume=True, settings={})
+    assert train_gpt.starting_point(tmp_path, resume=False, settings={"dim": 1}) is None
+    assert json.loads((tmp_path / "settings.json").read_text()) == {"dim": 1}
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_is_noted_once_and_its_handler_put_back(number: signal.Signals) -> None:
+def test_a_signal_is_recorded_once_and_its_handler_restored(number: signal.Signals) -> None:
     before = signal.getsignal(number)
     with train_gpt.stop_requests() as asked:
         assert not any(asked.values())
@@ -152,37 +143,69 @@ def test_a_signal_is_noted_once_and_its_handler_put_back(number: signal.Signals)
 
 
 def _train(arguments: list[str]) -> int:
-    return train_gpt.train(train_gpt.parse_arguments(arguments), torch.device("cpu"))
+    """Train without the plot, which is a test of its own."""
+    with mock.patch.object(train_gpt, "plot"):
+        return train_gpt.train(train_gpt.parse_arguments(arguments), torch.device("cpu"))
+
+
+def _train_until_signal(arguments: list[str], number: signal.Signals, step: int) -> tuple[int, str]:
+    """Train; rank 1 gets the signal in the given step. Return the exit status and the output."""
+    right = train_gpt.learning_rate
+
+    def learning_rate(at: int, peak: float) -> float:
+        if at == step and dist.get_rank() == 1:
+            signal.raise_signal(number)
+        return right(at, peak)
+
+    output = io.StringIO()
+    with (
+        mock.patch.object(train_gpt, "learning_rate", learning_rate),
+        contextlib.redirect_stdout(output),
+    ):
+        return _train(arguments), output.getvalue()
 
 
 def _refusal(arguments: list[str]) -> str:
     try:
-        train_gpt.train(train_gpt.parse_arguments(arguments), torch.device("cpu"))
+        _train(arguments)
     except train_gpt.RunError as error:
         return str(error)
     raise AssertionError(f"rank {dist.get_rank()} was not refused")
+
+
+def _main(arguments: list[str]) -> tuple[int, str]:
+    """Run the whole program in the process group that exists; return its status and stderr."""
+    errors = io.StringIO()
+    with (
+        mock.patch.object(train_gpt, "init_distributed", lambda: torch.device("cpu")),
+        mock.patch.object(dist, "destroy_process_group"),
+        contextlib.redirect_stderr(errors),
+    ):
+        return train_gpt.main(arguments), errors.getvalue()
 
 
 def trained(num_ranks: int, directory: Path, *arguments: str) -> dict[str, Losses]:
     """Train with SMALL sizes and return the losses of the whole run."""
     directory.mkdir(exist_ok=True)
     losses = directory / "losses.json"
-    options = [*SMALL, "--losses", str(losses), "--plot", str(directory / "loss.png"), *arguments]
+    options = [*SMALL, "--losses", str(losses), *arguments]
     assert run_ranks(num_ranks, _train, options, timeout=120) == [0] * num_ranks
     return json.loads(losses.read_text())
 
 
 @pytest.fixture(scope="module")
-def sixty_steps(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Losses]:
-    return trained(1, tmp_path_factory.mktemp("sixty"), "--steps", "60")
+def one_process(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Losses]:
+    """The losses of NUM_STEPS steps in one process, which all other runs must reproduce."""
+    directory = tmp_path_factory.mktemp("one")
+    return trained(1, directory, "--steps", str(NUM_STEPS), *VALIDATE)
 
 
-def test_it_learns(sixty_steps: dict[str, Losses]) -> None:
-    assert [step for step, _ in sixty_steps["train"]] == list(range(1, 61))
-    assert [step for step, _ in sixty_steps["validation"]] == [20, 40, 60]
-    assert sixty_steps["train"][0][1] == pytest.approx(5.55, abs=0.1)  # log(256): it knows nothing
-    assert sixty_steps["train"][-1][1] < 3.7
-    assert sixty_steps["validation"][-1][1] < 3.7
+def test_it_learns(one_process: dict[str, Losses]) -> None:
+    assert [step for step, _ in one_process["train"]] == list(range(1, NUM_STEPS + 1))
+    assert [step for step, _ in one_process["validation"]] == [4, 8, 12]
+    assert one_process["train"][0][1] == pytest.approx(5.55, abs=0.1)  # log(256): untrained
+    assert one_process["train"][-1][1] < 4.0
+    assert one_process["validation"][-1][1] < 4.0
 
 
 @pytest.mark.parametrize(
@@ -197,19 +220,21 @@ def test_it_learns(sixty_steps: dict[str, Losses]) -> None:
     ],
 )
 def test_losses_do_not_depend_on_ranks_or_strategy(
-    num_ranks: int, strategy: str, sixty_steps: dict[str, Losses], tmp_path: Path
+    num_ranks: int, strategy: str, one_process: dict[str, Losses], tmp_path: Path
 ) -> None:
-    use_orig_params = ["--use-orig-params"] if num_ranks % 2 else []
-    losses = trained(num_ranks, tmp_path, "--steps", "60", "--strategy", strategy, *use_orig_params)
-    assert_same_curve(losses["train"], sixty_steps["train"])
-    assert_same_curve(losses["validation"], sixty_steps["validation"])
+    options = ["--steps", str(NUM_STEPS), *VALIDATE, "--strategy", strategy]
+    if num_ranks % 2:
+        options.append("--use-orig-params")
+    losses = trained(num_ranks, tmp_path, *options)
+    assert_same_curve(losses["train"], one_process["train"])
+    assert_same_curve(losses["validation"], one_process["validation"])
 
 
 @pytest.mark.parametrize(("batch", "num_ranks"), [(7, 3), (2, 4)])
-def test_losses_stay_the_same_when_ranks_have_unequal_parts_or_none(
+def test_losses_do_not_depend_on_unequal_or_empty_parts_of_the_batch(
     batch: int, num_ranks: int, tmp_path: Path
 ) -> None:
-    options = ["--steps", "8", "--batch", str(batch), "--tie-embeddings", "--validate-every", "4"]
+    options = ["--steps", "4", "--batch", str(batch), "--tie-embeddings", "--validate-every", "2"]
     expected = trained(1, tmp_path, *options)
     actual = trained(num_ranks, tmp_path, *options)
     assert_same_curve(actual["train"], expected["train"])
@@ -217,7 +242,7 @@ def test_losses_stay_the_same_when_ranks_have_unequal_parts_or_none(
 
 
 def test_a_run_resumes_with_other_ranks_and_strategy(
-    sixty_steps: dict[str, Losses], tmp_path: Path
+    one_process: dict[str, Losses], tmp_path: Path
 ) -> None:
     runs = (
         (2, "2", ["--strategy", "FULL_SHARD"]),
@@ -230,14 +255,13 @@ def test_a_run_resumes_with_other_ranks_and_strategy(
         resume = ["--resume"] if index else []
         directory = ["--checkpoint-dir", str(tmp_path / "run")]
         losses = trained(num_ranks, tmp_path, "--steps", steps, *directory, *options, *resume)
-        assert_same_curve(losses["train"], sixty_steps["train"][: int(steps)])
+        assert_same_curve(losses["train"], one_process["train"][: int(steps)])
     names = sorted(path.name for path in (tmp_path / "run").iterdir())
-    assert names == [f"step-{step:06d}" for step in (2, 4, 6, 8, 10, 12)]
+    assert names == ["settings.json", *(f"step-{step:08d}" for step in (2, 4, 6, 8, 10, 12))]
 
 
-def test_every_rank_is_told_why_it_cannot_start(tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    trained(2, tmp_path, "--steps", "1", "--checkpoint-dir", str(run))
+def test_every_rank_learns_why_the_run_cannot_start(four_steps: Path, tmp_path: Path) -> None:
+    run = four_steps
     cases = (
         (
             ["--checkpoint-dir", str(tmp_path / "none"), "--resume"],
@@ -245,7 +269,7 @@ def test_every_rank_is_told_why_it_cannot_start(tmp_path: Path) -> None:
         ),
         (
             ["--checkpoint-dir", str(run), "--resume", "--dim", "64"],
-            f"--dim: expected 32 as in {run}/step-000001, got 64",
+            f"--dim: expected 32 as in {run}/settings.json, got 64",
         ),
         (["--checkpoint-dir", str(run), "--resume", "--seed", "1"], "--seed: expected 0"),
         (
@@ -254,7 +278,7 @@ def test_every_rank_is_told_why_it_cannot_start(tmp_path: Path) -> None:
         ),
         (
             ["--checkpoint-dir", str(run)],
-            f"expected no checkpoint for a new run, got {run}/step-000001",
+            f"expected no checkpoint for a new run, got {run}/step-00000004",
         ),
     )
     for options, message in cases:
@@ -263,60 +287,71 @@ def test_every_rank_is_told_why_it_cannot_start(tmp_path: Path) -> None:
         assert message in told[0]
 
 
-@pytest.mark.parametrize(
-    ("file", "damage", "lacks"),
-    [
-        ("__0_0.distcp", lambda data: data[:-1], "__0_0.distcp, or its end"),
-        ("__1_0.distcp", None, "__1_0.distcp, or its end"),
-        (".metadata", None, "a readable .metadata"),
-        (".metadata", lambda data: data[:100], "a readable .metadata"),
-        ("run.json", lambda data: data[:20], "a readable run.json"),
-    ],
-)
-def test_a_damaged_checkpoint_is_passed_over(
-    sixty_steps: dict[str, Losses],
-    tmp_path: Path,
-    file: str,
-    damage: Callable[[bytes], bytes] | None,
-    lacks: str,
+@pytest.fixture(scope="module")
+def four_steps(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint directory of two ranks, saved after steps 2 and 4."""
+    directory = tmp_path_factory.mktemp("four")
+    run = directory / "run"
+    trained(2, directory, "--steps", "4", "--save-every", "2", "--checkpoint-dir", str(run))
+    return run
+
+
+@pytest.mark.filterwarnings("ignore:latest")
+def test_a_checkpoint_with_a_damaged_manifest_is_skipped(
+    one_process: dict[str, Losses], four_steps: Path, tmp_path: Path
 ) -> None:
-    options = ["--checkpoint-dir", str(tmp_path / "run"), "--save-every", "2"]
-    trained(2, tmp_path, "--steps", "4", *options)
-    damaged = tmp_path / "run" / "step-000004" / file
-    content = damaged.read_bytes()
-    damaged.unlink()
-    if damage is not None:
-        damaged.write_bytes(damage(content))
-    missing = train_gpt.what_is_missing(damaged.parent)
-    assert missing is not None
-    assert lacks in missing
-    resumed = trained(3, tmp_path, "--steps", "5", *options, "--resume")["train"]
-    assert_same_curve(resumed, sixty_steps["train"][:5])
-    assert train_gpt.what_is_missing(tmp_path / "run" / "step-000004") is None, (
-        "saved anew on the way"
-    )
+    run = tmp_path / "run"
+    shutil.copytree(four_steps, run)
+    manifest = run / "step-00000004" / "manifest.json"
+    manifest.write_bytes(manifest.read_bytes()[:100])
+    options = ["--steps", "3", "--checkpoint-dir", str(run), "--resume"]
+    assert_same_curve(trained(3, tmp_path, *options)["train"], one_process["train"][:3])
 
 
-def test_what_a_killed_run_left_is_replaced(tmp_path: Path) -> None:
-    partial = tmp_path / "run" / "step-000001.partial"
-    partial.mkdir(parents=True)
-    (partial / "__7_0.distcp").write_text("left by rank 7")
-    trained(2, tmp_path, "--steps", "1", "--checkpoint-dir", str(tmp_path / "run"))
-    assert [path.name for path in (tmp_path / "run").iterdir()] == ["step-000001"]
-    assert not (tmp_path / "run" / "step-000001" / "__7_0.distcp").exists()
+def test_a_damaged_checkpoint_ends_the_run_on_all_ranks(four_steps: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(four_steps, run)
+    for file in (run / "step-00000004").glob("*.safetensors"):
+        file.write_bytes(file.read_bytes()[:-1])
+    options = ["--steps", "5", "--checkpoint-dir", str(run), "--resume"]
+    told = run_ranks(2, _refusal, [*SMALL, *options])
+    assert told[0] == told[1]
+    assert told[0].startswith(f"--resume: {run}/step-00000004 cannot be loaded. Remove it")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_to_one_rank_stops_and_saves_on_all(
+    number: signal.Signals, one_process: dict[str, Losses], tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    options = [*SMALL, "--checkpoint-dir", str(run)]
+    (status, output), other = run_ranks(2, _train_until_signal, options, number, 3)
+    assert (status, other) == (128 + number, (128 + number, ""))
+    saved = f"{run}/step-00000003"
+    assert output == f"stopped after step 3: saved {saved}; to continue, add --resume\n"
+    assert sorted(path.name for path in run.iterdir()) == ["settings.json", "step-00000003"]
+    resumed = trained(3, tmp_path, "--steps", "5", "--checkpoint-dir", str(run), "--resume")
+    assert_same_curve(resumed["train"], one_process["train"][:5])
+
+
+def test_a_run_that_cannot_resume_ends_on_all_ranks_without_a_traceback(tmp_path: Path) -> None:
+    directory = str(tmp_path / "none")
+    ended = run_ranks(2, _main, [*SMALL, "--checkpoint-dir", directory, "--resume"])
+    assert [status for status, _ in ended] == [1, 1]
+    for rank, (_, errors) in enumerate(ended):
+        assert errors.startswith(
+            f"train_gpt.py, rank {rank}: --resume: expected a complete checkpoint in {directory}, "
+            "got no such directory"
+        )
+        assert len(errors.splitlines()) == 1
 
 
 # --- whole programs, started as users do ----------------------------------------------------------
 
 
-def command(num_ranks: int | None, *arguments: str) -> list[str]:
-    """Return the command line for torchrun, or for plain Python without a number of ranks."""
-    launcher = (
-        ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
-        if num_ranks
-        else []
-    )
-    return [sys.executable, *launcher, str(ROOT / "examples" / "train_gpt.py"), *SMALL, *arguments]
+def command(*launcher: str) -> list[str]:
+    """Return the command line that starts the example with SMALL sizes."""
+    return [sys.executable, *launcher, str(ROOT / "examples" / "train_gpt.py"), *SMALL]
 
 
 def environment() -> dict[str, str]:
@@ -324,28 +359,34 @@ def environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
 
 
-def finished(
-    num_ranks: int | None, directory: Path, *arguments: str
-) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        command(num_ranks, *arguments),
-        cwd=directory,
+def test_python_alone_trains_plots_and_samples(
+    one_process: dict[str, Losses], tmp_path: Path
+) -> None:
+    result = subprocess.run(
+        [*command(), "--steps", "3", "--losses", "losses.json"],
+        cwd=tmp_path,
         env=environment(),
         capture_output=True,
         text=True,
         timeout=120,
     )
+    assert result.returncode == 0, result.stderr
+    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+    sampled = result.stdout.partition("loss curve: loss.png\nsample:\nThe ")[2].removesuffix("\n")
+    assert 2 <= len(sampled) <= 5  # of 5 bytes, several can be one character
+    losses = json.loads((tmp_path / "losses.json").read_text())
+    assert_same_curve(losses["train"], one_process["train"][:3])
 
 
-def stopped(
-    num_ranks: int | None, directory: Path, number: signal.Signals, *arguments: str
-) -> tuple[int, str]:
-    """Start an endless run, send it a signal after its first steps; return its status and what it
-    printed."""
-    steps = "1000000"
+def test_torchrun_trains_and_saves_when_it_is_terminated(
+    one_process: dict[str, Losses], tmp_path: Path
+) -> None:
+    """Start an endless run, and send SIGTERM to torchrun after the first steps."""
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    options = ["--steps", "1000000", "--checkpoint-dir", "run", "--losses", "losses.json"]
     with subprocess.Popen(
-        command(num_ranks, "--steps", steps, *arguments),
-        cwd=directory,
+        [*command(*torchrun), *options],
+        cwd=tmp_path,
         env=environment(),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -355,77 +396,25 @@ def stopped(
         assert process.stderr is not None
         try:
             seen = b""
-            while b"loss=" not in seen:  # the progress bar, after a step of this run on all ranks
+            while b"loss=" not in seen:  # the progress bar, after a step on all ranks
                 read = os.read(process.stderr.fileno(), 4096)
                 assert read, f"it ended:\n{seen.decode()}"
                 seen += read
-            process.send_signal(number)
+            process.send_signal(signal.SIGTERM)
             output, _ = process.communicate(timeout=60)
         except BaseException:
             os.killpg(process.pid, signal.SIGKILL)
             raise
-    return process.returncode, output.decode()
+    assert process.returncode == 1  # torchrun's
+    stopped = r"stopped after step (\d+): saved run/(step-\d+); to continue, add --resume"
+    (step, name), *others = re.findall(stopped, output.decode())
+    assert not others
+    assert [path.name for path in (tmp_path / "run").glob("*step-*")] == [name]
 
-
-def test_python_alone_trains_plots_and_samples(
-    sixty_steps: dict[str, Losses], tmp_path: Path
-) -> None:
-    result = finished(None, tmp_path, "--steps", "3", "--losses", "losses.json")
-    assert result.returncode == 0, result.stderr
-    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
-    sampled = result.stdout.partition("loss curve: loss.png\nsample:\nThe ")[2].removesuffix("\n")
-    assert 2 <= len(sampled) <= 5  # of 5 bytes, several can be one character
-    assert_same_curve(
-        json.loads((tmp_path / "losses.json").read_text())["train"], sixty_steps["train"][:3]
-    )
-
-
-def test_torchrun_trains_saves_and_resumes(sixty_steps: dict[str, Losses], tmp_path: Path) -> None:
-    options = ["--checkpoint-dir", "run", "--losses", "losses.json"]
-    first = finished(2, tmp_path, "--steps", "4", "--save-every", "2", *options)
-    assert first.returncode == 0, first.stderr
-    assert (tmp_path / "run" / "loss.png").exists()
-    shutil.rmtree(tmp_path / "run" / "step-000004")
-    second = finished(3, tmp_path, "--steps", "6", "--resume", *options)
-    assert second.returncode == 0, second.stderr
-    assert_same_curve(
-        json.loads((tmp_path / "losses.json").read_text())["train"], sixty_steps["train"][:6]
-    )
-
-
-def test_a_stopped_run_saves_and_goes_on(tmp_path: Path) -> None:
-    directory = ["--checkpoint-dir", "run"]
-    status, output = stopped(None, tmp_path, signal.SIGINT, *directory)
-    assert status == 130
-    assert re.search(r"stopped after step \d+: saved run/step-\d+; to go on, add --resume", output)
-    status, output = stopped(2, tmp_path, signal.SIGTERM, *directory, "--resume")
-    assert status == 1  # torchrun's
-    assert output.count("stopped after step") == 1
-    assert not list((tmp_path / "run").glob("*.partial"))
-
-    saved = train_gpt.checkpoints(tmp_path / "run")[0]
-    assert saved is not None
-    steps = str(int(saved.name[5:]) + 3)
-    checkpoints = str(tmp_path / "run")
-    resumed = trained(
-        3,
-        tmp_path,
-        "--steps",
-        steps,
-        "--checkpoint-dir",
-        checkpoints,
-        "--resume",
-        "--save-every",
-        "0",
-    )
-    expected = trained(2, tmp_path, "--steps", steps)
-    assert_same_curve(resumed["train"], expected["train"])
-
-
-def test_a_run_that_cannot_resume_ends_on_all_ranks(tmp_path: Path) -> None:
-    result = finished(2, tmp_path, "--checkpoint-dir", "none", "--resume")
-    assert result.returncode != 0
-    assert (
-        "--resume: expected a complete checkpoint in none, got no such directory" in result.stderr
-    )
-    assert "RunError" not in result.stderr  # the message, without a traceback of the example
+    losses = json.loads((tmp_path / "losses.json").read_text())["train"]
+    assert len(losses) == int(step)
+    assert_same_curve(losses[:NUM_STEPS], one_process["train"][: len(losses)])
+    options = ["--steps", str(int(step) + 3), "--save-every", "0", "--resume"]
+    resumed = trained(3, tmp_path, "--checkpoint-dir", str(tmp_path / "run"), *options)["train"]
+    assert len(resumed) == int(step) + 3
+    assert_same_curve(resumed[: len(losses)], [tuple(pair) for pair in losses])

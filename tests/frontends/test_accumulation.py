@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from fsdp_compat import ShardingStrategy
 from tests.support.models import DIM, RareRows, Stack, Switch, chain
+from tests.support.pairwise import pairwise
 from tests.support.parity import Turn, backward, both_forms, make_pair, one_backward, square, trains
 from tests.support.ranks import run_ranks
 
@@ -27,6 +28,7 @@ def _accumulates(pattern: str, m: nn.Module, x: Tensor, turn: Turn) -> Tensor:
     return total
 
 
+@pairwise
 @both_forms
 @pytest.mark.parametrize("pattern", ["ns", "nns", "sns", "ssns", "snnss"])
 @pytest.mark.parametrize(
@@ -99,6 +101,7 @@ def _clears_gradients_between(set_to_none: bool, before: str, **options: Any) ->
         pair.compare_and_update()
 
 
+@pairwise
 @both_forms
 @pytest.mark.parametrize("before", ["n", "nn", "sn"])
 @pytest.mark.parametrize("set_to_none", [True, False])

@@ -1,4 +1,4 @@
-"""The configuration objects equal torch's, and torch's own are taken in their place."""
+"""The configuration objects equal torch's, and torch's own are accepted in their place."""
 
 from __future__ import annotations
 
@@ -23,8 +23,7 @@ DATACLASSES = [
 
 
 def default_of(cls: type) -> Any:
-    """An instance with default fields; StateDictSettings, the one without defaults, gets the ones
-    for full dicts."""
+    """An instance with default fields. StateDictSettings has no defaults and gets full dicts."""
     if cls.__name__ != "StateDictSettings":
         return cls()
     home = sys.modules[cls.__module__]
@@ -36,7 +35,7 @@ def default_of(cls: type) -> Any:
 
 
 def changed(value: Any) -> Any:
-    """A copy of a dataclass with a value in every field that is not the default."""
+    """A copy of a dataclass in which no field has its default."""
     news = {
         bool: lambda old: not old,
         type(None): lambda old: torch.bfloat16,
@@ -48,13 +47,13 @@ def changed(value: Any) -> Any:
     )
 
 
-def test_the_public_names_are_those_of_torch() -> None:
+def test_public_names_equal_those_of_torch() -> None:
     assert api.__all__ == sorted(torch_api.__all__)
     assert sorted([*ENUMS, *DATACLASSES]) == api.__all__
 
 
 @pytest.mark.parametrize("name", ENUMS)
-def test_an_enum_has_the_members_and_values_of_torch(name: str) -> None:
+def test_enums_have_the_members_and_values_of_torch(name: str) -> None:
     ours, theirs = getattr(api, name), getattr(torch_api, name)
     assert [(member.name, member.value) for member in ours] == [
         (member.name, member.value) for member in theirs
@@ -62,7 +61,7 @@ def test_an_enum_has_the_members_and_values_of_torch(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", DATACLASSES)
-def test_a_dataclass_has_the_fields_and_defaults_of_torch(name: str) -> None:
+def test_dataclasses_have_the_fields_and_defaults_of_torch(name: str) -> None:
     def fields(cls: Any) -> list[tuple[str, object]]:
         return [(field.name, field.default) for field in dataclasses.fields(cls)]
 
@@ -72,13 +71,13 @@ def test_a_dataclass_has_the_fields_and_defaults_of_torch(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ENUMS)
-def test_each_member_of_an_enum_of_torch_becomes_ours(name: str) -> None:
+def test_enum_members_of_torch_are_translated(name: str) -> None:
     ours, theirs = getattr(api, name), getattr(torch_api, name)
     assert [api.as_ours(member, ours, "argument") for member in theirs] == list(ours)
 
 
 @pytest.mark.parametrize("name", DATACLASSES)
-def test_a_dataclass_of_torch_becomes_ours_with_its_values(name: str) -> None:
+def test_dataclasses_of_torch_are_translated_with_their_values(name: str) -> None:
     ours, theirs = getattr(api, name), getattr(torch_api, name)
     for make in (default_of, lambda cls: changed(default_of(cls))):
         assert api.as_ours(make(theirs), ours, "argument") == make(ours)
@@ -93,7 +92,7 @@ def test_changed_settings_differ_from_the_defaults() -> None:
     )
 
 
-def test_settings_are_translated_with_everything_in_them() -> None:
+def test_nested_settings_are_translated() -> None:
     theirs = torch_api.StateDictSettings(
         torch_api.StateDictType.SHARDED_STATE_DICT,
         torch_api.ShardedStateDictConfig(offload_to_cpu=True),
@@ -114,7 +113,7 @@ def test_a_subclass_is_translated_where_its_base_is_expected() -> None:
     assert config.rank0_only
 
 
-def test_a_class_of_the_user_that_extends_one_of_torch_counts_as_that() -> None:
+def test_a_user_subclass_of_a_torch_class_is_translated_as_that_class() -> None:
     class Policy(torch_api.MixedPrecision):
         pass
 
@@ -124,7 +123,7 @@ def test_a_class_of_the_user_that_extends_one_of_torch_counts_as_that() -> None:
     assert precision == api.MixedPrecision(reduce_dtype=torch.float16)
 
 
-def test_an_enum_that_another_module_of_ours_defines_is_translated() -> None:
+def test_an_enum_of_another_module_of_the_package_is_translated() -> None:
     key_type = enum.Enum("OptimStateKeyType", "PARAM_NAME PARAM_ID")
     from torch.distributed.fsdp import OptimStateKeyType
 
@@ -134,7 +133,7 @@ def test_an_enum_that_another_module_of_ours_defines_is_translated() -> None:
     )
 
 
-def test_a_family_of_classes_that_another_module_of_ours_defines_is_translated() -> None:
+def test_a_class_hierarchy_of_another_module_of_the_package_is_translated() -> None:
     from torch.distributed.fsdp import CPUOffloadPolicy
 
     policy = dataclasses.make_dataclass(
@@ -160,7 +159,7 @@ def test_a_family_of_classes_that_another_module_of_ours_defines_is_translated()
         (api.FullStateDictConfig(), api.StateDictConfig),
     ],
 )
-def test_none_and_our_own_come_back_as_they_are(value: object, expected: type) -> None:
+def test_none_and_own_objects_are_returned_unchanged(value: object, expected: type) -> None:
     assert api.as_ours(value, expected, "argument") is value
 
 
@@ -176,7 +175,7 @@ def test_none_and_our_own_come_back_as_they_are(value: object, expected: type) -
         (torch_api.FullStateDictConfig(), api.OptimStateDictConfig),
     ],
 )
-def test_a_wrong_type_is_refused_with_the_four_facts(value: object, expected: type) -> None:
+def test_a_wrong_type_raises_with_the_four_facts(value: object, expected: type) -> None:
     with pytest.raises(UsageError) as error:
         api.as_ours(value, expected, "the_argument")
     text = str(error.value)
@@ -194,7 +193,7 @@ def of_torch(cls: type) -> type:
     return cls
 
 
-def test_what_a_newer_torch_adds_is_refused_when_it_is_used_and_ignored_when_not() -> None:
+def test_additions_of_a_newer_torch_are_refused_if_used_and_ignored_otherwise() -> None:
     fields = [("offload_params", bool, False), ("compress", bool, False)]
     newer: Any = of_torch(dataclasses.make_dataclass("CPUOffload", fields))
     assert api.as_ours(newer(offload_params=True), api.CPUOffload, "cpu_offload") == api.CPUOffload(
@@ -207,7 +206,7 @@ def test_what_a_newer_torch_adds_is_refused_when_it_is_used_and_ignored_when_not
         api.as_ours(strategies["EVEN"], api.ShardingStrategy, "sharding_strategy")
 
 
-def test_what_an_older_torch_lacks_has_our_default() -> None:
+def test_fields_missing_in_an_older_torch_have_our_default() -> None:
     older: Any = of_torch(
         dataclasses.make_dataclass("MixedPrecision", [("param_dtype", object, None)])
     )
@@ -215,7 +214,7 @@ def test_what_an_older_torch_lacks_has_our_default() -> None:
     assert precision == api.MixedPrecision(param_dtype=torch.float16)
 
 
-def test_neither_module_imports_the_fsdp_of_torch() -> None:
+def test_api_and_wrap_do_not_import_torch_fsdp() -> None:
     folder = str(Path(api.__file__).parent)
     program = f"""
 import sys, types, torch
@@ -227,7 +226,7 @@ assert "torch.distributed.fsdp" not in sys.modules
     subprocess.run([sys.executable, "-c", program], check=True)
 
 
-def test_a_function_that_does_not_say_what_it_takes_may_take_anything() -> None:
+def test_a_function_without_a_signature_accepts_any_arguments() -> None:
     assert takes(max, 2)  # a builtin without a signature
     assert takes(lambda state, grad: None, 2)
     assert not takes(lambda state: None, 2)

@@ -33,6 +33,7 @@ from tests.support.models import (
     TwoHeads,
     chain,
 )
+from tests.support.pairwise import pairwise
 from tests.support.parity import (
     Turn,
     assert_close,
@@ -122,6 +123,7 @@ def _through_outputs_in_turn(m: nn.Module, x: Tensor, turn: Turn) -> Tensor:
     return backward(right.pow(2).mean())
 
 
+@pairwise
 @both_forms
 @both_strategies
 @pytest.mark.parametrize("step", [_through_one_output, _through_outputs_in_turn])
@@ -225,6 +227,7 @@ def _evaluates_after_each_step(mode: str, **options: Any) -> None:
         pair.assert_idle()
 
 
+@pairwise
 @both_forms
 @both_strategies
 @pytest.mark.parametrize("mode", ["no_grad", "inference_mode"])

@@ -30,6 +30,7 @@ from fsdp_compat._state.names import clean_name
 from fsdp_compat.errors import UsageError
 from fsdp_compat.wrap import CustomPolicy, ModuleWrapPolicy
 from tests.support.models import DIM, Block, Inner, Outer, Stack, frozen
+from tests.support.pairwise import pairwise
 from tests.support.ranks import run_ranks
 
 NORM_TYPES = [1, 2.0, 3, 0.5, math.inf]
@@ -211,47 +212,45 @@ def _strategies(*wanted: ShardingStrategy) -> list[tuple[ShardingStrategy, dict[
 # -- our method
 
 
-def _clips_as_ddp(name: str, use_orig_params: bool) -> list[tuple[float, str]]:
-    """For every strategy; return the norms and their dtypes."""
+def _clips_as_ddp(
+    name: str, strategy: ShardingStrategy, use_orig_params: bool
+) -> list[tuple[float, str]]:
+    """Return the norms and their dtypes."""
     found = []
-    for strategy, options in _strategies():
-        offload = CPUOffload(offload_params=strategy is FULL_SHARD)
-        pair = Pair(*MODELS[name], use_orig_params=use_orig_params, cpu_offload=offload, **options)
-        for norm_type in NORM_TYPES:
-            where = f"{strategy.name}, norm type {norm_type}"
-            norm, clipped, max_norm = pair.expected(norm_type)
-            pair.restore()
-            got = pair.model.clip_grad_norm_(max_norm, norm_type)
-            _assert_close(got, norm, where)
-            if norm_type in (1, math.inf):  # the norm says by how much all are clipped
-                pair.assert_gradients(clipped, where)
-            found.append((got.item(), str(got.dtype)))
-        unclipped = pair.gradients()
-        for max_norm in (norm.item(), 3 * norm.item(), math.inf):  # now at 0.3
-            pair.model.clip_grad_norm_(max_norm, norm_type)
-        assert all(
-            a is b is None or torch.equal(a, b)
-            for a, b in zip(unclipped.values(), pair.gradients().values(), strict=True)
-        )
-        pair.model.clip_grad_norm_(0, norm_type)
-        assert not any(grad.any() for grad in pair.gradients().values() if grad is not None)
+    ((_, options),) = _strategies(strategy)
+    offload = CPUOffload(offload_params=strategy is FULL_SHARD)
+    pair = Pair(*MODELS[name], use_orig_params=use_orig_params, cpu_offload=offload, **options)
+    for norm_type in NORM_TYPES:
+        where = f"norm type {norm_type}"
+        norm, clipped, max_norm = pair.expected(norm_type)
+        pair.restore()
+        got = pair.model.clip_grad_norm_(max_norm, norm_type)
+        _assert_close(got, norm, where)
+        if norm_type in (1, math.inf):  # the norm says by how much all are clipped
+            pair.assert_gradients(clipped, where)
+        found.append((got.item(), str(got.dtype)))
+    unclipped = pair.gradients()
+    for max_norm in (norm.item(), 3 * norm.item(), math.inf):  # now at 0.3
+        pair.model.clip_grad_norm_(max_norm, norm_type)
+    assert all(
+        a is b is None or torch.equal(a, b)
+        for a, b in zip(unclipped.values(), pair.gradients().values(), strict=True)
+    )
+    pair.model.clip_grad_norm_(0, norm_type)
+    assert not any(grad.any() for grad in pair.gradients().values() if grad is not None)
     return found
 
 
-@pytest.mark.parametrize(
-    ("name", "num_ranks", "use_orig_params"),
-    [
-        *(("blocks", n, n % 2 == 0) for n in (1, 2, 3, 4)),
-        *(("units inside of units, partly frozen", n, n == 2) for n in (2, 4)),
-        *(("fewer elements than ranks", n, n == 3) for n in (3, 4)),
-        *(("three dtypes, and nothing", n, n % 2 == 1) for n in (1, 2, 3, 4)),
-    ],
-)
-def test_norm_and_clipped_gradients_are_those_of_ddp_for_every_strategy(
-    name: str, num_ranks: int, use_orig_params: bool
+@pairwise
+@both_forms
+@pytest.mark.parametrize("strategy", list(ShardingStrategy))
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("name", MODELS)
+def test_norm_and_clipped_gradients_are_those_of_ddp(
+    name: str, num_ranks: int, strategy: ShardingStrategy, use_orig_params: bool
 ) -> None:
-    first, *others = run_ranks(num_ranks, _clips_as_ddp, name, use_orig_params)
-    assert len(first) == len(ShardingStrategy) * len(NORM_TYPES)
+    first, *others = run_ranks(num_ranks, _clips_as_ddp, name, strategy, use_orig_params)
+    assert len(first) == len(NORM_TYPES)
     assert all(found == first for found in others), "the ranks differ in norm or dtype"
 
 
@@ -270,7 +269,8 @@ def _clips_units_of_several_strategies(by_torch: bool, use_orig_params: bool) ->
             use_orig_params=use_orig_params,
             auto_wrap_policy=policy,
         )
-        for norm_type in NORM_TYPES:
+        # Every norm type is combined with either call and with either form.
+        for norm_type in NORM_TYPES[by_torch ^ use_orig_params :: 2]:
             where = f"{strategy.name} inside, norm type {norm_type}"
             norm, clipped, max_norm = pair.expected(norm_type)
             pair.restore()
@@ -604,7 +604,7 @@ def test_the_largest_element_may_be_asked_for_by_name() -> None:
 
 def _clips_by_torch(name: str, use_orig_params: bool) -> list[float]:
     found = []
-    for strategy, options in _strategies():
+    for number, (strategy, options) in enumerate(_strategies()):
         pair = Pair(*MODELS[name], use_orig_params=use_orig_params, **options)
         calls = (
             (1, None),
@@ -616,7 +616,8 @@ def _clips_by_torch(name: str, use_orig_params: bool) -> list[float]:
             (math.inf, True),
             (2.0, None),
         )
-        for norm_type, foreach in calls:
+        # Every two of a strategy, a form and a call are combined.
+        for norm_type, foreach in calls[(number + use_orig_params) % 2 :: 2]:
             where = f"{strategy.name}, norm type {norm_type}, foreach={foreach}"
             norm, clipped, max_norm = pair.expected(norm_type)
             pair.restore()

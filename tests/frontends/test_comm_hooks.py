@@ -25,6 +25,7 @@ from fsdp_compat import FullyShardedDataParallel as FSDP
 from fsdp_compat._comm.communicator import Kind
 from fsdp_compat.errors import StateError, UsageError
 from tests.support.models import DIM, Block, Lora, Outer, Stack, Switch, chain
+from tests.support.pairwise import pairwise
 from tests.support.parity import (
     Turn,
     assert_close,
@@ -235,6 +236,7 @@ def _pattern(pattern: str, m: nn.Module, x: Tensor, turn: Turn) -> Tensor:
     return total
 
 
+@pairwise
 @both_forms
 @pytest.mark.parametrize("pattern", ["ss", "snns"])
 @pytest.mark.parametrize("strategy", [FULL_SHARD, SHARD_GRAD_OP, NO_SHARD])

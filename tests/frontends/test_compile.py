@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import pytest
 import torch
 import torch._dynamo
 from torch import Tensor, nn
@@ -21,6 +22,8 @@ from fsdp_compat.wrap import ModuleWrapPolicy
 from tests.support.models import DIM, Block
 from tests.support.parity import assert_close, both_forms
 from tests.support.ranks import run_ranks
+
+pytestmark = pytest.mark.slow
 
 FULL_SHARD, SHARD_GRAD_OP = ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP
 NUM_STEPS = 20

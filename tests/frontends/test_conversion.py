@@ -180,7 +180,10 @@ def test_mixed_precision_and_buffers_follow_a_conversion(use_orig_params: bool) 
 
 def _is_too_late(use_orig_params: bool) -> None:
     model = wrapped(network(), use_orig_params=use_orig_params)
-    with pytest.raises(StateError, match=r"whole for the while"), FSDP.summon_full_params(model):
+    with (
+        pytest.raises(StateError, match=r"inside summon_full_params, where"),
+        FSDP.summon_full_params(model),
+    ):
         model.half()
     model(batch(torch.float32)).sum().backward()
     before = {name: value.clone() for name, value in model.state_dict().items()}

@@ -157,13 +157,15 @@ def assert_idle(model: FSDP, mode: str = "no_grad") -> None:
     if mode == "grad":
         return
     for unit in model._runtime.units:
-        assert unit.residency is Residency.SHARDED and not unit.shown_full and not unit.running, (
-            unit.label
-        )
+        assert (
+            unit.residency is Residency.SHARDED
+            and not unit.view.shows_unsharded
+            and not unit.running
+        ), unit.label
         assert all(group.resident_nbytes == 0 for group in unit.groups), unit.label
         for group in unit.groups:
             assert not any(
-                wire.ranks > 1 and wire._sends for wire in (group.shard, group.replica)
+                wire.ranks > 1 and wire.connections.sends for wire in (group.shard, group.replica)
             ), f"{unit.label} sends"
 
 

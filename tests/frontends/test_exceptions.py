@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from fsdp_compat import FullyShardedDataParallel as FSDP
 from fsdp_compat import ShardingStrategy
 from tests.support.models import DIM, Block, Fragile, FragileInside, chain
+from tests.support.pairwise import pairwise
 from tests.support.parity import (
     Pair,
     Turn,
@@ -79,6 +80,7 @@ def _trains_on_after_backward(kind: type[Fragile], retry: bool, **options: Any) 
 any_kind = pytest.mark.parametrize("kind", [Fragile, FragileInside])
 
 
+@pairwise
 @both_forms
 @both_strategies
 @any_kind
@@ -95,6 +97,7 @@ def test_training_goes_on_after_an_exception_in_forward(
     run_ranks(2, _trains_on_after_forward, kind, error, **options)
 
 
+@pairwise
 @both_forms
 @both_strategies
 @any_kind

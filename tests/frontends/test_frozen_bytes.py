@@ -26,9 +26,10 @@ from fsdp_compat import (
 )
 from fsdp_compat import FullyShardedDataParallel as FSDP
 from fsdp_compat._comm.communicator import Kind
-from fsdp_compat._engine.unit import LARGE
+from fsdp_compat._engine.gradients import LARGE
 from fsdp_compat.wrap import ModuleWrapPolicy
 from tests.support.models import DIM, Block, Lora, Stack, chain
+from tests.support.pairwise import pairwise
 from tests.support.parity import both_forms, make_pair, one_backward, square, wide_vectors
 from tests.support.ranks import run_ranks
 
@@ -165,6 +166,7 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
+@pairwise
 @both_forms
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("num_ranks", [1, 3])
@@ -213,6 +215,7 @@ def _through_a_file(state: Any) -> Any:
     return torch.load(file, weights_only=False)
 
 
+@pairwise
 @both_forms
 @pytest.mark.parametrize("precision", [None, LOW])
 @pytest.mark.parametrize("num_ranks", [1, 3])
@@ -428,9 +431,7 @@ def _largest_held(model: FSDP) -> Iterator[list[int]]:
     groups = model._runtime.groups
 
     def look(*_: Any) -> None:
-        held = sum(
-            group._collected.resident_nbytes for group in groups if group._collected is not None
-        )
+        held = sum(group.gradients.resident_nbytes for group in groups)
         found[0] = max(found[0], held)
 
     handles = [
@@ -455,7 +456,7 @@ def _costs(use_orig_params: bool) -> tuple[int, int, int, int, list[bool]]:
     square(pair.model, x).backward()
     grads = sum(p.grad.nbytes for p in pair.model.parameters() if p.grad is not None)
     frozen = [
-        group.has_gradients or group._collected is not None
+        group.has_gradients or group.gradients._buffer is not None
         for group in groups
         if not group.store.sharded_params[0].parameter.requires_grad
     ]
@@ -520,6 +521,7 @@ def _batch(width: int, generator: torch.Generator) -> Tensor:
     return torch.randn(4, width, generator=generator)
 
 
+@pairwise
 @both_forms
 @pytest.mark.parametrize("strategy", [FULL_SHARD, SHARD_GRAD_OP, NO_SHARD])
 @pytest.mark.parametrize("width", [DIM, 184])

@@ -21,6 +21,7 @@ from tests.support.models import (
     Stack,
     chain,
 )
+from tests.support.pairwise import pairwise
 from tests.support.parity import (
     Turn,
     backward,
@@ -47,6 +48,7 @@ def _attributes_alone(m: nn.Module, x: Tensor, turn: Turn) -> Tensor:
     return backward(sum(m[index].aux for index in range(3)))
 
 
+@pairwise
 @both_forms
 @both_strategies
 @pytest.mark.parametrize("step", [_output_and_attribute, _attributes_alone])

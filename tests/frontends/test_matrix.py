@@ -57,6 +57,7 @@ def _draw(num_ranks: int, rng: random.Random) -> list[Case]:
     return draw_cases(rng, CASES_PER_CALL, strategy=strategies, mesh=[Case.mesh])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_ranks", NUM_CALLS)
 def test_any_settings_train_as_the_unsharded_model(num_ranks: int) -> None:
     @seed(num_ranks)

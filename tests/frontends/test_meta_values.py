@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from fsdp_compat import FullyShardedDataParallel as FSDP
 from fsdp_compat import ShardingStrategy, StateDictType, UsageError
 from fsdp_compat.wrap import ModuleWrapPolicy
+from tests.support.pairwise import pairwise
 from tests.support.parity import assert_close, both_forms
 from tests.support.ranks import run_ranks
 
@@ -415,6 +416,7 @@ def _sends(shape: tuple[int, ...], by_to_empty: bool, use_orig_params: bool) -> 
     model(batch()).sum().backward()
 
 
+@pairwise
 @both_forms
 @pytest.mark.parametrize("shape", [(3,), (2, 2)])
 @pytest.mark.parametrize("by_to_empty", [True, False])

@@ -28,6 +28,7 @@ from fsdp_compat._comm.communicator import Kind
 from fsdp_compat._engine.dtypes import tensors_in
 from fsdp_compat.wrap import CustomPolicy, ModuleWrapPolicy
 from tests.support.models import DIM, Block, Named, Record, Stack, chain
+from tests.support.pairwise import pairwise
 from tests.support.parity import (
     Pair,
     assert_close,
@@ -1178,6 +1179,7 @@ def _evaluates_with_gradients(
         _assert_at_rest(model)
 
 
+@pairwise
 @both_forms
 @pytest.mark.parametrize(
     ("num_ranks", "strategy"), [(1, FULL_SHARD), (2, FULL_SHARD), (2, SHARD_GRAD_OP)]

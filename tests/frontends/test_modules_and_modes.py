@@ -28,6 +28,7 @@ from tests.support.models import (
     chain,
     encoder_layer,
 )
+from tests.support.pairwise import pairwise
 from tests.support.parity import (
     Pair,
     Turn,
@@ -197,6 +198,7 @@ def _computes_in_bf16(reduce_dtype: torch.dtype, **options: Any) -> None:
         pair.compare_and_update()
 
 
+@pairwise
 @both_forms
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
 @pytest.mark.parametrize("reduce_dtype", [torch.float32, torch.bfloat16])

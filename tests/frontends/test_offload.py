@@ -22,7 +22,7 @@ from fsdp_compat import (
     StateDictType,
 )
 from fsdp_compat import FullyShardedDataParallel as FSDP
-from fsdp_compat._engine.unit import LARGE
+from fsdp_compat._engine.gradients import LARGE
 from fsdp_compat.wrap import ModuleWrapPolicy
 from tests.support.models import (
     DIM,
@@ -38,6 +38,7 @@ from tests.support.models import (
     chain,
     frozen,
 )
+from tests.support.pairwise import pairwise
 from tests.support.parity import (
     Turn,
     assert_close,
@@ -256,6 +257,7 @@ def _aliases_nothing(strategy: ShardingStrategy, use_orig_params: bool) -> None:
     assert torch.equal(shard, values), "the state dict is a view of the shard"
 
 
+@pairwise
 @both_forms
 @pytest.mark.parametrize("strategy", [FULL_SHARD, NO_SHARD])
 @pytest.mark.parametrize("num_ranks", [1, 2])
@@ -270,7 +272,7 @@ def _freed_between_steps(strategy: ShardingStrategy) -> None:
     for _ in range(2):
         pair.step(one_backward)
         assert all(
-            group.memory.full.untyped_storage().nbytes() == 0
+            group.memory.all_gather_output.untyped_storage().nbytes() == 0
             for group in pair.model._runtime.groups
         )
         with torch.no_grad():
@@ -435,6 +437,7 @@ def _raises_and_goes_on(inside: bool, pattern: str, use_orig_params: bool) -> No
     pair.step(one_backward, as_a_user=True)
 
 
+@pairwise
 @both_forms
 @pytest.mark.parametrize("inside", [False, True])
 @pytest.mark.parametrize("pattern", ["s", "n"])

@@ -22,6 +22,7 @@ from fsdp_compat._state.names import clean_name
 from fsdp_compat.errors import FsdpCompatError
 from fsdp_compat.wrap import ModuleWrapPolicy
 from tests.support.models import DIM, Block, Odd, Stack
+from tests.support.pairwise import pairwise
 from tests.support.parity import assert_close, both_forms
 from tests.support.ranks import run_ranks
 
@@ -460,6 +461,7 @@ def _names(kind: str) -> list[list[str]]:
     return [[names[id(p)] for p in group["params"]] for group in _groups(plain, kind)]
 
 
+@pairwise
 @both_forms
 @pytest.mark.parametrize("kind", ["one", "two"])
 @pytest.mark.parametrize("source", ["unwrapped", "ddp"])

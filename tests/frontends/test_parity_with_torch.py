@@ -31,6 +31,7 @@ from tests.support.models import (
     chain,
     encoder_layer,
 )
+from tests.support.pairwise import pairwise
 from tests.support.parity import square, tokens, vectors, wide_vectors
 from tests.support.ranks import run_ranks
 
@@ -140,6 +141,7 @@ def _sequences(generator: torch.Generator) -> Tensor:
     return torch.randn(3, 5, DIM, generator=generator)
 
 
+@pairwise
 @pytest.mark.parametrize("use_orig_params", [False, True])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("name", MODELS)
@@ -259,6 +261,7 @@ def _draw(rng: random.Random) -> list[Case]:
     return [_comparable(case) for case in cases]
 
 
+@pytest.mark.slow
 @seed(0)
 @settings(
     max_examples=2,

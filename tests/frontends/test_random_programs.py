@@ -15,6 +15,8 @@ from tests.support.models import Block, Part, Program
 from tests.support.parity import Turn, make_pair
 from tests.support.ranks import run_ranks
 
+pytestmark = pytest.mark.slow
+
 NUM_PROGRAMS = 24  # per test, one step each
 
 

@@ -24,6 +24,7 @@ from tests.support.models import (
     RecomputesTwice,
     Stack,
 )
+from tests.support.pairwise import pairwise
 from tests.support.parity import (
     Turn,
     backward,
@@ -45,6 +46,7 @@ def _trains(*args: Any, early_stop: bool = True, **kwargs: Any) -> None:
         train(*args, **kwargs)
 
 
+@pairwise
 @both_forms
 @early_or_not
 @both_kinds
@@ -57,6 +59,7 @@ def test_a_checkpoint_may_be_inside_of_a_unit(
     )
 
 
+@pairwise
 @both_forms
 @early_or_not
 @both_kinds
@@ -84,6 +87,7 @@ def test_checkpoints_may_be_inside_and_around(reentrant: bool, use_orig_params: 
     run_ranks(2, _trains, build, (Recomputed,), use_orig_params=use_orig_params)
 
 
+@pairwise
 @both_forms
 @early_or_not
 @both_kinds

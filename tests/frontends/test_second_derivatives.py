@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from fsdp_compat import ShardingStrategy
 from tests.support.models import Forces, Stack
+from tests.support.pairwise import pairwise
 from tests.support.parity import (
     Turn,
     backward,
@@ -38,6 +39,7 @@ def _penalty_alone(m: nn.Module, x: Tensor, turn: Turn) -> Tensor:
     return backward(grad.pow(2).mean())
 
 
+@pairwise
 @both_forms
 @both_strategies
 @pytest.mark.parametrize("step", [_loss_and_penalty, _penalty_alone])

@@ -33,6 +33,7 @@ from fsdp_compat import (
 from fsdp_compat import FullyShardedDataParallel as FSDP
 from fsdp_compat.wrap import CustomPolicy, ModuleWrapPolicy
 from tests.support.models import DIM, Block, Inner, Outer, Stack, chain
+from tests.support.pairwise import pairs, pairwise
 from tests.support.parity import Pair, both_forms, square, vectors
 from tests.support.ranks import run_ranks
 
@@ -81,11 +82,11 @@ def _answers(answers: dict[type[nn.Module], Any], module: nn.Module) -> bool | d
     return answers.get(type(module), False)
 
 
-def _nests_strategies(pairs: list[tuple[ShardingStrategy, ShardingStrategy]]) -> None:
+def _nests_strategies(nested: list[tuple[ShardingStrategy, ShardingStrategy]]) -> None:
     """Units of one strategy inside of units of another, some by policy and some by hand."""
     options = _options()
     others = zip(itertools.cycle(ShardingStrategy), itertools.cycle((False, True)), strict=False)
-    for (root, use_orig_params), (outer, inner) in zip(others, pairs, strict=False):
+    for (root, use_orig_params), (outer, inner) in zip(others, nested, strict=False):
         plain, model = _two_copies(NESTED)
         if inner.value >= outer.value:
             policy = CustomPolicy(partial(_answers, {Outer: options[outer], Inner: options[inner]}))
@@ -201,6 +202,7 @@ def _mixes_dtypes(by_hand: bool, strategy: ShardingStrategy, use_orig_params: bo
     assert {p.dtype for p in model.parameters()} == {torch.float32}
 
 
+@pairwise
 @both_forms
 @pytest.mark.parametrize("by_hand", [False, True])
 @pytest.mark.parametrize("strategy", [FULL_SHARD, SHARD_GRAD_OP, NO_SHARD])
@@ -314,26 +316,23 @@ def test_units_that_differ_in_strategy_and_dtype_are_bit_equal_to_those_of_torch
 def _prefetches_in_every_way(strategy: ShardingStrategy, use_orig_params: bool) -> None:
     first: dict[str, Any] = {}
     meshed = _options()[strategy]
-    for backward in (*BackwardPrefetch, None):
-        for forward, limit in itertools.product((False, True), repeat=2):
-            plain, model = _two_copies(NESTED)
-            options = {
-                "backward_prefetch": backward,
-                "forward_prefetch": forward,
-                "limit_all_gathers": limit,
-                **meshed,
-            }
-            policy = ModuleWrapPolicy({Outer, Inner})
-            pair = _train(
-                Pair(
-                    plain,
-                    FSDP(
-                        model, auto_wrap_policy=policy, use_orig_params=use_orig_params, **options
-                    ),
-                )
+    for backward, forward, limit in pairs((*BackwardPrefetch, None), (False, True), (False, True)):
+        plain, model = _two_copies(NESTED)
+        options = {
+            "backward_prefetch": backward,
+            "forward_prefetch": forward,
+            "limit_all_gathers": limit,
+            **meshed,
+        }
+        policy = ModuleWrapPolicy({Outer, Inner})
+        pair = _train(
+            Pair(
+                plain,
+                FSDP(model, auto_wrap_policy=policy, use_orig_params=use_orig_params, **options),
             )
-            first = first or _state(pair)
-            assert _state(pair) == first, f"{options} gives other bits"
+        )
+        first = first or _state(pair)
+        assert _state(pair) == first, f"{options} gives other bits"
 
 
 @pytest.mark.parametrize(
@@ -381,14 +380,16 @@ def _names_its_ranks(use_orig_params: bool) -> None:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     larger = init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("data", "other"))
     first: dict[str, Any] = {}
+    ways: list[dict[str, Any]] = [
+        {},
+        {"process_group": dist.group.WORLD},
+        {"process_group": dist.new_group()},
+        {"device_mesh": mesh},
+        {"device_mesh": larger["data"]},
+    ]
     for strategy in (FULL_SHARD, NO_SHARD):
-        for ranks in (
-            {},
-            {"process_group": dist.group.WORLD},
-            {"process_group": dist.new_group()},
-            {"device_mesh": mesh},
-            {"device_mesh": larger["data"]},
-        ):
+        # Every two of a strategy, a form and a way are combined.
+        for ranks in ways[(strategy is NO_SHARD) ^ use_orig_params :: 2]:
             plain, model = _two_copies(Stack)
             options = {"sharding_strategy": strategy, "use_orig_params": use_orig_params}
             pair = _train(

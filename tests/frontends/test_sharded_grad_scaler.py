@@ -29,6 +29,7 @@ from fsdp_compat._comm.communicator import max_in_group
 from fsdp_compat.sharded_grad_scaler import ShardedGradScaler
 from fsdp_compat.wrap import ModuleWrapPolicy
 from tests.support.models import DIM, Block, Named, Stack
+from tests.support.pairwise import pairwise
 from tests.support.parity import assert_close, both_forms
 from tests.support.ranks import run_ranks
 
@@ -185,12 +186,13 @@ def _trains_as_unsharded(
     return scales
 
 
+@pairwise
 @both_forms
 @both_shardings
 @pytest.mark.parametrize(
     ("make", "clip"), [(_sgd, False), (_sgd, True), (_fused_adamw, False), (_fused_adamw, True)]
 )
-def test_training_with_skipped_steps_equals_that_of_the_unsharded_model(
+def test_training_with_skipped_steps_equals_the_unsharded_model(
     make: Callable[..., torch.optim.Optimizer],
     clip: bool,
     strategy: ShardingStrategy,
@@ -202,7 +204,7 @@ def test_training_with_skipped_steps_equals_that_of_the_unsharded_model(
 
 @both_forms
 @pytest.mark.parametrize("ranks", [1, 4])
-def test_training_with_skipped_steps_equals_that_of_the_unsharded_model_on_one_and_on_four_ranks(
+def test_training_with_skipped_steps_equals_the_unsharded_model_on_1_and_4_ranks(
     ranks: int, use_orig_params: bool
 ) -> None:
     for make in (_sgd, _fused_adamw):
@@ -267,9 +269,7 @@ def _compare_with_torch(strategy: str, use_orig_params: bool) -> list[float]:
 
 @both_forms
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
-def test_training_in_half_precision_equals_that_of_torch(
-    strategy: str, use_orig_params: bool
-) -> None:
+def test_half_precision_training_equals_torch(strategy: str, use_orig_params: bool) -> None:
     first, second = run_ranks(2, _compare_with_torch, strategy, use_orig_params)
     assert first == second
     assert first[0] == 2.0**18  # the first scale is too large
@@ -306,10 +306,11 @@ def _skips_together(
     assert any(not torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True))
 
 
+@pairwise
 @both_forms
 @both_shardings
 @pytest.mark.parametrize("make", [_sgd, _fused_adamw])
-def test_a_non_finite_gradient_on_any_rank_skips_the_step_on_all(
+def test_a_non_finite_gradient_on_any_rank_skips_the_step_on_all_ranks(
     make: Callable[..., torch.optim.Optimizer], strategy: ShardingStrategy, use_orig_params: bool
 ) -> None:
     kwargs = {"sharding_strategy": strategy, "use_orig_params": use_orig_params}
@@ -350,7 +351,7 @@ def _unit_smaller_than_the_ranks(
 
 @both_forms
 @any_optimizer
-def test_ranks_without_a_part_of_the_parameters_take_part(
+def test_ranks_with_empty_shards_take_part(
     make: Callable[..., torch.optim.Optimizer], use_orig_params: bool
 ) -> None:
     numels = run_ranks(4, _unit_smaller_than_the_ranks, make, use_orig_params)
@@ -375,7 +376,7 @@ def _ranks_without_gradients(make: Callable[..., torch.optim.Optimizer]) -> None
 
 
 @any_optimizer
-def test_ranks_without_any_gradient_take_part(make: Callable[..., torch.optim.Optimizer]) -> None:
+def test_ranks_without_gradients_take_part(make: Callable[..., torch.optim.Optimizer]) -> None:
     run_ranks(4, _ranks_without_gradients, make)
 
 
@@ -395,7 +396,7 @@ def _one_reduction(make: Callable[..., torch.optim.Optimizer]) -> None:
 
 
 @any_optimizer
-def test_one_number_is_reduced_per_optimizer_and_step(
+def test_each_step_of_an_optimizer_reduces_one_number(
     make: Callable[..., torch.optim.Optimizer],
 ) -> None:
     run_ranks(2, _one_reduction, make)
@@ -426,7 +427,7 @@ def _several_dtypes() -> None:
         assert scaler.get_scale() == 1024 / 2 ** (0 if bad is None else bad + 1)
 
 
-def test_gradients_of_several_dtypes_are_unscaled_and_looked_at() -> None:
+def test_gradients_of_several_dtypes_are_unscaled_and_checked() -> None:
     run_ranks(2, _several_dtypes)
 
 
@@ -453,7 +454,7 @@ def _several_optimizers(make: Callable[..., torch.optim.Optimizer]) -> None:
 
 
 @any_optimizer
-def test_each_optimizer_is_skipped_for_itself_and_the_scale_shrinks_once(
+def test_each_optimizer_is_skipped_separately_and_the_scale_shrinks_once(
     make: Callable[..., torch.optim.Optimizer],
 ) -> None:
     run_ranks(2, _several_optimizers, make)
@@ -463,7 +464,7 @@ def _groups_apart() -> float:
     rank = dist.get_rank()
     groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
     scaler = _started(process_group=groups[rank % 2])
-    with pytest.raises(UsageError, match="does not belong"):
+    with pytest.raises(UsageError, match="not in the process group"):
         _scaler(process_group=groups[1 - rank % 2])
     parameters = _parameters(2)
     optim = _sgd(parameters)
@@ -474,7 +475,7 @@ def _groups_apart() -> float:
     return scaler.get_scale()
 
 
-def test_only_the_ranks_of_the_process_group_decide_together() -> None:
+def test_only_ranks_of_the_process_group_agree_on_a_step() -> None:
     assert run_ranks(4, _groups_apart) == [512, 1024, 512, 1024]
 
 
@@ -491,7 +492,7 @@ def _alone(make: Callable[..., torch.optim.Optimizer]) -> None:
 
 
 @any_optimizer
-def test_one_rank_decides_alone(make: Callable[..., torch.optim.Optimizer]) -> None:
+def test_a_single_rank_sends_nothing(make: Callable[..., torch.optim.Optimizer]) -> None:
     run_ranks(1, _alone, make)
 
 
@@ -547,7 +548,7 @@ def _goes_on_from_a_state(how: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["load", "deepcopy", "pickle"])
-def test_a_scaler_goes_on_from_a_saved_state(how: str) -> None:
+def test_a_scaler_resumes_from_a_saved_state(how: str) -> None:
     run_ranks(2, _goes_on_from_a_state, how)
 
 
@@ -570,7 +571,7 @@ def _made_before_the_group() -> None:
     assert scaler.get_scale() == 512
 
 
-def test_the_default_group_is_looked_up_when_it_is_needed() -> None:
+def test_the_default_group_is_looked_up_on_first_use() -> None:
     run_ranks(2, _made_before_the_group)
 
 
@@ -595,7 +596,7 @@ def test_gradients_are_unscaled_once_per_step() -> None:
 # -- without process groups
 
 
-def test_outputs_are_scaled_in_whatever_they_come() -> None:
+def test_losses_in_nested_iterables_are_scaled() -> None:
     scaler = _scaler(init_scale=2.0)
     two, three = torch.tensor(2.0), torch.tensor([3.0], dtype=torch.float16)
     assert scaler.scale(two).item() == 4
@@ -622,7 +623,7 @@ def test_a_scaled_loss_keeps_its_dtype_and_its_graph(dtype: torch.dtype) -> None
 @pytest.mark.parametrize(
     "outputs", [2.0, None, "loss", {"loss": torch.ones(1)}, [torch.ones(1), 3]]
 )
-def test_what_is_no_loss_is_refused(outputs: Any) -> None:
+def test_scaling_anything_but_floating_point_tensors_raises(outputs: Any) -> None:
     with pytest.raises(UsageError) as caught:
         _scaler().scale(outputs)
     assert all(fact in str(caught.value) for fact in FACTS)
@@ -638,7 +639,7 @@ def test_what_is_no_loss_is_refused(outputs: Any) -> None:
     ],
     ids=str,
 )
-def test_a_bad_argument_is_refused(arguments: dict[str, Any]) -> None:
+def test_an_invalid_argument_raises(arguments: dict[str, Any]) -> None:
     with pytest.raises(UsageError) as caught:
         _scaler(**arguments)
     assert all(fact in str(caught.value) for fact in (*FACTS, *arguments))
@@ -646,7 +647,7 @@ def test_a_bad_argument_is_refused(arguments: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("call", ["unscale_", "step", "update"])
-def test_a_call_before_anything_was_scaled_is_refused(call: str) -> None:
+def test_a_call_before_the_first_scale_raises(call: str) -> None:
     with pytest.raises(StateError, match=call) as caught:
         getattr(_scaler(), call)(*([] if call == "update" else [_sgd(_parameters(1))]))
     assert all(fact in str(caught.value) for fact in FACTS)
@@ -656,7 +657,7 @@ def test_a_call_before_anything_was_scaled_is_refused(call: str) -> None:
     "new_scale",
     [0.0, -2.0, float("nan"), float("inf"), "2", torch.ones(2), torch.ones(1, requires_grad=True)],
 )
-def test_a_bad_scale_is_refused(new_scale: Any) -> None:
+def test_an_invalid_new_scale_raises(new_scale: Any) -> None:
     scaler = _started()
     with pytest.raises(UsageError) as caught:
         scaler.update(new_scale)
@@ -665,14 +666,14 @@ def test_a_bad_scale_is_refused(new_scale: Any) -> None:
 
 
 @pytest.mark.parametrize("new_scale", [8.0, 8, torch.tensor(8.0), torch.tensor([8.0])])
-def test_a_new_scale_takes_the_place_of_the_old_one(new_scale: Any) -> None:
+def test_update_sets_a_new_scale(new_scale: Any) -> None:
     scaler = _started()
     scaler.update(new_scale)
     assert scaler.get_scale() == 8
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without CUDA")
-def test_without_cuda_the_default_scaler_warns_and_does_nothing() -> None:
+def test_the_default_scaler_warns_and_is_disabled_without_cuda() -> None:
     with pytest.warns(UserWarning, match="CUDA is not available"):
         scaler = ShardedGradScaler()
     loss, parameters = torch.tensor(2.0), _parameters(2)
@@ -697,7 +698,7 @@ def test_without_cuda_the_default_scaler_warns_and_does_nothing() -> None:
         ("cpu:gloo", "cuda", "cpu"),
     ],
 )
-def test_a_verdict_travels_on_a_device_that_the_group_takes(
+def test_the_found_inf_flag_is_reduced_on_a_device_of_the_group(
     backends: str, device: str, sent_from: str
 ) -> None:
     sent: list[str] = []
@@ -720,7 +721,7 @@ def test_a_verdict_travels_on_a_device_that_the_group_takes(
 
 
 @pytest.mark.parametrize("make", [_sgd, _fused_adamw])
-def test_gradients_on_the_cpu_are_unscaled_with_a_scale_that_has_arrived(
+def test_cpu_gradients_are_unscaled_with_a_synchronized_scale(
     make: Callable[..., torch.optim.Optimizer],
 ) -> None:
     """The base class, and fused optimizers, would copy the scale from the other device and read it

@@ -30,6 +30,7 @@ from tests.support.models import (
     Transformer,
     chain,
 )
+from tests.support.pairwise import pairwise
 from tests.support.parity import both_forms, make_pair, one_backward, square, tokens, train, trains
 from tests.support.ranks import run_ranks
 
@@ -42,6 +43,7 @@ def _trains_and_returns_state(*args: Any, **kwargs: Any) -> dict[str, list[float
     return {name: value.flatten().tolist() for name, value in pair.model.state_dict().items()}
 
 
+@pairwise
 @both_forms
 @pytest.mark.parametrize("strategy", [FULL_SHARD, SHARD_GRAD_OP, ShardingStrategy.NO_SHARD])
 @pytest.mark.parametrize(
@@ -232,7 +234,9 @@ def _state_between_steps(use_orig_params: bool) -> None:
     pair = make_pair(Stack, use_orig_params=use_orig_params)
     for _ in range(2):
         pair.step(one_backward)
-        assert pair.model._runtime.groups[0].memory.full.untyped_storage().nbytes() == 0
+        assert (
+            pair.model._runtime.groups[0].memory.all_gather_output.untyped_storage().nbytes() == 0
+        )
 
 
 @both_forms

@@ -28,6 +28,7 @@ from fsdp_compat.wrap import (
     wrap,
 )
 from tests.support.models import DIM, Block, Inner, Outer, Stack
+from tests.support.pairwise import pairwise
 from tests.support.parity import (
     Pair,
     assert_close,
@@ -274,6 +275,7 @@ def test_device_id_may_be_the_cpu(use_orig_params: bool) -> None:
     run_ranks(2, trains, Stack, device_id=torch.device("cpu"), use_orig_params=use_orig_params)
 
 
+@pairwise
 @pytest.mark.parametrize("forward_prefetch", [False, True])
 @pytest.mark.parametrize(
     "backward_prefetch", [BackwardPrefetch.BACKWARD_PRE, BackwardPrefetch.BACKWARD_POST, None]

@@ -18,9 +18,9 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp_compat import CPUOffload, MixedPrecision, ShardingStrategy
-from fsdp_compat._comm.communicator import NativeTransport
 from fsdp_compat._comm.mesh import Axis
-from fsdp_compat._engine import unit
+from fsdp_compat._comm.native import NativeTransport
+from fsdp_compat._engine import group as engine_group
 from fsdp_compat.wrap import ModuleWrapPolicy
 from tests.gpu.test_training import TIMEOUT_S, Wide, WideStack
 from tests.support.live_bytes import LiveBytes
@@ -116,7 +116,7 @@ def trains_over_the_backend(device: str, strategy: str, use_orig_params: bool) -
     def itself(axis: Axis, device: torch.device) -> NativeTransport:
         return NativeTransport(Axis(dist.group.WORLD, 0, 1, (0,)))
 
-    with group_of(1, place), mock.patch.object(unit, "communicator", itself):
+    with group_of(1, place), mock.patch.object(engine_group, "communicator", itself):
         options = {
             "sharding_strategy": ShardingStrategy[strategy],
             "use_orig_params": use_orig_params,

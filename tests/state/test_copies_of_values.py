@@ -53,6 +53,7 @@ SHARDED, LOCAL, FULL = (
     StateDictType.FULL_STATE_DICT,
 )
 State = dict[str, Any]
+KINDS = ("thread", "blocking", "writer", "staged in a thread")
 ROOT = Path(__file__).parents[2]
 
 FLAT: Config = ("FULL_SHARD", False, "blocks")
@@ -62,6 +63,9 @@ MESH: Config = (
     True,
     "blocks",
 )  # given a device mesh, so its sharded values are DTensors
+
+
+FORMS = [(FLAT, SHARDED), (ORIGINAL, SHARDED), (FLAT, LOCAL), (MESH, SHARDED)]
 
 
 def model_state(model: nn.Module, form: StateDictType) -> State:
@@ -142,22 +146,29 @@ def local_tensors(state: State) -> list[Tensor]:
     return found
 
 
-def _copies(config: Config, form: StateDictType, directory: str) -> None:
+WAYS = (
+    *("deepcopy", "clone", "detach and clone", "to(copy=True)"),
+    *("pickle", "torch.save", "offload_to_cpu", "copy of a copy"),
+)
+
+
+def _copies(config: Config, form: StateDictType, directory: str, ways: list[str]) -> None:
     model, optimizer = trained(config, 1)
     expected = cloned(states(model, optimizer, FULL))
     live = states(model, optimizer, form)
     path = f"{directory}/{dist.get_rank()}.pt"
     torch.save(live, path)
-    copies = {
-        "deepcopy": copy.deepcopy(live),
-        "clone": each_tensor(live, lambda value: value.clone()),
-        "detach and clone": each_tensor(live, lambda value: value.detach().clone()),
-        "to(copy=True)": each_tensor(live, lambda value: value.to("cpu", copy=True)),
-        "pickle": pickle.loads(pickle.dumps(live)),
-        "torch.save": torch.load(path, weights_only=True),
-        "offload_to_cpu": states(model, optimizer, form, to_cpu=True),
-        "copy of a copy": copy.deepcopy(each_tensor(live, torch.clone)),
+    make: dict[str, Callable[[], State]] = {
+        "deepcopy": lambda: copy.deepcopy(live),
+        "clone": lambda: each_tensor(live, lambda value: value.clone()),
+        "detach and clone": lambda: each_tensor(live, lambda value: value.detach().clone()),
+        "to(copy=True)": lambda: each_tensor(live, lambda value: value.to("cpu", copy=True)),
+        "pickle": lambda: pickle.loads(pickle.dumps(live)),
+        "torch.save": lambda: torch.load(path, weights_only=True),
+        "offload_to_cpu": lambda: states(model, optimizer, form, to_cpu=True),
+        "copy of a copy": lambda: copy.deepcopy(each_tensor(live, torch.clone)),
     }
+    copies = {way: make[way]() for way in ways}
     views = each_tensor(live, lambda value: value.detach())
     if config != MESH:  # DTensors' parts are copies in the first place
         for one, other in zip(local_tensors(views), local_tensors(live), strict=True):
@@ -180,8 +191,10 @@ def _copies(config: Config, form: StateDictType, directory: str) -> None:
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_copies_do_not_change_with_training_and_load_again(world_size: int, tmp_path: Path) -> None:
-    for config, form in ((FLAT, SHARDED), (ORIGINAL, SHARDED), (FLAT, LOCAL), (MESH, SHARDED)):
-        run_ranks(world_size, _copies, config, form, str(tmp_path))
+    """Every two of a number of ranks, a form and a way to copy are combined."""
+    for number, (config, form) in enumerate(FORMS):
+        first = (world_size + number) % 4
+        run_ranks(world_size, _copies, config, form, str(tmp_path), [WAYS[first], WAYS[first + 4]])
 
 
 def _offloaded_with_torchs_function() -> None:
@@ -208,9 +221,7 @@ def test_torchs_functions_give_copies_with_cpu_offload() -> None:
 def _write_files(directory: str) -> list[float]:
     """One file per rank with everything in it; return the sums of what the rank holds."""
     found: State = {}
-    for number, (config, form) in enumerate(
-        [(FLAT, SHARDED), (ORIGINAL, SHARDED), (FLAT, LOCAL), (MESH, SHARDED)]
-    ):
+    for number, (config, form) in enumerate(FORMS):
         found[str(number)] = states(*trained(config, 1), form)
     torch.save(found, f"{directory}/{dist.get_rank()}.pt")
     return sums_of(found)
@@ -305,21 +316,20 @@ def _async_saves(
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
-def test_training_after_staging_changes_nothing_of_what_is_saved(
+def test_training_after_staging_does_not_change_the_saved_values(
     world_size: int, tmp_path: Path
 ) -> None:
-    kinds = ("thread", "blocking", "writer", "staged in a thread")
-    for number, (config, form) in enumerate(
-        [(FLAT, SHARDED), (ORIGINAL, SHARDED), (FLAT, LOCAL), (MESH, SHARDED)]
-    ):
+    """Every two of a number of ranks, a form and a way to save are combined."""
+    for number, (config, form) in enumerate(FORMS):
+        kinds = KINDS[(number + world_size // 2) % 2 :: 2]
         run_ranks(world_size, _async_saves, config, form, str(tmp_path / str(number)), kinds)
 
 
-def test_a_process_saves_what_was_there_when_it_was_asked(tmp_path: Path) -> None:
+def test_a_background_process_saves_the_values_of_the_call(tmp_path: Path) -> None:
     run_ranks(2, _async_saves, FLAT, SHARDED, str(tmp_path), ("process",), timeout=240)
 
 
-# --- local shards that somebody has replaced ------------------------------------------------------
+# --- local shards replaced by user code ------------------------------------------------------
 
 
 def replace_shards(state: State, change: Callable[[Tensor], Tensor]) -> State:
@@ -366,9 +376,7 @@ def _replaced(config: Config, form: StateDictType, directory: str) -> None:
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_what_was_put_into_local_shards_is_copied_saved_and_loaded(
-    world_size: int, tmp_path: Path
-) -> None:
+def test_replaced_local_shards_are_copied_saved_and_loaded(world_size: int, tmp_path: Path) -> None:
     for form in (SHARDED, LOCAL):
         run_ranks(world_size, _replaced, FLAT, form, str(tmp_path / form.name))
 
@@ -391,7 +399,7 @@ def _replaced_as_in_torch() -> None:
     assert_same(ours.state_dict(), expected)
 
 
-def test_what_was_put_into_local_shards_is_loaded_as_torchs_fsdp1_loads_it() -> None:
+def test_replaced_local_shards_are_loaded_as_by_torchs_fsdp1() -> None:
     run_ranks(2, _replaced_as_in_torch)
 
 
@@ -421,7 +429,7 @@ def _replaced_wrongly(form: StateDictType, directory: str) -> None:
     assert_same(model.state_dict(), before, "nothing was loaded")
 
 
-def test_what_does_not_fit_into_local_shards_is_refused_before_anything_changes(
+def test_local_shards_that_do_not_fit_are_refused_before_anything_changes(
     tmp_path: Path,
 ) -> None:
     for form in (SHARDED, LOCAL):

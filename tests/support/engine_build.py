@@ -1,7 +1,8 @@
-"""The engine without a front end: shard a module over any store, and look at what it holds.
+"""The engine without a front end: shard a module over any store, and read its parameters and
+gradients.
 
-``shard`` does what a front end does (assign owners, group members, make stores, units and a
-runtime, attach hooks), and no more."""
+``shard`` only does what every front end does: assign owners, group members, make stores, units and
+a runtime, attach hooks."""
 
 from __future__ import annotations
 
@@ -15,11 +16,12 @@ from torch import nn
 from fsdp_compat._comm.mesh import Axis, Mesh
 from fsdp_compat._engine import hooks
 from fsdp_compat._engine.dtypes import Precision
+from fsdp_compat._engine.group import Group
 from fsdp_compat._engine.ownership import OrigParam, assign_owners, group_members
 from fsdp_compat._engine.runtime import Runtime, RuntimeOptions
 from fsdp_compat._engine.schedule import Prefetch
 from fsdp_compat._engine.store import ParamStore
-from fsdp_compat._engine.unit import Group, Residency, Unit, UnitOptions
+from fsdp_compat._engine.unit import Residency, Unit, UnitOptions
 from fsdp_compat._stores.flat_store import FlatStore, home_attribute
 
 from .row_store import RowStore
@@ -76,7 +78,7 @@ def make_unit(
     reshard_after_forward: bool = True,
     precision: Precision | None = None,
 ) -> Unit:
-    """Collective over the mesh. Return a unit that no runtime has taken over yet."""
+    """Collective over the mesh. Return a unit without a runtime."""
     groups = []
     with torch.no_grad():
         for index, (_, its) in enumerate(group_members(members)):
@@ -140,31 +142,33 @@ def full_parameters(runtime: Runtime) -> dict[str, torch.Tensor]:
 
 
 def full_gradients(runtime: Runtime) -> dict[str, torch.Tensor | None]:
-    """Return every gradient, whole, by name; None for all of a group where its targets have none.
+    """Return every gradient, whole, by name; None for all of a group without gradients.
     Collective."""
     found: dict[str, torch.Tensor | None] = {}
     for group in runtime.groups:
         total = torch.zeros(group.store.numel, dtype=group.store.dtype)
         held = [
-            target.parameter for target in group.store.sharded_params if target.parameter.numel()
+            param for param, _ in group.store.sharded_params if param.numel()
         ]  # others have none
-        there = [parameter.grad is not None for parameter in held]
-        assert all(there) or not any(there), f"{group.name}: only some targets have a gradient"
-        some_have = group.shard.any_of(torch.tensor([any(there)], dtype=torch.uint8))
-        for (target, _), view in zip(
+        present = [parameter.grad is not None for parameter in held]
+        assert all(present) or not any(present), (
+            f"{group.name}: only some parameters have a gradient"
+        )
+        some_have = group.shard.any_of(torch.tensor([any(present)], dtype=torch.uint8))
+        for (param, _), view in zip(
             group.store.sharded_params, group.store.grads(total), strict=True
         ):
-            if target.grad is not None:
-                view.copy_(target.grad)
+            if param.grad is not None:
+                view.copy_(param.grad)
         whole = _whole(group, group.gather_full(total))
         found.update(whole if some_have else dict.fromkeys(whole))
     return found
 
 
 def _whole(group: Group, full: torch.Tensor) -> dict[str, torch.Tensor]:
-    """full: [ranks * S]. Return its parameters by name, through the two methods by which the engine
-    fills leaves."""
-    values = [torch.empty(leaf.shape, dtype=full.dtype) for leaf in group.unsharded_params]
+    """full: [ranks * S]. Return its parameters by name, by the two methods that the engine
+    copies them with."""
+    values = [torch.empty(param.shape, dtype=full.dtype) for param in group.unsharded_params]
     for index, (value, places) in enumerate(
         zip(values, group.store.places(full)[:-1], strict=True)
     ):
@@ -175,16 +179,16 @@ def _whole(group: Group, full: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 def assert_at_rest(runtime: Runtime) -> None:
-    """Between steps nothing is there but shards, gradients and optimizer state."""
-    assert not runtime.in_forward
+    """Between steps only shards, gradients and optimizer state hold memory."""
+    assert not runtime.in_forward()
     assert not runtime.in_backward
     assert dist.is_initialized()
     for unit in runtime.units:
         assert unit.residency is Residency.SHARDED, unit.label
-        assert not unit.shown_full, unit.label
+        assert not unit.view.shows_unsharded, unit.label
         assert [group.resident_nbytes for group in unit.groups] == [0] * len(unit.groups), (
             unit.label
         )
-        assert all(leaf.grad is None for group in unit.groups for leaf in group.unsharded_params), (
-            unit.label
-        )
+        assert all(
+            param.grad is None for group in unit.groups for param in group.unsharded_params
+        ), unit.label

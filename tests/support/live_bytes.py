@@ -195,15 +195,8 @@ class LiveBytes(TorchDispatchMode):
 
 
 def _is_of_another_process(storage: torch.UntypedStorage) -> bool:
-    """True for a block of a neighbour, which counts there."""
-    mapped = [
-        chunk
-        for neighbour in shared_memory._neighbours.values()
-        for chunk in neighbour._chunks.values()
-    ]
-    return storage.device.type == "cpu" and any(
-        0 <= storage.data_ptr() - chunk.address < len(chunk.view) for chunk in mapped
-    )
+    """True for a block of a peer, which counts there."""
+    return storage.device.type == "cpu" and shared_memory.is_of_a_peer(storage.data_ptr())
 
 
 def spare_pages_nbytes() -> int:

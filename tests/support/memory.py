@@ -1,4 +1,4 @@
-"""How many bytes of tensors are alive: what was made inside of a block, and what there is."""
+"""Bytes of living tensors: those made inside a block, and all."""
 
 from __future__ import annotations
 

@@ -25,7 +25,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp_compat import FullyShardedDataParallel as FSDP
 from fsdp_compat import ShardingStrategy
-from fsdp_compat._engine.unit import Group, Residency
+from fsdp_compat._engine.group import Group
+from fsdp_compat._engine.unit import Residency
 from fsdp_compat._state.names import clean_name
 from fsdp_compat.wrap import ModuleWrapPolicy
 from tests.support.models import DIM, NUM_TOKENS, Block
@@ -247,12 +248,12 @@ class Pair:
     def assert_gradients_equal(self) -> None:
         """Collective."""
         own = [
-            [target.grad for target, _ in group.store.sharded_params] for group, _ in self._matches
+            [param.grad for param, _ in group.store.sharded_params] for group, _ in self._matches
         ]
         counts = torch.tensor(
             [
                 [any(grad is not None for grad in its) for its in own],
-                [g.num_held > 0 for g, _ in self._matches],
+                [g.gradients.sharded.num_held > 0 for g, _ in self._matches],
             ]
         )
         dist.all_reduce(counts := counts.long())
@@ -282,20 +283,20 @@ class Pair:
                 assert_close(got, p, f"{group.name}: parameter {tuple(p.shape)}", self.tolerance)
 
     def assert_idle(self) -> None:
-        """Between steps nothing is full, nothing is shown full, and nothing travels."""
+        """Between steps every unit is sharded, shows it, and no communication is in flight."""
         for unit in self.model._runtime.units:
             assert unit.residency is Residency.SHARDED, (
                 f"{unit.label} was left {unit.residency.name}"
             )
-            assert not unit.shown_full, f"{unit.label} shows full parameters"
+            assert not unit.view.shows_unsharded, f"{unit.label} shows full parameters"
             assert not unit.calls and not unit.running, f"{unit.label} is thought to run"
             for group in unit.groups:
                 assert group.resident_nbytes == 0, (
                     f"{group.name}: {group.resident_nbytes} bytes were left"
                 )
-                assert group.reduction is None, f"{group.name}: a reduction was left"
+                assert group.gradients.reduction is None, f"{group.name}: a reduction was left"
                 assert not any(
-                    wire.ranks > 1 and getattr(wire, "_sends", ())
+                    wire.ranks > 1 and hasattr(wire, "connections") and wire.connections.sends
                     for wire in (group.shard, group.replica)
                 ), f"{group.name}: it sends"
 
@@ -345,11 +346,11 @@ def _gathered_gradients(group: Group) -> list[Tensor]:
     """Return the whole gradients. Collective."""
     store = group.store
     own = torch.zeros(store.numel, dtype=store.dtype)
-    for (target, _), place in zip(store.sharded_params, store.grads(own), strict=True):
-        grad = target.grad
+    for (param, _), place in zip(store.sharded_params, store.grads(own), strict=True):
+        grad = param.grad
         if grad is not None:
-            assert grad.shape == target.shape, (
-                f"{group.name}: gradient {tuple(grad.shape)}, parameter {tuple(target.shape)}"
+            assert grad.shape == param.shape, (
+                f"{group.name}: gradient {tuple(grad.shape)}, parameter {tuple(param.shape)}"
             )
             place.copy_(grad)
     return store.whole(group.gather_full(own))

@@ -2,8 +2,8 @@
 
 It shows that the engine knows no layout. A rank's segment of the exchanged buffer is its rows of
 every parameter, each padded to the rows of the largest part, so one parameter's rows lie apart in
-the gathered buffer and its leaf is filled by a copy. Only a lone parameter, and one rank, leave
-them together: then leaves are views.
+the gathered buffer, and is copied out of it. Only for a single parameter, or one rank, are the
+unsharded parameters views.
 
     two parameters, a [3, 2] and b [2], on two ranks:    a0 a0 a1 a1 b0 | a2 a2 -- -- b1"""
 
@@ -25,7 +25,7 @@ __all__ = ["RowStore"]
 
 
 class _Rows(typing.NamedTuple):
-    """How one parameter is cut: ``chunk`` rows per rank while there are any."""
+    """How one parameter is cut: ``chunk`` rows per rank, as far as they go."""
 
     start: int  # in a segment
     num_rows: int
@@ -123,10 +123,12 @@ class RowStore:
     def grads(self, total: torch.Tensor) -> list[torch.Tensor]:
         return [rows.part(total, self.rank) for rows in self._rows]
 
-    def shown(self, leaves: Sequence[nn.Parameter] | None) -> list[ModuleSlot]:
+    def shown(self, unsharded_params: Sequence[nn.Parameter] | None) -> list[ModuleSlot]:
         return [
             ModuleSlot(module, attribute, parameter)
-            for member, parameter in zip(self.orig_params, leaves or self._sharded, strict=True)
+            for member, parameter in zip(
+                self.orig_params, unsharded_params or self._sharded, strict=True
+            )
             for module, attribute in member.slots
         ]
 

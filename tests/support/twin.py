@@ -25,7 +25,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fsdp_compat import FullyShardedDataParallel as FSDP
 from fsdp_compat import MixedPrecision, _torch_private
-from fsdp_compat._engine.unit import Group
+from fsdp_compat._engine.group import Group
 from fsdp_compat._state.names import clean_name
 from fsdp_compat.sharded_grad_scaler import ShardedGradScaler
 from tests.support.parity import assert_close
@@ -90,7 +90,7 @@ class Transfers:
     def know(self, group: Group, wholes: list[torch.Tensor]) -> None:
         """wholes: the parameters of the unsharded model that the group has."""
         for memory in group.memories:
-            self._wholes[_torch_private.storage_key(memory.full)] = group, wholes
+            self._wholes[_torch_private.storage_key(memory.all_gather_output)] = group, wholes
 
     @contextlib.contextmanager
     def carried(self) -> Iterator[None]:
@@ -301,14 +301,14 @@ class Twin:
     def compare_gradients(self) -> None:
         for group, wholes in self.groups:
             got = torch.zeros_like(group.store.shard)  # type: ignore[attr-defined]
-            for (target, _), place in zip(
+            for (param, _), place in zip(
                 group.store.sharded_params, group.store.grads(got), strict=True
             ):
-                assert (target.grad is not None) is (target.numel() > 0), (
+                assert (param.grad is not None) is (param.numel() > 0), (
                     f"{group.name}: a gradient is missing, or too much"
                 )
-                if target.grad is not None:
-                    place.copy_(target.grad)
+                if param.grad is not None:
+                    place.copy_(param.grad)
             expected = torch.zeros_like(got)
             group.store.take_from_whole([whole.grad for whole in wholes], expected)  # type: ignore[attr-defined]
             assert_close(got, expected, f"{group.name}: gradients", self.tolerance)

@@ -22,7 +22,7 @@ from .formats import is_sharded, is_tensor, materialised
 from .model import Rank0Value
 from .names import clean_name
 
-__all__ = ["fill_from_first"]
+__all__ = ["fill_from_rank0"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,7 +38,7 @@ class _Plan:
     metadata: Any
 
 
-def fill_from_first(
+def fill_from_rank0(
     given: Any,
     mesh: Mesh,
     device: torch.device,

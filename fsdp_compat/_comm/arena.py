@@ -1,0 +1,312 @@
+"""The memory of this process that its peers can read: blocks in a few large files.
+
+The files are sparse memfds without a name, mapped shared. A peer opens them through ``/proc``, so
+that nothing has to be agreed on, /dev/shm can have any size, and a killed process leaves nothing
+behind. A block is handed out as a buffer of exactly its size, and returns when the buffer dies. Its
+pages are kept for the next block, because a page fault costs several times as much as filling the
+page.
+
+Forks. A child must see the memory as it was at the fork, as it does with ordinary memory. A private
+mapping of a shared file would show what is written to the file later. So nothing is written to the
+file later: a fork *freezes* every file with a live block. Parent and child both map it privately
+from then on, which copies the pages that either writes to, and the parent puts a new file under the
+free addresses of the chunk. A block *thaws*, by a copy into the new file, when it is sent again. A
+fork then costs a few system calls and no copy, however many there are; a child that does not touch
+the weights needs no memory; and all forks between two gathers together cost one copy of this rank's
+shards.
+
+Alternatives that were considered: a copy at each fork costs each worker of a DataLoader the memory
+and time of a full copy; leaving the pages out of the child (MADV_DONTFORK) ends it with a
+segmentation fault; and torch has no CPU storage that raises when it is read. Children forked by C
+code run no Python hooks. They lack the blocks, so that they cannot read torn weights or write to
+the parent's, and get a segmentation fault if they try."""
+
+from __future__ import annotations
+
+import bisect
+import collections
+import contextlib
+import ctypes
+import itertools
+import mmap
+import os
+import sys
+import threading
+import weakref
+
+from .memory_files import (
+    DONTFORK,
+    FIXED,
+    NORESERVE,
+    PAGE_NBYTES,
+    REMOVE,
+    SHARED,
+    TOKEN_NBYTES,
+    SealedFile,
+    advise,
+    epoch_in,
+    map_memory,
+    unmap_in,
+)
+
+__all__ = ["Arena", "Chunk"]
+
+# Pages of freed blocks that are kept for the next block; the rest goes back to the system.
+KEPT_NBYTES = 1 << 30
+# Of address space, at least: a chunk is as large as all before it together, so that there are few.
+CHUNK_NBYTES = 1 << 30
+
+
+class Chunk:
+    """A range of addresses and the file mapped there, whose pages are allocated when written to.
+
+    ``frozen`` blocks are private mappings of an earlier file (see the top of this module). A chunk
+    may lose its file at a fork; then all its blocks are private and it hands out no more.
+    """
+
+    def __init__(self, index: int, nbytes: int, token: bytes) -> None:
+        """Raises OSError if the system refuses."""
+        self.index, self.nbytes = index, nbytes
+        self._token, self._numbers = token, itertools.count(1)
+        self.file: SealedFile | None = SealedFile(nbytes, token, next(self._numbers))
+        # before the last fork; a peer may have its descriptor and not have opened it yet
+        self.old_file: SealedFile | None = None
+        self.address = map_memory(None, nbytes, SHARED, self.file.fd, 0)
+        weakref.finalize(self, unmap_in, os.getpid(), self.address, nbytes).atexit = False
+        advise(self.address, nbytes, DONTFORK)
+        self.view = memoryview((ctypes.c_ubyte * nbytes).from_address(self.address)).cast("B")
+        self.taken: dict[int, int] = {}  # by start: size
+        self.frozen: list[int] = []  # starts, in order
+        self.free = [(PAGE_NBYTES, nbytes)]  # (start, end), sorted; adjacent ranges are merged
+        self.top = PAGE_NBYTES  # memory above was never written to: it is zero
+
+    @property
+    def fd(self) -> int:
+        assert self.file is not None
+        return self.file.fd
+
+    def take(self, nbytes: int) -> int | None:
+        """Return the offset of a new block, or None if no free range is large enough."""
+        for index, (start, end) in enumerate(self.free):
+            if end - start >= nbytes:
+                self.free[index : index + 1] = (
+                    [(start + nbytes, end)] if end - start > nbytes else []
+                )
+                self.taken[start] = nbytes
+                return start
+        return None
+
+    def put(self, start: int, nbytes: int) -> None:
+        del self.taken[start]
+        if self.file is None:
+            return
+        if start in self.frozen:
+            self._share(start, start + nbytes)
+            self.frozen.remove(start)
+        end = start + nbytes
+        index = bisect.bisect(self.free, (start, end))
+        if index < len(self.free) and self.free[index][0] == end:
+            end = self.free.pop(index)[1]
+        if index and self.free[index - 1][1] == start:
+            index -= 1
+            start = self.free.pop(index)[0]
+        self.free.insert(index, (start, end))
+
+    def forget_pages(self, start: int, nbytes: int) -> None:
+        """Return pages of the file to the system; they read as zeros then. The pages of a frozen
+        block do not belong to the file."""
+        if start not in self.frozen:
+            with contextlib.suppress(OSError):  # another thread is forking
+                advise(self.address + start, nbytes, REMOVE)
+
+    def freeze(self) -> int:
+        """Prepare for a fork, see the top of this module. Return how many bytes of free blocks were
+        returned to the system.
+
+        Raises OSError if the system refuses. Then the chunk has lost its file.
+        """
+        live = sorted(self.taken.keys() - set(self.frozen))
+        if not live or self.file is None:
+            return 0
+        old, free = self.file, self.free
+        # in case anything below fails
+        self.frozen, self.file, self.free = sorted(self.taken), None, []
+        for start, end in _joined([(start, start + self.taken[start]) for start in live]):
+            map_memory(
+                self.address + start,
+                end - start,
+                mmap.MAP_PRIVATE | FIXED | NORESERVE,
+                old.fd,
+                start,
+            )
+        new = SealedFile(self.nbytes, self._token, next(self._numbers))
+        forgotten = 0
+        for start, end in free:
+            if start < self.top:
+                forgotten += min(end, self.top) - start
+                advise(self.address + start, min(end, self.top) - start, REMOVE)
+            map_memory(self.address + start, end - start, SHARED | FIXED, new.fd, start)
+            advise(self.address + start, end - start, DONTFORK)
+        self.file, self.free, self.old_file = new, free, old
+        self.top = max(start + size for start, size in self.taken.items())
+        return forgotten
+
+    def thaw(self, offset: int) -> bool:
+        """Move the block at this offset into the file. Return False if that is impossible."""
+        index = bisect.bisect(self.frozen, offset) - 1
+        if self.file is None:
+            return False
+        if index < 0 or offset >= self.frozen[index] + self.taken[self.frozen[index]]:
+            return True
+        start = self.frozen[index]
+        end = start + self.taken[start]
+        try:
+            written = start
+            while written < end:
+                written += os.pwrite(self.file.fd, self.view[written:end], written)
+            self._share(start, end)
+        except OSError:
+            return False
+        del self.frozen[index]
+        return True
+
+    def _share(self, start: int, end: int) -> None:
+        assert self.file is not None
+        map_memory(self.address + start, end - start, SHARED | FIXED, self.file.fd, start)
+        advise(self.address + start, end - start, DONTFORK)
+
+
+class Arena:
+    """The blocks of one process."""
+
+    def __init__(self) -> None:
+        self.pid, self.token = os.getpid(), os.urandom(TOKEN_NBYTES)
+        self.chunks: list[Chunk] = []
+        self.control: SealedFile | None = None
+        # private until there is a control file
+        self.epoch = epoch_in(memoryview(bytearray(PAGE_NBYTES)))
+        self.is_closed = not _is_supported()
+        self.lock = threading.RLock()
+        # A block may die inside any allocation, even one of the arena's own: it waits here for the
+        # next call of `take`.
+        self._returned: collections.deque[tuple[Chunk, int, int]] = collections.deque()
+        self._kept_nbytes = 0  # approximately: pages of free blocks
+
+    def open(self) -> bool:
+        """Make the first chunk. Return False if that is impossible."""
+        if not self.chunks and not self.is_closed:
+            with self.lock:
+                self.is_closed = not self._grow(0)
+        return bool(self.chunks)
+
+    def take(self, nbytes: int, zero: bool) -> memoryview | None:
+        """Return a block, which is freed when its last reference dies, or None if there is no more
+        memory."""
+        if self.is_closed and not self.chunks:
+            return None
+        size = _in_pages(nbytes)
+        with self.lock:
+            self._take_back()
+            found = self._find(size) or (self._find(size) if self._grow(size) else None)
+            if found is None:
+                return None
+            chunk, start = found
+            written = min(start + size, chunk.top) - start
+            chunk.top = max(chunk.top, start + size)
+            if written > 0:
+                self._kept_nbytes = max(self._kept_nbytes - written, 0)
+        block = chunk.view[start : start + nbytes]
+        weakref.finalize(block, self._give_back, chunk, start, size).atexit = False
+        if zero and written > 0:
+            ctypes.memset(chunk.address + start, 0, min(written, nbytes))
+        return block
+
+    def _take_back(self) -> None:
+        while self._returned:
+            chunk, start, size = self._returned.popleft()
+            chunk.put(start, size)
+
+    def _find(self, size: int) -> tuple[Chunk, int] | None:
+        for chunk in self.chunks:
+            start = chunk.take(size)
+            if start is not None:
+                return chunk, start
+        return None
+
+    def _grow(self, size: int) -> bool:
+        """Add a chunk. Return False if the system refuses."""
+        if self.is_closed:
+            return False
+        needed = _in_pages(size) + PAGE_NBYTES
+        for nbytes in (
+            max(needed, CHUNK_NBYTES, sum(chunk.nbytes for chunk in self.chunks)),
+            needed,
+        ):
+            try:
+                if self.control is None:
+                    self._make_control()
+                self.chunks.append(Chunk(len(self.chunks), nbytes, self.token))
+                return True
+            except OSError:
+                continue
+        return False
+
+    def _make_control(self) -> None:
+        control = SealedFile(PAGE_NBYTES, self.token, 0)
+        try:
+            page = mmap.mmap(control.fd, PAGE_NBYTES)
+        except ValueError as error:
+            raise OSError(str(error)) from error
+        self.epoch, self.control = epoch_in(memoryview(page)), control
+
+    def _give_back(self, chunk: Chunk, start: int, size: int) -> None:
+        if os.getpid() != self.pid:
+            unmap_in(os.getpid(), chunk.address + start, size)
+            return
+        if self._kept_nbytes + size > KEPT_NBYTES:
+            chunk.forget_pages(start, size)
+        else:
+            self._kept_nbytes += size
+        self._returned.append((chunk, start, size))
+
+    def chunk_of(self, address: int) -> Chunk | None:
+        return next(
+            (
+                chunk
+                for chunk in self.chunks
+                if chunk.address <= address < chunk.address + chunk.nbytes
+            ),
+            None,
+        )
+
+    def freeze(self) -> None:
+        self._take_back()
+        for chunk in self.chunks:
+            with contextlib.suppress(OSError):  # the fork proceeds
+                self._kept_nbytes = max(self._kept_nbytes - chunk.freeze(), 0)
+
+    def leave(self) -> None:
+        """In a child: close the parent's files. Private mappings stay."""
+        for chunk in self.chunks:
+            chunk.file = chunk.old_file = None
+        self.control, self.epoch = None, epoch_in(memoryview(bytearray(PAGE_NBYTES)))
+
+
+def _is_supported() -> bool:
+    return (
+        sys.platform == "linux" and hasattr(os, "memfd_create") and os.path.isdir("/proc/self/fd")
+    )
+
+
+def _in_pages(nbytes: int) -> int:
+    return -(-nbytes // PAGE_NBYTES) * PAGE_NBYTES
+
+
+def _joined(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Merge adjacent ranges of a sorted list."""
+    found: list[tuple[int, int]] = []
+    for start, end in ranges:
+        if found and found[-1][1] == start:
+            start = found.pop()[0]
+        found.append((start, end))
+    return found

@@ -1,0 +1,306 @@
+"""The gloo connections of one axis: connecting, waiting, and failing for good."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+import typing
+import weakref
+from collections.abc import Callable
+from threading import get_ident
+
+import torch
+import torch.distributed as dist
+
+from .. import _torch_private
+from ..errors import StateError, explain
+from . import deadlock, progress, shared_memory
+from .mesh import Axis
+from .same_host import SameHostPeers, attach_peers
+from .status_store import status_store
+from .transport import Collectives, Handle, MessageId, communication_error, group_destroyed
+from .waits import ARRIVAL, COLLECTIVE, Activity, Report, Wait, Waiting
+
+__all__ = ["ACK_TAG", "VALUES_TAG", "GlooConnections", "any_awaits_readers"]
+
+# Added to the tag of a message:
+ACK_TAG = 1 << 24  # the answer that it was read in place
+VALUES_TAG = 2 * ACK_TAG  # its values, sent after a descriptor that announces them
+_HANDSHAKE_TAGS = ACK_TAG - 2, ACK_TAG - 1
+
+# works, the tensors that they read, and the message
+Sent = tuple[list[dist.Work], object, MessageId]
+
+
+class GlooConnections:
+    """The connections between the ranks of an axis, and the messages in flight on them.
+
+    The messages are kept here because an exception in other code may leave them behind: gloo never
+    delivers the next message between two ranks while a message waits for memory that was freed.
+
+    Every wait has the time limit of the process group, which gloo's point-to-point waits ignore.
+    After a failed wait, or an exception in the middle of an exchange, no rank can know which
+    messages have arrived. So communication fails for good: all connections of the process are
+    closed (``deadlock.give_up``), and every later use raises.
+    """
+
+    def __init__(self, axis: Axis, group: dist.ProcessGroup) -> None:
+        """Collective: the ranks of the axis."""
+        self.activity = Activity(str(group.group_name), axis.rank, axis.members)
+        self.timeout = _torch_private.group_timeout(group)
+        rank, ranks = axis.rank, axis.ranks
+        # (source, target) of each step of an exchange: every rank begins with another peer
+        self.peers = [((rank - step) % ranks, (rank + step) % ranks) for step in range(1, ranks)]
+        self.same_host = SameHostPeers({}, self.peers)
+        self.unfinished: dict[int, Handle] = {}  # by tag: exchanges that have not ended
+        self.sends: list[Sent] = []  # of gathers, and the acks awaited for them
+        self.reads: list[Sent] = []  # the acks of reductions, awaited and given
+        self.names: dict[int, str] = {}  # by tag: what was waited for last
+        self._group = weakref.ref(group)
+        self.gloo: typing.Any = None  # a ProcessGroupGloo; None before connecting and after closing
+        self._is_closed, self._failure = False, ""  # failure: "" if the group was destroyed
+        _all_connections.add(self)
+        deadlock.watch(self)
+        self._connect(group)
+
+    @property
+    def awaits_readers(self) -> bool:
+        """True if a peer may still have to read what this rank has sent."""
+        return bool(self.sends or self.reads or self.unfinished)
+
+    def require_open(self) -> None:
+        """Raise StateError if the connections were closed."""
+        if self.gloo is None:
+            self._refuse()
+
+    def require_thread(self) -> None:
+        """Raise StateError if another thread is in the middle of an exchange. Threads may take
+        turns, between one pass and the next."""
+        activity, thread = self.activity, get_ident()
+        if thread != activity.thread and (activity.waiting is not None or self.awaits_readers):
+            raise StateError(
+                explain(
+                    "Two threads communicate over one process group at once.",
+                    expected="one thread at a time, because all ranks must send in the same order",
+                    got="a call from a second thread during a forward or backward of the first",
+                    where=self._where(),
+                    fix="give each model that has its own thread a process group of its own: "
+                    "process_group=torch.distributed.new_group()",
+                )
+            )
+        activity.thread = thread
+
+    # -- messages
+
+    def begin(self, tag: int) -> int:
+        """Count another use of a tag, and return the count. All members count alike."""
+        if self.gloo is None:
+            self._refuse()
+        activity = self.activity
+        if get_ident() != activity.thread:
+            self.require_thread()
+        number = activity.counts[tag] = activity.counts.get(tag, 0) + 1
+        return number
+
+    def wait(self, works: list[dist.Work], message: MessageId, what: str, first: int = 0) -> None:
+        """Wait for the works of a message. first: the index of the first one in the message."""
+        activity, timeout, waiting = self.activity, self.timeout, None
+        try:
+            for index, work in enumerate(works, first):
+                activity.waiting = waiting = message, index, what
+                work.wait(timeout)
+        except RuntimeError as error:
+            self.fail_wait(self._name(message, what), error, waiting)
+        finally:
+            activity.waiting = None
+
+    def run(self, what: str, collective: Callable[[Collectives], None]) -> None:
+        """Run a synchronous collective of all members."""
+        number = self.begin(COLLECTIVE)
+        self.activity.waiting = waiting = (COLLECTIVE, number, 0, 0), 0, what
+        try:
+            collective(_torch_private.GlooCollectives(self.gloo))
+        except RuntimeError as error:
+            self.fail_wait(what, error, waiting)
+        except BaseException as error:
+            self.abandon(what, error)
+            raise
+        finally:
+            self.activity.waiting = None
+
+    def _name(self, message: MessageId, what: str) -> str:
+        """Return the name of the thing a wait is for. Flushed messages were gathered under another
+        name."""
+        tag, _, _, num_receives = message
+        return what if num_receives and tag < ACK_TAG else self.names.get(tag % ACK_TAG, what)
+
+    # -- connecting
+
+    def _connect(self, group: dist.ProcessGroup) -> None:
+        what, activity = "the other ranks to connect", self.activity
+        try:
+            activity.counts[ARRIVAL] = 1
+            self._await_arrivals(what)
+            self.gloo = _torch_private.gloo_of_its_own(
+                group, activity.rank, len(activity.members), self.timeout
+            )
+            self.same_host = attach_peers(self.peers, self._swap, _HANDSHAKE_TAGS)
+        except RuntimeError as error:
+            if isinstance(error, StateError):
+                raise
+            self.fail_wait(what, error, activity.waiting)
+        except BaseException as error:
+            self.abandon(what, error)
+            raise
+        finally:
+            activity.waiting = None
+
+    def _await_arrivals(self, what: str) -> None:
+        """Wait until every peer connects. Raises RuntimeError if one never will."""
+        store, activity, members = status_store(), self.activity, self.activity.members
+        if store is None:
+            raise group_destroyed()
+        store.arrive(activity)
+        others = [rank for rank in members if rank != activity.global_rank]
+        end, pause_s = time.monotonic() + self.timeout.total_seconds(), 0.0005
+        while not store.have_arrived(activity, others):
+            index = next(
+                (
+                    step
+                    for step, (peer, _) in enumerate(self.peers)
+                    if not store.have_arrived(activity, [members[peer]])
+                ),
+                0,
+            )
+            if activity.waiting is None or activity.waiting[1] != index:
+                activity.waiting = (ARRIVAL, 1, 0, len(members)), index, what
+            missing = members[self.peers[index][0]]
+            if (
+                activity.diagnosis is not None
+                or time.monotonic() > end
+                or store.failure_of(activity.name, missing)
+            ):
+                raise RuntimeError(f"rank {missing} did not connect")
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, 0.05)
+
+    def _swap(self, messages: dict[int, torch.Tensor], tag: int) -> dict[int, torch.Tensor]:
+        """Send every peer a message and return the peers' messages, which have the same length."""
+        found = {peer: torch.empty_like(message) for peer, message in messages.items()}
+        works = [self.gloo.recv([into], peer, tag) for peer, into in found.items()]
+        works += [self.gloo.send([message], peer, tag) for peer, message in messages.items()]
+        for work in works:
+            work.wait(self.timeout)
+        return found
+
+    # -- failing
+
+    def fail_wait(
+        self, what: str, error: RuntimeError, waiting: Waiting | None = None
+    ) -> typing.NoReturn:
+        """Fail because a wait has failed, and raise a StateError with the reason."""
+        report = self.activity.diagnosis or deadlock.failure_of_member(self) or Report(False, {})
+        if waiting is not None:
+            wait = self.describe(waiting)
+            report = dataclasses.replace(report, lines={**report.lines, wait.rank: wait.text})
+        if report.is_circle:
+            first = f"Waiting for {what} can never end: ranks wait for each other."
+            got = str(report)
+        else:
+            silence = f"no message within {self.timeout.total_seconds():g} s, or a lost connection"
+            first = f"Waiting for {what} failed."
+            got = "; ".join(filter(None, [f"{silence} ({error})", str(report)]))
+        self._failure = self._failure or f"{first} {got}"
+        deadlock.give_up(self, report)
+        raise communication_error(first, got, self.activity.rank, self.activity.members) from error
+
+    def abandon(self, what: str, error: BaseException) -> None:
+        """Fail because an exception of other code, above all an interrupt, came in the middle of an
+        exchange."""
+        if not self._is_closed:
+            rank = self.activity.global_rank
+            name = type(error).__name__
+            self._failure = f"rank {rank} left {what} with {name}, at {progress.place()}"
+            deadlock.give_up(self, Report(False, {rank: self._failure}))
+
+    def _refuse(self) -> typing.NoReturn:
+        if not self._failure:
+            raise group_destroyed()
+        raise StateError(
+            explain(
+                "Communication between the ranks has failed before, and stays failed.",
+                expected="no further use of this process group after the first error",
+                got=self._failure,
+                where=self._where(),
+                fix="end the process, so that torchrun restarts all ranks from a checkpoint; or "
+                "wrap the model again over a new process group, on all ranks",
+            )
+        )
+
+    def _where(self) -> str:
+        rank, members = self.activity.rank, self.activity.members
+        return (
+            f"rank {rank} of {len(members)} (global ranks {list(members)}), at {progress.place()}"
+        )
+
+    # -- for deadlock detection (waits.py)
+
+    @property
+    def is_alive(self) -> bool:
+        group = self._group()
+        return group is not None and _torch_private.is_registered(group)
+
+    @property
+    def is_connected(self) -> bool:
+        return not self._is_closed
+
+    def describe(self, waiting: Waiting) -> Wait:
+        (tag, number, _, num_receives), index, what = waiting
+        what, members = self._name(waiting[0], what), self.activity.members
+        rank, is_send = self.activity.global_rank, index >= num_receives
+        if tag == COLLECTIVE:
+            peers = tuple(r for r in members if r != rank)
+            text = f"rank {rank} waits in {what} for ranks {list(peers)}"
+        else:
+            step = index - num_receives if is_send else index
+            if tag >= ACK_TAG:
+                peer = (self.same_host.targets if is_send else self.same_host.sources)[step]
+            else:
+                source, target = self.peers[step]
+                peer = target if is_send else source
+            peers = (members[peer],)
+            if tag == ARRIVAL:
+                text = f"rank {rank} waits for rank {peers[0]} to connect"
+            elif is_send or ACK_TAG <= tag < VALUES_TAG:
+                text = f"rank {rank} waits for rank {peers[0]} to take {what}"
+            else:
+                text = f"rank {rank} waits for {what} from rank {peers[0]}"
+        text += f", at {progress.place()}"
+        return Wait(rank, peers, self.activity.name, tag, number, text)
+
+    def end_wait(self) -> None:
+        if self.gloo is not None:
+            _torch_private.break_connections(self.gloo, self.peers[0][0])
+
+    def fail(self, report: Report) -> None:
+        shared_memory.bump_epoch()  # first: peers may be reading what is given up here
+        self._failure = self._failure or f"another communication of this process failed: {report}"
+        self.end_wait()
+        self.close()
+
+    def close(self) -> None:
+        """Nothing is received afterwards, even if other code still holds a work or a message."""
+        self.gloo, self._is_closed = None, True
+        self.unfinished.clear()
+        self.sends.clear()
+        self.reads.clear()
+        self.activity.counts.clear()
+        self.same_host = SameHostPeers({}, self.peers)
+
+
+_all_connections: weakref.WeakSet[GlooConnections] = weakref.WeakSet()
+
+
+def any_awaits_readers() -> bool:
+    """True if a peer may still have to read what this process has sent, along any axis."""
+    return any(connections.awaits_readers for connections in _all_connections)

@@ -1,0 +1,101 @@
+"""Files without a name in memory, and mappings of them at given addresses (Linux)."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import mmap
+import os
+import struct
+import sys
+import weakref
+
+if sys.platform != "win32":
+    import fcntl
+
+__all__ = [
+    "DONTFORK",
+    "FIXED",
+    "HEADER",
+    "NORESERVE",
+    "PAGE_NBYTES",
+    "REMOVE",
+    "SHARED",
+    "TOKEN_NBYTES",
+    "SealedFile",
+    "advise",
+    "epoch_in",
+    "map_memory",
+    "unmap_in",
+]
+
+PAGE_NBYTES = mmap.PAGESIZE
+TOKEN_NBYTES = 16
+HEADER = struct.Struct(f"{TOKEN_NBYTES}sq")  # at the beginning of every file: token, number
+
+# flags and advice that the mmap module does not have
+SHARED, FIXED, NORESERVE, REMOVE, DONTFORK = 0x01, 0x10, 0x4000, 9, 10
+
+
+class SealedFile:
+    """A memfd that cannot shrink: pages that a reader has mapped stay valid."""
+
+    def __init__(self, nbytes: int, token: bytes, number: int) -> None:
+        """Raises OSError if the system refuses."""
+        self.fd = os.memfd_create("fsdp_compat", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        self.number = number
+        weakref.finalize(self, os.close, self.fd).atexit = False
+        os.ftruncate(self.fd, nbytes)
+        fcntl.fcntl(
+            self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+        )
+        os.pwrite(self.fd, HEADER.pack(token, number), 0)
+
+
+def epoch_in(control: memoryview) -> memoryview:
+    """Return the epoch in a control file: one int64."""
+    return control[HEADER.size : HEADER.size + 8].cast("q")
+
+
+@functools.cache
+def _libc() -> ctypes.CDLL:
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = (
+        ctypes.c_void_p,
+        ctypes.c_size_t,
+        ctypes.c_int,
+        ctypes.c_int,
+        ctypes.c_int,
+        ctypes.c_long,
+    )
+    libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+    libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    return libc
+
+
+def map_memory(
+    address: int | None,
+    nbytes: int,
+    flags: int,
+    fd: int,
+    offset: int,
+    access: int = mmap.PROT_READ | mmap.PROT_WRITE,
+) -> int:
+    """Map a file and return the address. Raises OSError if the system refuses."""
+    found = _libc().mmap(address, nbytes, access, flags, fd, offset)
+    if found is None or found == ctypes.c_void_p(-1).value:
+        raise OSError(ctypes.get_errno(), f"no mapping of {nbytes} bytes")
+    return int(found)
+
+
+def advise(address: int, nbytes: int, advice: int) -> None:
+    """Call madvise. Raises OSError if the system refuses."""
+    if _libc().madvise(address, nbytes, advice):
+        raise OSError(ctypes.get_errno(), f"madvise {advice} of {nbytes} bytes")
+
+
+def unmap_in(pid: int, address: int, nbytes: int) -> None:
+    """Unmap in one process only: in its children, other memory may lie at the address."""
+    if os.getpid() == pid:
+        _libc().munmap(address, nbytes)

@@ -1,0 +1,123 @@
+"""The shared memory of another process of this host, for reading."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import stat
+import sys
+import typing
+import weakref
+
+import torch
+
+from .memory_files import (
+    DONTFORK,
+    HEADER,
+    PAGE_NBYTES,
+    SHARED,
+    advise,
+    epoch_in,
+    map_memory,
+    unmap_in,
+)
+
+if sys.platform != "win32":
+    import fcntl
+
+__all__ = ["Location", "PeerMemory"]
+
+_SENT = -1  # in place of a chunk
+
+
+class Location(typing.NamedTuple):
+    """Where a message lies, in terms that other processes understand."""
+
+    epoch: int  # of the arena, at the time the location was made
+    chunk: int  # index
+    number: int  # of the file of the chunk; no two files of an arena have the same one
+    fd: int  # of that file, in its process
+    offset: int  # bytes
+
+    @staticmethod
+    def sent(epoch: int) -> Location:
+        """Return the location of a message that lies in no chunk: its values are sent."""
+        return Location(epoch, _SENT, 0, 0, 0)
+
+    @property
+    def is_sent(self) -> bool:
+        return self.chunk == _SENT
+
+
+class PeerMemory:
+    """Another process's blocks. Everything it says of them is checked before it is read: the file
+    is one of its arena and sealed, so that it cannot shrink, and the location lies inside it."""
+
+    def __init__(self, pid: int, control: int, token: bytes) -> None:
+        """control: descriptor of the control file. Raises OSError if the memory cannot be read, or
+        does not have this token."""
+        self._pid, self._token = pid, token
+        self._chunks: dict[int, _MappedFile] = {}  # by index: the latest file
+        self._control = self._open(control, 0)
+        self._epoch = epoch_in(self._control.view)
+
+    def _open(self, fd: int, number: int) -> _MappedFile:
+        path = f"/proc/{self._pid}/fd/{fd}"
+        if not stat.S_ISREG(os.stat(path).st_mode):  # opening a device may have an effect
+            raise OSError(f"descriptor {fd} of process {self._pid} is not a file")
+        file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        try:
+            if not fcntl.fcntl(file, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
+                raise OSError(f"descriptor {fd} of process {self._pid} is a file that may shrink")
+            found = _MappedFile(file, number)
+        finally:
+            os.close(file)
+        if found.view[: HEADER.size] != HEADER.pack(self._token, number):
+            raise OSError(f"descriptor {fd} of process {self._pid} is other memory")
+        return found
+
+    @property
+    def epoch(self) -> int:
+        """If it differs from that of a location, the memory there may hold other values."""
+        return self._epoch[0]
+
+    def view(self, location: Location, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return a read-only tensor [numel] over the memory. Raises OSError if it cannot be
+        read."""
+        if not numel:
+            return torch.empty(0, dtype=dtype, device="cpu")
+        chunk = self._chunks.get(location.chunk)
+        if chunk is None or chunk.number != location.number:
+            chunk = self._chunks[location.chunk] = self._open(location.fd, location.number)
+        nbytes = numel * dtype.itemsize
+        if (
+            not PAGE_NBYTES <= location.offset <= len(chunk.view) - nbytes
+            or location.offset % dtype.itemsize
+        ):
+            raise OSError(
+                f"{nbytes} bytes at {location.offset} do not lie in a chunk of "
+                f"{len(chunk.view)} bytes"
+            )
+        # its own buffer: a storage over the whole chunk would count as gigabytes
+        held: typing.Any = (ctypes.c_ubyte * nbytes).from_address(chunk.address + location.offset)
+        held.chunk = chunk
+        return torch.frombuffer(held, dtype=dtype)
+
+    def holds(self, address: int) -> bool:
+        """True if an address of this process lies in a mapped chunk."""
+        return any(
+            0 <= address - chunk.address < len(chunk.view) for chunk in self._chunks.values()
+        )
+
+
+class _MappedFile:
+    """A mapped file of another process. It keeps no descriptor, and children do not inherit the
+    mapping, which would keep the memory."""
+
+    def __init__(self, file: int, number: int) -> None:
+        self.number, nbytes = number, os.fstat(file).st_size
+        self.address = map_memory(None, nbytes, SHARED, file, 0, mmap.PROT_READ)
+        weakref.finalize(self, unmap_in, os.getpid(), self.address, nbytes).atexit = False
+        advise(self.address, nbytes, DONTFORK)
+        self.view = memoryview((ctypes.c_ubyte * nbytes).from_address(self.address)).cast("B")

@@ -1,0 +1,86 @@
+"""The transport of an axis of one rank: nothing is sent."""
+
+from __future__ import annotations
+
+import typing
+from collections.abc import Sequence
+
+import torch
+
+from .transport import Handle, TransportBase
+
+__all__ = ["SingleRank"]
+
+
+class SingleRank(TransportBase):
+    """Communication with nobody: every result is this rank's own value."""
+
+    def new_tag(self) -> int:
+        return 0
+
+    def begin_gather(
+        self, own: torch.Tensor, full: torch.Tensor, segments: Sequence[torch.Tensor], tag: int
+    ) -> Handle:
+        full.copy_(own)
+        return Handle([])
+
+    def end_gather(self, handle: Handle, what: str) -> None:
+        pass
+
+    def begin_reduce(
+        self, buffer: torch.Tensor, segments: Sequence[torch.Tensor], tag: int
+    ) -> Handle:
+        return Handle([])
+
+    def end_reduce(
+        self,
+        handle: Handle,
+        own: torch.Tensor,
+        dtype: torch.dtype,
+        what: str,
+        divisor: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        total = own.to(dtype, copy=True)
+        return total if divisor is None else total.div_(divisor)
+
+    def shares(self, numel: int, dtype: torch.dtype) -> bool:
+        return False
+
+    def begin_all_reduce(
+        self, total: torch.Tensor, tag: int, divisor: torch.Tensor | None = None
+    ) -> Handle:
+        if divisor is not None:
+            total.div_(divisor)
+        return Handle([])
+
+    def continue_all_reduce(
+        self, handle: Handle, total: torch.Tensor, tag: int, what: str
+    ) -> Handle:
+        return handle
+
+    def end_all_reduce(self, handle: Handle, total: torch.Tensor, what: str) -> None:
+        pass
+
+    def wait_readers(self, what: str) -> None:
+        pass
+
+    def flush_sends(self, what: str) -> None:
+        pass
+
+    def any_of(self, flags: torch.Tensor) -> torch.Tensor:
+        return flags
+
+    def sum_of(self, values: torch.Tensor) -> torch.Tensor:
+        return values
+
+    def max_of(self, values: torch.Tensor) -> torch.Tensor:
+        return values
+
+    def broadcast(self, tensors: Sequence[torch.Tensor], what: str) -> None:
+        pass
+
+    def gather_now(self, own: torch.Tensor) -> torch.Tensor:
+        return own
+
+    def gather_objects(self, value: object) -> list[typing.Any]:
+        return [value]

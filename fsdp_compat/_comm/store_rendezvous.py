@@ -1,0 +1,353 @@
+"""A rendezvous of ranks in the store of the default process group.
+
+``rendezvous_of(members).meet(call, ...)`` returns on all members when each has called it with the
+same arguments, and raises StateError on all of them as soon as that can no longer happen.
+
+Counting. The rendezvous of one set of ranks are numbered. A rank writes its call and location into
+the store, and adds one value to the counter of the current number: 1 in the low bits, and a
+checksum of the call above them. So one atomic add gives both the number of arrivals and whether the
+calls match; all but the last rank then poll the counter, less often the longer it takes. A complete
+rendezvous costs the last rank one round trip, whatever the number of ranks.
+
+Missing ranks. Waiting ranks, above all the first, ask the missing ones what they are doing; the
+thread of deadlock.py answers. The wait continues while a missing rank makes progress (progress.py),
+while it waits for other ranks in a way that deadlock.py sees, and while it does not answer because
+it is stopped or inside a long C call; at most for the time limit of the process group. It ends when
+a missing rank has been idle for ``deadlock.idle_limit_s()``, when its communication has failed, or
+when its program has ended or its process is gone. A rendezvous is also a wait that deadlock.py
+watches: if a missing rank waits for one that has arrived, that is a circle.
+
+The end. Either the counter becomes complete, or one rank replaces it by a negative number, with a
+compare-and-set; never both. Then every rank of the rendezvous gets the error. Nothing was sent, so
+all of them can go on. A rank that arrives later finds the counter closed and takes the next number,
+where the refused ranks come next; if they do not come, it is refused there. The last rank of a
+complete rendezvous deletes the earlier counters, so that the store does not grow."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import threading
+import time
+import weakref
+import zlib
+
+import torch.distributed as dist
+
+from .. import _torch_private
+from ..errors import StateError, explain
+from . import deadlock, progress
+from .status_store import StatusStore
+from .waits import RENDEZVOUS, Activity, Report, Wait, Waiting
+
+__all__ = ["Inquiry", "StoreRendezvous", "rendezvous_of"]
+
+ASK_S = 1.0  # at most, between two questions to a missing rank
+PAUSE_S = 0.2  # at most, between two looks at the counter
+_MAX_ASKED = 64  # of the missing ranks
+
+# With as many bits again for the sum over all ranks, both fit into the store's 64 bits.
+_COUNT_BITS, _CALL_BITS = 18, 24
+_CLOSED = -(1 << 61)  # stays negative, whatever is added later
+
+# backends of torch whose ranks do not exist, or are threads of one process
+_NOT_PROCESSES = ("fake", "threaded")
+
+
+class Inquiry:
+    """What a waiting rank knows about the missing ones."""
+
+    def __init__(self, store: StatusStore, name: str) -> None:
+        """name: of the connections that the call will use."""
+        self._store, self._name = store, name
+        # by rank: number of its last answer, and when that was received
+        self._last: dict[int, tuple[int, float]] = {}
+
+    def of(self, rank: int) -> tuple[str, bool]:
+        """Ask a missing rank once more. Return what it does, in words, and whether waiting for it
+        is pointless."""
+        number, now = self._store.ask(rank), time.monotonic()
+        answer = self._store.answer_of(rank)
+        if answer is not None and answer.ended:
+            return f"it {answer.text}", True
+        failed = self._store.failure_of(self._name, rank)
+        if failed is not None:
+            return f"its communication has failed ({failed})", True
+        last, since = self._last.setdefault(rank, (number - 1, now))
+        if answer is None or answer.number <= last:  # nothing new
+            if self._store.is_gone(rank):
+                return "its process ended without a message, as a killed one does", True
+            return f"it has not answered for {now - since:.0f} s", False
+        self._last[rank] = (answer.number, now)
+        is_idle = answer.idle_s >= deadlock.idle_limit_s()
+        idle = f", and has made no progress for {answer.idle_s:.0f} s" if is_idle else ""
+        return f"it {answer.text}{idle}", is_idle
+
+
+class StoreRendezvous:
+    """The rendezvous of one set of ranks, in one default process group."""
+
+    is_connected = False  # it has nothing that could fail
+
+    def __init__(
+        self,
+        activity: Activity,
+        store: _torch_private.Store,
+        timeout_s: float,
+        world: weakref.ref[dist.ProcessGroup] | None = None,
+    ) -> None:
+        """Every member makes one. world: the default process group; None: it is always alive."""
+        self.activity, self._store, self._timeout_s, self._world = activity, store, timeout_s, world
+        self.num_groups = 0  # the caller's count of the things that it numbers, see _engine
+        self._next = 1  # number of the next rendezvous, unless that is closed by then
+        self._last_complete = 0
+        self._lock = threading.Lock()
+
+    def meet(self, call: str, number: int, name: str) -> None:
+        """Wait until all members have arrived. Collective: the members.
+
+        number: of the model that the call is about, the same on all ranks. name: of the connections
+        that the call will use.
+        """
+        rank = self.activity.global_rank
+        if not self._lock.acquire(blocking=False):
+            raise self._error(
+                f"{call}() was called while another thread of this rank waits for other ranks.",
+                f"rank {rank} called {call}() from a second thread",
+            )
+        turn = Turn(self, f"{call}()", zlib.crc32(f"{call}() {number}".encode()), name)
+        try:
+            is_complete = turn.arrive()
+            while not is_complete:
+                time.sleep(turn.pause_s())
+                is_complete = turn.look()
+        except StateError:
+            raise
+        except RuntimeError as error:
+            first = f"The ranks did not come together in {call}()."
+            raise self._error(first, f"rank {rank} cannot reach the store ({error})") from error
+        except BaseException as error:  # above all an interrupt, while other ranks wait here
+            with contextlib.suppress(RuntimeError):
+                turn.close({rank: f"rank {rank} left {call}() with {type(error).__name__}"})
+            raise
+        finally:
+            self.activity.waiting = self.activity.diagnosis = None
+            self._lock.release()
+
+    def _error(self, first: str, got: str) -> StateError:
+        members = list(self.activity.members)
+        return StateError(
+            explain(
+                first,
+                expected=f"the same call, of the same model and in the same order, on all of the "
+                f"ranks {members}",
+                got=got,
+                where=f"rank {self.activity.global_rank}, at {progress.place()}",
+                fix="make the call on every rank; if a rank decides about it, broadcast the "
+                "decision. Nothing was sent, so every rank can go on. FSDP_COMPAT_MEET=0 disables "
+                "this check",
+            )
+        )
+
+    # -- for deadlock detection (waits.py)
+
+    @property
+    def is_alive(self) -> bool:
+        return self._world is None or (
+            dist.group.WORLD is not None and self._world() is dist.group.WORLD
+        )
+
+    def describe(self, waiting: Waiting) -> Wait:
+        (tag, number, _, _), _, what = waiting
+        rank = self.activity.global_rank
+        peers = tuple(r for r in self.activity.members if r != rank)
+        text = f"rank {rank} waits in {what} for the ranks {list(peers)}, at {progress.place()}"
+        return Wait(rank, peers, self.activity.name, tag, number, text)
+
+    def end_wait(self) -> None:
+        """Nothing to do: a rendezvous polls its diagnosis."""
+
+    def fail(self, report: Report) -> None:
+        """Nothing to do: there are no connections."""
+
+    def close(self) -> None:
+        """Nothing to do: there are no connections."""
+
+
+class Turn:
+    """One rendezvous, as one of its ranks sees it: ``arrive``, then ``look`` until either is
+    True."""
+
+    def __init__(self, rendezvous: StoreRendezvous, call: str, checksum: int, name: str) -> None:
+        self._rendezvous, self._store = rendezvous, rendezvous._store
+        self._activity = rendezvous.activity
+        self._call, self._name = call, name
+        # what each member adds to the counter
+        self._value = 1 + ((checksum & ((1 << _CALL_BITS) - 1)) << _COUNT_BITS)
+        self._number = rendezvous._next
+        self._total = 0  # of the counter
+        self._inquiry: Inquiry | None = None  # while waiting
+        self._started = self._asked_at = 0.0  # monotonic seconds
+        self._ask_s = 0.0
+
+    def arrive(self) -> bool:
+        """Add this rank to the next rendezvous that is not closed. Returns and raises as ``look``
+        does."""
+        rendezvous, rank = self._rendezvous, self._activity.global_rank
+        self._activity.thread, self._activity.diagnosis = threading.get_ident(), None
+        while True:
+            self._number = rendezvous._next
+            text = f"{self._number} called {self._call} at {progress.place()}"
+            self._store.set(self._key(f"post/{rank}"), text)
+            self._total = self._store.add(self._key(str(self._number)), self._value)
+            rendezvous._next += 1
+            if self._total > 0:
+                break
+        self._activity.counts[RENDEZVOUS] = self._number
+        if self._is_complete(self._total):
+            self._delete_earlier()
+        else:
+            self._begin_wait()
+        return self._judge()
+
+    def pause_s(self) -> float:
+        """Return how long to sleep before the next look."""
+        return min(PAUSE_S, max(5e-5, (time.monotonic() - self._started) / 10))
+
+    def look(self) -> bool:
+        """Return True if all members have arrived.
+
+        Raises StateError if they never will.
+        """
+        self._total = self._store.add(self._key(str(self._number)), 0)
+        return self._judge()
+
+    def _judge(self) -> bool:
+        if self._is_complete(self._total):
+            self._rendezvous._last_complete = self._number
+            return True
+        if self._total < 0:
+            raise self._refusal()
+        if self._activity.diagnosis is not None:
+            self.close(self._activity.diagnosis.lines)
+            return False  # refused at the next look, in the words of the rank that closed it
+        missing = self._why_pointless()
+        if missing is not None:
+            self.close(self._lines(missing))
+        return False
+
+    def close(self, lines: dict[int, str]) -> None:
+        """Close the rendezvous, unless it is complete or closed. lines: the reason, by rank."""
+        key, before = self._key(str(self._number)), ""
+        own = str(_CLOSED - self._activity.rank)  # tells this rank's from another one's
+        while True:
+            now = self._store.compare_set(key, before, own).decode()
+            if now == own:
+                self._store.set(self._key(f"why/{self._number}"), json.dumps(lines))
+                return
+            if int(now) < 0 or self._is_complete(int(now)):
+                return
+            before = now
+
+    def _is_complete(self, total: int) -> bool:
+        return total == len(self._activity.members) * self._value
+
+    def _begin_wait(self) -> None:
+        self._started = self._asked_at = time.monotonic()
+        self._inquiry = Inquiry(StatusStore(self._store), self._name)
+        self._ask_s = min(ASK_S, deadlock.idle_limit_s() / 5)
+        if self._num_arrived() > 1:  # another rank asks already; but it may die
+            self._ask_s *= 5 * max(1, len(self._activity.members) / 64)
+        self._activity.waiting = (RENDEZVOUS, self._number, 0, 0), 0, self._call
+
+    def _num_arrived(self) -> int:
+        return self._total & ((1 << _COUNT_BITS) - 1)
+
+    def _why_pointless(self) -> dict[int, str] | None:
+        """Return, by missing rank, why waiting for it is pointless; None if waiting is not."""
+        now, limit_s = time.monotonic(), self._rendezvous._timeout_s
+        if self._total != self._num_arrived() * self._value:  # the calls differ
+            return dict.fromkeys(self._missing(), "")
+        if now - self._started > limit_s:
+            text = f": the time limit of {limit_s:g} s is over"
+            return dict.fromkeys(self._missing(), text)
+        if now - self._asked_at > self._ask_s:
+            self._asked_at = now
+            assert self._inquiry is not None
+            missing = self._missing()
+            answers = {rank: self._inquiry.of(rank) for rank in missing[:_MAX_ASKED]}
+            if any(is_pointless for _, is_pointless in answers.values()):
+                texts = {rank: f": {text}" for rank, (text, _) in answers.items()}
+                return dict.fromkeys(missing, "") | texts
+        return None
+
+    def _lines(self, missing: dict[int, str]) -> dict[int, str]:
+        lines = {rank: f"rank {rank} has not arrived{why}" for rank, why in missing.items()}
+        for rank in self._activity.members:
+            if rank not in missing:
+                lines[rank] = f"rank {rank} {self._call_of(rank) or 'arrived'}"
+        return lines
+
+    def _refusal(self) -> StateError:
+        """Return the error of a closed rendezvous, in the words of the rank that closed it."""
+        text, end = "", time.monotonic() + 2.0
+        while not text and time.monotonic() < end:
+            text = self._store.compare_set(self._key(f"why/{self._number}"), "", "").decode()
+            if not text:
+                time.sleep(0.001)
+        lines = {int(rank): line for rank, line in json.loads(text or "{}").items()}
+        rank = self._activity.global_rank
+        lines.setdefault(rank, f"rank {rank} called {self._call} at {progress.place()}")
+        first = f"The ranks did not come together in {self._call}."
+        return self._rendezvous._error(first, str(Report(False, lines)))
+
+    # -- in the store
+
+    def _key(self, what: str) -> str:
+        return f"fsdp_compat/{self._activity.name}/{what}"
+
+    def _call_of(self, rank: int) -> str:
+        """Return which call a member made and where, or "" if it has not arrived."""
+        post = self._store.compare_set(self._key(f"post/{rank}"), "", "").decode()
+        number, _, text = post.partition(" ")
+        return text if number == str(self._number) else ""
+
+    def _missing(self) -> list[int]:
+        return [rank for rank in self._activity.members if not self._call_of(rank)]
+
+    def _delete_earlier(self) -> None:
+        """Delete the earlier counters: every rank has arrived here, so that none reads them."""
+        last = self._rendezvous._last_complete
+        with contextlib.suppress(RuntimeError):
+            for number in range(max(last, 1), self._number):
+                self._store.delete_key(self._key(str(number)))
+                if number > last:
+                    self._store.delete_key(self._key(f"why/{number}"))
+
+
+# By default process group, and by members.
+_rendezvous: weakref.WeakKeyDictionary[
+    dist.ProcessGroup, dict[tuple[int, ...], StoreRendezvous | None]
+] = weakref.WeakKeyDictionary()
+
+
+def rendezvous_of(members: tuple[int, ...]) -> StoreRendezvous | None:
+    """Return the rendezvous of a set of global ranks, the same object every time; None if the ranks
+    are not processes that share a store."""
+    world, store = dist.group.WORLD, _torch_private.default_store()
+    if world is None or store is None:
+        return None
+    found = _rendezvous.setdefault(world, {})
+    if members not in found:
+        found[members] = None
+        if dist.get_backend(world) not in _NOT_PROCESSES:
+            ranks = hashlib.sha1(repr(members).encode()).hexdigest()[:16]
+            # a store may outlive a default process group, with the keys of the last one
+            world_number = (store.add(f"fsdp_compat/worlds/{ranks}", 1) - 1) // len(members)
+            name = f"rendezvous/{ranks}/{world_number}"
+            activity = Activity(name, members.index(dist.get_rank()), members)
+            timeout_s = _torch_private.group_timeout(world).total_seconds()
+            made = found[members] = StoreRendezvous(activity, store, timeout_s, weakref.ref(world))
+            deadlock.watch(made)
+    return found[members]

@@ -1,0 +1,110 @@
+"""The protocol between code that waits for other ranks and the detection of waits that never end.
+
+Two kinds of objects wait: the connections of a gloo communicator (gloo_connections.py) and a
+rendezvous (store_rendezvous.py). Each is a ``Waiter`` and keeps an ``Activity``, two facts long:
+
+    activity.counts[tag] += 1          this rank has begun another message with this tag
+    activity.waiting = (id, i, what)   this rank waits now; None when the wait is over
+
+deadlock.py reads the activities from a thread of its own, and has two answers:
+
+    activity.diagnosis = report, waiter.end_wait()     this wait can never end
+    waiter.fail(report)                                all communication of this process has failed
+
+A waiter knows nothing of the search, and the search knows nothing of gloo."""
+
+from __future__ import annotations
+
+import dataclasses
+import typing
+
+from .transport import MessageId
+
+__all__ = [
+    "ARRIVAL",
+    "COLLECTIVE",
+    "RENDEZVOUS",
+    "Activity",
+    "Report",
+    "Wait",
+    "Waiter",
+    "Waiting",
+]
+
+# In place of a tag:
+ARRIVAL = -1  # connecting: another rank has not arrived yet
+COLLECTIVE = -2  # a synchronous collective of all members
+RENDEZVOUS = -3  # a rendezvous: nothing has been sent yet
+
+# (message, index of the work, what); each wait has a new tuple, and its identity tells them apart
+Waiting = tuple[MessageId, int, str]
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """Why communication has failed."""
+
+    is_circle: bool  # ranks wait for each other; else a time limit, a lost connection, an interrupt
+    lines: dict[int, str]  # by global rank: what it waits for
+
+    def __str__(self) -> str:
+        return "; ".join(self.lines[rank] for rank in sorted(self.lines))
+
+
+@dataclasses.dataclass(eq=False)
+class Activity:
+    """What one waiter has begun and what it waits for. The thread that communicates writes it."""
+
+    name: str  # the same on all members
+    rank: int  # among the members
+    members: tuple[int, ...]  # global ranks
+    counts: dict[int, int] = dataclasses.field(default_factory=dict)  # by tag: how often begun
+    thread: int = 0  # the last one that has begun something, 0 if none has
+    waiting: Waiting | None = None
+    diagnosis: Report | None = None  # of a wait that can never end; set before the wait is ended
+
+    @property
+    def global_rank(self) -> int:
+        return self.members[self.rank]
+
+
+@dataclasses.dataclass(frozen=True)
+class Wait:
+    """A wait in a form that other ranks can read."""
+
+    rank: int  # global, of the rank that waits
+    peers: tuple[int, ...]  # global: the wait ends when all of them have begun the same
+    name: str  # of the activity
+    tag: int
+    number: int  # how often the waiting rank has begun it
+    text: str
+
+    @property
+    def can_be_refused(self) -> bool:
+        """True if nothing was sent: after an error all ranks can go on."""
+        return self.tag == RENDEZVOUS
+
+
+class Waiter(typing.Protocol):
+    """An object whose waits are watched. Its methods are called from the watching thread."""
+
+    activity: Activity
+
+    @property
+    def is_alive(self) -> bool:
+        """True while its process group exists."""
+
+    @property
+    def is_connected(self) -> bool:
+        """True while it has connections that can fail."""
+
+    def describe(self, waiting: Waiting) -> Wait: ...
+
+    def end_wait(self) -> None:
+        """End the wait of the communicating thread with an error."""
+
+    def fail(self, report: Report) -> None:
+        """Close the connections. Every later use raises an error with the reason."""
+
+    def close(self) -> None:
+        """Close the connections because the process group was destroyed."""

@@ -1,0 +1,155 @@
+"""Gradients of sharded parameters: how reduced gradients accumulate in ``.grad``, and how zero_grad
+is noticed while gradients accumulate without communication (no_sync).
+
+After a backward inside no_sync the gradients are in the group's gradient buffer, not in ``.grad``.
+Where ``.grad`` is None it is set to zeros, so that ``zero_grad`` finds something to clear, and the
+state of each ``.grad`` is noted. Before the next backward the notes tell which gradients were
+zeroed; these are dropped from the buffer too, on all ranks or on none."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import itertools
+import operator
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import nn
+
+from .. import _torch_private
+from .bulk_dict import exhaust
+from .reduce import ReducePlan
+from .store import ParamStore
+
+__all__ = ["ShardedGrads", "Zeroed"]
+
+_grad, _requires_grad = map(operator.attrgetter, ("grad", "requires_grad"))
+_GRAD, _NONES = itertools.repeat("grad"), itertools.repeat(None)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Note:
+    """The ``.grad`` of a sharded parameter after a backward without communication."""
+
+    grad: torch.Tensor
+    version: int
+    nonzero: torch.Tensor  # bool, 0-d: read only if the gradient was written to since
+
+
+class Zeroed(enum.Enum):
+    """Whether a noted gradient was zeroed before the next backward."""
+
+    NO = enum.auto()  # unchanged, or written to and not zero
+    YES = enum.auto()  # replaced or set to None, or it was not zero and is zero now
+    UNCLEAR = enum.auto()  # written to; it was zero (or empty) and still is
+
+
+class ShardedGrads:
+    """``.grad`` of one group's sharded parameters."""
+
+    def __init__(self, store: ParamStore, grad_dtype: torch.dtype | None) -> None:
+        """grad_dtype: of ``.grad``; None: the shard's."""
+        self._dtype = grad_dtype or store.dtype
+        self._params: list[nn.Parameter] = [param for param, _ in store.sharded_params]
+        # Positions of parameters of which this rank has no part: they never have gradients here,
+        # and optimizers keep no state for them.
+        self._absent: frozenset[int] = frozenset()
+        self.num_held = len(self._params)  # parameters that this rank has a part of
+        self._notes: list[_Note | None] = []  # by position; None: does not require gradients
+        if grad_dtype is not None:
+            for param in self._params:
+                grad, param.grad = param.grad, None  # it may have one from before
+                param.grad_dtype = grad_dtype
+                param.grad = None if grad is None else grad.to(grad_dtype)
+
+    def set_absent(self, positions: Sequence[int]) -> None:
+        """positions: of sharded parameters of which this rank has no part."""
+        self._absent = frozenset(positions)
+        self.num_held = len(self._params) - len(self._absent)
+
+    def accumulate(self, grads: Sequence[torch.Tensor | None], plan: ReducePlan, what: str) -> None:
+        """Assign reduced gradients, one per sharded parameter, or add them to those that are
+        there."""
+        params = self._params
+        if self._absent:
+            grads = [
+                None if position in self._absent else grad for position, grad in enumerate(grads)
+            ]
+        if all(map(_requires_grad, params)) and not any(
+            map(operator.is_not, map(_grad, params), _NONES)
+        ):
+            exhaust(map(setattr, params, _GRAD, grads))
+            return
+        for param, grad in zip(params, grads, strict=True):
+            if not param.requires_grad:
+                continue
+            if param.grad is None or grad is None:
+                param.grad = grad
+            else:
+                plan.offload.wait_readers()
+                plan.replica.wait_readers(what)  # peers may still read gradients of this backward
+                param.grad.add_(grad)
+
+    def step_in_backward(self) -> None:
+        """Run the optimizers that step in backward, with complete gradients, and drop these."""
+        for param in self._params:
+            optimizers = _torch_private.optimizers_in_backward(param)
+            if optimizers and param.grad is not None:
+                if param.numel():  # a rank without a part of it keeps no state
+                    for optimizer in optimizers:
+                        optimizer.step()
+                param.grad = None
+
+    # -- accumulation without communication
+
+    @property
+    def has_notes(self) -> bool:
+        return bool(self._notes)
+
+    def note(self) -> None:
+        """After a backward without communication: see the head of this file.
+
+        Parameters of which this rank has no part get a gradient as well, until the next reduction:
+        gradients that zero_grad clears are dropped on all ranks or on none.
+        """
+        self._notes = []
+        for param in self._params:
+            if not param.requires_grad:
+                self._notes.append(None)
+                continue
+            if param.grad is None:
+                param.grad = torch.zeros_like(param, dtype=self._dtype)
+            grad = param.grad
+            self._notes.append(_Note(grad, grad._version, grad.any()))
+
+    def forget_notes(self) -> None:
+        self._notes = []
+
+    def was_zeroed(self) -> list[Zeroed]:
+        """Return, per sharded parameter, whether its gradient was zeroed since ``note``."""
+        found = []
+        for param, note in zip(self._params, self._notes, strict=True):
+            if note is None:
+                found.append(Zeroed.NO)
+            elif param.grad is not note.grad:
+                found.append(Zeroed.YES)
+            elif note.grad._version == note.version or note.grad.any():
+                found.append(Zeroed.NO)
+            else:
+                found.append(Zeroed.YES if note.nonzero else Zeroed.UNCLEAR)
+        return found
+
+    def was_written(self) -> bool:
+        """True if a noted gradient was written to in place."""
+        return any(True for _ in self._written())
+
+    def was_scaled(self) -> bool:
+        """True if a noted gradient was written to, was not zero before and is not zero now: this
+        was not a zero_grad."""
+        return any(bool(note.nonzero) and bool(note.grad.any()) for note in self._written())
+
+    def _written(self) -> Iterator[_Note]:
+        for param, note in zip(self._params, self._notes, strict=True):
+            if note is not None and param.grad is note.grad and note.grad._version != note.version:
+                yield note

@@ -1,0 +1,251 @@
+"""The backward passes of one runtime: pre-backward, gradients, post-backward, and the end.
+
+One event ends a unit's backward, *post-backward*: start the reduction, reshard the parameters. It
+needs no hooks on inputs and no counts of outstanding calls. Every forward call has two ticks, its
+begin and its end. At the first pre-backward of a call c, post-backward runs for every unit whose
+calls all began after c ended, and at the end of backward for the rest. This is right because
+autograd runs ready nodes newest first: when the gradient of a call's output is complete, everything
+recorded after that output has run."""
+
+from __future__ import annotations
+
+import itertools
+import operator
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import nn
+
+from .. import _torch_private
+from . import hooks
+from .checks import Checks, refuse_summoned_backward
+from .communicators import Communicators
+from .device import ComputeStreams
+from .gradients import Gradients, InFlightReductions, drop_zeroed
+from .group import Group
+from .unit import Call, Residency, Unit
+from .unsharding import Unsharding
+
+__all__ = ["BackwardRunner", "ThreadedBackwardRunner"]
+
+
+class Backward:
+    """One outermost graph task. Only the callback queued at its end holds it: a dead reference
+    means that the task is gone, because it raised."""
+
+    _serials = itertools.count()
+
+    def __init__(self) -> None:
+        self.serial = next(self._serials)
+        self.entered: list[Unit] = []  # between pre-backward and post-backward
+        self.reduced: set[Gradients] = set()
+        # create_graph: the graph of the gradients may read parameters without passing a hook.
+        self.keeps_params = False
+
+
+class BackwardRunner:
+    """Runs the hooks of backward for one runtime."""
+
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        communicators: Communicators,
+        unsharding: Unsharding,
+        checks: Checks,
+        streams: ComputeStreams | None,
+        max_inflight_reductions: int,
+        prefetches_late: bool,
+    ) -> None:
+        """streams: None where there is only one. prefetches_late: a unit's all-gather starts before
+        the previous unit's gradients are sent."""
+        self._units, self._communicators, self._checks = units, communicators, checks
+        self._unsharding, self._streams = unsharding, streams
+        self._allow_unused_units = unsharding.rounds.allow_unused_units
+        self._prefetches_late = prefetches_late and not self._allow_unused_units
+        self.reductions = InFlightReductions(
+            None if self._allow_unused_units else max_inflight_reductions
+        )
+        self.sync = True  # False inside no_sync
+        self.steps = False  # optimizers that step in backward do so now
+        self._current: Callable[[], Backward | None] = _no_backward  # weak
+        self.is_open = False  # a backward began and has not ended
+        self._has_notes = False  # some group has gradients of a backward without communication
+
+    @property
+    def is_running(self) -> bool:
+        return self.is_open and self._current() is not None
+
+    @property
+    def has_raised(self) -> bool:
+        """True from a backward that raised until ``discard``."""
+        return self.is_open and self._current() is None
+
+    def _backward(self) -> Backward:
+        """Return the Backward of this graph task. It begins at the first pre-backward or the first
+        gradient."""
+        current = self._current()
+        if current is None:
+            if self.is_open:
+                self.discard()
+            current, self.is_open = Backward(), True
+            if self._has_notes:
+                self._has_notes = False
+                drop_zeroed(self._gradients(), self._communicators.any_rank)
+            self._current = weakref.ref(current)
+            hooks.on_end_of_backward(lambda: self._end(current))
+            self._checks.before_backward()
+            self._unsharding.begin_backward()
+        return current
+
+    def _gradients(self) -> list[Gradients]:
+        return [group.gradients for unit in self._units for group in unit.groups]
+
+    def pre_backward(self, call: Call, unit: Unit) -> None:
+        """The gradient of one of the call's outputs is complete, so everything recorded after the
+        call has run (where autograd has a thread for each device: everything on this device).
+        Collective."""
+        if call.summoned or unit.view.summoned:
+            refuse_summoned_backward(unit)
+        backward = self._current() or self._backward()
+        if call.seen_by == backward.serial:  # several outputs, one event
+            return
+        call.seen_by = backward.serial
+        backward.keeps_params |= torch.is_grad_enabled()
+        if self._streams is not None:
+            self._streams.join()
+        entered = backward.entered
+        if self._prefetches_late:
+            unit.unshard(call.dtype)
+        end = call.end_tick
+        for other in tuple(entered):
+            calls = other.calls
+            if (
+                other is not unit
+                and calls[0].begin_tick > end
+                and (len(calls) == 1 or all(each.begin_tick > end for each in calls))
+                and (self._streams is None or other.has_all_gradients())
+            ):
+                self._post_backward(other, backward)
+        if not unit.calls:
+            entered.append(unit)
+        unit.calls.append(call)
+        self._unsharding.unshard_for_use(unit, call.dtype, backward=True)
+
+    def on_gradient(self, group: Group, index: int, param: nn.Parameter) -> None:
+        """The gradient of a large parameter was accumulated: move it to the buffer."""
+        if self._streams is not None:
+            self._streams.join()
+        self._backward()
+        group.gradients.take(index, param)
+
+    def _post_backward(self, unit: Unit, backward: Backward) -> None:
+        """Collective. Reshard and start the reduction. A later gradient starts another reduction,
+        which adds."""
+        if self._streams is not None:
+            self._streams.join()
+        if unit.calls:
+            unit.forget_calls()
+            backward.entered.remove(unit)
+        if not backward.keeps_params:
+            unit.reshard()  # first: gradients may need the memory
+        received = []
+        for group in unit.groups:
+            gradients = group.gradients
+            gradients.collect()
+            # A user's hook communicates by itself: where ranks use different units, all of them
+            # call it at the end of backward.
+            if (
+                self.sync
+                and gradients.received
+                and (not self._allow_unused_units or gradients.hook is None)
+            ):
+                received.append(gradients)
+        if received:
+            backward.reduced.update(received)
+            self.reductions.start(received)
+
+    def _end(self, backward: Backward) -> None:
+        """The graph task has ended: post-backward for the units that are left, finish every
+        reduction. Collective."""
+        with torch.no_grad():
+            self._unsharding.end_backward()
+            has_small_gradients = self._checks.has_gradients()
+            for unit in reversed(self._units):  # the root last: its buffer is the largest
+                if (
+                    has_small_gradients
+                    or unit.calls
+                    or unit.residency is not Residency.SHARDED
+                    or any(map(_received, unit.groups))
+                ):
+                    self._post_backward(unit, backward)
+            if self._allow_unused_units and self.sync:
+                self._reduce_what_others_reduced(backward)
+            for gradients in self._gradients():
+                if gradients.received:  # no_sync
+                    gradients.sharded.note()
+                    self._has_notes = True
+            self.reductions.finish()
+            self._communicators.flush("gradients and parameters that this rank has sent")
+        self._current, self.is_open = _no_backward, False
+        if _torch_private.has_optimizers_in_backward():
+            self._step_optimizers(backward)
+
+    def _reduce_what_others_reduced(self, backward: Backward) -> None:
+        """Collective, one byte per group: a rank without gradients reduces zeros. Groups that no
+        rank has used keep ``.grad`` None."""
+        every = self._gradients()
+        used = self._communicators.any_rank(
+            [gradients in backward.reduced or bool(gradients.received) for gradients in every]
+        )
+        for gradients, is_used in zip(every, used, strict=True):
+            if is_used and gradients not in backward.reduced:
+                backward.reduced.add(gradients)
+                self.reductions.start([gradients])
+
+    def _step_optimizers(self, backward: Backward) -> None:
+        """Run the optimizers that step in backward: at its end no rank reads the shards any more,
+        and no gradient is still added."""
+        self.steps = True
+        try:
+            for gradients in self._gradients():
+                if gradients in backward.reduced:
+                    gradients.sharded.step_in_backward()
+        finally:
+            self.steps = False
+
+    def discard(self) -> None:
+        """After a backward that raised: wait for what is in flight, drop partial gradients."""
+        self.reductions.forget()
+        self._unsharding.forget_backward()
+        for unit in self._units:
+            unit.forget_calls()
+            for group in unit.groups:
+                group.discard()
+            unit.reshard()
+        self._communicators.flush("messages that this rank sent before an exception")
+        self._current, self.is_open = _no_backward, False
+
+
+class ThreadedBackwardRunner(BackwardRunner):
+    """For devices of which autograd has a thread each: hooks may run at the same time."""
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*args)  # type: ignore[arg-type]
+        self._lock = threading.RLock()
+
+    def pre_backward(self, call: Call, unit: Unit) -> None:
+        with self._lock:
+            super().pre_backward(call, unit)
+
+    def on_gradient(self, group: Group, index: int, param: nn.Parameter) -> None:
+        with self._lock:
+            super().on_gradient(group, index, param)
+
+
+_received = operator.attrgetter("gradients.received")
+
+
+def _no_backward() -> None:
+    return None

@@ -1,0 +1,206 @@
+"""Checks of a model before a pass and between steps: the user's changes are followed, or refused
+with an error that says what to do."""
+
+from __future__ import annotations
+
+import typing
+from collections.abc import Iterable, Sequence
+
+from ..errors import AssertedStateError, StateError, UsageError, explain
+from . import hooks
+from .communicators import Communicators
+from .external_changes import ExternalChanges
+from .group import Group
+from .materialize import is_uninitialised
+from .unit import Residency, Unit
+
+__all__ = [
+    "Checks",
+    "refuse_in_pass",
+    "refuse_late_hook",
+    "refuse_summoned",
+    "refuse_summoned_backward",
+    "require_own",
+]
+
+
+class Checks:
+    """What is checked before each forward and backward of one runtime."""
+
+    def __init__(self, root: Unit, units: Sequence[Unit], communicators: Communicators) -> None:
+        self._root, self._units, self._communicators = root, units, communicators
+        self._changes = ExternalChanges(())
+        # Every parameter and buffer has values: checked before the first forward. In a simulation
+        # on the meta device none has.
+        self._has_values = root.options.device.type == "meta"
+
+    def take(self, groups: Iterable[Group]) -> None:
+        """Check ``groups`` from now on."""
+        self._changes = ExternalChanges(groups)
+
+    def has_gradients(self) -> bool:
+        """True if autograd has left a gradient on a small parameter."""
+        return self._changes.has_gradients()
+
+    def before_forward(self) -> None:
+        """Collective, in the first forward."""
+        if not self._changes.stands():
+            self._check_units()
+            self._changes.note()
+        if not self._has_values:
+            self._require_values()
+
+    def _check_units(self) -> None:
+        """Follow what the user has changed between steps, or refuse it."""
+        for unit in self._units:
+            for group in () if unit.view.summoned else unit.groups:
+                stray = group.gradients.stray()
+                if stray is not None:
+                    _refuse_stray(group, stray)
+                group.store.check(group.name)
+                group.require_unsharded_params()
+                for index, param in group.requires_grad.follow(group.name):
+                    hooks.on_gradient_of_param(unit, group, index, param)
+
+    def _require_values(self) -> None:
+        """Raise UsageError, on all ranks, if a tensor that came from the meta device has no values
+        yet.
+
+        Collective: one byte, once, as a value may be missing on one rank only.
+        """
+        missing, names = [], []
+        for unit in self._units:
+            for name, read in unit.uninitialised:
+                names.append(f"{name!r} of {unit.label}")
+                value = read()
+                if value is not None and is_uninitialised(value):
+                    missing.append(names[-1])
+        [some_missing] = self._communicators.any_rank([bool(missing)])
+        if some_missing:
+            # Where another rank lacks values, this one names its own from the meta device.
+            shown = missing or names or ["tensors of another rank"]
+            raise UsageError(
+                explain(
+                    "Parameters or buffers from the meta device were never given values.",
+                    expected="reset_parameters() or param_init_fn to fill all tensors of a module, "
+                    "including non-persistent buffers; or load_state_dict(); or "
+                    "sync_module_states=True with values on the first rank",
+                    got=f"uninitialised memory in {', '.join(shown[:5])}"
+                    f"{' and more' if len(shown) > 5 else ''}",
+                    where=self._root.label,
+                    fix="fill them in reset_parameters() or param_init_fn",
+                )
+            )
+        self._has_values = True
+        for unit in self._units:
+            unit.uninitialised = []
+
+    def before_backward(self) -> None:
+        """Raise AssertedStateError if parameters that stay unsharded from forward to backward were
+        given other memory in between.
+
+        In other units the new values count, as they are gathered again.
+        """
+        moved = not self._changes.sharded_params_stand()
+        for unit in self._units:
+            kept = unit.residency is Residency.UNSHARDED
+            for group in () if unit.view.summoned else unit.groups:
+                if kept:
+                    group.require_unsharded_params()
+                if moved and not group.store.stands():
+                    if kept:
+                        _refuse_moved(group)
+                    group.store.check(group.name)
+
+
+def require_own(units: Iterable[Unit]) -> None:
+    """Raise StateError if parameters were replaced. Values written by `.data =` between steps
+    count from now on."""
+    for unit in units:
+        unit.view.require_own()
+        for group in () if unit.view.summoned else unit.groups:
+            group.store.check(group.name)
+
+
+def refuse_in_pass(what: str, where: str, error: type[StateError]) -> typing.NoReturn:
+    """``what`` was called inside forward or backward."""
+    raise error(
+        explain(
+            f"{what} was called while the model runs.",
+            expected="a call between steps",
+            got="a call inside forward or backward",
+            where=where,
+            fix="call it before forward, or after backward has returned",
+        )
+    )
+
+
+def refuse_summoned(what: str, where: str) -> typing.NoReturn:
+    """``what`` was called inside summon_full_params."""
+    raise StateError(
+        explain(
+            f"{what} was called inside summon_full_params, where parameters and gradients are "
+            "whole.",
+            expected="a call outside the context",
+            got="a call inside it",
+            where=where,
+            fix="leave the context first",
+        )
+    )
+
+
+def refuse_summoned_backward(unit: Unit) -> typing.NoReturn:
+    raise StateError(
+        explain(
+            "Backward reached a forward that ran inside summon_full_params.",
+            expected="forward and backward outside the context: gradients cannot reach the "
+            "parameters that it shows",
+            got="a backward through a forward inside it",
+            where=unit.label,
+            fix="leave the context before the forward; for evaluation inside it use "
+            "torch.no_grad()",
+        )
+    )
+
+
+def refuse_late_hook(where: str) -> typing.NoReturn:
+    """A communication hook was registered after a backward inside no_sync."""
+    raise StateError(
+        explain(
+            "Gradients were already received.",
+            expected="a communication hook that is registered before the first backward",
+            got="gradients of a backward inside no_sync",
+            where=where,
+            fix="register the hook right after wrapping",
+        )
+    )
+
+
+def _refuse_moved(group: Group) -> typing.NoReturn:
+    raise AssertedStateError(
+        explain(
+            "Parameters were changed between forward and backward, but backward uses the values of "
+            "forward.",
+            expected="changes by `.data =` before forward or after backward: this unit stays "
+            "unsharded in between",
+            got="a parameter that has other memory than in forward",
+            where=group.name,
+            fix="move the change, or choose a strategy that reshards after forward (FULL_SHARD)",
+        )
+    )
+
+
+def _refuse_stray(group: Group, index: int) -> typing.NoReturn:
+    group.discard()
+    raise StateError(
+        explain(
+            "A gradient bypassed FSDP's hooks and was never reduced across ranks.",
+            expected="backward from the outputs of a unit's forward, or from tensors that its "
+            "modules keep as attributes",
+            got=f"a gradient on parameter {index} "
+            f"(shape {tuple(group.unsharded_params[index].shape)}) left by an earlier backward",
+            where=group.name,
+            fix="return the tensor that the loss is computed from from forward, or keep it as an "
+            "attribute of a module of the unit",
+        )
+    )

@@ -1,0 +1,54 @@
+"""All communicators of a runtime at once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from .._comm.communicator import Communicator
+from .device import OffloadPolicy
+from .group import Group
+
+__all__ = ["Communicators"]
+
+
+class Communicators:
+    """The communicators and offload policies of a runtime's groups, each once."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._communicators: list[Communicator] = []
+        self._offloads: list[OffloadPolicy] = []
+
+    def take(self, groups: Iterable[Group]) -> None:
+        """Use those of ``groups`` from now on."""
+        groups = list(groups)
+        self._communicators = list(
+            {
+                id(communicator): communicator
+                for group in groups
+                for communicator in (group.shard, group.replica)
+                if communicator.ranks > 1
+            }.values()
+        )
+        self._offloads = list(
+            {
+                id(group.offload): group.offload for group in groups if group.offload.is_offloaded
+            }.values()
+        )
+
+    def any_rank(self, flags: Sequence[bool]) -> list[bool]:
+        """Collective. Return for each flag whether it is set on any rank. One byte per flag."""
+        values = torch.tensor(flags, dtype=torch.uint8, device=self._device)
+        for communicator in self._communicators:
+            values = communicator.any_of(values)
+        return [bool(value) for value in values.tolist()]
+
+    def flush(self, what: str) -> None:
+        """Wait until everything that this rank has sent, or copied to the host, has arrived.
+        what: that was sent, for errors."""
+        for communicator in self._communicators:
+            communicator.flush_sends(what)
+        for offload in self._offloads:
+            offload.wait_readers()

@@ -1,0 +1,283 @@
+"""The gradients of a group on their way from autograd to ``.grad`` of the sharded parameters."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import itertools
+import operator
+import typing
+from collections.abc import Callable, Collection, Iterable, Sequence
+
+import torch
+from torch import nn
+
+from .. import _torch_private
+from .accumulation import ShardedGrads, Zeroed
+from .reduce import (
+    CommHook,
+    DirectGradBuffer,
+    GradBuffer,
+    ReduceBuffer,
+    ReducePlan,
+    Reduction,
+)
+from .storage import GroupMemory
+from .store import ParamStore
+
+__all__ = ["LARGE", "Gradients", "InFlightReductions", "drop_zeroed", "is_large"]
+
+# Elements. Parameters of this size have a hook each, and their gradients are taken as they come;
+# those of smaller ones are taken together in post-backward.
+LARGE = 65536
+
+
+def is_large(param: nn.Parameter) -> bool:
+    """True for a parameter with its own gradient hook. Those of other tensor types never have
+    one."""
+    return param.numel() >= LARGE and _torch_private.is_plain(param)
+
+
+class _SmallParams(typing.NamedTuple):
+    """The unsharded parameters without a hook, of all dtypes computed in."""
+
+    params: list[nn.Parameter]
+    indices: list[int]
+    nones: list[None]
+
+
+class Gradients:
+    """One group's gradients: received, in reduction, or accumulated."""
+
+    def __init__(
+        self,
+        store: ParamStore,
+        memories: Sequence[GroupMemory],
+        plan: ReducePlan,
+        large: Collection[nn.Parameter],
+        reduce_dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        """large: unsharded parameters that have a hook each (see ``take``)."""
+        self.what = "gradients"  # for errors
+        # Called before a buffer takes memory; the runtime sets it.
+        self.limit_in_flight: Callable[[], None] = _no_limit
+        self.sharded = ShardedGrads(store, plan.grad_dtype)
+        self.received: Collection[int] = ()  # indices of parameters whose gradients are here
+        self.reduction: Reduction | None = None
+        self._store, self._memories, self._plan = store, memories, plan
+        self._reduce_dtype, self._device = reduce_dtype, device
+        self._buffer: GradBuffer | None = None  # made for the first gradient: never, if frozen
+        params = [
+            (index, param)
+            for memory in memories
+            for index, param in enumerate(memory.unsharded_params)
+            if param not in large
+        ]
+        self.small = _SmallParams(
+            [param for _, param in params], [index for index, _ in params], [None] * len(params)
+        )
+        whole = memories[0].unsharded_params
+        self.sharded.set_absent(
+            [
+                position
+                for position, (param, indices) in enumerate(store.sharded_params)
+                if not param.numel() and any(whole[index].numel() for index in indices)
+            ]
+        )
+
+    @property
+    def resident_nbytes(self) -> int:
+        return self._buffer.resident_nbytes if self._buffer is not None else 0
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of reduced gradients."""
+        return self._plan.grad_dtype or self._store.dtype
+
+    @property
+    def hook(self) -> CommHook | None:
+        return self._plan.hook
+
+    def set_hook(self, hook: CommHook) -> None:
+        """Let the user's hook sum and average gradients from now on. Not while some are
+        received."""
+        self._plan = dataclasses.replace(self._plan, hook=hook, predivisor=1.0)
+        self._buffer, self.received = None, ()  # the next one does not divide
+
+    # -- in every backward
+
+    def take(self, index: int, param: nn.Parameter) -> None:
+        """Move one large parameter's gradient to the buffer."""
+        grad, param.grad = param.grad, None
+        if grad is not None:  # a hook may fire without a gradient
+            self._put([index], [grad])
+
+    def collect(self) -> None:
+        """Move the gradients of the small parameters, which autograd left in ``.grad``, to the
+        buffer."""
+        params, indices, nones = self.small
+        grads = list(map(_grad, params))
+        if not any(map(operator.is_not, grads, nones)):
+            return
+        if any(map(operator.is_, grads, nones)):
+            indices = [
+                index for index, grad in zip(indices, grads, strict=True) if grad is not None
+            ]
+            grads = [grad for grad in grads if grad is not None]
+        for param in params:
+            param.grad = None
+        self._put(indices, grads)
+
+    def _put(self, indices: list[int], grads: list[torch.Tensor]) -> None:
+        if not self.received:
+            self.limit_in_flight()
+        if self.reduction is not None:  # it uses the buffer
+            self.finish_reduction()
+        buffer = self._buffer or self._make_buffer()
+        if any(map(_is_sparse, grads)) or any(
+            map(_requires_grad, grads)
+        ):  # the latter with create_graph
+            grads = [grad.to_dense() if grad.is_sparse else grad.detach() for grad in grads]
+        buffer.put(indices, grads)
+
+    def _make_buffer(self) -> GradBuffer:
+        buffer = self._buffer = self._new_buffer()
+        self.received = buffer.received
+        return buffer
+
+    def _new_buffer(self) -> GradBuffer:
+        plan, store, memory = self._plan, self._store, self._memories[0]
+        params = memory.unsharded_params
+        whole = all(
+            len(indices) == 1
+            and sharded_param.shape == params[indices[0]].shape
+            and _torch_private.is_plain(params[indices[0]])
+            for sharded_param, indices in store.sharded_params
+        )
+        exact = (
+            self._reduce_dtype == store.dtype
+            and plan.grad_dtype is None
+            and len(self._memories) == 1
+        )
+        if plan.ranks == 1 and plan.hook is None and memory.aliased and whole and exact:
+            return DirectGradBuffer(store)
+        return ReduceBuffer(
+            store, plan.shard.ranks, self._reduce_dtype, self._device, plan.predivisor, plan
+        )
+
+    def start_reduction(self) -> None:
+        """Collective. Reduce what was received, with zeros for the rest."""
+        buffer = self._buffer or self._make_buffer()
+        if self.reduction is not None:
+            self.finish_reduction()
+        self.reduction = Reduction(buffer.reduce(self._plan, self.what))
+
+    def finish_reduction(self) -> None:
+        """Collective. Wait for the reduction, if there is one, and accumulate its result."""
+        if self.reduction is not None:
+            reduction, self.reduction = self.reduction, None
+            self.sharded.accumulate(reduction.finish(), self._plan, self.what)
+
+    # -- at other times
+
+    def drop(self, zeroed: Sequence[bool]) -> None:
+        """Drop the received gradients of the sharded parameters that were zeroed, and the notes."""
+        if self._buffer is not None:
+            for (_, indices), is_zeroed in zip(self._store.sharded_params, zeroed, strict=True):
+                if is_zeroed:
+                    self._buffer.drop(indices)
+        self.sharded.forget_notes()
+
+    def discard(self) -> None:
+        """After a backward that raised: wait for the reduction in flight, drop all gradients that
+        were not accumulated."""
+        if self.reduction is not None:
+            reduction, self.reduction = self.reduction, None
+            if not self._plan.shard.has_failed and not self._plan.replica.has_failed:
+                with contextlib.suppress(StopIteration):  # it has raised, and so it has ended
+                    reduction.finish()
+        if self._buffer is not None:
+            self._buffer.discard()
+        for memory in self._memories:
+            for param in memory.unsharded_params:
+                param.grad = None
+
+    def stray(self) -> int | None:
+        """Return the index of a small parameter with a gradient that bypassed every hook."""
+        params, indices, _ = self.small
+        return next(
+            (index for index, param in zip(indices, params, strict=True) if param.grad is not None),
+            None,
+        )
+
+
+class InFlightReductions:
+    """The reductions that one backward has started, unit by unit, oldest first."""
+
+    def __init__(self, limit: int | None) -> None:
+        """limit: units whose gradients may be in flight when another unit's buffer takes memory;
+        None: any number."""
+        self._limit = limit
+        self._units: collections.deque[list[Gradients]] = collections.deque()
+
+    def start(self, unit: list[Gradients]) -> None:
+        """Collective. Start the reductions of a unit."""
+        if self._limit is not None and len(self._units) > self._limit:
+            self.limit_in_flight()
+        for gradients in unit:
+            gradients.start_reduction()
+        self._units.append(unit)
+
+    def limit_in_flight(self) -> None:
+        """Collective. Before another buffer takes memory: finish the oldest reductions until no
+        more than the limit are in flight."""
+        if self._limit is not None:
+            while len(self._units) > self._limit:
+                for gradients in self._units.popleft():
+                    gradients.finish_reduction()
+
+    def finish(self) -> None:
+        """Collective. Finish all: each stage for all groups before the next stage for any."""
+        every = list(itertools.chain.from_iterable(self._units))
+        left = [gradients.reduction for gradients in every if gradients.reduction is not None]
+        while left:
+            for reduction in left:
+                reduction.advance()
+            left = [reduction for reduction in left if reduction.grads is None]
+        for gradients in every:
+            gradients.finish_reduction()
+        self._units.clear()
+
+    def forget(self) -> None:
+        """After a backward that raised: the groups discard their gradients themselves."""
+        self._units.clear()
+
+
+def drop_zeroed(
+    groups: Iterable[Gradients], any_rank: Callable[[Sequence[bool]], list[bool]]
+) -> None:
+    """Before a backward: drop the received gradients that zero_grad has cleared since a backward
+    without communication. Collective.
+
+    Replaced gradients (``set_to_none``) are plain to see. A gradient that was written to, was zero
+    and still is zero tells nothing. Then other gradients decide, on all ranks together, whether the
+    write was a zero_grad or a change of scale.
+    """
+    noted = [gradients for gradients in groups if gradients.sharded.has_notes]
+    answers = {gradients: gradients.sharded.was_zeroed() for gradients in noted}
+    cleared = True
+    # The first condition is the same on all ranks: they run the same program.
+    if any(gradients.sharded.was_written() for gradients in noted):
+        [scaled] = any_rank([any(gradients.sharded.was_scaled() for gradients in noted)])
+        cleared = not scaled
+    for gradients, found in answers.items():
+        gradients.drop([a is Zeroed.YES or (a is Zeroed.UNCLEAR and cleared) for a in found])
+
+
+def _no_limit() -> None:
+    pass
+
+
+_grad, _requires_grad, _is_sparse = map(operator.attrgetter, ("grad", "requires_grad", "is_sparse"))

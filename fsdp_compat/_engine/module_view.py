@@ -1,0 +1,346 @@
+"""What the modules of a unit show: sharded parameters between uses, unsharded ones during
+computation."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import typing
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import nn
+
+from .. import _torch_private
+from ..errors import StateError, explain
+from .bulk_dict import BulkDict, DictEntry, swap_of
+from .dtypes import ComputeDtype
+from .placeholders import Placeholders, ViewedUnit
+from .store import ModuleSlot
+
+__all__ = ["ModuleView"]
+
+
+class ModuleView:
+    """The parameters that one unit's modules show.
+
+    This is separate from which memory is resident: modules show unsharded parameters only inside
+    forward, and from pre-backward to post-backward. A freed parameter is never within reach, as
+    reading it would read freed memory.
+    """
+
+    def __init__(
+        self,
+        unit: ViewedUnit,
+        unsharded: Sequence[Sequence[ModuleSlot]],
+        sharded: Sequence[ModuleSlot],
+    ) -> None:
+        """Show the sharded parameters. unsharded: one list of slots per ComputeDtype."""
+        self._unit = weakref.ref(unit)
+        self.shows_unsharded = False
+        # Other code shows whole parameters (summon_full_params): neither unshard nor reshard.
+        self.summoned = False
+        self.withdrawn = False  # the modules show no managed parameters at all
+        # The front end takes or loads a state dict: modules' own methods may see sharded forms.
+        self.in_state_dict = False
+        self.in_forward: Callable[[], bool] = _never  # of the whole model; set by the runtime
+        self._set_slots(unsharded, sharded)
+
+    def _set_slots(
+        self, unsharded: Sequence[Sequence[ModuleSlot]], sharded: Sequence[ModuleSlot]
+    ) -> None:
+        unit = self._unit()
+        assert unit is not None
+        self._placeholders = Placeholders(unit, unsharded[0], sharded)
+        always = self._placeholders.always
+        self._swaps = [  # by ComputeDtype
+            (_Swap(sharded, slots, away=always), _Swap(slots, sharded, here=always))
+            for slots in unsharded
+        ]
+        self._to_unsharded, self._to_sharded = self._swaps[0]
+        self._orders = _orders_to_keep(unsharded[0])
+        self._rnns = list(
+            dict.fromkeys(
+                slot.module for slot in unsharded[0] if isinstance(slot.module, nn.RNNBase)
+            )
+        )
+        self._has_orders = bool(self._orders or self._rnns)
+        self.has_parts = self._placeholders.has_parts  # modules hold parts of parameters
+        self.restore()
+
+    def replace_slots(
+        self, unsharded: Sequence[Sequence[ModuleSlot]], sharded: Sequence[ModuleSlot]
+    ) -> None:
+        """Show other parameters from now on. Only while the unit is sharded."""
+        assert not self.shows_unsharded and not self.summoned
+        self._placeholders.retire()
+        self._set_slots(unsharded, sharded)
+
+    def use_dtype(self, dtype: ComputeDtype) -> None:
+        """Show the unsharded parameters of this dtype from now on. Only while sharded."""
+        self._to_unsharded, self._to_sharded = self._swaps[dtype]
+
+    # -- in every step
+
+    def show_unsharded(self) -> None:
+        if self.shows_unsharded or self.summoned:
+            return
+        if self.has_parts:
+            self._placeholders.disarm_parts()
+        if not self._to_unsharded.exchange():
+            self._exchange_around_others(self._to_unsharded)
+        self.shows_unsharded = True
+        if self._has_orders:
+            self.keep_order()
+
+    def show_sharded(self) -> None:
+        if not self.shows_unsharded or self.summoned:
+            return
+        if not self._to_sharded.exchange():
+            self._exchange_around_others(self._to_sharded)
+        self.shows_unsharded = False
+        if self._has_orders:
+            self.keep_order()
+        if self.has_parts:
+            self._placeholders.arm_parts()
+            if self.in_forward():
+                self._placeholders.arm_reads()
+
+    def _exchange_around_others(self, swap: _Swap) -> None:
+        foreign = swap.exchange_around_others()
+        if foreign is not None:
+            self._refuse_foreign(foreign)
+
+    def hide_parts(self) -> None:
+        """A forward of the model begins: modules that hold parts of parameters hide them."""
+        if self._placeholders.has_parts and not self.shows_unsharded and not self.summoned:
+            self._placeholders.arm_reads()
+
+    def reveal_parts(self) -> None:
+        """The forward has ended."""
+        self._placeholders.disarm_reads()
+
+    # -- at other times
+
+    def modules(self) -> list[nn.Module]:
+        """Return the modules that hold managed parameters."""
+        return list(dict.fromkeys(slot.module for slot in self._to_sharded.slots))
+
+    def is_called_itself(self, module: nn.Module) -> None:
+        """Calls of ``module``, which is not wrapped, unshard the unit: do not refuse them."""
+        self._placeholders.leave_unguarded(module)
+
+    def restore(self) -> None:
+        """Show the sharded parameters, whatever the modules hold now."""
+        self.withdrawn = False
+        for _, parameters, attribute, new, _ in self._to_sharded.slots:
+            if new is None:
+                parameters.pop(attribute, None)
+            else:
+                parameters[attribute] = new
+        self.keep_order()
+        self._placeholders.arm()
+
+    def withdraw(self) -> None:
+        """Take the sharded parameters out of the modules until ``restore``."""
+        self.withdrawn = True
+        self._placeholders.disarm()
+        for _, parameters, attribute, new, _ in self._to_sharded.slots:
+            if new is not None and parameters.get(attribute) is new:
+                parameters[attribute] = None  # keeps the place among the others
+
+    def begin_summon(self) -> None:
+        """Other code shows whole parameters until ``end_summon``."""
+        self._placeholders.disarm()
+        self.summoned = True
+
+    def end_summon(self) -> None:
+        self.restore()
+        self.summoned = False
+
+    def keep_order(self) -> None:
+        """After parameters were put in or taken out: restore the order of their names, and update
+        the lists that RNNs keep of their weights."""
+        for module, order in self._orders:
+            _reorder(_torch_private.parameters_of(module), order)
+        for rnn in self._rnns:
+            _torch_private.refresh_rnn_weights(rnn)
+
+    def put_placeholders_back(self) -> None:
+        """Put back placeholders that an assignment has taken out of a module."""
+        if not (self.shows_unsharded or self.summoned):
+            self._placeholders.arm()
+            if self.in_forward():
+                self.hide_parts()
+
+    @contextlib.contextmanager
+    def described(self) -> Iterator[None]:
+        """Inside the context absent attributes are parameters without values, for code that asks
+        for shapes, as ``repr`` does."""
+        put = []
+        if not self.shows_unsharded:
+            self._placeholders.disarm()
+        for _, parameters, attribute, param, _ in self._to_unsharded.slots:
+            if param is not None and attribute not in parameters:
+                parameters[attribute] = nn.Parameter(
+                    torch.empty_like(param, device="meta"), requires_grad=False
+                )
+                put.append((parameters, attribute))
+        try:
+            yield
+        finally:
+            for parameters, attribute in put:
+                del parameters[attribute]
+            if not self.shows_unsharded and not self.summoned:
+                self._placeholders.arm()
+
+    # -- checks
+
+    def require_state_dict(self, module: nn.Module, method: str) -> None:
+        """Raise StateError where a module's own ``state_dict`` or ``load_state_dict`` would see
+        flat or partial parameters."""
+        if self.in_state_dict or self.summoned:
+            return
+        raise StateError(
+            explain(
+                f"{method}() was called on a module inside a sharded one, which holds only parts "
+                "of its parameters.",
+                expected=f"{method}() of the FullyShardedDataParallel around it, or a call inside "
+                "summon_full_params",
+                got=f"{method}() of a {type(module).__name__}",
+                where=self._label,
+                fix=f"call {method}() on the wrapper: its names are those of the module before "
+                "wrapping",
+            )
+        )
+
+    def require_own(self) -> None:
+        """Raise StateError if a sharded parameter was replaced by another object."""
+        if not (self.shows_unsharded or self.summoned or self.withdrawn):
+            foreign = self._to_unsharded.foreign()
+            if foreign is not None:
+                self._refuse_foreign(foreign)
+
+    @property
+    def _label(self) -> str:
+        unit = self._unit()
+        return "a unit" if unit is None else unit.label
+
+    def _refuse_foreign(self, slot: _Slot) -> typing.NoReturn:
+        module, parameters, attribute, _, expected = slot
+        found = parameters.get(attribute)
+        raise StateError(
+            explain(
+                "A managed parameter was replaced by another object.",
+                expected="the parameter that FSDP put there"
+                if expected is not None
+                else "no such attribute while the unit is sharded",
+                got=f"an object of type {type(found).__name__}" if found is not None else "nothing",
+                where=f"{self._label}, {type(module).__name__}.{attribute}",
+                fix="put the parameter back and change values in place, inside summon_full_params "
+                "or, with use_orig_params=True, by assigning a Parameter to the attribute between "
+                "steps. Deleting parameters, parametrizations made after wrapping and "
+                "torch.func.functional_call do not work on sharded parameters",
+            )
+        )
+
+
+class _Slot(typing.NamedTuple):
+    """One attribute in a swap between the two forms."""
+
+    module: nn.Module
+    parameters: dict[str, nn.Parameter | None]  # of the module
+    attribute: str
+    new: nn.Parameter | None  # None: the attribute is absent
+    old: nn.Parameter | None
+
+
+class _Swap:
+    """The step from one form to the other, for all slots at once by a few calls of C functions."""
+
+    __slots__ = ("_new", "_old", "_present", "exchange", "slots")
+
+    def __init__(
+        self,
+        before: Sequence[ModuleSlot],
+        after: Sequence[ModuleSlot],
+        away: Sequence[DictEntry] = (),
+        here: Sequence[DictEntry] = (),
+    ) -> None:
+        """away, here: placeholders that go and come with the swap."""
+        self.slots = [
+            _Slot(
+                new.module,
+                _torch_private.parameters_of(new.module),
+                new.attribute,
+                new.parameter,
+                old.parameter,
+            )
+            for old, new in zip(before, after, strict=True)
+        ]
+        present = [(slot.parameters, slot.attribute, slot.old) for slot in self.slots]
+        gone = [
+            entry
+            for slot, entry in zip(self.slots, present, strict=True)
+            if slot.new is None and slot.old is not None
+        ]
+        new = [
+            (slot.parameters, slot.attribute, slot.new)
+            for slot in self.slots
+            if slot.new is not None
+        ]
+        self._present = BulkDict(present)
+        self._old, self._new = BulkDict([*gone, *away]), BulkDict([*new, *here])
+        # exchange(): make the swap and return True, if every slot holds its old parameter. Absent
+        # attributes are absent from the dictionary: None would silently drop a bias.
+        self.exchange = swap_of(BulkDict([*present, *away]), self._old, self._new)
+
+    def foreign(self) -> _Slot | None:
+        """Return a slot that holds something else than its old parameter."""
+        if self._present.stand():
+            return None
+        return next(
+            slot for slot in self.slots if slot.parameters.get(slot.attribute) is not slot.old
+        )
+
+    def exchange_around_others(self) -> _Slot | None:
+        """Make the swap where ``exchange`` refused, unless a slot holds something else; return that
+        slot then."""
+        foreign = self.foreign()
+        if foreign is None:  # the user has set an attribute over a placeholder: it stays
+            self._old.take_out_own()
+            self._new.put_in()
+        return foreign
+
+
+def _never() -> bool:
+    return False
+
+
+def _orders_to_keep(slots: Sequence[ModuleSlot]) -> list[tuple[nn.Module, list[str]]]:
+    """Return the modules that also hold parameters of other units, with their order of names: a
+    swap would change that order."""
+    managed: dict[nn.Module, list[str]] = {}
+    for module, attribute, parameter in slots:
+        if parameter is not None:  # a flat parameter is absent while the others are shown
+            managed.setdefault(module, []).append(attribute)
+    kept = []
+    for module, names in managed.items():
+        order = [
+            name
+            for name, parameter in _torch_private.parameters_of(module).items()
+            if parameter is not None or name in names
+        ]
+        if order != names:
+            kept.append((module, order))
+    return kept
+
+
+def _reorder(parameters: dict[str, nn.Parameter | None], order: Sequence[str]) -> None:
+    items = {
+        name: parameters[name] for name in itertools.chain(order, parameters) if name in parameters
+    }
+    if list(items) != list(parameters):
+        parameters.clear()
+        parameters.update(items)

@@ -1,0 +1,107 @@
+"""``clip_grad_norm_`` of a wrapper, and the arguments that clipping takes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from .. import _torch_private
+from .._engine import grad_norm, rendezvous
+from .._engine.group import Group
+from ..errors import UsageError, ValueStateError, explain
+from .flat_unit import flat_unit_of, require_root
+
+__all__ = ["checked_norm_type", "clip_grad_norm"]
+
+
+@torch.no_grad()
+def clip_grad_norm(wrapper: nn.Module, max_norm: Any, norm_type: Any) -> torch.Tensor:
+    """Clip the gradients of a root, see ``FullyShardedDataParallel.clip_grad_norm_``."""
+    own = flat_unit_of(wrapper)
+    runtime = own.runtime
+    require_root(own.unit, "clip_grad_norm_()")
+    norm_type = checked_norm_type(norm_type)
+    _check_max_norm(max_norm)
+    runtime.require_idle("clip_grad_norm_", ValueStateError)
+    runtime.require_parts("clip_grad_norm_")
+    groups = runtime.groups
+    rendezvous.require_all_ranks("clip_grad_norm_", groups)
+    if runtime.broken:  # a backward that raised has left gradients on unsharded parameters
+        runtime.rest()
+    others = _gradients_of_others(wrapper, groups)
+    grads = [(group, grad_norm.gradients_of(group)) for group in groups]
+    norm = grad_norm.norm_of(grads, others, norm_type, own.device)
+    grad_norm.clip_by_norm(
+        [grad for _, its in grads for grad in its] + others, norm, float(max_norm)
+    )
+    return norm.to(grad_norm.dtype_of_norm(grads, others))
+
+
+def checked_norm_type(norm_type: Any) -> float:
+    """Return the order of a norm as a float; raises UsageError for what is none."""
+    if norm_type == "inf":
+        return math.inf
+    if (
+        isinstance(norm_type, (int, float))
+        and not isinstance(norm_type, bool)
+        and 0 < norm_type <= math.inf
+    ):
+        try:
+            return float(norm_type)
+        except OverflowError:
+            pass
+    raise _bad("norm_type", "a positive number, or inf", norm_type)
+
+
+def _check_max_norm(max_norm: Any) -> None:
+    """Raise UsageError for what cannot be a largest norm."""
+    if isinstance(max_norm, (int, float, torch.Tensor)) and not isinstance(max_norm, bool):
+        try:
+            if float(max_norm) >= 0:
+                return
+        except (
+            OverflowError,
+            RuntimeError,
+            ValueError,
+        ):  # several numbers, a complex one, one that is too large
+            pass
+    raise _bad("max_norm", "a number that is not negative", max_norm)
+
+
+def _bad(name: str, expected: str, got: object) -> UsageError:
+    return UsageError(
+        explain(
+            f"{name} cannot be used for clipping.",
+            expected=expected,
+            got=f"{got!r} of type {type(got).__name__}",
+            where=f"argument {name!r} of clip_grad_norm_",
+            fix=f"pass {expected}",
+        )
+    )
+
+
+def _gradients_of_others(root: nn.Module, groups: Iterable[Group]) -> list[torch.Tensor]:
+    """Return the gradients of the parameters in ``root`` that none of ``groups`` manages, each
+    once.
+
+    nn.Module's own walk puts a name together for each, which takes longer than a norm.
+    """
+    known = {
+        id(sharded_param) for group in groups for sharded_param, _ in group.store.sharded_params
+    }
+    found, seen, waiting = list[torch.Tensor](), set[int](), [root]
+    while waiting:
+        module = waiting.pop()
+        if id(module) not in seen:
+            seen.add(id(module))
+            for parameter in _torch_private.parameters_of(module).values():
+                if parameter is not None and id(parameter) not in known:
+                    known.add(id(parameter))
+                    if parameter.grad is not None:
+                        found.append(parameter.grad)
+            waiting += [child for _, child in _torch_private.children_of(module)]
+    return found

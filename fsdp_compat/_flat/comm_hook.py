@@ -1,0 +1,50 @@
+"""``register_comm_hook``: the user's own way to sum and average gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from .._engine.reduce import CommHook
+from ..errors import AssertedStateError, explain, takes, wrong_type
+from .flat_unit import FlatUnit, require_root
+
+__all__ = ["register"]
+
+
+def register(own: FlatUnit, state: object, hook: Callable[..., Any]) -> None:
+    """Reduce gradients by ``hook`` in the units of a root, see
+    ``FullyShardedDataParallel.register_comm_hook``."""
+    runtime = own.runtime
+    _refuse_hook(hook, {group.shard.ranks > 1 for group in runtime.groups})
+    require_root(own.unit, "register_comm_hook()", AssertedStateError)
+    runtime.require_idle("register_comm_hook")
+    if any(group.hook is not None for group in runtime.groups):
+        raise AssertedStateError(
+            explain(
+                "A communication hook is registered already.",
+                expected="one call of register_comm_hook per model",
+                got=f"a second one, with {hook!r}",
+                where=own.unit.label,
+                fix="register one hook that does both",
+            )
+        )
+    runtime.set_comm_hook(CommHook(state, hook))
+
+
+def _refuse_hook(hook: Any, split: set[bool]) -> None:
+    """Raise UsageError for what cannot be a communication hook. split: whether gradients are split
+    over ranks, of all groups."""
+    expected = (
+        "hook(state, grad, output)"
+        if split == {True}
+        else "hook(state, grad)"
+        if split == {False}
+        else ""
+    )
+    expected = (
+        expected
+        or "hook(state, grad, output=None), as some units are split over ranks and others are not"
+    )
+    if not callable(hook) or not all(takes(hook, 3 if is_split else 2) for is_split in split):
+        raise wrong_type("hook", f"a function {expected}", hook, "register_comm_hook(state, hook)")

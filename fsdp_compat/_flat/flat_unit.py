@@ -1,0 +1,149 @@
+"""One unit of the flat front end: a wrapper, the module in it, and the stores of its parameters."""
+
+from __future__ import annotations
+
+import dataclasses
+import typing
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+
+from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from .._engine import hooks, rendezvous
+from .._engine.buffers import CastBuffers
+from .._engine.group import Group
+from .._engine.runtime import Runtime
+from .._engine.unit import Unit, UnitOptions
+from .._state import optimizers
+from .._state.model_units import ModelUnit, model_unit_of, register
+from .._state.names import FSDP_WRAPPED_MODULE, clean_name
+from .._stores.flat_store import FlatStore
+from .._stores.registration import FlatParameter
+from ..errors import StateError, explain
+from .settings import Settings
+
+__all__ = [
+    "FlatUnit",
+    "flat_unit_of",
+    "flat_units_in",
+    "is_wrapped",
+    "is_wrapper",
+    "make_flat_unit",
+    "make_runtime",
+    "require_root",
+]
+
+_wrapped: WeakIdKeyDictionary = WeakIdKeyDictionary()  # the modules in wrappers
+
+
+@dataclasses.dataclass(eq=False, kw_only=True)
+class FlatUnit(ModelUnit):
+    """A unit with the settings it was made with."""
+
+    settings: Settings
+
+    def group_around(self, store: FlatStore) -> Group:
+        """Make the group around a store of the unit."""
+        return _group(store, self.settings, self.unit.options)
+
+    @property
+    def stores(self) -> list[FlatStore]:
+        return [typing.cast(FlatStore, group.store) for group in self.unit.groups]
+
+
+def is_wrapper(module: object) -> bool:
+    """True for a wrapper, as opposed to the module in it."""
+    return isinstance(module, nn.Module) and isinstance(model_unit_of(module), FlatUnit)
+
+
+def is_wrapped(module: nn.Module) -> bool:
+    """True for the module in a wrapper."""
+    return module in _wrapped
+
+
+def flat_unit_of(wrapper: nn.Module) -> FlatUnit:
+    """Return the unit of a wrapper."""
+    found = model_unit_of(wrapper)
+    assert isinstance(found, FlatUnit)
+    return found
+
+
+def flat_units_in(module: nn.Module) -> list[FlatUnit]:
+    """Return the units of the wrappers in ``module``, itself included, outer ones first."""
+    return [flat_unit_of(child) for child in module.modules() if is_wrapper(child)]
+
+
+def make_flat_unit(
+    wrapper: nn.Module,
+    stores: Sequence[FlatStore],
+    settings: Settings,
+    buffers: CastBuffers | None,
+    attribute_order: Mapping[str, Sequence[str]],
+    originals: Iterable[nn.Parameter] = (),
+) -> FlatUnit:
+    """Make the unit of a wrapper around its stores, and register it. It has no runtime yet.
+
+    originals: the parameters that were flattened into the stores. Collective over the mesh of the
+    settings, once per process group.
+    """
+    module: nn.Module = getattr(wrapper, FSDP_WRAPPED_MODULE)
+    options = settings.unit_options(sum(p.numel for store in stores for p in store.layout.params))
+    groups = [_group(store, settings, options) for store in stores]
+    rendezvous.register(groups)
+    unit = Unit(module, groups, options, buffers)
+    unit.owner = weakref.ref(wrapper)
+    hooks.guard_state_dicts(unit)
+    found = FlatUnit(
+        unit=unit,
+        mesh=settings.mesh,
+        device=settings.device,
+        group=settings.group,
+        device_mesh=settings.device_mesh,
+        attribute_order=attribute_order,
+        settings=settings,
+    )
+    register(wrapper, found)
+    _wrapped[module] = True
+    optimizers.note(originals, stores)
+    for store in stores:
+        for param, _ in store.sharded_params:
+            if not isinstance(param, FlatParameter):  # whose class says it to clients
+                param.__dict__["_fsdp_flattened"] = True
+    return found
+
+
+def make_runtime(wrapper: nn.Module) -> None:
+    """Make the runtime of a wrapper and of all units below it."""
+    found = flat_unit_of(wrapper)
+    named = [(name, child) for name, child in wrapper.named_modules() if is_wrapper(child)]
+    Runtime(
+        found.unit,
+        [flat_unit_of(child).unit for _, child in named],
+        [clean_name(name) for name, _ in named],
+        found.settings.runtime,
+    )
+
+
+def require_root(unit: Unit, call: str, error: type[StateError] = StateError) -> None:
+    """Raise ``error`` unless the unit is the root of its model."""
+    if not unit.is_root:
+        raise error(
+            explain(
+                f"{call} is for the root.",
+                expected="a call on the outermost FullyShardedDataParallel",
+                got=f"a call on {unit.label}",
+                where=call,
+                fix="call it on the outermost instance, which acts on all below it",
+            )
+        )
+
+
+def _group(store: FlatStore, settings: Settings, options: UnitOptions) -> Group:
+    precision = settings.precision(store.dtype)
+    # Where backward begins with all units unsharded, a reduce buffer of wider gradients is not made
+    # before the first unit is resharded.
+    streamed = (
+        options.reshard_after_forward or precision.reduce.itemsize <= precision.gather.itemsize
+    )
+    return Group(store, settings.mesh, precision, settings.device, settings.offload, streamed)

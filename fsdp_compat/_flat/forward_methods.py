@@ -1,0 +1,39 @@
+"""Entry points of a wrapped module beside forward, such as ``generate``."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Generator, Iterator
+from typing import Any
+
+import torch
+
+from .._engine.runtime import Runtime, runtime_of
+from .._engine.unit import Unit
+
+__all__ = ["run_as_forward"]
+
+
+def run_as_forward(
+    unit: Unit, method: Callable[..., Any], *, synced: bool | None
+) -> Callable[..., Any]:
+    """Return a function that runs a method of a unit's module as its forward is run. Collective.
+
+    synced: as ``register_fsdp_forward_method`` takes it.
+    """
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        runtime = runtime_of(unit)
+        in_rounds = not torch.is_grad_enabled() if synced is None else synced
+        output = runtime.run_method(unit, method, args, kwargs, in_rounds)
+        return _steps(runtime, unit, output) if inspect.isgenerator(output) else output
+
+    return functools.update_wrapper(run, method)
+
+
+def _steps(runtime: Runtime, unit: Unit, generator: Generator[Any, Any, Any]) -> Iterator[Any]:
+    """Yield what a generator yields. Each step runs as a forward does, and is collective."""
+    end = object()
+    while (item := runtime.run(unit, next, (generator, end), {})) is not end:
+        yield item

@@ -1,0 +1,347 @@
+"""Checking the constructor's arguments, once, and resolving them into settings."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from .. import _torch_private
+from .._comm.mesh import (
+    Mesh,
+    first_dimension,
+    groups_node_by_node,
+    mesh_from_device_mesh,
+    mesh_from_group,
+    mesh_from_groups,
+    not_a_member,
+    replicated,
+    the_group,
+)
+from .._engine.runtime import RuntimeOptions
+from .._engine.schedule import Prefetch
+from ..api import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy, as_ours
+from ..errors import UsageError, explain, takes, truth, wrong_type
+from .settings import Arguments, Settings
+
+__all__ = ["resolve"]
+
+_HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
+_RESHARDS = (ShardingStrategy.FULL_SHARD, ShardingStrategy.HYBRID_SHARD)
+_FLAGS = (
+    "sync_module_states",
+    "forward_prefetch",
+    "limit_all_gathers",
+    "use_orig_params",
+    "allow_unused_units",
+)
+_WHERE = "FullyShardedDataParallel"
+
+
+def resolve(module: nn.Module, arguments: Arguments) -> Settings:
+    """Check the arguments against each other and against the process group.
+
+    Collective only where a hybrid strategy is given neither a mesh nor groups: it makes groups of
+    its own then.
+    """
+    strategy = (
+        as_ours(arguments.sharding_strategy, ShardingStrategy, "sharding_strategy")
+        or ShardingStrategy.FULL_SHARD
+    )
+    prefetch = as_ours(arguments.backward_prefetch, BackwardPrefetch, "backward_prefetch")
+    precision = (
+        as_ours(arguments.mixed_precision, MixedPrecision, "mixed_precision") or MixedPrecision()
+    )
+    offload = as_ours(arguments.cpu_offload, CPUOffload, "cpu_offload") or CPUOffload()
+    _refuse_conflicts(arguments)
+    flags = {name: truth(name, getattr(arguments, name), _WHERE) for name in _FLAGS}
+    small = arguments.keep_units_below
+    if not isinstance(small, int) or isinstance(small, bool) or small < 0:
+        raise _wrong_type("keep_units_below", "a number of elements, 0 or more", small)
+    mesh, group, device_mesh = _mesh(strategy, arguments.process_group, arguments.device_mesh)
+    device = _device(module, arguments.device_id, group)
+    _check_fields(precision, offload)
+    if device.type == "meta":
+        _refuse_values(arguments, offload)
+    ignored_modules, ignored_parameters = _ignored(module, arguments)
+    return Settings(
+        strategy=strategy,
+        mesh=mesh,
+        group=group,
+        device_mesh=device_mesh,
+        device=device,
+        mixed_precision=precision,
+        reshard_after_forward=strategy in _RESHARDS and mesh.shard.ranks > 1,
+        use_orig_params=flags["use_orig_params"],
+        sync_module_states=flags["sync_module_states"],
+        param_init_fn=_callable_or_none(arguments.param_init_fn),
+        ignored_modules=ignored_modules,
+        ignored_parameters=ignored_parameters,
+        runtime=RuntimeOptions(
+            # Without it, a gather would wait for the computation before it: overlap is the default
+            # in both directions, and backward_prefetch=None, which asks for the least memory, turns
+            # both off.
+            forward_prefetch=flags["forward_prefetch"] or prefetch is not None,
+            backward_prefetch={
+                None: Prefetch.NONE,
+                BackwardPrefetch.BACKWARD_POST: Prefetch.POST,
+                BackwardPrefetch.BACKWARD_PRE: Prefetch.PRE,
+            }[prefetch],
+            allow_unused_units=flags["allow_unused_units"],
+            # Processors that compute do not send meanwhile, so one buffer costs no time there.
+            max_inflight_reductions=0
+            if flags["limit_all_gathers"] and device.type in ("cpu", "meta")
+            else 1,
+        ),
+        offload=bool(offload.offload_params),
+        full_precision_in_eval=os.environ.get("FSDP_USE_FULL_PREC_IN_EVAL", "") == "1",
+        keep_units_below=small,
+        forward_prefetch=bool(arguments.forward_prefetch),
+        limit_all_gathers=bool(arguments.limit_all_gathers),
+    )
+
+
+def _refuse_conflicts(arguments: Arguments) -> None:
+    for one, other in (("process_group", "device_mesh"), ("ignored_modules", "ignored_states")):
+        if getattr(arguments, one) is not None and getattr(arguments, other) is not None:
+            raise UsageError(
+                explain(
+                    f"{one} and {other} cannot be given together.",
+                    expected=f"{one}= or {other}=, not both",
+                    got="both",
+                    where="FullyShardedDataParallel(...)",
+                    fix=f"leave out {one}=: {other}= says all of it",
+                )
+            )
+
+
+def _mesh(
+    strategy: ShardingStrategy, process_group: Any, device_mesh: Any
+) -> tuple[Mesh, dist.ProcessGroup, DeviceMesh | None]:
+    """Return the mesh, the group over which one copy of the parameters is spread, and what is used
+    of ``device_mesh``."""
+    hybrid = strategy in _HYBRID
+    the_group(None)
+    groups = process_group if isinstance(process_group, tuple) else (process_group,)
+    if any(
+        group is dist.GroupMember.NON_GROUP_MEMBER for group in groups
+    ):  # new_group gives that to ranks that are not in it
+        raise not_a_member()
+    if device_mesh is not None:
+        if not isinstance(device_mesh, DeviceMesh):
+            raise _wrong_type(
+                "device_mesh", "a torch.distributed.device_mesh.DeviceMesh", device_mesh
+            )
+        device_mesh = device_mesh if hybrid else first_dimension(device_mesh)
+        mesh = mesh_from_device_mesh(device_mesh, strategy=strategy.name)
+        group = device_mesh.get_group(device_mesh.ndim - 1)
+    elif isinstance(process_group, tuple):
+        if (
+            not hybrid
+            or len(process_group) != 2
+            or not all(isinstance(g, dist.ProcessGroup) for g in process_group)
+        ):
+            raise UsageError(
+                explain(
+                    "A tuple of process groups is for the hybrid strategies.",
+                    expected="process_group=(shard group, replica group) with HYBRID_SHARD or "
+                    "_HYBRID_SHARD_ZERO2",
+                    got=f"a tuple of {len(process_group)} with {strategy.name}",
+                    where="process_group=",
+                    fix="pass one process group, or choose a hybrid strategy",
+                )
+            )
+        mesh, group = mesh_from_groups(*process_group), process_group[0]
+    elif process_group is not None and not isinstance(process_group, dist.ProcessGroup):
+        raise _wrong_type(
+            "process_group",
+            "a torch.distributed.ProcessGroup, a tuple of two, or None",
+            process_group,
+        )
+    elif hybrid:
+        if process_group is not None:
+            raise UsageError(
+                explain(
+                    "A hybrid strategy needs two process groups.",
+                    expected="process_group=(shard group, replica group), a 2-D device_mesh, or "
+                    "neither",
+                    got="one process group",
+                    where=f"process_group= with {strategy.name}",
+                    fix="pass device_mesh=init_device_mesh(device_type, (replicas, shard_ranks))",
+                )
+            )
+        groups = groups_node_by_node(_ranks_per_node())
+        mesh, group = mesh_from_groups(*groups), groups[0]
+    else:
+        group = the_group(process_group)
+        mesh = mesh_from_group(group)
+    return (replicated(mesh) if strategy is ShardingStrategy.NO_SHARD else mesh), group, device_mesh
+
+
+def _ranks_per_node() -> int:
+    """torchrun says it; without it, the number of accelerators, or all ranks on one node."""
+    told = os.environ.get("LOCAL_WORLD_SIZE")
+    if told:
+        if not told.isdecimal() or int(told) < 1:
+            raise UsageError(
+                explain(
+                    "The environment variable LOCAL_WORLD_SIZE is not a number of ranks.",
+                    expected="a whole number of at least 1, as torchrun sets it",
+                    got=repr(told),
+                    where="a hybrid sharding strategy without device_mesh and process_group",
+                    fix="set it to the ranks of a node, or pass "
+                    "device_mesh=init_device_mesh(device_type, (nodes, ranks))",
+                )
+            )
+        return int(told)
+    accelerators = torch.accelerator.device_count()
+    return min(accelerators, dist.get_world_size()) if accelerators else dist.get_world_size()
+
+
+def _device(module: nn.Module, device_id: Any, group: dist.ProcessGroup) -> torch.device:
+    """Return the device on which the unit computes and keeps its shard."""
+    found = [t.device for t in (*module.parameters(), *module.buffers()) if not t.is_meta]
+    if isinstance(device_id, bool) or not (
+        device_id is None or isinstance(device_id, (int, str, torch.device))
+    ):
+        raise _wrong_type("device_id", "an int, a torch.device or None", device_id)
+    if device_id is None:
+        backend = _torch_private.default_device_of_backend(group)
+        return _indexed(
+            found[0] if found and (found[0].type != "cpu" or backend.type == "cpu") else backend
+        )
+    accelerator, count = torch.accelerator.current_accelerator(), torch.accelerator.device_count()
+    if isinstance(device_id, int):
+        if accelerator is None or not 0 <= device_id < count:
+            raise _no_such_device(device_id, count)
+        return torch.device(accelerator.type, device_id)
+    try:
+        device = torch.device(device_id)
+    except RuntimeError as error:
+        raise _wrong_type(
+            "device_id", "an int, a torch.device or the name of one, or None", device_id
+        ) from error
+    if device.type == "meta":
+        if (
+            dist.get_backend(group) != "fake"
+        ):  # whose ranks do not exist: layouts, plans and shapes are all there is to ask for
+            raise _wrong_type("device_id", "a device that holds values", device)
+        return device
+    if device.type != "cpu" and (
+        accelerator is None or device.type != accelerator.type or (device.index or 0) >= count
+    ):
+        raise _no_such_device(device_id, count)
+    return _indexed(device)
+
+
+def _refuse_values(arguments: Arguments, offload: CPUOffload) -> None:
+    """On meta, what needs values or memory elsewhere cannot be simulated."""
+    for name, value in (
+        ("cpu_offload", offload.offload_params),
+        ("allow_unused_units", arguments.allow_unused_units),
+    ):
+        if value:
+            raise UsageError(
+                explain(
+                    f"{name} cannot be simulated on the meta device.",
+                    expected=f"device_id='meta' without {name}",
+                    got=f"both, with {name}={getattr(arguments, name)!r}",
+                    where="FullyShardedDataParallel(...)",
+                    fix=f"leave out {name}: layouts, plans and collectives are those of a run "
+                    "without it",
+                )
+            )
+
+
+def _no_such_device(device_id: Any, count: int) -> UsageError:
+    return UsageError(
+        explain(
+            "There is no such device.",
+            expected=f"device_id from 0 to {count - 1}"
+            if count
+            else "device_id=torch.device('cpu') or None: no accelerator here",
+            got=f"device_id={device_id}",
+            where="FullyShardedDataParallel(...)",
+            fix="pass the local rank's device, or leave device_id out",
+        )
+    )
+
+
+def _indexed(device: torch.device) -> torch.device:
+    """'cuda' means the current one; tensors say its number, so we do."""
+    if device.type == "cpu":
+        return torch.device("cpu")  # 'cpu:0' is the same, but compares unequal
+    if device.type == "meta" or ":" in str(device):
+        return device
+    return torch.device(device.type, torch.accelerator.current_device_index())
+
+
+def _ignored(
+    module: nn.Module, arguments: Arguments
+) -> tuple[frozenset[nn.Module], frozenset[nn.Parameter]]:
+    modules, parameters = list[nn.Module](), list[nn.Parameter]()
+    name = "ignored_modules" if arguments.ignored_modules is not None else "ignored_states"
+    given = getattr(arguments, name)
+    if given is not None and (
+        isinstance(given, (nn.Module, torch.Tensor)) or not isinstance(given, Iterable)
+    ):
+        raise _wrong_type(name, "an iterable of modules (ignored_states: or of parameters)", given)
+    for item in given or ():
+        if isinstance(item, nn.Module):
+            modules += item.modules()
+        elif isinstance(item, nn.Parameter) and name == "ignored_states":
+            parameters.append(item)
+        else:
+            raise _wrong_type(
+                name, "modules" if name == "ignored_modules" else "modules or parameters", item
+            )
+    parameters += [
+        parameter for ignored in modules for parameter in ignored.parameters(recurse=False)
+    ]
+    if module in modules:
+        warnings.warn(
+            f"{name} contains the {type(module).__name__} that is wrapped, so all of its "
+            "parameters are ignored: none is sharded, "
+            f"and no gradient is averaged over the ranks. Leave it out of {name}, or do not wrap "
+            "it.",
+            stacklevel=5,
+        )
+    return frozenset(modules), frozenset(parameters)
+
+
+def _check_fields(precision: MixedPrecision, offload: CPUOffload) -> None:
+    """The fields of configuration objects, which check nothing themselves."""
+    for name in ("param_dtype", "reduce_dtype", "buffer_dtype"):
+        dtype = getattr(precision, name)
+        if dtype is not None and not (
+            isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype.itemsize > 1
+        ):
+            raise _wrong_type(
+                f"MixedPrecision.{name}",
+                "a floating-point torch.dtype of 16 bits or more, or None",
+                dtype,
+            )
+    for name in ("keep_low_precision_grads", "cast_forward_inputs", "cast_root_forward_inputs"):
+        truth(f"MixedPrecision.{name}", getattr(precision, name), _WHERE)
+    classes = precision._module_classes_to_ignore
+    if not isinstance(classes, Iterable) or not all(isinstance(cls, type) for cls in classes):
+        raise _wrong_type(
+            "MixedPrecision._module_classes_to_ignore", "a sequence of module classes", classes
+        )
+    truth("CPUOffload.offload_params", offload.offload_params, _WHERE)
+
+
+def _callable_or_none(value: Any) -> Callable[[nn.Module], None] | None:
+    if value is None or (callable(value) and takes(value, 1)):
+        return value
+    raise _wrong_type("param_init_fn", "a function of one module, or None", value)
+
+
+def _wrong_type(name: str, expected: str, got: object) -> UsageError:
+    return wrong_type(name, expected, got, _WHERE)

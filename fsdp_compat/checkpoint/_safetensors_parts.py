@@ -1,0 +1,123 @@
+"""What reading and writing of safetensors weights share: the part of each of a model's tensors that
+this rank holds, the check of arguments, and the check that all ranks do the same."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from .. import errors
+from .._layout.spec import Interval
+from .._state.model import store_of
+from ..errors import UsageError, explain
+from ._named_groups import NamedGroup, unmanaged
+from ._progress import require_bar
+from ._ranks import Ranks
+
+__all__ = [
+    "INDEX",
+    "ONE_FILE",
+    "HeldPart",
+    "Rename",
+    "check_arguments",
+    "digest",
+    "managed_parts",
+    "renamed",
+    "require_same_plan",
+    "unmanaged_tensors",
+]
+
+INDEX = "model.safetensors.index.json"
+ONE_FILE = "model.safetensors"
+
+Rename = Callable[[str], str | None]
+
+
+@dataclasses.dataclass(frozen=True)
+class HeldPart:
+    """The elements of one tensor that this rank holds: a run, in row-major order."""
+
+    names: tuple[str, ...]  # of the tensor in the model
+    shape: tuple[int, ...]  # of the whole tensor
+    dtype: torch.dtype
+    part: Interval
+    values: torch.Tensor  # 1-D: a view of the elements in place
+    is_written_here: bool  # this rank is the one that writes them
+
+
+def managed_parts(groups: list[NamedGroup]) -> Iterator[HeldPart]:
+    """Yield this rank's part of every parameter of ``groups``; it may be empty."""
+    for named in groups:
+        store = store_of(named.group)
+        for index, spec in enumerate(store.layout.params):
+            values = store.shard.detach()[store.layout.part_in_shard(index, store.rank).slice]
+            part = store.layout.part(index, store.rank)
+            yield HeldPart(
+                named.names(index), spec.shape, store.dtype, part, values, named.is_written_here
+            )
+
+
+def unmanaged_tensors(
+    model: nn.Module, groups: list[NamedGroup], is_written_here: bool
+) -> Iterator[HeldPart]:
+    """Yield buffers and unmanaged parameters, which every rank holds whole; a shared tensor once,
+    under all its names."""
+    names: dict[tuple[object, ...], list[str]] = {}
+    values: dict[str, torch.Tensor] = {}
+    for name, value in unmanaged(model, groups).items():
+        if isinstance(value, torch.Tensor):
+            memory = value.data_ptr() or name, tuple(value.shape), value.stride(), value.dtype
+            names.setdefault(memory, []).append(name)
+            values[name] = value.detach()
+    for shared in names.values():
+        value = values[shared[0]]
+        yield HeldPart(
+            tuple(shared),
+            tuple(value.shape),
+            value.dtype,
+            Interval(0, value.numel()),
+            value.reshape(-1),
+            is_written_here,
+        )
+
+
+def check_arguments(call: str, path: Any, rename: Any, dtype: Any, progress: Any) -> None:
+    if not isinstance(path, (str, os.PathLike)):
+        raise errors.wrong_type("path", "a path", path, call)
+    if rename is not None and not callable(rename):
+        raise errors.wrong_type("rename", "a function of a name, or None", rename, call)
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise errors.wrong_type("dtype", "a floating-point dtype, or None", dtype, call)
+    errors.require_bools(call, progress=progress)
+    require_bar(progress, f"{call}(..., progress=True)")
+
+
+def renamed(name: str, rename: Rename | None, call: str) -> str | None:
+    new = name if rename is None else rename(name)
+    if new is not None and not isinstance(new, str):
+        raise errors.wrong_type("the result of rename", f"a name for {name!r}, or None", new, call)
+    return new
+
+
+def digest(*facts: object) -> str:
+    return hashlib.sha256(repr(facts).encode()).hexdigest()
+
+
+def require_same_plan(digests: list[str], ranks: Ranks, call: str) -> None:
+    """Raise UsageError, on all ranks, if the digests of their plans differ."""
+    if len(set(digests)) > 1:
+        raise UsageError(
+            explain(
+                "The ranks' arguments or files differ.",
+                expected="the same files, names and dtypes on all ranks",
+                got=f"{len(set(digests))} different plans on {ranks.count} ranks",
+                where=call,
+                fix="pass the same arguments on all ranks, and a path on a shared file system",
+            )
+        )

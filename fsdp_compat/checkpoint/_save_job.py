@@ -1,0 +1,347 @@
+"""The work of one save: plan, write, commit.
+
+Plan: each rank checks its arguments and takes a snapshot; all ranks agree on the step, the identity
+and which file holds which shard. Write: each rank writes its own file. Commit: when all files are
+durable, the rank that leads a directory writes the manifest and gives the directory its name."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import uuid
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from .. import errors
+from .._state.model_units import units_of
+from ..errors import CheckpointError, StateError, UsageError, explain
+from . import _background as background
+from . import _directory as directory
+from ._blocks import FileFacts
+from ._mailbox import RankLost
+from ._manifest import Manifest, file_name, versions
+from ._named_groups import NamedGroup, named_groups
+from ._optimizers import SharedOptimizer
+from ._progress import require_bar
+from ._rank_files import write_rank_file
+from ._ranks import all_ranks_or_raise, ranks_of, require_rest
+from ._snapshot import Snapshot, take_snapshot
+
+__all__ = ["SaveJob"]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Report:
+    """The outcome of one rank's write."""
+
+    leads: bool
+    nbytes: int
+    checksums: tuple[int, ...]
+    problem: str | None
+
+    def as_text(self) -> str:
+        return json.dumps(dataclasses.astuple(self))
+
+    @staticmethod
+    def of_text(text: str) -> _Report:
+        leads, nbytes, checksums, problem = json.loads(text)
+        return _Report(leads, nbytes, tuple(checksums), problem)
+
+
+class SaveJob:
+    """One save. Constructing it plans and checks; ``write`` writes and commits."""
+
+    def __init__(
+        self,
+        call: str,
+        folder: str | os.PathLike[str],
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        extra: Any,
+        step: int,
+        keep_last: int | None,
+        progress: bool,
+        in_background: bool = False,
+    ) -> None:
+        """Collective."""
+        self.call = f"checkpoint.{call}"
+        self._snapshot = Snapshot([], {})
+        self._groups: list[NamedGroup] = []
+        self._fresh: directory.Fresh | None = None  # only on a rank that leads
+        self._problem: Exception | None = None
+        units, self._ranks = ranks_of(model, self.call)
+        try:
+            if in_background:
+                background.wait_for_current()
+            shared: SharedOptimizer | None = None
+            problem: Exception | None = None
+            try:
+                _check_arguments(self.call, folder, optimizer, step, keep_last, progress)
+                require_rest(units, self.call)
+                self._target = directory.directory_of(Path(folder), step)
+                if self._target.exists():
+                    raise _exists_already(self._target, self.call)
+                self._groups = named_groups(units_of(model))
+                self._snapshot = take_snapshot(model, optimizer, extra, self._groups)
+                shared = SharedOptimizer(model, optimizer, self._ranks)
+            except Exception as error:
+                problem = error
+            self._step, self._keep_last, self._shows = (
+                step,
+                keep_last,
+                progress and self._ranks.number == 0,
+            )
+            self._agree(problem, shared)
+            self._make_directory()
+            self._snapshot.take_common(self._fresh is not None)
+        except BaseException as error:
+            self.abandon(error)
+            raise
+
+    def _agree(self, problem: Exception | None, shared: SharedOptimizer | None) -> None:
+        """Agree on the step, the identity, and which file holds which shard. Collective."""
+        shards = [
+            (named.mesh, named.writer, named.group.shard.rank)
+            for named in self._groups
+            if named.is_written_here
+        ]
+        identity = uuid.uuid4().hex if self._ranks.number == 0 else ""
+        own = (
+            identity,
+            self._step,
+            list(dict.fromkeys(shards)),
+            None if shared is None else shared.told(),
+        )
+        told = all_ranks_or_raise(self._ranks, problem, own, self.call)
+        assert shared is not None
+        shared.require_alike([of_optimizer for *_, of_optimizer in told], self.call)
+        self.identity = told[0][0]
+        if any(step != self._step for _, step, *_ in told):
+            self._ranks.mailbox.close()
+            raise UsageError(
+                explain(
+                    "The ranks save different steps.",
+                    expected="the same step on all ranks",
+                    got=f"{[step for _, step, *_ in told]} by rank",
+                    where=self.call,
+                    fix="pass the same step on all ranks",
+                )
+            )
+        axes: dict[tuple[int, int], dict[int, int]] = {}  # by (mesh, writer): files by shard
+        for number, (_, _, shards_of_rank, _) in enumerate(told):
+            for mesh, writer, shard in shards_of_rank:
+                axes.setdefault((mesh, writer), {})[shard] = number
+        order = sorted(axes)
+        self._axes = tuple(
+            tuple(number for _, number in sorted(axes[key].items())) for key in order
+        )
+        self._described = tuple(
+            named.described(order.index((named.mesh, named.writer))) for named in self._groups
+        )
+
+    def _make_directory(self) -> None:
+        """Make the directory to write to: the first rank before the others, so that it leads where
+        all share a file system. Collective."""
+        self._directory = directory.fresh_name(self._target, self.identity)
+        for turn in (self._ranks.number == 0, self._ranks.number != 0):
+            try:
+                if turn:
+                    self._fresh = directory.make_fresh(self._directory)
+            except OSError as error:
+                self._problem = error
+            self._ranks.exchange(None)
+
+    def detach(self) -> None:
+        """Copy what is saved, so that training may change the original."""
+        try:
+            self._snapshot.detach()
+        except Exception as error:  # the report of this rank tells the others
+            self._problem = error
+
+    def release(self) -> None:
+        """Drop the snapshot, and with it the memory of the copy."""
+        self._snapshot, self._groups = Snapshot([], {}), []
+
+    def abandon(self, error: BaseException) -> None:
+        """Tell the other ranks not to wait for this one any longer."""
+        self._ranks.mailbox.leave(error)
+        if self._fresh is not None:
+            self._fresh.discard()
+
+    def write(self) -> Path:
+        """Write, and return the directory once the checkpoint is complete on all ranks.
+        Collective."""
+        try:
+            outcome = self._ranks.mailbox.conclude(self._write_and_commit)
+            self._ranks.mailbox.close()
+        except RankLost as lost:
+            raise self._rank_lost(lost) from lost
+        except BaseException as error:
+            self.abandon(error)
+            raise
+        finally:
+            if self._fresh is not None:
+                self._fresh.discard()  # does nothing once published
+        problems, is_complete = outcome
+        if problems:
+            raise (
+                self._not_synced(problems) if is_complete else self._failed(problems)
+            ) from self._problem
+        return self._target
+
+    def _write_and_commit(self) -> object:
+        """Write this rank's file, and commit if this rank leads. Return the outcome of the save on
+        the first rank: (problems, whether the checkpoint is complete nevertheless)."""
+        mailbox, ranks = self._ranks.mailbox, self._ranks
+        if self._fresh is not None:
+            with contextlib.suppress(OSError):
+                directory.remove_left_overs(self._target.parent)
+        mailbox.post(self._write_and_report().as_text())
+        if self._fresh is None and ranks.number:
+            return None
+        reports = [_Report.of_text(text) for text in mailbox.read(range(ranks.count))]
+        problems = [
+            f"rank {n}: {report.problem}"
+            for n, report in enumerate(reports)
+            if report.problem is not None
+        ]
+        if self._fresh is not None:
+            if problems:
+                self._fresh.discard()
+            mailbox.post(
+                json.dumps(("", False) if problems else self._commit(self._fresh, reports)),
+                "leader",
+            )
+        if ranks.number:
+            return None
+        leaders = [n for n, report in enumerate(reports) if report.leads]
+        published = [json.loads(text) for text in mailbox.read(leaders, "leader")]
+        if not leaders and not problems:
+            problems = ["no rank could make a directory"]
+        is_complete = not problems and all(complete for _, complete in published)
+        problems += [problem for problem, _ in published if problem]
+        return "; ".join(problems), is_complete
+
+    def _write_and_report(self) -> _Report:
+        """Write this rank's file."""
+        facts = FileFacts(0, ())
+        if self._problem is None:
+            try:
+                facts = self._write_file(self._directory / file_name(self._ranks.number))
+            except Exception as error:
+                self._problem = error
+        problem = (
+            None if self._problem is None else f"{type(self._problem).__name__}: {self._problem}"
+        )
+        return _Report(self._fresh is not None, facts.nbytes, facts.checksums, problem)
+
+    def _commit(self, fresh: directory.Fresh, reports: list[_Report]) -> tuple[str, bool]:
+        """Complete the directory that this rank leads; return the problem, if any, and whether the
+        checkpoint is complete."""
+        try:
+            fresh.publish(self._target, self._manifest(reports).as_text())
+        except OSError as error:
+            fresh.discard()
+            return f"rank {self._ranks.number}: {type(error).__name__}: {error}", isinstance(
+                error, directory.NotSynced
+            )
+        if self._keep_last is not None:
+            with contextlib.suppress(OSError):  # the new checkpoint is complete all the same
+                directory.remove_older(self._target.parent, self._step, self._keep_last)
+        return "", True
+
+    def _failed(self, problems: str) -> CheckpointError:
+        return CheckpointError(
+            explain(
+                "The checkpoint could not be saved.",
+                expected=f"all {self._ranks.count} ranks to write their files",
+                got=problems,
+                where=str(self._target),
+                fix="check free space and permissions; earlier checkpoints are unchanged",
+            )
+        )
+
+    def _not_synced(self, problems: str) -> CheckpointError:
+        return CheckpointError(
+            explain(
+                "The checkpoint is complete, but may not survive a power failure.",
+                expected="its folder to be synced to disk after the rename",
+                got=problems,
+                where=str(self._target),
+                fix="check the disk for errors; no older checkpoint was removed",
+            )
+        )
+
+    def _rank_lost(self, lost: RankLost) -> StateError:
+        state = "is complete" if os.path.exists(self._target) else "is not complete"
+        return StateError(
+            explain(
+                "A rank did not finish the save.",
+                expected=f"all {self._ranks.count} ranks to write their files",
+                got=str(lost),
+                where=f"rank {self._ranks.number} of {self._ranks.count}, {self._target}",
+                fix=f"look for that rank's error; this checkpoint {state}, earlier ones are "
+                "unchanged",
+            )
+        )
+
+    def _manifest(self, reports: list[_Report]) -> Manifest:
+        files = tuple(FileFacts(report.nbytes, report.checksums) for report in reports)
+        return Manifest(
+            self.identity,
+            self._step,
+            self._ranks.number,
+            self._axes,
+            self._described,
+            files,
+            self._snapshot.param_groups,
+            versions(),
+        )
+
+    def _write_file(self, path: Path) -> FileFacts:
+        self._snapshot.text.update(identity=self.identity, number=self._ranks.number)
+        return write_rank_file(path, self._snapshot, f"save step {self._step}", self._shows)
+
+
+def _check_arguments(
+    call: str, folder: Any, optimizer: Any, step: Any, keep_last: Any, progress: Any
+) -> None:
+    if not isinstance(folder, (str, os.PathLike)):
+        raise errors.wrong_type("folder", "a path", folder, call)
+    if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
+        raise errors.wrong_type("optimizer", "a torch.optim.Optimizer, or None", optimizer, call)
+    for name, value, least in (
+        ("step", step, 0),
+        ("keep_last", 1 if keep_last is None else keep_last, 1),
+    ):
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise errors.wrong_type(name, "a whole number", value, call)
+        if value < least:
+            raise UsageError(
+                explain(
+                    f"{name} is too small.",
+                    expected=f"at least {least}",
+                    got=str(value),
+                    where=call,
+                    fix=f"pass {name}={least}",
+                )
+            )
+    errors.require_bools(call, progress=progress)
+    require_bar(progress, f"{call}(..., progress=True)")
+
+
+def _exists_already(path: Path, call: str) -> UsageError:
+    return UsageError(
+        explain(
+            "This step was already saved, and checkpoints are never overwritten.",
+            expected="a step that is not in this folder yet",
+            got=f"an existing {path.name}",
+            where=f"{call}({str(path.parent)!r}, ...)",
+            fix="save into another folder, or move that checkpoint away",
+        )
+    )

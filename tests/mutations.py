@@ -1,0 +1,243 @@
+"""Break one mechanism of fsdp_compat at a time, and check that its test fails. Run by hand:
+
+    python tests/mutations.py                    # all of them, about ten minutes
+    python tests/mutations.py "no division" ...  # some of them, by name
+    python tests/mutations.py --list
+
+Each break replaces a piece of text that occurs exactly once in the package. It is made in a copy of
+the checkout, where its test runs with a time limit; a test that hangs counts as failed. The exit
+status is 1 if a test passes in spite of its break, or if a text does not occur exactly once. All
+tests pass without a break: run them before."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+LIMIT_S = 300.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Break:
+    """One deliberate mistake. ``test``: arguments for pytest."""
+
+    name: str
+    old: str
+    new: str
+    test: str
+
+
+FRONTENDS = "tests/frontends"
+BREAKS = (
+    Break(
+        "gather into the wrong segment",
+        "self._buffer.narrow(0, rank * self._size, self._size)",
+        "self._buffer.narrow(0, (self._ranks - 1 - rank) * self._size, self._size)",
+        f"{FRONTENDS}/test_training.py -k units_inside_of_units",
+    ),
+    Break(
+        "reduce in another order on each rank",
+        "        _sum_in_rank_order(parts, total, divisor)\n"
+        "        self._end_reading(pending, what)",
+        "        parts = [*parts[self.rank :], *parts[: self.rank]]\n"
+        "        _sum_in_rank_order(parts, total, divisor)\n"
+        "        self._end_reading(pending, what)",
+        "tests/engine/test_reduce.py -k order",
+    ),
+    Break(
+        "no division by the number of ranks",
+        "divisor = self.ranks / self.predivisor",
+        "divisor = 1 / self.predivisor",
+        f"{FRONTENDS}/test_training.py -k units_inside_of_units",
+    ),
+    Break(
+        "gradient accumulated twice",
+        "place.add_(part, alpha=1 / self._predivisor)",
+        "place.add_(part, alpha=2 / self._predivisor)",
+        f"{FRONTENDS}/test_accumulation.py -k any_pattern",
+    ),
+    Break(
+        "no reshard after forward",
+        "or not unit.options.reshard_after_forward",
+        "or unit.options.reshard_after_forward",
+        f"{FRONTENDS}/test_training.py -k backward_holds_two_whole_units",
+    ),
+    Break(
+        "a unit that backward is about to use freed with the unused prefetched ones",
+        "if unit.residency is Residency.UNSHARDING:",
+        "if unit.residency is not Residency.SHARDED:",
+        f"{FRONTENDS}/test_training.py -k no_more_than_needed",
+    ),
+    Break(
+        "sum over the replicas skipped",
+        "if replicas_left and wire.replica.ranks > 1:",
+        "if replicas_left and wire.replica.ranks > 99:",
+        f"{FRONTENDS}/test_training.py -k two_replicas_of_two_shards",
+    ),
+    Break(
+        "tied parameter owned by the first of its units",
+        "if all(module in chain for chain in its_chains)",
+        "if all(module in chain for chain in its_chains[:1])",
+        f"{FRONTENDS}/test_training.py -k tied_across_units",
+    ),
+    Break(
+        "offloaded gradient not copied to the host",
+        "        home.copy_(total, non_blocking=True)\n",
+        "        home.zero_()\n",
+        f"{FRONTENDS}/test_offload.py -k large_parameters",
+    ),
+    Break(
+        "inputs of forward not cast in mixed precision",
+        "cast_floats(args, options.compute_dtype),",
+        "args,",
+        f"{FRONTENDS}/test_mixed_precision.py -k floating_point_inputs_are_cast",
+    ),
+    Break(
+        "box of a part off by one",
+        "first_whole, end_whole = -(-part.start // row), part.stop // row",
+        "first_whole, end_whole = part.start // row + 1, part.stop // row",
+        "tests/layout/test_box.py",
+    ),
+    Break(
+        "optimizer state cut at the wrong elements",
+        "value.reshape(-1)[part.slice].to(parameter.device, copy=True)",
+        "value.reshape(-1)[: part.numel].to(parameter.device, copy=True)",
+        f"{FRONTENDS}/test_optimizers_from_before.py -k any_number_of_ranks",
+    ),
+    Break(
+        "checksum of a block not compared",
+        "facts.checksums[block], checksum.result()",
+        "checksum.result(), checksum.result()",
+        "tests/checkpoint/test_blocks.py -k checksum",
+    ),
+    Break(
+        "checkpoint committed although a rank could not write",
+        'json.dumps(("", False) if problems else self._publish(self._fresh, reports))',
+        "json.dumps(self._publish(self._fresh, reports))",
+        "tests/checkpoint/test_native.py -k full_disk",
+    ),
+    Break(
+        "search for deadlocks finds nothing",
+        "if peer is None or not peer.lacks(wait):",
+        "if True:",
+        "tests/comm/test_deadlock.py -k 'circle or cycle'",
+    ),
+    Break(
+        "failed communicator usable again",
+        "return self._is_closed",
+        "return False",
+        "tests/comm/test_deadlock.py",
+    ),
+    Break(
+        "placeholders not armed",
+        "        self._always.put_in()\n",
+        "",
+        f"{FRONTENDS}/test_entry_points.py -k cannot_be_used_outside_of_forward",
+    ),
+    Break(
+        "no broadcast from rank 0",
+        'wire.broadcast([packed], "the first rank\'s parameters and buffers")',
+        "pass",
+        f"{FRONTENDS}/test_wrapping_by_hand.py -k sync_module_states",
+    ),
+    Break(
+        "norm of gradients of this rank only",
+        "norm = _over_ranks(wire, norm, norm_type)",
+        "pass",
+        f"{FRONTENDS}/test_clip.py -k norm_and_clipped_gradients",
+    ),
+    Break(
+        "gradients not unscaled",
+        "super()._unscale_grads_(optimizer, inv_scale, found_inf, True)",
+        "super()._unscale_grads_(optimizer, torch.ones_like(inv_scale), found_inf, True)",
+        f"{FRONTENDS}/test_sharded_grad_scaler.py -k gradients_are_unscaled_once",
+    ),
+    Break(
+        "step skipped only on the rank with a non-finite gradient",
+        "max_in_group(group, torch.stack(flags).amax())",
+        "torch.stack(flags).amax()",
+        f"{FRONTENDS}/test_sharded_grad_scaler.py -k one_of_four_ranks",
+    ),
+)
+
+
+def files_with(text: str, checkout: Path) -> Iterator[tuple[Path, int]]:
+    """Yield the files of the package that have the text, and how often."""
+    for path in sorted((checkout / "fsdp_compat").rglob("*.py")):
+        number = path.read_text().count(text)
+        if number:
+            yield path, number
+
+
+def try_break(each: Break, copy: Path) -> str:
+    """Return "caught", or what is wrong."""
+    places = list(files_with(each.old, copy))
+    if [number for _, number in places] != [1]:
+        named = ", ".join(f"{number} times in {path.name}" for path, number in places) or "nowhere"
+        return f"NOT FOUND ONCE: its text is {named}"
+    ((path, _),) = places
+    original = path.read_text()
+    path.write_text(original.replace(each.old, each.new))
+    try:
+        return run_test(each.test, copy)
+    finally:
+        path.write_text(original)
+
+
+def run_test(test: str, copy: Path) -> str:
+    command = f'exec "{sys.executable}" -m pytest -x -q --tb=no -p no:cacheprovider {test}'
+    with subprocess.Popen(
+        ["bash", "-c", command],
+        cwd=copy,
+        env={**os.environ, "PYTHONPATH": str(copy)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    ) as process:
+        try:
+            output, _ = process.communicate(timeout=LIMIT_S)
+        except subprocess.TimeoutExpired:
+            process.kill()  # the rank processes end with it
+            return "caught: the test hangs"
+    if process.returncode == 1:
+        return "caught"
+    if process.returncode == 0:
+        return f"NOT CAUGHT by {test}"
+    return f"THE TEST DID NOT RUN (pytest ends with {process.returncode}): {test}\n{output[-500:]}"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Break fsdp_compat and see that tests fail.")
+    parser.add_argument("names", nargs="*", help="parts of names of breaks; default: all")
+    parser.add_argument("--list", action="store_true", help="only print the names")
+    args = parser.parse_args()
+    chosen = [
+        each for each in BREAKS if not args.names or any(name in each.name for name in args.names)
+    ]
+    if args.list:
+        print(*(each.name for each in chosen), sep="\n")
+        return 0
+    failed = 0
+    with tempfile.TemporaryDirectory(prefix="mutations-") as directory:
+        copy = Path(directory) / "checkout"
+        shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".git", "__pycache__", ".venv"))
+        for each in chosen:
+            started = time.monotonic()
+            outcome = try_break(each, copy)
+            failed += not outcome.startswith("caught")
+            print(f"{each.name}: {outcome} ({time.monotonic() - started:.0f} s)", flush=True)
+    print(f"{len(chosen) - failed} of {len(chosen)} breaks were caught")
+    return 1 if failed or not chosen else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,82 @@
+"""Fewer combinations than the product: any two values still meet.
+
+Most bugs need one or two settings at once. Settings with 3, 3 and 4 values have 36 combinations;
+12 of them contain every pair of values of two settings. On top of the other decorators:
+
+    @pairwise
+    @pytest.mark.parametrize("strategy", STRATEGIES)
+    @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
+    @both_forms
+    def test_it_trains(strategy: str, num_ranks: int, use_orig_params: bool) -> None: ..."""
+
+from __future__ import annotations
+
+import enum
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import pytest
+
+Test = TypeVar("Test", bound=Callable[..., None])
+
+
+def pairs(*values: Sequence[Any]) -> list[tuple[Any, ...]]:
+    """Return rows with one value of each sequence, such that any two values of two sequences are in
+    some row. The same arguments give the same rows.
+
+    Greedy: each row is the one with the most pairs that no earlier row has.
+    """
+    size = min(2, len(values))
+    covers = {
+        row: set(itertools.combinations(enumerate(row), size))
+        for row in itertools.product(*(range(len(each)) for each in values))
+    }
+    missing = {pair for covered in covers.values() for pair in covered}
+    rows = []
+    while missing:
+        best = max(covers, key=lambda row: len(covers[row] & missing))
+        missing -= covers[best]
+        rows.append(best)
+    return [
+        tuple(each[index] for each, index in zip(values, row, strict=True)) for row in sorted(rows)
+    ]
+
+
+def pairwise(test: Test) -> Test:
+    """Replace the product of a test's ``parametrize`` decorators by its ``pairs``."""
+    marks: list[pytest.Mark] = test.pytestmark  # type: ignore[attr-defined]
+    factors = [mark for mark in marks if mark.name == "parametrize"]
+    names = [name for mark in factors for name in _names(mark)]
+    rows = pairs(*(_cases(mark) for mark in factors))
+    replaced = pytest.mark.parametrize(
+        names,
+        [[value for _, case in row for value in case] for row in rows],
+        ids=["-".join(label for label, _ in row) for row in rows],
+    ).mark
+    test.pytestmark = [*(mark for mark in marks if mark not in factors), replaced]  # type: ignore[attr-defined]
+    return test
+
+
+def _names(mark: pytest.Mark) -> list[str]:
+    names = mark.args[0]
+    return names.replace(" ", "").split(",") if isinstance(names, str) else list(names)
+
+
+def _cases(mark: pytest.Mark) -> list[tuple[str, tuple[Any, ...]]]:
+    """Return (label, values) of each case of one decorator."""
+    names, ids = _names(mark), mark.kwargs.get("ids")
+    cases = []
+    for index, case in enumerate(mark.args[1]):
+        values = (case,) if len(names) == 1 else tuple(case)
+        given = ids(case) if callable(ids) else ids[index] if ids is not None else None
+        labels = (_label(name, value, index) for name, value in zip(names, values, strict=True))
+        cases.append((given or "-".join(labels), values))
+    return cases
+
+
+def _label(name: str, value: object, index: int) -> str:
+    """Return what pytest calls a value."""
+    if value is None or isinstance(value, str | int | float | enum.Enum):
+        return str(value)
+    return getattr(value, "__name__", f"{name}{index}")
