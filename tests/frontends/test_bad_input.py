@@ -956,9 +956,13 @@ STATE_DICTS: dict[str, Case] = {
         ("state_dict_type", "int"),
     ),
     "form: of a plain module": Case(
-        on_plain(lambda m: FSDP.get_state_dict_type(m)), ("Net", "0 instances")
+        on_plain(lambda m: FSDP.get_state_dict_type(m)), ("Net", "0 units")
     ),
-    "form: differing": Case(on_wrapped(differing_forms), ("2 forms",), torch=AssertionError),
+    "form: differing": Case(
+        on_wrapped(differing_forms),
+        ("FULL_STATE_DICT", "SHARDED_STATE_DICT"),
+        torch=AssertionError,
+    ),
     "state_dict: unknown argument": Case(
         on_wrapped(lambda m, o: m.state_dict(prefixx="a.")), ("prefixx",), torch=TypeError
     ),
@@ -1177,9 +1181,7 @@ OPTIMIZERS: dict[str, Case] = {
     "no model": Case(
         optim(lambda m, o: FSDP.optim_state_dict(None, o)), ("optim_state_dict", "NoneType")
     ),
-    "a plain model": Case(
-        optim(lambda m, o: FSDP.optim_state_dict(net(), o)), ("Net", "0 instances")
-    ),
+    "a plain model": Case(optim(lambda m, o: FSDP.optim_state_dict(net(), o)), ("Net", "0 units")),
     "no optimizer": Case(
         optim(lambda m, o: FSDP.optim_state_dict(m, None)), ("optim_state_dict", "NoneType")
     ),
@@ -1629,7 +1631,7 @@ def _by_case(by_rank: list[dict[str, Outcome]]) -> dict[str, list[Outcome] | str
 @pytest.mark.parametrize(
     ("group", "name"), [(group, name) for group, cases in GROUPS.items() for name in cases]
 )
-def test_bad_input_is_refused_alike_on_every_rank_with_four_facts_and_nothing_changed(
+def test_bad_input_raises_the_same_error_on_every_rank_and_changes_nothing(
     group: str, name: str
 ) -> None:
     case = GROUPS[group][name]
@@ -1788,7 +1790,7 @@ def inside_outcomes(place: str) -> dict[str, list[Inside] | str]:
 
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("name", INSIDE)
-def test_a_call_inside_of_a_pass_is_refused_and_the_pass_is_right_nevertheless(
+def test_call_during_forward_or_backward_raises_and_the_pass_completes(
     name: str, place: str
 ) -> None:
     _, named, built_in = INSIDE[name]
@@ -1887,7 +1889,7 @@ def lone_outcomes() -> list[dict[str, Lone]]:
 
 
 @pytest.mark.parametrize("name", ON_ONE_RANK)
-def test_bad_input_on_one_rank_is_refused_there_and_holds_up_the_other_no_longer_than_its_limit(
+def test_bad_input_on_one_rank_raises_there_and_does_not_hang_the_other(
     name: str, lone_outcomes: list[dict[str, Lone]]
 ) -> None:
     other, bad = (its[name] for its in lone_outcomes)
@@ -1934,7 +1936,7 @@ def _outside() -> dict[str, str]:
     return messages
 
 
-def test_a_rank_outside_of_the_group_is_told_so() -> None:
+def test_rank_outside_the_group_gets_a_clear_error() -> None:
     messages = run_ranks(2, _outside)[1]
     assert list(messages) == [
         "process_group",
@@ -1948,7 +1950,7 @@ def test_a_rank_outside_of_the_group_is_told_so() -> None:
             assert line.startswith(f"  {fact}"), message
 
 
-def test_without_a_process_group_the_remedy_is_named() -> None:
+def test_missing_process_group_error_names_the_remedy() -> None:
     assert not dist.is_initialized()
     module = net()
     before = snapshot(module)
@@ -1978,7 +1980,7 @@ def _uneven_nodes() -> None:
     dist.barrier()
 
 
-def test_ranks_that_do_not_fill_their_nodes_are_refused() -> None:
+def test_hybrid_strategy_with_uneven_nodes_raises() -> None:
     run_ranks(2, _uneven_nodes)
 
 
@@ -2013,7 +2015,7 @@ def _after_destruction(used_before: bool) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("used_before", [False, True])
-def test_without_the_process_group_a_model_goes_on_with_its_own_connections_or_says_what_is_missing(
+def test_model_works_or_raises_after_its_process_group_is_destroyed(
     used_before: bool,
 ) -> None:
     for found in run_ranks(2, _after_destruction, used_before, timeout=20, group_timeout=5):
@@ -2048,7 +2050,7 @@ def _summon_options() -> None:
         assert not difference(model, 1)
 
 
-def test_every_combination_of_options_of_summon_full_params_is_refused_or_changes_nothing() -> None:
+def test_every_combination_of_summon_options_raises_or_changes_nothing() -> None:
     run_ranks(2, _summon_options)
 
 
@@ -2064,7 +2066,7 @@ def _forward_inside_summon() -> None:
         assert not difference(model, 1)
 
 
-def test_forward_inside_of_summon_full_params_computes_with_what_is_shown() -> None:
+def test_forward_inside_summon_full_params_uses_the_full_parameters() -> None:
     run_ranks(2, _forward_inside_summon)
 
 
@@ -2078,7 +2080,7 @@ def _wraps_in(mode: str) -> None:
 
 
 @pytest.mark.parametrize("mode", ["no_grad", "inference_mode"])
-def test_a_model_that_is_wrapped_where_gradients_are_off_trains(mode: str) -> None:
+def test_model_wrapped_under_no_grad_trains(mode: str) -> None:
     run_ranks(2, _wraps_in, mode)
 
 
@@ -2118,7 +2120,7 @@ def assert_equal(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> N
         assert torch.allclose(found[name], value, atol=1e-5), name
 
 
-def test_a_dict_can_be_loaded_while_gradients_wait_in_no_sync() -> None:
+def test_state_dict_loads_while_no_sync_gradients_are_pending() -> None:
     run_ranks(2, _loads_while_gradients_wait)
 
 
@@ -2134,7 +2136,7 @@ def _loads_other_dtypes() -> None:
             assert {value.dtype for value in found.values()} == {torch.float32}
 
 
-def test_values_of_other_real_dtypes_are_converted_when_loaded_as_everywhere_in_torch() -> None:
+def test_load_converts_values_of_other_real_dtypes() -> None:
     run_ranks(2, _loads_other_dtypes)
 
 
@@ -2150,7 +2152,7 @@ def _loads_what_is_missing_or_too_much() -> None:
         assert_equal(state_of(model), plain.state_dict())
 
 
-def test_a_load_that_is_not_strict_says_what_is_missing_and_what_is_too_much() -> None:
+def test_non_strict_load_reports_missing_and_unexpected_keys() -> None:
     run_ranks(2, _loads_what_is_missing_or_too_much)
 
 
@@ -2185,7 +2187,7 @@ def _freezes_in_forward() -> list[str]:
     return results
 
 
-def test_what_is_frozen_inside_of_forward_stays_so_or_that_is_refused() -> None:
+def test_freezing_inside_forward_persists_or_raises() -> None:
     for results in run_ranks(2, _freezes_in_forward):
         assert set(results) <= {"followed", " ".join(FACTS)}
 
@@ -2245,5 +2247,5 @@ def _with_hook(model: FSDP) -> None:
     step(model)
 
 
-def test_what_functions_of_the_user_raise_comes_out_as_it_is() -> None:
+def test_exceptions_of_user_functions_propagate_unchanged() -> None:
     run_ranks(2, _errors_of_the_user)

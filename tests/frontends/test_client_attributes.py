@@ -81,7 +81,7 @@ def clean(name: str) -> str:
     return name.removeprefix("_fsdp_wrapped_module.")
 
 
-def test_an_instance_answers_as_one_of_torch() -> None:
+def test_attributes_equal_those_of_torch() -> None:
     run_ranks(2, _answers)
 
 
@@ -101,7 +101,7 @@ def _sets(use_orig_params: bool) -> None:
 
 
 @both_forms
-def test_what_clients_set_has_no_effect(use_orig_params: bool) -> None:
+def test_attributes_set_by_clients_have_no_effect(use_orig_params: bool) -> None:
     run_ranks(2, _sets, use_orig_params)
 
 
@@ -205,7 +205,7 @@ def _upcasts(use_orig_params: bool) -> None:
 
 @both_forms
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_unit_is_upcast_as_accelerate_does_it(ranks: int, use_orig_params: bool) -> None:
+def test_upcast_as_done_by_accelerate_works(ranks: int, use_orig_params: bool) -> None:
     run_ranks(ranks, _upcasts, use_orig_params)
 
 
@@ -221,5 +221,5 @@ def _takes_what_the_flat_parameter_was_given(use_orig_params: bool) -> None:
 
 
 @both_forms
-def test_the_values_of_an_upcast_are_those_the_client_has_set(use_orig_params: bool) -> None:
+def test_upcast_keeps_the_values_set_by_the_client(use_orig_params: bool) -> None:
     run_ranks(2, _takes_what_the_flat_parameter_was_given, use_orig_params)

@@ -152,7 +152,7 @@ def _does_nothing(strategy: ShardingStrategy, use_orig_params: bool) -> None:
 
 @both_forms
 @pytest.mark.parametrize("strategy", [FULL_SHARD, SHARD_GRAD_OP, NO_SHARD])
-def test_what_the_hook_leaves_is_the_gradient(
+def test_result_of_the_hook_is_the_gradient(
     strategy: ShardingStrategy, use_orig_params: bool
 ) -> None:
     run_ranks(2, _does_nothing, strategy, use_orig_params)
@@ -180,7 +180,7 @@ def _keeps_what_it_is_given(strategy: ShardingStrategy) -> None:
 
 
 @pytest.mark.parametrize("strategy", [FULL_SHARD, NO_SHARD])
-def test_a_hook_may_keep_what_it_is_given(strategy: ShardingStrategy) -> None:
+def test_hook_may_keep_its_arguments(strategy: ShardingStrategy) -> None:
     run_ranks(2, _keeps_what_it_is_given, strategy)
 
 
@@ -216,7 +216,7 @@ def _trains_with(
 
 @both_forms
 @pytest.mark.parametrize("strategy", [FULL_SHARD, NO_SHARD])
-def test_a_hook_may_give_its_arguments_other_data(
+def test_hook_may_replace_the_data_of_its_arguments(
     strategy: ShardingStrategy, use_orig_params: bool
 ) -> None:
     run_ranks(
@@ -285,7 +285,7 @@ def _uneven(m: nn.Module, x: Tensor, turn: Turn) -> Tensor:
 
 @both_forms
 @pytest.mark.parametrize("num_ranks", [2, 3])
-def test_a_hook_goes_together_with_nested_frozen_and_offloaded_units(
+def test_hook_works_with_nested_frozen_and_offloaded_units(
     num_ranks: int, use_orig_params: bool
 ) -> None:
     run_ranks(num_ranks, _many_ways, use_orig_params)
@@ -293,7 +293,7 @@ def test_a_hook_goes_together_with_nested_frozen_and_offloaded_units(
 
 @both_forms
 @pytest.mark.parametrize("num_ranks", [2, 3])
-def test_ranks_that_use_different_units_call_the_hook_in_one_order(
+def test_hook_order_is_the_same_on_ranks_that_use_different_units(
     num_ranks: int, use_orig_params: bool
 ) -> None:
     options = {
@@ -324,7 +324,7 @@ def _in_shard_group(
 
 @pytest.mark.parametrize(("strategy", "use_orig_params"), [(HYBRID, False), (HYBRID_ZERO2, True)])
 @pytest.mark.parametrize("shape", [(2, 2), (1, 4), (4, 1)])
-def test_in_a_hybrid_mesh_the_hook_reduces_shards_and_replicas_are_averaged_afterwards(
+def test_hybrid_hook_reduces_shards_before_replicas_are_averaged(
     shape: tuple[int, int], strategy: ShardingStrategy, use_orig_params: bool
 ) -> None:
     states = run_ranks(4, _in_shard_group, strategy, shape, use_orig_params)
@@ -375,7 +375,7 @@ def _is_given_in_the_dtype_of_the_reduction(
 
 @both_forms
 @pytest.mark.parametrize("strategy", [FULL_SHARD, NO_SHARD])
-def test_a_hook_is_given_gradients_in_the_dtype_of_the_reduction(
+def test_hook_gets_gradients_in_the_reduce_dtype(
     strategy: ShardingStrategy, use_orig_params: bool
 ) -> None:
     run_ranks(2, _is_given_in_the_dtype_of_the_reduction, strategy, use_orig_params)
@@ -412,7 +412,7 @@ def _undivided(strategy: ShardingStrategy) -> list[float]:
 
 
 @pytest.mark.parametrize("strategy", [FULL_SHARD, NO_SHARD])
-def test_with_a_hook_nothing_is_divided_before(strategy: ShardingStrategy) -> None:
+def test_gradients_are_not_divided_before_the_hook(strategy: ShardingStrategy) -> None:
     sixty = float(torch.tensor(60000.0, dtype=FP16))
     assert run_ranks(4, _undivided, strategy) == [[sixty, sixty]] * 4
 
@@ -489,7 +489,7 @@ def _hooks_against_torch(cases: list[tuple[Any, ...]]) -> list[str]:
 
 
 @both_forms
-def test_the_hooks_of_torch_give_the_same_bits_as_with_torch(use_orig_params: bool) -> None:
+def test_torch_hooks_give_the_same_bits_as_under_torch(use_orig_params: bool) -> None:
     cases = [
         (name, strategy, {}, use_orig_params, "sss")
         for strategy in ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")
@@ -533,7 +533,7 @@ def _hooks_against_built_in() -> None:
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
-def test_the_hooks_of_torch_average_as_the_built_in_way(num_ranks: int) -> None:
+def test_torch_hooks_average_like_the_built_in_reduction(num_ranks: int) -> None:
     run_ranks(num_ranks, _hooks_against_built_in)
 
 
@@ -603,7 +603,7 @@ def _errors() -> None:
         square(each, torch.ones(2, DIM)).backward()
 
 
-def test_what_cannot_be_registered_is_refused_with_four_facts() -> None:
+def test_invalid_hook_registration_raises() -> None:
     run_ranks(2, _errors)
 
 
@@ -621,7 +621,7 @@ def _becomes_an_inner_one() -> None:
     assert len(first.calls) == 1
 
 
-def test_a_hook_of_a_model_that_became_an_inner_one_is_not_replaced() -> None:
+def test_hook_of_a_model_that_became_nested_is_kept() -> None:
     run_ranks(2, _becomes_an_inner_one)
 
 
@@ -656,7 +656,7 @@ def _survives_copies() -> None:
             )
 
 
-def test_a_copy_of_a_model_has_its_hook_or_can_be_given_one() -> None:
+def test_copy_has_the_hook_or_accepts_one() -> None:
     run_ranks(2, _survives_copies)
 
 
@@ -685,7 +685,7 @@ def _raises(strategy: ShardingStrategy, use_orig_params: bool) -> None:
 
 @both_forms
 @pytest.mark.parametrize("strategy", [FULL_SHARD, SHARD_GRAD_OP, NO_SHARD])
-def test_after_an_exception_in_a_hook_the_next_step_is_a_usual_one(
+def test_step_after_an_exception_in_a_hook_works(
     strategy: ShardingStrategy, use_orig_params: bool
 ) -> None:
     run_ranks(2, _raises, strategy, use_orig_params)

@@ -107,7 +107,7 @@ def _converts(use_orig_params: bool) -> None:
 
 
 @both_forms
-def test_a_model_that_has_not_run_trains_in_the_dtype_it_is_converted_to(
+def test_new_model_trains_in_the_dtype_it_is_converted_to(
     use_orig_params: bool,
 ) -> None:
     run_ranks(2, _converts, use_orig_params)
@@ -155,7 +155,7 @@ def _equals_torch(use_orig_params: bool) -> None:
 
 
 @both_forms
-def test_dtypes_and_losses_after_a_conversion_are_those_of_torch(use_orig_params: bool) -> None:
+def test_dtypes_and_losses_after_a_conversion_equal_torch(use_orig_params: bool) -> None:
     run_ranks(2, _equals_torch, use_orig_params)
 
 
@@ -202,7 +202,7 @@ def _is_too_late(use_orig_params: bool) -> None:
 
 
 @both_forms
-def test_a_model_that_has_run_refuses_and_goes_on_as_it_was(use_orig_params: bool) -> None:
+def test_model_that_has_run_rejects_a_conversion_and_still_trains(use_orig_params: bool) -> None:
     run_ranks(2, _is_too_late, use_orig_params)
 
 
@@ -216,7 +216,7 @@ def _one_rank_converts() -> str:
     return str(caught.value)
 
 
-def test_a_conversion_on_one_rank_alone_is_an_error_on_all() -> None:
+def test_conversion_on_one_rank_raises_on_all_ranks() -> None:
     assert all("conversion" in text for text in run_ranks(2, _one_rank_converts))
 
 

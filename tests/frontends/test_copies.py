@@ -428,7 +428,7 @@ def _copies_the_inner_module(use_orig_params: bool) -> None:
 
 
 @both_forms
-def test_a_copy_of_the_inner_module_while_it_is_whole_is_a_plain_module(
+def test_copy_of_the_summoned_inner_module_is_a_plain_module(
     use_orig_params: bool,
 ) -> None:
     run_ranks(2, _copies_the_inner_module, use_orig_params)
@@ -555,7 +555,7 @@ def _copies_a_comm_hook(use_orig_params: bool) -> None:
 
 
 @both_forms
-def test_a_communication_hook_is_the_copys_too(use_orig_params: bool) -> None:
+def test_copy_keeps_the_communication_hook(use_orig_params: bool) -> None:
     run_ranks(2, _copies_a_comm_hook, use_orig_params)
 
 
@@ -617,7 +617,7 @@ def _copies_at_other_moments(use_orig_params: bool) -> None:
 
 
 @both_forms
-def test_a_copy_may_be_made_at_any_moment_between_steps(use_orig_params: bool) -> None:
+def test_copy_works_at_any_point_between_steps(use_orig_params: bool) -> None:
     run_ranks(2, _copies_at_other_moments, use_orig_params)
 
 
@@ -641,7 +641,7 @@ def _copies_in_no_sync(use_orig_params: bool) -> None:
 
 
 @both_forms
-def test_a_copy_leaves_the_originals_accumulation_alone(use_orig_params: bool) -> None:
+def test_copy_does_not_affect_accumulated_gradients(use_orig_params: bool) -> None:
     run_ranks(2, _copies_in_no_sync, use_orig_params)
 
 
@@ -667,7 +667,7 @@ def _copies_after_a_failed_backward(use_orig_params: bool) -> None:
 
 
 @both_forms
-def test_a_copy_may_be_made_after_an_exception_in_backward(use_orig_params: bool) -> None:
+def test_copy_works_after_an_exception_in_backward(use_orig_params: bool) -> None:
     run_ranks(2, _copies_after_a_failed_backward, use_orig_params)
 
 
@@ -705,7 +705,7 @@ def _copies_where_it_cannot(use_orig_params: bool) -> None:
 
 
 @both_forms
-def test_copies_inside_of_forward_or_of_summon_are_refused(use_orig_params: bool) -> None:
+def test_copies_inside_forward_or_summon_raise(use_orig_params: bool) -> None:
     run_ranks(2, _copies_where_it_cannot, use_orig_params)
 
 
@@ -732,7 +732,7 @@ def _fails_to_copy(use_orig_params: bool) -> None:
 
 
 @both_forms
-def test_a_copy_that_fails_leaves_the_original_as_it_was(use_orig_params: bool) -> None:
+def test_failed_copy_leaves_the_original_unchanged(use_orig_params: bool) -> None:
     run_ranks(2, _fails_to_copy, use_orig_params)
 
 
@@ -770,7 +770,7 @@ def _averages(name: str, use_orig_params: bool) -> None:
 
 @both_forms
 @pytest.mark.parametrize("name", ["nested", "mixed", "tied"])
-def test_a_moving_average_over_parameters_in_pairs_is_the_unsharded_one(
+def test_moving_average_over_parameter_pairs_equals_unsharded(
     name: str, use_orig_params: bool
 ) -> None:
     run_ranks(2, _averages, name, use_orig_params)
@@ -804,7 +804,7 @@ def _averages_by_torch(use_orig_params: bool) -> None:
 
 
 @both_forms
-def test_torchs_averaged_model_is_the_unsharded_one(use_orig_params: bool) -> None:
+def test_torch_averaged_model_equals_unsharded(use_orig_params: bool) -> None:
     run_ranks(2, _averages_by_torch, use_orig_params)
 
 
@@ -838,7 +838,7 @@ def _copies_with_an_optimizer() -> None:
                     assert_close(state[key], value, key)
 
 
-def test_a_model_and_its_optimizer_may_be_copied_together() -> None:
+def test_model_and_optimizer_can_be_copied_together() -> None:
     run_ranks(2, _copies_with_an_optimizer)
 
 
@@ -864,7 +864,7 @@ def _copies_an_optimizer_and_steps(way: Callable[[Any], Any], use_orig_params: b
 
 @both_forms
 @ways
-def test_no_copied_optimizer_trains_nothing_in_silence(
+def test_copied_optimizer_trains_its_model_or_raises(
     way: Callable[[Any], Any], use_orig_params: bool
 ) -> None:
     """Its parameters may be made anew: then that is said, by an error."""
@@ -928,6 +928,6 @@ def _takes_a_pickle(packed: list[bytes], use_orig_params: bool) -> None:
 
 
 @both_forms
-def test_a_pickle_can_be_read_by_another_program_of_as_many_ranks(use_orig_params: bool) -> None:
+def test_pickle_loads_in_another_program_with_the_same_world_size(use_orig_params: bool) -> None:
     packed = run_ranks(2, _hands_a_pickle_over, use_orig_params)
     run_ranks(2, _takes_a_pickle, packed, use_orig_params)

@@ -219,7 +219,7 @@ def _through_a_file(state: Any) -> Any:
 @both_forms
 @pytest.mark.parametrize("precision", [None, LOW])
 @pytest.mark.parametrize("num_ranks", [1, 3])
-def test_state_dicts_hold_them_byte_for_byte_and_bring_them_back(
+def test_state_dicts_preserve_frozen_parameters_byte_for_byte(
     num_ranks: int, precision: MixedPrecision | None, use_orig_params: bool
 ) -> None:
     run_ranks(num_ranks, _is_saved, precision, use_orig_params)
@@ -414,7 +414,7 @@ def _attributes_of_the_original(use_orig_params: bool) -> None:
 
 @both_forms
 @pytest.mark.parametrize("num_ranks", [1, 2])
-def test_attributes_set_after_wrapping_on_the_original_are_seen_in_forward(
+def test_attributes_set_on_the_original_after_wrapping_reach_forward(
     num_ranks: int, use_orig_params: bool
 ) -> None:
     run_ranks(num_ranks, _attributes_of_the_original, use_orig_params)
@@ -465,7 +465,9 @@ def _costs(use_orig_params: bool) -> tuple[int, int, int, int, list[bool]]:
 
 
 @both_forms
-def test_gradients_cost_memory_and_bytes_for_trainable_elements_only(use_orig_params: bool) -> None:
+def test_gradients_use_memory_and_traffic_for_trainable_elements_only(
+    use_orig_params: bool,
+) -> None:
     # Per unit 64 x 64 = 4,096 frozen elements, and 2 x 128 = 256 trainable ones, 128 on each of two
     # ranks.
     for largest, held, sent, grads, frozen in run_ranks(2, _costs, use_orig_params):
@@ -525,7 +527,7 @@ def _batch(width: int, generator: torch.Generator) -> Tensor:
 @both_forms
 @pytest.mark.parametrize("strategy", [FULL_SHARD, SHARD_GRAD_OP, NO_SHARD])
 @pytest.mark.parametrize("width", [DIM, 184])
-def test_requires_grad_toggled_between_steps_is_honoured_at_the_next_forward(
+def test_requires_grad_change_takes_effect_at_the_next_forward(
     width: int, strategy: ShardingStrategy, use_orig_params: bool
 ) -> None:
     assert width == DIM or 2 * width * width > LARGE
@@ -552,5 +554,5 @@ def _toggles_under_no_sync() -> None:
             assert torch.allclose(got[name], p.grad, rtol=1e-5, atol=1e-6), name
 
 
-def test_freezing_a_part_between_accumulated_backwards_leaves_the_other_gradients_right() -> None:
+def test_freezing_between_accumulated_backwards_keeps_other_gradients() -> None:
     run_ranks(2, _toggles_under_no_sync)

@@ -160,7 +160,7 @@ def _fills(use_orig_params: bool) -> None:
 
 
 @both_forms
-def test_models_from_the_meta_device_run_where_all_values_are_given(use_orig_params: bool) -> None:
+def test_model_from_meta_runs_once_all_values_are_set(use_orig_params: bool) -> None:
     run_ranks(2, _fills, use_orig_params)
 
 
@@ -178,7 +178,7 @@ def _fills_a_part(use_orig_params: bool) -> None:
 
 
 @both_forms
-def test_what_is_materialised_already_keeps_its_values(use_orig_params: bool) -> None:
+def test_materialized_tensors_keep_their_values(use_orig_params: bool) -> None:
     run_ranks(2, _fills_a_part, use_orig_params)
 
 
@@ -226,7 +226,7 @@ def fill(model: nn.Module) -> None:
 
 
 @both_forms
-def test_buffers_that_nobody_fills_are_reported_by_name_until_they_are_filled(
+def test_uninitialized_buffers_are_reported_by_name_until_filled(
     use_orig_params: bool,
 ) -> None:
     run_ranks(2, _leaves_buffers, use_orig_params)
@@ -245,7 +245,7 @@ def _replaces_buffers() -> None:
     assert_trains(model, Net())
 
 
-def test_buffers_that_are_replaced_have_values() -> None:
+def test_replaced_buffers_count_as_initialized() -> None:
     run_ranks(2, _replaces_buffers)
 
 
@@ -272,7 +272,7 @@ def _leaves_parameters(use_orig_params: bool) -> None:
 
 
 @both_forms
-def test_parameters_that_nobody_fills_are_reported_until_they_are_loaded_or_written(
+def test_uninitialized_parameters_are_reported_until_loaded_or_written(
     use_orig_params: bool,
 ) -> None:
     run_ranks(2, _leaves_parameters, use_orig_params)
@@ -293,7 +293,7 @@ def _loads_sharded_state(use_orig_params: bool) -> None:
 
 
 @both_forms
-def test_a_sharded_state_dict_gives_values_too(use_orig_params: bool) -> None:
+def test_loading_a_sharded_state_dict_initializes_values(use_orig_params: bool) -> None:
     run_ranks(2, _loads_sharded_state, use_orig_params)
 
 
@@ -309,7 +309,7 @@ def _one_rank_leaves_a_buffer() -> str:
     return text
 
 
-def test_what_one_rank_alone_lacks_is_an_error_on_all() -> None:
+def test_values_missing_on_one_rank_raise_on_all() -> None:
     run_ranks(3, _one_rank_leaves_a_buffer)
 
 
@@ -337,7 +337,7 @@ def _fills_all_but_one(use_orig_params: bool) -> None:
 
 
 @both_forms
-def test_a_parameter_of_one_rank_alone_is_named_on_all(use_orig_params: bool) -> None:
+def test_parameter_missing_on_one_rank_is_named_on_all(use_orig_params: bool) -> None:
     run_ranks(3, _fills_all_but_one, use_orig_params)
 
 
@@ -382,7 +382,7 @@ def _fills_with_strange_values() -> None:
     assert FSDP(plain)(batch()).isnan().all()
 
 
-def test_integers_truth_values_and_infinities_are_values() -> None:
+def test_integers_booleans_and_infinities_count_as_values() -> None:
     run_ranks(2, _fills_with_strange_values)
 
 
@@ -439,7 +439,7 @@ def _sends_nothing(use_orig_params: bool) -> None:
 
 
 @both_forms
-def test_a_first_rank_without_values_is_reported_on_all(use_orig_params: bool) -> None:
+def test_missing_values_on_rank_0_are_reported_on_all(use_orig_params: bool) -> None:
     run_ranks(2, _sends_nothing, use_orig_params)
 
 
@@ -475,5 +475,5 @@ def _sends_extremes() -> None:
     assert "unknown" in text and "largest" in text, text
 
 
-def test_nan_and_the_largest_integers_are_values_unless_they_came_from_the_meta_device() -> None:
+def test_nan_and_largest_integers_count_as_values_unless_from_meta() -> None:
     run_ranks(2, _sends_extremes)

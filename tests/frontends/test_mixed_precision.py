@@ -153,7 +153,7 @@ def _compare_gradients(pair: Pair, dtype: torch.dtype) -> None:
         (2, NO_SHARD, FP32, False),
     ],
 )
-def test_parameters_compute_in_one_dtype_and_gradients_travel_in_another(
+def test_param_dtype_and_reduce_dtype_are_independent(
     num_ranks: int, strategy: ShardingStrategy, shard_dtype: torch.dtype, use_orig_params: bool
 ) -> None:
     run_ranks(num_ranks, _computes_and_reduces_in, strategy, shard_dtype, use_orig_params)
@@ -203,7 +203,7 @@ def _differs_from_torch(cases: list[tuple[str, dict[str, Any], bool, str]]) -> l
     return found
 
 
-def test_training_is_bit_equal_to_torch_where_nothing_is_rounded_on_the_way() -> None:
+def test_training_without_rounding_is_bit_equal_to_torch() -> None:
     precisions: list[dict[str, Any]] = [
         {"param_dtype": BF16, "reduce_dtype": FP32},
         {"param_dtype": FP16, "reduce_dtype": FP32},
@@ -408,7 +408,7 @@ def _keeps_grads_in(
         (None, None, FP32),
     ],
 )
-def test_gradients_may_stay_in_the_dtype_of_the_reduction(
+def test_keep_low_precision_grads_keeps_the_reduce_dtype(
     param_dtype: torch.dtype | None,
     reduce_dtype: torch.dtype | None,
     expected: torch.dtype,
@@ -466,7 +466,7 @@ def _low_grads_against_torch() -> list[str]:
     return found
 
 
-def test_an_optimizer_steps_on_float32_parameters_from_bf16_gradients_as_with_torch() -> None:
+def test_optimizer_steps_float32_parameters_with_bf16_gradients_like_torch() -> None:
     assert run_ranks(2, _low_grads_against_torch) == [[], []]
 
 
@@ -506,7 +506,7 @@ def _low_grads_of_frozen_copies_and_earlier_ones(use_orig_params: bool) -> None:
 
 
 @both_forms
-def test_low_gradients_go_together_with_frozen_parts_copies_and_gradients_before_wrapping(
+def test_low_precision_gradients_work_with_frozen_parts_and_copies(
     use_orig_params: bool,
 ) -> None:
     run_ranks(2, _low_grads_of_frozen_copies_and_earlier_ones, use_orig_params)
@@ -526,7 +526,7 @@ def _writes_low_grads_back() -> None:
         assert {p.grad.dtype for p in model.parameters() if p.grad is not None} == {BF16}
 
 
-def test_low_gradients_can_be_changed_in_summon_full_params() -> None:
+def test_low_precision_gradients_can_be_changed_in_summon_full_params() -> None:
     run_ranks(2, _writes_low_grads_back)
 
 
@@ -594,7 +594,7 @@ def _casts_inputs(
         (True, True, None, None, FP64),
     ],
 )
-def test_floating_point_inputs_are_cast_where_that_is_asked_for(
+def test_floating_point_inputs_are_cast_if_requested(
     root: bool,
     nested: bool,
     param_dtype: torch.dtype | None,
@@ -877,7 +877,7 @@ def _writes_buffers(how: str) -> None:
 
 
 @pytest.mark.parametrize("how", WRITTEN)
-def test_what_forward_writes_to_a_cast_buffer_is_saved_and_used_in_evaluation(how: str) -> None:
+def test_forward_writes_to_cast_buffers_are_saved_and_used_in_eval(how: str) -> None:
     run_ranks(2, _writes_buffers, how)
 
 
@@ -1036,7 +1036,7 @@ def _leaves_classes_alone() -> None:
         assert seen == [(FP32, FP32, FP32)] * 2
 
 
-def test_a_class_that_is_left_alone_is_left_alone_with_all_that_is_inside() -> None:
+def test_ignored_module_classes_are_ignored_with_their_submodules() -> None:
     run_ranks(1, _leaves_classes_alone)
 
 
@@ -1144,7 +1144,7 @@ def _assert_at_rest(model: FSDP) -> None:
     ("num_ranks", "strategy"),
     [(1, FULL_SHARD), (2, FULL_SHARD), (3, FULL_SHARD), (2, SHARD_GRAD_OP), (2, NO_SHARD)],
 )
-def test_evaluation_in_full_precision_is_bit_equal_to_the_unsharded_model_and_changes_no_training(
+def test_full_precision_eval_is_bit_equal_to_unsharded(
     num_ranks: int, strategy: ShardingStrategy, use_orig_params: bool
 ) -> None:
     run_ranks(num_ranks, _evaluates_in_full_precision, strategy, use_orig_params)
@@ -1328,7 +1328,7 @@ def _evaluates_between(allow_unused_units: bool) -> None:
 
 
 @pytest.mark.parametrize("allow_unused_units", [False, True])
-def test_an_evaluation_between_forward_and_backward_does_not_change_what_is_recomputed(
+def test_eval_between_forward_and_backward_does_not_change_recomputation(
     allow_unused_units: bool,
 ) -> None:
     run_ranks(2, _evaluates_between, allow_unused_units)
@@ -1343,7 +1343,7 @@ def _switches_mode_before_backward(evaluation: bool) -> dict[str, list[float]]:
     return {name: value.flatten().tolist() for name, value in _whole(model).items()}
 
 
-def test_a_change_of_mode_before_backward_changes_nothing_with_units_that_may_be_unused() -> None:
+def test_mode_change_before_backward_has_no_effect_with_unused_units() -> None:
     assert run_ranks(2, _switches_mode_before_backward, True) == run_ranks(
         2, _switches_mode_before_backward, False
     )
@@ -1360,5 +1360,5 @@ def _only_with_one() -> list[torch.dtype]:
     return found
 
 
-def test_the_variable_counts_when_it_is_1_while_the_model_is_wrapped() -> None:
+def test_environment_variable_is_read_when_the_model_is_wrapped() -> None:
     assert run_ranks(1, _only_with_one) == [[BF16, BF16, BF16, FP32]]

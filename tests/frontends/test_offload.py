@@ -261,7 +261,7 @@ def _aliases_nothing(strategy: ShardingStrategy, use_orig_params: bool) -> None:
 @both_forms
 @pytest.mark.parametrize("strategy", [FULL_SHARD, NO_SHARD])
 @pytest.mark.parametrize("num_ranks", [1, 2])
-def test_whole_parameters_gradients_and_full_state_dicts_are_no_views_of_the_shard(
+def test_full_parameters_gradients_and_state_dicts_do_not_view_the_shard(
     num_ranks: int, strategy: ShardingStrategy, use_orig_params: bool
 ) -> None:
     run_ranks(num_ranks, _aliases_nothing, strategy, use_orig_params)
@@ -282,7 +282,9 @@ def _freed_between_steps(strategy: ShardingStrategy) -> None:
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
 @pytest.mark.parametrize("strategy", [FULL_SHARD, SHARD_GRAD_OP, NO_SHARD])
-def test_nothing_whole_is_left_between_steps(strategy: ShardingStrategy, num_ranks: int) -> None:
+def test_no_unsharded_memory_is_left_between_steps(
+    strategy: ShardingStrategy, num_ranks: int
+) -> None:
     run_ranks(num_ranks, _freed_between_steps, strategy)
 
 
@@ -362,7 +364,7 @@ def _summons(strategy: ShardingStrategy, use_orig_params: bool) -> None:
 @pytest.mark.parametrize(
     ("num_ranks", "strategy"), [(1, FULL_SHARD), (2, FULL_SHARD), (2, NO_SHARD)]
 )
-def test_summon_full_params_shows_copies_and_writes_back_when_it_is_told_to(
+def test_summon_full_params_exposes_copies_and_writes_back_on_request(
     num_ranks: int, strategy: ShardingStrategy, use_orig_params: bool
 ) -> None:
     run_ranks(num_ranks, _summons, strategy, use_orig_params)
@@ -408,7 +410,7 @@ def _saves_and_loads(use_orig_params: bool) -> None:
 
 @both_forms
 @pytest.mark.parametrize("num_ranks", [1, 3])
-def test_a_run_goes_on_as_before_after_saving_and_loading(
+def test_training_continues_unchanged_after_saving_and_loading(
     num_ranks: int, use_orig_params: bool
 ) -> None:
     run_ranks(num_ranks, _saves_and_loads, use_orig_params)
@@ -442,7 +444,7 @@ def _raises_and_goes_on(inside: bool, pattern: str, use_orig_params: bool) -> No
 @pytest.mark.parametrize("inside", [False, True])
 @pytest.mark.parametrize("pattern", ["s", "n"])
 @pytest.mark.parametrize("num_ranks", [1, 2])
-def test_after_an_exception_in_backward_the_next_step_is_a_usual_one(
+def test_step_after_an_exception_in_backward_works(
     num_ranks: int, pattern: str, inside: bool, use_orig_params: bool
 ) -> None:
     run_ranks(num_ranks, _raises_and_goes_on, inside, pattern, use_orig_params)
