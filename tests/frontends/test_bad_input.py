@@ -1,8 +1,9 @@
-"""Bad input, and calls at the wrong moment: the same clear error on every rank, at once, with
-everything left as it was.
+"""Bad input and calls at the wrong moment raise the same clear error on every rank at once, and
+change nothing.
 
-Each case names what is refused. After every one of them the ranks are in step, nothing has changed,
-and a training step of the same model equals that of the unsharded one."""
+Each case names what raises. After each of them the ranks are in step, nothing has changed, and a
+training step of the same model equals that of the unsharded one.
+"""
 
 # Wrong types are what this module is about.
 # mypy: disable-error-code="arg-type, call-overload, list-item, dict-item, return-value, call-arg"
@@ -73,7 +74,7 @@ STEP_SIZE = 0.1
 
 
 class Layer(nn.Linear):
-    """A unit that calls something from inside of its forward and of its backward."""
+    """A unit that can call a function inside its forward and its backward."""
 
     def __init__(self) -> None:
         super().__init__(4, 4)
@@ -84,7 +85,7 @@ class Layer(nn.Linear):
 
 
 class Net(nn.Module):
-    """Two layers, a frozen parameter, a buffer; calls something from inside, too."""
+    """Two layers, a frozen parameter and a buffer; can call a function inside, too."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -138,7 +139,7 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
 
 @functools.cache
 def reference(num_steps: int) -> dict[str, Tensor]:
-    """The state of an unsharded Net after so many steps over the batches of 2 ranks."""
+    """The state of an unsharded Net after some steps over the batches of 2 ranks."""
     model = net()
     optimizer = sgd(model)
     for _ in range(num_steps):
@@ -161,7 +162,7 @@ def state_of(model: FSDP) -> dict[str, Tensor]:
 
 
 def difference(model: FSDP, num_steps: int) -> str:
-    """What differs between a sharded Net and the unsharded one after so many steps."""
+    """What differs between a sharded Net and the unsharded one after some steps."""
     found, wanted = state_of(model), reference(num_steps)
     if list(found) != list(wanted):
         return f"its state dict has {list(found)}"
@@ -193,7 +194,7 @@ class Case(typing.NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _OnRank:
-    """An argument that is made on the rank, from the module."""
+    """An argument that is created on the rank, from the module."""
 
     make: Callable[[Any], Any]
 
@@ -202,7 +203,7 @@ class _OnRank:
 
 
 def wrapping(**arguments: Any) -> Make:
-    """The construction with these arguments is refused."""
+    """Construction with these arguments raises."""
 
     def make() -> tuple[nn.Module, Call]:
         module = net()
@@ -235,7 +236,7 @@ def on_plain(call: Callable[[Net], object]) -> Make:
 def on_wrapped(
     call: OnModel, with_grads: bool = False, adam: bool = False, **arguments: Any
 ) -> Make:
-    """A call on a wrapped Net and its optimizer is refused."""
+    """A call on a wrapped Net and its optimizer raises."""
 
     def made() -> tuple[nn.Module, Call]:
         model = shard(use_orig_params=_use_orig_params, **arguments)
@@ -701,7 +702,7 @@ def step_inside_summon(model: FSDP, optimizer: torch.optim.Optimizer) -> None:
 
 
 def second_hook(model: FSDP, optimizer: object) -> None:
-    """Of a second model: a hook stays."""
+    """Use a second model, because a hook cannot be removed."""
     other = shard()
     other.register_comm_hook(None, lambda state, grad, output: None)
     other.register_comm_hook(None, lambda state, grad, output: None)
@@ -1580,7 +1581,7 @@ def _try_case(case: Case) -> Outcome:
 
 
 def _trains(module: nn.Module) -> str:
-    """A module that was refused trains as before and can be wrapped; a model goes on like the
+    """A rejected module still trains and can be wrapped; a wrapped model continues like the
     unsharded one."""
     if isinstance(module, Net) and not any(
         isinstance(child, FSDP) or child.__dict__.keys() & {"weight"} for child in module.modules()
@@ -1719,7 +1720,7 @@ PLACES: dict[str, tuple[Callable[[FSDP], Any], str, bool]] = {
 
 @dataclasses.dataclass
 class Inside:
-    """What a call inside of a pass did on one rank."""
+    """What a call inside forward or backward did on one rank."""
 
     caught: tuple[
         str, ...
@@ -1849,7 +1850,7 @@ LIMIT_S = 1.5
 
 @dataclasses.dataclass
 class Lone:
-    """What one rank saw of a call that only rank 1 got wrong."""
+    """What one rank saw of a call that was wrong only on rank 1."""
 
     kinds: tuple[str, ...]
     seconds: float
@@ -1904,7 +1905,8 @@ def test_bad_input_on_one_rank_raises_there_and_does_not_hang_the_other(
 
 
 def _outside() -> dict[str, str]:
-    """{how: what the rank outside was told}; the rank inside wraps a module of its own."""
+    """{how: the message on the rank outside the group}; the rank inside wraps a module of its
+    own."""
     alone, pair = dist.new_group([0]), dist.new_group([0, 1])
     each, _ = dist.new_subgroups_by_enumeration([[0], [1]])
     inside, messages = dist.get_rank() == 0, {}
@@ -2193,7 +2195,7 @@ def test_freezing_inside_forward_persists_or_raises() -> None:
 
 
 class Odd(Exception):
-    """Nobody else's."""
+    """An exception class that only these tests raise."""
 
 
 def _raises(*args: Any, **kwargs: Any) -> Any:
@@ -2201,7 +2203,7 @@ def _raises(*args: Any, **kwargs: Any) -> Any:
 
 
 def _errors_of_the_user() -> None:
-    """What a function of the user raises comes out as it is."""
+    """Exceptions of user functions propagate unchanged."""
     ways: dict[str, Callable[[nn.Module], object]] = {
         "a policy": lambda m: FSDP(m, auto_wrap_policy=_raises),
         "a CustomPolicy": lambda m: FSDP(m, auto_wrap_policy=CustomPolicy(_raises)),

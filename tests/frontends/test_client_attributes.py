@@ -1,5 +1,5 @@
-"""What programs and client libraries read, or set, on an instance of torch's class: ours has it,
-with the same values."""
+"""Attributes of torch's class that programs and client libraries read or set, with the same
+values."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.support.ranks import run_ranks
 
 
 def _answers() -> None:
-    """Names of enum members stand for them, as the two packages have enums of their own."""
+    """Enum members are compared by name, because each package has its own enums."""
     for prefetch in (None, "BACKWARD_PRE", "BACKWARD_POST"):
         for flag in (False, True):
             options: dict[str, Any] = {
@@ -86,7 +86,7 @@ def test_attributes_equal_those_of_torch() -> None:
 
 
 def _sets(use_orig_params: bool) -> None:
-    """What Composer, litgpt and verl set, so that torch looks again, and what they call."""
+    """Set and call what Composer, litgpt and verl use to make torch initialize again."""
     pair = make_pair(lambda: Stack(2), use_orig_params=use_orig_params)
     pair.step(one_backward)
     model = pair.model

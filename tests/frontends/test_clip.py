@@ -1,5 +1,5 @@
-"""Clipping by the norm of all gradients gives DDP's number and DDP's gradients, through our method
-and through torch's function."""
+"""Clipping gives DDP's total norm and gradients, through our method and through torch's
+function."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Terms(nn.Module):
 
 
 class Empty(Terms):
-    """Beside a parameter without elements."""
+    """Has a parameter without elements next to another one."""
 
     def __init__(self) -> None:
         super().__init__(torch.bfloat16)
@@ -176,14 +176,15 @@ class Pair:
 
 
 def _with_grad(grad: Tensor) -> nn.Parameter:
-    """A parameter with the very tensor as its gradient."""
+    """A parameter whose gradient is the given tensor."""
     p = nn.Parameter(torch.empty_like(grad))
     p.grad = grad
     return p
 
 
 def _assert_close(got: Tensor, expected: Tensor, what: str) -> None:
-    """Equal but for rounding, at the largest element: ranks add up in another order than DDP."""
+    """Equal up to rounding, relative to the largest element: ranks add in another order than
+    DDP."""
     rtol = max(RTOL, torch.finfo(got.dtype).eps)
     atol = rtol * expected.abs().max().item()
     torch.testing.assert_close(
@@ -345,7 +346,7 @@ def test_norm_without_gradients_is_zero(by_torch: bool, use_orig_params: bool) -
 
 
 def _clips_in_mixed_precision(use_orig_params: bool) -> None:
-    """The shards' gradients are float32: what counts is what the optimizer sees."""
+    """The shards' gradients are float32; clipping uses the gradients that the optimizer sees."""
     precision = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     policy = ModuleWrapPolicy({Block})
     model = FSDP(
@@ -377,7 +378,7 @@ def test_mixed_precision_clips_the_gradients_the_optimizer_sees(
 
 @contextlib.contextmanager
 def _counting_collectives(found: collections.Counter[str]) -> Iterator[None]:
-    """Count what is asked of any process group, whoever asks."""
+    """Count the collectives on any process group."""
     names = [
         "allreduce",
         "allgather",
@@ -439,7 +440,7 @@ def test_clipping_sends_one_all_reduce_and_none_without_sharding(
 
 
 class _Kernels(TorchDispatchMode):
-    """How many tensors norms are taken of, and how many are scaled, by the name of the operator."""
+    """How many tensors norms are computed of, and how many are scaled, by operator name."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -452,7 +453,7 @@ class _Kernels(TorchDispatchMode):
 
 
 def _counts_kernels(use_orig_params: bool) -> list[dict[str, int]]:
-    """Of a model of five units: as backward leaves the gradients; with one replaced; with one
+    """For a model of five units: gradients as backward leaves them, with one replaced, and with one
     dropped."""
     model = FSDP(
         nn.Sequential(*(nn.Linear(5, 5) for _ in range(4)), nn.Linear(5, 5)),
@@ -491,8 +492,8 @@ def test_clipping_takes_one_norm_and_one_product_per_unit() -> None:
 
 
 def _spoils_one_element(use_orig_params: bool) -> dict[str, str]:
-    """Per bad value and rank that has it: what each kind of norm is, and what became of the
-    gradients of this rank."""
+    """By bad value and by the rank that has it: each kind of norm, and this rank's gradients
+    afterwards."""
     found = {}
     for strategy, options in _strategies(FULL_SHARD, NO_SHARD, HYBRID[0]):
         model = FSDP(
@@ -772,7 +773,7 @@ def test_torch_get_total_norm_and_clip_grads_equal_clip_grad_norm(use_orig_param
 
 
 def _refuses_what_is_not_finite(use_orig_params: bool) -> list[str]:
-    """The bad element lies on rank 1 alone."""
+    """Only rank 1 has the bad element."""
     messages = []
     model = FSDP(Stack(), use_orig_params=use_orig_params)
     model(_vectors()).pow(2).sum().backward()
@@ -806,7 +807,7 @@ def test_torch_clip_grad_norm_reports_nonfinite_values_on_every_rank(
 
 
 def _by_definition(grads: Sequence[Tensor], max_norm: float, norm_type: float) -> Tensor:
-    """As torch's documentation has it, in its order of operations."""
+    """As defined by torch's documentation, in its order of operations."""
     norm = torch.linalg.vector_norm(
         torch.stack([torch.linalg.vector_norm(grad, norm_type) for grad in grads]), norm_type
     )
@@ -908,8 +909,8 @@ def test_norm_dtype_equals_torch_and_empty_parts_have_no_gradient_or_state(
 
 
 def _clips_what_few_ranks_hold() -> list[float]:
-    """A model of which two of four ranks hold nothing: by our function, by torch's, and of nothing
-    but the bias."""
+    """Two of the four ranks hold nothing: clip with our function, with torch's, and only the
+    bias."""
     model = FSDP(nn.Linear(3, 1), use_orig_params=True)
     found = []
     for clip, parameters in (

@@ -1,4 +1,4 @@
-"""register_comm_hook: the user's own sum and average of gradients, in place of the built-in one."""
+"""register_comm_hook: a user's function replaces the built-in reduction of gradients."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ FACTS = ("expected: ", "got:      ", "where:    ", "to do:    ")
 
 
 class Averages:
-    """A hook that is right, for any number of ranks, and notes what it is given."""
+    """A correct hook for any number of ranks, which records its arguments."""
 
     def __init__(self, group: Any = None) -> None:
         self.calls: list[tuple[int, ...]] = []
@@ -75,7 +75,7 @@ class Averages:
 
 
 def _whole(model: FSDP) -> dict[str, Tensor]:
-    """Whole gradients, by name. Collective."""
+    """Full gradients by name. Collective."""
     with FSDP.summon_full_params(model, writeback=False, with_grads=True):
         return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
@@ -129,7 +129,7 @@ def _nothing(state: Any, grad: Tensor, output: Tensor | None = None) -> None:
 
 
 def _does_nothing(strategy: ShardingStrategy, use_orig_params: bool) -> None:
-    """What the hook leaves is the gradient: nothing else sums, and nothing else divides."""
+    """The hook's result is the gradient: nothing else sums or divides."""
     pair = make_pair(Stack, sharding_strategy=strategy, use_orig_params=use_orig_params)
     pair.model.register_comm_hook(None, _nothing)
     group = pair.model._runtime.groups[0]
@@ -159,7 +159,7 @@ def test_result_of_the_hook_is_the_gradient(
 
 
 def _keeps(state: list[tuple[Tensor, Tensor]], grad: Tensor, output: Tensor | None = None) -> None:
-    """Error feedback and the like: the tensors are kept beyond the call."""
+    """As in error feedback: the tensors are kept after the call."""
     Averages()([], grad, output)
     state.append((grad, grad.clone()))
 
@@ -185,8 +185,7 @@ def test_hook_may_keep_its_arguments(strategy: ShardingStrategy) -> None:
 
 
 def _replaces_data(state: Any, grad: Tensor, output: Tensor | None = None) -> None:
-    """What torch's compressing hooks do: they give the tensors data of another dtype, or other
-    data."""
+    """As torch's compression hooks do: give the tensors other data, or data of another dtype."""
     total = grad.double()
     dist.all_reduce(total)
     total /= dist.get_world_size()
@@ -382,7 +381,7 @@ def test_hook_gets_gradients_in_the_reduce_dtype(
 
 
 class NotDivided(Averages):
-    """Gradients come as backward has made them, whatever the dtype: 60,000 of fp16 too."""
+    """Gradients arrive as backward made them in any dtype, even 60,000 in fp16."""
 
     def __call__(self, state: list[Any], grad: Tensor, output: Tensor | None = None) -> None:
         state.append(float(grad.max()))
@@ -422,8 +421,8 @@ def test_gradients_are_not_divided_before_the_hook(strategy: ShardingStrategy) -
 
 @contextlib.contextmanager
 def _without_streams() -> Iterator[None]:
-    """Torch's compressing hooks tell the allocator of the stream they run on, which the CPU does
-    not take."""
+    """Torch's compression hooks tell the allocator which stream they run on, which the CPU does not
+    support."""
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch deprecates NO_SHARD
         patch.setattr(Tensor, "record_stream", lambda tensor, stream: None)
@@ -608,8 +607,8 @@ def test_invalid_hook_registration_raises() -> None:
 
 
 def _becomes_an_inner_one() -> None:
-    """A model with a hook is wrapped once more: a second hook for it is refused, as with torch, and
-    does not take its place."""
+    """A model with a hook is wrapped again: as with torch, registering a second hook raises and
+    does not replace the first."""
     inner = FSDP(Block())
     first = Averages()
     inner.register_comm_hook([], first)

@@ -1,5 +1,5 @@
-"""Other dtypes for a wrapped model: before it has run its shards are converted, afterwards there is
-one error."""
+"""Converting a wrapped model to another dtype converts its shards before the first forward and
+raises afterwards."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_new_model_trains_in_the_dtype_it_is_converted_to(
 
 
 def _equals_torch(use_orig_params: bool) -> None:
-    """Mixed precision takes precedence over the dtype of the shards, for what it names."""
+    """Dtypes that mixed precision sets take precedence over the dtype of the shards."""
     for names in (
         {},
         {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32},
@@ -160,8 +160,7 @@ def test_dtypes_and_losses_after_a_conversion_equal_torch(use_orig_params: bool)
 
 
 def _follows_mixed_precision(use_orig_params: bool) -> None:
-    """Buffers go on being cast, and lose nothing by it; batch norms compute in their own dtype, the
-    new one."""
+    """Buffers are still cast, without loss; batch norms compute in their own new dtype."""
     precision = MixedPrecision(param_dtype=torch.float32, buffer_dtype=torch.bfloat16)
     model = wrapped(network(), use_orig_params=use_orig_params, mixed_precision=precision).double()
     assert model.module.scale.dtype == torch.bfloat16

@@ -1,5 +1,5 @@
-"""copy.deepcopy, pickle and torch.save of wrapped models: a second model that is right, complete,
-and its own."""
+"""copy.deepcopy, pickle and torch.save of wrapped models give a correct, complete and independent
+model."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ ways = pytest.mark.parametrize("way", WAYS)
 
 
 class Tied(nn.Module):
-    """Weights tied inside of a unit, and across units and the root."""
+    """Weights tied inside a unit, and across units and the root."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -83,7 +83,7 @@ class Tied(nn.Module):
 
 
 class Mixed(nn.Module):
-    """Frozen parts, several dtypes and buffers, beside each other in one module."""
+    """Frozen parts, several dtypes and buffers in one module."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -106,7 +106,7 @@ class Mixed(nn.Module):
 
 
 class Container(nn.Module):
-    """No instance itself, around several roots and a plain part."""
+    """Not a wrapper itself; contains several roots and a plain part."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -138,12 +138,12 @@ def make(name: str, **options: Any) -> tuple[nn.Module, FSDP]:
 
 
 def batch(seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """The same on all ranks: batch norm would see more than its rank's part otherwise."""
+    """The same on all ranks, because batch norm would otherwise see only its rank's part."""
     return torch.randn(4, DIM, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 class Trains:
-    """A sharded model and the unsharded one that it equals."""
+    """A sharded model and an equal unsharded one."""
 
     def __init__(self, plain: nn.Module, model: nn.Module) -> None:
         self.plain, self.model = plain, model
@@ -153,7 +153,7 @@ class Trains:
         ]
 
     def step(self, seed: int) -> None:
-        """A step of both, gradients and state compared."""
+        """Run a step of both, and compare gradients and state."""
         for module in (self.plain, self.model):
             module(batch(seed)).float().pow(2).mean().backward()
         expected = dict(self.plain.named_parameters())
@@ -178,14 +178,14 @@ class Trains:
 
 
 def storages(model: nn.Module) -> set[int]:
-    """Where the parameters that are not empty, and the buffers, live."""
+    """The storages of nonempty parameters and of buffers."""
     return {
         t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers()) if t.numel()
     }
 
 
 def assert_apart(one: nn.Module, other: nn.Module) -> None:
-    """Nothing of one is in the other: modules, parameters, memory."""
+    """The two share no modules, parameters or memory."""
     assert not {id(m) for m in one.modules()} & {id(m) for m in other.modules()}, (
         "modules are shared"
     )
@@ -217,7 +217,7 @@ def layout_of(model: nn.Module) -> list[tuple[Any, ...]]:
 
 @contextlib.contextmanager
 def about(case: object) -> Iterator[None]:
-    """Say in an error which case it was."""
+    """Add the case to the error."""
     try:
         yield
     except BaseException as error:
@@ -405,7 +405,7 @@ def test_a_container_around_several_roots_may_be_copied(use_orig_params: bool) -
 
 
 def _copies_the_inner_module(use_orig_params: bool) -> None:
-    """While whole parameters are shown, a copy of the inner module is a plain module again."""
+    """Inside summon_full_params, a copy of the inner module is a plain module."""
     plain, model = make("mixed inside", use_orig_params=use_orig_params)
     Trains(plain, model).step(0)
     with FSDP.summon_full_params(model):
@@ -463,7 +463,7 @@ def _note(calls: list[str], what: str, *_: Any) -> None:
 
 
 class Noting(nn.Module):
-    """Notes its calls on itself, so that a copy notes on its own list."""
+    """Records its calls on itself, so that a copy records its own."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -867,7 +867,7 @@ def _copies_an_optimizer_and_steps(way: Callable[[Any], Any], use_orig_params: b
 def test_copied_optimizer_trains_its_model_or_raises(
     way: Callable[[Any], Any], use_orig_params: bool
 ) -> None:
-    """Its parameters may be made anew: then that is said, by an error."""
+    """If the copy has new parameters, the step raises."""
     run_ranks(2, _copies_an_optimizer_and_steps, way, use_orig_params)
 
 

@@ -1,5 +1,5 @@
-"""Other entry points than forward: methods run with whole parameters if they are registered; if
-not, one error says what to do."""
+"""Methods other than forward run with unsharded parameters if they are registered; otherwise an
+error says what to do."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Mlp(nn.Module):
 
 
 class Layer(nn.Module):
-    """A unit in a unit, with a parameter between."""
+    """A unit inside a unit, with a parameter between them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -64,8 +64,7 @@ class Layer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Generates as Hugging Face's models do: the method of the inner module calls ``self`` in a
-    loop."""
+    """Generates like Hugging Face models: the inner module's method calls ``self`` in a loop."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -153,7 +152,7 @@ def wrapped(*methods: str, synced: bool | None = None, **options: Any) -> FSDP:
 
 
 def assert_idle(model: FSDP, mode: str = "no_grad") -> None:
-    """Nothing is left of a call. After a forward with gradients, backward is expected."""
+    """The call has left nothing behind. After a forward with gradients, backward is expected."""
     if mode == "grad":
         return
     for unit in model._runtime.units:
@@ -170,7 +169,7 @@ def assert_idle(model: FSDP, mode: str = "no_grad") -> None:
 
 
 def assert_trains(model: FSDP, plain: nn.Module, num_steps: int = 1) -> None:
-    """Some steps of both, from the same parameters. Collective."""
+    """Train both for some steps from the same parameters. Collective."""
     optims = [torch.optim.SGD(module.parameters(), 0.1) for module in (model, plain)]
     for seed in range(num_steps):
         x = tokens(seed)
@@ -186,7 +185,7 @@ def assert_trains(model: FSDP, plain: nn.Module, num_steps: int = 1) -> None:
 
 @contextlib.contextmanager
 def about(case: object) -> Iterator[None]:
-    """Say in an error which case it was."""
+    """Add the case to the error."""
     try:
         yield
     except BaseException as error:
@@ -290,8 +289,7 @@ def test_synced_method_allows_different_numbers_of_calls(
 
 
 def _counts_gathers(synced: bool) -> list[int]:
-    """Gathers of the whole model in a method that calls forward once, and one that calls it four
-    times."""
+    """The all-gathers of a method that calls forward once, and of one that calls it four times."""
     model = wrapped("generate", synced=synced)
     wires = {id(group.shard): group.shard for group in model._runtime.groups}.values()
     counts = []
@@ -389,7 +387,7 @@ def test_synced_method_has_gradients_if_ranks_make_the_same_calls(
 
 
 class Caller(nn.Module):
-    """A method of a nested instance is called from inside of the root's forward."""
+    """Calls a method of a nested wrapper inside the root's forward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -440,7 +438,7 @@ def test_registered_method_of_a_nested_wrapper_works_inside_forward(
 
 
 class Stops(Decoder):
-    """``stop`` says in which call of which layer to raise."""
+    """Raises in the call and the layer that ``stop`` names."""
 
     stop: int = -1
 
@@ -534,7 +532,7 @@ def test_invalid_registration_raises_and_plain_modules_are_unchanged() -> None:
 
 
 def _forwards_an_instance_attribute() -> None:
-    """PEFT and others put functions onto instances."""
+    """PEFT and others set functions on module instances."""
     plain, inner = decoder(), decoder()
     for module in (plain, inner):
         module.first = lambda x, module=module: module.head(module.embed(x))
@@ -605,7 +603,7 @@ def test_a_registered_method_computes_in_the_dtype_of_forward(use_orig_params: b
 
 
 class Reads(nn.Module):
-    """Its forward reads parameters of another unit by a function."""
+    """Its forward reads parameters of another unit through a function."""
 
     def __init__(self, what: str) -> None:
         super().__init__()
@@ -628,8 +626,7 @@ class Reads(nn.Module):
 
 
 def assert_refuses(use: Callable[[], Any], parameter: str, unit: str) -> None:
-    """Using a sharded weight outside of a gather is one error with the name, the unit and the three
-    ways out."""
+    """Using a sharded weight raises an error with its name, the unit and the three remedies."""
     with pytest.raises(StateError) as caught:
         use()
     text = str(caught.value)

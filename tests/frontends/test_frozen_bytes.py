@@ -1,5 +1,5 @@
-"""Frozen parameters of any dtype are bytes that nobody may change; what trains beside them is all
-that costs gradients."""
+"""Frozen parameters of any dtype are kept byte for byte; only trainable parameters cost memory for
+gradients."""
 
 from __future__ import annotations
 
@@ -54,8 +54,7 @@ DTYPES = {
 
 
 def _patterns(dtype: torch.dtype) -> Tensor:
-    """Every bit pattern there is, in an odd shape; of bfloat16 that is 65,536, NaNs with their
-    payloads among them."""
+    """Every bit pattern in an odd shape; for bfloat16 all 65,536, including NaNs with payloads."""
     if dtype is torch.bool:
         return (torch.arange(255) % 3 == 0).view(5, 51)
     bits = torch.arange(2 ** (8 * dtype.itemsize), dtype=torch.int32)
@@ -75,7 +74,7 @@ def _bytes(tensor: Tensor) -> bytes:
 
 
 class Codes(nn.Module):
-    """One frozen parameter of every dtype, two of one of them, beside what trains."""
+    """One frozen parameter of every dtype, two of one dtype, next to trainable ones."""
 
     def __init__(self, filled: bool = True) -> None:
         super().__init__()
@@ -94,7 +93,7 @@ class Codes(nn.Module):
 
 
 def _contents(module: nn.Module) -> dict[str, bytes]:
-    """By name; raises where a dtype or a shape is another one."""
+    """By name; raises if a dtype or a shape differs."""
     found = {}
     for name, dtype in {**DTYPES, "more": torch.uint8}.items():
         value = getattr(module, name)
@@ -252,7 +251,7 @@ def test_broadcasts_and_copies_keep_every_byte(use_orig_params: bool) -> None:
 
 
 class Packed(nn.Parameter):
-    """Bytes that are weights by way of an attribute, as those of quantization libraries are."""
+    """Bytes that represent weights through an attribute, as in quantization libraries."""
 
     calls = 0
 
@@ -282,7 +281,7 @@ class Packed(nn.Parameter):
 
 
 class Tagged(nn.Parameter):
-    """Trains; has a method and an attribute."""
+    """A trainable parameter with a method and an attribute."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tagged:
         return _copied(self, memo)

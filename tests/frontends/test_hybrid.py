@@ -1,5 +1,5 @@
-"""Replicas of shards: however a mesh is given, and of any shape, ranks train as unsharded and hold
-the same to the last bit."""
+"""Replicated shards: with any mesh, given in any way, training equals unsharded training and all
+ranks agree bit for bit."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def _as_mesh(replicas: int, shards: int) -> dict[str, Any]:
 
 
 def _as_groups(replicas: int, shards: int) -> dict[str, Any]:
-    """(the ranks that split one copy, the ranks that hold the same part)"""
+    """(the ranks that shard one copy, the ranks that hold the same part)"""
     grid = torch.arange(replicas * shards).view(replicas, shards).tolist()
     shard, _ = dist.new_subgroups_by_enumeration(grid)
     replica, _ = dist.new_subgroups_by_enumeration(
@@ -74,7 +74,7 @@ def _as_part_of_a_larger_mesh(replicas: int, shards: int) -> dict[str, Any]:
 
 
 def _backwards(replicas: int, shards: int) -> dict[str, Any]:
-    """A copy's ranks are neither neighbours nor in order."""
+    """The ranks of a copy are neither adjacent nor in order."""
     grid = torch.arange(replicas * shards).flip(0).view(shards, replicas).T
     return {"device_mesh": DeviceMesh("cpu", grid)}
 
@@ -116,7 +116,7 @@ def _accumulates(pattern: str, m: nn.Module, x: Tensor, turn: Turn) -> Tensor:
 
 
 def _assert_equal_on_all_ranks(values: dict[str, Tensor | None], what: str) -> None:
-    """To the last bit. Collective."""
+    """Bit for bit. Collective."""
     own = {name: None if value is None else value.tolist() for name, value in values.items()}
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, own)
@@ -255,7 +255,7 @@ def _one_dimension(replicas: int, shards: int) -> dict[str, Any]:
 
 
 def _trains_on_one_dimension(use_orig_params: bool) -> None:
-    """torch refuses it; here all ranks split one copy."""
+    """torch raises here; we shard one copy over all ranks."""
     for strategy in (HYBRID, HYBRID_ZERO2):
         with pytest.raises(ValueError, match="ndim=2"):
             torch_fsdp.FullyShardedDataParallel(

@@ -1,5 +1,5 @@
-"""Values for what comes from the meta device: given, sent by the first rank, or reported by name
-before the first forward."""
+"""Tensors from the meta device get values from the user or rank 0, or are reported by name before
+the first forward."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ DIM = 8
 
 
 class Rotary(nn.Module):
-    """As in RoPE: a buffer that no state dict holds, and that nobody fills unless ``fills``."""
+    """As in RoPE: a buffer in no state dict, which is only filled if ``fills``."""
 
     def __init__(self, fills: bool = True) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class Rotary(nn.Module):
 
 
 class Masked(nn.Module):
-    """Buffers of integers and of truth values beside a parameter."""
+    """Integer and boolean buffers next to a parameter."""
 
     def __init__(self, fills: bool = True) -> None:
         super().__init__()
@@ -107,7 +107,7 @@ def to_empty(module: nn.Module) -> None:
 
 @contextlib.contextmanager
 def about(case: object) -> Iterator[None]:
-    """Say in an error which case it was."""
+    """Add the case to the error."""
     try:
         yield
     except BaseException as error:
@@ -233,7 +233,7 @@ def test_uninitialized_buffers_are_reported_by_name_until_filled(
 
 
 def _replaces_buffers() -> None:
-    """A buffer may also be replaced, or taken out."""
+    """A buffer may also be replaced or removed."""
     model = wrapped(on_meta(lambda: Net(False)))
     refusal(lambda: model(batch()))
     for module in model.modules():
@@ -298,8 +298,7 @@ def test_loading_a_sharded_state_dict_initializes_values(use_orig_params: bool) 
 
 
 def _one_rank_leaves_a_buffer() -> str:
-    """Also where one rank alone has no value, and where a part of a parameter lies on one rank
-    alone."""
+    """Also if only one rank lacks a value, or only one rank holds a part of a parameter."""
     rank = dist.get_rank()
     model = wrapped(on_meta(lambda: Net(rank != 1)))
     text = refusal(lambda: model(batch()))
@@ -314,7 +313,7 @@ def test_values_missing_on_one_rank_raise_on_all() -> None:
 
 
 class Last(nn.Module):
-    """The last parameter lies in the last rank's part alone."""
+    """Only the last rank holds the last parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -427,8 +426,7 @@ def test_all_ranks_get_the_values_of_the_first_one(
 
 
 def _sends_nothing(use_orig_params: bool) -> None:
-    """The first rank has left a buffer without values too: that is sent, and reported on all
-    ranks."""
+    """Rank 0 has left a buffer without values: that is broadcast and reported on all ranks."""
     rank = dist.get_rank()
     inner = on_meta(lambda: Net(False)) if rank == 0 else Net()
     model = wrapped(inner, sync_module_states=True, use_orig_params=use_orig_params)
@@ -453,7 +451,7 @@ class Extreme(nn.Module):
         self.register_buffer("largest", torch.full((2,), torch.iinfo(torch.int64).max))
 
     def reset_parameters(self) -> None:
-        """Fills nothing."""
+        """Does nothing."""
 
     def forward(self, x: Tensor) -> Tensor:
         return self.linear(x)

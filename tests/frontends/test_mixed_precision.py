@@ -1,5 +1,4 @@
-"""Every field of MixedPrecision: in which dtype what is computed, sent, summed, stepped on, kept
-and saved."""
+"""Every field of MixedPrecision: the dtypes for computing, reducing, stepping and saving."""
 
 from __future__ import annotations
 
@@ -47,7 +46,7 @@ CPU = torch.device("cpu")
 
 
 class GradientIs(nn.Module):
-    """The gradient of ``weight`` is the input, bit by bit."""
+    """The gradient of ``weight`` is the input, bit for bit."""
 
     def __init__(self, numel: int = 8, dtype: torch.dtype = FP32) -> None:
         super().__init__()
@@ -59,7 +58,7 @@ class GradientIs(nn.Module):
 
 
 def _whole(model: FSDP) -> dict[str, Tensor]:
-    """The whole gradients, by name. Collective."""
+    """The full gradients by name. Collective."""
     with FSDP.summon_full_params(model, writeback=False, with_grads=True):
         return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
@@ -534,7 +533,7 @@ def test_low_precision_gradients_can_be_changed_in_summon_full_params() -> None:
 
 
 class Takes(nn.Module):
-    """Notes the dtypes of what it is given; passes a tensor on."""
+    """Records the dtypes of its inputs; passes on a tensor."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -610,7 +609,7 @@ def test_floating_point_inputs_are_cast_if_requested(
 
 
 def _gradients_of_inputs() -> None:
-    """What is cast stays in the graph: the user's own tensor gets a gradient of its own dtype."""
+    """The cast is part of the graph: the user's tensor gets a gradient of its own dtype."""
     model = FSDP(GradientIs(), mixed_precision=MixedPrecision(param_dtype=BF16))
     with FSDP.summon_full_params(model):
         model.module.weight.data.copy_(torch.arange(8.0))
@@ -797,7 +796,7 @@ def test_a_buffer_that_several_modules_share_stays_shared() -> None:
 
 
 class Writes(nn.Module):
-    """Adds 1 to a buffer with every forward, in one of the ways that people write it."""
+    """Adds 1 to a buffer in every forward, in one of the usual ways."""
 
     def __init__(self, how: str) -> None:
         super().__init__()
@@ -906,7 +905,7 @@ def test_a_state_dict_before_the_first_forward_has_the_values_of_buffers_unround
 
 
 class LowLinear(nn.Linear):
-    """What a unit in bf16 does, by hand."""
+    """A hand-written equivalent of a unit in bf16."""
 
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(x.to(BF16), self.weight.to(BF16), self.bias.to(BF16))

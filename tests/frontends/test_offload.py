@@ -1,5 +1,5 @@
-"""CPUOffload(offload_params=True): shards live apart from where is computed, also if both are the
-CPU, and nothing else changes."""
+"""CPUOffload(offload_params=True) keeps shards apart from the compute device, even if both are the
+CPU, and changes nothing else."""
 
 from __future__ import annotations
 
@@ -227,7 +227,7 @@ def test_every_dtype_gives_the_same_bits_as_without_offload(
 
 
 def _aliases_nothing(strategy: ShardingStrategy, use_orig_params: bool) -> None:
-    """On one rank the whole parameters could be the shard itself: not if it lives elsewhere."""
+    """On one rank the unsharded parameters could alias the shard, but not with offload."""
     torch.manual_seed(0)
     model = FSDP(Stack(2), None, strategy, use_orig_params=use_orig_params, **OFFLOAD)
     group = model._runtime.groups[0]
@@ -289,8 +289,7 @@ def test_no_unsharded_memory_is_left_between_steps(
 
 
 def _an_update_between_forwards(strategy: ShardingStrategy) -> None:
-    """The copies that are computed with are made anew: an update of the shard is seen by the next
-    forward, and by no backward."""
+    """The next forward copies updated shards; a pending backward does not see the update."""
     pair = make_pair(Stack, sharding_strategy=strategy, **OFFLOAD)
     x = pair.batches()[0]
     with torch.no_grad():
@@ -420,8 +419,8 @@ def test_training_continues_unchanged_after_saving_and_loading(
 
 
 def _raises_and_goes_on(inside: bool, pattern: str, use_orig_params: bool) -> None:
-    """An exception in backward; what was reduced before it is dropped by zero_grad, and the next
-    step is a usual one."""
+    """After an exception in backward, zero_grad drops reduced gradients, and the next step
+    works."""
     make = FragileInside if inside else Fragile
     pair = make_pair(
         partial(chain, make, make, make), (make,), use_orig_params=use_orig_params, **OFFLOAD

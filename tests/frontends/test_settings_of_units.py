@@ -1,5 +1,5 @@
-"""Units of one model may differ in their settings, and settings may be torch's own objects; it
-trains as unsharded all the same."""
+"""Units of one model may have different settings, or torch's own settings objects; training still
+equals unsharded training."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def _answers(answers: dict[type[nn.Module], Any], module: nn.Module) -> bool | d
 
 
 def _nests_strategies(nested: list[tuple[ShardingStrategy, ShardingStrategy]]) -> None:
-    """Units of one strategy inside of units of another, some by policy and some by hand."""
+    """Units of one strategy nested in units of another, by policy and by hand."""
     options = _options()
     others = zip(itertools.cycle(ShardingStrategy), itertools.cycle((False, True)), strict=False)
     for (root, use_orig_params), (outer, inner) in zip(others, nested, strict=False):
@@ -343,7 +343,7 @@ def test_every_way_to_prefetch_gives_the_same_bits(
 
 
 def _prefetches_differently_by_unit() -> None:
-    """The root's way holds."""
+    """The root's setting applies to all units."""
     settings = itertools.cycle(
         itertools.product((*BackwardPrefetch, None), (False, True), (False, True))
     )

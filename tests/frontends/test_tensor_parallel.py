@@ -1,4 +1,4 @@
-"""Parameters that are split over a second mesh dimension already: training, clipping and states
+"""Parameters that are already sharded over a second mesh dimension: training, clipping and state
 equal the unsharded model's."""
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def network(dtype: torch.dtype = torch.float64) -> Net:
 
 
 def assert_equal(got: Tensor, expected: Tensor, what: object) -> None:
-    """Sums come in another order: the last digits of float64 may differ, and those of float32."""
+    """Equal up to the last digits, because sums come in another order."""
     rtol, atol = (1e-10, 1e-13) if expected.dtype == torch.float64 else (1e-5, 1e-6)
     torch.testing.assert_close(
         got, expected, rtol=rtol, atol=atol, msg=lambda text: f"{what}: {text}"
@@ -109,8 +109,7 @@ def assert_equal(got: Tensor, expected: Tensor, what: object) -> None:
 
 
 class Pair:
-    """An unsharded model, and one of two dimensions. Every data-parallel rank has a batch of its
-    own."""
+    """An unsharded model and a two-dimensional one. Every data-parallel rank has its own batch."""
 
     def __init__(
         self,
@@ -180,7 +179,7 @@ class Pair:
 
 @contextlib.contextmanager
 def about(case: object) -> Iterator[None]:
-    """Say in an error which case it was."""
+    """Add the case to the error."""
     try:
         yield
     except BaseException as error:
@@ -190,7 +189,7 @@ def about(case: object) -> Iterator[None]:
 
 @contextlib.contextmanager
 def shown(model: FSDP, **options: Any) -> Iterator[dict[str, Tensor]]:
-    """The whole parameters, by name, as plain tensors."""
+    """The full parameters by name, as plain tensors."""
     with FSDP.summon_full_params(model, **options):
         yield {clean_name(name): p for name, p in model.named_parameters()}
 

@@ -1,5 +1,5 @@
-"""However a model is wrapped, it trains as unsharded: by hand, by every policy, from the meta
-device, partly ignored."""
+"""A model trains as unsharded however it is wrapped: by hand, by every policy, from the meta
+device, or partly ignored."""
 
 from __future__ import annotations
 
@@ -299,7 +299,8 @@ def test_every_way_to_prefetch_trains_as_unsharded(
 
 
 def _ignores(kind: str, **options: Any) -> None:
-    """What is ignored keeps shape and device, and its gradient is that of the own batch."""
+    """Ignored parameters keep their shape and device, and their gradient is that of the local
+    batch."""
     plain, model = _two_copies()
     head, norm = model.head, model.blocks[1].norm
     options |= {
@@ -371,7 +372,7 @@ def test_two_process_groups_train_two_models_independently(use_orig_params: bool
 
 
 def _ignoring_all(library: Any, name: str, use_orig_params: bool) -> dict[str, Any]:
-    """Train a model that is wrapped with itself among what is ignored."""
+    """Train a model that is wrapped while it is among its own ignored modules."""
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
     with warnings.catch_warnings(record=True) as told:

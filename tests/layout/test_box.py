@@ -1,5 +1,4 @@
-"""Boxes: an interval of a row-major tensor, cut into few rectangles that are runs of the
-interval."""
+"""An interval of a row-major tensor is cut into a few contiguous boxes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parameters one after the other, cut over the ranks: every element has one place, on one rank."""
+"""Concatenated parameters are split across ranks: every element is stored once, on one rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The words of the layout: what an interval is, and which layouts are refused."""
+"""Intervals, parameters and flat layouts, and the invalid ones that raise."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Moves between any two layouts of the same parameters: carried out, they give what laying out the
-target directly gives."""
+"""Moves between any two layouts of the same parameters give the same result as laying out the
+target directly."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ Shapes = dict[str, tuple[int, ...]]
 
 @dataclasses.dataclass(frozen=True)
 class Wrapping:
-    """One way to shard: which parameters are in which group, in which order, over how many
+    """One way to shard: which parameters are in which group and in which order, and over how many
     ranks."""
 
     layouts: list[FlatLayout]
     ranks: int
 
     def pieces(self) -> list[Piece]:
-        """What all ranks hold; a holder is (group, rank)."""
+        """The pieces of all ranks; a holder is (group, rank)."""
         return [piece for rank in range(self.ranks) for piece in pieces_of_rank(self.layouts, rank)]
 
     def shards(self, values: dict[str, torch.Tensor]) -> dict[tuple[int, ...], torch.Tensor]:
-        """Lay ``values`` out directly, padding -1: (group, rank) to [S]."""
+        """Lay out ``values`` directly, with padding -1: {(group, rank): [S]}."""
         found: dict[tuple[int, ...], torch.Tensor] = {}
         for group, layout in enumerate(self.layouts):
             full = torch.full((layout.full_numel,), -1)
@@ -52,7 +52,7 @@ class Wrapping:
         return found
 
     def wholes(self, values: dict[str, torch.Tensor]) -> dict[tuple[int, ...], torch.Tensor]:
-        """The same as whole tensors: (index,) to [numel]."""
+        """The values as full tensors: {(index,): [numel]}."""
         names = [name for layout in self.layouts for name in layout.names]
         return {(index,): values[name].clone() for index, name in enumerate(names)}
 
@@ -76,7 +76,7 @@ def wrappings(draw: st.DrawFn, shapes: Shapes) -> Wrapping:
 
 @st.composite
 def pairs(draw: st.DrawFn) -> tuple[dict[str, torch.Tensor], Wrapping, Wrapping]:
-    """Values that differ everywhere, by name, and two wrappings of them."""
+    """Distinct values by name, and two wrappings of them."""
     sizes = draw(
         st.lists(st.lists(st.integers(0, 5), max_size=3).map(tuple), min_size=1, max_size=5)
     )
@@ -93,7 +93,7 @@ def carried_out(
     sources: dict[tuple[int, ...], torch.Tensor],
     targets: dict[tuple[int, ...], torch.Tensor],
 ) -> dict[tuple[int, ...], torch.Tensor]:
-    """Carry ``moves`` out into empty targets. Every element is written at most once."""
+    """Apply ``moves`` to empty targets. Asserts that every element is written at most once."""
     found = {holder: torch.full_like(tensor, -1) for holder, tensor in targets.items()}
     written: Counter[tuple[tuple[int, ...], int]] = Counter()
     for move in moves:
@@ -264,7 +264,7 @@ def test_parameter_with_another_name_is_not_a_source() -> None:
 
 @st.composite
 def parts(draw: st.DrawFn) -> tuple[FlatLayout, int, Interval]:
-    """A layout of any sizes, one of its parameters, and a part of that."""
+    """A random layout, the index of one of its parameters, and a part of that parameter."""
     sizes = draw(
         st.lists(st.lists(st.integers(0, 6), max_size=3).map(tuple), min_size=1, max_size=5)
     )
@@ -324,8 +324,8 @@ def test_runs_of_part_is_fast_with_a_billion_ranks() -> None:
 
 @st.composite
 def one_parameter_laid_out_twice(draw: st.DrawFn) -> tuple[FlatLayout, FlatLayout]:
-    """Among as many elements before it and after it, or nearly; small numbers, so that many pairs
-    are alike."""
+    """The same parameter in two similar layouts; small numbers, so that many pairs have equal
+    parts."""
     numel, ranks = draw(st.integers(0, 12)), draw(st.integers(1, 5))
 
     def layout() -> FlatLayout:
