@@ -251,7 +251,7 @@ class FullyShardedDataParallel(nn.Module):
     @_torch_private.never_compiled
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the wrapped module's forward with unsharded parameters. Collective."""
-        unit = self._unit
+        unit = self._fsdp_model_unit.unit
         return unit.runtime.run(unit, unit.module, args, kwargs)  # type: ignore[union-attr]
 
     def __repr__(self) -> str:

@@ -74,16 +74,13 @@ class ParamStore(typing.Protocol):
     numel: int  # S, the same on every rank
     dtype: torch.dtype  # of the shard; gathers and reductions may use others
     shard: torch.Tensor  # [S], this rank's part: an all-gather sends it, cast if need be
+    # The parameters that the optimizer sees. Unsharded parameters follow their requires_grad.
+    sharded_params: Sequence[ShardedParam]
 
     @property
     def tensor_parallel_axes(self) -> Sequence[Axis]:
         """Further mesh axes that every parameter is split over (tensor parallelism). Norms sum over
         them too."""
-
-    @property
-    def sharded_params(self) -> Sequence[ShardedParam]:
-        """The parameters that the optimizer sees. Unsharded parameters follow their
-        requires_grad."""
 
     def make_unsharded_params(self, full: torch.Tensor) -> list[nn.Parameter]:
         """Called once per dtype computed in. full: [ranks * S].

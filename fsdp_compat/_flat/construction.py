@@ -12,9 +12,10 @@ from torch import nn
 
 from .._engine import hooks
 from .._engine.ownership import OrigParam, Place, assign_owners, group_members
+from .._engine.state_store import flat_param_name
 from .._state.model_units import attribute_order_of, model_unit_of
 from .._state.names import FSDP_WRAPPED_MODULE
-from .._stores.flat_store import FlatStore, home_attribute
+from .._stores.flat_store import FlatStore
 from ..wrap import replace_modules
 from .client_attributes import mark
 from .flat_unit import FlatUnit, flat_unit_of, is_wrapper, make_flat_unit, make_runtime
@@ -155,7 +156,7 @@ def _store(
         members,
         rank=settings.mesh.shard.rank,
         ranks=settings.mesh.shard.ranks,
-        home=(module, home_attribute(index)),
+        home=(module, flat_param_name(index)),
         use_orig_params=settings.use_orig_params,
         device=settings.home,
         pin=settings.offload and settings.device.type != "cpu",

@@ -125,7 +125,7 @@ def uninitialised_of(
     for store in stores if left else ():
         for index, member in enumerate(store.orig_params):
             if any(slot in left for slot in member.slots):
-                found.append(Uninitialised(member.name, functools.partial(store.part, index)))
+                found.append(Uninitialised(member.name, functools.partial(store.local_part, index)))
     for path, child in module.named_modules() if left else ():
         for name in child._buffers:
             if (child, name) in left and child not in taken:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 import math
 
-__all__ = ["FlatLayout", "Interval", "ParamSpec"]
+__all__ = ["FlatLayout", "Interval", "ParamSpec", "Section"]
 
 
 @dataclasses.dataclass(frozen=True, order=True)
@@ -132,3 +132,18 @@ class FlatLayout:
     def _meets(self, index: int, rank: int) -> bool:
         place, own = self.params[index].place, self.interval(rank)
         return place.start < own.stop and own.start < place.stop
+
+
+@dataclasses.dataclass(frozen=True)
+class Section:
+    """A run of a shard ``[S]`` that belongs to one layout, which cuts some of the shard's
+    parameters."""
+
+    layout: FlatLayout
+    start: int  # in the shard
+    first_param: int  # the index, among all parameters of the shard, of the layout's first one
+
+    @property
+    def place(self) -> Interval:
+        """Its elements in the shard."""
+        return Interval(self.start, self.start + self.layout.shard_numel)

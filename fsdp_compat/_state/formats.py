@@ -1,16 +1,16 @@
-"""Values of state dicts: a rank's part of a parameter as boxes of its own shard, and any value read
-back as a run of elements.
+"""A sharded value of a state dict: a rank's part of a parameter as boxes of its own shard.
 
 A shard is one interval of every parameter, an interval is a few boxes, and each box is a contiguous
 run of the shard. So the boxes are views: nothing is copied or sent for a sharded state dict, and
-torch.distributed.checkpoint loads straight into the shard."""
+torch.distributed.checkpoint loads straight into the shard.
+
+Saved files refer to FlatOfParameters, Place and _rebuilt by their names in this module."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 import math
-import typing
 import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -25,33 +25,17 @@ from torch.distributed._shard.sharding_spec.api import EnumerableShardingSpec
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 from torch.distributed.checkpoint.metadata import TensorProperties as StoredProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from .. import _torch_private
-from .._comm.communicator import gather_in_group
 from .._comm.host_memory import of_its_own_size
+from .._engine.tensor_parallel import TensorParallel
 from .._layout.box import Box, cut_into_boxes
 from .._layout.spec import FlatLayout, Interval, ParamSpec
 from .._layout.transfer import same_parts
-from .._stores.tensor_parallel import TensorParallel
 from ..errors import CheckpointError, explain
 from .names import clean_name
 
-__all__ = [
-    "BoxedTensor",
-    "is_readable",
-    "is_sharded",
-    "is_tensor",
-    "local_value",
-    "materialised",
-    "misfit",
-    "mesh_sharded_value",
-    "read_local",
-    "read_part",
-    "shape_of",
-    "sharded_value",
-]
+__all__ = ["BoxedTensor", "FlatOfParameters", "Place", "place_of"]
 
 
 _FACTS = {
@@ -120,6 +104,26 @@ def place_of(shape: tuple[int, ...], parallel: TensorParallel | None) -> Place:
     return Place(
         parallel.shape,
         _torch_private.offsets_on_mesh(parallel.shape, parallel.mesh, parallel.placements),
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class FlatOfParameters(FlatLayout):
+    """The layout of a flat tensor as if it were one parameter of one dimension; it knows the
+    parameters that are in it."""
+
+    inside: FlatLayout
+
+    def fits(self, layout: FlatLayout) -> bool:
+        """True if the same parameters lie at the same places of as many shards."""
+        return _places(self.inside) == _places(layout)
+
+
+def _places(layout: FlatLayout) -> tuple[Any, ...]:
+    return (
+        layout.ranks,
+        layout.shard_numel,
+        [(clean_name(param.name), param.shape, param.start) for param in layout.params],
     )
 
 
@@ -244,7 +248,11 @@ class BoxedTensor(ShardedTensor):
         return EnumerableShardingSpec(self._metadata.shards_metadata)
 
     def is_cut_as(
-        self, layout: FlatLayout, index: int, members: tuple[int, ...], place: Place | None = None
+        self,
+        layout: FlatLayout,
+        index: int,
+        members: tuple[int, ...],
+        place: Place | None = None,
     ) -> bool:
         """True if every rank holds the same elements as of parameter ``index`` of ``layout``, which
         is spread over the global ranks ``members`` and lies at ``place``. The same answer on all
@@ -486,275 +494,6 @@ def _rebuilt(
     )
 
 
-def sharded_value(
-    layout: FlatLayout,
-    index: int,
-    rank: int,
-    run: torch.Tensor,
-    members: tuple[int, ...],
-    group: dist.ProcessGroup | None,
-    parallel: TensorParallel | None = None,
-) -> torch.Tensor:
-    """Return what a sharded state dict holds for parameter ``index``, given this rank's elements of
-    it.
-
-    With one rank, and for parameters without elements, that is a plain tensor in the parameter's
-    shape; a view in any case. parallel: how the parameter lies on a mesh of its own, if it does;
-    then the boxes are those of the whole parameter.
-    """
-    shape = layout.params[index].shape
-    place = place_of(shape, parallel)
-    if not math.prod(place.whole_shape):
-        return run.view(place.whole_shape)
-    if layout.ranks == 1 and place.whole_shape == shape:
-        return run.view(shape)
-    return BoxedTensor(layout, index, rank, run, members, group, place)
-
-
-def mesh_sharded_value(whole: torch.Tensor, mesh: DeviceMesh) -> DTensor:
-    """Return what a sharded state dict holds, where the model was given a mesh: a DTensor cut along
-    ``whole``'s first dimension.
-
-    The mesh's last dimension splits, the others repeat; a 0-d value is repeated along all. This
-    rank's part is a copy, no larger than itself. Nothing is sent.
-    """
-    placements: list[Placement] = [Replicate()] * mesh.ndim
-    own = whole.detach()
-    if whole.dim():
-        last = mesh.ndim - 1
-        rows = -(
-            -whole.shape[0] // mesh.size(last)
-        )  # as torch.chunk cuts: the last ones have fewer, or none
-        own = own[rows * mesh.get_local_rank(last) :][:rows]
-        placements[-1] = Shard(0)
-    own = own.clone(memory_format=torch.contiguous_format)
-    stride = torch.empty(whole.shape, device="meta").stride()
-    return DTensor.from_local(
-        own, mesh, placements, run_check=False, shape=whole.shape, stride=stride
-    )
-
-
-@dataclasses.dataclass(frozen=True)
-class FlatOfParameters(FlatLayout):
-    """The layout of a flat tensor as if it were one parameter of one dimension; it knows the
-    parameters that are in it."""
-
-    inside: FlatLayout
-
-    def fits(self, layout: FlatLayout) -> bool:
-        """True if the same parameters lie at the same places of as many shards."""
-        return _places(self.inside) == _places(layout)
-
-
-# torch.load(weights_only=True) reads files of sharded and local state dicts: plain descriptions,
-# and what makes a value of them.
+# torch.load(weights_only=True) reads files of sharded and local state dicts: they hold plain
+# descriptions, and a function that makes a value of them.
 torch.serialization.add_safe_globals([FlatLayout, FlatOfParameters, ParamSpec, Place, _rebuilt])
-
-
-def _places(layout: FlatLayout) -> tuple[Any, ...]:
-    return (
-        layout.ranks,
-        layout.shard_numel,
-        [(clean_name(param.name), param.shape, param.start) for param in layout.params],
-    )
-
-
-def flat_of_parameters(layout: FlatLayout) -> FlatOfParameters:
-    """Return how the flat tensor of ``layout`` is described itself: without the padding at its end,
-    which is not saved."""
-    numel = max((param.place.stop for param in layout.params), default=0)
-    return FlatOfParameters(
-        (ParamSpec("flat", (numel,), 0),), layout.ranks, layout.shard_numel, layout
-    )
-
-
-def local_value(
-    layout: FlatLayout,
-    rank: int,
-    shard: torch.Tensor,
-    members: tuple[int, ...],
-    group: dist.ProcessGroup | None,
-) -> torch.Tensor:
-    """Return what a local state dict holds for a flat tensor of ``layout``: ``rank``'s ``shard``
-    [S] of it, a view."""
-    flat = flat_of_parameters(layout)
-    return sharded_value(flat, 0, rank, shard[flat.part_in_shard(0, rank).slice], members, group)
-
-
-def read_local(
-    value: torch.Tensor, layout: FlatLayout, rank: int, members: tuple[int, ...]
-) -> torch.Tensor | None:
-    """Return ``rank``'s elements of the flat tensor of ``layout``, 1-D, of what a local state dict
-    holds for it.
-
-    None, on all ranks, if it was cut otherwise or is of other parameters. Nothing is sent.
-    """
-    flat = flat_of_parameters(layout)
-    if isinstance(value, BoxedTensor):
-        return value.elements() if value.is_local_of(layout, members) else None
-    if isinstance(value, ShardedTensor):
-        parts = [flat.part(0, each) for each in range(layout.ranks)]
-        described = sorted(
-            (*shard.shard_offsets, *shard.shard_sizes) for shard in value.metadata().shards_metadata
-        )
-        if tuple(value.metadata().size) != flat.params[0].shape or described != [
-            (p.start, p.numel) for p in parts if p
-        ]:
-            return None
-        own = value.local_shards()
-        return own[0].tensor.detach() if own else torch.empty(0, dtype=value.dtype)
-    fits = _torch_private.is_plain(value) and not value.numel() and flat.params[0].shape == (0,)
-    return value.detach().reshape(-1) if fits else None
-
-
-def is_sharded(value: object) -> bool:
-    return isinstance(value, (ShardedTensor, DTensor))
-
-
-def is_tensor(value: object) -> bool:
-    """True for a tensor, and for what stands for one and knows its shape and dtype: a lazy value,
-    which reads its file later."""
-    if isinstance(value, torch.Tensor):
-        return True
-    has_dtype = isinstance(getattr(value, "dtype", None), torch.dtype)
-    return torch.overrides.is_tensor_like(value) and has_dtype and hasattr(value, "shape")
-
-
-def materialised(value: Any, name: str) -> torch.Tensor:
-    """Return the tensor that a value stands for, itself if it is one. ``torch.detach`` makes a lazy
-    value load.
-
-    Raises CheckpointError if it cannot, or if what comes is not what the value has said of itself.
-    """
-    if isinstance(value, torch.Tensor):
-        return value
-    wanted = f"a tensor of shape {tuple(value.shape)} and {value.dtype}"
-    try:
-        found: Any = torch.detach(value)
-        if isinstance(found, torch.Tensor) and not is_sharded(found) and not found.is_meta:
-            if (found.shape, found.dtype) == (tuple(value.shape), value.dtype):
-                return found
-            got, cause = f"one of shape {tuple(found.shape)} and {found.dtype}", None
-        else:
-            got, cause = (
-                f"a {type(found).__name__}"
-                + (" on the meta device" if isinstance(found, torch.Tensor) else ""),
-                None,
-            )
-    except Exception as error:  # reading a file may fail in any way
-        got, cause = f"{type(error).__name__}: {error}", error
-    raise CheckpointError(
-        explain(
-            "A lazy value did not load.",
-            expected=f"{wanted}, as it says of itself",
-            got=got,
-            where=f"load_state_dict, {name!r}, a {type(value).__name__}; parameters before it are "
-            "loaded already",
-            fix="load the file as a whole (torch.load), and see whether it is complete and has not "
-            "changed",
-        )
-    ) from cause
-
-
-def misfit(value: object) -> str | None:
-    """Say why what somebody has put into ``value.local_shards()`` cannot be its part; None if
-    nothing is wrong with it."""
-    return value.wrong_shard() if isinstance(value, BoxedTensor) else None
-
-
-def shape_of(value: Any) -> tuple[int, ...]:
-    """Return the shape of the whole that a value stands for."""
-    if isinstance(value, BoxedTensor):
-        return value.whole_shape
-    return tuple(value.metadata().size) if isinstance(value, ShardedTensor) else tuple(value.shape)
-
-
-def read_part(
-    value: Any,
-    layout: FlatLayout,
-    index: int,
-    rank: int,
-    members: tuple[int, ...],
-    parallel: TensorParallel | None = None,
-) -> torch.Tensor:
-    """Return ``rank``'s elements of parameter ``index`` of ``layout``, out of any value that stands
-    for the whole of it.
-
-    members: the global ranks that the layout is spread over. parallel: how the parameter lies on a
-    mesh of its own, if it does. 1-D, a view where it can be. A lazy value is materialised, if the
-    rank has a part. Collective if ``value`` is sharded in another way than ``layout``: then all
-    ranks see that it is, and all of them call, in one order.
-    """
-    part = layout.part(index, rank)
-    place = place_of(layout.params[index].shape, parallel)
-    if not isinstance(value, torch.Tensor):
-        if not part:
-            return torch.empty(0, dtype=value.dtype)
-        value = materialised(value, layout.params[index].name)
-    if isinstance(value, BoxedTensor) and value.is_cut_as(layout, index, members, place):
-        return value.elements()
-    if isinstance(value, DTensor):
-        moved: Any = value.to(
-            value.device_mesh.device_type
-        )  # a state dict may have been put on the CPU
-        value = moved.full_tensor() if parallel is None else parallel.local(moved)
-    elif isinstance(value, ShardedTensor):
-        is_part = isinstance(value, BoxedTensor) and value.shape_here != value.whole_shape
-        value = _whole(value)
-        value = value if parallel is None or is_part else parallel.part(value)
-    elif parallel is not None:
-        value = parallel.part(value)
-    return value.detach().reshape(-1)[part.slice]
-
-
-def is_readable(value: object, shape: tuple[int, ...], parallel: TensorParallel | None) -> bool:
-    """False for boxes of what other processes of a mesh have more of, unless the parameter, of
-    which a unit shards ``shape``, lies there in the same way."""
-    if not isinstance(value, BoxedTensor) or value.shape_here == value.whole_shape:
-        return True
-    return (value.shape_here, value.place) == (shape, place_of(shape, parallel))
-
-
-def _whole(value: ShardedTensor) -> torch.Tensor:
-    """Put what a ShardedTensor's ranks hold together on every one of them. Collective over its
-    process group; one all-gather."""
-    metadata = value.metadata()
-    size, origin = tuple(metadata.size), (0,) * len(metadata.size)
-    if isinstance(value, BoxedTensor):
-        size, origin = value.shape_here, value.place.origin
-    group: Any = value._process_group
-    ranks = dist.get_process_group_ranks(group)
-    sizes = dict.fromkeys(ranks, 0)
-    for shard in metadata.shards_metadata:
-        sizes[_rank_of(shard)] += math.prod(shard.shard_sizes)
-    longest = max(sizes.values())
-    own_shards = (
-        [value.elements()]
-        if isinstance(value, BoxedTensor)
-        else [shard.tensor for shard in value.local_shards()]
-    )
-    tensors = [tensor.detach().reshape(-1) for tensor in own_shards]
-    own = torch.zeros(longest, dtype=value.dtype, device=tensors[0].device if tensors else None)
-    start = 0
-    for tensor in tensors:
-        own[start : start + tensor.numel()] = tensor
-        start += tensor.numel()
-    gathered = gather_in_group(group, own)
-    whole = torch.empty(size, dtype=value.dtype, device=own.device)
-    starts = {rank: position * longest for position, rank in enumerate(ranks)}
-    for shard in metadata.shards_metadata:
-        rank, numel = _rank_of(shard), math.prod(shard.shard_sizes)
-        place = whole
-        for dim, (offset, length, first) in enumerate(
-            zip(shard.shard_offsets, shard.shard_sizes, origin, strict=True)
-        ):
-            place = place.narrow(dim, offset - first, length)
-        place.copy_(gathered[starts[rank] : starts[rank] + numel].view(tuple(shard.shard_sizes)))
-        starts[rank] += numel
-    return whole
-
-
-def _rank_of(shard: ShardMetadata) -> int:
-    rank = typing.cast(Any, shard.placement).rank()
-    assert rank is not None
-    return int(rank)

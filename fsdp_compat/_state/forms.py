@@ -26,7 +26,7 @@ from ..errors import (
     wrong_type,
 )
 from . import rank0_loading
-from .model_units import default_form, model_unit_of, model_units_in
+from .model_units import default_form, keeping_forms, model_unit_of, model_units_in
 
 __all__ = ["get_state_dict_type", "set_state_dict_type", "state_dict_type"]
 
@@ -123,13 +123,11 @@ def state_dict_type(
     """Set the state dict type inside the context, see ``set_state_dict_type``."""
     require_module(module, "state_dict_type")
     units, followed = model_units_in(module), rank0_loading.is_followed(module)
-    before = [unit.form for unit in units]
-    set_state_dict_type(module, state_dict_type, state_dict_config, optim_state_dict_config)
     try:
-        yield
+        with keeping_forms(units):
+            set_state_dict_type(module, state_dict_type, state_dict_config, optim_state_dict_config)
+            yield
     finally:
-        for unit, settings in zip(units, before, strict=True):
-            unit.form = settings
         rank0_loading.follow(module, followed)
 
 

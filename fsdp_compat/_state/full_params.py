@@ -11,9 +11,8 @@ from torch import nn
 
 from .. import _torch_private
 from .._engine.group import Group
+from .._engine.state_store import StateStore, store_of
 from .._engine.unit import Unit
-from .._stores.flat_store import FlatStore
-from .model import store_of
 
 __all__ = ["Options", "full_parameters", "shown_stores"]
 
@@ -97,17 +96,14 @@ def _shown(
     store = store_of(group)
     wholes = store.whole(full.detach())
     whole_grads = store.whole(grads.to(full.device)) if grads is not None else [None] * len(wholes)
-    flat = store.flat_parameter
     shown: list[nn.Parameter] = []
     kept: list[tuple[nn.Parameter, torch.Tensor, torch.Tensor | None]] = []
     target_grads: list[torch.Tensor | None] = []
-    for slot in store.registration.hidden_when_full():
-        _torch_private.parameters_of(slot.module).pop(slot.attribute, None)
     for target, indices in store.sharded_params:
         target_grads.append(target.grad)
         for index in indices:
             if (
-                flat is None and store.parallel[index] is None
+                not store.is_flattened and store.parallel[index] is None
             ):  # the user's own object becomes whole
                 kept.append((target, target.data, target.grad))
                 target.grad = None
@@ -115,8 +111,12 @@ def _shown(
                 shown.append(target)
                 continue
             shown.append(store.parameter(index, wholes[index], target.requires_grad))
-            for module, attribute in store.orig_params[index].slots:
-                _torch_private.parameters_of(module)[attribute] = shown[-1]
+    for slot in store.shown(shown):
+        parameters = _torch_private.parameters_of(slot.module)
+        if slot.parameter is None:
+            parameters.pop(slot.attribute, None)
+        else:
+            parameters[slot.attribute] = slot.parameter
     for index, (parameter, grad) in enumerate(zip(shown, whole_grads, strict=True)):
         parallel = store.parallel[index]
         if grad is not None:
@@ -149,7 +149,7 @@ def _grad_of(parameter: nn.Parameter) -> torch.Tensor:
 
 
 def _write_back_grads(
-    store: FlatStore, wholes: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | None]
+    store: StateStore, wholes: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | None]
 ) -> None:
     """Copy this rank's part of whole gradients into those of the targets, where they have any."""
     changed = torch.zeros_like(store.shard)

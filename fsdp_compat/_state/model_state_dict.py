@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import itertools
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from .. import _torch_private
 from .._engine import rendezvous
 from .._engine.dtypes import ComputeDtype
 from .._engine.group import Group
+from .._engine.state_store import store_of
 from .._engine.unit import Unit
 from ..api import (
     StateDictType,
@@ -29,25 +30,22 @@ from ..errors import (
 )
 from . import rank0_loading
 from .entries import copied
-from .formats import BoxedTensor, is_sharded
-from .model import (
-    full_entries,
-    in_module_order,
-    load_unit,
-    local_entries,
-    sharded_entries,
-    store_of,
-)
+from .formats import BoxedTensor
 from .model_units import ModelUnit, model_unit_of, model_units_in, names_in_order, units_of
 from .names import (
     FSDP_WRAPPED_MODULE,
     Wanted,
     clean_name,
     everything,
+    in_module_order,
     wanted_by,
     without_checkpoint_wrapper,
 )
+from .unit_entries import full_entries, local_entries, sharded_entries
+from .unit_loading import load_unit
+from .unmanaged import owners_in
 from .validation import EVERYWHERE, not_loaded, refuse_values
+from .values import is_sharded
 
 __all__ = ["follow_loading", "load_state_dict", "state_dict"]
 
@@ -115,9 +113,7 @@ def _taken(
     for name, exact in own.exact_buffers():
         if base + name in values:
             values[base + name] = exact
-    met = {
-        clean_name(key) for key in keys if key.startswith(f"{prefix}{FSDP_WRAPPED_MODULE}.")
-    }  # by no inner instance
+    met = _own_names(wrapper, own, keys, prefix)
     values = _only_wanted(wrapper, own.wanted, values, met, base)
     if not keep:
         values = {}
@@ -134,6 +130,26 @@ def _taken(
     ]:
         described.setdefault(clean_name(key), described[key])
     return destination
+
+
+def _own_names(wrapper: nn.Module, own: ModelUnit, keys: Sequence[str], prefix: str) -> set[str]:
+    """Return the clean names of the entries that come from this unit's modules, and not from those
+    of an inner unit."""
+    if own.unit.module is not wrapper:  # inner wrappers have cleaned the names of theirs
+        inner = _inner_prefix(wrapper, own, prefix)
+        return {clean_name(key) for key in keys if key.startswith(inner)}
+    owners = owners_in(wrapper)
+    return {
+        clean_name(key)
+        for key in keys
+        if owners.get(key[len(prefix) :].rpartition(".")[0], wrapper) is wrapper
+    }
+
+
+def _inner_prefix(wrapper: nn.Module, own: ModelUnit, prefix: str) -> str:
+    """Return the prefix of the names in the unit's module; of a unit that is registered on its
+    module itself it is the same."""
+    return prefix if own.unit.module is wrapper else f"{prefix}{FSDP_WRAPPED_MODULE}."
 
 
 def _entries(own: ModelUnit, base: str, keep: bool) -> Iterator[tuple[str, torch.Tensor]]:
@@ -249,7 +265,7 @@ def _groups_to_load(module: nn.Module, state_dict: Mapping[str, Any]) -> Iterato
                 if is_sharded(value):
                     if not (
                         isinstance(value, BoxedTensor)
-                        and value.is_cut_as(store.layout, index, group.shard.members)
+                        and value.is_cut_as(*store.cut(index), group.shard.members)
                     ):
                         yield group
                     break
@@ -327,7 +343,7 @@ def _before_load(
     """Take this unit's parameters out of what is loaded, and hand the rest on under the wrapped
     module's names."""
     own = _unit_of(wrapper)
-    inner = f"{prefix}{FSDP_WRAPPED_MODULE}."
+    inner = _inner_prefix(wrapper, own, prefix)
     for key in [key for key in state_dict if key.startswith(prefix)]:
         clean = prefix + clean_name(key[len(prefix) :])
         if clean != key:

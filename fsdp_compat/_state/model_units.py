@@ -7,8 +7,9 @@ end made a unit.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -28,8 +29,7 @@ from ..api import (
     StateDictSettings,
     StateDictType,
 )
-from .model import flat_names
-from .names import Wanted, clean_name, everything
+from .names import Wanted, clean_name, everything, flat_names
 from .param_ownership import NamedUnit
 
 __all__ = [
@@ -37,6 +37,8 @@ __all__ = [
     "ModelUnit",
     "attribute_order_of",
     "default_form",
+    "in_form",
+    "keeping_forms",
     "managed_in",
     "model_unit_of",
     "model_units_in",
@@ -116,6 +118,26 @@ def model_unit_of(module: nn.Module) -> ModelUnit | None:
 def model_units_in(model: nn.Module) -> list[ModelUnit]:
     """Return the units in a model, outer ones first."""
     return [unit for child in model.modules() if (unit := model_unit_of(child)) is not None]
+
+
+@contextlib.contextmanager
+def keeping_forms(units: Sequence[ModelUnit]) -> Generator[None, None, None]:
+    """Give the units back the form they have now at the end."""
+    before = [unit.form for unit in units]
+    try:
+        yield
+    finally:
+        for unit, form in zip(units, before, strict=True):
+            unit.form = form
+
+
+@contextlib.contextmanager
+def in_form(units: Sequence[ModelUnit], form: StateDictSettings) -> Generator[None, None, None]:
+    """Give all units one form inside of the context, whatever forms they have."""
+    with keeping_forms(units):
+        for unit in units:
+            unit.form = form
+        yield
 
 
 def runtimes_of(units: Iterable[ModelUnit]) -> list[Runtime]:

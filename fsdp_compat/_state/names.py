@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from .._engine.group import Group
+from .._engine.state_store import FLAT_PARAM, flat_param_name, store_of
+from .._engine.unit import Unit
+from .._layout.spec import Section
 from ..errors import takes, wrong_type
 
 __all__ = [
@@ -12,6 +16,11 @@ __all__ = [
     "Wanted",
     "clean_name",
     "everything",
+    "flat_names",
+    "in_module_order",
+    "is_flat_name",
+    "named_sections",
+    "param_names",
     "wanted_by",
     "without_checkpoint_wrapper",
 ]
@@ -63,3 +72,38 @@ def wanted_by(given: Any, where: str) -> Wanted:
             where,
         )
     return lambda name, trainable: bool(given(name))
+
+
+def flat_names(unit: Unit) -> list[str]:
+    """Return the names of a unit's flat parameters in local state dicts: one per section of the
+    shards of its groups."""
+    return [name for name, _, _ in named_sections(unit)]
+
+
+def named_sections(unit: Unit) -> list[tuple[str, Group, Section]]:
+    """Return the sections of the shards of a unit's groups, with their names in local state
+    dicts."""
+    sections = [(group, section) for group in unit.groups for section in store_of(group).sections]
+    return [(flat_param_name(number), *found) for number, found in enumerate(sections)]
+
+
+def is_flat_name(name: str) -> bool:
+    """True for the name of a flat parameter, of any unit of any model."""
+    last = name.rpartition(".")[2]
+    return last == FLAT_PARAM or (
+        last.startswith(f"{FLAT_PARAM}_") and last.removeprefix(f"{FLAT_PARAM}_").isdecimal()
+    )
+
+
+def in_module_order(keys: Sequence[str], order: Sequence[str]) -> list[str]:
+    """Return ``keys`` in the order of ``order``; those it does not know keep their place at the
+    end."""
+    known = {key: position for position, key in enumerate(order)}
+    return sorted(keys, key=lambda key: known.get(key, len(known)))
+
+
+def param_names(unit: Unit) -> Iterator[str]:
+    """Yield all names of all parameters of a unit, without the unit's prefix."""
+    for group in unit.groups:
+        for param in store_of(group).orig_params:
+            yield from map(clean_name, param.names)

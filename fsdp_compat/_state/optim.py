@@ -19,13 +19,13 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from .._engine.group import Group
+from .._engine.state_store import store_of
 from ..errors import RuntimeUsageError, UsageError, explain
 from .entries import Entry, classify_all, copied, snapshot
-from .formats import mesh_sharded_value, sharded_value
-from .model import store_of
 from .optim_alike import Agreed
 from .param_ownership import NamedUnit, ParamOwnership, is_flat, is_whole
 from .rank_local import gather_states, own_states, part_of
+from .values import mesh_sharded_value, sharded_value
 
 __all__ = [
     "Facts",
@@ -395,15 +395,10 @@ class _GroupStates:
                 .reshape(-1)
             )
             for index, name in self.holdings.held[target].names:
-                run = (
-                    value[store.layout.part_in_shard(index, store.rank).slice]
-                    if is_flat(self.group, target)
-                    else value
-                )
+                run = value[store.part_in_sharded_param(index).slice]
                 run = copied(run, to_cpu=True) if self.form.to_cpu else run
                 state[name][key] = sharded_value(
-                    store.layout,
-                    index,
+                    *store.cut(index),
                     store.rank,
                     run,
                     members,

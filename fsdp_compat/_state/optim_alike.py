@@ -17,8 +17,8 @@ from torch import nn
 
 from .._comm.communicator import Communicator
 from .._engine.group import Group
+from .._engine.state_store import store_of
 from ..errors import RuntimeUsageError, explain
-from .model import store_of
 from .param_ownership import ParamOwnership
 
 __all__ = ["Agreed", "Told", "agree_together", "held_by_any", "require_alike", "tell"]

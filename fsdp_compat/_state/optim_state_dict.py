@@ -21,7 +21,8 @@ from .forms import get_state_dict_type
 from .model_units import model_units_in, names_before, runtimes_of, units_of
 from .optim import Form, Values, facts_of, optim_state, source_of
 from .optim_alike import agree_together
-from .optim_load import Wanted, optim_state_to_load
+from .optim_given import LoadOptions
+from .optim_load import optim_state_to_load
 from .optimizers import convert
 from .param_ownership import ParamOwnership, ownership_of, require_units
 from .rank0 import Rank0Broadcast
@@ -211,7 +212,7 @@ def import_optim_state(
     ``optim_state_dict_to_load``.
 
     label: the optimizer, for errors. named: the optimizer if its state is keyed by names. as_saved:
-    as the older calls have it, see ``Wanted``.
+    as the older calls have it, see ``LoadOptions``.
     """
     _require_idle(model, where.partition("(")[0])
     units = units_of(model)
@@ -226,7 +227,7 @@ def import_optim_state(
     except Exception as error:  # other ranks have to hear of it
         problem = error
     rank0 = Rank0Broadcast(first.mesh, first.device)
-    wanted = Wanted(names_before(model), from_first=rank0_only, as_saved=as_saved, named=named)
+    wanted = LoadOptions(names_before(model), from_first=rank0_only, as_saved=as_saved, named=named)
     return optim_state_to_load(holdings, problem, all_groups, state_dict, wanted, rank0, where)
 
 

@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
 from .._engine.runtime import live_runtimes
-from .._stores.flat_store import FlatStore
+from .._engine.state_store import StateStore
 from ..errors import StateError, UsageError, explain
 from .full_params import shown_stores
 
@@ -56,7 +56,7 @@ def undo() -> None:
         _handle = None
 
 
-def note(originals: Iterable[nn.Parameter], stores: Iterable[FlatStore]) -> None:
+def note(originals: Iterable[nn.Parameter], stores: Iterable[StateStore]) -> None:
     """Register ``originals``, which were flattened into ``stores``."""
     global _last_wrapping
     _last_wrapping = next(_wrappings)
@@ -100,7 +100,7 @@ def convert(optimizer: torch.optim.Optimizer) -> None:
                 raise _pickled_apart(optimizer, number)
             if place is not None and optimizer.state.get(parameter):
                 store = place[0]()
-                if store is not None and store.flat_parameter is None:
+                if store is not None and not store.is_flattened:
                     _cut(optimizer.state[parameter], store, place[1], parameter)
     _seen[optimizer] = _last_wrapping
 
@@ -137,8 +137,8 @@ def _refuse(optimizer: torch.optim.Optimizer, stores: Collection[object], when: 
                 )
 
 
-def _cut(state: dict[Any, Any], store: FlatStore, index: int, parameter: nn.Parameter) -> None:
-    shape, part = store.layout.params[index].shape, store.layout.part(index, store.rank)
+def _cut(state: dict[Any, Any], store: StateStore, index: int, parameter: nn.Parameter) -> None:
+    shape, part = store.local_shape(index), store.part(index, store.rank)
     if parameter.shape == shape:
         return
     for key, value in state.items():

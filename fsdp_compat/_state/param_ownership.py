@@ -5,21 +5,23 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import nn
 
 from .._engine.group import Group
+from .._engine.state_store import store_of
 from .._engine.unit import Unit
 from ..errors import UsageError, explain
-from .model import store_of
 from .names import clean_name
 
 __all__ = [
     "NamedUnit",
     "ParamContents",
     "ParamOwnership",
+    "contents_of",
     "is_flat",
     "is_whole",
     "numbered_names",
@@ -43,6 +45,9 @@ class ParamContents:
 
     group: Group | None  # None: a parameter that no unit manages
     names: tuple[tuple[int, str], ...]
+    all_names: tuple[
+        tuple[str, ...], ...
+    ]  # of each of them, the first one first; ties have several
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,8 +98,8 @@ class ParamOwnership:
         group = self.held[parameter].group
         if group is None or parameter.numel():
             return False
-        layout = store_of(group).layout
-        return any(layout.params[index].numel for index, _ in self.held[parameter].names)
+        store = store_of(group)
+        return any(math.prod(store.local_shape(index)) for index, _ in self.held[parameter].names)
 
     def name_before(self, name: object) -> str:
         """The name of a parameter before anything was wrapped: DistributedDataParallel's begin with
@@ -142,6 +147,31 @@ def require_units(units: Sequence[NamedUnit], model: nn.Module, where: str) -> N
         )
 
 
+def contents_of(units: Sequence[NamedUnit], model: nn.Module) -> dict[nn.Parameter, ParamContents]:
+    """Return what each parameter that an optimizer may hold contains: the units' sharded
+    parameters, and then those that no unit manages."""
+    held: dict[nn.Parameter, ParamContents] = {}
+    for named in units:
+        for group in named.unit.groups:
+            params = store_of(group).orig_params
+            for parameter, indices in group.store.sharded_params:
+                all_names = [
+                    tuple(
+                        dict.fromkeys(named.prefix + clean_name(name) for name in params[i].names)
+                    )
+                    for i in indices
+                ]
+                names = [(i, its[0]) for i, its in zip(indices, all_names, strict=True)]
+                held[parameter] = ParamContents(group, tuple(names), tuple(all_names))
+    others: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if parameter not in held:
+            others.setdefault(parameter, []).append(clean_name(name))
+    for parameter, its in others.items():
+        held[parameter] = ParamContents(None, ((0, its[0]),), (tuple(its),))
+    return held
+
+
 def ownership_of(
     groups: Sequence[Mapping[str, Any]], where: str, units: Sequence[NamedUnit], model: nn.Module
 ) -> ParamOwnership:
@@ -150,18 +180,10 @@ def ownership_of(
     Raises UsageError for a parameter that is not the model's, and for a model without units.
     """
     require_units(units, model, where)
-    held: dict[nn.Parameter, ParamContents] = {}
-    for named in units:
-        for group in named.unit.groups:
-            members = store_of(group).orig_params
-            for target, indices in group.store.sharded_params:
-                held[target] = ParamContents(
-                    group, tuple((i, named.prefix + clean_name(members[i].name)) for i in indices)
-                )
+    held = contents_of(units, model)
     names: dict[nn.Parameter, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, name)
-        held.setdefault(parameter, ParamContents(None, ((0, clean_name(name)),)))
     for position, group_of_optimizer in enumerate(groups):
         for parameter in group_of_optimizer["params"]:
             if parameter not in held:
@@ -205,10 +227,10 @@ def is_flattened(holdings: ParamOwnership, parameter: nn.Parameter) -> bool:
 
 def is_flat(group: Group, target: nn.Parameter) -> bool:
     """True for a FlatParameter, which holds the whole shard of its group."""
-    return store_of(group).flat_parameter is target
+    return store_of(group).is_flattened
 
 
 def is_whole(group: Group, target: nn.Parameter) -> bool:
     """True for one of the user's own parameters in its own shape: nothing is sharded, and its state
     is what it always was."""
-    return store_of(group).layout.ranks == 1 and not is_flat(group, target)
+    return store_of(group).ranks == 1 and not is_flat(group, target)

@@ -8,9 +8,9 @@ from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from .._engine import rendezvous
+from .._engine.state_store import store_of
 from ..api import StateDictSettings, StateDictType
 from ..errors import UsageError, explain
-from .model import store_of
 from .model_units import ModelUnit, model_unit_of, model_units_in
 from .names import clean_name
 from .rank0_values import fill_from_rank0

@@ -18,9 +18,9 @@ from .._comm.communicator import communicator
 from .._comm.mesh import Mesh
 from .._engine.materialize import broadcast_states
 from ..errors import CheckpointError, explain
-from .formats import is_sharded, is_tensor, materialised
-from .model import Rank0Value
 from .names import clean_name
+from .unit_loading import Rank0Value
+from .values import is_sharded, is_tensor, materialised
 
 __all__ = ["fill_from_rank0"]
 

@@ -18,10 +18,10 @@ from torch import nn
 
 from .._comm.host_memory import memory_of
 from .._engine.group import Group
+from .._engine.state_store import store_of
 from ..errors import CheckpointError, explain
 from .entries import Entry, classify_all, snapshot
-from .model import store_of
-from .param_ownership import ParamOwnership, is_flat, is_whole
+from .param_ownership import ParamOwnership
 
 __all__ = [
     "Part",
@@ -82,18 +82,10 @@ def part_of(
 ) -> Part:
     """names: (index, name) of what ``target`` holds. rank: of the group's shard axis, this one or
     another."""
-    layout = store_of(group).layout
-    named_parts = [(name, layout.part(index, rank)) for index, name in names]
-    numel = (
-        layout.shard_numel if is_flat(group, target) else sum(part.numel for _, part in named_parts)
-    )
-    shape = tuple(target.shape) if is_whole(group, target) else (numel,)
-    return Part(
-        rank,
-        layout.ranks,
-        shape,
-        tuple((name, part.start, part.stop) for name, part in named_parts if part),
-    )
+    store, names = store_of(group), list(names)
+    parts = [(name, store.part(index, rank)) for index, name in names]
+    runs = tuple((name, part.start, part.stop) for name, part in parts if part)
+    return Part(rank, store.ranks, store.sharded_shape(names[0][0], rank), runs)
 
 
 def unshardable(
@@ -228,7 +220,7 @@ def _part_now(holdings: ParamOwnership, name: str, rank: int) -> Part | None:
     such rank."""
     target = holdings.by_name[name][0]
     held = holdings.held[target]
-    if held.group is None or rank >= store_of(held.group).layout.ranks:
+    if held.group is None or rank >= store_of(held.group).ranks:
         return None
     return part_of(held.group, target, held.names, rank)
 

@@ -9,11 +9,14 @@ import torch
 from torch import nn
 
 from ..errors import CheckpointError, explain
-from .model import check_unit, flat_names, is_flat_name, other_local, wrong_value
-from .model_units import managed_in, model_unit_of, names_in_order, units_of
-from .names import clean_name
+from .model_units import model_unit_of, names_in_order, units_of
+from .names import clean_name, flat_names, is_flat_name
+from .unit_loading import check_unit, other_local, wrong_value
+from .unmanaged import unmanaged_in
 
 __all__ = ["EVERYWHERE", "not_loaded", "others_in", "refuse_values"]
+
+_PACKAGE = f"{__name__.partition('.')[0]}."  # of hooks that change no keys
 
 
 def refuse_values(
@@ -79,9 +82,9 @@ def _loads_plainly(model: nn.Module) -> bool:
     """True if nobody changes keys on their way: what is missing or unknown can be said
     beforehand."""
     return all(
-        type(child)._load_from_state_dict.__module__.startswith("torch.")
+        not _loads_in_own_way(child)
         and all(
-            getattr(hook, "hook", hook).__module__.startswith(f"{__package__}.")
+            getattr(hook, "hook", hook).__module__.startswith(_PACKAGE)
             for hook in child._load_state_dict_pre_hooks.values()
         )
         for child in model.modules()
@@ -89,26 +92,18 @@ def _loads_plainly(model: nn.Module) -> bool:
 
 
 def others_in(model: nn.Module) -> dict[str, torch.Tensor | None]:
-    """What a module's state dict holds beside the units' parameters, by clean key; None for extra
-    state."""
-    found: dict[str, torch.Tensor | None] = {}
-    managed = managed_in(model)
-    for path, child in model.named_modules(remove_duplicate=False):
-        saved: dict[str, torch.Tensor | None] = {
-            name: tensor
-            for name, tensor in (*child._parameters.items(), *child._buffers.items())
-            if tensor is not None
-            and id(tensor) not in managed
-            and name not in child._non_persistent_buffers_set
-        }
-        if type(child).get_extra_state is not nn.Module.get_extra_state:
-            saved["_extra_state"] = None
-        own_way = not type(child)._load_from_state_dict.__module__.startswith("torch.")
-        found.update(
-            (clean_name(f"{path}.{name}".lstrip(".")), None if own_way else t)
-            for name, t in saved.items()
-        )
-    return found
+    """Return what a module's state dict holds beside the units' parameters, by clean name.
+
+    None for extra state, and for an entry of a module whose class loads in its own way.
+    """
+    return {
+        entry.name: None if _loads_in_own_way(entry.holder) else entry.value
+        for entry in unmanaged_in(model)
+    }
+
+
+def _loads_in_own_way(module: nn.Module) -> bool:
+    return not type(module)._load_from_state_dict.__module__.startswith("torch.")
 
 
 EVERYWHERE = (

@@ -3,6 +3,7 @@ intervals."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,14 +13,13 @@ from torch import nn
 from .. import _torch_private
 from .._comm.mesh import Axis
 from .._engine.ownership import OrigParam, Place
+from .._engine.state_store import StateStore
 from .._engine.storage import new_shard
-from .._engine.store import Kind, ModuleSlot, ShardedParam, as_unsharded_param
+from .._engine.store import Kind, ModuleSlot, as_unsharded_param
 from .._layout.flat import flat_layout
-from .._layout.spec import FlatLayout
-from .._layout.transfer import pieces_of_rank, pieces_of_whole, plan_moves
+from .._layout.spec import FlatLayout, Section
 from ..errors import StateError, explain
 from .registration import (
-    FLAT_PARAM,
     FlatParameter,
     FlatRegistration,
     OriginalRegistration,
@@ -32,9 +32,9 @@ __all__ = ["FlatStore"]
 ALIGN_NBYTES = 16  # every parameter and every shard starts at a multiple of it
 
 
-class FlatStore:
+class FlatStore(StateStore):
     """A group whose leaves are contiguous pieces of the gathered buffer: showing them copies
-    nothing. (A ParamStore.)
+    nothing. (A StateStore.)
 
     A copy of one, by deepcopy or pickle, has a shard of its own and refers to the copies of the
     modules.
@@ -71,9 +71,6 @@ class FlatStore:
         self.layout: FlatLayout = flat_layout(names, shapes, ranks=ranks, align=align)
         self.rank, self.numel = rank, self.layout.shard_numel
         self.parallel = [tensor_parallel(p) for p in originals]
-        self._from_whole = plan_moves(
-            pieces_of_whole([self.layout]), pieces_of_rank([self.layout], rank)
-        )
         self.shard = new_shard(
             self.numel, self.dtype, device, ranks=ranks, pin=pin
         )  # [S], padding zero
@@ -125,7 +122,7 @@ class FlatStore:
             self.registration = FlatRegistration(
                 self.shard, self.layout, flat_slots, self._home, self._trainable[0], flat
             )
-        self.sharded_params: Sequence[ShardedParam] = self.registration.sharded_params
+        self.sharded_params = self.registration.sharded_params
 
     def _keep_gradients(
         self, wholes: Sequence[torch.Tensor], given: Sequence[torch.Tensor | None]
@@ -140,25 +137,6 @@ class FlatStore:
             sharded_param.grad = (
                 grad if any(given[index] is not None for index in indices) else None
             )
-
-    def take_from_whole(
-        self, wholes: Sequence[torch.Tensor], shard: torch.Tensor | None = None
-    ) -> None:
-        """Copy this rank's part of every whole tensor (one per parameter, in its shape, on any
-        device) into ``shard`` [S].
-
-        Default: this rank's own.
-        """
-        shard = self.shard if shard is None else shard
-        for move in self._from_whole:
-            sharded_param = shard[move.target_start : move.target_start + move.numel]
-            source = (
-                wholes[move.source[0]]
-                .detach()
-                .reshape(-1)[move.source_start : move.source_start + move.numel]
-            )
-            if not sharded_param.is_meta and source.data_ptr() != sharded_param.data_ptr():
-                sharded_param.copy_(source)
 
     def convert(self, dtype: torch.dtype, device: torch.device) -> None:
         """Keep the values in another shard from now on; targets stay the objects they are, and
@@ -270,47 +248,23 @@ class FlatStore:
         DTensors: the local parts)."""
         return [full[param.place.slice].view(param.shape) for param in self.layout.params]
 
-    def shape(self, index: int) -> tuple[int, ...]:
-        """The shape of a parameter as its module had it."""
-        parallel = self.parallel[index]
-        return self.layout.params[index].shape if parallel is None else parallel.shape
+    @functools.cached_property
+    def sections(self) -> Sequence[Section]:
+        return (Section(self.layout, 0, 0),)
 
-    def take(self, index: int, value: torch.Tensor) -> bool:
-        """Copy into the shard this rank's part of a parameter, from its whole value or from that
-        part; False if neither fits."""
-        layout = self.layout
-        if (
-            value.dtype != self.dtype
-            or not _torch_private.is_plain(value)
-            or value.is_meta
-            or self.parallel[index] is not None
-        ):
-            return False
-        own = self.part(index)
-        if tuple(value.shape) == layout.params[index].shape:
-            value = value.detach().reshape(-1)[layout.part(index, self.rank).slice]
-        if value.shape != own.shape:
-            return False
-        own.copy_(value.detach())
-        return True
+    def section_of(self, index: int) -> Section:
+        return self.sections[0]
 
-    def part(self, index: int) -> torch.Tensor:
-        """Return what this rank holds of a parameter: a 1-D view of the shard, empty where it holds
-        nothing."""
-        return self.shard.detach()[self.layout.part_in_shard(index, self.rank).slice]
+    @property
+    def is_flattened(self) -> bool:
+        return self.flat_parameter is not None
 
-    def has_part(self, indices: Sequence[int]) -> bool:
-        """False if the parameters have elements, and this rank has none of them: then it has no
-        gradient and no optimizer state.
-
-        A FlatParameter that is all padding has both.
-        """
-        if self.flat_parameter is not None:
-            return True
-        layout = self.layout
-        return not any(layout.params[i].numel for i in indices) or any(
-            layout.part(i, self.rank) for i in indices
-        )
+    def sharded_shape(self, index: int, rank: int) -> tuple[int, ...]:
+        if self.is_flattened:
+            return (self.layout.shard_numel,)
+        if self.layout.ranks == 1:
+            return self.layout.params[index].shape
+        return (self.layout.part(index, rank).numel,)
 
     @property
     def flat_parameter(self) -> FlatParameter | None:
@@ -355,9 +309,6 @@ class FlatStore:
         flat = state["flat"]  # a copy that an optimizer's copy may hold as well
         self.shard = state["shard"] if flat is None else flat.data
         self.dtype, self.numel = self.shard.dtype, self.layout.shard_numel
-        self._from_whole = plan_moves(
-            pieces_of_whole([self.layout]), pieces_of_rank([self.layout], self.rank)
-        )
         originals = state["originals"]
         if originals is None:
             self._kinds = [None if kind is None else Kind(*kind) for kind in state["kinds"]]
@@ -368,8 +319,3 @@ class FlatStore:
             ]
         with torch.no_grad():
             self._register(state["trainable"], originals, flat)
-
-
-def home_attribute(index: int) -> str:
-    """Return the attribute of a unit's ``index``-th FlatParameter; the first has torch's name."""
-    return FLAT_PARAM if index == 0 else f"{FLAT_PARAM}_{index}"

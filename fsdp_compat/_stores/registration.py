@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from .._engine.state_store import FLAT_PARAM
 from .._engine.store import ModuleSlot, ShardedParam
 from .._layout.spec import FlatLayout
 from ..errors import StateError, explain
@@ -21,9 +22,6 @@ __all__ = [
     "OriginalRegistration",
     "Registration",
 ]
-
-# the attribute under which a unit's first FlatParameter is registered, as in torch
-FLAT_PARAM = "_flat_param"
 
 
 class FlatParameter(nn.Parameter):

@@ -1,83 +1,13 @@
-"""Parameters that are DTensors already, split or repeated along other mesh dimensions than the ones
-a unit is spread over."""
+"""How a parameter lies on a device mesh of its own, read from the parameter."""
 
 from __future__ import annotations
 
-import dataclasses
-from typing import Any
-
 import torch
-from torch import nn
 
 from .. import _torch_private
-from .._comm.mesh import Axis, axis_of
+from .._engine.tensor_parallel import TensorParallel
 
 __all__ = ["TensorParallel", "tensor_parallel"]
-
-
-@dataclasses.dataclass(frozen=True)
-class TensorParallel:
-    """How a DTensor parameter lies on its own mesh. The unit shards what this process holds of
-    it."""
-
-    mesh: Any  # a DeviceMesh
-    placements: tuple[Any, ...]
-    shape: tuple[int, ...]  # of the whole parameter
-    stride: tuple[int, ...]
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> TensorParallel:
-        return self  # a mesh is shared, not copied
-
-    def wrap(self, local: torch.Tensor) -> torch.Tensor:
-        """Return the DTensor whose part on this process is ``local``."""
-        from torch.distributed.tensor import DTensor
-
-        return DTensor.from_local(
-            local,
-            self.mesh,
-            self.placements,
-            run_check=False,
-            shape=torch.Size(self.shape),
-            stride=self.stride,
-        )
-
-    def parameter(self, local: torch.Tensor, requires_grad: bool) -> nn.Parameter:
-        """Return a parameter over ``local``, which has a version counter of its own."""
-        return nn.Parameter(self.wrap(local.data), requires_grad=requires_grad)
-
-    def local(self, value: torch.Tensor) -> torch.Tensor:
-        """value: a DTensor of the parameter's shape, placed in any way. Return this process's part,
-        placed as the parameter is.
-
-        Collective over the parameter's mesh where the placements differ, and over the value's where
-        that is another one.
-        """
-        if _torch_private.is_plain(value):
-            return value
-        if value.device_mesh != self.mesh:  # type: ignore[attr-defined]
-            return self.part(value.full_tensor())  # type: ignore[attr-defined]
-        return value.redistribute(self.mesh, self.placements).to_local()  # type: ignore[attr-defined]
-
-    def whole(self, local: torch.Tensor) -> torch.Tensor:
-        """Return the whole parameter. Collective over its mesh."""
-        return self.wrap(local).full_tensor()  # type: ignore[attr-defined]
-
-    def part(self, whole: torch.Tensor) -> torch.Tensor:
-        """Return this process's part of a whole value. Nothing is sent."""
-        from torch.distributed.tensor import distribute_tensor
-
-        moved = (
-            whole.to(self.mesh.device_type) if whole.device.type != self.mesh.device_type else whole
-        )
-        return distribute_tensor(moved, self.mesh, self.placements, src_data_rank=None).to_local()
-
-    def tensor_parallel_axes(self) -> tuple[Axis, ...]:
-        """The axes along which the parameter is split, rather than repeated."""
-        return tuple(
-            axis_of(self.mesh.get_group(dim))
-            for dim, placement in enumerate(self.placements)
-            if not placement.is_replicate()
-        )
 
 
 def tensor_parallel(parameter: torch.Tensor) -> TensorParallel | None:

@@ -23,10 +23,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from .. import _torch_private
 from .._engine import hooks
+from .._engine.state_store import StateStore, store_of
 from .._engine.unit import Residency, Unit
 from .._state import optimizers
-from .._state.model import store_of
-from .._stores.flat_store import FlatStore
 from ..errors import StateError, explain
 
 __all__ = ["patch", "undo", "watch"]
@@ -36,7 +35,7 @@ class _Place(typing.NamedTuple):
     """Where a parameter of a unit is."""
 
     unit: weakref.ref[Unit]
-    store: weakref.ref[FlatStore]
+    store: weakref.ref[StateStore]
     number: int
 
 
@@ -79,9 +78,7 @@ def _on_assignment(module: nn.Module, name: str, value: nn.Parameter) -> nn.Para
     current = _torch_private.parameters_of(module).get(name)
     if value is current:
         return None
-    sharded_param = (
-        None if store.flat_parameter is not None else store.sharded_params[place.number].parameter
-    )
+    sharded_param = None if store.is_flattened else store.sharded_params[place.number].parameter
     if unit.summoned and current is not None:
         wrong = _does_not_fit(store, place.number, value, (tuple(current.shape), current.dtype))
         sharded_param = current
@@ -98,7 +95,7 @@ def _on_assignment(module: nn.Module, name: str, value: nn.Parameter) -> nn.Para
             sharded_param.copy_(value)
         else:
             store.take(place.number, value)
-    if store.flat_parameter is None:
+    if not store.is_flattened:
         sharded_param.requires_grad_(value.requires_grad)
     optimizers.note_assigned(value, name)
     return sharded_param
@@ -106,7 +103,7 @@ def _on_assignment(module: nn.Module, name: str, value: nn.Parameter) -> nn.Para
 
 def _why_not(
     unit: Unit,
-    store: FlatStore,
+    store: StateStore,
     index: int,
     value: nn.Parameter,
     sharded_param: nn.Parameter | None,
@@ -123,14 +120,13 @@ def _why_not(
         return "an assignment between forward and backward, while the unit stays whole"
     if optimizers.is_held(value):
         return "a parameter that a FullyShardedDataParallel holds already"
-    whole = store.layout.params[index].shape
-    part = tuple(store.part(index).shape)
+    whole, part = store.local_shape(index), tuple(store.local_part(index).shape)
     shape = part if tuple(value.shape) == part else whole
     return _does_not_fit(store, index, value, (shape, store.dtype))
 
 
 def _does_not_fit(
-    store: FlatStore, index: int, value: nn.Parameter, wanted: tuple[tuple[int, ...], torch.dtype]
+    store: StateStore, index: int, value: nn.Parameter, wanted: tuple[tuple[int, ...], torch.dtype]
 ) -> str:
     shape, dtype = wanted
     if len(store.orig_params[index].slots) > 1:
@@ -145,7 +141,7 @@ def _does_not_fit(
             f"{dtype} belong"
         )
     if (
-        store.flat_parameter is not None
+        store.is_flattened
         and value.requires_grad is not store.sharded_params[0].parameter.requires_grad
     ):
         return (

@@ -21,7 +21,8 @@ from typing import Any
 from torch import nn
 
 from .._state.model_units import model_units_in
-from .dcp_state_dict import FUNCTIONS, mixed, unknown_argument
+from .dcp_options import mixed, unknown_argument
+from .dcp_state_dict import FUNCTIONS
 from .on_import import cancel, on_import
 
 __all__ = ["patch", "undo"]

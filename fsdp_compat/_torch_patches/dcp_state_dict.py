@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import dataclasses
 import functools
-import importlib.metadata
 import typing
 import warnings
 from collections.abc import Callable, Collection, Generator, Iterable, Mapping
@@ -27,13 +25,11 @@ from .. import _torch_private
 from .._state.entries import copied
 from .._state.formats import BoxedTensor
 from .._state.forms import state_dict_type
-from .._state.model import store_of
 from .._state.model_units import model_unit_of, model_units_in, units_of
-from .._state.names import clean_name
 from .._state.optim_state_dict import export_optim_state, form_set, optim_state_dict_to_load
 from .._state.optimizers import convert
+from .._state.param_ownership import ParamContents, contents_of
 from .._state.rank0 import Rank0Broadcast
-from .._state.rank_local import RankState
 from ..api import (
     FullOptimStateDictConfig,
     FullStateDictConfig,
@@ -41,177 +37,18 @@ from ..api import (
     ShardedStateDictConfig,
     StateDictType,
 )
-from ..errors import CheckpointError, RuntimeUsageError, UsageError, explain, wrong_type
+from ..errors import CheckpointError, RuntimeUsageError, explain, wrong_type
+from .dcp_names import Names, flattened, names_in, unflattened
+from .dcp_options import Options, resolve
 
-__all__ = ["FUNCTIONS", "mixed", "unknown_argument"]
-
-_PACKAGE = __name__.partition(".")[0]
-
-
-@dataclasses.dataclass(frozen=True)
-class _Options:
-    """What torch's StateDictOptions say, in the words used here."""
-
-    full: bool = False
-    cpu_offload: bool = False
-    ignore_frozen: bool = False
-    keep_prefixes: bool = True
-    strict: bool = True
-    from_rank0: bool = False
-    flatten: bool = False
-
-    @property
-    def on_rank0(self) -> bool:
-        """True if only rank 0 gets a dict, or needs one."""
-        return self.full and (self.cpu_offload or self.from_rank0)
-
-
-_FIELDS = {
-    "full_state_dict": "full",
-    "cpu_offload": "cpu_offload",
-    "ignore_frozen_params": "ignore_frozen",
-    "keep_submodule_prefixes": "keep_prefixes",
-    "strict": "strict",
-    "broadcast_from_rank0": "from_rank0",
-    "flatten_optimizer_state_dict": "flatten",
-}
-_IGNORED = {"dsd_fqn_modifiers"}  # state dicts have the names that their modules' own hooks give
-
-
-def _resolve(options: Any, call: str) -> _Options:
-    if options is None:
-        return _Options()
-    if not dataclasses.is_dataclass(options) or isinstance(options, type):
-        raise wrong_type("options", "a StateDictOptions, or None", options, call)
-    for field in dataclasses.fields(options):
-        if (
-            field.name not in (*_FIELDS, *_IGNORED)
-            and getattr(options, field.name) != field.default
-        ):
-            raise unknown_argument(f"options.{field.name}", call)
-    found = _Options(
-        **{
-            ours: bool(getattr(options, field))
-            for field, ours in _FIELDS.items()
-            if hasattr(options, field)
-        }
-    )
-    if found.from_rank0 and not found.full:
-        raise UsageError(
-            explain(
-                "Loading from rank 0 needs a full state dict.",
-                expected="full_state_dict=True with broadcast_from_rank0=True",
-                got="full_state_dict=False",
-                where=f"{call}(..., options=StateDictOptions(...))",
-                fix="set both, or leave broadcast_from_rank0 out: sharded values need no rank 0",
-            )
-        )
-    return found
-
-
-def unknown_argument(name: str, call: str) -> UsageError:
-    """The error for what the installed torch's function takes, and ours does not know."""
-    return UsageError(
-        explain(
-            f"torch {torch.__version__} has something that {_PACKAGE} {_version()} does not know: "
-            f"{name}.",
-            expected=f"a call without {name}, or a {_PACKAGE} that was made for this torch",
-            got=f"{name}, for a model with a FullyShardedDataParallel of {_PACKAGE} in it",
-            where=call,
-            fix=f"update {_PACKAGE}, or use FullyShardedDataParallel.state_dict_type(...) with "
-            "state_dict()",
-        )
-    )
-
-
-def mixed(call: str) -> UsageError:
-    """The error for a model with instances of torch's FSDP beside ours."""
-    return UsageError(
-        explain(
-            f"The model has FullyShardedDataParallel modules of torch and of {_PACKAGE}.",
-            expected="modules of one of them",
-            got="both",
-            where=call,
-            fix="import FullyShardedDataParallel from one place, or take the state dicts of the "
-            "parts one by one",
-        )
-    )
-
-
-def _version() -> str:
-    try:
-        return importlib.metadata.version(_PACKAGE)
-    except importlib.metadata.PackageNotFoundError:  # it is imported from where its sources are
-        return "(not installed)"
-
-
-# --- names ----------------------------------------------------------------------------------------
-
-
-class _Names:
-    """The names that torch's functions use, which are without the parts of compilers and
-    DistributedDataParallel, and our own."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.of_module: dict[nn.Module, str] = {}
-        self._public, self._own = {"": ""}, {"": ""}
-        by_path: dict[str, nn.Module] = {}
-        public_path: dict[str, str] = {}
-        for path, module in model.named_modules(remove_duplicate=False):
-            by_path[path] = module
-            above, _, part = path.rpartition(".")
-            if not path:
-                public = ""
-            elif not clean_name(part) or _torch_private.wraps_as(by_path[above]) == part:
-                public = public_path[above]
-            else:
-                public = f"{public_path[above]}.{part}".lstrip(".")
-            public_path[path] = public
-            self.of_module.setdefault(module, public)
-            self._public[clean_name(path)] = public
-            self._own[public] = clean_name(path)  # the innermost of the modules that have one name
-
-    def public(self, own: str) -> str:
-        """Return torch's name of a parameter, buffer or module, given what our state dicts call
-        it."""
-        return _with_head(own, self._public)
-
-    def own(self, public: str) -> str:
-        """Return what our state dicts call something, given torch's name."""
-        return _with_head(public, self._own)
-
-
-def _with_head(name: str, heads: Mapping[str, str]) -> str:
-    """Replace the longest part of a name that is a module's."""
-    head = name.rpartition(".")[0]
-    while head not in heads:
-        head = head.rpartition(".")[0]
-    return f"{heads[head]}.{name[len(head) :].lstrip('.')}".lstrip(".")
-
-
-def _names_of_targets(model: nn.Module) -> dict[nn.Parameter, list[list[str]]]:
-    """What every parameter that an optimizer may hold is: of each parameter of the model all its
-    names, the first one first."""
-    found: dict[nn.Parameter, list[list[str]]] = {}
-    for named in units_of(model):
-        for group in named.unit.groups:
-            members = store_of(group).orig_params
-            for target, indices in group.store.sharded_params:
-                found[target] = [
-                    [named.prefix + clean_name(name) for name in members[i].names] for i in indices
-                ]
-    plain: dict[nn.Parameter, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        if parameter not in found:
-            plain.setdefault(parameter, []).append(clean_name(name))
-    return {**found, **{parameter: [names] for parameter, names in plain.items()}}
+__all__ = ["FUNCTIONS"]
 
 
 # --- the form -------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
-def _form(model: nn.Module, options: _Options, model_on_rank0: bool) -> Generator[None, None, None]:
+def _form(model: nn.Module, options: Options, model_on_rank0: bool) -> Generator[None, None, None]:
     """Inside of it, our state dicts have the form that was asked for."""
     if options.full:
         kind = StateDictType.FULL_STATE_DICT
@@ -233,7 +70,7 @@ def _is_first(model: nn.Module) -> bool:
     return model_units_in(model)[0].mesh.is_first
 
 
-def _finished(value: Any, options: _Options, live: Collection[int] = ()) -> Any:
+def _finished(value: Any, options: Options, live: Collection[int] = ()) -> Any:
     """What our state dicts pass on as it is: parameters that no unit manages. Collective if one is
     a DTensor.
 
@@ -289,7 +126,7 @@ def get_model_state_dict(
     model: nn.Module, *, submodules: Collection[nn.Module] | None = None, options: Any = None
 ) -> dict[str, Any]:
     """Return the model's state dict. Collective in the full form."""
-    return _get_model(model, submodules, _resolve(options, "get_model_state_dict"))
+    return _get_model(model, submodules, resolve(options, "get_model_state_dict"))
 
 
 @torch.no_grad()
@@ -303,7 +140,7 @@ def get_optimizer_state_dict(
     """Return the optimizers' state by names. ``submodules`` change nothing, as in torch. Collective
     in the full form."""
     call = "get_optimizer_state_dict"
-    return _get_optimizers(model, _each(optimizers, call), _resolve(options, call))
+    return _get_optimizers(model, _each(optimizers, call), resolve(options, call))
 
 
 @torch.no_grad()
@@ -315,7 +152,7 @@ def get_state_dict(
     options: Any = None,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the model's state dict and that of the optimizers. Collective in the full form."""
-    resolved = _resolve(options, "get_state_dict")
+    resolved = resolve(options, "get_state_dict")
     found = _each(optimizers, "get_state_dict", needed=False)
     return _get_model(model, submodules, resolved), _get_optimizers(
         model, found, resolved
@@ -323,9 +160,9 @@ def get_state_dict(
 
 
 def _get_model(
-    model: nn.Module, submodules: Collection[nn.Module] | None, options: _Options
+    model: nn.Module, submodules: Collection[nn.Module] | None, options: Options
 ) -> dict[str, Any]:
-    names = _Names(model)
+    names = Names(model)
     prefixes = [names.of_module[module] for module in submodules or () if module in names.of_module]
     frozen = _frozen(model, names) if options.ignore_frozen else set()
 
@@ -368,22 +205,21 @@ def _is_below(name: str, prefix: str) -> bool:
     return not prefix or name.startswith(f"{prefix}.")
 
 
-def _frozen(model: nn.Module, names: _Names) -> set[str]:
+def _frozen(model: nn.Module, names: Names) -> set[str]:
     """The names of parameters that are not trained."""
-    held = _names_of_targets(model)
     return {
         names.public(name)
-        for target, its in held.items()
-        if not target.requires_grad
-        for each in its
-        for name in each
+        for parameter, contents in contents_of(units_of(model), model).items()
+        if not parameter.requires_grad
+        for its in contents.all_names
+        for name in its
     }
 
 
 def _get_optimizers(
-    model: nn.Module, optimizers: Iterable[Optimizer], options: _Options
+    model: nn.Module, optimizers: Iterable[Optimizer], options: Options
 ) -> dict[str, Any]:
-    names = _Names(model)
+    names = Names(model)
     result: dict[str, Any] = {"state": {}, "param_groups": []}
     for optimizer in optimizers:
         convert(optimizer)
@@ -404,41 +240,7 @@ def _get_optimizers(
         ]
     if options.on_rank0 and not _is_first(model):
         return {}
-    return _flattened(result) if options.flatten else result
-
-
-def _flattened(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return {"state.<parameter>.<key>": value, "param_groups.<parameter>.<key>": value}, which has
-    no nested dicts."""
-    found: dict[str, Any] = {}
-
-    def add(prefix: str, value: Any) -> None:
-        if isinstance(value, Mapping):
-            for key, inner in value.items():
-                add(f"{prefix}.{key}", inner)
-        elif isinstance(value, (torch.Tensor, int, float, RankState)):
-            found[prefix] = value
-        else:
-            raise NotImplementedError(
-                explain(
-                    "This optimizer's state cannot be flattened.",
-                    expected="tensors, numbers and dicts of them",
-                    got=f"a {type(value).__name__}",
-                    where=prefix,
-                    fix="leave flatten_optimizer_state_dict out",
-                )
-            )
-
-    for name, entry in state["state"].items():
-        add(f"state.{name}", entry)
-    for group in state["param_groups"]:
-        for name in group["params"]:
-            found.update(
-                (f"param_groups.{name}.{key}", value)
-                for key, value in group.items()
-                if key != "params"
-            )
-    return found
+    return flattened(result) if options.flatten else result
 
 
 # --- into the model and the optimizer -------------------------------------------------------------
@@ -450,7 +252,7 @@ def set_model_state_dict(
 ) -> Any:
     """Load the model's state dict; return the missing and unexpected keys. Collective if rank 0
     alone has it."""
-    return _set_model(model, model_state_dict, _resolve(options, "set_model_state_dict"))
+    return _set_model(model, model_state_dict, resolve(options, "set_model_state_dict"))
 
 
 @torch.no_grad()
@@ -464,7 +266,7 @@ def set_optimizer_state_dict(
     """Load the optimizers' state. Collective if rank 0 alone has it."""
     call = "set_optimizer_state_dict"
     for optimizer, loadable in _loadable(
-        model, _each(optimizers, call), optim_state_dict, _resolve(options, call)
+        model, _each(optimizers, call), optim_state_dict, resolve(options, call)
     ):
         _torch_private.unpatched(optimizer, "load_state_dict")(loadable)
 
@@ -483,7 +285,7 @@ def set_state_dict(
 
     A dict that does not fit the optimizers is refused before the model changes.
     """
-    resolved = _resolve(options, "set_state_dict")
+    resolved = resolve(options, "set_state_dict")
     loadable = _loadable(
         model, _each(optimizers, "set_state_dict", needed=False), optim_state_dict, resolved
     )
@@ -496,8 +298,8 @@ def set_state_dict(
     return answer
 
 
-def _set_model(model: nn.Module, state: Mapping[Any, Any], options: _Options) -> Any:
-    names = _Names(model)
+def _set_model(model: nn.Module, state: Mapping[Any, Any], options: Options) -> Any:
+    names = Names(model)
     given = {names.own(key): value for key, value in _by_names(state, names).items()}
     if not given and not options.on_rank0:
         if options.strict:
@@ -510,7 +312,7 @@ def _set_model(model: nn.Module, state: Mapping[Any, Any], options: _Options) ->
     return answer
 
 
-def _by_names(state: Mapping[Any, Any], names: _Names) -> dict[str, Any]:
+def _by_names(state: Mapping[Any, Any], names: Names) -> dict[str, Any]:
     """``state`` may be by modules, too: {module: its state dict}."""
     found: dict[str, Any] = {}
     for key, value in (state or {}).items():
@@ -528,13 +330,13 @@ def _loadable(
     model: nn.Module,
     optimizers: Iterable[Optimizer],
     state: Mapping[str, Any] | None,
-    options: _Options,
+    options: Options,
 ) -> list[tuple[Optimizer, dict[str, Any]]]:
     """Return what each optimizer's ``load_state_dict`` takes. Nothing changes yet.
 
     Collective, as ``optim_state_dict_to_load`` is: what one rank refuses, all refuse.
     """
-    names, held = _Names(model), _names_of_targets(model)
+    names, held = Names(model), contents_of(units_of(model), model)
     first = model_units_in(model)[0]
     ranks = Rank0Broadcast(first.mesh, first.device)
     found = []
@@ -560,14 +362,14 @@ def _loadable(
 def _part_of(
     state: Mapping[str, Any],
     optimizer: Optimizer,
-    names: _Names,
-    held: Mapping[nn.Parameter, list[list[str]]],
+    names: Names,
+    held: Mapping[nn.Parameter, ParamContents],
     strict: bool,
 ) -> Mapping[str, Any]:
     """Return what of a dict by torch's names belongs to one optimizer, by our names. By numbers it
     is returned as it is."""
     if "state" not in state:
-        state = _unflattened(state, optimizer, names, held)
+        state = unflattened(state, optimizer, names, held)
     if all(isinstance(key, int) for key in state["state"]) and any(
         isinstance(number, int) for group in state["param_groups"] for number in group["params"]
     ):
@@ -576,7 +378,7 @@ def _part_of(
     needed: dict[str, bool] = {}
     for group in optimizer.param_groups:
         for target in group["params"]:
-            for its in held.get(target, ()):
+            for its in names_in(held, target):
                 first.update((names.public(name), its[0]) for name in its)
                 needed[its[0]] = target.requires_grad
     entries = {first[name]: entry for name, entry in state["state"].items() if name in first}
@@ -599,58 +401,6 @@ def _part_of(
         if not group["params"] or any(name in first for name in group["params"])
     ]
     return {"state": entries, "param_groups": groups}
-
-
-def _unflattened(
-    state: Mapping[str, Any],
-    optimizer: Optimizer,
-    names: _Names,
-    held: Mapping[nn.Parameter, list[list[str]]],
-) -> dict[str, Any]:
-    """Undo ``_flattened`` for the parameters of one optimizer."""
-    known = {
-        names.public(name)
-        for target in _targets(optimizer)
-        for its in held.get(target, ())
-        for name in its
-    }
-    entries: dict[str, dict[str, Any]] = {}
-    settings: dict[str, dict[str, Any]] = {}
-    for key, value in state.items():
-        kind, _, rest = key.partition(".")
-        name, inner = _split(rest, known)
-        if name is None:
-            continue
-        place: dict[str, Any] = (entries if kind == "state" else settings).setdefault(name, {})
-        *above, last = inner.split(".")
-        for part in above:
-            place = place.setdefault(part, {})
-        place[last] = value
-    groups = []
-    for group in optimizer.param_groups:
-        its = [
-            names.public(name)
-            for target in group["params"]
-            for parameter in held.get(target, ())
-            for name in parameter
-        ]
-        its = [name for name in its if name in settings or name in entries]
-        found = [settings[name] for name in its if name in settings]
-        groups.append({**(found[0] if found else {}), "params": its})
-    return {"state": entries, "param_groups": groups}
-
-
-def _targets(optimizer: Optimizer) -> list[nn.Parameter]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-
-def _split(name: str, known: Collection[str]) -> tuple[str | None, str]:
-    """Split "<parameter>.<key>" into both; None for a parameter that is not ``known``."""
-    head, rest = name, ""
-    while head and head not in known:
-        head, _, part = head.rpartition(".")
-        rest = f"{part}.{rest}" if rest else part
-    return head or None, rest
 
 
 def _empty(what: str) -> CheckpointError:

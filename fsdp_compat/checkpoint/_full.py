@@ -12,15 +12,15 @@ import torch
 from torch import nn
 
 from .._engine import rendezvous
-from .._state.model import gathered_unit
 from .._state.model_units import (
-    managed_in,
     model_unit_of,
     model_units_in,
     names_in_order,
     runtimes_of,
 )
 from .._state.names import Wanted, clean_name, wanted_by
+from .._state.unit_entries import gathered_unit
+from .._state.unmanaged import owners_in, unmanaged_in
 from ..errors import require_module
 
 __all__ = ["iter_full_state_dict"]
@@ -101,26 +101,14 @@ class _Owned:
 
 def _by_owner(model: nn.Module) -> list[_Owned]:
     """Assign the modules of ``model`` to the units that they belong to, outer units first."""
-    managed = managed_in(model)
     found: dict[nn.Module, _Owned] = {}
-    owner_of: dict[str, nn.Module] = {}  # by path
-    for path, child in model.named_modules(remove_duplicate=False):
-        owner = (
-            child
-            if model_unit_of(child) is not None or not path
-            else owner_of[path.rpartition(".")[0]]
-        )
-        owner_of[path] = owner
+    for path, owner in owners_in(model).items():
         owned = found.setdefault(owner, _Owned(owner, [], {}))
-        if child is owner:
+        if owner is model.get_submodule(path):
             owned.paths.append(clean_name(path))
-        for name, tensor in (*child._parameters.items(), *child._buffers.items()):
-            if (
-                tensor is not None
-                and id(tensor) not in managed
-                and name not in child._non_persistent_buffers_set
-            ):
-                owned.others[clean_name(f"{path}.{name}".lstrip("."))] = tensor
+    for entry in unmanaged_in(model):
+        if entry.value is not None:
+            found[entry.owner].others[entry.name] = entry.value
     for owned in found.values():
         own = model_unit_of(owned.owner)
         for name, exact in own.exact_buffers() if own is not None else ():

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from .._engine.state_store import store_of
 from .._layout.transfer import same_parts
-from .._state.model import store_of
 from ..errors import CheckpointError, explain
 from ._named_groups import NamedGroup, held_by
 from ._part_source import PartSource
@@ -42,7 +42,7 @@ class OptimizerLoadPlan:
                 )
             )
         self._files, self._optimizer = files, optimizer
-        self._names = held_by(model, optimizer, groups)
+        self._names = held_by(model, optimizer)
         self._settings: list[tuple[list[str], dict[str, Any]]] = [
             (group["params"], _settings_of(group["settings"]))
             for group in files.manifest.param_groups
@@ -52,7 +52,7 @@ class OptimizerLoadPlan:
         own = {parameter for group in optimizer.param_groups for parameter in group["params"]}
         for named in groups:
             self._plan_group(named, own)
-        managed = {target for named in groups for target, _ in store_of(named.group).sharded_params}
+        managed = {target for named in groups for target, _ in named.sharded_params}
         self._plan_unmanaged(own - managed)
 
     def clear(self) -> None:
@@ -105,7 +105,7 @@ class OptimizerLoadPlan:
 
     def _plan_group(self, named: NamedGroup, own: set[torch.Tensor]) -> None:
         store = store_of(named.group)
-        for target, indices in store.sharded_params:
+        for target, indices in named.sharded_params:
             if target in own and store.has_part(indices):
                 sources = {
                     index: source
@@ -136,18 +136,17 @@ class OptimizerLoadPlan:
         """Return the state of one parameter of the optimizer. sources: of the model's parameters in
         it."""
         store = store_of(named.group)
-        is_flat = target is store.flat_parameter
         state: dict[Any, Any] = {}
         flat: dict[Any, torch.Tensor] = {}  # by key: the state as 1-D view
         num_with: dict[Any, int] = {}  # by key: how many of the parameters have it
         for index, source in sources.items():
-            part = store.layout.part_in_shard(index, store.rank)
+            part = store.part_in_sharded_param(index)
             for key, name, dtype in self._states_per_element(source):
                 if key not in flat:
                     state[key] = self._tensor_for(target, key, dtype)
                     flat[key] = state[key].view(-1)
                 num_with[key] = num_with.get(key, 0) + 1
-                values = flat[key][part.slice] if is_flat else flat[key]
+                values = flat[key][part.slice]
                 source.request(self._files, name, dtype, values)
             head = self._files.head(source.head_file)
             for key, indices, value in head.scalars.get(source.group.name, []):
@@ -184,12 +183,13 @@ class OptimizerLoadPlan:
         for."""
         store, axis = store_of(named.group), self._files.manifest.axes[source.group.axis]
         saved = source.group.layout
-        same = same_parts(saved, source.index, store.layout, index)
+        same = same_parts(saved, source.index, *store.cut(index))
         # The rank-local state of a flat parameter is stored under the first parameter in it, and
         # fits only where all of them have their old offsets.
         same = same and (
-            store.flat_parameter is None
-            or [spec.start for spec in saved.params] == [spec.start for spec in store.layout.params]
+            not store.is_flattened
+            or [spec.start for spec in saved.params]
+            == [spec.start for spec in named.section.layout.params]
         )
         number = axis[store.rank] if same else source.head_file
         rank_local = self._files.head(number).rank_local.get(source.group.name, [])
@@ -203,7 +203,7 @@ class OptimizerLoadPlan:
                         "parts have changed.",
                         expected=f"{saved.ranks} ranks and the wrapping that it was saved with, "
                         f"for state {key!r}",
-                        got=f"{store.layout.ranks} ranks, or another wrapping or use_orig_params",
+                        got=f"{store.ranks} ranks, or another wrapping or use_orig_params",
                         where=f"{named.names(index)[0]}, in {self._files.path}",
                         fix="load with as many ranks and the same wrapping, or without the "
                         "optimizer",

@@ -11,11 +11,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from .._state.model import store_of
+from .._engine.state_store import store_of
 from .._state.model_units import units_of
+from .._state.unmanaged import load_unmanaged, unmanaged_state
 from ..errors import CheckpointError, explain
 from ._load_optimizer import OptimizerLoadPlan
-from ._named_groups import NamedGroup, named_groups, names_in, unmanaged, without_groups
+from ._named_groups import NamedGroup, named_groups, names_in
 from ._part_source import PartSource
 from ._rank_files import RankFiles
 from ._ranks import Ranks
@@ -61,8 +62,7 @@ class LoadPlan:
             if self._optimizer_plan is not None:
                 self._optimizer_plan.clear()
             self.files.read(shown)
-        with without_groups(self._model, names_in(self._groups)):
-            self._model.load_state_dict(self._others, strict=False)
+        load_unmanaged(self._model, self._others)
         if self._optimizer_plan is not None:
             self._optimizer_plan.apply()
             warn_of_left_out(
@@ -74,7 +74,7 @@ class LoadPlan:
         """Raise CheckpointError unless the checkpoint holds exactly the model's parameters and
         buffers, in their shapes."""
         located, saved = self.files.located, self._others
-        others = unmanaged(self._model, self._groups)
+        others = unmanaged_state(self._model)
         wrong = self._wrong_parameters()
         known = {*names_in(self._groups), *others}
         wrong += [
@@ -106,7 +106,7 @@ class LoadPlan:
         located, wrong = self.files.located, []
         for named in self._groups:
             store = store_of(named.group)
-            for index in range(len(store.orig_params)):
+            for index in named.params:
                 names = named.names(index)
                 found = next((located[name] for name in names if name in located), None)
                 if found is None:
@@ -120,10 +120,10 @@ class LoadPlan:
 
     def _request_shard(self, named: NamedGroup) -> None:
         store = store_of(named.group)
-        for index in range(len(store.orig_params)):
+        for index in named.params:
             source = PartSource.find(self.files, named, index)
             assert source is not None, f"{named.names(index)[0]} was checked before"
-            target = store.shard.detach()[store.layout.part_in_shard(index, store.rank).slice]
+            target = store.local_part(index)
             source.request(self.files, source.group.name, source.group.dtype, target)
 
 

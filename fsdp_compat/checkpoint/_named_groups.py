@@ -3,20 +3,19 @@ besides."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-from collections.abc import Collection, Iterator, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import nn
 
 from .._engine.group import Group
-from .._state.model import store_of
-from .._state.model_units import model_units_in
-from .._state.names import clean_name, everything
-from .._state.optim import NamedUnit
-from ..api import LocalOptimStateDictConfig, LocalStateDictConfig, StateDictSettings, StateDictType
+from .._engine.state_store import StateStore, store_of
+from .._engine.store import ShardedParam
+from .._layout.spec import Section
+from .._state.model_units import units_of
+from .._state.names import clean_name, named_sections
+from .._state.param_ownership import NamedUnit, ownership_of
 from ..errors import UsageError, explain
 from ._manifest import FlatGroup
 
@@ -25,8 +24,6 @@ __all__ = [
     "held_by",
     "named_groups",
     "names_in",
-    "unmanaged",
-    "without_groups",
 ]
 
 
@@ -35,6 +32,8 @@ class NamedGroup:
     """A parameter group, the name of its tensor in the files, and the replica that writes it."""
 
     group: Group
+    section: Section  # of the group's shards: one of them, if the store has several
+    sharded_params: Sequence[ShardedParam]  # those of the section's parameters
     name: str
     prefix: str  # of its parameters' names
     mesh: int  # groups with the same number are sharded over the same ranks
@@ -43,6 +42,17 @@ class NamedGroup:
     @property
     def is_written_here(self) -> bool:
         return self.group.replica.rank == self.writer
+
+    @property
+    def params(self) -> range:
+        """The indices of the section's parameters."""
+        first = self.section.first_param
+        return range(first, first + len(self.section.layout.params))
+
+    @property
+    def numel(self) -> int:
+        """The number of elements of the section, the same on every rank."""
+        return self.section.layout.shard_numel
 
     def names(self, index: int) -> tuple[str, ...]:
         """Return all names of a parameter in the model, before wrapping."""
@@ -54,9 +64,8 @@ class NamedGroup:
         )
 
     def described(self, axis: int) -> FlatGroup:
-        store = store_of(self.group)
-        names = tuple(self.names(index) for index in range(len(store.orig_params)))
-        return FlatGroup(self.name, store.dtype, axis, store.layout, names)
+        names = tuple(self.names(index) for index in self.params)
+        return FlatGroup(self.name, self.group.store.dtype, axis, self.section.layout, names)
 
 
 def named_groups(units: Sequence[NamedUnit]) -> list[NamedGroup]:
@@ -65,7 +74,7 @@ def named_groups(units: Sequence[NamedUnit]) -> list[NamedGroup]:
     meshes: dict[tuple[tuple[int, ...], tuple[int, ...]], int] = {}
     found: list[NamedGroup] = []
     for named in units:
-        for number, group in enumerate(named.unit.groups):
+        for number, (_, group, section) in enumerate(named_sections(named.unit)):
             store = store_of(group)
             if any(parallel is not None for parallel in store.parallel):
                 raise UsageError(
@@ -83,6 +92,8 @@ def named_groups(units: Sequence[NamedUnit]) -> list[NamedGroup]:
             found.append(
                 NamedGroup(
                     group,
+                    section,
+                    _sharded_params_of(store, section),
                     f"{named.prefix}flat_{number}",
                     named.prefix,
                     mesh,
@@ -92,69 +103,25 @@ def named_groups(units: Sequence[NamedUnit]) -> list[NamedGroup]:
     return found
 
 
-@contextlib.contextmanager
-def without_groups(model: nn.Module, managed: Collection[str]) -> Iterator[None]:
-    """Make state dicts of ``model`` communicate nothing and leave out the names in ``managed``."""
-    units = model_units_in(model)
-    before = [each.form for each in units]
-    local = StateDictSettings(
-        StateDictType.LOCAL_STATE_DICT, LocalStateDictConfig(), LocalOptimStateDictConfig()
-    )
-    try:
-        for each in units:
-            each.form = local
-            each.wanted = lambda name, trainable: name not in managed
-        yield
-    finally:
-        for each, form in zip(units, before, strict=True):
-            each.form = form
-            each.wanted = everything
+def _sharded_params_of(store: StateStore, section: Section) -> Sequence[ShardedParam]:
+    if store.is_flattened:
+        return store.sharded_params
+    first = section.first_param
+    return store.sharded_params[first : first + len(section.layout.params)]
 
 
 def names_in(groups: Sequence[NamedGroup]) -> set[str]:
     """Return all names of all parameters of ``groups``."""
-    return {
-        name
-        for named in groups
-        for index in range(len(store_of(named.group).orig_params))
-        for name in named.names(index)
-    }
-
-
-def unmanaged(model: nn.Module, groups: Sequence[NamedGroup]) -> dict[str, Any]:
-    """Return the model's state without the parameters of ``groups``: buffers, ignored parameters
-    and extra state, by name."""
-    managed = names_in(groups)
-    with without_groups(model, managed):
-        state = model.state_dict()
-    return {
-        clean_name(name): value for name, value in state.items() if clean_name(name) not in managed
-    }
+    return {name for named in groups for index in named.params for name in named.names(index)}
 
 
 def held_by(
-    model: nn.Module, optimizer: torch.optim.Optimizer, groups: Sequence[NamedGroup]
+    model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> dict[torch.Tensor, tuple[str, ...]]:
     """Return the names of the model's parameters that each parameter of the optimizer holds. Raises
     UsageError for a parameter that is not the model's."""
-    held: dict[torch.Tensor, tuple[str, ...]] = {
-        target: tuple(named.names(index)[0] for index in indices)
-        for named in groups
-        for target, indices in store_of(named.group).sharded_params
+    owned = ownership_of(optimizer.param_groups, type(optimizer).__name__, units_of(model), model)
+    return {
+        parameter: tuple(name for _, name in contents.names)
+        for parameter, contents in owned.held.items()
     }
-    for name, parameter in model.named_parameters():
-        held.setdefault(parameter, (clean_name(name),))
-    for number, group in enumerate(optimizer.param_groups):
-        for parameter in group["params"]:
-            if parameter not in held:
-                raise UsageError(
-                    explain(
-                        "The optimizer holds a parameter that is not the model's.",
-                        expected="an optimizer made from the parameters of the wrapped model",
-                        got=f"a parameter of shape {tuple(parameter.shape)}",
-                        where=f"parameter group {number} of {type(optimizer).__name__}",
-                        fix="make the optimizer after wrapping, from model.parameters(), or wrap "
-                        "with use_orig_params=True",
-                    )
-                )
-    return held

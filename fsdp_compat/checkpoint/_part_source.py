@@ -6,8 +6,8 @@ import dataclasses
 
 import torch
 
+from .._engine.state_store import store_of
 from .._layout.transfer import runs_of_part
-from .._state.model import store_of
 from ._manifest import FlatGroup
 from ._named_groups import NamedGroup
 from ._rank_files import RankFiles
@@ -44,12 +44,12 @@ class PartSource:
             return None
         group, saved_index = found
         axis = files.manifest.axes[group.axis]
-        part = store.layout.part(index, store.rank)
+        part = store.part(index, store.rank)
         runs = tuple(
             SourceRun(axis[run.rank], run.in_shard.start, run.start, run.in_shard.numel)
             for run in runs_of_part(group.layout, saved_index, part)
         )
-        head_file = runs[0].file if runs else axis[store.rank * len(axis) // store.layout.ranks]
+        head_file = runs[0].file if runs else axis[store.rank * len(axis) // store.ranks]
         return PartSource(group, saved_index, runs, head_file)
 
     def request(

@@ -13,10 +13,11 @@ import torch
 from torch import nn
 
 from .._state.model_units import units_of
+from .._state.unmanaged import load_unmanaged
 from ..errors import CheckpointError, UsageError, explain
 from ._blocks import ReadRequest, changed_meanwhile, merged, read_plain
 from ._header import TensorInfo, read_header
-from ._named_groups import NamedGroup, named_groups, names_in, without_groups
+from ._named_groups import NamedGroup, named_groups
 from ._progress import progress_bar
 from ._ranks import all_ranks_or_raise, checkpoint_error_from, ranks_of, require_rest
 from ._safetensors_parts import (
@@ -98,8 +99,7 @@ def load_safetensors(
                     requests.setdefault(file, []).append(_request(held, info, dtype))
                 for file, of_file in requests.items():
                     read_plain(file, merged(of_file), tick)
-            with without_groups(model, names_in(groups)):
-                model.load_state_dict(others, strict=False)
+            load_unmanaged(model, others)
         except CheckpointError as error:
             problem = changed_meanwhile(error, path)
         except Exception as error:

@@ -13,10 +13,11 @@ import torch
 from torch import nn
 
 from .. import errors
+from .._engine.state_store import store_of
 from .._layout.spec import Interval
-from .._state.model import store_of
+from .._state.unmanaged import unmanaged_state
 from ..errors import UsageError, explain
-from ._named_groups import NamedGroup, unmanaged
+from ._named_groups import NamedGroup
 from ._progress import require_bar
 from ._ranks import Ranks
 
@@ -55,11 +56,14 @@ def managed_parts(groups: list[NamedGroup]) -> Iterator[HeldPart]:
     """Yield this rank's part of every parameter of ``groups``; it may be empty."""
     for named in groups:
         store = store_of(named.group)
-        for index, spec in enumerate(store.layout.params):
-            values = store.shard.detach()[store.layout.part_in_shard(index, store.rank).slice]
-            part = store.layout.part(index, store.rank)
+        for index in named.params:
             yield HeldPart(
-                named.names(index), spec.shape, store.dtype, part, values, named.is_written_here
+                named.names(index),
+                store.local_shape(index),
+                store.dtype,
+                store.part(index, store.rank),
+                store.local_part(index),
+                named.is_written_here,
             )
 
 
@@ -70,7 +74,7 @@ def unmanaged_tensors(
     under all its names."""
     names: dict[tuple[object, ...], list[str]] = {}
     values: dict[str, torch.Tensor] = {}
-    for name, value in unmanaged(model, groups).items():
+    for name, value in unmanaged_state(model).items():
         if isinstance(value, torch.Tensor):
             memory = value.data_ptr() or name, tuple(value.shape), value.stride(), value.dtype
             names.setdefault(memory, []).append(name)

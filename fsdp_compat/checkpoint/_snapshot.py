@@ -17,14 +17,15 @@ from typing import Any
 import torch
 from torch import nn
 
+from .._engine.state_store import store_of
 from .._state import entries
-from .._state.model import store_of
 from .._state.optim_state_dict import warn_of_layout
 from .._state.optimizers import convert
+from .._state.unmanaged import unmanaged_state
 from ..errors import UsageError
 from ._head import TEXT
 from ._header import dtype_name
-from ._named_groups import NamedGroup, held_by, unmanaged
+from ._named_groups import NamedGroup, held_by
 from ._texts import require_readable
 from ._values import Put, encode, tensor_as_text
 
@@ -101,11 +102,11 @@ def take_snapshot(
     for named in groups:
         if named.is_written_here:
             store = store_of(named.group)
-            parts = [TensorPart(0, store.shard.detach())]
-            snapshot.tensors.append(FileTensor(named.name, store.dtype, (store.numel,), parts))
+            parts = [TensorPart(0, store.shard.detach()[named.section.place.slice])]
+            snapshot.tensors.append(FileTensor(named.name, store.dtype, (named.numel,), parts))
     if optimizer is not None:
         convert(optimizer)
-        held = held_by(model, optimizer, groups)
+        held = held_by(model, optimizer)
         snapshot.param_groups = [
             {
                 "params": [name for parameter in group["params"] for name in held[parameter]],
@@ -123,12 +124,10 @@ def take_snapshot(
         warn_of_layout(rank_local, optimizer, stacklevel=5)
     snapshot.common_text["others"] = {
         name: encode(value, name, common.under("other", name))
-        for name, value in unmanaged(model, groups).items()
+        for name, value in unmanaged_state(model).items()
     }
     if optimizer is not None:
-        sharded_params = {
-            target for named in groups for target, _ in store_of(named.group).sharded_params
-        }
+        sharded_params = {target for named in groups for target, _ in named.sharded_params}
         snapshot.common_text["other_states"] = {
             held[parameter][0]: _other_states(
                 held[parameter][0], state, common, snapshot.text["left_out"]
@@ -223,10 +222,7 @@ def _kinds(
     """
     own = {parameter for group in optimizer.param_groups for parameter in group["params"]}
     sharded_params = [
-        target
-        for named in groups
-        for target, _ in store_of(named.group).sharded_params
-        if target in own
+        target for named in groups for target, _ in named.sharded_params if target in own
     ]
     kinds = entries.classify_all(
         {target: optimizer.state.get(target) or {} for target in sharded_params}
@@ -259,27 +255,28 @@ def _add_states(
     scalars: dict[Any, dict[str, list[int]]] = {}  # by key: parameters by encoded value
     rank_local: list[Any] = []
     rank_local_names: list[str] = []
-    for target, indices in store.sharded_params:
+    for target, indices in named.sharded_params:
+        numbers = [index - named.section.first_param for index in indices]
         # Where this rank has no part there are no gradients, and the states there are stale.
         for key, kind in kinds.get(target, {}).items() if store.has_part(indices) else ():
             value, state_name = optimizer.state[target][key], f"{named.names(indices[0])[0]}.{key}"
             if not isinstance(key, _STATE_KEYS):
                 snapshot.text["left_out"].append(state_name)
             elif kind is PER_ELEMENT:
-                per_element.add(key, value, target, indices)
+                per_element.add(key, value, numbers)
             else:
                 where = f"optimizer state {key!r}"
                 try:
                     if kind is SCALAR:
                         text = json.dumps(encode(value, where, tensor_as_text))
-                        scalars.setdefault(key, {}).setdefault(text, []).extend(indices)
+                        scalars.setdefault(key, {}).setdefault(text, []).extend(numbers)
                     else:
                         encoded = encode(value, where, add.under("own", named.name, str(key)))
-                        rank_local.append([indices[0], key, encoded])
+                        rank_local.append([numbers[0], key, encoded])
                         rank_local_names.append(state_name)
                 except UsageError:  # the rest of the checkpoint is worth more than this one value
                     snapshot.text["left_out"].append(state_name)
-    num_params = len(store.orig_params)
+    num_params = len(named.params)
     snapshot.tensors += per_element.tensors.values()
     snapshot.text["states"][named.name] = per_element.described()
     snapshot.text["scalars"][named.name] = [
@@ -299,22 +296,23 @@ class _StatesPerElement:
         self.tensors: dict[tuple[Any, torch.dtype], FileTensor] = {}
         self._indices: dict[tuple[Any, torch.dtype], list[int]] = {}  # of parameters that have it
 
-    def add(
-        self, key: Any, value: torch.Tensor, target: nn.Parameter, indices: Sequence[int]
-    ) -> None:
-        store, which = self._store, (key, value.dtype)
+    def add(self, key: Any, value: torch.Tensor, numbers: Sequence[int]) -> None:
+        """numbers: of the parameters in the section that ``value`` is a state of."""
+        named, which = self._named, (key, value.dtype)
         if which not in self.tensors:
-            name = f"{self._named.name}.{key}"
+            name = f"{named.name}.{key}"
             if any(tensor.name == name for tensor in self.tensors.values()):
                 name += f".{dtype_name(value.dtype)}"  # a group with this state in two dtypes
-            self.tensors[which] = FileTensor(name, value.dtype, (store.numel,), [])
-        is_flat = target is store.flat_parameter
-        start = 0 if is_flat else store.layout.part_in_shard(indices[0], store.rank).start
+            self.tensors[which] = FileTensor(name, value.dtype, (named.numel,), [])
+        start = 0  # of a FlatParameter, which is the whole section
+        if not self._store.is_flattened:
+            first_param = named.section.first_param + numbers[0]
+            start = self._store.part_in_shard(first_param).start - named.section.start
         self.tensors[which].parts.append(TensorPart(start, value.detach().reshape(-1)))
-        self._indices.setdefault(which, []).extend(indices)
+        self._indices.setdefault(which, []).extend(numbers)
 
     def described(self) -> list[dict[str, Any]]:
-        num_params = len(self._store.orig_params)
+        num_params = len(self._named.params)
         return [
             {
                 "key": key,

@@ -24,7 +24,7 @@ from torch import nn
 
 import fsdp_compat
 from fsdp_compat import CPUOffload, FullyShardedDataParallel, MixedPrecision, UsageError
-from fsdp_compat._state.model import store_of
+from fsdp_compat._engine.state_store import store_of
 from fsdp_compat.wrap import ModuleWrapPolicy
 
 ROOT = Path(__file__).parents[2]

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import itertools
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -347,9 +346,10 @@ def built_with_spare() -> nn.Module:
 
 def _from_rank_0(world_size: int) -> None:
     configs = (*FEW_CONFIGS, ("HYBRID_SHARD", True, "blocks")) if world_size == 4 else FEW_CONFIGS
-    for (strategy, use_orig_params, policy), kind in itertools.product(
-        configs, ("AdamW", "Adagrad")
-    ):
+    # Every two of a number of ranks, an optimizer and a configuration are combined.
+    kinds = ("AdamW", "Adagrad")
+    for number, (strategy, use_orig_params, policy) in enumerate(configs):
+        kind = kinds[(number + world_size // 2) % 2]
         options = (
             {"device_mesh": dist.init_device_mesh("cpu", (2, 2))}
             if strategy == "HYBRID_SHARD"

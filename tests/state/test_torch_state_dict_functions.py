@@ -670,7 +670,7 @@ def test_a_module_that_is_imported_later_or_again_is_routed_and_else_as_it_was(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for _ in range(3):
-        dcp_adapter.patch_dcp()
+        dcp_adapter.patch()
     assert len([finder for finder in sys.meta_path if isinstance(finder, dcp_adapter._Finder)]) == 1
     before = sys.modules[NAME]
     loader = type(before.__loader__)
@@ -698,7 +698,7 @@ def test_a_module_that_is_imported_later_or_again_is_routed_and_else_as_it_was(
 
 def test_models_of_others_get_torchs_results_and_torchs_errors() -> None:
     model = nn.Linear(2, 3)
-    dcp_adapter.patch_dcp()
+    dcp_adapter.patch()
     assert_same(get_model_state_dict(model), model.state_dict())
     assert get_model_state_dict(model=model).keys() == model.state_dict().keys()
     for wrong in (

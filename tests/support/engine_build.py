@@ -20,9 +20,10 @@ from fsdp_compat._engine.group import Group
 from fsdp_compat._engine.ownership import OrigParam, assign_owners, group_members
 from fsdp_compat._engine.runtime import Runtime, RuntimeOptions
 from fsdp_compat._engine.schedule import Prefetch
+from fsdp_compat._engine.state_store import flat_param_name
 from fsdp_compat._engine.store import ParamStore
 from fsdp_compat._engine.unit import Residency, Unit, UnitOptions
-from fsdp_compat._stores.flat_store import FlatStore, home_attribute
+from fsdp_compat._stores.flat_store import FlatStore
 
 from .row_store import RowStore
 
@@ -82,7 +83,7 @@ def make_unit(
     groups = []
     with torch.no_grad():
         for index, (_, its) in enumerate(group_members(members)):
-            home = (module, home_attribute(index))
+            home = (module, flat_param_name(index))
             store = make_store(kind, its, rank=mesh.shard.rank, ranks=mesh.shard.ranks, home=home)
             groups.append(Group(store, mesh, precision or Precision(store.dtype, store.dtype), CPU))
         return Unit(

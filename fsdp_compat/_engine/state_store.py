@@ -1,0 +1,165 @@
+"""What state dicts, optimizer state and checkpoints ask of a store, beside what training asks."""
+
+from __future__ import annotations
+
+import typing
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from .. import _torch_private
+from .._layout.spec import FlatLayout, Interval, Section
+from .group import Group
+from .ownership import Place
+from .store import ParamStore
+from .tensor_parallel import TensorParallel
+
+__all__ = ["FLAT_PARAM", "StateStore", "flat_param_name", "store_of"]
+
+# The attribute under which a unit's first FlatParameter is registered, and its name in local state
+# dicts, as in torch.
+FLAT_PARAM = "_flat_param"
+
+
+def flat_param_name(number: int) -> str:
+    """Return the name of a unit's ``number``-th flat parameter; the first has torch's name."""
+    return FLAT_PARAM if number == 0 else f"{FLAT_PARAM}_{number}"
+
+
+class StateStore(ParamStore, typing.Protocol):
+    """A store whose state can be saved and loaded.
+
+    Parameters are counted by their *index* in ``orig_params``. Each rank holds one run of the
+    row-major elements of a parameter, which is one run of the rank's shard too. The *sections* say
+    which: each of them is a part of the shard that is cut by one layout. A store of flat parameters
+    has one section; a store that cuts every parameter by itself has one per parameter. Optimizer
+    state and gradients of a shard's size ``[S]`` are cut in the same way.
+
+    A store implements what has no body here.
+    """
+
+    orig_params: Sequence[Place]
+    parallel: Sequence[TensorParallel | None]  # per parameter: how it lies on a mesh of its own
+    rank: int  # of the shard axis
+
+    @property
+    def sections(self) -> Sequence[Section]:
+        """The sections, in the order of the shard and of the parameters."""
+
+    @property
+    def is_flattened(self) -> bool:
+        """True if one sharded parameter, a FlatParameter, holds the whole shard; False if each
+        parameter has a sharded parameter of its own."""
+
+    def section_of(self, index: int) -> Section:
+        """Return the section that parameter ``index`` belongs to."""
+
+    def sharded_shape(self, index: int, rank: int) -> tuple[int, ...]:
+        """Return the shape that the sharded parameter which holds parameter ``index`` has on
+        ``rank``."""
+
+    def whole(self, full: torch.Tensor) -> Sequence[torch.Tensor]:
+        """full: [ranks * S], of any dtype. Return the parameters in it, in their local shapes:
+        views where they can be."""
+
+    def parameter(self, index: int, value: torch.Tensor, requires_grad: bool) -> nn.Parameter:
+        """Return a parameter over ``value`` (in the local shape of parameter ``index``, of any
+        dtype), of the class and with the attributes of the user's parameter."""
+
+    # -- what follows from these
+
+    @property
+    def ranks(self) -> int:
+        """The number of ranks that the parameters are cut over."""
+        return self.sections[0].layout.ranks
+
+    def cut(self, index: int) -> tuple[FlatLayout, int]:
+        """Return the layout that cuts parameter ``index``, and the parameter's index in it."""
+        section = self.section_of(index)
+        return section.layout, index - section.first_param
+
+    def local_shape(self, index: int) -> tuple[int, ...]:
+        """Return the shape of what is cut over the ranks of a parameter: all of it, or this
+        process's part of a DTensor."""
+        layout, number = self.cut(index)
+        return layout.params[number].shape
+
+    def shape(self, index: int) -> tuple[int, ...]:
+        """Return the shape of a parameter as the user's module had it."""
+        parallel = self.parallel[index]
+        return self.local_shape(index) if parallel is None else parallel.shape
+
+    def part(self, index: int, rank: int) -> Interval:
+        """Return which elements of a parameter ``rank`` holds, counted from its first one."""
+        layout, number = self.cut(index)
+        return layout.part(number, rank)
+
+    def part_in_shard(self, index: int) -> Interval:
+        """Return where in this rank's shard its part of a parameter lies."""
+        section = self.section_of(index)
+        part = section.layout.part_in_shard(index - section.first_param, self.rank)
+        return part.shifted(section.start)
+
+    def part_in_sharded_param(self, index: int) -> Interval:
+        """Return where its part of a parameter lies in the sharded parameter that holds it."""
+        part = self.part_in_shard(index)
+        return part if self.is_flattened else part.shifted(-part.start)
+
+    def local_part(self, index: int) -> torch.Tensor:
+        """Return what this rank holds of a parameter: a 1-D view of the shard, empty where it holds
+        nothing."""
+        return self.shard.detach()[self.part_in_shard(index).slice]
+
+    def has_part(self, indices: Sequence[int]) -> bool:
+        """False if the parameters have elements, and this rank has none of them: then it has no
+        gradient and no optimizer state.
+
+        A FlatParameter that is all padding has both.
+        """
+        if self.is_flattened:
+            return True
+        cuts = [self.cut(index) for index in indices]
+        return not any(layout.params[number].numel for layout, number in cuts) or any(
+            layout.part(number, self.rank) for layout, number in cuts
+        )
+
+    def take(self, index: int, value: torch.Tensor) -> bool:
+        """Copy into the shard this rank's part of a parameter, from its whole value or from that
+        part, 1-D; return False if neither fits."""
+        if (
+            value.dtype != self.dtype
+            or not _torch_private.is_plain(value)
+            or value.is_meta
+            or self.parallel[index] is not None
+        ):
+            return False
+        own = self.local_part(index)
+        if tuple(value.shape) == self.local_shape(index):
+            value = value.detach().reshape(-1)[self.part(index, self.rank).slice]
+        if value.shape != own.shape:
+            return False
+        own.copy_(value.detach())
+        return True
+
+    def take_from_whole(
+        self, wholes: Sequence[torch.Tensor], shard: torch.Tensor | None = None
+    ) -> None:
+        """Copy this rank's part of every whole tensor (one per parameter, in its local shape, on
+        any device) into ``shard`` [S].
+
+        Default: this rank's own.
+        """
+        shard = self.shard if shard is None else shard
+        for index, whole in enumerate(wholes):
+            if part := self.part(index, self.rank):
+                source = whole.detach().reshape(-1)[part.slice]
+                target = shard[self.part_in_shard(index).slice]
+                if not target.is_meta and source.data_ptr() != target.data_ptr():
+                    target.copy_(source)
+
+
+def store_of(group: Group) -> StateStore:
+    """Return the store of a group of a model whose state is saved or loaded: front ends that
+    register units make such stores."""
+    return typing.cast(StateStore, group.store)

@@ -1,0 +1,235 @@
+"""Loading a state dict into a unit's parameters, in whatever form its values are."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, MutableMapping
+from typing import Any
+
+import torch
+
+from .._engine.group import Group
+from .._engine.ownership import Place
+from .._engine.state_store import StateStore, store_of
+from .._engine.unit import Unit
+from .._layout.spec import Section
+from ..errors import CheckpointError
+from .names import clean_name, named_sections
+from .values import (
+    is_readable,
+    is_sharded,
+    is_tensor,
+    materialised,
+    misfit,
+    read_local,
+    read_part,
+    shape_of,
+)
+
+__all__ = ["Rank0Value", "check_unit", "load_unit", "other_local", "wrong_value"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Rank0Value:
+    """The value of a parameter that only the first rank was given. It is sent when the unit of the
+    parameter is loaded."""
+
+    value: Any  # a tensor, or what stands for one; None on the other ranks
+    is_lazy: bool = False  # the same on all ranks: it may be that it does not load
+
+
+def check_unit(
+    unit: Unit, entries: Mapping[str, Any], prefix: str, missing: list[str], errors: list[str]
+) -> None:
+    """Add to ``missing`` and ``errors`` what of a unit's parameters is not in ``entries``, or
+    cannot be loaded. No change."""
+    for flat_name, group, section in named_sections(unit):
+        store = store_of(group)
+        if prefix + flat_name in entries:
+            errors += _wrong_local(group, section, prefix + flat_name, entries[prefix + flat_name])
+            continue
+        for index, member in _params_of(store, section):
+            keys = [prefix + clean_name(name) for name in member.names]
+            found = [key for key in keys if key in entries]
+            missing += [] if found else keys[:1]
+            errors += [
+                wrong
+                for key in found
+                if (wrong := wrong_value(key, entries[key], store.shape(index), store.dtype))
+            ]
+            shape, parallel = store.local_shape(index), store.parallel[index]
+            errors += [
+                _other_parallel(key)
+                for key in found
+                if not is_readable(entries[key], shape, parallel)
+            ]
+
+
+def _params_of(store: StateStore, section: Section) -> list[tuple[int, Place]]:
+    """Return the parameters of a section by their index."""
+    first, end = section.first_param, section.first_param + len(section.layout.params)
+    return list(zip(range(first, end), store.orig_params[first:end], strict=True))
+
+
+def _wrong_local(group: Group, section: Section, key: str, value: Any) -> list[str]:
+    """Say why ``value`` is not this unit's flat parameter, cut as it is here; [] if it is."""
+    store = store_of(group)
+    if not isinstance(value, torch.Tensor):
+        return [f"{key}: expected a ShardedTensor, got {type(value).__name__}"]
+    if value.dtype.is_complex and not store.dtype.is_complex:
+        return [
+            f"{key}: expected {store.dtype}, got {value.dtype}, whose imaginary part would be lost"
+        ]
+    if (wrong := misfit(value)) is not None:
+        return [f"{key}: {wrong}"]
+    if (
+        group.shard.ranks > 1
+        and read_local(value, section.layout, store.rank, group.shard.members) is not None
+    ):
+        return []
+    return [
+        other_local(
+            key, f"{len(section.layout.params)} parameter(s) over {group.shard.ranks} rank(s)"
+        )
+    ]
+
+
+def _other_parallel(key: str) -> str:
+    """Say that boxes of a tensor-parallel parameter do not fit."""
+    return (
+        f"{key}: boxes of a tensor-parallel parameter can only be loaded in memory by a model that "
+        "splits it in the same way. "
+        "Load them through torch.distributed.checkpoint, or use StateDictType.FULL_STATE_DICT"
+    )
+
+
+def other_local(key: str, here: str) -> str:
+    """Say that a local state dict does not fit. here: what there is in this model."""
+    return (
+        f"{key}: a flat parameter of a LOCAL_STATE_DICT can only be loaded by as many ranks, "
+        "wrapped in the same way; here it has "
+        f"{here}. Save with StateDictType.SHARDED_STATE_DICT or FULL_STATE_DICT, which any model "
+        "of the same parameters loads"
+    )
+
+
+def wrong_value(key: str, value: Any, shape: tuple[int, ...], dtype: torch.dtype) -> str | None:
+    """Say why ``value`` cannot be loaded into a tensor of this shape and dtype; None if it can. A
+    lazy value stays lazy."""
+    if isinstance(value, Rank0Value):  # the first rank has looked at it
+        return None
+    if not is_tensor(value):
+        return f"{key}: expected a tensor of shape {shape}, got {type(value).__name__}"
+    if (wrong := misfit(value)) is not None:
+        return f"{key}: {wrong}"
+    got = shape_of(value)
+    if got != shape and not (shape == () and got == (1,)):
+        return (
+            f"size mismatch for {key}: expected shape {list(shape)} as in the current model, "
+            f"got {list(got)}"
+        )
+    if (
+        isinstance(value, torch.Tensor)
+        and not is_sharded(value)
+        and (value.is_meta or value.layout is not torch.strided)
+    ):
+        return (
+            f"{key}: expected a tensor with values, got one "
+            f"{'on the meta device' if value.is_meta else value.layout}"
+        )
+    if value.dtype.is_complex and not dtype.is_complex:
+        return f"{key}: expected {dtype}, got {value.dtype}, whose imaginary part would be lost"
+    return None
+
+
+def load_unit(
+    unit: Unit,
+    entries: MutableMapping[str, Any],
+    prefix: str,
+    missing: list[str],
+    errors: list[str],
+) -> None:
+    """Take a unit's parameters out of ``entries`` (keys start with ``prefix``) and copy this rank's
+    part of each into its shard.
+
+    Whatever form a value has, it is the value that says so. Lazy values are materialised one by
+    one. What is not there is added to ``missing``, what does not fit to ``errors``, of which
+    nothing is loaded then. Collective if a value is sharded in another way than the unit, or is
+    `FromFirst`.
+    """
+    wrong: list[str] = []  # where a module around this one is loaded nobody has looked yet
+    check_unit(unit, entries, prefix, missing, wrong)
+    errors += wrong
+    with torch.no_grad():
+        for flat_name, group, section in named_sections(unit):
+            store = store_of(group)
+            flat = entries.pop(prefix + flat_name, None)
+            found: dict[int, Any] = {}
+            for index, member in _params_of(store, section):
+                keys = dict.fromkeys(prefix + clean_name(name) for name in member.names)
+                values = [entries.pop(key) for key in keys if key in entries]
+                found.update({index: values[-1]} if values else {})
+            if wrong:
+                continue
+            if flat is not None:
+                run = read_local(flat, section.layout, store.rank, group.shard.members)
+                assert run is not None
+                _write(store.shard[section.place.slice][: run.numel()], run)
+                continue
+            received = _received(group, found)
+            for index in list(received):
+                _load_parameter(group, index, received.pop(index))
+
+
+def _received(group: Group, found: dict[int, Any]) -> dict[int, Any]:
+    """Send what only the first rank has to the others. Collective if there is any.
+
+    Raises CheckpointError, on all ranks, if a lazy value there does not load.
+    """
+    sent: dict[int, torch.Tensor] = {}
+    error: CheckpointError | None = None
+    store = store_of(group)
+    for index, value in found.items():
+        if not isinstance(value, Rank0Value):
+            continue
+        shape, dtype = store.shape(index), store.dtype
+        if value.value is None:
+            sent[index] = torch.empty(shape, dtype=dtype, device=group.device)
+        elif error is None:
+            try:
+                own = materialised(value.value, store.orig_params[index].name)
+                sent[index] = own.detach().to(group.device, dtype).reshape(shape).contiguous()
+            except CheckpointError as caught:
+                error = caught
+    wires = (
+        group.replica,
+        group.shard,
+    )  # the first replica's first rank to every replica's first one, and on to the rest
+    if any(isinstance(value, Rank0Value) and value.is_lazy for value in found.values()):
+        told = "" if error is None else str(error)
+        for wire in wires:
+            told = wire.gather_objects(told)[0]
+        if told:
+            raise error or CheckpointError(told)
+    if sent:
+        for wire in wires:
+            wire.broadcast(list(sent.values()), f"the parameters of {group.name} that are loaded")
+    return {**found, **sent}
+
+
+def _load_parameter(group: Group, index: int, value: Any) -> None:
+    store = store_of(group)
+    run = read_part(
+        value, *store.cut(index), store.rank, group.shard.members, store.parallel[index]
+    )
+    _write(store.shard[store.part_in_shard(index).slice], run)
+
+
+def _write(target: torch.Tensor, run: torch.Tensor) -> None:
+    """Copy ``run`` into ``target``, unless it is that."""
+    if (
+        run.data_ptr() != target.data_ptr()
+        or run.device != target.device
+        or run.dtype != target.dtype
+    ):
+        target.copy_(run)

@@ -1,0 +1,154 @@
+"""The names that the functions of torch.distributed.checkpoint.state_dict use, and the flattened
+form of an optimizer's state dict, whose keys are made of them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from .. import _torch_private
+from .._state.names import clean_name
+from .._state.param_ownership import ParamContents
+from .._state.rank_local import RankState
+from ..errors import explain
+
+__all__ = ["Names", "flattened", "names_in", "unflattened"]
+
+
+class Names:
+    """The names that torch's functions use, which are without the parts of compilers and
+    DistributedDataParallel, and our own."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.of_module: dict[nn.Module, str] = {}
+        self._public, self._own = {"": ""}, {"": ""}
+        by_path: dict[str, nn.Module] = {}
+        public_path: dict[str, str] = {}
+        for path, module in model.named_modules(remove_duplicate=False):
+            by_path[path] = module
+            above, _, part = path.rpartition(".")
+            if not path:
+                public = ""
+            elif not clean_name(part) or _torch_private.wraps_as(by_path[above]) == part:
+                public = public_path[above]
+            else:
+                public = f"{public_path[above]}.{part}".lstrip(".")
+            public_path[path] = public
+            self.of_module.setdefault(module, public)
+            self._public[clean_name(path)] = public
+            self._own[public] = clean_name(path)  # the innermost of the modules that have one name
+
+    def public(self, own: str) -> str:
+        """Return torch's name of a parameter, buffer or module, given what our state dicts call
+        it."""
+        return _with_head(own, self._public)
+
+    def own(self, public: str) -> str:
+        """Return what our state dicts call something, given torch's name."""
+        return _with_head(public, self._own)
+
+
+def _with_head(name: str, heads: Mapping[str, str]) -> str:
+    """Replace the longest part of a name that is a module's."""
+    head = name.rpartition(".")[0]
+    while head not in heads:
+        head = head.rpartition(".")[0]
+    return f"{heads[head]}.{name[len(head) :].lstrip('.')}".lstrip(".")
+
+
+def names_in(
+    held: Mapping[nn.Parameter, ParamContents], parameter: nn.Parameter
+) -> tuple[tuple[str, ...], ...]:
+    """Return all names of each parameter that one of the optimizer's contains; none for one that is
+    not the model's."""
+    return held[parameter].all_names if parameter in held else ()
+
+
+def flattened(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return {"state.<parameter>.<key>": value, "param_groups.<parameter>.<key>": value}, which has
+    no nested dicts."""
+    found: dict[str, Any] = {}
+
+    def add(prefix: str, value: Any) -> None:
+        if isinstance(value, Mapping):
+            for key, inner in value.items():
+                add(f"{prefix}.{key}", inner)
+        elif isinstance(value, (torch.Tensor, int, float, RankState)):
+            found[prefix] = value
+        else:
+            raise NotImplementedError(
+                explain(
+                    "This optimizer's state cannot be flattened.",
+                    expected="tensors, numbers and dicts of them",
+                    got=f"a {type(value).__name__}",
+                    where=prefix,
+                    fix="leave flatten_optimizer_state_dict out",
+                )
+            )
+
+    for name, entry in state["state"].items():
+        add(f"state.{name}", entry)
+    for group in state["param_groups"]:
+        for name in group["params"]:
+            found.update(
+                (f"param_groups.{name}.{key}", value)
+                for key, value in group.items()
+                if key != "params"
+            )
+    return found
+
+
+def unflattened(
+    state: Mapping[str, Any],
+    optimizer: Optimizer,
+    names: Names,
+    held: Mapping[nn.Parameter, ParamContents],
+) -> dict[str, Any]:
+    """Undo ``flattened`` for the parameters of one optimizer."""
+    known = {
+        names.public(name)
+        for target in _targets(optimizer)
+        for its in names_in(held, target)
+        for name in its
+    }
+    entries: dict[str, dict[str, Any]] = {}
+    settings: dict[str, dict[str, Any]] = {}
+    for key, value in state.items():
+        kind, _, rest = key.partition(".")
+        name, inner = _split(rest, known)
+        if name is None:
+            continue
+        place: dict[str, Any] = (entries if kind == "state" else settings).setdefault(name, {})
+        *above, last = inner.split(".")
+        for part in above:
+            place = place.setdefault(part, {})
+        place[last] = value
+    groups = []
+    for group in optimizer.param_groups:
+        its = [
+            names.public(name)
+            for target in group["params"]
+            for parameter in names_in(held, target)
+            for name in parameter
+        ]
+        its = [name for name in its if name in settings or name in entries]
+        found = [settings[name] for name in its if name in settings]
+        groups.append({**(found[0] if found else {}), "params": its})
+    return {"state": entries, "param_groups": groups}
+
+
+def _targets(optimizer: Optimizer) -> list[nn.Parameter]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _split(name: str, known: Collection[str]) -> tuple[str | None, str]:
+    """Split "<parameter>.<key>" into both; None for a parameter that is not ``known``."""
+    head, rest = name, ""
+    while head and head not in known:
+        head, _, part = head.rpartition(".")
+        rest = f"{part}.{rest}" if rest else part
+    return head or None, rest

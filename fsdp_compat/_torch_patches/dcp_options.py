@@ -1,0 +1,113 @@
+"""The options of the functions of torch.distributed.checkpoint.state_dict, and the errors for what
+they cannot mean here."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+from typing import Any
+
+import torch
+
+from ..errors import UsageError, explain, wrong_type
+
+__all__ = ["Options", "mixed", "resolve", "unknown_argument"]
+
+_PACKAGE = __name__.partition(".")[0]
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What torch's StateDictOptions say, in the words used here."""
+
+    full: bool = False
+    cpu_offload: bool = False
+    ignore_frozen: bool = False
+    keep_prefixes: bool = True
+    strict: bool = True
+    from_rank0: bool = False
+    flatten: bool = False
+
+    @property
+    def on_rank0(self) -> bool:
+        """True if only rank 0 gets a dict, or needs one."""
+        return self.full and (self.cpu_offload or self.from_rank0)
+
+
+_FIELDS = {
+    "full_state_dict": "full",
+    "cpu_offload": "cpu_offload",
+    "ignore_frozen_params": "ignore_frozen",
+    "keep_submodule_prefixes": "keep_prefixes",
+    "strict": "strict",
+    "broadcast_from_rank0": "from_rank0",
+    "flatten_optimizer_state_dict": "flatten",
+}
+_IGNORED = {"dsd_fqn_modifiers"}  # state dicts have the names that their modules' own hooks give
+
+
+def resolve(options: Any, call: str) -> Options:
+    if options is None:
+        return Options()
+    if not dataclasses.is_dataclass(options) or isinstance(options, type):
+        raise wrong_type("options", "a StateDictOptions, or None", options, call)
+    for field in dataclasses.fields(options):
+        if (
+            field.name not in (*_FIELDS, *_IGNORED)
+            and getattr(options, field.name) != field.default
+        ):
+            raise unknown_argument(f"options.{field.name}", call)
+    found = Options(
+        **{
+            ours: bool(getattr(options, field))
+            for field, ours in _FIELDS.items()
+            if hasattr(options, field)
+        }
+    )
+    if found.from_rank0 and not found.full:
+        raise UsageError(
+            explain(
+                "Loading from rank 0 needs a full state dict.",
+                expected="full_state_dict=True with broadcast_from_rank0=True",
+                got="full_state_dict=False",
+                where=f"{call}(..., options=StateDictOptions(...))",
+                fix="set both, or leave broadcast_from_rank0 out: sharded values need no rank 0",
+            )
+        )
+    return found
+
+
+def unknown_argument(name: str, call: str) -> UsageError:
+    """The error for what the installed torch's function takes, and ours does not know."""
+    return UsageError(
+        explain(
+            f"torch {torch.__version__} has something that {_PACKAGE} {_version()} does not know: "
+            f"{name}.",
+            expected=f"a call without {name}, or a {_PACKAGE} that was made for this torch",
+            got=f"{name}, for a model with a FullyShardedDataParallel of {_PACKAGE} in it",
+            where=call,
+            fix=f"update {_PACKAGE}, or use FullyShardedDataParallel.state_dict_type(...) with "
+            "state_dict()",
+        )
+    )
+
+
+def mixed(call: str) -> UsageError:
+    """The error for a model with instances of torch's FSDP beside ours."""
+    return UsageError(
+        explain(
+            f"The model has FullyShardedDataParallel modules of torch and of {_PACKAGE}.",
+            expected="modules of one of them",
+            got="both",
+            where=call,
+            fix="import FullyShardedDataParallel from one place, or take the state dicts of the "
+            "parts one by one",
+        )
+    )
+
+
+def _version() -> str:
+    try:
+        return importlib.metadata.version(_PACKAGE)
+    except importlib.metadata.PackageNotFoundError:  # it is imported from where its sources are
+        return "(not installed)"
