@@ -55,7 +55,7 @@ ATTRIBUTE = "_fsdp_model_unit"  # of the module that a ModelUnit is registered o
 
 @dataclasses.dataclass(eq=False)
 class ModelUnit:
-    """One unit of a model, with all that the code that deals with state knows about it."""
+    """One unit of a model: all that state dicts and checkpoints know about it."""
 
     unit: Unit
     mesh: Mesh

@@ -1,8 +1,8 @@
 """Optimizers that were made before their model was wrapped.
 
-With original parameters they go on working: the parameters are the same objects, and state that was
-there for whole parameters is cut to this rank's parts before it is used. Without, what they hold is
-not trained any more, which the first step says."""
+With use_orig_params=True they keep working: the parameters are the same objects, and existing state
+of whole parameters is cut to this rank's parts before it is used. Without, they hold parameters
+that are not trained any more, and their first step raises."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ _handle: RemovableHandle | None = None
 
 
 def patch() -> None:
-    """Look at every optimizer of this process before it steps."""
+    """Check every optimizer of this process before it steps."""
     global _handle
     if _handle is None:
         _handle = register_optimizer_step_pre_hook(_before_step)
 
 
 def undo() -> None:
-    """Look no longer: an optimizer from before wrapping steps without a check."""
+    """Stop checking: an optimizer from before wrapping steps unnoticed."""
     global _handle
     if _handle is not None:
         _handle.remove()
@@ -59,7 +59,7 @@ def undo() -> None:
 
 
 def note(originals: Iterable[nn.Parameter], stores: Iterable[StateStore]) -> None:
-    """``originals`` are flattened into ``stores`` now."""
+    """Remember that ``originals`` live in ``stores`` now."""
     global _last_wrapping
     _last_wrapping = next(_wrappings)
     for parameter in originals:
@@ -76,13 +76,12 @@ def is_managed(parameter: nn.Parameter) -> bool:
 
 
 def is_held(parameter: nn.Parameter) -> bool:
-    """True for what an optimizer is to hold of a unit."""
+    """True for a sharded parameter, which an optimizer may hold."""
     return isinstance(_managed.get(parameter), tuple)
 
 
 def note_assigned(parameter: nn.Parameter, name: str) -> None:
-    """A unit has taken the value of ``parameter`` for its attribute ``name``, and not the
-    object."""
+    """Remember that a unit copied the value of ``parameter`` for its attribute ``name``."""
     global _last_wrapping
     _assigned[parameter] = name
     _last_wrapping = next(_wrappings)  # optimizers are looked at again
@@ -90,7 +89,7 @@ def note_assigned(parameter: nn.Parameter, name: str) -> None:
 
 def convert(optimizer: torch.optim.Optimizer) -> None:
     """Cut state of whole parameters to this rank's parts. Raises UsageError if the optimizer holds
-    what is not trained any more."""
+    parameters that are not trained any more."""
     for number, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
             place = _managed.get(parameter)
@@ -122,8 +121,8 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
 
 
 def _refuse(optimizer: torch.optim.Optimizer, stores: Collection[object], when: str) -> None:
-    """While parameters are whole an optimizer would miss gradients, or write what is overwritten or
-    read later."""
+    """Refuse a step while parameters are whole: it would miss gradients, or its results would be
+    overwritten."""
     for number, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
             place = _managed.get(parameter)

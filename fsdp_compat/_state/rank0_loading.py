@@ -68,8 +68,7 @@ def _ranks_of(registered: ModelUnit) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return registered.mesh.shard.members, registered.mesh.replica.members
 
 
-# Modules that are no instances, around instances that load from the first rank: their own hooks see
-# what is loaded into them.
+# Modules around units that load from rank 0, with the hook that fills in what rank 0 has.
 _followed: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
@@ -79,7 +78,7 @@ def is_followed(module: nn.Module) -> bool:
 
 
 def follow(module: nn.Module, follow: bool) -> None:
-    """Let a module around instances load from the first rank from now on, or no longer."""
+    """Make a module around units load from rank 0, or stop it."""
     if follow and module not in _followed:
         _followed[module] = module.register_load_state_dict_pre_hook(_before_load_around)
     elif not follow and module in _followed:
@@ -96,8 +95,7 @@ def _before_load_around(
     unexpected_keys: list[str],
     error_msgs: list[str],
 ) -> None:
-    """Complete what is loaded into a module that is no instance with what the first rank has.
-    Collective."""
+    """Fill in rank 0's values before a module around units loads. Collective."""
     if not any(is_on(unit.form) for unit in model_units_in(module)):
         return
     own = {key[len(prefix) :]: value for key, value in state_dict.items() if key.startswith(prefix)}

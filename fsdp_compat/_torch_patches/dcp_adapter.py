@@ -106,7 +106,7 @@ def _call(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Call ``ours`` if the argument ``model`` has an instance of ours in it, else ``original``."""
+    """Call ``ours`` if the argument ``model`` contains one of our units, else ``original``."""
     try:
         given = signature.bind(*args, **kwargs).arguments
     except TypeError:
@@ -122,7 +122,7 @@ def _call(
 
 
 def _is_of_torch(module: nn.Module) -> bool:
-    """True for an instance of torch's FSDP, of which nobody has to import anything."""
+    """True for an instance of torch's FSDP, without importing it."""
     return any(
         cls.__qualname__ == "FullyShardedDataParallel"
         and cls.__module__.startswith("torch.distributed.fsdp")
