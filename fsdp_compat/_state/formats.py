@@ -40,31 +40,10 @@ if typing.TYPE_CHECKING:  # imported in the methods that torch.distributed.check
 __all__ = ["BoxedTensor", "FlatOfParameters", "Place", "place_of"]
 
 
-_FACTS = {
-    getattr(torch.Tensor, name).__get__
-    for name in (
-        "device",
-        "dtype",
-        "is_leaf",
-        "is_meta",
-        "layout",
-        "ndim",
-        "requires_grad",
-        "shape",
-        "grad",
-        "grad_fn",
-    )
-} | {
-    getattr(torch.Tensor, name)
-    for name in (
-        "dim",
-        "element_size",
-        "is_complex",
-        "is_floating_point",
-        "nelement",
-        "numel",
-        "size",
-    )
+_PROPERTIES = "device dtype is_leaf is_meta layout ndim requires_grad shape grad grad_fn"
+_METHODS = "dim element_size is_complex is_floating_point nelement numel size"
+_FACTS = {getattr(torch.Tensor, name).__get__ for name in _PROPERTIES.split()} | {
+    getattr(torch.Tensor, name) for name in _METHODS.split()
 }
 
 _COPIES = {
