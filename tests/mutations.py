@@ -102,8 +102,8 @@ BREAKS = (
     ),
     Break(
         "box of a part off by one",
-        "first_whole, end_whole = -(-part.start // row), part.stop // row",
-        "first_whole, end_whole = part.start // row + 1, part.stop // row",
+        "first_full, end_full = -(-part.start // row), part.stop // row",
+        "first_full, end_full = part.start // row + 1, part.stop // row",
         "tests/layout/test_box.py",
     ),
     Break(
