@@ -42,6 +42,7 @@ __all__ = [
     "graph_task",
     "in_graph_task",
     "is_gloo",
+    "is_dtensor",
     "is_plain",
     "is_registered",
     "local_part",
@@ -118,6 +119,10 @@ def optimizers_in_backward(parameter: nn.Parameter) -> Sequence[torch.optim.Opti
 def is_plain(tensor: torch.Tensor) -> bool:
     """True for a tensor with its own storage; False for a DTensor, which wraps others."""
     return type(tensor) in (torch.Tensor, nn.Parameter) or not isinstance(tensor, _dtensor_class())
+
+
+def is_dtensor(value: object) -> bool:
+    return isinstance(value, _dtensor_class())
 
 
 def _dtensor_class() -> Any:

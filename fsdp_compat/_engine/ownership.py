@@ -10,11 +10,11 @@ from torch import nn
 
 from .. import _torch_private
 
-__all__ = ["OrigParam", "Place", "assign_owners", "group_members"]
+__all__ = ["OrigParam", "ParamSlots", "assign_owners", "group_members"]
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
+class ParamSlots:
     """Where modules hold an original parameter, and its names, of which the first one counts. Does
     not hold the parameter itself."""
 
@@ -32,7 +32,7 @@ class OrigParam:
     """An original parameter and its place. It keeps the whole parameter in memory."""
 
     parameter: nn.Parameter
-    place: Place
+    place: ParamSlots
 
     @property
     def slots(self) -> tuple[tuple[nn.Module, str], ...]:
@@ -87,7 +87,7 @@ def assign_owners(
             if all(module in chain for chain in parameter_chains)
         )
         owned[owner].append(
-            OrigParam(parameter, Place(tuple(slots[parameter]), tuple(names[parameter])))
+            OrigParam(parameter, ParamSlots(tuple(slots[parameter]), tuple(names[parameter])))
         )
     return owned
 

@@ -11,7 +11,7 @@ from torch import nn
 from .. import _torch_private
 from .._layout.spec import FlatLayout, Interval, Section
 from .group import Group
-from .ownership import Place
+from .ownership import ParamSlots
 from .store import ParamStore
 from .tensor_parallel import TensorParallel
 
@@ -39,7 +39,7 @@ class StateStore(ParamStore, typing.Protocol):
     A store implements what has no body here.
     """
 
-    orig_params: Sequence[Place]
+    orig_params: Sequence[ParamSlots]
     parallel: Sequence[TensorParallel | None]  # per parameter: how it lies on a mesh of its own
     rank: int  # of the shard axis
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from .._engine import hooks
-from .._engine.ownership import OrigParam, Place, assign_owners, group_members
+from .._engine.ownership import OrigParam, ParamSlots, assign_owners, group_members
 from .._engine.state_store import flat_param_name
 from .._state.model_units import attribute_order_of, model_unit_of
 from .._state.names import FSDP_WRAPPED_MODULE
@@ -185,7 +185,7 @@ def renamed(members: list[OrigParam], module: nn.Module) -> list[OrigParam]:
     return [
         OrigParam(
             m.parameter,
-            Place(
+            ParamSlots(
                 m.slots,
                 tuple(name for child, attribute in m.slots for name in names[id(child), attribute]),
             ),

@@ -1,1 +1,1 @@
-"""Everything that leaves a sharded model, or enters it, as a dictionary or as whole parameters."""
+"""State of sharded models: state dicts, optimizer state and whole parameters, out and in."""

@@ -1,4 +1,4 @@
-"""What an optimizer will keep for its parameters, found out without touching them."""
+"""The state that an optimizer would create in its first step, tried out on copies."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ __all__ = ["first_states", "states_to_be"]
 _States = dict[nn.Parameter, Mapping[Any, Any]]
 
 
-def states_to_be(holdings: ParamOwnership, optimizer: Optimizer) -> _States:
-    """Return the optimizer's states by parameter, and for those without the form of what it would
-    make in its first step.
+def states_to_be(ownership: ParamOwnership, optimizer: Optimizer) -> _States:
+    """Return the optimizer's states by parameter. Parameters without state get what the first step
+    would create, on the meta device.
 
     Raises StateError if that step fails.
     """
@@ -36,12 +36,12 @@ def states_to_be(holdings: ParamOwnership, optimizer: Optimizer) -> _States:
             elif parameter.requires_grad:
                 kind = number, tuple(parameter.shape), parameter.dtype, parameter.device
                 if kind not in tried:
-                    tried[kind] = _shapes_of(_tried_alone(holdings, optimizer, parameter))
+                    tried[kind] = _shapes_of(_tried_alone(ownership, optimizer, parameter))
                 states[parameter] = tried[kind]
     return states
 
 
-def first_states(holdings: ParamOwnership, optimizer: Optimizer) -> _States:
+def first_states(ownership: ParamOwnership, optimizer: Optimizer) -> _States:
     """Return what an optimizer without state would make in its first step, by parameter, with no
     step counted yet.
 
@@ -52,13 +52,13 @@ def first_states(holdings: ParamOwnership, optimizer: Optimizer) -> _States:
         p
         for group in optimizer.param_groups
         for p in group["params"]
-        if p.requires_grad and not holdings.is_vacant(p)
+        if p.requires_grad and not ownership.is_vacant(p)
     ]
     try:
-        states = _after_one_step(holdings, optimizer, trainable)
+        states = _after_one_step(ownership, optimizer, trainable)
     except (
         Exception
-    ) as error:  # whatever a user's step raises on its own terms: it wants a closure, or a model
+    ) as error:  # a user's step may raise anything: it may need a closure, or a model
         warnings.warn(
             f"{type(optimizer).__name__} has no state yet, and what its first step would make "
             "could not be tried out "
@@ -84,19 +84,19 @@ def first_states(holdings: ParamOwnership, optimizer: Optimizer) -> _States:
 
 
 def _tried_alone(
-    holdings: ParamOwnership, optimizer: Optimizer, parameter: nn.Parameter
+    ownership: ParamOwnership, optimizer: Optimizer, parameter: nn.Parameter
 ) -> Mapping[Any, Any]:
     try:
-        return _after_one_step(holdings, optimizer, [parameter])[parameter]
+        return _after_one_step(ownership, optimizer, [parameter])[parameter]
     except Exception as error:
         if not parameter.numel():  # some steps divide by the number of elements
             return {}
         raise StateError(
             explain(
-                "The optimizer cannot be tried on a stand-in.",
+                "The optimizer's step failed on a copy of a parameter.",
                 expected="an optimizer whose step() needs nothing but gradients",
                 got=f"{type(error).__name__}: {error}",
-                where=f"check_optimizer, {holdings.where}",
+                where=f"check_optimizer, {ownership.where}",
                 fix="call check_optimizer after the first step: it looks at the states that are "
                 "there then",
             )
@@ -104,15 +104,15 @@ def _tried_alone(
 
 
 def _after_one_step(
-    holdings: ParamOwnership, optimizer: Optimizer, parameters: Iterable[nn.Parameter]
+    ownership: ParamOwnership, optimizer: Optimizer, parameters: Iterable[nn.Parameter]
 ) -> dict[nn.Parameter, dict[Any, Any]]:
-    """The states that a copy of the optimizer has for copies of ``parameters`` alone, after one
-    step without gradients."""
+    """Return the states of a copy of the optimizer that made one step with zero gradients on copies
+    of ``parameters`` alone."""
     optimizer = _innermost(optimizer)
     stand_ins = {parameter: _stand_in(parameter) for parameter in parameters}
     left_out = nn.Parameter(torch.empty(0))
     copies: dict[int, Any] = {
-        id(p): stand_ins.get(p, left_out) for p in holdings.held
+        id(p): stand_ins.get(p, left_out) for p in ownership.held
     }  # by the ids of what deepcopy meets
     copies[id(optimizer.state)] = collections.defaultdict(dict)
     trial = object.__new__(type(optimizer))
@@ -137,7 +137,7 @@ def _after_one_step(
 
 
 def _innermost(optimizer: Optimizer) -> Optimizer:
-    """The optimizer that keeps the state: others may be wrapped around it."""
+    """Return the optimizer that keeps the state; others may be wrapped around it."""
     for value in vars(optimizer).values():
         if (
             isinstance(value, Optimizer)
@@ -157,7 +157,7 @@ def _stand_in(parameter: nn.Parameter) -> nn.Parameter:
 
 
 def _shapes_of(state: Mapping[Any, Any]) -> dict[Any, Any]:
-    """Tensors without memory in the place of plain ones."""
+    """Replace plain tensors by meta tensors."""
     return {
         key: value.to("meta") if type(value) is torch.Tensor else value
         for key, value in state.items()

@@ -1,4 +1,4 @@
-"""A sharded value of a state dict: a rank's part of a parameter as boxes of its own shard.
+"""The sharded values of state dicts: a rank's part of a parameter as boxes that view its shard.
 
 A shard is one interval of every parameter, an interval is a few boxes, and each box is a contiguous
 run of the shard. So the boxes are views: nothing is copied or sent for a sharded state dict, and
@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import typing
 import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -22,9 +23,6 @@ from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed._shard.sharded_tensor.metadata import ShardedTensorMetadata, TensorProperties
 from torch.distributed._shard.sharded_tensor.shard import Shard as LocalShard
 from torch.distributed._shard.sharding_spec.api import EnumerableShardingSpec
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
-from torch.distributed.checkpoint.metadata import TensorProperties as StoredProperties
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from .. import _torch_private
 from .._comm.host_memory import of_its_own_size
@@ -34,6 +32,10 @@ from .._layout.spec import FlatLayout, Interval, ParamSpec
 from .._layout.transfer import same_parts
 from ..errors import CheckpointError, explain
 from .names import clean_name
+
+if typing.TYPE_CHECKING:  # imported in the methods that torch.distributed.checkpoint calls
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+    from torch.distributed.checkpoint.planner import WriteItem
 
 __all__ = ["BoxedTensor", "FlatOfParameters", "Place", "place_of"]
 
@@ -78,14 +80,15 @@ _COPIES = {
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """Where what a unit shards lies in the parameter that its module had: a tensor-parallel one has
-    more on other processes."""
+    """Where the part of a parameter that a unit shards lies in the whole. They differ for
+    tensor-parallel parameters, of which a unit shards this process's part."""
 
     whole_shape: tuple[int, ...]
     origin: tuple[int, ...]  # offsets of the first element
 
     def boxes(self, shape: tuple[int, ...], part: Interval) -> list[Box]:
-        """Return the elements ``part`` of what has ``shape`` here, as boxes of the whole."""
+        """Return the elements ``part`` of the sharded part, which has ``shape``, as boxes of the
+        whole."""
         return [
             Box(
                 tuple(
@@ -98,7 +101,7 @@ class Place:
 
 
 def place_of(shape: tuple[int, ...], parallel: TensorParallel | None) -> Place:
-    """Return where a parameter lies, of which a unit shards ``shape``."""
+    """Return the placement of a parameter of which a unit shards ``shape``."""
     if parallel is None:
         return Place(shape, (0,) * len(shape))
     return Place(
@@ -109,13 +112,13 @@ def place_of(shape: tuple[int, ...], parallel: TensorParallel | None) -> Place:
 
 @dataclasses.dataclass(frozen=True)
 class FlatOfParameters(FlatLayout):
-    """The layout of a flat tensor as if it were one parameter of one dimension; it knows the
-    parameters that are in it."""
+    """The layout of a flat tensor as one 1-D parameter; ``inside`` is the layout of the parameters
+    in it."""
 
     inside: FlatLayout
 
     def fits(self, layout: FlatLayout) -> bool:
-        """True if the same parameters lie at the same places of as many shards."""
+        """True if ``layout`` has the same parameters at the same offsets and as many shards."""
         return _places(self.inside) == _places(layout)
 
 
@@ -128,7 +131,7 @@ def _places(layout: FlatLayout) -> tuple[Any, ...]:
 
 
 class _Shared:
-    """Something that copies share: a process group cannot be copied."""
+    """A value that copies share, as a process group cannot be copied."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
@@ -139,16 +142,16 @@ class _Shared:
 
 class BoxedTensor(ShardedTensor):
     """One parameter (or one optimizer state of its shape), sharded: this rank's boxes, which view
-    its flat shard.
+    its shard.
 
-    ``local_shards()`` is all that it holds: a tensor that somebody puts there is saved, copied and
-    loaded like the one before. A copy (deepcopy, ``clone()``, pickle) has memory of its own. A
-    ShardedTensor for whoever asks for one; the metadata of all ranks, which costs time in
-    proportion to their number, is made when somebody reads it. A rank without a part has one empty
-    shard, as torch.distributed.checkpoint drops values without any.
+    It is a ShardedTensor whose contents are its ``local_shards()``: a tensor that the user puts
+    there is saved, copied and loaded like the previous one. Copies (deepcopy, ``clone()``, pickle)
+    have memory of their own. The metadata of all ranks takes time proportional to their number, so
+    it is computed on first use. A rank without a part has one empty shard, because
+    torch.distributed.checkpoint drops values without shards.
     """
 
-    part: Interval  # which elements of the parameter this rank holds
+    part: Interval  # the elements of the parameter that this rank holds
     place: Place  # `.shape` of a ShardedTensor is answered out of its metadata
     _layout: FlatLayout
     _index: int
@@ -195,8 +198,7 @@ class BoxedTensor(ShardedTensor):
 
     @property
     def shape_here(self) -> tuple[int, ...]:
-        """What the ranks of its process group have together; less than the whole of a
-        tensor-parallel parameter."""
+        """The shape of what its process group holds: of a tensor-parallel parameter, a part."""
         return self._layout.params[self._index].shape
 
     def _views(self, run: torch.Tensor) -> list[torch.Tensor]:
@@ -209,11 +211,11 @@ class BoxedTensor(ShardedTensor):
         return views
 
     def _own_boxes(self) -> list[Box]:
-        """The boxes of this rank; one that is empty where it has no part."""
+        """Return the boxes of this rank; one empty box if it has no part."""
         sizes = (
             0,
             *self.whole_shape[1:],
-        )  # a 0-d tensor has no empty part, so that is 1-D: nobody may read a value out of it
+        )  # of a 0-d tensor too: an empty one is 1-D, so that no value can be read from it
         return self.place.boxes(self.shape_here, self.part) or [Box((0,) * len(sizes), sizes)]
 
     def _make_shards(self, tensors: Iterable[torch.Tensor]) -> list[LocalShard]:
@@ -277,7 +279,7 @@ class BoxedTensor(ShardedTensor):
         """Return this rank's elements out of the local shards, 1-D and in order: a view where they
         follow one another in memory.
 
-        Raises CheckpointError if somebody has put something there that does not fit.
+        Raises CheckpointError if the user has put a tensor there that does not fit.
         """
         self._require_fitting_shards()
         tensors = [shard.tensor.detach() for shard in self._local_shards]
@@ -307,7 +309,7 @@ class BoxedTensor(ShardedTensor):
             )
 
     def wrong_shard(self) -> str | None:
-        """Say what of the local shards cannot be what this rank holds; None if all is well."""
+        """Describe a local shard that does not fit this rank's part; None if all fit."""
         boxes = self._own_boxes()
         if len(boxes) != len(self._local_shards):
             return f"{len(self._local_shards)} local shards instead of {len(boxes)}"
@@ -330,8 +332,8 @@ class BoxedTensor(ShardedTensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """What it is made of, it says by itself, and copies it makes itself; anything else is a
-        ShardedTensor's affair (which warns that it is deprecated)."""
+        """Answer questions about dtype, shape etc. and make copies here; leave the rest to
+        ShardedTensor, which warns that it is deprecated."""
         if func in _FACTS:
             return _torch_private.as_plain_tensor(func, args, kwargs or {})
         if func in _COPIES:
@@ -340,19 +342,22 @@ class BoxedTensor(ShardedTensor):
             warnings.simplefilter("ignore", FutureWarning)
             return super().__torch_function__(func, types, args, kwargs)
 
-    # -- how torch.distributed.checkpoint asks a value for its parts
+    # -- the protocol by which torch.distributed.checkpoint asks a value for its parts
 
     def _filled_shards(self) -> list[LocalShard]:
         return [shard for shard in self._local_shards if math.prod(shard.metadata.shard_sizes)]
 
     def __create_write_items__(self, fqn: str, object: object) -> list[WriteItem]:
+        from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
+        from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
         self._require_fitting_shards()  # before anything is written
         return [
             WriteItem(
                 MetadataIndex(fqn, chunk.offsets),
                 WriteItemType.SHARD,
                 tensor_data=TensorWriteData(
-                    chunk, StoredProperties(dtype=shard.tensor.dtype), torch.Size(self.whole_shape)
+                    chunk, TensorProperties(dtype=shard.tensor.dtype), torch.Size(self.whole_shape)
                 ),
             )
             for shard, chunk in zip(
@@ -361,6 +366,8 @@ class BoxedTensor(ShardedTensor):
         ]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+
         return [
             ChunkStorageMetadata(
                 torch.Size(shard.metadata.shard_offsets), torch.Size(shard.metadata.shard_sizes)
@@ -375,10 +382,10 @@ class BoxedTensor(ShardedTensor):
                 return of_its_own_size(own) if own.is_contiguous() else own
         raise ValueError(f"this rank holds no box of {index.fqn} at offsets {index.offset}")
 
-    # -- how it is copied
+    # -- copies
 
     def _with(self, tensors: Sequence[torch.Tensor], group: Any = None) -> BoxedTensor:
-        """Return the same value with other tensors as local shards."""
+        """Return the same value with other local tensors."""
         new = self._empty(tensors[0].dtype, tensors[0].device)
         attributes = {
             key: value
@@ -441,8 +448,8 @@ class BoxedTensor(ShardedTensor):
         return self._with([shard.tensor.detach().clone() for shard in self._local_shards])
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickled without its process group, to be read where there is none; the default group
-        takes its place if there is."""
+        """Pickle without the process group, so that it can be read without one. Unpickled values
+        use the default group, if there is one."""
         return _rebuilt, (
             self._layout,
             self._index,
@@ -453,12 +460,11 @@ class BoxedTensor(ShardedTensor):
         )
 
     def data_ptr(self) -> int:
-        """0: the memory is that of the local shards."""
+        """Return 0: the memory belongs to the local shards."""
         return 0
 
     def new_empty(self, size: Any, **kwargs: Any) -> BoxedTensor:  # type: ignore[override]
-        """Return a value of the same shape without any attributes yet, which is what copying begins
-        with."""
+        """Return a value of the same shape without attributes: copying begins with one."""
         if tuple(size) != self.whole_shape:
             raise ValueError(
                 f"a sharded tensor of shape {self.whole_shape} can only be copied as a whole, not "

@@ -1,4 +1,4 @@
-"""Whole parameters between steps: what summon_full_params shows."""
+"""Whole parameters between steps, for summon_full_params."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ __all__ = ["Options", "full_parameters", "shown_stores"]
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What summon_full_params was asked for."""
+    """The arguments of summon_full_params."""
 
     writeback: bool
     rank0_only: bool
-    serve_only: bool  # of this rank: it gathers for others, and shows nothing
+    serve_only: bool  # this rank takes part in all-gathers, and shows nothing
     offload_to_cpu: bool
     with_grads: bool
 
     def keeps_changes_of(self, group: Group) -> bool:
-        """Whether changes stay. Without ``writeback`` they do, as in torch, where nothing is
-        sharded, because what is shown is all that there is; but not those that one of several
-        copies alone would have."""
+        """Return whether changes are kept. As in torch, they are kept without ``writeback`` if
+        nothing is sharded, because the parameters shown are the only ones; but not if only one of
+        several replicas would have them."""
         return self.writeback or (
             group.shard.ranks == 1 and (group.replica.ranks == 1 or not self.rank0_only)
         )
@@ -49,9 +49,8 @@ def full_parameters(units: Sequence[Unit], options: Options) -> Iterator[None]:
     """Show whole parameters, in the dtype of the shards, in the modules of ``units``; write changes
     back at the end.
 
-    Collective. With original parameters the user's own objects become whole for the while,
-    otherwise plain Parameters stand in their place. A forward inside of the context computes with
-    what is shown.
+    Collective. With use_orig_params=True the user's own parameters are whole inside of the context;
+    without, modules show plain Parameters. A forward inside of the context computes with these.
     """
     with contextlib.ExitStack() as stack:
         for unit in units:
@@ -91,8 +90,8 @@ def _full_unit(unit: Unit, options: Options) -> Iterator[None]:
 def _shown(
     group: Group, full: torch.Tensor, grads: torch.Tensor | None, writeback: bool
 ) -> Iterator[None]:
-    """Put whole parameters where the modules hold them; at the end write back, and make originals
-    what they were."""
+    """Show whole parameters in the modules; at the end write changes back, and make the user's own
+    parameters sharded again."""
     store = store_of(group)
     wholes = store.whole(full.detach())
     whole_grads = store.whole(grads.to(full.device)) if grads is not None else [None] * len(wholes)

@@ -29,7 +29,6 @@ from ..errors import (
     wrong_type,
 )
 from . import rank0_loading
-from .entries import copied
 from .formats import BoxedTensor
 from .model_units import ModelUnit, model_unit_of, model_units_in, names_in_order, units_of
 from .names import (
@@ -41,6 +40,7 @@ from .names import (
     wanted_by,
     without_checkpoint_wrapper,
 )
+from .optim_values import copied
 from .unit_entries import full_entries, local_entries, sharded_entries
 from .unit_loading import load_unit
 from .unmanaged import owners_in
@@ -100,8 +100,8 @@ def _taken(
     keep = not getattr(config, "rank0_only", False) or own.mesh.is_first
     keys = list(itertools.islice(destination, first, None))
     base = clean_name(prefix)
-    # Parts of this unit's parameters; inner instances, which do not know them (ties), have
-    # cleaned their names.
+    # Sharded forms of this unit's parameters, also those that an inner unit's modules hold (ties):
+    # the inner wrapper has cleaned their names.
     parts = (
         set()
         if own.unit.summoned
@@ -121,7 +121,7 @@ def _taken(
         values = {key: _on_cpu(value, as_copy=key in met) for key, value in values.items()}
     elif not own.unit.summoned and not keep_vars:
         values = {key: _compact(value) if key in met else value for key, value in values.items()}
-    if not own.unit.summoned:  # inside of summon_full_params the traversal has met whole parameters
+    if not own.unit.summoned:  # in summon_full_params torch has collected whole parameters
         values.update(_entries(own, base, keep))
     for key in in_module_order(list(values), names_in_order(wrapper, base)):
         destination[key] = values[key]
@@ -165,8 +165,7 @@ def _entries(own: ModelUnit, base: str, keep: bool) -> Iterator[tuple[str, torch
 def _only_wanted(
     wrapper: nn.Module, wanted: Wanted, values: dict[str, Any], met: set[str], base: str
 ) -> dict[str, Any]:
-    """Drop what a filter leaves out of ``met``, the keys that are no managed parameters' and no
-    inner instance's."""
+    """Drop what a filter leaves out of ``met``, the unmanaged entries of this unit's modules."""
     if wanted is everything:
         return values
     named = wrapper.named_parameters(remove_duplicate=False)
@@ -206,7 +205,7 @@ def load_state_dict(
     if not isinstance(state_dict, Mapping):
         raise TypeUsageError(
             explain(
-                "This is no state dict.",
+                "This is not a state dict.",
                 expected="a dict from names to tensors, as state_dict() returns it",
                 got=f"a {type(state_dict).__name__}",
                 where="load_state_dict(state_dict)",
@@ -226,7 +225,7 @@ def load_state_dict(
 
 
 def _without_ddp_prefix(inner: nn.Module, state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What DistributedDataParallel saved has names that begin with ``module.``."""
+    """Remove the prefix ``module.`` of state dicts that DistributedDataParallel saved."""
     own = {*inner._modules, *inner._parameters, *inner._buffers}
     if (
         not state_dict
@@ -245,7 +244,7 @@ def _without_ddp_prefix(inner: nn.Module, state_dict: Mapping[str, Any]) -> Mapp
 
 
 def _groups_of_state_dict(module: nn.Module) -> Iterator[Group]:
-    """The groups whose parts are put together for a state dict in the form that is set."""
+    """Yield the groups that are gathered for a state dict in the form that is set."""
     for each in model_units_in(module):
         kind = each.form.state_dict_type
         with_mesh = kind is StateDictType.SHARDED_STATE_DICT and each.device_mesh is not None
@@ -254,8 +253,8 @@ def _groups_of_state_dict(module: nn.Module) -> Iterator[Group]:
 
 
 def _groups_to_load(module: nn.Module, state_dict: Mapping[str, Any]) -> Iterator[Group]:
-    """The groups whose values in a state dict are sharded in another way than they are; the first
-    such value speaks for all."""
+    """Yield the groups whose values in a state dict are sharded in another way than the groups. The
+    first sharded value of a group decides."""
     for named in units_of(module) if any(map(is_sharded, state_dict.values())) else ():
         for group in named.unit.groups if not named.unit.summoned else ():
             store = store_of(group)
@@ -340,8 +339,8 @@ def _before_load(
     unexpected_keys: list[str],
     error_msgs: list[str],
 ) -> None:
-    """Take this unit's parameters out of what is loaded, and hand the rest on under the wrapped
-    module's names."""
+    """Load this unit's parameters out of ``state_dict``, and rename the rest for the wrapped
+    module."""
     own = _unit_of(wrapper)
     inner = _inner_prefix(wrapper, own, prefix)
     for key in [key for key in state_dict if key.startswith(prefix)]:
@@ -363,10 +362,10 @@ def _before_load(
 
 
 def _after_load(wrapper: nn.Module, incompatible: Any) -> None:
-    """What is reported are the names before wrapping, and nothing that only exists because of it.
+    """Report names before wrapping, and no sharded forms of parameters.
 
-    The outermost instance cleans the names: it still has to recognise sharded forms of its own that
-    inner modules hold (ties).
+    The outermost wrapper cleans the names, because it still has to recognise its own sharded forms
+    in inner modules (ties).
     """
     own = _unit_of(wrapper)
     own.unit.view.in_state_dict = False

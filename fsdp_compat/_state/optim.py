@@ -1,8 +1,8 @@
 """The optimizer's state dict, keyed by parameter names, full or sharded, out of the optimizer.
 
-The optimizer sees targets: a FlatParameter that holds a part of many parameters, or 1-D parts of
-single ones. A state tensor of a target's shape holds one element per element of the shard, so it is
-cut by the same layout as the parameters."""
+The optimizer holds sharded parameters: a FlatParameter with a part of many parameters, or a part of
+a single one each. A state tensor of the same shape has one element per element of the shard, so the
+layout of the parameters cuts it too."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from .._engine.group import Group
 from .._engine.state_store import store_of
 from ..errors import RuntimeUsageError, UsageError, explain
-from .entries import Entry, classify_all, copied, snapshot
 from .optim_alike import Agreed
+from .optim_values import StateKind, classify_all, copied, snapshot
 from .param_ownership import NamedUnit, ParamOwnership, is_flat, is_whole
-from .rank_local import gather_states, own_states, part_of
+from .rank_local import gather_states, part_of, rank_local_states
 from .values import mesh_sharded_value, sharded_value
 
 __all__ = [
     "Facts",
-    "Form",
+    "ExportOptions",
     "NamedUnit",
     "Source",
     "Values",
@@ -42,9 +42,9 @@ __all__ = [
 
 
 class Values(enum.Enum):
-    """What stands for a tensor that has a parameter's shape."""
+    """The kind of value for a state of a parameter's shape."""
 
-    WHOLE = enum.auto()  # itself; and every rank's states that only it can use
+    WHOLE = enum.auto()  # a whole tensor; rank-local states of all ranks come with it
     BOXES = (
         enum.auto()
     )  # this rank's boxes, views of the optimizer's own state; with ``to_cpu`` copies
@@ -52,12 +52,12 @@ class Values(enum.Enum):
 
 
 @dataclasses.dataclass(frozen=True)
-class Form:
-    """How a state dict is wanted."""
+class ExportOptions:
+    """The form in which optimizer state is exported."""
 
     values: Values
     to_cpu: bool
-    keep: bool  # False on ranks that want nothing back
+    keep: bool  # False on ranks that need no result
     group: dist.ProcessGroup | None  # of the boxes
     mesh: DeviceMesh | None  # of the DTensors
 
@@ -67,7 +67,7 @@ _ByTarget = Mapping[nn.Parameter, Mapping[Any, Any]]
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """What an optimizer's own state dict says."""
+    """The contents of ``optimizer.state_dict()``, by parameter."""
 
     states: _ByTarget
     user_states: Mapping[str, Any]  # of no parameter, by the keys that the user gave them
@@ -78,8 +78,8 @@ class Source:
 
 
 def other_form(state_dict: Any) -> tuple[str, object] | None:
-    """Return what is expected of an optimizer's state dict, and what is there instead; None if all
-    is as it should be.
+    """Return (expected, got) for an object that is not an optimizer's state dict; None for one that
+    is.
 
     "param_groups" may be missing, and below names of no parameter there may be anything.
     """
@@ -101,18 +101,18 @@ def other_form(state_dict: Any) -> tuple[str, object] | None:
     return None
 
 
-def is_user_state(holdings: ParamOwnership, key: object) -> bool:
-    """True for a key under which an optimizer keeps something that belongs to no parameter."""
+def is_user_state(ownership: ParamOwnership, key: object) -> bool:
+    """True for a key of a state that belongs to no parameter."""
     return (
         isinstance(key, str)
-        and holdings.name_before(key) not in holdings.by_name
-        and key not in holdings.by_current_name
+        and ownership.name_before(key) not in ownership.by_name
+        and key not in ownership.by_current_name
     )
 
 
-def source_of(holdings: ParamOwnership, state_dict: Any, where: str) -> Source:
-    """Return what ``optimizer.state_dict()`` says, by parameter: it may be keyed by numbers, or by
-    the model's current names.
+def source_of(ownership: ParamOwnership, state_dict: Any, where: str) -> Source:
+    """Return the contents of ``optimizer.state_dict()``, whose keys are numbers or the model's
+    current names, by parameter.
 
     Raises UsageError for another dict.
     """
@@ -120,7 +120,7 @@ def source_of(holdings: ParamOwnership, state_dict: Any, where: str) -> Source:
         expected, got = found
         raise UsageError(
             explain(
-                "This is no optimizer state dict.",
+                "This is not an optimizer state dict.",
                 expected=expected,
                 got=f"{textwrap.shorten(repr(got), 300)} of type {type(got).__name__}",
                 where=where,
@@ -131,21 +131,21 @@ def source_of(holdings: ParamOwnership, state_dict: Any, where: str) -> Source:
     states: dict[nn.Parameter, Mapping[Any, Any]] = {}
     user_states: dict[str, Any] = {}
     for key, value in state_dict["state"].items():
-        if is_user_state(holdings, key):
+        if is_user_state(ownership, key):
             user_states[key] = value
             continue
-        parameter = _parameter_of(holdings, key, where)
+        parameter = _parameter_of(ownership, key, where)
         if not isinstance(value, Mapping):
             raise UsageError(
                 explain(
-                    "This is no optimizer state dict.",
+                    "This is not an optimizer state dict.",
                     expected=f"'state' of {key!r}: a dict",
                     got=f"{textwrap.shorten(repr(value), 300)} of type {type(value).__name__}",
                     where=where,
                     fix="pass what optimizer.state_dict() returned, on every rank",
                 )
             )
-        if not holdings.is_vacant(parameter):
+        if not ownership.is_vacant(parameter):
             states[parameter] = value
     if user_states:
         warnings.warn(
@@ -156,16 +156,16 @@ def source_of(holdings: ParamOwnership, state_dict: Any, where: str) -> Source:
     groups = None
     if "param_groups" in state_dict:
         groups = [
-            {**group, "params": [_parameter_of(holdings, key, where) for key in group["params"]]}
+            {**group, "params": [_parameter_of(ownership, key, where) for key in group["params"]]}
             for group in state_dict["param_groups"]
         ]
     return Source(states, user_states, groups)
 
 
-def _parameter_of(holdings: ParamOwnership, key: object, where: str) -> nn.Parameter:
-    parameters = holdings.parameters
-    if isinstance(key, str) and key in holdings.by_current_name:
-        return holdings.by_current_name[key]
+def _parameter_of(ownership: ParamOwnership, key: object, where: str) -> nn.Parameter:
+    parameters = ownership.parameters
+    if isinstance(key, str) and key in ownership.by_current_name:
+        return ownership.by_current_name[key]
     if isinstance(key, int) and 0 <= key < len(parameters):
         return parameters[key]
     raise UsageError(
@@ -184,19 +184,19 @@ def _parameter_of(holdings: ParamOwnership, key: object, where: str) -> nn.Param
 
 @dataclasses.dataclass(frozen=True)
 class Facts:
-    """What a rank tells others of the states of one flat group."""
+    """A description of a rank's states of one group, for other ranks."""
 
     is_tried: bool
     has_states: bool  # of any group, of steps that were made
     states: Sequence[Mapping[Any, _Described]]  # by target
 
 
-def facts_of(holdings: ParamOwnership, source: Source) -> Callable[[Group], Facts]:
+def facts_of(ownership: ParamOwnership, source: Source) -> Callable[[Group], Facts]:
     """Return what gives the facts of each group."""
     kinds = classify_all(source.states)
 
     def of_group(group: Group) -> Facts:
-        sharded_params = holdings.in_group(group)
+        sharded_params = ownership.in_group(group)
         described = [
             {key: _described(source.states[t][key], kind) for key, kind in kinds.get(t, {}).items()}
             for t in sharded_params
@@ -207,7 +207,7 @@ def facts_of(holdings: ParamOwnership, source: Source) -> Callable[[Group], Fact
 
 
 def optim_state(
-    holdings: ParamOwnership, source: Source, agreed: Agreed, form: Form
+    ownership: ParamOwnership, source: Source, agreed: Agreed, form: ExportOptions
 ) -> dict[str, Any]:
     """Return {"state": {name: {...}}, "param_groups": [{..., "params": [names]}]}.
 
@@ -219,12 +219,12 @@ def optim_state(
     state: dict[str, Any] = {}
     groups = {
         id(its.group): its.group
-        for p, its in holdings.held.items()
+        for p, its in ownership.held.items()
         if p in agreed.sharded_params and its.group is not None
     }
     for number, group in groups.items():
-        _GroupStates(group, holdings, source, agreed.facts[number], form).add_to(state)
-    for parameter, name in holdings.unmanaged:
+        _GroupStates(group, ownership, source, agreed.facts[number], form).add_to(state)
+    for parameter, name in ownership.unmanaged:
         if parameter in source.states:
             state[name] = {
                 key: snapshot(value, form.to_cpu) for key, value in source.states[parameter].items()
@@ -232,7 +232,7 @@ def optim_state(
     if not form.keep:
         return {}
     first = [
-        name for parameter in holdings.parameters for _, name in holdings.held[parameter].names
+        name for parameter in ownership.parameters for _, name in ownership.held[parameter].names
     ]
     result: dict[str, Any] = {
         "state": {name: state[name] for name in dict.fromkeys([*first, *state]) if name in state}
@@ -247,7 +247,7 @@ def optim_state(
                 "params": [
                     name
                     for parameter in group["params"]
-                    for _, name in holdings.held[parameter].names
+                    for _, name in ownership.held[parameter].names
                 ],
             }
             for group in source.param_groups
@@ -256,27 +256,27 @@ def optim_state(
 
 
 class _GroupStates:
-    """The state of everything one group holds, and what each state is for the ranks together."""
+    """The optimizer states of one group, with the description that the ranks agree on."""
 
     def __init__(
         self,
         group: Group,
-        holdings: ParamOwnership,
+        ownership: ParamOwnership,
         source: Source,
         everyones: Sequence[Facts],
-        form: Form,
+        form: ExportOptions,
     ) -> None:
         """everyones: of the ranks of the shard axis, which find the same, also where one of them
         raises.
 
         An optimizer may keep nothing for an empty part, or not the same everywhere.
         """
-        self.group, self.holdings, self.form = group, holdings, form
-        self.sharded_params = holdings.in_group(group)
+        self.group, self.ownership, self.form = group, ownership, form
+        self.sharded_params = ownership.in_group(group)
         self.states = {target: source.states.get(target, {}) for target in self.sharded_params}
         if any(
             facts.has_states for facts in everyones
-        ):  # what is tried counts only if nobody has made a step
+        ):  # a tried-out state counts only if no rank has made a step
             nothing = [dict[Any, _Described]()] * len(self.sharded_params)
             everyones = [
                 dataclasses.replace(facts, states=nothing) if facts.is_tried else facts
@@ -298,18 +298,16 @@ class _GroupStates:
     def _require_everywhere(self, target: nn.Parameter, key: Any, there: list[bool]) -> None:
         """Raise UsageError if a rank lacks a state for its part of a parameter: in the whole it
         would be zeros."""
-        names, members = self.holdings.held[target].names, self.group.shard.members
+        names, members = self.ownership.held[target].names, self.group.shard.members
         for rank, has in enumerate(there):
-            if not has and (
-                is_flat(self.group, target) or part_of(self.group, target, names, rank).runs
-            ):
+            if not has and (is_flat(self.group) or part_of(self.group, target, names, rank).runs):
                 raise RuntimeUsageError(
                     explain(
                         "The optimizers of the ranks do not keep the same state.",
                         expected="every state of a parameter on all ranks that have a part of it",
                         got=f"the state {key!r} of {names[0][1]!r}: on rank "
                         f"{members[there.index(True)]}, not on {members[rank]}",
-                        where=f"{self.holdings.where}, {self.group.name}",
+                        where=f"{self.ownership.where}, {self.group.name}",
                         fix="step the optimizer, and load its state, on every rank alike",
                     )
                 )
@@ -317,15 +315,15 @@ class _GroupStates:
     def add_to(self, state: dict[str, dict[str, Any]]) -> None:
         form, rank_states = self.form, {}
         for target, known in zip(self.sharded_params, self.known, strict=True):
-            whole = is_whole(self.group, target)
-            for _, name in self.holdings.held[target].names if known else ():
+            whole = is_whole(self.group)
+            for _, name in self.ownership.held[target].names if known else ():
                 state[name] = {
                     key: snapshot(its.value, form.to_cpu)
                     for key, its in known.items()
-                    if its.kind is Entry.SCALAR or (whole and its.kind is Entry.OPAQUE)
+                    if its.kind is StateKind.SCALAR or (whole and its.kind is StateKind.RANK_LOCAL)
                 }
             rank_states[target] = [
-                key for key, its in known.items() if its.kind is Entry.OPAQUE and not whole
+                key for key, its in known.items() if its.kind is StateKind.RANK_LOCAL and not whole
             ]
         per_element: dict[
             tuple[Any, torch.dtype | None], list[nn.Parameter]
@@ -339,7 +337,7 @@ class _GroupStates:
                 self._add_boxes(state, key, dtype, having)
             else:
                 self._add_wholes(state, key, dtype, having)
-        found = own_states(self.group, self.holdings, self.states, rank_states, form.to_cpu)
+        found = rank_local_states(self.group, self.ownership, self.states, rank_states, form.to_cpu)
         if form.values is Values.WHOLE and any(rank_states.values()):
             found = gather_states(self.group, found, to_cpu=form.to_cpu, keep=form.keep)
         for name, rank_state in found:
@@ -367,11 +365,12 @@ class _GroupStates:
             for value, parallel in zip(store.whole(gathered), store.parallel, strict=True)
         ]
         for target in having if self.form.keep else ():
-            for index, name in self.holdings.held[target].names:
+            for index, name in self.ownership.held[target].names:
                 state[name][key] = self._value(wholes[index])
 
     def _value(self, whole: torch.Tensor) -> torch.Tensor:
-        """What stands for a gathered value: a copy that keeps nothing else in memory."""
+        """Return a gathered value in the form asked for: a copy that keeps nothing else in
+        memory."""
         if self.form.values is Values.WHOLE or self.form.mesh is None:
             return copied(whole, self.form.to_cpu)
         value = mesh_sharded_value(whole, self.form.mesh)
@@ -394,7 +393,7 @@ class _GroupStates:
                 .detach()
                 .reshape(-1)
             )
-            for index, name in self.holdings.held[target].names:
+            for index, name in self.ownership.held[target].names:
                 run = value[store.part_in_sharded_param(index).slice]
                 run = copied(run, to_cpu=True) if self.form.to_cpu else run
                 state[name][key] = sharded_value(
@@ -411,19 +410,19 @@ class _GroupStates:
 class _Described:
     """One state of one target, in what ranks tell each other of it."""
 
-    kind: Entry
+    kind: StateKind
     dtype: torch.dtype | None = None  # of one that has one element per element
     value: Any = None  # of a scalar
 
 
 def _is_per_element(its: _Described) -> bool:
-    return its.kind is Entry.PER_ELEMENT
+    return its.kind is StateKind.PER_ELEMENT
 
 
-def _described(value: Any, kind: Entry) -> _Described:
-    if kind is Entry.PER_ELEMENT:
+def _described(value: Any, kind: StateKind) -> _Described:
+    if kind is StateKind.PER_ELEMENT:
         return _Described(kind, dtype=value.dtype)
-    if kind is Entry.SCALAR:
+    if kind is StateKind.SCALAR:
         return _Described(
             kind, value=value.detach().cpu() if isinstance(value, torch.Tensor) else value
         )
@@ -433,10 +432,10 @@ def _described(value: Any, kind: Entry) -> _Described:
 def _agreed(
     everyones: Sequence[Mapping[Any, _Described]], own: Mapping[Any, Any]
 ) -> dict[Any, _Described]:
-    """What a target's states are for all ranks: what one of them finds opaque, or what differs as a
-    scalar or in dtype, is opaque.
+    """Return the description of a sharded parameter's states that holds for all ranks. A state is
+    rank-local if one rank finds it so, or if a scalar or a dtype differs.
 
-    Scalars and opaque states of the own rank come as it has them.
+    Scalars and rank-local states have this rank's values.
     """
     agreed: dict[Any, _Described] = {}
     for its in everyones:
@@ -445,9 +444,9 @@ def _agreed(
             if (known.kind, known.dtype) != (described.kind, described.dtype) or not _equal(
                 known.value, described.value
             ):
-                agreed[key] = _Described(Entry.OPAQUE)
+                agreed[key] = _Described(StateKind.RANK_LOCAL)
     for key, described in agreed.items():
-        if key in own and described.kind is not Entry.PER_ELEMENT:
+        if key in own and described.kind is not StateKind.PER_ELEMENT:
             agreed[key] = dataclasses.replace(described, value=own[key])
     return agreed
 

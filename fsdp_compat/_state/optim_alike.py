@@ -28,8 +28,8 @@ _Runs = tuple[tuple[int, int], ...]  # (start, stop), in order
 
 @dataclasses.dataclass(frozen=True)
 class Told:
-    """What one rank says of its optimizer. Parameters of some flat groups are counted through, in
-    the model's order."""
+    """One rank's description of its optimizer. Parameters are numbered over some groups, in the
+    model's order."""
 
     rank: int  # the global one
     sizes: tuple[int, ...]  # elements of a shard, by flat group
@@ -38,36 +38,36 @@ class Told:
     unmanaged: str  # a checksum of the names of the optimizer's parameters that no unit manages
 
 
-def tell(holdings: ParamOwnership, groups: Sequence[Group]) -> Told:
-    """Return what this rank says of its optimizer. groups: flat groups, the same on all ranks."""
+def tell(ownership: ParamOwnership, groups: Sequence[Group]) -> Told:
+    """Return this rank's description of its optimizer. groups: the same on all ranks."""
     here = [
         (position, p)
-        for position, p in enumerate(_targets(holdings, groups))
-        if not holdings.is_vacant(p)
+        for position, p in enumerate(_targets(ownership, groups))
+        if not ownership.is_vacant(p)
     ]
     return Told(
         _global_rank(),
         tuple(store_of(group).numel for group in groups),
-        _runs(position for position, p in here if p in holdings.members),
-        _runs(position for position, p in here if p not in holdings.members),
-        hashlib.sha1("\n".join(name for _, name in holdings.unmanaged).encode()).hexdigest(),
+        _runs(position for position, p in here if p in ownership.members),
+        _runs(position for position, p in here if p not in ownership.members),
+        hashlib.sha1("\n".join(name for _, name in ownership.unmanaged).encode()).hexdigest(),
     )
 
 
 def held_by_any(
-    holdings: ParamOwnership, groups: Sequence[Group], told: Sequence[Told]
+    ownership: ParamOwnership, groups: Sequence[Group], told: Sequence[Told]
 ) -> set[nn.Parameter]:
     """Return the parameters of ``groups`` that some rank's optimizer has."""
     held = {position for its in told for run in its.held for position in range(*run)}
     return {
         p
-        for position, p in enumerate(_targets(holdings, groups))
-        if position in held or p in holdings.members
+        for position, p in enumerate(_targets(ownership, groups))
+        if position in held or p in ownership.members
     }
 
 
 def require_alike(
-    holdings: ParamOwnership,
+    ownership: ParamOwnership,
     groups: Sequence[Group],
     told: Sequence[Told],
     call: str,
@@ -98,14 +98,14 @@ def require_alike(
         if position in held
     ]
     if lacking:
-        sharded_params = _targets(holdings, groups)
+        sharded_params = _targets(ownership, groups)
         position = min(position for position, _ in lacking)
         without = sorted({rank for its_position, rank in lacking if its_position == position})
         more = len({its_position for its_position, _ in lacking}) - 1
         raise _unlike(
             "The optimizers of the ranks hold different parameters.",
             "the same parameters in the optimizer of every rank, in any order",
-            f"{holdings.held[sharded_params[position]].names[0][1]!r}"
+            f"{ownership.held[sharded_params[position]].names[0][1]!r}"
             f"{f' and {more} more' if more else ''}: missing on rank(s) "
             f"{textwrap.shorten(str(without), 200)}, there on rank {held[position]}",
             call,
@@ -126,7 +126,7 @@ def require_alike(
 
 @dataclasses.dataclass(frozen=True)
 class Agreed:
-    """What ranks have told each other, when they go on."""
+    """The descriptions that ranks have exchanged."""
 
     sharded_params: set[nn.Parameter]  # those that the optimizer of some rank has
     facts: Mapping[
@@ -135,7 +135,7 @@ class Agreed:
 
 
 def agree_together(
-    holdings: ParamOwnership | None,
+    ownership: ParamOwnership | None,
     groups: Sequence[Group],
     problem: Exception | None,
     facts_of: Callable[[Group], Any],
@@ -146,41 +146,45 @@ def agree_together(
 
     Collective: one small exchange for each set of ranks, the smaller sets first, so that what is
     wrong in one is heard of in those around it. Raises ``problem``, what keeps this rank from going
-    on and leaves it without ``holdings``, and on all other ranks UsageError; likewise if ranks do
+    on and leaves it without ``ownership``, and on all other ranks UsageError; likewise if ranks do
     not hold alike.
     """
-    wires: dict[int, tuple[Communicator, list[Group]]] = {}
+    communicators: dict[int, tuple[Communicator, list[Group]]] = {}
     for group in groups:
-        for wire in (group.shard, *group.tensor_parallel):
-            if wire.ranks > 1:
-                wires.setdefault(id(wire), (wire, []))[1].append(group)
+        for communicator in (group.shard, *group.tensor_parallel):
+            if communicator.ranks > 1:
+                communicators.setdefault(id(communicator), (communicator, []))[1].append(group)
     text = "" if problem is None else str(_elsewhere(problem, call))
     sharded_params, facts = set[nn.Parameter](), dict[int, Sequence[Any]]()
-    for wire, its in sorted(wires.values(), key=lambda pair: (pair[0].ranks, pair[0].members)):
+    for communicator, its in sorted(
+        communicators.values(), key=lambda pair: (pair[0].ranks, pair[0].members)
+    ):
         own = (
-            None if holdings is None else (tell(holdings, its), [facts_of(group) for group in its])
+            None
+            if ownership is None
+            else (tell(ownership, its), [facts_of(group) for group in its])
         )
-        answers = wire.gather_objects((text, own))
+        answers = communicator.gather_objects((text, own))
         text = text or next((its_text for its_text, _ in answers if its_text), "")
-        if text or holdings is None:
+        if text or ownership is None:
             continue
         told = [answer[0] for _, answer in answers]
         try:
-            require_alike(holdings, its, told, call, unmanaged=False)
+            require_alike(ownership, its, told, call, unmanaged=False)
         except RuntimeUsageError as error:
             text = str(error)
             continue
-        sharded_params |= held_by_any(holdings, its, told)
+        sharded_params |= held_by_any(ownership, its, told)
         for number, group in enumerate(its):
-            if group.shard is wire:
+            if group.shard is communicator:
                 facts[id(group)] = [answer[1][number] for _, answer in answers]
     if problem is not None:
         raise problem
     if text:
         raise RuntimeUsageError(text)
-    assert holdings is not None
+    assert ownership is not None
     facts.update({id(group): [facts_of(group)] for group in groups if id(group) not in facts})
-    return Agreed(sharded_params | holdings.members, facts)
+    return Agreed(sharded_params | ownership.members, facts)
 
 
 def _elsewhere(problem: Exception, call: str) -> RuntimeUsageError:
@@ -201,8 +205,8 @@ def _global_rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 
 
-def _targets(holdings: ParamOwnership, groups: Sequence[Group]) -> list[nn.Parameter]:
-    return [target for group in groups for target in holdings.in_group(group)]
+def _targets(ownership: ParamOwnership, groups: Sequence[Group]) -> list[nn.Parameter]:
+    return [target for group in groups for target in ownership.in_group(group)]
 
 
 def _runs(positions: Iterable[int]) -> _Runs:

@@ -15,8 +15,8 @@ from torch import nn
 
 from .._engine.state_store import store_of
 from ..errors import CheckpointError, UsageError, ValueCheckpointError, explain
-from .entries import Entry, classify
 from .optim import is_user_state, other_form
+from .optim_values import StateKind, classify
 from .param_ownership import ParamOwnership, is_whole, numbered_names
 from .rank0 import Outline
 from .rank_local import RankState, check_layout
@@ -26,7 +26,7 @@ __all__ = ["LATER", "GivenState", "LoadOptions", "outline", "read_given", "refus
 
 
 class _Later(enum.Enum):
-    """In the place of what the first rank sends with the parameter that it belongs to."""
+    """A placeholder for a value that rank 0 sends later, with its parameter."""
 
     LATER = enum.auto()
 
@@ -36,10 +36,10 @@ LATER = _Later.LATER
 
 @dataclasses.dataclass(frozen=True)
 class LoadOptions:
-    """How a dict is to be loaded."""
+    """How a dict is loaded."""
 
     order: Sequence[str]  # the names of all parameters, as the model had them before it was wrapped
-    from_first: bool  # where ranks have None or {}, all take what the first one has
+    from_rank0: bool  # if ranks have None or {}, all load the dict of rank 0
     # groups list what was saved, and all parameters of a FlatParameter have state, or none
     as_saved: bool = False
     named: torch.optim.Optimizer | None = (
@@ -49,7 +49,7 @@ class LoadOptions:
 
 @dataclasses.dataclass(frozen=True)
 class GivenState:
-    """A state dict that was looked through and fits, by the names before wrapping."""
+    """A state dict that was checked and fits, by the names before wrapping."""
 
     entries: Mapping[str, Mapping[Any, Any]]
     rank_states: Mapping[str, Sequence[RankState]]  # those in it that belong to single ranks
@@ -57,23 +57,23 @@ class GivenState:
     groups: Sequence[Mapping[str, Any]] | None  # parameter groups, their params by name
     user_states: Mapping[str, Any]  # of no parameter
 
-    def is_cut(self, holdings: ParamOwnership, name: str, key: Any) -> bool:
+    def is_cut(self, ownership: ParamOwnership, name: str, key: Any) -> bool:
         """True for a value that has one element per element of a parameter, which is cut as that
         is."""
         value = self.entries[name][key]
         if key not in self.per_element or not isinstance(value, (torch.Tensor, Outline)):
             return False
-        target, index = holdings.by_name[name]
-        group = holdings.held[target].group
+        target, index = ownership.by_name[name]
+        group = ownership.held[target].group
         shape = value.shape if isinstance(value, Outline) else shape_of(value)
         return group is not None and shape == store_of(group).shape(index)
 
-    def outline(self, holdings: ParamOwnership) -> GivenState:
-        """The same without what is of size."""
+    def outline(self, ownership: ParamOwnership) -> GivenState:
+        """Return the same without large values."""
         entries: dict[str, dict[Any, Any]] = {}
         for name, entry in self.entries.items():
             entries[name] = {
-                key: outline(value, self.is_cut(holdings, name, key))
+                key: outline(value, self.is_cut(ownership, name, key))
                 for key, value in entry.items()
             }
         groups = self.groups
@@ -105,7 +105,7 @@ def outline(value: Any, cut: bool) -> Any:
 
 
 def read_given(
-    holdings: ParamOwnership, state_dict: Any, wanted: LoadOptions, call: str
+    ownership: ParamOwnership, state_dict: Any, wanted: LoadOptions, call: str
 ) -> GivenState:
     """Raises UsageError for what has not the form of a dict, CheckpointError for one that does not
     fit. Nothing is sent."""
@@ -118,7 +118,7 @@ def read_given(
         )
         raise error(
             explain(
-                "This is no optimizer state dict.",
+                "This is not an optimizer state dict.",
                 expected=expected,
                 got=f"{textwrap.shorten(repr(got), 300)} of type {type(got).__name__}",
                 where=call,
@@ -128,20 +128,20 @@ def read_given(
             )
         )
     if _is_by_number(state_dict):
-        state_dict = _by_name(state_dict, holdings, wanted.order)
+        state_dict = _by_name(state_dict, ownership, wanted.order)
     named, user_states = dict[str, Mapping[Any, Any]](), dict[str, Any]()
     for name, entry in state_dict["state"].items():
-        if is_user_state(holdings, name) and (
+        if is_user_state(ownership, name) and (
             wanted.named is not None or not isinstance(entry, Mapping)
         ):
             user_states[name] = entry
         else:
-            named[holdings.name_before(name)] = entry
-    _refuse_unknown(holdings, named)
+            named[ownership.name_before(name)] = entry
+    _refuse_unknown(ownership, named)
     groups = None
     if "param_groups" in state_dict:
         groups = [
-            {**g, "params": [holdings.name_before(name) for name in g["params"]]}
+            {**g, "params": [ownership.name_before(name) for name in g["params"]]}
             for g in state_dict["param_groups"]
         ]
     entries = {
@@ -153,10 +153,10 @@ def read_given(
         for name, entry in named.items()
     }
     rank_states = {name: its for name, its in rank_states.items() if its}
-    check_layout(holdings, rank_states)
+    check_layout(ownership, rank_states)
     if wanted.as_saved:
-        _refuse_missing(holdings, entries, call)
-    return GivenState(entries, rank_states, _per_element(entries, holdings), groups, user_states)
+        _refuse_missing(ownership, entries, call)
+    return GivenState(entries, rank_states, _per_element(entries, ownership), groups, user_states)
 
 
 def _is_by_number(state_dict: Mapping[str, Any]) -> bool:
@@ -167,16 +167,16 @@ def _is_by_number(state_dict: Mapping[str, Any]) -> bool:
     )
 
 
-def _refuse_unknown(holdings: ParamOwnership, named: Mapping[str, Any]) -> None:
+def _refuse_unknown(ownership: ParamOwnership, named: Mapping[str, Any]) -> None:
     """Raise CheckpointError for names that are no parameters', and for entries that are no
     dicts."""
-    unknown = [name for name in named if name not in holdings.by_name]
+    unknown = [name for name in named if name not in ownership.by_name]
     if unknown:
         raise CheckpointError(
             explain(
                 "The optimizer state belongs to another model.",
                 expected="names of the model's parameters, such as "
-                f"{next(iter(holdings.by_name), 'none')!r}",
+                f"{next(iter(ownership.by_name), 'none')!r}",
                 got=f"{len(unknown)} unknown name(s), such as {unknown[0]!r}",
                 where="the 'state' of the optimizer state dict",
                 fix="load the optimizer state that optim_state_dict returned for this model, keyed "
@@ -188,7 +188,7 @@ def _refuse_unknown(holdings: ParamOwnership, named: Mapping[str, Any]) -> None:
         if not isinstance(entry, Mapping):
             raise CheckpointError(
                 explain(
-                    "This is no optimizer state dict.",
+                    "This is not an optimizer state dict.",
                     expected=f"'state' of {name!r}: a dict",
                     got=f"{textwrap.shorten(repr(entry), 300)} of type {type(entry).__name__}",
                     where="the 'state' of the optimizer state dict",
@@ -198,16 +198,15 @@ def _refuse_unknown(holdings: ParamOwnership, named: Mapping[str, Any]) -> None:
 
 
 def _refuse_missing(
-    holdings: ParamOwnership, entries: Mapping[str, Mapping[Any, Any]], call: str
+    ownership: ParamOwnership, entries: Mapping[str, Mapping[Any, Any]], call: str
 ) -> None:
     """Raise CheckpointError for a parameter without state in a FlatParameter whose others have
     counts.
 
-    Zeros can stand for other states of such a parameter, but one count is not right for all of
-    them.
+    Missing tensors could be zeros, but a single count would be wrong for some of the parameters.
     """
-    for target in holdings.parameters:
-        names = [name for _, name in holdings.held[target].names]
+    for target in ownership.parameters:
+        names = [name for _, name in ownership.held[target].names]
         missing = [name for name in names if name not in entries]
         values = [
             value for name in names for value in entries.get(name, {}).values() if value is not None
@@ -215,7 +214,7 @@ def _refuse_missing(
         if missing and not all(isinstance(value, torch.Tensor) and value.dim() for value in values):
             raise ValueCheckpointError(
                 explain(
-                    "A parameter that goes into a FlatParameter has no optimizer state.",
+                    "A parameter of a FlatParameter has no optimizer state.",
                     expected=f"state of all {len(names)} parameters of the FlatParameter, or of "
                     "none of them",
                     got=f"none of {len(missing)}, such as {missing[0]!r}",
@@ -227,10 +226,10 @@ def _refuse_missing(
 
 
 def _by_name(
-    state_dict: Mapping[str, Any], holdings: ParamOwnership, order: Sequence[str]
+    state_dict: Mapping[str, Any], ownership: ParamOwnership, order: Sequence[str]
 ) -> dict[str, Any]:
     """Return the same dict with names, see ``numbered_names``."""
-    wanted = numbered_names(holdings, order)
+    wanted = numbered_names(ownership, order)
     saved = state_dict.get("param_groups")
     if saved is None:
         names = dict(enumerate(name for its in wanted for name in its))
@@ -250,7 +249,7 @@ def _by_name(
                     "parameters",
                     got=f"{len(saved)} parameter group(s), number {number} of {len(given)} "
                     "parameters",
-                    where=f"optim_state_dict_to_load, parameter group {number}, {holdings.where}",
+                    where=f"optim_state_dict_to_load, parameter group {number}, {ownership.where}",
                     fix="make the optimizer with the same groups of parameters as the one that was "
                     "saved, or load state by names",
                 )
@@ -264,7 +263,7 @@ def _by_name(
 
 
 def _per_element(
-    entries: Mapping[str, Mapping[Any, Any]], holdings: ParamOwnership
+    entries: Mapping[str, Mapping[Any, Any]], ownership: ParamOwnership
 ) -> frozenset[Any]:
     """Return the names of the states that have one element per element of a parameter, of
     parameters that units manage.
@@ -278,11 +277,11 @@ def _per_element(
     shapes: dict[str, tuple[int, ...]] = {}
     whole: set[str] = set()
     for name, entry in entries.items():
-        target, index = holdings.by_name[name]
-        if (group := holdings.held[target].group) is None:
+        target, index = ownership.by_name[name]
+        if (group := ownership.held[target].group) is None:
             continue
         shapes[name] = store_of(group).shape(index)
-        whole |= {name} if is_whole(group, target) else set()
+        whole |= {name} if is_whole(group) else set()
         for key, value in entry.items():
             if value is not None:
                 by_key.setdefault(key, {})[name] = value
@@ -304,7 +303,7 @@ def _per_element(
                 _check_value(values[name], shapes[name], f"state {key!r} of {name!r}")
         for name, value in values.items():
             if key not in found and name not in whole and not isinstance(value, torch.Tensor):
-                _check_scalar(value, holdings.by_name[name][0], f"state {key!r} of {name!r}")
+                _check_scalar(value, ownership.by_name[name][0], f"state {key!r} of {name!r}")
     return frozenset(found)
 
 
@@ -340,7 +339,7 @@ def _check_value(value: object, shape: tuple[int, ...], where: str) -> None:
 def _check_scalar(value: object, target: nn.Parameter, where: str) -> None:
     """Raise CheckpointError for an object that belongs to a whole parameter, where parameters are
     not whole."""
-    if classify(value, target) is Entry.OPAQUE:
+    if classify(value, target) is StateKind.RANK_LOCAL:
         raise CheckpointError(
             explain(
                 "An optimizer state belongs to a whole parameter and cannot be sharded.",
@@ -359,7 +358,7 @@ def refuse_sharded(plan: GivenState, call: str) -> None:
             if is_sharded(value):
                 raise CheckpointError(
                     explain(
-                        "The first rank is to send its optimizer state dict, which is sharded.",
+                        "Rank 0 cannot send a sharded optimizer state dict.",
                         expected="whole tensors, as FULL_STATE_DICT gives them",
                         got=f"a {type(value).__name__}",
                         where=f"{call}, state {key!r} of {name!r}",

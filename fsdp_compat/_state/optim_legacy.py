@@ -1,5 +1,5 @@
-"""What the older calls for optimizer state have of their own: an optimizer's input in its place,
-and dicts keyed anew."""
+"""The parts of the older optimizer-state calls that the newer ones lack: an optimizer's input in
+place of the optimizer, and dicts with other keys."""
 
 from __future__ import annotations
 

@@ -138,7 +138,7 @@ def scatter_full_optim_state_dict(
     optim: Optimizer | None = None,
     group: Any | None = None,
 ) -> dict[str, Any]:
-    """Return what the optimizer loads on this rank, from a full dict that only the first rank
+    """Return what the optimizer loads on this rank, from a full dict that only rank 0
     needs to have.
 
     Collective: it is sent one state of one unit at a time.
@@ -175,7 +175,7 @@ def rekey_optim_state_dict(
     if (found := other_form(optim_state_dict)) is not None:
         raise CheckpointError(
             explain(
-                "This is no optimizer state dict.",
+                "This is not an optimizer state dict.",
                 expected=found[0],
                 got=f"a {type(found[1]).__name__}",
                 where=where,

@@ -15,9 +15,9 @@ from torch import nn
 from .._engine.group import Group
 from .._engine.state_store import store_of
 from ..errors import FsdpCompatError, RuntimeUsageError, UsageError, explain
-from .entries import copied, snapshot
 from .optim_alike import held_by_any, require_alike, tell
 from .optim_given import LATER, GivenState, LoadOptions, outline, read_given, refuse_sharded
+from .optim_values import copied, snapshot
 from .param_ownership import ParamOwnership
 from .rank0 import Rank0Broadcast
 from .rank_local import restored
@@ -27,7 +27,7 @@ __all__ = ["optim_state_to_load"]
 
 
 def optim_state_to_load(
-    holdings: ParamOwnership | None,
+    ownership: ParamOwnership | None,
     problem: Exception | None,
     groups: Sequence[Group],
     state_dict: Any,
@@ -37,11 +37,11 @@ def optim_state_to_load(
 ) -> dict[str, Any]:
     """Return what ``optimizer.load_state_dict`` takes, from a dict by names, full or sharded, or by
     numbers, as the optimizer of an unwrapped model gives it. problem: what keeps this rank from
-    loading, which has no ``holdings`` then. groups: all of the model.
+    loading, which has no ``ownership`` then. groups: all of the model.
 
     Collective over the mesh of ``first``: one small exchange, in which ranks learn whether all have
     a dict that fits, and optimizers of the same parameters. With full values, or own boxes, nothing
-    else is sent; values that are sharded in another way are gathered. ``from_first``: where ranks
+    else is sent; values that are sharded in another way are gathered. ``from_rank0``: where ranks
     have None or {}, all take what the first one has, which sends one (group, state) at a time. What
     is sent goes in the model's order.
 
@@ -53,12 +53,12 @@ def optim_state_to_load(
         group for group in groups if group.shard.ranks * group.replica.ranks == first.num_ranks
     ]
     missing = state_dict is None or (isinstance(state_dict, Mapping) and not state_dict)
-    if holdings is not None:
-        told = tell(holdings, groups)
+    if ownership is not None:
+        told = tell(ownership, groups)
         if not missing:
             try:
-                plan = read_given(holdings, state_dict, wanted, call)
-                if wanted.from_first and first.is_here:
+                plan = read_given(ownership, state_dict, wanted, call)
+                if wanted.from_rank0 and first.is_here:
                     refuse_sharded(plan, call)
             except FsdpCompatError as caught:
                 problem = caught
@@ -66,23 +66,23 @@ def optim_state_to_load(
     answers = first.gather((plan is not None, "" if problem is None else str(problem), kind, told))
     if problem is not None:
         raise problem
-    _refuse_together([answer[:3] for answer in answers], wanted.from_first, state_dict, call)
-    assert holdings is not None
+    _refuse_together([answer[:3] for answer in answers], wanted.from_rank0, state_dict, call)
+    assert ownership is not None
     everyones = [its for *_, its in answers]
     sends = not all(answer[0] for answer in answers)
-    require_alike(holdings, groups, everyones, call, unmanaged=sends)
-    sharded_params = held_by_any(holdings, groups, everyones) | set(holdings.members)
+    require_alike(ownership, groups, everyones, call, unmanaged=sends)
+    sharded_params = held_by_any(ownership, groups, everyones) | set(ownership.members)
     if sends:
-        _refuse_other_ranks(holdings, first, call)
-        told_plan = first.tell(None if plan is None else plan.outline(holdings))
+        _refuse_other_ranks(ownership, first, call)
+        told_plan = first.tell(None if plan is None else plan.outline(ownership))
         plan = plan if first.is_here else told_plan
     assert plan is not None
-    return _Loading(holdings, plan, first if sends else None, sharded_params, wanted).result()
+    return _Loading(ownership, plan, first if sends else None, sharded_params, wanted).result()
 
 
 def _refuse_together(
     statuses: Sequence[tuple[bool, str, type[FsdpCompatError]]],
-    from_first: bool,
+    from_rank0: bool,
     given: object,
     call: str,
 ) -> None:
@@ -102,14 +102,14 @@ def _refuse_together(
             )
         )
     lacking = [rank for rank, (has, *_) in enumerate(statuses) if not has]
-    if lacking and (not from_first or 0 in lacking):
+    if lacking and (not from_rank0 or 0 in lacking):
         raise UsageError(
             explain(
                 "The optimizer state dict is missing on other ranks."
                 if given
-                else "This is no optimizer state dict.",
+                else "This is not an optimizer state dict.",
                 expected="a dict with 'state' and 'param_groups' on the first rank"
-                if from_first
+                if from_rank0
                 else "a dict with 'state' and 'param_groups' on every rank",
                 got=f"nothing on rank(s) {textwrap.shorten(str(lacking), 100)} of {len(statuses)}, "
                 f"here a {type(given).__name__}",
@@ -122,10 +122,10 @@ def _refuse_together(
         )
 
 
-def _refuse_other_ranks(holdings: ParamOwnership, first: Rank0Broadcast, call: str) -> None:
+def _refuse_other_ranks(ownership: ParamOwnership, first: Rank0Broadcast, call: str) -> None:
     """Raise if a unit is over some of the ranks only: then others hold something else under the
     same names."""
-    for held in holdings.held.values():
+    for held in ownership.held.values():
         num_ranks = (
             first.num_ranks
             if held.group is None
@@ -150,7 +150,7 @@ class _Loading:
 
     def __init__(
         self,
-        holdings: ParamOwnership,
+        ownership: ParamOwnership,
         plan: GivenState,
         sender: Rank0Broadcast | None,
         sharded_params: Collection[nn.Parameter],
@@ -158,8 +158,8 @@ class _Loading:
     ) -> None:
         """targets: the managed parameters that some rank's optimizer has; ranks that lack one have
         no part of it."""
-        self._holdings, self._plan, self._sender, self._targets, self._wanted = (
-            holdings,
+        self._ownership, self._plan, self._sender, self._targets, self._wanted = (
+            ownership,
             plan,
             sender,
             sharded_params,
@@ -167,27 +167,27 @@ class _Loading:
         )
 
     def result(self) -> dict[str, Any]:
-        holdings, plan = self._holdings, self._plan
+        ownership, plan = self._ownership, self._plan
         state: dict[nn.Parameter, dict[Any, Any]] = {}
         groups = {
             id(its.group): its.group
-            for p, its in holdings.held.items()
+            for p, its in ownership.held.items()
             if p in self._targets and its.group is not None
         }
         for group in groups.values():
             state.update(
-                self._of_group(group, [t for t in holdings.in_group(group) if t in self._targets])
+                self._of_group(group, [t for t in ownership.in_group(group) if t in self._targets])
             )
-        for parameter, name in holdings.unmanaged:
+        for parameter, name in ownership.unmanaged:
             if name in plan.entries:
                 state[parameter] = self._uncut(plan.entries[name], name)
-        keys: dict[nn.Parameter, Any] = {p: number for number, p in enumerate(holdings.parameters)}
+        keys: dict[nn.Parameter, Any] = {p: number for number, p in enumerate(ownership.parameters)}
         if self._wanted.named is not None:
-            keys = {parameter: name for name, parameter in holdings.by_current_name.items()}
+            keys = {parameter: name for name, parameter in ownership.by_current_name.items()}
             for (
                 parameter
-            ) in holdings.parameters:  # such an optimizer wants state of all its parameters
-                if holdings.is_vacant(parameter) and self._wanted.named.state.get(parameter):
+            ) in ownership.parameters:  # such an optimizer wants state of all its parameters
+                if ownership.is_vacant(parameter) and self._wanted.named.state.get(parameter):
                     state[parameter] = {
                         key: snapshot(value)
                         for key, value in self._wanted.named.state[parameter].items()
@@ -196,7 +196,7 @@ class _Loading:
             state = {
                 parameter: entry
                 for parameter, entry in state.items()
-                if not holdings.is_vacant(parameter)
+                if not ownership.is_vacant(parameter)
             }
         result: dict[str, Any] = {"state": {key: state[p] for p, key in keys.items() if p in state}}
         result["state"].update(
@@ -213,14 +213,14 @@ class _Loading:
         plan, states = self._plan, dict[nn.Parameter, dict[Any, Any]]()
         keys: dict[Any, None] = {}
         for target in sharded_params:
-            names = [name for _, name in self._holdings.held[target].names if name in plan.entries]
+            names = [name for _, name in self._ownership.held[target].names if name in plan.entries]
             if not names:
                 continue
             states[target] = {key: None for name in names for key in plan.entries[name]}
             uncut: dict[Any, Any] = {}
             for name in names:
                 for key, value in plan.entries[name].items():
-                    if plan.is_cut(self._holdings, name, key):
+                    if plan.is_cut(self._ownership, name, key):
                         keys[key] = None
                     elif value is not None:
                         uncut.setdefault(key, value)
@@ -247,9 +247,9 @@ class _Loading:
         found = [
             (target, index, self._plan.entries[name][key])
             for target in states
-            for index, name in self._holdings.held[target].names
+            for index, name in self._ownership.held[target].names
             if key in self._plan.entries.get(name, {})
-            and self._plan.is_cut(self._holdings, name, key)
+            and self._plan.is_cut(self._ownership, name, key)
         ]
         values = [value for _, _, value in found]
         if self._sender is not None:
@@ -275,7 +275,7 @@ class _Loading:
         for target in sharded_params:
             names = [
                 name
-                for _, name in self._holdings.held[target].names
+                for _, name in self._ownership.held[target].names
                 if name in self._plan.rank_states
             ]
             found: Any = [its for name in names for its in self._plan.rank_states[name]]
@@ -290,9 +290,9 @@ class _Loading:
         parameters."""
         by_name = {name: group for group in saved for name in group["params"]}
         groups = []
-        for position, group in enumerate(self._holdings.groups):
+        for position, group in enumerate(self._ownership.groups):
             names = {
-                p: [name for _, name in self._holdings.held[p].names if name in by_name]
+                p: [name for _, name in self._ownership.held[p].names if name in by_name]
                 for p in group["params"]
             }
             match = next(

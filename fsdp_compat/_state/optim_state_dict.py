@@ -19,7 +19,7 @@ from ..errors import require_bools, require_group, require_model_and_optimizer
 from .dry_run import first_states, states_to_be
 from .forms import get_state_dict_type
 from .model_units import model_units_in, names_before, runtimes_of, units_of
-from .optim import Form, Values, facts_of, optim_state, source_of
+from .optim import ExportOptions, Values, facts_of, optim_state, source_of
 from .optim_alike import agree_together
 from .optim_given import LoadOptions
 from .optim_load import optim_state_to_load
@@ -121,13 +121,13 @@ def optim_state_dict_to_load(
     return loadable
 
 
-class _FormSet(typing.TypedDict):
+class _ExportSettings(typing.TypedDict):
     values: Values
     to_cpu: bool
     rank0_only: bool
 
 
-def form_set(model: nn.Module) -> _FormSet:
+def form_set(model: nn.Module) -> _ExportSettings:
     """Return the form of optimizer state dicts that is set for ``model``, for ``taken_states``."""
     settings = get_state_dict_type(model)
     config: Any = settings.optim_state_dict_config
@@ -160,7 +160,7 @@ def export_optim_state(
     ``values`` are boxes.
 
     groups: the optimizer's parameter groups. state_dict: what it gives, or None for that. group:
-    whose first rank keeps the result if ``rank0_only``, by default the model's. first_step: of an
+    whose rank 0 keeps the result if ``rank0_only``, by default the model's. first_step: of an
     optimizer without state return what its first step would make.
     """
     call = where.partition("(")[0]
@@ -169,31 +169,34 @@ def export_optim_state(
     require_units(units, model, f"the state of {type(optim).__name__}")
     all_groups = [each for named in units for each in named.unit.groups]
     rendezvous.require_all_ranks(call, all_groups)
-    holdings, source, problem = None, None, None
+    ownership, source, problem = None, None, None
     facts: Any = None
     try:
         convert(optim)
-        holdings = ownership_of(groups, f"the state of {type(optim).__name__}", units, model)
+        ownership = ownership_of(groups, f"the state of {type(optim).__name__}", units, model)
         source = source_of(
-            holdings, optim.state_dict() if state_dict is None else state_dict, where
+            ownership, optim.state_dict() if state_dict is None else state_dict, where
         )
         if first_step and not source.states and not optim.state:
             source = dataclasses.replace(
-                source, states=first_states(holdings, optim), is_tried=True
+                source, states=first_states(ownership, optim), is_tried=True
             )
-        facts = facts_of(holdings, source)
+        facts = facts_of(ownership, source)
     except Exception as error:  # other ranks have to hear of it
-        holdings, problem = None, error
-    agreed = agree_together(holdings, all_groups, problem, facts, where)
-    assert holdings is not None
+        ownership, problem = None, error
+    agreed = agree_together(ownership, all_groups, problem, facts, where)
+    assert ownership is not None
     assert source is not None
     if optim not in _warned:
-        warn_of_layout(unshardable(holdings, source.states), optim, stacklevel=4)
+        warn_of_layout(unshardable(ownership, source.states), optim, stacklevel=4)
     first = model_units_in(model)[0]
     is_first = first.mesh.is_first if group is None else dist.get_rank(group) == 0
     keep = values is not Values.WHOLE or not rank0_only or is_first
     return optim_state(
-        holdings, source, agreed, Form(values, to_cpu, keep, first.group, first.device_mesh)
+        ownership,
+        source,
+        agreed,
+        ExportOptions(values, to_cpu, keep, first.group, first.device_mesh),
     )
 
 
@@ -220,15 +223,15 @@ def import_optim_state(
     first = model_units_in(model)[0]
     all_groups = [each for its in units for each in its.unit.groups]
     rendezvous.require_all_ranks(where.partition("(")[0], all_groups, copies=True)
-    holdings: ParamOwnership | None = None
+    ownership: ParamOwnership | None = None
     problem: Exception | None = None
     try:
-        holdings = ownership_of(groups, f"the state of {label}", units, model)
+        ownership = ownership_of(groups, f"the state of {label}", units, model)
     except Exception as error:  # other ranks have to hear of it
         problem = error
     rank0 = Rank0Broadcast(first.mesh, first.device)
-    wanted = LoadOptions(names_before(model), from_first=rank0_only, as_saved=as_saved, named=named)
-    return optim_state_to_load(holdings, problem, all_groups, state_dict, wanted, rank0, where)
+    wanted = LoadOptions(names_before(model), from_rank0=rank0_only, as_saved=as_saved, named=named)
+    return optim_state_to_load(ownership, problem, all_groups, state_dict, wanted, rank0, where)
 
 
 def check_optimizer(model: nn.Module, optim: Optimizer) -> list[str]:
@@ -246,10 +249,10 @@ def check_optimizer(model: nn.Module, optim: Optimizer) -> list[str]:
     require_model_and_optimizer(model, optim, where)
     _require_idle(model, "check_optimizer")
     convert(optim)
-    holdings = ownership_of(
+    ownership = ownership_of(
         optim.param_groups, f"the state of {type(optim).__name__}", units_of(model), model
     )
-    return unshardable(holdings, states_to_be(holdings, optim))
+    return unshardable(ownership, states_to_be(ownership, optim))
 
 
 def warn_of_layout(names: Sequence[str], optim: Optimizer, stacklevel: int) -> None:

@@ -1,5 +1,5 @@
-"""What the parameters of an optimizer hold: each of them a part of one parameter of the user's, or
-of many."""
+"""The user's parameters in each parameter of an optimizer: one of them, or the many of a
+FlatParameter."""
 
 from __future__ import annotations
 
@@ -40,8 +40,7 @@ class NamedUnit:
 
 @dataclasses.dataclass(frozen=True)
 class ParamContents:
-    """What one parameter of the optimizer holds: parameters of the user's, by (index in the layout,
-    name)."""
+    """The user's parameters in one parameter of the optimizer, by (index in the store, name)."""
 
     group: Group | None  # None: a parameter that no unit manages
     names: tuple[tuple[int, str], ...]
@@ -52,7 +51,7 @@ class ParamContents:
 
 @dataclasses.dataclass(frozen=True)
 class ParamOwnership:
-    """The parameters of an optimizer, in its groups, and what each holds."""
+    """The parameters of an optimizer, in its groups, with the contents of each."""
 
     where: str  # for errors: whose they are
     groups: Sequence[Mapping[str, Any]]  # the optimizer's parameter groups
@@ -93,8 +92,8 @@ class ParamOwnership:
         }
 
     def is_vacant(self, parameter: nn.Parameter) -> bool:
-        """True for a parameter that has elements, but none on this rank: what an optimizer keeps
-        for it here means nothing."""
+        """True for a parameter that has elements, but none on this rank: its optimizer state here
+        is meaningless."""
         group = self.held[parameter].group
         if group is None or parameter.numel():
             return False
@@ -109,12 +108,12 @@ class ParamOwnership:
         return inner if clean not in self.by_name and inner in self.by_name else clean
 
     def in_group(self, group: Group) -> list[nn.Parameter]:
-        """The targets of one flat group, whether the optimizer has them or not."""
+        """The sharded parameters of one group, whether the optimizer has them or not."""
         return [target for target, _ in store_of(group).sharded_params if target in self.held]
 
     @functools.cached_property
     def groups_held(self) -> list[Group]:
-        """The flat groups of which the optimizer has a parameter, in the model's order."""
+        """The groups of which the optimizer has a parameter, in the model's order."""
         found: dict[int, Group] = {}
         for parameter, its in self.held.items():
             if its.group is not None and parameter in self.members:
@@ -200,7 +199,7 @@ def ownership_of(
     return ParamOwnership(where, groups, held, names)
 
 
-def numbered_names(holdings: ParamOwnership, order: Sequence[str]) -> list[list[str]]:
+def numbered_names(ownership: ParamOwnership, order: Sequence[str]) -> list[list[str]]:
     """Return, group by group, the names of parameters in the order in which the optimizer of an
     unwrapped model numbers them.
 
@@ -209,28 +208,27 @@ def numbered_names(holdings: ParamOwnership, order: Sequence[str]) -> list[list[
     """
     position = {name: number for number, name in enumerate(order)}
     found = []
-    for group in holdings.groups:
+    for group in ownership.groups:
         names = [
-            name for parameter in group["params"] for _, name in holdings.held[parameter].names
+            name for parameter in group["params"] for _, name in ownership.held[parameter].names
         ]
-        if any(is_flattened(holdings, parameter) for parameter in group["params"]):
+        if any(is_flattened(ownership, parameter) for parameter in group["params"]):
             names.sort(key=lambda name: position.get(name, len(position)))
         found.append(names)
     return found
 
 
-def is_flattened(holdings: ParamOwnership, parameter: nn.Parameter) -> bool:
+def is_flattened(ownership: ParamOwnership, parameter: nn.Parameter) -> bool:
     """True for a FlatParameter."""
-    group = holdings.held[parameter].group
-    return group is not None and is_flat(group, parameter)
+    group = ownership.held[parameter].group
+    return group is not None and is_flat(group)
 
 
-def is_flat(group: Group, target: nn.Parameter) -> bool:
-    """True for a FlatParameter, which holds the whole shard of its group."""
+def is_flat(group: Group) -> bool:
+    """True if the optimizer holds the group as one FlatParameter."""
     return store_of(group).is_flattened
 
 
-def is_whole(group: Group, target: nn.Parameter) -> bool:
-    """True for one of the user's own parameters in its own shape: nothing is sharded, and its state
-    is what it always was."""
-    return store_of(group).ranks == 1 and not is_flat(group, target)
+def is_whole(group: Group) -> bool:
+    """True if the optimizer holds the user's parameters in their own shapes: nothing is sharded."""
+    return store_of(group).ranks == 1 and not is_flat(group)

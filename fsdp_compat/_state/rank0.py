@@ -1,4 +1,4 @@
-"""What one rank alone has, told or sent to the others along the two axes of a mesh."""
+"""Broadcasts from rank 0 of a mesh, along its two axes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _ALIGN_NBYTES = 16  # every tensor in a message starts at a multiple of it
 
 @dataclasses.dataclass(frozen=True)
 class Outline:
-    """What a rank knows of a tensor that only the first one has."""
+    """The shape and dtype of a tensor that only rank 0 has."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -31,8 +31,7 @@ class Outline:
 
 
 class Rank0Broadcast:
-    """The first rank of a mesh, as every rank of it sees it: its copies are those of the first
-    ranks of both axes."""
+    """Sends values of rank 0 to all ranks of a mesh. Rank 0 is first on both axes."""
 
     def __init__(self, mesh: Mesh, device: torch.device) -> None:
         """Collective over the mesh, once per process group. device: which the backend takes."""
@@ -44,7 +43,7 @@ class Rank0Broadcast:
         )
 
     def gather(self, value: object) -> list[Any]:
-        """Return every rank's small ``value``, the first rank's first. Collective."""
+        """Return every rank's small ``value``, rank 0's first. Collective."""
         return [
             its
             for row in self._replica.gather_objects(self._shard.gather_objects(value))
@@ -52,13 +51,13 @@ class Rank0Broadcast:
         ]
 
     def tell(self, value: object) -> Any:
-        """Return the first rank's ``value``, which is small. Collective."""
+        """Return rank 0's ``value``, which is small. Collective."""
         return self.gather(value if self.is_here else None)[0]
 
     def send(self, values: Sequence[torch.Tensor | Outline], what: str) -> list[torch.Tensor]:
-        """Return the first rank's tensors, in one message; views of it, on the device. Collective.
+        """Return rank 0's tensors, in one message; views of it, on the device. Collective.
 
-        values: tensors on the first rank, on the others their outlines.
+        values: tensors on rank 0, their outlines on the others.
         """
         outlines = [
             Outline(tuple(v.shape), v.dtype) if isinstance(v, torch.Tensor) else v for v in values
@@ -79,7 +78,7 @@ class Rank0Broadcast:
         return places
 
     def send_object(self, value: object, what: str) -> Any:
-        """Return the first rank's ``value``, of any size; tensors in it are on the CPU.
+        """Return rank 0's ``value``, of any size; tensors in it are on the CPU.
         Collective."""
         packed = packed_bytes(value) if self.is_here else None
         numel = self.tell(None if packed is None else packed.numel())

@@ -1,8 +1,8 @@
-"""A full state dict that only the first rank has, for all ranks to load.
+"""Loading a full state dict that only rank 0 has on all ranks.
 
-Names, and what is no tensor of the model, go once and by pickle; parameters and buffers that no
-unit manages go straight to where they belong; a unit's parameters stay where they are until the
-unit is loaded (`FromFirst`), so that one unit is there at a time."""
+Names and values that are not tensors are sent once, pickled. Unmanaged parameters and buffers are
+broadcast straight into their memory. A unit's parameters are sent when the unit is loaded
+(`Rank0Value`), so that only one unit is in memory at a time."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ __all__ = ["fill_from_rank0"]
 
 @dataclasses.dataclass(frozen=True)
 class _Plan:
-    """What the first rank tells the others."""
+    """What rank 0 tells the others."""
 
     error: str  # nothing may be loaded, and why; "" if all is well
     managed: list[str]  # keys, with the next two in the order of the dict
-    lazy: list[str]  # of the managed ones those that stand for a tensor
+    lazy: list[str]  # managed ones with lazy values
     tensors: list[str]
     objects: dict[str, Any]  # values that travel with the plan
     keys: list[str]
@@ -49,13 +49,13 @@ def fill_from_rank0(
     assign: bool,
     where: str,
 ) -> Any:
-    """Return what every rank is to load; on ranks without a state dict, what the first one's says.
+    """Return what every rank is to load; on ranks without a state dict, what rank 0's says.
 
     given: a state dict, which may be None or empty on ranks that have none; it is not changed. If
-    all have one, or nobody has, it comes back as it is. check: raises CheckpointError for a dict
-    that cannot be loaded; called on the first rank. managed: the clean names of parameters of
-    units. others: the model's other tensors by clean name, None for what is no tensor. On ranks
-    without a dict these are overwritten here, unless ``assign``: then they are replaced later.
+    all ranks have one, or none has, it is returned as it is. check: raises CheckpointError for a
+    dict that cannot be loaded; called on rank 0. managed: the clean names of parameters of units.
+    others: the model's other tensors by clean name, None for what is no tensor. On ranks without a
+    dict these are overwritten here, unless ``assign``: then they are replaced later.
 
     Collective: all ranks of the mesh. Raises CheckpointError, on all of them and before anything
     changes, for a bad dict.
@@ -67,13 +67,13 @@ def fill_from_rank0(
     flags = torch.tensor(
         [has, not has, mesh.is_first and not has, wrong], dtype=torch.uint8, device=device
     )
-    wires = [communicator(axis, device) for axis in (mesh.replica, mesh.shard)]
-    for wire in wires:
-        flags = wire.any_of(flags)
+    communicators = [communicator(axis, device) for axis in (mesh.replica, mesh.shard)]
+    for each in communicators:
+        flags = each.any_of(flags)
     somebody_has, somebody_lacks, first_lacks, somebody_wrong = flags.tolist()
     if somebody_wrong and not wrong:
         raise _refused(
-            "On another rank that is not a state dict.",
+            "Another rank was not given a state dict.",
             "a dict, or None",
             "something else, on another rank",
             where,
@@ -82,7 +82,7 @@ def fill_from_rank0(
         return given
     if first_lacks:
         raise _refused(
-            "The first rank has no state dict.",
+            "Rank 0 has no state dict.",
             "the state dict on rank 0, or on every rank, as rank0_only=True is set",
             f"{'a' if has else 'no'} state dict on this rank, none on rank 0",
             where,
@@ -95,8 +95,8 @@ def fill_from_rank0(
             plan = _plan_of(given, managed, {} if assign else others)
         except CheckpointError as error:
             plan, raised = _Plan(str(error), [], [], [], {}, [], None), error
-    for wire in wires:
-        plan = wire.gather_objects(plan)[0]
+    for each in communicators:
+        plan = each.gather_objects(plan)[0]
     assert isinstance(plan, _Plan)
     if raised is not None:
         raise raised
@@ -108,7 +108,7 @@ def fill_from_rank0(
 def _with_others_materialised(
     given: Mapping[str, Any], managed: Collection[str]
 ) -> Mapping[str, Any]:
-    """Lazy values of what no unit manages load here, where all ranks hear of it if one does not."""
+    """Load lazy values of unmanaged entries, so that all ranks learn of a failure."""
     found = collections.OrderedDict(
         (
             key,
@@ -156,7 +156,7 @@ def _filled(
     device: torch.device,
     others: Mapping[str, torch.Tensor | None],
 ) -> MutableMapping[str, Any]:
-    """given: what the first rank has; None on the others."""
+    """given: rank 0's state dict; None on the others."""
     lazy = set(plan.lazy)
     found: dict[str, Any] = dict(plan.objects) if given is None else dict(given)
     found.update(

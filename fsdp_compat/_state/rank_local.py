@@ -1,8 +1,8 @@
-"""State that belongs to one rank's part of a parameter: kept per rank, and put back where a rank
-has that same part.
+"""Rank-local optimizer state: it belongs to one rank's part of a parameter, is saved per rank, and
+is loaded where a rank has the same part.
 
-A factored second moment, scales of 8-bit blocks, an object: nobody knows how such a state is cut.
-It stands in a state dict under a key that no other rank has, as one value that is no tensor, so
+A factored second moment, scales of 8-bit blocks or an object cannot be resharded. A state dict
+holds such a state under a key that no other rank uses, as one value that is not a tensor, so that
 torch.distributed.checkpoint keeps every rank's."""
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .._comm.host_memory import memory_of
 from .._engine.group import Group
 from .._engine.state_store import store_of
 from ..errors import CheckpointError, explain
-from .entries import Entry, classify_all, snapshot
+from .optim_values import StateKind, classify_all, snapshot
 from .param_ownership import ParamOwnership
 
 __all__ = [
@@ -28,7 +28,7 @@ __all__ = [
     "RankState",
     "check_layout",
     "gather_states",
-    "own_states",
+    "rank_local_states",
     "packed_bytes",
     "part_of",
     "restored",
@@ -39,8 +39,8 @@ __all__ = [
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """What one parameter of an optimizer holds on one rank. State of another part means nothing to
-    it."""
+    """The part of parameters that one parameter of an optimizer holds on one rank. Rank-local state
+    fits only an equal part."""
 
     rank: int  # of the ranks that split the parameters
     ranks: int
@@ -59,7 +59,7 @@ class Part:
 
 @dataclasses.dataclass(frozen=True)
 class RankState:
-    """One state of one rank's part, with the facts that say where it can be put back."""
+    """One state of one rank's part, with the part that it fits."""
 
     key: Any  # the state's name in the optimizer
     value: Any
@@ -89,22 +89,22 @@ def part_of(
 
 
 def unshardable(
-    holdings: ParamOwnership, states: Mapping[nn.Parameter, Mapping[Any, Any]]
+    ownership: ParamOwnership, states: Mapping[nn.Parameter, Mapping[Any, Any]]
 ) -> list[str]:
     """Return ``"name.state"`` of everything in ``states`` that can only be put back at an equal
     layout. Nothing is sent."""
     found = []
     for target, its in classify_all(states).items():
-        held = holdings.held[target]
+        held = ownership.held[target]
         for key, entry in its.items():
-            if entry is Entry.OPAQUE and held.group is not None:
+            if entry is StateKind.RANK_LOCAL and held.group is not None:
                 found += [f"{name}.{key}" for _, name in held.names]
     return found
 
 
-def own_states(
+def rank_local_states(
     group: Group,
-    holdings: ParamOwnership,
+    ownership: ParamOwnership,
     states: Mapping[nn.Parameter, Mapping[Any, Any]],
     keys: Mapping[nn.Parameter, Iterable[Any]],
     to_cpu: bool,
@@ -114,7 +114,7 @@ def own_states(
     rank, members = group.shard.rank, group.shard.members
     found = []
     for target, its_keys in keys.items():
-        names, held = holdings.held[target].names, states.get(target, {})
+        names, held = ownership.held[target].names, states.get(target, {})
         part = part_of(group, target, names, rank)
         found += [
             (names[0][1], RankState(k, snapshot(held[k], to_cpu), part, members[rank]))
@@ -186,19 +186,20 @@ def unpacked(packed: torch.Tensor, device: torch.device) -> Any:
     )
 
 
-def check_layout(holdings: ParamOwnership, states: Mapping[str, Sequence[RankState]]) -> None:
+def check_layout(ownership: ParamOwnership, states: Mapping[str, Sequence[RankState]]) -> None:
     """Raise CheckpointError unless every rank that ``states`` come from holds now what it held
     then. states: by name."""
     for name, its_states in states.items():
-        held = holdings.held[holdings.by_name[name][0]]
+        held = ownership.held[ownership.by_name[name][0]]
         for state in its_states:
             saved = dataclasses.replace(
                 state.part,
                 runs=tuple(
-                    (holdings.name_before(run), start, stop) for run, start, stop in state.part.runs
+                    (ownership.name_before(run), start, stop)
+                    for run, start, stop in state.part.runs
                 ),
             )
-            if (now := _part_now(holdings, name, saved.rank)) != saved:
+            if (now := _part_now(ownership, name, saved.rank)) != saved:
                 raise CheckpointError(
                     explain(
                         f"The state {state.key!r} of {name!r} belongs to one rank's part and "
@@ -206,7 +207,7 @@ def check_layout(holdings: ParamOwnership, states: Mapping[str, Sequence[RankSta
                         expected=f"the layout that it was saved with: {saved}",
                         got="a parameter that no unit manages"
                         if held.group is None
-                        else str(now or _part_now(holdings, name, 0)),
+                        else str(now or _part_now(ownership, name, 0)),
                         where=f"optim_state_dict_to_load, state {state.own_key!r} of {name!r}",
                         fix="load with the same number of ranks, strategy, wrapping and "
                         "use_orig_params as it was saved with, or "
@@ -215,11 +216,11 @@ def check_layout(holdings: ParamOwnership, states: Mapping[str, Sequence[RankSta
                 )
 
 
-def _part_now(holdings: ParamOwnership, name: str, rank: int) -> Part | None:
-    """What ``rank`` holds in the optimizer's parameter that holds ``name``; None if there is no
-    such rank."""
-    target = holdings.by_name[name][0]
-    held = holdings.held[target]
+def _part_now(ownership: ParamOwnership, name: str, rank: int) -> Part | None:
+    """Return the part that ``rank`` has of the optimizer's parameter that holds ``name``; None if
+    there is no such rank."""
+    target = ownership.by_name[name][0]
+    held = ownership.held[target]
     if held.group is None or rank >= store_of(held.group).ranks:
         return None
     return part_of(held.group, target, held.names, rank)

@@ -16,16 +16,16 @@ from .._engine.state_store import StateStore, store_of
 from .._engine.unit import Unit
 from .._layout.spec import Interval
 from ..errors import UsageError, explain
-from .entries import copied
 from .names import Wanted, clean_name, everything, named_sections
+from .optim_values import copied
 from .values import local_value, mesh_sharded_value, sharded_value
 
 __all__ = ["full_entries", "gathered_unit", "local_entries", "sharded_entries"]
 
 
 def _chosen(store: StateStore, prefixes: Sequence[str], wanted: Wanted) -> dict[int, list[str]]:
-    """Return the clean names of the parameters that are wanted, by index in the layout. A tied
-    parameter has several.
+    """Return the clean names of the parameters that are wanted, by index. A tied parameter has
+    several.
 
     prefixes: what the names begin with; several where modules hold the unit under several names.
     """

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from .._engine.group import Group
-from .._engine.ownership import Place
+from .._engine.ownership import ParamSlots
 from .._engine.state_store import StateStore, store_of
 from .._engine.unit import Unit
 from .._layout.spec import Section
@@ -31,18 +31,18 @@ __all__ = ["Rank0Value", "check_unit", "load_unit", "other_local", "wrong_value"
 
 @dataclasses.dataclass(frozen=True)
 class Rank0Value:
-    """The value of a parameter that only the first rank was given. It is sent when the unit of the
-    parameter is loaded."""
+    """A parameter's value that only rank 0 has. It is broadcast when the parameter's unit is
+    loaded."""
 
-    value: Any  # a tensor, or what stands for one; None on the other ranks
-    is_lazy: bool = False  # the same on all ranks: it may be that it does not load
+    value: Any  # a tensor, or a lazy value; None on the other ranks
+    is_lazy: bool = False  # the same on all ranks; a lazy value may fail to load
 
 
 def check_unit(
     unit: Unit, entries: Mapping[str, Any], prefix: str, missing: list[str], errors: list[str]
 ) -> None:
-    """Add to ``missing`` and ``errors`` what of a unit's parameters is not in ``entries``, or
-    cannot be loaded. No change."""
+    """Add the unit's parameters that ``entries`` lack to ``missing``, and reasons why values cannot
+    be loaded to ``errors``. Changes nothing else."""
     for flat_name, group, section in named_sections(unit):
         store = store_of(group)
         if prefix + flat_name in entries:
@@ -65,7 +65,7 @@ def check_unit(
             ]
 
 
-def _params_of(store: StateStore, section: Section) -> list[tuple[int, Place]]:
+def _params_of(store: StateStore, section: Section) -> list[tuple[int, ParamSlots]]:
     """Return the parameters of a section by their index."""
     first, end = section.first_param, section.first_param + len(section.layout.params)
     return list(zip(range(first, end), store.orig_params[first:end], strict=True))
@@ -95,16 +95,15 @@ def _wrong_local(group: Group, section: Section, key: str, value: Any) -> list[s
 
 
 def _other_parallel(key: str) -> str:
-    """Say that boxes of a tensor-parallel parameter do not fit."""
+    """Return the error for shards of a tensor-parallel parameter that do not fit."""
     return (
-        f"{key}: boxes of a tensor-parallel parameter can only be loaded in memory by a model that "
-        "splits it in the same way. "
-        "Load them through torch.distributed.checkpoint, or use StateDictType.FULL_STATE_DICT"
+        f"{key}: shards of a tensor-parallel parameter can only be loaded in memory by a model "
+        "that splits it in the same way. Load them through torch.distributed.checkpoint, or use StateDictType.FULL_STATE_DICT"
     )
 
 
 def other_local(key: str, here: str) -> str:
-    """Say that a local state dict does not fit. here: what there is in this model."""
+    """Return the error for a local state dict that does not fit. here: what this model has."""
     return (
         f"{key}: a flat parameter of a LOCAL_STATE_DICT can only be loaded by as many ranks, "
         "wrapped in the same way; here it has "
@@ -152,12 +151,11 @@ def load_unit(
     """Take a unit's parameters out of ``entries`` (keys start with ``prefix``) and copy this rank's
     part of each into its shard.
 
-    Whatever form a value has, it is the value that says so. Lazy values are materialised one by
-    one. What is not there is added to ``missing``, what does not fit to ``errors``, of which
-    nothing is loaded then. Collective if a value is sharded in another way than the unit, or is
-    `FromFirst`.
+    Values may be in any form. Lazy values are loaded one by one. Missing parameters are added to
+    ``missing``, values that do not fit to ``errors``; with errors nothing is loaded. Collective if
+    a value is sharded in another way than the unit, or is `Rank0Value`.
     """
-    wrong: list[str] = []  # where a module around this one is loaded nobody has looked yet
+    wrong: list[str] = []  # a module around this one may be loading, without an earlier check
     check_unit(unit, entries, prefix, missing, wrong)
     errors += wrong
     with torch.no_grad():
@@ -182,7 +180,7 @@ def load_unit(
 
 
 def _received(group: Group, found: dict[int, Any]) -> dict[int, Any]:
-    """Send what only the first rank has to the others. Collective if there is any.
+    """Broadcast the values that only rank 0 has. Collective if there are any.
 
     Raises CheckpointError, on all ranks, if a lazy value there does not load.
     """
@@ -201,19 +199,19 @@ def _received(group: Group, found: dict[int, Any]) -> dict[int, Any]:
                 sent[index] = own.detach().to(group.device, dtype).reshape(shape).contiguous()
             except CheckpointError as caught:
                 error = caught
-    wires = (
+    communicators = (
         group.replica,
         group.shard,
-    )  # the first replica's first rank to every replica's first one, and on to the rest
+    )  # from rank 0 to the first rank of every replica, and on to the rest
     if any(isinstance(value, Rank0Value) and value.is_lazy for value in found.values()):
         told = "" if error is None else str(error)
-        for wire in wires:
-            told = wire.gather_objects(told)[0]
+        for each in communicators:
+            told = each.gather_objects(told)[0]
         if told:
             raise error or CheckpointError(told)
     if sent:
-        for wire in wires:
-            wire.broadcast(list(sent.values()), f"the parameters of {group.name} that are loaded")
+        for each in communicators:
+            each.broadcast(list(sent.values()), f"the parameters of {group.name} that are loaded")
     return {**found, **sent}
 
 
@@ -226,7 +224,7 @@ def _load_parameter(group: Group, index: int, value: Any) -> None:
 
 
 def _write(target: torch.Tensor, run: torch.Tensor) -> None:
-    """Copy ``run`` into ``target``, unless it is that."""
+    """Copy ``run`` into ``target``, unless they are the same memory."""
     if (
         run.data_ptr() != target.data_ptr()
         or run.device != target.device

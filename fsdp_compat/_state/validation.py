@@ -1,4 +1,4 @@
-"""What of a state dict cannot be loaded, found before anything is."""
+"""Checks of a model's state dict before anything is loaded."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def refuse_values(
     """Raise CheckpointError, before anything changes, if a parameter's value is missing
     (``strict``) or cannot be its value.
 
-    model: an instance, or a module around some. label: what it is called in the error.
+    model: a unit, or a module around units. label: its name in the error.
     """
     missing: list[str] = []
     by_name = {clean_name(str(key)): value for key, value in state_dict.items()}
@@ -36,9 +36,7 @@ def refuse_values(
             if not named.unit.summoned:
                 check_unit(named.unit, by_name, named.prefix, missing, errors)
         for name, tensor in others_in(model).items():
-            if (
-                tensor is not None and name in by_name
-            ):  # where a class of the user's loads by itself there is none
+            if tensor is not None and name in by_name:  # None: a class that loads in its own way
                 wrong = wrong_value(name, by_name[name], tuple(tensor.shape), tensor.dtype)
                 errors += [wrong] if wrong else []
         known = {named.prefix + name for named in units for name in flat_names(named.unit)} | {
@@ -79,8 +77,8 @@ def refuse_values(
 
 
 def _loads_plainly(model: nn.Module) -> bool:
-    """True if nobody changes keys on their way: what is missing or unknown can be said
-    beforehand."""
+    """True if no module's own method or hook changes keys, so that missing and unknown keys can be
+    reported before loading."""
     return all(
         not _loads_in_own_way(child)
         and all(

@@ -1,5 +1,5 @@
-"""Values of state dicts: what stands for a parameter in a sharded or local state dict, and any
-value read back as a run of elements."""
+"""Values of state dicts: sharded and local values of parameters, and reading any value as a run of
+elements."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch.distributed._shard.metadata import ShardMetadata
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from .. import _torch_private
 from .._comm.communicator import gather_in_group
@@ -20,6 +19,9 @@ from .._engine.tensor_parallel import TensorParallel
 from .._layout.spec import FlatLayout, ParamSpec
 from ..errors import CheckpointError, explain
 from .formats import BoxedTensor, FlatOfParameters, place_of
+
+if typing.TYPE_CHECKING:  # importing it takes a second
+    from torch.distributed.tensor import DTensor
 
 __all__ = [
     "is_readable",
@@ -45,12 +47,12 @@ def sharded_value(
     group: dist.ProcessGroup | None,
     parallel: TensorParallel | None = None,
 ) -> torch.Tensor:
-    """Return what a sharded state dict holds for parameter ``index``, given this rank's elements of
-    it.
+    """Return the value of parameter ``index`` for a sharded state dict, given this rank's elements
+    of it.
 
-    With one rank, and for parameters without elements, that is a plain tensor in the parameter's
-    shape; a view in any case. parallel: how the parameter lies on a mesh of its own, if it does;
-    then the boxes are those of the whole parameter.
+    A view: with one rank, and for parameters without elements, a plain tensor in the parameter's
+    shape. parallel: the placement of a tensor-parallel parameter on its own mesh; the boxes are
+    boxes of the whole parameter.
     """
     shape = layout.params[index].shape
     place = place_of(shape, parallel)
@@ -62,12 +64,14 @@ def sharded_value(
 
 
 def mesh_sharded_value(whole: torch.Tensor, mesh: DeviceMesh) -> DTensor:
-    """Return what a sharded state dict holds, where the model was given a mesh: a DTensor cut along
-    ``whole``'s first dimension.
+    """Return the value for a sharded state dict of a model with a device mesh: a DTensor sharded
+    along dimension 0.
 
     The mesh's last dimension splits, the others repeat; a 0-d value is repeated along all. This
     rank's part is a copy, no larger than itself. Nothing is sent.
     """
+    from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+
     placements: list[Placement] = [Replicate()] * mesh.ndim
     own = whole.detach()
     if whole.dim():
@@ -85,7 +89,7 @@ def mesh_sharded_value(whole: torch.Tensor, mesh: DeviceMesh) -> DTensor:
 
 
 def flat_of_parameters(layout: FlatLayout) -> FlatOfParameters:
-    """Return how the flat tensor of ``layout`` is described itself: without the padding at its end,
+    """Return the layout of the flat tensor of ``layout`` itself, without the padding at its end,
     which is not saved."""
     numel = max((param.place.stop for param in layout.params), default=0)
     return FlatOfParameters(
@@ -100,8 +104,8 @@ def local_value(
     members: tuple[int, ...],
     group: dist.ProcessGroup | None,
 ) -> torch.Tensor:
-    """Return what a local state dict holds for a flat tensor of ``layout``: ``rank``'s ``shard``
-    [S] of it, a view."""
+    """Return the value for a local state dict: a view of ``rank``'s ``shard`` [S] of the flat
+    tensor of ``layout``."""
     flat = flat_of_parameters(layout)
     return sharded_value(flat, 0, rank, shard[flat.part_in_shard(0, rank).slice], members, group)
 
@@ -109,10 +113,10 @@ def local_value(
 def read_local(
     value: torch.Tensor, layout: FlatLayout, rank: int, members: tuple[int, ...]
 ) -> torch.Tensor | None:
-    """Return ``rank``'s elements of the flat tensor of ``layout``, 1-D, of what a local state dict
-    holds for it.
+    """Return ``rank``'s elements, 1-D, of a flat tensor's value in a local state dict.
 
-    None, on all ranks, if it was cut otherwise or is of other parameters. Nothing is sent.
+    None, on all ranks, if it was cut in another way than ``layout`` or has other parameters.
+    Nothing is sent.
     """
     flat = flat_of_parameters(layout)
     if isinstance(value, BoxedTensor):
@@ -133,12 +137,12 @@ def read_local(
 
 
 def is_sharded(value: object) -> bool:
-    return isinstance(value, (ShardedTensor, DTensor))
+    return isinstance(value, ShardedTensor) or _torch_private.is_dtensor(value)
 
 
 def is_tensor(value: object) -> bool:
-    """True for a tensor, and for what stands for one and knows its shape and dtype: a lazy value,
-    which reads its file later."""
+    """True for a tensor, and for a lazy value: an object with a shape and a dtype that reads its
+    file later."""
     if isinstance(value, torch.Tensor):
         return True
     has_dtype = isinstance(getattr(value, "dtype", None), torch.dtype)
@@ -146,10 +150,9 @@ def is_tensor(value: object) -> bool:
 
 
 def materialised(value: Any, name: str) -> torch.Tensor:
-    """Return the tensor that a value stands for, itself if it is one. ``torch.detach`` makes a lazy
-    value load.
+    """Return a tensor as it is, and load a lazy value, by ``torch.detach``.
 
-    Raises CheckpointError if it cannot, or if what comes is not what the value has said of itself.
+    Raises CheckpointError if loading fails or gives another shape or dtype than announced.
     """
     if isinstance(value, torch.Tensor):
         return value
@@ -182,13 +185,12 @@ def materialised(value: Any, name: str) -> torch.Tensor:
 
 
 def misfit(value: object) -> str | None:
-    """Say why what somebody has put into ``value.local_shards()`` cannot be its part; None if
-    nothing is wrong with it."""
+    """Describe a local shard that does not fit ``value``; None if all fit."""
     return value.wrong_shard() if isinstance(value, BoxedTensor) else None
 
 
 def shape_of(value: Any) -> tuple[int, ...]:
-    """Return the shape of the whole that a value stands for."""
+    """Return the shape of the whole tensor."""
     if isinstance(value, BoxedTensor):
         return value.whole_shape
     return tuple(value.metadata().size) if isinstance(value, ShardedTensor) else tuple(value.shape)
@@ -202,13 +204,14 @@ def read_part(
     members: tuple[int, ...],
     parallel: TensorParallel | None = None,
 ) -> torch.Tensor:
-    """Return ``rank``'s elements of parameter ``index`` of ``layout``, out of any value that stands
-    for the whole of it.
+    """Return ``rank``'s elements of parameter ``index`` of ``layout``, 1-D, out of a value of the
+    whole parameter: plain, sharded in any way, or lazy. A view where possible.
 
-    members: the global ranks that the layout is spread over. parallel: how the parameter lies on a
-    mesh of its own, if it does. 1-D, a view where it can be. A lazy value is materialised, if the
-    rank has a part. Collective if ``value`` is sharded in another way than ``layout``: then all
-    ranks see that it is, and all of them call, in one order.
+    members: the global ranks of the layout. parallel: the placement of a tensor-parallel parameter
+    on its own mesh. A lazy value is loaded if the rank has a part.
+
+    Collective: if ``value`` is sharded in another way than ``layout``, which all ranks see; they
+    all call, in one order.
     """
     part = layout.part(index, rank)
     place = place_of(layout.params[index].shape, parallel)
@@ -218,7 +221,7 @@ def read_part(
         value = materialised(value, layout.params[index].name)
     if isinstance(value, BoxedTensor) and value.is_cut_as(layout, index, members, place):
         return value.elements()
-    if isinstance(value, DTensor):
+    if _torch_private.is_dtensor(value):
         moved: Any = value.to(
             value.device_mesh.device_type
         )  # a state dict may have been put on the CPU
@@ -233,16 +236,15 @@ def read_part(
 
 
 def is_readable(value: object, shape: tuple[int, ...], parallel: TensorParallel | None) -> bool:
-    """False for boxes of what other processes of a mesh have more of, unless the parameter, of
-    which a unit shards ``shape``, lies there in the same way."""
+    """False for the shards of a tensor-parallel parameter, unless this parameter, of which a unit
+    shards ``shape``, has the same placement."""
     if not isinstance(value, BoxedTensor) or value.shape_here == value.whole_shape:
         return True
     return (value.shape_here, value.place) == (shape, place_of(shape, parallel))
 
 
 def _whole(value: ShardedTensor) -> torch.Tensor:
-    """Put what a ShardedTensor's ranks hold together on every one of them. Collective over its
-    process group; one all-gather."""
+    """Return a whole ShardedTensor. Collective over its process group: one all-gather."""
     metadata = value.metadata()
     size, origin = tuple(metadata.size), (0,) * len(metadata.size)
     if isinstance(value, BoxedTensor):

@@ -12,7 +12,7 @@ from torch import nn
 
 from .. import _torch_private
 from .._comm.mesh import Axis
-from .._engine.ownership import OrigParam, Place
+from .._engine.ownership import OrigParam, ParamSlots
 from .._engine.state_store import StateStore
 from .._engine.storage import new_shard
 from .._engine.store import Kind, ModuleSlot, as_unsharded_param
@@ -33,11 +33,10 @@ ALIGN_NBYTES = 16  # every parameter and every shard starts at a multiple of it
 
 
 class FlatStore(StateStore):
-    """A group whose leaves are contiguous pieces of the gathered buffer: showing them copies
-    nothing. (A StateStore.)
+    """A group whose unsharded parameters are contiguous pieces of the all-gather output: showing
+    them copies nothing. (A StateStore.)
 
-    A copy of one, by deepcopy or pickle, has a shard of its own and refers to the copies of the
-    modules.
+    A copy, by deepcopy or pickle, has a shard of its own and refers to the copies of the modules.
     """
 
     def __init__(
@@ -51,8 +50,8 @@ class FlatStore(StateStore):
         device: torch.device,
         pin: bool = False,
     ) -> None:
-        """members: parameters of one dtype, requires_grad and placement, on any device that is not
-        meta; their memory is let go.
+        """members: parameters of one dtype, requires_grad and placement, on any device but meta;
+        their memory is released.
 
         rank, ranks: of the shard axis. home: (module, attribute) where a FlatParameter is
         registered. device: of the shard; ``pin``: in memory that a GPU can read.
@@ -127,8 +126,7 @@ class FlatStore(StateStore):
     def _keep_gradients(
         self, wholes: Sequence[torch.Tensor], given: Sequence[torch.Tensor | None]
     ) -> None:
-        """This rank's part of gradients that were there before. given: per parameter, None where
-        there was none."""
+        """Keep this rank's part of existing gradients. given: per parameter, None without one."""
         total = torch.zeros_like(self.shard)
         self.take_from_whole(wholes, total)
         for (sharded_param, indices), grad in zip(
@@ -139,11 +137,11 @@ class FlatStore(StateStore):
             )
 
     def convert(self, dtype: torch.dtype, device: torch.device) -> None:
-        """Keep the values in another shard from now on; targets stay the objects they are, and
-        gradients follow.
+        """Move the values to another shard. Sharded parameters stay the same objects; gradients are
+        converted too.
 
-        The shard's holders and its leaves' have to ask for them again. Away from where it was made,
-        no forward may run.
+        Objects that hold the shard or unsharded parameters must ask for them again. No forward may
+        run while the shard is on another device than it was made on.
         """
         flat, trainable = (
             self.flat_parameter,
@@ -298,7 +296,7 @@ class FlatStore(StateStore):
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.orig_params = tuple(Place(slots, names) for slots, names in state["members"])
+        self.orig_params = tuple(ParamSlots(slots, names) for slots, names in state["members"])
         self.layout, self.rank, self.parallel, self._home = (
             state["layout"],
             state["rank"],

@@ -1,5 +1,5 @@
-"""What modules and the optimizer see of a flat shard: the shard itself, or the user's own
-parameters as views of it."""
+"""The sharded parameters of a flat shard: one FlatParameter, or the user's own parameters as
+views."""
 
 from __future__ import annotations
 
@@ -53,19 +53,19 @@ class Registration(typing.Protocol):
     def sharded_params(self) -> Sequence[ShardedParam]: ...
 
     def shown_sharded(self) -> list[ModuleSlot]:
-        """What modules show while the unit is sharded."""
+        """Return what modules show while the unit is sharded."""
 
     def hidden_when_full(self) -> list[ModuleSlot]:
-        """What of that is not there while the leaves are shown."""
+        """Return what modules do not show while they show the unsharded parameters."""
 
     def grads(self, total: torch.Tensor) -> list[torch.Tensor]:
-        """total: [S]. One view per target."""
+        """total: [S]. Return one view per sharded parameter."""
 
     def stands(self) -> bool:
-        """True if no target has been given other memory."""
+        """True if no sharded parameter has been given other memory."""
 
     def check(self, shard: torch.Tensor, where: str) -> None:
-        """Put right or refuse targets that no longer view the shard."""
+        """Repair sharded parameters that no longer view the shard, or raise StateError."""
 
 
 class FlatRegistration:
@@ -81,7 +81,7 @@ class FlatRegistration:
         trainable: bool,
         parameter: nn.Parameter | None = None,
     ) -> None:
-        """slots: of all leaves, in order. home: (module, attribute) where the FlatParameter is
+        """slots: of all parameters, in order. home: (module, attribute) where the FlatParameter is
         registered. parameter: it, if there is one that views the shard already; pickle knows its
         class as nn.Parameter."""
         if parameter is None:
@@ -199,7 +199,7 @@ _dtype = operator.attrgetter("dtype")
 
 
 def _places_of(tensors: Sequence[torch.Tensor]) -> _Places:
-    """Addresses, numbers of elements and dtypes: what changes if somebody gives a parameter other
+    """Return addresses, numbers of elements and dtypes, which change if a parameter is given other
     memory."""
     return (
         list(map(torch.Tensor.data_ptr, tensors)),
@@ -209,8 +209,8 @@ def _places_of(tensors: Sequence[torch.Tensor]) -> _Places:
 
 
 def _adopt(parameter: nn.Parameter, view: torch.Tensor, where: str) -> None:
-    """Copy what somebody gave ``parameter`` (by ``.data =``, ``.to()``) into the shard and make it
-    view that again."""
+    """Copy values that the user gave ``parameter`` (by ``.data =``, ``.to()``) into the shard, and
+    make the parameter a view of the shard again."""
     data = parameter.data
     if data.data_ptr() == view.data_ptr() and data.dtype == view.dtype and data.shape == view.shape:
         return

@@ -1,15 +1,14 @@
-"""``module.weight = nn.Parameter(...)`` on a wrapped model: the value is taken over at once, or
-refused.
+"""``module.weight = nn.Parameter(...)`` on a wrapped model copies the value at once, or raises.
 
-With original parameters an assignment is a write. This rank's part of the value goes into the
-shard; the parameter that was there stays, with its gradient and its optimizer's state, and takes
-``requires_grad`` of the new one, which does not become part of the model: an optimizer that holds
-it is refused at its next step. Refused are values of another shape or dtype, parameters that are
-tied (the assignment might untie them) or DTensors, and assignments while the model runs or keeps
-whole parameters for backward. Without original parameters every assignment is refused. Inside of
-summon_full_params both forms take the value, where it fits.
+With use_orig_params=True an assignment is a write. This rank's part of the value is copied into the
+shard. The existing parameter stays, with its gradient and optimizer state, and takes
+``requires_grad`` of the new one. The new one does not become part of the model: an optimizer that
+holds it raises at its next step. Values of another shape or dtype, tied parameters (the assignment
+might untie them), DTensors, and assignments while the model runs or keeps whole parameters for
+backward raise. With use_orig_params=False every assignment raises. Inside of summon_full_params
+both forms copy a value that fits.
 
-Every rank makes the assignment: each takes its own part of the value that it was given."""
+Every rank makes the assignment, and copies its own part of the value that it was given."""
 
 from __future__ import annotations
 
@@ -32,7 +31,7 @@ __all__ = ["patch", "undo", "watch"]
 
 
 class _Place(typing.NamedTuple):
-    """Where a parameter of a unit is."""
+    """The unit, store and index of a parameter."""
 
     unit: weakref.ref[Unit]
     store: weakref.ref[StateStore]
@@ -44,14 +43,14 @@ _handle: RemovableHandle | None = None
 
 
 def patch() -> None:
-    """Look at every parameter that is assigned to a module of this process."""
+    """Check every parameter that is assigned to a module of this process."""
     global _handle
     if _handle is None:
         _handle = hooks.on_assignment(_on_assignment)
 
 
 def undo() -> None:
-    """Look no longer: an assignment to a sharded parameter is noticed at the next forward."""
+    """Stop checking: an assignment to a sharded parameter is noticed at the next forward."""
     global _handle
     if _handle is not None:
         _handle.remove()
@@ -59,7 +58,7 @@ def undo() -> None:
 
 
 def watch(unit: Unit) -> None:
-    """Know the parameters of a unit from now on."""
+    """Watch the parameters of a unit from now on."""
     for group in unit.groups:
         store = store_of(group)
         for index, member in enumerate(store.orig_params):
@@ -70,7 +69,7 @@ def watch(unit: Unit) -> None:
 
 
 def _on_assignment(module: nn.Module, name: str, value: nn.Parameter) -> nn.Parameter | None:
-    """Return the parameter that stays, or None for what is not a unit's."""
+    """Return the parameter that stays; None for one that is not a unit's."""
     place = _places.get(module, {}).get(name)
     unit, store = (None, None) if place is None else (place.unit(), place.store())
     if place is None or unit is None or store is None:
@@ -108,7 +107,7 @@ def _why_not(
     value: nn.Parameter,
     sharded_param: nn.Parameter | None,
 ) -> str:
-    """Return why a value cannot be taken over, or nothing."""
+    """Return why a value cannot be copied; empty if it can."""
     if sharded_param is None:
         return "an assignment to a part of a FlatParameter (use_orig_params=False)"
     if value is sharded_param:

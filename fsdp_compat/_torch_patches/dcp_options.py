@@ -18,7 +18,7 @@ _PACKAGE = __name__.partition(".")[0]
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What torch's StateDictOptions say, in the words used here."""
+    """torch's StateDictOptions, with our names."""
 
     full: bool = False
     cpu_offload: bool = False
@@ -78,7 +78,8 @@ def resolve(options: Any, call: str) -> Options:
 
 
 def unknown_argument(name: str, call: str) -> UsageError:
-    """The error for what the installed torch's function takes, and ours does not know."""
+    """Return the error for an argument of the installed torch's function that ours does not
+    know."""
     return UsageError(
         explain(
             f"torch {torch.__version__} has something that {_PACKAGE} {_version()} does not know: "
@@ -93,7 +94,7 @@ def unknown_argument(name: str, call: str) -> UsageError:
 
 
 def mixed(call: str) -> UsageError:
-    """The error for a model with instances of torch's FSDP beside ours."""
+    """Return the error for a model with torch's FSDP modules beside ours."""
     return UsageError(
         explain(
             f"The model has FullyShardedDataParallel modules of torch and of {_PACKAGE}.",

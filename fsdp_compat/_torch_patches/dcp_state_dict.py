@@ -1,10 +1,10 @@
-"""The functions of torch.distributed.checkpoint.state_dict, for models with our instances in them.
+"""The functions of torch.distributed.checkpoint.state_dict, for models with our units in them.
 
-They have torch's names, arguments, options and results. In the full form everything is whole when
-it leaves our state dicts, in the sharded form values are boxes, so none of torch's gathering or
-distributing runs over them. Where torch's would lose something, these are right: an optimizer that
-has made no step yet is as it was after it was asked for its state, and with ``full_state_dict`` and
-``cpu_offload``, which leave the dict on rank 0 alone, it is loaded from there."""
+They have torch's names, arguments, options and results. Our state dicts hold whole tensors in the
+full form and BoxedTensors in the sharded one, so torch's gathering and distributing does not run.
+Two losses of torch's functions are avoided: an optimizer without a step is unchanged after its
+state was taken, and a dict that ``full_state_dict`` with ``cpu_offload`` left on rank 0 alone is
+loaded from there."""
 
 from __future__ import annotations
 
@@ -18,15 +18,14 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from .. import _torch_private
-from .._state.entries import copied
 from .._state.formats import BoxedTensor
 from .._state.forms import state_dict_type
 from .._state.model_units import model_unit_of, model_units_in, units_of
 from .._state.optim_state_dict import export_optim_state, form_set, optim_state_dict_to_load
+from .._state.optim_values import copied
 from .._state.optimizers import convert
 from .._state.param_ownership import ParamContents, contents_of
 from .._state.rank0 import Rank0Broadcast
@@ -71,12 +70,12 @@ def _is_first(model: nn.Module) -> bool:
 
 
 def _finished(value: Any, options: Options, live: Collection[int] = ()) -> Any:
-    """What our state dicts pass on as it is: parameters that no unit manages. Collective if one is
-    a DTensor.
+    """Finish values that our state dicts pass on unchanged: parameters that no unit manages.
+    Collective if one is a DTensor.
 
     live: the storages of which nothing goes out with ``cpu_offload``, only copies.
     """
-    if options.full and isinstance(value, DTensor):
+    if options.full and _torch_private.is_dtensor(value):
         value = value.full_tensor()
     if (
         not options.cpu_offload

@@ -18,8 +18,8 @@ import torch
 from torch import nn
 
 from .._engine.state_store import store_of
-from .._state import entries
 from .._state.optim_state_dict import warn_of_layout
+from .._state.optim_values import StateKind, classify_all
 from .._state.optimizers import convert
 from .._state.unmanaged import unmanaged_state
 from ..errors import UsageError
@@ -39,7 +39,7 @@ __all__ = [
 ]
 
 
-SCALAR, PER_ELEMENT = entries.Entry.SCALAR, entries.Entry.PER_ELEMENT
+SCALAR, PER_ELEMENT = StateKind.SCALAR, StateKind.PER_ELEMENT
 _STATE_KEYS = (str, int, float, type(None))  # keys of optimizer states that JSON has
 
 
@@ -214,7 +214,7 @@ class _Adder:
 
 def _kinds(
     optimizer: torch.optim.Optimizer, groups: Sequence[NamedGroup]
-) -> dict[nn.Parameter, dict[Any, entries.Entry]]:
+) -> dict[nn.Parameter, dict[Any, StateKind]]:
     """Return how every state of every managed parameter relates to it.
 
     For a 0-d parameter, a state per element looks like a count. The same state of other parameters
@@ -224,9 +224,7 @@ def _kinds(
     sharded_params = [
         target for named in groups for target, _ in named.sharded_params if target in own
     ]
-    kinds = entries.classify_all(
-        {target: optimizer.state.get(target) or {} for target in sharded_params}
-    )
+    kinds = classify_all({target: optimizer.state.get(target) or {} for target in sharded_params})
     with_dims = {
         key: kind
         for target in sharded_params
@@ -246,7 +244,7 @@ def _add_states(
     snapshot: Snapshot,
     named: NamedGroup,
     optimizer: torch.optim.Optimizer,
-    kinds: dict[nn.Parameter, dict[Any, entries.Entry]],
+    kinds: dict[nn.Parameter, dict[Any, StateKind]],
     add: _Adder,
 ) -> list[str]:
     """Add the states of one group; return the names of the rank-local ones."""

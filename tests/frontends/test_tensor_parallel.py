@@ -489,7 +489,7 @@ def _sharded_states(plan: Plan, use_orig_params: bool, directory: str) -> None:
             _assert_holds(model, 1, (kind, target, "through files"))
             model = _two_dimensional(plan, 2, target, use_orig_params)
             if (kind, target) == ("boxes", "flat"):
-                with pytest.raises(CheckpointError, match="boxes of a tensor-parallel parameter"):
+                with pytest.raises(CheckpointError, match="shards of a tensor-parallel parameter"):
                     model.load_state_dict(state)
                 continue
             model.load_state_dict(copy.deepcopy(state))

@@ -21,9 +21,9 @@ from torch import Tensor, nn
 from examples.train_gpt import create_optimizer_state
 from fsdp_compat import FullOptimStateDictConfig, ShardingStrategy, StateDictType
 from fsdp_compat import FullyShardedDataParallel as FSDP
-from fsdp_compat._state.entries import Entry, classify, classify_all
 from fsdp_compat._state.names import clean_name
 from fsdp_compat._state.optim_state_dict import check_optimizer
+from fsdp_compat._state.optim_values import StateKind, classify, classify_all
 from fsdp_compat.errors import CheckpointError, StateError
 from tests.state.test_optim import (
     OPTIMIZERS,
@@ -180,18 +180,18 @@ class Standing(torch.Tensor):
 
 def test_a_tensor_that_stands_for_others_is_opaque() -> None:
     target = nn.Parameter(torch.zeros(6))
-    assert classify(torch.zeros(6).as_subclass(Named), target) is Entry.PER_ELEMENT
+    assert classify(torch.zeros(6).as_subclass(Named), target) is StateKind.PER_ELEMENT
     standing = torch.Tensor._make_wrapper_subclass(Standing, (6,))  # type: ignore[attr-defined]
-    assert classify(standing, target) is Entry.OPAQUE
+    assert classify(standing, target) is StateKind.RANK_LOCAL
 
 
 def test_entries_are_classified_by_type_and_shape() -> None:
     target = nn.Parameter(torch.zeros(6))
     scalars = [1, 2.5, True, 1j, None, "text", torch.tensor(3), torch.tensor(1.0)]
-    assert {classify(value, target) for value in scalars} == {Entry.SCALAR}
+    assert {classify(value, target) for value in scalars} == {StateKind.SCALAR}
     assert {
         classify(value, target) for value in (torch.zeros(6), torch.zeros(6, dtype=torch.uint8))
-    } == {Entry.PER_ELEMENT}
+    } == {StateKind.PER_ELEMENT}
     opaque = [
         torch.zeros(2),
         torch.zeros(1),
@@ -202,8 +202,8 @@ def test_entries_are_classified_by_type_and_shape() -> None:
         (1, 2),
         History(torch.ones(())),
     ]
-    assert {classify(value, target) for value in opaque} == {Entry.OPAQUE}
-    assert classify(torch.zeros(()), nn.Parameter(torch.zeros(()))) is Entry.SCALAR
+    assert {classify(value, target) for value in opaque} == {StateKind.RANK_LOCAL}
+    assert classify(torch.zeros(()), nn.Parameter(torch.zeros(()))) is StateKind.SCALAR
 
 
 def test_what_is_opaque_for_one_target_is_opaque_where_its_shape_fits_by_chance() -> None:
@@ -213,7 +213,7 @@ def test_what_is_opaque_for_one_target_is_opaque_where_its_shape_fits_by_chance(
         for p in (large, one, none)
     }
     for its in classify_all(states).values():
-        assert its == {"codes": Entry.PER_ELEMENT, "scales": Entry.OPAQUE}
+        assert its == {"codes": StateKind.PER_ELEMENT, "scales": StateKind.RANK_LOCAL}
 
 
 # --- saved and restored ---------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""What an optimizer keeps for a parameter, by what can be done with it at another layout."""
+"""The kinds of state that an optimizer keeps for a parameter, and copies of them."""
 
 from __future__ import annotations
 
@@ -15,76 +15,77 @@ from torch import nn
 
 from .. import _torch_private
 
-__all__ = ["Entry", "classify", "classify_all", "copied", "snapshot"]
+__all__ = ["StateKind", "classify", "classify_all", "copied", "snapshot"]
 
 
-class Entry(enum.Enum):
-    """How an entry of an optimizer's state belongs to the parameter (the optimizer's: this rank's
-    part) that it is kept for."""
+class StateKind(enum.Enum):
+    """How a value of an optimizer's state relates to the (sharded) parameter that it is kept
+    for."""
 
-    PER_ELEMENT = enum.auto()  # one element per element: cut and put together as the parameter is
-    SCALAR = enum.auto()  # a count or a setting: the same on all ranks, and at any layout
-    OPAQUE = (
-        enum.auto()
-    )  # of another shape, or no tensor: belongs to this rank's part, and to no other
+    PER_ELEMENT = enum.auto()  # one element per element: sharded and gathered like the parameter
+    SCALAR = enum.auto()  # a count or a setting: the same on all ranks and for any layout
+    RANK_LOCAL = enum.auto()  # of another shape, or not a tensor: belongs to this rank's part alone
 
 
-def classify(value: object, target: nn.Parameter) -> Entry:
-    """Return how a value that an optimizer keeps for ``target`` belongs to it.
+def classify(value: object, target: nn.Parameter) -> StateKind:
+    """Return the kind of a value that an optimizer keeps for ``target``.
 
-    A 0-d tensor is a scalar, also where the target is 0-d. A tensor that stands for others, such as
-    a quantized one, is opaque. Nothing is sent: whether a scalar is equal on all ranks is not
-    looked at.
+    A 0-d tensor is a scalar, even if the target is 0-d. A tensor subclass that wraps others, such
+    as a quantized one, is rank-local. Whether a scalar is equal on all ranks is not checked.
     """
     if isinstance(value, torch.Tensor):
         if value.dim() == 0:
-            return Entry.SCALAR
+            return StateKind.SCALAR
         plain = type(
             value
         ).__torch_dispatch__ is torch.Tensor.__torch_dispatch__ or not _torch_private.is_plain(
             value
         )
         return (
-            Entry.PER_ELEMENT
+            StateKind.PER_ELEMENT
             if plain and value.layout is torch.strided and value.shape == target.shape
-            else Entry.OPAQUE
+            else StateKind.RANK_LOCAL
         )
     return (
-        Entry.SCALAR if value is None or isinstance(value, (numbers.Number, str)) else Entry.OPAQUE
+        StateKind.SCALAR
+        if value is None or isinstance(value, (numbers.Number, str))
+        else StateKind.RANK_LOCAL
     )
 
 
 def classify_all(
     states: Mapping[nn.Parameter, Mapping[Any, Any]],
-) -> dict[nn.Parameter, dict[Any, Entry]]:
-    """Return how every entry of the states of several targets belongs to its target.
+) -> dict[nn.Parameter, dict[Any, StateKind]]:
+    """Return the kinds of all states of several targets.
 
-    Of a target with one element or none, a state of another shape may have the same shape by chance
-    (a scale per block of elements): what is opaque for other targets is opaque there.
+    A target with at most one element may have a rank-local state (a scale per block of elements)
+    of its own shape by chance: a state that is rank-local for other targets is rank-local there
+    too.
     """
     found = {
         target: {key: classify(value, target) for key, value in state.items()}
         for target, state in states.items()
     }
-    opaque = {key for its in found.values() for key, entry in its.items() if entry is Entry.OPAQUE}
+    opaque = {
+        key for its in found.values() for key, entry in its.items() if entry is StateKind.RANK_LOCAL
+    }
     for target, its in found.items():
         for key in opaque & its.keys() if target.numel() <= 1 else ():
-            if its[key] is Entry.PER_ELEMENT:
-                its[key] = Entry.OPAQUE
+            if its[key] is StateKind.PER_ELEMENT:
+                its[key] = StateKind.RANK_LOCAL
     return found
 
 
 def copied(value: Any, to_cpu: bool = False) -> Any:
-    """Return a tensor's copy, so that nothing in a dict shares or keeps more memory than it shows;
-    anything else as it is."""
+    """Return a copy of a tensor that keeps no other memory alive; anything else as it is."""
     if isinstance(value, torch.Tensor):
         return value.detach().to("cpu", copy=True) if to_cpu else value.detach().clone()
     return value
 
 
 def snapshot(value: Any, to_cpu: bool = False) -> Any:
-    """Return a copy of an opaque state that does not change when the optimizer goes on. What cannot
-    be copied comes as it is."""
+    """Return a copy of a rank-local state that later steps do not change. A value that cannot be
+    copied is returned as it is."""
     if isinstance(value, torch.Tensor):
         return copied(value, to_cpu)
     if type(value) is dict:
@@ -100,8 +101,7 @@ def snapshot(value: Any, to_cpu: bool = False) -> Any:
 
 
 class _Pickler(pickle.Pickler):
-    """Tensors go apart: deepcopy and torch's own way of pickling copy whole storages, of which they
-    may show little."""
+    """Copies tensors one by one, because deepcopy and torch's pickling copy whole storages."""
 
     def __init__(self, file: io.BytesIO, to_cpu: bool) -> None:
         super().__init__(file)
