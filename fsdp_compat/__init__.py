@@ -1,5 +1,5 @@
-"""The home of code written against FullyShardedDataParallel: the same names, on any device that
-torch.distributed reaches."""
+"""FullyShardedDataParallel with the API of torch.distributed.fsdp, on any device that
+torch.distributed supports."""
 
 from fsdp_compat.api import (
     BackwardPrefetch,

@@ -1,5 +1,5 @@
-"""Every private name of torch that the package uses, each with the reason why no public one will
-do."""
+"""Every private name of torch that the package uses, each with the reason why no public name is
+enough."""
 
 from __future__ import annotations
 
@@ -42,6 +42,7 @@ __all__ = [
     "graph_task",
     "in_graph_task",
     "is_gloo",
+    "is_dtensor",
     "is_plain",
     "is_registered",
     "local_part",
@@ -69,8 +70,8 @@ __all__ = [
 ]
 
 
-# graph_task(): the number of the graph task, -1 outside of backward. Nothing public tells a
-# recomputation from a forward. The C function itself: every forward of a unit asks twice.
+# graph_task(): the number of the graph task, -1 outside of backward. No public name distinguishes
+# a recomputation from a forward. This is the C function, because every forward calls it twice.
 graph_task: Callable[[], int] = torch._C._current_graph_task_id
 
 
@@ -80,15 +81,14 @@ def in_graph_task() -> bool:
 
 
 def on_end_of_backward(callback: Callable[[], None]) -> None:
-    """Run ``callback`` when the running graph task has ended. The engine's queue has no public
-    door."""
+    """Run ``callback`` when the running graph task has ended. The engine's queue is not
+    public."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
-# set_compiler(compiler): let torch.compile's evaluation of frames be done by ``compiler`` from now
-# on (None: code runs as it is), and return what it was. ``torch.compiler.disable`` does the same
-# around a call, but imports the compiler, which takes seconds. The C function itself: a function of
-# ours around it would be compiled.
+# set_compiler(compiler): let ``compiler`` evaluate frames from now on (None: no compilation), and
+# return the previous one. ``torch.compiler.disable`` does the same around a call, but imports the
+# compiler, which takes seconds. This is the C function, because a wrapper would be compiled.
 set_compiler: Callable[[Any], Any] = eval_frame.set_eval_frame
 
 
@@ -104,38 +104,42 @@ def never_compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def has_optimizers_in_backward() -> bool:
-    """True if ``_apply_optimizer_in_backward`` of torch.distributed.optim was called for any
-    parameter that lives."""
+    """True if ``_apply_optimizer_in_backward`` of torch.distributed.optim was called for a live
+    parameter."""
     module = sys.modules.get("torch.distributed.optim.apply_optimizer_in_backward")
     return module is not None and len(module.param_to_acc_grad_map) > 0
 
 
 def optimizers_in_backward(parameter: nn.Parameter) -> Sequence[torch.optim.Optimizer]:
-    """Return the optimizers that ``_apply_optimizer_in_backward`` made for a parameter. Nothing
-    public says it without a module."""
+    """Return the optimizers that ``_apply_optimizer_in_backward`` made for a parameter. The
+    public function needs a module."""
     return parameter.__dict__.get("_in_backward_optimizers", ())
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """True for a tensor that is its own storage, rather than a stand-in for others (DTensor)."""
+    """True for a tensor with its own storage; False for a DTensor, which wraps others."""
     return type(tensor) in (torch.Tensor, nn.Parameter) or not isinstance(tensor, _dtensor_class())
 
 
+def is_dtensor(value: object) -> bool:
+    return isinstance(value, _dtensor_class())
+
+
 def _dtensor_class() -> Any:
-    """DTensor, if anybody has imported it: that takes a second, and without it no tensor can be
-    one."""
+    """Return DTensor if it was imported. Importing it takes a second, and no tensor is a DTensor
+    before."""
     module = sys.modules.get("torch.distributed.tensor")
     return () if module is None else module.DTensor
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """What of a tensor this process holds, without a graph: its own storage."""
+    """Return the part of a tensor in this process, without a graph."""
     return tensor if is_plain(tensor) else tensor._local_tensor  # type: ignore[attr-defined]
 
 
 def placement(tensor: torch.Tensor) -> tuple[object, ...]:
-    """() for a plain tensor; for a DTensor its mesh, and along which of the mesh's dimensions it is
-    split."""
+    """Return () for a plain tensor; for a DTensor its mesh, and for each dimension of the mesh
+    whether it is replicated."""
     if is_plain(tensor):
         return ()
     return tensor.device_mesh, tuple(p.is_replicate() for p in tensor.placements)  # type: ignore[attr-defined]
@@ -151,14 +155,14 @@ def norms_together(
     tensors: list[torch.Tensor], order: float, dtype: torch.dtype
 ) -> Sequence[torch.Tensor]:
     """Return the norm of each tensor, 0-d, computed in ``dtype``, in one call."""
-    if dtype.is_complex:  # which the one call does not know
+    if dtype.is_complex:  # not supported by the call below
         return [torch.linalg.vector_norm(tensor, order, dtype=dtype) for tensor in tensors]
     return torch._foreach_norm(tensors, order, dtype=dtype)
 
 
 def base_of(tensor: torch.Tensor) -> torch.Tensor | None:
-    """The tensor that another one is a view of; None for one that is no view. Nothing public
-    tells."""
+    """Return the tensor that another one is a view of, or None if it is not a view. There is no
+    public name."""
     return tensor._base
 
 
@@ -207,7 +211,7 @@ def replace_clipping(
 
 
 def storage_key(tensor: torch.Tensor) -> int:
-    """The identity of a tensor's storage object, which its data pointer is not while it is
+    """Return the identity of a tensor's storage object. The data pointer is null while it is
     freed."""
     return local_part(tensor).untyped_storage()._cdata
 
@@ -217,17 +221,16 @@ def same_storage(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
-    """The dictionary in which a module keeps its own parameters; ``setattr`` costs ten times as
-    much per swap."""
+    """Return the dictionary of a module's own parameters. ``setattr`` costs ten times as much per
+    swap."""
     return module._parameters
 
 
 class PoisonedMemory(TorchDispatchMode):
-    """Inside of it, new tensors without values hold what nobody would put there: NaN, or the
-    largest integer.
+    """A context in which new uninitialised tensors are filled with NaN, or with the largest
+    integer.
 
-    Torch's own ``fill_uninitialized_memory`` does it in deterministic mode only, which changes more
-    than that.
+    Torch's own ``fill_uninitialized_memory`` works in deterministic mode only, which changes more.
     """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -253,27 +256,25 @@ _EMPTY = (
 
 
 def children_of(module: nn.Module) -> list[tuple[str, nn.Module]]:
-    """A module's children under all their names; ``named_children`` leaves out the second name of
-    one."""
+    """Return a module's children under all their names; ``named_children`` omits second names."""
     return [(name, child) for name, child in module._modules.items() if child is not None]
 
 
 def refresh_rnn_weights(module: nn.RNNBase) -> None:
-    """Rebuild the list of weights that the RNN family keeps beside its parameters."""
+    """Rebuild the list of weights that RNN modules keep beside their parameters."""
     parameters = module._parameters
     module._flat_weights = [parameters.get(name) for name in module._flat_weights_names]
 
 
 def group_named(name: str) -> dist.ProcessGroup | None:
-    """The process group of a name, which is alike on all ranks and survives a pickle."""
+    """Return the process group with a name, which is the same on all ranks and can be pickled."""
     return next(
         (group for group, its in dist.distributed_c10d._world.pg_names.items() if its == name), None
     )
 
 
 def group_timeout(group: dist.ProcessGroup) -> datetime.timedelta:
-    """The time limit a process group was made with; a point-to-point wait ignores it unless it is
-    handed over."""
+    """Return the time limit of a process group. Point-to-point waits need it as an argument."""
     for device in ("cpu", "cuda"):
         try:
             return group._get_backend(torch.device(device)).options._timeout
@@ -294,9 +295,8 @@ _ASYNC_SUM.reduceOp = dist.ReduceOp.SUM
 
 
 def start_all_gather(group: dist.ProcessGroup, full: torch.Tensor, own: torch.Tensor) -> dist.Work:
-    """Start an all-gather of tensors. The public function's frames cost more host time than the
-    call itself."""
-    if full.dtype.is_complex:  # backends know no complex numbers
+    """Start an all-gather. The public function costs more host time than the call itself."""
+    if full.dtype.is_complex:  # backends do not support complex numbers
         full, own = torch.view_as_real(full), torch.view_as_real(own)
     return group._allgather_base(full, own, _ASYNC_GATHER)
 
@@ -304,15 +304,14 @@ def start_all_gather(group: dist.ProcessGroup, full: torch.Tensor, own: torch.Te
 def start_reduce_scatter(
     group: dist.ProcessGroup, total: torch.Tensor, buffer: torch.Tensor
 ) -> dist.Work:
-    """Start a summing reduce-scatter of tensors; see ``start_all_gather``."""
+    """Start a summing reduce-scatter, see ``start_all_gather``."""
     if total.dtype.is_complex:
         total, buffer = torch.view_as_real(total), torch.view_as_real(buffer)
     return group._reduce_scatter_base(total, buffer, _ASYNC_SUM)
 
 
 def is_gloo(group: dist.ProcessGroup, device: torch.device) -> bool:
-    """True if tensors of a device go through gloo in a group, which may have a backend for each
-    kind of device."""
+    """True if a group uses gloo for tensors of a device. It may have a backend per device type."""
     try:
         return group._get_backend(device).name() == "gloo"
     except (RuntimeError, AttributeError):
@@ -320,34 +319,33 @@ def is_gloo(group: dist.ProcessGroup, device: torch.device) -> bool:
 
 
 def default_store() -> Store | None:
-    """The store in which the ranks of the default process group met, or None where there is none.
-    It has no public door."""
+    """Return the store of the default process group, or None if there is no such group. No public
+    function returns it."""
     return dist.distributed_c10d._get_default_store() if dist.is_initialized() else None
 
 
 def second_connection(store: Store) -> Store:
-    """The same store, for another thread: a wait in it blocks every other use of one connection.
-    ``clone`` is in no type stub."""
+    """Return another connection to the same store, for another thread: a wait blocks every other
+    use of a connection. ``clone`` is missing in the type stubs."""
     try:
         found: Store = store.clone()  # type: ignore[attr-defined]
-    except RuntimeError:  # a store of the user's
+    except RuntimeError:  # a user-defined store
         return store
     return found
 
 
 def is_registered(group: dist.ProcessGroup) -> bool:
-    """True until a process group is destroyed. The public functions that know it raise instead of
-    answering."""
+    """True until a process group is destroyed. The public functions raise instead of answering."""
     return group in dist.distributed_c10d._world.pg_map
 
 
 def gloo_of_its_own(
     group: dist.ProcessGroup, rank: int, ranks: int, timeout: datetime.timedelta
 ) -> Any:
-    """Connect the ranks of a group a second time, so that a user's messages and ours never meet.
+    """Connect the ranks of a group a second time, separately from the user's messages.
 
-    ``new_group`` would do it for all ranks of the world only, or under a name that depends on how
-    many groups each process has made; and what it makes lives until the world ends. Collective: the
+    ``new_group`` must be called by all ranks of the world, or names the group after the number of
+    groups that each process has made; and its groups live until the world ends. Collective: the
     ranks of the group.
     """
     store = PrefixStore(
@@ -357,11 +355,11 @@ def gloo_of_its_own(
 
 
 def break_connections(gloo: Any, peer: int) -> None:
-    """Close the connections of ``gloo_of_its_own``, which ends every wait for them, in other
-    threads too.
+    """Close the connections of ``gloo_of_its_own``, which ends every wait for them, also in other
+    threads.
 
-    gloo has no call for it, and keeps connections while anything holds a work: but a wait that runs
-    out of time closes them all.
+    gloo has no call for this, and keeps connections while a work is alive; but a wait that times
+    out closes them all.
     """
     with contextlib.suppress(RuntimeError):
         gloo.recv([torch.empty(0, dtype=torch.uint8)], peer, _NEVER_SENT).wait(
@@ -373,7 +371,7 @@ _NEVER_SENT = (1 << 31) - 1  # a tag
 
 
 class GlooCollectives:
-    """The collectives of ``gloo_of_its_own``, which no public function takes."""
+    """The collectives of ``gloo_of_its_own``, which no public function accepts."""
 
     device = torch.device("cpu")
 
@@ -400,7 +398,7 @@ class GlooCollectives:
 
 
 def default_device_of_backend(group: dist.ProcessGroup) -> torch.device:
-    """The device whose tensors a process group takes, CPU where it takes several."""
+    """Return the device type that a process group supports, the CPU if it supports several."""
     types = [device.type for device in group._device_types]
     return torch.device("cpu" if "cpu" in types or not types else types[0])
 
@@ -408,25 +406,25 @@ def default_device_of_backend(group: dist.ProcessGroup) -> torch.device:
 def tensor_without_storage(
     cls: type[torch.Tensor], shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
-    """Make an instance of a tensor subclass that stands for more than this process holds.
-    Subclasses are made in no other way."""
+    """Make an instance of a tensor subclass for a tensor that is larger than the part in this
+    process. There is no public way."""
     return torch.Tensor._make_wrapper_subclass(
         cls, shape, dtype=dtype, device=device, layout=torch.strided
     )
 
 
 def as_plain_tensor(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Call a method of torch.Tensor on a subclass as if it were a plain tensor."""
+    """Call a method of torch.Tensor on a subclass as on a plain tensor."""
     with torch._C.DisableTorchFunctionSubclass():
         return func(*args, **kwargs)
 
 
 def wraps_as(module: nn.Module) -> str | None:
-    """The name under which a module that does not show in names, a compiled one or
-    DistributedDataParallel, holds what it wraps.
+    """Return the attribute with the wrapped module of a compiled module or DistributedDataParallel,
+    which do not count in names; None for other modules.
 
-    torch.compile has no public name for what it returns, and its module takes seconds to import:
-    without it nothing is compiled.
+    The class of compiled modules is not public, and its module takes seconds to import; nothing is
+    compiled before.
     """
     compiler = sys.modules.get("torch._dynamo.eval_frame")
     if compiler is not None and isinstance(module, compiler.OptimizedModule):
@@ -435,8 +433,8 @@ def wraps_as(module: nn.Module) -> str | None:
 
 
 def unpatched(owner: nn.Module | torch.optim.Optimizer, method: str) -> Callable[..., Any]:
-    """Return a method of a model or optimizer, or what it was where torch.distributed.checkpoint
-    has let it call its functions."""
+    """Return a method of a model or optimizer, the original one if torch.distributed.checkpoint has
+    patched it."""
     found = getattr(owner, method)
     patched = getattr(
         sys.modules.get("torch.distributed.checkpoint.state_dict"), "_patched_state_dict", ()
@@ -445,15 +443,15 @@ def unpatched(owner: nn.Module | torch.optim.Optimizer, method: str) -> Callable
 
 
 def under_prefix(store: Store, prefix: str) -> Store:
-    """The keys of ``store`` that begin with ``prefix``, on the same connection."""
+    """Return a store of the keys with a prefix, on the same connection."""
     return PrefixStore(prefix, store)
 
 
 def offsets_on_mesh(
     shape: tuple[int, ...], mesh: Any, placements: tuple[Any, ...]
 ) -> tuple[int, ...]:
-    """Where this process's part of a DTensor begins in the whole. DTensor knows it, and says it to
-    nobody in public."""
+    """Return the offsets of this process's part in a DTensor. DTensor has no public name for
+    them."""
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     return tuple(compute_local_shape_and_global_offset(torch.Size(shape), mesh, placements)[1])

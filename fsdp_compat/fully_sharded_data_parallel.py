@@ -1,5 +1,5 @@
-"""The flat front end: ``FullyShardedDataParallel``, which resolves arguments, builds units, and
-hands every call on."""
+"""The public front end: ``FullyShardedDataParallel``, a class that delegates each call in one
+line."""
 
 from __future__ import annotations
 
@@ -56,70 +56,71 @@ __all__ = [
 
 
 class FullyShardedDataParallel(nn.Module):
-    """Shard a module's parameters, gradients and optimizer state over the ranks of a process group.
+    """Shard a module's parameters, gradients and optimizer state across the ranks of a process
+    group.
 
-    Every rank holds one part of each parameter; the parameters of a unit (this module, less what
-    nested instances hold) are whole only while forward or backward need them. Gradients are
-    averaged over the ranks. Make the optimizer after wrapping.
+    Each rank holds one part of every parameter. A unit is the wrapped module without its nested
+    FullyShardedDataParallel instances; its parameters are unsharded only while forward or backward
+    need them. Gradients are averaged over the ranks. Create the optimizer after wrapping.
 
-    With ``use_orig_params=True`` a Parameter may be assigned to an attribute between steps, on all
-    ranks: its value is taken over, and its ``requires_grad``; the parameter object that was there
-    stays, with gradient and optimizer state. What does not fit, a tied parameter, and any
-    assignment with ``use_orig_params=False`` is refused; inside of summon_full_params both take the
+    With ``use_orig_params=True`` you may assign a Parameter to an attribute between steps, on all
+    ranks: its value and ``requires_grad`` are copied into the existing parameter, which keeps its
+    gradient and optimizer state. It is an error if the value does not fit, if the parameter is
+    tied, or with ``use_orig_params=False``. Inside summon_full_params both settings accept the
     value.
 
-    Optimizers that ``torch.distributed.optim._apply_optimizer_in_backward`` makes step when
-    backward has reduced all gradients, and drop these; inside of no_sync they do not.
+    Optimizers created by ``torch.distributed.optim._apply_optimizer_in_backward`` step once
+    backward has reduced all gradients, then free them. They do not step inside no_sync.
 
-    Collective: construction, forward and backward are called on all ranks of the process group, in
-    the same order.
+    Collective: all ranks of the process group run construction, forward and backward in the same
+    order.
 
     Args:
         module: the module to wrap; it becomes the child ``_fsdp_wrapped_module``.
         process_group: the ranks to shard over; default: all. For hybrid strategies a tuple (shard
             group, replica group).
         sharding_strategy: default FULL_SHARD.
-        cpu_offload: ``CPUOffload(offload_params=True)`` keeps shards, gradients and the optimizer
-            on the CPU; where the CPU computes as well, the same copies are made.
-        auto_wrap_policy: which submodules become units of their own, see ``fsdp_compat.wrap``;
-            default: none.
-        backward_prefetch: when backward gathers the next unit; None, for the least memory, also
+        cpu_offload: ``CPUOffload(offload_params=True)`` keeps shards, gradients and optimizer
+            state on the CPU. Copies are made even if the CPU is also the compute device.
+        auto_wrap_policy: selects the submodules that become units of their own, see
+            ``fsdp_compat.wrap``; default: none.
+        backward_prefetch: when backward gathers the next unit. None uses the least memory and also
             turns off prefetching in forward.
-        mixed_precision: dtypes in which parameters compute and gradients travel; shards keep their
-            own.
-        ignored_modules: modules (with all below them) whose parameters stay as they are, unsharded
-            and unsynchronised; not wrapped ones. With ``module`` itself among them nothing is
-            sharded, which is warned of.
-        param_init_fn: materialises one module of the meta device; default: ``to_empty`` and its
-            ``reset_parameters``.
-        device_id: where to compute and keep the shards; default: where the parameters are, or what
-            the backend needs. With the process group "fake", ``"meta"`` simulates one rank of any
-            number: layouts, plans and steps without values or memory.
+        mixed_precision: dtypes for computing with parameters and for reducing gradients; shards
+            keep their own dtype.
+        ignored_modules: modules whose parameters, including those of all their submodules, are
+            neither sharded nor synchronized; wrapped modules are not allowed. If ``module`` itself
+            is among them, nothing is sharded, and a warning says so.
+        param_init_fn: initializes one module that is on the meta device; default: ``to_empty``,
+            then the module's ``reset_parameters``.
+        device_id: where to compute and keep the shards; default: the parameters' device, or the
+            one that the backend needs. With the backend "fake", ``"meta"`` simulates one rank of
+            any world size: layouts, plans and steps without values or memory.
         sync_module_states: overwrite parameters and buffers with those of the group's first rank
             before sharding.
         forward_prefetch: gather the next unit in forward even with ``backward_prefetch=None``.
-        limit_all_gathers: two units at most are gathered at a time, whatever it is. On the CPU the
-            gradients of one unit at a time collect or travel; with False, as always on devices with
-            streams, those of one travel while the next one's collect.
-        use_orig_params: the optimizer sees the module's own Parameter objects, as views of the
-            shard, instead of FlatParameters.
-        ignored_states: parameters, or modules, to ignore; not together with ``ignored_modules``.
-        device_mesh: instead of ``process_group``: for hybrid strategies a 2-D mesh (replica, shard)
-            or a 1-D one; otherwise a mesh whose first dimension is sharded over.
-        allow_unused_units: ranks may run different units; costs one byte per unit and backward,
-            prefetching, and that every strategy frees parameters after forward.
-        keep_units_below: units with fewer elements, in whole parameters, stay gathered from forward
-            to backward, as all do with SHARD_GRAD_OP: the gathers of many small units cost more
-            time than their memory is worth.
+        limit_all_gathers: at most two units are gathered at a time, with either value. On the CPU,
+            True allows one gradient buffer at a time; False lets one unit's gradients be reduced
+            while the next unit's are computed, as devices with streams always do.
+        use_orig_params: expose the module's own Parameter objects, as views of the shard, to the
+            optimizer instead of FlatParameters.
+        ignored_states: parameters or modules to ignore; not together with ``ignored_modules``.
+        device_mesh: replaces ``process_group``. For hybrid strategies a 2-D mesh (replica, shard)
+            or a 1-D mesh; otherwise a mesh whose first dimension is sharded over.
+        allow_unused_units: ranks may run different units. This costs one byte per unit and
+            backward, turns off prefetching, and reshards after forward with every strategy.
+        keep_units_below: units with fewer elements than this, counted unsharded, stay unsharded
+            from forward to backward, as all units do with SHARD_GRAD_OP. Gathering many small
+            units twice costs more time than their memory is worth.
 
     Raises:
-        UsageError: an argument, or a combination of them, cannot work; on every rank, before
-            anything is sent or changed.
+        UsageError: an argument, or a combination of arguments, cannot work. Raised on every rank,
+            before anything is sent or changed.
     """
 
     _fsdp_wrapped_module: nn.Module
     _fsdp_model_unit: FlatUnit
-    # Entry points of the wrapped module beside forward, see register_fsdp_forward_method.
+    # Methods of the wrapped module that run like forward, see register_fsdp_forward_method.
     _forward_methods: dict[str, bool | None]
 
     def __init__(
@@ -172,7 +173,7 @@ class FullyShardedDataParallel(nn.Module):
 
     @classmethod
     def _new(cls) -> FullyShardedDataParallel:
-        """Return a wrapper without a module."""
+        """Return a wrapper that has no module yet."""
         self = cls.__new__(cls)
         nn.Module.__init__(self)
         return self._emptied()
@@ -194,7 +195,7 @@ class FullyShardedDataParallel(nn.Module):
     def _runtime(self) -> Runtime:
         return self._fsdp_model_unit.runtime
 
-    # -- as a module
+    # -- nn.Module
 
     @property
     def module(self) -> nn.Module:
@@ -203,15 +204,15 @@ class FullyShardedDataParallel(nn.Module):
 
     @property
     def compute_device(self) -> torch.device:
-        """Where forward and backward run."""
+        """The device on which forward and backward run."""
         return self._settings.device
 
     @property
     def mixed_precision(self) -> MixedPrecision:
-        """The dtypes it was made with."""
+        """The ``mixed_precision`` argument."""
         return self._settings.mixed_precision
 
-    # What else torch's class has, for those who ask: _client_attributes.py.
+    # Further attributes of torch's class that client libraries read: _flat/client_attributes.py.
     sharding_strategy = property(attributes.sharding_strategy)
     process_group = property(attributes.process_group)
     rank = property(attributes.rank)
@@ -232,45 +233,44 @@ class FullyShardedDataParallel(nn.Module):
     _root_pre_forward = staticmethod(attributes.root_pre_forward)
 
     def __getattr__(self, name: str) -> Any:
-        """What this module does not have is looked up on the wrapped one."""
+        """Fall back to the attributes of the wrapped module."""
         try:
             return super().__getattr__(name)
         except AttributeError:
             if name == FSDP_WRAPPED_MODULE:
                 raise
-            found = getattr(super().__getattr__(FSDP_WRAPPED_MODULE), name)
+            value = getattr(super().__getattr__(FSDP_WRAPPED_MODULE), name)
         if name in self._forward_methods:
-            return run_as_forward(self._unit, found, synced=self._forward_methods[name])
-        return found
+            return run_as_forward(self._unit, value, synced=self._forward_methods[name])
+        return value
 
     def __getitem__(self, key: int) -> Any:
-        """Index the wrapped module, such as an nn.Sequential."""
+        """Index the wrapped module, for example an nn.Sequential."""
         return self._fsdp_wrapped_module.__getitem__(key)  # type: ignore[operator]
 
     @_torch_private.never_compiled
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the wrapped module's forward with whole parameters. Collective."""
-        unit = self._unit
+        """Run the wrapped module's forward with unsharded parameters. Collective."""
+        unit = self._fsdp_model_unit.unit
         return unit.runtime.run(unit, unit.module, args, kwargs)  # type: ignore[union-attr]
 
     def __repr__(self) -> str:
-        """As nn.Module's; the shapes that modules print of themselves are those of whole
-        parameters."""
+        """Like nn.Module's, with the shapes of the unsharded parameters."""
         with contextlib.ExitStack() as stack:
             for instance in FullyShardedDataParallel.fsdp_modules(self):
                 stack.enter_context(instance._unit.view.described())
             return super().__repr__()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FullyShardedDataParallel:
-        """A second module with shards of its own, over the same process groups; like parameters,
-        without gradients. Collective."""
+        """Return a copy with its own shards over the same process groups, without gradients.
+        Collective."""
         copy = typing.cast(FullyShardedDataParallel, copying.deepcopy_of(self, memo))
         _torch_patches.patch_torch([copy._fsdp_model_unit])
         return copy
 
     def __reduce_ex__(self, protocol: typing.SupportsIndex) -> Any:
-        """This rank's part, for pickle. Process groups are found again by their names; loading is
-        collective."""
+        """Pickle this rank's shards. Unpickling is collective and finds the process groups by
+        name."""
         return copying.reduced(self)
 
     def __setstate__(self, state: Any) -> None:
@@ -278,23 +278,28 @@ class FullyShardedDataParallel(nn.Module):
         _torch_patches.patch_torch([self._fsdp_model_unit])
 
     def check_is_root(self) -> bool:
-        """True if no other instance is around this one."""
+        """Return True if no other FullyShardedDataParallel instance contains this one."""
         return self._unit.is_root
 
     @staticmethod
     def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[FullyShardedDataParallel]:
-        """Return the instances in ``module``, itself included, the outer ones first; ``root_only``:
-        only those that are roots."""
+        """Return all FullyShardedDataParallel instances in ``module``, which may be one itself,
+        outer instances first.
+
+        root_only: return only the roots.
+        """
         require_module(module, "fsdp_modules")
         require_bools("fsdp_modules", root_only=root_only)
-        found = [child for child in module.modules() if isinstance(child, FullyShardedDataParallel)]
-        return [child for child in found if child._unit.is_root] if root_only else found
+        wrappers = [
+            child for child in module.modules() if isinstance(child, FullyShardedDataParallel)
+        ]
+        return [each for each in wrappers if each._unit.is_root] if root_only else wrappers
 
     def _apply(
         self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True
     ) -> FullyShardedDataParallel:
-        """What ``half``, ``to`` and the like do. Before the first forward another dtype converts
-        the shards; collective then."""
+        """Implement ``half``, ``to`` and the like. A new dtype converts the shards, which works
+        only before the first forward and is collective."""
         if recurse:
             conversion.convert_as(self, fn)
         with (
@@ -308,10 +313,10 @@ class FullyShardedDataParallel(nn.Module):
         return self
 
     def apply(self, fn: Callable[[nn.Module], None]) -> FullyShardedDataParallel:
-        """Call ``fn`` on every submodule and on this one, with whole parameters, and keep what it
+        """Call ``fn`` on every submodule and on this module, with full parameters, and keep the
         changes. Collective."""
         if not callable(fn):
-            raise wrong_type("fn", "a function of one module", fn, "apply")
+            raise wrong_type("fn", "a function that takes one module", fn, "apply")
         if self._unit.view.summoned:
             super().apply(fn)
             return self
@@ -323,9 +328,8 @@ class FullyShardedDataParallel(nn.Module):
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """As nn.Module's; inside of ``summon_full_params`` names are those of the model before
-        wrapping."""
-        if self._runtime.broken:  # an exception in backward has left units shown full
+        """Like nn.Module's. Inside ``summon_full_params`` the names are those before wrapping."""
+        if self._runtime.broken:  # an exception in backward has left units unsharded
             self._runtime.rest()
         for name, parameter in super().named_parameters(prefix, recurse, remove_duplicate):
             yield clean_name(name) if self._unit.view.summoned else name, parameter
@@ -333,8 +337,7 @@ class FullyShardedDataParallel(nn.Module):
     def named_buffers(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """As nn.Module's; inside of ``summon_full_params`` names are those of the model before
-        wrapping."""
+        """Like nn.Module's. Inside ``summon_full_params`` the names are those before wrapping."""
         for name, buffer in super().named_buffers(prefix, recurse, remove_duplicate):
             yield clean_name(name) if self._unit.view.summoned else name, buffer
 
@@ -353,38 +356,41 @@ class FullyShardedDataParallel(nn.Module):
     rekey_optim_state_dict = staticmethod(legacy.rekey_optim_state_dict)
 
     def state_dict(self, *args: Any, filter: Any = None, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        """Return the model's state under the names it had before wrapping, in the form that is set.
+        """Return the model's state under the names before wrapping, in the type set by
+        ``set_state_dict_type``.
 
-        FULL_STATE_DICT (default): whole tensors, copies; collective, one unit gathered at a time.
-        SHARDED_STATE_DICT: this rank's part of each parameter, as boxes that view its shard, and
-        nothing is sent; of a model with a device mesh a DTensor, a copy, and collective.
-        LOCAL_STATE_DICT: this rank's flat shards themselves; nothing is sent.
+        - FULL_STATE_DICT (default): copies of the full tensors. Collective; gathers one unit at a
+          time.
+        - SHARDED_STATE_DICT: this rank's part of each parameter, as a ShardedTensor whose shards
+          are views of the flat shard; nothing is sent. For a model with a device mesh a DTensor,
+          which is a copy; collective.
+        - LOCAL_STATE_DICT: this rank's flat shards themselves; nothing is sent.
 
-        Values that are views, which buffers are in every form, change when training goes on, as
-        those of an unwrapped module's state dict do. ``offload_to_cpu=True`` in the configuration,
-        ``copy.deepcopy``, ``clone()`` and pickling give values that do not.
+        Views change as training continues, as in the state dict of an unwrapped module; buffers
+        are views in every type. Use ``offload_to_cpu=True`` in the configuration,
+        ``copy.deepcopy``, ``clone()`` or pickling for values that do not change.
 
-        filter: what of it to return, a function of a name, or "trainable" for the parameters that
-        require grad; the same on all ranks. Only that is gathered, and nothing in the dict is a
-        view of a shard. A flat shard is returned if it holds any.
+        filter: selects the entries to return: a function of the name, or "trainable" for the
+        parameters that require grad; the same on all ranks. Only selected parameters are gathered,
+        and no value is a view of a shard. A flat shard is returned if it holds any of them.
         """
         return model_state_dict.state_dict(self, *args, filter=filter, **kwargs)
 
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
-        """Load a state dict under the names the model had before wrapping: full, sharded in any
-        way, or local, as its values say.
+        """Load a state dict with the names before wrapping. The values may be full, sharded in any
+        way, or local; the type is recognized from the values.
 
-        With full values nothing is sent: every rank copies its part. Where
-        ``FullStateDictConfig(rank0_only=True)`` is set, other ranks than the first may pass {} or
-        None and get what the first one has, one unit at a time; this is collective then. Parameters
-        are written in place, also with ``assign``. What is like a tensor
-        (``torch.overrides.is_tensor_like``) and knows its shape and dtype is taken too: a lazy
-        value is read when its parameter is loaded, on ranks that have a part of it.
+        Loading full values sends nothing: every rank copies its part. With
+        ``FullStateDictConfig(rank0_only=True)`` all ranks but the first may pass {} or None, and
+        rank 0 broadcasts its values, one unit at a time; the call is collective then. Parameters
+        are written in place, even with ``assign``. Tensor-like values
+        (``torch.overrides.is_tensor_like``) that know their shape and dtype are accepted: a lazy
+        value is read when its parameter is loaded, on the ranks that hold a part of it.
 
-        Raises CheckpointError, before anything changes, for what is missing, unknown or does not
-        fit.
+        Raises CheckpointError, before anything changes, if a key is missing or unknown, or if a
+        value does not fit.
         """
         return model_state_dict.load_state_dict(self, state_dict, strict, assign)
 
@@ -392,10 +398,11 @@ class FullyShardedDataParallel(nn.Module):
 
     @contextlib.contextmanager
     def no_sync(self) -> Generator[None, None, None]:
-        """Collect gradients in backward without sending them; the next backward outside of the
-        context reduces them all.
+        """Accumulate gradients in backward without reducing them. The next backward outside the
+        context reduces the sum.
 
-        They are kept whole, as long as they are not reduced. Called on the root.
+        Until then the gradients take as much memory as the unsharded parameters. Call it on the
+        root.
         """
         require_root(self._unit, "no_sync()")
         self._runtime.require_idle("no_sync", ValueStateError)
@@ -403,25 +410,27 @@ class FullyShardedDataParallel(nn.Module):
             yield
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
-        """Sum and average gradients with ``hook`` instead of the built-in way, in this instance and
-        all below it.
+        """Reduce gradients with ``hook`` instead of the built-in reduction, in all units of the
+        model.
 
-        Where gradients are split over ranks: ``hook(state, grad, output)``, grad [ranks * S] the
-        flat gradient of a unit in the dtype it is reduced in, output [S] this rank's part to fill;
-        where they are not (NO_SHARD, one rank): ``hook(state, grad)``, which changes grad [S] in
-        place. The hook divides as well; hybrid strategies average over the replicas afterwards. The
-        hooks of ``torch.distributed.algorithms._comm_hooks.default_hooks`` fit.
+        - If gradients are sharded: ``hook(state, grad, output)``. grad [ranks * S] is a unit's flat
+          gradient in the reduce dtype; the hook fills output [S] with this rank's part.
+        - If they are not (NO_SHARD, one rank): ``hook(state, grad)`` changes grad [S] in place.
 
-        Called once, on the root, on all ranks, before the first backward.
+        The hook divides by the number of ranks, too. Hybrid strategies average over the replicas
+        afterwards. The hooks of ``torch.distributed.algorithms._comm_hooks.default_hooks`` work.
+
+        Call it once, on the root, on all ranks, before the first backward.
         """
         comm_hook.register(self._fsdp_model_unit, state, hook)
 
     def clip_grad_norm_(self, max_norm: float | int, norm_type: float | int = 2.0) -> torch.Tensor:
-        """Scale all gradients so that their norm over all ranks is at most ``max_norm``; return the
-        norm before, 0-d, in the dtype that those of the gradients promote to.
+        """Scale all gradients so that their norm over all ranks is at most ``max_norm``.
 
-        Collective: all ranks, on the root. One all-reduce per shard axis. Gradients of parameters
-        that no unit manages (ignored ones) count once.
+        Returns the norm before scaling, a 0-d tensor in the dtype to which the gradients' dtypes
+        promote. Gradients of parameters outside all units (ignored parameters) count once.
+
+        Collective: all ranks, on the root. One all-reduce per shard axis.
         """
         return clipping.clip_grad_norm(self, max_norm, norm_type)
 
@@ -431,22 +440,25 @@ class FullyShardedDataParallel(nn.Module):
 def register_fsdp_forward_method(
     module: nn.Module, method_name: str, *, synced: bool | None = None
 ) -> None:
-    """Let ``module.method_name(...)`` run with whole parameters, as forward does: for ``generate``,
-    ``encode`` and the like.
+    """Make ``module.method_name(...)`` run with unsharded parameters, as forward does. Meant for
+    methods such as ``generate`` and ``encode``.
 
-    module: a FullyShardedDataParallel; anything else is left as it is. method_name: of a method of
-    the wrapped module. synced: ranks may call what is inside different numbers of times, as with
-    ``generate`` until each has its end token; a rank that is done waits for the others, serving
-    them. It costs one small reduction per round of calls and gives up prefetching. Default: exactly
-    while gradients are off; with gradients, ranks have to make the same calls, as backward does.
+    Args:
+        module: a FullyShardedDataParallel instance; other modules are left unchanged.
+        method_name: the name of a method of the wrapped module.
+        synced: allow ranks to call the inner units different numbers of times, for example in
+            ``generate`` until each rank has its end token. A rank that is done keeps taking part
+            in the others' all-gathers. This costs one small all-reduce per round of calls and turns
+            off prefetching. Default: on if gradients are disabled. With gradients, all ranks must
+            make the same calls, because backward does.
 
-    The method itself is called on all ranks the same number of times, and one that yields is asked
-    for as many items on all ranks. Collective: each call of it, not the registration.
+    All ranks must call the method the same number of times and, if it is a generator, consume the
+    same number of items. Collective: each call of the method, not the registration.
     """
     if not isinstance(module, nn.Module) or not isinstance(method_name, str):
         raise UsageError(
             explain(
-                "register_fsdp_forward_method got something else than a module and a name.",
+                "register_fsdp_forward_method needs a module and a method name.",
                 expected="an nn.Module, and the name of one of its methods",
                 got=f"({type(module).__name__}, {method_name!r})",
                 where="register_fsdp_forward_method(module, method_name)",
@@ -463,9 +475,9 @@ def register_fsdp_forward_method(
     ):
         raise UsageError(
             explain(
-                f"{method_name!r} is not a method that can be registered.",
-                expected="a method that the wrapped module has and a FullyShardedDataParallel has "
-                "not",
+                f"{method_name!r} cannot be registered.",
+                expected="a method of the wrapped module that FullyShardedDataParallel does not "
+                "have",
                 got=f"{method_name!r} of a {type(inner).__name__}",
                 where="register_fsdp_forward_method(module, method_name)",
                 fix="check the name; forward needs no registration",

@@ -1,4 +1,4 @@
-"""The bytes of tensors on the CPU, and freed pages that go back to the system."""
+"""CPU memory: the bytes of tensors, and returning freed pages to the system."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ import torch
 
 __all__ = ["give_back_freed", "memory_of", "of_its_own_size"]
 
-# None where the C library has no such function.
+# None if the C library does not have the function.
 _malloc_trim = None if sys.platform == "win32" else getattr(ctypes.CDLL(None), "malloc_trim", None)
 
 
 def give_back_freed() -> None:
-    """Give pages that were freed on the CPU back to the system.
+    """Return freed CPU pages to the system.
 
-    glibc keeps what lies between blocks that live on. Whole parameters that come and go while
-    shards are made leave holes, each a little too small for the next one: together as large as the
-    model.
+    glibc keeps freed memory that lies between blocks in use. Unsharded parameters that are
+    allocated and freed while shards are created leave such holes, each slightly too small for the
+    next parameter. Together they can grow as large as the model.
     """
     if _malloc_trim is not None:
         _malloc_trim(0)
 
 
 def memory_of(tensor: torch.Tensor) -> memoryview:
-    """Return the bytes of a contiguous CPU tensor, without a copy. They keep the tensor."""
+    """Return the bytes of a contiguous CPU tensor without a copy. They keep the tensor alive."""
     if not tensor.nbytes:
         return memoryview(b"")
     held: Any = (ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())
@@ -35,10 +35,10 @@ def memory_of(tensor: torch.Tensor) -> memoryview:
 
 
 def of_its_own_size(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor over the same memory whose storage object ends where it ends, as writers copy
-    what keeps more than it shows.
+    """Return a tensor over the same memory whose storage is no larger than the tensor. Writers copy
+    tensors with a larger storage.
 
-    tensor: contiguous; one that is not on the CPU is returned as it is.
+    tensor: contiguous; a tensor that is not on the CPU is returned unchanged.
     """
     if (
         tensor.device.type != "cpu"

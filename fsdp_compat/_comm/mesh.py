@@ -1,5 +1,5 @@
-"""The two axes over which a unit is spread: ranks that split one copy, and copies that repeat
-it."""
+"""The two mesh axes of a unit: the ranks that split one copy of its parameters, and the
+copies."""
 
 from __future__ import annotations
 
@@ -32,10 +32,9 @@ __all__ = [
 
 @dataclasses.dataclass(frozen=True)
 class Axis:
-    """One mesh axis as this process sees it: the process group that communicates along it, and this
-    rank's place in it."""
+    """One mesh axis: its process group, and this rank's position in it."""
 
-    group: dist.ProcessGroup | None  # None: an axis of one rank, which never communicates
+    group: dist.ProcessGroup | None  # None for an axis of one rank
     rank: int
     ranks: int
     members: tuple[int, ...]  # global ranks, in the order of the axis
@@ -55,7 +54,7 @@ class Mesh:
 
     shard: Axis
     replica: Axis
-    # the replicas are the ranks of the one group there is, rather than copies of split ones
+    # there is no shard group: the replicas are the ranks of the only group
     one_group: bool = False
 
     @property
@@ -64,7 +63,7 @@ class Mesh:
 
     @property
     def is_first(self) -> bool:
-        """True on the mesh's rank 0, which need not be that of the world."""
+        """True on rank 0 of the mesh, which need not be global rank 0."""
         return self.shard.rank == 0 and self.replica.rank == 0
 
 
@@ -74,13 +73,12 @@ def the_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     if not dist.is_available() or not dist.is_initialized():
         raise UsageError(
             explain(
-                "There is no process group to shard over.",
-                expected="torch.distributed initialised before a module is wrapped, with one "
-                "process as well",
+                "torch.distributed is not initialised.",
+                expected="a default process group before a module is wrapped",
                 got="no default process group",
                 where="FullyShardedDataParallel(...), on this process",
-                fix="call torch.distributed.init_process_group(...) first; with torchrun: "
-                "init_process_group('gloo' on CPU, 'nccl' on CUDA)",
+                fix="call torch.distributed.init_process_group('gloo') on CPU, or 'nccl' on CUDA, "
+                "first",
             )
         )
     found = dist.group.WORLD if group is None else group
@@ -89,9 +87,9 @@ def the_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
             return found
         raise UsageError(
             explain(
-                "The ranks of a process group that is written in Python are not known.",
-                expected="one over all ranks, or one that torch.distributed.new_group has made",
-                got=f"a {type(found).__name__} of {found.size()} ranks that was made by itself",
+                "The ranks of this Python process group are unknown.",
+                expected="one over all ranks, or one made by torch.distributed.new_group",
+                got=f"a {type(found).__name__} of {found.size()} ranks that was made directly",
                 where=f"process_group=, global rank {dist.get_rank()}",
                 fix="register its backend with torch.distributed.Backend.register_backend, and "
                 "make it with new_group",
@@ -101,10 +99,10 @@ def the_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
         raise UsageError(
             explain(
                 "The process group was destroyed.",
-                expected="a process group that is alive",
-                got="one that destroy_process_group has ended",
+                expected="a process group that exists",
+                got="one that destroy_process_group has destroyed",
                 where=f"process_group=, global rank {dist.get_rank()}",
-                fix="make a new group, or leave process_group out",
+                fix="make a new group, or omit process_group",
             )
         )
     if found is None or dist.get_rank(found) < 0:
@@ -113,11 +111,11 @@ def the_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
 
 
 def not_a_member() -> UsageError:
-    """The error of a rank that is outside of the group it was given."""
+    """Return the error for a process outside of the group that it was given."""
     return UsageError(
         explain(
-            "This process does not belong to the process group it was given.",
-            expected="a process group that this process is a member of",
+            "This process is not a member of the process group.",
+            expected="a process group with this process",
             got=f"a group without global rank {dist.get_rank()}",
             where=f"process_group=, global rank {dist.get_rank()}",
             fix="wrap the module only on the ranks of the group, or pass another group",
@@ -126,13 +124,13 @@ def not_a_member() -> UsageError:
 
 
 def is_in_python(group: dist.ProcessGroup) -> bool:
-    """True for a process group whose collectives are methods of a Python class: it has no backend
+    """True for a process group whose collectives are methods of a Python class, without a backend
     in C++."""
     return type(group) is not dist.ProcessGroup
 
 
 def _axis(group: dist.ProcessGroup) -> Axis:
-    registered = _torch_private.is_registered(group)  # others are over all ranks, see ``the_group``
+    registered = _torch_private.is_registered(group)  # else it is over all ranks, see ``the_group``
     members = (
         tuple(dist.get_process_group_ranks(group)) if registered else tuple(range(group.size()))
     )
@@ -141,7 +139,7 @@ def _axis(group: dist.ProcessGroup) -> Axis:
 
 
 def group_by_name(name: str | None, members: tuple[int, ...] | None) -> dist.ProcessGroup | None:
-    """Return the process group of a name, if it has these members; raises UsageError otherwise."""
+    """Return the process group with a name and these members. Raises UsageError without one."""
     if name is None:
         return None
     the_group(None)
@@ -151,16 +149,15 @@ def group_by_name(name: str | None, members: tuple[int, ...] | None) -> dist.Pro
     ):
         raise UsageError(
             explain(
-                "The process groups of a pickled module are not here.",
+                "A process group of a pickled module does not exist.",
                 expected=f"a process group named {name!r}"
                 + (f" of the ranks {list(members)}" if members is not None else ""),
                 got="none of that name"
                 if group is None
                 else f"one of the ranks {dist.get_process_group_ranks(group)}",
                 where=f"unpickling a FullyShardedDataParallel, global rank {dist.get_rank()}",
-                fix="unpickle with the number of ranks, and after making the process groups, that "
-                "it was pickled with; to change "
-                "them save state_dict() instead",
+                fix="unpickle with the same number of ranks, after making the same process groups; "
+                "to change them, save state_dict() instead",
             )
         )
     return group
@@ -173,7 +170,7 @@ def axis_by_name(name: str | None, members: tuple[int, ...]) -> Axis:
 
 
 def axis_of(group: dist.ProcessGroup) -> Axis:
-    """The ranks of one process group."""
+    """Return the axis over a process group."""
     return _axis(group)
 
 
@@ -182,28 +179,27 @@ def _alone() -> Axis:
 
 
 def mesh_from_group(group: dist.ProcessGroup | None) -> Mesh:
-    """All ranks of one group split one copy."""
+    """Return the mesh in which all ranks of one group split one copy."""
     return Mesh(_axis(the_group(group)), _alone())
 
 
 def replicated(mesh: Mesh) -> Mesh:
-    """The same ranks, each with a whole copy. ``mesh`` has one replica, or one shard rank
-    already."""
+    """Return the mesh of the same ranks, each with a whole copy. ``mesh`` has one replica or one
+    shard rank."""
     if mesh.shard.ranks > 1 and mesh.replica.ranks > 1:
         raise ValueError("a mesh of two real axes has no single group to replicate over")
     return mesh if mesh.shard.ranks == 1 else Mesh(_alone(), mesh.shard, one_group=True)
 
 
 def mesh_from_groups(shard: dist.ProcessGroup, replica: dist.ProcessGroup) -> Mesh:
-    """The two groups that a hybrid strategy was given."""
+    """Return the mesh of a hybrid strategy."""
     mesh = Mesh(_axis(the_group(shard)), _axis(the_group(replica)))
     both = set(mesh.shard.members) & set(mesh.replica.members)
     if both != {dist.get_rank()}:
         raise UsageError(
             explain(
                 "The two process groups of a hybrid strategy overlap.",
-                expected="a shard group and a replica group that have this rank, and nothing else, "
-                "in common",
+                expected="a shard group and a replica group that share only this rank",
                 got=f"global ranks {sorted(both)} in both",
                 where=f"process_group=, global rank {dist.get_rank()}",
                 fix="pass device_mesh=init_device_mesh(device_type, (replicas, shard_ranks)), "
@@ -214,8 +210,8 @@ def mesh_from_groups(shard: dist.ProcessGroup, replica: dist.ProcessGroup) -> Me
 
 
 def first_dimension(mesh: DeviceMesh) -> DeviceMesh:
-    """Return the 1-D mesh of this rank along the first dimension of ``mesh``: what strategies that
-    are not hybrid use of it."""
+    """Return the 1-D mesh of this rank along the first dimension of ``mesh``, for strategies other
+    than the hybrid ones."""
     if mesh.get_coordinate() is None:
         raise not_a_member()
     if mesh.ndim == 1:
@@ -226,10 +222,10 @@ def first_dimension(mesh: DeviceMesh) -> DeviceMesh:
 
 
 def mesh_from_device_mesh(mesh: DeviceMesh, *, strategy: str) -> Mesh:
-    """A 1-D mesh splits, for a hybrid strategy as one replica; a 2-D mesh is (replica, shard), as
-    torch has it.
+    """Return the mesh of a hybrid strategy: a 1-D mesh is one replica; a 2-D mesh is (replica,
+    shard), as in torch.
 
-    strategy: for an error.
+    strategy: its name, for errors.
     """
     if mesh.get_coordinate() is None:
         raise not_a_member()
@@ -257,18 +253,19 @@ _node_groups: weakref.WeakKeyDictionary[
 
 
 def groups_node_by_node(ranks_per_node: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
-    """Return (shard group, replica group) that split inside of each node of ``ranks_per_node`` and
+    """Return (shard group, replica group): split within each node of ``ranks_per_node``, and
     replicate across nodes.
 
-    Collective: every rank of the default group, the first time; later calls use the same groups.
+    Collective: every rank of the default group, at the first call; later calls return the same
+    groups.
     """
     default = the_group(None)
     world = dist.get_world_size(default)
     if world % ranks_per_node:
         raise UsageError(
             explain(
-                "The ranks do not fill whole nodes.",
-                expected=f"a world size that is a multiple of the {ranks_per_node} ranks of a node",
+                "The world size is not a multiple of the ranks per node.",
+                expected=f"a multiple of {ranks_per_node} ranks",
                 got=f"{world} ranks",
                 where="a hybrid sharding strategy without device_mesh and process_group",
                 fix="pass device_mesh=init_device_mesh(device_type, (replicas, shard_ranks))",

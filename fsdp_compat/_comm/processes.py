@@ -1,5 +1,5 @@
-"""Processes, in words with which others on their machine find them: whether one that says nothing
-still lives."""
+"""Names of processes with which other processes of the same machine find them, to tell whether a
+silent process still lives."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _STATE, _START_TIME = 0, 19  # among the fields of a process's stat after its na
 
 @functools.cache
 def host() -> str:
-    """What tells this machine, since it was started, from every other one."""
+    """Return a name of this machine, unique until it reboots."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -24,23 +24,23 @@ def host() -> str:
 
 
 def stat_of(process: str) -> list[str]:
-    """Return what the system says of a process, or of a thread (``self/task/7``), in numbers.
-    Raises OSError if there is none."""
+    """Return the fields of /proc/.../stat after the name, of a process or a thread
+    (``self/task/7``). Raises OSError if it does not exist."""
     return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
 
 
 @dataclasses.dataclass(frozen=True)
 class Process:
-    """A process, in words with which others on its machine find it. A killed process says nothing,
-    and a stopped one neither."""
+    """A name of a process. It tells a killed process, which is silent, from a stopped one, which is
+    silent too."""
 
-    machine: str  # the same for all processes that see each other's ids
+    machine: str  # the same for processes that see each other's ids
     pid: int
-    started: str  # tells it from a later process with the same id
+    started: str  # distinguishes it from a later process with the same id
 
     @staticmethod
     def with_id(pid: int) -> Process | None:
-        """Return a process of this machine, or None where others cannot look for it."""
+        """Return a process of this machine, or None if there is no /proc."""
         try:
             namespace = os.stat("/proc/self/ns/pid").st_ino
             return Process(f"{host()}/{namespace}", pid, stat_of(str(pid))[_START_TIME])
@@ -52,16 +52,14 @@ class Process:
         return Process.with_id(os.getpid())
 
     def has_ended(self) -> bool:
-        """True if it does not run any more. The caller is on its machine."""
+        """True if it no longer runs. The caller is on its machine."""
         try:
             fields = stat_of(str(self.pid))
         except (FileNotFoundError, ProcessLookupError):
             return True
-        return (
-            fields[_STATE] in "ZX" or fields[_START_TIME] != self.started
-        )  # Z: its parent has not waited for it yet
+        return fields[_STATE] in "ZX" or fields[_START_TIME] != self.started  # Z: a zombie
 
     def is_known_to_have_ended(self) -> bool:
-        """False for one that lives, and for one of another machine."""
+        """False for a live process, and for a process of another machine."""
         own = Process.own()
         return own is not None and own.machine == self.machine and self.has_ended()

@@ -1,12 +1,12 @@
-"""What this process is doing, as another thread sees it: where its user's code stands, and whether
-it makes progress.
+"""What this process is doing, as another thread sees it: the current line of the user's code, and
+whether the process makes progress.
 
-It *makes progress* while its stack changes, it (or a child process: a loader's worker, an upload)
-uses the processor, it reads or writes, or the kernel wakes it up again and again, or holds it, for
-a transfer. So a long loop, an evaluation, ``torch.save`` of a large file and an upload are
-progress; a sleep, a barrier, a wait for a file or for a message are not. What cannot be told apart:
-a wait that spins (for a CUDA device) looks like work, and work that is done elsewhere and waited
-for without any traffic looks like none."""
+It makes progress while its stack changes, while it or a child process (a worker of a loader, an
+upload) uses the processor, while it reads or writes, and while the kernel wakes it repeatedly, or
+blocks it, for a transfer. So a long loop, an evaluation, ``torch.save`` of a large file and an
+upload are progress; a sleep, a barrier, and a wait for a file or a message are not. Two cases are
+misjudged: a wait that spins (for a CUDA device) looks like work, and a wait for work elsewhere that
+causes no traffic looks idle."""
 
 from __future__ import annotations
 
@@ -26,10 +26,8 @@ from .processes import stat_of
 __all__ = ["Progress", "follow", "place", "place_of"]
 
 BUSY = 0.05  # of one processor
-BUSY_NBYTES = 1 << 16  # read or written per second; looking into /proc takes a few thousand
-# times per second that the thread has waited and gone on; a loop that looks for something sleeps
-# longer
-BUSY_WAKES = 25
+BUSY_NBYTES = 1 << 16  # read or written per second; reading /proc takes a few thousand
+BUSY_WAKES = 25  # waits that ended, per second; a polling loop sleeps longer than that
 
 _TICKS = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
 _PACKAGES = tuple(
@@ -44,14 +42,14 @@ _native_id = threading.main_thread().native_id or 0  # of the followed thread
 
 
 def follow() -> None:
-    """The calling thread is the one that makes the calls that ranks share."""
+    """Follow the calling thread: it makes the collective calls."""
     global _followed, _native_id
     if _followed != threading.get_ident():
         _followed, _native_id = threading.get_ident(), threading.get_native_id()
 
 
 def _follow_in_child() -> None:
-    """A forked process has one thread, of the same number in Python and another one in the
+    """The only thread of a forked process has the same number in Python, and another one in the
     system."""
     global _followed, _native_id
     _followed, _native_id = threading.get_ident(), threading.get_native_id()
@@ -62,7 +60,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def _is_users(file: str) -> bool:
-    """False for files of this package, of torch, and of Python's library."""
+    """False for files of this package, of torch and of Python's library."""
     return (
         not file.startswith(_PACKAGES)
         and not file.startswith("<frozen")
@@ -84,20 +82,20 @@ def _frame() -> types.FrameType | None:
 
 
 def place() -> str:
-    """Where the followed thread stands now."""
+    """Return the current place of the followed thread."""
     return place_of(_frame())
 
 
 class Progress:
-    """Whether this process makes progress between two looks."""
+    """Measures for how long this process has made no progress."""
 
     def __init__(self) -> None:
         self._last = self._sample()
         self._at = self._moved_at = time.monotonic()
 
     def idle_s(self) -> float:
-        """Return for how long every look has found that nothing had moved since the one before; 0.0
-        where something has."""
+        """Return for how many seconds every call has found no progress since the one before; 0.0 if
+        this one has found some."""
         now, sample = time.monotonic(), self._sample()
         passed_s, (stack, cpu_s, nbytes, num_wakes) = now - self._at, self._last
         self._last, self._at = sample, now
@@ -112,8 +110,8 @@ class Progress:
 
     @staticmethod
     def _sample() -> tuple[tuple[tuple[int, int], ...], float, int, int]:
-        """(stack, seconds of processor time, bytes read and written, number of waits that have
-        ended)"""
+        """Return (stack, seconds of processor time, bytes read and written, number of waits that
+        ended)."""
         stack, frame = [], _frame()
         while frame is not None:
             stack.append((id(frame.f_code), frame.f_lasti))
@@ -166,7 +164,7 @@ def _num_wakes() -> int:
 
 
 def _in_transfer() -> bool:
-    """True while the kernel holds the followed thread in a transfer that cannot be interrupted."""
+    """True while the kernel blocks the followed thread in an uninterruptible transfer."""
     try:
         return stat_of(f"self/task/{_native_id}")[0] == "D"
     except OSError:

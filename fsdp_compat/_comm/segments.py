@@ -1,4 +1,4 @@
-"""The parts of a buffer, one per rank."""
+"""The segments of a buffer, one per rank."""
 
 from __future__ import annotations
 
@@ -11,12 +11,10 @@ __all__ = ["Segments"]
 
 
 class Segments(Sequence[torch.Tensor]):
-    """The views [S] of a buffer [ranks * S], by rank. Each is made when it is first asked for, and
-    kept.
+    """The views [S] of a buffer [ranks * S], by rank, made at the first access and kept.
 
-    Who sends to single ranks asks for all of them, step after step; a backend with collectives of
-    its own asks for one or two, and with 16,384 ranks the views of all take more memory than a
-    shard.
+    The gloo transport uses all of them at every step; a backend with collectives of its own uses
+    one or two, and with 16,384 ranks the views of all ranks would take more memory than a shard.
     """
 
     __slots__ = ("_buffer", "_made", "_ranks", "_size")
@@ -39,7 +37,7 @@ class Segments(Sequence[torch.Tensor]):
             return [self[each] for each in range(*rank.indices(self._ranks))]
         found = self._made.get(rank)
         if found is None:
-            if not 0 <= rank < self._ranks:  # Sequence's iteration ends here
+            if not 0 <= rank < self._ranks:  # ends the iteration of Sequence
                 raise IndexError(f"rank {rank} of {self._ranks}")
             found = self._made[rank] = self._buffer.narrow(0, rank * self._size, self._size)
         return found

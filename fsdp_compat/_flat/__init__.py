@@ -1,1 +1,1 @@
-"""How the flat front end builds its units."""
+"""How FullyShardedDataParallel builds and handles its units."""

@@ -1,8 +1,8 @@
-"""Attributes of torch's FSDP1 that programs and client libraries read, or set, on a wrapped model.
+"""Attributes of torch's FSDP1 that client libraries read or set on a wrapped model.
 
-Accelerate, Lightning, verl, Composer and litgpt reach for a good part of what torch's class keeps
-on its instances, and dynamo asks the modules. All of it is answered here, from the settings, the
-unit and the runtime; the class binds each name in one line, and nothing of it runs in a step."""
+Accelerate, Lightning, verl, Composer and litgpt use many private attributes of torch's class, and
+dynamo reads marks on modules. This module computes them all from the settings, the unit and the
+runtime. FullyShardedDataParallel binds each name in one line; none of it runs during a step."""
 
 from __future__ import annotations
 
@@ -32,39 +32,39 @@ __all__ = ["FlatParamHandle", "TrainingState", "mark"]
 
 
 class TrainingState(enum.Enum):
-    """What an instance is doing."""
+    """What a wrapped model is doing."""
 
     IDLE = enum.auto()
     FORWARD_BACKWARD = enum.auto()
     SUMMON_FULL_PARAMS = enum.auto()
 
 
-def mark(module: nn.Module, left_out: Collection[nn.Module]) -> None:
-    """Mark the modules below a unit, but for those that are left out, as torch does. Before the
-    unit is made.
+def mark(module: nn.Module, ignored: Collection[nn.Module]) -> None:
+    """Set the attributes ``MARKS`` on a unit's modules, except on ignored ones, as torch does. Call
+    it before the unit is made.
 
-    Dynamo asks for it, and so does transformers' generate, to keep ranks together. Dynamo refuses
-    modules without original parameters; ours show whole parameters in forward either way.
+    Dynamo reads them, and so does transformers' generate, to keep ranks together. Dynamo refuses
+    modules marked with use_orig_params=False; ours show unsharded parameters in forward with
+    either setting.
     """
     for child in module.modules():
-        if child not in left_out and MARKS[0] not in child.__dict__:
+        if child not in ignored and MARKS[0] not in child.__dict__:
             attributes = dict(child.__dict__)
             child.__dict__.clear()
-            child.__dict__.update(
-                dict.fromkeys(MARKS, True), **attributes
-            )  # in front, where a forward does not look
+            # The marks go first, out of the way of the attributes that a forward looks up.
+            child.__dict__.update(dict.fromkeys(MARKS, True), **attributes)
 
 
-# -- what it was made with
+# -- constructor arguments
 
 
 def sharding_strategy(self: nn.Module) -> ShardingStrategy:
-    """The strategy it was made with."""
+    """The argument of that name."""
     return flat_unit_of(self).settings.strategy
 
 
 def process_group(self: nn.Module) -> dist.ProcessGroup:
-    """The ranks over which one copy of the parameters is spread."""
+    """The ranks over which one copy of the parameters is sharded."""
     return flat_unit_of(self).settings.group
 
 
@@ -79,7 +79,7 @@ def world_size(self: nn.Module) -> int:
 
 
 def cpu_offload(self: nn.Module) -> CPUOffload:
-    """Whether shards, gradients and the optimizer are on the CPU."""
+    """Whether shards, gradients and optimizer state are on the CPU."""
     return CPUOffload(offload_params=flat_unit_of(self).settings.offload)
 
 
@@ -105,7 +105,7 @@ def limit_all_gathers(self: nn.Module) -> bool:
     return flat_unit_of(self).settings.limit_all_gathers
 
 
-# -- what it holds and does
+# -- parameters and state
 
 
 def has_params(self: nn.Module) -> bool:
@@ -126,13 +126,13 @@ def training_state(self: nn.Module) -> TrainingState:
 
 
 def is_root(self: nn.Module) -> bool:
-    """True if no other instance is around this one. Clients set it, to None, so that torch looks
-    again: ours needs no such hint."""
+    """True if no other FullyShardedDataParallel instance contains this one. Clients set it to None
+    to make torch determine it again; here that has no effect."""
     return flat_unit_of(self).unit.is_root
 
 
 def exec_order_data(self: nn.Module) -> types.SimpleNamespace:
-    """Where clients set how far to prefetch. It has no effect: two units at most are gathered at a
+    """Prefetch limits that clients set. They have no effect: at most two units are gathered at a
     time."""
     return self.__dict__.setdefault(
         "_prefetch_limits",
@@ -141,11 +141,11 @@ def exec_order_data(self: nn.Module) -> types.SimpleNamespace:
 
 
 def ignore(self: nn.Module, value: Any) -> None:
-    """The setter of what clients set to no effect."""
+    """Setter of an attribute that clients set, without effect."""
 
 
 def lazy_init(state: nn.Module, module: nn.Module) -> nn.Module:
-    """Torch's ``_lazy_init``: there is nothing left to initialise."""
+    """Torch's ``_lazy_init``; nothing is left to initialize here."""
     return state
 
 
@@ -155,8 +155,8 @@ def root_pre_forward(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Torch's ``_root_pre_forward``, which clients call before they use a part of the model:
-    forward does all that by itself."""
+    """Torch's ``_root_pre_forward``, which clients call before they run a part of the model. It
+    does nothing here: forward needs no preparation."""
     return args, kwargs
 
 
@@ -164,44 +164,41 @@ def root_pre_forward(
 
 
 def flat_param(self: nn.Module) -> FlatParameter | None:
-    """This rank's flat shard of the unit's trainable parameters, or of all if none is; None without
-    parameters."""
-    its = handle(self)
-    return None if its is None else its.flat_param
+    """This rank's flat shard of the unit's trainable parameters, or of its frozen ones if none is
+    trainable; None for a unit without parameters."""
+    first = handle(self)
+    return None if first is None else first.flat_param
 
 
 def handle(self: nn.Module) -> FlatParamHandle | None:
     """The handle of ``_flat_param``."""
     handles = _handles(flat_unit_of(self))
-    return next((its for its in handles if its.is_trainable), handles[0] if handles else None)
+    return next((each for each in handles if each.is_trainable), handles[0] if handles else None)
 
 
 def all_handles(self: nn.Module) -> list[FlatParamHandle]:
-    """The handles of this instance and of all below it."""
-    return [its for each in flat_units_in(self) for its in _handles(each)]
+    """The handles of all units in the model."""
+    return [each for unit in flat_units_in(self) for each in _handles(unit)]
 
 
-# {store: its handle}. The handle holds neither the store nor the instance.
-_kept: weakref.WeakKeyDictionary[FlatStore, FlatParamHandle] = weakref.WeakKeyDictionary()
+# The handles made so far. A handle refers to its store and its unit only weakly.
+_handle_of: weakref.WeakKeyDictionary[FlatStore, FlatParamHandle] = weakref.WeakKeyDictionary()
 
 
 def _handles(own: FlatUnit) -> list[FlatParamHandle]:
-    found = []
     for store in own.stores:
-        if store not in _kept:
-            _kept[store] = FlatParamHandle(own, store)
-        found.append(_kept[store])
-    return found
+        if store not in _handle_of:
+            _handle_of[store] = FlatParamHandle(own, store)
+    return [_handle_of[store] for store in own.stores]
 
 
 class FlatParamHandle:
-    """What clients take for torch's handle of a flat parameter: one for each group of a unit."""
+    """Stands for torch's handle of a flat parameter: one for each parameter group of a unit."""
 
     def __init__(self, own: FlatUnit, store: FlatStore) -> None:
         self._unit, self._store = weakref.ref(own), weakref.ref(store)
-        self._stand_in: FlatParameter | None = (
-            None  # with original parameters: made when it is asked for, and kept
-        )
+        # With use_orig_params=True: created on first use, then kept.
+        self._stand_in: FlatParameter | None = None
 
     @property
     def _owner(self) -> FlatUnit:
@@ -213,11 +210,11 @@ class FlatParamHandle:
     def _gone(self) -> StateError:
         return StateError(
             explain(
-                "The model of this handle is gone.",
+                "The model of this handle has been garbage-collected.",
                 expected="a model that lives as long as its handles are used",
-                got="a handle of one that was deleted",
+                got="a handle of a deleted model",
                 where="a handle of a FullyShardedDataParallel",
-                fix="ask the model for its handles when they are needed",
+                fix="keep the model, and get its handles from it when you need them",
             )
         )
 
@@ -240,8 +237,8 @@ class FlatParamHandle:
 
     @property
     def flat_param(self) -> FlatParameter:
-        """The FlatParameter; with original parameters one object over the same memory, which the
-        optimizer does not know."""
+        """The FlatParameter. With use_orig_params=True, an object over the same memory that the
+        optimizer does not hold."""
         store = self._flat_store
         if store.flat_parameter is not None:
             return store.flat_parameter
@@ -255,7 +252,7 @@ class FlatParamHandle:
 
     @property
     def _orig_param_dtype(self) -> torch.dtype:
-        """The dtype of the shard. To set it before the first forward converts all shards of the
+        """The dtype of the shard. Setting it before the first forward converts all shards of the
         unit; collective."""
         return self._flat_store.dtype
 
@@ -263,20 +260,19 @@ class FlatParamHandle:
     @torch.no_grad()
     def _orig_param_dtype(self, dtype: torch.dtype) -> None:
         own = self._owner
-        handles = [its for its in _handles(own) if not dtypes.is_packed(its._flat_store.dtype)]
-        given = [
-            its._take_back() for its in handles
-        ]  # clients have converted `flat_param.data` by then
-        conversion.convert([own], {its._flat_store: dtype for its in handles})
-        for its, data in zip(handles, given, strict=True):
+        handles = [each for each in _handles(own) if not dtypes.is_packed(each._flat_store.dtype)]
+        # Clients have already converted `flat_param.data` by now.
+        converted = [each._restore_data() for each in handles]
+        conversion.convert([own], {each._flat_store: dtype for each in handles})
+        for each, data in zip(handles, converted, strict=True):
             if data is not None:
-                its._flat_store.shard.copy_(data)
-            if its._stand_in is not None:
-                its._stand_in.data = its._flat_store.shard.detach()
+                each._flat_store.shard.copy_(data)
+            if each._stand_in is not None:
+                each._stand_in.data = each._flat_store.shard.detach()
 
-    def _take_back(self) -> torch.Tensor | None:
-        """Let the flat parameter view the shard again; return the data that a client has given it
-        instead, if it fits."""
+    def _restore_data(self) -> torch.Tensor | None:
+        """Make the flat parameter view the shard again. Return the data that a client assigned to
+        it meanwhile, if it has the shard's shape."""
         flat, shard = self._flat_store.flat_parameter, self._flat_store.shard.detach()
         flat = self._stand_in if flat is None else flat
         if flat is None or (flat.data_ptr() == shard.data_ptr() and flat.dtype == shard.dtype):
@@ -302,7 +298,7 @@ class FlatParamHandle:
 
     @property
     def device(self) -> torch.device:
-        """Where parameters are computed with."""
+        """The device that computes with the parameters."""
         return self._owner.settings.device
 
     @property
@@ -310,21 +306,20 @@ class FlatParamHandle:
         return self._group.shard.ranks > 1
 
     def needs_unshard(self) -> bool:
-        """True unless the unit's parameters are whole on this rank."""
+        """True unless the unit's parameters are unsharded."""
         return self._owner.unit.residency is not Residency.UNSHARDED
 
     def reshard(self, free_unsharded_flat_param: bool = True) -> None:
-        """Free the unit's whole parameters, unless its forward runs."""
+        """Free the unit's unsharded parameters, unless its forward is running."""
         if free_unsharded_flat_param:
             self._owner.unit.reshard()
 
     def flat_param_to(self, *args: Any, **kwargs: Any) -> None:
-        """Move this rank's shard, with its gradients, as ``Tensor.to`` moves a tensor. It has to be
-        back before the model runs."""
+        """Move this rank's shard and its gradients as ``Tensor.to`` would. Move it back before the
+        model runs."""
         store = self._flat_store
-        device = (
-            torch.empty(0, dtype=store.dtype, device=store.shard.device).to(*args, **kwargs).device
-        )
+        empty = torch.empty(0, dtype=store.dtype, device=store.shard.device)
+        device = empty.to(*args, **kwargs).device
         conversion.move(self._owner, self._group, device)
         if self._stand_in is not None:
             self._stand_in.data = store.shard.detach()

@@ -1,4 +1,4 @@
-"""``clip_grad_norm_`` of a wrapper, and the arguments that clipping takes."""
+"""``clip_grad_norm_`` of a wrapper, and the checks of its arguments."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["checked_norm_type", "clip_grad_norm"]
 
 @torch.no_grad()
 def clip_grad_norm(wrapper: nn.Module, max_norm: Any, norm_type: Any) -> torch.Tensor:
-    """Clip the gradients of a root, see ``FullyShardedDataParallel.clip_grad_norm_``."""
+    """Implement ``FullyShardedDataParallel.clip_grad_norm_``. Collective."""
     own = flat_unit_of(wrapper)
     runtime = own.runtime
     require_root(own.unit, "clip_grad_norm_()")
@@ -30,19 +30,18 @@ def clip_grad_norm(wrapper: nn.Module, max_norm: Any, norm_type: Any) -> torch.T
     runtime.require_parts("clip_grad_norm_")
     groups = runtime.groups
     rendezvous.require_all_ranks("clip_grad_norm_", groups)
-    if runtime.broken:  # a backward that raised has left gradients on unsharded parameters
+    if runtime.broken:  # an exception in backward has left gradients on unsharded parameters
         runtime.rest()
     others = _gradients_of_others(wrapper, groups)
     grads = [(group, grad_norm.gradients_of(group)) for group in groups]
     norm = grad_norm.norm_of(grads, others, norm_type, own.device)
-    grad_norm.clip_by_norm(
-        [grad for _, its in grads for grad in its] + others, norm, float(max_norm)
-    )
+    managed = [grad for _, of_group in grads for grad in of_group]
+    grad_norm.clip_by_norm(managed + others, norm, float(max_norm))
     return norm.to(grad_norm.dtype_of_norm(grads, others))
 
 
 def checked_norm_type(norm_type: Any) -> float:
-    """Return the order of a norm as a float; raises UsageError for what is none."""
+    """Return the order of a norm as a float; raises UsageError if it is not one."""
     if norm_type == "inf":
         return math.inf
     if (
@@ -58,18 +57,14 @@ def checked_norm_type(norm_type: Any) -> float:
 
 
 def _check_max_norm(max_norm: Any) -> None:
-    """Raise UsageError for what cannot be a largest norm."""
+    """Raise UsageError unless ``max_norm`` is one number of at least 0."""
     if isinstance(max_norm, (int, float, torch.Tensor)) and not isinstance(max_norm, bool):
         try:
             if float(max_norm) >= 0:
                 return
-        except (
-            OverflowError,
-            RuntimeError,
-            ValueError,
-        ):  # several numbers, a complex one, one that is too large
-            pass
-    raise _bad("max_norm", "a number that is not negative", max_norm)
+        except (OverflowError, RuntimeError, ValueError):
+            pass  # several numbers, a complex number, or one that is too large
+    raise _bad("max_norm", "a number of at least 0", max_norm)
 
 
 def _bad(name: str, expected: str, got: object) -> UsageError:
@@ -85,10 +80,10 @@ def _bad(name: str, expected: str, got: object) -> UsageError:
 
 
 def _gradients_of_others(root: nn.Module, groups: Iterable[Group]) -> list[torch.Tensor]:
-    """Return the gradients of the parameters in ``root`` that none of ``groups`` manages, each
+    """Return the gradients of the parameters in ``root`` that belong to none of ``groups``, each
     once.
 
-    nn.Module's own walk puts a name together for each, which takes longer than a norm.
+    nn.Module.parameters() would build a name for each parameter, which takes longer than a norm.
     """
     known = {
         id(sharded_param) for group in groups for sharded_param, _ in group.store.sharded_params

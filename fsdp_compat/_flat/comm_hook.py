@@ -1,4 +1,4 @@
-"""``register_comm_hook``: the user's own way to sum and average gradients."""
+"""``register_comm_hook``: a user's function in place of the gradient reduction."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ __all__ = ["register"]
 
 
 def register(own: FlatUnit, state: object, hook: Callable[..., Any]) -> None:
-    """Reduce gradients by ``hook`` in the units of a root, see
-    ``FullyShardedDataParallel.register_comm_hook``."""
+    """Implement ``FullyShardedDataParallel.register_comm_hook``."""
     runtime = own.runtime
     _refuse_hook(hook, {group.shard.ranks > 1 for group in runtime.groups})
     require_root(own.unit, "register_comm_hook()", AssertedStateError)
@@ -24,7 +23,7 @@ def register(own: FlatUnit, state: object, hook: Callable[..., Any]) -> None:
             explain(
                 "A communication hook is registered already.",
                 expected="one call of register_comm_hook per model",
-                got=f"a second one, with {hook!r}",
+                got=f"a second call, with {hook!r}",
                 where=own.unit.label,
                 fix="register one hook that does both",
             )
@@ -33,18 +32,15 @@ def register(own: FlatUnit, state: object, hook: Callable[..., Any]) -> None:
 
 
 def _refuse_hook(hook: Any, split: set[bool]) -> None:
-    """Raise UsageError for what cannot be a communication hook. split: whether gradients are split
-    over ranks, of all groups."""
-    expected = (
-        "hook(state, grad, output)"
-        if split == {True}
-        else "hook(state, grad)"
-        if split == {False}
-        else ""
-    )
-    expected = (
-        expected
-        or "hook(state, grad, output=None), as some units are split over ranks and others are not"
-    )
+    """Raise UsageError unless ``hook`` can be a communication hook.
+
+    split: for each group, whether its gradients are split over ranks.
+    """
+    if split == {True}:
+        expected = "hook(state, grad, output)"
+    elif split == {False}:
+        expected = "hook(state, grad)"
+    else:
+        expected = "hook(state, grad, output=None), because only some units are sharded"
     if not callable(hook) or not all(takes(hook, 3 if is_split else 2) for is_split in split):
         raise wrong_type("hook", f"a function {expected}", hook, "register_comm_hook(state, hook)")

@@ -1,5 +1,5 @@
-"""Construction in two steps: ``plan`` decides and refuses, and changes nothing; ``apply`` builds
-the units, innermost first, and then the one runtime of all of them."""
+"""Construction in two steps: ``plan`` checks and decides without changing anything; ``apply``
+builds the units, innermost first, and then the runtime that they share."""
 
 from __future__ import annotations
 
@@ -36,27 +36,26 @@ __all__ = ["Plan", "apply", "listed", "own_dtype", "plan"]
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """The units that wrapping a module makes. The parameters are those before anything changes."""
+    """The units that wrapping a module will make."""
 
     root: nn.Module
-    settings: Mapping[
-        nn.Module, Settings
-    ]  # of each unit's module; inner units first, then the root
-    params: Mapping[nn.Module, list[OrigParam]]  # that each unit owns
-    wrappers: Sequence[nn.Module]  # in the module already: they stay units of their own
-    cast_around: Sequence[nn.Module]  # compute in their own dtype, whatever surrounds them
+    # By the module of each unit; inner units first, the root last.
+    settings: Mapping[nn.Module, Settings]
+    params: Mapping[nn.Module, list[OrigParam]]  # the parameters each unit owns, not yet sharded
+    wrappers: Sequence[nn.Module]  # existing wrappers in the module; they stay units of their own
+    cast_around: Sequence[nn.Module]  # modules that compute in their own dtype inside any unit
 
     @property
     def closed(self) -> set[nn.Module]:
-        """Modules that construction does not enter."""
+        """The modules that construction leaves alone, with all below them."""
         return {*self.wrappers, *self.settings[self.root].ignored_modules}
 
 
 def plan(module: nn.Module, policy: Any, arguments: Arguments) -> Plan:
-    """Decide which units wrapping ``module`` makes, and what each of them owns.
+    """Decide which units to make in ``module``, and which parameters each of them owns.
 
-    Collective only where a hybrid strategy makes its process groups. Raises UsageError for
-    everything that cannot be wrapped.
+    Collective only if a hybrid strategy makes its process groups. Raises UsageError if anything
+    cannot be wrapped.
     """
     refuse_module(module)
     refuse_ignored_units(arguments.ignored_modules)
@@ -98,10 +97,10 @@ def plan(module: nn.Module, policy: Any, arguments: Arguments) -> Plan:
 
 
 def apply(plan: Plan, wrapper: nn.Module, new_wrapper: Callable[[], nn.Module]) -> list[FlatUnit]:
-    """Build the planned units, and return them.
+    """Build the planned units, and return them. Collective.
 
-    wrapper: becomes the wrapper of the planned module. new_wrapper: makes the wrapper of an inner
-    unit, still empty. Collective.
+    wrapper: becomes the wrapper of the root.
+    new_wrapper: returns an empty wrapper for an inner unit.
     """
     preparation = Preparation(plan.root, plan.settings, plan.settings[plan.root], plan.closed)
     params = dict(plan.params)
@@ -133,7 +132,7 @@ def _build(
     params: list[OrigParam],
     preparation: Preparation,
 ) -> FlatUnit:
-    """Put ``module`` into its wrapper, and shard the parameters that the unit owns."""
+    """Put ``module`` into its wrapper and shard the parameters that the unit owns."""
     order = attribute_order_of(module)
     setattr(wrapper, FSDP_WRAPPED_MODULE, module)
     mark(module, settings.ignored_modules)
@@ -167,8 +166,8 @@ def _store(
 def _settings_of(
     module: nn.Module, kwargs: Mapping[str, Any], arguments: Arguments, settings: Settings
 ) -> Settings:
-    """Return the settings of a unit that a policy chose, resolved anew where the policy changed an
-    argument."""
+    """Return the settings of a unit that a policy chose: new ones if the policy changed an
+    argument, else those of the root."""
     changes = {
         name: value
         for name, value in kwargs.items()
@@ -178,7 +177,7 @@ def _settings_of(
 
 
 def renamed(members: list[OrigParam], module: nn.Module) -> list[OrigParam]:
-    """Names relative to the unit's own module, instead of to the one whose policy chose it."""
+    """Return the parameters with names relative to the unit's module instead of to the root."""
     names: dict[tuple[int, str], list[str]] = {}
     for path, child in module.named_modules(remove_duplicate=False):
         for attribute in child._parameters:
@@ -196,8 +195,8 @@ def renamed(members: list[OrigParam], module: nn.Module) -> list[OrigParam]:
 
 
 def listed(given: Any) -> Any:
-    """Return an iterable as a list, as it is used more than once, and anything else as it is: it is
-    refused later, by its name."""
+    """Return an iterable as a list, because it is used more than once. Anything else is returned
+    unchanged and rejected later, in an error that names the argument."""
     if isinstance(given, Iterable) and not isinstance(given, (nn.Module, torch.Tensor)):
         return list(given)
     return given
@@ -210,13 +209,13 @@ def own_dtype(module: nn.Module) -> torch.dtype:
 
 
 def _no_module(module: nn.Module, recurse: bool, nonwrapped_numel: int) -> bool:
-    """The policy that chooses no module by itself."""
+    """A policy that chooses no modules."""
     return False
 
 
 def _slow_transformers(module: nn.Module) -> None:
-    """Turn off the fast path of torch's transformer layers around units: in evaluation it reads the
-    parameters of submodules without calling these."""
+    """Turn off the fast path of torch's transformer layers that contain units: in evaluation it
+    reads the parameters of submodules without calling them."""
     for child in module.modules():
         if not isinstance(child, (nn.TransformerEncoderLayer, nn.TransformerEncoder)):
             continue

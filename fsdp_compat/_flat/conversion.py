@@ -1,5 +1,5 @@
-"""Other dtypes for a wrapped model that has not run yet: ``.half()``, ``.to(dtype)`` and what
-clients set."""
+"""Convert a wrapped model to another dtype before its first forward, or move a shard: ``.half()``,
+``.to(dtype)`` and the handles that clients use."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ __all__ = ["convert", "convert_as", "move"]
 
 
 def convert_as(wrapper: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """Convert the shards of an instance, and of all below it, to the dtypes of what ``fn`` returns.
-    Collective if any changes."""
+    """Convert the shards of a wrapper, and of all wrappers below it, to the dtypes that ``fn``
+    returns. Collective if any dtype changes."""
     stores = [store for each in flat_units_in(wrapper) for store in each.stores]
     dtypes = {(store.dtype, store.shard.device): store.dtype for store in stores}
     for dtype, device in dtypes:
@@ -30,9 +30,10 @@ def convert_as(wrapper: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor]) -
 
 
 def convert(units: Sequence[FlatUnit], wanted: Mapping[FlatStore, torch.dtype]) -> None:
-    """Give shards of units below one wrapper other dtypes. Collective if any changes.
+    """Convert shards of the units in one wrapper to the dtypes ``wanted``. Collective if any dtype
+    changes.
 
-    Parameters stay the objects they are. Raises ValueStateError, before anything changes, if the
+    The Parameter objects stay the same. Raises ValueStateError, before anything changes, if the
     model has run.
     """
     changed = [
@@ -70,7 +71,7 @@ def _convert(own: FlatUnit, wanted: Mapping[FlatStore, torch.dtype]) -> None:
 
 
 def _exchange(own: FlatUnit, old: Sequence[Group]) -> None:
-    """Make groups anew around stores that have other shards now."""
+    """Replace the groups ``old``, whose stores have new shards now."""
     groups = []
     for group, store in zip(own.unit.groups, own.stores, strict=True):
         if group in old:
@@ -83,8 +84,7 @@ def _exchange(own: FlatUnit, old: Sequence[Group]) -> None:
 
 
 def move(own: FlatUnit, group: Group, device: torch.device) -> None:
-    """Move a shard of an instance to another device, or back. Nothing is sent; every rank does
-    it."""
+    """Move a shard to another device, or back. Every rank calls it, but nothing is sent."""
     store, runtime = own.stores[own.unit.groups.index(group)], own.runtime
     device = torch.empty(0, device=device).device  # with its index
     if device == store.shard.device:
@@ -94,9 +94,9 @@ def move(own: FlatUnit, group: Group, device: torch.device) -> None:
     if group.has_gradients:
         raise ValueStateError(
             explain(
-                "Gradients that were collected and not reduced cannot be moved.",
-                expected="flat_param_to between steps, after a backward outside of no_sync()",
-                got="a call after one inside of it",
+                "Accumulated gradients that are not reduced yet cannot be moved.",
+                expected="flat_param_to after a backward outside no_sync()",
+                got="a call after a backward inside no_sync()",
                 where=group.name,
                 fix="move the shard after the gradients have been reduced and used",
             )
@@ -104,9 +104,8 @@ def move(own: FlatUnit, group: Group, device: torch.device) -> None:
     own.unit.reshard()
     with torch.inference_mode(False), torch.no_grad():
         store.convert(store.dtype, device)
-        if (
-            group.memory.aliased and device == own.settings.home
-        ):  # its whole parameters view the shard
+        # Aliased unsharded parameters are views of the shard, which is another one now.
+        if group.memory.aliased and device == own.settings.home:
             _exchange(own, [group])
             runtime.take_groups()
 
@@ -114,13 +113,12 @@ def move(own: FlatUnit, group: Group, device: torch.device) -> None:
 def _too_late(own: FlatUnit, dtypes: set[str]) -> ValueStateError:
     return ValueStateError(
         explain(
-            "The parameters of a sharded model cannot change their dtype any more.",
-            expected="half(), to(dtype) and the like before the first forward, outside of "
-            "no_sync()",
+            "The dtype of sharded parameters cannot change now.",
+            expected="half(), to(dtype) and the like before the first forward, outside no_sync()",
             got=f"a conversion to {', '.join(sorted(dtypes))} "
-            + ("afterwards" if own.runtime.has_run else "inside of no_sync()"),
+            + ("after the first forward" if own.runtime.has_run else "inside no_sync()"),
             where=own.unit.label,
-            fix="convert the model before it runs; for computing in another dtype pass "
+            fix="convert the model before it runs; to compute in another dtype, pass "
             "mixed_precision=",
         )
     )

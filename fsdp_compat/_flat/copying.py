@@ -1,7 +1,7 @@
-"""Copies of a wrapped module: deepcopy, and this rank's part for pickle.
+"""Copy a wrapped module: deepcopy, and pickle of this rank's shards.
 
-A copy is made of the modules without their managed parameters, and of the stores; its unit and
-runtime are built anew around them."""
+Modules are copied without their managed parameters, and stores are copied separately. The copy's
+unit and runtime are then rebuilt around them."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from .settings import Settings
 
 __all__ = ["deepcopy_of", "reduced", "restore"]
 
-# an instance around this one is being pickled, and has withdrawn the parameters of all below it
+# True while an outer wrapper is being pickled; it has withdrawn the parameters of inner ones, too.
 _pickling = False
 
 
 def deepcopy_of(wrapper: nn.Module, memo: dict[int, Any]) -> nn.Module:
-    """Return a second wrapper, with shards of its own, over the same process groups."""
+    """Return a second wrapper with its own shards over the same process groups."""
     _require_rest(wrapper, "copy.deepcopy")
     original = flat_unit_of(wrapper)
     copy = type(wrapper).__new__(type(wrapper))
@@ -44,16 +44,16 @@ def deepcopy_of(wrapper: nn.Module, memo: dict[int, Any]) -> nn.Module:
         stores = [deepcopy(store, memo) for store in original.stores]
         buffers = deepcopy(original.unit.buffers, memo)
     _build(copy, stores, original.settings, buffers, original.attribute_order, original.form)
-    made = flat_unit_of(copy).unit
-    for group, its_original in zip(made.groups, original.unit.groups, strict=True):
-        if its_original.hook is not None:
-            group.set_hook(its_original.hook)
+    new_groups = flat_unit_of(copy).unit.groups
+    for new, old in zip(new_groups, original.unit.groups, strict=True):
+        if old.hook is not None:
+            new.set_hook(old.hook)
     return copy
 
 
 def reduced(wrapper: nn.Module) -> tuple[Any, ...]:
-    """Return how pickle makes this wrapper again. Everything below the outermost one is packed
-    together, so that tensors that share a storage go on sharing it."""
+    """Return the value of ``__reduce_ex__`` for a wrapper. The outermost wrapper packs everything
+    below it together, so that tensors that share a storage still share it after loading."""
     global _pickling
     if _pickling:
         return _blank, (type(wrapper),), _parts(wrapper)
@@ -69,7 +69,7 @@ def reduced(wrapper: nn.Module) -> tuple[Any, ...]:
             torch.save(wrapper, packed)
     finally:
         _pickling = False
-    # A tensor, as torch.save writes some bytes of a bytes object as two.
+    # A tensor, because torch.save writes some bytes of a bytes object as two.
     return _unpacked, (torch.frombuffer(bytearray(packed.getbuffer()), dtype=torch.uint8),)
 
 
@@ -100,7 +100,7 @@ def _blank(cls: type[nn.Module]) -> nn.Module:
 
 
 def restore(wrapper: nn.Module, parts: tuple[Any, ...]) -> None:
-    """Give a wrapper that pickle has made its parts. Collective: all ranks load theirs."""
+    """Rebuild a wrapper from its pickled parts. Collective: each rank loads its own."""
     attributes, stores, settings, buffers, order, form = parts
     wrapper.__dict__.update(attributes)
     _build(wrapper, stores, settings.resolved(), buffers, order, form)
@@ -123,7 +123,7 @@ def _build(
 def _restore_order(
     module: nn.Module, order: Mapping[str, Sequence[str]], stores: Iterable[FlatStore]
 ) -> None:
-    """Let parameters come back in the order they had: keep a place for each in its module."""
+    """Restore the order of parameters: reserve an entry for each missing one in its module."""
     slots = {
         (id(holder), name)
         for store in stores
@@ -145,7 +145,7 @@ def _restore_order(
 
 @contextlib.contextmanager
 def _withdrawn(own: FlatUnit) -> Iterator[None]:
-    """Inside of it the unit's modules hold none of its parameters."""
+    """Remove the unit's parameters from its modules inside the context."""
     own.unit.view.withdraw()
     try:
         yield
@@ -158,12 +158,11 @@ def _require_rest(wrapper: nn.Module, what: str) -> None:
     if own.unit.summoned:
         raise StateError(
             explain(
-                f"{what} inside of summon_full_params would copy parameters that are about to be "
-                "resharded.",
+                f"{what} does not work inside summon_full_params.",
                 expected=f"{what} of a wrapped module between steps",
-                got="a call inside of summon_full_params",
+                got="a call inside summon_full_params",
                 where=own.unit.label,
-                fix="leave the context first; for a copy with whole parameters take a state_dict()",
+                fix="leave the context first; for a copy of the full parameters use state_dict()",
             )
         )
     own.runtime.require_idle(what)

@@ -1,4 +1,5 @@
-"""One unit of the flat front end: a wrapper, the module in it, and the stores of its parameters."""
+"""One unit of FullyShardedDataParallel: a wrapper, the module in it, and the flat stores of its
+parameters."""
 
 from __future__ import annotations
 
@@ -34,17 +35,17 @@ __all__ = [
     "require_root",
 ]
 
-_wrapped: WeakIdKeyDictionary = WeakIdKeyDictionary()  # the modules in wrappers
+_wrapped: WeakIdKeyDictionary = WeakIdKeyDictionary()  # all modules that are in a wrapper
 
 
 @dataclasses.dataclass(eq=False, kw_only=True)
 class FlatUnit(ModelUnit):
-    """A unit with the settings it was made with."""
+    """A unit and its resolved settings."""
 
     settings: Settings
 
     def group_around(self, store: FlatStore) -> Group:
-        """Make the group around a store of the unit."""
+        """Make the parameter group of one of the unit's stores."""
         return _group(store, self.settings, self.unit.options)
 
     @property
@@ -53,7 +54,7 @@ class FlatUnit(ModelUnit):
 
 
 def is_wrapper(module: object) -> bool:
-    """True for a wrapper, as opposed to the module in it."""
+    """True for a wrapper; False for the module in it."""
     return isinstance(module, nn.Module) and isinstance(model_unit_of(module), FlatUnit)
 
 
@@ -70,7 +71,8 @@ def flat_unit_of(wrapper: nn.Module) -> FlatUnit:
 
 
 def flat_units_in(module: nn.Module) -> list[FlatUnit]:
-    """Return the units of the wrappers in ``module``, itself included, outer ones first."""
+    """Return the units of all wrappers in ``module``, which may be one itself, outer ones
+    first."""
     return [flat_unit_of(child) for child in module.modules() if is_wrapper(child)]
 
 
@@ -84,8 +86,9 @@ def make_flat_unit(
 ) -> FlatUnit:
     """Make the unit of a wrapper around its stores, and register it. It has no runtime yet.
 
-    originals: the parameters that were flattened into the stores. Collective over the mesh of the
-    settings, once per process group.
+    originals: the parameters that were flattened into the stores.
+
+    Collective over the mesh of the settings, once per process group.
     """
     module: nn.Module = getattr(wrapper, FSDP_WRAPPED_MODULE)
     options = settings.unit_options(sum(p.numel for store in stores for p in store.layout.params))
@@ -108,13 +111,13 @@ def make_flat_unit(
     optimizers.note(originals, stores)
     for store in stores:
         for param, _ in store.sharded_params:
-            if not isinstance(param, FlatParameter):  # whose class says it to clients
+            if not isinstance(param, FlatParameter):  # clients recognize those by their class
                 param.__dict__["_fsdp_flattened"] = True
     return found
 
 
 def make_runtime(wrapper: nn.Module) -> None:
-    """Make the runtime of a wrapper and of all units below it."""
+    """Make one runtime for the unit of a wrapper and all units below it."""
     found = flat_unit_of(wrapper)
     named = [(name, child) for name, child in wrapper.named_modules() if is_wrapper(child)]
     Runtime(
@@ -130,19 +133,19 @@ def require_root(unit: Unit, call: str, error: type[StateError] = StateError) ->
     if not unit.is_root:
         raise error(
             explain(
-                f"{call} is for the root.",
+                f"{call} works on the root only.",
                 expected="a call on the outermost FullyShardedDataParallel",
                 got=f"a call on {unit.label}",
                 where=call,
-                fix="call it on the outermost instance, which acts on all below it",
+                fix="call it on the outermost instance, which includes all inner ones",
             )
         )
 
 
 def _group(store: FlatStore, settings: Settings, options: UnitOptions) -> Group:
     precision = settings.precision(store.dtype)
-    # Where backward begins with all units unsharded, a reduce buffer of wider gradients is not made
-    # before the first unit is resharded.
+    # If backward begins with all units unsharded, the reduce buffer for gradients wider than the
+    # parameters is not allocated before the first unit is resharded.
     streamed = (
         options.reshard_after_forward or precision.reduce.itemsize <= precision.gather.itemsize
     )

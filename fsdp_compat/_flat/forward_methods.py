@@ -1,4 +1,4 @@
-"""Entry points of a wrapped module beside forward, such as ``generate``."""
+"""Methods of a wrapped module that run like forward, such as ``generate``."""
 
 from __future__ import annotations
 
@@ -18,9 +18,11 @@ __all__ = ["run_as_forward"]
 def run_as_forward(
     unit: Unit, method: Callable[..., Any], *, synced: bool | None
 ) -> Callable[..., Any]:
-    """Return a function that runs a method of a unit's module as its forward is run. Collective.
+    """Return a function that runs a method of a unit's module like its forward.
 
-    synced: as ``register_fsdp_forward_method`` takes it.
+    synced: see ``register_fsdp_forward_method``.
+
+    Collective: each call of the returned function.
     """
 
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -33,7 +35,7 @@ def run_as_forward(
 
 
 def _steps(runtime: Runtime, unit: Unit, generator: Generator[Any, Any, Any]) -> Iterator[Any]:
-    """Yield what a generator yields. Each step runs as a forward does, and is collective."""
+    """Yield a generator's items. Each step runs like a forward and is collective."""
     end = object()
     while (item := runtime.run(unit, next, (generator, end), {})) is not end:
         yield item

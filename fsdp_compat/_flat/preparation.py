@@ -1,4 +1,4 @@
-"""What happens to a unit's modules before they are sharded: values, devices, broadcasts."""
+"""Prepare a unit's modules for sharding: initial values, devices, broadcasts."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ __all__ = ["Preparation", "buffers_to_cast", "uninitialised_of"]
 
 
 class Preparation:
-    """What comes before sharding, unit by unit: meta tensors get values, buffers their device, all
-    ranks the first one's values.
+    """Prepares modules unit by unit: initializes meta tensors, moves buffers to the device and
+    broadcasts rank 0's values.
 
-    So a process that builds a model on the meta device never holds more of it, whole, than one
-    unit.
+    Because of this order, a process that builds a model on the meta device never holds more than
+    one unit of it unsharded.
     """
 
     def __init__(
@@ -34,32 +34,32 @@ class Preparation:
         settings: Settings,
         closed: set[nn.Module],
     ) -> None:
-        """units: the modules that become units, ``root`` among them. closed: what is prepared
-        already, with all below it.
+        """
+        units: the modules that become units, including ``root``.
+        closed: modules that need no preparation, with all below them.
 
-        Raises UsageError for a module on the meta device that cannot get values; nothing has
-        changed then.
+        Raises UsageError, before anything changes, if a module on the meta device cannot be
+        initialized.
         """
         self._root, self._settings = root, settings
         self._done = {below for child in closed for below in child.modules()}
         self._ties = materialize.ties(root)
         self._was_meta = False
-        self.left: set[tuple[nn.Module, str]] = (
-            set()
-        )  # where there are no values still, of what came from the meta device
+        # Slots of parameters and buffers from the meta device that still have no values.
+        self.left: set[tuple[nn.Module, str]] = set()
         self._modules = {unit: list(_own_modules(unit, units)) for unit in units}
-        self._simulated = settings.device.type == "meta"  # nothing ever gets values
+        self._simulated = settings.device.type == "meta"  # tensors never get values
         if settings.param_init_fn is None and not self._simulated:
             materialize.require_initial_values(
                 root, [child for child in root.modules() if child not in self._done]
             )
 
     def of_unit(self, unit: nn.Module, members: list[OrigParam]) -> list[OrigParam]:
-        """Prepare the modules of a unit; return its members as they are then. Collective with
-        sync_module_states."""
+        """Prepare the modules of a unit, and return its parameters as they are afterwards.
+        Collective with sync_module_states."""
         settings = self._settings
         if self._was_meta:
-            give_back_freed()  # of the unit before
+            give_back_freed()  # memory of the previous unit
         modules = [module for module in self._modules.pop(unit) if module not in self._done]
         self._done.update(modules)
         filled: set[materialize.Slot] = set()
@@ -77,8 +77,8 @@ class Preparation:
                 for name, tensor in materialize.own_tensors(module)
                 if tensor not in settings.ignored_parameters
             }
-            # What is NaN on the first rank is so everywhere. It is a value, unless the first rank
-            # has it from filled memory.
+            # Materialized tensors are filled with NaN until they are initialized. The ranks take
+            # NaN from rank 0 as a value, unless rank 0 marks it as fill.
             marks = torch.tensor(
                 [slot in filled for slot in sent], dtype=torch.uint8, device=settings.device
             )
@@ -91,7 +91,7 @@ class Preparation:
 
 
 def _own_modules(unit: nn.Module, units: Collection[nn.Module]) -> Iterator[nn.Module]:
-    """Yield the modules below a unit that are below no other in between."""
+    """Yield the modules of a unit, without those that belong to a unit below it."""
     seen = {unit}
     waiting = [unit]
     while waiting:
@@ -105,7 +105,7 @@ def _own_modules(unit: nn.Module, units: Collection[nn.Module]) -> Iterator[nn.M
 
 
 def _present(member: OrigParam) -> nn.Parameter:
-    """Return the parameter that stands where a member was found: another object if it came from the
+    """Return the parameter that is now in a member's slot: a new object if the member was on the
     meta device."""
     module, attribute = member.slots[0]
     parameter = module._parameters[attribute]
@@ -119,8 +119,8 @@ def uninitialised_of(
     left: set[tuple[nn.Module, str]],
     taken: set[nn.Module],
 ) -> list[Uninitialised]:
-    """Return what of ``left`` belongs to a unit: parameters of its stores, buffers of its modules
-    that are not ``taken``."""
+    """Return the entries of ``left`` that belong to a unit: parameters in its stores, and buffers
+    of its modules that are not ``taken`` by other units."""
     found = []
     for store in stores if left else ():
         for index, member in enumerate(store.orig_params):
@@ -141,8 +141,8 @@ def uninitialised_of(
 def buffers_to_cast(
     module: nn.Module, settings: Settings, taken: set[nn.Module]
 ) -> CastBuffers | None:
-    """Return the buffers of a unit that are kept in another dtype, from its modules that are not
-    ``taken`` by other units."""
+    """Return the buffers to cast in a unit, from its modules that are not ``taken`` by other units;
+    None without a buffer dtype."""
     dtype = settings.mixed_precision.buffer_dtype
     if dtype is None:
         return None

@@ -1,4 +1,4 @@
-"""Modules and arguments that cannot be wrapped, refused before anything changes."""
+"""Checks that reject modules and arguments before wrapping changes anything."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def refuse_module(module: nn.Module) -> None:
     if not isinstance(module, nn.Module):
         raise UsageError(
             explain(
-                "Only modules can be wrapped.",
+                "FullyShardedDataParallel wraps modules only.",
                 expected="a torch.nn.Module",
                 got=f"a {type(module).__name__}",
                 where="FullyShardedDataParallel(module, ...)",
@@ -40,26 +40,24 @@ def refuse_module(module: nn.Module) -> None:
     if is_wrapper(module) or is_wrapped(module):
         raise UsageError(
             explain(
-                "The module is wrapped already.",
-                expected="a module that is not, and is not in, a FullyShardedDataParallel",
-                got="an instance of it"
+                "The module is already wrapped.",
+                expected="a module that is not wrapped",
+                got="a FullyShardedDataParallel"
                 if is_wrapper(module)
-                else f"a {type(module).__name__} that one holds",
+                else f"a {type(module).__name__} inside a FullyShardedDataParallel",
                 where="FullyShardedDataParallel(module, ...)",
-                fix="use the wrapper that is there; wrap inner modules before outer ones, each "
-                "once",
+                fix="use the existing wrapper; wrap each module once, inner modules first",
             )
         )
-    if next(iter(module.parameters()), None) is None and not any(
-        is_wrapper(m) for m in module.modules()
-    ):
+    has_units = any(is_wrapper(child) for child in module.modules())
+    if not has_units and next(iter(module.parameters()), None) is None:
         raise UsageError(
             explain(
-                "The module has no parameters, so there is nothing to shard.",
+                "The module has no parameters to shard.",
                 expected="a module with at least one parameter",
-                got=f"{type(module).__name__} with none",
+                got=f"a {type(module).__name__} with none",
                 where="FullyShardedDataParallel(module, ...)",
-                fix="leave it unwrapped: the instance around it runs it as it is",
+                fix="leave it unwrapped; it still runs inside a wrapped module",
             )
         )
     for name, parameter in module.named_parameters():
@@ -68,60 +66,59 @@ def refuse_module(module: nn.Module) -> None:
             raise UsageError(
                 explain(
                     f"Parameter {clean_name(name)!r} cannot be sharded: "
-                    + ("it has no shape yet." if lazy else "it was made in inference mode."),
-                    expected="parameters with shapes, which autograd can use",
+                    + ("it has no shape yet." if lazy else "it was created in inference mode."),
+                    expected="parameters that have a shape and work with autograd",
                     got=f"a {type(parameter).__name__} of a "
                     f"{type(module.get_submodule(name.rpartition('.')[0])).__name__}",
                     where=f"FullyShardedDataParallel({type(module).__name__})",
                     fix="run one forward before wrapping"
                     if lazy
-                    else "make the module outside of torch.inference_mode()",
+                    else "create the module outside torch.inference_mode()",
                 )
             )
     if isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear):
         raise UsageError(
             explain(
-                "This module cannot be a unit: its forward is never called.",
-                expected="a module that is called",
-                got="the output projection of an nn.MultiheadAttention, whose weight the attention "
-                "reads by itself",
+                "The output projection of nn.MultiheadAttention cannot be a unit.",
+                expected="a module whose forward is called",
+                got="a module whose weight the attention reads directly",
                 where="FullyShardedDataParallel(module, ...)",
-                fix="wrap the attention, or a module around it",
+                fix="wrap the nn.MultiheadAttention, or a module around it",
             )
         )
 
 
 def refuse_ignored_units(given: Any) -> None:
-    """Raise UsageError if a wrapper is among what is to be ignored. given: as
-    ``listed`` returns it."""
+    """Raise UsageError if a wrapper is among the ignored modules. given: as ``listed`` returns
+    it."""
     if isinstance(given, list) and any(is_wrapper(item) for item in given):
         raise UsageError(
             explain(
                 "A wrapped module cannot be ignored.",
-                expected="ignored_modules= or ignored_states= without any FullyShardedDataParallel",
-                got="one of its instances",
+                expected="ignored_modules= or ignored_states= without a FullyShardedDataParallel",
+                got="a list with a FullyShardedDataParallel",
                 where="FullyShardedDataParallel(...)",
-                fix="leave it out: it stays a unit of its own; modules inside of it are ignored "
-                "where it is made",
+                fix="leave it out: it stays a unit of its own; to ignore modules inside it, pass "
+                "them where it is wrapped",
             )
         )
 
 
 def refuse_parts_of_a_model(module: nn.Module, nested: Sequence[tuple[nn.Module, Unit]]) -> None:
-    """Raise UsageError if instances in ``module`` belong to a model whose root is outside of it.
-    nested: they, with their roots."""
+    """Raise UsageError if wrappers in ``module`` belong to a model whose root is outside it.
+    nested: these wrappers and their root units."""
     inside = set(module.modules())
     for child, root in nested:
         owner = root.owner()
         if owner is not None and owner not in inside:
             raise UsageError(
                 explain(
-                    "The module holds units of another wrapped model.",
-                    expected="a module around a whole wrapped model, or around none of it",
-                    got=f"a {type(module).__name__} around a unit whose root is a "
-                    f"{type(root.module).__name__} outside of it",
+                    "The module contains units of another wrapped model.",
+                    expected="a module that contains all of a wrapped model, or none of it",
+                    got=f"a {type(module).__name__} with a unit whose root, a "
+                    f"{type(root.module).__name__}, is outside",
                     where=f"FullyShardedDataParallel({type(module).__name__}), {child._get_name()}",
-                    fix="wrap around the root, or delete the outer wrapper first",
+                    fix="wrap a module that contains the root, or delete the outer wrapper first",
                 )
             )
 
@@ -129,8 +126,8 @@ def refuse_parts_of_a_model(module: nn.Module, nested: Sequence[tuple[nn.Module,
 def refuse_managed(
     module: nn.Module, closed: set[nn.Module], ignored: frozenset[nn.Parameter]
 ) -> None:
-    """A parameter belongs to one unit. One that an instance made before has taken cannot be seen
-    whole any more."""
+    """Raise UsageError if a parameter belongs to an existing unit, which has already sharded it.
+    Each parameter belongs to one unit."""
     inside = {id(below) for child in closed for below in child.modules()}
     for name, child in module.named_modules():
         if id(child) in inside:
@@ -143,21 +140,20 @@ def refuse_managed(
             ):
                 raise UsageError(
                     explain(
-                        "A parameter belongs to another FullyShardedDataParallel already.",
-                        expected="every parameter in one instance; a tied one in an instance "
-                        "around all its uses",
-                        got=f"{clean_name(f'{name}.{attribute}'.lstrip('.'))!r} in a second one",
+                        "A parameter already belongs to another FullyShardedDataParallel.",
+                        expected="each parameter in one unit, which contains all its uses",
+                        got=f"{clean_name(f'{name}.{attribute}'.lstrip('.'))!r} in a second unit",
                         where=f"FullyShardedDataParallel({type(module).__name__})",
-                        fix="pass auto_wrap_policy= to the outer module, which puts tied "
-                        "parameters into the unit around all their "
-                        "uses; or do not wrap the inner modules that share it",
+                        fix="wrap the outer module with auto_wrap_policy=, which puts a tied "
+                        "parameter into the unit around all its uses; or do not wrap the inner "
+                        "modules that share it",
                     )
                 )
 
 
 def refuse_optimizers_in_backward(module: nn.Module, settings: Settings) -> None:
-    """Raise UsageError for parameters with optimizers that step in backward, if these would not see
-    them any more."""
+    """Raise UsageError if an optimizer that steps in backward holds a parameter that wrapping
+    replaces."""
     for name, parameter in module.named_parameters():
         if (
             _torch_private.optimizers_in_backward(parameter)
@@ -167,11 +163,10 @@ def refuse_optimizers_in_backward(module: nn.Module, settings: Settings) -> None
         ):
             raise UsageError(
                 explain(
-                    "An optimizer that steps in backward would hold a parameter that is not "
-                    "trained any more.",
+                    "An optimizer that steps in backward holds a parameter that wrapping replaces.",
                     expected="_apply_optimizer_in_backward() after wrapping, or "
                     "use_orig_params=True",
-                    got=f"a call of it before, for {clean_name(name)!r}",
+                    got=f"a call before wrapping, for {clean_name(name)!r}",
                     where=f"FullyShardedDataParallel({type(module).__name__})",
                     fix="wrap the model first, then call _apply_optimizer_in_backward(..., "
                     "wrapped_model.parameters(), ...)",

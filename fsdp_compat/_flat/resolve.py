@@ -1,4 +1,4 @@
-"""Checking the constructor's arguments, once, and resolving them into settings."""
+"""Check the constructor's arguments once, and resolve them into settings."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ _WHERE = "FullyShardedDataParallel"
 
 
 def resolve(module: nn.Module, arguments: Arguments) -> Settings:
-    """Check the arguments against each other and against the process group.
+    """Check the arguments and return the settings they mean.
 
-    Collective only where a hybrid strategy is given neither a mesh nor groups: it makes groups of
-    its own then.
+    Collective only if a hybrid strategy is given neither a mesh nor groups, and so makes its own
+    groups.
     """
     strategy = (
         as_ours(arguments.sharding_strategy, ShardingStrategy, "sharding_strategy")
@@ -84,9 +84,9 @@ def resolve(module: nn.Module, arguments: Arguments) -> Settings:
         ignored_modules=ignored_modules,
         ignored_parameters=ignored_parameters,
         runtime=RuntimeOptions(
-            # Without it, a gather would wait for the computation before it: overlap is the default
-            # in both directions, and backward_prefetch=None, which asks for the least memory, turns
-            # both off.
+            # Without prefetching, an all-gather waits for the preceding computation. So prefetching
+            # is the default in both directions; backward_prefetch=None, which asks for the least
+            # memory, turns off both.
             forward_prefetch=flags["forward_prefetch"] or prefetch is not None,
             backward_prefetch={
                 None: Prefetch.NONE,
@@ -94,10 +94,10 @@ def resolve(module: nn.Module, arguments: Arguments) -> Settings:
                 BackwardPrefetch.BACKWARD_PRE: Prefetch.PRE,
             }[prefetch],
             allow_unused_units=flags["allow_unused_units"],
-            # Processors that compute do not send meanwhile, so one buffer costs no time there.
-            max_inflight_reductions=0
-            if flags["limit_all_gathers"] and device.type in ("cpu", "meta")
-            else 1,
+            # A CPU does not send while it computes, so limiting the buffers costs no time there.
+            max_inflight_reductions=(
+                0 if flags["limit_all_gathers"] and device.type in ("cpu", "meta") else 1
+            ),
         ),
         offload=bool(offload.offload_params),
         full_precision_in_eval=os.environ.get("FSDP_USE_FULL_PREC_IN_EVAL", "") == "1",
@@ -112,11 +112,11 @@ def _refuse_conflicts(arguments: Arguments) -> None:
         if getattr(arguments, one) is not None and getattr(arguments, other) is not None:
             raise UsageError(
                 explain(
-                    f"{one} and {other} cannot be given together.",
+                    f"{one} and {other} exclude each other.",
                     expected=f"{one}= or {other}=, not both",
                     got="both",
                     where="FullyShardedDataParallel(...)",
-                    fix=f"leave out {one}=: {other}= says all of it",
+                    fix=f"leave out {one}=; {other}= alone is enough",
                 )
             )
 
@@ -124,14 +124,12 @@ def _refuse_conflicts(arguments: Arguments) -> None:
 def _mesh(
     strategy: ShardingStrategy, process_group: Any, device_mesh: Any
 ) -> tuple[Mesh, dist.ProcessGroup, DeviceMesh | None]:
-    """Return the mesh, the group over which one copy of the parameters is spread, and what is used
-    of ``device_mesh``."""
+    """Return the mesh, the group over which one copy of the parameters is sharded, and the part of
+    ``device_mesh`` in use."""
     hybrid = strategy in _HYBRID
     the_group(None)
     groups = process_group if isinstance(process_group, tuple) else (process_group,)
-    if any(
-        group is dist.GroupMember.NON_GROUP_MEMBER for group in groups
-    ):  # new_group gives that to ranks that are not in it
+    if any(group is dist.GroupMember.NON_GROUP_MEMBER for group in groups):
         raise not_a_member()
     if device_mesh is not None:
         if not isinstance(device_mesh, DeviceMesh):
@@ -149,7 +147,7 @@ def _mesh(
         ):
             raise UsageError(
                 explain(
-                    "A tuple of process groups is for the hybrid strategies.",
+                    "A tuple of process groups works with hybrid strategies only.",
                     expected="process_group=(shard group, replica group) with HYBRID_SHARD or "
                     "_HYBRID_SHARD_ZERO2",
                     got=f"a tuple of {len(process_group)} with {strategy.name}",
@@ -185,28 +183,29 @@ def _mesh(
 
 
 def _ranks_per_node() -> int:
-    """torchrun says it; without it, the number of accelerators, or all ranks on one node."""
-    told = os.environ.get("LOCAL_WORLD_SIZE")
-    if told:
-        if not told.isdecimal() or int(told) < 1:
+    """Return LOCAL_WORLD_SIZE as torchrun sets it; else the number of accelerators, or the world
+    size if there are none."""
+    local_world_size = os.environ.get("LOCAL_WORLD_SIZE")
+    if local_world_size:
+        if not local_world_size.isdecimal() or int(local_world_size) < 1:
             raise UsageError(
                 explain(
                     "The environment variable LOCAL_WORLD_SIZE is not a number of ranks.",
                     expected="a whole number of at least 1, as torchrun sets it",
-                    got=repr(told),
+                    got=repr(local_world_size),
                     where="a hybrid sharding strategy without device_mesh and process_group",
-                    fix="set it to the ranks of a node, or pass "
-                    "device_mesh=init_device_mesh(device_type, (nodes, ranks))",
+                    fix="set it to the number of ranks per node, or pass "
+                    "device_mesh=init_device_mesh(device_type, (nodes, ranks_per_node))",
                 )
             )
-        return int(told)
+        return int(local_world_size)
     accelerators = torch.accelerator.device_count()
     return min(accelerators, dist.get_world_size()) if accelerators else dist.get_world_size()
 
 
 def _device(module: nn.Module, device_id: Any, group: dist.ProcessGroup) -> torch.device:
-    """Return the device on which the unit computes and keeps its shard."""
-    found = [t.device for t in (*module.parameters(), *module.buffers()) if not t.is_meta]
+    """Return the device on which the unit computes."""
+    used = [t.device for t in (*module.parameters(), *module.buffers()) if not t.is_meta]
     if isinstance(device_id, bool) or not (
         device_id is None or isinstance(device_id, (int, str, torch.device))
     ):
@@ -214,7 +213,7 @@ def _device(module: nn.Module, device_id: Any, group: dist.ProcessGroup) -> torc
     if device_id is None:
         backend = _torch_private.default_device_of_backend(group)
         return _indexed(
-            found[0] if found and (found[0].type != "cpu" or backend.type == "cpu") else backend
+            used[0] if used and (used[0].type != "cpu" or backend.type == "cpu") else backend
         )
     accelerator, count = torch.accelerator.current_accelerator(), torch.accelerator.device_count()
     if isinstance(device_id, int):
@@ -228,9 +227,8 @@ def _device(module: nn.Module, device_id: Any, group: dist.ProcessGroup) -> torc
             "device_id", "an int, a torch.device or the name of one, or None", device_id
         ) from error
     if device.type == "meta":
-        if (
-            dist.get_backend(group) != "fake"
-        ):  # whose ranks do not exist: layouts, plans and shapes are all there is to ask for
+        # Only the simulated ranks of the backend "fake" can do without values.
+        if dist.get_backend(group) != "fake":
             raise _wrong_type("device_id", "a device that holds values", device)
         return device
     if device.type != "cpu" and (
@@ -241,7 +239,7 @@ def _device(module: nn.Module, device_id: Any, group: dist.ProcessGroup) -> torc
 
 
 def _refuse_values(arguments: Arguments, offload: CPUOffload) -> None:
-    """On meta, what needs values or memory elsewhere cannot be simulated."""
+    """Raise UsageError for arguments that need values, so do not work on the meta device."""
     for name, value in (
         ("cpu_offload", offload.offload_params),
         ("allow_unused_units", arguments.allow_unused_units),
@@ -253,8 +251,7 @@ def _refuse_values(arguments: Arguments, offload: CPUOffload) -> None:
                     expected=f"device_id='meta' without {name}",
                     got=f"both, with {name}={getattr(arguments, name)!r}",
                     where="FullyShardedDataParallel(...)",
-                    fix=f"leave out {name}: layouts, plans and collectives are those of a run "
-                    "without it",
+                    fix=f"leave out {name}, and simulate a run without it",
                 )
             )
 
@@ -262,21 +259,21 @@ def _refuse_values(arguments: Arguments, offload: CPUOffload) -> None:
 def _no_such_device(device_id: Any, count: int) -> UsageError:
     return UsageError(
         explain(
-            "There is no such device.",
+            f"Device {device_id} does not exist.",
             expected=f"device_id from 0 to {count - 1}"
             if count
-            else "device_id=torch.device('cpu') or None: no accelerator here",
+            else "device_id=torch.device('cpu') or None, as there is no accelerator",
             got=f"device_id={device_id}",
             where="FullyShardedDataParallel(...)",
-            fix="pass the local rank's device, or leave device_id out",
+            fix="pass the local rank's device, or leave out device_id",
         )
     )
 
 
 def _indexed(device: torch.device) -> torch.device:
-    """'cuda' means the current one; tensors say its number, so we do."""
+    """Return the device with its index, as tensors report it: 'cuda' means the current device."""
     if device.type == "cpu":
-        return torch.device("cpu")  # 'cpu:0' is the same, but compares unequal
+        return torch.device("cpu")  # 'cpu:0' is the same device, but compares unequal
     if device.type == "meta" or ":" in str(device):
         return device
     return torch.device(device.type, torch.accelerator.current_device_index())
@@ -306,17 +303,16 @@ def _ignored(
     ]
     if module in modules:
         warnings.warn(
-            f"{name} contains the {type(module).__name__} that is wrapped, so all of its "
-            "parameters are ignored: none is sharded, "
-            f"and no gradient is averaged over the ranks. Leave it out of {name}, or do not wrap "
-            "it.",
+            f"{name} contains the {type(module).__name__} that is being wrapped, so none of its "
+            "parameters is sharded and none of its gradients is averaged over the ranks. Leave it "
+            f"out of {name}, or do not wrap it.",
             stacklevel=5,
         )
     return frozenset(modules), frozenset(parameters)
 
 
 def _check_fields(precision: MixedPrecision, offload: CPUOffload) -> None:
-    """The fields of configuration objects, which check nothing themselves."""
+    """Check the fields of configuration objects, which do not check themselves."""
     for name in ("param_dtype", "reduce_dtype", "buffer_dtype"):
         dtype = getattr(precision, name)
         if dtype is not None and not (
@@ -340,7 +336,7 @@ def _check_fields(precision: MixedPrecision, offload: CPUOffload) -> None:
 def _callable_or_none(value: Any) -> Callable[[nn.Module], None] | None:
     if value is None or (callable(value) and takes(value, 1)):
         return value
-    raise _wrong_type("param_init_fn", "a function of one module, or None", value)
+    raise _wrong_type("param_init_fn", "a function that takes one module, or None", value)
 
 
 def _wrong_type(name: str, expected: str, got: object) -> UsageError:

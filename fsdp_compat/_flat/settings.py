@@ -1,4 +1,4 @@
-"""The constructor's arguments as given, and the settings of a unit that they resolve to."""
+"""The constructor's arguments as given, and the unit settings that they resolve to."""
 
 from __future__ import annotations
 
@@ -11,11 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from .._comm.mesh import (
-    Mesh,
-    axis_by_name,
-    group_by_name,
-)
+from .._comm.mesh import Mesh, axis_by_name, group_by_name
 from .._engine.dtypes import Precision
 from .._engine.runtime import RuntimeOptions
 from .._engine.unit import UnitOptions
@@ -27,8 +23,8 @@ __all__ = ["Arguments", "PortableSettings", "Settings"]
 
 @dataclasses.dataclass(frozen=True)
 class Arguments:
-    """What the constructor was given, beside the module and the policy; a policy may change some of
-    it for single units."""
+    """The constructor's arguments except the module and the policy. A policy may change them for
+    single units."""
 
     process_group: Any = None
     sharding_strategy: Any = None
@@ -48,7 +44,7 @@ class Arguments:
     keep_units_below: int = 0
 
     def changed(self, **changes: Any) -> Arguments:
-        """Return the same arguments with some changed; raises UsageError for a name that the
+        """Return a copy with some arguments changed; raises UsageError for a name that the
         constructor does not have."""
         names = {field.name for field in dataclasses.fields(self)}
         unknown = sorted(changes.keys() - names)
@@ -68,15 +64,14 @@ class Arguments:
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """What one unit is: everything below the front end is told in these terms."""
+    """Everything that the engine and the stores need to know about a unit."""
 
-    strategy: ShardingStrategy  # for clients that ask; nothing is decided by it
+    strategy: ShardingStrategy  # only for clients that read it
     mesh: Mesh
-    group: dist.ProcessGroup  # over which sharded values of state dicts are spread
-    device_mesh: (
-        DeviceMesh | None
-    )  # what is used of the one that was given: then those values are DTensors over it
-    device: torch.device
+    group: dist.ProcessGroup  # shards one copy of the parameters, also in sharded state dicts
+    # The part of the argument in use; if given, sharded state dicts hold DTensors over it.
+    device_mesh: DeviceMesh | None
+    device: torch.device  # where the unit computes
     mixed_precision: MixedPrecision
     reshard_after_forward: bool
     use_orig_params: bool
@@ -85,15 +80,15 @@ class Settings:
     ignored_modules: frozenset[nn.Module]  # descendants included
     ignored_parameters: frozenset[nn.Parameter]
     runtime: RuntimeOptions
-    offload: bool  # shards, gradients and the optimizer on the CPU
+    offload: bool  # keep shards, gradients and optimizer state on the CPU
     full_precision_in_eval: bool
-    keep_units_below: int  # elements: smaller units are not resharded after forward
-    forward_prefetch: bool  # the argument, for clients that ask
+    keep_units_below: int  # in elements; smaller units are not resharded after forward
+    forward_prefetch: bool  # the argument, only for clients that read it
     limit_all_gathers: bool  # likewise
 
     def precision(self, dtype: torch.dtype) -> Precision:
-        """The dtypes in which a group of ``dtype`` travels. Packed formats, integers and 8-bit
-        floats, are never cast."""
+        """Return the dtypes for gathering and reducing a group of ``dtype``. Packed formats
+        (integers, 8-bit floats) are never cast."""
         if not dtype.is_floating_point or dtype.itemsize == 1:
             return Precision(dtype, dtype)
         gather = self.mixed_precision.param_dtype or dtype
@@ -106,8 +101,8 @@ class Settings:
         )
 
     def portable(self) -> PortableSettings:
-        """The same for another process, or a later one: process groups by name, and nothing of the
-        construction."""
+        """Return the settings in a form that another process can load: process groups by name, and
+        without the fields that only construction uses."""
         changes: dict[str, Any] = {
             "param_init_fn": None,
             "ignored_modules": frozenset(),
@@ -126,18 +121,18 @@ class Settings:
 
     @property
     def home(self) -> torch.device:
-        """Where the shards live."""
+        """The device that holds the shards."""
         return torch.device("cpu") if self.offload else self.device
 
     @property
     def uncast_classes(self) -> tuple[type[nn.Module], ...]:
-        """Modules that compute in the dtype of their own parameters and buffers while the unit
-        around them computes in another."""
+        """Classes of modules that keep computing in the dtype of their own parameters and buffers
+        when the rest of the unit is cast."""
         casts = self.mixed_precision.param_dtype or self.mixed_precision.buffer_dtype
         return tuple(self.mixed_precision._module_classes_to_ignore or ()) if casts else ()
 
     def unit_options(self, numel: int) -> UnitOptions:
-        """numel: elements of the unit's whole parameters."""
+        """Return the options of a unit whose unsharded parameters have ``numel`` elements."""
         dtype = self.mixed_precision.param_dtype
         return UnitOptions(
             reshard_after_forward=self.reshard_after_forward and numel >= self.keep_units_below,
@@ -152,10 +147,10 @@ class Settings:
 
 @dataclasses.dataclass(frozen=True)
 class PortableMesh:
-    """A device mesh that can be pickled: without its process groups."""
+    """A device mesh without its process groups, so that it can be pickled."""
 
     device_type: str
-    ranks: list[Any]  # global ones, nested as the mesh is
+    ranks: list[Any]  # global ranks, nested like the mesh
     names: tuple[str, ...] | None
 
     @classmethod
@@ -163,14 +158,14 @@ class PortableMesh:
         return cls(mesh.device_type, mesh.mesh.tolist(), mesh.mesh_dim_names)
 
     def over(self, groups: list[dist.ProcessGroup | None]) -> DeviceMesh:
-        """Return the mesh over its groups: the last one splits, the one before repeats, if it has
-        two dimensions."""
+        """Return the mesh over ``groups``: (replica group, shard group). A 1-D mesh uses the last
+        one."""
         if isinstance(self.ranks[0], int):
             group: Any = groups[-1]
             return DeviceMesh.from_group(
                 group, self.device_type, self.ranks, mesh_dim_names=self.names
             )
-        names = self.names or ("replica", "shard")  # torch wants some here
+        names = self.names or ("replica", "shard")  # torch requires names here
         return DeviceMesh.from_group(groups, self.device_type, self.ranks, mesh_dim_names=names)  # type: ignore[arg-type]
 
 
@@ -179,15 +174,14 @@ class PortableSettings:
     """Settings that can be pickled."""
 
     rest: Settings
-    axes: tuple[
-        tuple[str | None, tuple[int, ...]], ...
-    ]  # (name of the process group, members), of shard and replica axis
+    # (name of the process group, its ranks) of the shard axis and the replica axis.
+    axes: tuple[tuple[str | None, tuple[int, ...]], ...]
     group: str | None
     device_mesh: PortableMesh | None = None
 
     def resolved(self) -> Settings:
-        """Find the process groups again; raises UsageError if there are none of these names and
-        members."""
+        """Return the settings with this process's groups; raises UsageError if no group has the
+        name and the ranks."""
         shard, replica = (axis_by_name(name, members) for name, members in self.axes)
         group = group_by_name(self.group, None)
         assert group is not None

@@ -1,4 +1,4 @@
-"""``summon_full_params``: whole parameters between steps."""
+"""``summon_full_params``: access to full parameters between steps."""
 
 from __future__ import annotations
 
@@ -30,14 +30,19 @@ def summon_full_params(
     offload_to_cpu: bool = False,
     with_grads: bool = False,
 ) -> Generator[None, None, None]:
-    """Show whole parameters, in the dtype of the shards, in ``module`` and (``recurse``) all
-    instances below it.
+    """Expose full parameters, in the dtype of the shards, inside the context.
 
-    Collective: all ranks. ``writeback`` keeps changes made inside; where nothing is sharded
-    (one rank, NO_SHARD) they stay without it, too. ``rank0_only``: the others go on showing
-    their parts (not with ``writeback``), and changes that the first one of several ranks alone
-    has made are dropped. ``offload_to_cpu``: they are shown on the CPU; ``with_grads``: whole
-    gradients beside them.
+    Args:
+        module: the model, or a module in it.
+        recurse: include all FullyShardedDataParallel instances below ``module``.
+        writeback: keep the changes made inside. Without sharding (one rank, NO_SHARD) they are
+            kept in any case.
+        rank0_only: only rank 0 sees full parameters, the other ranks still see their shards.
+            Requires ``writeback=False``; with several ranks, changes on rank 0 are dropped.
+        offload_to_cpu: put the full parameters on the CPU.
+        with_grads: expose full gradients, too.
+
+    Collective: all ranks.
     """
     where = "summon_full_params"
     require_module(module, where)
@@ -52,7 +57,7 @@ def summon_full_params(
     if writeback and rank0_only:
         raise NotImplementedUsageError(
             explain(
-                "summon_full_params cannot write back what only rank 0 has seen.",
+                "summon_full_params cannot write back with rank0_only=True.",
                 expected="rank0_only=True with writeback=False, or rank0_only=False",
                 got="rank0_only=True, writeback=True",
                 where="summon_full_params(...)",

@@ -1,1 +1,2 @@
-"""Where every element lies: integers and shapes, without process groups, modules or devices."""
+"""Where every element is stored: arithmetic on integers and shapes, without process groups, modules
+or devices."""

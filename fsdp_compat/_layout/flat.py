@@ -1,4 +1,4 @@
-"""Lay parameters out one after the other and cut the whole over the ranks."""
+"""Concatenate parameters and split the result evenly across ranks."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ __all__ = ["flat_layout"]
 def flat_layout(
     names: Sequence[str], shapes: Sequence[tuple[int, ...]], *, ranks: int, align: int
 ) -> FlatLayout:
-    """Return the layout of a group: every parameter, and every rank's shard, starts at a multiple
-    of ``align`` elements.
+    """Return the layout of a parameter group. Each parameter and each rank's shard starts at a
+    multiple of ``align`` elements.
 
-    An empty group, and one whose parameters are all empty, still gets one aligned element run per
-    rank, so that collectives always have something to carry.
+    A group without elements still gets ``align`` elements per rank, so that its collectives are
+    never empty.
     """
     params, end = [], 0
     for name, shape in zip(names, shapes, strict=True):

@@ -1,4 +1,5 @@
-"""The words of the layout: an interval, one parameter's place, and the flat layout of one group."""
+"""The types of the layout: an interval, a parameter in a flat tensor, and the flat layout of a
+parameter group."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ __all__ = ["FlatLayout", "Interval", "ParamSpec", "Section"]
 
 @dataclasses.dataclass(frozen=True, order=True)
 class Interval:
-    """Elements ``start`` to ``stop`` (exclusive) of something that is counted from 0."""
+    """Elements ``start`` (inclusive) to ``stop`` (exclusive), counted from 0."""
 
     start: int
     stop: int
@@ -33,23 +34,22 @@ class Interval:
         return self.stop > self.start
 
     def shifted(self, by: int) -> Interval:
-        """Return the same elements, counted from another zero."""
+        """Return the interval moved by ``by`` elements."""
         return Interval(self.start + by, self.stop + by)
 
     def clipped(self, other: Interval) -> Interval:
-        """Return what both hold; an empty interval inside ``other`` where they do not meet."""
+        """Return the intersection; if it is empty, an empty interval inside ``other``."""
         start = min(max(self.start, other.start), other.stop)
         return Interval(start, min(max(self.stop, start), other.stop))
 
 
 @dataclasses.dataclass(frozen=True)
 class ParamSpec:
-    """One original parameter: its name, its shape, and where its row-major elements start in the
-    flat tensor."""
+    """One parameter of the model in a flat tensor."""
 
     name: str
     shape: tuple[int, ...]
-    start: int
+    start: int  # of its row-major elements in the flat tensor
 
     @property
     def numel(self) -> int:
@@ -57,17 +57,17 @@ class ParamSpec:
 
     @property
     def place(self) -> Interval:
-        """Its elements in the full flat tensor ``[ranks * S]``."""
+        """The parameter's elements in the full flat tensor ``[ranks * S]``."""
         return Interval(self.start, self.start + self.numel)
 
 
 @dataclasses.dataclass(frozen=True)
 class FlatLayout:
-    """The parameters of one group, one after the other, cut into ``ranks`` equal intervals of
-    ``shard_numel`` elements.
+    """The concatenated parameters of one group, split into ``ranks`` shards of ``shard_numel``
+    elements.
 
-    The full flat tensor is ``[ranks * shard_numel]``, rank-major; elements that no parameter claims
-    are padding.
+    The full flat tensor is ``[ranks * shard_numel]``, rank-major. Elements that belong to no
+    parameter are padding.
     """
 
     params: tuple[ParamSpec, ...]
@@ -84,7 +84,8 @@ class FlatLayout:
         for param in self.params:
             if param.start < end:
                 raise ValueError(
-                    f"{param.name} starts at {param.start}, inside of what ends at {end}"
+                    f"{param.name} starts at {param.start}, but the parameter before it ends at "
+                    f"{end}"
                 )
             end = param.place.stop
         if end > self.full_numel:
@@ -103,33 +104,30 @@ class FlatLayout:
         return Interval(rank * self.shard_numel, (rank + 1) * self.shard_numel)
 
     def part(self, index: int, rank: int) -> Interval:
-        """Return which elements of parameter ``index``, counted from its own first one, ``rank``
-        holds."""
+        """Return the elements of parameter ``index`` that ``rank`` holds, counted from the
+        parameter's first element."""
+        if not self._meets(index, rank):
+            return Interval(0, 0)
         param = self.params[index]
-        return (
-            param.place.clipped(self.interval(rank)).shifted(-param.start)
-            if self._meets(index, rank)
-            else Interval(0, 0)
-        )
+        return param.place.clipped(self.interval(rank)).shifted(-param.start)
 
     def part_in_shard(self, index: int, rank: int) -> Interval:
-        """Return where in ``rank``'s shard ``[S]`` its part of parameter ``index`` lies; empty
-        where it has none."""
-        return (
-            self.params[index].place.clipped(self.interval(rank)).shifted(-rank * self.shard_numel)
-        )
+        """Return the position of ``rank``'s part of parameter ``index`` in its shard ``[S]``; empty
+        if it holds none."""
+        in_flat = self.params[index].place.clipped(self.interval(rank))
+        return in_flat.shifted(-rank * self.shard_numel)
 
     def gaps(self) -> list[Interval]:
-        """Return the padding: what belongs to no parameter, in order."""
-        found, end = [], 0
+        """Return the intervals of padding, in order."""
+        gaps, end = [], 0
         for start, stop in [
             *((p.place.start, p.place.stop) for p in self.params),
             (self.full_numel, self.full_numel),
         ]:
             if end < start:
-                found.append(Interval(end, start))
+                gaps.append(Interval(end, start))
             end = max(end, stop)
-        return found
+        return gaps
 
     def _meets(self, index: int, rank: int) -> bool:
         place, own = self.params[index].place, self.interval(rank)

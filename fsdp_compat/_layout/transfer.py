@@ -1,5 +1,5 @@
-"""What moves where when parameters go from one layout to another: another number of ranks, another
-grouping, or none."""
+"""Plan the copies from one layout to another: a different number of ranks, different groups, or no
+sharding."""
 
 from __future__ import annotations
 
@@ -23,12 +23,14 @@ __all__ = [
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """A run of one parameter's row-major elements, and where its holder keeps it."""
+    """Consecutive row-major elements of a parameter, and their position in a 1-D tensor."""
 
     name: str
     part: Interval  # of the parameter
-    holder: tuple[int, ...]  # who: (group, rank), or (index of the parameter,) for a whole tensor
-    start: int  # of the run in the holder's 1-D tensor
+    # The tensor with the elements: (group, rank) for a shard, (index of the parameter,) for a full
+    # tensor.
+    holder: tuple[int, ...]
+    start: int  # position of the elements in that tensor
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,22 +46,20 @@ class Move:
 
 
 def pieces_of_rank(layouts: Sequence[FlatLayout], rank: int) -> list[Piece]:
-    """Return what ``rank`` holds of each parameter: one run at most, as a shard is one interval.
-    Holder: (group, rank)."""
-    found = []
+    """Return the pieces that ``rank`` holds: at most one per parameter, because a shard is one
+    interval. Holder: (group, rank)."""
+    pieces = []
     for group, layout in enumerate(layouts):
         for index, param in enumerate(layout.params):
             part = layout.part(index, rank)
             if part:
-                found.append(
-                    Piece(param.name, part, (group, rank), layout.part_in_shard(index, rank).start)
-                )
-    return found
+                start = layout.part_in_shard(index, rank).start
+                pieces.append(Piece(param.name, part, (group, rank), start))
+    return pieces
 
 
 def pieces_of_whole(layouts: Iterable[FlatLayout]) -> list[Piece]:
-    """Return the same parameters as whole tensors, each its own holder. Holder: (index in order of
-    appearance,)."""
+    """Return one piece per parameter, for full tensors. Holder: (index in order of appearance,)."""
     params = [param for layout in layouts for param in layout.params]
     return [
         Piece(p.name, Interval(0, p.numel), (index,), 0)
@@ -69,11 +69,10 @@ def pieces_of_whole(layouts: Iterable[FlatLayout]) -> list[Piece]:
 
 
 def plan_moves(sources: Iterable[Piece], targets: Iterable[Piece]) -> list[Move]:
-    """Return the moves that fill ``targets`` from ``sources``, in the order of the targets and of
-    the elements in them.
+    """Return the moves that fill ``targets`` from ``sources``, in the order of the targets and
+    their elements.
 
-    Every element of a target that some source holds is moved exactly once, from the first source
-    that holds it.
+    Each target element that any source holds is moved exactly once, from the first such source.
     """
     by_name: dict[str, list[Piece]] = {}
     for piece in sources:
@@ -104,18 +103,18 @@ def plan_moves(sources: Iterable[Piece], targets: Iterable[Piece]) -> list[Move]
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """Elements that follow one another in one rank's shard, and in a part of a parameter."""
+    """Elements that are consecutive both in one rank's shard and in a part of a parameter."""
 
     rank: int
     in_shard: Interval
-    start: int  # of the run in the part, counted from its first element
+    start: int  # position of the run in the part
 
 
 def runs_of_part(layout: FlatLayout, index: int, part: Interval) -> Iterator[Run]:
-    """Yield where the shards of ``layout`` hold the elements ``part`` of parameter ``index``, in
-    order: each exactly once.
+    """Yield, in order, the runs of the shards of ``layout`` that hold the elements ``part`` of
+    parameter ``index``.
 
-    It takes as many steps as there are shards that hold any, whatever the number of ranks.
+    Takes one step per shard that holds any of them, however many ranks there are.
     """
     place, size = part.shifted(layout.params[index].start), layout.shard_numel
     position = place.start
@@ -127,16 +126,17 @@ def runs_of_part(layout: FlatLayout, index: int, part: Interval) -> Iterator[Run
 
 
 def same_parts(one: FlatLayout, index: int, other: FlatLayout, its_index: int) -> bool:
-    """True if every rank holds the same elements of parameter ``index`` of one layout as of
-    ``its_index`` of the other.
+    """Return True if every rank holds the same elements of parameter ``index`` of ``one`` and of
+    parameter ``its_index`` of ``other``.
 
-    It takes two steps, whatever the number of ranks: all further runs are as long as the second.
+    Comparing two runs is enough, however many ranks there are: all later runs are as long as the
+    second.
     """
     alike = one.ranks == other.ranks and one.params[index].numel == other.params[its_index].numel
     return alike and _first_runs(one, index) == _first_runs(other, its_index)
 
 
 def _first_runs(layout: FlatLayout, index: int) -> list[tuple[int, int, int]]:
-    """Return (rank, start, number of elements) of the first two runs of a whole parameter."""
+    """Return (rank, start, number of elements) of the first two runs of a parameter."""
     runs = runs_of_part(layout, index, Interval(0, layout.params[index].numel))
     return [(run.rank, run.start, run.in_shard.numel) for run in itertools.islice(runs, 2)]

@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import typing
 import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -22,9 +23,6 @@ from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed._shard.sharded_tensor.metadata import ShardedTensorMetadata, TensorProperties
 from torch.distributed._shard.sharded_tensor.shard import Shard as LocalShard
 from torch.distributed._shard.sharding_spec.api import EnumerableShardingSpec
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
-from torch.distributed.checkpoint.metadata import TensorProperties as StoredProperties
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from .. import _torch_private
 from .._comm.host_memory import of_its_own_size
@@ -35,34 +33,20 @@ from .._layout.transfer import same_parts
 from ..errors import CheckpointError, explain
 from .names import clean_name
 
+if typing.TYPE_CHECKING:  # imported in the methods that torch.distributed.checkpoint calls
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+    from torch.distributed.checkpoint.planner import WriteItem
+
 __all__ = ["BoxedTensor", "FlatOfParameters", "Place", "place_of"]
 
 
-_FACTS = {
-    getattr(torch.Tensor, name).__get__
-    for name in (
-        "device",
-        "dtype",
-        "is_leaf",
-        "is_meta",
-        "layout",
-        "ndim",
-        "requires_grad",
-        "shape",
-        "grad",
-        "grad_fn",
-    )
-} | {
-    getattr(torch.Tensor, name)
-    for name in (
-        "dim",
-        "element_size",
-        "is_complex",
-        "is_floating_point",
-        "nelement",
-        "numel",
-        "size",
-    )
+_PROPERTIES = (
+    *("device", "dtype", "is_leaf", "is_meta", "layout", "ndim", "requires_grad", "shape"),
+    *("grad", "grad_fn"),
+)
+_METHODS = ("dim", "element_size", "is_complex", "is_floating_point", "nelement", "numel", "size")
+_FACTS = {getattr(torch.Tensor, name).__get__ for name in _PROPERTIES} | {
+    getattr(torch.Tensor, name) for name in _METHODS
 }
 
 _COPIES = {
@@ -346,13 +330,16 @@ class BoxedTensor(ShardedTensor):
         return [shard for shard in self._local_shards if math.prod(shard.metadata.shard_sizes)]
 
     def __create_write_items__(self, fqn: str, object: object) -> list[WriteItem]:
+        from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
+        from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
         self._require_fitting_shards()  # before anything is written
         return [
             WriteItem(
                 MetadataIndex(fqn, chunk.offsets),
                 WriteItemType.SHARD,
                 tensor_data=TensorWriteData(
-                    chunk, StoredProperties(dtype=shard.tensor.dtype), torch.Size(self.whole_shape)
+                    chunk, TensorProperties(dtype=shard.tensor.dtype), torch.Size(self.whole_shape)
                 ),
             )
             for shard, chunk in zip(
@@ -361,6 +348,8 @@ class BoxedTensor(ShardedTensor):
         ]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+
         return [
             ChunkStorageMetadata(
                 torch.Size(shard.metadata.shard_offsets), torch.Size(shard.metadata.shard_sizes)

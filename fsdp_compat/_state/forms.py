@@ -1,4 +1,4 @@
-"""The form of a model's state dicts: full, sharded or local, as it is set on every unit."""
+"""The state dict type of a model (full, sharded or local), which is set on every unit."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def set_state_dict_type(
     state_dict_config: StateDictConfig | None = None,
     optim_state_dict_config: OptimStateDictConfig | None = None,
 ) -> StateDictSettings:
-    """Set the form of state dicts for all units in ``module``, which need not be one;
-    return what it was before."""
+    """Set the state dict type of all units in ``module``, which need not be a unit itself. Returns
+    the previous settings."""
     require_module(module, "set_state_dict_type")
     kind = as_ours(state_dict_type, StateDictType, "state_dict_type")
     if kind is None:
@@ -65,19 +65,19 @@ def set_state_dict_type(
             raise UsageError(
                 explain(
                     "DTensors in sharded state dicts need a device mesh.",
-                    expected=f"{type(given).__name__}() without _use_dtensor, or a model that "
-                    "was wrapped with device_mesh=",
+                    expected=f"{type(given).__name__}() without _use_dtensor, or a model wrapped "
+                    "with device_mesh=",
                     got=f"{given}, and a model without a mesh",
                     where=f"set_state_dict_type(..., {name})",
-                    fix="leave it out: it is set by itself for a model with a mesh; without "
-                    "one the values are ShardedTensors, "
-                    "which torch.distributed.checkpoint takes as they are",
+                    fix="leave out _use_dtensor: it is automatic for a model with a mesh; without "
+                    "a mesh the values are ShardedTensors, which torch.distributed.checkpoint "
+                    "accepts",
                 )
             )
         if not isinstance(given, type(wanted)):
             raise RuntimeUsageError(
                 explain(
-                    f"{name} does not belong to the form of state dict.",
+                    f"{name} does not match the state dict type.",
                     expected=f"a {type(wanted).__name__}, or None",
                     got=f"a {type(given).__name__}",
                     where=f"set_state_dict_type(..., {kind.name})",
@@ -94,23 +94,23 @@ def set_state_dict_type(
 
 
 def get_state_dict_type(module: nn.Module) -> StateDictSettings:
-    """Return the form of state dicts of the units in ``module``; raises UsageError where
-    they differ or there is none."""
+    """Return the state dict settings of the units in ``module``; raises UsageError if they differ
+    or if there are no units."""
     require_module(module, "get_state_dict_type")
-    found = [unit.form for unit in model_units_in(module)]
-    if not found or any(settings != found[0] for settings in found):
+    forms = [unit.form for unit in model_units_in(module)]
+    if not forms or any(settings != forms[0] for settings in forms):
+        kinds = sorted({settings.state_dict_type.name for settings in forms})
         raise AssertedUsageError(
             explain(
-                "There is no one form of state dict.",
-                expected="at least one FullyShardedDataParallel in the module, all of them "
-                "with one form",
-                got=f"{len(found)} units with "
-                f"{len({settings.state_dict_type for settings in found})} forms",
+                "The module does not have one state dict type.",
+                expected="at least one FullyShardedDataParallel in the module, all with the same "
+                "state dict type and configurations",
+                got=f"{len(forms)} units with the types {kinds}",
                 where=type(module).__name__,
-                fix="set one for all: FullyShardedDataParallel.set_state_dict_type(module, ...)",
+                fix="call FullyShardedDataParallel.set_state_dict_type(module, ...)",
             )
         )
-    return found[0]
+    return forms[0]
 
 
 @contextlib.contextmanager
@@ -120,7 +120,7 @@ def state_dict_type(
     state_dict_config: StateDictConfig | None = None,
     optim_state_dict_config: OptimStateDictConfig | None = None,
 ) -> Generator[None, None, None]:
-    """Set the form of state dicts inside of the context, see ``set_state_dict_type``."""
+    """Set the state dict type inside the context, see ``set_state_dict_type``."""
     require_module(module, "state_dict_type")
     units, followed = model_units_in(module), rank0_loading.is_followed(module)
     try:
@@ -132,8 +132,8 @@ def state_dict_type(
 
 
 def _with_dtensors(settings: StateDictSettings) -> StateDictSettings:
-    """The same settings of a model with a device mesh: sharded values are DTensors, and the
-    configurations say so."""
+    """Return the settings for units with a device mesh: ``_use_dtensor`` is set for sharded state
+    dicts."""
     if settings.state_dict_type is not StateDictType.SHARDED_STATE_DICT:
         return settings
     configs: tuple[Any, Any] = settings.state_dict_config, settings.optim_state_dict_config

@@ -1,9 +1,8 @@
-"""The registry of a model's units: how state dicts, optimizer state and checkpoints learn which
-units a model has.
+"""The registry of a model's units, used by state dicts, optimizer state and checkpoints.
 
 A front end registers one ``ModelUnit`` per unit, on the module whose name in the model is the
-unit's name: a wrapper, or the unit's module itself. Nothing here or above asks which front end made
-a unit.
+unit's name: a wrapper, or the unit's module itself. No code here or above depends on which front
+end made a unit.
 """
 
 from __future__ import annotations
@@ -50,26 +49,27 @@ __all__ = [
     "units_of",
 ]
 
-ATTRIBUTE = "_fsdp_model_unit"  # of the module that a ModelUnit is registered on
+ATTRIBUTE = "_fsdp_model_unit"  # the module attribute that holds a registered ModelUnit
 
 
 @dataclasses.dataclass(eq=False)
 class ModelUnit:
-    """One unit of a model: all that state dicts and checkpoints know about it."""
+    """One unit of a model, with everything that state dicts and checkpoints need to know about
+    it."""
 
     unit: Unit
     mesh: Mesh
     device: torch.device  # where the unit computes
-    group: dist.ProcessGroup  # over which one copy of the parameters is sharded
+    group: dist.ProcessGroup  # the ranks that share one copy of the parameters
     device_mesh: DeviceMesh | None = None
-    # By the clean name of each module in the unit's module: the names of its parameters before
-    # anything was sharded, for the order of state dicts.
+    # {clean name of a module in the unit: names of its parameters before sharding}; gives the order
+    # of state dicts.
     attribute_order: Mapping[str, Sequence[str]] = dataclasses.field(default_factory=dict)
     form: StateDictSettings = dataclasses.field(
         default_factory=lambda: default_form(StateDictType.FULL_STATE_DICT)
     )
-    wanted: Wanted = everything  # the filter of the state dict that is being taken
-    # While a state dict is being loaded: the prefix of the unit's keys, and the keys of its sharded
+    wanted: Wanted = everything  # the filter of the state_dict() call that is running
+    # While load_state_dict() runs: the prefix of the unit's keys, and the keys of its sharded
     # parameters.
     loading: tuple[str, set[str]] = ("", set())
 
@@ -79,8 +79,8 @@ class ModelUnit:
         return runtime_of(self.unit)
 
     def exact_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield (name, value) of the buffers that compute in another dtype than the user's model
-        has them in, with the values in the user's dtype."""
+        """Yield (name, value) of the buffers that are cast for computing, with the values in their
+        original dtype."""
         exact = self.unit.buffers.in_full() if self.unit.buffers is not None else {}
         for path, child in self.unit.module.named_modules(remove_duplicate=False) if exact else ():
             for name in child._buffers:
@@ -89,7 +89,7 @@ class ModelUnit:
 
 
 def default_form(kind: StateDictType) -> StateDictSettings:
-    """Return a form of state dicts with its default configurations."""
+    """Return the settings of a state dict type with default configurations."""
     if kind is StateDictType.LOCAL_STATE_DICT:
         return StateDictSettings(kind, LocalStateDictConfig(), LocalOptimStateDictConfig())
     if kind is StateDictType.FULL_STATE_DICT:
@@ -98,7 +98,7 @@ def default_form(kind: StateDictType) -> StateDictSettings:
 
 
 def attribute_order_of(module: nn.Module) -> dict[str, list[str]]:
-    """Return the names of the parameters of each module in ``module``, by its clean name."""
+    """Return {clean name of a module in ``module``: the names of its own parameters}."""
     return {
         clean_name(name): [attribute for attribute, p in child._parameters.items() if p is not None]
         for name, child in module.named_modules(remove_duplicate=False)
@@ -106,12 +106,12 @@ def attribute_order_of(module: nn.Module) -> dict[str, list[str]]:
 
 
 def register(module: nn.Module, unit: ModelUnit) -> None:
-    """Make ``unit`` known under the name that ``module`` has in its model."""
+    """Register ``unit`` on ``module``, whose name in the model becomes the unit's name."""
     module.__dict__[ATTRIBUTE] = unit
 
 
 def model_unit_of(module: nn.Module) -> ModelUnit | None:
-    """Return the unit that is registered on a module."""
+    """Return the unit registered on a module, or None."""
     return module.__dict__.get(ATTRIBUTE)
 
 
@@ -141,12 +141,12 @@ def in_form(units: Sequence[ModelUnit], form: StateDictSettings) -> Generator[No
 
 
 def runtimes_of(units: Iterable[ModelUnit]) -> list[Runtime]:
-    """Return the runtimes of units, each once: the units below one root share one."""
+    """Return the distinct runtimes of units. All units below one root share a runtime."""
     return list(dict.fromkeys(unit.runtime for unit in units))
 
 
 def units_of(model: nn.Module) -> list[NamedUnit]:
-    """Return the units in a model with the prefix of their parameters' names, outer ones first."""
+    """Return the units in a model with the prefix of their parameter names, outer ones first."""
     found = []
     for name, child in model.named_modules():
         if (registered := model_unit_of(child)) is not None:
@@ -156,7 +156,7 @@ def units_of(model: nn.Module) -> list[NamedUnit]:
 
 
 def managed_in(model: nn.Module) -> set[int]:
-    """Return the ids of the sharded parameters of a model's units."""
+    """Return the ids of all sharded parameters in a model."""
     return {
         id(param)
         for registered in model_units_in(model)
@@ -166,8 +166,8 @@ def managed_in(model: nn.Module) -> set[int]:
 
 
 def names_in_order(model: nn.Module, base: str) -> list[str]:
-    """Return the keys of a module's state dict in the order they had before sharding, with those of
-    the local form beside them.
+    """Return the keys of a module's state dict in their order before sharding, including the keys
+    of flat parameters in local state dicts.
 
     base: the prefix of the keys.
     """
@@ -196,7 +196,7 @@ def names_in_order(model: nn.Module, base: str) -> list[str]:
 
 
 def names_before(model: nn.Module) -> list[str]:
-    """Return the names of a model's parameters in the order they had before sharding."""
+    """Return the names of a model's parameters in their order before sharding."""
     if model_unit_of(model) is not None:
         return names_in_order(model, "")
     names = []

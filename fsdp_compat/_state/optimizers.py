@@ -1,8 +1,8 @@
-"""Optimizers that were made before their model was wrapped.
+"""Optimizers that were created before their model was wrapped.
 
 With use_orig_params=True they keep working: the parameters are the same objects, and existing state
-of whole parameters is cut to this rank's parts before it is used. Without, they hold parameters
-that are not trained any more, and their first step raises."""
+of unsharded parameters is cut to this rank's parts before it is used. With use_orig_params=False
+they hold parameters that are no longer trained, so the first step raises an error."""
 
 from __future__ import annotations
 
@@ -24,20 +24,18 @@ from .full_params import shown_stores
 
 __all__ = ["convert", "is_held", "is_managed", "note", "note_assigned", "patch", "undo"]
 
-# Parameters that some unit manages. Of what the optimizer is to hold: (weak reference to the store,
-# index of the first parameter it holds); of originals whose values live in a FlatParameter now:
-# what they were.
+# The parameters of all units. For a sharded parameter: (weak reference to its store, index of the
+# first of the model's parameters in it). For a parameter that a FlatParameter has replaced: a
+# description of it.
 _managed: WeakIdKeyDictionary = WeakIdKeyDictionary()
-_assigned: WeakIdKeyDictionary = (
-    WeakIdKeyDictionary()
-)  # parameters whose values units have taken, and for which attribute
-# on what the optimizer is to hold; unlike `_managed` it is pickled with a parameter
+# {a parameter whose value was copied into a unit: the attribute it was assigned to}
+_assigned: WeakIdKeyDictionary = WeakIdKeyDictionary()
+# An attribute of sharded parameters. Unlike an entry in `_managed`, it is pickled with them.
 _MARK = "_fsdp_compat_part"
 _wrappings = itertools.count(1)
 _last_wrapping = 0
-_seen: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = (
-    weakref.WeakKeyDictionary()
-)  # and after which wrapping
+# {optimizer: the value of `_last_wrapping` when it was last checked}
+_seen: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
 
 
 _handle: RemovableHandle | None = None
@@ -51,7 +49,7 @@ def patch() -> None:
 
 
 def undo() -> None:
-    """Stop checking: an optimizer from before wrapping steps unnoticed."""
+    """Stop checking: an optimizer that was created before wrapping then steps without an error."""
     global _handle
     if _handle is not None:
         _handle.remove()
@@ -59,37 +57,38 @@ def undo() -> None:
 
 
 def note(originals: Iterable[nn.Parameter], stores: Iterable[StateStore]) -> None:
-    """Remember that ``originals`` live in ``stores`` now."""
+    """Register ``originals``, which were flattened into ``stores``."""
     global _last_wrapping
     _last_wrapping = next(_wrappings)
     for parameter in originals:
         _managed[parameter] = f"a parameter of shape {tuple(parameter.shape)}"
     for store in stores:
-        for target, indices in store.sharded_params:
-            target.__dict__[_MARK] = True
-            _managed[target] = weakref.ref(store), indices[0]
+        for sharded_param, indices in store.sharded_params:
+            sharded_param.__dict__[_MARK] = True
+            _managed[sharded_param] = weakref.ref(store), indices[0]
 
 
 def is_managed(parameter: nn.Parameter) -> bool:
-    """True for a parameter that belongs to a unit, or whose values do."""
+    """True for a sharded parameter, and for one that a FlatParameter has replaced."""
     return parameter in _managed
 
 
 def is_held(parameter: nn.Parameter) -> bool:
-    """True for a sharded parameter, which an optimizer may hold."""
+    """True for a sharded parameter, which an optimizer holds."""
     return isinstance(_managed.get(parameter), tuple)
 
 
 def note_assigned(parameter: nn.Parameter, name: str) -> None:
-    """Remember that a unit copied the value of ``parameter`` for its attribute ``name``."""
+    """Record that the value of ``parameter``, but not the object, was assigned to the attribute
+    ``name`` of a unit."""
     global _last_wrapping
     _assigned[parameter] = name
-    _last_wrapping = next(_wrappings)  # optimizers are looked at again
+    _last_wrapping = next(_wrappings)  # optimizers are checked again
 
 
 def convert(optimizer: torch.optim.Optimizer) -> None:
-    """Cut state of whole parameters to this rank's parts. Raises UsageError if the optimizer holds
-    parameters that are not trained any more."""
+    """Cut optimizer state of unsharded parameters to this rank's parts. Raises UsageError if the
+    optimizer holds a parameter that is no longer trained."""
     for number, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
             place = _managed.get(parameter)
@@ -110,19 +109,19 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
     if _seen.get(optimizer) != _last_wrapping:
         convert(optimizer)
     if shown_stores():
-        _refuse(optimizer, shown_stores(), "inside of summon_full_params")
+        _refuse(optimizer, shown_stores(), "inside summon_full_params")
     for runtime in live_runtimes():
         if runtime.runs and not runtime.steps:
             _refuse(
                 optimizer,
                 {group.store for group in runtime.groups},
-                "inside of forward or backward",
+                "inside forward or backward",
             )
 
 
 def _refuse(optimizer: torch.optim.Optimizer, stores: Collection[object], when: str) -> None:
-    """Refuse a step while parameters are whole: it would miss gradients, or its results would be
-    overwritten."""
+    """Raise StateError if the optimizer holds parameters of ``stores``. While parameters are
+    unsharded, a step would miss gradients, or its writes would be lost or corrupt backward."""
     for number, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
             place = _managed.get(parameter)
@@ -130,11 +129,10 @@ def _refuse(optimizer: torch.optim.Optimizer, stores: Collection[object], when: 
                 raise StateError(
                     explain(
                         f"An optimizer steps {when}.",
-                        expected="a step between backward and the next forward, on this rank's "
-                        "parts",
-                        got=f"a step {when}, where parameters are whole",
+                        expected="a step between backward and the next forward",
+                        got=f"a step {when}, where parameters are not sharded",
                         where=f"parameter group {number} of {type(optimizer).__name__}",
-                        fix="call optimizer.step() after that has ended",
+                        fix="call optimizer.step() later",
                     )
                 )
 
@@ -157,11 +155,11 @@ def _pickled_apart(optimizer: torch.optim.Optimizer, number: int) -> UsageError:
     return UsageError(
         explain(
             "The optimizer holds copies of sharded parameters that no model trains.",
-            expected="an optimizer made from the parameters of the model that pickle gave",
-            got="parameters that were pickled beside a wrapped model, which packs its own apart",
+            expected="an optimizer created from the parameters of the unpickled model",
+            got="parameters that were pickled separately from their model",
             where=f"parameter group {number} of {type(optimizer).__name__}",
-            fix="make the optimizer from model.parameters() after unpickling, and load its "
-            "state_dict() into it",
+            fix="create the optimizer from model.parameters() after unpickling, and load the "
+            "optimizer's state_dict()",
         )
     )
 
@@ -170,11 +168,11 @@ def _not_taken(optimizer: torch.optim.Optimizer, number: int, name: str) -> Usag
     return UsageError(
         explain(
             "The optimizer holds a parameter that the model does not train.",
-            expected="an optimizer made from wrapped_model.parameters()",
+            expected="an optimizer created from wrapped_model.parameters()",
             got=f"a parameter that was assigned to the attribute {name!r} of a sharded module, "
-            "which took its value only",
+            "which copied its value",
             where=f"parameter group {number} of {type(optimizer).__name__}",
-            fix="make the optimizer from wrapped_model.parameters(); to train that parameter "
+            fix="create the optimizer from wrapped_model.parameters(); to train that parameter "
             "elsewhere, assign a copy of it",
         )
     )
@@ -183,13 +181,11 @@ def _not_taken(optimizer: torch.optim.Optimizer, number: int, name: str) -> Usag
 def _orphaned(optimizer: torch.optim.Optimizer, number: int, what: str) -> UsageError:
     return UsageError(
         explain(
-            "The optimizer was made before the model was wrapped, so it holds parameters that are "
-            "not trained any more.",
-            expected="an optimizer made from wrapped_model.parameters(), or a model wrapped with "
-            "use_orig_params=True",
-            got=f"{what} from before, whose values live in a FlatParameter now",
+            "The optimizer holds parameters that wrapping has replaced.",
+            expected="an optimizer created from wrapped_model.parameters(), or a model wrapped "
+            "with use_orig_params=True",
+            got=f"{what}, which is part of a FlatParameter now",
             where=f"parameter group {number} of {type(optimizer).__name__}",
-            fix="make the optimizer after wrapping, or pass use_orig_params=True to "
-            "FullyShardedDataParallel",
+            fix="create the optimizer after wrapping, or pass use_orig_params=True",
         )
     )

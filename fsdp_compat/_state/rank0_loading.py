@@ -1,4 +1,4 @@
-"""Loading a full state dict that only rank 0 has, into a unit or into a module around units."""
+"""Load a full state dict that only rank 0 has, into a unit or a module that contains units."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def is_on(settings: StateDictSettings) -> bool:
 
 
 def fill(model: nn.Module, state_dict: Any, strict: bool, assign: bool) -> Any:
-    """Return what this rank loads of the state dict that rank 0 has, see ``fill_from_rank0``.
-    Collective."""
+    """Return the state dict for this rank to load, with values from rank 0, see
+    ``fill_from_rank0``. Collective."""
     units = model_units_in(model)
     rendezvous.require_all_ranks(
         "load_state_dict", (group for each in units for group in each.unit.groups), copies=True
@@ -37,9 +37,9 @@ def fill(model: nn.Module, state_dict: Any, strict: bool, assign: bool) -> Any:
     if any(_ranks_of(each) != _ranks_of(units[0]) for each in units):
         raise UsageError(
             explain(
-                "Units over different ranks cannot be loaded from one rank.",
-                expected="all units in the module over the same ranks, or rank0_only=False",
-                got=f"units over {sorted({_ranks_of(each) for each in units})}",
+                "Units on different ranks cannot be loaded from one rank.",
+                expected="all units in the module on the same ranks, or rank0_only=False",
+                got=f"units on {sorted({_ranks_of(each) for each in units})}",
                 where=label,
                 fix="load the state dict on every rank, without rank0_only=True",
             )
@@ -68,17 +68,18 @@ def _ranks_of(registered: ModelUnit) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return registered.mesh.shard.members, registered.mesh.replica.members
 
 
-# Modules around units that load from rank 0, with the hook that fills in what rank 0 has.
+# Modules that are not units but contain units that load from rank 0. A hook on them completes the
+# state dict that is loaded.
 _followed: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 def is_followed(module: nn.Module) -> bool:
-    """True for a module around units that load from rank 0."""
+    """True if ``follow`` is on for a module."""
     return module in _followed
 
 
 def follow(module: nn.Module, follow: bool) -> None:
-    """Make a module around units load from rank 0, or stop it."""
+    """Turn loading from rank 0 on or off for a module that is not a unit but contains units."""
     if follow and module not in _followed:
         _followed[module] = module.register_load_state_dict_pre_hook(_before_load_around)
     elif not follow and module in _followed:
@@ -95,7 +96,7 @@ def _before_load_around(
     unexpected_keys: list[str],
     error_msgs: list[str],
 ) -> None:
-    """Fill in rank 0's values before a module around units loads. Collective."""
+    """Add the values of rank 0 to the state dict that is loaded. Collective."""
     if not any(is_on(unit.form) for unit in model_units_in(module)):
         return
     own = {key[len(prefix) :]: value for key, value in state_dict.items() if key.startswith(prefix)}

@@ -98,7 +98,8 @@ def _other_parallel(key: str) -> str:
     """Return the error for shards of a tensor-parallel parameter that do not fit."""
     return (
         f"{key}: shards of a tensor-parallel parameter can only be loaded in memory by a model "
-        "that splits it in the same way. Load them through torch.distributed.checkpoint, or use StateDictType.FULL_STATE_DICT"
+        "that splits it in the same way. Load them through torch.distributed.checkpoint, or use "
+        "StateDictType.FULL_STATE_DICT"
     )
 
 

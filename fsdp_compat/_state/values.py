@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch.distributed._shard.metadata import ShardMetadata
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from .. import _torch_private
 from .._comm.communicator import gather_in_group
@@ -20,6 +19,9 @@ from .._engine.tensor_parallel import TensorParallel
 from .._layout.spec import FlatLayout, ParamSpec
 from ..errors import CheckpointError, explain
 from .formats import BoxedTensor, FlatOfParameters, place_of
+
+if typing.TYPE_CHECKING:  # importing it takes a second
+    from torch.distributed.tensor import DTensor
 
 __all__ = [
     "is_readable",
@@ -68,6 +70,8 @@ def mesh_sharded_value(whole: torch.Tensor, mesh: DeviceMesh) -> DTensor:
     The mesh's last dimension splits, the others repeat; a 0-d value is repeated along all. This
     rank's part is a copy, no larger than itself. Nothing is sent.
     """
+    from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+
     placements: list[Placement] = [Replicate()] * mesh.ndim
     own = whole.detach()
     if whole.dim():
@@ -133,7 +137,7 @@ def read_local(
 
 
 def is_sharded(value: object) -> bool:
-    return isinstance(value, (ShardedTensor, DTensor))
+    return isinstance(value, ShardedTensor) or _torch_private.is_dtensor(value)
 
 
 def is_tensor(value: object) -> bool:
@@ -217,7 +221,7 @@ def read_part(
         value = materialised(value, layout.params[index].name)
     if isinstance(value, BoxedTensor) and value.is_cut_as(layout, index, members, place):
         return value.elements()
-    if isinstance(value, DTensor):
+    if _torch_private.is_dtensor(value):
         moved: Any = value.to(
             value.device_mesh.device_type
         )  # a state dict may have been put on the CPU

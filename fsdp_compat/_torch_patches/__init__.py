@@ -1,9 +1,9 @@
 """Everything that fsdp_compat changes in torch for the whole process, and how to undo it.
 
-``import fsdp_compat`` changes one thing: ``torch.load(weights_only=True)`` accepts the few classes
-that sharded state dicts consist of (``torch.serialization.get_safe_globals()``). The first wrapped
-model installs every patch listed in ``PATCHES``; each is a module with ``patch()``, which does
-nothing when it is called again, and ``undo()``, which puts back what was there before.
+``import fsdp_compat`` changes one thing: ``torch.load(weights_only=True)`` accepts the classes in
+sharded state dicts (``torch.serialization.get_safe_globals()``). Wrapping the first model installs
+every patch in ``PATCHES``. Each is a module with ``patch()``, which does nothing if called again,
+and ``undo()``, which restores the previous state.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ PATCHES: tuple[types.ModuleType, ...] = (
 
 
 def patch_torch(units: Iterable[ModelUnit]) -> None:
-    """Install all patches, and let them know about new units."""
+    """Install all patches, and watch assignments in the new units."""
     for each in PATCHES:
         each.patch()
     for unit in units:
@@ -35,6 +35,6 @@ def patch_torch(units: Iterable[ModelUnit]) -> None:
 
 
 def undo() -> None:
-    """Take all patches out again. The next wrapped model installs them anew."""
+    """Remove all patches. Wrapping another model installs them again."""
     for each in PATCHES:
         each.undo()

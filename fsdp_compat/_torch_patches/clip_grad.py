@@ -1,9 +1,8 @@
 """``torch.nn.utils.clip_grad_norm_`` over sharded gradients.
 
-Code that was written for DistributedDataParallel clips with torch's own function, which would take
-the norm of this rank's parts alone, without an error. So the step of that function that computes
-the norm is replaced by one that knows sharded gradients; the gradients of anything else go to
-torch's as before."""
+Code written for DistributedDataParallel clips with torch's own function, which would silently use
+the norm of this rank's shards only. So this patch replaces the part of that function that computes
+the norm. Gradients that are not sharded still go to torch's implementation."""
 
 from __future__ import annotations
 
@@ -28,15 +27,15 @@ _undo: Callable[[], None] | None = None
 
 
 def patch() -> None:
-    """Let torch.nn.utils.clip_grad_norm_ and get_total_norm see the whole norm of sharded
-    gradients."""
+    """Make torch.nn.utils.clip_grad_norm_ and get_total_norm compute the norm of sharded gradients
+    over all ranks."""
     global _undo
     if _undo is None:
         _undo = _torch_private.replace_clipping(_clip, _total_norm)
 
 
 def undo() -> None:
-    """Give torch its functions back."""
+    """Restore torch's functions."""
     global _undo
     if _undo is not None:
         _undo()
@@ -44,8 +43,8 @@ def undo() -> None:
 
 
 class _Clipped(threading.local):
-    """The parameters that this thread is clipping with torch's function: of some, this rank may
-    have no part, and no gradient."""
+    """The parameters that this thread is clipping with torch's function, including those of which
+    this rank holds no part and no gradient."""
 
     parameters: Sequence[torch.Tensor] = ()
 
@@ -57,7 +56,7 @@ def _clip(original: Any, parameters: Any, *args: Any, **kwargs: Any) -> torch.Te
     listed = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     before, _clipped.parameters = _clipped.parameters, listed
     try:
-        # A generator that yields nothing is warned of.
+        # torch warns about a generator that yields nothing, so it gets a generator again.
         return original(
             (p for p in listed) if isinstance(parameters, types.GeneratorType) else listed,
             *args,
@@ -74,8 +73,8 @@ def _total_norm(
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
 ) -> torch.Tensor:
-    """The norm of gradients as ``original`` computes it, over all ranks where they are parts.
-    Collective in that case."""
+    """Compute what ``original`` does, over all ranks if any gradient is sharded. Collective in that
+    case."""
     grads = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
     split, groups = _split_over_ranks(grads, _clipped.parameters)
     if not groups:
@@ -92,8 +91,8 @@ def _total_norm(
     if error_if_nonfinite and not bool(norm.isfinite()):
         raise RuntimeError(
             f"The norm of order {order} of the gradients over all ranks is non-finite "
-            f"({norm.item()}), so they cannot be clipped; "
-            "pass error_if_nonfinite=False to scale them all the same."
+            f"({norm.item()}), so they cannot be clipped. "
+            "Pass error_if_nonfinite=False to scale them anyway."
         )
     device = grads[0].device if grads else groups[0].store.shard.device
     return norm.to(device=device, dtype=dtype_of_norm(parts, whole))
@@ -102,19 +101,22 @@ def _total_norm(
 def _split_over_ranks(
     grads: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor]
 ) -> tuple[dict[int, Group], list[Group]]:
-    """Return {id of a gradient: the group that it is a part of} for those that are parts, and the
-    groups that they, or ``parameters``, are parts of: the same on all ranks where these are."""
+    """Find the sharded gradients and their groups.
+
+    Returns {id of a sharded gradient: its group}, and the groups of ``parameters``. These groups
+    are the same on all ranks if the parameters are. Without parameters: the groups of ``grads``.
+    """
     wanted, asked = {id(grad) for grad in grads}, {id(parameter) for parameter in parameters}
     split: dict[int, Group] = {}
-    found: dict[int, Group] = {}  # by the id of a parameter
+    group_of: dict[int, Group] = {}  # by the id of a parameter
     for runtime in live_runtimes():
         for group in runtime.groups if wanted or asked else ():
             for sharded_param, _ in group.store.sharded_params if group.shard.ranks > 1 else ():
                 if sharded_param.grad is not None and id(sharded_param.grad) in wanted:
                     split[id(sharded_param.grad)] = group
                 if id(sharded_param) in asked and sharded_param.requires_grad:
-                    found[id(sharded_param)] = group
-    in_order = [found[id(p)] for p in parameters if id(p) in found] or [
+                    group_of[id(sharded_param)] = group
+    in_order = [group_of[id(p)] for p in parameters if id(p) in group_of] or [
         split[id(grad)] for grad in grads if id(grad) in split
     ]
     return split, list(dict.fromkeys(in_order))

@@ -1,14 +1,14 @@
-"""torch.distributed.checkpoint.state_dict's functions, taught about our models.
+"""Make the functions of torch.distributed.checkpoint.state_dict work with models of this package.
 
-They recognise torch's own wrappers by their classes. Ours they would take for plain modules, and
-answer wrongly without an error: of a sharded value a full state dict would hold the first local box
-only, and the ranks' parts of optimizer state would collide under one key. So a call with one of our
-models goes to ``_state_dict_functions``; any other runs the function as torch wrote it.
+These functions recognize torch's own wrappers by class. They would treat our models as plain
+modules and silently return wrong results: a full state dict would contain only the first local
+shard of each value, and optimizer state of different ranks would collide under one key. So calls
+with one of our models go to ``dcp_state_dict``; all other calls run torch's code.
 
-That module imports torch's FSDP, which this package never does. So nothing happens before somebody
-else imports it: the import system is asked to tell us. Functions that were imported from it earlier
-are reached, too, as their code is replaced, not their names. Only public names of torch are relied
-on, so none is renamed unnoticed; what a later torch adds is refused for our models."""
+The patched module imports torch's FSDP, which this package never does, so the patch waits until
+other code imports the module. It replaces the code of the functions, not their names, which also
+covers functions that were imported from the module earlier. It uses only public names of torch, so
+a rename cannot go unnoticed. Arguments that a later torch adds raise an error for our models."""
 
 from __future__ import annotations
 
@@ -28,21 +28,19 @@ from .on_import import cancel, on_import
 __all__ = ["patch", "undo"]
 
 _MODULE = "torch.distributed.checkpoint.state_dict"
-_ROUTE = (
-    "_fsdp_compat_route"  # the keyword under which a function's replaced code finds where to go
-)
+_ROUTE = "_fsdp_compat_route"  # the keyword whose default tells replaced code what to call
 
 
 _undo: list[Callable[[], None]] = []
 
 
 def patch() -> None:
-    """Route the functions by model, now or as soon as their module is imported."""
+    """Replace the functions' code, now or as soon as their module is imported."""
     on_import(_MODULE, _route_all)
 
 
 def undo() -> None:
-    """Give torch its functions back."""
+    """Restore torch's functions."""
     cancel(_MODULE)
     while _undo:
         _undo.pop()()
@@ -50,7 +48,7 @@ def undo() -> None:
 
 def _route_all(module: types.ModuleType) -> None:
     for name, ours in FUNCTIONS.items():
-        function = getattr(module, name, None)  # a later torch may have dropped it
+        function = getattr(module, name, None)  # None if a later torch removes it
         if isinstance(function, types.FunctionType) and _ROUTE not in (
             function.__kwdefaults__ or {}
         ):
@@ -60,7 +58,7 @@ def _route_all(module: types.ModuleType) -> None:
 def _replace(
     module: types.ModuleType, function: types.FunctionType, ours: Callable[..., Any]
 ) -> None:
-    """Let ``function(...)`` call ``ours`` for our models, under whatever name it was imported."""
+    """Make ``function(...)`` call ``ours`` for our models, under any name it was imported as."""
     original = types.FunctionType(
         function.__code__,
         function.__globals__,
@@ -71,7 +69,7 @@ def _replace(
     original.__kwdefaults__ = function.__kwdefaults__
     signature = inspect.signature(function)
     route = functools.partial(_call, ours, original, signature)
-    if function.__closure__:  # such code cannot be replaced, only its name in the module
+    if function.__closure__:  # the code of a closure cannot be replaced, only its name
         routed = types.FunctionType(_routed.__code__, globals())
         functools.update_wrapper(routed, function)
         routed.__kwdefaults__ = {_ROUTE: route}
@@ -94,7 +92,7 @@ def _restore(function: types.FunctionType, original: types.FunctionType) -> None
 
 
 def _routed(*args: Any, _fsdp_compat_route: Callable[..., Any], **kwargs: Any) -> Any:
-    """The code of a replaced function, which finds its route as the default of a keyword."""
+    """The replacement code; the default of its keyword argument is the function to call."""
     return _fsdp_compat_route(*args, **kwargs)
 
 
@@ -106,11 +104,11 @@ def _call(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Call ``ours`` if the argument ``model`` contains one of our units, else ``original``."""
+    """Call ``ours`` if the argument ``model`` contains a unit of ours, else ``original``."""
     try:
         given = signature.bind(*args, **kwargs).arguments
     except TypeError:
-        return original(*args, **kwargs)  # which says what is wrong
+        return original(*args, **kwargs)  # raises torch's own error
     model = given.get("model")
     if not isinstance(model, nn.Module) or not model_units_in(model):
         return original(*args, **kwargs)
@@ -122,7 +120,7 @@ def _call(
 
 
 def _is_of_torch(module: nn.Module) -> bool:
-    """True for an instance of torch's FSDP, without importing it."""
+    """True for an instance of torch's FSDP; checked by name, without importing it."""
     return any(
         cls.__qualname__ == "FullyShardedDataParallel"
         and cls.__module__.startswith("torch.distributed.fsdp")

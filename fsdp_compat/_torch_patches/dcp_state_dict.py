@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from .. import _torch_private
@@ -76,7 +75,7 @@ def _finished(value: Any, options: Options, live: Collection[int] = ()) -> Any:
 
     live: the storages of which nothing goes out with ``cpu_offload``, only copies.
     """
-    if options.full and isinstance(value, DTensor):
+    if options.full and _torch_private.is_dtensor(value):
         value = value.full_tensor()
     if (
         not options.cpu_offload

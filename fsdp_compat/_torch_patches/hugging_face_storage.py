@@ -1,11 +1,11 @@
-"""torch.distributed.checkpoint.HuggingFaceStorageWriter, taught that a rank may hold several pieces
-of one tensor.
+"""Make torch.distributed.checkpoint.HuggingFaceStorageWriter write several shards of one tensor per
+rank.
 
-It writes one safetensors file per rank, in which a name stands once: of several pieces of a tensor
-the last one would stay, and no error would say so. A rank's part of a parameter is several boxes,
-so each further piece goes into a further file of the rank. Torch's reader and its consolidation go
-by the offsets in every file of the directory, and find them there. What has one piece per name, as
-every other kind of value, is written as torch wrote it."""
+The writer makes one safetensors file per rank. A name can occur in it only once, so if a rank holds
+several shards of a tensor, only the last one would be saved, without an error. Here a rank's part
+of a parameter can be several shards, so each further one goes into another file of the rank.
+Torch's reader and its consolidation use the offsets in all files of the directory, and so find
+them. If each name has one shard, the writer works unchanged."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ if typing.TYPE_CHECKING:
 
 __all__ = ["patch", "undo"]
 
-_FILES_OF_FIRST_PIECES = (
-    100_000  # the writer counts ranks from 1; further pieces count from here on, by rank again
-)
+# The writer numbers its files by rank, from 1. The number of a rank's k-th further file is larger
+# by k times this.
+_FILES_OF_FIRST_PIECES = 100_000
 
 
 _MODULE = "torch.distributed.checkpoint.hf_storage"
@@ -42,7 +42,7 @@ def patch() -> None:
 
 
 def undo() -> None:
-    """Give the class its methods back."""
+    """Restore the methods of the class."""
     cancel(_MODULE)
     while _undo:
         _undo.pop()()
@@ -67,7 +67,7 @@ def _around(original: Callable[..., Any], ours: Callable[..., Any]) -> Callable[
 def _prepare_global_plan(
     original: Callable[..., list[SavePlan]], writer: HuggingFaceStorageWriter, plans: list[SavePlan]
 ) -> list[SavePlan]:
-    """On the coordinator, before anything is written: what it raises, all ranks raise."""
+    """Check the plans on the coordinator, before anything is written. All ranks raise its error."""
     for rank, plan in enumerate(plans):
         parts = _without_repetition(plan.items, None)
         if len(parts) > 1 and (not writer.save_distributed or len(plans) >= _FILES_OF_FIRST_PIECES):
@@ -77,8 +77,7 @@ def _prepare_global_plan(
                     expected="HuggingFaceStorageWriter(..., save_distributed=True), and fewer "
                     f"than {_FILES_OF_FIRST_PIECES} ranks",
                     got=f"save_distributed={writer.save_distributed}, {len(plans)} ranks, and "
-                    "several pieces of "
-                    f"{parts[1][0].index.fqn!r} on rank {rank}",
+                    f"several shards of {parts[1][0].index.fqn!r} on rank {rank}",
                     where="torch.distributed.checkpoint.save",
                     fix="set save_distributed=True, or save a full state dict "
                     "(StateDictType.FULL_STATE_DICT) from one rank",
@@ -111,8 +110,11 @@ def _write_data(
 def _without_repetition(
     items: list[WriteItem], planner: SavePlanner | None
 ) -> list[list[WriteItem]]:
-    """Part items so that no part has two of one name or, where the ``planner`` is there to give the
-    data, of one memory: a tied parameter's, which safetensors refuses to write twice."""
+    """Split the items so that no part has two items of the same name.
+
+    With a ``planner``, which can resolve the data, no part has the same memory twice either:
+    safetensors refuses to write the memory of a tied parameter twice.
+    """
     parts: list[list[WriteItem]] = []
     taken: list[set[str | int]] = []
     for item in items:
@@ -120,7 +122,7 @@ def _without_repetition(
         if planner is not None and item.type.name == "SHARD":
             data: Any = planner.resolve_data(item)
             own |= {data.data_ptr()} if data.numel() else set()
-        number = next((number for number, its in enumerate(taken) if not its & own), len(parts))
+        number = next((number for number, used in enumerate(taken) if not used & own), len(parts))
         if number == len(parts):
             parts.append([])
             taken.append(set())

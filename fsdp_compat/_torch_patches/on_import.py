@@ -1,4 +1,4 @@
-"""Changing a module of torch as soon as it is imported, without importing it."""
+"""Patch a module of torch as soon as it is imported, without importing it."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ Change = Callable[[types.ModuleType], None]
 
 
 def on_import(name: str, change: Change) -> None:
-    """Call ``change(module)`` for the module of that name: now if it is imported already, and
-    whenever it is imported or reloaded. Does nothing when called again for the same name."""
+    """Call ``change(module)`` whenever the module of that name is imported or reloaded, and now if
+    it is already imported. A second call for the same name does nothing."""
     if any(isinstance(finder, _Finder) and finder.name == name for finder in sys.meta_path):
         return
     sys.meta_path.insert(0, _Finder(name, change))
@@ -24,7 +24,7 @@ def on_import(name: str, change: Change) -> None:
 
 
 def cancel(name: str) -> None:
-    """Undo ``on_import``; what was changed stays changed."""
+    """Undo ``on_import``. Changes already made to the module stay."""
     sys.meta_path[:] = [
         finder
         for finder in sys.meta_path
@@ -33,7 +33,7 @@ def cancel(name: str) -> None:
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Finds one module as the other finders do, and gives it a loader that changes it."""
+    """Finds one module through the other finders and gives it a loader that changes it."""
 
     def __init__(self, name: str, change: Change) -> None:
         self.name, self._change = name, change
@@ -53,7 +53,7 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 
 class _Loader(importlib.abc.Loader):
-    """Another loader, with a change after it."""
+    """Runs another loader, then the change."""
 
     def __init__(self, inner: importlib.abc.Loader, change: Change) -> None:
         self._inner, self._change = inner, change
@@ -63,7 +63,7 @@ class _Loader(importlib.abc.Loader):
 
     def exec_module(self, module: types.ModuleType) -> None:
         module.__loader__ = self._inner
-        if module.__spec__ is not None:  # code that asks later sees the module's own loader
+        if module.__spec__ is not None:  # code that looks later finds the original loader
             module.__spec__.loader = self._inner
         self._inner.exec_module(module)
         self._change(module)

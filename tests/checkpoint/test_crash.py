@@ -1,7 +1,7 @@
-"""A process that is killed in the middle of a save leaves nothing that loads wrongly, and what
-stood before still loads.
+"""A process that is killed during a save leaves nothing that loads wrongly, and earlier checkpoints
+still load.
 
-The other processes of the save hear of it, and the next save clears up."""
+The other ranks of the save get an error, and the next save removes the left-over files."""
 
 from __future__ import annotations
 
@@ -11,39 +11,40 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.support.survivors import CASES
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_a_save_that_is_killed_at_any_of_its_steps_leaves_the_checkpoint_before_it(
-    tmp_path: Path,
-) -> None:
-    command = [sys.executable, "-m", "tests.support.killed_saves", str(tmp_path), "66"]
+@pytest.mark.slow
+def test_a_save_killed_at_any_operation_leaves_a_checkpoint_that_loads(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "tests.support.killed_saves", str(tmp_path)]
     ran = subprocess.run(
         command, capture_output=True, text=True, timeout=500, cwd=ROOT, check=False
     )
     assert ran.returncode == 0, ran.stderr
-    saves = json.loads(ran.stdout.splitlines()[-1])
-    assert all(save["well"] for save in saves), ran.stderr
-    newest = -1
+    *saves, load = json.loads(ran.stdout.splitlines()[-1])
+    assert all(save["well"] for save in (*saves, load)), ran.stderr
+    newest = None
     for save in saves:
         if not save["killed"]:
             newest = save["step"]
-        assert save["loads"] in (newest, save["step"]), save
-        newest = save["loads"]
+        assert save["newest"] in (newest, save["step"]), save
+        newest = save["newest"]
+    assert not load["killed"], ran.stderr
     assert [save["killed"] for save in saves[:2]] == [False, False]
     killed = [save for save in saves if save["killed"]]
-    assert len(killed) >= 50
-    assert {save["loads"] == save["step"] for save in killed} == {
-        True,
-        False,
-    }  # before it had its name, and after
+    assert len(killed) >= 33
+    # Some were killed before the checkpoint had its name, some after that.
+    assert {save["newest"] == save["step"] for save in killed} == {True, False}
     assert any(save["left"] for save in killed)
     assert not any(save["left"] for save in saves if not save["killed"])
 
 
-def test_ranks_that_wait_in_a_save_for_one_that_is_killed_get_an_error_that_names_it(
+@pytest.mark.slow
+def test_ranks_waiting_for_a_killed_rank_get_an_error_that_names_it(
     tmp_path: Path,
 ) -> None:
     command = [sys.executable, "-m", "tests.support.survivors", str(tmp_path)]

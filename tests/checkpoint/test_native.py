@@ -15,7 +15,6 @@ import math
 import os
 import random
 import shutil
-import tempfile
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -25,8 +24,6 @@ import pytest
 import safetensors
 import torch
 import torch.distributed as dist
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from fsdp_compat import FullyShardedDataParallel as FSDP
@@ -120,25 +117,24 @@ def _read(folder: str, config: Config, kind: str, expected: dict[str, Any]) -> N
     )
 
 
-def configs() -> st.SearchStrategy[Config]:
-    strategies = st.sampled_from(["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD"])
-    return st.tuples(strategies, st.booleans(), st.sampled_from(["blocks", "always"]))
+# Pairwise: every strategy, wrapping, use_orig_params and number of ranks writes and reads, and each
+# pair of strategies of writer and reader occurs at most once.
+RESHARDINGS: list[tuple[int, Config, int, Config, str]] = [
+    (1, ("FULL_SHARD", False, "blocks"), 4, ("HYBRID_SHARD", True, "always"), "SGD"),
+    (2, ("FULL_SHARD", True, "always"), 3, ("SHARD_GRAD_OP", False, "blocks"), "Adam"),
+    (3, ("SHARD_GRAD_OP", True, "blocks"), 2, ("FULL_SHARD", True, "always"), "Adam"),
+    (4, ("HYBRID_SHARD", False, "always"), 1, ("NO_SHARD", False, "always"), "Adam"),
+    (4, ("NO_SHARD", True, "always"), 3, ("FULL_SHARD", False, "blocks"), "Adam"),
+    (3, ("FULL_SHARD", False, "always"), 3, ("FULL_SHARD", True, "blocks"), "SGD"),
+    (2, ("HYBRID_SHARD", True, "blocks"), 4, ("SHARD_GRAD_OP", True, "always"), "Adam"),
+]
 
 
-@settings(
-    max_examples=14,
-    deadline=None,
-    derandomize=True,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-)
-@given(st.integers(1, 4), configs(), st.integers(1, 4), configs(), st.sampled_from(["Adam", "SGD"]))
-def test_what_any_ranks_have_saved_any_ranks_load(
-    tmp_path: Path, writers: int, saved: Config, readers: int, target: Config, kind: str
-) -> None:
-    folder = Path(tempfile.mkdtemp(dir=tmp_path))
-    expected = run_ranks(writers, _write, str(folder), saved, kind)[0]
-    run_ranks(readers, _read, str(folder), target, kind, expected)
-    shutil.rmtree(folder)
+def test_a_checkpoint_of_any_ranks_loads_on_any_ranks(tmp_path: Path) -> None:
+    for number, (writers, saved, readers, target, kind) in enumerate(RESHARDINGS):
+        folder = str(tmp_path / str(number))
+        expected = run_ranks(writers, _write, folder, saved, kind)[0]
+        run_ranks(readers, _read, folder, target, kind, expected)
 
 
 def _dtypes(folder: str) -> None:
@@ -618,10 +614,10 @@ def test_a_forged_checkpoint_is_loaded_or_is_a_checkpoint_error_and_nothing_has_
     tmp_path: Path,
 ) -> None:
     """Any value of its header, its text or its manifest is another one, or is not there."""
-    (outcomes,) = run_ranks(1, _forge, str(tmp_path), 400)
-    assert outcomes["refused"] > 200, outcomes
-    assert outcomes["loaded"] > 20, "another number is a number"
-    assert outcomes["refused by the optimizer"] < 20, outcomes
+    (outcomes,) = run_ranks(1, _forge, str(tmp_path), 200)
+    assert outcomes["refused"] > 100, outcomes
+    assert outcomes["loaded"] > 10, "some changes, such as another learning rate, are valid"
+    assert outcomes["refused by the optimizer"] < 10, outcomes
 
 
 def _unknown_values(folder: str) -> None:

@@ -1,5 +1,4 @@
-"""An axis and a mesh check what they are made of: integers that do not fit would be found in a
-collective otherwise."""
+"""Axis and Mesh validate their values, which would otherwise fail later in a collective."""
 
 from __future__ import annotations
 
@@ -15,24 +14,24 @@ from fsdp_compat._comm.mesh import Axis, Mesh, replicated
     [(2, 2, (0, 1)), (-1, 2, (0, 1)), (0, 2, (0, 1, 2)), (0, 1, ())],
     ids=["rank too high", "rank too low", "too many members", "too few members"],
 )
-def test_the_rank_on_an_axis_is_one_of_its_members(
+def test_axis_refuses_a_rank_that_is_not_a_member(
     rank: int, ranks: int, members: tuple[int, ...]
 ) -> None:
     with pytest.raises(ValueError, match=f"rank {rank} of {ranks}"):
         Axis(None, rank, ranks, members)
 
 
-def test_an_axis_of_several_ranks_has_a_process_group() -> None:
+def test_axis_of_several_ranks_needs_a_process_group() -> None:
     with pytest.raises(ValueError, match="an axis of 2 ranks needs a process group"):
         Axis(None, 0, 2, (0, 1))
 
 
-def test_one_rank_is_its_own_replica() -> None:
+def test_replicated_mesh_of_one_rank_has_one_rank() -> None:
     alone = Axis(None, 0, 1, (5,))
     assert replicated(Mesh(alone, alone)).ranks == 1
 
 
-def test_two_real_axes_are_no_single_group_of_replicas() -> None:
-    group: Any = "stands in for a process group"
+def test_replicated_refuses_a_mesh_of_two_axes() -> None:
+    group: Any = "a process group"
     with pytest.raises(ValueError, match="no single group"):
         replicated(Mesh(Axis(group, 0, 2, (0, 1)), Axis(group, 0, 2, (0, 2))))

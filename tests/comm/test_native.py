@@ -1,5 +1,4 @@
-"""The backend's own collectives, which other backends than gloo are used with, train as unsharded.
-Gloo's stand in for them."""
+"""Training over NativeTransport matches unsharded training; the backend is gloo here."""
 
 from __future__ import annotations
 
@@ -26,39 +25,39 @@ def _trains(replicas: int = 1, **options: Any) -> set[Kind]:
         pair = make_pair(
             lambda: Stack(2, Outer), (Outer, Inner, Block), replicas=replicas, **options
         )
-    wires = {
-        wire
+    communicators = {
+        each
         for group in pair.model._runtime.groups
-        for wire in (group.shard, group.replica)
-        if wire.ranks > 1
+        for each in (group.shard, group.replica)
+        if each.ranks > 1
     }
-    assert {type(wire) for wire in wires} == {NativeTransport}
+    assert {type(each) for each in communicators} == {NativeTransport}
     for _ in range(3):
         pair.step(one_backward)
     pair.step(one_backward, as_a_user=True)
     assert pair.model.clip_grad_norm_(1.0) == 0  # the gradients were cleared
-    return {kind for wire in wires for kind, count in wire.traffic.counts.items() if count}
+    return {kind for each in communicators for kind, n in each.traffic.counts.items() if n}
 
 
 @pytest.mark.parametrize("use_orig_params", [False, True])
 @pytest.mark.parametrize("num_ranks", [2, 3])
-def test_shards_train_as_unsharded(num_ranks: int, use_orig_params: bool) -> None:
+def test_sharded_training_matches_unsharded(num_ranks: int, use_orig_params: bool) -> None:
     assert (
         run_ranks(num_ranks, _trains, use_orig_params=use_orig_params)
         == [GATHERED_AND_REDUCED] * num_ranks
     )
 
 
-def test_replicas_train_as_unsharded() -> None:
+def test_replicated_training_matches_unsharded() -> None:
     assert (
         run_ranks(2, _trains, sharding_strategy=ShardingStrategy.NO_SHARD) == [{Kind.REPLICATE}] * 2
     )
 
 
-def test_replicas_of_shards_train_as_unsharded() -> None:
+def test_hybrid_training_matches_unsharded() -> None:
     assert run_ranks(4, _trains, replicas=2) == [GATHERED_AND_REDUCED | {Kind.REPLICATE}] * 4
 
 
-def test_gradients_that_travel_in_float64_are_kept_in_float32() -> None:
+def test_gradients_reduced_in_float64_are_stored_in_float32() -> None:
     precision = MixedPrecision(reduce_dtype=FP64)
     assert run_ranks(2, _trains, mixed_precision=precision) == [GATHERED_AND_REDUCED] * 2

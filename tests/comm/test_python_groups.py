@@ -1,5 +1,4 @@
-"""Process groups that are written in Python: a model over them does everything that one over gloo
-does, with the same numbers."""
+"""Process groups written in Python: a model over them gives the same results as over gloo."""
 
 from __future__ import annotations
 
@@ -27,7 +26,7 @@ STRATEGIES = [
 
 
 class Lists(dist.ProcessGroup):
-    """The collectives that every process group has: of lists of tensors."""
+    """The collectives of lists of tensors, which every process group has."""
 
     def __init__(self, inner: dist.ProcessGroup) -> None:
         super().__init__(inner.rank(), inner.size())
@@ -49,7 +48,7 @@ class Lists(dist.ProcessGroup):
 
 
 class Singles(Lists):
-    """Those of single tensors as well, under the names of torch since 2.13 and before."""
+    """Also those of single tensors, under the names of torch since 2.13 and before."""
 
     def all_gather_single(self, *args: Any) -> Any:
         self.num_calls += 1
@@ -63,7 +62,7 @@ class Singles(Lists):
 
 
 def _everything(folder: Path | None, **options: Any) -> dict[str, Any]:
-    """What training, state dicts, summon_full_params and checkpoints of a model give on this
+    """Return the results of training, state dicts, summon_full_params and checkpoints on this
     rank."""
     rank, found = dist.get_rank(), dict[str, Any]()
     for strategy in STRATEGIES:
@@ -122,15 +121,14 @@ def _delegates(folder: Path, kind: type[Lists]) -> None:
 
 
 @pytest.mark.parametrize("kind", [Lists, Singles])
-def test_a_group_that_hands_its_calls_on_to_gloo_gives_what_gloo_gives(
+def test_python_group_over_gloo_gives_the_results_of_gloo(
     tmp_path: Path, kind: type[Lists]
 ) -> None:
     run_ranks(2, _delegates, tmp_path, kind)
 
 
 def _in_threads() -> list[Any]:
-    """What two ranks give that are threads of this process, over torch's process group for
-    those."""
+    """Return the results of two ranks that are threads of this process."""
     dist.destroy_process_group()
     multi_threaded_pg._install_threaded_pg()
     torch._C._distributed_c10d._set_thread_isolation_mode(
@@ -168,5 +166,5 @@ def _over_gloo() -> Any:
     return _everything(None)
 
 
-def test_ranks_that_are_threads_give_what_processes_give() -> None:
+def test_threaded_ranks_give_the_results_of_processes() -> None:
     assert run_ranks(1, _in_threads) == [run_ranks(2, _over_gloo)]

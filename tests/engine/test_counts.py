@@ -63,8 +63,8 @@ class Model(nn.Module):
 
 @dataclasses.dataclass(frozen=True)
 class Sent:
-    """What one rank sent in a step: numbers of collectives and bytes by kind, and bytes that really
-    left."""
+    """One rank's communication in a step: numbers of collectives and bytes by kind, and bytes that
+    were really sent."""
 
     counts: dict[str, int]
     nbytes: dict[str, int]
@@ -87,7 +87,7 @@ def step(model: nn.Module) -> None:
 
 @contextlib.contextmanager
 def counting_sends(found: list[int]) -> Iterator[None]:
-    """Add up, below everything that counts by itself, the bytes handed to gloo."""
+    """Add up the bytes handed to gloo, below every counter of the package."""
     connections = dist.ProcessGroupGloo
     send = connections.send
 
@@ -136,7 +136,7 @@ def test_full_shard_gathers_units_twice_and_reduces_once(
     use_orig_params: bool,
 ) -> None:
     reduced = 4 * (BLOCKS * BLOCK_S + ROOT_S)
-    first = 4 * (2 * BLOCKS * BLOCK_S + ROOT_S)  # what backward uses first is not known yet
+    first = 4 * (2 * BLOCKS * BLOCK_S + ROOT_S)  # the first unit of backward is not known yet
     later = 4 * ((2 * BLOCKS - 1) * BLOCK_S + ROOT_S)
     for found in run_ranks(2, sent_by_steps, 4, "FULL_SHARD", use_orig_params=use_orig_params):
         assert found == [
@@ -284,7 +284,7 @@ def test_forward_without_grad_gathers_every_unit_once() -> None:
 
 
 class Operations(TorchDispatchMode):
-    """Every operation, and the sizes of what the copying and dividing ones write."""
+    """Counts operations, and the sizes that copies and divisions write."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -315,7 +315,7 @@ def operations_of_a_step(**options: Any) -> tuple[dict[str, int], dict[str, list
 @pytest.mark.parametrize("use_orig_params", [False, True])
 def test_step_never_concatenates_splits_or_pads(use_orig_params: bool) -> None:
     for names, _ in run_ranks(2, operations_of_a_step, use_orig_params=use_orig_params):
-        assert names["_foreach_copy_"] == 7  # it has looked
+        assert names["_foreach_copy_"] == 7  # it has counted
         banned = {
             "cat",
             "_chunk_cat",
@@ -326,7 +326,7 @@ def test_step_never_concatenates_splits_or_pads(use_orig_params: bool) -> None:
             "clone",
         }
         assert banned & names.keys() == set()
-        # What each original parameter gets of the one gradient of its unit: views.
+        # Each original parameter gets a view of its unit's gradient.
         assert names.get("split_with_sizes", 0) == (7 if use_orig_params else 0)
 
 
@@ -360,7 +360,7 @@ def test_gather_casts_the_shard_before_sending() -> None:
 
 
 class Table(nn.Module):
-    """A small parameter and one that has a hook of its own."""
+    """A small parameter and one with its own hook."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -437,8 +437,8 @@ class Peak:
 
 
 class Wide(nn.Module):
-    """A unit whose parameter has a hook of its own, so that its buffer fills while backward is
-    still inside of it."""
+    """A unit whose parameter has its own hook, so that its buffer fills while backward is still
+    inside it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -530,7 +530,7 @@ def looks_at_units(use_orig_params: bool) -> list[int]:
     model = wrapped(use_orig_params=use_orig_params)
     parameter = max(
         model.parameters(), key=torch.Tensor.numel
-    )  # with original parameters some are empty
+    )  # with use_orig_params=True some are empty
     found = []
     with mock.patch.object(
         Checks, "_check_units", autospec=True, side_effect=Checks._check_units

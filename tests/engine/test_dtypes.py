@@ -1,5 +1,5 @@
-"""Casts of nested values: every tensor is found, containers keep their types, and what need not
-change is kept itself."""
+"""Casts of nested values: every tensor is cast, containers keep their types, and unchanged values
+stay the same objects."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_map_tensors_keeps_container_types(name: str) -> None:
     assert [t.tolist() for t in tensors_in(found)] == [(t + 1).tolist() for t in tensors_in(value)]
     assert all(
         t.tolist() in ([1.5], [2.5], [3]) for t in tensors_in(value)
-    )  # the original is not touched
+    )  # the original is unchanged
 
 
 @pytest.mark.parametrize("name", CONTAINERS)

@@ -1,9 +1,9 @@
-"""Live bytes of a step, above parameters, gradients and optimizer state: how many, what they are,
-and that they stay the same.
+"""Live bytes of a step, beyond parameters, gradients and optimizer state: the peak, its tensors,
+and that it is the same in every step.
 
-The model is four units of three matrices of 256 x 256, large enough that each gradient moves on as
-it comes. The batch is one row, so activations, and everything else that is small, take less than a
-tenth of a matrix."""
+The model is four units of three matrices of 256 x 256, large enough that each gradient is moved as
+it comes. The batch is one row, so that activations and other small tensors take less than a tenth
+of a matrix."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ class Three(nn.Module):
 
 
 class Training:
-    """Steps of a sharded model, and what each of them holds at most."""
+    """Steps of a sharded model, and the peak of each."""
 
     def __init__(self, **options: Any) -> None:
-        self.others = tensors_alive()  # of what ran before in this process
+        self.others = tensors_alive()  # of earlier tests in this process
         module = nn.Sequential(*(Three() for _ in range(UNITS)))
         self.model = FullyShardedDataParallel(
             module, auto_wrap_policy=ModuleWrapPolicy({Three}), **options
@@ -53,8 +53,8 @@ class Training:
         self.optimizer.zero_grad()
 
     def bytes_of_steps(self, number: int) -> list[tuple[int, int]]:
-        """Per step (peak, what is left after it), after three that record orders and make
-        states."""
+        """Return (peak, bytes left afterwards) per step, after three that record orders and create
+        optimizer states."""
         found: list[tuple[int, int]] = []
 
         def look() -> None:
@@ -79,14 +79,14 @@ def bytes_of_steps(number: int, **options: Any) -> list[tuple[int, int]]:
 
 
 def bytes_of_steps_as_one_of_eight(number: int, **options: Any) -> list[tuple[int, int]]:
-    """On a process group that moves nothing."""
+    """Use a process group that moves nothing."""
     dist.destroy_process_group()
     dist.init_process_group("fake", rank=0, world_size=8, store=FakeStore())
     return bytes_of_steps(number, **options)
 
 
 def matrices(steps: list[tuple[int, int]], itemsize: int) -> float:
-    """The peak, which has to be that of all steps, in matrices of elements of so many bytes."""
+    """Return the peak, which all steps must share, in matrices of elements of so many bytes."""
     (peak,) = {peak for peak, _ in steps}
     return peak / (MATRIX * itemsize)
 

@@ -1,18 +1,18 @@
-"""The order of events on a device that only records: what is sent while what computes, what is held
-meanwhile, and who waits.
+"""The order of events on a device that only records: transfers, computation, memory and waits.
 
-The device is the CPU, but nothing of it is trusted: transfers are recorded where the backend's
-collectives would start and where their works are waited for, memory where it comes and goes,
-computation where a block's forward and backward begin. A wait of a work is a wait of the stream
-that computes, as on a device with streams, so the log is what such a device would be told, in this
-order.
+The device is the CPU. Transfers are recorded where the backend's collectives would start and where
+their works are waited for, memory where it is allocated and freed, computation where a block's
+forward and backward begin. Waiting for a work makes the computing stream wait, as on a device with
+streams; so the log holds what such a device would be told, in this order.
 
-Three blocks, 0 to 2, are units, and a root with a parameter of its own. Of a unit ``k`` the log
-says:
+Three blocks, 0 to 2, are units, and so is the root, which has its own parameter. The events of a
+unit ``k``:
 
-    gather k, arrived k      an all-gather starts, and is waited for           full k, sharded k
-    memory for parameters reduce k, reduced k      a reduce-scatter starts, and is waited for
-    buffer k, no buffer k      memory for gradients forward k, backward k    computation begins"""
+    gather k, arrived k       an all-gather starts, and is waited for
+    full k, sharded k         memory of unsharded parameters is allocated, and freed
+    reduce k, reduced k       a reduce-scatter starts, and is waited for
+    buffer k, no buffer k     memory of gradients is allocated, and freed
+    forward k, backward k     computation begins"""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Recorded:
         self.log: Log = []
         self.names: dict[
             int, tuple[str, str]
-        ] = {}  # of storages: the words for memory that comes and goes, with the unit's name
+        ] = {}  # by storage: the events of its allocation and its end, with the unit's name
 
     def name(self, group: Group) -> None:
         short = (
@@ -111,15 +111,14 @@ class Recorded:
 
 
 class Work:
-    """A transfer under way. All that can be done with it is to let the stream that computes wait
-    for it."""
+    """A transfer in flight. The only use of it: the computing stream waits for it."""
 
     def __init__(self, wait: Callable[[], None]) -> None:
         self.wait = wait
 
 
 class Mark(torch.autograd.Function):
-    """Says when the backward of what came before it begins."""
+    """Logs when the backward of the operations before it begins."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, log: Log, event: str) -> torch.Tensor:
@@ -156,7 +155,7 @@ class Model(nn.Module):
 
 
 class Stream:
-    """A stream on which can only be waited for another one."""
+    """A stream that can only wait for another one."""
 
     def __init__(self, name: str, log: Log) -> None:
         self.name, self._log = name, log
@@ -166,8 +165,8 @@ class Stream:
 
 
 class NoReads(TorchDispatchMode):
-    """Refuses what makes the CPU wait for a value: ``item``, ``bool``, shapes that depend on
-    values."""
+    """Refuses operations that make the CPU wait for a value: ``item``, ``bool``, shapes that
+    depend on values."""
 
     def __torch_dispatch__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -195,8 +194,8 @@ WAITS = {
 
 @contextlib.contextmanager
 def streams_of(log: Log, backward: str) -> Iterator[None]:
-    """Let the engine believe in a device with streams, on which it may only order them. backward:
-    the stream of backwards."""
+    """Pretend that the device has streams, which the engine may only order. backward: the stream of
+    backwards."""
     main = Stream("main", log)
     other = main if backward == main.name else Stream(backward, log)
 
@@ -286,7 +285,7 @@ ENDS = {"gather": "arrived", "reduce": "reduced"}
 
 
 def duration(log: Log, costs: dict[str, float]) -> float:
-    """The time of a step on a device with one stream that computes and one that transfers."""
+    """Return the time of a step on a device with one computing and one transferring stream."""
     computed = transferred = 0.0
     done: dict[str, float] = {}
     for event in log:
@@ -398,8 +397,8 @@ def test_shard_grad_op_keeps_all_blocks_and_one_reduce_buffer() -> None:
 
 
 COSTS = {"gather": 1.0, "reduce": 1.0, "forward": 1.0, "backward": 2.0}
-COMPUTED = BLOCKS * (1 + 2)  # and the root computes nothing
-TRANSFERS = BLOCKS * (2 + 1) - 1 + 2  # the last block stays gathered, and so does the root
+COMPUTED = BLOCKS * (1 + 2)  # the root computes nothing
+TRANSFERS = BLOCKS * (2 + 1) - 1 + 2  # the last block and the root stay unsharded
 
 
 @pytest.mark.parametrize(
@@ -408,7 +407,7 @@ TRANSFERS = BLOCKS * (2 + 1) - 1 + 2  # the last block stays gathered, and so do
         (
             BackwardPrefetch.BACKWARD_PRE,
             COMPUTED + 2 + 2,
-        ),  # what nothing hides: two gathers at first, two reductions at last
+        ),  # not hidden: the first two gathers, the last two reductions
         (BackwardPrefetch.BACKWARD_POST, COMPUTED + 2 + 2 + 2),  # and the gathers of backward
         (
             None,
@@ -423,7 +422,7 @@ def test_communication_is_hidden_behind_computation(
     assert duration(log, COSTS) == expected
 
 
-# -- who waits
+# -- waits
 
 
 @pytest.mark.parametrize("use_orig_params", [False, True])

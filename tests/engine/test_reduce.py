@@ -1,5 +1,4 @@
-"""Where gradients collect, by the one rule of what is filled, and how they are summed: against an
-axis that is only recorded."""
+"""Gradient buffers and their reduction, over axes that only record."""
 
 from __future__ import annotations
 
@@ -30,8 +29,8 @@ class Holder(nn.Module):
 
 
 class Recorded:
-    """An axis whose other ranks send the same as this one: a sum is ``ranks`` times what was
-    sent."""
+    """An axis whose other ranks send the same as this one: a sum is ``ranks`` times this rank's
+    values."""
 
     reads_in_place = False
 
@@ -117,7 +116,7 @@ def ones(index: int, value: float = 1.0) -> torch.Tensor:
     return torch.full(SHAPES[index], value)
 
 
-# -- what is filled
+# -- received gradients
 
 
 def test_unused_buffer_holds_no_memory(setup: Setup) -> None:
@@ -181,7 +180,9 @@ def test_gradient_with_other_strides_is_put_by_shape(setup: Setup) -> None:
 
 def test_missing_gradients_and_padding_are_sent_as_zeros(setup: Setup) -> None:
     setup.buffer.put([1], [ones(1, 3.0)])
-    setup.buffer._buffer[setup.buffer._buffer != 3.0] = 5.0  # what an allocation happened to find
+    setup.buffer._buffer[setup.buffer._buffer != 3.0] = (
+        5.0  # as if allocated memory held other values
+    )
     setup.reduce()
     sent = setup.shard.sent[0]
     assert sorted(sent.unique().tolist()) == [0.0, 3.0]
@@ -224,7 +225,7 @@ def test_sum_is_divided_by_the_number_of_ranks(kind: str, replicas: int) -> None
     total = torch.zeros(setup.store.numel)
     for grad, view in zip(grads, setup.store.grads(total), strict=True):
         view.copy_(grad)
-    # every rank sends the same here, so the mean is what was put
+    # every rank sends the same, so the mean equals the gradient
     torch.testing.assert_close(total, setup.shard.sent[0].chunk(RANKS)[0])
 
 
@@ -255,7 +256,7 @@ def test_reduced_gradients_view_one_tensor(setup: Setup) -> None:
     ]
 
 
-# -- forgetting
+# -- dropping
 
 
 def test_dropped_gradient_is_sent_as_zero_and_then_assigned(setup: Setup) -> None:
@@ -288,7 +289,7 @@ def test_discard_drops_all_gradients_and_frees_the_buffer(setup: Setup) -> None:
     assert setup.buffer.resident_nbytes == 0
 
 
-# -- one rank: handed over as they are
+# -- one rank: direct gradients
 
 
 def handed() -> tuple[DirectGradBuffer, ParamStore, ReducePlan]:
@@ -364,8 +365,8 @@ def test_reduction_starts_at_once_and_ends_only_once() -> None:
 
 
 def sums_of(values: list[float], dtype: torch.dtype, total_dtype: torch.dtype) -> list[float]:
-    """Rank r contributes values[r] everywhere. Return the sum as the shard axis makes it, and as
-    replicas add it up."""
+    """Rank r contributes values[r] everywhere. Return the sum over the shard axis, and that over
+    replicas."""
     comm = communicator(mesh_from_group(None).shard, CPU)
     tag = comm.new_tag()
     buffer = torch.full((4 * comm.ranks,), values[comm.rank], dtype=dtype)

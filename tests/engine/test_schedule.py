@@ -1,4 +1,4 @@
-"""The guess which unit is used next: from the last pass, and never more than a guess."""
+"""The guess of the next unit from the last pass."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_unit_used_several_times_is_guessed_each_time() -> None:
 @pytest.mark.parametrize(
     ("last", "now", "guessed"),
     [
-        ("rabc", "rbc", "a--"),  # b came where a was expected: from there on positions do not fit
+        ("rabc", "rbc", "a--"),  # b came instead of a: later positions do not match
         ("rabc", "racb", "ab--"),
         ("rabc", "rabca", "abc--"),
         ("rab", "rabc", "ab--"),

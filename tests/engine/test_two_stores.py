@@ -1,8 +1,8 @@
-"""The engine trains a model as one process would, over every layout: losses, gradients and
+"""The engine trains a model as one process would, over every store: losses, gradients and
 parameters stay equal.
 
 Each case trains a sharded model beside an unsharded copy, which sees the batches of all ranks.
-Between steps nothing may be held."""
+Between steps only shards, gradients and optimizer state hold memory."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Block(nn.Module):
 
 
 class Nest(nn.Module):
-    """A unit with units inside and parameters of its own between them."""
+    """A unit with nested units, and its own parameters used between them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -60,7 +60,8 @@ class Nest(nn.Module):
 
 
 class Odd(nn.Module):
-    """Sizes that no number of ranks divides: a scalar, an empty one, fewer elements than ranks."""
+    """Sizes that no number of ranks divides: a scalar, an empty parameter, fewer elements than
+    ranks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -81,7 +82,7 @@ class Odd(nn.Module):
 
 
 class Scalar(nn.Module):
-    """One lone scalar."""
+    """A single scalar."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -92,7 +93,7 @@ class Scalar(nn.Module):
 
 
 class Lone(nn.Module):
-    """One lone parameter, whose rows no number of ranks from 2 to 4 divides."""
+    """A single parameter, whose rows no number of ranks from 2 to 4 divides."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -121,7 +122,7 @@ class Mixed(nn.Module):
 
 
 class Large(nn.Module):
-    """One parameter that is large enough for a hook of its own."""
+    """One parameter that is large enough for its own hook."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -135,7 +136,7 @@ class Large(nn.Module):
 
 
 class Stack(nn.Module):
-    """A root with parameters of its own around blocks."""
+    """A root with its own parameters around blocks."""
 
     def __init__(self, *blocks: nn.Module, checkpoints: dict[str, Any] | None = None) -> None:
         """checkpoints: arguments of ``checkpoint``, which then runs around every block."""
@@ -155,14 +156,14 @@ class Stack(nn.Module):
 
 
 class Recomputed(Block):
-    """A block that checkpoints inside of its own forward."""
+    """A block that checkpoints inside its own forward."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return checkpoint(super().forward, x, use_reentrant=False)
 
 
 class Tied(nn.Module):
-    """A weight of the root's stem that a block and the head use too, and one that two blocks
+    """A weight of the root's stem that a block and the head also use, and one that two blocks
     share."""
 
     def __init__(self) -> None:
@@ -501,7 +502,7 @@ def test_rest_frees_memory_left_by_an_exception(where: str, kind: str) -> None:
     run_ranks(2, rest_after_an_exception, kind, where)
 
 
-# -- what is shown and held
+# -- shown parameters and memory
 
 
 def look_without_grad(kind: str) -> list[bool]:
@@ -516,8 +517,8 @@ def look_without_grad(kind: str) -> list[bool]:
 
 
 def residency_through_a_step(kind: str, reshard: bool) -> tuple[list[str], list[bool], list[bool]]:
-    """Return, after forward, the units that are full and whether any is shown; and which are shown
-    inside of a block's forward."""
+    """Return, after forward, the unsharded units and whether any is shown; and those shown inside a
+    block's forward."""
     model = MODELS["nested"]()
     runtime = shard(model, UNITS, kind, mesh_of("sharded"), reshard_after_forward=reshard)
     inside: list[bool] = []

@@ -346,10 +346,10 @@ MODULES: dict[str, Case] = {
     "a list of modules": Case(of_module(lambda: [net()]), ("Module", "list")),
     "a tensor": Case(of_module(lambda: torch.ones(2)), ("Module", "Tensor")),
     "no parameters": Case(of_module(nn.ReLU), ("no parameters", "ReLU")),
-    "an instance": Case(of_module(lambda: shard()), ("wrapped already",)),
-    "what an instance holds": Case(of_module(lambda: shard().module), ("wrapped already", "Net")),
+    "an instance": Case(of_module(lambda: shard()), ("already wrapped",)),
+    "what an instance holds": Case(of_module(lambda: shard().module), ("already wrapped", "Net")),
     "a unit of a policy": Case(
-        of_module(lambda: shard().layers[0].module), ("wrapped already", "Layer")
+        of_module(lambda: shard().layers[0].module), ("already wrapped", "Layer")
     ),
     "a part of a unit": Case(part_of_a_unit, ("FullyShardedDataParallel",)),
     "a container of units of a model": Case(container_of_units, ("wrapped model", "Net")),
@@ -380,7 +380,7 @@ MODULES: dict[str, Case] = {
         on_plain(lambda m: by_wrap(m, use_orig_params="no")), ("use_orig_params", "'no'")
     ),
     "wrap of an instance": Case(
-        lambda: ((model := shard()), lambda: by_wrap(model)), ("wrapped already",)
+        lambda: ((model := shard()), lambda: by_wrap(model)), ("already wrapped",)
     ),
 }
 

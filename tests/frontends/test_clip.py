@@ -30,7 +30,7 @@ from fsdp_compat._state.names import clean_name
 from fsdp_compat.errors import UsageError
 from fsdp_compat.wrap import CustomPolicy, ModuleWrapPolicy
 from tests.support.models import DIM, Block, Inner, Outer, Stack, frozen
-from tests.support.pairwise import pairwise
+from tests.support.pairwise import pairs, pairwise
 from tests.support.ranks import run_ranks
 
 NORM_TYPES = [1, 2.0, 3, 0.5, math.inf]
@@ -503,9 +503,7 @@ def _spoils_one_element(use_orig_params: bool) -> dict[str, str]:
         )
         model(_vectors()).pow(2).sum().backward()
         grads = [(p, p.grad) for p in model.parameters() if p.grad is not None]
-        for bad, culprit, norm_type in itertools.product(
-            (math.nan, -math.inf), range(2), NORM_TYPES
-        ):
+        for bad, culprit, norm_type in pairs((math.nan, -math.inf), range(2), NORM_TYPES):
             for p, grad in grads:
                 p.grad = grad.clone()
             if dist.get_rank() == culprit or strategy is not FULL_SHARD:  # copies are equal
@@ -779,9 +777,7 @@ def _refuses_what_is_not_finite(use_orig_params: bool) -> list[str]:
     model = FSDP(Stack(), use_orig_params=use_orig_params)
     model(_vectors()).pow(2).sum().backward()
     grads = [(p, p.grad) for p in model.parameters() if p.grad is not None]
-    for bad, norm_type, foreach in itertools.product(
-        (math.nan, math.inf), NORM_TYPES, (None, False, True)
-    ):
+    for bad, norm_type, foreach in pairs((math.nan, math.inf), NORM_TYPES, (None, False, True)):
         for p, grad in grads:
             p.grad = grad.clone()
         if dist.get_rank() == 1:

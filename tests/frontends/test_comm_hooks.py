@@ -25,7 +25,7 @@ from fsdp_compat import FullyShardedDataParallel as FSDP
 from fsdp_compat._comm.communicator import Kind
 from fsdp_compat.errors import StateError, UsageError
 from tests.support.models import DIM, Block, Lora, Outer, Stack, Switch, chain
-from tests.support.pairwise import pairwise
+from tests.support.pairwise import pairs, pairwise
 from tests.support.parity import (
     Turn,
     assert_close,
@@ -337,7 +337,7 @@ def test_in_a_hybrid_mesh_the_hook_reduces_shards_and_replicas_are_averaged_afte
 def _is_given_in_the_dtype_of_the_reduction(
     strategy: ShardingStrategy, use_orig_params: bool
 ) -> None:
-    for param_dtype, reduce_dtype, keep in itertools.product(
+    for param_dtype, reduce_dtype, keep in pairs(
         (None, BF16), (None, BF16, FP16, FP32), (False, True)
     ):
         precision = MixedPrecision(
@@ -357,13 +357,13 @@ def _is_given_in_the_dtype_of_the_reduction(
             for model in (hooked, plain):
                 square(model, x).backward()
         assert hook.dtypes == {travels}
-        pairs = [
+        both = [
             (p, q)
             for p, q in zip(hooked.parameters(), plain.parameters(), strict=True)
             if p.numel()
         ]
-        assert {p.grad.dtype for p, _ in pairs} == {travels if keep else FP32}
-        for p, q in pairs:
+        assert {p.grad.dtype for p, _ in both} == {travels if keep else FP32}
+        for p, q in both:
             eps = torch.finfo(travels).eps if travels is not FP32 else 1e-5
             assert torch.allclose(
                 p.grad.float(),

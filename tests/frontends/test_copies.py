@@ -692,7 +692,7 @@ def _copies_where_it_cannot(use_orig_params: bool) -> None:
     ):
         with (
             FSDP.summon_full_params(model),
-            pytest.raises(StateError, match=rf"{what} inside of summon_full_params"),
+            pytest.raises(StateError, match=rf"{what} does not work inside summon_full_params"),
         ):
             way(model)
         inner.act = [partial(way, model)]

@@ -515,7 +515,7 @@ def _registers() -> None:
         with about(name), pytest.raises(UsageError, match=re.escape(repr(name))):
             register_fsdp_forward_method(model, name)
     for bad in ((model, 3), (3, "encode")):
-        with about(bad), pytest.raises(UsageError, match="got something else"):
+        with about(bad), pytest.raises(UsageError, match="needs a module and a method name"):
             register_fsdp_forward_method(*bad)
     with pytest.raises(UsageError, match="'yes'"):
         register_fsdp_forward_method(model, "encode", synced="yes")

@@ -23,6 +23,7 @@ from fsdp_compat import FullStateDictConfig, ShardingStrategy, StateDictType
 from fsdp_compat import FullyShardedDataParallel as FSDP
 from fsdp_compat.wrap import ModuleWrapPolicy, always_wrap_policy
 from tests.support.memory import NewBytes, allocated_nbytes
+from tests.support.pairwise import pairs
 from tests.support.ranks import run_ranks
 
 STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")
@@ -140,7 +141,7 @@ def traffic(*roots: FSDP) -> int:
     return sum(sum(wire.traffic.counts.values()) for wire in wires)
 
 
-ALL_CONFIGS = tuple(itertools.product(STRATEGIES, (False, True), ("none", "blocks", "always")))
+ALL_CONFIGS = tuple(pairs(STRATEGIES, (False, True), ("none", "blocks", "always")))
 FEW_CONFIGS = (
     ("FULL_SHARD", False, "blocks"),
     ("FULL_SHARD", True, "always"),

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import itertools
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,6 @@ from torch.distributed.fsdp import StateDictType as TorchType
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy as TorchWrapPolicy
 from torch.distributed.tensor import DTensor
 
-from examples.train_gpt import create_optimizer_state
 from fsdp_compat import (
     FullOptimStateDictConfig,
     FullStateDictConfig,
@@ -38,6 +36,7 @@ from fsdp_compat._state.names import clean_name
 from fsdp_compat._state.rank0 import Rank0Broadcast
 from fsdp_compat.errors import CheckpointError, FsdpCompatError, UsageError
 from fsdp_compat.wrap import ModuleWrapPolicy, always_wrap_policy
+from tests.support.optimizer_state import create_optimizer_state
 from tests.support.ranks import run_ranks
 
 Config = tuple[str, bool, str]  # strategy, use_orig_params, policy
@@ -347,9 +346,10 @@ def built_with_spare() -> nn.Module:
 
 def _from_rank_0(world_size: int) -> None:
     configs = (*FEW_CONFIGS, ("HYBRID_SHARD", True, "blocks")) if world_size == 4 else FEW_CONFIGS
-    for (strategy, use_orig_params, policy), kind in itertools.product(
-        configs, ("AdamW", "Adagrad")
-    ):
+    # Every two of a number of ranks, an optimizer and a configuration are combined.
+    kinds = ("AdamW", "Adagrad")
+    for number, (strategy, use_orig_params, policy) in enumerate(configs):
+        kind = kinds[(number + world_size // 2) % 2]
         options = (
             {"device_mesh": dist.init_device_mesh("cpu", (2, 2))}
             if strategy == "HYBRID_SHARD"

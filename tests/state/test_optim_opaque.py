@@ -18,7 +18,6 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 
-from examples.train_gpt import create_optimizer_state
 from fsdp_compat import FullOptimStateDictConfig, ShardingStrategy, StateDictType
 from fsdp_compat import FullyShardedDataParallel as FSDP
 from fsdp_compat._state.names import clean_name
@@ -35,6 +34,7 @@ from tests.state.test_optim import (
     shard,
     train,
 )
+from tests.support.optimizer_state import create_optimizer_state
 from tests.support.ranks import run_ranks
 
 

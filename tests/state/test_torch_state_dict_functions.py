@@ -41,7 +41,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fsdp_compat import FullyShardedDataParallel as FSDP
 from fsdp_compat import StateDictType
-from fsdp_compat._torch_patches import dcp_adapter
+from fsdp_compat._torch_patches import dcp_adapter, on_import
 from fsdp_compat.errors import CheckpointError, UsageError
 from tests.support.odd_model import (
     STEPS,
@@ -671,7 +671,16 @@ def test_a_module_that_is_imported_later_or_again_is_routed_and_else_as_it_was(
 ) -> None:
     for _ in range(3):
         dcp_adapter.patch()
-    assert len([finder for finder in sys.meta_path if isinstance(finder, dcp_adapter._Finder)]) == 1
+    assert (
+        len(
+            [
+                finder
+                for finder in sys.meta_path
+                if isinstance(finder, on_import._Finder) and finder.name == NAME
+            ]
+        )
+        == 1
+    )
     before = sys.modules[NAME]
     loader = type(before.__loader__)
     monkeypatch.delitem(sys.modules, NAME)

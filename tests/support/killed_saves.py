@@ -1,11 +1,12 @@
-"""Saves of which one process is killed: ``python -m tests.support.killed_saves FOLDER NUM_SAVES``
-prints what became of each.
+"""Saves in which one process is killed: ``python -m tests.support.killed_saves FOLDER`` prints the
+outcome of each.
 
-Every save is of two ranks, forked from a process that has imported everything. One of them is
-killed with SIGKILL before the n-th thing that it does with files, n from 0 on, or in the middle of
-it if that is a write; the other one is killed at its death, as a launcher would. Then a third
-process loads the newest checkpoint. Every parameter of a model is the step that it is saved at.
-Nobody is killed in the first two saves and in the last one."""
+Two ranks, forked from a process that has imported everything, load the newest checkpoint, check its
+values, and save the next step. One of them is killed with SIGKILL before its n-th operation on
+files, or in the middle of it if that is a write; the other one is killed then, as a launcher would.
+Rank 0, which leads, is killed at each of its operations, rank 1 at every fifth. Every value of a
+model and its optimizer is the step that it is saved at. The first two saves and the last one are
+left alone."""
 
 from __future__ import annotations
 
@@ -27,27 +28,39 @@ from fsdp_compat import FullyShardedDataParallel as FSDP
 from fsdp_compat import checkpoint
 from fsdp_compat.wrap import ModuleWrapPolicy
 
+NUM_OPERATIONS = 46  # a few more than a save takes, with the removal of what the last one left
+VICTIMS = [
+    None,
+    None,
+    *((0, number) for number in range(NUM_OPERATIONS)),
+    *((1, number) for number in range(0, NUM_OPERATIONS, 5)),
+    None,
+]  # of each save: (rank, operation), or None
 OPERATIONS = ("open", "write", "fsync", "mkdir", "rename", "close", "rmdir", "unlink")
 
 
-def _model(rank: int, ranks: int, store: str, value: float) -> tuple[FSDP, torch.optim.Optimizer]:
-    dist.init_process_group("gloo", store=dist.FileStore(store, ranks), rank=rank, world_size=ranks)
+def _model(rank: int, store: str) -> tuple[FSDP, torch.optim.Optimizer]:
+    dist.init_process_group("gloo", store=dist.FileStore(store, 2), rank=rank, world_size=2)
     model = FSDP(
-        nn.Sequential(*(nn.Linear(9, 9) for _ in range(6))),
+        nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(6))),  # shards without padding
         auto_wrap_policy=ModuleWrapPolicy({nn.Linear}),
     )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0, momentum=0.9)
-    model(torch.ones(1, 9)).sum().backward()
+    model(torch.ones(1, 8)).sum().backward()
     optimizer.step()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.fill_(value)
-            optimizer.state[parameter]["momentum_buffer"].fill_(value)
     return model, optimizer
 
 
-def _save(rank: int, store: str, folder: str, step: int, deadly: int | None) -> None:
-    model, optimizer = _model(rank, 2, store, float(step))
+def _load_and_save(rank: int, store: str, folder: str, step: int, deadly: int | None) -> None:
+    model, optimizer = _model(rank, store)
+    _load(folder, model, optimizer)
+    Path(f"{store} loaded {rank}").touch()
+    if step >= len(VICTIMS):
+        return
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(step)
+            optimizer.state[parameter]["momentum_buffer"].fill_(step)
     done = 0
 
     def counted(original: Callable[..., Any], name: str) -> Callable[..., Any]:
@@ -67,22 +80,17 @@ def _save(rank: int, store: str, folder: str, step: int, deadly: int | None) -> 
     checkpoint.save(folder, model, optimizer, extra=step, step=step, keep_last=2)
 
 
-def _load(store: str, folder: str, results: int) -> None:
+def _load(folder: str, model: FSDP, optimizer: torch.optim.Optimizer) -> None:
     path = checkpoint.latest(folder)
     if path is None:
-        os.write(results, b"null")
         return
-    model, optimizer = _model(0, 1, store, -1.0)
     step = checkpoint.load(path, model, optimizer)
-    tensors = [*model.state_dict().values()]
-    tensors += [
-        entry["momentum_buffer"]
-        for entry in FSDP.optim_state_dict(model, optimizer)["state"].values()
-    ]
-    values = {value for tensor in tensors for value in tensor.unique().tolist()}
     assert path.name == f"step-{step:08d}"
+    values = set[float]()
+    for parameter in model.parameters():
+        values.update(parameter.unique().tolist())
+        values.update(optimizer.state[parameter]["momentum_buffer"].unique().tolist())
     assert values == {float(step)}
-    os.write(results, json.dumps(step).encode())
 
 
 def _forked(function: Callable[..., None], *args: Any) -> int:
@@ -97,21 +105,29 @@ def _forked(function: Callable[..., None], *args: Any) -> int:
         os._exit(1)
 
 
-def main(folder: str, num_saves: int) -> None:
+def _newest(folder: str) -> int | None:
+    path = checkpoint.latest(folder)
+    return None if path is None else int(path.name.removeprefix("step-"))
+
+
+def main(folder: str) -> None:
     torch.set_num_threads(1)
-    warm = nn.Parameter(
-        torch.ones(1)
-    )  # what a first step imports takes longer than everything else
+    warm = nn.Parameter(torch.ones(1))  # the first step imports more than everything else takes
     warm.grad = torch.ones(1)
     torch.optim.SGD([warm], lr=0.0, momentum=0.9).step()
     found: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as scratch:
-        for step in range(num_saves):
-            victim = step % 2
-            deadly = None if step in (0, 1, num_saves - 1) else (step - 2) // 2
+        for step, victim in enumerate([*VICTIMS, None]):  # the last pair of ranks only loads
             store = str(Path(scratch) / f"save {step}")
             ranks = [
-                _forked(_save, rank, store, folder, step, deadly if rank == victim else None)
+                _forked(
+                    _load_and_save,
+                    rank,
+                    store,
+                    folder,
+                    step,
+                    victim[1] if victim is not None and victim[0] == rank else None,
+                )
                 for rank in range(2)
             ]
             ended, first = os.wait()
@@ -119,28 +135,18 @@ def main(folder: str, num_saves: int) -> None:
             if first:
                 os.kill(other, signal.SIGKILL)
             second = os.waitpid(other, 0)[1]
-            reader, writer = os.pipe()
-            loader = _forked(_load, str(Path(scratch) / f"load {step}"), folder, writer)
-            os.close(writer)
-            with os.fdopen(reader) as results:
-                text = results.read()
-            loaded = os.waitpid(loader, 0)[1] == 0
-            facts = {
-                "step": step,
-                "killed": bool(first or second),
-                "loads": json.loads(text or "null"),
-                "well": loaded,
-            }
+            hidden = [path.name for path in Path(folder).iterdir() if path.name.startswith(".")]
             found.append(
                 {
-                    **facts,
-                    "left": [
-                        path.name for path in Path(folder).iterdir() if path.name.startswith(".")
-                    ],
+                    "step": step,
+                    "killed": bool(first or second),
+                    "well": all(Path(f"{store} loaded {rank}").exists() for rank in range(2)),
+                    "newest": _newest(folder),
+                    "left": hidden,
                 }
             )
     print(json.dumps(found))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]))
+    main(sys.argv[1])

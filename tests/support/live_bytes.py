@@ -1,5 +1,5 @@
-"""Which tensors' memory is alive when most of it is: by storage, by the line that allocated it, on
-any device."""
+"""The tensors whose memory is alive at the peak: by storage, by the line that allocated it, on any
+device."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _RESIZE, _EMPTY = torch.UntypedStorage.resize_, shared_memory.empty
 
 @dataclasses.dataclass(frozen=True)
 class ParamContents:
-    """Memory that was alive at a peak: how much came from one line of code."""
+    """Memory alive at a peak that one line of code has allocated."""
 
     nbytes: int
     number: int  # of storages
@@ -47,19 +47,19 @@ class ParamContents:
 
 @dataclasses.dataclass(frozen=True)
 class Peak:
-    """The moment of a ``LiveBytes`` at which most was alive, and what it was, the largest first."""
+    """The peak of a ``LiveBytes``, and the memory alive then, the largest first."""
 
     nbytes: int
     held: tuple[ParamContents, ...]
 
 
 class LiveBytes(TorchDispatchMode):
-    """Inside of it every storage is followed: those that are there already, those that operations
-    make, their growth and their end.
+    """Inside the context every storage is followed: existing ones, new ones, their growth and their
+    end.
 
-    A storage counts once, however many tensors view it; a block of memory that ranks share counts
-    where it was made, not where it is read. What an operation allocates and frees inside of itself
-    is not seen.
+    A storage counts once, however many tensors view it; a block that ranks share counts where it
+    was made, not where it is read. Memory that an operation allocates and frees internally is not
+    seen.
     """
 
     def __init__(self) -> None:
@@ -109,15 +109,15 @@ class LiveBytes(TorchDispatchMode):
         return result
 
     def forget(self) -> None:
-        """Begin anew: peaks are those of what comes from now on."""
+        """Start again: peaks are counted from now on."""
         self._bury()
         for key, (reference, _) in list(self._alive.items()):
-            if reference.expired():  # one that is left out, or that had no memory any more
+            if reference.expired():  # it is left out, or had no memory left
                 del self._alive[key]
         self._events = [(number, self._nbytes[number]) for _, number in self._alive.values()]
 
     def leave_out(self, tensors: Iterable[Tensor]) -> None:
-        """The storages of some tensors do not count, from their beginning to their end."""
+        """Leave out the storages of some tensors, from beginning to end."""
         found = (
             self._alive.get(_torch_private.storage_key(_torch_private.local_part(tensor)))
             for tensor in tensors
@@ -134,7 +134,7 @@ class LiveBytes(TorchDispatchMode):
         )
 
     def peak(self) -> Peak:
-        """The most that was alive since the last ``forget``."""
+        """The peak since the last ``forget``."""
         self._bury()
         held: dict[int, int] = {}
         total, most, at_most = 0, 0, dict[int, int]()
@@ -200,8 +200,7 @@ def _is_of_another_process(storage: torch.UntypedStorage) -> bool:
 
 
 def spare_pages_nbytes() -> int:
-    """Memory that ranks could share, and that no tensor has now: pages of blocks that died, kept
-    for the next ones."""
+    """Shared memory that no tensor uses now: pages of freed blocks, kept for the next ones."""
     arena = shared_memory._arena
     resident = sum(os.fstat(chunk.fd).st_blocks * 512 for chunk in arena.chunks)
     free = sum(end - start for chunk in arena.chunks for start, end in chunk.free) + sum(
@@ -211,7 +210,7 @@ def spare_pages_nbytes() -> int:
 
 
 def release_spare_pages() -> None:
-    """Give them back to the system."""
+    """Return these pages to the system."""
     arena = shared_memory._arena
     while arena._returned:
         chunk, start, nbytes = arena._returned.popleft()
@@ -223,14 +222,14 @@ def release_spare_pages() -> None:
 
 
 def tensors_alive() -> list[Tensor]:
-    """Return every tensor that Python knows, garbage collected before."""
-    while gc.collect():  # what is freed may free more
+    """Return every living tensor, after a garbage collection."""
+    while gc.collect():  # freed objects may free others
         pass
     return _tensors()
 
 
 def _tensors() -> list[Tensor]:
-    # isinstance asks the class of whatever it meets, and some answer with an import
+    # isinstance would read __class__ of every object, which imports modules for some
     return [
         thing
         for thing in gc.get_objects()

@@ -1,7 +1,7 @@
 """One training run with any combination of settings, beside the unsharded model that computes in
 the same dtypes.
 
-A Case is the settings; its repr shows those that are not the default, and can be pasted.
+A Case holds the settings; its repr shows those that are not the default, and can be pasted.
 ``run_cases`` trains with each of them.
 
 The unsharded model takes every rank's batch in turn. In mixed precision it computes with a copy of
@@ -44,12 +44,12 @@ __all__ = ["FIELDS", "Case", "draw_cases", "losses_and_parameters", "run_cases",
 
 NUM_STEPS = 3
 FP64, FP32, FP16, BF16 = torch.float64, torch.float32, torch.float16, torch.bfloat16
-MAX_NORM = 0.05  # below every norm that comes up, so that clipping always scales
+MAX_NORM = 0.05  # below every norm, so that clipping always scales
 
 
 class Dtypes(typing.NamedTuple):
-    """What is asked of a precision, and how close to the unsharded model it has to come, relative
-    to a tensor's largest element."""
+    """A precision, and the tolerance against the unsharded model, relative to the largest element
+    of a tensor."""
 
     shard: torch.dtype
     settings: dict[str, torch.dtype]
@@ -170,7 +170,7 @@ def draw_cases(rng: random.Random, num: int, **fields: Sequence[Any]) -> list[Ca
 
 
 def _possible(case: Case) -> Case:
-    """One FlatParameter for everything is trainable or not as a whole."""
+    """A single FlatParameter is trainable or not as a whole."""
     if case.frozen == "toggled" and case.wrapping == "root" and not case.use_orig_params:
         return dataclasses.replace(case, frozen="unit")
     return case
@@ -182,7 +182,7 @@ def run_cases(cases: Sequence[Case]) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter(
             "ignore"
-        )  # torch deprecates what reentrant checkpoints and its hooks call
+        )  # reentrant checkpoints and torch's hooks use deprecated calls
         wanted = sorted({case.mesh for case in cases if case.is_hybrid})
         meshes = {shape: init_device_mesh("cpu", shape) for shape in wanted}
         for case in cases:
@@ -270,7 +270,7 @@ def _is_frozen(case: Case, name: str) -> bool:
 
 
 def _freeze(case: Case, pair: Pair, frozen: bool) -> None:
-    """A whole unit; with original parameters also a part of one."""
+    """A whole unit; with use_orig_params=True also a part of one."""
     some = ("blocks.0.inner.up.weight", "blocks.2.linear.bias") if case.use_orig_params else ()
     for model in (pair.plain, pair.model):
         for name, p in model.named_parameters():
@@ -323,7 +323,7 @@ def _shard(
 def _optimizer(case: Case, model: nn.Module) -> torch.optim.Optimizer:
     if case.optimizer == "SGD":
         return torch.optim.SGD(model.parameters(), 0.02, momentum=0.9)
-    # The usual eps would make of a gradient that is rounding alone an update as large as any.
+    # With the usual eps a gradient of mere rounding would give an update as large as any.
     return torch.optim.AdamW(model.parameters(), 1e-2, eps=1e-2)
 
 
@@ -387,7 +387,7 @@ def _in_compute_dtypes(case: Case, plain: nn.Module) -> nn.Module:
 
 
 def losses_and_parameters(case: Case, library: Any) -> list[Tensor]:
-    """Return what this rank sees in each step of a training with ``library``. Collective."""
+    """Train with ``library``; return the values that this rank sees in each step. Collective."""
     model = wrapped(case, None, library)
     optim = _optimizer(case, model)
     generator = torch.Generator().manual_seed(1 + dist.get_rank())
@@ -406,7 +406,7 @@ def losses_and_parameters(case: Case, library: Any) -> list[Tensor]:
 
 
 def _compare_norms(case: Case, pair: Pair) -> None:
-    """Clip both, and compare what the norms were. Collective."""
+    """Clip both, and compare the norms. Collective."""
     if case.clip:
         norm_type = float(case.clip.split()[0])
         expected = torch.nn.utils.clip_grad_norm_(pair.plain.parameters(), MAX_NORM, norm_type)

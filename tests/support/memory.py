@@ -18,8 +18,8 @@ _PLAIN = torch.nn.Parameter.__torch_function__
 
 
 class NewBytes(TorchDispatchMode):
-    """Inside of it ``peak`` is the most bytes that storages made inside of it have held together;
-    ``now`` what they hold now."""
+    """Inside the context ``peak`` is the most bytes that storages made inside it have held at once,
+    ``now`` the bytes that they hold now."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class NewBytes(TorchDispatchMode):
 
 
 def _is_plain(thing: Any) -> bool:
-    """True for a tensor with a storage of its own."""
+    """True for a tensor with a storage."""
     kind = type(
         thing
     )  # isinstance asks Parameter's own class, which takes long for all objects of a process

@@ -1,5 +1,5 @@
-"""The small models of the tests. Each is there for one thing that an engine may get wrong; its
-docstring says which."""
+"""The small models of the tests. Each covers one thing that an engine may get wrong; its docstring
+names it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch.nn.utils import parametrizations, weight_norm
 from torch.utils.checkpoint import checkpoint
 
 DIM = 8
-WIDE = 64  # where a weight should be larger than what surrounds it
+WIDE = 64  # where a weight should be larger than the activations around it
 NUM_TOKENS = 11
 
 
@@ -40,11 +40,11 @@ class Block(nn.Module):
 
 
 class Inner(Block):
-    """A block of another class, so that a policy can tell units inside of units."""
+    """A block of another class, so that a policy can select nested units."""
 
 
 class Outer(nn.Module):
-    """A unit with units inside, and parameters of its own that run between them."""
+    """A unit with nested units, and its own parameters used between them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class Outer(nn.Module):
 
 
 class Stack(nn.Module):
-    """A root with parameters of its own around blocks."""
+    """A root with its own parameters around blocks."""
 
     def __init__(self, num_blocks: int = 3, make: Callable[[], nn.Module] = Block) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ class Stack(nn.Module):
 
 
 class Shifted(Block):
-    """A block with a buffer, whose values every dtype rounds in its own way."""
+    """A block with a buffer, whose values every dtype rounds differently."""
 
     shift: Tensor
 
@@ -84,8 +84,7 @@ class Shifted(Block):
 
 
 class Layer(nn.Module):
-    """A block that a policy may make a unit of its own, beside parameters that stay outside of
-    it."""
+    """A block that a policy may make a unit, beside parameters outside it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -137,11 +136,11 @@ class Tiny(nn.Module):
 
 
 class Head(nn.Linear):
-    """A class of its own for policies."""
+    """A separate class, for policies."""
 
 
 class Transformer(nn.Module):
-    """Embedding and head share a weight, and both may be units."""
+    """Embedding and head share a weight; both may be units."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -176,7 +175,7 @@ class TiedInside(nn.Module):
 
 
 class Reuse(nn.Module):
-    """One unit runs twice: on its own output by way of another, or beside itself."""
+    """One unit runs twice: on its own output through another unit, or in parallel."""
 
     def __init__(self, chained: bool) -> None:
         super().__init__()
@@ -198,7 +197,7 @@ class Halves(nn.Module):
 
 
 class HalvesInTurn(nn.Module):
-    """One unit runs twice, each time with other parameters."""
+    """One unit runs twice, each time using other parameters."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -209,7 +208,7 @@ class HalvesInTurn(nn.Module):
 
 
 class Recursive(nn.Module):
-    """A unit that calls itself, and uses its parameters after that."""
+    """A unit that calls itself, and uses its parameters afterwards."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -233,7 +232,7 @@ class TwoHeads(nn.Module):
 
 
 class Switch(nn.Module):
-    """``use`` says which of the inner units run, in what order: "ab", "a", "ba", ""."""
+    """``use``: the inner units that run, in order: "ab", "a", "ba", ""."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -258,7 +257,7 @@ class Record:
 
 
 class NestedIO(nn.Module):
-    """Tensors go in and out in a dataclass, a dict, a named tuple and a list."""
+    """Inputs and outputs in a dataclass, a dict, a named tuple and a list."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -298,8 +297,7 @@ class ChangesOutputs(Stack):
 
 
 class ChangesActivations(nn.Module):
-    """A parameter is added to an activation in place: its version counter must not be that of the
-    weights."""
+    """Adds a parameter to an activation in place: they must not share a version counter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -314,7 +312,7 @@ class ChangesActivations(nn.Module):
 
 
 class TakesContext(nn.Module):
-    """A tensor with a gradient comes in by an attribute; the last weight on its path is frozen."""
+    """An attribute brings in a tensor with a gradient; the last weight on its path is frozen."""
 
     context: Tensor | None
 
@@ -331,9 +329,7 @@ class GivesContext(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.source, self.user, self.tail = Block(), TakesContext(), Block()
-        self._users = [
-            self.user
-        ]  # the module itself: a wrapper around it does not pass assignments on
+        self._users = [self.user]  # the module itself: a wrapper does not forward assignments
 
     def forward(self, x: Tensor) -> Tensor:
         self._users[0].context = self.source(x)
@@ -343,7 +339,7 @@ class GivesContext(nn.Module):
 
 
 class LossAside(nn.Module):
-    """Leaves a loss of its own on itself."""
+    """Leaves its own loss as an attribute."""
 
     aux: Tensor | None
 
@@ -358,7 +354,7 @@ class LossAside(nn.Module):
 
 
 class LossAsideFromNone(LossAside):
-    """The attribute is there from the beginning, with nothing in it."""
+    """The attribute exists from the beginning, as None."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -381,8 +377,8 @@ elsewhere: list[Tensor] = []
 
 
 class Lora(nn.Module):
-    """The frozen weight is needed for the gradient of the input after the last trainable parameter
-    has its own."""
+    """The gradient of the input needs the frozen weight after the last trainable parameter has its
+    gradient."""
 
     def __init__(self, dim: int = WIDE) -> None:
         super().__init__()
@@ -432,8 +428,8 @@ class ManyDtypes(Block):
 
 
 class RareRows(nn.Module):
-    """Rows of ``table`` that only some batches touch; with 3 ranks the two rows of ``pair`` leave
-    the last rank empty-handed."""
+    """Only some batches use rows of ``table``; with 3 ranks the last one has no part of ``pair``,
+    which has two rows."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -447,7 +443,7 @@ class RareRows(nn.Module):
 
 
 class Recomputed(Block):
-    """Its whole forward is in a checkpoint."""
+    """Checkpoints its whole forward."""
 
     def __init__(self, reentrant: bool) -> None:
         super().__init__()
@@ -533,7 +529,7 @@ class _Fuse(torch.autograd.Function):
 
 
 class Fragile(Block):
-    """Raises on request, in backward before any gradient of its own is there."""
+    """Raises on request, in backward before any of its own gradients exists."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -550,17 +546,17 @@ class Fragile(Block):
 
 
 class FragileInside(Fragile):
-    """Raises in backward when some of its own gradients are there already."""
+    """Raises in backward when some of its own gradients exist already."""
 
     def _compute(self, x: Tensor) -> Tensor:
         return x + self.down(_Fuse.apply(F.gelu(self.up(self.norm(x))), self))
 
 
-# -- backward inside of forward
+# -- backward inside forward
 
 
 class Forces(nn.Module):
-    """The derivative of an energy, taken in forward: the units that run must stay."""
+    """Takes the derivative of an energy in forward: running units must stay unsharded."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -596,7 +592,7 @@ class Copies(nn.Sequential):
 
 
 class Parametrized(nn.Module):
-    """A linear layer whose weight is computed from others."""
+    """A linear layer whose weight is computed from other parameters."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -614,7 +610,7 @@ class Parametrized(nn.Module):
 
 
 class Recurrent(nn.Module):
-    """An RNN keeps its weights in a list, too."""
+    """An RNN also keeps its weights in a list."""
 
     def __init__(self, kind: Callable[..., nn.Module]) -> None:
         super().__init__()
@@ -625,7 +621,7 @@ class Recurrent(nn.Module):
 
 
 class Attention(nn.Module):
-    """nn.MultiheadAttention reads its output projection's weight without calling it."""
+    """nn.MultiheadAttention reads the weight of its output projection without calling it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -653,7 +649,7 @@ class Blocks(nn.Module):
 
 
 class Part(nn.Module):
-    """One kind of unit: ``kind`` says what is frozen, what is recomputed, what enters how."""
+    """A unit of one ``kind``: which parts are frozen or recomputed, and how inputs come in."""
 
     def __init__(self, kind: int) -> None:
         super().__init__()
@@ -678,13 +674,13 @@ class Part(nn.Module):
         if self.kind % 5 == 3:
             h = h + (x @ self.b.weight.detach()).tanh()
         h = self.b(h if context is None else h + context).tanh()
-        if late is not None:  # an input that no walk over the arguments finds
+        if late is not None:  # an input that is not among the arguments
             h = h + self.a(late()).tanh()
         return h, {"second": h * 0.5 + x}
 
 
 class Program(nn.Module):
-    """A straight-line program over units, drawn from ``rng``: the same one wherever ``rng`` is."""
+    """A straight-line program over units, drawn from ``rng``: equal for equal ``rng``."""
 
     def __init__(self) -> None:
         super().__init__()

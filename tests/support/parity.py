@@ -1,13 +1,12 @@
-"""An unsharded and a sharded copy of a model, trained side by side: what every test of training
-compares.
+"""An unsharded and a sharded copy of a model, trained side by side and compared.
 
     def test_blocks_train_as_unsharded() -> None:
         run_ranks(2, trains, Stack, (Block,), sharding_strategy=ShardingStrategy.SHARD_GRAD_OP)
 
 A *step* does forward and backward for one rank's batch. The unsharded copy takes it once per rank,
-so its gradient is the sum over all batches; the sharded one takes it for the own batch. After each
-step the losses, all gradients (None where a whole group of the unsharded copy has none), all
-parameters after an update, and what memory is held are compared."""
+so its gradient is the sum over all batches; the sharded one takes it for its own batch. After each
+step these are compared: the losses, all gradients (None where a whole group of the unsharded copy
+has none), all parameters after an update, and the memory held."""
 
 from __future__ import annotations
 
@@ -41,7 +40,7 @@ both_strategies = pytest.mark.parametrize(
 
 @dataclass(frozen=True)
 class Turn:
-    """Whose batch a step is for."""
+    """The rank whose batch a step is for."""
 
     rank: int
     no_sync: Callable[
@@ -87,7 +86,7 @@ def tokens(generator: torch.Generator) -> Tensor:
 
 
 def assert_close(got: Tensor, expected: Tensor, what: str, tolerance: float | None = None) -> None:
-    """tolerance: relative to the largest element of what is expected; None: RTOL and ATOL."""
+    """tolerance: relative to the largest expected element; None: RTOL and ATOL."""
     got, expected = got.detach().double(), expected.detach().double()
     assert got.shape == expected.shape, (
         f"{what}: shape {tuple(got.shape)}, expected {tuple(expected.shape)}"
@@ -114,8 +113,8 @@ def train(
     batch: Callable[[torch.Generator], Tensor] = vectors,
     **options: Any,
 ) -> Pair:
-    """Train both copies for some steps, comparing after each; the last one is also seen as a user
-    would see it."""
+    """Train both copies for some steps and compare after each, after the last also as a user
+    would."""
     pair = make_pair(build, units, **options)
     for index in range(num_steps):
         pair.step(step, batch=batch, as_a_user=index == num_steps - 1)
@@ -168,7 +167,7 @@ class Pair:
         ]
         self.tolerance: float | None = None  # of comparisons, see `assert_close`
 
-    # -- what a test does
+    # -- for tests
 
     def batches(self, batch: Callable[[torch.Generator], Tensor] = vectors) -> list[Tensor]:
         """Return every rank's batch, the same list on all ranks; others with every call."""
@@ -186,9 +185,9 @@ class Pair:
     ) -> None:
         """Take a step on both copies, compare, and update. Collective.
 
-        idle: nothing is full afterwards. zeros: a group has gradients as a whole, so a parameter
-        without one, beside one that has, is given zeros in the unsharded copy too (momentum
-        notices). as_a_user: compare also what summon_full_params and state_dict show.
+        idle: every unit is sharded afterwards. zeros: a group has gradients as a whole, so in the
+        unsharded copy, too, parameters without a gradient get zeros beside others that have one
+        (momentum notices). as_a_user: also compare summon_full_params and state_dict.
         """
         batches = self.batches(batch)
         losses = [
@@ -227,7 +226,7 @@ class Pair:
                 for p in expected:
                     p.grad = torch.zeros_like(p) if p.grad is None else p.grad
 
-    # -- so that a rounding in one step is not compared in the next one
+    # -- so that rounding in one step does not show in the next
 
     @torch.no_grad()
     def copy_parameters(self) -> None:
@@ -243,7 +242,7 @@ class Pair:
                 if p.grad is not None:
                     p.grad.copy_(value)
 
-    # -- what is compared, without disturbing the engine
+    # -- comparisons that do not disturb the engine
 
     def assert_gradients_equal(self) -> None:
         """Collective."""
@@ -300,7 +299,7 @@ class Pair:
                     for wire in (group.shard, group.replica)
                 ), f"{group.name}: it sends"
 
-    # -- what is compared, as a user sees it
+    # -- comparisons through the public interface
 
     def assert_shown_equal(self) -> None:
         """Collective."""

@@ -1,4 +1,4 @@
-"""Run one function on several ranks, in processes that live through the whole pytest run.
+"""Run a function on several ranks, in processes that live as long as the pytest run.
 
     def sums(value: float) -> float:  # at module level: it is sent by name
         total = torch.tensor(value + dist.get_rank())
@@ -9,19 +9,19 @@
         assert run_ranks(2, sums, 10.0) == [21.0, 21.0]
 
 Importing torch costs seconds, so rank processes are started on the first call that needs them and
-kept. Every call gets a gloo default group of its own. What a call may leave behind is put back
-before the next one: the group and its subgroups, seeds, torch's global modes, warning filters,
-environment variables, the working directory. When a call leaves a process in doubt (it died, hangs,
-or cannot clean up), all are killed and the next call starts new ones.
+kept. Every call gets its own gloo default group. State that a call may change is restored before
+the next one: the group and its subgroups, seeds, torch's global modes, warning filters, environment
+variables, the working directory. If a process died, hangs or cannot clean up, all are killed and
+the next call starts new ones.
 
-One call, in messages between pytest and rank:
+The messages of one call:
 
     pytest -> rank   Call                                   pytest <- rank   Returned | Raised
     pytest -> rank   "release", once all ranks answered     pytest <- rank   Released
 
-A rank keeps its group until all have answered, so that nobody's last message is lost with a closed
-connection. A rank that raised drops it at once: peers that wait in a collective then fail too,
-instead of waiting for the time limit."""
+A rank keeps its group until all have answered, because a closed connection would lose messages. A
+rank that raised drops it at once, so that peers that wait in a collective fail too, instead of
+waiting for the time limit."""
 
 from __future__ import annotations
 
@@ -75,9 +75,9 @@ def run_ranks(
 ) -> list[Any]:
     """Call ``function(*args, **kwargs)`` on ``n`` ranks and return what they return, by rank.
 
-    ``function`` is a module-level function of a module that can be imported; arguments and results
-    are pickled. It finds ``torch.distributed`` initialised: gloo, world size ``n``, collectives
-    limited to ``group_timeout`` seconds (default: 0.6 of ``timeout``).
+    function: at the top level of an importable module; arguments and results are pickled. In it
+    ``torch.distributed`` is initialised: gloo, world size ``n``, a time limit of ``group_timeout``
+    seconds (default: 0.6 of ``timeout``).
 
     Raises RankError when a rank raises (with every traceback), dies (with its exit code or signal),
     or does not answer within ``timeout`` seconds (with the Python stacks of all ranks).
@@ -96,7 +96,7 @@ def close_pool() -> None:
 
 @dataclass(frozen=True)
 class Call:
-    number: int  # makes the names of this call in the store its own
+    number: int  # makes the keys of this call unique in the store
     num_ranks: int
     port: int  # of the store, which rank 0 serves
     group_timeout: float
@@ -120,7 +120,7 @@ class Raised:
 
 @dataclass(frozen=True)
 class Released:
-    problem: str  # empty: all is cleaned up
+    problem: str  # "" if everything was cleaned up
 
 
 @dataclass(frozen=True)
@@ -167,8 +167,8 @@ class _Rank:
             return self.died()
 
     def has_ended(self) -> bool:
-        """Whether the process ended and left nothing to read (a child of its own may keep the
-        connection open)."""
+        """True if the process has ended and everything it sent was read. Its child may keep the
+        connection open."""
         return self.process.poll() is not None and not self.connection.poll()
 
     def died(self) -> Died:
@@ -182,13 +182,13 @@ class _Rank:
 
     def kill(self) -> None:
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)  # what it started ends with it
+            os.killpg(self.process.pid, signal.SIGKILL)  # with its children
         self.process.wait()
         self.connection.close()
 
 
 class _Pool:
-    """The rank processes. Outside ``run`` every one of them is idle and clean."""
+    """The rank processes. Between calls of ``run`` all are idle and clean."""
 
     def __init__(self) -> None:
         self._ranks: list[_Rank] = []
@@ -237,7 +237,7 @@ class _Pool:
             self._release(name, ranks)
         except RankError:
             raise
-        except BaseException:  # Ctrl-C above all: the ranks are in the middle of something
+        except BaseException:  # above all Ctrl-C: the ranks are still running the call
             self.kill()
             raise
         return [pickle.loads(answers[rank].payload) for rank in range(n)]
@@ -267,7 +267,7 @@ class _Pool:
         return self._ranks[:n]
 
     def _release(self, name: str, ranks: list[_Rank]) -> None:
-        """Let the ranks drop their groups, and wait until they have."""
+        """Let the ranks drop their groups, and wait for them."""
         __tracebackhide__ = True
         for rank in ranks:
             rank.send("release")
@@ -286,12 +286,12 @@ class _Pool:
     def _fail(
         self, name: str, ranks: list[_Rank], answers: dict[int, Any], started: float, timeout: float
     ) -> NoReturn:
-        """Clean up or kill, and raise the error that tells what every rank did."""
+        """Clean up or kill, and raise an error with what every rank did."""
         __tracebackhide__ = True
         bad = {
             rank: answer for rank, answer in answers.items() if isinstance(answer, Raised | Died)
         }
-        # Peers may raise because of a death before it is noticed.
+        # peers may raise because of a death before it is noticed
         cause = {
             rank: answer.when - DEATH_S * isinstance(answer, Died) for rank, answer in bad.items()
         }
@@ -328,8 +328,7 @@ class _Pool:
         raise RankError(text, order or missing)
 
     def _stacks(self, ranks: list[_Rank], wanted: list[int]) -> str:
-        """Make the ranks write their Python stacks, which ends them, and return those of
-        ``wanted``."""
+        """Let the ranks write their Python stacks, which ends them; return those of ``wanted``."""
         for rank in ranks:
             if rank.process.poll() is None:
                 rank.process.send_signal(signal.SIGUSR1)
@@ -346,8 +345,8 @@ class _Pool:
 
 
 def _answers(ranks: list[_Rank], timeout: float) -> dict[int, Any]:
-    """Return the answers by rank: all, or those that came before a death, the time limit or the end
-    of the grace."""
+    """Return the answers by rank: all, or those before a death, the time limit or the end of the
+    grace period."""
     answers: dict[int, Any] = {}
     end = time.monotonic() + timeout
     grace = False
@@ -371,7 +370,7 @@ def _answers(ranks: list[_Rank], timeout: float) -> dict[int, Any]:
 
 
 def _unreleased(ranks: list[_Rank], limit: float) -> dict[int, str]:
-    """Wait for every rank's Released; return what is wrong, by rank."""
+    """Wait for every rank's Released; return the problems by rank."""
     problems = {}
     end = time.monotonic() + limit
     for rank in ranks:
@@ -396,7 +395,7 @@ def _output(ranks: list[_Rank]) -> str:
 
 
 def _show_output(ranks: list[_Rank]) -> None:
-    """Print what the ranks printed: pytest shows it if the test fails later."""
+    """Print the output of the ranks, which pytest shows if the test fails."""
     if any(rank.output.stat().st_size for rank in ranks):
         print(_output(ranks).strip())
 
@@ -415,7 +414,7 @@ def _environment() -> dict[str, str]:
     environment |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
     for _, interface in socket.if_nameindex():
         if interface in ("lo", "lo0"):
-            environment["GLOO_SOCKET_IFNAME"] = interface  # no look-up of the machine's name
+            environment["GLOO_SOCKET_IFNAME"] = interface  # does not resolve the host name
     return environment
 
 
@@ -426,13 +425,13 @@ _pool = _Pool()
 
 
 def _serve(rank: int, file_descriptor: int, stacks: str) -> None:
-    """The life of a rank process: answer calls until pytest is gone."""
+    """The main loop of a rank process: answer calls until pytest ends."""
     os.set_inheritable(file_descriptor, False)
     connection = Connection(file_descriptor)
     faulthandler.enable()
     signal.signal(signal.SIGUSR1, signal.SIG_DFL)
-    # chain: after the dump comes the default action, which ends the process, so its end says that
-    # the dump is complete.
+    # chain: the default action follows the dump and ends the process, so that a dump is complete
+    # when the process has ended.
     faulthandler.register(signal.SIGUSR1, file=open(stacks, "w"), all_threads=True, chain=True)  # noqa: SIM115
     inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
 
@@ -441,7 +440,7 @@ def _serve(rank: int, file_descriptor: int, stacks: str) -> None:
             while True:
                 inbox.put(connection.recv())
         except (EOFError, OSError):
-            os._exit(0)  # pytest ended, however it ended; the main thread may be anywhere
+            os._exit(0)  # pytest has ended; the main thread may be doing anything
 
     threading.Thread(target=listen, daemon=True, name="listen to pytest").start()
 
@@ -460,7 +459,7 @@ def _serve(rank: int, file_descriptor: int, stacks: str) -> None:
         num_modules = len(sys.modules)
         if store is None:
             store = dist.TCPStore("127.0.0.1", call.port, is_master=False)
-        with _everything_put_back():
+        with _restored():
             answer = _perform(rank, call, store)
             connection.send(answer)
             if isinstance(answer, Returned):
@@ -470,8 +469,7 @@ def _serve(rank: int, file_descriptor: int, stacks: str) -> None:
 
 
 def _save_coverage() -> None:
-    """Where the suite is measured by coverage: a rank process does not end by itself, so it saves
-    after every call."""
+    """If coverage is measured, save it after every call: a rank process is killed at the end."""
     coverage = sys.modules.get("coverage")
     measuring = coverage.Coverage.current() if coverage is not None else None
     if measuring is not None:
@@ -497,17 +495,15 @@ def _perform(rank: int, call: Call, store: Any) -> Returned | Raised:
             timeout=timedelta(seconds=call.group_timeout),
         )
         return Returned(pickle.dumps(function(*args, **kwargs)))
-    except (
-        BaseException
-    ) as error:  # SystemExit and pytest.skip too: the caller must hear of everything
+    except BaseException as error:  # SystemExit and pytest.skip too
         what = traceback.format_exception_only(error)[-1].strip().splitlines()[0]
         return Raised(time.monotonic(), what, _report(error))
 
 
 def _clean_up(num_modules: int) -> str:
-    """Drop the process groups and all garbage; return what went wrong, or nothing.
+    """Drop the process groups and all garbage; return the problem, or "".
 
-    ``num_modules`` were imported before the call.
+    num_modules: imported before the call.
     """
     import torch.distributed as dist
 
@@ -521,7 +517,7 @@ def _clean_up(num_modules: int) -> str:
         if "torch.distributed.tensor" in sys.modules:
             from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
-            _clear_sharding_prop_cache()  # which remembers meshes, and with them their groups
+            _clear_sharding_prop_cache()  # it holds meshes, and these their groups
         dist.distributed_c10d._world.group_count = (
             0  # also where another rank's error ended the set-up: names have to stay in step
         )
@@ -543,8 +539,8 @@ def _clean_up(num_modules: int) -> str:
 
 
 @contextlib.contextmanager
-def _everything_put_back() -> Iterator[None]:
-    """Put back what a test may change in its process: environment, directory, warning filters,
+def _restored() -> Iterator[None]:
+    """Restore what a test may change in its process: environment, directory, warning filters,
     torch's global modes."""
     import torch
 
@@ -566,7 +562,7 @@ def _everything_put_back() -> Iterator[None]:
 
 
 def _report(error: BaseException) -> str:
-    """Return the traceback and, for a failed assert, the local variables it may be about."""
+    """Return the traceback and, for a failed assert, the local variables."""
     inside = error.__traceback__ and (
         error.__traceback__.tb_next or error.__traceback__
     )  # without _perform
@@ -584,7 +580,7 @@ def _report(error: BaseException) -> str:
 
 
 def _short(value: object) -> str:
-    """Describe a value without touching a tensor's data, which may be freed."""
+    """Describe a value without reading a tensor's data, which may be freed."""
     import torch
 
     if isinstance(value, torch.Tensor):

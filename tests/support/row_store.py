@@ -1,9 +1,9 @@
-"""A second layout behind the seam, for tests: every parameter cut by rows, as ``Shard(0)`` cuts it.
+"""A second store for tests: every parameter is cut by rows, as ``Shard(0)`` cuts it.
 
 It shows that the engine knows no layout. A rank's segment of the exchanged buffer is its rows of
-every parameter, each padded to the rows of the largest part, so one parameter's rows lie apart in
-the gathered buffer, and is copied out of it. Only for a single parameter, or one rank, are the
-unsharded parameters views.
+every parameter, each padded to the rows of the largest part. So the rows of a parameter lie apart
+in the gathered buffer, and are copied out of it. For a single parameter, or one rank, the unsharded
+parameters are views.
 
     two parameters, a [3, 2] and b [2], on two ranks:    a0 a0 a1 a1 b0 | a2 a2 -- -- b1"""
 

@@ -1,9 +1,9 @@
-"""Saves of which one rank is lost: ``python -m tests.support.survivors FOLDER`` prints what the
-other ones say, by case.
+"""Saves in which one rank is killed: ``python -m tests.support.survivors FOLDER`` prints the errors
+of the other ranks, by case.
 
-A case is (call, number of ranks, the rank that is lost, before which of its operations on files).
-Ranks are forked from a process that has imported everything. The time limit of their process group
-is far longer than this program may take."""
+A case is (call, number of ranks, killed rank, the file operation before which it is killed). Ranks
+are forked from a process that has imported everything. The time limit of their process group is far
+longer than this program takes."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ CASES = [
 ]
 
 
-def _lost_before(operation: str) -> None:
-    """Kill this process before it does something with a file of a checkpoint."""
+def _kill_before(operation: str) -> None:
+    """Kill this process before an operation on a file of a checkpoint."""
     original = getattr(os, operation)
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -58,7 +58,7 @@ def _save(
     model = FSDP(nn.Linear(9, 9))
     checkpoint.save(folder, model, step=0)
     if rank == lost:
-        _lost_before(operation)
+        _kill_before(operation)
     try:
         if call == "save":
             checkpoint.save(folder, model, step=1)
@@ -87,7 +87,7 @@ def main(folder: str) -> None:
     reader, results = os.pipe()
     processes: list[int] = []
     with tempfile.TemporaryDirectory() as scratch:
-        for number, case in enumerate(CASES):  # all at once: each waits more than it works
+        for number, case in enumerate(CASES):  # all at once: they mostly wait
             arguments = (
                 str(Path(scratch) / str(number)),
                 str(Path(folder) / str(number)),

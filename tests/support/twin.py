@@ -1,12 +1,11 @@
 """One process that trains as rank 0 of many, on any device, beside the unsharded model. All ranks
-are taken to have one batch.
+have the same batch.
 
-The group moves nothing, so what arrives is made up here: a gather brings the parameters of the
-unsharded model, a sum over the ranks is as many times what this one has. It takes its time: on a
-device with streams a transfer runs on a stream of its own, after what the computing stream had been
-told, and sleeps; before it ends, the memory it writes holds NaN. On the CPU it happens when it is
-waited for. An engine that reads or frees too early, or forgets to wait, gets other losses than the
-unsharded model."""
+The process group moves nothing, so results are made up here: an all-gather returns the parameters
+of the unsharded model, a sum over ranks multiplies this rank's values. Transfers take time: on a
+device with streams each runs on its own stream, after the work enqueued so far, and sleeps; until
+it ends, the memory it writes holds NaN. On the CPU it happens in the wait. An engine that reads or
+frees too early, or forgets to wait, gets other losses than the unsharded model."""
 
 from __future__ import annotations
 
@@ -38,8 +37,8 @@ FP32_TOLERANCE, LOW_TOLERANCE = 2e-5, 2e-2  # relative to the largest element
 
 @contextlib.contextmanager
 def group_of(ranks: int, device: torch.device) -> Iterator[None]:
-    """Inside of it the default group has one real rank, on the backend of the device, or ``ranks``
-    of which this is the first."""
+    """Inside the context the default group has one real rank, on the backend of the device, or
+    ``ranks`` ranks, of which this is the first."""
     if dist.is_initialized():
         dist.destroy_process_group()
     if device.type != "cpu":
@@ -59,8 +58,7 @@ def group_of(ranks: int, device: torch.device) -> Iterator[None]:
 
 
 class Work:
-    """A transfer under way. ``keep``: its tensors, which live until it has been waited for, as with
-    a real one."""
+    """A transfer in flight. keep: its tensors, which live until the wait, as in a real one."""
 
     def __init__(self, wait: Callable[[], None], keep: object) -> None:
         self._wait, self._keep = wait, keep
@@ -76,7 +74,7 @@ def _nothing() -> None:
 
 
 class Transfers:
-    """What the collectives of the group do instead of nothing."""
+    """Replaces the collectives of the group."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = None if device.type == "cpu" else torch.cuda.Stream(device)
@@ -85,10 +83,10 @@ class Transfers:
         ] = {}  # by the storage gathered into
         self.own_errors: list[
             torch.Tensor
-        ] = []  # 0-d: how far what was sent is from what the unsharded model has there
+        ] = []  # 0-d: distance of sent values from those of the unsharded model
 
     def know(self, group: Group, wholes: list[torch.Tensor]) -> None:
-        """wholes: the parameters of the unsharded model that the group has."""
+        """wholes: the group's parameters in the unsharded model."""
         for memory in group.memories:
             self._wholes[_torch_private.storage_key(memory.all_gather_output)] = group, wholes
 
@@ -120,7 +118,7 @@ class Transfers:
         first, sent = full.data[: own.numel()], list[torch.Tensor]()
 
         def spoil() -> None:
-            sent.append(own.clone())  # it may be the own part of what is gathered into
+            sent.append(own.clone())  # it may be a part of the output
             full.data.fill_(float("nan"))
 
         @torch.no_grad()
@@ -129,7 +127,7 @@ class Transfers:
                 spoil()
             self._take_time()
             *places, rest = its.store.places(full.data)
-            for place in rest:  # what belongs to no parameter
+            for place in rest:  # belongs to no parameter
                 place.zero_()
             for (place,), whole in zip(places, wholes, strict=True):
                 place.copy_(whole)
@@ -177,7 +175,7 @@ Place = Callable[[], contextlib.AbstractContextManager[object]]
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """How a step is taken."""
+    """Options of a step."""
 
     backwards: int = 1  # all but the last under no_sync
     max_norm: float | None = None  # clip
@@ -186,7 +184,7 @@ class Step:
 
 
 class Twin:
-    """A sharded model and the unsharded one it has to equal, each with an optimizer."""
+    """A sharded model and the unsharded one that it must equal, each with an optimizer."""
 
     def __init__(
         self,
@@ -228,7 +226,7 @@ class Twin:
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """Inside of it steps can be taken."""
+        """Inside the context steps can be taken."""
         with self.transfers.carried() if self.ranks > 1 else contextlib.nullcontext():
             yield
 
@@ -289,14 +287,14 @@ class Twin:
         self.transfers.own_errors.clear()
 
     def quiet_steps(self, inputs: list[torch.Tensor]) -> None:
-        """Steps of the sharded model alone, one per input, without a look at any value."""
+        """Take steps with the sharded model alone, one per input, without reading any value."""
         for x in inputs:
             self.loss(x).backward()
             self.optim.step()
             self.optim.zero_grad()
             self.transfers.own_errors.clear()
 
-    # -- comparisons of what this rank holds
+    # -- comparisons of this rank's shards
 
     def compare_gradients(self) -> None:
         for group, wholes in self.groups:

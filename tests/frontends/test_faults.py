@@ -1,0 +1,321 @@
+"""What every rank can still do after a call has failed.
+
+A call that is refused before anything was sent gives nothing up: the next step trains on all ranks.
+After a failure in the middle, every later call of every rank says so at once. A rank that is only
+stopped is waited for."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import subprocess
+import sys
+import warnings
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from fsdp_compat import FsdpCompatError, checkpoint
+from fsdp_compat import FullyShardedDataParallel as FSDP
+from fsdp_compat._comm import shared_memory
+from tests.support.faults import (
+    BETWEEN_STEPS,
+    CALLS,
+    FILES,
+    IN_STEP,
+    PASSES,
+    PLACES,
+    REFUSABLE,
+    Call,
+    Planted,
+    Subject,
+    assert_stays_failed,
+    assert_told,
+    at_first_wait,
+    limits,
+    message_of,
+    message_of_first,
+    planted,
+)
+from tests.support.ranks import run_ranks
+
+ROOT = Path(__file__).parents[2]
+PATIENCE_S = 0.3
+HERE = re.escape(str(ROOT / "tests"))
+BOTH_WORLDS = pytest.mark.parametrize("ranks", [2, 3])
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+
+
+def subject_of(folder: str, timeout: timedelta | None = None) -> Subject:
+    """A model of its own over a new process group; three ranks read each other's memory in
+    place."""
+    warnings.simplefilter("ignore", DeprecationWarning)
+    shared_memory.MIN_NBYTES = 1 << 19 if dist.get_world_size() == 2 else 64
+    return Subject(
+        dist.new_group(timeout=timeout), folder, use_orig_params=dist.get_world_size() == 2
+    )
+
+
+# -- nothing was sent, so nothing is given up
+
+
+def user_name(name: str) -> str:
+    """Return the call's name as errors have it."""
+    return name.partition(",")[0].removeprefix("checkpoint.")
+
+
+def another_than(name: str) -> str:
+    """Return the next call of the table that has another name in errors."""
+    names = list(REFUSABLE)
+    later = names[names.index(name) :] + names
+    return next(other for other in later if user_name(other) != user_name(name))
+
+
+def refuses_different_calls(folder: str) -> None:
+    """The last rank makes another call than the others."""
+    subject = subject_of(folder)
+    with limits(idle_s=5, patience_s=PATIENCE_S):
+        for name in REFUSABLE:
+            own = another_than(name) if subject.is_last else name
+            message = message_of(REFUSABLE[own], subject)
+            other = name if subject.is_last else another_than(name)
+            facts = called(subject.rank, own) + called(1 - subject.rank, other)
+            assert_told(message, "did not come together", *facts)
+            subject.assert_trains()
+
+
+def called(rank: int, name: str) -> list[str]:
+    """Return patterns of a message that says which call a rank has made, and where."""
+    call = rf"{re.escape(user_name(name))}\(\)"
+    return [rf"rank {rank} (called|waits in) \S*\b{call}.* at {HERE}"]
+
+
+def test_different_calls_are_refused_and_the_next_step_trains(tmp_path: Path) -> None:
+    run_ranks(2, refuses_different_calls, str(tmp_path), timeout=120)
+
+
+def refuses_calls_made_by_some(folder: str) -> None:
+    """The last rank trains on: it waits for parameters of the others."""
+    subject = subject_of(folder)
+    with limits(idle_s=20, patience_s=PATIENCE_S):
+        for name, call in REFUSABLE.items():
+            if not subject.is_last:
+                message = message_of(call, subject)
+                assert_told(message, "did not come together", *called(subject.rank, name))
+                assert_told(message, r"waits for the parameters of unit '0' from rank \d")
+            subject.assert_trains()
+
+
+@BOTH_WORLDS
+def test_calls_that_one_rank_skips_are_refused_and_its_step_ends(
+    ranks: int, tmp_path: Path
+) -> None:
+    run_ranks(ranks, refuses_calls_made_by_some, str(tmp_path), timeout=120)
+
+
+def refuses_calls_without_an_idle_rank(folder: str) -> None:
+    """The last rank does something else, until the others have been told."""
+    subject = subject_of(folder)
+    store = dist.distributed_c10d._get_default_store()
+    for name, call in REFUSABLE.items():
+        if subject.is_last:
+            store.wait([name])
+        else:
+            with limits(idle_s=0.4, patience_s=PATIENCE_S):
+                message = message_of(call, subject)
+            assert_told(message, *called(subject.rank, name), rf"rank {subject.pair.ranks - 1} has")
+            if subject.rank == subject.pair.ranks - 2:
+                store.set(name, "")
+        subject.assert_trains()
+
+
+def test_calls_that_an_idle_rank_does_not_make_are_refused_and_the_next_step_trains(
+    tmp_path: Path,
+) -> None:
+    run_ranks(2, refuses_calls_without_an_idle_rank, str(tmp_path), timeout=120)
+
+
+# Wrong uses, made by the last rank alone.
+WRONG: dict[str, tuple[Call, Call]] = {
+    # name: (the right use, the wrong one)
+    "load_state_dict": (
+        BETWEEN_STEPS["load_state_dict, rank0_only"],
+        lambda subject: subject.model.load_state_dict(5),  # type: ignore[arg-type]
+    ),
+    "optim_state_dict": (
+        BETWEEN_STEPS["optim_state_dict"],
+        lambda subject: FSDP.optim_state_dict(subject.model, subject.pair.plain_optim),
+    ),
+    "optim_state_dict_to_load": (
+        BETWEEN_STEPS["optim_state_dict_to_load"],
+        lambda subject: FSDP.optim_state_dict_to_load(
+            subject.model, subject.optim, {"state": {"absent": {}}, "param_groups": []}
+        ),
+    ),
+    "summon_full_params": (
+        BETWEEN_STEPS["summon_full_params"],
+        lambda subject: FSDP.summon_full_params(
+            subject.model, writeback=True, rank0_only=True
+        ).__enter__(),
+    ),
+    "clip_grad_norm_": (
+        BETWEEN_STEPS["clip_grad_norm_"],
+        lambda subject: subject.model.clip_grad_norm_(1.0, norm_type="big"),  # type: ignore[arg-type]
+    ),
+    "checkpoint.save": (
+        FILES["checkpoint.save"],
+        lambda subject: checkpoint.save(subject.next_folder(), subject.model, step=-1),
+    ),
+    "checkpoint.async_save": (
+        FILES["checkpoint.async_save"],
+        lambda subject: checkpoint.async_save(subject.next_folder(), subject.model, step=-1),
+    ),
+    "checkpoint.load": (
+        FILES["checkpoint.load"],
+        lambda subject: checkpoint.load(subject.folder / "absent", subject.model, subject.optim),
+    ),
+}
+
+
+def refuses_wrong_arguments(folder: str) -> None:
+    subject = subject_of(folder)
+    with limits(idle_s=20, patience_s=PATIENCE_S):
+        for right, wrong in WRONG.values():
+            with pytest.raises(FsdpCompatError) as caught:
+                (wrong if subject.is_last else right)(subject)
+            assert_told(str(caught.value))
+            subject.assert_trains()
+
+
+@BOTH_WORLDS
+def test_a_wrong_argument_on_one_rank_gives_nothing_up(ranks: int, tmp_path: Path) -> None:
+    run_ranks(ranks, refuses_wrong_arguments, str(tmp_path), timeout=120)
+
+
+def raises_on_all_ranks(folder: str) -> None:
+    subject = subject_of(folder)
+    for place in PLACES:
+        for name in ("forward", *(name for name in REFUSABLE if "load" not in name)):
+            with planted(subject, place), pytest.raises(Planted, match=f"^{place}$"):
+                subject.train()
+            CALLS[name](subject)
+        subject.assert_trains()
+
+
+@BOTH_WORLDS
+def test_an_exception_on_all_ranks_gives_nothing_up(ranks: int, tmp_path: Path) -> None:
+    run_ranks(ranks, raises_on_all_ranks, str(tmp_path), timeout=120)
+
+
+# -- a failure in the middle is for good
+
+
+def fails_where_one_rank_raises(folder: str) -> None:
+    """The last rank raises in a step and catches it; each time it makes another call then."""
+    next_calls = itertools.cycle(CALLS.values())
+    for place in IN_STEP * (2 if dist.get_world_size() == 2 else 1):
+        subject, call = subject_of(folder), next(next_calls)
+        with limits(idle_s=20, patience_s=PATIENCE_S):
+            if subject.is_last:
+                with planted(subject, place), pytest.raises(Planted, match=f"^{place}$"):
+                    subject.train()
+                messages = [message_of(call, subject)]
+                if "did not come together" in messages[0]:  # the others go on to wait
+                    messages.append(message_of(Subject.forward, subject))
+                rank = r"rank \d waits for .*unit '\d' from rank"
+            else:
+                messages = [message_of(Subject.train, subject)]
+                rank = rf"rank {subject.rank} waits for .*unit '\d' from rank"
+            for message in messages:
+                assert_told(message, rank, rf"at {HERE}")
+        assert_stays_failed(subject)
+
+
+@BOTH_WORLDS
+def test_a_rank_that_raises_alone_in_a_step_fails_all_ranks_for_good(
+    ranks: int, tmp_path: Path
+) -> None:
+    run_ranks(ranks, fails_where_one_rank_raises, str(tmp_path), timeout=120)
+
+
+def interrupt() -> None:
+    raise KeyboardInterrupt("stop")
+
+
+def fails_where_one_rank_is_interrupted(folder: str) -> None:
+    """An interrupt ends the last rank's wait in the middle of each call."""
+    for call in (PASSES | BETWEEN_STEPS).values():
+        subject = subject_of(folder)
+        with limits(idle_s=20, patience_s=PATIENCE_S):
+            if subject.is_last:
+                with at_first_wait(interrupt), pytest.raises(KeyboardInterrupt, match="stop"):
+                    call(subject)
+            else:
+                message = message_of_first(subject, call)
+                assert_told(
+                    message,
+                    rf"rank {subject.pair.ranks - 1} left .* with KeyboardInterrupt, at {HERE}",
+                    "^Waiting for ",
+                )
+        assert_stays_failed(subject)
+
+
+def test_an_interrupt_in_the_middle_of_a_call_fails_all_ranks_for_good(tmp_path: Path) -> None:
+    run_ranks(3, fails_where_one_rank_is_interrupted, str(tmp_path), timeout=120)
+
+
+def is_interrupted_with_files(folder: str) -> None:
+    """Ranks that save or load tell each other by way of the store: nothing of the model is sent."""
+    subject = subject_of(folder)
+    for name in ("checkpoint.save", "checkpoint.load"):
+        if subject.is_last:
+            with at_first_wait(interrupt), pytest.raises(KeyboardInterrupt, match="stop"):
+                FILES[name](subject)
+        else:
+            message = message_of(FILES[name], subject)
+            assert_told(message, rf"rank {subject.pair.ranks - 1} .*left with KeyboardInterrupt")
+        subject.assert_trains()
+
+
+@BOTH_WORLDS
+def test_an_interrupt_in_a_save_or_load_gives_nothing_up(ranks: int, tmp_path: Path) -> None:
+    run_ranks(ranks, is_interrupted_with_files, str(tmp_path))
+
+
+def passes_the_time_limit(folder: str) -> None:
+    """The last rank makes nothing of a pass until the others have failed."""
+    store = dist.distributed_c10d._get_default_store()
+    for name, call in PASSES.items():
+        subject = subject_of(folder, timeout=timedelta(seconds=3))
+        if subject.is_last:
+            store.wait([name])
+            assert_told(message_of(call, subject), "no message within 3 s")
+        else:
+            message = message_of(call, subject)
+            assert_told(message, "no message within 3 s", "the parameters of unit '.' from rank")
+            store.set(name, "")
+        assert_stays_failed(subject)
+
+
+def test_a_wait_beyond_the_time_limit_fails_all_ranks_for_good(tmp_path: Path) -> None:
+    run_ranks(2, passes_the_time_limit, str(tmp_path))
+
+
+# -- a process that ends, and one that stops
+
+
+@pytest.mark.slow
+def test_a_killed_rank_fails_the_others_for_good_and_a_stopped_one_is_waited_for() -> None:
+    """A rank is stopped for 20 s: twice the 10 s after which one that idles is given up."""
+    ran = subprocess.run(
+        [sys.executable, "-m", "tests.support.faults"],
+        capture_output=True,
+        text=True,
+        timeout=400,
+        cwd=ROOT,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stdout + ran.stderr

@@ -1,0 +1,561 @@
+"""Calls that all ranks of a model make together, and what can go wrong on one rank of them.
+
+``python -m tests.support.faults`` runs the cases in which a process ends or is stopped, each in
+processes of its own, forked from one that has imported everything. It prints the cases that failed,
+with the traceback of each failing rank on stderr, and exits with their number."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import datetime
+import faulthandler
+import gc
+import itertools
+import os
+import re
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch._dynamo  # imported by the first forward: here it is done once for all processes
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from fsdp_compat import (
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
+    StateDictType,
+    StateError,
+    checkpoint,
+)
+from fsdp_compat import FullyShardedDataParallel as FSDP
+from fsdp_compat._comm import deadlock
+from fsdp_compat.checkpoint._mailbox import StoreMailbox
+from tests.support.models import DIM, Block
+from tests.support.parity import make_pair, square
+
+PROMPT_S = 8.0  # for an error, on a busy machine; every time limit is far beyond it
+AT_ONCE_S = 3.0  # for all later calls together, which wait for nothing
+
+
+class Planted(Exception):
+    """Raised by a test inside of a call."""
+
+
+class NotRaised(AssertionError):
+    """A call that should have raised has returned."""
+
+
+class Subject:
+    """A sharded model beside an unsharded one, with all that the calls need. Collective."""
+
+    def __init__(self, group: dist.ProcessGroup, folder: str, use_orig_params: bool) -> None:
+        """group: of all ranks. folder: for checkpoints."""
+        self.pair = make_pair(
+            lambda: nn.Sequential(*(Block() for _ in range(3))),
+            process_group=None,
+            device_mesh=DeviceMesh.from_group(group, "cpu"),
+            use_orig_params=use_orig_params,
+        )
+        self.model, self.optim, self.rank = self.pair.model, self.pair.optim, self.pair.rank
+        self.is_last = self.rank == self.pair.ranks - 1
+        self.folder = Path(folder) / group.group_name
+        self._steps = itertools.count()
+        self.pair.step()
+        self.full = {name: value.clone() for name, value in self.model.state_dict().items()}
+        self.optim_state = FSDP.optim_state_dict(self.model, self.optim)
+        self.saved = self.save()
+        self.loss = self.forward()  # its graph is kept for a backward at any time
+
+    def forward(self) -> Tensor:
+        return square(self.model, torch.ones(2, DIM))
+
+    def train(self) -> None:
+        """Take a step that is compared with nothing."""
+        self.forward().backward()
+        self.optim.step()
+        self.optim.zero_grad()
+
+    def next_folder(self) -> Path:
+        return self.folder / str(next(self._steps))
+
+    def save(self) -> Path:
+        return checkpoint.save(self.next_folder(), self.model, self.optim, step=1)
+
+    def assert_trains(self) -> None:
+        """A step has the loss, the gradients and the result of the unsharded model's."""
+        self.optim.zero_grad()
+        self.pair.step()
+
+
+# -- the calls
+
+
+def _in_form(kind: StateDictType, *configs: Any) -> Callable[[Subject], Any]:
+    return lambda subject: FSDP.state_dict_type(subject.model, kind, *configs)
+
+
+_full = _in_form(
+    StateDictType.FULL_STATE_DICT,
+    FullStateDictConfig(rank0_only=True, offload_to_cpu=True),
+    FullOptimStateDictConfig(rank0_only=True, offload_to_cpu=True),
+)
+_sharded = _in_form(StateDictType.SHARDED_STATE_DICT)
+
+
+def _state_dict_of_rank_0(subject: Subject) -> None:
+    with _full(subject):
+        subject.model.state_dict()
+
+
+def _sharded_state_dict(subject: Subject) -> None:
+    with _sharded(subject):
+        subject.model.state_dict()
+
+
+def _load_from_rank_0(subject: Subject) -> None:
+    with _full(subject):
+        subject.model.load_state_dict(subject.full if subject.rank == 0 else {})
+
+
+def _sharded_optim_state_dict(subject: Subject) -> None:
+    with _sharded(subject):
+        FSDP.optim_state_dict(subject.model, subject.optim)
+
+
+def _optim_state_from_rank_0(subject: Subject) -> None:
+    with _full(subject):
+        state = subject.optim_state if subject.rank == 0 else {}
+        FSDP.optim_state_dict_to_load(subject.model, subject.optim, state)
+
+
+def _summon(subject: Subject) -> None:
+    with FSDP.summon_full_params(subject.model):
+        pass
+
+
+def _async_save(subject: Subject) -> None:
+    folder = subject.next_folder()
+    checkpoint.async_save(folder, subject.model, subject.optim, step=1).wait()
+
+
+Call = Callable[[Subject], object]
+
+PASSES: dict[str, Call] = {
+    "forward": lambda subject: subject.forward(),
+    "backward": lambda subject: subject.loss.backward(retain_graph=True),
+}
+# Calls that make sure that every rank has come before anything is sent.
+BETWEEN_STEPS: dict[str, Call] = {
+    "state_dict": lambda subject: subject.model.state_dict(),
+    "state_dict, rank0_only": _state_dict_of_rank_0,
+    "state_dict, sharded": _sharded_state_dict,
+    "load_state_dict, rank0_only": _load_from_rank_0,
+    "optim_state_dict": lambda subject: FSDP.optim_state_dict(subject.model, subject.optim),
+    "optim_state_dict, sharded": _sharded_optim_state_dict,
+    "optim_state_dict_to_load": lambda subject: FSDP.optim_state_dict_to_load(
+        subject.model, subject.optim, subject.optim_state
+    ),
+    "optim_state_dict_to_load, rank0_only": _optim_state_from_rank_0,
+    "full_optim_state_dict": lambda subject: FSDP.full_optim_state_dict(
+        subject.model, subject.optim
+    ),
+    "scatter_full_optim_state_dict": lambda subject: FSDP.scatter_full_optim_state_dict(
+        subject.optim_state if subject.rank == 0 else None, subject.model, optim=subject.optim
+    ),
+    "summon_full_params": _summon,
+    "apply": lambda subject: subject.model.apply(lambda module: None),
+    "clip_grad_norm_": lambda subject: subject.model.clip_grad_norm_(1.0),
+    "torch.nn.utils.clip_grad_norm_": lambda subject: nn.utils.clip_grad_norm_(
+        subject.model.parameters(), 1.0
+    ),
+}
+FILES: dict[str, Call] = {
+    "checkpoint.save": Subject.save,
+    "checkpoint.async_save": _async_save,
+    "checkpoint.load": lambda subject: checkpoint.load(subject.saved, subject.model, subject.optim),
+}
+REFUSABLE = BETWEEN_STEPS | FILES
+CALLS = PASSES | REFUSABLE
+
+
+# -- what goes wrong on one rank
+
+
+@contextlib.contextmanager
+def planted(subject: Subject, place: str) -> Iterator[None]:
+    """Inside of it a step of the model raises Planted at ``place``, which is one of PLACES."""
+    with contextlib.ExitStack() as stack:
+        unit: Any = subject.model.module[1]
+        inner: nn.Module = unit.module.up
+
+        def fault(*args: Any) -> Any:
+            raise Planted(place)
+
+        def keep(handle: Any) -> None:
+            stack.callback(handle.remove)
+
+        if place == "forward":
+            inner.forward = fault  # type: ignore[method-assign]
+            stack.callback(delattr, inner, "forward")
+        elif place == "forward hook":
+            keep(inner.register_forward_hook(fault))
+        elif place == "forward hook of a unit":
+            keep(unit.register_forward_hook(fault))
+        elif place == "backward hook":
+            keep(inner.register_full_backward_hook(fault))
+        elif place == "backward of a function":
+            keep(inner.register_forward_hook(lambda module, args, output: _Raises.apply(output)))
+        elif place == "gradient hook":
+            keep(inner.register_forward_hook(lambda m, args, output: _with_hook(output, fault)))
+        else:
+            assert place == "optimizer"
+            keep(subject.optim.register_step_pre_hook(fault))
+        yield
+
+
+IN_STEP = (
+    "forward",
+    "forward hook",
+    "forward hook of a unit",
+    "backward hook",
+    "backward of a function",
+    "gradient hook",
+)
+PLACES = (*IN_STEP, "optimizer")
+
+
+class _Raises(torch.autograd.Function):
+    """The identity; its backward raises."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        raise Planted("backward of a function")
+
+
+def _with_hook(output: Tensor, hook: Callable[..., Any]) -> Tensor:
+    output.register_hook(hook)
+    return output
+
+
+@contextlib.contextmanager
+def at_first_wait(action: Callable[[], None]) -> Iterator[list[str]]:
+    """Inside of it ``action`` is called when this rank would first wait for a message of another
+    one. The list is empty until then."""
+    done: list[str] = []
+
+    def acting(method: Callable[..., Any]) -> Callable[..., Any]:
+        def act(*args: Any, **kwargs: Any) -> Any:
+            if not done:
+                done.append(method.__name__)
+                action()
+            return method(*args, **kwargs)
+
+        return act
+
+    places: tuple[tuple[Any, str], ...] = (dist.Work, "wait"), (StoreMailbox, "conclude")
+    before = [getattr(owner, name) for owner, name in places]
+    for (owner, name), method in zip(places, before, strict=True):
+        setattr(owner, name, acting(method))
+    try:
+        yield done
+    finally:
+        for (owner, name), method in zip(places, before, strict=True):
+            setattr(owner, name, method)
+
+
+# -- what ranks see
+
+
+def message_of(call: Call, subject: Subject) -> str:
+    """Return the message of the StateError that ``call`` raises within seconds."""
+    started = time.monotonic()
+    try:
+        call(subject)
+    except StateError as error:
+        passed_s = time.monotonic() - started
+        assert passed_s < PROMPT_S, f"after {passed_s:.1f} s: {error}"
+        return str(error)
+    raise NotRaised("no StateError was raised")
+
+
+def message_of_first(subject: Subject, call: Call) -> str:
+    """Return the message of ``call``, or of the forward after it if it gets all that it needs."""
+    try:
+        return message_of(call, subject)
+    except NotRaised:
+        return message_of(Subject.forward, subject)
+
+
+def assert_told(message: str, *patterns: str) -> None:
+    for pattern in (*patterns, "expected:", "got:", "where:", "to do:"):
+        assert re.search(pattern, message), f"{pattern!r} is not in\n{message}"
+
+
+def assert_stays_failed(subject: Subject) -> None:
+    """Every call says at once that communication has failed, also a second time, and that of a new
+    model over the same ranks."""
+    started = time.monotonic()
+    for name, call in itertools.chain(CALLS.items(), PASSES.items()):
+        try:
+            call(subject)
+        except StateError as error:
+            assert_told(str(error), "has failed before, and stays failed")
+        else:
+            raise AssertionError(f"{name} did not raise")
+    passed_s = time.monotonic() - started
+    assert passed_s < AT_ONCE_S, f"all calls took {passed_s:.1f} s"
+
+
+@contextlib.contextmanager
+def limits(idle_s: float, patience_s: float) -> Iterator[None]:
+    """Inside of it ranks that are missing are told from busy ones sooner than by default."""
+    name = "FSDP_COMPAT_MEET_TIMEOUT"
+    before = os.environ.get(name), deadlock.PATIENCE
+    os.environ[name], deadlock.PATIENCE = str(idle_s), patience_s
+    try:
+        yield
+    finally:
+        deadlock.PATIENCE = before[1]
+        os.environ.pop(name)
+        if before[0] is not None:
+            os.environ[name] = before[0]
+
+
+# -- processes that end or stop in the middle
+
+STOP_S = 20.0  # twice the 10 s after which a rank that idles, or that nobody asks, is given up
+LIMIT = datetime.timedelta(minutes=10)  # of the process groups: far longer than this program takes
+
+
+def _die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _stop() -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def _is_killed(subject: Subject, call: Call) -> None:
+    """The last rank is killed in the middle of the call."""
+    if subject.is_last:
+        with at_first_wait(_die):
+            call(subject)
+        raise AssertionError("the call waited for no message")
+    _assert_fails_for_good(subject, call)
+
+
+def _is_killed_before(subject: Subject, call: Call) -> None:
+    """The last rank is killed between two steps, while the others make the call already."""
+    if subject.is_last:
+        _die()
+    _assert_fails_for_good(subject, call)
+
+
+def _ends(subject: Subject, call: Call) -> None:
+    """The last rank's program ends with an exception in its optimizer, while the others make the
+    call already."""
+    if subject.is_last:
+        with planted(subject, "optimizer"):
+            try:
+                subject.optim.step()
+            except Planted as error:
+                sys.last_value = error  # as the interpreter has it when a program ends with one
+                atexit._run_exitfuncs()
+                os._exit(0)
+    _assert_fails_for_good(subject, call)
+
+
+def _assert_fails_for_good(subject: Subject, call: Call) -> None:
+    """The call, or the forward after it, does not get what the last rank owes; nothing works after
+    that. What was only refused says that the last rank has ended."""
+    message = message_of_first(subject, call)
+    last = subject.pair.ranks - 1
+    if "did not come together" in message:
+        assert_told(message, rf"rank {last} has not come: its? .*ended", r"called \S+\(\) at ")
+    elif "did not stay together" in message:
+        assert_told(message, rf"rank {last} \(process \d+\) has ended")
+    if "did not" in message:  # then nothing was sent that was not received
+        message = message_of(Subject.forward, subject)
+    assert_told(message, "^Waiting for .* failed", "to do: +look for a rank that raised")
+    assert_stays_failed(subject)
+
+
+def _is_stopped(subject: Subject, call: Call) -> None:
+    """The last rank is stopped in the middle of the call, and continued."""
+    started = time.monotonic()
+    if subject.is_last:
+        with at_first_wait(_stop):
+            call(subject)
+    else:
+        call(subject)
+    _assert_nothing_happened(subject, started)
+
+
+def _is_stopped_before(subject: Subject, call: Call) -> None:
+    """The last rank is stopped between two steps, and continued; the others wait in the call."""
+    started = time.monotonic()
+    if subject.is_last:
+        _stop()
+    call(subject)
+    _assert_nothing_happened(subject, started)
+
+
+def _assert_nothing_happened(subject: Subject, started: float) -> None:
+    subject.assert_trains()  # here at the latest the others wait
+    passed_s = time.monotonic() - started
+    assert passed_s > 0.9 * STOP_S, f"no rank was stopped for so long: {passed_s:.1f} s"
+    for call in CALLS.values():
+        call(subject)
+
+
+Fate = Callable[[Subject, Call], None]
+Case = tuple[Fate, str, int]  # what happens, the call, the number of ranks
+
+
+def cases() -> list[Case]:
+    """Each call with one rank that ends in the middle of it, that ends before it, and that stops;
+    those that stop first, as they take longest."""
+    found: list[Case] = []
+    # those left out send what others of the table send
+    for number, name in enumerate(name for name in CALLS if name not in _LIKE_OTHERS):
+        ranks = 2 + number % 2
+        found.append((_is_stopped if number % 4 < 2 else _is_stopped_before, name, ranks))
+        found.append((_is_killed, name, ranks))
+        found.append((_is_killed_before if number % 4 < 2 else _ends, name, 5 - ranks))
+    return sorted(found, key=_takes_long, reverse=True)
+
+
+_LIKE_OTHERS = (
+    "state_dict, sharded",
+    "full_optim_state_dict",
+    "scatter_full_optim_state_dict",
+    "optim_state_dict_to_load",
+    "torch.nn.utils.clip_grad_norm_",
+)
+
+
+def _takes_long(case: Case) -> bool:
+    return case[0] in (_is_stopped, _is_stopped_before)
+
+
+def _describe(case: Case) -> str:
+    fate, name, ranks = case
+    return f"{fate.__name__.strip('_')}, {name}, {ranks} ranks"
+
+
+def _live(rank: int, case: Case, number: int, scratch: str, port: int) -> None:
+    """The life of a rank."""
+    fate, name, ranks = case
+    warnings.simplefilter("ignore", DeprecationWarning)
+    store = dist.PrefixStore(str(number), dist.TCPStore("127.0.0.1", port, is_master=False))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=LIMIT)
+    group = dist.group.WORLD
+    assert group is not None
+    fate(Subject(group, f"{scratch}/{number}", use_orig_params=ranks == 2), CALLS[name])
+
+
+def _forked(rank: int, case: Case, number: int, scratch: str, port: int) -> int:
+    process = os.fork()
+    if process:
+        return process
+    try:
+        faulthandler.register(signal.SIGUSR1, chain=True)
+        _live(rank, case, number, scratch, port)
+        os._exit(0)
+    except BaseException:
+        text = f"===== {_describe(case)}: rank {rank} =====\n{traceback.format_exc()}"
+        os.write(2, text.encode())
+        os._exit(1)
+
+
+PROCESSES = 24  # at a time, of those that are not stopped; most of them wait
+CASE_S = 120.0  # within which a case ends, on a busy machine
+
+
+def _store_server() -> tuple[int, int]:
+    """Serve a store in a process of its own, so that the one that forks the ranks has one thread;
+    return the process and the port."""
+    reader, writer = os.pipe()
+    process = os.fork()
+    if not process:
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        os.write(writer, str(store.port).encode())
+        while os.getppid() != 1:  # it ends with the one that forks, however that ends
+            time.sleep(1.0)
+        os._exit(0)
+    port = int(os.read(reader, 100))
+    os.close(reader)
+    os.close(writer)
+    return process, port
+
+
+def main() -> int:
+    torch.set_num_threads(1)
+    gc.collect()
+    gc.freeze()  # a collection in a forked process would copy all that is imported
+    server, port = _store_server()
+    waiting = cases()[::-1]
+    running: dict[int, tuple[int, Case, float]] = {}  # by process: rank, case, when it is killed
+    stopped: dict[int, float] = {}  # by process: when it goes on
+    failed: set[str] = set()
+    scratch = tempfile.mkdtemp()  # a TemporaryDirectory would go with the first process that ends
+    try:
+        while waiting or running:
+            busy = sum(process not in stopped for process in running)
+            while waiting and busy < PROCESSES:
+                case = waiting.pop()
+                end = time.monotonic() + CASE_S
+                for rank in range(case[2]):
+                    process = _forked(rank, case, len(waiting), scratch, port)
+                    running[process] = rank, case, end
+                busy += case[2]
+            _look(running, stopped, failed)
+            time.sleep(0.02)
+    finally:
+        os.kill(server, signal.SIGKILL)
+        os.waitpid(server, 0)
+        shutil.rmtree(scratch, ignore_errors=True)
+    for text in sorted(failed):
+        print(text)
+    return len(failed)
+
+
+def _look(
+    running: dict[int, tuple[int, Case, float]], stopped: dict[int, float], failed: set[str]
+) -> None:
+    """See which processes have ended or stopped, and continue or end those whose time has come."""
+    now = time.monotonic()
+    for process, (rank, case, end) in list(running.items()):
+        found, status = os.waitpid(process, os.WNOHANG | os.WUNTRACED)
+        if found and os.WIFSTOPPED(status):
+            stopped[process] = now + STOP_S
+        elif found:
+            del running[process]
+            is_lost = rank == case[2] - 1 and case[0] in (_is_killed, _is_killed_before)
+            if status != (signal.SIGKILL if is_lost else 0):
+                failed.add(f"{_describe(case)}: rank {rank} ended with status {status}")
+        elif process in stopped and now > stopped[process]:
+            del stopped[process]
+            os.kill(process, signal.SIGCONT)
+        elif now > end:
+            running[process] = rank, case, now + 1.0  # then again, with another signal
+            os.kill(process, signal.SIGUSR1 if now < end + 1.0 else signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
