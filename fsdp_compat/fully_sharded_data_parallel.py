@@ -329,17 +329,19 @@ class FullyShardedDataParallel(nn.Module):
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
         """Like nn.Module's. Inside ``summon_full_params`` the names are those before wrapping."""
-        if self._runtime.broken:  # an exception in backward has left units unsharded
-            self._runtime.rest()
+        runtime, view = self._runtime, self._unit.view
+        if runtime.broken:  # an exception in backward has left units unsharded
+            runtime.rest()
         for name, parameter in super().named_parameters(prefix, recurse, remove_duplicate):
-            yield clean_name(name) if self._unit.view.summoned else name, parameter
+            yield clean_name(name) if view.summoned else name, parameter
 
     def named_buffers(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """Like nn.Module's. Inside ``summon_full_params`` the names are those before wrapping."""
+        view = self._unit.view
         for name, buffer in super().named_buffers(prefix, recurse, remove_duplicate):
-            yield clean_name(name) if self._unit.view.summoned else name, buffer
+            yield clean_name(name) if view.summoned else name, buffer
 
     # -- state
 

@@ -1,8 +1,9 @@
-"""Bad input, and calls at the wrong moment: the same clear error on every rank, at once, with
-everything left as it was.
+"""Bad input and calls at the wrong moment raise the same clear error on every rank at once, and
+change nothing.
 
-Each case names what is refused. After every one of them the ranks are in step, nothing has changed,
-and a training step of the same model equals that of the unsharded one."""
+Each case names what raises. After each of them the ranks are in step, nothing has changed, and a
+training step of the same model equals that of the unsharded one.
+"""
 
 # Wrong types are what this module is about.
 # mypy: disable-error-code="arg-type, call-overload, list-item, dict-item, return-value, call-arg"
@@ -73,7 +74,7 @@ STEP_SIZE = 0.1
 
 
 class Layer(nn.Linear):
-    """A unit that calls something from inside of its forward and of its backward."""
+    """A unit that can call a function inside its forward and its backward."""
 
     def __init__(self) -> None:
         super().__init__(4, 4)
@@ -84,7 +85,7 @@ class Layer(nn.Linear):
 
 
 class Net(nn.Module):
-    """Two layers, a frozen parameter, a buffer; calls something from inside, too."""
+    """Two layers, a frozen parameter and a buffer; can call a function inside, too."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -138,7 +139,7 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
 
 @functools.cache
 def reference(num_steps: int) -> dict[str, Tensor]:
-    """The state of an unsharded Net after so many steps over the batches of 2 ranks."""
+    """The state of an unsharded Net after some steps over the batches of 2 ranks."""
     model = net()
     optimizer = sgd(model)
     for _ in range(num_steps):
@@ -161,7 +162,7 @@ def state_of(model: FSDP) -> dict[str, Tensor]:
 
 
 def difference(model: FSDP, num_steps: int) -> str:
-    """What differs between a sharded Net and the unsharded one after so many steps."""
+    """What differs between a sharded Net and the unsharded one after some steps."""
     found, wanted = state_of(model), reference(num_steps)
     if list(found) != list(wanted):
         return f"its state dict has {list(found)}"
@@ -193,7 +194,7 @@ class Case(typing.NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _OnRank:
-    """An argument that is made on the rank, from the module."""
+    """An argument that is created on the rank, from the module."""
 
     make: Callable[[Any], Any]
 
@@ -202,7 +203,7 @@ class _OnRank:
 
 
 def wrapping(**arguments: Any) -> Make:
-    """The construction with these arguments is refused."""
+    """Construction with these arguments raises."""
 
     def make() -> tuple[nn.Module, Call]:
         module = net()
@@ -235,7 +236,7 @@ def on_plain(call: Callable[[Net], object]) -> Make:
 def on_wrapped(
     call: OnModel, with_grads: bool = False, adam: bool = False, **arguments: Any
 ) -> Make:
-    """A call on a wrapped Net and its optimizer is refused."""
+    """A call on a wrapped Net and its optimizer raises."""
 
     def made() -> tuple[nn.Module, Call]:
         model = shard(use_orig_params=_use_orig_params, **arguments)
@@ -701,7 +702,7 @@ def step_inside_summon(model: FSDP, optimizer: torch.optim.Optimizer) -> None:
 
 
 def second_hook(model: FSDP, optimizer: object) -> None:
-    """Of a second model: a hook stays."""
+    """Use a second model, because a hook cannot be removed."""
     other = shard()
     other.register_comm_hook(None, lambda state, grad, output: None)
     other.register_comm_hook(None, lambda state, grad, output: None)
@@ -956,9 +957,13 @@ STATE_DICTS: dict[str, Case] = {
         ("state_dict_type", "int"),
     ),
     "form: of a plain module": Case(
-        on_plain(lambda m: FSDP.get_state_dict_type(m)), ("Net", "0 instances")
+        on_plain(lambda m: FSDP.get_state_dict_type(m)), ("Net", "0 units")
     ),
-    "form: differing": Case(on_wrapped(differing_forms), ("2 forms",), torch=AssertionError),
+    "form: differing": Case(
+        on_wrapped(differing_forms),
+        ("FULL_STATE_DICT", "SHARDED_STATE_DICT"),
+        torch=AssertionError,
+    ),
     "state_dict: unknown argument": Case(
         on_wrapped(lambda m, o: m.state_dict(prefixx="a.")), ("prefixx",), torch=TypeError
     ),
@@ -1177,9 +1182,7 @@ OPTIMIZERS: dict[str, Case] = {
     "no model": Case(
         optim(lambda m, o: FSDP.optim_state_dict(None, o)), ("optim_state_dict", "NoneType")
     ),
-    "a plain model": Case(
-        optim(lambda m, o: FSDP.optim_state_dict(net(), o)), ("Net", "0 instances")
-    ),
+    "a plain model": Case(optim(lambda m, o: FSDP.optim_state_dict(net(), o)), ("Net", "0 units")),
     "no optimizer": Case(
         optim(lambda m, o: FSDP.optim_state_dict(m, None)), ("optim_state_dict", "NoneType")
     ),
@@ -1578,7 +1581,7 @@ def _try_case(case: Case) -> Outcome:
 
 
 def _trains(module: nn.Module) -> str:
-    """A module that was refused trains as before and can be wrapped; a model goes on like the
+    """A rejected module still trains and can be wrapped; a wrapped model continues like the
     unsharded one."""
     if isinstance(module, Net) and not any(
         isinstance(child, FSDP) or child.__dict__.keys() & {"weight"} for child in module.modules()
@@ -1629,7 +1632,7 @@ def _by_case(by_rank: list[dict[str, Outcome]]) -> dict[str, list[Outcome] | str
 @pytest.mark.parametrize(
     ("group", "name"), [(group, name) for group, cases in GROUPS.items() for name in cases]
 )
-def test_bad_input_is_refused_alike_on_every_rank_with_four_facts_and_nothing_changed(
+def test_bad_input_raises_the_same_error_on_every_rank_and_changes_nothing(
     group: str, name: str
 ) -> None:
     case = GROUPS[group][name]
@@ -1717,7 +1720,7 @@ PLACES: dict[str, tuple[Callable[[FSDP], Any], str, bool]] = {
 
 @dataclasses.dataclass
 class Inside:
-    """What a call inside of a pass did on one rank."""
+    """What a call inside forward or backward did on one rank."""
 
     caught: tuple[
         str, ...
@@ -1788,7 +1791,7 @@ def inside_outcomes(place: str) -> dict[str, list[Inside] | str]:
 
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("name", INSIDE)
-def test_a_call_inside_of_a_pass_is_refused_and_the_pass_is_right_nevertheless(
+def test_call_during_forward_or_backward_raises_and_the_pass_completes(
     name: str, place: str
 ) -> None:
     _, named, built_in = INSIDE[name]
@@ -1847,7 +1850,7 @@ LIMIT_S = 1.5
 
 @dataclasses.dataclass
 class Lone:
-    """What one rank saw of a call that only rank 1 got wrong."""
+    """What one rank saw of a call that was wrong only on rank 1."""
 
     kinds: tuple[str, ...]
     seconds: float
@@ -1887,7 +1890,7 @@ def lone_outcomes() -> list[dict[str, Lone]]:
 
 
 @pytest.mark.parametrize("name", ON_ONE_RANK)
-def test_bad_input_on_one_rank_is_refused_there_and_holds_up_the_other_no_longer_than_its_limit(
+def test_bad_input_on_one_rank_raises_there_and_does_not_hang_the_other(
     name: str, lone_outcomes: list[dict[str, Lone]]
 ) -> None:
     other, bad = (its[name] for its in lone_outcomes)
@@ -1902,7 +1905,8 @@ def test_bad_input_on_one_rank_is_refused_there_and_holds_up_the_other_no_longer
 
 
 def _outside() -> dict[str, str]:
-    """{how: what the rank outside was told}; the rank inside wraps a module of its own."""
+    """{how: the message on the rank outside the group}; the rank inside wraps a module of its
+    own."""
     alone, pair = dist.new_group([0]), dist.new_group([0, 1])
     each, _ = dist.new_subgroups_by_enumeration([[0], [1]])
     inside, messages = dist.get_rank() == 0, {}
@@ -1934,7 +1938,7 @@ def _outside() -> dict[str, str]:
     return messages
 
 
-def test_a_rank_outside_of_the_group_is_told_so() -> None:
+def test_rank_outside_the_group_gets_a_clear_error() -> None:
     messages = run_ranks(2, _outside)[1]
     assert list(messages) == [
         "process_group",
@@ -1948,7 +1952,7 @@ def test_a_rank_outside_of_the_group_is_told_so() -> None:
             assert line.startswith(f"  {fact}"), message
 
 
-def test_without_a_process_group_the_remedy_is_named() -> None:
+def test_missing_process_group_error_names_the_remedy() -> None:
     assert not dist.is_initialized()
     module = net()
     before = snapshot(module)
@@ -1978,7 +1982,7 @@ def _uneven_nodes() -> None:
     dist.barrier()
 
 
-def test_ranks_that_do_not_fill_their_nodes_are_refused() -> None:
+def test_hybrid_strategy_with_uneven_nodes_raises() -> None:
     run_ranks(2, _uneven_nodes)
 
 
@@ -2013,7 +2017,7 @@ def _after_destruction(used_before: bool) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("used_before", [False, True])
-def test_without_the_process_group_a_model_goes_on_with_its_own_connections_or_says_what_is_missing(
+def test_model_works_or_raises_after_its_process_group_is_destroyed(
     used_before: bool,
 ) -> None:
     for found in run_ranks(2, _after_destruction, used_before, timeout=20, group_timeout=5):
@@ -2048,7 +2052,7 @@ def _summon_options() -> None:
         assert not difference(model, 1)
 
 
-def test_every_combination_of_options_of_summon_full_params_is_refused_or_changes_nothing() -> None:
+def test_every_combination_of_summon_options_raises_or_changes_nothing() -> None:
     run_ranks(2, _summon_options)
 
 
@@ -2064,7 +2068,7 @@ def _forward_inside_summon() -> None:
         assert not difference(model, 1)
 
 
-def test_forward_inside_of_summon_full_params_computes_with_what_is_shown() -> None:
+def test_forward_inside_summon_full_params_uses_the_full_parameters() -> None:
     run_ranks(2, _forward_inside_summon)
 
 
@@ -2078,7 +2082,7 @@ def _wraps_in(mode: str) -> None:
 
 
 @pytest.mark.parametrize("mode", ["no_grad", "inference_mode"])
-def test_a_model_that_is_wrapped_where_gradients_are_off_trains(mode: str) -> None:
+def test_model_wrapped_under_no_grad_trains(mode: str) -> None:
     run_ranks(2, _wraps_in, mode)
 
 
@@ -2118,7 +2122,7 @@ def assert_equal(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> N
         assert torch.allclose(found[name], value, atol=1e-5), name
 
 
-def test_a_dict_can_be_loaded_while_gradients_wait_in_no_sync() -> None:
+def test_state_dict_loads_while_no_sync_gradients_are_pending() -> None:
     run_ranks(2, _loads_while_gradients_wait)
 
 
@@ -2134,7 +2138,7 @@ def _loads_other_dtypes() -> None:
             assert {value.dtype for value in found.values()} == {torch.float32}
 
 
-def test_values_of_other_real_dtypes_are_converted_when_loaded_as_everywhere_in_torch() -> None:
+def test_load_converts_values_of_other_real_dtypes() -> None:
     run_ranks(2, _loads_other_dtypes)
 
 
@@ -2150,7 +2154,7 @@ def _loads_what_is_missing_or_too_much() -> None:
         assert_equal(state_of(model), plain.state_dict())
 
 
-def test_a_load_that_is_not_strict_says_what_is_missing_and_what_is_too_much() -> None:
+def test_non_strict_load_reports_missing_and_unexpected_keys() -> None:
     run_ranks(2, _loads_what_is_missing_or_too_much)
 
 
@@ -2185,13 +2189,13 @@ def _freezes_in_forward() -> list[str]:
     return results
 
 
-def test_what_is_frozen_inside_of_forward_stays_so_or_that_is_refused() -> None:
+def test_freezing_inside_forward_persists_or_raises() -> None:
     for results in run_ranks(2, _freezes_in_forward):
         assert set(results) <= {"followed", " ".join(FACTS)}
 
 
 class Odd(Exception):
-    """Nobody else's."""
+    """An exception class that only these tests raise."""
 
 
 def _raises(*args: Any, **kwargs: Any) -> Any:
@@ -2199,7 +2203,7 @@ def _raises(*args: Any, **kwargs: Any) -> Any:
 
 
 def _errors_of_the_user() -> None:
-    """What a function of the user raises comes out as it is."""
+    """Exceptions of user functions propagate unchanged."""
     ways: dict[str, Callable[[nn.Module], object]] = {
         "a policy": lambda m: FSDP(m, auto_wrap_policy=_raises),
         "a CustomPolicy": lambda m: FSDP(m, auto_wrap_policy=CustomPolicy(_raises)),
@@ -2245,5 +2249,5 @@ def _with_hook(model: FSDP) -> None:
     step(model)
 
 
-def test_what_functions_of_the_user_raise_comes_out_as_it_is() -> None:
+def test_exceptions_of_user_functions_propagate_unchanged() -> None:
     run_ranks(2, _errors_of_the_user)

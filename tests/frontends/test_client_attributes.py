@@ -1,5 +1,5 @@
-"""What programs and client libraries read, or set, on an instance of torch's class: ours has it,
-with the same values."""
+"""Attributes of torch's class that programs and client libraries read or set, with the same
+values."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.support.ranks import run_ranks
 
 
 def _answers() -> None:
-    """Names of enum members stand for them, as the two packages have enums of their own."""
+    """Enum members are compared by name, because each package has its own enums."""
     for prefetch in (None, "BACKWARD_PRE", "BACKWARD_POST"):
         for flag in (False, True):
             options: dict[str, Any] = {
@@ -81,12 +81,12 @@ def clean(name: str) -> str:
     return name.removeprefix("_fsdp_wrapped_module.")
 
 
-def test_an_instance_answers_as_one_of_torch() -> None:
+def test_attributes_equal_those_of_torch() -> None:
     run_ranks(2, _answers)
 
 
 def _sets(use_orig_params: bool) -> None:
-    """What Composer, litgpt and verl set, so that torch looks again, and what they call."""
+    """Set and call what Composer, litgpt and verl use to make torch initialize again."""
     pair = make_pair(lambda: Stack(2), use_orig_params=use_orig_params)
     pair.step(one_backward)
     model = pair.model
@@ -101,7 +101,7 @@ def _sets(use_orig_params: bool) -> None:
 
 
 @both_forms
-def test_what_clients_set_has_no_effect(use_orig_params: bool) -> None:
+def test_attributes_set_by_clients_have_no_effect(use_orig_params: bool) -> None:
     run_ranks(2, _sets, use_orig_params)
 
 
@@ -205,7 +205,7 @@ def _upcasts(use_orig_params: bool) -> None:
 
 @both_forms
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_unit_is_upcast_as_accelerate_does_it(ranks: int, use_orig_params: bool) -> None:
+def test_upcast_as_done_by_accelerate_works(ranks: int, use_orig_params: bool) -> None:
     run_ranks(ranks, _upcasts, use_orig_params)
 
 
@@ -221,5 +221,5 @@ def _takes_what_the_flat_parameter_was_given(use_orig_params: bool) -> None:
 
 
 @both_forms
-def test_the_values_of_an_upcast_are_those_the_client_has_set(use_orig_params: bool) -> None:
+def test_upcast_keeps_the_values_set_by_the_client(use_orig_params: bool) -> None:
     run_ranks(2, _takes_what_the_flat_parameter_was_given, use_orig_params)

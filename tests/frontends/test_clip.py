@@ -1,5 +1,5 @@
-"""Clipping by the norm of all gradients gives DDP's number and DDP's gradients, through our method
-and through torch's function."""
+"""Clipping gives DDP's total norm and gradients, through our method and through torch's
+function."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Terms(nn.Module):
 
 
 class Empty(Terms):
-    """Beside a parameter without elements."""
+    """Has a parameter without elements next to another one."""
 
     def __init__(self) -> None:
         super().__init__(torch.bfloat16)
@@ -176,14 +176,15 @@ class Pair:
 
 
 def _with_grad(grad: Tensor) -> nn.Parameter:
-    """A parameter with the very tensor as its gradient."""
+    """A parameter whose gradient is the given tensor."""
     p = nn.Parameter(torch.empty_like(grad))
     p.grad = grad
     return p
 
 
 def _assert_close(got: Tensor, expected: Tensor, what: str) -> None:
-    """Equal but for rounding, at the largest element: ranks add up in another order than DDP."""
+    """Equal up to rounding, relative to the largest element: ranks add in another order than
+    DDP."""
     rtol = max(RTOL, torch.finfo(got.dtype).eps)
     atol = rtol * expected.abs().max().item()
     torch.testing.assert_close(
@@ -246,7 +247,7 @@ def _clips_as_ddp(
 @pytest.mark.parametrize("strategy", list(ShardingStrategy))
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
 @pytest.mark.parametrize("name", MODELS)
-def test_norm_and_clipped_gradients_are_those_of_ddp(
+def test_norm_and_clipped_gradients_equal_ddp(
     name: str, num_ranks: int, strategy: ShardingStrategy, use_orig_params: bool
 ) -> None:
     first, *others = run_ranks(num_ranks, _clips_as_ddp, name, strategy, use_orig_params)
@@ -339,13 +340,13 @@ def _finds_no_gradients(by_torch: bool, use_orig_params: bool) -> list[float]:
 
 @both_forms
 @both_calls
-def test_without_any_gradient_the_norm_is_zero(by_torch: bool, use_orig_params: bool) -> None:
+def test_norm_without_gradients_is_zero(by_torch: bool, use_orig_params: bool) -> None:
     found = run_ranks(3, _finds_no_gradients, by_torch, use_orig_params)
     assert found == [[0.0] * len(ShardingStrategy) * len(NORM_TYPES)] * 3
 
 
 def _clips_in_mixed_precision(use_orig_params: bool) -> None:
-    """The shards' gradients are float32: what counts is what the optimizer sees."""
+    """The shards' gradients are float32; clipping uses the gradients that the optimizer sees."""
     precision = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     policy = ModuleWrapPolicy({Block})
     model = FSDP(
@@ -366,7 +367,7 @@ def _clips_in_mixed_precision(use_orig_params: bool) -> None:
 
 
 @both_forms
-def test_under_mixed_precision_the_gradients_that_the_optimizer_sees_are_clipped(
+def test_mixed_precision_clips_the_gradients_the_optimizer_sees(
     use_orig_params: bool,
 ) -> None:
     run_ranks(2, _clips_in_mixed_precision, use_orig_params)
@@ -377,7 +378,7 @@ def test_under_mixed_precision_the_gradients_that_the_optimizer_sees_are_clipped
 
 @contextlib.contextmanager
 def _counting_collectives(found: collections.Counter[str]) -> Iterator[None]:
-    """Count what is asked of any process group, whoever asks."""
+    """Count the collectives on any process group."""
     names = [
         "allreduce",
         "allgather",
@@ -429,7 +430,7 @@ def _sends(use_orig_params: bool) -> dict[str, dict[str, int]]:
 
 
 @both_forms
-def test_a_call_sends_one_all_reduce_and_none_where_nothing_is_sharded(
+def test_clipping_sends_one_all_reduce_and_none_without_sharding(
     use_orig_params: bool,
 ) -> None:
     one = {"allreduce": 1}
@@ -439,7 +440,7 @@ def test_a_call_sends_one_all_reduce_and_none_where_nothing_is_sharded(
 
 
 class _Kernels(TorchDispatchMode):
-    """How many tensors norms are taken of, and how many are scaled, by the name of the operator."""
+    """How many tensors norms are computed of, and how many are scaled, by operator name."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -452,7 +453,7 @@ class _Kernels(TorchDispatchMode):
 
 
 def _counts_kernels(use_orig_params: bool) -> list[dict[str, int]]:
-    """Of a model of five units: as backward leaves the gradients; with one replaced; with one
+    """For a model of five units: gradients as backward leaves them, with one replaced, and with one
     dropped."""
     model = FSDP(
         nn.Sequential(*(nn.Linear(5, 5) for _ in range(4)), nn.Linear(5, 5)),
@@ -471,7 +472,7 @@ def _counts_kernels(use_orig_params: bool) -> list[dict[str, int]]:
     return found
 
 
-def test_a_unit_is_one_norm_and_one_product_however_many_parameters_the_optimizer_sees() -> None:
+def test_clipping_takes_one_norm_and_one_product_per_unit() -> None:
     for found in run_ranks(2, _counts_kernels, False):
         assert found == [{"_foreach_norm": 5, "_foreach_mul_": 5}] * 2 + [
             {"_foreach_norm": 4, "_foreach_mul_": 4}
@@ -491,8 +492,8 @@ def test_a_unit_is_one_norm_and_one_product_however_many_parameters_the_optimize
 
 
 def _spoils_one_element(use_orig_params: bool) -> dict[str, str]:
-    """Per bad value and rank that has it: what each kind of norm is, and what became of the
-    gradients of this rank."""
+    """By bad value and by the rank that has it: each kind of norm, and this rank's gradients
+    afterwards."""
     found = {}
     for strategy, options in _strategies(FULL_SHARD, NO_SHARD, HYBRID[0]):
         model = FSDP(
@@ -519,7 +520,7 @@ def _spoils_one_element(use_orig_params: bool) -> dict[str, str]:
 
 
 @both_forms
-def test_one_bad_element_makes_the_norm_bad_on_every_rank_and_every_gradient_with_it(
+def test_one_nonfinite_element_makes_norm_and_gradients_nonfinite_everywhere(
     use_orig_params: bool,
 ) -> None:
     for found in run_ranks(2, _spoils_one_element, use_orig_params):
@@ -567,7 +568,7 @@ def _refuses() -> list[str]:
     return messages
 
 
-def test_norm_types_and_maxima_that_are_not_numbers_are_refused_on_every_rank() -> None:
+def test_invalid_norm_types_and_maxima_raise_on_every_rank() -> None:
     first, second = run_ranks(2, _refuses, group_timeout=15)
     assert first == second
     for message, named in zip(
@@ -593,7 +594,7 @@ def _takes_numbers_in_other_forms() -> None:
     )
 
 
-def test_the_largest_element_may_be_asked_for_by_name() -> None:
+def test_norm_type_accepts_the_string_inf() -> None:
     run_ranks(2, _takes_numbers_in_other_forms)
 
 
@@ -644,9 +645,7 @@ def _clips_by_torch(name: str, use_orig_params: bool) -> list[float]:
         ("fewer elements than ranks", 3, True),
     ],
 )
-def test_torchs_function_gives_the_norm_and_the_gradients_of_ddp(
-    name: str, num_ranks: int, use_orig_params: bool
-) -> None:
+def test_torch_clip_grad_norm_equals_ddp(name: str, num_ranks: int, use_orig_params: bool) -> None:
     first, *others = run_ranks(num_ranks, _clips_by_torch, name, use_orig_params)
     assert all(found == first for found in others), "the ranks differ"
 
@@ -684,7 +683,7 @@ def _clips_a_part(use_orig_params: bool) -> None:
 
 
 @both_forms
-def test_torchs_function_clips_a_part_of_the_parameters_by_the_norm_of_that_part(
+def test_torch_clip_grad_norm_of_some_parameters_uses_their_norm(
     use_orig_params: bool,
 ) -> None:
     run_ranks(2, _clips_a_part, use_orig_params)
@@ -724,7 +723,7 @@ def _clips_beside_a_plain_module(use_orig_params: bool) -> None:
 
 
 @both_forms
-def test_torchs_function_counts_the_gradients_of_a_plain_module_beside_once(
+def test_torch_clip_grad_norm_counts_unsharded_gradients_once(
     use_orig_params: bool,
 ) -> None:
     run_ranks(2, _clips_beside_a_plain_module, use_orig_params)
@@ -748,7 +747,7 @@ def _clips_two_roots(use_orig_params: bool) -> None:
 
 
 @both_forms
-def test_torchs_function_takes_several_roots_at_once(use_orig_params: bool) -> None:
+def test_torch_clip_grad_norm_accepts_several_roots(use_orig_params: bool) -> None:
     run_ranks(2, _clips_two_roots, use_orig_params)
 
 
@@ -767,12 +766,12 @@ def _clips_in_two_calls(use_orig_params: bool) -> None:
 
 
 @both_forms
-def test_torchs_two_functions_for_norm_and_scaling_do_as_the_one(use_orig_params: bool) -> None:
+def test_torch_get_total_norm_and_clip_grads_equal_clip_grad_norm(use_orig_params: bool) -> None:
     run_ranks(2, _clips_in_two_calls, use_orig_params)
 
 
 def _refuses_what_is_not_finite(use_orig_params: bool) -> list[str]:
-    """The bad element lies on rank 1 alone."""
+    """Only rank 1 has the bad element."""
     messages = []
     model = FSDP(Stack(), use_orig_params=use_orig_params)
     model(_vectors()).pow(2).sum().backward()
@@ -796,7 +795,7 @@ def _refuses_what_is_not_finite(use_orig_params: bool) -> list[str]:
 
 
 @both_forms
-def test_torchs_function_finds_on_every_rank_what_is_not_finite_on_one(
+def test_torch_clip_grad_norm_reports_nonfinite_values_on_every_rank(
     use_orig_params: bool,
 ) -> None:
     first, second = run_ranks(2, _refuses_what_is_not_finite, use_orig_params, group_timeout=20)
@@ -804,7 +803,7 @@ def test_torchs_function_finds_on_every_rank_what_is_not_finite_on_one(
 
 
 def _by_definition(grads: Sequence[Tensor], max_norm: float, norm_type: float) -> Tensor:
-    """As torch's documentation has it, in its order of operations."""
+    """As defined by torch's documentation, in its order of operations."""
     norm = torch.linalg.vector_norm(
         torch.stack([torch.linalg.vector_norm(grad, norm_type) for grad in grads]), norm_type
     )
@@ -835,7 +834,7 @@ def _clips_a_plain_module_on_one_rank() -> None:
     dist.barrier()
 
 
-def test_a_plain_module_beside_a_sharded_one_is_clipped_bit_for_bit_as_ever_and_alone() -> None:
+def test_torch_clip_grad_norm_of_a_plain_module_is_unchanged() -> None:
     run_ranks(2, _clips_a_plain_module_on_one_rank, group_timeout=15)
 
 
@@ -899,15 +898,15 @@ def _clips_as_torch(use_orig_params: bool, strategy: str) -> None:
 
 @both_forms
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
-def test_the_norm_has_torchs_dtype_and_what_a_rank_has_no_part_of_has_no_gradient_and_no_state(
+def test_norm_dtype_equals_torch_and_empty_parts_have_no_gradient_or_state(
     strategy: str, use_orig_params: bool
 ) -> None:
     run_ranks(2, _clips_as_torch, use_orig_params, strategy)
 
 
 def _clips_what_few_ranks_hold() -> list[float]:
-    """A model of which two of four ranks hold nothing: by our function, by torch's, and of nothing
-    but the bias."""
+    """Two of the four ranks hold nothing: clip with our function, with torch's, and only the
+    bias."""
     model = FSDP(nn.Linear(3, 1), use_orig_params=True)
     found = []
     for clip, parameters in (
@@ -921,6 +920,6 @@ def _clips_what_few_ranks_hold() -> list[float]:
     return found
 
 
-def test_ranks_that_hold_nothing_of_what_is_clipped_take_part() -> None:
+def test_ranks_without_clipped_gradients_take_part() -> None:
     for found in run_ranks(4, _clips_what_few_ranks_hold):
         assert found == pytest.approx([10**0.5, 10**0.5, 1.0])

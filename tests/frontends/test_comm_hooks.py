@@ -1,4 +1,4 @@
-"""register_comm_hook: the user's own sum and average of gradients, in place of the built-in one."""
+"""register_comm_hook: a user's function replaces the built-in reduction of gradients."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ FACTS = ("expected: ", "got:      ", "where:    ", "to do:    ")
 
 
 class Averages:
-    """A hook that is right, for any number of ranks, and notes what it is given."""
+    """A correct hook for any number of ranks, which records its arguments."""
 
     def __init__(self, group: Any = None) -> None:
         self.calls: list[tuple[int, ...]] = []
@@ -75,7 +75,7 @@ class Averages:
 
 
 def _whole(model: FSDP) -> dict[str, Tensor]:
-    """Whole gradients, by name. Collective."""
+    """Full gradients by name. Collective."""
     with FSDP.summon_full_params(model, writeback=False, with_grads=True):
         return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
@@ -129,7 +129,7 @@ def _nothing(state: Any, grad: Tensor, output: Tensor | None = None) -> None:
 
 
 def _does_nothing(strategy: ShardingStrategy, use_orig_params: bool) -> None:
-    """What the hook leaves is the gradient: nothing else sums, and nothing else divides."""
+    """The hook's result is the gradient: nothing else sums or divides."""
     pair = make_pair(Stack, sharding_strategy=strategy, use_orig_params=use_orig_params)
     pair.model.register_comm_hook(None, _nothing)
     group = pair.model._runtime.groups[0]
@@ -152,14 +152,14 @@ def _does_nothing(strategy: ShardingStrategy, use_orig_params: bool) -> None:
 
 @both_forms
 @pytest.mark.parametrize("strategy", [FULL_SHARD, SHARD_GRAD_OP, NO_SHARD])
-def test_what_the_hook_leaves_is_the_gradient(
+def test_result_of_the_hook_is_the_gradient(
     strategy: ShardingStrategy, use_orig_params: bool
 ) -> None:
     run_ranks(2, _does_nothing, strategy, use_orig_params)
 
 
 def _keeps(state: list[tuple[Tensor, Tensor]], grad: Tensor, output: Tensor | None = None) -> None:
-    """Error feedback and the like: the tensors are kept beyond the call."""
+    """As in error feedback: the tensors are kept after the call."""
     Averages()([], grad, output)
     state.append((grad, grad.clone()))
 
@@ -180,13 +180,12 @@ def _keeps_what_it_is_given(strategy: ShardingStrategy) -> None:
 
 
 @pytest.mark.parametrize("strategy", [FULL_SHARD, NO_SHARD])
-def test_a_hook_may_keep_what_it_is_given(strategy: ShardingStrategy) -> None:
+def test_hook_may_keep_its_arguments(strategy: ShardingStrategy) -> None:
     run_ranks(2, _keeps_what_it_is_given, strategy)
 
 
 def _replaces_data(state: Any, grad: Tensor, output: Tensor | None = None) -> None:
-    """What torch's compressing hooks do: they give the tensors data of another dtype, or other
-    data."""
+    """As torch's compression hooks do: give the tensors other data, or data of another dtype."""
     total = grad.double()
     dist.all_reduce(total)
     total /= dist.get_world_size()
@@ -216,7 +215,7 @@ def _trains_with(
 
 @both_forms
 @pytest.mark.parametrize("strategy", [FULL_SHARD, NO_SHARD])
-def test_a_hook_may_give_its_arguments_other_data(
+def test_hook_may_replace_the_data_of_its_arguments(
     strategy: ShardingStrategy, use_orig_params: bool
 ) -> None:
     run_ranks(
@@ -285,7 +284,7 @@ def _uneven(m: nn.Module, x: Tensor, turn: Turn) -> Tensor:
 
 @both_forms
 @pytest.mark.parametrize("num_ranks", [2, 3])
-def test_a_hook_goes_together_with_nested_frozen_and_offloaded_units(
+def test_hook_works_with_nested_frozen_and_offloaded_units(
     num_ranks: int, use_orig_params: bool
 ) -> None:
     run_ranks(num_ranks, _many_ways, use_orig_params)
@@ -293,7 +292,7 @@ def test_a_hook_goes_together_with_nested_frozen_and_offloaded_units(
 
 @both_forms
 @pytest.mark.parametrize("num_ranks", [2, 3])
-def test_ranks_that_use_different_units_call_the_hook_in_one_order(
+def test_hook_order_is_the_same_on_ranks_that_use_different_units(
     num_ranks: int, use_orig_params: bool
 ) -> None:
     options = {
@@ -324,7 +323,7 @@ def _in_shard_group(
 
 @pytest.mark.parametrize(("strategy", "use_orig_params"), [(HYBRID, False), (HYBRID_ZERO2, True)])
 @pytest.mark.parametrize("shape", [(2, 2), (1, 4), (4, 1)])
-def test_in_a_hybrid_mesh_the_hook_reduces_shards_and_replicas_are_averaged_afterwards(
+def test_hybrid_hook_reduces_shards_before_replicas_are_averaged(
     shape: tuple[int, int], strategy: ShardingStrategy, use_orig_params: bool
 ) -> None:
     states = run_ranks(4, _in_shard_group, strategy, shape, use_orig_params)
@@ -375,14 +374,14 @@ def _is_given_in_the_dtype_of_the_reduction(
 
 @both_forms
 @pytest.mark.parametrize("strategy", [FULL_SHARD, NO_SHARD])
-def test_a_hook_is_given_gradients_in_the_dtype_of_the_reduction(
+def test_hook_gets_gradients_in_the_reduce_dtype(
     strategy: ShardingStrategy, use_orig_params: bool
 ) -> None:
     run_ranks(2, _is_given_in_the_dtype_of_the_reduction, strategy, use_orig_params)
 
 
 class NotDivided(Averages):
-    """Gradients come as backward has made them, whatever the dtype: 60,000 of fp16 too."""
+    """Gradients arrive as backward made them in any dtype, even 60,000 in fp16."""
 
     def __call__(self, state: list[Any], grad: Tensor, output: Tensor | None = None) -> None:
         state.append(float(grad.max()))
@@ -412,7 +411,7 @@ def _undivided(strategy: ShardingStrategy) -> list[float]:
 
 
 @pytest.mark.parametrize("strategy", [FULL_SHARD, NO_SHARD])
-def test_with_a_hook_nothing_is_divided_before(strategy: ShardingStrategy) -> None:
+def test_gradients_are_not_divided_before_the_hook(strategy: ShardingStrategy) -> None:
     sixty = float(torch.tensor(60000.0, dtype=FP16))
     assert run_ranks(4, _undivided, strategy) == [[sixty, sixty]] * 4
 
@@ -422,8 +421,8 @@ def test_with_a_hook_nothing_is_divided_before(strategy: ShardingStrategy) -> No
 
 @contextlib.contextmanager
 def _without_streams() -> Iterator[None]:
-    """Torch's compressing hooks tell the allocator of the stream they run on, which the CPU does
-    not take."""
+    """Torch's compression hooks tell the allocator which stream they run on, which the CPU does not
+    support."""
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch deprecates NO_SHARD
         patch.setattr(Tensor, "record_stream", lambda tensor, stream: None)
@@ -489,7 +488,7 @@ def _hooks_against_torch(cases: list[tuple[Any, ...]]) -> list[str]:
 
 
 @both_forms
-def test_the_hooks_of_torch_give_the_same_bits_as_with_torch(use_orig_params: bool) -> None:
+def test_torch_hooks_give_the_same_bits_as_under_torch(use_orig_params: bool) -> None:
     cases = [
         (name, strategy, {}, use_orig_params, "sss")
         for strategy in ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")
@@ -533,7 +532,7 @@ def _hooks_against_built_in() -> None:
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
-def test_the_hooks_of_torch_average_as_the_built_in_way(num_ranks: int) -> None:
+def test_torch_hooks_average_like_the_built_in_reduction(num_ranks: int) -> None:
     run_ranks(num_ranks, _hooks_against_built_in)
 
 
@@ -603,13 +602,13 @@ def _errors() -> None:
         square(each, torch.ones(2, DIM)).backward()
 
 
-def test_what_cannot_be_registered_is_refused_with_four_facts() -> None:
+def test_invalid_hook_registration_raises() -> None:
     run_ranks(2, _errors)
 
 
 def _becomes_an_inner_one() -> None:
-    """A model with a hook is wrapped once more: a second hook for it is refused, as with torch, and
-    does not take its place."""
+    """A model with a hook is wrapped again: as with torch, registering a second hook raises and
+    does not replace the first."""
     inner = FSDP(Block())
     first = Averages()
     inner.register_comm_hook([], first)
@@ -621,7 +620,7 @@ def _becomes_an_inner_one() -> None:
     assert len(first.calls) == 1
 
 
-def test_a_hook_of_a_model_that_became_an_inner_one_is_not_replaced() -> None:
+def test_hook_of_a_model_that_became_nested_is_kept() -> None:
     run_ranks(2, _becomes_an_inner_one)
 
 
@@ -656,7 +655,7 @@ def _survives_copies() -> None:
             )
 
 
-def test_a_copy_of_a_model_has_its_hook_or_can_be_given_one() -> None:
+def test_copy_has_the_hook_or_accepts_one() -> None:
     run_ranks(2, _survives_copies)
 
 
@@ -685,7 +684,7 @@ def _raises(strategy: ShardingStrategy, use_orig_params: bool) -> None:
 
 @both_forms
 @pytest.mark.parametrize("strategy", [FULL_SHARD, SHARD_GRAD_OP, NO_SHARD])
-def test_after_an_exception_in_a_hook_the_next_step_is_a_usual_one(
+def test_step_after_an_exception_in_a_hook_works(
     strategy: ShardingStrategy, use_orig_params: bool
 ) -> None:
     run_ranks(2, _raises, strategy, use_orig_params)

@@ -1,5 +1,5 @@
-"""Other dtypes for a wrapped model: before it has run its shards are converted, afterwards there is
-one error."""
+"""Converting a wrapped model to another dtype converts its shards before the first forward and
+raises afterwards."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def _converts(use_orig_params: bool) -> None:
 
 
 @both_forms
-def test_a_model_that_has_not_run_trains_in_the_dtype_it_is_converted_to(
+def test_new_model_trains_in_the_dtype_it_is_converted_to(
     use_orig_params: bool,
 ) -> None:
     run_ranks(2, _converts, use_orig_params)
@@ -115,7 +115,7 @@ def test_a_model_that_has_not_run_trains_in_the_dtype_it_is_converted_to(
 
 
 def _equals_torch(use_orig_params: bool) -> None:
-    """Mixed precision takes precedence over the dtype of the shards, for what it names."""
+    """Dtypes that mixed precision sets take precedence over the dtype of the shards."""
     for names in (
         {},
         {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32},
@@ -155,13 +155,12 @@ def _equals_torch(use_orig_params: bool) -> None:
 
 
 @both_forms
-def test_dtypes_and_losses_after_a_conversion_are_those_of_torch(use_orig_params: bool) -> None:
+def test_dtypes_and_losses_after_a_conversion_equal_torch(use_orig_params: bool) -> None:
     run_ranks(2, _equals_torch, use_orig_params)
 
 
 def _follows_mixed_precision(use_orig_params: bool) -> None:
-    """Buffers go on being cast, and lose nothing by it; batch norms compute in their own dtype, the
-    new one."""
+    """Buffers are still cast, without loss; batch norms compute in their own new dtype."""
     precision = MixedPrecision(param_dtype=torch.float32, buffer_dtype=torch.bfloat16)
     model = wrapped(network(), use_orig_params=use_orig_params, mixed_precision=precision).double()
     assert model.module.scale.dtype == torch.bfloat16
@@ -202,7 +201,7 @@ def _is_too_late(use_orig_params: bool) -> None:
 
 
 @both_forms
-def test_a_model_that_has_run_refuses_and_goes_on_as_it_was(use_orig_params: bool) -> None:
+def test_model_that_has_run_rejects_a_conversion_and_still_trains(use_orig_params: bool) -> None:
     run_ranks(2, _is_too_late, use_orig_params)
 
 
@@ -216,7 +215,7 @@ def _one_rank_converts() -> str:
     return str(caught.value)
 
 
-def test_a_conversion_on_one_rank_alone_is_an_error_on_all() -> None:
+def test_conversion_on_one_rank_raises_on_all_ranks() -> None:
     assert all("conversion" in text for text in run_ranks(2, _one_rank_converts))
 
 

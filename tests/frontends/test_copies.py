@@ -1,5 +1,5 @@
-"""copy.deepcopy, pickle and torch.save of wrapped models: a second model that is right, complete,
-and its own."""
+"""copy.deepcopy, pickle and torch.save of wrapped models give a correct, complete and independent
+model."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ ways = pytest.mark.parametrize("way", WAYS)
 
 
 class Tied(nn.Module):
-    """Weights tied inside of a unit, and across units and the root."""
+    """Weights tied inside a unit, and across units and the root."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -83,7 +83,7 @@ class Tied(nn.Module):
 
 
 class Mixed(nn.Module):
-    """Frozen parts, several dtypes and buffers, beside each other in one module."""
+    """Frozen parts, several dtypes and buffers in one module."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -106,7 +106,7 @@ class Mixed(nn.Module):
 
 
 class Container(nn.Module):
-    """No instance itself, around several roots and a plain part."""
+    """Not a wrapper itself; contains several roots and a plain part."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -138,12 +138,12 @@ def make(name: str, **options: Any) -> tuple[nn.Module, FSDP]:
 
 
 def batch(seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """The same on all ranks: batch norm would see more than its rank's part otherwise."""
+    """The same on all ranks, because batch norm would otherwise see only its rank's part."""
     return torch.randn(4, DIM, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 class Trains:
-    """A sharded model and the unsharded one that it equals."""
+    """A sharded model and an equal unsharded one."""
 
     def __init__(self, plain: nn.Module, model: nn.Module) -> None:
         self.plain, self.model = plain, model
@@ -153,7 +153,7 @@ class Trains:
         ]
 
     def step(self, seed: int) -> None:
-        """A step of both, gradients and state compared."""
+        """Run a step of both, and compare gradients and state."""
         for module in (self.plain, self.model):
             module(batch(seed)).float().pow(2).mean().backward()
         expected = dict(self.plain.named_parameters())
@@ -178,14 +178,14 @@ class Trains:
 
 
 def storages(model: nn.Module) -> set[int]:
-    """Where the parameters that are not empty, and the buffers, live."""
+    """The storages of nonempty parameters and of buffers."""
     return {
         t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers()) if t.numel()
     }
 
 
 def assert_apart(one: nn.Module, other: nn.Module) -> None:
-    """Nothing of one is in the other: modules, parameters, memory."""
+    """The two share no modules, parameters or memory."""
     assert not {id(m) for m in one.modules()} & {id(m) for m in other.modules()}, (
         "modules are shared"
     )
@@ -217,7 +217,7 @@ def layout_of(model: nn.Module) -> list[tuple[Any, ...]]:
 
 @contextlib.contextmanager
 def about(case: object) -> Iterator[None]:
-    """Say in an error which case it was."""
+    """Add the case to the error."""
     try:
         yield
     except BaseException as error:
@@ -405,7 +405,7 @@ def test_a_container_around_several_roots_may_be_copied(use_orig_params: bool) -
 
 
 def _copies_the_inner_module(use_orig_params: bool) -> None:
-    """While whole parameters are shown, a copy of the inner module is a plain module again."""
+    """Inside summon_full_params, a copy of the inner module is a plain module."""
     plain, model = make("mixed inside", use_orig_params=use_orig_params)
     Trains(plain, model).step(0)
     with FSDP.summon_full_params(model):
@@ -428,7 +428,7 @@ def _copies_the_inner_module(use_orig_params: bool) -> None:
 
 
 @both_forms
-def test_a_copy_of_the_inner_module_while_it_is_whole_is_a_plain_module(
+def test_copy_of_the_summoned_inner_module_is_a_plain_module(
     use_orig_params: bool,
 ) -> None:
     run_ranks(2, _copies_the_inner_module, use_orig_params)
@@ -463,7 +463,7 @@ def _note(calls: list[str], what: str, *_: Any) -> None:
 
 
 class Noting(nn.Module):
-    """Notes its calls on itself, so that a copy notes on its own list."""
+    """Records its calls on itself, so that a copy records its own."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -555,7 +555,7 @@ def _copies_a_comm_hook(use_orig_params: bool) -> None:
 
 
 @both_forms
-def test_a_communication_hook_is_the_copys_too(use_orig_params: bool) -> None:
+def test_copy_keeps_the_communication_hook(use_orig_params: bool) -> None:
     run_ranks(2, _copies_a_comm_hook, use_orig_params)
 
 
@@ -617,7 +617,7 @@ def _copies_at_other_moments(use_orig_params: bool) -> None:
 
 
 @both_forms
-def test_a_copy_may_be_made_at_any_moment_between_steps(use_orig_params: bool) -> None:
+def test_copy_works_at_any_point_between_steps(use_orig_params: bool) -> None:
     run_ranks(2, _copies_at_other_moments, use_orig_params)
 
 
@@ -641,7 +641,7 @@ def _copies_in_no_sync(use_orig_params: bool) -> None:
 
 
 @both_forms
-def test_a_copy_leaves_the_originals_accumulation_alone(use_orig_params: bool) -> None:
+def test_copy_does_not_affect_accumulated_gradients(use_orig_params: bool) -> None:
     run_ranks(2, _copies_in_no_sync, use_orig_params)
 
 
@@ -667,7 +667,7 @@ def _copies_after_a_failed_backward(use_orig_params: bool) -> None:
 
 
 @both_forms
-def test_a_copy_may_be_made_after_an_exception_in_backward(use_orig_params: bool) -> None:
+def test_copy_works_after_an_exception_in_backward(use_orig_params: bool) -> None:
     run_ranks(2, _copies_after_a_failed_backward, use_orig_params)
 
 
@@ -705,7 +705,7 @@ def _copies_where_it_cannot(use_orig_params: bool) -> None:
 
 
 @both_forms
-def test_copies_inside_of_forward_or_of_summon_are_refused(use_orig_params: bool) -> None:
+def test_copies_inside_forward_or_summon_raise(use_orig_params: bool) -> None:
     run_ranks(2, _copies_where_it_cannot, use_orig_params)
 
 
@@ -732,7 +732,7 @@ def _fails_to_copy(use_orig_params: bool) -> None:
 
 
 @both_forms
-def test_a_copy_that_fails_leaves_the_original_as_it_was(use_orig_params: bool) -> None:
+def test_failed_copy_leaves_the_original_unchanged(use_orig_params: bool) -> None:
     run_ranks(2, _fails_to_copy, use_orig_params)
 
 
@@ -770,7 +770,7 @@ def _averages(name: str, use_orig_params: bool) -> None:
 
 @both_forms
 @pytest.mark.parametrize("name", ["nested", "mixed", "tied"])
-def test_a_moving_average_over_parameters_in_pairs_is_the_unsharded_one(
+def test_moving_average_over_parameter_pairs_equals_unsharded(
     name: str, use_orig_params: bool
 ) -> None:
     run_ranks(2, _averages, name, use_orig_params)
@@ -804,7 +804,7 @@ def _averages_by_torch(use_orig_params: bool) -> None:
 
 
 @both_forms
-def test_torchs_averaged_model_is_the_unsharded_one(use_orig_params: bool) -> None:
+def test_torch_averaged_model_equals_unsharded(use_orig_params: bool) -> None:
     run_ranks(2, _averages_by_torch, use_orig_params)
 
 
@@ -838,7 +838,7 @@ def _copies_with_an_optimizer() -> None:
                     assert_close(state[key], value, key)
 
 
-def test_a_model_and_its_optimizer_may_be_copied_together() -> None:
+def test_model_and_optimizer_can_be_copied_together() -> None:
     run_ranks(2, _copies_with_an_optimizer)
 
 
@@ -864,10 +864,10 @@ def _copies_an_optimizer_and_steps(way: Callable[[Any], Any], use_orig_params: b
 
 @both_forms
 @ways
-def test_no_copied_optimizer_trains_nothing_in_silence(
+def test_copied_optimizer_trains_its_model_or_raises(
     way: Callable[[Any], Any], use_orig_params: bool
 ) -> None:
-    """Its parameters may be made anew: then that is said, by an error."""
+    """If the copy has new parameters, the step raises."""
     run_ranks(2, _copies_an_optimizer_and_steps, way, use_orig_params)
 
 
@@ -928,6 +928,6 @@ def _takes_a_pickle(packed: list[bytes], use_orig_params: bool) -> None:
 
 
 @both_forms
-def test_a_pickle_can_be_read_by_another_program_of_as_many_ranks(use_orig_params: bool) -> None:
+def test_pickle_loads_in_another_program_with_the_same_world_size(use_orig_params: bool) -> None:
     packed = run_ranks(2, _hands_a_pickle_over, use_orig_params)
     run_ranks(2, _takes_a_pickle, packed, use_orig_params)

@@ -1,5 +1,5 @@
-"""Other entry points than forward: methods run with whole parameters if they are registered; if
-not, one error says what to do."""
+"""Methods other than forward run with unsharded parameters if they are registered; otherwise an
+error says what to do."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Mlp(nn.Module):
 
 
 class Layer(nn.Module):
-    """A unit in a unit, with a parameter between."""
+    """A unit inside a unit, with a parameter between them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -64,8 +64,7 @@ class Layer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Generates as Hugging Face's models do: the method of the inner module calls ``self`` in a
-    loop."""
+    """Generates like Hugging Face models: the inner module's method calls ``self`` in a loop."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -153,7 +152,7 @@ def wrapped(*methods: str, synced: bool | None = None, **options: Any) -> FSDP:
 
 
 def assert_idle(model: FSDP, mode: str = "no_grad") -> None:
-    """Nothing is left of a call. After a forward with gradients, backward is expected."""
+    """The call has left nothing behind. After a forward with gradients, backward is expected."""
     if mode == "grad":
         return
     for unit in model._runtime.units:
@@ -170,7 +169,7 @@ def assert_idle(model: FSDP, mode: str = "no_grad") -> None:
 
 
 def assert_trains(model: FSDP, plain: nn.Module, num_steps: int = 1) -> None:
-    """Some steps of both, from the same parameters. Collective."""
+    """Train both for some steps from the same parameters. Collective."""
     optims = [torch.optim.SGD(module.parameters(), 0.1) for module in (model, plain)]
     for seed in range(num_steps):
         x = tokens(seed)
@@ -186,7 +185,7 @@ def assert_trains(model: FSDP, plain: nn.Module, num_steps: int = 1) -> None:
 
 @contextlib.contextmanager
 def about(case: object) -> Iterator[None]:
-    """Say in an error which case it was."""
+    """Add the case to the error."""
     try:
         yield
     except BaseException as error:
@@ -283,15 +282,14 @@ def _generates_as_asked(use_orig_params: bool) -> None:
 
 
 @both_forms
-def test_ranks_may_make_different_numbers_of_calls_where_they_are_synced(
+def test_synced_method_allows_different_numbers_of_calls(
     use_orig_params: bool,
 ) -> None:
     run_ranks(3, _generates_as_asked, use_orig_params)
 
 
 def _counts_gathers(synced: bool) -> list[int]:
-    """Gathers of the whole model in a method that calls forward once, and one that calls it four
-    times."""
+    """The all-gathers of a method that calls forward once, and of one that calls it four times."""
     model = wrapped("generate", synced=synced)
     wires = {id(group.shard): group.shard for group in model._runtime.groups}.values()
     counts = []
@@ -304,7 +302,7 @@ def _counts_gathers(synced: bool) -> list[int]:
     return counts
 
 
-def test_a_call_inside_of_a_synced_method_gathers_every_unit_once() -> None:
+def test_call_inside_a_synced_method_gathers_each_unit_once() -> None:
     # The root stays whole for all calls. Around it are three layers with an Mlp each, and one Mlp
     # that forward does not use.
     assert run_ranks(2, _counts_gathers, False) == [[1 + 6, 1 + 4 * 6]] * 2
@@ -361,7 +359,7 @@ def _trains_through_methods(strategy: ShardingStrategy, use_orig_params: bool) -
 
 @both_forms
 @pytest.mark.parametrize("strategy", [FULL_SHARD, SHARD_GRAD_OP, NO_SHARD])
-def test_gradients_through_a_registered_method_are_those_of_the_unsharded_model(
+def test_gradients_through_a_registered_method_equal_unsharded(
     strategy: ShardingStrategy, use_orig_params: bool
 ) -> None:
     run_ranks(2, _trains_through_methods, strategy, use_orig_params)
@@ -382,14 +380,14 @@ def _trains_synced(use_orig_params: bool) -> None:
 
 
 @both_forms
-def test_gradients_pass_a_synced_method_when_ranks_make_the_same_calls(
+def test_synced_method_has_gradients_if_ranks_make_the_same_calls(
     use_orig_params: bool,
 ) -> None:
     run_ranks(2, _trains_synced, use_orig_params)
 
 
 class Caller(nn.Module):
-    """A method of a nested instance is called from inside of the root's forward."""
+    """Calls a method of a nested wrapper inside the root's forward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -430,7 +428,7 @@ def _calls_a_method_in_forward(synced: bool | None, use_orig_params: bool) -> No
 
 @both_forms
 @pytest.mark.parametrize("synced", [None, True, False])
-def test_a_method_of_a_nested_instance_may_be_called_inside_of_a_forward(
+def test_registered_method_of_a_nested_wrapper_works_inside_forward(
     synced: bool | None, use_orig_params: bool
 ) -> None:
     run_ranks(2, _calls_a_method_in_forward, synced, use_orig_params)
@@ -440,7 +438,7 @@ def test_a_method_of_a_nested_instance_may_be_called_inside_of_a_forward(
 
 
 class Stops(Decoder):
-    """``stop`` says in which call of which layer to raise."""
+    """Raises in the call and the layer that ``stop`` names."""
 
     stop: int = -1
 
@@ -529,12 +527,12 @@ def _registers() -> None:
     assert str(inspect.signature(model.encode)) == "(x: 'Tensor') -> 'Tensor'"
 
 
-def test_registration_says_what_it_cannot_take_and_leaves_plain_modules_alone() -> None:
+def test_invalid_registration_raises_and_plain_modules_are_unchanged() -> None:
     run_ranks(2, _registers)
 
 
 def _forwards_an_instance_attribute() -> None:
-    """PEFT and others put functions onto instances."""
+    """PEFT and others set functions on module instances."""
     plain, inner = decoder(), decoder()
     for module in (plain, inner):
         module.first = lambda x, module=module: module.head(module.embed(x))
@@ -545,7 +543,7 @@ def _forwards_an_instance_attribute() -> None:
         _ = model.broken
 
 
-def test_functions_on_the_instance_may_be_registered() -> None:
+def test_function_set_on_the_module_instance_can_be_registered() -> None:
     run_ranks(2, _forwards_an_instance_attribute)
 
 
@@ -578,7 +576,7 @@ def _yields(use_orig_params: bool) -> None:
 
 
 @both_forms
-def test_every_step_of_a_registered_generator_runs_with_whole_parameters(
+def test_registered_generator_runs_every_step_unsharded(
     use_orig_params: bool,
 ) -> None:
     run_ranks(2, _yields, use_orig_params)
@@ -605,7 +603,7 @@ def test_a_registered_method_computes_in_the_dtype_of_forward(use_orig_params: b
 
 
 class Reads(nn.Module):
-    """Its forward reads parameters of another unit by a function."""
+    """Its forward reads parameters of another unit through a function."""
 
     def __init__(self, what: str) -> None:
         super().__init__()
@@ -628,8 +626,7 @@ class Reads(nn.Module):
 
 
 def assert_refuses(use: Callable[[], Any], parameter: str, unit: str) -> None:
-    """Using a sharded weight outside of a gather is one error with the name, the unit and the three
-    ways out."""
+    """Using a sharded weight raises an error with its name, the unit and the three remedies."""
     with pytest.raises(StateError) as caught:
         use()
     text = str(caught.value)
@@ -713,7 +710,7 @@ def _uses_sharded_parameters(use_orig_params: bool) -> None:
 
 
 @both_forms
-def test_sharded_parameters_cannot_be_used_outside_of_forward(use_orig_params: bool) -> None:
+def test_sharded_parameters_raise_outside_forward(use_orig_params: bool) -> None:
     run_ranks(2, _uses_sharded_parameters, use_orig_params)
 
 
@@ -745,7 +742,7 @@ def _reads_other_units(strategy: ShardingStrategy, use_orig_params: bool) -> Non
 
 @both_forms
 @pytest.mark.parametrize("strategy", [FULL_SHARD, SHARD_GRAD_OP])
-def test_another_units_parameters_cannot_be_read_inside_of_a_forward(
+def test_parameters_of_another_unit_raise_inside_forward(
     strategy: ShardingStrategy, use_orig_params: bool
 ) -> None:
     run_ranks(2, _reads_other_units, strategy, use_orig_params)
@@ -769,7 +766,7 @@ def _reads_parts_outside(use_orig_params: bool = True) -> None:
     assert_trains(model, plain)
 
 
-def test_original_parameters_may_be_read_and_written_between_steps() -> None:
+def test_use_orig_params_allows_reads_and_writes_between_steps() -> None:
     run_ranks(2, _reads_parts_outside)
 
 
@@ -823,11 +820,11 @@ def _copies_inner_modules() -> None:
         copy.deepcopy(whole)(torch.zeros(2, DIM))
 
 
-def test_a_copy_of_a_module_inside_is_as_sharded_as_that() -> None:
+def test_copy_of_an_inner_module_has_sharded_placeholders() -> None:
     run_ranks(2, _copies_inner_modules)
 
 
-def test_what_stands_for_a_sharded_parameter_knows_its_shape_dtype_and_device() -> None:
+def test_placeholder_has_shape_dtype_and_device() -> None:
     run_ranks(2, _asks_the_placeholder)
 
 
@@ -845,7 +842,7 @@ def _keeps_signatures(use_orig_params: bool) -> None:
 
 
 @both_forms
-def test_signatures_of_inner_forwards_stay_right(use_orig_params: bool) -> None:
+def test_forward_signatures_of_inner_modules_are_kept(use_orig_params: bool) -> None:
     run_ranks(2, _keeps_signatures, use_orig_params)
 
 
@@ -920,7 +917,7 @@ TRANSFORMERS: list[Any] = [
 
 @both_forms
 @pytest.mark.parametrize("number", range(len(TRANSFORMERS)))
-def test_modules_of_torch_that_read_what_others_hold_compute_as_unsharded(
+def test_torch_modules_that_read_parameters_of_others_equal_unsharded(
     number: int, use_orig_params: bool
 ) -> None:
     build, units = TRANSFORMERS[number]
@@ -946,7 +943,7 @@ def _attends(use_orig_params: bool) -> None:
 
 
 @both_forms
-def test_an_attention_alone_may_be_the_model(use_orig_params: bool) -> None:
+def test_attention_alone_can_be_the_model(use_orig_params: bool) -> None:
     run_ranks(2, _attends, use_orig_params)
 
 
@@ -963,5 +960,5 @@ def _calls_an_rnn_inside(use_orig_params: bool) -> None:
 
 
 @both_forms
-def test_an_rnn_inside_of_its_unit_cannot_be_called_alone(use_orig_params: bool) -> None:
+def test_rnn_inside_a_unit_raises_if_called_alone(use_orig_params: bool) -> None:
     run_ranks(2, _calls_an_rnn_inside, use_orig_params)

@@ -1,5 +1,5 @@
-"""Frozen parameters of any dtype are bytes that nobody may change; what trains beside them is all
-that costs gradients."""
+"""Frozen parameters of any dtype are kept byte for byte; only trainable parameters cost memory for
+gradients."""
 
 from __future__ import annotations
 
@@ -54,8 +54,7 @@ DTYPES = {
 
 
 def _patterns(dtype: torch.dtype) -> Tensor:
-    """Every bit pattern there is, in an odd shape; of bfloat16 that is 65,536, NaNs with their
-    payloads among them."""
+    """Every bit pattern in an odd shape; for bfloat16 all 65,536, including NaNs with payloads."""
     if dtype is torch.bool:
         return (torch.arange(255) % 3 == 0).view(5, 51)
     bits = torch.arange(2 ** (8 * dtype.itemsize), dtype=torch.int32)
@@ -75,7 +74,7 @@ def _bytes(tensor: Tensor) -> bytes:
 
 
 class Codes(nn.Module):
-    """One frozen parameter of every dtype, two of one of them, beside what trains."""
+    """One frozen parameter of every dtype, two of one dtype, next to trainable ones."""
 
     def __init__(self, filled: bool = True) -> None:
         super().__init__()
@@ -94,7 +93,7 @@ class Codes(nn.Module):
 
 
 def _contents(module: nn.Module) -> dict[str, bytes]:
-    """By name; raises where a dtype or a shape is another one."""
+    """By name; raises if a dtype or a shape differs."""
     found = {}
     for name, dtype in {**DTYPES, "more": torch.uint8}.items():
         value = getattr(module, name)
@@ -219,7 +218,7 @@ def _through_a_file(state: Any) -> Any:
 @both_forms
 @pytest.mark.parametrize("precision", [None, LOW])
 @pytest.mark.parametrize("num_ranks", [1, 3])
-def test_state_dicts_hold_them_byte_for_byte_and_bring_them_back(
+def test_state_dicts_preserve_frozen_parameters_byte_for_byte(
     num_ranks: int, precision: MixedPrecision | None, use_orig_params: bool
 ) -> None:
     run_ranks(num_ranks, _is_saved, precision, use_orig_params)
@@ -252,7 +251,7 @@ def test_broadcasts_and_copies_keep_every_byte(use_orig_params: bool) -> None:
 
 
 class Packed(nn.Parameter):
-    """Bytes that are weights by way of an attribute, as those of quantization libraries are."""
+    """Bytes that represent weights through an attribute, as in quantization libraries."""
 
     calls = 0
 
@@ -282,7 +281,7 @@ class Packed(nn.Parameter):
 
 
 class Tagged(nn.Parameter):
-    """Trains; has a method and an attribute."""
+    """A trainable parameter with a method and an attribute."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tagged:
         return _copied(self, memo)
@@ -414,7 +413,7 @@ def _attributes_of_the_original(use_orig_params: bool) -> None:
 
 @both_forms
 @pytest.mark.parametrize("num_ranks", [1, 2])
-def test_attributes_set_after_wrapping_on_the_original_are_seen_in_forward(
+def test_attributes_set_on_the_original_after_wrapping_reach_forward(
     num_ranks: int, use_orig_params: bool
 ) -> None:
     run_ranks(num_ranks, _attributes_of_the_original, use_orig_params)
@@ -465,7 +464,9 @@ def _costs(use_orig_params: bool) -> tuple[int, int, int, int, list[bool]]:
 
 
 @both_forms
-def test_gradients_cost_memory_and_bytes_for_trainable_elements_only(use_orig_params: bool) -> None:
+def test_gradients_use_memory_and_traffic_for_trainable_elements_only(
+    use_orig_params: bool,
+) -> None:
     # Per unit 64 x 64 = 4,096 frozen elements, and 2 x 128 = 256 trainable ones, 128 on each of two
     # ranks.
     for largest, held, sent, grads, frozen in run_ranks(2, _costs, use_orig_params):
@@ -525,7 +526,7 @@ def _batch(width: int, generator: torch.Generator) -> Tensor:
 @both_forms
 @pytest.mark.parametrize("strategy", [FULL_SHARD, SHARD_GRAD_OP, NO_SHARD])
 @pytest.mark.parametrize("width", [DIM, 184])
-def test_requires_grad_toggled_between_steps_is_honoured_at_the_next_forward(
+def test_requires_grad_change_takes_effect_at_the_next_forward(
     width: int, strategy: ShardingStrategy, use_orig_params: bool
 ) -> None:
     assert width == DIM or 2 * width * width > LARGE
@@ -552,5 +553,5 @@ def _toggles_under_no_sync() -> None:
             assert torch.allclose(got[name], p.grad, rtol=1e-5, atol=1e-6), name
 
 
-def test_freezing_a_part_between_accumulated_backwards_leaves_the_other_gradients_right() -> None:
+def test_freezing_between_accumulated_backwards_keeps_other_gradients() -> None:
     run_ranks(2, _toggles_under_no_sync)

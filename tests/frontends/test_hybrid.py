@@ -1,5 +1,5 @@
-"""Replicas of shards: however a mesh is given, and of any shape, ranks train as unsharded and hold
-the same to the last bit."""
+"""Replicated shards: with any mesh, given in any way, training equals unsharded training and all
+ranks agree bit for bit."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def _as_mesh(replicas: int, shards: int) -> dict[str, Any]:
 
 
 def _as_groups(replicas: int, shards: int) -> dict[str, Any]:
-    """(the ranks that split one copy, the ranks that hold the same part)"""
+    """(the ranks that shard one copy, the ranks that hold the same part)"""
     grid = torch.arange(replicas * shards).view(replicas, shards).tolist()
     shard, _ = dist.new_subgroups_by_enumeration(grid)
     replica, _ = dist.new_subgroups_by_enumeration(
@@ -74,7 +74,7 @@ def _as_part_of_a_larger_mesh(replicas: int, shards: int) -> dict[str, Any]:
 
 
 def _backwards(replicas: int, shards: int) -> dict[str, Any]:
-    """A copy's ranks are neither neighbours nor in order."""
+    """The ranks of a copy are neither adjacent nor in order."""
     grid = torch.arange(replicas * shards).flip(0).view(shards, replicas).T
     return {"device_mesh": DeviceMesh("cpu", grid)}
 
@@ -116,7 +116,7 @@ def _accumulates(pattern: str, m: nn.Module, x: Tensor, turn: Turn) -> Tensor:
 
 
 def _assert_equal_on_all_ranks(values: dict[str, Tensor | None], what: str) -> None:
-    """To the last bit. Collective."""
+    """Bit for bit. Collective."""
     own = {name: None if value is None else value.tolist() for name, value in values.items()}
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, own)
@@ -166,7 +166,7 @@ def _trains(
 
 @pytest.mark.parametrize(("strategy", "use_orig_params"), [(HYBRID, False), (HYBRID_ZERO2, True)])
 @every_mesh
-def test_every_mesh_given_in_any_way_trains_as_unsharded_with_bit_equal_ranks(
+def test_every_mesh_trains_as_unsharded_with_bit_equal_ranks(
     mesh: tuple[int, int], strategy: ShardingStrategy, use_orig_params: bool
 ) -> None:
     ways = WAYS[int(use_orig_params) :: 2]
@@ -198,9 +198,7 @@ def _trains_beside_ddp(mesh: tuple[int, int], use_orig_params: bool) -> None:
 
 @both_forms
 @every_mesh
-def test_gradients_of_every_mesh_are_those_of_ddp(
-    mesh: tuple[int, int], use_orig_params: bool
-) -> None:
+def test_gradients_of_every_mesh_equal_ddp(mesh: tuple[int, int], use_orig_params: bool) -> None:
     run_ranks(mesh[0] * mesh[1], _trains_beside_ddp, mesh, use_orig_params)
 
 
@@ -217,7 +215,7 @@ def _groups_of(mesh: tuple[int, int]) -> dict[str, list[int]]:
 
 
 @pytest.mark.parametrize("mesh", [(2, 2), (1, 4), (2, 1)], ids=str)
-def test_the_process_group_is_that_of_the_ranks_that_split_one_copy(mesh: tuple[int, int]) -> None:
+def test_process_group_is_the_shard_group(mesh: tuple[int, int]) -> None:
     replicas, shards = mesh
     for rank, found in enumerate(run_ranks(replicas * shards, _groups_of, mesh)):
         first = rank // shards * shards
@@ -246,7 +244,7 @@ def _wraps_node_by_node_by_hand() -> tuple[int, int]:
     return len(set(numbers)), numbers[0]
 
 
-def test_instances_made_by_hand_node_by_node_share_their_groups() -> None:
+def test_wrappers_created_by_hand_share_the_groups_of_nodes() -> None:
     for different, number in run_ranks(4, _wraps_node_by_node_by_hand):
         assert different == 1
         assert number <= 3  # the world, and this rank's two
@@ -257,7 +255,7 @@ def _one_dimension(replicas: int, shards: int) -> dict[str, Any]:
 
 
 def _trains_on_one_dimension(use_orig_params: bool) -> None:
-    """torch refuses it; here all ranks split one copy."""
+    """torch raises here; we shard one copy over all ranks."""
     for strategy in (HYBRID, HYBRID_ZERO2):
         with pytest.raises(ValueError, match="ndim=2"):
             torch_fsdp.FullyShardedDataParallel(
@@ -339,7 +337,7 @@ def _shards_as_torch(shape: tuple[int, ...], names: tuple[str, ...] | None) -> N
     [((2, 2), None), ((2, 2), ("data", "tensor")), ((2, 1, 2), None), ((1, 4), None)],
     ids=str,
 )
-def test_a_strategy_that_is_not_hybrid_shards_over_the_first_dimension_of_a_mesh_as_in_torch(
+def test_plain_strategy_shards_over_the_first_mesh_dimension(
     shape: tuple[int, ...], names: tuple[str, ...] | None
 ) -> None:
     run_ranks(4, _shards_as_torch, shape, names)
@@ -361,7 +359,7 @@ def _refuses_three_dimensions() -> list[str]:
     return messages
 
 
-def test_a_mesh_of_three_dimensions_is_refused() -> None:
+def test_three_dimensional_mesh_raises() -> None:
     for hybrid, zero2 in run_ranks(2, _refuses_three_dimensions):
         assert "3 dimension(s) for HYBRID_SHARD" in hybrid
         assert "3 dimension(s) for _HYBRID_SHARD_ZERO2" in zero2
@@ -444,7 +442,7 @@ def _sums_bf16_shards() -> dict[str, int]:
     return found
 
 
-def test_bf16_shards_are_reduced_in_float32_where_that_is_asked_for_and_rounded_once() -> None:
+def test_bf16_shards_with_float32_reduction_are_rounded_once() -> None:
     expected = dict.fromkeys(("ours (4, 1)", "ours (2, 2)", "ours (1, 4)", "torch (2, 2)"), 0)
     assert run_ranks(4, _sums_bf16_shards) == [expected] * 4
 
@@ -630,7 +628,7 @@ def _sends_while_accumulating(mesh: tuple[int, int]) -> list[dict[str, int]]:
 
 
 @pytest.mark.parametrize("mesh", [(2, 2), (2, 1)], ids=str)
-def test_without_synchronisation_neither_shards_nor_replicas_are_reduced(
+def test_no_sync_reduces_neither_shards_nor_replicas(
     mesh: tuple[int, int],
 ) -> None:
     reduced = {"REDUCE": 4, "REPLICATE": 4} if mesh[1] > 1 else {"REPLICATE": 4}

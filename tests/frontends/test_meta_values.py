@@ -1,5 +1,5 @@
-"""Values for what comes from the meta device: given, sent by the first rank, or reported by name
-before the first forward."""
+"""Tensors from the meta device get values from the user or rank 0, or are reported by name before
+the first forward."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ DIM = 8
 
 
 class Rotary(nn.Module):
-    """As in RoPE: a buffer that no state dict holds, and that nobody fills unless ``fills``."""
+    """As in RoPE: a buffer in no state dict, which is only filled if ``fills``."""
 
     def __init__(self, fills: bool = True) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class Rotary(nn.Module):
 
 
 class Masked(nn.Module):
-    """Buffers of integers and of truth values beside a parameter."""
+    """Integer and boolean buffers next to a parameter."""
 
     def __init__(self, fills: bool = True) -> None:
         super().__init__()
@@ -107,7 +107,7 @@ def to_empty(module: nn.Module) -> None:
 
 @contextlib.contextmanager
 def about(case: object) -> Iterator[None]:
-    """Say in an error which case it was."""
+    """Add the case to the error."""
     try:
         yield
     except BaseException as error:
@@ -160,7 +160,7 @@ def _fills(use_orig_params: bool) -> None:
 
 
 @both_forms
-def test_models_from_the_meta_device_run_where_all_values_are_given(use_orig_params: bool) -> None:
+def test_model_from_meta_runs_once_all_values_are_set(use_orig_params: bool) -> None:
     run_ranks(2, _fills, use_orig_params)
 
 
@@ -178,7 +178,7 @@ def _fills_a_part(use_orig_params: bool) -> None:
 
 
 @both_forms
-def test_what_is_materialised_already_keeps_its_values(use_orig_params: bool) -> None:
+def test_materialized_tensors_keep_their_values(use_orig_params: bool) -> None:
     run_ranks(2, _fills_a_part, use_orig_params)
 
 
@@ -226,14 +226,14 @@ def fill(model: nn.Module) -> None:
 
 
 @both_forms
-def test_buffers_that_nobody_fills_are_reported_by_name_until_they_are_filled(
+def test_uninitialized_buffers_are_reported_by_name_until_filled(
     use_orig_params: bool,
 ) -> None:
     run_ranks(2, _leaves_buffers, use_orig_params)
 
 
 def _replaces_buffers() -> None:
-    """A buffer may also be replaced, or taken out."""
+    """A buffer may also be replaced or removed."""
     model = wrapped(on_meta(lambda: Net(False)))
     refusal(lambda: model(batch()))
     for module in model.modules():
@@ -245,7 +245,7 @@ def _replaces_buffers() -> None:
     assert_trains(model, Net())
 
 
-def test_buffers_that_are_replaced_have_values() -> None:
+def test_replaced_buffers_count_as_initialized() -> None:
     run_ranks(2, _replaces_buffers)
 
 
@@ -272,7 +272,7 @@ def _leaves_parameters(use_orig_params: bool) -> None:
 
 
 @both_forms
-def test_parameters_that_nobody_fills_are_reported_until_they_are_loaded_or_written(
+def test_uninitialized_parameters_are_reported_until_loaded_or_written(
     use_orig_params: bool,
 ) -> None:
     run_ranks(2, _leaves_parameters, use_orig_params)
@@ -293,13 +293,12 @@ def _loads_sharded_state(use_orig_params: bool) -> None:
 
 
 @both_forms
-def test_a_sharded_state_dict_gives_values_too(use_orig_params: bool) -> None:
+def test_loading_a_sharded_state_dict_initializes_values(use_orig_params: bool) -> None:
     run_ranks(2, _loads_sharded_state, use_orig_params)
 
 
 def _one_rank_leaves_a_buffer() -> str:
-    """Also where one rank alone has no value, and where a part of a parameter lies on one rank
-    alone."""
+    """Also if only one rank lacks a value, or only one rank holds a part of a parameter."""
     rank = dist.get_rank()
     model = wrapped(on_meta(lambda: Net(rank != 1)))
     text = refusal(lambda: model(batch()))
@@ -309,12 +308,12 @@ def _one_rank_leaves_a_buffer() -> str:
     return text
 
 
-def test_what_one_rank_alone_lacks_is_an_error_on_all() -> None:
+def test_values_missing_on_one_rank_raise_on_all() -> None:
     run_ranks(3, _one_rank_leaves_a_buffer)
 
 
 class Last(nn.Module):
-    """The last parameter lies in the last rank's part alone."""
+    """Only the last rank holds the last parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -337,7 +336,7 @@ def _fills_all_but_one(use_orig_params: bool) -> None:
 
 
 @both_forms
-def test_a_parameter_of_one_rank_alone_is_named_on_all(use_orig_params: bool) -> None:
+def test_parameter_missing_on_one_rank_is_named_on_all(use_orig_params: bool) -> None:
     run_ranks(3, _fills_all_but_one, use_orig_params)
 
 
@@ -382,7 +381,7 @@ def _fills_with_strange_values() -> None:
     assert FSDP(plain)(batch()).isnan().all()
 
 
-def test_integers_truth_values_and_infinities_are_values() -> None:
+def test_integers_booleans_and_infinities_count_as_values() -> None:
     run_ranks(2, _fills_with_strange_values)
 
 
@@ -427,8 +426,7 @@ def test_all_ranks_get_the_values_of_the_first_one(
 
 
 def _sends_nothing(use_orig_params: bool) -> None:
-    """The first rank has left a buffer without values too: that is sent, and reported on all
-    ranks."""
+    """Rank 0 has left a buffer without values: that is broadcast and reported on all ranks."""
     rank = dist.get_rank()
     inner = on_meta(lambda: Net(False)) if rank == 0 else Net()
     model = wrapped(inner, sync_module_states=True, use_orig_params=use_orig_params)
@@ -439,7 +437,7 @@ def _sends_nothing(use_orig_params: bool) -> None:
 
 
 @both_forms
-def test_a_first_rank_without_values_is_reported_on_all(use_orig_params: bool) -> None:
+def test_missing_values_on_rank_0_are_reported_on_all(use_orig_params: bool) -> None:
     run_ranks(2, _sends_nothing, use_orig_params)
 
 
@@ -453,7 +451,7 @@ class Extreme(nn.Module):
         self.register_buffer("largest", torch.full((2,), torch.iinfo(torch.int64).max))
 
     def reset_parameters(self) -> None:
-        """Fills nothing."""
+        """Does nothing."""
 
     def forward(self, x: Tensor) -> Tensor:
         return self.linear(x)
@@ -475,5 +473,5 @@ def _sends_extremes() -> None:
     assert "unknown" in text and "largest" in text, text
 
 
-def test_nan_and_the_largest_integers_are_values_unless_they_came_from_the_meta_device() -> None:
+def test_nan_and_largest_integers_count_as_values_unless_from_meta() -> None:
     run_ranks(2, _sends_extremes)

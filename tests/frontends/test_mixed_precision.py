@@ -1,5 +1,4 @@
-"""Every field of MixedPrecision: in which dtype what is computed, sent, summed, stepped on, kept
-and saved."""
+"""Every field of MixedPrecision: the dtypes for computing, reducing, stepping and saving."""
 
 from __future__ import annotations
 
@@ -47,7 +46,7 @@ CPU = torch.device("cpu")
 
 
 class GradientIs(nn.Module):
-    """The gradient of ``weight`` is the input, bit by bit."""
+    """The gradient of ``weight`` is the input, bit for bit."""
 
     def __init__(self, numel: int = 8, dtype: torch.dtype = FP32) -> None:
         super().__init__()
@@ -59,7 +58,7 @@ class GradientIs(nn.Module):
 
 
 def _whole(model: FSDP) -> dict[str, Tensor]:
-    """The whole gradients, by name. Collective."""
+    """The full gradients by name. Collective."""
     with FSDP.summon_full_params(model, writeback=False, with_grads=True):
         return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
@@ -153,7 +152,7 @@ def _compare_gradients(pair: Pair, dtype: torch.dtype) -> None:
         (4, 2, NO_SHARD, FP32, False),
     ],
 )
-def test_parameters_compute_in_one_dtype_and_gradients_travel_in_another(
+def test_param_dtype_and_reduce_dtype_are_independent(
     number: int,
     num_ranks: int,
     strategy: ShardingStrategy,
@@ -207,7 +206,7 @@ def _differs_from_torch(cases: list[tuple[str, dict[str, Any], bool, str]]) -> l
     return found
 
 
-def test_training_is_bit_equal_to_torch_where_nothing_is_rounded_on_the_way() -> None:
+def test_training_without_rounding_is_bit_equal_to_torch() -> None:
     precisions: list[dict[str, Any]] = [
         {"param_dtype": BF16, "reduce_dtype": FP32},
         {"param_dtype": FP16, "reduce_dtype": FP32},
@@ -411,7 +410,7 @@ def _keeps_grads_in(
         (None, None, FP32),
     ],
 )
-def test_gradients_may_stay_in_the_dtype_of_the_reduction(
+def test_keep_low_precision_grads_keeps_the_reduce_dtype(
     param_dtype: torch.dtype | None,
     reduce_dtype: torch.dtype | None,
     expected: torch.dtype,
@@ -469,7 +468,7 @@ def _low_grads_against_torch() -> list[str]:
     return found
 
 
-def test_an_optimizer_steps_on_float32_parameters_from_bf16_gradients_as_with_torch() -> None:
+def test_optimizer_steps_float32_parameters_with_bf16_gradients_like_torch() -> None:
     assert run_ranks(2, _low_grads_against_torch) == [[], []]
 
 
@@ -509,7 +508,7 @@ def _low_grads_of_frozen_copies_and_earlier_ones(use_orig_params: bool) -> None:
 
 
 @both_forms
-def test_low_gradients_go_together_with_frozen_parts_copies_and_gradients_before_wrapping(
+def test_low_precision_gradients_work_with_frozen_parts_and_copies(
     use_orig_params: bool,
 ) -> None:
     run_ranks(2, _low_grads_of_frozen_copies_and_earlier_ones, use_orig_params)
@@ -529,7 +528,7 @@ def _writes_low_grads_back() -> None:
         assert {p.grad.dtype for p in model.parameters() if p.grad is not None} == {BF16}
 
 
-def test_low_gradients_can_be_changed_in_summon_full_params() -> None:
+def test_low_precision_gradients_can_be_changed_in_summon_full_params() -> None:
     run_ranks(2, _writes_low_grads_back)
 
 
@@ -537,7 +536,7 @@ def test_low_gradients_can_be_changed_in_summon_full_params() -> None:
 
 
 class Takes(nn.Module):
-    """Notes the dtypes of what it is given; passes a tensor on."""
+    """Records the dtypes of its inputs; passes on a tensor."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -597,7 +596,7 @@ def _casts_inputs(
         (True, True, None, None, FP64),
     ],
 )
-def test_floating_point_inputs_are_cast_where_that_is_asked_for(
+def test_floating_point_inputs_are_cast_if_requested(
     root: bool,
     nested: bool,
     param_dtype: torch.dtype | None,
@@ -613,7 +612,7 @@ def test_floating_point_inputs_are_cast_where_that_is_asked_for(
 
 
 def _gradients_of_inputs() -> None:
-    """What is cast stays in the graph: the user's own tensor gets a gradient of its own dtype."""
+    """The cast is part of the graph: the user's tensor gets a gradient of its own dtype."""
     model = FSDP(GradientIs(), mixed_precision=MixedPrecision(param_dtype=BF16))
     with FSDP.summon_full_params(model):
         model.module.weight.data.copy_(torch.arange(8.0))
@@ -800,7 +799,7 @@ def test_a_buffer_that_several_modules_share_stays_shared() -> None:
 
 
 class Writes(nn.Module):
-    """Adds 1 to a buffer with every forward, in one of the ways that people write it."""
+    """Adds 1 to a buffer in every forward, in one of the usual ways."""
 
     def __init__(self, how: str) -> None:
         super().__init__()
@@ -880,7 +879,7 @@ def _writes_buffers(how: str) -> None:
 
 
 @pytest.mark.parametrize("how", WRITTEN)
-def test_what_forward_writes_to_a_cast_buffer_is_saved_and_used_in_evaluation(how: str) -> None:
+def test_forward_writes_to_cast_buffers_are_saved_and_used_in_eval(how: str) -> None:
     run_ranks(2, _writes_buffers, how)
 
 
@@ -909,7 +908,7 @@ def test_a_state_dict_before_the_first_forward_has_the_values_of_buffers_unround
 
 
 class LowLinear(nn.Linear):
-    """What a unit in bf16 does, by hand."""
+    """A hand-written equivalent of a unit in bf16."""
 
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(x.to(BF16), self.weight.to(BF16), self.bias.to(BF16))
@@ -1040,7 +1039,7 @@ def _leaves_classes_alone() -> None:
         assert seen == [(FP32, FP32, FP32)] * 2
 
 
-def test_a_class_that_is_left_alone_is_left_alone_with_all_that_is_inside() -> None:
+def test_ignored_module_classes_are_ignored_with_their_submodules() -> None:
     run_ranks(1, _leaves_classes_alone)
 
 
@@ -1148,7 +1147,7 @@ def _assert_at_rest(model: FSDP) -> None:
     ("num_ranks", "strategy"),
     [(1, FULL_SHARD), (2, FULL_SHARD), (3, FULL_SHARD), (2, SHARD_GRAD_OP), (2, NO_SHARD)],
 )
-def test_evaluation_in_full_precision_is_bit_equal_to_the_unsharded_model_and_changes_no_training(
+def test_full_precision_eval_is_bit_equal_to_unsharded(
     num_ranks: int, strategy: ShardingStrategy, use_orig_params: bool
 ) -> None:
     run_ranks(num_ranks, _evaluates_in_full_precision, strategy, use_orig_params)
@@ -1332,7 +1331,7 @@ def _evaluates_between(allow_unused_units: bool) -> None:
 
 
 @pytest.mark.parametrize("allow_unused_units", [False, True])
-def test_an_evaluation_between_forward_and_backward_does_not_change_what_is_recomputed(
+def test_eval_between_forward_and_backward_does_not_change_recomputation(
     allow_unused_units: bool,
 ) -> None:
     run_ranks(2, _evaluates_between, allow_unused_units)
@@ -1347,7 +1346,7 @@ def _switches_mode_before_backward(evaluation: bool) -> dict[str, list[float]]:
     return {name: value.flatten().tolist() for name, value in _whole(model).items()}
 
 
-def test_a_change_of_mode_before_backward_changes_nothing_with_units_that_may_be_unused() -> None:
+def test_mode_change_before_backward_has_no_effect_with_unused_units() -> None:
     assert run_ranks(2, _switches_mode_before_backward, True) == run_ranks(
         2, _switches_mode_before_backward, False
     )
@@ -1364,5 +1363,5 @@ def _only_with_one() -> list[torch.dtype]:
     return found
 
 
-def test_the_variable_counts_when_it_is_1_while_the_model_is_wrapped() -> None:
+def test_environment_variable_is_read_when_the_model_is_wrapped() -> None:
     assert run_ranks(1, _only_with_one) == [[BF16, BF16, BF16, FP32]]

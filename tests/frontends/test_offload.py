@@ -1,5 +1,5 @@
-"""CPUOffload(offload_params=True): shards live apart from where is computed, also if both are the
-CPU, and nothing else changes."""
+"""CPUOffload(offload_params=True) keeps shards apart from the compute device, even if both are the
+CPU, and changes nothing else."""
 
 from __future__ import annotations
 
@@ -227,7 +227,7 @@ def test_every_dtype_gives_the_same_bits_as_without_offload(
 
 
 def _aliases_nothing(strategy: ShardingStrategy, use_orig_params: bool) -> None:
-    """On one rank the whole parameters could be the shard itself: not if it lives elsewhere."""
+    """On one rank the unsharded parameters could alias the shard, but not with offload."""
     torch.manual_seed(0)
     model = FSDP(Stack(2), None, strategy, use_orig_params=use_orig_params, **OFFLOAD)
     group = model._runtime.groups[0]
@@ -261,7 +261,7 @@ def _aliases_nothing(strategy: ShardingStrategy, use_orig_params: bool) -> None:
 @both_forms
 @pytest.mark.parametrize("strategy", [FULL_SHARD, NO_SHARD])
 @pytest.mark.parametrize("num_ranks", [1, 2])
-def test_whole_parameters_gradients_and_full_state_dicts_are_no_views_of_the_shard(
+def test_full_parameters_gradients_and_state_dicts_do_not_view_the_shard(
     num_ranks: int, strategy: ShardingStrategy, use_orig_params: bool
 ) -> None:
     run_ranks(num_ranks, _aliases_nothing, strategy, use_orig_params)
@@ -282,13 +282,14 @@ def _freed_between_steps(strategy: ShardingStrategy) -> None:
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
 @pytest.mark.parametrize("strategy", [FULL_SHARD, SHARD_GRAD_OP, NO_SHARD])
-def test_nothing_whole_is_left_between_steps(strategy: ShardingStrategy, num_ranks: int) -> None:
+def test_no_unsharded_memory_is_left_between_steps(
+    strategy: ShardingStrategy, num_ranks: int
+) -> None:
     run_ranks(num_ranks, _freed_between_steps, strategy)
 
 
 def _an_update_between_forwards(strategy: ShardingStrategy) -> None:
-    """The copies that are computed with are made anew: an update of the shard is seen by the next
-    forward, and by no backward."""
+    """The next forward copies updated shards; a pending backward does not see the update."""
     pair = make_pair(Stack, sharding_strategy=strategy, **OFFLOAD)
     x = pair.batches()[0]
     with torch.no_grad():
@@ -362,7 +363,7 @@ def _summons(strategy: ShardingStrategy, use_orig_params: bool) -> None:
 @pytest.mark.parametrize(
     ("num_ranks", "strategy"), [(1, FULL_SHARD), (2, FULL_SHARD), (2, NO_SHARD)]
 )
-def test_summon_full_params_shows_copies_and_writes_back_when_it_is_told_to(
+def test_summon_full_params_exposes_copies_and_writes_back_on_request(
     num_ranks: int, strategy: ShardingStrategy, use_orig_params: bool
 ) -> None:
     run_ranks(num_ranks, _summons, strategy, use_orig_params)
@@ -408,7 +409,7 @@ def _saves_and_loads(use_orig_params: bool) -> None:
 
 @both_forms
 @pytest.mark.parametrize("num_ranks", [1, 3])
-def test_a_run_goes_on_as_before_after_saving_and_loading(
+def test_training_continues_unchanged_after_saving_and_loading(
     num_ranks: int, use_orig_params: bool
 ) -> None:
     run_ranks(num_ranks, _saves_and_loads, use_orig_params)
@@ -418,8 +419,8 @@ def test_a_run_goes_on_as_before_after_saving_and_loading(
 
 
 def _raises_and_goes_on(inside: bool, pattern: str, use_orig_params: bool) -> None:
-    """An exception in backward; what was reduced before it is dropped by zero_grad, and the next
-    step is a usual one."""
+    """After an exception in backward, zero_grad drops reduced gradients, and the next step
+    works."""
     make = FragileInside if inside else Fragile
     pair = make_pair(
         partial(chain, make, make, make), (make,), use_orig_params=use_orig_params, **OFFLOAD
@@ -442,7 +443,7 @@ def _raises_and_goes_on(inside: bool, pattern: str, use_orig_params: bool) -> No
 @pytest.mark.parametrize("inside", [False, True])
 @pytest.mark.parametrize("pattern", ["s", "n"])
 @pytest.mark.parametrize("num_ranks", [1, 2])
-def test_after_an_exception_in_backward_the_next_step_is_a_usual_one(
+def test_step_after_an_exception_in_backward_works(
     num_ranks: int, pattern: str, inside: bool, use_orig_params: bool
 ) -> None:
     run_ranks(num_ranks, _raises_and_goes_on, inside, pattern, use_orig_params)

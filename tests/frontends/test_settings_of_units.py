@@ -1,5 +1,5 @@
-"""Units of one model may differ in their settings, and settings may be torch's own objects; it
-trains as unsharded all the same."""
+"""Units of one model may have different settings, or torch's own settings objects; training still
+equals unsharded training."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def _answers(answers: dict[type[nn.Module], Any], module: nn.Module) -> bool | d
 
 
 def _nests_strategies(nested: list[tuple[ShardingStrategy, ShardingStrategy]]) -> None:
-    """Units of one strategy inside of units of another, some by policy and some by hand."""
+    """Units of one strategy nested in units of another, by policy and by hand."""
     options = _options()
     others = zip(itertools.cycle(ShardingStrategy), itertools.cycle((False, True)), strict=False)
     for (root, use_orig_params), (outer, inner) in zip(others, nested, strict=False):
@@ -110,11 +110,11 @@ def _nests_strategies(nested: list[tuple[ShardingStrategy, ShardingStrategy]]) -
         _train(Pair(plain, model))
 
 
-def test_every_strategy_inside_of_every_other_trains_as_unsharded() -> None:
+def test_every_strategy_nested_in_every_other_trains_as_unsharded() -> None:
     run_ranks(2, _nests_strategies, list(itertools.product(ShardingStrategy, repeat=2)))
 
 
-def test_hybrid_units_of_two_real_axes_train_inside_of_others_and_around_others() -> None:
+def test_hybrid_units_train_nested_in_others_and_around_others() -> None:
     hybrid, others = (HYBRID, HYBRID_ZERO2), (FULL_SHARD, SHARD_GRAD_OP, NO_SHARD)
     run_ranks(
         4,
@@ -141,9 +141,7 @@ def _mixes_forms(root: bool) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize(("root", "expected"), [(False, (1 + 4, 2 * 2)), (True, (2, 4 + 4 * 6))])
-def test_units_may_keep_their_original_parameters_beside_units_that_do_not(
-    root: bool, expected: tuple[int, int]
-) -> None:
+def test_units_may_differ_in_use_orig_params(root: bool, expected: tuple[int, int]) -> None:
     assert run_ranks(2, _mixes_forms, root) == [expected] * 2
 
 
@@ -304,7 +302,7 @@ def _differences(name: str, use_orig_params: bool) -> list[str]:
 
 @both_forms
 @pytest.mark.parametrize("name", ["units that differ", "batch norms"])
-def test_units_that_differ_in_strategy_and_dtype_are_bit_equal_to_those_of_torch(
+def test_units_with_different_settings_are_bit_equal_to_torch(
     name: str, use_orig_params: bool
 ) -> None:
     assert run_ranks(2, _differences, name, use_orig_params) == [[], []]
@@ -345,7 +343,7 @@ def test_every_way_to_prefetch_gives_the_same_bits(
 
 
 def _prefetches_differently_by_unit() -> None:
-    """The root's way holds."""
+    """The root's setting applies to all units."""
     settings = itertools.cycle(
         itertools.product((*BackwardPrefetch, None), (False, True), (False, True))
     )
@@ -369,7 +367,7 @@ def _prefetches_differently_by_unit() -> None:
         )
 
 
-def test_units_that_ask_for_several_ways_to_prefetch_train_as_unsharded() -> None:
+def test_units_with_different_prefetching_train_as_unsharded() -> None:
     run_ranks(2, _prefetches_differently_by_unit)
 
 
@@ -406,7 +404,7 @@ def _names_its_ranks(use_orig_params: bool) -> None:
 
 
 @both_forms
-def test_a_mesh_of_one_dimension_is_as_good_as_the_process_group(use_orig_params: bool) -> None:
+def test_one_dimensional_mesh_equals_the_process_group(use_orig_params: bool) -> None:
     run_ranks(3, _names_its_ranks, use_orig_params)
 
 
@@ -467,7 +465,7 @@ def _takes_torchs_settings(use_orig_params: bool) -> None:
 
 
 @both_forms
-def test_settings_of_torch_mean_what_ours_mean(use_orig_params: bool) -> None:
+def test_torch_settings_are_accepted(use_orig_params: bool) -> None:
     run_ranks(2, _takes_torchs_settings, use_orig_params)
 
 
@@ -511,7 +509,7 @@ def _follows_torchs_policies() -> None:
         assert len(got) > 1, name
 
 
-def test_policies_of_torch_wrap_what_ours_wrap() -> None:
+def test_torch_policies_wrap_the_same_modules() -> None:
     run_ranks(2, _follows_torchs_policies)
 
 
@@ -527,7 +525,7 @@ def _wraps_by_torchs_context() -> int:
     return len(units)
 
 
-def test_wrap_of_torch_takes_our_class() -> None:
+def test_torch_wrap_accepts_our_class() -> None:
     assert run_ranks(2, _wraps_by_torchs_context) == [3, 3]
 
 
@@ -570,5 +568,5 @@ def _sets_torchs_state_dict_types() -> None:
     assert FSDP.get_state_dict_type(model) == default
 
 
-def test_state_dict_types_and_configs_of_torch_mean_what_ours_mean() -> None:
+def test_torch_state_dict_types_and_configs_are_accepted() -> None:
     run_ranks(2, _sets_torchs_state_dict_types)

@@ -1,4 +1,4 @@
-"""Parameters that are split over a second mesh dimension already: training, clipping and states
+"""Parameters that are already sharded over a second mesh dimension: training, clipping and state
 equal the unsharded model's."""
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def network(dtype: torch.dtype = torch.float64) -> Net:
 
 
 def assert_equal(got: Tensor, expected: Tensor, what: object) -> None:
-    """Sums come in another order: the last digits of float64 may differ, and those of float32."""
+    """Equal up to the last digits, because sums come in another order."""
     rtol, atol = (1e-10, 1e-13) if expected.dtype == torch.float64 else (1e-5, 1e-6)
     torch.testing.assert_close(
         got, expected, rtol=rtol, atol=atol, msg=lambda text: f"{what}: {text}"
@@ -109,8 +109,7 @@ def assert_equal(got: Tensor, expected: Tensor, what: object) -> None:
 
 
 class Pair:
-    """An unsharded model, and one of two dimensions. Every data-parallel rank has a batch of its
-    own."""
+    """An unsharded model and a two-dimensional one. Every data-parallel rank has its own batch."""
 
     def __init__(
         self,
@@ -180,7 +179,7 @@ class Pair:
 
 @contextlib.contextmanager
 def about(case: object) -> Iterator[None]:
-    """Say in an error which case it was."""
+    """Add the case to the error."""
     try:
         yield
     except BaseException as error:
@@ -190,7 +189,7 @@ def about(case: object) -> Iterator[None]:
 
 @contextlib.contextmanager
 def shown(model: FSDP, **options: Any) -> Iterator[dict[str, Tensor]]:
-    """The whole parameters, by name, as plain tensors."""
+    """The full parameters by name, as plain tensors."""
     with FSDP.summon_full_params(model, **options):
         yield {clean_name(name): p for name, p in model.named_parameters()}
 
@@ -272,7 +271,7 @@ def _trains_partly_frozen(plan: Plan, use_orig_params: bool) -> None:
 
 
 @each_plan
-def test_frozen_parts_stay(plan: Plan, use_orig_params: bool) -> None:
+def test_frozen_parameters_stay_unchanged(plan: Plan, use_orig_params: bool) -> None:
     run_ranks(4, _trains_partly_frozen, plan, use_orig_params)
 
 
@@ -335,9 +334,7 @@ def _clips(plan: Plan, frozen: tuple[str, ...], use_orig_params: bool) -> None:
     [(blocks_only, FROZEN[1]), (whole_sequence, ())],
     ids=["partly frozen", "all"],
 )
-def test_norms_of_gradients_are_those_of_the_unsharded_model(
-    plan: Plan, frozen: tuple[str, ...]
-) -> None:
+def test_gradient_norms_equal_the_unsharded_model(plan: Plan, frozen: tuple[str, ...]) -> None:
     run_ranks(4, in_both_forms, _clips, plan, frozen)
 
 
@@ -370,9 +367,7 @@ def _saves_and_loads(plan: Plan, use_orig_params: bool) -> None:
 
 
 @each_plan
-def test_full_state_dicts_hold_whole_tensors_and_load_back(
-    plan: Plan, use_orig_params: bool
-) -> None:
+def test_full_state_dict_has_full_tensors_and_loads_back(plan: Plan, use_orig_params: bool) -> None:
     run_ranks(4, _saves_and_loads, plan, use_orig_params)
 
 
@@ -404,7 +399,9 @@ def _moves_optimizer_state(plan: Plan, use_orig_params: bool) -> None:
 
 
 @each_plan
-def test_the_optimizers_state_is_whole_and_loads_back(plan: Plan, use_orig_params: bool) -> None:
+def test_full_optimizer_state_has_full_tensors_and_loads_back(
+    plan: Plan, use_orig_params: bool
+) -> None:
     run_ranks(4, _moves_optimizer_state, plan, use_orig_params)
 
 
@@ -432,7 +429,7 @@ def _shows_whole_parameters(plan: Plan, use_orig_params: bool) -> None:
 
 
 @each_plan
-def test_whole_parameters_are_shown_and_written_back(plan: Plan, use_orig_params: bool) -> None:
+def test_summon_full_params_writes_back(plan: Plan, use_orig_params: bool) -> None:
     run_ranks(4, _shows_whole_parameters, plan, use_orig_params)
 
 
@@ -521,9 +518,7 @@ def _sharded_states(plan: Plan, use_orig_params: bool, directory: str) -> None:
 
 
 @plans
-def test_sharded_state_dicts_are_boxes_or_dtensors_of_the_whole_parameters(
-    plan: Plan, tmp_path: Path
-) -> None:
+def test_sharded_state_dict_values_cover_the_full_parameters(plan: Plan, tmp_path: Path) -> None:
     run_ranks(4, _sharded_states, plan, plan is blocks_only, str(tmp_path))
 
 
@@ -565,7 +560,7 @@ def _sharded_optimizer_states(plan: Plan, use_orig_params: bool, directory: str)
 
 
 @plans
-def test_sharded_optimizer_states_are_boxes_or_dtensors_of_the_whole_parameters(
+def test_sharded_optimizer_state_values_cover_the_full_parameters(
     plan: Plan, tmp_path: Path
 ) -> None:
     run_ranks(4, _sharded_optimizer_states, plan, plan is blocks_only, str(tmp_path))

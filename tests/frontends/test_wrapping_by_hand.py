@@ -1,5 +1,5 @@
-"""However a model is wrapped, it trains as unsharded: by hand, by every policy, from the meta
-device, partly ignored."""
+"""A model trains as unsharded however it is wrapped: by hand, by every policy, from the meta
+device, or partly ignored."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def _trains_first_and_is_then_nested(**options: Any) -> None:
 
 
 @both_forms
-def test_an_instance_that_was_a_root_may_become_a_nested_one(use_orig_params: bool) -> None:
+def test_former_root_can_become_nested(use_orig_params: bool) -> None:
     run_ranks(2, _trains_first_and_is_then_nested, use_orig_params=use_orig_params)
 
 
@@ -206,7 +206,7 @@ def _starts_from_the_first_rank(num_replicas: int, **options: Any) -> None:
 
 @both_forms
 @pytest.mark.parametrize(("num_ranks", "num_replicas"), [(2, 1), (4, 2)])
-def test_sync_module_states_gives_all_ranks_the_first_ones_values(
+def test_sync_module_states_broadcasts_from_rank_0(
     num_ranks: int, num_replicas: int, use_orig_params: bool
 ) -> None:
     run_ranks(num_ranks, _starts_from_the_first_rank, num_replicas, use_orig_params=use_orig_params)
@@ -224,7 +224,7 @@ def _syncs_what_is_not_laid_out_in_order() -> None:
     assert torch.equal(state["transposed"], torch.arange(6.0).view(3, 2).t())
 
 
-def test_sync_module_states_takes_transposed_and_expanded_tensors() -> None:
+def test_sync_module_states_accepts_transposed_and_expanded_tensors() -> None:
     run_ranks(2, _syncs_what_is_not_laid_out_in_order)
 
 
@@ -259,12 +259,12 @@ def _starts_on_meta(build: Callable[[], nn.Module], **options: Any) -> None:
 
 
 @both_forms
-def test_reset_parameters_gives_a_model_on_meta_its_values(use_orig_params: bool) -> None:
+def test_reset_parameters_initializes_a_model_on_meta(use_orig_params: bool) -> None:
     run_ranks(2, _starts_on_meta, _linears, use_orig_params=use_orig_params)
 
 
 @both_forms
-def test_param_init_fn_gives_a_model_on_meta_its_values(use_orig_params: bool) -> None:
+def test_param_init_fn_initializes_a_model_on_meta(use_orig_params: bool) -> None:
     run_ranks(
         2, _starts_on_meta, Stack, param_init_fn=_materialise, use_orig_params=use_orig_params
     )
@@ -299,7 +299,8 @@ def test_every_way_to_prefetch_trains_as_unsharded(
 
 
 def _ignores(kind: str, **options: Any) -> None:
-    """What is ignored keeps shape and device, and its gradient is that of the own batch."""
+    """Ignored parameters keep their shape and device, and their gradient is that of the local
+    batch."""
     plain, model = _two_copies()
     head, norm = model.head, model.blocks[1].norm
     options |= {
@@ -344,7 +345,7 @@ def _ignores(kind: str, **options: Any) -> None:
 @pytest.mark.parametrize(
     "kind", ["modules", "states that are modules", "states that are parameters"]
 )
-def test_what_is_ignored_stays_whole_and_is_left_to_the_user(
+def test_ignored_parameters_stay_unsharded_and_unsynchronized(
     kind: str, use_orig_params: bool
 ) -> None:
     run_ranks(2, _ignores, kind, use_orig_params=use_orig_params)
@@ -366,12 +367,12 @@ def _shares_a_subgroup(**options: Any) -> None:
 
 
 @both_forms
-def test_two_process_groups_train_two_models_apart(use_orig_params: bool) -> None:
+def test_two_process_groups_train_two_models_independently(use_orig_params: bool) -> None:
     run_ranks(4, _shares_a_subgroup, use_orig_params=use_orig_params)
 
 
 def _ignoring_all(library: Any, name: str, use_orig_params: bool) -> dict[str, Any]:
-    """Train a model that is wrapped with itself among what is ignored."""
+    """Train a model that is wrapped while it is among its own ignored modules."""
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
     with warnings.catch_warnings(record=True) as told:
@@ -421,7 +422,7 @@ def _ignores_as_torch(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["ignored_modules", "ignored_states"])
-def test_the_wrapped_module_may_be_ignored_with_a_warning_and_an_instance_may_not_as_in_torch(
+def test_ignoring_the_wrapped_module_warns_and_ignoring_a_wrapper_raises(
     name: str,
 ) -> None:
     run_ranks(2, _ignores_as_torch, name)

@@ -1,5 +1,4 @@
-"""Boxes: an interval of a row-major tensor, cut into few rectangles that are runs of the
-interval."""
+"""An interval of a row-major tensor is cut into a few contiguous boxes."""
 
 from __future__ import annotations
 
@@ -51,19 +50,19 @@ def inside(box: Box, values: torch.Tensor) -> torch.Tensor:
         ((2, 0, 3), Interval(0, 0), []),
     ],
 )
-def test_a_part_is_cut_into_these_boxes(
+def test_cut_into_boxes_returns_expected_boxes(
     shape: tuple[int, ...], part: Interval, boxes: list[Box]
 ) -> None:
     assert cut_into_boxes(shape, part) == boxes
 
 
 @pytest.mark.parametrize(("sizes", "numel"), [((), 1), ((3,), 3), ((2, 3, 4), 24), ((2, 0), 0)])
-def test_a_box_counts_its_elements(sizes: tuple[int, ...], numel: int) -> None:
+def test_numel_of_a_box(sizes: tuple[int, ...], numel: int) -> None:
     assert Box((0,) * len(sizes), sizes).numel == numel
 
 
 @given(made=shapes_and_parts())
-def test_the_boxes_hold_every_element_of_the_part_once_in_memory_order(
+def test_boxes_cover_the_part_exactly_once_in_memory_order(
     made: tuple[tuple[int, ...], Interval],
 ) -> None:
     shape, part = made
@@ -77,7 +76,7 @@ def test_the_boxes_hold_every_element_of_the_part_once_in_memory_order(
 
 
 @given(made=shapes_and_parts())
-def test_every_box_is_a_run_of_the_part(made: tuple[tuple[int, ...], Interval]) -> None:
+def test_every_box_is_contiguous_in_the_part(made: tuple[tuple[int, ...], Interval]) -> None:
     shape, part = made
     values = torch.arange(torch.Size(shape).numel()).view(shape)
     shard, position = values.reshape(-1)[part.slice].clone(), 0
@@ -89,7 +88,7 @@ def test_every_box_is_a_run_of_the_part(made: tuple[tuple[int, ...], Interval]) 
 
 
 @given(made=shapes_and_parts())
-def test_there_are_at_most_two_boxes_per_dimension_less_one_and_none_is_empty(
+def test_box_count_is_bounded_and_no_box_is_empty(
     made: tuple[tuple[int, ...], Interval],
 ) -> None:
     shape, part = made

@@ -1,4 +1,4 @@
-"""Parameters one after the other, cut over the ranks: every element has one place, on one rank."""
+"""Concatenated parameters are split across ranks: every element is stored once, on one rank."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def layouts(draw: st.DrawFn) -> tuple[FlatLayout, int]:
     ), align
 
 
-def test_parameters_start_at_aligned_elements_in_their_order() -> None:
+def test_parameters_start_at_aligned_offsets_in_order() -> None:
     layout = flat_layout(["a", "b", "c", "d"], [(3,), (), (2, 3), (0, 7)], ranks=2, align=4)
     assert layout.names == ("a", "b", "c", "d")
     assert [param.place for param in layout.params] == [
@@ -39,7 +39,7 @@ def test_parameters_start_at_aligned_elements_in_their_order() -> None:
     assert layout.gaps() == [Interval(3, 4), Interval(5, 8), Interval(14, 16)]
 
 
-def test_a_shard_is_rounded_up_so_that_every_rank_has_an_equal_aligned_one() -> None:
+def test_shard_size_is_rounded_up_to_the_alignment() -> None:
     layout = flat_layout(["w"], [(10,)], ranks=3, align=4)
     assert layout.shard_numel == 4
     assert [layout.part(0, rank) for rank in range(3)] == [
@@ -55,7 +55,7 @@ def test_a_shard_is_rounded_up_so_that_every_rank_has_an_equal_aligned_one() -> 
     assert layout.gaps() == [Interval(10, 12)]
 
 
-def test_a_parameter_smaller_than_the_number_of_ranks_lies_on_the_first_ones() -> None:
+def test_small_parameter_is_held_by_the_first_ranks_only() -> None:
     layout = flat_layout(["w"], [(2,)], ranks=4, align=1)
     assert layout.shard_numel == 1
     assert [layout.part(0, rank) for rank in range(4)] == [
@@ -67,7 +67,7 @@ def test_a_parameter_smaller_than_the_number_of_ranks_lies_on_the_first_ones() -
 
 
 @pytest.mark.parametrize("shapes", [[], [(0,)], [(0, 3), (2, 0)]])
-def test_a_group_of_nothing_still_has_one_aligned_run_per_rank(
+def test_empty_group_still_has_an_aligned_shard_per_rank(
     shapes: list[tuple[int, ...]],
 ) -> None:
     layout = flat_layout([f"p{i}" for i in range(len(shapes))], shapes, ranks=3, align=4)
@@ -75,18 +75,18 @@ def test_a_group_of_nothing_still_has_one_aligned_run_per_rank(
     assert layout.gaps() == [Interval(0, 12)]
 
 
-def test_a_scalar_lies_on_one_rank() -> None:
+def test_scalar_is_held_by_one_rank() -> None:
     layout = flat_layout(["s"], [()], ranks=2, align=4)
     assert [layout.part(0, rank) for rank in range(2)] == [Interval(0, 1), Interval(0, 0)]
 
 
-def test_names_and_shapes_of_different_number_are_refused() -> None:
+def test_mismatched_names_and_shapes_raise() -> None:
     with pytest.raises(ValueError):
         flat_layout(["a"], [(1,), (2,)], ranks=1, align=1)
 
 
 @given(made=layouts())
-def test_every_start_and_the_shard_are_multiples_of_the_alignment(
+def test_starts_and_shard_size_are_multiples_of_the_alignment(
     made: tuple[FlatLayout, int],
 ) -> None:
     layout, align = made
@@ -103,7 +103,7 @@ def test_no_shard_is_longer_than_needed(made: tuple[FlatLayout, int]) -> None:
 
 
 @given(made=layouts())
-def test_parameters_and_gaps_cover_the_flat_tensor_exactly_once(
+def test_parameters_and_gaps_cover_the_flat_tensor_once(
     made: tuple[FlatLayout, int],
 ) -> None:
     layout, _ = made
@@ -116,7 +116,7 @@ def test_parameters_and_gaps_cover_the_flat_tensor_exactly_once(
 
 
 @given(made=layouts())
-def test_the_ranks_hold_every_element_of_every_parameter_exactly_once_and_in_order(
+def test_ranks_hold_every_parameter_element_once_in_order(
     made: tuple[FlatLayout, int],
 ) -> None:
     layout, _ = made
@@ -128,7 +128,7 @@ def test_the_ranks_hold_every_element_of_every_parameter_exactly_once_and_in_ord
 
 
 @given(made=layouts())
-def test_a_part_and_its_place_in_the_shard_are_the_same_elements_of_the_flat_tensor(
+def test_part_and_part_in_shard_select_the_same_elements(
     made: tuple[FlatLayout, int],
 ) -> None:
     layout, _ = made

@@ -1,4 +1,4 @@
-"""The words of the layout: what an interval is, and which layouts are refused."""
+"""Intervals, parameters and flat layouts, and the invalid ones that raise."""
 
 from __future__ import annotations
 
@@ -19,27 +19,25 @@ def elements(interval: Interval) -> set[int]:
     return set(range(interval.start, interval.stop))
 
 
-def test_an_interval_counts_its_elements() -> None:
+def test_numel_of_an_interval() -> None:
     assert Interval(3, 7).numel == 4
     assert Interval(3, 7).slice == slice(3, 7)
     assert list(range(10))[Interval(3, 7).slice] == [3, 4, 5, 6]
 
 
-def test_an_interval_is_true_if_it_holds_something() -> None:
+def test_nonempty_interval_is_truthy() -> None:
     assert Interval(0, 1)
     assert not Interval(0, 0)
     assert not Interval(5, 5)
 
 
 @pytest.mark.parametrize(("start", "stop"), [(-1, 3), (4, 3), (-2, -1)])
-def test_an_interval_that_ends_before_it_starts_or_starts_below_zero_is_refused(
-    start: int, stop: int
-) -> None:
+def test_invalid_interval_raises(start: int, stop: int) -> None:
     with pytest.raises(ValueError, match=r"0 <= start <= stop"):
         Interval(start, stop)
 
 
-def test_shifting_moves_both_ends() -> None:
+def test_shifted_moves_both_ends() -> None:
     assert Interval(3, 7).shifted(10) == Interval(13, 17)
     assert Interval(13, 17).shifted(-10) == Interval(3, 7)
 
@@ -56,16 +54,14 @@ def test_shifting_moves_both_ends() -> None:
         ((4, 4), (3, 7), (4, 4)),
     ],
 )
-def test_clipping_keeps_what_both_hold(
+def test_clipped_returns_the_intersection(
     one: tuple[int, int], other: tuple[int, int], both: tuple[int, int]
 ) -> None:
     assert Interval(*one).clipped(Interval(*other)) == Interval(*both)
 
 
 @given(one=intervals(), other=intervals())
-def test_clipping_is_the_intersection_and_lies_inside_the_other(
-    one: Interval, other: Interval
-) -> None:
+def test_clipped_lies_inside_the_other_interval(one: Interval, other: Interval) -> None:
     both = one.clipped(other)
     assert elements(both) == elements(one) & elements(other)
     assert other.start <= both.start <= both.stop <= other.stop
@@ -80,29 +76,27 @@ def test_intervals_sort_by_start_and_then_by_stop() -> None:
 
 
 @pytest.mark.parametrize(("shape", "numel"), [((), 1), ((3,), 3), ((2, 3, 4), 24), ((2, 0, 4), 0)])
-def test_a_parameter_takes_as_many_elements_as_its_shape_has(
-    shape: tuple[int, ...], numel: int
-) -> None:
+def test_parameter_numel_is_the_product_of_its_shape(shape: tuple[int, ...], numel: int) -> None:
     spec = ParamSpec("w", shape, 8)
     assert spec.numel == numel
     assert spec.place == Interval(8, 8 + numel)
 
 
-def test_a_layout_without_ranks_or_elements_is_refused() -> None:
+def test_layout_without_ranks_or_elements_raises() -> None:
     with pytest.raises(ValueError, match="0 and 4"):
         FlatLayout((), 0, 4)
     with pytest.raises(ValueError, match="2 and 0"):
         FlatLayout((), 2, 0)
 
 
-def test_parameters_that_overlap_or_go_backwards_are_refused_by_name() -> None:
+def test_overlapping_parameters_raise_with_their_name() -> None:
     with pytest.raises(ValueError, match="second starts at 2"):
         FlatLayout((ParamSpec("first", (3,), 0), ParamSpec("second", (1,), 2)), 1, 8)
     with pytest.raises(ValueError, match="second starts at 0"):
         FlatLayout((ParamSpec("first", (3,), 4), ParamSpec("second", (1,), 0)), 1, 8)
 
 
-def test_parameters_beyond_the_end_of_the_flat_tensor_are_refused() -> None:
+def test_parameters_beyond_the_flat_tensor_raise() -> None:
     FlatLayout((ParamSpec("w", (8,), 0),), 2, 4)
     with pytest.raises(ValueError, match="end at 9, the flat tensor at 8"):
         FlatLayout((ParamSpec("w", (9,), 0),), 2, 4)

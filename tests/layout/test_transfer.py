@@ -1,5 +1,5 @@
-"""Moves between any two layouts of the same parameters: carried out, they give what laying out the
-target directly gives."""
+"""Moves between any two layouts of the same parameters give the same result as laying out the
+target directly."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ Shapes = dict[str, tuple[int, ...]]
 
 @dataclasses.dataclass(frozen=True)
 class Wrapping:
-    """One way to shard: which parameters are in which group, in which order, over how many
+    """One way to shard: which parameters are in which group and in which order, and over how many
     ranks."""
 
     layouts: list[FlatLayout]
     ranks: int
 
     def pieces(self) -> list[Piece]:
-        """What all ranks hold; a holder is (group, rank)."""
+        """The pieces of all ranks; a holder is (group, rank)."""
         return [piece for rank in range(self.ranks) for piece in pieces_of_rank(self.layouts, rank)]
 
     def shards(self, values: dict[str, torch.Tensor]) -> dict[tuple[int, ...], torch.Tensor]:
-        """Lay ``values`` out directly, padding -1: (group, rank) to [S]."""
+        """Lay out ``values`` directly, with padding -1: {(group, rank): [S]}."""
         found: dict[tuple[int, ...], torch.Tensor] = {}
         for group, layout in enumerate(self.layouts):
             full = torch.full((layout.full_numel,), -1)
@@ -52,7 +52,7 @@ class Wrapping:
         return found
 
     def wholes(self, values: dict[str, torch.Tensor]) -> dict[tuple[int, ...], torch.Tensor]:
-        """The same as whole tensors: (index,) to [numel]."""
+        """The values as full tensors: {(index,): [numel]}."""
         names = [name for layout in self.layouts for name in layout.names]
         return {(index,): values[name].clone() for index, name in enumerate(names)}
 
@@ -76,7 +76,7 @@ def wrappings(draw: st.DrawFn, shapes: Shapes) -> Wrapping:
 
 @st.composite
 def pairs(draw: st.DrawFn) -> tuple[dict[str, torch.Tensor], Wrapping, Wrapping]:
-    """Values that differ everywhere, by name, and two wrappings of them."""
+    """Distinct values by name, and two wrappings of them."""
     sizes = draw(
         st.lists(st.lists(st.integers(0, 5), max_size=3).map(tuple), min_size=1, max_size=5)
     )
@@ -93,7 +93,7 @@ def carried_out(
     sources: dict[tuple[int, ...], torch.Tensor],
     targets: dict[tuple[int, ...], torch.Tensor],
 ) -> dict[tuple[int, ...], torch.Tensor]:
-    """Carry ``moves`` out into empty targets. Every element is written at most once."""
+    """Apply ``moves`` to empty targets. Asserts that every element is written at most once."""
     found = {holder: torch.full_like(tensor, -1) for holder, tensor in targets.items()}
     written: Counter[tuple[tuple[int, ...], int]] = Counter()
     for move in moves:
@@ -118,7 +118,7 @@ def assert_same(
     }
 
 
-def test_a_parameter_goes_from_two_ranks_to_three_in_these_moves() -> None:
+def test_moves_from_two_ranks_to_three() -> None:
     two, three = (flat_layout(["w"], [(6,)], ranks=ranks, align=1) for ranks in (2, 3))
     sources = [piece for rank in range(2) for piece in pieces_of_rank([two], rank)]
     targets = [piece for rank in range(3) for piece in pieces_of_rank([three], rank)]
@@ -130,7 +130,7 @@ def test_a_parameter_goes_from_two_ranks_to_three_in_these_moves() -> None:
     ]
 
 
-def test_a_rank_holds_one_piece_at_most_of_a_parameter() -> None:
+def test_rank_holds_at_most_one_piece_per_parameter() -> None:
     layouts = [
         flat_layout(["a", "b"], [(3,), (2, 2)], ranks=2, align=1),
         flat_layout(["c"], [()], ranks=2, align=1),
@@ -143,7 +143,7 @@ def test_a_rank_holds_one_piece_at_most_of_a_parameter() -> None:
     assert pieces_of_rank(layouts, 1) == [Piece("b", Interval(1, 4), (0, 1), 0)]
 
 
-def test_whole_tensors_are_numbered_in_order_of_appearance_and_empty_ones_are_no_piece() -> None:
+def test_full_tensors_are_numbered_in_order_without_empty_ones() -> None:
     layouts = [
         flat_layout(["a", "b"], [(3,), (0, 2)], ranks=2, align=4),
         flat_layout(["c"], [()], ranks=2, align=4),
@@ -155,7 +155,7 @@ def test_whole_tensors_are_numbered_in_order_of_appearance_and_empty_ones_are_no
 
 
 @given(made=pairs())
-def test_any_wrapping_becomes_any_other(
+def test_moves_convert_any_layout_to_any_other(
     made: tuple[dict[str, torch.Tensor], Wrapping, Wrapping],
 ) -> None:
     values, source, target = made
@@ -164,7 +164,7 @@ def test_any_wrapping_becomes_any_other(
 
 
 @given(made=pairs())
-def test_whole_tensors_become_any_wrapping(
+def test_moves_convert_full_tensors_to_any_layout(
     made: tuple[dict[str, torch.Tensor], Wrapping, Wrapping],
 ) -> None:
     values, source, target = made
@@ -174,7 +174,7 @@ def test_whole_tensors_become_any_wrapping(
 
 
 @given(made=pairs())
-def test_any_wrapping_becomes_whole_tensors(
+def test_moves_convert_any_layout_to_full_tensors(
     made: tuple[dict[str, torch.Tensor], Wrapping, Wrapping],
 ) -> None:
     values, source, target = made
@@ -184,7 +184,7 @@ def test_any_wrapping_becomes_whole_tensors(
 
 
 @given(made=pairs())
-def test_a_wrapping_becomes_itself_by_moves_that_stay_where_they_are(
+def test_moves_between_equal_layouts_stay_in_place(
     made: tuple[dict[str, torch.Tensor], Wrapping, Wrapping],
 ) -> None:
     _, source, _ = made
@@ -196,7 +196,7 @@ def test_a_wrapping_becomes_itself_by_moves_that_stay_where_they_are(
 
 
 @given(made=pairs(), seed=st.randoms(use_true_random=False))
-def test_the_plan_does_not_depend_on_the_order_of_the_sources(made, seed) -> None:  # type: ignore[no-untyped-def]
+def test_plan_is_independent_of_source_order(made, seed) -> None:  # type: ignore[no-untyped-def]
     _, source, target = made
     pieces = source.pieces()
     plan = plan_moves(pieces, target.pieces())
@@ -205,7 +205,7 @@ def test_the_plan_does_not_depend_on_the_order_of_the_sources(made, seed) -> Non
 
 
 @given(made=pairs())
-def test_the_plan_follows_the_targets_and_their_elements(
+def test_moves_are_ordered_by_target_and_element(
     made: tuple[dict[str, torch.Tensor], Wrapping, Wrapping],
 ) -> None:
     _, source, target = made
@@ -217,7 +217,7 @@ def test_the_plan_follows_the_targets_and_their_elements(
     assert keys == sorted(keys)
 
 
-def test_of_two_sources_that_hold_an_element_the_first_one_gives_it() -> None:
+def test_first_of_two_sources_provides_a_shared_element() -> None:
     sources = [
         Piece("w", Interval(2, 8), (0, 1), 0),
         Piece("w", Interval(0, 4), (0, 0), 0),
@@ -229,7 +229,7 @@ def test_of_two_sources_that_hold_an_element_the_first_one_gives_it() -> None:
     ]
 
 
-def test_replicas_are_read_from_one_of_them_only() -> None:
+def test_only_one_replica_is_read() -> None:
     piece = Piece("w", Interval(0, 5), (0, 0), 7)
     replicas = [dataclasses.replace(piece, holder=(0, rank)) for rank in (3, 1, 2)]
     assert plan_moves(replicas, [Piece("w", Interval(1, 5), (8,), 0)]) == [
@@ -246,7 +246,7 @@ def test_replicas_are_read_from_one_of_them_only() -> None:
         ([Interval(4, 6)], [(4, 2)]),
     ],
 )
-def test_what_no_source_holds_is_left_out_so_that_the_moves_add_up_to_less_than_the_target(
+def test_elements_without_a_source_are_not_moved(
     held: list[Interval], moved: list[tuple[int, int]]
 ) -> None:
     sources = [Piece("w", part, (0, rank), 0) for rank, part in enumerate(held)]
@@ -255,7 +255,7 @@ def test_what_no_source_holds_is_left_out_so_that_the_moves_add_up_to_less_than_
     assert sum(move.numel for move in moves) < 10
 
 
-def test_a_parameter_of_another_name_is_no_source() -> None:
+def test_parameter_with_another_name_is_not_a_source() -> None:
     assert (
         plan_moves([Piece("v", Interval(0, 4), (0, 0), 0)], [Piece("w", Interval(0, 4), (0, 0), 0)])
         == []
@@ -264,7 +264,7 @@ def test_a_parameter_of_another_name_is_no_source() -> None:
 
 @st.composite
 def parts(draw: st.DrawFn) -> tuple[FlatLayout, int, Interval]:
-    """A layout of any sizes, one of its parameters, and a part of that."""
+    """A random layout, the index of one of its parameters, and a part of that parameter."""
     sizes = draw(
         st.lists(st.lists(st.integers(0, 6), max_size=3).map(tuple), min_size=1, max_size=5)
     )
@@ -278,7 +278,7 @@ def parts(draw: st.DrawFn) -> tuple[FlatLayout, int, Interval]:
 
 
 @given(made=parts())
-def test_the_runs_of_a_part_are_its_elements_in_order_each_once(
+def test_runs_of_a_part_cover_its_elements_once_in_order(
     made: tuple[FlatLayout, int, Interval],
 ) -> None:
     layout, index, part = made
@@ -296,7 +296,7 @@ def test_the_runs_of_a_part_are_its_elements_in_order_each_once(
 
 
 @given(made=parts())
-def test_a_run_comes_from_each_shard_that_holds_any_of_a_part(
+def test_each_shard_that_holds_elements_yields_one_run(
     made: tuple[FlatLayout, int, Interval],
 ) -> None:
     layout, index, part = made
@@ -304,7 +304,7 @@ def test_a_run_comes_from_each_shard_that_holds_any_of_a_part(
     assert [run.rank for run in runs_of_part(layout, index, part)] == holders
 
 
-def test_a_part_that_begins_and_ends_inside_of_shards_has_these_runs() -> None:
+def test_runs_of_a_part_that_starts_and_ends_inside_shards() -> None:
     layout = flat_layout(["a", "b"], [(3,), (10,)], ranks=4, align=1)
     assert list(runs_of_part(layout, 1, Interval(2, 10))) == [
         Run(1, Interval(1, 4), 0),
@@ -314,7 +314,7 @@ def test_a_part_that_begins_and_ends_inside_of_shards_has_these_runs() -> None:
     assert list(runs_of_part(layout, 1, Interval(4, 4))) == []
 
 
-def test_a_part_of_one_shard_among_a_billion_is_found_at_once() -> None:
+def test_runs_of_part_is_fast_with_a_billion_ranks() -> None:
     layout = FlatLayout((ParamSpec("w", (8_000_000_000,), 0),), 1_000_000_000, 8)
     assert list(runs_of_part(layout, 0, Interval(7_999_999_990, 7_999_999_999))) == [
         Run(999_999_998, Interval(6, 8), 0),
@@ -324,8 +324,8 @@ def test_a_part_of_one_shard_among_a_billion_is_found_at_once() -> None:
 
 @st.composite
 def one_parameter_laid_out_twice(draw: st.DrawFn) -> tuple[FlatLayout, FlatLayout]:
-    """Among as many elements before it and after it, or nearly; small numbers, so that many pairs
-    are alike."""
+    """The same parameter in two similar layouts; small numbers, so that many pairs have equal
+    parts."""
     numel, ranks = draw(st.integers(0, 12)), draw(st.integers(1, 5))
 
     def layout() -> FlatLayout:
@@ -338,18 +338,18 @@ def one_parameter_laid_out_twice(draw: st.DrawFn) -> tuple[FlatLayout, FlatLayou
 
 
 @given(made=one_parameter_laid_out_twice())
-def test_parts_are_the_same_if_they_are_on_every_rank(made: tuple[FlatLayout, FlatLayout]) -> None:
+def test_same_parts_compares_every_rank(made: tuple[FlatLayout, FlatLayout]) -> None:
     one, other = made
     parts = [[layout.part(0, rank) for rank in range(layout.ranks)] for layout in made]
     assert same_parts(one, 0, other, 0) is (parts[0] == parts[1])
 
 
-def test_parts_of_parameters_of_other_sizes_are_not_the_same() -> None:
+def test_same_parts_is_false_for_different_sizes() -> None:
     one, other = (FlatLayout((ParamSpec("p", (numel,), 0),), 4, 5) for numel in (17, 18))
     assert not same_parts(one, 0, other, 0)
 
 
-def test_the_parts_of_a_billion_ranks_are_compared_at_once() -> None:
+def test_same_parts_is_fast_with_a_billion_ranks() -> None:
     one, other = (
         FlatLayout((ParamSpec("p", (10**12,), start),), 10**9, 2000) for start in (8, 8 + 10**11)
     )
