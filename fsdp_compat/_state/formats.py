@@ -40,10 +40,13 @@ if typing.TYPE_CHECKING:  # imported in the methods that torch.distributed.check
 __all__ = ["BoxedTensor", "FlatOfParameters", "Place", "place_of"]
 
 
-_PROPERTIES = "device dtype is_leaf is_meta layout ndim requires_grad shape grad grad_fn"
-_METHODS = "dim element_size is_complex is_floating_point nelement numel size"
-_FACTS = {getattr(torch.Tensor, name).__get__ for name in _PROPERTIES.split()} | {
-    getattr(torch.Tensor, name) for name in _METHODS.split()
+_PROPERTIES = (
+    *("device", "dtype", "is_leaf", "is_meta", "layout", "ndim", "requires_grad", "shape"),
+    *("grad", "grad_fn"),
+)
+_METHODS = ("dim", "element_size", "is_complex", "is_floating_point", "nelement", "numel", "size")
+_FACTS = {getattr(torch.Tensor, name).__get__ for name in _PROPERTIES} | {
+    getattr(torch.Tensor, name) for name in _METHODS
 }
 
 _COPIES = {

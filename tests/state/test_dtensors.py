@@ -194,7 +194,7 @@ def test_a_mesh_of_two_dimensions_is_pickled() -> None:
     run_ranks(4, _pickled_hybrid)
 
 
-def test_a_mesh_is_what_makes_dtensors_and_the_configuration_says_so() -> None:
+def test_models_with_a_mesh_save_dtensors_and_say_so_in_the_configuration() -> None:
     run_ranks(2, _says_so)
 
 
@@ -235,7 +235,7 @@ def _load(path: str, kind: str, odd: bool) -> None:
     assert_holds(model, make_model(1, odd))
 
 
-def test_files_pass_between_meshes_of_any_size_boxes_and_torchs_fsdp1(tmp_path: Path) -> None:
+def test_files_load_across_mesh_sizes_sharded_tensors_and_torchs_fsdp1(tmp_path: Path) -> None:
     for number, (writers, saved) in enumerate(
         [(3, "mesh"), (4, "hybrid"), (2, "boxes"), (2, "torch")]
     ):

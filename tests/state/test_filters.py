@@ -164,7 +164,7 @@ def _full() -> None:
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_a_filter_chooses_what_it_would_of_the_unsharded_models_state(world_size: int) -> None:
+def test_a_filter_chooses_the_same_entries_as_for_the_unsharded_model(world_size: int) -> None:
     run_ranks(world_size, _full)
 
 
@@ -246,7 +246,7 @@ def _bytes() -> None:
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_an_adapter_moves_its_own_bytes_and_no_more(world_size: int) -> None:
+def test_a_filtered_adapter_moves_only_its_own_bytes(world_size: int) -> None:
     run_ranks(world_size, _bytes)
 
 
@@ -299,7 +299,7 @@ def _iterates() -> None:
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_the_whole_state_comes_unit_by_unit_ties_together(world_size: int) -> None:
+def test_the_state_is_streamed_unit_by_unit_with_ties_together(world_size: int) -> None:
     run_ranks(world_size, _iterates)
 
 
@@ -331,5 +331,5 @@ def _memory() -> None:
     assert all(group.resident_nbytes == 0 for group in model._runtime.groups)
 
 
-def test_memory_stays_within_one_unit_and_stopping_leaves_nothing() -> None:
+def test_streaming_holds_one_unit_and_stopping_frees_it() -> None:
     run_ranks(2, _memory)

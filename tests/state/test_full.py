@@ -342,7 +342,7 @@ def _ignored_modules_and_accumulation(use_orig_params: bool) -> None:
 
 
 @pytest.mark.parametrize("use_orig_params", [False, True])
-def test_ignored_modules_are_in_the_dict_and_waiting_gradients_survive_it(
+def test_ignored_modules_are_saved_and_unreduced_gradients_survive(
     use_orig_params: bool,
 ) -> None:
     run_ranks(2, _ignored_modules_and_accumulation, use_orig_params)
@@ -396,7 +396,7 @@ def _memory_of_saves() -> None:
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_ten_saves_end_with_the_bytes_of_the_first_and_one_unit_is_there_at_a_time(
+def test_ten_saves_leave_no_memory_behind_and_hold_one_unit_at_a_time(
     world_size: int,
 ) -> None:
     run_ranks(world_size, _memory_of_saves)
@@ -478,7 +478,7 @@ def _reports_clean_names(configs: tuple[Config, ...]) -> None:
         assert step(model) > 0, "a refused dict leaves a model that trains"
 
 
-def test_missing_unexpected_and_misshapen_entries_are_named_as_in_the_plain_model() -> None:
+def test_missing_unexpected_and_misshapen_entries_are_reported_as_by_torch() -> None:
     run_ranks(2, _reports_clean_names, FEW_CONFIGS)
 
 
@@ -492,7 +492,7 @@ def _ties_may_be_loaded_by_either_name(use_orig_params: bool) -> None:
 
 
 @pytest.mark.parametrize("use_orig_params", [False, True])
-def test_a_tied_parameter_is_loaded_from_whichever_name_is_there(use_orig_params: bool) -> None:
+def test_a_tied_parameter_loads_from_any_of_its_names(use_orig_params: bool) -> None:
     run_ranks(2, _ties_may_be_loaded_by_either_name, use_orig_params)
 
 
@@ -513,7 +513,7 @@ def _load_file(path: str, config: Config) -> None:
     assert_same(model.state_dict(), saved)
 
 
-def test_a_file_goes_to_every_other_world_size_and_to_a_plain_model(tmp_path: Path) -> None:
+def test_a_file_loads_on_every_world_size_and_into_a_plain_model(tmp_path: Path) -> None:
     for writers, config in ((1, FEW_CONFIGS[0]), (4, FEW_CONFIGS[1])):
         path = str(tmp_path / f"{writers}.pt")
         run_ranks(writers, _save_file, path, config)
@@ -566,7 +566,7 @@ def _exchanges_with_torch(use_orig_params: bool) -> None:
 
 
 @pytest.mark.parametrize("use_orig_params", [False, True])
-def test_full_dicts_pass_between_torchs_fsdp1_and_ours(use_orig_params: bool) -> None:
+def test_full_dicts_load_between_torchs_fsdp1_and_ours(use_orig_params: bool) -> None:
     run_ranks(2, _exchanges_with_torch, use_orig_params)
 
 
@@ -582,5 +582,5 @@ def _loads_names_of_wrappers() -> None:
     assert all(torch.equal(value, wanted[name]) for name, value in model.state_dict().items())
 
 
-def test_names_with_the_parts_of_wrappers_are_loaded_too() -> None:
+def test_names_with_wrapper_prefixes_load() -> None:
     run_ranks(2, _loads_names_of_wrappers)

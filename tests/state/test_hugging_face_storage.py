@@ -45,7 +45,7 @@ def _load(path: str, config: Config, seed: int) -> None:
 # Several boxes per rank, ties, fewer elements than ranks, and buffers; DTensors, which have one
 # piece per rank, beside.
 @pytest.mark.parametrize(("writers", "readers"), [(1, 2), (3, 4), (4, 2)])
-def test_what_the_ranks_have_written_is_read_at_every_world_size(
+def test_hugging_face_files_of_all_ranks_load_on_every_world_size(
     writers: int, readers: int, tmp_path: Path
 ) -> None:
     for seed, (saved, loaded) in enumerate([(FLAT, ORIGINAL), (MESH, FLAT)]):
@@ -92,5 +92,5 @@ def _refused(path: str) -> None:
     assert not list(Path(path).rglob("*.safetensors")), "nothing was written"
 
 
-def test_several_pieces_are_refused_where_all_ranks_write_one_file(tmp_path: Path) -> None:
+def test_writing_one_file_refuses_sharded_values(tmp_path: Path) -> None:
     run_ranks(2, _refused, str(tmp_path))

@@ -200,7 +200,7 @@ def _read_with_torchs_functions(
 
 
 @pytest.mark.parametrize(("writers", "readers", "optimizer"), WORLDS)
-def test_what_torch_has_written_is_read(
+def test_dcp_checkpoints_of_torchs_fsdp_load(
     writers: int, readers: int, optimizer: str, tmp_path: Path
 ) -> None:
     runs = {scalar: run_of(optimizer, scalar) for scalar in (True, False)}
@@ -265,7 +265,7 @@ def _read_with_torchs_methods(
 
 
 @pytest.mark.parametrize(("writers", "readers", "optimizer"), WORLDS)
-def test_what_ours_have_written_is_read_by_torch(
+def test_torchs_fsdp_loads_our_dcp_checkpoints(
     writers: int, readers: int, optimizer: str, tmp_path: Path
 ) -> None:
     runs = {scalar: run_of(optimizer, scalar) for scalar in (True, False)}
@@ -293,7 +293,7 @@ def _older_function_of_dcp(path: str) -> None:
         )
 
 
-def test_the_function_that_reads_sharded_optimizer_state_alone_takes_our_model_state(
+def test_load_sharded_optimizer_state_dict_takes_our_model_state(
     tmp_path: Path,
 ) -> None:
     run_ranks(3, _older_function_of_dcp, str(tmp_path))

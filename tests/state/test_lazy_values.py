@@ -77,7 +77,7 @@ def _loads(config: Config) -> None:
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_lazy_values_are_loaded_as_the_tensors_that_they_stand_for(world_size: int) -> None:
+def test_lazy_values_load_like_tensors(world_size: int) -> None:
     for config in (FLAT, ORIGINAL, UNSHARDED, MESH):
         run_ranks(world_size, _loads, config)
 
@@ -99,7 +99,7 @@ def _as_torchs_fsdp1() -> None:
     assert_same(ours.state_dict(), found)
 
 
-def test_lazy_values_are_taken_as_by_torchs_fsdp1() -> None:
+def test_lazy_values_load_as_in_torchs_fsdp1() -> None:
     run_ranks(2, _as_torchs_fsdp1)
 
 
@@ -159,7 +159,7 @@ def _only_own_parts() -> int:
     return Lazy.loads
 
 
-def test_a_rank_reads_what_it_has_a_part_of() -> None:
+def test_a_rank_reads_only_parameters_it_has_a_part_of() -> None:
     assert run_ranks(4, _only_own_parts) == [1, 1, 1, 1]
 
 
@@ -202,7 +202,7 @@ def _refused_without_reading() -> None:
         assert_same(model.state_dict(), before, "nothing was loaded")
 
 
-def test_what_does_not_fit_is_refused_without_reading_anything() -> None:
+def test_lazy_values_that_do_not_fit_are_refused_unread() -> None:
     run_ranks(2, _refused_without_reading)
 
 

@@ -185,7 +185,7 @@ def _one_shard() -> None:
         assert_holds(other, make_model(1))
 
 
-def test_where_one_rank_holds_all_parameters_come_under_their_own_names_as_in_torch() -> None:
+def test_on_one_rank_local_dicts_have_parameter_names_as_in_torch() -> None:
     run_ranks(1, _one_shard)
     run_ranks(2, _one_shard)
 
@@ -229,7 +229,7 @@ def _more_ranks(directory: str) -> None:
     assert_holds(model, make_model(3))
 
 
-def test_another_layout_is_refused_before_anything_changes_and_told_what_to_use(
+def test_another_layout_is_refused_with_advice_before_anything_changes(
     tmp_path: Path,
 ) -> None:
     run_ranks(2, _other_layouts, str(tmp_path))
@@ -264,5 +264,5 @@ def _form_and_parts() -> None:
     assert torch.equal(target["unit"].state_dict()["weight"], around["unit"].state_dict()["weight"])
 
 
-def test_the_form_is_set_asked_for_and_taken_of_parts_and_of_containers() -> None:
+def test_the_form_is_set_and_read_for_submodules_and_containers() -> None:
     run_ranks(2, _form_and_parts)

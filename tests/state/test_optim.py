@@ -23,7 +23,6 @@ from torch.distributed.fsdp import StateDictType as TorchType
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy as TorchWrapPolicy
 from torch.distributed.tensor import DTensor
 
-from examples.train_gpt import create_optimizer_state
 from fsdp_compat import (
     FullOptimStateDictConfig,
     FullStateDictConfig,
@@ -37,6 +36,7 @@ from fsdp_compat._state.names import clean_name
 from fsdp_compat._state.rank0 import Rank0Broadcast
 from fsdp_compat.errors import CheckpointError, FsdpCompatError, UsageError
 from fsdp_compat.wrap import ModuleWrapPolicy, always_wrap_policy
+from tests.support.optimizer_state import create_optimizer_state
 from tests.support.ranks import run_ranks
 
 Config = tuple[str, bool, str]  # strategy, use_orig_params, policy
@@ -262,7 +262,7 @@ def _groups_and_parts_without_state() -> None:
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
-def test_parameter_groups_keep_their_settings_and_what_has_no_state_gets_none(
+def test_parameter_groups_keep_their_settings_and_missing_state_stays_missing(
     world_size: int,
 ) -> None:
     run_ranks(world_size, _groups_and_parts_without_state)
@@ -286,7 +286,7 @@ def _counts() -> None:
         assert_state(full_state(model, optimizer)["state"], found["state"])
 
 
-def test_one_collective_per_flat_group_and_state_and_none_for_sharding_and_loading() -> None:
+def test_a_full_dict_takes_one_collective_per_group_and_state_others_none() -> None:
     run_ranks(2, _counts)
 
 
@@ -304,7 +304,7 @@ def _rank0_only(world_size: int) -> None:
             assert found == {}
 
 
-def test_rank_0_alone_gets_the_state_if_asked() -> None:
+def test_rank0_only_returns_the_state_on_rank_0() -> None:
     run_ranks(3, _rank0_only, 3)
 
 
@@ -423,7 +423,7 @@ def names_in(model: FSDP, group: Any) -> list[str]:
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_rank_0_alone_hands_out_a_dict_one_flat_parameter_at_a_time(world_size: int) -> None:
+def test_rank_0_broadcasts_its_dict_one_group_at_a_time(world_size: int) -> None:
     run_ranks(world_size, _from_rank_0, world_size)
 
 
@@ -448,7 +448,7 @@ def _disjoint_groups() -> None:
         )
 
 
-def test_disjoint_process_groups_have_first_ranks_of_their_own() -> None:
+def test_disjoint_process_groups_load_from_their_own_rank_0() -> None:
     run_ranks(4, _disjoint_groups)
 
 
@@ -470,7 +470,7 @@ def _units_over_some_ranks() -> None:
     assert_four_facts(caught.value)
 
 
-def test_units_over_some_of_the_ranks_are_not_handed_out_from_one() -> None:
+def test_units_over_different_ranks_do_not_load_from_one_rank() -> None:
     run_ranks(2, _units_over_some_ranks)
 
 
@@ -499,7 +499,7 @@ def _an_unmanaged_parameter() -> None:
     assert_equal_states(found, expected)
 
 
-def test_what_no_unit_manages_is_handed_out_too() -> None:
+def test_rank_0_broadcasts_state_of_unmanaged_parameters() -> None:
     run_ranks(2, _an_unmanaged_parameter)
 
 
@@ -537,7 +537,7 @@ def _not_on_every_rank() -> None:
     )  # nothing is left behind
 
 
-def test_a_dict_that_some_rank_lacks_or_refuses_is_refused_on_all() -> None:
+def test_a_dict_missing_or_refused_on_one_rank_is_refused_on_all() -> None:
     run_ranks(2, _not_on_every_rank)
 
 
@@ -586,7 +586,7 @@ def _optimizer_of_a_part() -> None:
     )
 
 
-def test_an_optimizer_over_a_part_of_the_model_takes_its_part_of_a_dict() -> None:
+def test_an_optimizer_of_some_parameters_loads_their_part_of_a_dict() -> None:
     run_ranks(2, _optimizer_of_a_part)
 
 
@@ -786,7 +786,9 @@ def _like_torch(kind: str, use_orig_params: bool, directory: str) -> None:
 
 
 @pytest.mark.parametrize("use_orig_params", [False, True])
-def test_dicts_are_like_torchs_and_pass_both_ways(use_orig_params: bool, tmp_path: Path) -> None:
+def test_optimizer_dicts_equal_torchs_and_load_both_ways(
+    use_orig_params: bool, tmp_path: Path
+) -> None:
     for kind in OPTIMIZERS:
         run_ranks(2, _like_torch, kind, use_orig_params, str(tmp_path))
 

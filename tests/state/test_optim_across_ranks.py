@@ -113,7 +113,9 @@ def _orders(directory: str) -> None:
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_every_ranks_optimizer_may_have_an_order_of_its_own(world_size: int, tmp_path: Any) -> None:
+def test_ranks_may_order_their_optimizers_parameters_differently(
+    world_size: int, tmp_path: Any
+) -> None:
     run_ranks(world_size, _orders, str(tmp_path), timeout=120)
 
 
@@ -139,7 +141,7 @@ def _orders_as_torch(use_orig_params: bool) -> None:
 
 
 @pytest.mark.parametrize("use_orig_params", [False, True])
-def test_orders_of_ranks_are_put_together_as_by_torch(use_orig_params: bool) -> None:
+def test_different_orders_give_the_same_dict_as_in_torch(use_orig_params: bool) -> None:
     run_ranks(2, _orders_as_torch, use_orig_params)
 
 
@@ -280,7 +282,7 @@ def _own_parts_only(directory: str) -> None:
         assert_state(full_state(model, other)["state"], full["state"])
 
 
-def test_what_a_rank_has_no_part_of_may_be_missing_in_its_optimizer(tmp_path: Any) -> None:
+def test_an_optimizer_may_lack_parameters_its_rank_has_no_part_of(tmp_path: Any) -> None:
     run_ranks(3, _own_parts_only, str(tmp_path))
 
 

@@ -224,7 +224,7 @@ def _like_torch(use_orig_params: bool, directory: str) -> None:
 
 
 @pytest.mark.parametrize("use_orig_params", [False, True])
-def test_dicts_are_laid_out_as_torchs_and_pass_both_ways_in_files(
+def test_dicts_have_torchs_layout_and_load_both_ways_from_files(
     use_orig_params: bool, tmp_path: Path
 ) -> None:
     run_ranks(2, _like_torch, use_orig_params, str(tmp_path))
@@ -314,7 +314,7 @@ def _inputs() -> None:
             assert_four_facts(caught.value)
 
 
-def test_numbers_count_the_input_of_the_optimizer() -> None:
+def test_numbers_follow_the_optimizer_input() -> None:
     run_ranks(2, _inputs)
 
 
@@ -328,7 +328,7 @@ def rekeyed(cls: Any, kind: Any, *args: Any, **kwargs: Any) -> Any:
 
 @pytest.mark.parametrize("kind", list(OPTIMIZERS))
 @pytest.mark.parametrize("by", ["optim", "optim_input", "groups", "nothing"])
-def test_a_dict_is_keyed_anew_as_by_torch(kind: str, by: str) -> None:
+def test_rekeying_equals_torchs(kind: str, by: str) -> None:
     model = nn.Sequential(
         nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)
     )  # without ties, which torch refuses
@@ -361,7 +361,7 @@ def test_a_dict_is_keyed_anew_as_by_torch(kind: str, by: str) -> None:
         assert unchanged["param_groups"] == same["param_groups"]
 
 
-def test_a_dict_without_state_is_keyed_anew_too() -> None:
+def test_a_dict_without_state_is_rekeyed() -> None:
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     named = rekeyed(
@@ -444,7 +444,7 @@ def _between_wrapped_and_plain() -> None:
     )
 
 
-def test_state_goes_between_wrapped_and_plain_models() -> None:
+def test_state_loads_between_wrapped_and_plain_models() -> None:
     run_ranks(2, _between_wrapped_and_plain)
 
 
@@ -505,7 +505,7 @@ def _rekeyed_flat() -> None:
         assert_four_facts(caught.value)
 
 
-def test_a_dict_is_keyed_anew_for_a_model_of_flat_parameters() -> None:
+def test_a_dict_is_rekeyed_for_a_model_of_flat_parameters() -> None:
     run_ranks(2, _rekeyed_flat)
 
 
@@ -582,5 +582,5 @@ def _beside_units() -> None:
                 assert all(one == found[0] for one in found)
 
 
-def test_only_parameters_inside_of_units_are_missed_if_they_were_not_saved() -> None:
+def test_only_missing_state_of_managed_parameters_is_an_error() -> None:
     run_ranks(2, _beside_units)

@@ -213,5 +213,5 @@ def _of_no_parameter() -> None:
         full_state(ours, optimizer)
 
 
-def test_state_of_no_parameter_goes_along() -> None:
+def test_state_of_no_parameter_is_saved_and_loaded() -> None:
     run_ranks(2, _of_no_parameter)

@@ -18,7 +18,6 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 
-from examples.train_gpt import create_optimizer_state
 from fsdp_compat import FullOptimStateDictConfig, ShardingStrategy, StateDictType
 from fsdp_compat import FullyShardedDataParallel as FSDP
 from fsdp_compat._state.names import clean_name
@@ -35,6 +34,7 @@ from tests.state.test_optim import (
     shard,
     train,
 )
+from tests.support.optimizer_state import create_optimizer_state
 from tests.support.ranks import run_ranks
 
 
@@ -178,14 +178,14 @@ class Standing(torch.Tensor):
         raise NotImplementedError(func)
 
 
-def test_a_tensor_that_stands_for_others_is_opaque() -> None:
+def test_a_wrapper_subclass_tensor_is_rank_local_state() -> None:
     target = nn.Parameter(torch.zeros(6))
     assert classify(torch.zeros(6).as_subclass(Named), target) is StateKind.PER_ELEMENT
     standing = torch.Tensor._make_wrapper_subclass(Standing, (6,))  # type: ignore[attr-defined]
     assert classify(standing, target) is StateKind.RANK_LOCAL
 
 
-def test_entries_are_classified_by_type_and_shape() -> None:
+def test_states_are_classified_by_type_and_shape() -> None:
     target = nn.Parameter(torch.zeros(6))
     scalars = [1, 2.5, True, 1j, None, "text", torch.tensor(3), torch.tensor(1.0)]
     assert {classify(value, target) for value in scalars} == {StateKind.SCALAR}
@@ -206,7 +206,7 @@ def test_entries_are_classified_by_type_and_shape() -> None:
     assert classify(torch.zeros(()), nn.Parameter(torch.zeros(()))) is StateKind.SCALAR
 
 
-def test_what_is_opaque_for_one_target_is_opaque_where_its_shape_fits_by_chance() -> None:
+def test_a_rank_local_state_stays_so_where_its_shape_fits_by_chance() -> None:
     large, one, none = (nn.Parameter(torch.zeros(n)) for n in (9, 1, 0))
     states = {
         p: {"codes": torch.zeros(p.shape), "scales": torch.zeros(-(-p.numel() // 4))}
@@ -300,7 +300,7 @@ def _from_rank_0() -> None:
             assert_same(found, wanted, str(config))
 
 
-def test_rank_0_alone_hands_out_what_belongs_to_each_rank() -> None:
+def test_rank_0_sends_each_rank_its_rank_local_state() -> None:
     run_ranks(2, _from_rank_0)
 
 
@@ -322,7 +322,7 @@ def _hybrid() -> None:
         assert_same(found, wanted)
 
 
-def test_replicas_take_the_state_of_the_same_part() -> None:
+def test_replicas_load_the_state_of_the_same_part() -> None:
     run_ranks(4, _hybrid)
 
 
@@ -397,7 +397,7 @@ def _unpicklable() -> None:
     optimizer.load_state_dict(FSDP.optim_state_dict_to_load(model, optimizer, full))
 
 
-def test_an_object_that_cannot_travel_does_not_end_a_save() -> None:
+def test_an_object_that_cannot_be_pickled_does_not_fail_a_save() -> None:
     run_ranks(2, _unpicklable)
 
 
@@ -437,7 +437,7 @@ def _refused_elsewhere(path: str, config: Config) -> None:
     FSDP.optim_state_dict_to_load(model, optimizer, without)  # the rest is resharded
 
 
-def test_at_another_layout_it_is_refused_and_named_before_anything_changes(tmp_path: Path) -> None:
+def test_another_layout_refuses_and_names_rank_local_state(tmp_path: Path) -> None:
     path = str(tmp_path / "state.pt")
     run_ranks(2, _saved, path, CONFIGS[1])
     for num_ranks, config in (
@@ -474,7 +474,7 @@ def _into_and_out_of_the_plain() -> None:
     assert_four_facts(caught.value)
 
 
-def test_factored_state_of_whole_parameters_is_the_unwrapped_optimizers() -> None:
+def test_on_one_rank_factored_state_equals_the_unwrapped_optimizers() -> None:
     run_ranks(2, _into_and_out_of_the_plain)
 
 
@@ -502,7 +502,7 @@ def _warned_once() -> None:
         full_state(*adam)
 
 
-def test_the_first_dict_warns_once_and_names_all_such_states() -> None:
+def test_the_first_dict_warns_once_about_all_rank_local_states() -> None:
     run_ranks(2, _warned_once)
 
 
@@ -546,7 +546,7 @@ def _asked_before_training() -> None:
         assert sorted(check_optimizer(model, optimizer)) == sorted(found)
 
 
-def test_one_can_ask_before_training_and_nothing_changes() -> None:
+def test_check_optimizer_works_before_training_and_changes_nothing() -> None:
     run_ranks(2, _asked_before_training)
 
 
@@ -558,5 +558,5 @@ def _config_is_respected() -> None:
     assert (found == {}) is (rank() != 0)
 
 
-def test_ranks_that_keep_nothing_get_nothing() -> None:
+def test_ranks_without_the_result_get_no_rank_local_state() -> None:
     run_ranks(2, _config_is_respected)

@@ -128,7 +128,7 @@ def _dtensors(directory: str) -> None:
     assert_state(full_state(other_model, other)["state"], full_state(model, optimizer)["state"])
 
 
-def test_a_template_of_dtensors_is_resumed_too(tmp_path: Path) -> None:
+def test_an_optimizer_without_state_resumes_from_dtensors(tmp_path: Path) -> None:
     run_ranks(2, _dtensors, str(tmp_path))
 
 
@@ -171,7 +171,7 @@ def _first_entries() -> None:
     assert full_state(model, OPTIMIZERS["Adam"](model.parameters()))["state"] == {}, "as with torch"
 
 
-def test_entries_are_those_of_a_first_step_that_changes_nothing() -> None:
+def test_template_entries_equal_those_of_a_first_step() -> None:
     run_ranks(2, _first_entries)
 
 
@@ -208,5 +208,5 @@ def _a_rank_without_state(directory: str) -> None:
     dcp.save(state, checkpoint_id=directory)
 
 
-def test_a_rank_that_has_no_state_adds_none_to_that_of_others(tmp_path: Path) -> None:
+def test_a_rank_without_state_adds_none_to_the_others(tmp_path: Path) -> None:
     run_ranks(3, _a_rank_without_state, str(tmp_path))

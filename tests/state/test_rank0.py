@@ -145,7 +145,7 @@ def _same_as_everywhere(hybrid: bool) -> None:
 
 
 @pytest.mark.parametrize(("world_size", "hybrid"), [(1, False), (2, False), (3, False), (4, True)])
-def test_what_rank_0_has_is_loaded_as_if_every_rank_had_it(world_size: int, hybrid: bool) -> None:
+def test_loading_from_rank_0_equals_loading_on_every_rank(world_size: int, hybrid: bool) -> None:
     run_ranks(world_size, _same_as_everywhere, hybrid)
 
 
@@ -171,7 +171,7 @@ def _everywhere() -> None:
     assert_holds(model, make_model(3))
 
 
-def test_where_every_rank_has_it_nothing_is_sent_and_where_some_have_rank_0_counts() -> None:
+def test_dicts_on_all_ranks_send_nothing_and_on_some_rank_0s_is_loaded() -> None:
     run_ranks(3, _everywhere)
 
 
@@ -258,7 +258,7 @@ def _errors() -> None:
     assert_holds(model, make_model(1))
 
 
-def test_what_is_wrong_on_rank_0_is_raised_on_every_rank_before_anything_changes() -> None:
+def test_an_error_on_rank_0_is_raised_on_every_rank_before_any_change() -> None:
     run_ranks(2, _errors)
 
 

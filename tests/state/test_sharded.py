@@ -233,7 +233,7 @@ def _check_metadata(name: str, value: ShardedTensor, boxes: list[Any], whole: Te
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
-def test_values_are_boxes_that_view_the_own_shard_and_nothing_is_sent(world_size: int) -> None:
+def test_sharded_values_view_the_shard_and_send_nothing(world_size: int) -> None:
     for config in (
         ("FULL_SHARD", False, "none"),
         ("SHARD_GRAD_OP", True, "blocks"),
@@ -250,7 +250,7 @@ def _whole_values(config: Config) -> None:
     assert state["cube"].untyped_storage().data_ptr() in storages
 
 
-def test_without_a_second_rank_to_split_over_values_are_plain_views() -> None:
+def test_on_one_rank_values_are_plain_views() -> None:
     run_ranks(1, _whole_values, ("FULL_SHARD", True, "blocks"))
     run_ranks(2, _whole_values, ("NO_SHARD", False, "blocks"))
 
@@ -277,7 +277,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[int, str]:
 
 @pytest.mark.parametrize("readers", [1, 2, 3, 4])
 @pytest.mark.parametrize("writers", [1, 2, 3, 4])
-def test_a_checkpoint_is_loaded_bit_by_bit_at_every_world_size(
+def test_a_checkpoint_loads_bit_equal_on_every_world_size(
     checkpoints: dict[int, str], writers: int, readers: int
 ) -> None:
     run_ranks(readers, load, checkpoints[writers], SPREAD[(readers + writers) % 4], writers)
@@ -329,7 +329,7 @@ shapes = st.lists(st.lists(st.integers(0, 5), max_size=4).map(tuple), min_size=1
     loaded=configs,
     shapes=shapes,
 )
-def test_any_shapes_pass_between_any_two_configurations(
+def test_any_shapes_load_between_any_two_configurations(
     writers: int, readers: int, saved: Config, loaded: Config, shapes: Shapes
 ) -> None:
     with tempfile.TemporaryDirectory() as path:
@@ -398,7 +398,7 @@ def _load_both(path: str, config: Config, expected: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(("writers", "readers"), [(1, 3), (2, 1), (3, 2)])
-def test_model_and_optimizer_go_through_dcp_as_they_are_also_while_training_goes_on(
+def test_dcp_saves_model_and_optimizer_also_while_training_continues(
     writers: int, readers: int, tmp_path: Path
 ) -> None:
     expected = run_ranks(writers, _save_both, str(tmp_path), SPREAD[writers % 2])[0]
@@ -415,7 +415,7 @@ def _from_other_layouts() -> None:
         assert_holds(model, make_model(2))
 
 
-def test_a_sharded_dict_of_another_layout_is_loaded_in_memory() -> None:
+def test_a_sharded_dict_of_another_layout_loads_in_memory() -> None:
     run_ranks(3, _from_other_layouts)
 
 
@@ -471,7 +471,7 @@ def _with_torchs_fsdp1(directory: str, use_orig_params: bool) -> None:
 
 
 @pytest.mark.parametrize("use_orig_params", [False, True])
-def test_checkpoints_pass_between_torchs_fsdp1_and_ours(
+def test_checkpoints_load_between_torchs_fsdp1_and_ours(
     tmp_path: Path, use_orig_params: bool
 ) -> None:
     run_ranks(2, _with_torchs_fsdp1, str(tmp_path), use_orig_params)
@@ -510,7 +510,7 @@ def _with_torchs_fsdp2(directory: str) -> None:
         ), name
 
 
-def test_checkpoints_pass_between_torchs_fsdp2_and_ours(tmp_path: Path) -> None:
+def test_checkpoints_load_between_torchs_fsdp2_and_ours(tmp_path: Path) -> None:
     run_ranks(3, _with_torchs_fsdp2, str(tmp_path))
 
 
@@ -525,5 +525,5 @@ def _misuses_a_value() -> None:
         value.__get_tensor_shard__(MetadataIndex("weight", torch.Size((99, 0))))
 
 
-def test_a_sharded_value_says_what_it_has_not() -> None:
+def test_a_sharded_value_refuses_unsupported_operations() -> None:
     run_ranks(2, _misuses_a_value)

@@ -176,7 +176,7 @@ def _recurse() -> None:
                 )
 
 
-def test_recurse_says_whether_inner_units_are_shown_too() -> None:
+def test_recurse_controls_whether_inner_units_are_shown() -> None:
     run_ranks(2, _recurse)
 
 
@@ -198,7 +198,7 @@ def _rank0_only() -> None:
         assert step(model) > 0
 
 
-def test_rank0_only_shows_the_others_their_parts_and_cannot_write_back() -> None:
+def test_rank0_only_shows_other_ranks_their_parts_and_refuses_writeback() -> None:
     run_ranks(2, _rank0_only)
 
 
@@ -282,7 +282,7 @@ def _keeps_as_torch(strategy: str) -> None:
 @pytest.mark.parametrize(
     ("world_size", "strategy"), [(1, "FULL_SHARD"), (2, "FULL_SHARD"), (2, "NO_SHARD")]
 )
-def test_changes_stay_without_writeback_where_torch_keeps_them_but_never_on_one_of_several_copies(
+def test_without_writeback_changes_stay_as_in_torch_but_not_on_one_replica(
     world_size: int, strategy: str
 ) -> None:
     run_ranks(world_size, _keeps_as_torch, strategy)
@@ -483,7 +483,7 @@ def _forward_inside() -> None:
         assert step(model) == pytest.approx(step(make_model()), rel=1e-6)
 
 
-def test_a_generation_loop_inside_computes_with_what_is_shown_and_sends_nothing() -> None:
+def test_a_generation_loop_inside_uses_whole_parameters_and_sends_nothing() -> None:
     run_ranks(2, _forward_inside)
 
 
@@ -549,7 +549,7 @@ def _apply() -> None:
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_apply_sees_whole_parameters_and_keeps_what_it_changes(world_size: int) -> None:
+def test_apply_sees_whole_parameters_and_keeps_changes(world_size: int) -> None:
     run_ranks(world_size, _apply)
 
 
@@ -566,5 +566,5 @@ def _between_forward_and_backward() -> None:
         assert step(model) == pytest.approx(step(plain), rel=1e-5)
 
 
-def test_a_look_between_forward_and_backward_changes_nothing() -> None:
+def test_summoning_between_forward_and_backward_changes_nothing() -> None:
     run_ranks(2, _between_forward_and_backward)

@@ -41,7 +41,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fsdp_compat import FullyShardedDataParallel as FSDP
 from fsdp_compat import StateDictType
-from fsdp_compat._torch_patches import dcp_adapter
+from fsdp_compat._torch_patches import dcp_adapter, on_import
 from fsdp_compat.errors import CheckpointError, UsageError
 from tests.support.odd_model import (
     STEPS,
@@ -219,7 +219,7 @@ def _is_wrong_without(run: dict[str, Any]) -> None:
     )
 
 
-def test_torchs_own_code_is_wrong_over_boxes_without_an_error() -> None:
+def test_torchs_own_functions_are_silently_wrong_for_our_values() -> None:
     run_ranks(2, _is_wrong_without, run_of("Adam"))
 
 
@@ -256,7 +256,7 @@ def _from_rank0(run: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
-def test_what_only_rank_0_has_is_loaded_on_all_ranks(world_size: int) -> None:
+def test_a_dict_on_rank_0_alone_loads_on_all_ranks(world_size: int) -> None:
     run_ranks(world_size, _from_rank0, run_of("Adam"))
 
 
@@ -337,7 +337,7 @@ def _strictness(run: dict[str, Any]) -> None:
             )
 
 
-def test_strict_says_what_is_missing_and_without_it_the_rest_is_loaded() -> None:
+def test_strict_reports_missing_entries_and_without_it_the_rest_loads() -> None:
     run_ranks(2, _strictness, run_of("Adam"))
 
 
@@ -445,7 +445,7 @@ def zeros(model: nn.Module) -> dict[str, Tensor]:
     }
 
 
-def test_names_are_those_of_the_model_before_anything_was_put_around_its_modules() -> None:
+def test_names_are_those_of_the_unwrapped_model() -> None:
     run_ranks(2, _names, run_of("Adam"))
 
 
@@ -481,7 +481,7 @@ def _parts_of_one_rank(path: str) -> None:
             assert other["scales"].unique().tolist() == [dist.get_rank()]
 
 
-def test_state_that_belongs_to_one_ranks_part_comes_back_to_it(tmp_path: Path) -> None:
+def test_rank_local_state_returns_to_its_rank(tmp_path: Path) -> None:
     run_ranks(2, _parts_of_one_rank, str(tmp_path))
 
 
@@ -527,7 +527,7 @@ def _load(kind: str, configs: tuple[Config, ...], run: dict[str, Any], path: str
 @pytest.mark.parametrize(
     ("writers", "readers", "kind"), [(1, 2, "Adam"), (2, 3, "SGD"), (3, 1, "Adam"), (3, 2, "SGD")]
 )
-def test_stateful_objects_pass_through_files_into_another_world(
+def test_stateful_objects_reshard_through_files(
     writers: int, readers: int, kind: str, tmp_path: Path
 ) -> None:
     run = run_of(kind)
@@ -567,7 +567,7 @@ def _asked_before_the_first_step() -> None:
         )
 
 
-def test_an_optimizer_without_state_is_as_it_was_after_it_was_asked() -> None:
+def test_taking_the_state_of_an_optimizer_without_state_changes_nothing() -> None:
     run_ranks(2, _asked_before_the_first_step)
 
 
@@ -616,7 +616,7 @@ def _torchs_own(run: dict[str, Any]) -> None:
     assert_same_optim(optim, run["optim"])
 
 
-def test_torchs_own_models_beside_ours_are_served_by_torchs_own_code() -> None:
+def test_torchs_models_use_torchs_own_functions() -> None:
     run_ranks(2, _torchs_own, run_of("Adam", scalar=False))
 
 
@@ -666,12 +666,21 @@ def test_the_order_of_imports_does_not_matter() -> None:
 NAME = "torch.distributed.checkpoint.state_dict"
 
 
-def test_a_module_that_is_imported_later_or_again_is_routed_and_else_as_it_was(
+def test_a_module_imported_later_or_again_is_patched_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for _ in range(3):
         dcp_adapter.patch()
-    assert len([finder for finder in sys.meta_path if isinstance(finder, dcp_adapter._Finder)]) == 1
+    assert (
+        len(
+            [
+                finder
+                for finder in sys.meta_path
+                if isinstance(finder, on_import._Finder) and finder.name == NAME
+            ]
+        )
+        == 1
+    )
     before = sys.modules[NAME]
     loader = type(before.__loader__)
     monkeypatch.delitem(sys.modules, NAME)
@@ -696,7 +705,7 @@ def test_a_module_that_is_imported_later_or_again_is_routed_and_else_as_it_was(
         assert sorted(routed) == sorted(dcp_adapter.FUNCTIONS)
 
 
-def test_models_of_others_get_torchs_results_and_torchs_errors() -> None:
+def test_other_models_get_torchs_results_and_errors() -> None:
     model = nn.Linear(2, 3)
     dcp_adapter.patch()
     assert_same(get_model_state_dict(model), model.state_dict())
@@ -766,7 +775,7 @@ def _later_torch() -> None:
     ]
 
 
-def test_what_a_later_torch_adds_is_refused_by_name_for_our_models() -> None:
+def test_arguments_of_a_later_torch_are_refused_by_name() -> None:
     run_ranks(1, _later_torch)
 
 
@@ -790,5 +799,5 @@ def _patched() -> None:
     )
 
 
-def test_models_and_optimizers_whose_methods_torch_has_patched_are_served() -> None:
+def test_models_and_optimizers_with_methods_patched_by_torch_work() -> None:
     run_ranks(1, _patched)
