@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import warnings
 from collections.abc import Callable, Iterable
@@ -132,6 +133,7 @@ def _mesh(
     if any(group is dist.GroupMember.NON_GROUP_MEMBER for group in groups):
         raise not_a_member()
     if device_mesh is not None:
+        importlib.import_module("torch.distributed.tensor")  # torch.load refuses DTensors before
         if not isinstance(device_mesh, DeviceMesh):
             raise _wrong_type(
                 "device_mesh", "a torch.distributed.device_mesh.DeviceMesh", device_mesh

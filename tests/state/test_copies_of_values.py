@@ -238,6 +238,7 @@ READ = """
 import json, sys
 import fsdp_compat
 import torch
+import torch.distributed.tensor  # as torch.load asks for where a file holds DTensors
 from torch.serialization import get_safe_globals
 
 states = [torch.load(path, weights_only=True) for path in sys.argv[1:]]
