@@ -6,6 +6,7 @@ from __future__ import annotations
 import ast
 import fnmatch
 import functools
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -477,6 +478,14 @@ def test_the_top_level_holds_nothing_but_the_agreed_names() -> None:
         name for name in here if not any(fnmatch.fnmatch(name, pattern) for pattern in ignored)
     } - TOP_LEVEL
     report(sorted(extra), "Not agreed on for the top level of the repository:")
+
+
+def test_every_path_in_the_map_exists() -> None:
+    text = (ROOT / PACKAGE / "ARCHITECTURE.md").read_text()
+    paths = set(re.findall(r"`([\w/]+(?:\.py|/))", text))
+    assert len(paths) > 20
+    missing = [p for p in paths if not (ROOT / PACKAGE / p).exists() and not (ROOT / p).exists()]
+    report(missing, "Mend the map, fsdp_compat/ARCHITECTURE.md:")
 
 
 # The rules themselves, on small sources: each of them sees what it forbids and lets pass what it
