@@ -525,8 +525,8 @@ def _not_on_every_rank() -> None:
         (None, True, UsageError, "on the first rank"),
         (renamed if mine else None, True, CheckpointError, "other."),
         (renamed if mine else state, False, CheckpointError, "other."),
-        (sharded if mine else None, True, CheckpointError, "is sharded"),
-        ([1] if mine else state, True, FsdpCompatError, "no optimizer state dict"),
+        (sharded if mine else None, True, CheckpointError, "cannot send a sharded"),
+        ([1] if mine else state, True, FsdpCompatError, "not an optimizer state dict"),
     )
     for given, rank0_only, kind, text in cases:
         with pytest.raises(kind, match=text) as caught:
