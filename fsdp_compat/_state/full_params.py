@@ -98,18 +98,18 @@ def _shown(
     shown: list[nn.Parameter] = []
     kept: list[tuple[nn.Parameter, torch.Tensor, torch.Tensor | None]] = []
     target_grads: list[torch.Tensor | None] = []
-    for target, indices in store.sharded_params:
-        target_grads.append(target.grad)
+    for param, indices in store.sharded_params:
+        target_grads.append(param.grad)
         for index in indices:
             if (
                 not store.is_flattened and store.parallel[index] is None
             ):  # the user's own object becomes whole
-                kept.append((target, target.data, target.grad))
-                target.grad = None
-                target.data = wholes[index]
-                shown.append(target)
+                kept.append((param, param.data, param.grad))
+                param.grad = None
+                param.data = wholes[index]
+                shown.append(param)
                 continue
-            shown.append(store.parameter(index, wholes[index], target.requires_grad))
+            shown.append(store.parameter(index, wholes[index], param.requires_grad))
     for slot in store.shown(shown):
         parameters = _torch_private.parameters_of(slot.module)
         if slot.parameter is None:
@@ -150,7 +150,7 @@ def _grad_of(parameter: nn.Parameter) -> torch.Tensor:
 def _write_back_grads(
     store: StateStore, wholes: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | None]
 ) -> None:
-    """Copy this rank's part of whole gradients into those of the targets, where they have any."""
+    """Copy this rank's part of whole gradients into ``.grad`` of the sharded parameters that have one."""
     changed = torch.zeros_like(store.shard)
     store.take_from_whole(wholes, changed)
     for grad, part in zip(grads, store.grads(changed), strict=True):
@@ -163,9 +163,9 @@ def _gather_grads(group: Group) -> torch.Tensor | None:
     store = store_of(group)
     own = torch.zeros(store.numel, dtype=store.dtype, device=store.shard.device)
     has = False
-    for (target, _), place in zip(store.sharded_params, store.grads(own), strict=True):
-        if target.grad is not None:
-            place.copy_(target.grad)
+    for (param, _), place in zip(store.sharded_params, store.grads(own), strict=True):
+        if param.grad is not None:
+            place.copy_(param.grad)
             has = True
     some_have = group.shard.any_of(torch.tensor([has], dtype=torch.uint8, device=group.device))
     return group.gather_full(own) if some_have else None

@@ -180,7 +180,7 @@ def _sharded_names(unit: Unit) -> set[str]:
     Activation checkpointing's wrapper takes itself out of the names at one time and not at
     another: both are here.
     """
-    managed = {id(target) for group in unit.groups for target, _ in group.store.sharded_params}
+    managed = {id(param) for group in unit.groups for param, _ in group.store.sharded_params}
     raw = {
         f"{path}.{attribute}".lstrip(".")
         for path, child in unit.module.named_modules(remove_duplicate=False)

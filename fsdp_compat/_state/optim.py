@@ -188,7 +188,7 @@ class Facts:
 
     is_tried: bool
     has_states: bool  # of any group, of steps that were made
-    states: Sequence[Mapping[Any, _Described]]  # by target
+    states: Sequence[Mapping[Any, _Described]]  # by sharded parameter
 
 
 def facts_of(ownership: ParamOwnership, source: Source) -> Callable[[Group], Facts]:
@@ -273,7 +273,7 @@ class _GroupStates:
         """
         self.group, self.ownership, self.form = group, ownership, form
         self.sharded_params = ownership.in_group(group)
-        self.states = {target: source.states.get(target, {}) for target in self.sharded_params}
+        self.states = {param: source.states.get(param, {}) for param in self.sharded_params}
         if any(
             facts.has_states for facts in everyones
         ):  # a tried-out state counts only if no rank has made a step
@@ -283,24 +283,24 @@ class _GroupStates:
                 for facts in everyones
             ]
             if source.is_tried:
-                self.states = {target: {} for target in self.sharded_params}
+                self.states = {param: {} for param in self.sharded_params}
         by_target = list(
             zip(*(facts.states for facts in everyones), strict=True)
-        )  # for each target, what every rank has
+        )  # for each sharded parameter, what every rank has
         self.known = [
             _agreed(by_rank, self.states[t])
             for t, by_rank in zip(self.sharded_params, by_target, strict=True)
         ]
-        for target, known, by_rank in zip(self.sharded_params, self.known, by_target, strict=True):
+        for param, known, by_rank in zip(self.sharded_params, self.known, by_target, strict=True):
             for key in (key for key, its in known.items() if _is_per_element(its)):
-                self._require_everywhere(target, key, [key in described for described in by_rank])
+                self._require_everywhere(param, key, [key in described for described in by_rank])
 
-    def _require_everywhere(self, target: nn.Parameter, key: Any, there: list[bool]) -> None:
+    def _require_everywhere(self, param: nn.Parameter, key: Any, there: list[bool]) -> None:
         """Raise UsageError if a rank lacks a state for its part of a parameter: in the whole it
         would be zeros."""
-        names, members = self.ownership.held[target].names, self.group.shard.members
+        names, members = self.ownership.held[param].names, self.group.shard.members
         for rank, has in enumerate(there):
-            if not has and (is_flat(self.group) or part_of(self.group, target, names, rank).runs):
+            if not has and (is_flat(self.group) or part_of(self.group, param, names, rank).runs):
                 raise RuntimeUsageError(
                     explain(
                         "The optimizers of the ranks do not keep the same state.",
@@ -314,24 +314,24 @@ class _GroupStates:
 
     def add_to(self, state: dict[str, dict[str, Any]]) -> None:
         form, rank_states = self.form, {}
-        for target, known in zip(self.sharded_params, self.known, strict=True):
+        for param, known in zip(self.sharded_params, self.known, strict=True):
             whole = is_whole(self.group)
-            for _, name in self.ownership.held[target].names if known else ():
+            for _, name in self.ownership.held[param].names if known else ():
                 state[name] = {
                     key: snapshot(its.value, form.to_cpu)
                     for key, its in known.items()
                     if its.kind is StateKind.SCALAR or (whole and its.kind is StateKind.RANK_LOCAL)
                 }
-            rank_states[target] = [
+            rank_states[param] = [
                 key for key, its in known.items() if its.kind is StateKind.RANK_LOCAL and not whole
             ]
         per_element: dict[
             tuple[Any, torch.dtype | None], list[nn.Parameter]
         ] = {}  # parameters of one group may differ in dtype
-        for target, known in zip(self.sharded_params, self.known, strict=True):
+        for param, known in zip(self.sharded_params, self.known, strict=True):
             for key, its in known.items():
                 if _is_per_element(its):
-                    per_element.setdefault((key, its.dtype), []).append(target)
+                    per_element.setdefault((key, its.dtype), []).append(param)
         for (key, dtype), having in per_element.items():
             if form.values is Values.BOXES:
                 self._add_boxes(state, key, dtype, having)
@@ -353,19 +353,19 @@ class _GroupStates:
         store = store_of(self.group)
         buffer = torch.zeros(store.numel, dtype=dtype, device=store.shard.device)
         places = {
-            target: place
-            for (target, _), place in zip(store.sharded_params, store.grads(buffer), strict=True)
+            param: place
+            for (param, _), place in zip(store.sharded_params, store.grads(buffer), strict=True)
         }
-        for target in having:
-            if (value := self.states[target].get(key)) is not None:
-                places[target].copy_(value)
+        for param in having:
+            if (value := self.states[param].get(key)) is not None:
+                places[param].copy_(value)
         gathered = self.group.gather_full(buffer)
         wholes = [
             value if parallel is None else parallel.whole(value)
             for value, parallel in zip(store.whole(gathered), store.parallel, strict=True)
         ]
-        for target in having if self.form.keep else ():
-            for index, name in self.ownership.held[target].names:
+        for param in having if self.form.keep else ():
+            for index, name in self.ownership.held[param].names:
                 state[name][key] = self._value(wholes[index])
 
     def _value(self, whole: torch.Tensor) -> torch.Tensor:
@@ -385,15 +385,15 @@ class _GroupStates:
     ) -> None:
         store, members = store_of(self.group), self.group.shard.members
         for (
-            target
+            param
         ) in having:  # who has no part of a parameter has boxes without elements, as torch has them
             value = (
-                self.states[target]
+                self.states[param]
                 .get(key, store.shard.new_empty(0, dtype=dtype))
                 .detach()
                 .reshape(-1)
             )
-            for index, name in self.ownership.held[target].names:
+            for index, name in self.ownership.held[param].names:
                 run = value[store.part_in_sharded_param(index).slice]
                 run = copied(run, to_cpu=True) if self.form.to_cpu else run
                 state[name][key] = sharded_value(
@@ -408,7 +408,7 @@ class _GroupStates:
 
 @dataclasses.dataclass(frozen=True)
 class _Described:
-    """One state of one target, in what ranks tell each other of it."""
+    """One state of one sharded parameter, in what ranks tell each other of it."""
 
     kind: StateKind
     dtype: torch.dtype | None = None  # of one that has one element per element

@@ -206,7 +206,7 @@ def _global_rank() -> int:
 
 
 def _targets(ownership: ParamOwnership, groups: Sequence[Group]) -> list[nn.Parameter]:
-    return [target for group in groups for target in ownership.in_group(group)]
+    return [param for group in groups for param in ownership.in_group(group)]
 
 
 def _runs(positions: Iterable[int]) -> _Runs:

@@ -63,8 +63,8 @@ class GivenState:
         value = self.entries[name][key]
         if key not in self.per_element or not isinstance(value, (torch.Tensor, Outline)):
             return False
-        target, index = ownership.by_name[name]
-        group = ownership.held[target].group
+        param, index = ownership.by_name[name]
+        group = ownership.held[param].group
         shape = value.shape if isinstance(value, Outline) else shape_of(value)
         return group is not None and shape == store_of(group).shape(index)
 
@@ -205,8 +205,8 @@ def _refuse_missing(
 
     Missing tensors could be zeros, but a single count would be wrong for some of the parameters.
     """
-    for target in ownership.parameters:
-        names = [name for _, name in ownership.held[target].names]
+    for param in ownership.parameters:
+        names = [name for _, name in ownership.held[param].names]
         missing = [name for name in names if name not in entries]
         values = [
             value for name in names for value in entries.get(name, {}).values() if value is not None
@@ -277,8 +277,8 @@ def _per_element(
     shapes: dict[str, tuple[int, ...]] = {}
     whole: set[str] = set()
     for name, entry in entries.items():
-        target, index = ownership.by_name[name]
-        if (group := ownership.held[target].group) is None:
+        param, index = ownership.by_name[name]
+        if (group := ownership.held[param].group) is None:
             continue
         shapes[name] = store_of(group).shape(index)
         whole |= {name} if is_whole(group) else set()
@@ -336,10 +336,10 @@ def _check_value(value: object, shape: tuple[int, ...], where: str) -> None:
     )
 
 
-def _check_scalar(value: object, target: nn.Parameter, where: str) -> None:
+def _check_scalar(value: object, param: nn.Parameter, where: str) -> None:
     """Raise CheckpointError for an object that belongs to a whole parameter, where parameters are
     not whole."""
-    if classify(value, target) is StateKind.RANK_LOCAL:
+    if classify(value, param) is StateKind.RANK_LOCAL:
         raise CheckpointError(
             explain(
                 "An optimizer state belongs to a whole parameter and cannot be sharded.",

@@ -156,7 +156,7 @@ class _Loading:
         sharded_params: Collection[nn.Parameter],
         wanted: LoadOptions,
     ) -> None:
-        """targets: the managed parameters that some rank's optimizer has; ranks that lack one have
+        """sharded_params: the managed parameters that some rank's optimizer has; ranks that lack one have
         no part of it."""
         self._ownership, self._plan, self._sender, self._targets, self._wanted = (
             ownership,
@@ -209,14 +209,14 @@ class _Loading:
     def _of_group(
         self, group: Group, sharded_params: list[nn.Parameter]
     ) -> dict[nn.Parameter, dict[Any, Any]]:
-        """The states of a group's targets, cut to their shapes."""
+        """The states of a group's sharded parameters, cut to their shapes."""
         plan, states = self._plan, dict[nn.Parameter, dict[Any, Any]]()
         keys: dict[Any, None] = {}
-        for target in sharded_params:
-            names = [name for _, name in self._ownership.held[target].names if name in plan.entries]
+        for param in sharded_params:
+            names = [name for _, name in self._ownership.held[param].names if name in plan.entries]
             if not names:
                 continue
-            states[target] = {key: None for name in names for key in plan.entries[name]}
+            states[param] = {key: None for name in names for key in plan.entries[name]}
             uncut: dict[Any, Any] = {}
             for name in names:
                 for key, value in plan.entries[name].items():
@@ -224,7 +224,7 @@ class _Loading:
                         keys[key] = None
                     elif value is not None:
                         uncut.setdefault(key, value)
-            states[target].update(self._uncut(uncut, names[0]))
+            states[param].update(self._uncut(uncut, names[0]))
         for key in keys:
             self._add_cut(states, group, key)
         self._add_restored(states, group, list(states))
@@ -245,25 +245,25 @@ class _Loading:
         have zeros."""
         store, members = store_of(group), group.shard.members
         found = [
-            (target, index, self._plan.entries[name][key])
-            for target in states
-            for index, name in self._ownership.held[target].names
+            (param, index, self._plan.entries[name][key])
+            for param in states
+            for index, name in self._ownership.held[param].names
             if key in self._plan.entries.get(name, {})
             and self._plan.is_cut(self._ownership, name, key)
         ]
         values = [value for _, _, value in found]
         if self._sender is not None:
             values = self._sender.send(values, f"the state {key!r} of {group.name}")
-        for (target, index, _), value in zip(found, values, strict=True):
-            if states[target][key] is None:
-                states[target][key] = torch.zeros(
-                    target.numel(), dtype=value.dtype, device=store.shard.device
+        for (param, index, _), value in zip(found, values, strict=True):
+            if states[param][key] is None:
+                states[param][key] = torch.zeros(
+                    param.numel(), dtype=value.dtype, device=store.shard.device
                 )
             run = read_part(value, *store.cut(index), store.rank, members, store.parallel[index])
-            states[target][key][store.part_in_sharded_param(index).slice].copy_(run)
-        for target in states:
-            if isinstance(states[target].get(key), torch.Tensor):
-                states[target][key] = states[target][key].view(target.shape)
+            states[param][key][store.part_in_sharded_param(index).slice].copy_(run)
+        for param in states:
+            if isinstance(states[param].get(key), torch.Tensor):
+                states[param][key] = states[param][key].view(param.shape)
 
     def _add_restored(
         self,
@@ -272,16 +272,16 @@ class _Loading:
         sharded_params: list[nn.Parameter],
     ) -> None:
         """Add the states that belong to this rank alone."""
-        for target in sharded_params:
+        for param in sharded_params:
             names = [
                 name
-                for _, name in self._ownership.held[target].names
+                for _, name in self._ownership.held[param].names
                 if name in self._plan.rank_states
             ]
             found: Any = [its for name in names for its in self._plan.rank_states[name]]
             if names and self._sender is not None:
                 found = self._sender.send_object(found, f"the state of {names[0]}")
-            states[target].update(restored(group, found))
+            states[param].update(restored(group, found))
 
     def _groups(
         self, saved: Sequence[Mapping[str, Any]], keys: Mapping[nn.Parameter, Any]

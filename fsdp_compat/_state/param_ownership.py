@@ -109,7 +109,7 @@ class ParamOwnership:
 
     def in_group(self, group: Group) -> list[nn.Parameter]:
         """The sharded parameters of one group, whether the optimizer has them or not."""
-        return [target for target, _ in store_of(group).sharded_params if target in self.held]
+        return [param for param, _ in store_of(group).sharded_params if param in self.held]
 
     @functools.cached_property
     def groups_held(self) -> list[Group]:

@@ -77,10 +77,8 @@ torch.serialization.add_safe_globals(
 )  # torch.load(weights_only=True) reads files with tensors in them
 
 
-def part_of(
-    group: Group, target: nn.Parameter, names: Iterable[tuple[int, str]], rank: int
-) -> Part:
-    """names: (index, name) of what ``target`` holds. rank: of the group's shard axis, this one or
+def part_of(group: Group, param: nn.Parameter, names: Iterable[tuple[int, str]], rank: int) -> Part:
+    """names: (index, name) of what ``param`` holds. rank: of the group's shard axis, this one or
     another."""
     store, names = store_of(group), list(names)
     parts = [(name, store.part(index, rank)) for index, name in names]
@@ -94,8 +92,8 @@ def unshardable(
     """Return ``"name.state"`` of everything in ``states`` that can only be put back at an equal
     layout. Nothing is sent."""
     found = []
-    for target, its in classify_all(states).items():
-        held = ownership.held[target]
+    for param, its in classify_all(states).items():
+        held = ownership.held[param]
         for key, entry in its.items():
             if entry is StateKind.RANK_LOCAL and held.group is not None:
                 found += [f"{name}.{key}" for _, name in held.names]
@@ -109,13 +107,13 @@ def rank_local_states(
     keys: Mapping[nn.Parameter, Iterable[Any]],
     to_cpu: bool,
 ) -> list[tuple[str, RankState]]:
-    """Return (name, state) for the given keys of the targets of a group, as this rank has them:
+    """Return (name, state) for the given keys of the sharded parameters of a group, as this rank has them:
     copies."""
     rank, members = group.shard.rank, group.shard.members
     found = []
-    for target, its_keys in keys.items():
-        names, held = ownership.held[target].names, states.get(target, {})
-        part = part_of(group, target, names, rank)
+    for param, its_keys in keys.items():
+        names, held = ownership.held[param].names, states.get(param, {})
+        part = part_of(group, param, names, rank)
         found += [
             (names[0][1], RankState(k, snapshot(held[k], to_cpu), part, members[rank]))
             for k in its_keys
@@ -219,11 +217,11 @@ def check_layout(ownership: ParamOwnership, states: Mapping[str, Sequence[RankSt
 def _part_now(ownership: ParamOwnership, name: str, rank: int) -> Part | None:
     """Return the part that ``rank`` has of the optimizer's parameter that holds ``name``; None if
     there is no such rank."""
-    target = ownership.by_name[name][0]
-    held = ownership.held[target]
+    param = ownership.by_name[name][0]
+    held = ownership.held[param]
     if held.group is None or rank >= store_of(held.group).ranks:
         return None
-    return part_of(held.group, target, held.names, rank)
+    return part_of(held.group, param, held.names, rank)
 
 
 def restored(group: Group, states: Iterable[RankState]) -> dict[Any, Any]:

@@ -30,7 +30,7 @@ def _chosen(store: StateStore, prefixes: Sequence[str], wanted: Wanted) -> dict[
     prefixes: what the names begin with; several where modules hold the unit under several names.
     """
     trainable = {
-        index: target.requires_grad for target, indices in store.sharded_params for index in indices
+        index: param.requires_grad for param, indices in store.sharded_params for index in indices
     }
     found: dict[int, list[str]] = {}
     for index, member in enumerate(store.orig_params):

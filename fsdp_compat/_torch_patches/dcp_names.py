@@ -111,8 +111,8 @@ def unflattened(
     """Undo ``flattened`` for the parameters of one optimizer."""
     known = {
         names.public(name)
-        for target in _targets(optimizer)
-        for its in names_in(held, target)
+        for param in _targets(optimizer)
+        for its in names_in(held, param)
         for name in its
     }
     entries: dict[str, dict[str, Any]] = {}
@@ -131,8 +131,8 @@ def unflattened(
     for group in optimizer.param_groups:
         its = [
             names.public(name)
-            for target in group["params"]
-            for parameter in names_in(held, target)
+            for param in group["params"]
+            for parameter in names_in(held, param)
             for name in parameter
         ]
         its = [name for name in its if name in settings or name in entries]

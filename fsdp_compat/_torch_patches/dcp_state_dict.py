@@ -376,10 +376,10 @@ def _part_of(
     first: dict[str, str] = {}  # {any of a parameter's names for torch: our first one}
     needed: dict[str, bool] = {}
     for group in optimizer.param_groups:
-        for target in group["params"]:
-            for its in names_in(held, target):
+        for param in group["params"]:
+            for its in names_in(held, param):
                 first.update((names.public(name), its[0]) for name in its)
-                needed[its[0]] = target.requires_grad
+                needed[its[0]] = param.requires_grad
     entries = {first[name]: entry for name, entry in state["state"].items() if name in first}
     missing = [name for name, trained in needed.items() if trained and name not in entries]
     if strict and missing and state["state"]:

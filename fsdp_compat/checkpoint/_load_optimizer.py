@@ -52,7 +52,7 @@ class OptimizerLoadPlan:
         own = {parameter for group in optimizer.param_groups for parameter in group["params"]}
         for named in groups:
             self._plan_group(named, own)
-        managed = {target for named in groups for target, _ in named.sharded_params}
+        managed = {param for named in groups for param, _ in named.sharded_params}
         self._plan_unmanaged(own - managed)
 
     def clear(self) -> None:
@@ -105,16 +105,16 @@ class OptimizerLoadPlan:
 
     def _plan_group(self, named: NamedGroup, own: set[torch.Tensor]) -> None:
         store = store_of(named.group)
-        for target, indices in named.sharded_params:
-            if target in own and store.has_part(indices):
+        for param, indices in named.sharded_params:
+            if param in own and store.has_part(indices):
                 sources = {
                     index: source
                     for index in indices
                     if (source := PartSource.find(self._files, named, index)) is not None
                 }
-                state = self._state_of(named, target, sources)
+                state = self._state_of(named, param, sources)
                 if state:
-                    self._state[target] = state
+                    self._state[param] = state
 
     def _plan_unmanaged(self, parameters: set[torch.Tensor]) -> None:
         common = self._files.manifest.common
@@ -131,7 +131,7 @@ class OptimizerLoadPlan:
                 }
 
     def _state_of(
-        self, named: NamedGroup, target: nn.Parameter, sources: Mapping[int, PartSource]
+        self, named: NamedGroup, param: nn.Parameter, sources: Mapping[int, PartSource]
     ) -> dict[Any, Any]:
         """Return the state of one parameter of the optimizer. sources: of the model's parameters in
         it."""
@@ -143,7 +143,7 @@ class OptimizerLoadPlan:
             part = store.part_in_sharded_param(index)
             for key, name, dtype in self._states_per_element(source):
                 if key not in flat:
-                    state[key] = self._tensor_for(target, key, dtype)
+                    state[key] = self._tensor_for(param, key, dtype)
                     flat[key] = state[key].view(-1)
                 num_with[key] = num_with.get(key, 0) + 1
                 values = flat[key][part.slice]
@@ -156,15 +156,15 @@ class OptimizerLoadPlan:
         self._to_clear += [flat[key] for key, num in num_with.items() if num < len(sources)]
         return state
 
-    def _tensor_for(self, target: nn.Parameter, key: Any, dtype: torch.dtype) -> torch.Tensor:
+    def _tensor_for(self, param: nn.Parameter, key: Any, dtype: torch.dtype) -> torch.Tensor:
         """Return the tensor that a state is read to: the optimizer's own if it fits, or a new
         one."""
-        own = (self._optimizer.state.get(target) or {}).get(key)
+        own = (self._optimizer.state.get(param) or {}).get(key)
         if type(own) is torch.Tensor and own.is_contiguous():
             facts = own.dtype, own.shape, own.device
-            if facts == (dtype, target.shape, target.device):
+            if facts == (dtype, param.shape, param.device):
                 return own
-        return torch.zeros(target.shape, dtype=dtype, device=target.device)
+        return torch.zeros(param.shape, dtype=dtype, device=param.device)
 
     def _states_per_element(self, source: PartSource) -> list[tuple[Any, str, torch.dtype]]:
         """Return (key, name of the tensor, dtype) of the states that a parameter has, according to

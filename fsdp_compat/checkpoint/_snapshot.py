@@ -127,7 +127,7 @@ def take_snapshot(
         for name, value in unmanaged_state(model).items()
     }
     if optimizer is not None:
-        sharded_params = {target for named in groups for target, _ in named.sharded_params}
+        sharded_params = {param for named in groups for param, _ in named.sharded_params}
         snapshot.common_text["other_states"] = {
             held[parameter][0]: _other_states(
                 held[parameter][0], state, common, snapshot.text["left_out"]
@@ -222,21 +222,18 @@ def _kinds(
     """
     own = {parameter for group in optimizer.param_groups for parameter in group["params"]}
     sharded_params = [
-        target for named in groups for target, _ in named.sharded_params if target in own
+        param for named in groups for param, _ in named.sharded_params if param in own
     ]
-    kinds = classify_all({target: optimizer.state.get(target) or {} for target in sharded_params})
+    kinds = classify_all({param: optimizer.state.get(param) or {} for param in sharded_params})
     with_dims = {
-        key: kind
-        for target in sharded_params
-        if target.dim()
-        for key, kind in kinds[target].items()
+        key: kind for param in sharded_params if param.dim() for key, kind in kinds[param].items()
     }
-    for target in sharded_params:
-        for key, kind in kinds[target].items() if not target.dim() else ():
-            value = optimizer.state[target][key]
+    for param in sharded_params:
+        for key, kind in kinds[param].items() if not param.dim() else ():
+            value = optimizer.state[param][key]
             if kind is SCALAR and isinstance(value, torch.Tensor):
                 is_count = with_dims[key] is not PER_ELEMENT if key in with_dims else key == "step"
-                kinds[target][key] = SCALAR if is_count else PER_ELEMENT
+                kinds[param][key] = SCALAR if is_count else PER_ELEMENT
     return kinds
 
 
@@ -253,11 +250,11 @@ def _add_states(
     scalars: dict[Any, dict[str, list[int]]] = {}  # by key: parameters by encoded value
     rank_local: list[Any] = []
     rank_local_names: list[str] = []
-    for target, indices in named.sharded_params:
+    for param, indices in named.sharded_params:
         numbers = [index - named.section.first_param for index in indices]
         # Where this rank has no part there are no gradients, and the states there are stale.
-        for key, kind in kinds.get(target, {}).items() if store.has_part(indices) else ():
-            value, state_name = optimizer.state[target][key], f"{named.names(indices[0])[0]}.{key}"
+        for key, kind in kinds.get(param, {}).items() if store.has_part(indices) else ():
+            value, state_name = optimizer.state[param][key], f"{named.names(indices[0])[0]}.{key}"
             if not isinstance(key, _STATE_KEYS):
                 snapshot.text["left_out"].append(state_name)
             elif kind is PER_ELEMENT:
