@@ -150,7 +150,8 @@ def _grad_of(parameter: nn.Parameter) -> torch.Tensor:
 def _write_back_grads(
     store: StateStore, wholes: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | None]
 ) -> None:
-    """Copy this rank's part of whole gradients into ``.grad`` of the sharded parameters that have one."""
+    """Copy this rank's part of whole gradients into the ``.grad`` of each sharded parameter that
+    has one."""
     changed = torch.zeros_like(store.shard)
     store.take_from_whole(wholes, changed)
     for grad, part in zip(grads, store.grads(changed), strict=True):

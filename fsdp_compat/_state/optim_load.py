@@ -156,8 +156,8 @@ class _Loading:
         sharded_params: Collection[nn.Parameter],
         wanted: LoadOptions,
     ) -> None:
-        """sharded_params: the managed parameters that some rank's optimizer has; ranks that lack one have
-        no part of it."""
+        """sharded_params: the managed parameters that some rank's optimizer holds. A rank whose
+        optimizer lacks one has no part of it."""
         self._ownership, self._plan, self._sender, self._targets, self._wanted = (
             ownership,
             plan,

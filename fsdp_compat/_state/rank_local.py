@@ -107,8 +107,8 @@ def rank_local_states(
     keys: Mapping[nn.Parameter, Iterable[Any]],
     to_cpu: bool,
 ) -> list[tuple[str, RankState]]:
-    """Return (name, state) for the given keys of the sharded parameters of a group, as this rank has them:
-    copies."""
+    """Return (name, state) for the given keys of a group's sharded parameters: copies of what this
+    rank holds."""
     rank, members = group.shard.rank, group.shard.members
     found = []
     for param, its_keys in keys.items():
