@@ -386,7 +386,7 @@ def _assert_fails_for_good(subject: Subject, call: Call) -> None:
     message = message_of_first(subject, call)
     last = subject.pair.ranks - 1
     if "did not come together" in message:
-        assert_told(message, rf"rank {last} has not come: its? .*ended", r"called \S+\(\) at ")
+        assert_told(message, rf"rank {last} has not arrived: its? .*ended", r"called \S+\(\) at ")
     elif "did not stay together" in message:
         assert_told(message, rf"rank {last} \(process \d+\) has ended")
     if "did not" in message:  # then nothing was sent that was not received
