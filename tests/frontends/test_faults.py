@@ -11,8 +11,10 @@ import re
 import subprocess
 import sys
 import warnings
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -53,10 +55,23 @@ def subject_of(folder: str, timeout: timedelta | None = None) -> Subject:
     """A model of its own over a new process group; three ranks read each other's memory in
     place."""
     warnings.simplefilter("ignore", DeprecationWarning)
-    shared_memory.MIN_NBYTES = 1 << 19 if dist.get_world_size() == 2 else 64
     return Subject(
         dist.new_group(timeout=timeout), folder, use_orig_params=dist.get_world_size() == 2
     )
+
+
+def run_faults(ranks: int, function: Callable[..., None], *args: Any, **options: Any) -> None:
+    """Run a function of this file on ``ranks`` ranks, see ``run_ranks``."""
+    run_ranks(ranks, _run, function.__name__, *args, **options)
+
+
+def _run(name: str, *args: Any) -> None:
+    before = shared_memory.MIN_NBYTES
+    shared_memory.MIN_NBYTES = 1 << 19 if dist.get_world_size() == 2 else 64
+    try:
+        globals()[name](*args)
+    finally:
+        shared_memory.MIN_NBYTES = before
 
 
 # -- nothing was sent, so nothing is given up
@@ -94,7 +109,7 @@ def called(rank: int, name: str) -> list[str]:
 
 
 def test_different_calls_are_refused_and_the_next_step_trains(tmp_path: Path) -> None:
-    run_ranks(2, refuses_different_calls, str(tmp_path), timeout=120)
+    run_faults(2, refuses_different_calls, str(tmp_path), timeout=120)
 
 
 def refuses_calls_made_by_some(folder: str) -> None:
@@ -113,7 +128,7 @@ def refuses_calls_made_by_some(folder: str) -> None:
 def test_calls_that_one_rank_skips_are_refused_and_its_step_ends(
     ranks: int, tmp_path: Path
 ) -> None:
-    run_ranks(ranks, refuses_calls_made_by_some, str(tmp_path), timeout=120)
+    run_faults(ranks, refuses_calls_made_by_some, str(tmp_path), timeout=120)
 
 
 def refuses_calls_without_an_idle_rank(folder: str) -> None:
@@ -135,7 +150,7 @@ def refuses_calls_without_an_idle_rank(folder: str) -> None:
 def test_calls_that_an_idle_rank_does_not_make_are_refused_and_the_next_step_trains(
     tmp_path: Path,
 ) -> None:
-    run_ranks(2, refuses_calls_without_an_idle_rank, str(tmp_path), timeout=120)
+    run_faults(2, refuses_calls_without_an_idle_rank, str(tmp_path), timeout=120)
 
 
 # Wrong uses, made by the last rank alone.
@@ -192,7 +207,7 @@ def refuses_wrong_arguments(folder: str) -> None:
 
 @BOTH_WORLDS
 def test_a_wrong_argument_on_one_rank_gives_nothing_up(ranks: int, tmp_path: Path) -> None:
-    run_ranks(ranks, refuses_wrong_arguments, str(tmp_path), timeout=120)
+    run_faults(ranks, refuses_wrong_arguments, str(tmp_path), timeout=120)
 
 
 def raises_on_all_ranks(folder: str) -> None:
@@ -207,7 +222,7 @@ def raises_on_all_ranks(folder: str) -> None:
 
 @BOTH_WORLDS
 def test_an_exception_on_all_ranks_gives_nothing_up(ranks: int, tmp_path: Path) -> None:
-    run_ranks(ranks, raises_on_all_ranks, str(tmp_path), timeout=120)
+    run_faults(ranks, raises_on_all_ranks, str(tmp_path), timeout=120)
 
 
 # -- a failure in the middle is for good
@@ -238,7 +253,7 @@ def fails_where_one_rank_raises(folder: str) -> None:
 def test_a_rank_that_raises_alone_in_a_step_fails_all_ranks_for_good(
     ranks: int, tmp_path: Path
 ) -> None:
-    run_ranks(ranks, fails_where_one_rank_raises, str(tmp_path), timeout=120)
+    run_faults(ranks, fails_where_one_rank_raises, str(tmp_path), timeout=120)
 
 
 def interrupt() -> None:
@@ -264,7 +279,7 @@ def fails_where_one_rank_is_interrupted(folder: str) -> None:
 
 
 def test_an_interrupt_in_the_middle_of_a_call_fails_all_ranks_for_good(tmp_path: Path) -> None:
-    run_ranks(3, fails_where_one_rank_is_interrupted, str(tmp_path), timeout=120)
+    run_faults(3, fails_where_one_rank_is_interrupted, str(tmp_path), timeout=120)
 
 
 def is_interrupted_with_files(folder: str) -> None:
@@ -282,7 +297,7 @@ def is_interrupted_with_files(folder: str) -> None:
 
 @BOTH_WORLDS
 def test_an_interrupt_in_a_save_or_load_gives_nothing_up(ranks: int, tmp_path: Path) -> None:
-    run_ranks(ranks, is_interrupted_with_files, str(tmp_path))
+    run_faults(ranks, is_interrupted_with_files, str(tmp_path))
 
 
 def passes_the_time_limit(folder: str) -> None:
@@ -301,7 +316,7 @@ def passes_the_time_limit(folder: str) -> None:
 
 
 def test_a_wait_beyond_the_time_limit_fails_all_ranks_for_good(tmp_path: Path) -> None:
-    run_ranks(2, passes_the_time_limit, str(tmp_path))
+    run_faults(2, passes_the_time_limit, str(tmp_path))
 
 
 # -- a process that ends, and one that stops
