@@ -140,7 +140,7 @@ BREAKS = (
         "placeholders not armed",
         "        self._always.put_in()\n",
         "",
-        f"{FRONTENDS}/test_entry_points.py -k cannot_be_used_outside_of_forward",
+        f"{FRONTENDS}/test_entry_points.py -k raise_outside_forward",
     ),
     Break(
         "no broadcast from rank 0",
