@@ -1,104 +1,14 @@
-"""Plan the copies from one layout to another: a different number of ranks, different groups, or no
-sharding."""
+"""Where a part of a parameter lies in the shards, and whether two layouts agree."""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 
 from .spec import FlatLayout, Interval
 
-__all__ = [
-    "Move",
-    "Piece",
-    "Run",
-    "pieces_of_rank",
-    "pieces_of_whole",
-    "plan_moves",
-    "runs_of_part",
-    "same_parts",
-]
-
-
-@dataclasses.dataclass(frozen=True)
-class Piece:
-    """Consecutive row-major elements of a parameter, and their position in a 1-D tensor."""
-
-    name: str
-    part: Interval  # of the parameter
-    # The tensor with the elements: (group, rank) for a shard, (index of the parameter,) for a full
-    # tensor.
-    holder: tuple[int, ...]
-    start: int  # position of the elements in that tensor
-
-
-@dataclasses.dataclass(frozen=True)
-class Move:
-    """Copy ``numel`` elements of parameter ``name`` from one holder's 1-D tensor to another's."""
-
-    name: str
-    source: tuple[int, ...]
-    source_start: int
-    target: tuple[int, ...]
-    target_start: int
-    numel: int
-
-
-def pieces_of_rank(layouts: Sequence[FlatLayout], rank: int) -> list[Piece]:
-    """Return the pieces that ``rank`` holds: at most one per parameter, because a shard is one
-    interval. Holder: (group, rank)."""
-    pieces = []
-    for group, layout in enumerate(layouts):
-        for index, param in enumerate(layout.params):
-            part = layout.part(index, rank)
-            if part:
-                start = layout.part_in_shard(index, rank).start
-                pieces.append(Piece(param.name, part, (group, rank), start))
-    return pieces
-
-
-def pieces_of_whole(layouts: Iterable[FlatLayout]) -> list[Piece]:
-    """Return one piece per parameter, for full tensors. Holder: (index in order of appearance,)."""
-    params = [param for layout in layouts for param in layout.params]
-    return [
-        Piece(p.name, Interval(0, p.numel), (index,), 0)
-        for index, p in enumerate(params)
-        if p.numel
-    ]
-
-
-def plan_moves(sources: Iterable[Piece], targets: Iterable[Piece]) -> list[Move]:
-    """Return the moves that fill ``targets`` from ``sources``, in the order of the targets and
-    their elements.
-
-    Each target element that any source holds is moved exactly once, from the first such source.
-    """
-    by_name: dict[str, list[Piece]] = {}
-    for piece in sources:
-        by_name.setdefault(piece.name, []).append(piece)
-    for pieces in by_name.values():
-        pieces.sort(key=lambda piece: (piece.part, piece.holder))
-    moves = []
-    for target in targets:
-        position = target.part.start
-        for source in by_name.get(target.name, ()):
-            run = source.part.clipped(Interval(min(position, target.part.stop), target.part.stop))
-            if run:
-                source_start = source.start + run.start - source.part.start
-                target_start = target.start + run.start - target.part.start
-                moves.append(
-                    Move(
-                        target.name,
-                        source.holder,
-                        source_start,
-                        target.holder,
-                        target_start,
-                        run.numel,
-                    )
-                )
-                position = run.stop
-    return moves
+__all__ = ["Run", "runs_of_part", "same_parts"]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -112,15 +112,6 @@ class ParamOwnership:
         return [param for param, _ in store_of(group).sharded_params if param in self.held]
 
     @functools.cached_property
-    def groups_held(self) -> list[Group]:
-        """The groups of which the optimizer has a parameter, in the model's order."""
-        found: dict[int, Group] = {}
-        for parameter, its in self.held.items():
-            if its.group is not None and parameter in self.members:
-                found.setdefault(id(its.group), its.group)
-        return list(found.values())
-
-    @functools.cached_property
     def unmanaged(self) -> list[tuple[nn.Parameter, str]]:
         """The optimizer's parameters that no unit manages, with their names, in the model's
         order."""
