@@ -119,6 +119,14 @@ def optimizers_in_backward(parameter: nn.Parameter) -> Sequence[torch.optim.Opti
     return parameter.__dict__.get("_in_backward_optimizers", ())
 
 
+def run_post_accumulate_hooks(param: torch.Tensor) -> None:
+    """Run the hooks of ``register_post_accumulate_grad_hook``: autograd accumulates into another
+    tensor than the one they were registered on. There is no public way to run them."""
+    hooks = param._post_accumulate_grad_hooks
+    for hook in tuple(hooks.values()) if hooks else ():
+        hook(param)
+
+
 def is_plain(tensor: torch.Tensor) -> bool:
     """True for a tensor with its own storage; False for a DTensor, which wraps others."""
     return type(tensor) in (torch.Tensor, nn.Parameter) or not isinstance(tensor, _dtensor_class())

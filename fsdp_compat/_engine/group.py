@@ -8,10 +8,12 @@ from torch import nn
 from .._comm.communicator import Communicator, Handle, communicator
 from .._comm.mesh import Mesh
 from ..errors import AssertedStateError, explain
+from .conduct import Conduct
 from .device import offload_policy
 from .dtypes import ComputeDtype, Precision
-from .gradients import Gradients, is_large
-from .reduce import CommHook, ReducePlan, predivisor
+from .gradients import ConductedGradients, Gradients, is_large
+from .partial import PartialShard
+from .reduce_plan import CommHook, ReducePlan, predivisor
 from .requires_grad import RequiresGrad
 from .storage import GroupMemory
 from .store import ParamStore
@@ -31,18 +33,19 @@ class Group:
         device: torch.device,
         offload: bool = False,
         streamed: bool = True,
+        conduct: Conduct | None = None,
     ) -> None:
         """Collective over the mesh, once per process group (see ``communicator``).
 
         offload: the shard is on the CPU. streamed: gradients of large parameters are moved to the
-        buffer as they come, not in post-backward.
+        buffer as they come, not in post-backward. conduct: of its unit, if the user may change it;
+        sharded parameters are DTensors then.
         """
         self.store, self.precision, self.device = store, precision, device
+        self.conduct = conduct
         self.shard: Communicator = communicator(mesh.shard, device)
         self.replica: Communicator = communicator(mesh.replica, device)
-        self.tensor_parallel = [
-            communicator(axis, device) for axis in store.tensor_parallel_axes if axis.ranks > 1
-        ]
+        assert all(each.ranks > 1 for each in self.tensor_parallel)  # connected once, here
         self.offload = offload_policy(device, offload)
         # One per dtype computed in: see `use_dtype`.
         self.memories = [
@@ -68,9 +71,24 @@ class Group:
             for param in memory.unsharded_params
             if streamed and is_large(param)
         }
-        self.gradients = Gradients(store, self.memories, plan, large, precision.reduce, device)
+        arguments = store, self.memories, plan, large, precision.reduce, device
+        self.gradients = (
+            Gradients(*arguments) if conduct is None else ConductedGradients(*arguments, conduct)
+        )
+        self.partial: PartialShard | None = None
+        if conduct is not None and conduct.partial_ranks:
+            self.partial = PartialShard(store, self.memory, conduct.partial_mesh, device)
         self.requires_grad = RequiresGrad(store, self.memories, large)
         self.set_name("a unit")
+
+    @property
+    def tensor_parallel(self) -> list[Communicator]:
+        """Of further mesh axes that the parameters are split over."""
+        return [
+            communicator(axis, self.device)
+            for axis in self.store.tensor_parallel_axes
+            if axis.ranks > 1
+        ]
 
     def set_name(self, name: str) -> None:
         """name: of its unit, for errors."""
@@ -93,15 +111,42 @@ class Group:
         memory = self.memory
         if memory.aliased:
             return
+        if self.partial is not None and self.partial.is_held:
+            self.partial.begin_gather()
+            return
         memory.allocate()
+        if self.store.extension is not None:
+            self.store.extension.pack()
+        if self.conduct is not None and self.conduct.custom_all_gather is not None:
+            self._gather_by_custom(self.conduct)
+            return
         self._all_gather = self.shard.begin_gather(
             self.store.shard, memory.all_gather_output, memory.segments, self._tag
         )
         if self.offload.is_offloaded:
             self.offload.was_read()
 
+    def _gather_by_custom(self, conduct: Conduct) -> None:
+        """Collective. All-gather by the user's function."""
+        custom, full = conduct.custom_all_gather, self.memory.all_gather_output
+        output = custom.allocate((full.numel(),), dtype=full.dtype, device=full.device)
+        numel, rank = self.store.numel, self.shard.rank
+        source = output.narrow(0, rank * numel, numel).copy_(self.store.shard)
+        work = custom(
+            output_tensor=output,
+            input_tensor=source,
+            group=conduct.process_group,
+            async_op=False,
+        )
+        if work is not None:
+            work.wait()
+        full.data.copy_(output)
+
     def wait_for_unshard(self) -> None:
         """Collective. Make the unsharded parameters readable."""
+        if self.partial is not None and self.partial.is_held:
+            self.partial.end_gather(self._what)
+            return
         if self._all_gather is not None:
             self._end_all_gather()
         if self.memory.has_copies:
@@ -109,6 +154,8 @@ class Group:
 
     def reshard(self) -> None:
         """Free the unsharded parameters. Collective if an all-gather is in flight."""
+        if self.partial is not None and self.partial.is_held:
+            self.partial.drop(self._what)
         if self._all_gather is None:
             # An exception may have come before the handle was stored here.
             self._all_gather = self.shard.unfinished_gather(self._tag)
@@ -117,9 +164,21 @@ class Group:
         self._all_gather = None
         self.memory.free()
 
+    @property
+    def _what(self) -> str:
+        return f"the parameters of {self.name}"
+
+    def hold_partial(self) -> list[nn.Parameter]:
+        """Keep rows of the unsharded parameters for an all-gather among fewer ranks, free the
+        rest, and return the parameters to show."""
+        assert self.partial is not None
+        params = self.partial.hold()
+        self.memory.free()
+        return params
+
     def _end_all_gather(self) -> None:
         assert self._all_gather is not None
-        self.shard.end_gather(self._all_gather, f"the parameters of {self.name}")
+        self.shard.end_gather(self._all_gather, self._what)
         self._all_gather = None  # only now: if the wait raises, memory is still received into
 
     def gather_full(self, own: torch.Tensor | None = None) -> torch.Tensor:
