@@ -68,7 +68,9 @@ class GroupMemory:
     ) -> None:
         """dtype: of the all-gather, and so of the parameters. is_offloaded: the shard is not on
         ``device``."""
-        self.aliased = ranks == 1 and dtype == store.dtype and not is_offloaded
+        self.aliased = (
+            ranks == 1 and dtype == store.dtype and not is_offloaded and store.extension is None
+        )
         numel = ranks * store.numel
         self.all_gather_output = (  # [ranks * S]
             store.shard if self.aliased else torch.empty(numel, dtype=dtype, device=device)
