@@ -34,6 +34,7 @@ __all__ = [
     "break_connections",
     "children_of",
     "chunk_together",
+    "composable_apis",
     "copy_together",
     "default_device_of_backend",
     "default_store",
@@ -50,6 +51,7 @@ __all__ = [
     "local_part",
     "never_compiled",
     "has_optimizers_in_backward",
+    "mesh_of_dims",
     "norms_together",
     "offsets_on_mesh",
     "on_end_of_backward",
@@ -441,6 +443,22 @@ def wraps_as(module: nn.Module) -> str | None:
     if compiler is not None and isinstance(module, compiler.OptimizedModule):
         return "_orig_mod"
     return "module" if isinstance(module, nn.parallel.DistributedDataParallel) else None
+
+
+def composable_apis(module: nn.Module) -> frozenset[str]:
+    """Return the names of torch's composable functions, such as ``replicate``, that were applied to
+    a module. They keep them in a private registry, which exists once they were imported."""
+    contract = sys.modules.get("torch.distributed._composable.contract")
+    if contract is None:
+        return frozenset()
+    return frozenset(module.__dict__.get(contract.REGISTRY_KEY, ()))
+
+
+def mesh_of_dims(mesh: Any, names: Sequence[str]) -> Any:
+    """Return the 1-D mesh along the named dimensions of ``mesh``. Flattening them has no public
+    name, but DTensors need the flattened mesh to know where it comes from. Collective for several
+    names."""
+    return mesh[names[0]] if len(names) == 1 else mesh[tuple(names)]._flatten("_".join(names))
 
 
 def unpatched(owner: nn.Module | torch.optim.Optimizer, method: str) -> Callable[..., Any]:
