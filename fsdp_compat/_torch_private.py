@@ -33,6 +33,7 @@ __all__ = [
     "base_of",
     "break_connections",
     "children_of",
+    "chunk_together",
     "composable_apis",
     "copy_together",
     "default_device_of_backend",
@@ -46,6 +47,7 @@ __all__ = [
     "is_dtensor",
     "is_plain",
     "is_registered",
+    "keeping_versions",
     "local_part",
     "never_compiled",
     "has_optimizers_in_backward",
@@ -68,6 +70,7 @@ __all__ = [
     "tensor_without_storage",
     "under_prefix",
     "unpatched",
+    "views_like",
     "wraps_as",
 ]
 
@@ -116,6 +119,14 @@ def optimizers_in_backward(parameter: nn.Parameter) -> Sequence[torch.optim.Opti
     """Return the optimizers that ``_apply_optimizer_in_backward`` made for a parameter. The
     public function needs a module."""
     return parameter.__dict__.get("_in_backward_optimizers", ())
+
+
+def run_post_accumulate_hooks(param: torch.Tensor) -> None:
+    """Run the hooks of ``register_post_accumulate_grad_hook``: autograd accumulates into another
+    tensor than the one they were registered on. There is no public way to run them."""
+    hooks = param._post_accumulate_grad_hooks
+    for hook in tuple(hooks.values()) if hooks else ():
+        hook(param)
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
@@ -473,3 +484,21 @@ def offsets_on_mesh(
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     return tuple(compute_local_shape_and_global_offset(torch.Size(shape), mesh, placements)[1])
+
+
+def chunk_together(tensors: list[torch.Tensor], chunks: int, out: torch.Tensor) -> None:
+    """Cut every tensor along dim 0 into ``chunks`` parts, padded with zeros to one size, and write
+    part i of all tensors to ``out[i]``, casts included. Slices and copies cost twice as much."""
+    torch._chunk_cat(tensors, 0, chunks, out=out)
+
+
+def views_like(flat: torch.Tensor, like: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """Cut a 1-D tensor into views of the shapes of ``like``, in one call. A loop of views costs
+    three times as much."""
+    return torch._C._nn.unflatten_dense_tensors(flat, like)
+
+
+def keeping_versions(tensors: Sequence[torch.Tensor]) -> contextlib.AbstractContextManager[None]:
+    """A context in which writes do not count as changes of ``tensors``, as autograd sees them."""
+    keep: Any = torch.autograd._unsafe_preserve_version_counter  # type: ignore[attr-defined]
+    return keep(tuple(tensors))  # type: ignore[no-any-return]

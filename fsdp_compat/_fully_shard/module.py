@@ -424,7 +424,9 @@ def get_cls_to_fsdp_cls() -> dict[type, type]:
 def shard_class(cls: type) -> type:
     """Return the class of sharded modules of class ``cls``: always the same one."""
     if cls not in _classes:
-        _classes[cls] = type(f"FSDP{cls.__name__}", (FSDPModule, cls), {})
+        _classes[cls] = type(
+            f"FSDP{cls.__name__}", (FSDPModule, cls), {"__module__": cls.__module__}
+        )
     return _classes[cls]
 
 

@@ -15,12 +15,15 @@ from .. import _torch_private
 from .._engine import hooks, rendezvous
 from .._engine.checks import refuse_in_pass
 from .._engine.conduct import Conduct
+from .._engine.dtypes import Precision
 from .._engine.group import Group
+from .._engine.joined_gather import JoinedGather, JoinedPart
 from .._engine.runtime import Runtime, RuntimeOptions
 from .._engine.schedule import Prefetch
 from .._engine.unit import Unit, UnitOptions
 from .._state import optimizers
 from .._state.model_units import ModelUnit, register
+from .._stores.placement import DataMesh
 from .._stores.row_store import RowStore
 from ..errors import StateError, explain
 from .arguments import precision_of
@@ -104,7 +107,8 @@ class ShardedModules:
     def _make_unit(self) -> Unit:
         plan, policy = self.plan, self.plan.policy
         with torch.inference_mode(False), torch.no_grad():
-            groups = [self._make_group(own) for own in self.stores]
+            joined = self._joined_gathers()
+            groups = [self._make_group(own, joined.get(own.store)) for own in self.stores]
             rendezvous.register(groups)
             options = UnitOptions(
                 self.conduct.reshard_after_forward,
@@ -119,14 +123,33 @@ class ShardedModules:
         unit.owner = weakref.ref(self.modules[0])
         return unit
 
-    def _make_group(self, own: _OwnStore) -> Group:
+    def _joined_gathers(self) -> dict[RowStore, JoinedPart]:
+        """Stores over the same ranks share an all-gather. Collective, once per process group."""
+        by_mesh: dict[DataMesh, list[_OwnStore]] = {}
+        for own in self.stores:
+            by_mesh.setdefault(own.planned.mesh, []).append(own)
+        found: dict[RowStore, JoinedPart] = {}
+        for mesh, together in by_mesh.items():
+            shard = mesh.engine_mesh().shard
+            if shard.ranks > 1 and len(together) > 1:
+                dtypes = [self._precision(own).gather for own in together]
+                stores = [own.store for own in together]
+                joined = JoinedGather(stores, dtypes, shard, self.plan.device, self.conduct)
+                found.update(zip(stores, joined.parts, strict=True))
+        return found
+
+    def _precision(self, own: _OwnStore) -> Precision:
+        return precision_of(own.store.dtype, own.planned.gather_dtype, self.plan.policy)
+
+    def _make_group(self, own: _OwnStore, joined: JoinedPart | None) -> Group:
         return Group(
             own.store,
             own.planned.mesh.engine_mesh(),
-            precision_of(own.store.dtype, own.planned.gather_dtype, self.plan.policy),
+            self._precision(own),
             self.plan.device,
             self.plan.offload.to_cpu,
             conduct=self.conduct,
+            joined=joined,
         )
 
     def _refuse_meta(self) -> None:
