@@ -51,7 +51,6 @@ __all__ = [
     "local_part",
     "never_compiled",
     "has_optimizers_in_backward",
-    "mesh_of_dims",
     "norms_together",
     "offsets_on_mesh",
     "on_end_of_backward",
@@ -452,13 +451,6 @@ def composable_apis(module: nn.Module) -> frozenset[str]:
     if contract is None:
         return frozenset()
     return frozenset(module.__dict__.get(contract.REGISTRY_KEY, ()))
-
-
-def mesh_of_dims(mesh: Any, names: Sequence[str]) -> Any:
-    """Return the 1-D mesh along the named dimensions of ``mesh``. Flattening them has no public
-    name, but DTensors need the flattened mesh to know where it comes from. Collective for several
-    names."""
-    return mesh[names[0]] if len(names) == 1 else mesh[tuple(names)]._flatten("_".join(names))
 
 
 def unpatched(owner: nn.Module | torch.optim.Optimizer, method: str) -> Callable[..., Any]:
