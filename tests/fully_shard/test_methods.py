@@ -334,7 +334,7 @@ def _divides(factor: float) -> None:
         module.set_gradient_divide_factor(factor)
     one_backward(model, _batch())
     assert_same_values(whole_gradients(model), _expected_gradients(factor), "gradient")
-    with pytest.warns(FutureWarning):
+    with pytest.warns((FutureWarning, DeprecationWarning)):
         model.set_reduce_scatter_divide_factor(2.0)
     model.zero_grad()
     one_backward(model, _batch())
