@@ -33,6 +33,8 @@ __all__ = [
     "base_of",
     "break_connections",
     "children_of",
+    "chunk_together",
+    "composable_apis",
     "copy_together",
     "default_device_of_backend",
     "default_store",
@@ -45,9 +47,11 @@ __all__ = [
     "is_dtensor",
     "is_plain",
     "is_registered",
+    "keeping_versions",
     "local_part",
     "never_compiled",
     "has_optimizers_in_backward",
+    "mesh_of_dims",
     "norms_together",
     "offsets_on_mesh",
     "on_end_of_backward",
@@ -66,6 +70,7 @@ __all__ = [
     "tensor_without_storage",
     "under_prefix",
     "unpatched",
+    "views_like",
     "wraps_as",
 ]
 
@@ -114,6 +119,14 @@ def optimizers_in_backward(parameter: nn.Parameter) -> Sequence[torch.optim.Opti
     """Return the optimizers that ``_apply_optimizer_in_backward`` made for a parameter. The
     public function needs a module."""
     return parameter.__dict__.get("_in_backward_optimizers", ())
+
+
+def run_post_accumulate_hooks(param: torch.Tensor) -> None:
+    """Run the hooks of ``register_post_accumulate_grad_hook``: autograd accumulates into another
+    tensor than the one they were registered on. There is no public way to run them."""
+    hooks = param._post_accumulate_grad_hooks
+    for hook in tuple(hooks.values()) if hooks else ():
+        hook(param)
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
@@ -432,6 +445,22 @@ def wraps_as(module: nn.Module) -> str | None:
     return "module" if isinstance(module, nn.parallel.DistributedDataParallel) else None
 
 
+def composable_apis(module: nn.Module) -> frozenset[str]:
+    """Return the names of torch's composable functions, such as ``replicate``, that were applied to
+    a module. They keep them in a private registry, which exists once they were imported."""
+    contract = sys.modules.get("torch.distributed._composable.contract")
+    if contract is None:
+        return frozenset()
+    return frozenset(module.__dict__.get(contract.REGISTRY_KEY, ()))
+
+
+def mesh_of_dims(mesh: Any, names: Sequence[str]) -> Any:
+    """Return the 1-D mesh along the named dimensions of ``mesh``. Flattening them has no public
+    name, but DTensors need the flattened mesh to know where it comes from. Collective for several
+    names."""
+    return mesh[names[0]] if len(names) == 1 else mesh[tuple(names)]._flatten("_".join(names))
+
+
 def unpatched(owner: nn.Module | torch.optim.Optimizer, method: str) -> Callable[..., Any]:
     """Return a method of a model or optimizer, the original one if torch.distributed.checkpoint has
     patched it."""
@@ -455,3 +484,21 @@ def offsets_on_mesh(
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     return tuple(compute_local_shape_and_global_offset(torch.Size(shape), mesh, placements)[1])
+
+
+def chunk_together(tensors: list[torch.Tensor], chunks: int, out: torch.Tensor) -> None:
+    """Cut every tensor along dim 0 into ``chunks`` parts, padded with zeros to one size, and write
+    part i of all tensors to ``out[i]``, casts included. Slices and copies cost twice as much."""
+    torch._chunk_cat(tensors, 0, chunks, out=out)
+
+
+def views_like(flat: torch.Tensor, like: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """Cut a 1-D tensor into views of the shapes of ``like``, in one call. A loop of views costs
+    three times as much."""
+    return torch._C._nn.unflatten_dense_tensors(flat, like)
+
+
+def keeping_versions(tensors: Sequence[torch.Tensor]) -> contextlib.AbstractContextManager[None]:
+    """A context in which writes do not count as changes of ``tensors``, as autograd sees them."""
+    keep: Any = torch.autograd._unsafe_preserve_version_counter  # type: ignore[attr-defined]
+    return keep(tuple(tensors))  # type: ignore[no-any-return]

@@ -20,13 +20,13 @@ PACKAGE = "fsdp_compat"
 LAYERS = (
     ("fsdp_compat", "fully_sharded_data_parallel", "sharded_grad_scaler"),
     ("checkpoint", "_torch_patches"),
-    ("_flat",),
+    ("_flat", "_fully_shard"),
     ("_state",),
     ("_stores",),
     ("_engine",),
     ("_comm",),
     ("_layout",),
-    ("_torch_private", "wrap"),
+    ("_torch_private", "_torch_dtensor", "wrap"),
     ("api",),
     ("errors",),
 )
@@ -385,7 +385,13 @@ def test_imports_point_down() -> None:
 
 
 def test_state_and_checkpoints_know_no_store_and_no_front_end() -> None:
-    above = ("_flat", "fully_sharded_data_parallel", "sharded_grad_scaler", "_stores")
+    above = (
+        "_flat",
+        "_fully_shard",
+        "fully_sharded_data_parallel",
+        "sharded_grad_scaler",
+        "_stores",
+    )
     found = [
         line
         for source in sources()
@@ -461,12 +467,14 @@ def test_only_their_owners_register_state_dict_hooks() -> None:
     report(found, f"State-dict hooks are registered by {', '.join(sorted(owners))}:")
 
 
-def test_only_the_adapter_uses_private_names_of_torch() -> None:
-    others = [source for source in sources() if source.path != "_torch_private.py"]
+def test_only_the_adapters_use_private_names_of_torch() -> None:
+    adapters = {"_torch_private.py", "_torch_dtensor.py"}
+    others = [source for source in sources() if source.path not in adapters]
     found = [line for source in others for line in private_names_of_torch(source)]
     report(
         found,
-        "Give the private name a public one in _torch_private.py, with the reason beside it:",
+        "Give the private name a public one in _torch_private.py or _torch_dtensor.py, with the "
+        "reason beside it:",
     )
 
 

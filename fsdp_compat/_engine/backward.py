@@ -68,6 +68,7 @@ class BackwardRunner:
             None if self._allow_unused_units else max_inflight_reductions
         )
         self.sync = True  # False inside no_sync
+        self.finalizes_by_hand = False  # see Runtime
         self.steps = False  # optimizers that step in backward do so now
         self._current: Callable[[], Backward | None] = _no_backward  # weak
         self.is_open = False  # a backward began and has not ended
@@ -100,7 +101,11 @@ class BackwardRunner:
         return current
 
     def _gradients(self) -> list[Gradients]:
-        return [group.gradients for unit in self._units for group in unit.groups]
+        return [gradients for unit in self._units for gradients in self._gradients_of(unit)]
+
+    @staticmethod
+    def _gradients_of(unit: Unit) -> list[Gradients]:
+        return [group.gradients for group in unit.groups]
 
     def pre_backward(self, call: Call, unit: Unit) -> None:
         """The gradient of one of the call's outputs is complete, so everything recorded after the
@@ -131,7 +136,8 @@ class BackwardRunner:
         if not unit.calls:
             entered.append(unit)
         unit.calls.append(call)
-        self._unsharding.unshard_for_use(unit, call.dtype, backward=True)
+        if unit.conduct.unshard_in_backward:
+            self._unsharding.unshard_for_use(unit, call.dtype, backward=True)
 
     def on_gradient(self, group: Group, index: int, param: nn.Parameter) -> None:
         """The gradient of a large parameter was accumulated: move it to the buffer."""
@@ -148,7 +154,7 @@ class BackwardRunner:
         if unit.calls:
             unit.forget_calls()
             backward.entered.remove(unit)
-        if not backward.keeps_params:
+        if not backward.keeps_params and unit.conduct.reshard_after_backward:
             unit.reshard()  # first: gradients may need the memory
         received = []
         for group in unit.groups:
@@ -156,10 +162,8 @@ class BackwardRunner:
             gradients.collect()
             # A user's hook communicates by itself: where ranks use different units, all of them
             # call it at the end of backward.
-            if (
-                self.sync
-                and gradients.received
-                and (not self._allow_unused_units or gradients.hook is None)
+            if gradients.wants_reduction(self.sync and not self.finalizes_by_hand) and (
+                not self._allow_unused_units or gradients.hook is None
             ):
                 received.append(gradients)
         if received:
@@ -182,6 +186,7 @@ class BackwardRunner:
                     self._post_backward(unit, backward)
             if self._allow_unused_units and self.sync:
                 self._reduce_what_others_reduced(backward)
+            self._reduce_unused(backward)
             for gradients in self._gradients():
                 if gradients.received:  # no_sync
                     gradients.sharded.note()
@@ -191,6 +196,34 @@ class BackwardRunner:
         self._current, self.is_open = _no_backward, False
         if _torch_private.has_optimizers_in_backward():
             self._step_optimizers(backward)
+
+    def _reduce_unused(self, backward: Backward) -> None:
+        """Collective. Reduce zeros for groups without gradients, where the user has asked for
+        that."""
+        for unit in reversed(self._units):
+            conduct = unit.conduct
+            if conduct.reduces_unused and conduct.sync and not self.finalizes_by_hand:
+                unused = [
+                    gradients
+                    for gradients in self._gradients_of(unit)
+                    if gradients not in backward.reduced and gradients.is_trainable
+                ]
+                if unused:
+                    backward.reduced.update(unused)
+                    self.reductions.start(unused)
+
+    def begin_finalize(self) -> None:
+        """Collective. Start to reduce what backwards have received."""
+        for unit in reversed(self._units):
+            received = [g for g in self._gradients_of(unit) if g.wants_reduction(self.sync)]
+            if received:
+                self.reductions.start(received)
+
+    def end_finalize(self) -> None:
+        """Collective. Wait for these reductions."""
+        with torch.no_grad():
+            self.reductions.finish()
+            self._communicators.flush("gradients that this rank has sent")
 
     def _reduce_what_others_reduced(self, backward: Backward) -> None:
         """Collective, one byte per group: a rank without gradients reduces zeros. Groups that no

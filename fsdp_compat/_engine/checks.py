@@ -31,8 +31,10 @@ class Checks:
         self._root, self._units, self._communicators = root, units, communicators
         self._changes = ExternalChanges(())
         # Every parameter and buffer has values: checked before the first forward. In a simulation
-        # on the meta device none has.
-        self._has_values = root.options.device.type == "meta"
+        # on the meta device none has; front ends that shard in place leave it to the user.
+        self._has_values = root.options.device.type == "meta" or not any(
+            unit.conduct.freshness is None for unit in units
+        )
 
     def take(self, groups: Iterable[Group]) -> None:
         """Check ``groups`` from now on."""

@@ -28,7 +28,11 @@ class Communicators:
             {
                 id(communicator): communicator
                 for group in groups
-                for communicator in (group.shard, group.replica)
+                for communicator in (
+                    group.shard,
+                    group.replica,
+                    *(() if group.partial is None else (group.partial.communicator,)),
+                )
                 if communicator.ranks > 1
             }.values()
         )

@@ -8,11 +8,20 @@ stream of the engine's last call comes before work on the stream of the present 
 
 from __future__ import annotations
 
+import contextlib
 import typing
+from collections.abc import Iterator
 
 import torch
 
-__all__ = ["ON_DEVICE", "ComputeStreams", "OffloadPolicy", "compute_streams", "offload_policy"]
+__all__ = [
+    "ON_DEVICE",
+    "ComputeStreams",
+    "OffloadPolicy",
+    "compute_streams",
+    "offload_policy",
+    "on_stream",
+]
 
 
 class ComputeStreams(typing.Protocol):
@@ -53,6 +62,20 @@ class _CurrentStream:
 def compute_streams(device: torch.device) -> ComputeStreams:
     """Return the streams of a device."""
     return _NoStreams() if device.type in ("cpu", "meta") else _CurrentStream(device)
+
+
+@contextlib.contextmanager
+def on_stream(stream: torch.Stream | None) -> Iterator[None]:
+    """Run work of the context on ``stream``, after all work of the current stream and before later
+    work on it; None: on the current stream."""
+    if stream is None:
+        yield
+        return
+    current = torch.accelerator.current_stream(stream.device)
+    stream.wait_stream(current)
+    with stream:
+        yield
+    current.wait_stream(stream)
 
 
 class OffloadPolicy(typing.Protocol):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -28,16 +28,19 @@ class ExternalChanges:
     def __init__(self, groups: Iterable[Group]) -> None:
         groups = list(groups)
         self._small_params = [param for group in groups for param in group.gradients.small.params]
-        self._sharded_params = [
-            param for group in groups for param, _ in group.store.sharded_params
+        stores = [group.store for group in groups]
+        sharded_params = [param for store in stores for param, _ in store.sharded_params]
+        self._plain_params: list[torch.Tensor] = [
+            param for store in stores if store.is_guarded for param, _ in store.sharded_params
         ]
+        self._dtensor_stores = [store for store in stores if not store.is_guarded]
         unsharded_params = [
             param
             for group in groups
             for memory in group.memories
             for param in memory.unsharded_params
         ]
-        self._trainable = [*self._sharded_params, *unsharded_params]
+        self._trainable = [*sharded_params, *unsharded_params]
         self._views = [_torch_private.local_part(param) for param in unsharded_params]
         self._noted: tuple[list[object], ...] | None = None
 
@@ -53,15 +56,21 @@ class ExternalChanges:
         """True if no sharded parameter was given other memory since ``note``."""
         return (
             self._noted is None
-            or list(map(torch.Tensor.data_ptr, self._sharded_params)) == self._noted[1]
+            or list(map(torch.Tensor.data_ptr, self._local_params())) == self._noted[1]
         )
+
+    def _local_params(self) -> Sequence[torch.Tensor]:
+        if not self._dtensor_stores:
+            return self._plain_params
+        local = [param for store in self._dtensor_stores for param in store.local_params()]
+        return self._plain_params + local
 
     def note(self) -> None:
         """All units were checked, and repaired."""
         self._noted = self._present()
 
     def _present(self) -> tuple[list[object], ...]:
-        sharded_params = self._sharded_params
+        sharded_params = self._local_params()
         return (
             list(map(_requires_grad, self._trainable)),
             list(map(torch.Tensor.data_ptr, sharded_params)),

@@ -14,19 +14,27 @@ import torch
 from torch import nn
 
 from .. import _torch_private
-from .accumulation import ShardedGrads, Zeroed
+from .accumulation import DTensorGrads, ShardedGrads, Zeroed
+from .conduct import Conduct
 from .reduce import (
-    CommHook,
+    ConductedReduceBuffer,
     DirectGradBuffer,
     GradBuffer,
     ReduceBuffer,
-    ReducePlan,
     Reduction,
 )
+from .reduce_plan import CommHook, ReducePlan
 from .storage import GroupMemory
 from .store import ParamStore
 
-__all__ = ["LARGE", "Gradients", "InFlightReductions", "drop_zeroed", "is_large"]
+__all__ = [
+    "LARGE",
+    "ConductedGradients",
+    "Gradients",
+    "InFlightReductions",
+    "drop_zeroed",
+    "is_large",
+]
 
 # Elements. Parameters of this size have a hook each, and their gradients are taken as they come;
 # those of smaller ones are taken together in post-backward.
@@ -63,11 +71,11 @@ class Gradients:
         self.what = "gradients"  # for errors
         # Called before a buffer takes memory; the runtime sets it.
         self.limit_in_flight: Callable[[], None] = _no_limit
-        self.sharded = ShardedGrads(store, plan.grad_dtype)
+        self.sharded = self._sharded_grads(store, plan.grad_dtype)
         self.received: Collection[int] = ()  # indices of parameters whose gradients are here
         self.reduction: Reduction | None = None
         self._store, self._memories, self._plan = store, memories, plan
-        self._reduce_dtype, self._device = reduce_dtype, device
+        self.reduce_dtype, self._device = reduce_dtype, device
         self._buffer: GradBuffer | None = None  # made for the first gradient: never, if frozen
         params = [
             (index, param)
@@ -87,6 +95,14 @@ class Gradients:
             ]
         )
 
+    @staticmethod
+    def _sharded_grads(store: ParamStore, grad_dtype: torch.dtype | None) -> ShardedGrads:
+        return ShardedGrads(store, grad_dtype)
+
+    def wants_reduction(self, sync: bool) -> bool:
+        """True if post-backward is to reduce what was received. sync: of the runtime."""
+        return sync and bool(self.received)
+
     @property
     def resident_nbytes(self) -> int:
         return self._buffer.resident_nbytes if self._buffer is not None else 0
@@ -95,6 +111,11 @@ class Gradients:
     def dtype(self) -> torch.dtype:
         """The dtype of reduced gradients."""
         return self._plan.grad_dtype or self._store.dtype
+
+    @property
+    def is_trainable(self) -> bool:
+        """True if some sharded parameter is trainable now."""
+        return any(param.requires_grad for param, _ in self._store.sharded_params)
 
     @property
     def hook(self) -> CommHook | None:
@@ -135,12 +156,15 @@ class Gradients:
             self.limit_in_flight()
         if self.reduction is not None:  # it uses the buffer
             self.finish_reduction()
-        buffer = self._buffer or self._make_buffer()
+        buffer = self._present_buffer()
         if any(map(_is_sparse, grads)) or any(
             map(_requires_grad, grads)
         ):  # the latter with create_graph
             grads = [grad.to_dense() if grad.is_sparse else grad.detach() for grad in grads]
         buffer.put(indices, grads)
+
+    def _present_buffer(self) -> GradBuffer:
+        return self._buffer or self._make_buffer()
 
     def _make_buffer(self) -> GradBuffer:
         buffer = self._buffer = self._new_buffer()
@@ -157,21 +181,21 @@ class Gradients:
             for sharded_param, indices in store.sharded_params
         )
         exact = (
-            self._reduce_dtype == store.dtype
+            self.reduce_dtype == store.dtype
             and plan.grad_dtype is None
             and len(self._memories) == 1
         )
         if plan.ranks == 1 and plan.hook is None and memory.aliased and whole and exact:
             return DirectGradBuffer(store)
         return ReduceBuffer(
-            store, plan.shard.ranks, self._reduce_dtype, self._device, plan.predivisor, plan
+            store, plan.shard.ranks, self.reduce_dtype, self._device, plan.predivisor, plan
         )
 
     def start_reduction(self) -> None:
         """Collective. Reduce what was received, with zeros for the rest."""
-        buffer = self._buffer or self._make_buffer()
         if self.reduction is not None:
             self.finish_reduction()
+        buffer = self._present_buffer()
         self.reduction = Reduction(buffer.reduce(self._plan, self.what))
 
     def finish_reduction(self) -> None:
@@ -210,6 +234,54 @@ class Gradients:
         return next(
             (index for index, param in zip(indices, params, strict=True) if param.grad is not None),
             None,
+        )
+
+
+class ConductedGradients(Gradients):
+    """Gradients of a unit that follows a Conduct, as DTensors."""
+
+    _buffer: ConductedReduceBuffer | None
+
+    def __init__(
+        self,
+        store: ParamStore,
+        memories: Sequence[GroupMemory],
+        plan: ReducePlan,
+        large: Collection[nn.Parameter],
+        reduce_dtype: torch.dtype,
+        device: torch.device,
+        conduct: Conduct,
+    ) -> None:
+        super().__init__(store, memories, plan, large, reduce_dtype, device)
+        self._conduct = conduct
+        self.sharded.set_absent(())  # a rank without rows of a parameter has an empty gradient
+
+    @staticmethod
+    def _sharded_grads(store: ParamStore, grad_dtype: torch.dtype | None) -> ShardedGrads:
+        return DTensorGrads(store, grad_dtype)
+
+    def wants_reduction(self, sync: bool) -> bool:
+        return sync and self._conduct.sync and bool(self.received)
+
+    def _present_buffer(self) -> GradBuffer:
+        # Other parameters may be trainable by now.
+        if (
+            self._buffer is not None
+            and self._buffer.is_empty
+            and self._buffer.form is not self._store.reduce_form()
+        ):
+            self._buffer, self.received = None, ()
+        return super()._present_buffer()
+
+    def _new_buffer(self) -> GradBuffer:
+        return ConductedReduceBuffer(
+            self._store,
+            self._plan.shard.ranks,
+            self.reduce_dtype,
+            self._device,
+            self._plan.predivisor,
+            self._plan,
+            self._conduct,
         )
 
 

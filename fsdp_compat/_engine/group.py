@@ -8,10 +8,13 @@ from torch import nn
 from .._comm.communicator import Communicator, Handle, communicator
 from .._comm.mesh import Mesh
 from ..errors import AssertedStateError, explain
+from .conduct import Conduct
 from .device import offload_policy
 from .dtypes import ComputeDtype, Precision
-from .gradients import Gradients, is_large
-from .reduce import CommHook, ReducePlan, predivisor
+from .gradients import ConductedGradients, Gradients, is_large
+from .joined_gather import JoinedPart, gather_by_custom
+from .partial import PartialShard
+from .reduce_plan import CommHook, ReducePlan, predivisor
 from .requires_grad import RequiresGrad
 from .storage import GroupMemory
 from .store import ParamStore
@@ -31,22 +34,31 @@ class Group:
         device: torch.device,
         offload: bool = False,
         streamed: bool = True,
+        conduct: Conduct | None = None,
+        joined: JoinedPart | None = None,
     ) -> None:
         """Collective over the mesh, once per process group (see ``communicator``).
 
         offload: the shard is on the CPU. streamed: gradients of large parameters are moved to the
-        buffer as they come, not in post-backward.
+        buffer as they come, not in post-backward. conduct: of its unit, if the user may change it;
+        sharded parameters are DTensors then. joined: if several groups share an all-gather.
         """
-        self.store, self.precision, self.device = store, precision, device
+        self.store, self.device = store, device
+        self.conduct, self._joined = conduct, joined
         self.shard: Communicator = communicator(mesh.shard, device)
         self.replica: Communicator = communicator(mesh.replica, device)
-        self.tensor_parallel = [
-            communicator(axis, device) for axis in store.tensor_parallel_axes if axis.ranks > 1
-        ]
+        assert all(each.ranks > 1 for each in self.tensor_parallel)  # connected once, here
         self.offload = offload_policy(device, offload)
         # One per dtype computed in: see `use_dtype`.
         self.memories = [
-            GroupMemory(store, mesh.shard.ranks, dtype, device, self.offload.is_offloaded)
+            GroupMemory(
+                store,
+                mesh.shard.ranks,
+                dtype,
+                device,
+                self.offload.is_offloaded,
+                None if joined is None else joined.output,
+            )
             for dtype in dict.fromkeys((precision.gather, precision.evaluate or precision.gather))
         ]
         self.memory = self.memories[0]  # of the dtype computed in now
@@ -68,9 +80,34 @@ class Group:
             for param in memory.unsharded_params
             if streamed and is_large(param)
         }
-        self.gradients = Gradients(store, self.memories, plan, large, precision.reduce, device)
+        arguments = store, self.memories, plan, large, precision.reduce, device
+        self.gradients = (
+            Gradients(*arguments) if conduct is None else ConductedGradients(*arguments, conduct)
+        )
+        self.partial: PartialShard | None = None
+        if conduct is not None and conduct.partial_ranks:
+            self.partial = PartialShard(store, self.memory, conduct.partial_mesh, device)
         self.requires_grad = RequiresGrad(store, self.memories, large)
         self.set_name("a unit")
+
+    @property
+    def gather_dtype(self) -> torch.dtype:
+        """The dtype of all-gathers, and of computation in training."""
+        return self.memories[0].all_gather_output.dtype
+
+    @property
+    def reduce_dtype(self) -> torch.dtype:
+        """The dtype of reductions."""
+        return self.gradients.reduce_dtype
+
+    @property
+    def tensor_parallel(self) -> list[Communicator]:
+        """Of further mesh axes that the parameters are split over."""
+        return [
+            communicator(axis, self.device)
+            for axis in self.store.tensor_parallel_axes
+            if axis.ranks > 1
+        ]
 
     def set_name(self, name: str) -> None:
         """name: of its unit, for errors."""
@@ -93,7 +130,19 @@ class Group:
         memory = self.memory
         if memory.aliased:
             return
+        if self.partial is not None and self.partial.is_held:
+            self.partial.begin_gather()
+            return
+        if self._joined is not None:
+            self._joined.begin()
+            return
         memory.allocate()
+        if self.store.extension is not None:
+            self.store.extension.pack()
+        if self.conduct is not None and self.conduct.custom_all_gather is not None:
+            output = memory.all_gather_output
+            gather_by_custom(self.conduct, self.store.shard, output, self.shard.rank)
+            return
         self._all_gather = self.shard.begin_gather(
             self.store.shard, memory.all_gather_output, memory.segments, self._tag
         )
@@ -102,13 +151,26 @@ class Group:
 
     def wait_for_unshard(self) -> None:
         """Collective. Make the unsharded parameters readable."""
+        if self.partial is not None and self.partial.is_held:
+            self.partial.end_gather(self._what)
+            return
+        if self._joined is not None:
+            self._joined.wait(self._what)
         if self._all_gather is not None:
             self._end_all_gather()
         if self.memory.has_copies:
             self.memory.fill_unsharded_params()
+        if self._joined is not None:
+            self._joined.copied()
 
     def reshard(self) -> None:
         """Free the unsharded parameters. Collective if an all-gather is in flight."""
+        if self.partial is not None and self.partial.is_held:
+            self.partial.drop(self._what)
+        if self._joined is not None:
+            self._joined.drop(self._what)
+        if self.conduct is not None:
+            self.memory.keeps_storage = self.conduct.keeps_storage
         if self._all_gather is None:
             # An exception may have come before the handle was stored here.
             self._all_gather = self.shard.unfinished_gather(self._tag)
@@ -117,9 +179,21 @@ class Group:
         self._all_gather = None
         self.memory.free()
 
+    @property
+    def _what(self) -> str:
+        return f"the parameters of {self.name}"
+
+    def hold_partial(self) -> list[nn.Parameter]:
+        """Keep rows of the unsharded parameters for an all-gather among fewer ranks, free the
+        rest, and return the parameters to show."""
+        assert self.partial is not None
+        params = self.partial.hold()
+        self.memory.free()
+        return params
+
     def _end_all_gather(self) -> None:
         assert self._all_gather is not None
-        self.shard.end_gather(self._all_gather, f"the parameters of {self.name}")
+        self.shard.end_gather(self._all_gather, self._what)
         self._all_gather = None  # only now: if the wait raises, memory is still received into
 
     def gather_full(self, own: torch.Tensor | None = None) -> torch.Tensor:
@@ -183,5 +257,8 @@ class Group:
     def resident_nbytes(self) -> int:
         """Bytes held now, beyond shard, gradients and optimizer state."""
         return (
-            sum(memory.resident_nbytes for memory in self.memories) + self.gradients.resident_nbytes
+            sum(memory.resident_nbytes for memory in self.memories)
+            + self.gradients.resident_nbytes
+            + (0 if self._joined is None else self._joined.resident_nbytes)
+            + (0 if self.partial is None else self.partial.resident_nbytes)
         )

@@ -15,12 +15,15 @@ _INTERNAL = frozenset((*nn.Module().__dict__, *MARKS))
 
 
 class TensorAttributes:
-    """The tensor attributes of a module and its submodules."""
+    """The tensor attributes of modules and their submodules."""
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, *modules: nn.Module) -> None:
         # (attributes of a module, number of the first ones that are nn.Module's own)
         self._holders = [
-            (m.__dict__, _num_internal(m)) for m in module.modules() if _keeps_attributes(m)
+            (m.__dict__, _num_internal(m))
+            for module in modules
+            for m in module.modules()
+            if _keeps_attributes(m)
         ]
 
     def present(self) -> list[torch.Tensor]:

@@ -35,9 +35,12 @@ class ModuleView:
         unit: ViewedUnit,
         unsharded: Sequence[Sequence[ModuleSlot]],
         sharded: Sequence[ModuleSlot],
+        is_guarded: bool = True,
     ) -> None:
-        """Show the sharded parameters. unsharded: one list of slots per ComputeDtype."""
+        """Show the sharded parameters. unsharded: one list of slots per ComputeDtype. is_guarded:
+        see ParamStore."""
         self._unit = weakref.ref(unit)
+        self._from_partial: _Swap | None = None  # while rows of unsharded parameters are shown
         self.shows_unsharded = False
         # Other code shows whole parameters (summon_full_params): neither unshard nor reshard.
         self.summoned = False
@@ -45,14 +48,17 @@ class ModuleView:
         # The front end takes or loads a state dict: modules' own methods may see sharded forms.
         self.in_state_dict = False
         self.in_forward: Callable[[], bool] = _never  # of the whole model; set by the runtime
-        self._set_slots(unsharded, sharded)
+        self._set_slots(unsharded, sharded, is_guarded)
 
     def _set_slots(
-        self, unsharded: Sequence[Sequence[ModuleSlot]], sharded: Sequence[ModuleSlot]
+        self,
+        unsharded: Sequence[Sequence[ModuleSlot]],
+        sharded: Sequence[ModuleSlot],
+        is_guarded: bool,
     ) -> None:
         unit = self._unit()
         assert unit is not None
-        self._placeholders = Placeholders(unit, unsharded[0], sharded)
+        self._placeholders = Placeholders(unit, unsharded[0], sharded, is_guarded)
         always = self._placeholders.always
         self._swaps = [  # by ComputeDtype
             (_Swap(sharded, slots, away=always), _Swap(slots, sharded, here=always))
@@ -75,7 +81,7 @@ class ModuleView:
         """Show other parameters from now on. Only while the unit is sharded."""
         assert not self.shows_unsharded and not self.summoned
         self._placeholders.retire()
-        self._set_slots(unsharded, sharded)
+        self._set_slots(unsharded, sharded, self._placeholders.is_guarded)
 
     def use_dtype(self, dtype: ComputeDtype) -> None:
         """Show the unsharded parameters of this dtype from now on. Only while sharded."""
@@ -86,6 +92,7 @@ class ModuleView:
     def show_unsharded(self) -> None:
         if self.shows_unsharded or self.summoned:
             return
+        self.hide_partial()
         if self.has_parts:
             self._placeholders.disarm_parts()
         if not self._to_unsharded.exchange():
@@ -107,10 +114,28 @@ class ModuleView:
             if self.in_forward():
                 self._placeholders.arm_reads()
 
+    def show_partial(self, slots: Sequence[ModuleSlot]) -> None:
+        """Show ``slots`` instead of the sharded parameters until ``hide_partial``."""
+        sharded = [
+            ModuleSlot(slot.module, slot.attribute, slot.new) for slot in self._to_sharded.slots
+        ]
+        _Swap(sharded, slots).exchange()
+        self._from_partial = _Swap(slots, sharded)
+
+    def hide_partial(self) -> None:
+        if self._from_partial is not None:
+            self._from_partial.put_in()
+            self._from_partial = None
+
     def _exchange_around_others(self, swap: _Swap) -> None:
         foreign = swap.exchange_around_others()
+        if foreign is None:
+            return
+        # torch.func.functional_call puts back what it found, which may be the other form by now.
+        foreign = foreign if self._placeholders.is_guarded else swap.foreign_to_both()
         if foreign is not None:
             self._refuse_foreign(foreign)
+        swap.put_in()
 
     def hide_parts(self) -> None:
         """A forward of the model begins: modules that hold parts of parameters hide them."""
@@ -303,6 +328,18 @@ class _Swap:
         return next(
             slot for slot in self.slots if slot.parameters.get(slot.attribute) is not slot.old
         )
+
+    def foreign_to_both(self) -> _Slot | None:
+        """Return a slot that holds neither its old nor its new parameter."""
+        for slot in self.slots:
+            held = slot.parameters.get(slot.attribute)
+            if held is not slot.old and held is not slot.new:
+                return slot
+        return None
+
+    def put_in(self) -> None:
+        """Set every new parameter."""
+        self._new.put_in()
 
     def exchange_around_others(self) -> _Slot | None:
         """Make the swap where ``exchange`` refused, unless a slot holds something else; return that

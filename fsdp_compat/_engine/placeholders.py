@@ -44,8 +44,10 @@ _METADATA = frozenset(
 class ViewedUnit(typing.Protocol):
     """A unit, as errors about its placeholders describe it."""
 
-    module: nn.Module
     label: str
+
+    @property
+    def module(self) -> nn.Module: ...
 
 
 class UsedWhileSharded(StateError, AttributeError):
@@ -283,15 +285,21 @@ class Placeholders:
     takes them out."""
 
     def __init__(
-        self, unit: ViewedUnit, unsharded: Sequence[ModuleSlot], sharded: Sequence[ModuleSlot]
+        self,
+        unit: ViewedUnit,
+        unsharded: Sequence[ModuleSlot],
+        sharded: Sequence[ModuleSlot],
+        is_guarded: bool = True,
     ) -> None:
-        """unsharded, sharded: the slots in the two forms, in the same order."""
+        """unsharded, sharded: the slots in the two forms, in the same order. is_guarded: False
+        makes no placeholders at all."""
+        self.is_guarded = is_guarded
         self.always: list[DictEntry] = []  # for attributes that are absent while sharded
         in_forward: list[DictEntry] = []  # for attributes that hold parts
         self.armed = False
         self._forwards: dict[nn.Module, _ForwardSlot] = {}
         self._plain: BulkDict | None = None  # the guards, where all of them are plain
-        for slot, instead in zip(unsharded, sharded, strict=True):
+        for slot, instead in zip(unsharded, sharded, strict=True) if is_guarded else ():
             module, attribute, param = slot
             if param is None:
                 continue

@@ -8,89 +8,28 @@ backwards, recomputation and late gradients need nothing else."""
 
 from __future__ import annotations
 
-import dataclasses
-import math
 import typing
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Generator, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 
 from .. import _torch_private
 from .._comm import shared_memory
-from .._comm.communicator import Communicator
 from .._comm.segments import Segments
-from .device import ON_DEVICE, OffloadPolicy
+from .conduct import Conduct, ReductionSettings
+from .device import on_stream
+from .reduce_plan import CommHook, ReducePlan
 from .storage import Storage
-from .store import ParamStore
+from .store import ParamStore, ReduceForm
 
 __all__ = [
-    "CommHook",
+    "ConductedReduceBuffer",
     "DirectGradBuffer",
     "GradBuffer",
     "ReduceBuffer",
-    "ReducePlan",
     "Reduction",
-    "predivisor",
 ]
-
-
-class CommHook(typing.NamedTuple):
-    """A user's function that sums and averages gradients.
-
-    Where gradients are scattered it is called with (state, flat gradient [ranks * S], empty output
-    [S]), otherwise with (state, flat gradient [S]), which it changes in place. It also divides.
-    """
-
-    state: Any
-    function: Callable[..., Any]
-
-
-def predivisor(ranks: int, dtype: torch.dtype) -> float:
-    """Return the divisor of gradients before their reduction, about the square root of ``ranks``:
-    otherwise sums of fp16 numbers overflow."""
-    factor = 1
-    while dtype == torch.float16 and ranks % factor == 0 and ranks / factor > factor:
-        factor *= 2
-    return float(factor)
-
-
-@dataclasses.dataclass(frozen=True)
-class ReducePlan:
-    """How a group's gradients are reduced: over the shard axis, then over the replica axis, under
-    one tag each; then offloaded, if they are."""
-
-    shard: Communicator
-    replica: Communicator
-    shard_tag: int
-    replica_tag: int
-    offload: OffloadPolicy = ON_DEVICE
-    predivisor: float = 1.0  # of gradients before the reduction
-    hook: CommHook | None = None  # replaces the sum over the shard axis; with one_group over both
-    one_group: bool = False  # see Mesh
-    grad_dtype: torch.dtype | None = None  # of the result; None: the shard's
-    ranks: int = dataclasses.field(init=False)
-    # Of the sum; None: 1. A 0-d tensor on the CPU, which torch would make of a number in each call.
-    divisor: torch.Tensor | None = dataclasses.field(init=False)
-    is_exact: bool = dataclasses.field(init=False)  # the division rounds nothing
-    reads_in_place: bool = dataclasses.field(init=False)  # ranks may read each other's buffers
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "ranks", self.shard.ranks * self.replica.ranks)
-        divisor = self.ranks / self.predivisor
-        if self.hook is not None:  # it divides by the ranks that it sums over
-            divisor = 1.0 if self.one_group else float(self.replica.ranks)
-        tensor = torch.tensor(divisor, dtype=torch.float64, device="cpu")
-        object.__setattr__(self, "divisor", None if divisor == 1 else tensor)
-        object.__setattr__(self, "is_exact", math.frexp(divisor)[0] == 0.5)
-        object.__setattr__(
-            self, "reads_in_place", self.shard.reads_in_place or self.replica.reads_in_place
-        )
-
-    def shares(self, numel: int, dtype: torch.dtype) -> bool:
-        """True if other ranks read a gradient buffer [numel] in place."""
-        axis = self.shard if self.shard.ranks > 1 else self.replica
-        return axis.shares(-(-numel // axis.ranks), dtype)
 
 
 class GradBuffer(typing.Protocol):
@@ -110,7 +49,7 @@ class GradBuffer(typing.Protocol):
     def discard(self) -> None:
         """Drop all gradients and free the memory."""
 
-    def reduce(self, plan: ReducePlan, what: str) -> Iterator[list[torch.Tensor] | None]:
+    def reduce(self, plan: ReducePlan, what: str) -> Iterator[Sequence[torch.Tensor | None] | None]:
         """Reduce the gradients, with zeros for those not received. Collective.
 
         A generator of stages, each of which may wait for the one before. The last one yields the
@@ -152,22 +91,25 @@ class ReduceBuffer:
     ) -> None:
         """predivisor: of gradients when they are put in. plan: of the reductions to come; None: the
         buffer is never shared memory."""
-        self._store, self.received, self._predivisor = store, set[int](), predivisor
+        self.received, self._predivisor = set[int](), predivisor
+        self.form: ReduceForm = store.reduce_form()
         self._ranks, self._plan = ranks, plan
-        self._buffer = torch.empty(ranks * store.numel, dtype=dtype, device=device)
+        self._buffer = torch.empty(ranks * self.form.numel, dtype=dtype, device=device)
         # Sums are divided before they are rounded: in bf16, 256 + 1 is 256.
         self._sum_dtype = torch.promote_types(
-            torch.promote_types(dtype, store.dtype), torch.float32
+            torch.promote_types(dtype, self.form.dtype), torch.float32
         )
         self._own, self._storage = self._views_of(self._buffer), Storage(self._buffer)
-        self._views, self._split = self._own, store.split
+        self._views = self._own
         self._block: torch.Tensor | None = None  # shared memory in place of the buffer's own
-        self._all_indices = list(range(len(self._own.places) - 1))
+        self._all_indices = self.form.indices
+        self._takes_all = self.form.takes_all and predivisor == 1
+        self._is_clean = False  # zeros lie around the gradients already
         self._storage.free()
 
     def _views_of(self, buffer: torch.Tensor) -> _Views:
-        places = self._store.places(buffer)
-        whole = [of_param[0] for of_param in places[:-1]] if self._store.pieces_are_whole else None
+        places = self.form.places(buffer)
+        whole = [of_param[0] for of_param in places[:-1]] if self.form.pieces_are_whole else None
         return _Views(buffer, Segments(buffer, self._ranks), places, whole)
 
     @property
@@ -196,6 +138,11 @@ class ReduceBuffer:
         received = self.received
         if not received:
             self._allocate()
+            self._is_clean = self._takes_all and indices == self._all_indices
+            if self._is_clean:
+                received.update(indices)
+                self.form.put_all(self._views.buffer, grads)
+                return
         whole = self._views.whole
         if whole is not None and not received and indices == self._all_indices:
             first, values = whole, grads  # the usual case of a unit without large parameters
@@ -223,7 +170,7 @@ class ReduceBuffer:
         first: list[torch.Tensor] = []
         values: list[torch.Tensor] = []
         for index, grad in zip(indices, grads, strict=True):
-            parts = self._split(index, grad)
+            parts = self.form.split(index, grad)
             if index in self.received:
                 for place, part in zip(self._views.places[index], parts, strict=True):
                     place.add_(part, alpha=1 / self._predivisor)
@@ -242,55 +189,79 @@ class ReduceBuffer:
         self.received.clear()
         self._free()
 
-    def reduce(self, plan: ReducePlan, what: str) -> Iterator[list[torch.Tensor] | None]:
-        received = self.received
-        if not received:
-            self._allocate()
-        views = self._views
-        # The last list of places belongs to no parameter and is always zeroed.
-        some_lack = len(received) < len(views.places) - 1
-        empty = (
-            [places for i, places in enumerate(views.places) if i not in received]
-            if some_lack
-            else views.places[-1:]
-        )
-        for places in empty:
-            for place in places:
-                place.zero_()
+    def reduce(self, plan: ReducePlan, what: str) -> Iterator[Sequence[torch.Tensor | None] | None]:
+        self._zero_missing()
         self.received.clear()
         reduces_over_replicas = plan.hook is None or not plan.one_group
         divisor = plan.divisor
         if plan.hook is not None:
             total = self._by_hook(plan.hook, plan.shard.ranks)
+            self._free()
         else:
-            buffer = views.buffer if self._block is None else self._block
-            pending = plan.shard.begin_reduce(buffer, views.segments, plan.shard_tag)
-            yield None
-            if self._block is not None and plan.shard.ranks == 1:
-                total = self._block  # reused when the gradients that view it are freed
-            else:
-                now = divisor if plan.replica.ranks == 1 else None
-                total = plan.shard.end_reduce(
-                    pending, views.segments[plan.shard.rank], self._sum_dtype, what, now
-                )
-                divisor = divisor if now is None else None
-            del buffer, pending, views  # they keep the block
-        self._free()
-        if reduces_over_replicas and plan.replica.ranks > 1:
-            total = total.to(self._buffer.dtype)  # the all-reduce has the same dtype
-            # Each piece is divided during the all-reduce, unless it would be rounded before it is
-            # in the wider dtype again.
-            now = divisor if plan.is_exact or total.dtype == self._sum_dtype else None
-            pending = plan.replica.begin_all_reduce(total, plan.replica_tag, now)
-            yield None
-            pending = plan.replica.continue_all_reduce(pending, total, plan.replica_tag, what)
-            yield None
-            plan.replica.end_all_reduce(pending, total, what)
+            now = divisor if plan.replica.ranks == 1 else None
+            total = yield from self._scatter(plan, what, now)
             divisor = divisor if now is None else None
+        if reduces_over_replicas and plan.replica.ranks > 1:
+            total, divisor = yield from self._sum_replicas(plan, what, total, divisor)
         if divisor is not None:
             total = total.to(self._sum_dtype).div_(divisor)
-        dtype = plan.grad_dtype or self._store.dtype
-        yield self._store.grads(
+        yield self._grads(plan, total)
+
+    def _zero_missing(self) -> None:
+        """Zero what was not received, and what belongs to no parameter."""
+        received, views = self.received, self._views
+        if not received:
+            self._allocate()
+            views = self._views
+        if len(received) < len(self._all_indices):
+            empty = [places for i, places in enumerate(views.places) if i not in received]
+        elif self._is_clean:
+            return
+        else:
+            empty = views.places[-1:]
+        for places in empty:
+            for place in places:
+                place.zero_()
+
+    def _scatter(
+        self, plan: ReducePlan, what: str, divisor: torch.Tensor | None
+    ) -> Generator[None, None, torch.Tensor]:
+        """Return the sum [S] over the shard axis, divided, and free the buffer."""
+        views = self._views
+        buffer = views.buffer if self._block is None else self._block
+        pending = plan.shard.begin_reduce(buffer, views.segments, plan.shard_tag)
+        yield None
+        if self._block is not None and plan.shard.ranks == 1:
+            total = self._block  # reused when the gradients that view it are freed
+            if divisor is not None:
+                total = total.to(self._sum_dtype).div_(divisor)
+        else:
+            total = plan.shard.end_reduce(
+                pending, views.segments[plan.shard.rank], self._sum_dtype, what, divisor
+            )
+        del buffer, pending, views  # they keep the block
+        self._free()
+        return total
+
+    def _sum_replicas(
+        self, plan: ReducePlan, what: str, total: torch.Tensor, divisor: torch.Tensor | None
+    ) -> Generator[None, None, tuple[torch.Tensor, torch.Tensor | None]]:
+        """Sum ``total`` over the replica axis. Return it, and the divisor if it is still to be
+        divided."""
+        total = total.to(self._buffer.dtype)  # the all-reduce has the same dtype
+        # Each piece is divided during the all-reduce, unless it would be rounded before it is in
+        # the wider dtype again.
+        now = divisor if plan.is_exact or total.dtype == self._sum_dtype else None
+        pending = plan.replica.begin_all_reduce(total, plan.replica_tag, now)
+        yield None
+        pending = plan.replica.continue_all_reduce(pending, total, plan.replica_tag, what)
+        yield None
+        plan.replica.end_all_reduce(pending, total, what)
+        return total, divisor if now is None else None
+
+    def _grads(self, plan: ReducePlan, total: torch.Tensor) -> Sequence[torch.Tensor | None]:
+        dtype = plan.grad_dtype or self.form.dtype
+        return self.form.grads(
             plan.offload.to_host(total if total.dtype is dtype else total.to(dtype))
         )
 
@@ -304,6 +275,104 @@ class ReduceBuffer:
         output = torch.empty_like(self._views.segments[0])
         hook.function(hook.state, grad, output)
         return output.to(self._sum_dtype)
+
+
+class ConductedReduceBuffer(ReduceBuffer):
+    """A reduce buffer whose reductions the user may change at any time (Conduct).
+
+    Sums are rounded to the dtype of the reduction before they are divided. Parameters that this
+    rank has not used get no gradient, unless the user asks for zeros.
+    """
+
+    def __init__(
+        self,
+        store: ParamStore,
+        ranks: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        predivisor: float,
+        plan: ReducePlan,
+        conduct: Conduct,
+    ) -> None:
+        super().__init__(store, ranks, dtype, device, predivisor, plan)
+        self._conduct, self._num_sharded = conduct, len(store.sharded_params)
+        # Summed over the shard axis, not yet over the replicas, and the parameters in it.
+        self._partial: tuple[torch.Tensor, frozenset[int]] | None = None
+
+    @property
+    def is_empty(self) -> bool:
+        """True if nothing was received since the last complete reduction."""
+        return not self.received and self._partial is None
+
+    def discard(self) -> None:
+        super().discard()
+        self._partial = None
+
+    def reduce(self, plan: ReducePlan, what: str) -> Iterator[Sequence[torch.Tensor | None] | None]:
+        conduct, settings = self._conduct, self._conduct.reduction
+        received = frozenset(self._all_indices if conduct.reduces_unused else self.received)
+        self._zero_missing()
+        self.received.clear()
+        dtype = self._buffer.dtype
+        divisor = self._divisor(plan, settings)
+        if settings.custom is not None and plan.shard.ranks > 1:
+            total = self._by_custom(settings.custom)
+            yield None
+        else:
+            # Division and rounding may be exchanged where nothing is rounded.
+            is_last = plan.replica.ranks == 1 and self._partial is None and conduct.all_reduce
+            now = divisor if is_last and dtype == self._sum_dtype else None
+            total = yield from self._scatter(plan, what, now)
+            divisor = divisor if now is None else None
+        total = total.to(dtype)
+        if self._partial is not None:
+            before, its_received = self._partial
+            total, received = total.add(before), received | its_received
+            self._partial = None
+        if not conduct.all_reduce and plan.replica.ranks > 1:
+            self._partial = total, received
+            yield [None] * self._num_sharded
+            return
+        if plan.replica.ranks > 1:
+            total, divisor = yield from self._sum_replicas(plan, what, total, divisor)
+        if divisor is not None:
+            total = total.div_(divisor)
+        if settings.all_reduce_hook is not None:
+            with on_stream(settings.all_reduce_stream):
+                settings.all_reduce_hook(total)
+        grads = self._grads(plan, total)
+        if len(received) < len(self._all_indices):
+            yield [
+                grad if index in received else None  # a sharded parameter for each parameter
+                for index, grad in enumerate(grads)
+            ]
+        else:
+            yield grads
+
+    def _divisor(self, plan: ReducePlan, settings: ReductionSettings) -> torch.Tensor | None:
+        if settings.divide_factor is None:
+            return plan.divisor
+        factor = settings.divide_factor / self._predivisor
+        return None if factor == 1 else torch.tensor(factor, dtype=torch.float64, device="cpu")
+
+    def _by_custom(self, custom: Any) -> torch.Tensor:
+        """Return the sum [S] over the shard axis by the user's reduce-scatter."""
+        views = self._views
+        buffer = views.buffer if self._block is None else self._block
+        dtype, device = buffer.dtype, buffer.device
+        source = custom.allocate((buffer.numel(),), dtype=dtype, device=device)
+        source.copy_(buffer)
+        self._free()
+        total = custom.allocate((self.form.numel,), dtype=dtype, device=device)
+        work = custom(
+            output_tensor=total,
+            input_tensor=source,
+            group=self._conduct.process_group,
+            op=torch.distributed.ReduceOp.SUM,
+        )
+        if work is not None:
+            work.wait()
+        return typing.cast(torch.Tensor, total)
 
 
 class DirectGradBuffer:
@@ -332,7 +401,7 @@ class DirectGradBuffer:
     def discard(self) -> None:
         self._grads.clear()
 
-    def reduce(self, plan: ReducePlan, what: str) -> Iterator[list[torch.Tensor] | None]:
+    def reduce(self, plan: ReducePlan, what: str) -> Iterator[Sequence[torch.Tensor | None] | None]:
         grads = dict(self._grads)
         self._grads.clear()
         yield [
@@ -348,16 +417,18 @@ class Reduction:
 
     __slots__ = ("_stages", "grads")
 
-    def __init__(self, stages: Iterator[list[torch.Tensor] | None]) -> None:
+    def __init__(self, stages: Iterator[Sequence[torch.Tensor | None] | None]) -> None:
         self._stages = stages
-        self.grads: list[torch.Tensor] | None = None  # one per sharded parameter, at the end
+        self.grads: Sequence[torch.Tensor | None] | None = (
+            None  # one per sharded parameter, at the end
+        )
         self.advance()
 
     def advance(self) -> None:
         if self.grads is None:
             self.grads = next(self._stages)
 
-    def finish(self) -> list[torch.Tensor]:
+    def finish(self) -> Sequence[torch.Tensor | None]:
         while self.grads is None:
             self.advance()
         return self.grads

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
 from .. import _torch_private
 from ..errors import StateError
@@ -21,7 +22,7 @@ from .communicators import Communicators
 from .device import compute_streams
 from .dtypes import ComputeDtype, cast_floats, move_to, tensors_in
 from .group import Group
-from .reduce import CommHook
+from .reduce_plan import CommHook
 from .schedule import Prefetch
 from .unit import Call, Residency, Unit
 from .unsharding import Unsharding
@@ -56,7 +57,7 @@ class Runtime:
             if unit.runtime is not None:
                 unit.runtime.rest()
             label = f"unit {name!r}" if name else f"the root unit (a {type(unit.module).__name__})"
-            unit.runtime, unit.label, unit.is_root = self, label, unit is root
+            unit.runtime, unit.label = self, label
         device = root.options.device
         streams = compute_streams(device)
         self._streams = streams if streams.several else None
@@ -81,10 +82,12 @@ class Runtime:
             options.backward_prefetch is Prefetch.POST,
         )
         self._units_with_parts: list[Unit] = []
+        self._units_of_several: list[Unit] = []
         self.take_groups()
         self._ticks = itertools.count()
         self._stack: list[Call] = []  # forward calls that have begun and not ended
         self._is_rested = False  # inside ``rested``
+        self.stale = False  # the front end has built a unit anew: another runtime is needed
 
     def take_groups(self) -> None:
         """Work with the groups that the units have now."""
@@ -94,6 +97,7 @@ class Runtime:
             for group in unit.groups:
                 group.gradients.limit_in_flight = self.backward.reductions.limit_in_flight
                 group.set_name(unit.label)
+        self._units_of_several = [unit for unit in self.units if len(unit.modules) > 1]
         self._units_with_parts = [unit for unit in self.units if unit.view.has_parts]
         self._communicators.take(self.groups)
         self._checks.take(self.groups)
@@ -110,13 +114,15 @@ class Runtime:
         function: Callable[..., Any],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
+        module: nn.Module | None = None,
     ) -> Any:
         """Run a forward of ``unit`` with unsharded parameters. Collective.
 
-        torch.compile does not trace what the engine does before and after ``function``.
+        module: the called one, if the unit has several. torch.compile does not trace what the
+        engine does before and after ``function``.
         """
         compiler = _torch_private.set_compiler(None)
-        call = Call(unit, next(self._ticks))
+        call = Call(unit, next(self._ticks), module)
         try:
             try:
                 args, kwargs = self.pre_forward(call, unit, args, kwargs)
@@ -130,6 +136,8 @@ class Runtime:
                 raise
             _torch_private.set_compiler(None)
             self.post_forward(call, unit, output)
+            if unit.conduct.output_dtype is not None:
+                output = cast_floats(output, unit.conduct.output_dtype)
             return output
         finally:
             _torch_private.set_compiler(compiler)
@@ -168,6 +176,8 @@ class Runtime:
         if outermost:
             self._begin_forward()
         self._stack.append(call)
+        if call.module is not None and not recomputing and not unit.conduct.to_run:
+            unit.conduct.to_run.update(unit.modules)
         self._unsharding.unshard_for_use(unit, call.dtype, recomputing)
         unit.running += 1
         call.counted = True
@@ -195,7 +205,9 @@ class Runtime:
         self._stack.clear()
         for unit in self.units:
             unit.running = 0
-            if unit.residency is not Residency.SHARDED or unit.view.shows_unsharded:
+            if (
+                unit.residency is not Residency.SHARDED or unit.view.shows_unsharded
+            ) and not unit.stays_unsharded:
                 unit.reshard()
         self._checks.before_forward()
         self.has_run = True
@@ -228,14 +240,18 @@ class Runtime:
             return
         if self._streams is not None:
             self._streams.join()
-        if in_graph and self._unsharding.keeps_after_forward(unit):
-            unit.view.show_sharded()
-        else:
-            unit.reshard()
+        if call.module is not None:
+            unit.conduct.to_run.discard(call.module)
+        if not unit.conduct.to_run:
+            self._unsharding.after_forward(unit, in_graph)
         if not self._stack:
             self._end_forward()
 
     def _end_forward(self) -> None:
+        for unit in self._units_of_several:
+            if unit.conduct.to_run:  # its other modules were not called
+                unit.conduct.to_run.clear()
+                self._unsharding.after_forward(unit, True)
         self._unsharding.end_forward()
         for unit in self._units_with_parts:
             unit.view.reveal_parts()
@@ -269,6 +285,35 @@ class Runtime:
             yield
         finally:
             self.backward.sync = before
+
+    @property
+    def finalizes_by_hand(self) -> bool:
+        """True if the end of backward reduces nothing: ``begin_finalize`` does."""
+        return self.backward.finalizes_by_hand
+
+    @finalizes_by_hand.setter
+    def finalizes_by_hand(self, by_hand: bool) -> None:
+        self.backward.finalizes_by_hand = by_hand
+
+    def begin_finalize(self) -> None:
+        """Collective. Start to reduce what backwards have received."""
+        self.require_idle("finalize_backward()")
+        self.backward.begin_finalize()
+
+    def end_finalize(self) -> None:
+        """Collective. Wait for the reductions."""
+        self.backward.end_finalize()
+
+    def reset(self) -> None:
+        """Forget everything that an exception may have left of forward and backward: gradients
+        that were not reduced are dropped. Collective if something is in flight."""
+        self.require_idle("reset_iter_state()")
+        self._stack.clear()
+        self.backward.discard()
+        for unit in self.units:
+            unit.running = 0
+            unit.conduct.to_run.clear()
+            unit.reshard()
 
     def set_comm_hook(self, hook: CommHook) -> None:
         """Sum and average gradients by the user's hook."""

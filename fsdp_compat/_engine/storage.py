@@ -65,42 +65,40 @@ class GroupMemory:
         dtype: torch.dtype,
         device: torch.device,
         is_offloaded: bool = False,
+        output: torch.Tensor | None = None,
     ) -> None:
         """dtype: of the all-gather, and so of the parameters. is_offloaded: the shard is not on
-        ``device``."""
+        ``device``. output: [ranks, S], a view of memory that others allocate and free, out of which
+        the parameters are copied."""
         self.aliased = ranks == 1 and dtype == store.dtype and not is_offloaded
         numel = ranks * store.numel
-        self.all_gather_output = (  # [ranks * S]
-            store.shard if self.aliased else torch.empty(numel, dtype=dtype, device=device)
-        )
+        if output is not None:
+            self.all_gather_output = output
+        else:
+            self.all_gather_output = (  # [ranks * S]
+                store.shard if self.aliased else torch.empty(numel, dtype=dtype, device=device)
+            )
         self.segments = Segments(self.all_gather_output, ranks)  # [S] each
         self.unsharded_params = store.make_unsharded_params(self.all_gather_output)
-        self._buffer = Storage(self.all_gather_output)
+        self._buffer = Storage(
+            self.all_gather_output if output is None else torch.empty(0, device=device)
+        )
         self._own_storages: list[Storage] = []  # of parameters that do not view the output
         self._copy: tuple[list[torch.Tensor], list[torch.Tensor]] | None = None  # (to, from)
-        if self.unsharded_params and not _torch_private.same_storage(
-            self.unsharded_params[0], self.all_gather_output
+        self._extension = store.extension
+        if self.unsharded_params and (
+            self._extension is not None
+            or not _torch_private.same_storage(self.unsharded_params[0], self.all_gather_output)
         ):
             self._own_storages = list(
                 {
-                    _torch_private.storage_key(param): Storage(param)
-                    for param in self.unsharded_params
+                    _torch_private.storage_key(tensor): Storage(tensor)
+                    for tensor in store.private_memory(self.unsharded_params)
                 }.values()
             )
-            # `.data`: autograd has noted the version counters, which neither an all-gather nor a
-            # copy may move.
-            pieces = [
-                piece
-                for index, param in enumerate(self.unsharded_params)
-                for piece in store.split(index, param.data)
-            ]
-            places = [
-                place
-                for param_places in store.places(self.all_gather_output)[:-1]
-                for place in param_places
-            ]
-            self._copy = pieces, places
+            self._copy = store.copies(self.all_gather_output, self.unsharded_params)
         self.has_copies = self._copy is not None  # see `fill_unsharded_params`
+        self.keeps_storage = False  # `free` leaves the memory of the parameters
         self.free()
         self._views = [_torch_private.local_part(param) for param in self.unsharded_params]
         # In an empty storage the address is the distance from its beginning.
@@ -139,11 +137,21 @@ class GroupMemory:
                 storage.allocate()
             if self._copy[0]:  # all parameters may be empty
                 _torch_private.copy_together(*self._copy)
+            if self._extension is not None:
+                self._extension.unpack(self.unsharded_params)
             self._buffer.free()
 
+    def allocate_params(self) -> None:
+        """Allocate the memory of the parameters, wherever it is."""
+        for storage in self._own_storages or [self._buffer]:
+            storage.allocate()
+
     def free(self) -> None:
-        if not self.aliased:
+        if self.aliased:
+            return
+        if self.has_copies or not self.keeps_storage:
             self._buffer.free()
+        if not self.keeps_storage:
             for storage in self._own_storages:
                 storage.free()
 

@@ -42,8 +42,18 @@ import torch
 from torch import nn
 
 from .._comm.mesh import Axis
+from ..errors import StateError
 
-__all__ = ["Kind", "ParamStore", "ModuleSlot", "ShardedParam", "as_unsharded_param"]
+__all__ = [
+    "Extension",
+    "Kind",
+    "ModuleSlot",
+    "ParamStore",
+    "PartialRows",
+    "ReduceForm",
+    "ShardedParam",
+    "as_unsharded_param",
+]
 
 
 class ShardedParam(typing.NamedTuple):
@@ -62,13 +72,86 @@ class ModuleSlot(typing.NamedTuple):
     parameter: nn.Parameter | None
 
 
-class ParamStore(typing.Protocol):
+class ReduceForm(typing.Protocol):
+    """How gradients lie in the reduce buffer ``[ranks * numel]``, rank-major: segment r is what the
+    reduce-scatter gives to rank r."""
+
+    numel: int
+    dtype: torch.dtype  # of the reduced gradients
+
+    @property
+    def indices(self) -> list[int]:
+        """The parameters that have a place, in ascending order."""
+
+    @property
+    def pieces_are_whole(self) -> bool:
+        """True if every parameter has one place, in its shape, and ``split`` returns its
+        argument."""
+
+    @property
+    def takes_all(self) -> bool:
+        """True if ``put_all`` works."""
+
+    def places(self, buffer: torch.Tensor) -> list[list[torch.Tensor]]:
+        """buffer: [ranks * numel]. Return, per parameter of the store, the views that together hold
+        it, and one last list: what belongs to no parameter.
+
+        The views cover the buffer and do not overlap.
+        """
+
+    def split(self, index: int, value: torch.Tensor) -> Sequence[torch.Tensor]:
+        """value: in the shape of unsharded parameter ``index``, any strides. Return views of it in
+        the shapes of ``places(...)[index]``."""
+
+    def put_all(self, buffer: torch.Tensor, grads: list[torch.Tensor]) -> None:
+        """Write the gradients of all ``indices`` and zeros around them, by one call."""
+
+    def grads(self, total: torch.Tensor) -> Sequence[torch.Tensor | None]:
+        """total: [numel]. Return, per sharded parameter, the view that can be its ``.grad``; None
+        without a place."""
+
+
+class Extension(typing.Protocol):
+    """Tensor subclasses with their own way to all-gather (fsdp_pre_all_gather)."""
+
+    def pack(self) -> None:
+        """Write what this rank sends into the shard."""
+
+    def unpack(self, unsharded_params: Sequence[nn.Parameter]) -> None:
+        """The all-gather's output was copied out: rebuild the unsharded parameters."""
+
+
+class PartialRows(typing.Protocol):
+    """The rows of unsharded parameters that one of n ranks keeps after forward, so that backward
+    all-gathers among these n."""
+
+    numel: int  # of one rank's rows, padded: the same on every rank
+    dtype: torch.dtype
+
+    def parts(self, held: torch.Tensor) -> list[torch.Tensor]:
+        """held: [numel]. Return views of it in the shapes of this rank's rows."""
+
+    def own_rows(self, unsharded_params: Sequence[nn.Parameter]) -> list[torch.Tensor]:
+        """Return views of this rank's rows of the unsharded parameters, which have memory."""
+
+    def copies(
+        self, full: torch.Tensor, unsharded_params: Sequence[nn.Parameter]
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """full: [n * numel]. Return (to, from): the copies that fill the unsharded parameters."""
+
+    def params(self, held: torch.Tensor) -> list[nn.Parameter]:
+        """Return the parameters that modules show meanwhile, over ``held``."""
+
+
+class ParamStore(ReduceForm, typing.Protocol):
     """Where each element of a group lies, and which parameters modules and the optimizer see.
 
     In training a store only answers with views, which the engine asks for once per buffer and
     keeps: it sends, allocates, frees, copies and adds nothing. Exchanged buffers are 1-D
     ``[ranks * S]``, rank-major: segment r is what rank r holds. An *unsharded parameter* is one
     whole parameter, which modules show while the unit is unsharded.
+
+    A store whose gradients lie as its parameters do is its own ReduceForm.
     """
 
     numel: int  # S, the same on every rank
@@ -76,6 +159,10 @@ class ParamStore(typing.Protocol):
     shard: torch.Tensor  # [S], this rank's part: an all-gather sends it, cast if need be
     # The parameters that the optimizer sees. Unsharded parameters follow their requires_grad.
     sharded_params: Sequence[ShardedParam]
+    # Modules show parts of parameters while sharded: they refuse calls and state dicts of their own
+    # then. False: modules show DTensors, which other code can use.
+    is_guarded: bool = True
+    extension: Extension | None = None
 
     @property
     def tensor_parallel_axes(self) -> Sequence[Axis]:
@@ -88,25 +175,6 @@ class ParamStore(typing.Protocol):
         The parameters either all view ``full``, or all have other storages, which the engine fills.
         """
 
-    def places(self, buffer: torch.Tensor) -> list[list[torch.Tensor]]:
-        """buffer: [ranks * S]. Return, per unsharded parameter, the views that together hold it,
-        and one last list: what belongs to no parameter.
-
-        The views cover the buffer and do not overlap.
-        """
-
-    @property
-    def pieces_are_whole(self) -> bool:
-        """True if every parameter has one place, in its shape, and ``split`` returns its
-        argument."""
-
-    def split(self, index: int, value: torch.Tensor) -> Sequence[torch.Tensor]:
-        """value: in the shape of unsharded parameter ``index``, any strides. Return views of it in
-        the shapes of ``places(...)[index]``."""
-
-    def grads(self, total: torch.Tensor) -> list[torch.Tensor]:
-        """total: [S]. Return, per sharded parameter, the view that can be its ``.grad``."""
-
     def shown(self, unsharded_params: Sequence[nn.Parameter] | None) -> list[ModuleSlot]:
         """Return the slots of modules with the unsharded parameters or, for None, with the sharded
         ones: the same slots in the same order."""
@@ -117,6 +185,60 @@ class ParamStore(typing.Protocol):
     def check(self, where: str) -> None:
         """Repair sharded parameters that the user has replaced or moved away from the shard, or
         raise StateError."""
+
+    # -- what most stores leave as it is
+
+    @property
+    def indices(self) -> list[int]:
+        return sorted(index for _, indices in self.sharded_params for index in indices)
+
+    @property
+    def takes_all(self) -> bool:
+        return False
+
+    def put_all(self, buffer: torch.Tensor, grads: list[torch.Tensor]) -> None:
+        *places, rest = self.places(buffer)
+        for index, grad in zip(self.indices, grads, strict=True):
+            for place, piece in zip(places[index], self.split(index, grad), strict=True):
+                place.copy_(piece)
+        for place in rest:
+            place.zero_()
+
+    def grads(self, total: torch.Tensor) -> Sequence[torch.Tensor]:
+        """total: [S]. Return, per sharded parameter, the view that can be its ``.grad``."""
+
+    def local_params(self) -> list[torch.Tensor]:
+        """Return the plain tensors behind the sharded parameters, as they are now."""
+        return [param for param, _ in self.sharded_params]
+
+    def copies(
+        self, full: torch.Tensor, unsharded_params: Sequence[nn.Parameter]
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Return (to, from): the copies out of the all-gather's output ``full`` that fill
+        unsharded parameters with other storages."""
+        # `.data`: autograd has noted the version counters, which neither an all-gather nor a copy
+        # may move.
+        to = [
+            piece
+            for index, param in enumerate(unsharded_params)
+            for piece in self.split(index, param.data)
+        ]
+        return to, [place for places in self.places(full)[:-1] for place in places]
+
+    def private_memory(self, unsharded_params: Sequence[nn.Parameter]) -> Sequence[torch.Tensor]:
+        """Return the tensors that hold the memory of unsharded parameters which do not view the
+        all-gather's output."""
+        return unsharded_params
+
+    def reduce_form(self) -> ReduceForm:
+        """Return how the gradients of the parameters that are trainable now lie: the same object
+        for the same parameters."""
+        return self
+
+    def partial_rows(self, mesh: typing.Any, rank: int, ranks: int) -> PartialRows:
+        """Return what ``rank`` of ``ranks`` keeps after forward. mesh: a 2-D DeviceMesh of which
+        these ranks are the last dimension."""
+        raise StateError(f"internal: a {type(self).__name__} keeps no rows after forward")
 
 
 class Kind(typing.NamedTuple):

@@ -14,13 +14,23 @@ from torch import nn
 
 from ..errors import StateError, explain
 from .buffers import CastBuffers
+from .conduct import Conduct
 from .dtypes import ComputeDtype
+from .freshness import Freshness
 from .group import Group
 from .module_attributes import TensorAttributes
 from .module_view import ModuleView
 from .store import ModuleSlot
 
-__all__ = ["Call", "Residency", "Uninitialised", "Unit", "UnitOptions", "UnitRuntime"]
+__all__ = [
+    "NOT_UNSHARDED",
+    "Call",
+    "Residency",
+    "Uninitialised",
+    "Unit",
+    "UnitOptions",
+    "UnitRuntime",
+]
 
 
 class Residency(enum.Enum):
@@ -29,6 +39,8 @@ class Residency(enum.Enum):
     SHARDED = enum.auto()  # holds: own shard
     UNSHARDING = enum.auto()  # holds: own shard + all-gather output, not readable yet
     UNSHARDED = enum.auto()  # holds: own shard + unsharded parameters, readable
+    # holds: own shard + rows of the unsharded parameters, for an all-gather among fewer ranks
+    PARTIAL = enum.auto()
 
     # enum.Enum's is a Python function, and moves are looked up several times per step.
     __hash__ = object.__hash__
@@ -38,8 +50,12 @@ _MOVES: dict[Residency, tuple[Residency, ...]] = {
     Residency.SHARDED: (Residency.UNSHARDING,),
     # back to SHARDED: a wrong prefetch, or an exception
     Residency.UNSHARDING: (Residency.UNSHARDED, Residency.SHARDED),
-    Residency.UNSHARDED: (Residency.SHARDED,),
+    Residency.UNSHARDED: (Residency.SHARDED, Residency.PARTIAL),
+    Residency.PARTIAL: (Residency.UNSHARDING, Residency.SHARDED),
 }
+
+
+NOT_UNSHARDED = (Residency.SHARDED, Residency.PARTIAL)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,6 +97,9 @@ class UnitRuntime(typing.Protocol):
     def runs(self) -> bool:
         """True inside forward or backward."""
 
+    @property
+    def root(self) -> Unit: ...
+
     def begin_call(self, unit: Unit) -> Call:
         """Return a forward call that begins now."""
 
@@ -119,13 +138,16 @@ class Call:
         "counted",
         "dtype",
         "end_tick",
+        "module",
         "seen_by",
         "summoned",
         "unit",
     )
 
-    def __init__(self, unit: Unit, begin_tick: int) -> None:
+    def __init__(self, unit: Unit, begin_tick: int, module: nn.Module | None = None) -> None:
+        """module: the called one, of a unit of several."""
         self.unit: Unit | None = unit
+        self.module = module
         self._unit_reference, self.begin_tick = weakref.ref(unit), begin_tick
         self.end_tick = -1  # set when the call ends
         self.summoned = unit.view.summoned
@@ -144,7 +166,7 @@ class Call:
                     "backward() reached a graph whose FSDP model has been garbage-collected.",
                     expected="a model that lives as long as there are backwards through it",
                     got="a graph that retain_graph=True kept longer than its model",
-                    where="an output of a FullyShardedDataParallel",
+                    where="an output of a sharded module",
                     fix="keep the model until the last backward",
                 )
             )
@@ -161,21 +183,41 @@ class Unit:
         groups: Sequence[Group],
         options: UnitOptions,
         buffers: CastBuffers | None = None,
+        modules: Sequence[nn.Module] = (),
+        conduct: Conduct | None = None,
     ) -> None:
-        """module: its forward calls are those of the unit. buffers: those that are cast."""
-        self.module, self.groups, self.options = module, list(groups), options
+        """module: its forward calls are those of the unit. modules: several whose calls are, the
+        first one ``module``. buffers: those that are cast. conduct: if the user may change it."""
+        self.modules, self.groups, self.options = tuple(modules) or (module,), list(groups), options
         self.buffers = buffers
+        self.conduct = conduct or Conduct(options.reshard_after_forward)
+        if conduct is not None:
+            conduct.unit = self
+            conduct.freshness = Freshness([group.store for group in groups])
         self.owner: Callable[[], nn.Module | None] = _no_owner  # weak: the wrapper, if any
-        self.runtime: UnitRuntime | None = None  # the runtime sets this and the next two
+        self.runtime: UnitRuntime | None = None  # the runtime sets this and the next
         self.label = "a unit"  # for errors
-        self.is_root = False
         self.running = 0  # forward calls that have begun and not ended
         self.calls: list[Call] = []  # between pre-backward and post-backward
         self.uninitialised: list[Uninitialised] = []  # checked before the first forward
         self.residency = Residency.SHARDED  # only this class sets it
         self.dtype = ComputeDtype.TRAIN  # of the unsharded parameters, now or last
-        self.attributes = TensorAttributes(module)
-        self.view = ModuleView(self, *self._slots())
+        self.attributes = TensorAttributes(*self.modules)
+        is_guarded = all(group.store.is_guarded for group in groups)
+        self.view = ModuleView(self, *self._slots(), is_guarded)
+
+    @property
+    def module(self) -> nn.Module:
+        return self.modules[0]
+
+    @property
+    def is_root(self) -> bool:
+        return self.runtime is not None and self.runtime.root is self
+
+    @property
+    def copies_out(self) -> bool:
+        """True if unsharded parameters are copied out of the all-gather's output."""
+        return bool(self.groups) and self.groups[0].memory.has_copies
 
     def _slots(self) -> tuple[list[list[ModuleSlot]], list[ModuleSlot]]:
         """Return the slots of modules, by ComputeDtype unsharded, and sharded."""
@@ -226,8 +268,10 @@ class Unit:
             self.view.use_dtype(dtype)
             for group in self.groups:
                 group.use_dtype(dtype)
-        if self.residency is Residency.SHARDED and not self.view.summoned:
+        if self.residency in NOT_UNSHARDED and not self.view.summoned:
             self._move(Residency.UNSHARDING)
+            if self.conduct.freshness is not None:
+                self.conduct.freshness.note()
             for group in self.groups:
                 group.unshard()
 
@@ -246,12 +290,46 @@ class Unit:
         """
         if self.running:
             return
+        self.conduct.pinned = False
         if self.view.shows_unsharded:
             self.view.show_sharded()
         if self.residency is not Residency.SHARDED:
+            self.view.hide_partial()
             for group in self.groups:
                 group.reshard()
             self._move(Residency.SHARDED)
+
+    def reshard_to_partial(self) -> None:
+        """Keep rows of the unsharded parameters for backward's all-gather among fewer ranks, and
+        show these."""
+        self.view.show_sharded()
+        params = [group.hold_partial() for group in self.groups]
+        self._move(Residency.PARTIAL)
+        self.view.show_partial(
+            [
+                slot
+                for group, shown in zip(self.groups, params, strict=True)
+                for slot in group.store.shown(shown)
+            ]
+        )
+
+    @property
+    def is_fresh(self) -> bool:
+        """True if the unsharded parameters have the values of the sharded ones."""
+        freshness = self.conduct.freshness
+        return freshness is not None and freshness.stands
+
+    @property
+    def stays_unsharded(self) -> bool:
+        """True if the unit stays unsharded when a new pass begins: the user wants it, and nothing
+        was written to the sharded parameters."""
+        conduct = self.conduct
+        return (
+            conduct.pinned
+            or bool(conduct.to_run)
+            or not conduct.reshard_after_forward
+            or not conduct.reshard_after_backward
+        ) and self.is_fresh
 
     def unshard_for_others(self) -> None:
         """Collective. This unit is unsharded, but other ranks all-gather it: take part, and receive

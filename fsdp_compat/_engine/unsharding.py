@@ -9,7 +9,7 @@ from .device import ComputeStreams
 from .dtypes import ComputeDtype
 from .rounds import Rounds, end_gathers
 from .schedule import Order, Prefetch
-from .unit import Residency, Unit
+from .unit import NOT_UNSHARDED, Residency, Unit
 
 __all__ = ["Unsharding"]
 
@@ -42,31 +42,78 @@ class Unsharding:
         rounds = self.rounds
         if rounds.is_fixed_order:
             rounds.gather_before(unit, order)
-        if unit.residency is Residency.SHARDED or unit.dtype is not dtype:
+        if unit.conduct.freshness is not None:
+            self._reshard_stale(unit)
+        if unit.residency in NOT_UNSHARDED or unit.dtype is not dtype:
             unit.unshard(dtype)
         following = order.advance(unit)
+        if unit.copies_out:  # first: the prefetched unit can have the memory of this one's output
+            unit.wait_for_unshard()
+        if not rounds.is_fixed_order:
+            self._prefetch(unit, following, backward)
+        unit.wait_for_unshard()
+        if not unit.view.shows_unsharded:
+            unit.view.show_unsharded()
+
+    @staticmethod
+    def _reshard_stale(unit: Unit) -> None:
+        """The unit was kept since forward, but modules showed sharded parameters, and the user has
+        changed these since."""
         if (
-            following is not None
-            and not rounds.is_fixed_order
-            and (self._prefetches_backward if backward else self._prefetches_forward)
+            unit.residency is Residency.UNSHARDED
+            and not unit.view.shows_unsharded
+            and not unit.is_fresh
+        ):
+            unit.reshard()
+
+    def _prefetch(self, unit: Unit, following: Unit | None, backward: bool) -> None:
+        """Collective. Start the all-gathers of the units that the user has listed or, without a
+        list, of the unit that was used next in the last pass."""
+        conduct = unit.conduct
+        listed = conduct.backward_prefetch if backward else conduct.forward_prefetch
+        if listed:
+            units = [other.unit for other in listed if other.unit is not None]
+            for other in units:
+                if other.runtime is unit.runtime and (
+                    not backward or other.conduct.unshard_in_backward
+                ):
+                    other.unshard(ComputeDtype.TRAIN)
+        elif following is not None and (
+            (self._prefetches_backward and following.conduct.unshard_in_backward)
+            if backward
+            else self._prefetches_forward
         ):
             following.unshard(
                 following.wanted_dtype()
                 if following.options.full_precision_in_eval
                 else ComputeDtype.TRAIN
             )
-        unit.wait_for_unshard()
-        if not unit.view.shows_unsharded:
-            unit.view.show_unsharded()
 
-    def keeps_after_forward(self, unit: Unit) -> bool:
+    def after_forward(self, unit: Unit, in_graph: bool) -> None:
+        """The last running call of ``unit`` has ended. in_graph: backward will use it."""
+        conduct, keeps = unit.conduct, in_graph and not self.rounds.is_fixed_order
+        if conduct.freshness is None:
+            if keeps and self._is_kept(unit):
+                unit.view.show_sharded()
+            else:
+                unit.reshard()
+            return
+        conduct.pinned = False
+        if not conduct.reshard_after_forward and not self.rounds.is_fixed_order:
+            return  # also after a forward without a graph: generation calls it again and again
+        if keeps and conduct.partial_ranks:
+            unit.reshard_to_partial()
+        elif keeps and unit is self.backward_order.first_after_root():
+            unit.view.show_sharded()
+        else:
+            unit.reshard()
+
+    def _is_kept(self, unit: Unit) -> bool:
         """True if the unit stays unsharded between forward and backward: by its options, or as
         backward uses it first. In a fixed order none does: ranks gather the same units again."""
-        if self.rounds.is_fixed_order:
-            return False
         return (
             unit.is_root
-            or not unit.options.reshard_after_forward
+            or not unit.conduct.reshard_after_forward
             or unit is self.backward_order.first_after_root()
         )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from .._engine.reduce import CommHook
+from .._engine.reduce_plan import CommHook
 from ..errors import AssertedStateError, explain, takes, wrong_type
 from .flat_unit import FlatUnit, require_root
 

@@ -12,7 +12,8 @@ from torch import nn
 
 from fsdp_compat._comm.communicator import Communicator, Handle, Traffic, communicator
 from fsdp_compat._comm.mesh import mesh_from_group
-from fsdp_compat._engine.reduce import DirectGradBuffer, ReduceBuffer, ReducePlan, Reduction
+from fsdp_compat._engine.reduce import DirectGradBuffer, ReduceBuffer, Reduction
+from fsdp_compat._engine.reduce_plan import ReducePlan
 from fsdp_compat._engine.store import ParamStore
 from tests.support.engine_build import CPU, STORES, lone_mesh, make_store, members_of
 from tests.support.ranks import run_ranks

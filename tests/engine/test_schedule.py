@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 from torch import nn
 
-from fsdp_compat._engine.schedule import Order
+from fsdp_compat._engine.runtime import Runtime, RuntimeOptions
+from fsdp_compat._engine.schedule import Order, Prefetch
 from fsdp_compat._engine.unit import Unit
 from tests.support.engine_build import lone_mesh, make_unit, members_of
 
@@ -15,7 +16,9 @@ def units(names: str) -> list[Unit]:
     for name in names:
         module = nn.Linear(1, 1)
         made.append(make_unit("flat", module, lone_mesh(), members_of(module)))
-        made[-1].label, made[-1].is_root = name, name == "r"
+    Runtime(made[0], made, list(names), RuntimeOptions(False, Prefetch.PRE, False))
+    for name, unit in zip(names, made, strict=True):
+        unit.label = name
     return made
 
 

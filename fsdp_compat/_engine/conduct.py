@@ -1,0 +1,70 @@
+"""What a user may change about a unit at any time, also before the unit exists."""
+
+from __future__ import annotations
+
+import dataclasses
+import typing
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from .dtypes import ComputeDtype
+from .freshness import Freshness
+
+__all__ = ["Conduct", "PrefetchedUnit", "ReductionSettings"]
+
+
+class PrefetchedUnit(typing.Protocol):
+    """A unit, as prefetch lists use it."""
+
+    conduct: Conduct
+    runtime: Any
+
+    def unshard(self, dtype: ComputeDtype = ComputeDtype.TRAIN) -> None: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class ReductionSettings:
+    """How the gradients of a unit are reduced, where the user decides it."""
+
+    divide_factor: float | None = None  # gradients are divided by it; None: by the number of ranks
+    # Gets the reduced gradient shard [S] in the dtype of the reduction, and may change it.
+    all_reduce_hook: Callable[[torch.Tensor], None] | None = None
+    all_reduce_stream: torch.Stream | None = None  # that the hook runs on; None: the current one
+    # A reduce-scatter of the user: allocate(size, dtype=, device=) and
+    # (output_tensor=, input_tensor=, group=, op=).
+    custom: Any = None
+
+
+@dataclasses.dataclass(eq=False)
+class Conduct:
+    """How one unit behaves."""
+
+    reshard_after_forward: bool = True
+    # With reshard_after_forward: backward all-gathers among so many ranks, each of which keeps its
+    # rows of the unsharded parameters after forward; 0: among all.
+    partial_ranks: int = 0
+    partial_mesh: Any = None  # a 2-D DeviceMesh (outer, partial_ranks)
+    reshard_after_backward: bool = True
+    unshard_in_backward: bool = True
+    sync: bool = True  # gradients are reduced in backward
+    all_reduce: bool = True  # and summed over the replicas too
+    reduces_unused: bool = False  # zeros are reduced for parameters without a gradient
+    keeps_storage: bool = False  # unsharded parameters keep their memory while sharded
+    output_dtype: torch.dtype | None = None  # of forward's outputs; None: as they are
+    # The user has called unshard(): until the next forward has ended, or until reshard().
+    pinned: bool = False
+    forward_prefetch: Sequence[Conduct] = ()  # unsharded with this unit, instead of guesses
+    backward_prefetch: Sequence[Conduct] = ()
+    custom_all_gather: Any = None  # as ReductionSettings.custom
+    process_group: dist.ProcessGroup | None = None  # of the shard axis, for the user's collectives
+    reduction: ReductionSettings = ReductionSettings()
+    unit: PrefetchedUnit | None = None  # once it exists
+    # Without one the unit is unsharded only inside forward and backward, and between them if it is
+    # kept; modules show sharded parameters in between.
+    freshness: Freshness | None = None
+    # Of a unit of several modules: those that were not called yet in this pass.
+    to_run: set[nn.Module] = dataclasses.field(default_factory=set)

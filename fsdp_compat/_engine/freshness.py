@@ -1,0 +1,70 @@
+"""Whether the sharded parameters of a unit were written to since its last all-gather.
+
+No version counter tells: an in-place operation on a DTensor moves only the counter of the DTensor,
+a write to its local tensor only the counter of that, and the foreach and fused optimizers move
+neither. So steps of optimizers are counted as well."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.hooks import RemovableHandle
+
+from .store import ParamStore
+
+__all__ = ["Freshness", "count_optimizer_steps"]
+
+_version = operator.attrgetter("_version")
+
+
+class _Steps:
+    """Counts the steps of all optimizers of the process."""
+
+    def __init__(self) -> None:
+        self.number = 0
+        self.handle: RemovableHandle | None = None
+
+    def add(self, *_: object) -> None:
+        self.number += 1
+
+
+_steps = _Steps()
+
+
+def count_optimizer_steps() -> RemovableHandle:
+    """Count the steps of all optimizers from now on. The undo: remove() of the returned handle."""
+    if _steps.handle is None:
+        _steps.handle = register_optimizer_step_post_hook(_steps.add)
+    return _steps.handle
+
+
+class Freshness:
+    """Notes the state of the sharded parameters of one unit."""
+
+    def __init__(self, stores: Sequence[ParamStore]) -> None:
+        self._stores = list(stores)
+        self._params: list[nn.Parameter] = [
+            param for store in stores for param, _ in store.sharded_params
+        ]
+        self._noted: list[int] = []
+        count_optimizer_steps()
+
+    def note(self) -> None:
+        """An all-gather reads the shards now."""
+        self._noted = self._present()
+
+    @property
+    def stands(self) -> bool:
+        """True if nothing was written since ``note``."""
+        return self._noted == self._present()
+
+    def _present(self) -> list[int]:
+        local = [param for store in self._stores for param in store.local_params()]
+        return [
+            _steps.number,
+            sum(map(_version, self._params)),
+            sum(map(_version, local)),
+        ]

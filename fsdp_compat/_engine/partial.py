@@ -1,0 +1,95 @@
+"""Backward's all-gathers among fewer ranks: after forward, each of n ranks keeps its rows of the
+unsharded parameters, so that only these n ranks have to gather again."""
+
+from __future__ import annotations
+
+import typing
+
+import torch
+from torch import nn
+
+from .. import _torch_private
+from .._comm.communicator import Communicator, Handle, communicator
+from .._comm.mesh import axis_of
+from .._comm.segments import Segments
+from .storage import GroupMemory, Storage
+from .store import ParamStore
+
+__all__ = ["PartialShard"]
+
+
+class PartialShard:
+    """The rows of one group's unsharded parameters that this rank keeps after forward."""
+
+    def __init__(
+        self,
+        store: ParamStore,
+        memory: GroupMemory,
+        mesh: typing.Any,
+        device: torch.device,
+    ) -> None:
+        """Collective over the last dimension of ``mesh``, a 2-D DeviceMesh, once per process
+        group."""
+        axis = axis_of(mesh.get_group(1))
+        self.communicator: Communicator = communicator(axis, device)
+        self._tag = self.communicator.new_tag()
+        rows = self._rows = store.partial_rows(mesh, axis.rank, axis.ranks)
+        self._full = torch.empty(axis.ranks * rows.numel, dtype=rows.dtype, device=device)
+        self._storage = Storage(self._full)
+        self._segments = Segments(self._full, axis.ranks)
+        self._memory = memory
+        memory.allocate_params()  # nothing can view memory that is not there
+        self._own_rows = rows.own_rows(memory.unsharded_params)
+        self._copies = rows.copies(self._full, memory.unsharded_params)
+        memory.free()
+        self._storage.free()
+        self._held: torch.Tensor | None = None  # [numel]
+        self._all_gather: Handle | None = None
+
+    @property
+    def is_held(self) -> bool:
+        return self._held is not None
+
+    @property
+    def resident_nbytes(self) -> int:
+        return (0 if self._held is None else self._held.nbytes) + self._storage.resident_nbytes
+
+    def hold(self) -> list[nn.Parameter]:
+        """The unsharded parameters are readable: keep this rank's rows, and return the parameters
+        that modules show meanwhile."""
+        held = torch.zeros(self._rows.numel, dtype=self._rows.dtype, device=self._full.device)
+        if self._own_rows:
+            _torch_private.copy_together(self._rows.parts(held), self._own_rows)
+        self._held = held
+        return self._rows.params(held)
+
+    def begin_gather(self) -> None:
+        """Collective. Start the all-gather among the n ranks."""
+        assert self._held is not None
+        self._storage.allocate()
+        self._all_gather = self.communicator.begin_gather(
+            self._held, self._full, self._segments, self._tag
+        )
+
+    def end_gather(self, what: str) -> None:
+        """Collective. Fill the unsharded parameters, and drop the rows."""
+        self._wait(what)
+        self._memory.allocate_params()
+        if self._copies[0]:
+            _torch_private.copy_together(*self._copies)
+        self.drop(what)
+
+    def drop(self, what: str) -> None:
+        """Forget the rows. Collective if an all-gather is in flight."""
+        if self._all_gather is None:
+            # An exception may have come before the handle was stored here.
+            self._all_gather = self.communicator.unfinished_gather(self._tag)
+        if not self.communicator.has_failed:
+            self._wait(what)
+        self._all_gather = self._held = None
+        self._storage.free()
+
+    def _wait(self, what: str) -> None:
+        if self._all_gather is not None:
+            self.communicator.end_gather(self._all_gather, what)
+            self._all_gather = None

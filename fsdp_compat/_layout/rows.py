@@ -1,0 +1,201 @@
+"""Cut every parameter by itself along one of its dims, and place the parts in a rank's segment."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Iterable, Sequence
+
+from .spec import FlatLayout, Interval, ParamSpec, Section
+
+__all__ = ["Cut", "RowLayout"]
+
+ALIGN_NBYTES = 16  # large parts start at a multiple of it
+LARGE_NBYTES = 4096  # parts of this size; in front of smaller ones a gap would cost too much
+
+
+@dataclasses.dataclass(frozen=True)
+class Cut:
+    """One parameter, cut along ``dim`` into ``ranks`` parts as torch.chunk does it: each rank holds
+    ``chunk`` rows, as far as they go. The last parts may be smaller, or empty.
+
+    A *row* is an index into ``dim``. dim: None for a parameter that every rank holds whole, as it
+    has no dim to be cut along.
+    """
+
+    shape: tuple[int, ...]
+    dim: int | None
+    ranks: int
+
+    def __post_init__(self) -> None:
+        if self.ranks < 1:
+            raise ValueError(f"a cut needs at least one rank, got {self.ranks}")
+        if self.dim is not None and not 0 <= self.dim < len(self.shape):
+            raise ValueError(f"a tensor of {len(self.shape)} dim(s) has no dim {self.dim}")
+
+    @functools.cached_property
+    def num_rows(self) -> int:
+        return 1 if self.dim is None else self.shape[self.dim]
+
+    @functools.cached_property
+    def chunk(self) -> int:
+        """Rows of the first rank, and of every slot."""
+        return 1 if self.dim is None else -(-self.num_rows // self.ranks)
+
+    @functools.cached_property
+    def lead(self) -> tuple[int, ...]:
+        """The dims before ``dim``."""
+        return self.shape[: self.dim] if self.dim is not None else ()
+
+    @functools.cached_property
+    def tail(self) -> tuple[int, ...]:
+        """The dims behind ``dim``."""
+        return self.shape[self.dim + 1 :] if self.dim is not None else self.shape
+
+    @functools.cached_property
+    def row_numel(self) -> int:
+        return math.prod(self.lead) * math.prod(self.tail)
+
+    @functools.cached_property
+    def numel(self) -> int:
+        """Elements of a slot: of the first rank's part, and of a smaller one with its padding."""
+        return self.chunk * self.row_numel
+
+    @property
+    def full_numel(self) -> int:
+        return math.prod(self.shape)
+
+    @functools.cached_property
+    def full_ranks(self) -> int:
+        """The number of ranks whose parts have ``chunk`` rows. The next rank holds ``rest`` rows,
+        the others none."""
+        if self.dim is None:
+            return self.ranks
+        return self.num_rows // self.chunk if self.chunk else self.ranks
+
+    @functools.cached_property
+    def rest(self) -> int:
+        return 0 if self.dim is None else self.num_rows - self.full_ranks * self.chunk
+
+    @property
+    def is_even(self) -> bool:
+        """True if all parts have one size: no slot is padded."""
+        return self.full_ranks == self.ranks
+
+    @property
+    def is_contiguous(self) -> bool:
+        """True if the parts of all ranks, one after the other, are the parameter, row-major."""
+        return self.ranks == 1 or (self.dim is not None and math.prod(self.lead) == 1)
+
+    def rows(self, rank: int) -> Interval:
+        """Return the rows that ``rank`` holds; for a parameter that is not cut, its only one."""
+        if self.dim is None:
+            return Interval(0, 1)
+        start = min(rank * self.chunk, self.num_rows)
+        return Interval(start, min(start + self.chunk, self.num_rows))
+
+    def part_shape(self, rank: int) -> tuple[int, ...]:
+        if self.dim is None:
+            return self.shape
+        return (*self.lead, self.rows(rank).numel, *self.tail)
+
+    def part_numel(self, rank: int) -> int:
+        return self.rows(rank).numel * self.row_numel
+
+
+@dataclasses.dataclass(frozen=True)
+class RowLayout:
+    """Where the slots of all parameters lie in the segment ``[numel]`` of each rank. The part of a
+    rank lies at the start of the slot, row-major; the rest of the slot is padding.
+
+    All ranks of a buffer ``[ranks * numel]``, rank-major, have the same slots.
+    """
+
+    cuts: tuple[Cut, ...]
+    starts: tuple[int, ...]  # of the slots
+    numel: int  # S, of a segment
+    ranks: int
+
+    @classmethod
+    def in_order(cls, cuts: Sequence[Cut], ranks: int, itemsize: int) -> RowLayout:
+        """Place the slots in the order of the parameters. Large ones are aligned, if there are
+        several; none is empty, so that a parameter without elements has a place, too."""
+        starts, end = [], 0
+        for cut in cuts:
+            starts.append(_aligned(end, cut.numel, itemsize))
+            end = starts[-1] + max(cut.numel, 1)
+        return cls(
+            tuple(cuts),
+            tuple(starts),
+            max(_aligned(end, end, itemsize) if len(cuts) > 1 else end, 1),
+            ranks,
+        )
+
+    @classmethod
+    def packed(cls, cuts: Sequence[Cut], ranks: int, itemsize: int) -> RowLayout:
+        """Place the slots without gaps. Those whose size is a multiple of the alignment come first,
+        so that they are aligned."""
+        starts, end = [0] * len(cuts), 0
+        unit = max(ALIGN_NBYTES // itemsize, 1)
+        for index in sorted(range(len(cuts)), key=lambda i: cuts[i].numel % unit != 0):
+            starts[index] = end
+            end += cuts[index].numel
+        return cls(tuple(cuts), tuple(starts), max(end, 1), ranks)
+
+    @functools.cached_property
+    def order(self) -> tuple[int, ...]:
+        """The indices of the parameters, as their slots follow each other; empty slots left out."""
+        present = [index for index, cut in enumerate(self.cuts) if cut.numel]
+        return tuple(sorted(present, key=self.starts.__getitem__))
+
+    def slot(self, index: int) -> Interval:
+        """Return the place of a parameter's slot in a segment."""
+        return Interval(self.starts[index], self.starts[index] + self.cuts[index].numel)
+
+    def part(self, index: int, rank: int) -> Interval:
+        """Return the place of ``rank``'s part of a parameter in its segment."""
+        start = self.starts[index]
+        return Interval(start, start + self.cuts[index].part_numel(rank))
+
+    def gaps(self) -> list[Interval]:
+        """Return what belongs to no slot of a segment, in order."""
+        return _between(map(self.slot, self.order), self.numel)
+
+    def section(self, index: int, name: str) -> Section:
+        """Return the section of a parameter in the shard: how a flat tensor of this parameter, in
+        shards of whole rows, is cut. Only for a parameter that is cut along its first dim, or
+        not at all: parts along other dims are no runs of its elements."""
+        cut = self.cuts[index]
+        spec = ParamSpec(name, cut.shape, 0)
+        kind = _Copies if cut.dim is None else FlatLayout
+        return Section(kind((spec,), self.ranks, max(cut.numel, 1)), self.starts[index], index)
+
+
+class _Copies(FlatLayout):
+    """The layout of one parameter that every rank holds whole. What is saved is the first rank's;
+    what is loaded goes to every rank."""
+
+    def part(self, index: int, rank: int) -> Interval:
+        return Interval(0, self.params[index].numel)
+
+    def part_in_shard(self, index: int, rank: int) -> Interval:
+        return self.part(index, rank)
+
+
+def _aligned(position: int, numel: int, itemsize: int) -> int:
+    """Return where ``numel`` elements start that may start at ``position``."""
+    if numel * itemsize < LARGE_NBYTES:
+        return position
+    unit = max(ALIGN_NBYTES // itemsize, 1)
+    return -(-position // unit) * unit
+
+
+def _between(intervals: Iterable[Interval], end: int) -> list[Interval]:
+    """intervals: apart and in order. Return what lies between them, from 0 to ``end``."""
+    found, last = [], 0
+    for interval in (*intervals, Interval(end, end)):
+        if last < interval.start:
+            found.append(Interval(last, interval.start))
+        last = max(last, interval.stop)
+    return found

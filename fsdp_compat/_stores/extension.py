@@ -1,0 +1,361 @@
+"""Tensor subclasses that all-gather in their own way: what ``fsdp_pre_all_gather`` of a rank's
+local tensor returns travels, and ``fsdp_post_all_gather`` makes the unsharded parameter of it."""
+
+from __future__ import annotations
+
+import inspect
+import operator
+import typing
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from .. import _torch_private
+from .._engine.ownership import OrigParam
+from .._engine.storage import new_shard
+from .._layout.rows import Cut, RowLayout
+from .._layout.spec import Section
+from ..errors import NotImplementedUsageError, StateError, TypeUsageError, UsageError, explain
+from .placement import RowPlacement, contiguous_stride
+from .row_store import RowStore
+from .row_views import RowViews, as_bytes
+
+__all__ = ["ExtensionStore", "has_extension"]
+
+ALIGN_NBYTES = 16  # of a segment, so that values of every dtype are aligned in all of them
+
+
+def has_extension(parameter: torch.Tensor) -> bool:
+    """True if a parameter, or the local tensor of a DTensor, all-gathers in its own way."""
+    return hasattr(_torch_private.local_part(parameter), "fsdp_pre_all_gather")
+
+
+class _Input(typing.NamedTuple):
+    """One tensor that a rank sends for a parameter."""
+
+    size: torch.Size
+    dtype: torch.dtype
+    start: int  # in the segment, in bytes
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.size.numel() * self.dtype.itemsize
+
+    def in_segments(self, segments: torch.Tensor) -> torch.Tensor:
+        """segments: uint8 [..., S]. Return the elements in each, [..., numel]."""
+        return segments[..., self.start : self.stop].view(self.dtype)
+
+
+class _Hooks:
+    """Calls the two methods of the local tensors. (An Extension.)"""
+
+    def __init__(
+        self,
+        params: Sequence[nn.Parameter],
+        dtypes: Sequence[torch.dtype],
+        cuts: Sequence[Cut],
+        members: Sequence[tuple[nn.Module, str]],
+        context: tuple[Any, Any, torch.device],
+    ) -> None:
+        """dtypes: of the unsharded parameters. members: (module, name), per parameter. context:
+        mesh of the shard ranks, mixed-precision policy, device that computes."""
+        self._params, self._dtypes, self._cuts = list(params), list(dtypes), list(cuts)
+        self._members, self._context = list(members), context
+        self.ranks = cuts[0].ranks
+        self.outputs: list[list[torch.Tensor]] = []  # 1-D, by parameter
+        self.inner: list[torch.Tensor] = []  # of the unsharded parameters
+        sent = [self._before(index) for index in range(len(params))]
+        self._metadata = [metadata for _, metadata in sent]
+        self.inputs, numel = _laid_out([tensors for tensors, _ in sent])
+        device = next((each.device for tensors, _ in sent for each in tensors), context[2])
+        self.shard = new_shard(numel, torch.uint8, device, ranks=self.ranks, pin=False)
+
+    @torch.no_grad()
+    def _before(self, index: int) -> tuple[list[torch.Tensor], Any]:
+        mesh, policy, device = self._context
+        local = _torch_private.local_part(self._params[index])
+        if local.device != device:
+            local = local.to(device, non_blocking=True)
+        hook = local.fsdp_pre_all_gather  # type: ignore[attr-defined]
+        if len(inspect.signature(hook).parameters) == 1:
+            tensors, metadata = hook(mesh)
+        else:
+            shape = torch.Size(self._cuts[index].shape)
+            module = self._members[index][0]
+            tensors, metadata = hook(mesh, shape, contiguous_stride(shape), module, policy)
+        return list(tensors), metadata
+
+    @torch.no_grad()
+    def pack(self) -> None:
+        """Write what this rank sends into the shard."""
+        to: list[torch.Tensor] = []
+        sources: list[torch.Tensor] = []
+        for index, inputs in enumerate(self.inputs):
+            tensors, self._metadata[index] = self._before(index)
+            self._require_same(index, inputs, tensors)
+            to += [as_bytes(each.in_segments(self.shard)) for each in inputs]
+            sources += [as_bytes(tensor.reshape(-1)) for tensor in tensors]
+        _torch_private.copy_together(to, sources)
+
+    def _require_same(
+        self, index: int, inputs: Sequence[_Input], tensors: Sequence[torch.Tensor]
+    ) -> None:
+        wanted = [(each.size, each.dtype) for each in inputs]
+        found = [(tensor.size(), tensor.dtype) for tensor in tensors]
+        if found != wanted:
+            raise StateError(
+                explain(
+                    "fsdp_pre_all_gather returned other tensors than before.",
+                    expected=_described(wanted),
+                    got=_described(found),
+                    where=f"parameter {self._members[index][1]!r}",
+                    fix="return tensors of the same number, shapes and dtypes each time; other "
+                    "facts go into the metadata",
+                )
+            )
+
+    @torch.no_grad()
+    def make_params(self, device: torch.device) -> list[torch.Tensor]:
+        """Return the unsharded tensors, made of outputs of zeros: their memory is filled later."""
+        self.outputs, self.inner = [], []
+        found = []
+        for index, inputs in enumerate(self.inputs):
+            self.outputs.append(
+                [
+                    torch.zeros(self.ranks * each.size.numel(), dtype=each.dtype, device=device)
+                    for each in inputs
+                ]
+            )
+            result = self._after(index, None)
+            if not isinstance(result, tuple) or len(result) != 2:
+                raise self._wrong_result(index, f"a {type(result).__name__}")
+            value, inner = result
+            if tuple(value.shape) != self._cuts[index].shape:
+                raise self._wrong_result(index, f"a tensor of shape {tuple(value.shape)}")
+            self.inner += list(inner)
+            found.append(value)
+        return found
+
+    def _wrong_result(self, index: int, got: str) -> TypeUsageError:
+        return TypeUsageError(
+            explain(
+                "fsdp_post_all_gather returned something else than the unsharded parameter.",
+                expected="(a tensor of shape "
+                f"{self._cuts[index].shape}, the tensors whose memory it uses)",
+                got=got,
+                where=f"parameter {self._members[index][1]!r}",
+                fix="return both when out= is None",
+            )
+        )
+
+    @torch.no_grad()
+    def unpack(self, unsharded_params: Sequence[nn.Parameter]) -> None:
+        """The outputs were filled: rebuild the unsharded parameters in their memory."""
+        outs = [_torch_private.local_part(param) for param in unsharded_params]
+        with _torch_private.keeping_versions(outs):
+            for index, out in enumerate(outs):
+                self._after(index, out)
+
+    def _after(self, index: int, out: torch.Tensor | None) -> Any:
+        """Call fsdp_post_all_gather: it fills ``out``, or returns a new tensor for None."""
+        local = _torch_private.local_part(self._params[index])
+        outputs = tuple(
+            output.view(self.ranks * each.size[0], *each.size[1:]) if each.size else output
+            for output, each in zip(self.outputs[index], self.inputs[index], strict=True)
+        )
+        arguments = outputs, self._metadata[index], self._dtypes[index]
+        hook = local.fsdp_post_all_gather  # type: ignore[attr-defined]
+        return hook(*arguments) if out is None else hook(*arguments, out=out)
+
+    def copies(self, full: torch.Tensor) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """full: uint8 [ranks * S]. Return (to, from): the copies that fill the outputs."""
+        segments = full.view(self.ranks, -1)
+        to, sources = [], []
+        for inputs, outputs in zip(self.inputs, self.outputs, strict=True):
+            for each, output in zip(inputs, outputs, strict=True):
+                to.append(as_bytes(output.view(self.ranks, -1)))
+                sources.append(as_bytes(each.in_segments(segments)))
+        return to, sources
+
+
+class ExtensionStore(RowStore):
+    """A group of tensor subclasses with ``fsdp_pre_all_gather`` and ``fsdp_post_all_gather``.
+
+    The local tensors of the sharded parameters are of the subclass, in memory of their own. The
+    shard is bytes: before each all-gather it is filled with what the subclasses send. So the
+    group's all-gather is one of torch.uint8.
+    """
+
+    def __init__(
+        self,
+        members: Sequence[OrigParam],
+        placements: Sequence[RowPlacement],
+        *,
+        rank: int,
+        ranks: int,
+        device: torch.device,
+        compute_device: torch.device,
+        mesh: Any,
+        policy: Any,
+        gather_dtype: torch.dtype | None = None,
+    ) -> None:
+        """device: of the sharded parameters. mesh: the 1-D DeviceMesh of the shard ranks; policy:
+        of mixed precision. Both are handed to fsdp_pre_all_gather. gather_dtype: the policy's
+        dtype of parameters, or None.
+
+        Raises UsageError for parameters that are not cut evenly, or without the second method.
+        """
+        for member, placement in zip(members, placements, strict=True):
+            _require_extension(member, placement, ranks)
+        self._context = mesh, policy, compute_device
+        self._hooks: _Hooks | None = None  # None while on the meta device
+        super().__init__(
+            members,
+            placements,
+            rank=rank,
+            ranks=ranks,
+            device=device,
+            gather_dtype=gather_dtype,
+        )
+
+    def _lay_out(self, cuts: Sequence[Cut], dtype: torch.dtype, device: torch.device) -> None:
+        self.layout = RowLayout.in_order(cuts, cuts[0].ranks, dtype.itemsize)
+        self._views = RowViews(self.layout)
+        self.dtype, self._kind = torch.uint8, (dtype, device)
+        self.shard, self.numel = torch.zeros(1, dtype=torch.uint8, device=device), 1
+
+    def _own_local(self, index: int, value: torch.Tensor) -> torch.Tensor:
+        return value.new_zeros(value.shape).copy_(value)
+
+    def _bring_home(self, index: int, value: torch.Tensor, moved: bool) -> None:
+        pass  # it has memory of its own
+
+    def _note(self) -> None:
+        super()._note()
+        self._locals = self.local_params()
+        if self._kind[1].type == "meta":
+            return
+        self._hooks = self.extension = _Hooks(
+            [param for param, _ in self.sharded_params],
+            [self._gather_dtype or self._kind[0]] * len(self.orig_params),
+            self.layout.cuts,
+            [(member.slots[0][0], member.name) for member in self.orig_params],
+            self._context,
+        )
+        self.shard, self.numel = self._hooks.shard, self._hooks.shard.numel()
+
+    # -- the seam
+
+    def make_unsharded_params(self, full: torch.Tensor) -> list[nn.Parameter]:
+        found = []
+        for index, value in enumerate(self._present_hooks.make_params(full.device)):
+            sharded, parallel = self.sharded_params[index].parameter, self.parallel[index]
+            if parallel is not None:
+                value = parallel.wrap(value)
+            param = nn.Parameter(value, requires_grad=sharded.requires_grad)
+            # A subclass may keep what it needs among the attributes.
+            vars(param).update({k: v for k, v in vars(sharded).items() if k not in vars(param)})
+            found.append(param)
+        return found
+
+    @property
+    def _present_hooks(self) -> _Hooks:
+        assert self._hooks is not None, "parameters on the meta device are not unsharded"
+        return self._hooks
+
+    def copies(
+        self, full: torch.Tensor, unsharded_params: Sequence[nn.Parameter]
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        return self._present_hooks.copies(full)
+
+    def private_memory(self, unsharded_params: Sequence[nn.Parameter]) -> list[torch.Tensor]:
+        """What the subclass was given, and what it has made of it."""
+        hooks = self._present_hooks
+        return [*(each for outputs in hooks.outputs for each in outputs), *hooks.inner]
+
+    def partial_rows(self, mesh: Any, rank: int, ranks: int) -> typing.NoReturn:
+        raise NotImplementedUsageError(
+            explain(
+                "reshard_after_forward=<int> does not support tensors with fsdp_pre_all_gather.",
+                expected="plain parameters",
+                got=f"parameter {self.orig_params[0].name!r}",
+                where="fully_shard(reshard_after_forward=...)",
+                fix="pass True or False",
+            )
+        )
+
+    def stands(self) -> bool:
+        return all(map(operator.is_, self.local_params(), self._locals))
+
+    # -- for state dicts
+
+    @property
+    def sections(self) -> Sequence[Section]:
+        raise self._no_sections()
+
+    def section_of(self, index: int) -> Section:
+        raise self._no_sections()
+
+    def _no_sections(self) -> UsageError:
+        return UsageError(
+            explain(
+                "This form of checkpoint does not support tensor subclasses with "
+                "fsdp_pre_all_gather.",
+                expected="plain parameters",
+                got=f"parameter {self.orig_params[0].name!r}",
+                where="the checkpoint of a model with fully_shard",
+                fix="save model.state_dict() with torch.distributed.checkpoint",
+            )
+        )
+
+
+def _require_extension(member: OrigParam, placement: RowPlacement, ranks: int) -> None:
+    local = _torch_private.local_part(member.parameter)
+    if not hasattr(local, "fsdp_post_all_gather"):
+        raise UsageError(
+            explain(
+                "A tensor subclass has only one of the two methods of an all-gather.",
+                expected="fsdp_pre_all_gather and fsdp_post_all_gather",
+                got=f"{type(local).__name__} without fsdp_post_all_gather",
+                where=f"parameter {member.name!r}",
+                fix="define both",
+            )
+        )
+    cut = Cut(tuple(local.shape), placement.dim, ranks)
+    if cut.dim is None or cut.num_rows % ranks or not cut.numel:
+        raise NotImplementedUsageError(
+            explain(
+                "A tensor subclass with fsdp_pre_all_gather is not cut evenly.",
+                expected=f"a dim {cut.dim or 0} whose size is a multiple of {ranks} ranks",
+                got=f"shape {cut.shape}",
+                where=f"parameter {member.name!r}",
+                fix="pad the parameter, pass another dim by shard_placement_fn, or list the "
+                "parameter in ignored_params",
+            )
+        )
+
+
+def _laid_out(sent: Sequence[Sequence[torch.Tensor]]) -> tuple[list[list[_Input]], int]:
+    """sent: by parameter. Return the places of the tensors in a segment of bytes, and its size. The
+    widest dtypes come first, so that all are aligned."""
+    order = sorted(
+        ((number, index) for number, tensors in enumerate(sent) for index in range(len(tensors))),
+        key=lambda at: -sent[at[0]][at[1]].dtype.itemsize,
+    )
+    found: dict[tuple[int, int], _Input] = {}
+    end = 0
+    for at in order:
+        tensor = sent[at[0]][at[1]]
+        found[at] = _Input(tensor.size(), tensor.dtype, end)
+        end = found[at].stop
+    inputs = [
+        [found[number, index] for index in range(len(tensors))]
+        for number, tensors in enumerate(sent)
+    ]
+    return inputs, max(-(-end // ALIGN_NBYTES) * ALIGN_NBYTES, ALIGN_NBYTES)
+
+
+def _described(tensors: Sequence[tuple[torch.Size, torch.dtype]]) -> str:
+    return ", ".join(f"{dtype} {tuple(size)}" for size, dtype in tensors) or "nothing"

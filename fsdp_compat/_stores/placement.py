@@ -1,0 +1,194 @@
+"""How parameters lie on device meshes: the mesh of data parallelism, along which a store cuts them,
+and that of tensor parallelism, if they are DTensors already."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from .. import _torch_dtensor, _torch_private
+from .._comm.mesh import Axis, Mesh, axis_of
+from .._engine.tensor_parallel import TensorParallel
+
+__all__ = ["DataMesh", "RowPlacement", "SpmdMesh", "contiguous_stride", "place"]
+
+
+@dataclasses.dataclass(frozen=True)
+class SpmdMesh:
+    """The mesh that all parameters lie on as DTensors, data parallelism included."""
+
+    mesh: DeviceMesh
+    data_dims: tuple[int, ...]  # of data parallelism: replicating and sharding ones
+    shard_dims: tuple[int, ...]  # those of them that parameters are cut along
+
+
+@dataclasses.dataclass(frozen=True)
+class DataMesh:
+    """The dimensions of a mesh that data parallelism uses."""
+
+    mesh: DeviceMesh
+    shard_dim: int | None  # None: parameters are not cut
+    replicate_dim: int | None
+    spmd: SpmdMesh | None = None
+    # By the id of another mesh: it, and the mesh of both. DTensors compare their meshes.
+    _joined: dict[int, tuple[DeviceMesh, DeviceMesh]] = dataclasses.field(
+        default_factory=dict, compare=False, repr=False
+    )
+
+    def engine_mesh(self) -> Mesh:
+        """Return the axes that the engine communicates over."""
+        return Mesh(self._axis(self.shard_dim), self._axis(self.replicate_dim))
+
+    def _axis(self, dim: int | None) -> Axis:
+        if dim is None:
+            return Axis(None, 0, 1, (dist.get_rank(),))
+        return axis_of(self.mesh.get_group(dim))
+
+    def joined_with(self, other: DeviceMesh) -> DeviceMesh:
+        """Return the mesh with the dimensions of this one, then those of ``other``, which is a part
+        of the same mesh: always the same object."""
+        if id(other) not in self._joined:
+            self._joined[id(other)] = other, _torch_dtensor.joined_mesh([self.mesh, other])
+        return self._joined[id(other)][1]
+
+    def spmd_joined(self) -> DeviceMesh:
+        """Return the mesh of SPMD parameters whose several shard dimensions are one."""
+        assert self.spmd is not None
+        whole = self.spmd.mesh
+        if id(whole) not in self._joined:
+            meshes: list[DeviceMesh] = []
+            for dim, name in enumerate(_names_of(whole)):
+                if dim == self.spmd.shard_dims[0]:
+                    meshes.append(self.mesh)
+                elif dim not in self.spmd.data_dims:
+                    meshes.append(whole[name])
+            self._joined[id(whole)] = whole, _torch_dtensor.joined_mesh(meshes)
+        return self._joined[id(whole)][1]
+
+
+@dataclasses.dataclass(frozen=True)
+class RowPlacement:
+    """How one parameter lies."""
+
+    dim: int | None  # that a store cuts; None: every rank holds all, as the parameter is 0-d
+    spec: Any = None  # of the sharded parameter as a DTensor; None: it is a plain tensor
+    parallel: TensorParallel | None = None  # if the unsharded parameter is a DTensor, too
+
+
+@dataclasses.dataclass(frozen=True)
+class _SpmdParallel(TensorParallel):
+    """A parameter on the mesh of everything. What is partial along data parallelism stays so: the
+    reduction sums it."""
+
+    data_dims: tuple[int, ...]
+
+    def local(self, value: torch.Tensor) -> torch.Tensor:
+        """value: a DTensor of the parameter's shape. Return this process's part, placed as the
+        parameter is but along data parallelism. Collective where the placements differ."""
+        if _torch_private.is_plain(value):
+            return value
+        present: tuple[Any, ...] = value.placements  # type: ignore[attr-defined]
+        wanted = tuple(
+            present[dim] if dim in self.data_dims else placement
+            for dim, placement in enumerate(self.placements)
+        )
+        if wanted != tuple(present):
+            value = value.redistribute(placements=wanted)  # type: ignore[attr-defined]
+        return _torch_private.local_part(value)
+
+
+def place(parameter: torch.Tensor, data_mesh: DataMesh, dim: int) -> RowPlacement:
+    """Return how a parameter lies that is cut along ``dim`` on ``data_mesh``.
+
+    A DTensor lies on another part of the same mesh, or on the whole one (SpmdMesh) without being
+    cut along data parallelism.
+    """
+    from torch.distributed.tensor import Replicate, Shard
+
+    cut = dim if parameter.dim() else None
+    if data_mesh.spmd is not None:
+        return _place_spmd(parameter, data_mesh, data_mesh.spmd, cut)
+    parallel = None
+    joint, others = data_mesh.mesh, tuple[Any, ...]()
+    if not _torch_private.is_plain(parameter):
+        spec = _torch_dtensor.spec_of(parameter)
+        shape = tuple(parameter.shape)
+        parallel = TensorParallel(
+            spec.mesh, tuple(spec.placements), shape, contiguous_stride(shape)
+        )
+        joint, others = data_mesh.joined_with(spec.mesh), tuple(spec.placements)
+    placements: list[Any] = [Replicate()] * data_mesh.mesh.ndim
+    if data_mesh.shard_dim is not None and cut is not None:
+        factor = 1
+        if parallel is not None:
+            factor = _num_shards(parallel.mesh, parallel.placements, range(len(others)), cut)
+        placements[data_mesh.shard_dim] = (
+            _torch_dtensor.strided_shard(cut, factor) if factor > 1 else Shard(cut)
+        )
+    return RowPlacement(cut, _spec(joint, (*placements, *others), parameter), parallel)
+
+
+def _place_spmd(
+    parameter: torch.Tensor, data_mesh: DataMesh, spmd: SpmdMesh, cut: int | None
+) -> RowPlacement:
+    from torch.distributed.tensor import Replicate, Shard
+
+    spec = _torch_dtensor.spec_of(parameter)
+    shape, placements = tuple(parameter.shape), list(spec.placements)
+    parallel = _SpmdParallel(
+        spec.mesh, tuple(placements), shape, contiguous_stride(shape), spmd.data_dims
+    )
+    for dim in spmd.shard_dims:
+        if cut is None:
+            break
+        later = [d for d in range(dim + 1, spmd.mesh.ndim) if d not in spmd.data_dims]
+        factor = _num_shards(spmd.mesh, parallel.placements, later, cut)
+        placements[dim] = _torch_dtensor.strided_shard(cut, factor) if factor > 1 else Shard(cut)
+    mesh = spmd.mesh
+    if len(spmd.shard_dims) > 1:
+        own: list[Any] = [Replicate()] * data_mesh.mesh.ndim
+        assert data_mesh.shard_dim is not None
+        own[data_mesh.shard_dim] = placements[spmd.shard_dims[0]]
+        joined: list[Any] = []
+        for dim, placement in enumerate(placements):
+            if dim == spmd.shard_dims[0]:
+                joined += own
+            elif dim not in spmd.data_dims:
+                joined.append(placement)
+        mesh, placements = data_mesh.spmd_joined(), joined
+    return RowPlacement(cut, _spec(mesh, placements, parameter), parallel)
+
+
+def _num_shards(
+    mesh: DeviceMesh, placements: Sequence[Any], mesh_dims: Sequence[int], dim: int
+) -> int:
+    """Return into how many parts ``mesh_dims`` of a mesh cut dim ``dim``."""
+    return math.prod(
+        mesh.size(mesh_dim)
+        for mesh_dim in mesh_dims
+        if _torch_dtensor.shards(placements[mesh_dim], dim)
+    )
+
+
+def _spec(mesh: DeviceMesh, placements: Sequence[Any], parameter: torch.Tensor) -> Any:
+    shape = tuple(parameter.shape)
+    return _torch_dtensor.spec_for(
+        mesh, placements, shape, contiguous_stride(shape), parameter.dtype
+    )
+
+
+def _names_of(mesh: DeviceMesh) -> tuple[str, ...]:
+    names = mesh.mesh_dim_names
+    assert names is not None, "data-parallel dimensions are given by name"
+    return names
+
+
+def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
+    """Return the strides of a row-major tensor."""
+    return tuple(torch.empty(tuple(shape), device="meta").stride())

@@ -1,0 +1,112 @@
+"""One parameter of a store that cuts every parameter by itself: its sharded form, and whether what
+the user puts in its place fits."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.dlpack import from_dlpack
+
+from .. import _torch_dtensor, _torch_private
+from .._comm.host_memory import of_its_own_size
+from .._engine.store import Kind
+from .._layout.rows import Cut
+from ..errors import StateError, explain
+from .placement import RowPlacement
+
+__all__ = ["RowParam", "present_in", "require_one_kind", "sharded_param", "with_own_storage"]
+
+
+@dataclasses.dataclass
+class RowParam:
+    """One parameter of a store that cuts every parameter by itself."""
+
+    cut: Cut
+    placement: RowPlacement
+    kind: Kind  # of the unsharded parameter; its attributes are the sharded one's, too
+    spec: Any  # of the sharded parameter and its gradient; None: plain tensors
+    sharded: nn.Parameter
+
+    def require_fit(self, parameter: Any, rank: int, name: str) -> None:
+        """Raise StateError unless ``parameter`` can be the sharded parameter on ``rank``."""
+        shape = self.cut.part_shape(rank)
+        wanted = f"its part {shape}"
+        if self.spec is not None:
+            wanted = f"a DTensor placed as {self.spec.placements}, with {wanted} on this rank"
+        is_dtensor = parameter is not None and not _torch_private.is_plain(parameter)
+        fits = (
+            parameter is not None
+            and is_dtensor == (self.spec is not None)
+            and tuple(_torch_private.local_part(parameter).shape) == shape
+            and (not is_dtensor or tuple(parameter.placements) == tuple(self.spec.placements))
+        )
+        if not fits:
+            got = "nothing" if parameter is None else f"a {type(parameter).__name__}"
+            if parameter is not None:
+                got += f" of shape {tuple(parameter.shape)}"
+            if is_dtensor:
+                got += f", placed as {tuple(parameter.placements)}"
+            raise StateError(
+                explain(
+                    "A sharded parameter was replaced by one that does not fit.",
+                    expected=wanted,
+                    got=got,
+                    where=f"parameter {name!r}",
+                    fix="load into the sharded model without assign=True, or assign DTensors as "
+                    "state_dict() of the sharded model returns them",
+                )
+            )
+
+
+def require_one_kind(values: Sequence[torch.Tensor], names: Sequence[str]) -> None:
+    """Raise StateError unless all local tensors have one dtype and device. names: theirs."""
+    kinds = {(value.dtype, value.device): index for index, value in enumerate(values)}
+    if len(kinds) > 1:
+        (_, first), (_, other) = list(kinds.items())[:2]
+        raise StateError(
+            explain(
+                "Some parameters of a unit changed their dtype or device, and others did not.",
+                expected="the same change of all parameters that fully_shard manages together",
+                got=", ".join(f"{dtype} on {device}" for dtype, device in kinds),
+                where=f"parameters {names[first]!r} and {names[other]!r}",
+                fix="convert single parameters before fully_shard",
+            )
+        )
+
+
+def sharded_param(
+    local: torch.Tensor, spec: Any, original: nn.Parameter
+) -> tuple[nn.Parameter, dict[str, Any]]:
+    """Return the sharded parameter over ``local``, and its attributes, which are the original's."""
+    value = local if spec is None else _torch_dtensor.dtensors([local], [spec])[0]
+    sharded = nn.Parameter(value, requires_grad=original.requires_grad)
+    # What a tensor subclass needs itself is in every tensor of it.
+    own = vars(original.detach())
+    attributes = {name: value for name, value in vars(original).items() if name not in own}
+    attributes |= vars(sharded)
+    sharded.__dict__ = attributes
+    return sharded, attributes
+
+
+def with_own_storage(part: torch.Tensor) -> torch.Tensor:
+    """part: contiguous. Return a tensor over the same memory, at the start of a storage of its
+    size.
+
+    A DTensor has the storage offset of its local tensor, and torch's asynchronous checkpoints take
+    DTensors with an offset for plain tensors.
+    """
+    if part.is_meta or not part.numel():
+        return torch.empty_like(part)
+    if part.device.type == "cpu":
+        return of_its_own_size(part)
+    flat = from_dlpack(part.view(-1).view(torch.uint8))  # it keeps the shard alive
+    return flat.view(part.dtype).view(part.shape)
+
+
+def present_in(slot: tuple[nn.Module, str]) -> Any:
+    module, attribute = slot
+    return _torch_private.parameters_of(module).get(attribute)

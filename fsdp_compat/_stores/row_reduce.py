@@ -1,0 +1,130 @@
+"""How the gradients of parameters that are cut by rows travel: the rows of the trainable ones, and
+nothing else."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from .. import _torch_dtensor, _torch_private
+from .._engine.tensor_parallel import TensorParallel
+from .._layout.rows import Cut, RowLayout
+from .row_views import RowViews, cut_up
+
+__all__ = ["RowReduceForm"]
+
+
+class RowReduceForm:
+    """The layout of the reduce buffer for one set of trainable parameters. (A ReduceForm.)"""
+
+    pieces_are_whole = False
+
+    def __init__(
+        self,
+        indices: Sequence[int],
+        cuts: Sequence[Cut],
+        specs: Sequence[Any],
+        parallel: Sequence[TensorParallel | None],
+        *,
+        rank: int,
+        ranks: int,
+        dtype: torch.dtype,
+    ) -> None:
+        """indices: of the trainable parameters, ascending. cuts, specs, parallel: of all parameters
+        of the store. specs: of the gradients as DTensors; None: they stay plain tensors.
+        """
+        self.indices, self.dtype = list(indices), dtype
+        self._cuts = [cuts[index] for index in self.indices]
+        self._layout = layout = RowLayout.packed(self._cuts, ranks, dtype.itemsize)
+        self.numel = layout.numel
+        self._views = RowViews(layout)
+        self._specs = [specs[index] for index in self.indices]
+        self._parallel = [parallel[index] for index in self.indices]
+        self._num_params = len(cuts)
+        self._shapes, self._numbers, self._empty = _pieces_of_segment(layout, rank)
+        self.takes_all = bool(layout.order) and all(
+            (cut.is_contiguous or cut.dim is None) and parallel is None
+            for cut, parallel in zip(self._cuts, self._parallel, strict=True)
+        )
+        self._is_simple = layout.order == tuple(range(len(self._cuts))) and all(
+            cut.dim == 0 for cut in self._cuts
+        )
+
+    def places(self, buffer: torch.Tensor) -> list[list[torch.Tensor]]:
+        found: list[list[torch.Tensor]] = [[] for _ in range(self._num_params)]
+        for position, index in enumerate(self.indices):
+            found[index] = self._views.pieces(buffer, position)
+        return [*found, self._views.padding(buffer)]
+
+    def split(self, index: int, value: torch.Tensor) -> Sequence[torch.Tensor]:
+        """Collective for a DTensor that is placed in another way than the parameter."""
+        position = self.indices.index(index)
+        parallel = self._parallel[position]
+        return cut_up(value if parallel is None else parallel.local(value), self._cuts[position])
+
+    def put_all(self, buffer: torch.Tensor, grads: list[torch.Tensor]) -> None:
+        if not self._is_simple:
+            grads = [
+                _with_rows_first(grads[position], self._cuts[position])
+                for position in self._layout.order
+            ]
+        ranks = self._layout.ranks
+        _torch_private.chunk_together(grads, ranks, buffer.view(ranks, self.numel))
+
+    def grads(self, total: torch.Tensor) -> list[torch.Tensor | None]:
+        pieces = _torch_private.views_like(total, self._shapes)
+        parts = [pieces[number] for number in self._numbers]
+        for position, shape in self._empty:
+            parts[position] = total.new_empty(shape)
+        if self._specs and self._specs[0] is not None:
+            if total.dtype is not self.dtype:
+                parts = _torch_dtensor.dtensors(parts, self._specs_in(total.dtype))
+            else:
+                parts = _torch_dtensor.dtensors(parts, self._specs)
+        if len(parts) == self._num_params:
+            return list(parts)
+        found: list[torch.Tensor | None] = [None] * self._num_params
+        for index, part in zip(self.indices, parts, strict=True):
+            found[index] = part
+        return found
+
+    def _specs_in(self, dtype: torch.dtype) -> list[Any]:
+        return [
+            dataclasses.replace(spec, tensor_meta=spec.tensor_meta._replace(dtype=dtype))
+            for spec in self._specs
+        ]
+
+
+def _with_rows_first(grad: torch.Tensor, cut: Cut) -> torch.Tensor:
+    """Return a gradient so that chunks of dim 0 are what each rank receives."""
+    if cut.dim is None:
+        return grad.expand(cut.ranks, *cut.shape)
+    return grad.view(grad.shape[cut.dim :]) if cut.ranks > 1 else grad
+
+
+def _pieces_of_segment(
+    layout: RowLayout, rank: int
+) -> tuple[list[torch.Tensor], list[int], list[tuple[int, tuple[int, ...]]]]:
+    """Return the shapes of the pieces of ``rank``'s segment, parts and padding, as tensors without
+    memory; which of the pieces each parameter is; and (parameter, shape) of empty parts, which are
+    no pieces."""
+    shapes: list[tuple[int, ...]] = []
+    numbers = [0] * len(layout.cuts)
+    for index in layout.order:
+        cut = layout.cuts[index]
+        if numel := cut.part_numel(rank):
+            numbers[index] = len(shapes)
+            shapes.append(cut.part_shape(rank))
+        if cut.numel > numel:
+            shapes.append((cut.numel - numel,))
+    if not layout.order:
+        shapes.append((layout.numel,))
+    empty = [
+        (index, cut.part_shape(rank))
+        for index, cut in enumerate(layout.cuts)
+        if not cut.part_numel(rank)
+    ]
+    return [torch.empty(shape, device="meta") for shape in shapes], numbers, empty

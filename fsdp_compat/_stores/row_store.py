@@ -1,0 +1,422 @@
+"""The row layout: every parameter cut by itself along one dim, shown to the optimizer as a
+DTensor.
+
+A rank's segment holds its part of every parameter, each in a slot as large as the first rank's. So
+the parts of a parameter lie apart in the all-gather's output, and are copied out of it, one strided
+copy per parameter. A single parameter that is cut along its first dim views the output, as do the
+parameters of one rank.
+
+    two parameters, a [3, 2] and b [2], on two ranks:    a0 a0 a1 a1 b0 | a2 a2 -- -- b1"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from .. import _torch_dtensor, _torch_private
+from .._comm.mesh import Axis
+from .._engine.ownership import OrigParam
+from .._engine.state_store import StateStore
+from .._engine.storage import new_shard
+from .._engine.store import Kind, ModuleSlot, ShardedParam, as_unsharded_param
+from .._layout.rows import Cut, RowLayout
+from .._layout.spec import Section
+from ..errors import StateError, UsageError, explain
+from .partial_rows import PartialRows
+from .placement import RowPlacement
+from .row_params import (
+    RowParam,
+    present_in,
+    require_one_kind,
+    sharded_param,
+    with_own_storage,
+)
+from .row_reduce import RowReduceForm
+from .row_views import RowViews, as_bytes, cut_up, own_rows
+
+__all__ = ["RowStore"]
+
+ALIGN_NBYTES = 64  # of unsharded parameters in their storage
+_PLACE: tuple[Callable[[torch.Tensor], object], ...] = (
+    torch.Tensor.data_ptr,
+    *map(operator.attrgetter, ("shape", "dtype", "device")),
+)
+
+
+class RowStore(StateStore):
+    """A group whose parameters are cut each by itself. (A StateStore.)
+
+    Sharded parameters are DTensors (without a spec: plain parameters of this rank's rows) whose
+    local tensors view the shard. A rank without rows has empty ones.
+    """
+
+    is_guarded = False
+
+    def __init__(
+        self,
+        members: Sequence[OrigParam],
+        placements: Sequence[RowPlacement],
+        *,
+        rank: int,
+        ranks: int,
+        device: torch.device,
+        gather_dtype: torch.dtype | None = None,
+        pin: bool = False,
+    ) -> None:
+        """members: parameters of one dtype, all on the meta device or none. placements: theirs.
+
+        rank, ranks: of the shard axis. device: of the shard, unless it is on the meta device; pin:
+        in memory that a GPU can read. gather_dtype: of the unsharded parameters; None: the shard's.
+        """
+        originals = [member.parameter for member in members]
+        values = [_torch_private.local_part(original.detach()) for original in originals]
+        self.orig_params = tuple(member.place for member in members)
+        self.parallel = [placement.parallel for placement in placements]
+        self.rank, self._gather_dtype, self._memory = rank, gather_dtype, (device, pin)
+        cuts = [
+            Cut(tuple(value.shape), placement.dim, ranks)
+            for value, placement in zip(values, placements, strict=True)
+        ]
+        self._lay_out(cuts, values[0].dtype, torch.device("meta") if values[0].is_meta else device)
+        self._params: list[RowParam] = []
+        for index, (original, value, placement) in enumerate(
+            zip(originals, values, placements, strict=True)
+        ):
+            local = self._own_local(index, own_rows(value, cuts[index], rank))
+            sharded, attributes = sharded_param(local, placement.spec, original)
+            cls = type(original) if placement.parallel is None else nn.Parameter
+            self._params.append(
+                RowParam(cuts[index], placement, Kind(cls, attributes), placement.spec, sharded)
+            )
+        self._views_output = False  # unsharded parameters view the all-gather's output
+        self._note()
+
+    def _lay_out(self, cuts: Sequence[Cut], dtype: torch.dtype, device: torch.device) -> None:
+        """Make the layout, and a shard of zeros."""
+        ranks, is_meta = cuts[0].ranks, device.type == "meta"
+        self.dtype = dtype
+        self.layout = RowLayout.in_order(cuts, ranks, dtype.itemsize)
+        self.numel = self.layout.numel
+        self._views = RowViews(self.layout)
+        pin = self._memory[1] and not is_meta
+        self.shard = new_shard(self.numel, dtype, device, ranks=ranks, pin=pin)  # [S]
+        self._kind = dtype, self.shard.device  # of the sharded parameters
+        self.__dict__.pop("_sections", None)
+
+    def _own_local(self, index: int, value: torch.Tensor) -> torch.Tensor:
+        """Copy this rank's rows of a parameter into the shard. Return the tensor over them whose
+        storage is no larger."""
+        local = with_own_storage(self._views.part(self.shard, index, self.rank))
+        if not value.is_meta and local.numel():
+            as_bytes(local).copy_(as_bytes(value))
+        return local
+
+    def _note(self) -> None:
+        """The sharded parameters view the shard now."""
+        self.sharded_params = [
+            ShardedParam(param.sharded, (index,)) for index, param in enumerate(self._params)
+        ]
+        self._forms: dict[tuple[int, ...], RowReduceForm] = {}
+        self._noted = self._places()
+
+    # -- the seam
+
+    @property
+    def tensor_parallel_axes(self) -> Sequence[Axis]:
+        return ()  # norms of DTensors are whole
+
+    def make_unsharded_params(self, full: torch.Tensor) -> list[nn.Parameter]:
+        # [ranks, S]: a part of a larger output, which is freed when it was copied out of.
+        self._views_output = full.dim() == 1 and (
+            self.layout.ranks == 1 or (len(self._params) == 1 and self._params[0].cut.is_contiguous)
+        )
+        homes = self._homes_in(full) if self._views_output else self._new_homes(full)
+        return [
+            self.parameter(index, home.view(param.cut.shape), param.sharded.requires_grad)
+            for index, (param, home) in enumerate(zip(self._params, homes, strict=True))
+        ]
+
+    def _homes_in(self, full: torch.Tensor) -> list[torch.Tensor]:
+        return [
+            full[start : start + param.cut.full_numel]
+            for param, start in zip(self._params, self.layout.starts, strict=True)
+        ]
+
+    def _new_homes(self, full: torch.Tensor) -> list[torch.Tensor]:
+        """Return one piece of a new storage per parameter. Behind it there is room for the padding
+        of its last slots, so that one copy fills it."""
+        unit = max(ALIGN_NBYTES // full.dtype.itemsize, 1)
+        starts, end = [], 0
+        for param in self._params:
+            starts.append(end)
+            cut = param.cut
+            end += cut.full_numel if cut.dim is None else cut.numel * cut.ranks
+            end = -(-end // unit) * unit
+        memory = torch.empty(max(end, 1), dtype=full.dtype, device=full.device)
+        return [
+            memory[start : start + param.cut.full_numel]
+            for param, start in zip(self._params, starts, strict=True)
+        ]
+
+    def copies(
+        self, full: torch.Tensor, unsharded_params: Sequence[nn.Parameter]
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for index, (param, unsharded) in enumerate(
+            zip(self._params, unsharded_params, strict=True)
+        ):
+            # `.data`: autograd has noted the version counter, which a copy may not move.
+            cut, value = param.cut, _torch_private.local_part(unsharded).data
+            if not cut.numel:
+                continue
+            if cut.dim is None:
+                pairs.append((value, self._views.part(full.view(-1, self.numel)[0], index, 0)))
+            elif cut.is_contiguous:
+                slots = value.as_strided((cut.ranks, cut.numel), (cut.numel, 1))
+                pairs.append((slots, self._views.block(full, index)))
+            else:
+                pieces = self._views.pieces(full, index)
+                pairs += zip(cut_up(value, cut), pieces, strict=True)
+        return [as_bytes(to) for to, _ in pairs], [as_bytes(source) for _, source in pairs]
+
+    def private_memory(self, unsharded_params: Sequence[nn.Parameter]) -> list[torch.Tensor]:
+        if self._views_output:
+            return []
+        return [_torch_private.local_part(unsharded_params[0])]  # one storage for all
+
+    def places(self, buffer: torch.Tensor) -> list[list[torch.Tensor]]:
+        pieces = [self._views.pieces(buffer, index) for index in range(len(self._params))]
+        return [*pieces, self._views.padding(buffer)]
+
+    @property
+    def pieces_are_whole(self) -> bool:
+        return False
+
+    def split(self, index: int, value: torch.Tensor) -> Sequence[torch.Tensor]:
+        """Collective for a DTensor that is placed in another way than the parameter."""
+        param = self._params[index]
+        parallel = param.placement.parallel
+        return cut_up(value if parallel is None else parallel.local(value), param.cut)
+
+    def grads(self, total: torch.Tensor) -> list[torch.Tensor]:
+        """total: [S], in the layout of the shard. Return the plain views of it, per parameter."""
+        return [self._views.part(total, index, self.rank) for index in range(len(self._params))]
+
+    def reduce_form(self) -> RowReduceForm:
+        trainable = tuple(
+            index for index, param in enumerate(self._params) if param.sharded.requires_grad
+        )
+        if trainable not in self._forms:
+            self._forms[trainable] = RowReduceForm(
+                trainable,
+                self.layout.cuts,
+                [param.spec for param in self._params],
+                self.parallel,
+                rank=self.rank,
+                ranks=self.layout.ranks,
+                dtype=self._kind[0],
+            )
+        return self._forms[trainable]
+
+    def partial_rows(self, mesh: Any, rank: int, ranks: int) -> PartialRows:
+        """Return what ``rank`` of ``ranks`` keeps of the unsharded parameters after forward. mesh:
+        a 2-D DeviceMesh of which these ranks are the last dimension; None: plain tensors are shown.
+
+        Raises UsageError for tensor-parallel parameters.
+        """
+        for param, place in zip(self._params, self.orig_params, strict=True):
+            if param.placement.parallel is not None:
+                raise UsageError(
+                    explain(
+                        "reshard_after_forward=<int> does not support tensor-parallel parameters.",
+                        expected="plain parameters",
+                        got=f"a DTensor parameter {place.name!r}",
+                        where="fully_shard(reshard_after_forward=...)",
+                        fix="pass True or False",
+                    )
+                )
+        return PartialRows(
+            [param.cut.shape for param in self._params],
+            [param.kind for param in self._params],
+            [param.sharded for param in self._params],
+            mesh,
+            rank=rank,
+            ranks=ranks,
+            dtype=self._gather_dtype or self.dtype,
+        )
+
+    def shown(self, unsharded_params: Sequence[nn.Parameter] | None) -> list[ModuleSlot]:
+        params = (
+            [param.sharded for param in self._params]
+            if unsharded_params is None
+            else unsharded_params
+        )
+        return [
+            ModuleSlot(module, attribute, param)
+            for member, param in zip(self.orig_params, params, strict=True)
+            for module, attribute in member.slots
+        ]
+
+    def local_params(self) -> list[torch.Tensor]:
+        params: list[torch.Tensor] = [param for param, _ in self.sharded_params]
+        return _torch_dtensor.local_parts(params) if self._params[0].spec is not None else params
+
+    def _places(self) -> tuple[list[object], ...]:
+        """Return what changes if a sharded parameter is given other memory."""
+        found = self.local_params()
+        return tuple(list(map(fact, found)) for fact in _PLACE)
+
+    def stands(self) -> bool:
+        return self._places() == self._noted
+
+    def check(self, where: str) -> None:
+        if not self.stands() and self.adopt():
+            raise StateError(
+                explain(
+                    "Parameters changed their dtype or device while their model was in use.",
+                    expected=f"{self.dtype} on {self.shard.device}",
+                    got="other tensors than the unit was made for",
+                    where=where,
+                    fix="convert and move the model between steps, by a method of the module that "
+                    "fully_shard was applied to",
+                )
+            )
+
+    # -- changes by the user
+
+    def needs_adoption(self) -> bool:
+        """True if the user has replaced sharded parameters in their modules, or given them other
+        memory. Only while modules show the sharded parameters."""
+        return not self.stands() or any(
+            present_in(member.slots[0]) is not param.sharded
+            for member, param in zip(self.orig_params, self._params, strict=True)
+        )
+
+    def adopt(self) -> bool:
+        """Let sharded parameters that were replaced (``assign=True``) or given other memory
+        (``to_empty``, ``.to()``) view the shard again. Only while modules show them.
+
+        Returns True if groups must be made anew, as the layout, the shard or parameters are others
+        now. Parameters on the meta device are left as they are until all have values. Raises
+        StateError, with nothing changed, for parameters that do not fit.
+        """
+        present = [present_in(member.slots[0]) for member in self.orig_params]
+        for param, parameter, member in zip(self._params, present, self.orig_params, strict=True):
+            param.require_fit(parameter, self.rank, member.name)
+        values = [_torch_private.local_part(parameter) for parameter in present]
+        if any(value.is_meta for value in values):
+            return False
+        require_one_kind(values, [member.name for member in self.orig_params])
+        dtype, device = values[0].dtype, values[0].device
+        was_replaced = any(
+            parameter is not param.sharded
+            for parameter, param in zip(present, self._params, strict=True)
+        )
+        moved = (dtype, device) != self._kind
+        with torch.no_grad():
+            if moved:
+                self._memory = device, self._memory[1] and device.type == "cpu"
+                self._lay_out(self.layout.cuts, dtype, device)
+            for index, (parameter, value) in enumerate(zip(present, values, strict=True)):
+                self._take_in(index, parameter)
+                self._bring_home(index, value, moved)
+        self._note()
+        return moved or was_replaced
+
+    def _take_in(self, index: int, parameter: nn.Parameter) -> None:
+        """Let ``parameter`` be the sharded parameter ``index``."""
+        param = self._params[index]
+        if param.spec is not None:
+            param.spec = _torch_dtensor.spec_of(parameter)
+        if parameter is not param.sharded or parameter.__dict__ is not param.kind.attributes:
+            param.kind.attributes.update(vars(parameter))
+            parameter.__dict__ = param.kind.attributes
+        param.sharded = parameter
+        for module, attribute in self.orig_params[index].slots:
+            _torch_private.parameters_of(module)[attribute] = parameter
+
+    def _bring_home(self, index: int, value: torch.Tensor, moved: bool) -> None:
+        """Let sharded parameter ``index``, whose local tensor is ``value``, view the shard."""
+        param = self._params[index]
+        own = self._views.part(self.shard, index, self.rank)
+        if not moved and value.data_ptr() == own.data_ptr() and value.is_contiguous():
+            return
+        local = self._own_local(index, value)
+        if param.spec is None:
+            param.sharded.data = local
+        else:
+            _torch_dtensor.set_local_part(param.sharded, local)
+
+    # -- for state dicts
+
+    @property
+    def ranks(self) -> int:
+        return self.layout.ranks
+
+    @functools.cached_property
+    def _sections(self) -> list[Section]:
+        for cut, place in zip(self.layout.cuts, self.orig_params, strict=True):
+            if not (cut.is_contiguous or cut.dim is None):
+                raise UsageError(
+                    explain(
+                        "This form of checkpoint does not support parameters that are cut along "
+                        "another dim than the first one.",
+                        expected="Shard(0)",
+                        got=f"Shard({cut.dim}) for a parameter of shape {cut.shape}",
+                        where=f"parameter {place.name!r}",
+                        fix="save model.state_dict() with torch.distributed.checkpoint, which "
+                        "knows DTensors",
+                    )
+                )
+        return [
+            self.layout.section(index, place.name) for index, place in enumerate(self.orig_params)
+        ]
+
+    @property
+    def sections(self) -> Sequence[Section]:
+        """One per parameter. Raises UsageError if one is cut along another dim than the first."""
+        return self._sections
+
+    @property
+    def is_flattened(self) -> bool:
+        return False
+
+    def section_of(self, index: int) -> Section:
+        return self._sections[index]
+
+    def local_shape(self, index: int) -> tuple[int, ...]:
+        return self.layout.cuts[index].shape
+
+    def sharded_shape(self, index: int, rank: int) -> tuple[int, ...]:
+        return self.layout.cuts[index].part_shape(rank)
+
+    def whole(self, full: torch.Tensor) -> list[torch.Tensor]:
+        return [self._views.whole(full, index) for index in range(len(self._params))]
+
+    def take_from_whole(
+        self, wholes: Sequence[torch.Tensor], shard: torch.Tensor | None = None
+    ) -> None:
+        shard = self.shard.detach() if shard is None else shard
+        for index, (cut, whole) in enumerate(zip(self.layout.cuts, wholes, strict=True)):
+            target = self._views.part(shard, index, self.rank)
+            source = own_rows(whole.detach(), cut, self.rank)
+            if (
+                not target.is_meta
+                and target.numel()
+                and (source.data_ptr() != target.data_ptr() or not source.is_contiguous())
+            ):
+                as_bytes(target).copy_(as_bytes(source))
+
+    def parameter(self, index: int, value: torch.Tensor, requires_grad: bool) -> nn.Parameter:
+        param = self._params[index]
+        parallel = param.placement.parallel
+        if parallel is None:
+            return as_unsharded_param(value, requires_grad, param.kind)
+        found = parallel.parameter(value, requires_grad)
+        found.__dict__ = param.kind.attributes
+        return found

@@ -1,0 +1,97 @@
+"""Views of buffers that a RowLayout divides, of any dtype: one segment ``[S]`` or all ``[ranks *
+S]``."""
+
+from __future__ import annotations
+
+import torch
+
+from .._layout.rows import Cut, RowLayout
+
+__all__ = ["RowViews", "as_bytes", "cut_up", "own_rows"]
+
+
+class RowViews:
+    """The views by one layout."""
+
+    def __init__(self, layout: RowLayout) -> None:
+        self._layout = layout
+
+    def part(self, segment: torch.Tensor, index: int, rank: int) -> torch.Tensor:
+        """segment: [S], of ``rank``. Return its part of a parameter, contiguous, in the part's
+        shape."""
+        place = self._layout.part(index, rank)
+        return segment[place.slice].view(self._layout.cuts[index].part_shape(rank))
+
+    def block(self, buffer: torch.Tensor, index: int) -> torch.Tensor:
+        """buffer: [ranks * S]. Return the slots of a parameter, [ranks, numel of the slot]."""
+        layout = self._layout
+        return buffer.view(layout.ranks, layout.numel)[:, layout.slot(index).slice]
+
+    def pieces(self, buffer: torch.Tensor, index: int) -> list[torch.Tensor]:
+        """buffer: [ranks * S]. Return the views that together hold a parameter, without padding; of
+        one that every rank holds whole, all copies. ``cut_up`` divides a value in the same way."""
+        cut, block = self._layout.cuts[index], self.block(buffer, index)
+        if not cut.numel:
+            return []
+        shape = (*cut.lead, cut.chunk, *cut.tail)
+        pieces = [block[: cut.full_ranks].view(cut.full_ranks, *shape)]
+        if cut.rest:
+            partial = block[cut.full_ranks, : cut.rest * cut.row_numel]
+            pieces.append(partial.view(*cut.lead, cut.rest, *cut.tail))
+        return pieces
+
+    def padding(self, buffer: torch.Tensor) -> list[torch.Tensor]:
+        """buffer: [ranks * S]. Return the views of what belongs to no parameter."""
+        layout = self._layout
+        segments = buffer.view(layout.ranks, layout.numel)
+        found = [segments[:, gap.slice] for gap in layout.gaps()]
+        for index, cut in enumerate(layout.cuts):
+            if not cut.is_even and cut.numel:
+                block = self.block(buffer, index)
+                found.append(block[cut.full_ranks, cut.rest * cut.row_numel :])
+                found.append(block[cut.full_ranks + 1 :])
+        return [view for view in found if view.numel()]
+
+    def whole(self, buffer: torch.Tensor, index: int) -> torch.Tensor:
+        """buffer: [ranks * S]. Return a parameter, in its shape: a view where its parts follow each
+        other, a copy otherwise."""
+        layout = self._layout
+        cut = layout.cuts[index]
+        if cut.dim is None:
+            return self.part(buffer[: layout.numel], index, 0)
+        if layout.ranks == 1 or (cut.is_contiguous and cut.numel == layout.numel):
+            place = layout.slot(index).start
+            return buffer[place : place + cut.full_numel].view(cut.shape)
+        value = buffer.new_empty(cut.shape)
+        for part, piece in zip(cut_up(value, cut), self.pieces(buffer, index), strict=True):
+            as_bytes(part).copy_(as_bytes(piece))
+        return value
+
+
+def cut_up(value: torch.Tensor, cut: Cut) -> list[torch.Tensor]:
+    """value: in the shape of the parameter, any strides. Return views of it in the shapes of
+    ``RowViews.pieces``. One that every rank holds is repeated: its view cannot be written to."""
+    if not cut.numel:
+        return []
+    if cut.dim is None:
+        return [value.expand(cut.ranks, 1, *cut.shape)]
+    full = cut.full_ranks * cut.chunk
+    rows = value.narrow(cut.dim, 0, full) if cut.rest else value
+    pieces = [rows.unflatten(cut.dim, (cut.full_ranks, cut.chunk)).movedim(cut.dim, 0)]
+    if cut.rest:
+        pieces.append(value.narrow(cut.dim, full, cut.rest))
+    return pieces
+
+
+def own_rows(value: torch.Tensor, cut: Cut, rank: int) -> torch.Tensor:
+    """value: in the shape of the parameter. Return the view of what ``rank`` holds of it."""
+    if cut.dim is None:
+        return value
+    rows = cut.rows(rank)
+    return value.narrow(cut.dim, rows.start, rows.numel)
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a view of a tensor of one-byte elements as uint8, so that copies keep every pattern of
+    bits; a tensor of larger elements is returned unchanged."""
+    return tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor

@@ -1,0 +1,89 @@
+"""The private names of DTensor and DeviceMesh that the package uses beside ``_torch_private``, each
+with the reason why no public name is enough. DTensor, which takes a second to import, is imported
+when it is needed."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+__all__ = [
+    "dtensors",
+    "joined_mesh",
+    "local_parts",
+    "set_local_part",
+    "shards",
+    "spec_for",
+    "spec_of",
+    "strided_shard",
+]
+
+
+def dtensors(parts: Sequence[torch.Tensor], specs: Sequence[Any]) -> list[torch.Tensor]:
+    """Return the DTensors over ``parts``, without a graph. ``DTensor.from_local`` costs ten times
+    as much, and looks for what the specs say."""
+    from torch.distributed.tensor import DTensor
+
+    new: Any = DTensor.__new__
+    return [
+        new(DTensor, part, spec, requires_grad=False)
+        for part, spec in zip(parts, specs, strict=True)
+    ]
+
+
+def spec_for(
+    mesh: Any,
+    placements: Sequence[Any],
+    shape: Sequence[int],
+    stride: Sequence[int],
+    dtype: torch.dtype,
+) -> Any:
+    """Return the description of how DTensors lie on a mesh, which ``dtensors`` takes."""
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+    meta = TensorMeta(torch.Size(shape), tuple(stride), dtype)
+    return DTensorSpec(mesh, tuple(placements), tensor_meta=meta)
+
+
+def spec_of(tensor: torch.Tensor) -> Any:
+    """Return the description of how a DTensor lies on its mesh."""
+    return tensor._spec  # type: ignore[attr-defined]
+
+
+def local_parts(dtensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the parts of DTensors in this process. ``to_local`` makes a new tensor of each."""
+    return list(map(_local_tensor, dtensors))
+
+
+_local_tensor = operator.attrgetter("_local_tensor")
+
+
+def set_local_part(tensor: torch.Tensor, local: torch.Tensor) -> None:
+    """Let a DTensor stand for other memory of the same shape and dtype. There is no public way."""
+    tensor._local_tensor = local  # type: ignore[attr-defined]
+
+
+def joined_mesh(meshes: Sequence[Any]) -> Any:
+    """Return the mesh with the dimensions of several meshes, which are parts of one. Public
+    functions make only meshes of a larger one's dimensions in their order."""
+    from torch.distributed.device_mesh import DeviceMesh
+
+    return DeviceMesh._concatenate(list(meshes))
+
+
+def shards(placement: Any, dim: int) -> bool:
+    """True if a placement cuts dim ``dim``. The strided kind is no subclass of ``Shard``."""
+    from torch.distributed.tensor.placement_types import Shard, _StridedShard
+
+    return isinstance(placement, (Shard, _StridedShard)) and placement.dim == dim
+
+
+def strided_shard(dim: int, split_factor: int) -> Any:
+    """Return the placement of a dim that later dimensions of the mesh have cut into
+    ``split_factor`` parts before. No public placement describes it."""
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    return _StridedShard(dim, split_factor=split_factor)
