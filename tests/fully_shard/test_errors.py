@@ -7,6 +7,7 @@ has changed, and the next step trains."""
 from __future__ import annotations
 
 import copy
+import functools
 import re
 import time
 from collections.abc import Callable, Iterator
@@ -33,7 +34,7 @@ from tests.support.ranks import RankError, run_ranks
 
 PROMPT_S = 8.0  # on a busy machine
 
-Case = tuple[str, type[Exception], Callable[[], object]]
+Case = tuple[str, type[Exception], Callable[..., object]]
 
 
 def _problem_of(name: str, kind: type[Exception], call: Callable[[], object]) -> str:
@@ -73,23 +74,23 @@ def _snapshot(model: nn.Module) -> list[Any]:
 # -- arguments
 
 
-def _bad_arguments(model: Stack) -> Iterator[Case]:
+def _bad_arguments() -> Iterator[Case]:
     """Every call is collective, with the same wrong argument on all ranks."""
     shard = api.fully_shard
     cube = init_device_mesh("cpu", (1, 1, dist.get_world_size()), mesh_dim_names=("a", "b", "c"))
     named = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))
     line = init_device_mesh("cpu", (dist.get_world_size(),))
     dims = api.DataParallelMeshDims
-    yield "no module", Exception, lambda: shard(3)
-    yield "no modules", Exception, lambda: shard([])
-    yield "no module in a list", Exception, lambda: shard([model.stem, "head"])
-    yield "container", ValueError, lambda: shard(model.blocks)
-    yield "container in a list", Exception, lambda: shard([model.stem, model.blocks])
-    yield "mesh of 3 dims", ValueError, lambda: shard(model, mesh=cube)
-    yield "no mesh", Exception, lambda: shard(model, mesh="cpu")
+    yield "no module", Exception, lambda m: shard(3)
+    yield "no modules", Exception, lambda m: shard([])
+    yield "no module in a list", Exception, lambda m: shard([m.stem, "head"])
+    yield "container", ValueError, lambda m: shard(m.blocks)
+    yield "container in a list", Exception, lambda m: shard([m.stem, m.blocks])
+    yield "mesh of 3 dims", ValueError, lambda m: shard(m, mesh=cube)
+    yield "no mesh", Exception, lambda m: shard(m, mesh="cpu")
     for wrong in (3, 0, -1):
-        yield f"{wrong} ranks", ValueError, lambda w=wrong: shard(model, reshard_after_forward=w)
-    yield "no flag", Exception, lambda: shard(model, reshard_after_forward="yes")
+        yield f"{wrong} ranks", ValueError, lambda m, w=wrong: shard(m, reshard_after_forward=w)
+    yield "no flag", Exception, lambda m: shard(m, reshard_after_forward="yes")
     for answer, kind in (
         (5, ValueError),
         (Shard(7), Exception),
@@ -99,58 +100,59 @@ def _bad_arguments(model: Stack) -> Iterator[Case]:
         yield (
             f"placement {answer}",
             kind,
-            lambda a=answer: shard(model, shard_placement_fn=lambda p: a),
+            lambda m, a=answer: shard(m, shard_placement_fn=lambda p: a),
         )
     infos = [api.FSDPMeshInfo(line, shard_mesh_dim=0) for _ in range(2)]
     yield (
         "two records of one mesh",
         ValueError,
-        lambda: shard(
-            model,
+        lambda m: shard(
+            m,
             shard_placement_fn=lambda p: api.ShardPlacementResult(None, infos[p.ndim - 1]),
         ),
     )
-    yield "dims of nothing", ValueError, lambda: dims()
-    yield "unnamed mesh", ValueError, lambda: shard(model, mesh=line, dp_mesh_dims=dims("dp"))
-    yield "unknown dim", ValueError, lambda: shard(model, mesh=named, dp_mesh_dims=dims("tp"))
-    yield "plain parameters", Exception, lambda: shard(model, mesh=named, dp_mesh_dims=dims("dp"))
+    yield "dims of nothing", ValueError, lambda m: dims()
+    yield "unnamed mesh", ValueError, lambda m: shard(m, mesh=line, dp_mesh_dims=dims("dp"))
+    yield "unknown dim", ValueError, lambda m: shard(m, mesh=named, dp_mesh_dims=dims("tp"))
+    yield "plain parameters", Exception, lambda m: shard(m, mesh=named, dp_mesh_dims=dims("dp"))
     yield (
         "ranks and dims",
         NotImplementedError,
-        lambda: shard(model, mesh=named, dp_mesh_dims=dims("dp"), reshard_after_forward=2),
+        lambda m: shard(m, mesh=named, dp_mesh_dims=dims("dp"), reshard_after_forward=2),
     )
 
 
-def _more_bad_arguments(model: Stack) -> Iterator[Case]:
+def _more_bad_arguments() -> Iterator[Case]:
     """That torch takes, and that do something else than was meant, or fail much later."""
     shard = api.fully_shard
-    yield "no function", TypeError, lambda: shard(model, shard_placement_fn=Shard(0))
-    yield "policy of FSDP1", TypeError, lambda: shard(model, mp_policy=MixedPrecision())
-    yield "no policy", TypeError, lambda: shard(model, mp_policy=torch.bfloat16)
-    yield "offload of FSDP1", TypeError, lambda: shard(model, offload_policy=CPUOffload(True))
-    yield "no offload policy", TypeError, lambda: shard(model, offload_policy=True)
-    yield "ignored names", TypeError, lambda: shard(model, ignored_params={"stem.weight"})
-    yield "no dims", TypeError, lambda: shard(model, dp_mesh_dims="dp")
-    yield "lazy", FsdpCompatError, lambda: shard(nn.LazyLinear(3))
+    yield "no function", TypeError, lambda m: shard(m, shard_placement_fn=Shard(0))
+    yield "policy of FSDP1", TypeError, lambda m: shard(m, mp_policy=MixedPrecision())
+    yield "no policy", TypeError, lambda m: shard(m, mp_policy=torch.bfloat16)
+    yield "offload of FSDP1", TypeError, lambda m: shard(m, offload_policy=CPUOffload(True))
+    yield "no offload policy", TypeError, lambda m: shard(m, offload_policy=True)
+    yield "ignored names", TypeError, lambda m: shard(m, ignored_params={"stem.weight"})
+    yield "no dims", TypeError, lambda m: shard(m, dp_mesh_dims="dp")
+    yield "lazy", FsdpCompatError, lambda m: shard(nn.LazyLinear(3))
 
 
 def _refuses_arguments() -> list[str]:
     """Return what was not refused as it should be. Collective."""
     model = Stack()
-    before = _snapshot(model)
-    cases = [*_bad_arguments(model), *(_more_bad_arguments(model) if api.name == "ours" else ())]
-    problems = [problem for case in cases if (problem := _problem_of(*case))]
+    before, problems = _snapshot(model), []
+    for name, kind, call in [
+        *_bad_arguments(),
+        *(_more_bad_arguments() if api.name == "ours" else ()),
+    ]:
+        given = model if api.name == "ours" else Stack()  # torch has changed some things by then
+        problem = _problem_of(name, kind, functools.partial(call, given))
+        problems += [problem] if problem else []
     if _snapshot(model) != before:
         problems.append("something has changed")
     shard_all(model)
-    problems += [
-        problem
-        for case in (
-            ("sharded twice", Exception, lambda: api.fully_shard(model)),
-            ("sharded twice in a list", Exception, lambda: api.fully_shard([model.blocks[0]])),
-        )
-        if (problem := _problem_of(*case))
-    ]
+    for name, again in (("module", model), ("list", [model.blocks[0]])):
+        call = functools.partial(api.fully_shard, again)
+        problem = _problem_of(f"{name} sharded twice", Exception, call)
+        problems += [problem] if problem else []
     one_backward(model, torch.ones(2, DIM))
     assert all(p.grad is not None for p in model.parameters())
     return problems
@@ -221,7 +223,9 @@ def _refuses_calls() -> list[str]:
     """Return what was not refused as it should be. Collective."""
     problems = []
     twins = Twins(Stack)
-    for used in (False, True):
+    for used in (False, True) if api.name == "ours" else (True,):
+        if used:
+            twins.step()
         before, values = _snapshot(twins.model), whole_parameters(twins.model)
         more = _more_bad_calls(twins) if api.name == "ours" else ()
         for case in (*_bad_calls(twins), *more):
@@ -306,6 +310,7 @@ def _needs_values() -> list[str]:
     return [problem for problem in problems if problem]
 
 
+@pytest.mark.skipif(api.name == "torch", reason="torch cannot go on after the first error")
 def test_a_model_on_the_meta_device_is_refused_until_it_has_values() -> None:
     assert run_ranks(2, _needs_values) == [[], []]
 

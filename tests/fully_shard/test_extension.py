@@ -43,6 +43,11 @@ class Wrapped(torch.Tensor):
     def like(self, inner: Tensor) -> Any:
         raise NotImplementedError
 
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return f"{type(self).__name__}({self.inner})"
+
+    __format__ = object.__format__
+
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any, kwargs: Any = None) -> Any:
         """Operations work on the inner tensor; those that keep the type wrap what they return."""
@@ -66,6 +71,12 @@ class Wrapped(torch.Tensor):
             ),
             out,
         )
+
+
+def _fill(out: Tensor, value: Tensor) -> None:
+    """Unpacking again is no change, for autograd."""
+    with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(out):
+        out.copy_(value)
 
 
 class Int8Weight(Wrapped):
@@ -95,9 +106,7 @@ class Int8Weight(Wrapped):
     ) -> Any:
         (codes,) = outputs
         if out is not None:
-            with torch.no_grad():
-                out.copy_(codes.to(param_dtype) * metadata)
-            return None
+            return _fill(out, codes.to(param_dtype) * metadata)
         whole = codes.to(param_dtype) * metadata
         return whole, (whole,)
 
@@ -128,9 +137,7 @@ class RowwiseWeight(Wrapped):
     ) -> Any:
         codes, scales = outputs
         if out is not None:
-            with torch.no_grad():
-                out.copy_(codes.to(param_dtype) * scales)
-            return None
+            return _fill(out, codes.to(param_dtype) * scales)
         whole = codes.to(param_dtype) * scales
         return whole, (whole,)
 

@@ -497,19 +497,24 @@ def test_parameters_that_only_some_ranks_use_are_reduced_as_zeros() -> None:
 def _finalizes_by_hand() -> None:
     twins = Twins(Stack)
     twins.model.set_manual_backward_finalization(True)
+
+    def step(async_op: bool, model: nn.Module, x: Tensor) -> Tensor:
+        one_backward(model, x * 2)
+        loss = one_backward(model, x)
+        if isinstance(model, api.FSDPModule):
+            assert all(p.grad is None for p in model.parameters())
+            handle = model.finalize_backward(async_op=async_op)
+            assert isinstance(handle, api.GradientReductionHandle) is async_op
+            if handle is not None:
+                handle.wait()
+        return loss
+
     for async_op in (False, True, True):
-        for x in twins.batches():
-            one_backward(twins.plain, x)
-        twins._num_batches = iter(range(0, 1 << 30))
-        one_backward(twins.model, twins.batches()[twins.rank])
-        twins._num_batches = iter(range(0, 1 << 30))
-        handle = twins.model.finalize_backward(async_op=async_op)
-        if async_op:
-            assert isinstance(handle, api.GradientReductionHandle)
-            handle.wait()
-        twins.compare_gradients()
-        twins.update()
+        twins.step(functools.partial(step, async_op))
     twins.model.set_manual_backward_finalization(False)
+    twins.step()
+    with pytest.raises(api.StateError):
+        twins.model.finalize_backward()
     twins.step()
 
 

@@ -28,7 +28,6 @@ from fsdp_compat import FullyShardedDataParallel as FSDP
 from fsdp_compat import StateDictType, checkpoint
 from fsdp_compat.wrap import ModuleWrapPolicy
 from tests.support.fully_sharded import (
-    OURS,
     TORCH,
     Twins,
     api,
@@ -83,9 +82,9 @@ def _trained(kind: str, seed: int) -> tuple[Any, torch.optim.Optimizer]:
     elif kind == "hybrid":
         shape = (2, dist.get_world_size() // 2)
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
-        shard_all(model, library=OURS, mesh=mesh)
+        shard_all(model, mesh=mesh)
     elif kind != "plain":
-        shard_all(model, library={"ours": OURS, "torch": TORCH}[kind])
+        shard_all(model, library={"ours": api, "torch": TORCH}[kind])
     optim = _adamw(model)
     for step in range(2):
         x = torch.randn(4, DIM, generator=torch.Generator().manual_seed(step))
@@ -124,7 +123,7 @@ def _require(kind: str, model: nn.Module, optim: torch.optim.Optimizer, seed: in
 
 
 def _round_trip(assign: bool) -> None:
-    model, _ = _trained("ours" if api is OURS else "torch", seed=1)
+    model, _ = _trained("ours", seed=1)
     loss = square(model, torch.ones(1, DIM))  # leaves the root unsharded
     assert not is_sharded(model.stem)
     state = model.state_dict()
@@ -137,18 +136,20 @@ def _round_trip(assign: bool) -> None:
     local = state["head.weight"].to_local()
     assert local.shape == torch.empty(5, DIM).chunk(dist.get_world_size())[dist.get_rank()].shape
     saved = copy.deepcopy(state)
-    other, optim = _trained("ours" if api is OURS else "torch", seed=2)
+    other, optim = _trained("ours", seed=2)
     before = dict(other.named_parameters())
     missing = other.load_state_dict({"few": saved["few"]}, strict=False, assign=assign)
     assert len(missing.missing_keys) == len(saved) - 1
     with pytest.raises(RuntimeError, match="nobody"):
         other.load_state_dict({**saved, "nobody": torch.ones(1)}, assign=assign)
     other.load_state_dict(saved, assign=assign)
+    if assign:  # as with any module, every name gets a parameter of its own
+        other.again.weight = other.head.weight
     same = [p is before[name] for name, p in other.named_parameters()]
     assert all(same) is not assign
     expected = {name: whole(value) for name, value in saved.items()}
     assert_same_values({n: whole(v) for n, v in other.state_dict().items()}, expected, "state")
-    assert other.again.weight is other.head.weight or assign
+    assert other.again.weight is other.head.weight
     del loss
     _require_same_training(other, expected, optim if not assign else _adamw(other))
 
@@ -197,10 +198,11 @@ def _loads_from_the_first_rank() -> None:
     first = dist.get_rank() == 0
     plain, plain_optim = _trained("plain", seed=1)
     weights, states = get_state_dict(plain, plain_optim, options=FULL)
-    model, optim = _trained("ours" if api is OURS else "torch", seed=2)
+    model, optim = _trained("ours", seed=2)
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-    set_model_state_dict(model, weights if first else {}, options=options)
-    set_optimizer_state_dict(model, optim, states if first else {}, options=options)
+    sent = dict(weights), dict(states)  # torch puts DTensors in
+    set_model_state_dict(model, sent[0] if first else {}, options=options)
+    set_optimizer_state_dict(model, optim, sent[1] if first else {}, options=options)
     _require("ours", model, optim, seed=1)
     offload = StateDictOptions(full_state_dict=True, cpu_offload=True)
     found = get_model_state_dict(model, options=offload)
@@ -277,6 +279,8 @@ def test_a_checkpoint_saved_in_the_background_loads(tmp_path: Path) -> None:
 
 # -- fsdp_compat.checkpoint
 
+only_ours = pytest.mark.skipif(api is TORCH, reason="knows nothing of torch's FSDP2")
+
 
 def _save_native(kind: str, path: str) -> str:
     model, optim = _trained(kind, seed=1)
@@ -291,6 +295,7 @@ def _load_native(kind: str, path: str) -> None:
     _require(kind, model, optim, seed=1)
 
 
+@only_ours
 @pytest.mark.parametrize(
     ("source", "save_ranks", "target", "load_ranks"),
     [
@@ -317,6 +322,7 @@ def _exchanges_safetensors(path: str) -> None:
         assert_same_values(streamed, _trained("plain", seed=1)[0].state_dict(), "state")
 
 
+@only_ours
 def test_safetensors_are_written_and_read(tmp_path: Path) -> None:
     run_ranks(2, _exchanges_safetensors, str(tmp_path / "weights"))
 
@@ -339,8 +345,6 @@ def _begins_on_meta(reset: bool) -> None:
             model = build()
         shard_all(model, (Resettable,))
         assert all(p.is_meta and isinstance(p, DTensor) for p in model.parameters())
-        with pytest.raises(RuntimeError, match="meta"):
-            model(torch.ones(1, DIM))
         model.to_empty(device="cpu")
         if reset:
             for module in model:
@@ -364,7 +368,7 @@ def _changes_dtype() -> None:
     def build() -> nn.Module:
         return nn.Sequential(Block(), Block())
 
-    for before_first in (True, False):
+    for before_first in (True, False) if api is not TORCH else (True,):
         twins = Twins(build, tolerance=1e-9, batch=_doubles)
         if not before_first:
             square(twins.model, torch.ones(1, DIM)).backward()
