@@ -1,6 +1,26 @@
-"""FullyShardedDataParallel with the API of torch.distributed.fsdp, on any device that
-torch.distributed supports."""
+"""FullyShardedDataParallel and fully_shard with the API of torch.distributed.fsdp, on any device
+that torch.distributed supports."""
 
+from fsdp_compat._fully_shard.api import (
+    AllGather,
+    Comm,
+    CPUOffloadPolicy,
+    DataParallelMeshDims,
+    FSDPMeshInfo,
+    HSDPMeshInfo,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    ReduceScatter,
+    ShardPlacementResult,
+)
+from fsdp_compat._fully_shard.fully_shard import fully_shard
+from fsdp_compat._fully_shard.handles import GradientReductionHandle, UnshardHandle
+from fsdp_compat._fully_shard.module import (
+    FSDPModule,
+    disable_fsdp_module_new_init,
+    get_cls_to_fsdp_cls,
+    share_comm_ctx,
+)
 from fsdp_compat.api import (
     BackwardPrefetch,
     CPUOffload,
@@ -26,19 +46,31 @@ from fsdp_compat.fully_sharded_data_parallel import (
 )
 
 __all__ = [
+    "AllGather",
     "BackwardPrefetch",
+    "Comm",
     "CPUOffload",
+    "CPUOffloadPolicy",
     "CheckpointError",
+    "DataParallelMeshDims",
+    "FSDPMeshInfo",
+    "FSDPModule",
     "FlatParameter",
     "FsdpCompatError",
     "FullOptimStateDictConfig",
     "FullStateDictConfig",
     "FullyShardedDataParallel",
+    "GradientReductionHandle",
+    "HSDPMeshInfo",
     "LocalOptimStateDictConfig",
     "LocalStateDictConfig",
     "MixedPrecision",
+    "MixedPrecisionPolicy",
+    "OffloadPolicy",
     "OptimStateDictConfig",
     "OptimStateKeyType",
+    "ReduceScatter",
+    "ShardPlacementResult",
     "ShardedOptimStateDictConfig",
     "ShardedStateDictConfig",
     "ShardingStrategy",
@@ -46,6 +78,11 @@ __all__ = [
     "StateDictSettings",
     "StateDictType",
     "StateError",
+    "UnshardHandle",
     "UsageError",
+    "disable_fsdp_module_new_init",
+    "fully_shard",
+    "get_cls_to_fsdp_cls",
     "register_fsdp_forward_method",
+    "share_comm_ctx",
 ]

@@ -14,6 +14,7 @@ __all__ = [
     "dtensors",
     "joined_mesh",
     "local_parts",
+    "mesh_of_dims",
     "set_local_part",
     "shards",
     "spec_for",
@@ -72,6 +73,13 @@ def joined_mesh(meshes: Sequence[Any]) -> Any:
     from torch.distributed.device_mesh import DeviceMesh
 
     return DeviceMesh._concatenate(list(meshes))
+
+
+def mesh_of_dims(mesh: Any, names: Sequence[str]) -> Any:
+    """Return the 1-D mesh along the named dimensions of ``mesh``. Flattening them has no public
+    name, but DTensors need the flattened mesh to know where it comes from. Collective for several
+    names."""
+    return mesh[names[0]] if len(names) == 1 else mesh[tuple(names)]._flatten("_".join(names))
 
 
 def shards(placement: Any, dim: int) -> bool:

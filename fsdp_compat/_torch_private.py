@@ -34,6 +34,7 @@ __all__ = [
     "break_connections",
     "children_of",
     "chunk_together",
+    "composable_apis",
     "copy_together",
     "default_device_of_backend",
     "default_store",
@@ -443,6 +444,15 @@ def wraps_as(module: nn.Module) -> str | None:
     return "module" if isinstance(module, nn.parallel.DistributedDataParallel) else None
 
 
+def composable_apis(module: nn.Module) -> frozenset[str]:
+    """Return the names of torch's composable functions, such as ``replicate``, that were applied to
+    a module. They keep them in a private registry, which exists once they were imported."""
+    contract = sys.modules.get("torch.distributed._composable.contract")
+    if contract is None:
+        return frozenset()
+    return frozenset(module.__dict__.get(contract.REGISTRY_KEY, ()))
+
+
 def unpatched(owner: nn.Module | torch.optim.Optimizer, method: str) -> Callable[..., Any]:
     """Return a method of a model or optimizer, the original one if torch.distributed.checkpoint has
     patched it."""
@@ -482,5 +492,6 @@ def views_like(flat: torch.Tensor, like: list[torch.Tensor]) -> Sequence[torch.T
 
 def keeping_versions(tensors: Sequence[torch.Tensor]) -> contextlib.AbstractContextManager[None]:
     """A context in which writes do not count as changes of ``tensors``, as autograd sees them."""
-    keep: Any = torch.autograd._unsafe_preserve_version_counter  # type: ignore[attr-defined]
-    return keep(tuple(tensors))
+    keep: Any = getattr(torch.autograd, "_unsafe_preserve_version_counter")  # noqa: B009
+    context: contextlib.AbstractContextManager[None] = keep(tuple(tensors))
+    return context

@@ -15,13 +15,15 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from . import _torch_patches, _torch_private
 from ._engine import hooks, rendezvous
-from ._engine.runtime import Runtime
+from ._engine.forward_methods import run_as_forward
+from ._engine.runtime import Runtime, runtime_of
 from ._engine.unit import Unit
 from ._flat import client_attributes as attributes
 from ._flat import clipping, comm_hook, construction, conversion, copying, summon
 from ._flat.flat_unit import FlatUnit, require_root
-from ._flat.forward_methods import run_as_forward
 from ._flat.settings import Arguments, Settings
+from ._fully_shard.fully_shard import register_forward_method
+from ._fully_shard.module import FSDPModule
 from ._state import forms, model_state_dict
 from ._state import optim_legacy_state_dict as legacy
 from ._state import optim_state_dict as optim
@@ -241,7 +243,8 @@ class FullyShardedDataParallel(nn.Module):
                 raise
             value = getattr(super().__getattr__(FSDP_WRAPPED_MODULE), name)
         if name in self._forward_methods:
-            return run_as_forward(self._unit, value, synced=self._forward_methods[name])
+            unit, synced = self._unit, self._forward_methods[name]
+            return run_as_forward(lambda: (runtime_of(unit), unit), value, synced=synced)
         return value
 
     def __getitem__(self, key: int) -> Any:
@@ -446,13 +449,14 @@ def register_fsdp_forward_method(
     methods such as ``generate`` and ``encode``.
 
     Args:
-        module: a FullyShardedDataParallel instance; other modules are left unchanged.
-        method_name: the name of a method of the wrapped module.
+        module: a FullyShardedDataParallel instance, or a module that ``fully_shard`` was applied
+            to; other modules are left unchanged.
+        method_name: the name of a method of the module.
         synced: allow ranks to call the inner units different numbers of times, for example in
             ``generate`` until each rank has its end token. A rank that is done keeps taking part
             in the others' all-gathers. This costs one small all-reduce per round of calls and turns
-            off prefetching. Default: on if gradients are disabled. With gradients, all ranks must
-            make the same calls, because backward does.
+            off prefetching. Default: on if gradients are disabled; off for ``fully_shard``. With
+            gradients, all ranks must make the same calls, because backward does.
 
     All ranks must call the method the same number of times and, if it is a generator, consume the
     same number of items. Collective: each call of the method, not the registration.
@@ -469,6 +473,8 @@ def register_fsdp_forward_method(
         )
     if synced is not None:
         synced = truth("synced", synced, "register_fsdp_forward_method")
+    if isinstance(module, FSDPModule):
+        register_forward_method(module, method_name, bool(synced))
     if not isinstance(module, FullyShardedDataParallel):
         return
     inner = module.module

@@ -20,7 +20,7 @@ PACKAGE = "fsdp_compat"
 LAYERS = (
     ("fsdp_compat", "fully_sharded_data_parallel", "sharded_grad_scaler"),
     ("checkpoint", "_torch_patches"),
-    ("_flat",),
+    ("_flat", "_fully_shard"),
     ("_state",),
     ("_stores",),
     ("_engine",),
@@ -385,7 +385,13 @@ def test_imports_point_down() -> None:
 
 
 def test_state_and_checkpoints_know_no_store_and_no_front_end() -> None:
-    above = ("_flat", "fully_sharded_data_parallel", "sharded_grad_scaler", "_stores")
+    above = (
+        "_flat",
+        "_fully_shard",
+        "fully_sharded_data_parallel",
+        "sharded_grad_scaler",
+        "_stores",
+    )
     found = [
         line
         for source in sources()

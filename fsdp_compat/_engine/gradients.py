@@ -75,7 +75,7 @@ class Gradients:
         self.received: Collection[int] = ()  # indices of parameters whose gradients are here
         self.reduction: Reduction | None = None
         self._store, self._memories, self._plan = store, memories, plan
-        self._reduce_dtype, self._device = reduce_dtype, device
+        self.reduce_dtype, self._device = reduce_dtype, device
         self._buffer: GradBuffer | None = None  # made for the first gradient: never, if frozen
         params = [
             (index, param)
@@ -181,14 +181,14 @@ class Gradients:
             for sharded_param, indices in store.sharded_params
         )
         exact = (
-            self._reduce_dtype == store.dtype
+            self.reduce_dtype == store.dtype
             and plan.grad_dtype is None
             and len(self._memories) == 1
         )
         if plan.ranks == 1 and plan.hook is None and memory.aliased and whole and exact:
             return DirectGradBuffer(store)
         return ReduceBuffer(
-            store, plan.shard.ranks, self._reduce_dtype, self._device, plan.predivisor, plan
+            store, plan.shard.ranks, self.reduce_dtype, self._device, plan.predivisor, plan
         )
 
     def start_reduction(self) -> None:
@@ -277,7 +277,7 @@ class ConductedGradients(Gradients):
         return ConductedReduceBuffer(
             self._store,
             self._plan.shard.ranks,
-            self._reduce_dtype,
+            self.reduce_dtype,
             self._device,
             self._plan.predivisor,
             self._plan,

@@ -12,6 +12,7 @@ from .conduct import Conduct
 from .device import offload_policy
 from .dtypes import ComputeDtype, Precision
 from .gradients import ConductedGradients, Gradients, is_large
+from .joined_gather import JoinedPart, gather_by_custom
 from .partial import PartialShard
 from .reduce_plan import CommHook, ReducePlan, predivisor
 from .requires_grad import RequiresGrad
@@ -34,22 +35,30 @@ class Group:
         offload: bool = False,
         streamed: bool = True,
         conduct: Conduct | None = None,
+        joined: JoinedPart | None = None,
     ) -> None:
         """Collective over the mesh, once per process group (see ``communicator``).
 
         offload: the shard is on the CPU. streamed: gradients of large parameters are moved to the
         buffer as they come, not in post-backward. conduct: of its unit, if the user may change it;
-        sharded parameters are DTensors then.
+        sharded parameters are DTensors then. joined: if several groups share an all-gather.
         """
-        self.store, self.precision, self.device = store, precision, device
-        self.conduct = conduct
+        self.store, self.device = store, device
+        self.conduct, self._joined = conduct, joined
         self.shard: Communicator = communicator(mesh.shard, device)
         self.replica: Communicator = communicator(mesh.replica, device)
         assert all(each.ranks > 1 for each in self.tensor_parallel)  # connected once, here
         self.offload = offload_policy(device, offload)
         # One per dtype computed in: see `use_dtype`.
         self.memories = [
-            GroupMemory(store, mesh.shard.ranks, dtype, device, self.offload.is_offloaded)
+            GroupMemory(
+                store,
+                mesh.shard.ranks,
+                dtype,
+                device,
+                self.offload.is_offloaded,
+                None if joined is None else joined.output,
+            )
             for dtype in dict.fromkeys((precision.gather, precision.evaluate or precision.gather))
         ]
         self.memory = self.memories[0]  # of the dtype computed in now
@@ -80,6 +89,16 @@ class Group:
             self.partial = PartialShard(store, self.memory, conduct.partial_mesh, device)
         self.requires_grad = RequiresGrad(store, self.memories, large)
         self.set_name("a unit")
+
+    @property
+    def gather_dtype(self) -> torch.dtype:
+        """The dtype of all-gathers, and of computation in training."""
+        return self.memories[0].all_gather_output.dtype
+
+    @property
+    def reduce_dtype(self) -> torch.dtype:
+        """The dtype of reductions."""
+        return self.gradients.reduce_dtype
 
     @property
     def tensor_parallel(self) -> list[Communicator]:
@@ -114,11 +133,15 @@ class Group:
         if self.partial is not None and self.partial.is_held:
             self.partial.begin_gather()
             return
+        if self._joined is not None:
+            self._joined.begin()
+            return
         memory.allocate()
         if self.store.extension is not None:
             self.store.extension.pack()
         if self.conduct is not None and self.conduct.custom_all_gather is not None:
-            self._gather_by_custom(self.conduct)
+            output = memory.all_gather_output
+            gather_by_custom(self.conduct, self.store.shard, output, self.shard.rank)
             return
         self._all_gather = self.shard.begin_gather(
             self.store.shard, memory.all_gather_output, memory.segments, self._tag
@@ -126,36 +149,28 @@ class Group:
         if self.offload.is_offloaded:
             self.offload.was_read()
 
-    def _gather_by_custom(self, conduct: Conduct) -> None:
-        """Collective. All-gather by the user's function."""
-        custom, full = conduct.custom_all_gather, self.memory.all_gather_output
-        output = custom.allocate((full.numel(),), dtype=full.dtype, device=full.device)
-        numel, rank = self.store.numel, self.shard.rank
-        source = output.narrow(0, rank * numel, numel).copy_(self.store.shard)
-        work = custom(
-            output_tensor=output,
-            input_tensor=source,
-            group=conduct.process_group,
-            async_op=False,
-        )
-        if work is not None:
-            work.wait()
-        full.data.copy_(output)
-
     def wait_for_unshard(self) -> None:
         """Collective. Make the unsharded parameters readable."""
         if self.partial is not None and self.partial.is_held:
             self.partial.end_gather(self._what)
             return
+        if self._joined is not None:
+            self._joined.wait(self._what)
         if self._all_gather is not None:
             self._end_all_gather()
         if self.memory.has_copies:
             self.memory.fill_unsharded_params()
+        if self._joined is not None:
+            self._joined.copied()
 
     def reshard(self) -> None:
         """Free the unsharded parameters. Collective if an all-gather is in flight."""
         if self.partial is not None and self.partial.is_held:
             self.partial.drop(self._what)
+        if self._joined is not None:
+            self._joined.drop(self._what)
+        if self.conduct is not None:
+            self.memory.keeps_storage = self.conduct.keeps_storage
         if self._all_gather is None:
             # An exception may have come before the handle was stored here.
             self._all_gather = self.shard.unfinished_gather(self._tag)
@@ -242,5 +257,8 @@ class Group:
     def resident_nbytes(self) -> int:
         """Bytes held now, beyond shard, gradients and optimizer state."""
         return (
-            sum(memory.resident_nbytes for memory in self.memories) + self.gradients.resident_nbytes
+            sum(memory.resident_nbytes for memory in self.memories)
+            + self.gradients.resident_nbytes
+            + (0 if self._joined is None else self._joined.resident_nbytes)
+            + (0 if self.partial is None else self.partial.resident_nbytes)
         )

@@ -27,6 +27,7 @@ __all__ = [
     "on_end_of_backward",
     "on_gradient_of_output",
     "on_gradient_of_param",
+    "on_state_dicts",
     "without_fast_path",
 ]
 
@@ -142,6 +143,19 @@ def _require_state_dict(module: torch.nn.Module, method: str) -> None:
         unit = reference()
         if unit is not None:
             unit.view.require_state_dict(module, method)
+
+
+def on_state_dicts(
+    module: torch.nn.Module,
+    before: Callable[[str], None],
+    after_loading: Callable[[], None],
+) -> None:
+    """Call ``before("state_dict")`` before the module's part of a state dict is taken,
+    ``before("load_state_dict")`` before one is loaded into the module, and ``after_loading``
+    then."""
+    module.register_state_dict_pre_hook(lambda *_: before("state_dict"))
+    module.register_load_state_dict_pre_hook(lambda *_: before("load_state_dict"))
+    module.register_load_state_dict_post_hook(lambda *_: after_loading())
 
 
 def on_assignment(

@@ -65,19 +65,26 @@ class GroupMemory:
         dtype: torch.dtype,
         device: torch.device,
         is_offloaded: bool = False,
+        output: torch.Tensor | None = None,
     ) -> None:
         """dtype: of the all-gather, and so of the parameters. is_offloaded: the shard is not on
-        ``device``."""
+        ``device``. output: [ranks, S], a view of memory that others allocate and free, out of which
+        the parameters are copied."""
         self.aliased = (
             ranks == 1 and dtype == store.dtype and not is_offloaded and store.extension is None
         )
         numel = ranks * store.numel
-        self.all_gather_output = (  # [ranks * S]
-            store.shard if self.aliased else torch.empty(numel, dtype=dtype, device=device)
-        )
+        if output is not None:
+            self.all_gather_output = output
+        else:
+            self.all_gather_output = (  # [ranks * S]
+                store.shard if self.aliased else torch.empty(numel, dtype=dtype, device=device)
+            )
         self.segments = Segments(self.all_gather_output, ranks)  # [S] each
         self.unsharded_params = store.make_unsharded_params(self.all_gather_output)
-        self._buffer = Storage(self.all_gather_output)
+        self._buffer = Storage(
+            self.all_gather_output if output is None else torch.empty(0, device=device)
+        )
         self._own_storages: list[Storage] = []  # of parameters that do not view the output
         self._copy: tuple[list[torch.Tensor], list[torch.Tensor]] | None = None  # (to, from)
         self._extension = store.extension

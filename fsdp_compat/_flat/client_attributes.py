@@ -282,11 +282,11 @@ class FlatParamHandle:
 
     @property
     def _fwd_bwd_param_dtype(self) -> torch.dtype:
-        return self._group.precision.gather
+        return self._group.gather_dtype
 
     @property
     def _reduce_dtype(self) -> torch.dtype:
-        return self._group.precision.reduce
+        return self._group.reduce_dtype
 
     @property
     def _offload_params(self) -> bool:

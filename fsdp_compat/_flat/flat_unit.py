@@ -17,7 +17,7 @@ from .._engine.group import Group
 from .._engine.runtime import Runtime
 from .._engine.unit import Unit, UnitOptions
 from .._state import optimizers
-from .._state.model_units import ModelUnit, model_unit_of, register
+from .._state.model_units import ATTRIBUTE, ModelUnit, model_unit_of, register
 from .._state.names import FSDP_WRAPPED_MODULE, clean_name
 from .._stores.flat_store import FlatStore
 from .._stores.registration import FlatParameter
@@ -55,7 +55,7 @@ class FlatUnit(ModelUnit):
 
 def is_wrapper(module: object) -> bool:
     """True for a wrapper; False for the module in it."""
-    return isinstance(module, nn.Module) and isinstance(model_unit_of(module), FlatUnit)
+    return isinstance(module, nn.Module) and isinstance(module.__dict__.get(ATTRIBUTE), FlatUnit)
 
 
 def is_wrapped(module: nn.Module) -> bool:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+import typing
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -49,7 +50,8 @@ __all__ = [
     "units_of",
 ]
 
-ATTRIBUTE = "_fsdp_model_unit"  # the module attribute that holds a registered ModelUnit
+# The module attribute that holds a registered ModelUnit, or the function that returns it.
+ATTRIBUTE = "_fsdp_model_unit"
 
 
 @dataclasses.dataclass(eq=False)
@@ -72,6 +74,9 @@ class ModelUnit:
     # While load_state_dict() runs: the prefix of the unit's keys, and the keys of its sharded
     # parameters.
     loading: tuple[str, set[str]] = ("", set())
+    # Of a unit of several modules, whose names have nothing in common: gives the unit's parameters
+    # the names that they have in a model. None: their names begin at the unit's module.
+    rename: Callable[[nn.Module], None] | None = None
 
     @property
     def runtime(self) -> Runtime:
@@ -105,14 +110,22 @@ def attribute_order_of(module: nn.Module) -> dict[str, list[str]]:
     }
 
 
-def register(module: nn.Module, unit: ModelUnit) -> None:
-    """Register ``unit`` on ``module``, whose name in the model becomes the unit's name."""
+def register(module: nn.Module, unit: ModelUnit | Callable[[], ModelUnit]) -> None:
+    """Register ``unit`` on ``module``, whose name in the model becomes the unit's name.
+
+    unit: or a function that returns it, which is called each time that the unit is asked for. It
+    may be collective.
+    """
     module.__dict__[ATTRIBUTE] = unit
 
 
 def model_unit_of(module: nn.Module) -> ModelUnit | None:
-    """Return the unit registered on a module, or None."""
-    return module.__dict__.get(ATTRIBUTE)
+    """Return the unit registered on a module, or None. Collective if the front end makes its units
+    when they are used, and this one was not used yet."""
+    found = module.__dict__.get(ATTRIBUTE)
+    if found is None or isinstance(found, ModelUnit):
+        return found
+    return typing.cast(Callable[[], ModelUnit], found)()
 
 
 def model_units_in(model: nn.Module) -> list[ModelUnit]:
@@ -151,6 +164,9 @@ def units_of(model: nn.Module) -> list[NamedUnit]:
     for name, child in model.named_modules():
         if (registered := model_unit_of(child)) is not None:
             prefix = clean_name(name)
+            if registered.rename is not None:
+                registered.rename(model)
+                prefix = ""
             found.append(NamedUnit(registered.unit, f"{prefix}." if prefix else ""))
     return found
 

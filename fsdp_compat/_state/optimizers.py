@@ -6,6 +6,7 @@ they hold parameters that are no longer trained, so the first step raises an err
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import weakref
 from collections.abc import Collection, Iterable
@@ -22,11 +23,31 @@ from .._engine.state_store import StateStore
 from ..errors import StateError, UsageError, explain
 from .full_params import shown_stores
 
-__all__ = ["convert", "is_held", "is_managed", "note", "note_assigned", "patch", "undo"]
+__all__ = [
+    "convert",
+    "is_held",
+    "is_managed",
+    "note",
+    "note_assigned",
+    "note_replaced",
+    "patch",
+    "undo",
+]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Replaced:
+    """Why a parameter is no longer trained."""
+
+    by: str
+    what: str
+    expected: str
+    fix: str
+
 
 # The parameters of all units. For a sharded parameter: (weak reference to its store, index of the
-# first of the model's parameters in it). For a parameter that a FlatParameter has replaced: a
-# description of it.
+# first of the model's parameters in it). For a parameter that another one has replaced: a
+# _Replaced.
 _managed: WeakIdKeyDictionary = WeakIdKeyDictionary()
 # {a parameter whose value was copied into a unit: the attribute it was assigned to}
 _assigned: WeakIdKeyDictionary = WeakIdKeyDictionary()
@@ -61,15 +82,34 @@ def note(originals: Iterable[nn.Parameter], stores: Iterable[StateStore]) -> Non
     global _last_wrapping
     _last_wrapping = next(_wrappings)
     for parameter in originals:
-        _managed[parameter] = f"a parameter of shape {tuple(parameter.shape)}"
+        _managed[parameter] = _Replaced(
+            "wrapping",
+            f"a parameter of shape {tuple(parameter.shape)}, which is part of a FlatParameter now",
+            "an optimizer created from wrapped_model.parameters(), or a model wrapped with "
+            "use_orig_params=True",
+            "create the optimizer after wrapping, or pass use_orig_params=True",
+        )
     for store in stores:
         for sharded_param, indices in store.sharded_params:
             sharded_param.__dict__[_MARK] = True
             _managed[sharded_param] = weakref.ref(store), indices[0]
 
 
+def note_replaced(originals: Iterable[nn.Parameter]) -> None:
+    """Register ``originals``, which were sharded into DTensors."""
+    global _last_wrapping
+    _last_wrapping = next(_wrappings)
+    for parameter in originals:
+        _managed[parameter] = _Replaced(
+            "fully_shard",
+            f"a parameter of shape {tuple(parameter.shape)}, which is a DTensor now",
+            "an optimizer created from the parameters of the sharded model",
+            "create the optimizer after fully_shard",
+        )
+
+
 def is_managed(parameter: nn.Parameter) -> bool:
-    """True for a sharded parameter, and for one that a FlatParameter has replaced."""
+    """True for a sharded parameter, and for one that was replaced."""
     return parameter in _managed
 
 
@@ -94,7 +134,7 @@ def convert(optimizer: torch.optim.Optimizer) -> None:
             place = _managed.get(parameter)
             if parameter in _assigned:
                 raise _not_taken(optimizer, number, _assigned[parameter])
-            if isinstance(place, str):
+            if isinstance(place, _Replaced):
                 raise _orphaned(optimizer, number, place)
             if place is None and _MARK in parameter.__dict__:
                 raise _pickled_apart(optimizer, number)
@@ -178,14 +218,13 @@ def _not_taken(optimizer: torch.optim.Optimizer, number: int, name: str) -> Usag
     )
 
 
-def _orphaned(optimizer: torch.optim.Optimizer, number: int, what: str) -> UsageError:
+def _orphaned(optimizer: torch.optim.Optimizer, number: int, replaced: _Replaced) -> UsageError:
     return UsageError(
         explain(
-            "The optimizer holds parameters that wrapping has replaced.",
-            expected="an optimizer created from wrapped_model.parameters(), or a model wrapped "
-            "with use_orig_params=True",
-            got=f"{what}, which is part of a FlatParameter now",
+            f"The optimizer holds parameters that {replaced.by} has replaced.",
+            expected=replaced.expected,
+            got=replaced.what,
             where=f"parameter group {number} of {type(optimizer).__name__}",
-            fix="create the optimizer after wrapping, or pass use_orig_params=True",
+            fix=replaced.fix,
         )
     )

@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import nn
 
+from .. import _torch_private
 from .._engine.group import Group
 from .._engine.state_store import store_of
 from .._engine.unit import Unit
@@ -95,7 +96,7 @@ class ParamOwnership:
         """True for a parameter that has elements, but none on this rank: its optimizer state here
         is meaningless."""
         group = self.held[parameter].group
-        if group is None or parameter.numel():
+        if group is None or _torch_private.local_part(parameter).numel():
             return False
         store = store_of(group)
         return any(math.prod(store.local_shape(index)) for index, _ in self.held[parameter].names)

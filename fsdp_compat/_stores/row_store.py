@@ -93,6 +93,7 @@ class RowStore(StateStore):
             self._params.append(
                 RowParam(cuts[index], placement, Kind(cls, attributes), placement.spec, sharded)
             )
+        self._views_output = False  # unsharded parameters view the all-gather's output
         self._note()
 
     def _lay_out(self, cuts: Sequence[Cut], dtype: torch.dtype, device: torch.device) -> None:
@@ -129,14 +130,11 @@ class RowStore(StateStore):
     def tensor_parallel_axes(self) -> Sequence[Axis]:
         return ()  # norms of DTensors are whole
 
-    @property
-    def _views_output(self) -> bool:
-        """True if unsharded parameters view the all-gather's output."""
-        return self.layout.ranks == 1 or (
-            len(self._params) == 1 and self._params[0].cut.is_contiguous
-        )
-
     def make_unsharded_params(self, full: torch.Tensor) -> list[nn.Parameter]:
+        # [ranks, S]: a part of a larger output, which is freed when it was copied out of.
+        self._views_output = full.dim() == 1 and (
+            self.layout.ranks == 1 or (len(self._params) == 1 and self._params[0].cut.is_contiguous)
+        )
         homes = self._homes_in(full) if self._views_output else self._new_homes(full)
         return [
             self.parameter(index, home.view(param.cut.shape), param.sharded.requires_grad)
@@ -177,7 +175,7 @@ class RowStore(StateStore):
             if not cut.numel:
                 continue
             if cut.dim is None:
-                pairs.append((value, self._views.part(full[: self.numel], index, 0)))
+                pairs.append((value, self._views.part(full.view(-1, self.numel)[0], index, 0)))
             elif cut.is_contiguous:
                 slots = value.as_strided((cut.ranks, cut.numel), (cut.numel, 1))
                 pairs.append((slots, self._views.block(full, index)))

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from .. import _torch_private
 from .._engine.state_store import store_of
 from .._layout.transfer import same_parts
 from ..errors import CheckpointError, explain
@@ -144,7 +145,7 @@ class OptimizerLoadPlan:
             for key, name, dtype in self._states_per_element(source):
                 if key not in flat:
                     state[key] = self._tensor_for(param, key, dtype)
-                    flat[key] = state[key].view(-1)
+                    flat[key] = _torch_private.local_part(state[key]).view(-1)
                 num_with[key] = num_with.get(key, 0) + 1
                 values = flat[key][part.slice]
                 source.request(self._files, name, dtype, values)
@@ -160,11 +161,9 @@ class OptimizerLoadPlan:
         """Return the tensor that a state is read to: the optimizer's own if it fits, or a new
         one."""
         own = (self._optimizer.state.get(param) or {}).get(key)
-        if type(own) is torch.Tensor and own.is_contiguous():
-            facts = own.dtype, own.shape, own.device
-            if facts == (dtype, param.shape, param.device):
-                return own
-        return torch.zeros(param.shape, dtype=dtype, device=param.device)
+        if _is_tensor_like(own, param) and own.dtype == dtype:
+            return own
+        return torch.zeros_like(param.detach(), dtype=dtype)
 
     def _states_per_element(self, source: PartSource) -> list[tuple[Any, str, torch.dtype]]:
         """Return (key, name of the tensor, dtype) of the states that a parameter has, according to
@@ -212,6 +211,18 @@ class OptimizerLoadPlan:
             state[key] = decode(
                 value, f"state {key!r}", lambda name: self._files.request_tensor(number, name)
             )
+
+
+def _is_tensor_like(value: Any, param: nn.Parameter) -> bool:
+    """True for a contiguous tensor that lies as ``param`` does."""
+    kind = torch.Tensor if _torch_private.is_plain(param) else type(param.data)
+    if type(value) is not kind or not _torch_private.local_part(value).is_contiguous():
+        return False
+    facts = [
+        (tensor.shape, tensor.device, getattr(tensor, "placements", None))
+        for tensor in (value, param)
+    ]
+    return facts[0] == facts[1]
 
 
 def _settings_of(content: Any) -> dict[str, Any]:

@@ -3,6 +3,7 @@ besides."""
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 from collections.abc import Sequence
 
@@ -73,8 +74,9 @@ def named_groups(units: Sequence[NamedUnit]) -> list[NamedGroup]:
     for tensor-parallel parameters."""
     meshes: dict[tuple[tuple[int, ...], tuple[int, ...]], int] = {}
     found: list[NamedGroup] = []
+    counts = collections.Counter[str]()  # units of several modules have no prefix, as the root
     for named in units:
-        for number, (_, group, section) in enumerate(named_sections(named.unit)):
+        for _, group, section in named_sections(named.unit):
             store = store_of(group)
             if any(parallel is not None for parallel in store.parallel):
                 raise UsageError(
@@ -88,6 +90,8 @@ def named_groups(units: Sequence[NamedUnit]) -> list[NamedGroup]:
                         "optim_state_dict()",
                     )
                 )
+            number = counts[named.prefix]
+            counts[named.prefix] += 1
             mesh = meshes.setdefault((group.shard.members, group.replica.members), len(meshes))
             found.append(
                 NamedGroup(

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from .. import _torch_private
 from .._engine.state_store import store_of
 from .._state.optim_state_dict import warn_of_layout
 from .._state.optim_values import StateKind, classify_all
@@ -254,7 +255,10 @@ def _add_states(
         numbers = [index - named.section.first_param for index in indices]
         # Where this rank has no part there are no gradients, and the states there are stale.
         for key, kind in kinds.get(param, {}).items() if store.has_part(indices) else ():
-            value, state_name = optimizer.state[param][key], f"{named.names(indices[0])[0]}.{key}"
+            value = optimizer.state[param][key]
+            if isinstance(value, torch.Tensor):  # of a DTensor: this rank's part
+                value = _torch_private.local_part(value)
+            state_name = f"{named.names(indices[0])[0]}.{key}"
             if not isinstance(key, _STATE_KEYS):
                 snapshot.text["left_out"].append(state_name)
             elif kind is PER_ELEMENT:

@@ -1,4 +1,4 @@
-"""Methods of a wrapped module that run like forward, such as ``generate``."""
+"""Methods of a sharded module that run like forward, such as ``generate``."""
 
 from __future__ import annotations
 
@@ -9,24 +9,27 @@ from typing import Any
 
 import torch
 
-from .._engine.runtime import Runtime, runtime_of
-from .._engine.unit import Unit
+from .runtime import Runtime
+from .unit import Unit
 
 __all__ = ["run_as_forward"]
 
 
 def run_as_forward(
-    unit: Unit, method: Callable[..., Any], *, synced: bool | None
+    locate: Callable[[], tuple[Runtime, Unit]],
+    method: Callable[..., Any],
+    *,
+    synced: bool | None,
 ) -> Callable[..., Any]:
     """Return a function that runs a method of a unit's module like its forward.
 
-    synced: see ``register_fsdp_forward_method``.
+    locate: returns the unit and its runtime. synced: see ``register_fsdp_forward_method``.
 
     Collective: each call of the returned function.
     """
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        runtime = runtime_of(unit)
+        runtime, unit = locate()
         in_rounds = not torch.is_grad_enabled() if synced is None else synced
         output = runtime.run_method(unit, method, args, kwargs, in_rounds)
         return _steps(runtime, unit, output) if inspect.isgenerator(output) else output

@@ -1,0 +1,1 @@
+"""How the per-parameter front end turns modules and arguments into units."""

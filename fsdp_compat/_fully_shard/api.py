@@ -1,0 +1,256 @@
+"""The records that ``fully_shard`` takes, and the interfaces of a user's own collectives."""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import typing
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from ..errors import AssertedUsageError, UsageError, explain
+
+if typing.TYPE_CHECKING:
+    from torch.distributed.tensor import Shard
+
+__all__ = [
+    "AllGather",
+    "CPUOffloadPolicy",
+    "Comm",
+    "DDPMeshInfo",
+    "DataParallelMeshDims",
+    "DataParallelMeshInfo",
+    "FSDPMeshInfo",
+    "HSDPMeshInfo",
+    "MixedPrecisionPolicy",
+    "OffloadPolicy",
+    "ReduceScatter",
+    "ShardPlacementResult",
+]
+
+
+@dataclasses.dataclass(frozen=True)
+class MixedPrecisionPolicy:
+    """The dtypes that a module computes and communicates in.
+
+    Only floating-point parameters of 16 bits or more are cast. Sharded parameters and the optimizer
+    keep the original dtype.
+
+    Attributes:
+        param_dtype: of the unsharded parameters, and so of the all-gather and the computation.
+            None: the parameters' own.
+        reduce_dtype: of the gradient reduction, and of gradients that are accumulated without one.
+            None: ``param_dtype``.
+        output_dtype: that floating-point outputs of forward are cast to. None: as they are.
+        cast_forward_inputs: cast floating-point inputs of forward to ``param_dtype``.
+        param_dtype_override_fn: called once for each parameter when ``fully_shard`` is applied.
+            Returns the dtype that this parameter computes in: its original one, ``param_dtype``, or
+            None for ``param_dtype``. Must answer alike on all ranks.
+    """
+
+    param_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+    output_dtype: torch.dtype | None = None
+    cast_forward_inputs: bool = True
+    param_dtype_override_fn: Callable[[nn.Parameter], torch.dtype | None] | None = (
+        dataclasses.field(default=None, kw_only=True)
+    )
+
+
+@dataclasses.dataclass
+class OffloadPolicy:
+    """Nothing is offloaded."""
+
+
+@dataclasses.dataclass
+class CPUOffloadPolicy(OffloadPolicy):
+    """Sharded parameters, their gradients and optimizer state live on the CPU.
+
+    Attributes:
+        pin_memory: pin this memory, so that copies to and from the device overlap with computation.
+    """
+
+    pin_memory: bool = True
+
+
+@dataclasses.dataclass
+class DataParallelMeshDims:
+    """The dimensions of a whole mesh that are data-parallel, by name.
+
+    Several names are flattened into one dimension. Raises UsageError if neither is given.
+
+    Attributes:
+        shard: that parameters are sharded over.
+        replicate: that parameters are replicated over.
+    """
+
+    shard: str | tuple[str, ...] | None = None
+    replicate: str | tuple[str, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if self.shard is None and self.replicate is None:
+            raise UsageError(
+                explain(
+                    "No dimension of the mesh was named.",
+                    expected="shard=, replicate=, or both",
+                    got="neither",
+                    where="DataParallelMeshDims(...)",
+                    fix="name the dimension to shard over: DataParallelMeshDims(shard='dp')",
+                )
+            )
+
+    @property
+    def shard_names(self) -> tuple[str, ...]:
+        """The names in ``shard``, as a tuple."""
+        return _as_tuple(self.shard)
+
+    @property
+    def replicate_names(self) -> tuple[str, ...]:
+        """The names in ``replicate``, as a tuple."""
+        return _as_tuple(self.replicate)
+
+
+def _as_tuple(names: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    if names is None:
+        return ()
+    return (names,) if isinstance(names, str) else tuple(names)
+
+
+@dataclasses.dataclass
+class DataParallelMeshInfo:
+    """A mesh, and which of its dimensions shard and replicate parameters.
+
+    Raises AssertionError if neither dimension is given.
+    """
+
+    mesh: DeviceMesh
+    shard_mesh_dim: int | None = None
+    replicate_mesh_dim: int | None = None
+    dp_mesh_dims: DataParallelMeshDims | None = None
+    spmd_mesh: DeviceMesh | None = dataclasses.field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.shard_mesh_dim is None and self.replicate_mesh_dim is None:
+            raise _no_dimension("shard_mesh_dim or replicate_mesh_dim", type(self).__name__)
+
+    @property
+    def is_spmd_mesh(self) -> bool:
+        """True if parameters are DTensors on ``spmd_mesh``, of which ``mesh`` is a part."""
+        return self.dp_mesh_dims is not None
+
+
+@dataclasses.dataclass
+class FSDPMeshInfo(DataParallelMeshInfo):
+    """A mesh with a dimension that parameters are sharded over."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.shard_mesh_dim is None:
+            raise _no_dimension("shard_mesh_dim", type(self).__name__)
+
+    @property
+    def shard_mesh_size(self) -> int:
+        return self.mesh.size(self.shard_mesh_dim)
+
+    @property
+    def shard_process_group(self) -> dist.ProcessGroup:
+        return self.mesh.get_group(self.shard_mesh_dim)
+
+    @property
+    def shard_mesh_rank(self) -> int:
+        return self.mesh.get_local_rank(self.shard_mesh_dim)
+
+
+@dataclasses.dataclass
+class DDPMeshInfo(DataParallelMeshInfo):
+    """A mesh with a dimension that parameters are replicated over."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.replicate_mesh_dim is None:
+            raise _no_dimension("replicate_mesh_dim", type(self).__name__)
+
+    @property
+    def replicate_mesh_size(self) -> int:
+        return self.mesh.size(self.replicate_mesh_dim)
+
+    @property
+    def replicate_process_group(self) -> dist.ProcessGroup:
+        return self.mesh.get_group(self.replicate_mesh_dim)
+
+    @property
+    def replicate_mesh_rank(self) -> int:
+        return self.mesh.get_local_rank(self.replicate_mesh_dim)
+
+
+@dataclasses.dataclass
+class HSDPMeshInfo(FSDPMeshInfo, DDPMeshInfo):
+    """A mesh with both dimensions."""
+
+
+def _no_dimension(names: str, where: str) -> AssertedUsageError:
+    return AssertedUsageError(
+        explain(
+            "No dimension of the mesh was given.",
+            expected=names,
+            got="None",
+            where=f"{where}(...)",
+            fix=f"pass {where}(mesh, {names.partition(' ')[0]}=0)",
+        )
+    )
+
+
+@dataclasses.dataclass
+class ShardPlacementResult:
+    """An answer of ``shard_placement_fn``: the dimension of the parameter to shard (None: 0), and
+    the mesh to shard it over."""
+
+    placement: Shard | None
+    mesh_info: FSDPMeshInfo
+
+
+_ReduceOp = dist.ReduceOp | dist.ReduceOp.RedOpType
+
+
+class Comm(abc.ABC):
+    """A collective of the user, which also provides the buffers that it works on."""
+
+    @abc.abstractmethod
+    def allocate(
+        self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        """Return a buffer of this size. Its values do not matter."""
+
+
+class AllGather(Comm):
+    """An all-gather of the user, see ``FSDPModule.set_custom_all_gather``."""
+
+    @abc.abstractmethod
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        """Fill ``output_tensor`` [ranks * S] with every rank's ``input_tensor`` [S]. Collective."""
+
+
+class ReduceScatter(Comm):
+    """A reduce-scatter of the user, see ``FSDPModule.set_custom_reduce_scatter``."""
+
+    @abc.abstractmethod
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: _ReduceOp,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        """Fill ``output_tensor`` [S] with this rank's part of the reduction of all ranks'
+        ``input_tensor`` [ranks * S]. Collective."""

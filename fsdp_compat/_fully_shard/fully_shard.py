@@ -1,0 +1,152 @@
+"""``fully_shard``: shard a module in place, each parameter by itself."""
+
+from __future__ import annotations
+
+import typing
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from .._engine.forward_methods import run_as_forward
+from ..errors import UsageError, explain
+from . import state
+from .api import (
+    DataParallelMeshDims,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    ShardPlacementResult,
+)
+from .module import FSDPModule, shard_class
+from .plan import Arguments, plan
+
+if typing.TYPE_CHECKING:
+    from torch.distributed.tensor import Shard
+
+__all__ = ["fully_shard", "register_forward_method"]
+
+_NO_CASTS, _NO_OFFLOADING = MixedPrecisionPolicy(), OffloadPolicy()
+
+
+@typing.overload
+def fully_shard(
+    module: nn.Module,
+    *,
+    mesh: DeviceMesh | None = ...,
+    reshard_after_forward: bool | int | None = ...,
+    shard_placement_fn: Callable[[nn.Parameter], Shard | ShardPlacementResult | None] | None = ...,
+    mp_policy: MixedPrecisionPolicy = ...,
+    offload_policy: OffloadPolicy = ...,
+    ignored_params: set[nn.Parameter] | None = ...,
+    dp_mesh_dims: DataParallelMeshDims | None = ...,
+    allow_unused_units: bool = ...,
+) -> FSDPModule: ...
+
+
+@typing.overload
+def fully_shard(
+    module: list[nn.Module],
+    *,
+    mesh: DeviceMesh | None = ...,
+    reshard_after_forward: bool | int | None = ...,
+    shard_placement_fn: Callable[[nn.Parameter], Shard | ShardPlacementResult | None] | None = ...,
+    mp_policy: MixedPrecisionPolicy = ...,
+    offload_policy: OffloadPolicy = ...,
+    ignored_params: set[nn.Parameter] | None = ...,
+    dp_mesh_dims: DataParallelMeshDims | None = ...,
+    allow_unused_units: bool = ...,
+) -> list[FSDPModule]: ...
+
+
+def fully_shard(
+    module: Any,
+    *,
+    mesh: DeviceMesh | None = None,
+    reshard_after_forward: bool | int | None = None,
+    shard_placement_fn: Callable[[nn.Parameter], Shard | ShardPlacementResult | None] | None = None,
+    mp_policy: MixedPrecisionPolicy = _NO_CASTS,
+    offload_policy: OffloadPolicy = _NO_OFFLOADING,
+    ignored_params: set[nn.Parameter] | None = None,
+    dp_mesh_dims: DataParallelMeshDims | None = None,
+    allow_unused_units: bool = False,
+) -> Any:
+    """Shard the parameters of ``module`` over ranks, in place, and return it.
+
+    Parameters become DTensors, of which each rank holds a part. A forward of the module unshards
+    them by one all-gather and reshards them at its end; backward does the same, and reduces the
+    gradients by one reduce-scatter. The class of the module gets the base ``FSDPModule``.
+
+    One call manages all parameters in the module that no earlier call manages, so call it for inner
+    modules first, then for the root. Create the optimizer afterwards.
+
+    Args:
+        module: a module, or a list of modules whose parameters are unsharded together: until each
+            of them was called, or the outermost forward has ended.
+        mesh: 1-D: parameters are sharded over its ranks. 2-D with names: replicated over the first
+            dimension, sharded over the second. None: all ranks. Its device type says which device
+            computes.
+        reshard_after_forward: True: free unsharded parameters after forward, and all-gather them
+            again in backward. False: keep them, which costs memory. None: True, except for the
+            root. A number: after forward keep the part of one of so many ranks, and all-gather
+            among these in backward; it divides the number of ranks that parameters are sharded
+            over.
+        shard_placement_fn: returns for a parameter the ``Shard(dim)`` to cut it along, a
+            ShardPlacementResult with another mesh, or None for ``Shard(0)`` on ``mesh``.
+        mp_policy: the dtypes to compute and communicate in.
+        offload_policy: CPUOffloadPolicy() keeps shards, gradients and optimizer state on the CPU.
+        ignored_params: parameters to leave alone.
+        dp_mesh_dims: the data-parallel dimensions of ``mesh``, if parameters are DTensors on all of
+            it.
+        allow_unused_units: on the root, let ranks use different modules in a step. Costs a small
+            exchange per forward and backward.
+
+    Raises UsageError, with nothing changed, for arguments and modules that cannot be used.
+    Collective only where process groups are made: for a number as ``reshard_after_forward``, and
+    for several names of a dimension in ``dp_mesh_dims``.
+    """
+    planned = plan(
+        module,
+        Arguments(
+            mesh,
+            reshard_after_forward,
+            shard_placement_fn,
+            mp_policy,
+            offload_policy,
+            ignored_params,
+            dp_mesh_dims,
+            allow_unused_units,
+        ),
+        state.owners,
+    )
+    made = state.apply(planned)
+    for each in made.modules:
+        each.__class__ = shard_class(type(each))
+    return module
+
+
+# What a call keeps for a module; None without a call.
+fully_shard.state = state.state_of  # type: ignore[attr-defined]
+
+
+def register_forward_method(module: FSDPModule, name: str, synced: bool) -> None:
+    """See ``register_fsdp_forward_method``."""
+    model = typing.cast(nn.Module, module)
+    method = getattr(model, name, None)
+    if not callable(method):
+        raise UsageError(
+            explain(
+                f"{name!r} cannot be registered.",
+                expected="the name of a method of the module",
+                got=f"{name!r} of a {type(model).__name__}",
+                where="register_fsdp_forward_method(module, method_name)",
+                fix="check the name; forward needs no registration",
+            )
+        )
+    own = state.state_of(model)
+    assert own is not None
+
+    def locate() -> tuple[Any, Any]:
+        return own.ready_runtime(), own.ready_unit()
+
+    setattr(model, name, run_as_forward(locate, method, synced=synced))

@@ -1,0 +1,49 @@
+"""Handles of work that was started and is waited for later."""
+
+from __future__ import annotations
+
+from .._engine.runtime import Runtime
+from .._engine.unit import Residency, Unit
+
+__all__ = ["GradientReductionHandle", "UnitHandle", "UnshardHandle"]
+
+
+class UnshardHandle:
+    """Returned by ``FSDPModule.unshard(async_op=True)``."""
+
+    def wait(self) -> None:
+        """Make the unsharded parameters readable, and show them in the modules. Collective."""
+
+
+class UnitHandle(UnshardHandle):
+    """The handle of one unit."""
+
+    def __init__(self, unit: Unit) -> None:
+        self._unit: Unit | None = unit
+
+    def wait(self) -> None:
+        """See UnshardHandle. A second call does nothing."""
+        unit, self._unit = self._unit, None
+        if unit is None:
+            return
+        unit.wait_for_unshard()
+        if unit.residency is Residency.UNSHARDED:
+            unit.view.show_unsharded()
+        if unit.runtime is None or not unit.runtime.runs:
+            for group in unit.groups:
+                group.shard.flush_sends("parameters that this rank has sent")
+
+
+class GradientReductionHandle:
+    """Returned by ``FSDPModule.finalize_backward(async_op=True)``."""
+
+    def __init__(self, runtime: Runtime | None) -> None:
+        """runtime: whose reductions were started; None: there are none."""
+        self._runtime = runtime
+
+    def wait(self) -> None:
+        """Wait for the reductions: gradients are complete then. Collective. A second call does
+        nothing."""
+        runtime, self._runtime = self._runtime, None
+        if runtime is not None:
+            runtime.end_finalize()

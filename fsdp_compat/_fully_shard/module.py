@@ -1,0 +1,450 @@
+"""The class of modules that ``fully_shard`` was applied to."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import typing
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from typing_extensions import deprecated
+
+from ..errors import (
+    AssertedStateError,
+    TypeUsageError,
+    UsageError,
+    explain,
+    takes,
+    truth,
+    wrong_type,
+)
+from .api import AllGather, ReduceScatter
+from .checks import (
+    refuse_allocator,
+    require_comm,
+    require_finalizable,
+    require_one_mesh,
+    require_root,
+)
+from .handles import GradientReductionHandle, UnitHandle, UnshardHandle
+from .state import ShardedModules, state_of, states_in
+
+__all__ = [
+    "FSDPModule",
+    "disable_fsdp_module_new_init",
+    "get_cls_to_fsdp_cls",
+    "shard_class",
+    "share_comm_ctx",
+]
+
+
+class FSDPModule:
+    """The mixin that ``fully_shard`` adds to the class of a module.
+
+    Setters may be called at any time between steps. With ``recurse=True`` they also set the value
+    for all sharded modules inside.
+    """
+
+    _orig_cls_mro_index: int = 2  # of the module's own class: [FSDPLinear, FSDPModule, Linear, ...]
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Make an instance of the module's own class, as a slice of a container needs."""
+        original = cls.__mro__[cls._orig_cls_mro_index]
+        self = original.__new__(original, *args, **kwargs)
+        if _initialises_new:
+            self.__init__(*args, **kwargs)
+        return self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the module with unsharded parameters. Collective."""
+        state = self._get_fsdp_state()
+        runtime = state.runtime
+        if runtime is None or runtime.stale:
+            runtime = state.ready_runtime()
+        if state.post_optim_event is not None:
+            _wait_for_optimizer(state)
+        assert state.unit is not None
+        called = None if len(state.modules) == 1 else typing.cast(nn.Module, self)
+        call: Callable[..., Any] = super().__call__  # type: ignore[misc]  # nn.Module's
+        return runtime.run(state.unit, call, args, kwargs, called)
+
+    def __deepcopy__(self, memo: Any) -> typing.NoReturn:
+        raise AssertedStateError(
+            explain(
+                "A sharded module cannot be copied.",
+                expected="a copy of the model before fully_shard",
+                got=f"copy.deepcopy of a {type(self).__name__}",
+                where="copy.deepcopy",
+                fix="build a second model, apply fully_shard to it, and load state_dict() of the "
+                "first one into it",
+            )
+        )
+
+    # -- parameters
+
+    def reshard(self) -> None:
+        """Free the unsharded parameters of this module (not of sharded modules inside), and show
+        the sharded ones. Nothing happens while the module's forward runs."""
+        self._get_fsdp_state().reshard()
+
+    def unshard(self, async_op: bool = False) -> UnshardHandle | None:
+        """Unshard the parameters of this module (not of sharded modules inside), in the dtypes of
+        its mixed precision. They stay unsharded until ``reshard`` or the end of the next forward.
+
+        async_op: only start, and return a handle whose ``wait`` makes them readable. The module's
+        forward waits by itself. Collective.
+        """
+        async_op = truth("async_op", async_op, "unshard")
+        state = self._get_fsdp_state()
+        unit = state.ready_unit()
+        if not unit.is_fresh:
+            unit.reshard()
+        unit.unshard()
+        state.conduct.pinned = True
+        handle = UnitHandle(unit)
+        if async_op:
+            return handle
+        handle.wait()
+        return None
+
+    def reset_iter_state(self) -> None:
+        """Reset the model after forward or backward has raised, on the root: wait for what is in
+        flight, reshard everything, and drop gradients that were not reduced, those of
+        ``set_requires_gradient_sync(False)`` included.
+
+        Not needed for the next step to work, but it frees memory and drops partial gradients at
+        once. Raises RuntimeError on other modules than the root.
+        """
+        state = self._get_fsdp_state()
+        require_root(state, "reset_iter_state")
+        if state.runtime is not None:
+            state.runtime.reset()
+
+    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
+        """Set whether parameters are resharded after forward, instead of what ``fully_shard`` was
+        called with."""
+        if not isinstance(reshard_after_forward, bool):
+            raise wrong_type(
+                "reshard_after_forward",
+                "True or False",
+                reshard_after_forward,
+                "set_reshard_after_forward",
+            )
+        for state in self._states(recurse):
+            state.is_auto = False
+            conduct = state.conduct
+            conduct.reshard_after_forward = reshard_after_forward
+            conduct.partial_ranks, conduct.partial_mesh = 0, None
+
+    def set_reshard_after_backward(
+        self, reshard_after_backward: bool, *, recurse: bool = True
+    ) -> None:
+        """Set whether parameters are resharded after backward. False saves the all-gather of the
+        next forward, for gradient accumulation."""
+        where = "set_reshard_after_backward"
+        flag = truth("reshard_after_backward", reshard_after_backward, where)
+        for state in self._states(recurse):
+            state.conduct.reshard_after_backward = flag
+
+    def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
+        """Set whether backward unshards the parameters of this module. False is for modules whose
+        backward does not read them, such as embeddings."""
+        flag = truth("unshard_in_backward", unshard_in_backward, "set_unshard_in_backward")
+        self._get_fsdp_state().conduct.unshard_in_backward = flag
+
+    def set_keep_unsharded_storage(self, enabled: bool, *, recurse: bool = True) -> None:
+        """Set whether unsharded parameters keep their memory, and so their data pointers, while
+        they are sharded."""
+        flag = truth("enabled", enabled, "set_keep_unsharded_storage")
+        for state in self._states(recurse):
+            state.conduct.keeps_storage = flag
+
+    def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
+        """Set the modules whose all-gathers start in forward as soon as this module's parameters
+        are unsharded, instead of those of the module that came next in the last forward."""
+        conducts = _conducts_of(modules, "set_modules_to_forward_prefetch")
+        self._get_fsdp_state().conduct.forward_prefetch = conducts
+
+    def set_modules_to_backward_prefetch(self, modules: list[FSDPModule]) -> None:
+        """Set the modules whose all-gathers start in backward as soon as this module's parameters
+        are unsharded, instead of those of the module that came next in the last backward."""
+        conducts = _conducts_of(modules, "set_modules_to_backward_prefetch")
+        self._get_fsdp_state().conduct.backward_prefetch = conducts
+
+    # -- gradients
+
+    def set_is_last_backward(self, is_last_backward: bool) -> None:
+        """Accepted for compatibility: every backward waits for the reductions that it starts."""
+        truth("is_last_backward", is_last_backward, "set_is_last_backward")
+
+    def set_requires_gradient_sync(
+        self, requires_gradient_sync: bool, *, recurse: bool = True
+    ) -> None:
+        """Set whether backward reduces gradients. With False they accumulate on each rank in the
+        dtype of the reduction, for gradient accumulation without communication."""
+        where = "set_requires_gradient_sync"
+        flag = truth("requires_gradient_sync", requires_gradient_sync, where)
+        for state in self._states(recurse):
+            state.conduct.sync = state.conduct.all_reduce = flag
+
+    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
+        """Set whether backward sums reduced gradients over the replicas of a 2-D mesh. With False
+        they accumulate until a backward with True."""
+        flag = truth("requires_all_reduce", requires_all_reduce, "set_requires_all_reduce")
+        for state in self._states(recurse):
+            state.conduct.all_reduce = flag
+
+    def set_manual_backward_finalization(self, enabled: bool) -> None:
+        """Set, on the root, whether backwards reduce nothing until ``finalize_backward`` is
+        called."""
+        where = "set_manual_backward_finalization"
+        flag, state = truth("enabled", enabled, where), self._get_fsdp_state()
+        require_root(state, where)
+        if state.runtime is not None:
+            state.runtime.require_idle(f"{where}()")
+            state.runtime.finalizes_by_hand = flag
+        state.finalizes_by_hand = flag
+
+    def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:
+        """Reduce what backwards have accumulated, on the root, after
+        ``set_manual_backward_finalization(True)``, and wait for it.
+
+        async_op: only start, and return a handle whose ``wait`` completes the gradients. Raises
+        StateError without manual finalization, and while a module's gradient synchronisation is
+        off. Collective.
+        """
+        async_op = truth("async_op", async_op, "finalize_backward")
+        state = self._get_fsdp_state()
+        require_root(state, "finalize_backward")
+        require_finalizable(state, self._states(True))
+        if state.runtime is not None:
+            state.runtime.begin_finalize()
+        handle = GradientReductionHandle(state.runtime)
+        if async_op:
+            return handle
+        handle.wait()
+        return None
+
+    def set_reduce_scatter_unused_params(
+        self, reduce_scatter_unused_params: bool, *, recurse: bool = True
+    ) -> None:
+        """Set whether zeros are reduced for parameters without a gradient. Needed where ranks use
+        different parameters."""
+        where = "set_reduce_scatter_unused_params"
+        flag = truth("reduce_scatter_unused_params", reduce_scatter_unused_params, where)
+        for state in self._states(recurse):
+            state.conduct.reduces_unused = flag
+
+    def set_gradient_divide_factor(self, factor: float) -> None:
+        """Set what gradients of this module are divided by, instead of the number of ranks."""
+        if isinstance(factor, bool) or not isinstance(factor, (int, float)) or not factor > 0:
+            raise wrong_type("factor", "a number above 0", factor, "set_gradient_divide_factor")
+        self._set_reduction(divide_factor=float(factor))
+
+    @deprecated("Use `set_gradient_divide_factor` instead")
+    def set_reduce_scatter_divide_factor(self, factor: float) -> None:
+        """Old name of ``set_gradient_divide_factor``."""
+        self.set_gradient_divide_factor(factor)
+
+    def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
+        """Accepted for compatibility: collectives always sum, and divide apart from that."""
+        truth("enable", enable, "set_force_sum_reduction_for_comms")
+
+    def set_all_reduce_hook(
+        self,
+        hook: Callable[[torch.Tensor], None],
+        *,
+        stream: torch.Stream | None = None,
+    ) -> None:
+        """Set a function that gets each reduced gradient shard [S], in the dtype of the reduction,
+        and may change it in place: after division and, on a 2-D mesh, after the all-reduce.
+
+        stream: that it runs on; not on a 2-D mesh.
+        """
+        state = self._get_fsdp_state()
+        require_one_mesh(state, "set_all_reduce_hook")
+        if not callable(hook) or not takes(hook, 1):
+            raise wrong_type(
+                "hook", "a function that takes one tensor", hook, "set_all_reduce_hook"
+            )
+        if stream is not None and state.has_replicas:
+            raise UsageError(
+                explain(
+                    "The hook cannot have a stream of its own on a mesh with replicas.",
+                    expected="stream=None: the hook runs where the all-reduce does",
+                    got=f"stream={stream!r}",
+                    where="set_all_reduce_hook",
+                    fix="leave out stream=",
+                )
+            )
+        self._set_reduction(all_reduce_hook=hook, all_reduce_stream=stream)
+
+    def set_post_optim_event(self, event: torch.Event) -> None:
+        """Let the root's next forward wait for an event that was recorded after the optimizer's
+        step, for optimizers that step on another stream."""
+        if not callable(getattr(event, "wait", None)):
+            raise wrong_type("event", "a torch.Event", event, "set_post_optim_event")
+        self._get_fsdp_state().post_optim_event = event
+
+    # -- collectives
+
+    def set_custom_all_gather(self, comm: AllGather) -> None:
+        """Let ``comm`` allocate the buffers of this module's all-gathers, and run these."""
+        state = self._get_fsdp_state()
+        require_one_mesh(state, "set_custom_all_gather")
+        require_comm(comm, "an AllGather", "set_custom_all_gather")
+        state.conduct.custom_all_gather = comm
+
+    def set_custom_reduce_scatter(self, comm: ReduceScatter) -> None:
+        """Let ``comm`` allocate the buffers of this module's reduce-scatters, and run these."""
+        require_one_mesh(self._get_fsdp_state(), "set_custom_reduce_scatter")
+        require_comm(comm, "a ReduceScatter", "set_custom_reduce_scatter")
+        self._set_reduction(custom=comm)
+
+    def set_reduce_scatter_max_input_buffers(
+        self, max_input_buffers: int, *, recurse: bool = True
+    ) -> None:
+        """Set how many units' gradient buffers may be in flight at once. The value of the root
+        counts."""
+        where = "set_reduce_scatter_max_input_buffers"
+        if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int):
+            raise wrong_type("max_input_buffers", "a whole number", max_input_buffers, where)
+        if max_input_buffers < 1:
+            raise UsageError(
+                explain(
+                    "At least one buffer is needed.",
+                    expected="max_input_buffers of 1 or more",
+                    got=repr(max_input_buffers),
+                    where=where,
+                    fix="pass 1 for the least memory",
+                )
+            )
+        for state in self._states(recurse):
+            if state.max_inflight_reductions != max_input_buffers - 1:
+                state.max_inflight_reductions = max_input_buffers - 1
+                if state.runtime is not None and state.is_root:
+                    state.runtime.stale = True  # another one, with the new value
+
+    def set_separate_reduce_scatter_group(
+        self, enable: bool = True, *, recurse: bool = True
+    ) -> None:
+        """Accepted for compatibility: all-gathers and reduce-scatters do not wait for each other,
+        except on backends that run the collectives of a group one after the other."""
+        truth("enable", enable, "set_separate_reduce_scatter_group")
+
+    def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
+        """False changes nothing. Raises StateError for True: buffers are not allocated by process
+        groups."""
+        where = "set_allocate_memory_from_process_group_for_comm"
+        if truth("enable", enable, where):
+            refuse_allocator(where, "memory that the process group allocates")
+
+    def set_symm_mem_for_comm(self, backend: Literal["NCCL"] = "NCCL") -> None:
+        """Raises StateError: symmetric memory is not supported."""
+        refuse_allocator("set_symm_mem_for_comm", f"symmetric memory of {backend!r}")
+
+    # -- what torch calls
+
+    def _set_unshard_async_op(self, async_op: bool) -> None:
+        """Accepted for compatibility: buffers are always allocated on the stream that computes."""
+
+    def _get_fsdp_state(self) -> ShardedModules:
+        state = state_of(typing.cast(nn.Module, self))
+        if state is None:
+            raise AssertedStateError(
+                explain(
+                    "The module has the class of a sharded module, but no sharded parameters.",
+                    expected="a module that fully_shard was applied to",
+                    got=f"a {type(self).__name__} without them",
+                    where=type(self).__name__,
+                    fix="build the module anew, and apply fully_shard to it",
+                )
+            )
+        return state
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        """Move or cast the sharded parameters, as ``to`` and ``to_empty`` do."""
+        state = self._get_fsdp_state()
+        state.before_state_dict("Module.to")
+        result = super()._apply(*args, **kwargs)  # type: ignore[misc]  # nn.Module's
+        state.look_again()
+        return result
+
+    def _states(self, recurse: bool) -> list[ShardedModules]:
+        module = typing.cast(nn.Module, self)
+        return states_in(module.modules() if recurse else [module])
+
+    def _set_reduction(self, **changes: Any) -> None:
+        conduct = self._get_fsdp_state().conduct
+        conduct.reduction = dataclasses.replace(conduct.reduction, **changes)
+
+
+def _conducts_of(modules: Any, where: str) -> list[Any]:
+    return [state.conduct for state in _states_of(modules, where)]
+
+
+def _states_of(modules: Any, where: str) -> list[ShardedModules]:
+    listed = list(modules) if isinstance(modules, Iterable) else None
+    if listed is None or not all(isinstance(module, FSDPModule) for module in listed):
+        raise TypeUsageError(
+            explain(
+                "These are not sharded modules.",
+                expected="a list of modules that fully_shard was applied to",
+                got=str([type(module).__name__ for module in listed])
+                if listed is not None
+                else f"a {type(modules).__name__}",
+                where=where,
+                fix="apply fully_shard to the modules first",
+            )
+        )
+    return states_in(listed)
+
+
+def _wait_for_optimizer(state: ShardedModules) -> None:
+    event, state.post_optim_event = state.post_optim_event, None
+    device = state.plan.device
+    if event is not None and device.type != "cpu":
+        torch.accelerator.current_stream(device).wait_event(event)
+
+
+# -- classes
+
+_classes: dict[type, type] = {}
+_initialises_new = True
+
+
+def get_cls_to_fsdp_cls() -> dict[type, type]:
+    """Return {class of a module: the class that ``fully_shard`` gives it}."""
+    return _classes
+
+
+def shard_class(cls: type) -> type:
+    """Return the class of sharded modules of class ``cls``: always the same one."""
+    if cls not in _classes:
+        _classes[cls] = type(
+            f"FSDP{cls.__name__}", (FSDPModule, cls), {"__module__": cls.__module__}
+        )
+    return _classes[cls]
+
+
+@contextlib.contextmanager
+def disable_fsdp_module_new_init() -> Iterator[None]:
+    """Inside the context, constructing the class of a sharded module does not call ``__init__`` of
+    its own class."""
+    global _initialises_new
+    before, _initialises_new = _initialises_new, False
+    try:
+        yield
+    finally:
+        _initialises_new = before
+
+
+def share_comm_ctx(modules: list[FSDPModule]) -> None:
+    """Accepted for compatibility: all models of a process use the same streams.
+
+    Raises UsageError unless ``modules`` are sharded modules.
+    """
+    _states_of(modules, "share_comm_ctx")

@@ -1,0 +1,208 @@
+"""What one call of ``fully_shard`` will make: everything is checked and decided here, and nothing
+has changed yet."""
+
+from __future__ import annotations
+
+import dataclasses
+import typing
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from .. import _torch_private
+from .._engine.ownership import OrigParam
+from .._stores.extension import has_extension
+from .._stores.placement import DataMesh, RowPlacement, place
+from ..errors import (
+    AssertedUsageError,
+    NotImplementedUsageError,
+    UsageError,
+    explain,
+    truth,
+)
+from . import arguments, meshes, refusals
+from .api import MixedPrecisionPolicy
+from .arguments import Offload, Placed
+from .managed import Managed, managed_by, root_modules
+
+__all__ = ["Arguments", "Owners", "Plan", "PlannedStore", "plan"]
+
+
+class Arguments(typing.NamedTuple):
+    """The arguments of ``fully_shard`` after the module, as they were passed."""
+
+    mesh: Any
+    reshard_after_forward: Any
+    shard_placement_fn: Any
+    mp_policy: Any
+    offload_policy: Any
+    ignored_params: Any
+    dp_mesh_dims: Any
+    allow_unused_units: Any
+
+
+class Owners(typing.NamedTuple):
+    """What earlier calls own."""
+
+    is_sharded: Callable[[nn.Module], bool]  # whether a call was made for a module
+    owner_of: Callable[[nn.Module, str], object | None]  # the call that owns an attribute
+    sharded_params: Callable[[Sequence[nn.Module]], set[int]]  # ids, in modules and their children
+
+
+@dataclasses.dataclass(frozen=True)
+class PlannedStore:
+    """Parameters that will share a store."""
+
+    mesh: DataMesh
+    dtype: torch.dtype  # of the shard
+    gather_dtype: torch.dtype | None  # None: that of the shard
+    is_extended: bool  # the parameters' tensors say what an all-gather sends
+    params: list[OrigParam]
+    placements: list[RowPlacement]
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What a call will make."""
+
+    managed: Managed
+    mesh: DataMesh  # of parameters that shard_placement_fn puts nowhere else
+    device: torch.device  # that computes
+    stores: Sequence[PlannedStore]
+    policy: MixedPrecisionPolicy
+    offload: Offload
+    reshard: bool | None  # after forward; None: unless it is the root
+    partial_ranks: int  # see Conduct
+    allow_unused_units: bool
+
+
+def plan(given: Any, args: Arguments, owners: Owners) -> Plan:
+    """Check the arguments of ``fully_shard`` and decide what it will make. given: the module, or a
+    list of some.
+
+    Collective only if several dimensions of a mesh are flattened into one. Raises UsageError if
+    anything cannot be sharded.
+    """
+    roots = root_modules(refusals.modules_of(given))
+    refusals.refuse_modules(roots, owners.is_sharded)
+    policy = arguments.policy_of(args.mp_policy)
+    offload = arguments.offload_of(args.offload_policy)
+    ignored = arguments.ignored_of(args.ignored_params)
+    placement_fn = arguments.require_placement_fn(args.shard_placement_fn)
+    allow_unused = truth("allow_unused_units", args.allow_unused_units, meshes.WHERE)
+    device_mesh = meshes.default_mesh() if args.mesh is None else args.mesh
+    dims = meshes.require_mesh(device_mesh, args.dp_mesh_dims)
+    device = meshes.device_of(device_mesh)
+    managed = managed_by(
+        roots,
+        ignored,
+        lambda module: (
+            owners.is_sharded(module) or "replicate" in _torch_private.composable_apis(module)
+        ),
+    )
+    refusals.refuse_parameters(managed, owners.owner_of, owners.sharded_params(roots))
+    refusals.refuse_dtensors(managed.params, device)
+    info = meshes.mesh_info_of(device_mesh, dims)
+    default = Placed(0, info, meshes.data_mesh_of(info))
+    if default.mesh.spmd is not None:
+        refusals.require_dtensors_on(default.mesh.spmd, managed.params)
+    reshard, partial_ranks = arguments.reshard_of(args.reshard_after_forward, default.mesh)
+    stores = _stores(managed.params, placement_fn, default, policy)
+    if partial_ranks and any(store.mesh is not default.mesh for store in stores):
+        raise NotImplementedUsageError(
+            explain(
+                "reshard_after_forward as a number works with one mesh only.",
+                expected="True, False or None with a shard_placement_fn that returns other meshes",
+                got=repr(args.reshard_after_forward),
+                where="argument 'reshard_after_forward' of fully_shard",
+                fix="pass True or False, or shard these parameters by a call of their own",
+            )
+        )
+    return Plan(
+        managed,
+        default.mesh,
+        device,
+        stores,
+        policy,
+        offload,
+        reshard,
+        partial_ranks,
+        allow_unused,
+    )
+
+
+def _stores(
+    params: Sequence[OrigParam],
+    function: Callable[[nn.Parameter], Any] | None,
+    default: Placed,
+    policy: MixedPrecisionPolicy,
+) -> list[PlannedStore]:
+    """Return the parameters by what they can share a store with, in order of first appearance."""
+    infos: dict[tuple[object, ...], Placed] = {}  # by the process groups of a mesh
+    stores: dict[object, PlannedStore] = {}
+    for param in params:
+        parameter = param.parameter
+        placed = arguments.placed(parameter, param.name, function, default)
+        placed = _of_one_mesh(placed, param.name, infos)
+        gather = arguments.gather_dtype(parameter, param.name, policy)
+        extended = has_extension(parameter)
+        key = (
+            id(placed.mesh),
+            parameter.dtype,
+            parameter.is_meta,
+            gather,
+            placed.dim,
+            extended,
+            _torch_private.placement(parameter),
+        )
+        store = stores.setdefault(
+            key, PlannedStore(placed.mesh, parameter.dtype, gather, extended, [], [])
+        )
+        store.params.append(param)
+        store.placements.append(_row_placement(param, placed))
+    return list(stores.values())
+
+
+def _of_one_mesh(placed: Placed, name: str, infos: dict[tuple[object, ...], Placed]) -> Placed:
+    """Return ``placed`` with the one DataMesh that all parameters on its process groups share.
+
+    infos: the first placement on each, is added to.
+    """
+    mesh = placed.mesh
+    groups = tuple(
+        None if dim is None else mesh.mesh.get_group(dim)
+        for dim in (mesh.shard_dim, mesh.replicate_dim)
+    )
+    first = infos.setdefault(groups, placed)
+    if first.info is not placed.info:
+        raise UsageError(
+            explain(
+                "shard_placement_fn gave two mesh informations with the same process groups.",
+                expected="one FSDPMeshInfo object for all parameters on a mesh",
+                got=f"another one for {name!r} than for an earlier parameter",
+                where="argument 'shard_placement_fn' of fully_shard",
+                fix="make each FSDPMeshInfo once, outside the function",
+            )
+        )
+    return dataclasses.replace(placed, mesh=first.mesh)
+
+
+def _row_placement(param: OrigParam, placed: Placed) -> RowPlacement:
+    try:
+        return place(param.parameter, placed.mesh, placed.dim)
+    except (AssertionError, NotImplementedError, RuntimeError, ValueError) as error:
+        if isinstance(error, UsageError) or not _torch_private.is_dtensor(param.parameter):
+            raise
+        parameter: Any = param.parameter
+        raise AssertedUsageError(
+            explain(
+                "The mesh of a DTensor and the mesh of fully_shard cannot be joined.",
+                expected="two different parts of the same mesh",
+                got=f"{param.name!r} on {parameter.device_mesh}, and {placed.mesh.mesh}",
+                where="argument 'mesh' of fully_shard",
+                fix="take both from one mesh: mesh = init_device_mesh(..., mesh_dim_names=('dp', "
+                "'tp')), then mesh['tp'] for tensor parallelism and mesh['dp'] here",
+            )
+        ) from error

@@ -1,0 +1,379 @@
+"""What one call of ``fully_shard`` keeps: stores at once; a unit and a runtime when the modules are
+first used, and again when their parameters have got another dtype or device."""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from collections.abc import Iterable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from .. import _torch_private
+from .._engine import hooks, rendezvous
+from .._engine.checks import refuse_in_pass
+from .._engine.conduct import Conduct
+from .._engine.dtypes import Precision
+from .._engine.group import Group
+from .._engine.joined_gather import JoinedGather, JoinedPart
+from .._engine.runtime import Runtime, RuntimeOptions
+from .._engine.schedule import Prefetch
+from .._engine.unit import Unit, UnitOptions
+from .._state import optimizers
+from .._state.model_units import ModelUnit, register
+from .._stores.extension import ExtensionStore
+from .._stores.placement import DataMesh
+from .._stores.row_store import RowStore
+from ..errors import StateError, explain
+from .arguments import precision_of
+from .meshes import data_group_of, partial_mesh_of
+from .plan import Owners, Plan, PlannedStore
+
+__all__ = ["ShardedModules", "apply", "named_states_in", "owners", "state_of", "states_in"]
+
+_STATE = "_fsdp_compat_state"  # the attribute of a root module that holds its ShardedModules
+# The attribute of a module with managed parameters: {name of the parameter: its ShardedModules}.
+_OWNED = "_fsdp_compat_owned"
+
+
+@dataclasses.dataclass(frozen=True)
+class _OwnStore:
+    """A store, and how it was planned."""
+
+    store: RowStore
+    planned: PlannedStore
+
+
+@dataclasses.dataclass(eq=False)
+class ShardedModules:
+    """The modules of one call, their parameters, and what the user has set for them."""
+
+    modules: tuple[nn.Module, ...]
+    plan: Plan
+    conduct: Conduct
+    stores: list[_OwnStore] = dataclasses.field(default_factory=list)
+    unit: Unit | None = None  # made at the first use
+    runtime: Runtime | None = None  # of the root that was used first, or of one around it
+    is_dirty: bool = False  # the stores must look whether parameters were replaced
+    # The user has not said whether to reshard after forward: all but the root do.
+    is_auto: bool = False
+    finalizes_by_hand: bool = False  # of the root: the end of backward reduces nothing
+    max_inflight_reductions: int = 0  # of the root: see RuntimeOptions
+    post_optim_event: torch.Event | None = None  # of the root: the next forward waits for it
+    record: ModelUnit | None = None  # for state dicts and checkpoints
+    # The call whose modules contain all others of the runtime.
+    root: weakref.ReferenceType[ShardedModules] | None = None
+
+    @property
+    def has_one_mesh(self) -> bool:
+        """True if all parameters are sharded over the same ranks."""
+        return len({id(own.planned.mesh) for own in self.stores}) < 2
+
+    @property
+    def has_replicas(self) -> bool:
+        """True if a parameter is replicated over ranks."""
+        return any(own.planned.mesh.replicate_dim is not None for own in self.stores)
+
+    @property
+    def is_root(self) -> bool:
+        """False if another call's modules contain these, as far as the modules were used."""
+        return self.root is None or self.root() is self
+
+    @property
+    def label(self) -> str:
+        if self.unit is not None and self.runtime is not None:
+            return self.unit.label
+        return f"a {type(self.modules[0]).__name__}"
+
+    # -- a unit, and a runtime
+
+    def ready_unit(self) -> Unit:
+        """Return the unit, made of the present parameters. Collective the first time, and after
+        these have got another dtype or device."""
+        if self.unit is not None and not self.is_dirty:
+            return self.unit
+        if self.unit is not None:
+            self.unit.reshard()
+        changed = [own.store.adopt() for own in self.stores]
+        self.is_dirty = False
+        if self.unit is None or any(changed):
+            self._refuse_meta()
+            self.unit = self._make_unit()
+            if self.runtime is not None:
+                self.runtime.stale = True
+        return self.unit
+
+    def _make_unit(self) -> Unit:
+        plan, policy = self.plan, self.plan.policy
+        with torch.inference_mode(False), torch.no_grad():
+            joined = self._joined_gathers()
+            groups = [self._make_group(own, joined.get(own.store)) for own in self.stores]
+            rendezvous.register(groups)
+            options = UnitOptions(
+                self.conduct.reshard_after_forward,
+                cast_inputs=policy.cast_forward_inputs and policy.param_dtype is not None,
+                cast_root_inputs=False,
+                compute_dtype=policy.param_dtype or torch.float32,
+                device=plan.device,
+            )
+            unit = Unit(
+                self.modules[0], groups, options, modules=self.modules, conduct=self.conduct
+            )
+        unit.owner = weakref.ref(self.modules[0])
+        return unit
+
+    def _joined_gathers(self) -> dict[RowStore, JoinedPart]:
+        """Stores over the same ranks share an all-gather. Collective, once per process group."""
+        by_mesh: dict[DataMesh, list[_OwnStore]] = {}
+        for own in self.stores:
+            by_mesh.setdefault(own.planned.mesh, []).append(own)
+        found: dict[RowStore, JoinedPart] = {}
+        for mesh, together in by_mesh.items():
+            shard = mesh.engine_mesh().shard
+            if shard.ranks > 1 and len(together) > 1:
+                dtypes = [self._precision(own).gather for own in together]
+                stores = [own.store for own in together]
+                joined = JoinedGather(stores, dtypes, shard, self.plan.device, self.conduct)
+                found.update(zip(stores, joined.parts, strict=True))
+        return found
+
+    def _precision(self, own: _OwnStore) -> Precision:
+        return precision_of(own.store.dtype, own.planned.gather_dtype, self.plan.policy)
+
+    def _make_group(self, own: _OwnStore, joined: JoinedPart | None) -> Group:
+        return Group(
+            own.store,
+            own.planned.mesh.engine_mesh(),
+            self._precision(own),
+            self.plan.device,
+            self.plan.offload.to_cpu,
+            conduct=self.conduct,
+            joined=joined,
+        )
+
+    def _refuse_meta(self) -> None:
+        on_meta = [
+            param.name
+            for own in self.stores
+            for param in own.store.orig_params
+            if own.store.shard.is_meta
+        ]
+        if on_meta:
+            raise StateError(
+                explain(
+                    "Parameters are still on the meta device.",
+                    expected="memory and values for all parameters before the first use",
+                    got=f"{', '.join(on_meta[:5])}{' and more' if len(on_meta) > 5 else ''}",
+                    where=self.label,
+                    fix="call model.to_empty(device=...) and fill the values, by "
+                    "reset_parameters() of the modules or by loading a checkpoint",
+                )
+            )
+
+    def ready_runtime(self) -> Runtime:
+        """Return the runtime that runs these modules. Without one, they become the root of a new
+        one, with all sharded modules in them. Collective then."""
+        if self.runtime is not None and not self.runtime.stale:
+            return self.runtime
+        root = None if self.root is None else self.root()
+        made = (root or self)._make_runtime()
+        if self.runtime is not made:  # taken out of the root's modules since
+            made = self._make_runtime()
+        return made
+
+    @_torch_private.never_compiled
+    def _make_runtime(self) -> Runtime:
+        compiler = _torch_private.set_compiler(None)  # for what is called here
+        try:
+            states = named_states_in(self.modules)
+            units = [state.ready_unit() for state in states]
+            for state in states:
+                if state.is_auto:
+                    state.conduct.reshard_after_forward = state is not self
+            options = RuntimeOptions(
+                forward_prefetch=True,
+                backward_prefetch=Prefetch.PRE,
+                allow_unused_units=self.plan.allow_unused_units,
+                max_inflight_reductions=self.max_inflight_reductions,
+            )
+            runtime = Runtime(units[0], units, list(states.values()), options)
+            runtime.finalizes_by_hand = self.finalizes_by_hand
+            for state in states:
+                state.runtime, state.root = runtime, weakref.ref(self)
+            return runtime
+        finally:
+            _torch_private.set_compiler(compiler)
+
+    def model_unit(self) -> ModelUnit:
+        """Return the record for state dicts and checkpoints. Collective like ``ready_runtime``."""
+        self.ready_runtime()
+        unit = self.ready_unit()
+        if self.record is None or self.record.unit is not unit:
+            mesh = self.plan.mesh
+            self.record = ModelUnit(
+                unit,
+                mesh.engine_mesh(),
+                self.plan.device,
+                data_group_of(mesh),
+                rename=_NameLike(self.modules, self.stores) if len(self.modules) > 1 else None,
+            )
+        return self.record
+
+    # -- what users and torch do
+
+    def reshard(self) -> None:
+        """Free the unsharded parameters, unless a forward of the modules runs."""
+        self.conduct.pinned = False
+        if self.unit is not None:
+            self.unit.reshard()
+
+    def before_state_dict(self, call: str) -> None:
+        """State dicts hold the sharded parameters."""
+        if self.runtime is not None and self.runtime.runs:
+            refuse_in_pass(f"{call}()", self.label, StateError)
+        self.reshard()
+
+    def look_again(self) -> None:
+        """Parameters may have been replaced: follow that at the next use."""
+        self.is_dirty = True
+        if self.runtime is not None:
+            self.runtime.stale = True
+
+
+@dataclasses.dataclass(frozen=True)
+class _NameLike:
+    """Names the parameters of several modules as a model that contains them does."""
+
+    modules: tuple[nn.Module, ...]
+    stores: Sequence[_OwnStore]
+
+    def __call__(self, model: nn.Module) -> None:
+        paths: dict[nn.Module, list[str]] = {}
+        for path, module in model.named_modules(remove_duplicate=False):
+            paths.setdefault(module, []).append(path)
+        for own in self.stores:
+            own.store.orig_params = tuple(
+                dataclasses.replace(
+                    param,
+                    names=tuple(
+                        f"{path}.{attribute}" if path else attribute
+                        for module, attribute in param.slots
+                        for path in paths.get(module, ())
+                    )
+                    or param.names,
+                )
+                for param in own.store.orig_params
+            )
+
+
+# -- by module
+
+
+def state_of(module: nn.Module) -> ShardedModules | None:
+    """Return what the call of ``fully_shard`` for a module keeps, or None."""
+    return module.__dict__.get(_STATE)
+
+
+def states_in(modules: Iterable[nn.Module]) -> list[ShardedModules]:
+    """Return the states of ``modules`` (not of their submodules), each once."""
+    found = (state_of(module) for module in modules)
+    return list(dict.fromkeys(state for state in found if state is not None))
+
+
+def named_states_in(roots: Iterable[nn.Module]) -> dict[ShardedModules, str]:
+    """Return the states in ``roots``, those of the roots first, with the names of their modules."""
+    found: dict[ShardedModules, str] = {}
+    for root in roots:
+        for name, module in root.named_modules():
+            if (state := state_of(module)) is not None:
+                found.setdefault(state, name)
+    return found
+
+
+def _owner_of(module: nn.Module, attribute: str) -> object | None:
+    return module.__dict__.get(_OWNED, {}).get(attribute)
+
+
+def _sharded_params(modules: Sequence[nn.Module]) -> set[int]:
+    return {
+        id(parameter)
+        for state in named_states_in(modules)
+        for own in state.stores
+        for parameter, _ in own.store.sharded_params
+    }
+
+
+owners = Owners(lambda module: state_of(module) is not None, _owner_of, _sharded_params)
+
+
+# -- a new call
+
+
+def apply(plan: Plan) -> ShardedModules:
+    """Shard the parameters of a plan in place, and move buffers to the device. Collective only if
+    ``plan.partial_ranks`` needs new process groups."""
+    partial_mesh = partial_mesh_of(plan.mesh, plan.partial_ranks) if plan.partial_ranks else None
+    state = ShardedModules(
+        plan.managed.roots,
+        plan,
+        Conduct(
+            reshard_after_forward=plan.reshard is not False,
+            partial_ranks=plan.partial_ranks,
+            partial_mesh=partial_mesh,
+            output_dtype=plan.policy.output_dtype,
+            process_group=_shard_group(plan),
+        ),
+        is_auto=plan.reshard is None,
+    )
+    with torch.inference_mode(False), torch.no_grad():
+        state.stores = [_OwnStore(_make_store(planned, plan), planned) for planned in plan.stores]
+        for buffer in plan.managed.buffers:
+            if buffer.device != plan.device and not buffer.is_meta:
+                buffer.data = buffer.to(plan.device)
+    for own in state.stores:
+        for slot in own.store.shown(None):
+            _torch_private.parameters_of(slot.module)[slot.attribute] = slot.parameter
+            slot.module.__dict__.setdefault(_OWNED, {})[slot.attribute] = state
+    optimizers.note_replaced(param.parameter for param in plan.managed.params)
+    optimizers.patch()  # optimizers that hold the replaced parameters raise an error
+    for module in plan.managed.modules:  # torch.compile asks for these
+        module.__dict__.update(_is_fsdp_managed_module=True, _fsdp_use_orig_params=True)
+    for module in plan.managed.holders:
+        hooks.on_state_dicts(module, state.before_state_dict, state.look_again)
+    for module in state.modules:
+        module.__dict__[_STATE] = state
+    register(state.modules[0], state.model_unit)
+    return state
+
+
+def _shard_group(plan: Plan) -> dist.ProcessGroup | None:
+    mesh = plan.mesh
+    return None if mesh.shard_dim is None else mesh.mesh.get_group(mesh.shard_dim)
+
+
+def _make_store(planned: PlannedStore, plan: Plan) -> RowStore:
+    mesh, offload = planned.mesh.engine_mesh(), plan.offload
+    device = torch.device("cpu") if offload.to_cpu else plan.device
+    if planned.is_extended:
+        return ExtensionStore(
+            planned.params,
+            planned.placements,
+            rank=mesh.shard.rank,
+            ranks=mesh.shard.ranks,
+            device=device,
+            compute_device=plan.device,
+            mesh=planned.mesh.shard_mesh,
+            policy=plan.policy,
+            gather_dtype=planned.gather_dtype,
+        )
+    return RowStore(
+        planned.params,
+        planned.placements,
+        rank=mesh.shard.rank,
+        ranks=mesh.shard.ranks,
+        device=device,
+        gather_dtype=planned.gather_dtype,
+        pin=offload.to_cpu and offload.pin and plan.device.type != "cpu",
+    )
