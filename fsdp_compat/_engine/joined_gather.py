@@ -33,7 +33,11 @@ class JoinedGather:
         conduct: Conduct,
     ) -> None:
         """dtypes: that the stores' shards are sent in. Collective over the axis, once per process
-        group."""
+        group.
+
+        The output has memory until it is copied out of for the first time: views in other dtypes
+        cannot be made without.
+        """
         self.communicator: Communicator = communicator(axis, device)
         self._tag, self._conduct = self.communicator.new_tag(), conduct
         self._stores = list(stores)
@@ -52,7 +56,6 @@ class JoinedGather:
             for index, (place, dtype) in enumerate(self._slots)
         ]
         self._storage = Storage(self._full)
-        self._storage.free()
         self._handle: Handle | None = None
 
     @property

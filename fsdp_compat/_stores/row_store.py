@@ -93,7 +93,6 @@ class RowStore(StateStore):
             self._params.append(
                 RowParam(cuts[index], placement, Kind(cls, attributes), placement.spec, sharded)
             )
-        self._views_output = False  # unsharded parameters view the all-gather's output
         self._note()
 
     def _lay_out(self, cuts: Sequence[Cut], dtype: torch.dtype, device: torch.device) -> None:
@@ -131,15 +130,18 @@ class RowStore(StateStore):
         return ()  # norms of DTensors are whole
 
     def make_unsharded_params(self, full: torch.Tensor) -> list[nn.Parameter]:
-        # [ranks, S]: a part of a larger output, which is freed when it was copied out of.
-        self._views_output = full.dim() == 1 and (
-            self.layout.ranks == 1 or (len(self._params) == 1 and self._params[0].cut.is_contiguous)
-        )
-        homes = self._homes_in(full) if self._views_output else self._new_homes(full)
+        homes = self._homes_in(full) if self._is_viewed(full) else self._new_homes(full)
         return [
             self.parameter(index, home.view(param.cut.shape), param.sharded.requires_grad)
             for index, (param, home) in enumerate(zip(self._params, homes, strict=True))
         ]
+
+    def _is_viewed(self, full: torch.Tensor) -> bool:
+        """True if unsharded parameters view the all-gather's output. full: [ranks * S], or [ranks,
+        S] for a part of a larger output, which is freed when it was copied out of."""
+        return full.dim() == 1 and (
+            self.layout.ranks == 1 or (len(self._params) == 1 and self._params[0].cut.is_contiguous)
+        )
 
     def _homes_in(self, full: torch.Tensor) -> list[torch.Tensor]:
         return [
@@ -185,8 +187,6 @@ class RowStore(StateStore):
         return [as_bytes(to) for to, _ in pairs], [as_bytes(source) for _, source in pairs]
 
     def private_memory(self, unsharded_params: Sequence[nn.Parameter]) -> list[torch.Tensor]:
-        if self._views_output:
-            return []
         return [_torch_private.local_part(unsharded_params[0])]  # one storage for all
 
     def places(self, buffer: torch.Tensor) -> list[list[torch.Tensor]]:
