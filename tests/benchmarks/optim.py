@@ -28,7 +28,18 @@ from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
-from contenders import FSDP2, MIN_ROUNDS, OURS, PLAIN, Contender, Strategy, build, fsdp1_of, measure
+from contenders import (
+    FSDP2,
+    FULLY_SHARD,
+    MIN_ROUNDS,
+    OURS,
+    PLAIN,
+    Contender,
+    Strategy,
+    build,
+    fsdp1_of,
+    measure,
+)
 from step import say, slowest_rank
 from torch import nn
 
@@ -131,7 +142,7 @@ def run(name: str, arguments: argparse.Namespace) -> int:
 def clips_of(contender: Contender) -> dict[str, Callable[[], object]]:
     """Return the ways in which a contender clips, by title."""
     by_torch = functools.partial(torch.nn.utils.clip_grad_norm_, contender.parameters, MAX_NORM)
-    if contender.name in (PLAIN, FSDP2):
+    if contender.name in (PLAIN, FSDP2, FULLY_SHARD):
         return {contender.name: by_torch}
     method: Callable[[], object] = functools.partial(contender.model.clip_grad_norm_, MAX_NORM)  # type: ignore[operator]
     found = {contender.name: method}
