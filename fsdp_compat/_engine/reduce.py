@@ -1,5 +1,5 @@
-"""From gradients of unsharded parameters to gradients of sharded ones: the buffers that collect
-them, and their reduction over the ranks.
+"""The buffers that collect gradients of unsharded parameters, and the reduction that turns them
+into gradients of sharded parameters.
 
 One rule covers all cases. Which gradients were *received* is a property of the buffer: the first
 gradient of a parameter is assigned, later ones are added, and a reduction sends the buffer, with
@@ -47,8 +47,8 @@ class CommHook(typing.NamedTuple):
 
 
 def predivisor(ranks: int, dtype: torch.dtype) -> float:
-    """Return the divisor of gradients before their reduction, about the square root of ``ranks``:
-    otherwise sums of fp16 numbers overflow."""
+    """Return the divisor of gradients before their reduction, about the square root of ``ranks``,
+    without which sums of fp16 numbers would overflow."""
     factor = 1
     while dtype == torch.float16 and ranks % factor == 0 and ranks / factor > factor:
         factor *= 2
@@ -58,7 +58,7 @@ def predivisor(ranks: int, dtype: torch.dtype) -> float:
 @dataclasses.dataclass(frozen=True)
 class ReducePlan:
     """How a group's gradients are reduced: over the shard axis, then over the replica axis, under
-    one tag each; then offloaded, if they are."""
+    one tag each; ``offload`` then decides whether they move to the host."""
 
     shard: Communicator
     replica: Communicator
@@ -70,15 +70,15 @@ class ReducePlan:
     one_group: bool = False  # see Mesh
     grad_dtype: torch.dtype | None = None  # of the result; None: the shard's
     ranks: int = dataclasses.field(init=False)
-    # Of the sum; None: 1. A 0-d tensor on the CPU, which torch would make of a number in each call.
+    # Of the sum; None: 1. A 0-d CPU tensor saves torch from making one of a number in each call.
     divisor: torch.Tensor | None = dataclasses.field(init=False)
-    is_exact: bool = dataclasses.field(init=False)  # the division rounds nothing
+    is_exact: bool = dataclasses.field(init=False)  # the division never rounds
     reads_in_place: bool = dataclasses.field(init=False)  # ranks may read each other's buffers
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "ranks", self.shard.ranks * self.replica.ranks)
         divisor = self.ranks / self.predivisor
-        if self.hook is not None:  # it divides by the ranks that it sums over
+        if self.hook is not None:  # the hook divides by the ranks that it sums over
             divisor = 1.0 if self.one_group else float(self.replica.ranks)
         tensor = torch.tensor(divisor, dtype=torch.float64, device="cpu")
         object.__setattr__(self, "divisor", None if divisor == 1 else tensor)
@@ -129,7 +129,7 @@ class _Views(typing.NamedTuple):
     buffer: torch.Tensor  # [ranks * S]
     segments: Segments  # [S] each
     places: list[list[torch.Tensor]]  # see ParamStore.places
-    # By parameter, its only place, in its shape; None if some parameters have several.
+    # Each parameter's only place, in the parameter's shape; None if some have several places.
     whole: list[torch.Tensor] | None
 
 
@@ -138,7 +138,7 @@ class ReduceBuffer:
     received gradient to the end of the reduction.
 
     Where ranks read each other's memory the buffer is a block of shared memory, a different one
-    each time: peers may still read the last one.
+    each time: peers may still read the previous one.
     """
 
     def __init__(
@@ -150,8 +150,8 @@ class ReduceBuffer:
         predivisor: float = 1.0,
         plan: ReducePlan | None = None,
     ) -> None:
-        """predivisor: of gradients when they are put in. plan: of the reductions to come; None: the
-        buffer is never shared memory."""
+        """predivisor: of gradients as they are put in. plan: of later reductions; None: the buffer
+        is never shared memory."""
         self._store, self.received, self._predivisor = store, set[int](), predivisor
         self._ranks, self._plan = ranks, plan
         self._buffer = torch.empty(ranks * store.numel, dtype=dtype, device=device)
@@ -182,7 +182,7 @@ class ReduceBuffer:
         if plan is None or not plan.reads_in_place or not plan.shares(buffer.numel(), buffer.dtype):
             self._storage.allocate()
             return
-        # The blocks of earlier gradients can be reused when no peer reads them any more.
+        # The blocks of earlier gradients can be reused once no peer reads them.
         plan.shard.wait_readers("gradients that this rank has sent")
         self._block = shared_memory.empty(buffer.numel(), buffer.dtype)
         self._views = self._views_of(self._block)
@@ -213,7 +213,7 @@ class ReduceBuffer:
         elif len(first) == 1:
             first[0].copy_(values[0])
         elif first:
-            _torch_private.copy_together(first, values)  # which casts to the buffer's dtype
+            _torch_private.copy_together(first, values)  # casts to the buffer's dtype
 
     def _add_to_received(
         self, indices: Sequence[int], grads: Sequence[torch.Tensor]
@@ -248,10 +248,10 @@ class ReduceBuffer:
             self._allocate()
         views = self._views
         # The last list of places belongs to no parameter and is always zeroed.
-        some_lack = len(received) < len(views.places) - 1
+        some_missing = len(received) < len(views.places) - 1
         empty = (
             [places for i, places in enumerate(views.places) if i not in received]
-            if some_lack
+            if some_missing
             else views.places[-1:]
         )
         for places in empty:
@@ -274,12 +274,12 @@ class ReduceBuffer:
                     pending, views.segments[plan.shard.rank], self._sum_dtype, what, now
                 )
                 divisor = divisor if now is None else None
-            del buffer, pending, views  # they keep the block
+            del buffer, pending, views  # they keep the block alive
         self._free()
         if reduces_over_replicas and plan.replica.ranks > 1:
             total = total.to(self._buffer.dtype)  # the all-reduce has the same dtype
-            # Each piece is divided during the all-reduce, unless it would be rounded before it is
-            # in the wider dtype again.
+            # Divide each piece during the all-reduce, unless that would round it in the narrower
+            # dtype.
             now = divisor if plan.is_exact or total.dtype == self._sum_dtype else None
             pending = plan.replica.begin_all_reduce(total, plan.replica_tag, now)
             yield None
@@ -307,8 +307,8 @@ class ReduceBuffer:
 
 
 class DirectGradBuffer:
-    """For one rank, and sharded parameters in the shapes of the unsharded ones: gradients pass as
-    they are, without a buffer."""
+    """For a single rank whose sharded parameters have the shapes of the unsharded ones: passes
+    gradients on unchanged, without a buffer."""
 
     def __init__(self, store: ParamStore) -> None:
         self._sharded_params, self._grads = store.sharded_params, dict[int, torch.Tensor]()
@@ -344,7 +344,7 @@ class DirectGradBuffer:
 
 
 class Reduction:
-    """A reduction in flight. It can be taken one stage further, or to its end."""
+    """A reduction in flight, advanced stage by stage or finished at once."""
 
     __slots__ = ("_stages", "grads")
 

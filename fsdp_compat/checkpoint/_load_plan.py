@@ -21,6 +21,7 @@ from ._part_source import PartSource
 from ._rank_files import RankFiles
 from ._ranks import Ranks
 from ._snapshot import warn_of_left_out
+from ._texts import joined
 from ._values import decode
 
 __all__ = ["LoadPlan"]
@@ -89,12 +90,11 @@ class LoadPlan:
                 elif found.shape != value.shape:
                     wrong.append(_wrong_shape(name, found.shape, value.shape))
         if wrong:
-            more = f" and {len(wrong) - 20} more" if len(wrong) > 20 else ""
             raise CheckpointError(
                 explain(
                     "The checkpoint does not fit the model.",
                     expected="the names and shapes of the model's parameters and buffers",
-                    got="; ".join(wrong[:20]) + more,
+                    got=joined(wrong, 20, "; "),
                     where=str(self.files.path),
                     fix="build the model that was saved; to use part of a checkpoint, load it into "
                     "that model and take the rest from its state_dict()",

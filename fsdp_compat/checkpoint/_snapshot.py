@@ -1,5 +1,5 @@
-"""A snapshot of what one rank saves: its shards and the optimizer's states of them as they lie in
-memory, and a text with the rest.
+"""A snapshot of what one rank saves: its shards and their optimizer states as they lie in memory,
+and a text with the rest.
 
 A rank's file has one tensor per parameter group and per state, the whole shard. If the optimizer
 holds parameters one by one, that tensor is put together from its parts. Values that exist once per
@@ -92,8 +92,8 @@ def take_snapshot(
     extra: Any,
     groups: Sequence[NamedGroup],
 ) -> Snapshot:
-    """Return what this rank saves. Its tensors are views of the model's and the optimizer's. No
-    communication.
+    """Return a snapshot of what this rank saves. Its tensors view those of the model and the
+    optimizer. Sends nothing.
 
     Raises UsageError for values that cannot be saved.
     """
@@ -252,7 +252,7 @@ def _add_states(
     rank_local_names: list[str] = []
     for param, indices in named.sharded_params:
         numbers = [index - named.section.first_param for index in indices]
-        # Where this rank has no part there are no gradients, and the states there are stale.
+        # Without a part of the parameter there are no gradients, and its states are stale.
         for key, kind in kinds.get(param, {}).items() if store.has_part(indices) else ():
             value, state_name = optimizer.state[param][key], f"{named.names(indices[0])[0]}.{key}"
             if not isinstance(key, _STATE_KEYS):
