@@ -28,7 +28,17 @@ from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
-from contenders import FSDP2, MIN_ROUNDS, OURS, PLAIN, Contender, Strategy, build, fsdp1_of, measure
+from contenders import (
+    FSDP2,
+    OURS,
+    PLAIN,
+    Contender,
+    Strategy,
+    build,
+    fsdp1_of,
+    measure,
+    require_rounds,
+)
 from step import say, slowest_rank
 from torch import nn
 
@@ -90,10 +100,7 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--rounds", type=int, default=25)
     arguments = parser.parse_args()
-    if arguments.rounds < MIN_ROUNDS:
-        parser.error(
-            f"--rounds {arguments.rounds}: medians of fewer than {MIN_ROUNDS} rounds tell nothing"
-        )
+    require_rounds(parser, arguments.rounds)
     return arguments
 
 

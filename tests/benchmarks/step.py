@@ -37,7 +37,6 @@ import torch.nn.functional as F
 from contenders import (
     DDP,
     FSDP2,
-    MIN_ROUNDS,
     OURS,
     PLAIN,
     Contender,
@@ -46,6 +45,7 @@ from contenders import (
     build,
     fsdp1_of,
     measure,
+    require_rounds,
 )
 from torch import nn
 
@@ -141,10 +141,7 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--rounds", type=int, default=15)
     arguments = parser.parse_args()
-    if arguments.rounds < MIN_ROUNDS:
-        parser.error(
-            f"--rounds {arguments.rounds}: medians of fewer than {MIN_ROUNDS} rounds tell nothing"
-        )
+    require_rounds(parser, arguments.rounds)
     if arguments.communication_bound:
         vars(arguments).update(COMMUNICATION_BOUND)
     return arguments
