@@ -1,4 +1,4 @@
-"""A second front end over the engine, as small as one can be: modules become units in place, over
+"""A second front end over the engine, as small as possible: modules become units in place, over
 stores that cut every parameter by rows.
 
 State dicts, optimizer state and checkpoints work on it as on the flat front end, through the same
@@ -70,7 +70,7 @@ def shard_rows(model: nn.Module, unit_classes: Collection[type[nn.Module]]) -> n
 
 
 def _renamed(params: Sequence[OrigParam], path: str) -> list[OrigParam]:
-    """Names relative to the unit's module instead of to the model."""
+    """Return the parameters with names relative to the unit's module instead of the model."""
     prefix = f"{path}." if path else ""
     return [
         dataclasses.replace(
