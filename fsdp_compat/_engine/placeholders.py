@@ -362,7 +362,7 @@ class Placeholders:
         """Allow calls again: the modules no longer hold parts."""
         self.disarm_reads()
         self.armed = False
-        if self._plain is not None and self._plain.stand():
+        if self._plain is not None and self._plain.are_in_place():
             self._plain.take_out()
             return
         for slot in self._forwards.values():

@@ -111,7 +111,7 @@ class ParamStore(typing.Protocol):
         """Return the slots of modules with the unsharded parameters or, for None, with the sharded
         ones: the same slots in the same order."""
 
-    def stands(self) -> bool:
+    def is_intact(self) -> bool:
         """True if no sharded parameter has been moved away from the shard."""
 
     def check(self, where: str) -> None:

@@ -132,7 +132,7 @@ def gather_states(
     device = torch.device("cpu") if to_cpu else store_of(group).shard.device
     if group.shard.ranks == 1:
         return list(own) if keep else []
-    sent, kept = _picklable_first(own)
+    sent, kept = _split_picklable(own)
     packed = packed_bytes(sent)
     sizes = group.shard.gather_objects(packed.numel())
     padded = torch.zeros(max(sizes), dtype=torch.uint8)
@@ -146,7 +146,7 @@ def gather_states(
     return found
 
 
-def _picklable_first(
+def _split_picklable(
     own: Sequence[tuple[str, RankState]],
 ) -> tuple[list[tuple[str, RankState]], list[tuple[str, RankState]]]:
     """Return the states that can be pickled, and those that cannot."""

@@ -202,8 +202,8 @@ class FlatStore(StateStore):
         ]
         return shown + self.registration.hidden_while_unsharded()
 
-    def stands(self) -> bool:
-        return self.registration.stands()
+    def is_intact(self) -> bool:
+        return self.registration.is_intact()
 
     def check(self, where: str) -> None:
         if self.shard.device != self._device:

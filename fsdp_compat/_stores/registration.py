@@ -61,7 +61,7 @@ class Registration(typing.Protocol):
     def grads(self, total: torch.Tensor) -> list[torch.Tensor]:
         """total: [S]. Return one view per sharded parameter."""
 
-    def stands(self) -> bool:
+    def is_intact(self) -> bool:
         """True if no sharded parameter has been given other memory."""
 
     def check(self, shard: torch.Tensor, where: str) -> None:
@@ -103,11 +103,11 @@ class FlatRegistration:
     def grads(self, total: torch.Tensor) -> list[torch.Tensor]:
         return [total]
 
-    def stands(self) -> bool:
+    def is_intact(self) -> bool:
         return _places_of([self.parameter]) == self._places
 
     def check(self, shard: torch.Tensor, where: str) -> None:
-        if not self.stands():
+        if not self.is_intact():
             _adopt(self.parameter, shard, f"{where}, {FLAT_PARAM}")
 
 
@@ -159,11 +159,11 @@ class OriginalRegistration:
             parts = [part.view(shape) for part, shape in zip(parts, self._shapes, strict=True)]
         return parts
 
-    def stands(self) -> bool:
+    def is_intact(self) -> bool:
         return _places_of(self._parameters) == self._places
 
     def check(self, shard: torch.Tensor, where: str) -> None:
-        if self.stands():
+        if self.is_intact():
             return
         for index, (parameter, view) in enumerate(
             zip(self._parameters, self.grads(shard), strict=True)

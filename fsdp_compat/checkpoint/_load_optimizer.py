@@ -1,4 +1,4 @@
-"""What a rank reads from a native checkpoint for its optimizer, and how the optimizer gets it."""
+"""Reads a rank's optimizer state from a native checkpoint, and loads it into the optimizer."""
 
 from __future__ import annotations
 

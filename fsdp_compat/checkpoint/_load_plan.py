@@ -1,4 +1,4 @@
-"""What a rank reads from a native checkpoint, and what it changes with it.
+"""The plan of a load: which bytes a rank reads from a native checkpoint, and what they replace.
 
 A `LoadPlan` compares names and shapes with the model's, and requests every element of this rank's
 shards from the ranks' files. Optimizer states are planned in `_load_optimizer`."""
@@ -28,7 +28,8 @@ __all__ = ["LoadPlan"]
 
 
 class LoadPlan:
-    """What a rank reads and what it changes. Constructing it changes nothing; ``apply`` does."""
+    """The reads of a rank, and the changes made with them. Constructing it changes nothing;
+    ``apply`` does."""
 
     def __init__(
         self, path: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None, ranks: Ranks

@@ -63,7 +63,7 @@ class FileTensor:
 
 @dataclasses.dataclass
 class Snapshot:
-    """What this rank's file will hold, and what is the same on all ranks (common)."""
+    """The content of this rank's file, and the common part, which is the same on all ranks."""
 
     tensors: list[FileTensor]
     text: dict[str, Any]

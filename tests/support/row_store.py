@@ -136,7 +136,7 @@ class RowStore(StateStore):
             for module, attribute in member.slots
         ]
 
-    def stands(self) -> bool:
+    def is_intact(self) -> bool:
         return all(
             (parameter.data_ptr(), parameter.shape, parameter.dtype)
             == (own.data_ptr(), own.shape, own.dtype)
@@ -144,7 +144,7 @@ class RowStore(StateStore):
         )
 
     def check(self, where: str) -> None:
-        if not self.stands():
+        if not self.is_intact():
             raise StateError(f"{where}: a parameter no longer views its shard")
 
     # -- for state dicts
