@@ -28,7 +28,7 @@ from tests.support.models import DIM, Block, Lora, Outer, Stack, Switch, chain
 from tests.support.pairwise import pairs, pairwise
 from tests.support.parity import (
     Turn,
-    accumulates,
+    accumulates_mean,
     assert_close,
     backward,
     both_forms,
@@ -234,7 +234,7 @@ def test_hook_may_replace_the_data_of_its_arguments(
 def test_accumulation_with_a_hook_adds_up_all_gradients(
     strategy: ShardingStrategy, pattern: str, use_orig_params: bool
 ) -> None:
-    step = partial(accumulates, pattern)
+    step = partial(accumulates_mean, pattern)
     run_ranks(
         2,
         _trains_with,

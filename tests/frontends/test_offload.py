@@ -40,7 +40,7 @@ from tests.support.models import (
 )
 from tests.support.pairwise import pairwise
 from tests.support.parity import (
-    accumulates,
+    accumulates_mean,
     assert_close,
     backward,
     both_forms,
@@ -76,7 +76,7 @@ def _trains_in_every_way(
     if strategy in HYBRIDS:
         options["replicas"] = 2
     for pattern in ("s", "ss", "nns", "snsns") if dist.get_world_size() < 4 else ("s", "snsns"):
-        pair = train(build, step=partial(accumulates, pattern), num_steps=2, **options)
+        pair = train(build, step=partial(accumulates_mean, pattern), num_steps=2, **options)
         for p in pair.model.parameters():
             assert p.device.type == "cpu"
         norm = 0.01
@@ -127,7 +127,7 @@ def _odd_sizes(use_orig_params: bool) -> None:
     width = 264
     assert width * width > LARGE
     build = partial(chain, partial(nn.Linear, width, width), partial(nn.Linear, width, width))
-    step = partial(accumulates, "sns")
+    step = partial(accumulates_mean, "sns")
     train(
         build,
         (nn.Linear,),

@@ -74,8 +74,17 @@ def accumulates(pattern: str, model: nn.Module, x: Tensor, turn: Turn) -> Tensor
     total = torch.zeros(())
     for index, letter in enumerate(pattern):
         with turn.no_sync() if letter == "n" else contextlib.nullcontext():
-            loss = square(model, x * (0.2 + 0.3 * index)) / len(pattern)
-            total = total + backward(loss)
+            total = total + backward(square(model, x * (index + 1)))
+    return total
+
+
+def accumulates_mean(pattern: str, model: nn.Module, x: Tensor, turn: Turn) -> Tensor:
+    """Take the same step as ``accumulates`` with smaller losses, which are divided by their
+    number."""
+    total = torch.zeros(())
+    for index, letter in enumerate(pattern):
+        with turn.no_sync() if letter == "n" else contextlib.nullcontext():
+            total = total + backward(square(model, x * (0.2 + 0.3 * index)) / len(pattern))
     return total
 
 
