@@ -30,19 +30,13 @@ class Group:
         precision: Precision,
         device: torch.device,
         offload: bool = False,
-        streamed: bool = True,
+        reshard_after_forward: bool = True,
     ) -> None:
         """Collective over the mesh, once per process group (see ``communicator``).
 
-        offload: the shard is on the CPU. streamed: gradients of large parameters are moved to the
-        buffer as they come, not in post-backward.
+        offload: the shard is on the CPU. reshard_after_forward: of the unit.
         """
         self.store, self.precision, self.device = store, precision, device
-        self.shard: Communicator = communicator(mesh.shard, device)
-        self.replica: Communicator = communicator(mesh.replica, device)
-        self.tensor_parallel = [
-            communicator(axis, device) for axis in store.tensor_parallel_axes if axis.ranks > 1
-        ]
         self.offload = offload_policy(device, offload)
         # One per dtype computed in: see `use_dtype`.
         self.memories = [
@@ -50,6 +44,11 @@ class Group:
             for dtype in dict.fromkeys((precision.gather, precision.evaluate or precision.gather))
         ]
         self.memory = self.memories[0]  # of the dtype computed in now
+        self.shard: Communicator = communicator(mesh.shard, device)
+        self.replica: Communicator = communicator(mesh.replica, device)
+        self.tensor_parallel = [
+            communicator(axis, device) for axis in store.tensor_parallel_axes if axis.ranks > 1
+        ]
         self._tag = self.shard.new_tag()
         self._all_gather: Handle | None = None  # in flight
         plan = ReducePlan(
@@ -62,6 +61,10 @@ class Group:
             grad_dtype=precision.grad if precision.grad not in (None, store.dtype) else None,
             one_group=mesh.one_group,
         )
+        # Gradients of large parameters are moved to the reduce buffer as they come. If backward
+        # begins with all units unsharded, though, a buffer for gradients wider than the parameters
+        # is not allocated before the first unit is resharded: post-backward moves them.
+        streamed = reshard_after_forward or precision.reduce.itemsize <= precision.gather.itemsize
         large = {
             param
             for memory in self.memories

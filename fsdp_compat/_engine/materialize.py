@@ -73,7 +73,7 @@ def materialize(
                 expected="param_init_fn to materialise every parameter and buffer of the module it "
                 "is given",
                 got=f"{left[:5]}{' and more' if len(left) > 5 else ''}",
-                where=type(root).__name__,
+                where=f"a {type(root).__name__}",
                 fix="call module.to_empty(device=..., recurse=False) and fill the values in "
                 "param_init_fn",
             )
@@ -176,9 +176,8 @@ def ties(root: nn.Module) -> list[list[tuple[nn.Module, str]]]:
     """Return the slots of every parameter that has more than one."""
     slots: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
     for module in root.modules():
-        for name, parameter in _torch_private.parameters_of(module).items():
-            if parameter is not None:
-                slots.setdefault(parameter, []).append((module, name))
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            slots.setdefault(parameter, []).append((module, name))
     return [places for places in slots.values() if len(places) > 1]
 
 

@@ -83,10 +83,12 @@ class ParamStore(typing.Protocol):
         them too."""
 
     def make_unsharded_params(self, full: torch.Tensor) -> list[nn.Parameter]:
-        """Called once per dtype computed in. full: [ranks * S].
+        """Called once per dtype computed in. full: [ranks * S]."""
 
-        The parameters either all view ``full``, or all have other storages, which the engine fills.
-        """
+    @property
+    def params_view_output(self) -> bool:
+        """True if all parameters of ``make_unsharded_params`` view ``full``; False if all have
+        other storages, which the engine fills."""
 
     def places(self, buffer: torch.Tensor) -> list[list[torch.Tensor]]:
         """buffer: [ranks * S]. Return, per unsharded parameter, the views that together hold it,

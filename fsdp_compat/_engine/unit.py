@@ -160,11 +160,10 @@ class Unit:
         module: nn.Module,
         groups: Sequence[Group],
         options: UnitOptions,
-        buffers: CastBuffers | None = None,
     ) -> None:
-        """module: its forward calls are those of the unit. buffers: those that are cast."""
+        """module: its forward calls are those of the unit."""
         self.module, self.groups, self.options = module, list(groups), options
-        self.buffers = buffers
+        self.buffers: CastBuffers | None = None  # those that are cast, if any
         self.owner: Callable[[], nn.Module | None] = _no_owner  # weak: the wrapper, if any
         self.runtime: UnitRuntime | None = None  # the runtime sets this and the next two
         self.label = "a unit"  # for errors

@@ -177,6 +177,10 @@ class FlatStore(StateStore):
             for index, places in enumerate(self.places(full)[:-1])
         ]
 
+    @property
+    def params_view_output(self) -> bool:
+        return True
+
     def places(self, buffer: torch.Tensor) -> list[list[torch.Tensor]]:
         pieces = [[buffer[param.place.slice].view(param.shape)] for param in self.layout.params]
         return [*pieces, [buffer[gap.slice] for gap in self.layout.gaps()]]

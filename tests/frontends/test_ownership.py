@@ -51,6 +51,24 @@ def test_whole_parameters_are_freed_when_they_are_sharded(use_orig_params: bool)
     run_ranks(2, _memory_of_originals, use_orig_params)
 
 
+def _memory_of_originals_during_wrapping() -> None:
+    model = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 4, device="meta"))
+    first = [weakref.ref(p) for p in model[0].parameters()]
+    alive = []
+
+    def init(module: nn.Module) -> None:
+        gc.collect()
+        alive.extend(ref() is not None for ref in first)
+        module.to_empty(device="cpu", recurse=False)
+
+    FSDP(model, auto_wrap_policy=ModuleWrapPolicy({nn.Linear}), param_init_fn=init)
+    assert alive == [False, False], "the first unit is sharded before the second gets its values"
+
+
+def test_whole_parameters_are_let_go_unit_by_unit() -> None:
+    run_ranks(2, _memory_of_originals_during_wrapping)
+
+
 def _prints(use_orig_params: bool) -> None:
     expected = repr(network())
     model = FSDP(

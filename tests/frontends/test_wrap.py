@@ -532,10 +532,10 @@ def test_a_module_registered_twice_is_replaced_in_both_places() -> None:
     root = nn.Sequential(
         nn.Sequential(shared, shared), nn.ModuleDict({"again": shared, "other": other})
     )
-    plan = plan_wrapping(
-        root, our_wrap.ModuleWrapPolicy({Block, nn.Linear}), set(), set(), {"device_id": 3}
-    )
-    assert our_wrap.replace_modules(root, plan, Unit) is root
+    policy = our_wrap._module_wrap_policy
+    policy = partial(policy, module_classes={Block, nn.Linear})
+    wrapped, _ = our_wrap._recursive_wrap(root, policy, Unit, set(), set(), device_id=3)
+    assert wrapped is root
     unit = root[1]["again"]
     assert isinstance(unit, Unit) and unit.module is shared and unit.kwargs == {"device_id": 3}
     assert root[0][0] is unit and root[0][1] is unit

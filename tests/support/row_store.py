@@ -88,7 +88,7 @@ class RowStore(StateStore):
         return ()
 
     def make_unsharded_params(self, full: torch.Tensor) -> list[nn.Parameter]:
-        if self._num_ranks == 1 or len(self._rows) == 1:
+        if self.params_view_output:
             homes = [
                 full[rows.start : rows.start + math.prod(s)]
                 for rows, s in zip(self._rows, self._shapes, strict=True)
@@ -100,6 +100,10 @@ class RowStore(StateStore):
             as_unsharded_param(home.view(s), wanted)
             for home, s, wanted in zip(homes, self._shapes, self._trainable, strict=True)
         ]
+
+    @property
+    def params_view_output(self) -> bool:
+        return self._num_ranks == 1 or len(self._rows) == 1
 
     def places(self, buffer: torch.Tensor) -> list[list[torch.Tensor]]:
         segments, padding = buffer.chunk(self._num_ranks), []
