@@ -569,7 +569,8 @@ def _restored() -> Iterator[None]:
         torch.set_grad_enabled(True)
         torch.set_default_dtype(torch.float32)
         torch.set_default_device(None)
-        torch.use_deterministic_algorithms(False)
+        if torch.are_deterministic_algorithms_enabled():
+            torch.use_deterministic_algorithms(False)  # imports the compiler, which takes seconds
         torch.autograd.set_detect_anomaly(False)
         torch.set_num_threads(1)
 
