@@ -514,9 +514,7 @@ def _clean_up(num_modules: int) -> str:
             )  # private, but the only list of all groups
             dist.destroy_process_group()
         if "torch.distributed.tensor" in sys.modules:
-            from torch.distributed.tensor.debug import _clear_sharding_prop_cache
-
-            _clear_sharding_prop_cache()  # it holds meshes, and these their groups
+            _forget_meshes()
         dist.distributed_c10d._world.group_count = (
             0  # also if another rank's error ended the set-up: names must stay in step
         )
@@ -529,11 +527,26 @@ def _clean_up(num_modules: int) -> str:
             return ""
         gc.collect()
         # The destructor of a gloo group waits 20 ms for its event loops: not on the path of the
-        # next call.
-        threading.Thread(target=groups.clear, daemon=True, name="drop process groups").start()
+        # next call, and not one after the other.
+        while groups:
+            group = [groups.pop()]
+            threading.Thread(target=group.clear, daemon=True, name="drop a process group").start()
         return ""
     except Exception:
         return traceback.format_exc()
+
+
+def _forget_meshes() -> None:
+    """Empty the caches of DTensor: they hold meshes, and these their groups. A later call would
+    find the meshes there, as they are equal to its own."""
+    from torch.distributed.tensor import _collective_utils, _redistribute, _sharding_prop
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+    _clear_sharding_prop_cache()
+    _collective_utils.MeshTopoInfo.build_from_mesh.cache_clear()
+    _redistribute.clear_redistribute_planner_cache()
+    _redistribute._gen_transform_infos.cache_clear()
+    _sharding_prop.ShardingPropagator._propagate_tensor_meta_cached.cache_clear()
 
 
 @contextlib.contextmanager
@@ -554,7 +567,8 @@ def _restored() -> Iterator[None]:
         torch.set_grad_enabled(True)
         torch.set_default_dtype(torch.float32)
         torch.set_default_device(None)
-        torch.use_deterministic_algorithms(False)
+        if torch.are_deterministic_algorithms_enabled():
+            torch.use_deterministic_algorithms(False)  # imports the compiler, which takes seconds
         torch.autograd.set_detect_anomaly(False)
         torch.set_num_threads(1)
 
