@@ -323,7 +323,7 @@ class _Swap:
 
     def foreign(self) -> _Slot | None:
         """Return a slot that holds something else than its old parameter."""
-        if self._present.stand():
+        if self._present.are_in_place():
             return None
         return next(
             slot for slot in self.slots if slot.parameters.get(slot.attribute) is not slot.old

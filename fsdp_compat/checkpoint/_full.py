@@ -68,7 +68,7 @@ def _full_state(model: nn.Module, wanted: Wanted) -> Iterator[tuple[str, torch.T
                 own.unit, [f"{path}." if path else "" for path in owned.paths], wanted
             )
         found.sort(key=lambda entry: position.get(entry[0][0], len(position)), reverse=True)
-        while found:  # drop each tensor once it was yielded
+        while found:  # drop each tensor once it has been yielded
             names, make = found.pop()
             value = make()
             del make

@@ -1,5 +1,4 @@
-"""The parameter groups of a model as a checkpoint sees them, and what the model's state dict holds
-besides."""
+"""The parameter groups of a model, as a checkpoint sees them."""
 
 from __future__ import annotations
 

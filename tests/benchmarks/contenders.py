@@ -9,6 +9,7 @@ The unwrapped model is in every round as the control."""
 
 from __future__ import annotations
 
+import argparse
 import copy
 import dataclasses
 import enum
@@ -47,6 +48,7 @@ __all__ = [
     "fsdp1_of",
     "makers",
     "measure",
+    "require_rounds",
 ]
 
 PLAIN, DDP, OURS, FSDP1, FSDP2 = "plain", "DDP", "ours", "FSDP1", "FSDP2"
@@ -208,6 +210,12 @@ class Timings:
 
     def _pairs(self, name: str, to: str) -> Iterator[tuple[float, float]]:
         return zip(self.seconds[name], self.seconds[to], strict=True)
+
+
+def require_rounds(parser: argparse.ArgumentParser, rounds: int) -> None:
+    """Exit with an error for fewer rounds than a median needs."""
+    if rounds < MIN_ROUNDS:
+        parser.error(f"--rounds {rounds}: medians of fewer than {MIN_ROUNDS} rounds mean little")
 
 
 def measure(

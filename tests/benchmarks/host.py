@@ -43,7 +43,6 @@ import torch.distributed as dist
 from contenders import (
     FSDP2,
     FULLY_SHARD,
-    MIN_ROUNDS,
     OURS,
     PLAIN,
     Contender,
@@ -52,6 +51,7 @@ from contenders import (
     build,
     fsdp1_of,
     measure,
+    require_rounds,
 )
 from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -131,10 +131,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--profile", action="store_true", help="profile ours instead of timing all")
     parser.add_argument("--lines", type=int, default=40, help="functions that a profile shows")
     arguments = parser.parse_args()
-    if arguments.rounds < MIN_ROUNDS:
-        parser.error(
-            f"--rounds {arguments.rounds}: medians of fewer than {MIN_ROUNDS} rounds tell nothing"
-        )
+    require_rounds(parser, arguments.rounds)
     if arguments.world_size < 2:
         parser.error(
             f"--world-size {arguments.world_size}: with one rank nothing is sent, so there is "

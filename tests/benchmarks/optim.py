@@ -31,7 +31,6 @@ import torch.distributed as dist
 from contenders import (
     FSDP2,
     FULLY_SHARD,
-    MIN_ROUNDS,
     OURS,
     PLAIN,
     Contender,
@@ -39,6 +38,7 @@ from contenders import (
     build,
     fsdp1_of,
     measure,
+    require_rounds,
 )
 from step import say, slowest_rank
 from torch import nn
@@ -101,10 +101,7 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--rounds", type=int, default=25)
     arguments = parser.parse_args()
-    if arguments.rounds < MIN_ROUNDS:
-        parser.error(
-            f"--rounds {arguments.rounds}: medians of fewer than {MIN_ROUNDS} rounds tell nothing"
-        )
+    require_rounds(parser, arguments.rounds)
     return arguments
 
 

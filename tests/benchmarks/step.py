@@ -39,7 +39,6 @@ from contenders import (
     DDP,
     FSDP2,
     FULLY_SHARD,
-    MIN_ROUNDS,
     OURS,
     PLAIN,
     Contender,
@@ -48,6 +47,7 @@ from contenders import (
     build,
     fsdp1_of,
     measure,
+    require_rounds,
 )
 from torch import nn
 
@@ -144,10 +144,7 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--rounds", type=int, default=15)
     arguments = parser.parse_args()
-    if arguments.rounds < MIN_ROUNDS:
-        parser.error(
-            f"--rounds {arguments.rounds}: medians of fewer than {MIN_ROUNDS} rounds tell nothing"
-        )
+    require_rounds(parser, arguments.rounds)
     if arguments.communication_bound:
         vars(arguments).update(COMMUNICATION_BOUND)
     return arguments

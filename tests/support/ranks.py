@@ -50,7 +50,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 START_LIMIT_S = 180.0  # for importing torch, on a busy machine
-GRACE_S = 3.0  # for the other ranks, after one has raised
+GRACE_S = 3.0  # for the other ranks to answer, after one has raised
 DEATH_S = 0.5  # for noticing a death
 RELEASE_LIMIT_S = 20.0  # for cleaning up after a call
 STACK_LIMIT_S = 5.0  # for writing stacks
@@ -101,9 +101,8 @@ class Call:
     port: int  # of the store, which rank 0 serves
     group_timeout: float
     sys_path: list[str]
-    payload: (
-        bytes  # (function, args, kwargs), pickled apart: only the rank's main thread may import
-    )
+    # (function, args, kwargs), pickled separately: only the rank's main thread may import.
+    payload: bytes
 
 
 @dataclass(frozen=True)
@@ -237,7 +236,7 @@ class _Pool:
             self._release(name, ranks)
         except RankError:
             raise
-        except BaseException:  # above all Ctrl-C: the ranks are still running the call
+        except BaseException:  # mostly Ctrl-C: the ranks are still running the call
             self.kill()
             raise
         return [pickle.loads(answers[rank].payload) for rank in range(n)]
@@ -278,7 +277,7 @@ class _Pool:
             output = _output(ranks)
             self.kill()
             raise RankError(
-                f"{name} returned on all ranks, which then could not clean "
+                f"{name} returned on all ranks, but they could not clean "
                 f"up.\n{text}\n{stacks}{output}",
                 list(problems),
             )
@@ -286,7 +285,7 @@ class _Pool:
     def _fail(
         self, name: str, ranks: list[_Rank], answers: dict[int, Any], started: float, timeout: float
     ) -> NoReturn:
-        """Clean up or kill, and raise an error with what every rank did."""
+        """Clean up or kill, and raise an error that says what every rank did."""
         __tracebackhide__ = True
         bad = {
             rank: answer for rank, answer in answers.items() if isinstance(answer, Raised | Died)
@@ -515,27 +514,39 @@ def _clean_up(num_modules: int) -> str:
             )  # private, but the only list of all groups
             dist.destroy_process_group()
         if "torch.distributed.tensor" in sys.modules:
-            from torch.distributed.tensor.debug import _clear_sharding_prop_cache
-
-            _clear_sharding_prop_cache()  # it holds meshes, and these their groups
+            _forget_meshes()
         dist.distributed_c10d._world.group_count = (
-            0  # also where another rank's error ended the set-up: names have to stay in step
+            0  # also if another rank's error ended the set-up: names must stay in step
         )
         if len(sys.modules) != num_modules:
-            # first: what is frozen and part of a cycle is never freed, and connections hang on it
+            # First: frozen objects in a cycle are never freed, and with them their connections.
             groups.clear()
             gc.collect()
-            # what imports made stays for ever: the next collection need not look at it, which saves
-            # 50 ms
+            # Objects from imports stay for ever. Later collections skip them, which saves 50 ms.
             gc.freeze()
             return ""
         gc.collect()
         # The destructor of a gloo group waits 20 ms for its event loops: not on the path of the
-        # next call.
-        threading.Thread(target=groups.clear, daemon=True, name="drop process groups").start()
+        # next call, and not one after the other.
+        while groups:
+            group = [groups.pop()]
+            threading.Thread(target=group.clear, daemon=True, name="drop a process group").start()
         return ""
     except Exception:
         return traceback.format_exc()
+
+
+def _forget_meshes() -> None:
+    """Empty the caches of DTensor: they hold meshes, and these their groups. A later call would
+    find the meshes there, as they are equal to its own."""
+    from torch.distributed.tensor import _collective_utils, _redistribute, _sharding_prop
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+    _clear_sharding_prop_cache()
+    _collective_utils.MeshTopoInfo.build_from_mesh.cache_clear()
+    _redistribute.clear_redistribute_planner_cache()
+    _redistribute._gen_transform_infos.cache_clear()
+    _sharding_prop.ShardingPropagator._propagate_tensor_meta_cached.cache_clear()
 
 
 @contextlib.contextmanager
@@ -556,7 +567,8 @@ def _restored() -> Iterator[None]:
         torch.set_grad_enabled(True)
         torch.set_default_dtype(torch.float32)
         torch.set_default_device(None)
-        torch.use_deterministic_algorithms(False)
+        if torch.are_deterministic_algorithms_enabled():
+            torch.use_deterministic_algorithms(False)  # imports the compiler, which takes seconds
         torch.autograd.set_detect_anomaly(False)
         torch.set_num_threads(1)
 
