@@ -156,7 +156,8 @@ class OptimizerLoadPlan:
                     state[key] = decode(value, f"state {key!r}", tensor_from_text)
             self._add_rank_local(state, named, index, source)
         self._to_clear += [flat[key] for key, num in num_with.items() if num < len(sources)]
-        return state
+        own = self._optimizer.state.get(param) or {}  # in its order
+        return {key: state[key] for key in dict.fromkeys([*own, *state]) if key in state}
 
     def _tensor_for(self, param: nn.Parameter, key: Any, dtype: torch.dtype) -> torch.Tensor:
         """Return the tensor that a state is read to: the optimizer's own if it fits, or a new
