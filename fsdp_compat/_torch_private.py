@@ -492,5 +492,6 @@ def views_like(flat: torch.Tensor, like: list[torch.Tensor]) -> Sequence[torch.T
 
 def keeping_versions(tensors: Sequence[torch.Tensor]) -> contextlib.AbstractContextManager[None]:
     """A context in which writes do not count as changes of ``tensors``, as autograd sees them."""
-    keep: Any = torch.autograd._unsafe_preserve_version_counter  # type: ignore[attr-defined]
-    return keep(tuple(tensors))  # type: ignore[no-any-return]
+    keep: Any = getattr(torch.autograd, "_unsafe_preserve_version_counter")  # noqa: B009
+    context: contextlib.AbstractContextManager[None] = keep(tuple(tensors))
+    return context

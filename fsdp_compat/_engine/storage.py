@@ -70,7 +70,9 @@ class GroupMemory:
         """dtype: of the all-gather, and so of the parameters. is_offloaded: the shard is not on
         ``device``. output: [ranks, S], a view of memory that others allocate and free, out of which
         the parameters are copied."""
-        self.aliased = ranks == 1 and dtype == store.dtype and not is_offloaded
+        self.aliased = (
+            ranks == 1 and dtype == store.dtype and not is_offloaded and store.extension is None
+        )
         numel = ranks * store.numel
         if output is not None:
             self.all_gather_output = output

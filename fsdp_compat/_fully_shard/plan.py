@@ -13,6 +13,7 @@ from torch import nn
 
 from .. import _torch_private
 from .._engine.ownership import OrigParam
+from .._stores.extension import has_extension
 from .._stores.placement import DataMesh, RowPlacement, place
 from ..errors import (
     AssertedUsageError,
@@ -146,7 +147,7 @@ def _stores(
         placed = arguments.placed(parameter, param.name, function, default)
         placed = _of_one_mesh(placed, param.name, infos)
         gather = arguments.gather_dtype(parameter, param.name, policy)
-        extended = _is_extended(parameter)
+        extended = has_extension(parameter)
         key = (
             id(placed.mesh),
             parameter.dtype,
@@ -162,10 +163,6 @@ def _stores(
         store.params.append(param)
         store.placements.append(_row_placement(param, placed))
     return list(stores.values())
-
-
-def _is_extended(parameter: nn.Parameter) -> bool:
-    return hasattr(_torch_private.local_part(parameter), "fsdp_pre_all_gather")
 
 
 def _of_one_mesh(placed: Placed, name: str, infos: dict[tuple[object, ...], Placed]) -> Placed:

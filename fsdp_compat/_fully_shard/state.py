@@ -23,6 +23,7 @@ from .._engine.schedule import Prefetch
 from .._engine.unit import Unit, UnitOptions
 from .._state import optimizers
 from .._state.model_units import ModelUnit, register
+from .._stores.extension import ExtensionStore
 from .._stores.placement import DataMesh
 from .._stores.row_store import RowStore
 from ..errors import StateError, explain
@@ -174,13 +175,13 @@ class ShardedModules:
     def ready_runtime(self) -> Runtime:
         """Return the runtime that runs these modules. Without one, they become the root of a new
         one, with all sharded modules in them. Collective then."""
-        runtime = self.runtime
-        if runtime is None or runtime.stale:
-            root = None if self.root is None else self.root()
-            runtime = (root or self)._make_runtime()
-            if self.runtime is not runtime:  # taken out of the root's modules since
-                runtime = self._make_runtime()
-        return runtime
+        if self.runtime is not None and not self.runtime.stale:
+            return self.runtime
+        root = None if self.root is None else self.root()
+        made = (root or self)._make_runtime()
+        if self.runtime is not made:  # taken out of the root's modules since
+            made = self._make_runtime()
+        return made
 
     @_torch_private.never_compiled
     def _make_runtime(self) -> Runtime:
@@ -353,14 +354,26 @@ def _shard_group(plan: Plan) -> dist.ProcessGroup | None:
 
 
 def _make_store(planned: PlannedStore, plan: Plan) -> RowStore:
-    mesh = planned.mesh.engine_mesh()
-    offload = plan.offload
+    mesh, offload = planned.mesh.engine_mesh(), plan.offload
+    device = torch.device("cpu") if offload.to_cpu else plan.device
+    if planned.is_extended:
+        return ExtensionStore(
+            planned.params,
+            planned.placements,
+            rank=mesh.shard.rank,
+            ranks=mesh.shard.ranks,
+            device=device,
+            compute_device=plan.device,
+            mesh=planned.mesh.shard_mesh,
+            policy=plan.policy,
+            gather_dtype=planned.gather_dtype,
+        )
     return RowStore(
         planned.params,
         planned.placements,
         rank=mesh.shard.rank,
         ranks=mesh.shard.ranks,
-        device=torch.device("cpu") if offload.to_cpu else plan.device,
+        device=device,
         gather_dtype=planned.gather_dtype,
         pin=offload.to_cpu and offload.pin and plan.device.type != "cpu",
     )

@@ -45,6 +45,13 @@ class DataMesh:
         """Return the axes that the engine communicates over."""
         return Mesh(self._axis(self.shard_dim), self._axis(self.replicate_dim))
 
+    @property
+    def shard_mesh(self) -> DeviceMesh:
+        """The 1-D mesh of the ranks that parameters are cut over."""
+        if self.mesh.ndim == 1 or self.shard_dim is None:
+            return self.mesh
+        return self.mesh[_names_of(self.mesh)[self.shard_dim]]
+
     def _axis(self, dim: int | None) -> Axis:
         if dim is None:
             return Axis(None, 0, 1, (dist.get_rank(),))

@@ -15,8 +15,9 @@ import torch
 from torch import nn
 
 from fsdp_compat._engine.storage import GroupMemory
-from fsdp_compat._engine.store import ParamStore
+from fsdp_compat._engine.store import ParamStore, ReduceForm
 from fsdp_compat._stores.registration import FlatParameter
+from fsdp_compat._stores.row_store import RowStore
 from fsdp_compat.errors import StateError
 from tests.support.engine_build import CPU, STORES, make_store, members_of
 
@@ -54,6 +55,11 @@ class Case(typing.NamedTuple):
     @property
     def ranks(self) -> int:
         return len(self.stores)
+
+    def has_copies(self, value: torch.Tensor) -> bool:
+        """True if every rank holds a parameter whole: a store that cuts rows cannot cut a
+        scalar."""
+        return not value.dim() and isinstance(self.stores[0], RowStore)
 
     def gathered(self, dtype: torch.dtype) -> torch.Tensor:
         """Return the output of an all-gather, [ranks * S]."""
@@ -114,21 +120,25 @@ def each_case(check: Callable[[Case], None]) -> Callable[[], None]:
     return test
 
 
-def put_into(store: ParamStore, values: list[torch.Tensor], buffer: torch.Tensor) -> None:
+def put_into(form: ReduceForm, values: list[torch.Tensor], buffer: torch.Tensor) -> None:
     """Copy the values to their places in the buffer, as the engine does with gradients."""
-    for index, (value, places) in enumerate(zip(values, store.places(buffer)[:-1], strict=True)):
-        for part, place in zip(store.split(index, value), places, strict=True):
+    for index, (value, places) in enumerate(zip(values, form.places(buffer)[:-1], strict=True)):
+        for part, place in zip(form.split(index, value), places, strict=True):
             place.copy_(part)
 
 
 def taken_from(
-    store: ParamStore, values: list[torch.Tensor], buffer: torch.Tensor
+    form: ReduceForm, values: list[torch.Tensor], buffer: torch.Tensor
 ) -> list[torch.Tensor]:
-    """Copy the places in the buffer to tensors like ``values``, as the engine does with
-    parameters."""
+    """Copy the places in the buffer to tensors like ``values``. Where every rank has a copy of a
+    value, the copies have to be the same."""
     found = [torch.empty_like(value) for value in values]
-    for index, (value, places) in enumerate(zip(found, store.places(buffer)[:-1], strict=True)):
-        for part, place in zip(store.split(index, value), places, strict=True):
+    for index, (value, places) in enumerate(zip(found, form.places(buffer)[:-1], strict=True)):
+        if len(places) == 1 and places[0].numel() > value.numel():
+            assert (places[0] == places[0][0]).all()
+            value.copy_(places[0][0].view(value.shape))
+            continue
+        for part, place in zip(form.split(index, value), places, strict=True):
             part.copy_(place)
     return found
 
@@ -168,9 +178,9 @@ def test_all_ranks_agree_on_the_places(case: Case) -> None:
 def test_the_places_of_a_parameter_hold_all_its_elements(case: Case) -> None:
     store = case.stores[0]
     places = store.places(torch.empty(case.ranks * store.numel))[:-1]
-    assert [sum(view.numel() for view in views) for views in places] == [
-        value.numel() for value in case.values
-    ]
+    for views, value in zip(places, case.values, strict=True):
+        copies = case.ranks if case.has_copies(value) else 1
+        assert sum(view.numel() for view in views) == copies * value.numel()
 
 
 @each_case
@@ -277,6 +287,7 @@ def test_sharded_gradients_have_the_layout_of_the_sharded_parameters(case: Case)
         grads = store.grads(total)
         assert len(grads) == len(store.sharded_params)
         for grad, (sharded, _) in zip(grads, store.sharded_params, strict=True):
+            assert grad is not None
             assert grad.shape == sharded.shape
             if grad.numel():
                 offset = sharded.data_ptr() - store.shard.data_ptr()
@@ -288,13 +299,14 @@ def test_sharded_gradients_have_the_layout_of_the_sharded_parameters(case: Case)
 @each_case
 def test_gradients_reach_the_sharded_parameters_with_the_same_elements(case: Case) -> None:
     gradients = [torch.randn_like(value) for value in case.values]
-    buffer = torch.zeros(case.ranks * case.stores[0].numel)
-    put_into(case.stores[0], gradients, buffer)
+    forms = [store.reduce_form() for store in case.stores]
+    buffer = torch.zeros(case.ranks * forms[0].numel)
+    put_into(forms[0], gradients, buffer)
     found: list[list[torch.Tensor]] = [[] for _ in gradients]
-    for store, total in zip(case.stores, buffer.chunk(case.ranks), strict=True):
-        for grad, (sharded, unsharded) in zip(
-            store.grads(total), store.sharded_params, strict=True
-        ):
+    for store, form, total in zip(case.stores, forms, buffer.chunk(case.ranks), strict=True):
+        for grad, (sharded, unsharded) in zip(form.grads(total), store.sharded_params, strict=True):
+            assert grad is not None
+            assert grad.shape == sharded.shape
             if isinstance(sharded, FlatParameter):  # one for all: the shard itself
                 assert list(unsharded) == list(range(len(case.values)))
                 assert torch.equal(grad, total)
@@ -302,10 +314,24 @@ def test_gradients_reach_the_sharded_parameters_with_the_same_elements(case: Cas
                 assert len(unsharded) == 1
                 found[unsharded[0]].append(grad.reshape(-1))
     if any(found):
-        assert all(
-            torch.equal(torch.cat(parts), g.reshape(-1))
-            for parts, g in zip(found, gradients, strict=True)
-        )
+        for parts, gradient in zip(found, gradients, strict=True):
+            whole = parts[0] if case.has_copies(gradient) else torch.cat(parts)
+            assert torch.equal(whole, gradient.reshape(-1))
+            assert not case.has_copies(gradient) or all(torch.equal(p, whole) for p in parts)
+
+
+@each_case
+def test_all_gradients_at_once_are_written_as_one_by_one(case: Case) -> None:
+    form = case.stores[0].reduce_form()
+    if not form.takes_all:
+        return
+    gradients = [torch.randn_like(value) for value in case.values]
+    one_by_one = torch.zeros(case.ranks * form.numel)
+    put_into(form, gradients, one_by_one)
+    for dtype in (torch.float32, torch.float64):
+        together = torch.full((case.ranks * form.numel,), torch.nan, dtype=dtype)
+        form.put_all(together, gradients)
+        assert torch.equal(together, one_by_one.to(dtype))
 
 
 @each_case

@@ -6,7 +6,6 @@ a runtime, attach hooks."""
 
 from __future__ import annotations
 
-import typing
 from collections.abc import Collection, Sequence
 
 import torch
@@ -20,12 +19,12 @@ from fsdp_compat._engine.group import Group
 from fsdp_compat._engine.ownership import OrigParam, assign_owners, group_members
 from fsdp_compat._engine.runtime import Runtime, RuntimeOptions
 from fsdp_compat._engine.schedule import Prefetch
-from fsdp_compat._engine.state_store import flat_param_name
+from fsdp_compat._engine.state_store import flat_param_name, store_of
 from fsdp_compat._engine.store import ParamStore
 from fsdp_compat._engine.unit import Residency, Unit, UnitOptions
 from fsdp_compat._stores.flat_store import FlatStore
-
-from .row_store import RowStore
+from fsdp_compat._stores.placement import RowPlacement
+from fsdp_compat._stores.row_store import RowStore
 
 __all__ = [
     "CPU",
@@ -52,8 +51,9 @@ def make_store(
     kind: str, members: Sequence[OrigParam], *, rank: int, ranks: int, home: tuple[nn.Module, str]
 ) -> ParamStore:
     """Return a store of one of the STORES."""
-    if kind == "row":
-        return RowStore(members, rank=rank, ranks=ranks)
+    if kind == "row":  # of plain parameters instead of DTensors
+        placements = [RowPlacement(0 if m.parameter.dim() else None) for m in members]
+        return RowStore(members, placements, rank=rank, ranks=ranks, device=CPU)
     return FlatStore(
         members, rank=rank, ranks=ranks, home=home, use_orig_params=kind == "original", device=CPU
     )
@@ -167,16 +167,12 @@ def full_gradients(runtime: Runtime) -> dict[str, torch.Tensor | None]:
 
 
 def _whole(group: Group, full: torch.Tensor) -> dict[str, torch.Tensor]:
-    """full: [ranks * S]. Return its parameters by name, by the two methods that the engine
-    copies them with."""
-    values = [torch.empty(param.shape, dtype=full.dtype) for param in group.unsharded_params]
-    for index, (value, places) in enumerate(
-        zip(values, group.store.places(full)[:-1], strict=True)
-    ):
-        for part, place in zip(group.store.split(index, value), places, strict=True):
-            part.copy_(place)
-    members = typing.cast(typing.Any, group.store).orig_params
-    return {member.name: value for member, value in zip(members, values, strict=True)}
+    """full: [ranks * S]. Return its parameters by name."""
+    store = store_of(group)
+    return {
+        member.name: value.detach().clone()
+        for member, value in zip(store.orig_params, store.whole(full), strict=True)
+    }
 
 
 def assert_at_rest(runtime: Runtime) -> None:

@@ -1,0 +1,341 @@
+"""Wrong arguments and calls at the wrong moment: one clear error on every rank, at once; nothing
+has changed, and the next step trains."""
+
+# Wrong types are what this module is about.
+# mypy: disable-error-code="arg-type, call-overload, list-item"
+
+from __future__ import annotations
+
+import copy
+import functools
+import re
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard
+
+from fsdp_compat import CPUOffload, FsdpCompatError, MixedPrecision
+from tests.support.fully_sharded import (
+    Twins,
+    api,
+    one_backward,
+    shard_all,
+    sharded_modules,
+    whole_parameters,
+)
+from tests.support.models import DIM, Block, Stack
+from tests.support.ranks import RankError, run_ranks
+
+PROMPT_S = 8.0  # on a busy machine
+
+Case = tuple[str, type[Exception], Callable[..., object]]
+
+
+def _problem_of(name: str, kind: type[Exception], call: Callable[[], object]) -> str:
+    """What is wrong with the error that ``call`` should raise, or "". kind: what torch raises."""
+    started = time.monotonic()
+    try:
+        call()
+    except Exception as error:
+        if time.monotonic() - started > PROMPT_S:
+            return f"{name}: late"
+        if not isinstance(error, kind):
+            return f"{name}: {type(error).__name__} is not a {kind.__name__}: {error}"
+        if api.name == "ours":
+            if not isinstance(error, FsdpCompatError):
+                return f"{name}: {type(error).__name__}: {error}"
+            missing = [
+                fact
+                for fact in ("expected:", "got:", "where:", "to do:")
+                if not re.search(rf"\n +{fact} +\S", str(error))
+            ]
+            if missing:
+                return f"{name}: the message has no {missing}: {error}"
+        return ""
+    return f"{name}: nothing was raised"
+
+
+def _snapshot(model: nn.Module) -> list[Any]:
+    """What must not change: classes, hooks, parameters as objects, their settings."""
+    found: list[Any] = [len(model._state_dict_pre_hooks)]
+    for module in model.modules():
+        found.append((type(module), len(module._forward_hooks), len(module._forward_pre_hooks)))
+    for name, p in model.named_parameters():
+        found.append((name, id(p), type(p), p.requires_grad, p.grad is None))
+    return found
+
+
+# -- arguments
+
+
+def _bad_arguments() -> Iterator[Case]:
+    """Every call is collective, with the same wrong argument on all ranks."""
+    shard = api.fully_shard
+    cube = init_device_mesh("cpu", (1, 1, dist.get_world_size()), mesh_dim_names=("a", "b", "c"))
+    named = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))
+    line = init_device_mesh("cpu", (dist.get_world_size(),))
+    dims = api.DataParallelMeshDims
+    yield "no module", Exception, lambda m: shard(3)
+    yield "no modules", Exception, lambda m: shard([])
+    yield "no module in a list", Exception, lambda m: shard([m.stem, "head"])
+    yield "container", ValueError, lambda m: shard(m.blocks)
+    yield "container in a list", Exception, lambda m: shard([m.stem, m.blocks])
+    yield "mesh of 3 dims", ValueError, lambda m: shard(m, mesh=cube)
+    yield "no mesh", Exception, lambda m: shard(m, mesh="cpu")
+    for wrong in (3, 0, -1):
+        yield f"{wrong} ranks", ValueError, lambda m, w=wrong: shard(m, reshard_after_forward=w)
+    yield "no flag", Exception, lambda m: shard(m, reshard_after_forward="yes")
+    for answer, kind in (
+        (5, ValueError),
+        (Shard(7), Exception),
+        (Shard(-5), Exception),
+        ("rows", ValueError),
+    ):
+        yield (
+            f"placement {answer}",
+            kind,
+            lambda m, a=answer: shard(m, shard_placement_fn=lambda p: a),
+        )
+    infos = [api.FSDPMeshInfo(line, shard_mesh_dim=0) for _ in range(2)]
+    yield (
+        "two records of one mesh",
+        ValueError,
+        lambda m: shard(
+            m,
+            shard_placement_fn=lambda p: api.ShardPlacementResult(None, infos[p.ndim - 1]),
+        ),
+    )
+    yield "dims of nothing", ValueError, lambda m: dims()
+    yield "unnamed mesh", ValueError, lambda m: shard(m, mesh=line, dp_mesh_dims=dims("dp"))
+    yield "unknown dim", ValueError, lambda m: shard(m, mesh=named, dp_mesh_dims=dims("tp"))
+    yield "plain parameters", Exception, lambda m: shard(m, mesh=named, dp_mesh_dims=dims("dp"))
+    yield (
+        "ranks and dims",
+        NotImplementedError,
+        lambda m: shard(m, mesh=named, dp_mesh_dims=dims("dp"), reshard_after_forward=2),
+    )
+
+
+def _more_bad_arguments() -> Iterator[Case]:
+    """That torch takes, and that do something else than was meant, or fail much later."""
+    shard = api.fully_shard
+    yield "no function", TypeError, lambda m: shard(m, shard_placement_fn=Shard(0))
+    yield "policy of FSDP1", TypeError, lambda m: shard(m, mp_policy=MixedPrecision())
+    yield "no policy", TypeError, lambda m: shard(m, mp_policy=torch.bfloat16)
+    yield "offload of FSDP1", TypeError, lambda m: shard(m, offload_policy=CPUOffload(True))
+    yield "no offload policy", TypeError, lambda m: shard(m, offload_policy=True)
+    yield "ignored names", TypeError, lambda m: shard(m, ignored_params={"stem.weight"})
+    yield "no dims", TypeError, lambda m: shard(m, dp_mesh_dims="dp")
+    yield "lazy", FsdpCompatError, lambda m: shard(nn.LazyLinear(3))
+
+
+def _refuses_arguments() -> list[str]:
+    """Return what was not refused as it should be. Collective."""
+    model = Stack()
+    before, problems = _snapshot(model), []
+    for name, kind, call in [
+        *_bad_arguments(),
+        *(_more_bad_arguments() if api.name == "ours" else ()),
+    ]:
+        given = model if api.name == "ours" else Stack()  # torch has changed some things by then
+        problem = _problem_of(name, kind, functools.partial(call, given))
+        problems += [problem] if problem else []
+    if _snapshot(model) != before:
+        problems.append("something has changed")
+    shard_all(model)
+    for name, again in (("module", model), ("list", [model.blocks[0]])):
+        call = functools.partial(api.fully_shard, again)
+        problem = _problem_of(f"{name} sharded twice", Exception, call)
+        problems += [problem] if problem else []
+    one_backward(model, torch.ones(2, DIM))
+    assert all(p.grad is not None for p in model.parameters())
+    return problems
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_wrong_arguments_are_refused_and_change_nothing(ranks: int) -> None:
+    assert run_ranks(ranks, _refuses_arguments) == [[]] * ranks
+
+
+# -- moments
+
+
+class _Wide(nn.Module):
+    """Not a sharded module."""
+
+
+def _bad_calls(twins: Twins) -> Iterator[Case]:
+    model: Any = twins.model
+    block = model.blocks[0]
+    yield "copied", AssertionError, lambda: copy.deepcopy(model)
+    yield "copied block", AssertionError, lambda: copy.deepcopy(block)
+    yield "reset of a block", RuntimeError, lambda: block.reset_iter_state()
+    yield "flag", ValueError, lambda: model.set_reshard_after_forward(2)
+    yield "no flag", ValueError, lambda: model.set_reshard_after_forward(None)
+    for name in ("forward", "backward"):
+        setter = getattr(block, f"set_modules_to_{name}_prefetch")
+        yield f"{name} prefetch", ValueError, lambda s=setter: s([model.blocks[1], model.stem])
+    yield "buffers", ValueError, lambda: model.set_reduce_scatter_max_input_buffers(0)
+    yield "bool buffers", TypeError, lambda: model.set_reduce_scatter_max_input_buffers(True)
+    yield "method", ValueError, lambda: api.register_fsdp_forward_method(model, "generate")
+    yield "shared", ValueError, lambda: api.share_comm_ctx([model, _Wide()])
+    state = model.state_dict()
+    wrong = {**state, "stem.weight": torch.ones(3, 3)}
+    yield "shape", RuntimeError, lambda: model.load_state_dict(wrong)
+
+
+def _more_bad_calls(twins: Twins) -> Iterator[Case]:
+    """That torch takes."""
+    model: Any = twins.model
+    block = model.blocks[0]
+    for name in (
+        "set_reshard_after_backward",
+        "set_requires_gradient_sync",
+        "set_requires_all_reduce",
+        "set_reduce_scatter_unused_params",
+        "set_unshard_in_backward",
+        "set_is_last_backward",
+        "set_force_sum_reduction_for_comms",
+    ):
+        yield name, FsdpCompatError, lambda n=name: getattr(block, n)("no")
+    for factor in (0, -1.0, float("nan"), "2", True):
+        yield (
+            f"factor {factor}",
+            FsdpCompatError,
+            lambda f=factor: model.set_gradient_divide_factor(f),
+        )
+    yield "hook", FsdpCompatError, lambda: model.set_all_reduce_hook("sum")
+    yield "all-gather", FsdpCompatError, lambda: model.set_custom_all_gather(lambda: None)
+    yield "reduce-scatter", FsdpCompatError, lambda: model.set_custom_reduce_scatter(None)
+    yield "no list", FsdpCompatError, lambda: block.set_modules_to_forward_prefetch(model)
+    yield "event", FsdpCompatError, lambda: model.set_post_optim_event("now")
+    yield "sharing", FsdpCompatError, lambda: api.share_comm_ctx(model)
+    yield "method", FsdpCompatError, lambda: api.register_fsdp_forward_method(model, 3)
+
+
+def _refuses_calls() -> list[str]:
+    """Return what was not refused as it should be. Collective."""
+    problems = []
+    twins = Twins(Stack)
+    for used in (False, True) if api.name == "ours" else (True,):
+        if used:
+            twins.step()
+        before, values = _snapshot(twins.model), whole_parameters(twins.model)
+        more = _more_bad_calls(twins) if api.name == "ours" else ()
+        for case in (*_bad_calls(twins), *more):
+            problem = _problem_of(*case)
+            problems += [f"{problem} (used: {used})"] if problem else []
+        if _snapshot(twins.model) != before:
+            problems.append(f"something has changed (used: {used})")
+        for name, value in whole_parameters(twins.model).items():
+            if not torch.equal(value, values[name]):
+                problems.append(f"{name} has other values (used: {used})")
+        twins.step()
+    return problems
+
+
+def test_wrong_calls_are_refused_and_the_next_step_trains() -> None:
+    assert run_ranks(2, _refuses_calls) == [[], []]
+
+
+def _refuses_two_meshes() -> list[str]:
+    """Settings for one group, on a module with two."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    info = api.FSDPMeshInfo(mesh["shard"], shard_mesh_dim=0)
+    model = Stack()
+
+    def place(p: nn.Parameter) -> Any:
+        return api.ShardPlacementResult(Shard(0), info) if p.ndim == 2 else None
+
+    for module in (*model.blocks, model):
+        api.fully_shard(module, mesh=mesh, shard_placement_fn=place)
+    cases: list[Case] = [
+        (name, ValueError, lambda n=name: getattr(model, n)(lambda *_, **__: None))
+        for name in ("set_custom_all_gather", "set_custom_reduce_scatter", "set_all_reduce_hook")
+    ]
+    problems = [problem for case in cases if (problem := _problem_of(*case))]
+    one_backward(model, torch.ones(2, DIM))
+    return problems
+
+
+def test_settings_for_one_group_are_refused_where_there_are_two() -> None:
+    assert run_ranks(4, _refuses_two_meshes) == [[]] * 4
+
+
+class _Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(DIM, DIM), nn.Linear(DIM, DIM)
+        self.second.weight = self.first.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x))
+
+
+def _refuses_a_tie_over_two_groups() -> str:
+    model = _Tied()
+
+    def call() -> None:
+        api.fully_shard(model.first)
+        api.fully_shard(model.second)
+        api.fully_shard(model)(torch.ones(1, DIM))
+
+    return _problem_of("tie", ValueError, call)
+
+
+def test_a_parameter_in_two_groups_is_refused() -> None:
+    assert run_ranks(2, _refuses_a_tie_over_two_groups) == ["", ""]
+
+
+def _needs_values() -> list[str]:
+    with torch.device("meta"):
+        model = Stack()
+    shard_all(model)
+    problems = [
+        _problem_of("forward", RuntimeError, lambda: model(torch.ones(1, DIM))),
+        _problem_of("unshard", RuntimeError, lambda: model.blocks[0].unshard()),
+    ]
+    model.to_empty(device="cpu")
+    with torch.no_grad():
+        for p in model.parameters():
+            p.fill_(0.1)
+    one_backward(model, torch.ones(2, DIM))
+    assert all(p.grad is not None for p in model.parameters())
+    return [problem for problem in problems if problem]
+
+
+@pytest.mark.skipif(api.name == "torch", reason="torch cannot go on after the first error")
+def test_a_model_on_the_meta_device_is_refused_until_it_has_values() -> None:
+    assert run_ranks(2, _needs_values) == [[], []]
+
+
+# -- ranks that do different things
+
+
+def _calls_different_blocks() -> None:
+    model = shard_all(Stack())
+    one_backward(model, torch.ones(2, DIM))
+    model.blocks[dist.get_rank()](torch.ones(2, DIM))
+
+
+@pytest.mark.skipif(api.name == "torch", reason="torch waits for ever, or mixes the parameters up")
+def test_ranks_that_call_different_modules_are_told() -> None:
+    with pytest.raises(RankError) as raised:
+        run_ranks(2, _calls_different_blocks, timeout=30)
+    assert sorted(raised.value.failed) == [0, 1]
+    assert str(raised.value).count("StateError") >= 2
+
+
+def test_the_snapshot_sees_a_change() -> None:
+    model = nn.Sequential(Block(), Block())
+    before = _snapshot(model)
+    assert _snapshot(model) == before
+    model[0].up.weight.requires_grad_(False)
+    assert _snapshot(model) != before
+    assert sharded_modules(model) == []

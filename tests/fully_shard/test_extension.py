@@ -1,0 +1,287 @@
+"""Tensors that pack themselves before an all-gather and unpack themselves after it: weights that
+travel as int8 give the results of the dequantised model, and send a quarter of the bytes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map
+
+from tests.support.fully_sharded import (
+    Gathers,
+    Twins,
+    api,
+    assert_same_values,
+    is_sharded,
+    partial_shard,
+    whole_gradients,
+)
+from tests.support.models import DIM, Block
+from tests.support.parity import assert_close, square
+from tests.support.ranks import run_ranks
+
+ROWS = 16
+BF16 = torch.bfloat16
+
+
+class Wrapped(torch.Tensor):
+    """A tensor around another one of the same shape."""
+
+    inner: Tensor
+
+    @staticmethod
+    def __new__(cls, inner: Tensor, dtype: torch.dtype, *rest: Any) -> Any:
+        return torch.Tensor._make_wrapper_subclass(
+            cls, inner.size(), strides=inner.stride(), dtype=dtype, device=inner.device
+        )
+
+    def like(self, inner: Tensor) -> Any:
+        raise NotImplementedError
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return f"{type(self).__name__}({self.inner})"
+
+    __format__ = object.__format__
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any, kwargs: Any = None) -> Any:
+        """Operations work on the inner tensor; those that keep the type wrap what they return."""
+        found: list[Wrapped] = []
+
+        def unwrapped(value: Any) -> Any:
+            if isinstance(value, Wrapped):
+                found.append(value)
+                return value.inner
+            return value
+
+        args, kwargs = tree_map(unwrapped, (args, kwargs or {}))
+        out = func(*args, **kwargs)
+        if func is torch.ops.aten.copy_.default or func.__name__.split(".")[0].endswith("_"):
+            return found[0]
+        return tree_map(
+            lambda value: (
+                found[0].like(value)
+                if isinstance(value, Tensor) and value.dtype == found[0].inner.dtype
+                else value
+            ),
+            out,
+        )
+
+
+def _fill(out: Tensor, value: Tensor) -> None:
+    """Unpacking again is no change, for autograd."""
+    with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(out):
+        out.copy_(value)
+
+
+class Int8Weight(Wrapped):
+    """int8 codes with one scale, frozen; whole weights are floating point."""
+
+    def __init__(self, inner: Tensor, dtype: torch.dtype, scale: float) -> None:
+        self.inner, self.scale = inner, scale
+
+    def like(self, inner: Tensor) -> Int8Weight:
+        return Int8Weight(inner, self.dtype, self.scale)
+
+    def __tensor_flatten__(self) -> Any:
+        return ["inner"], (self.dtype, self.scale)
+
+    @staticmethod
+    def __tensor_unflatten__(inner: Any, meta: Any, size: Any, stride: Any) -> Int8Weight:
+        return Int8Weight(inner["inner"], *meta)
+
+    def fsdp_pre_all_gather(
+        self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any
+    ) -> Any:
+        assert isinstance(module, nn.Module) and mesh.size() >= 1 and len(outer_size) == 2
+        return (self.inner,), self.scale
+
+    def fsdp_post_all_gather(
+        self, outputs: Any, metadata: float, param_dtype: torch.dtype, *, out: Any = None
+    ) -> Any:
+        (codes,) = outputs
+        if out is not None:
+            return _fill(out, codes.to(param_dtype) * metadata)
+        whole = codes.to(param_dtype) * metadata
+        return whole, (whole,)
+
+
+class RowwiseWeight(Wrapped):
+    """A trainable floating-point weight that travels as int8 codes with a scale per row."""
+
+    def __init__(self, inner: Tensor, dtype: torch.dtype) -> None:
+        self.inner = inner
+
+    def like(self, inner: Tensor) -> RowwiseWeight:
+        return RowwiseWeight(inner, inner.dtype)
+
+    def __tensor_flatten__(self) -> Any:
+        return ["inner"], (self.dtype,)
+
+    @staticmethod
+    def __tensor_unflatten__(inner: Any, meta: Any, size: Any, stride: Any) -> RowwiseWeight:
+        return RowwiseWeight(inner["inner"], *meta)
+
+    def fsdp_pre_all_gather(
+        self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any
+    ) -> Any:
+        return _quantised(self.inner), None
+
+    def fsdp_post_all_gather(
+        self, outputs: Any, metadata: None, param_dtype: torch.dtype, *, out: Any = None
+    ) -> Any:
+        codes, scales = outputs
+        if out is not None:
+            return _fill(out, codes.to(param_dtype) * scales)
+        whole = codes.to(param_dtype) * scales
+        return whole, (whole,)
+
+
+def _quantised(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Return int8 codes of the weight's shape and float32 scales per row, (rows, 1)."""
+    scales = weight.abs().amax(1, keepdim=True) / 127 + 1e-12
+    return (weight / scales).round().to(torch.int8), scales
+
+
+class Straight(torch.autograd.Function):
+    """Rounds to what travels; gradients pass as they are."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor) -> Tensor:
+        codes, scales = _quantised(weight)
+        return codes.to(weight.dtype) * scales
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        return grad
+
+
+class Quantised(nn.Module):
+    """A linear layer whose weight travels as int8; unsharded, it computes with the same values."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        weight = torch.randn(ROWS, DIM)
+        if kind == "frozen":  # what one scale of int8 can express
+            weight = (weight * 16).round().clamp(-127, 127) / 16
+        self.weight = nn.Parameter(weight, requires_grad=kind != "frozen")
+        self.bias = nn.Parameter(torch.randn(ROWS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.weight
+        if self.kind == "trained" and not self.is_packed:
+            weight = Straight.apply(weight)
+        return F.linear(x, weight, self.bias)[..., :DIM] + x
+
+    is_packed = False
+
+
+def _build_frozen() -> nn.Module:
+    return nn.Sequential(Quantised("frozen"), Block(), Quantised("frozen"))
+
+
+def _build_trained() -> nn.Module:
+    return nn.Sequential(Quantised("trained"), Block(), Quantised("trained"))
+
+
+def _shard(model: Any, **options: Any) -> Any:
+    for module in model:
+        if isinstance(module, Quantised):
+            data, trained = module.weight.detach(), module.kind == "trained"
+            if trained:
+                packed: Tensor = RowwiseWeight(data, data.dtype)
+            else:
+                packed = Int8Weight((data * 16).to(torch.int8), data.dtype, 1 / 16)
+            module.weight = nn.Parameter(packed, requires_grad=trained)
+            module.is_packed = True
+    return partial_shard(classes=(Quantised, Block), **options)(model)
+
+
+def _trains(kind: str, count: bool, **options: Any) -> None:
+    build = _build_frozen if kind == "frozen" else _build_trained
+    twins = Twins(build, lambda model: _shard(model, **options), optimizer=_sgd)
+    first = twins.model[0]
+    assert isinstance(first.weight, DTensor)
+    assert isinstance(first.weight.to_local(), Wrapped)
+    gathers = Gathers(twins.model) if count else None
+    for _ in range(3):
+        _step(twins)
+        if gathers is not None:
+            sizes = {call["nbytes"] for call in gathers.calls_of("0")}
+            rows = ROWS // twins.ranks
+            wanted = rows * DIM + rows * 4 + (rows * 4 if kind == "trained" else 0)
+            assert all(wanted <= size <= wanted + 32 for size in sizes), (sizes, wanted)
+    twins.model[0].unshard()
+    assert type(twins.model[0].weight) is nn.Parameter
+    twins.model[0].reshard()
+
+
+def _sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD([p for p in parameters if p.requires_grad], 0.05, foreach=False)
+
+
+def _step(twins: Twins) -> None:
+    """A step whose comparisons read no packed parameter as a whole: it has no all-gather."""
+    batches = twins.batches()
+    losses = []
+    for x in batches:
+        loss = square(twins.plain, x)
+        loss.backward()
+        losses.append(loss.detach())
+    loss = square(twins.model, batches[twins.rank])
+    loss.backward()
+    assert_close(loss, losses[twins.rank], "loss")
+    expected = {
+        name: None if p.grad is None else p.grad / twins.ranks
+        for name, p in twins.plain.named_parameters()
+    }
+    assert_same_values(whole_gradients(twins.model), expected, "gradient")
+    for p in twins.plain.parameters():
+        if p.grad is not None:
+            p.grad /= twins.ranks
+    for optim in (twins.plain_optim, twins.optim):
+        optim.step()
+        optim.zero_grad()
+    assert is_sharded(twins.model[1].up)
+
+
+@pytest.mark.parametrize("count", [False, True], ids=["", "counted"])
+@pytest.mark.parametrize("kind", ["frozen", "trained"])
+def test_weights_that_travel_as_int8_train_as_the_dequantised_model(kind: str, count: bool) -> None:
+    run_ranks(2, _trains, kind, count)
+
+
+@pytest.mark.parametrize("kind", ["frozen", "trained"])
+def test_weights_that_travel_as_int8_may_stay_unsharded(kind: str) -> None:
+    run_ranks(4, _trains, kind, False, reshard_after_forward=False)
+
+
+class Half(Wrapped):
+    """Defines one of the two methods only."""
+
+    def __init__(self, inner: Tensor, dtype: torch.dtype) -> None:
+        self.inner = inner
+
+    def like(self, inner: Tensor) -> Half:
+        return Half(inner, inner.dtype)
+
+    def fsdp_pre_all_gather(self, mesh: Any) -> Any:
+        return (self.inner,), None
+
+
+def _refuses_half_an_extension() -> None:
+    layer = nn.Linear(DIM, DIM)
+    layer.weight = nn.Parameter(Half(layer.weight.detach(), torch.float32))
+    with pytest.raises(AssertionError, match="fsdp_post_all_gather"):
+        api.fully_shard(layer)
+        layer(torch.ones(1, DIM))
+
+
+def test_half_an_extension_is_refused() -> None:
+    run_ranks(2, _refuses_half_an_extension)

@@ -1,0 +1,698 @@
+"""Every method of FSDPModule, and every function beside fully_shard, does what it says."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from tests.support.fully_sharded import (
+    Gathers,
+    NotedAllGather,
+    NotedReduceScatter,
+    Twins,
+    api,
+    assert_same_values,
+    is_sharded,
+    one_backward,
+    partial_shard,
+    require_sync,
+    shard_all,
+    sharded_modules,
+    whole_gradients,
+    whole_parameters,
+)
+from tests.support.models import DIM, NUM_TOKENS, Block, Stack
+from tests.support.parity import assert_close, square, tokens
+from tests.support.ranks import run_ranks
+
+BF16 = torch.bfloat16
+ONCE = {"root": 1, "blocks.0": 1, "blocks.1": 1, "blocks.2": 1}  # all-gathers, by module
+
+only_ours = pytest.mark.skipif(api.name == "torch", reason="torch does otherwise")
+
+
+def _batch() -> Tensor:
+    return torch.randn(4, DIM, generator=torch.Generator().manual_seed(dist.get_rank()))
+
+
+def _plain() -> Stack:
+    torch.manual_seed(0)
+    return Stack()
+
+
+def _sharded(**options: Any) -> Any:
+    return shard_all(_plain(), **options)
+
+
+def _hsdp_mesh() -> DeviceMesh:
+    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+
+
+def _expected_gradients(factor: float) -> dict[str, Tensor | None]:
+    """The sum over all ranks' batches, divided by ``factor``."""
+    model = _plain()
+    for rank in range(dist.get_world_size()):
+        x = torch.randn(4, DIM, generator=torch.Generator().manual_seed(rank))
+        one_backward(model, x)
+    return {name: p.grad / factor for name, p in model.named_parameters() if p.grad is not None}
+
+
+# -- classes
+
+
+def _changes_classes_in_place() -> None:
+    model = Stack()
+    blocks = [model.blocks[0], model.blocks[1]]
+    assert api.fully_shard(blocks) is blocks
+    assert api.fully_shard(model) is model
+    assert type(model).__name__ == "FSDPStack"
+    assert isinstance(model, api.FSDPModule) and isinstance(model, Stack)
+    kind = type(blocks[0])
+    assert kind.__mro__[:3] == (kind, api.FSDPModule, Block) and type(blocks[1]) is kind
+    assert type(model.blocks[2]) is Block and type(model.blocks) is nn.ModuleList
+    for name, p in model.named_parameters():
+        assert isinstance(p, nn.Parameter) and isinstance(p, DTensor), name
+        assert p.placements == (Shard(0),) and p.device_mesh.shape == (2,)
+        assert p.requires_grad and p.is_leaf and p.grad is None
+    with pytest.raises(AssertionError):
+        copy.deepcopy(model)
+    chain = api.fully_shard(nn.Sequential(nn.Linear(DIM, DIM), nn.Linear(DIM, DIM)))
+    assert type(chain[:1]) is nn.Sequential and chain[:1][0] is chain[0]
+
+
+def test_modules_are_changed_in_place_and_cannot_be_copied() -> None:
+    run_ranks(2, _changes_classes_in_place)
+
+
+# -- unshard and reshard
+
+
+def _shows_whole_parameters_between_unshard_and_reshard() -> None:
+    expected, model = _plain(), _sharded()
+    block, gathers = model.blocks[1], Gathers(model)
+    for _ in range(2):  # before the first forward, and once more
+        handle = block.unshard(async_op=True)
+        assert isinstance(handle, api.UnshardHandle)
+        handle.wait()
+        handle.wait()
+        assert block.unshard() is None, "returns nothing where it has waited"
+        assert gathers.count() == {**ONCE, "root": 0, "blocks.0": 0, "blocks.2": 0}
+        shown = dict(block.named_parameters())
+        for name, p in expected.blocks[1].named_parameters():
+            assert type(shown[name]) is nn.Parameter and torch.equal(shown[name], p), name
+        assert is_sharded(model.blocks[0].up)
+        block.reshard()
+        assert is_sharded(block.up)
+    block.unshard(async_op=True)  # forward waits
+    gathers.count()
+    x = _batch()
+    assert_close(model(x), expected(x), "output")
+    assert gathers.count() == {**ONCE, "blocks.1": 0}
+
+
+def test_unshard_shows_plain_parameters_until_reshard() -> None:
+    run_ranks(2, _shows_whole_parameters_between_unshard_and_reshard)
+
+
+def _shows_after_forward(option: bool | None, root_sharded: bool, inner_sharded: bool) -> None:
+    model = _sharded(reshard_after_forward=option)
+    loss = square(model, _batch())
+    assert is_sharded(model.stem) is root_sharded
+    assert [is_sharded(block.up) for block in model.blocks] == [inner_sharded] * 3
+    loss.backward()
+    assert is_sharded(model.stem) and all(is_sharded(block.up) for block in model.blocks)
+
+
+@pytest.mark.parametrize(
+    ("option", "root_sharded", "inner_sharded"),
+    [(True, True, True), (False, False, False), (None, False, True)],
+)
+def test_reshard_after_forward_decides_what_is_shown_after_forward(
+    option: bool | None, root_sharded: bool, inner_sharded: bool
+) -> None:
+    run_ranks(2, _shows_after_forward, option, root_sharded, inner_sharded)
+
+
+def _shows_a_smaller_mesh() -> None:
+    expected, model = _plain(), _sharded(reshard_after_forward=2)
+    gathers = Gathers(model)
+    loss = square(model, _batch())
+    for name, p in model.blocks.named_parameters():
+        assert isinstance(p, DTensor) and p.device_mesh.shape == (2, 2), name
+        assert p.placements == (Replicate(), Shard(0))
+        own = expected.blocks.get_parameter(name).chunk(2)[dist.get_rank() % 2]
+        assert torch.equal(p.to_local(), own), name
+    model.blocks[0].reshard()
+    assert model.blocks[0].up.weight.device_mesh.shape == (4,)
+    loss.backward()
+    ranks = [[call["ranks"] for call in gathers.calls_of(f"blocks.{n}")] for n in (0, 1)]
+    assert ranks == [[4, 4], [4, 2]]
+    assert all(p.device_mesh.shape == (4,) for p in model.parameters())
+    assert_same_values(whole_gradients(model), _expected_gradients(4), "gradient")
+
+
+def test_reshard_after_forward_to_fewer_ranks_shows_and_gathers_over_the_smaller_mesh() -> None:
+    run_ranks(4, _shows_a_smaller_mesh)
+
+
+def _sets_reshard_after_forward() -> None:
+    model = _sharded()
+    model.set_reshard_after_forward(True)  # the root too
+    model.blocks[1].set_reshard_after_forward(False)
+    square(model, _batch()).backward()
+    loss = square(model, _batch())
+    assert is_sharded(model.stem)
+    assert [is_sharded(block.up) for block in model.blocks] == [True, False, True]
+    loss.backward()
+    model.set_reshard_after_forward(False, recurse=False)
+    loss = square(model, _batch())
+    assert not is_sharded(model.stem) and is_sharded(model.blocks[0].up)
+    loss.backward()
+    with pytest.raises(ValueError):
+        model.set_reshard_after_forward(2)
+    assert is_sharded(model.stem)
+
+
+def test_set_reshard_after_forward_replaces_the_argument() -> None:
+    run_ranks(2, _sets_reshard_after_forward)
+
+
+def _keeps_after_backward() -> None:
+    twins = Twins(Stack)
+    gathers = Gathers(twins.model)
+    twins.model.set_reshard_after_backward(False)
+    twins.backwards()
+    assert not is_sharded(twins.model.stem)
+    assert not any(is_sharded(block.up) for block in twins.model.blocks)
+    gathers.count()
+    twins.model.set_reshard_after_forward(False)
+    twins.model.set_reshard_after_backward(True)
+    twins.backwards()
+    assert gathers.count() == dict.fromkeys(ONCE, 0), "gathered what was kept"
+    assert is_sharded(twins.model.stem)
+    twins.compare_gradients()
+    twins.update()
+    twins.step()
+
+
+def test_without_resharding_after_backward_the_next_forward_gathers_nothing() -> None:
+    run_ranks(2, _keeps_after_backward)
+
+
+class _Language(nn.Module):
+    """An embedding, whose values no backward needs, and a block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.block = nn.Embedding(NUM_TOKENS, DIM), Block()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.block(self.embed(x))
+
+
+def _leaves_the_embedding_sharded_in_backward() -> None:
+    shard = partial_shard(classes=(nn.Embedding, Block), reshard_after_forward=True)
+    twins = Twins(_Language, shard, batch=tokens)
+    twins.model.embed.set_unshard_in_backward(False)
+    gathers = Gathers(twins.model)
+    twins.step()
+    found = gathers.count()
+    assert (found["embed"], found["block"]) == (1, 2)
+
+
+def test_set_unshard_in_backward_saves_the_second_all_gather() -> None:
+    run_ranks(2, _leaves_the_embedding_sharded_in_backward)
+
+
+def _keeps_storage() -> None:
+    twins = Twins(Stack, partial_shard(reshard_after_forward=True))
+    twins.step()
+    for module in sharded_modules(twins.model):
+        module.set_keep_unsharded_storage(True)
+    seen = []
+    for _ in range(3):
+        for module in sharded_modules(twins.model):
+            module.unshard()
+        seen.append([p.data_ptr() for p in twins.model.parameters()])
+        for module in sharded_modules(twins.model):
+            module.reshard()
+        twins.step()
+    assert 0 not in seen[0] and seen[0] == seen[1] == seen[2]
+    for module in sharded_modules(twins.model):
+        module.set_keep_unsharded_storage(False)
+    twins.step()
+
+
+@only_ours
+def test_kept_storage_has_the_same_address_in_every_step() -> None:
+    run_ranks(2, _keeps_storage)
+
+
+# -- prefetching
+
+
+class _Logged(Block):
+    """Notes when it computes."""
+
+    log: list[str]
+    label: str
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.log.append(f"forward {self.label}")
+        hidden = self.norm(x).tanh()
+        if hidden.requires_grad:
+            hidden.register_hook(lambda grad: self.log.append(f"backward {self.label}"))
+        return x + self.down(self.up(hidden))
+
+
+def _order_of_gathers(forward: dict[int, list[int]], backward: dict[int, list[int]]) -> list[str]:
+    """Return what happens in a forward and a backward, with these lists of blocks to prefetch."""
+    torch.manual_seed(0)
+    model = shard_all(Stack(4, _Logged), (_Logged,), reshard_after_forward=True)
+    log = Gathers(model).log
+    for index, block in enumerate(model.blocks):
+        block.log, block.label = log, f"blocks.{index}"
+    for index, wanted in forward.items():
+        blocks = [model.blocks[each] for each in wanted]
+        model.blocks[index].set_modules_to_forward_prefetch(blocks)
+    for index, wanted in backward.items():
+        blocks = [model.blocks[each] for each in wanted]
+        model.blocks[index].set_modules_to_backward_prefetch(blocks)
+    one_backward(model, _batch())  # the first may find the order
+    log.clear()
+    one_backward(model, _batch())
+    return log
+
+
+def _gathered(log: list[str], first: str, last: str) -> list[int]:
+    """The blocks that are gathered between two events."""
+    between = log[log.index(first) + 1 if first else 0 : log.index(last)]
+    return [int(event[-1]) for event in between if event.startswith("gather blocks")]
+
+
+def _prefetches() -> None:
+    log = _order_of_gathers({0: [1, 2, 3]}, {3: [2, 1, 0]})
+    assert _gathered(log, "", "forward blocks.0") == [0, 1, 2, 3]
+    assert _gathered(log, "forward blocks.0", "forward blocks.3") == []
+    found = _gathered(log, "forward blocks.3", "backward blocks.3")
+    assert [block for block in found if block != 3] == [2, 1, 0]
+    assert _gathered(log, "backward blocks.3", "backward blocks.0") == []
+    log = _order_of_gathers({0: [2], 2: [1]}, {})
+    assert sorted(_gathered(log, "", "forward blocks.0")) in ([0, 2], [0, 1, 2])
+
+
+def test_prefetch_lists_decide_what_is_gathered_before_a_module_computes() -> None:
+    run_ranks(2, _prefetches)
+
+
+def _does_not_prefetch_more_than_one() -> None:
+    log = _order_of_gathers({}, {})
+    assert max(_gathered(log, "", "forward blocks.0")) <= 1
+    assert min(_gathered(log, "forward blocks.3", "backward blocks.3")) >= 2
+    assert log.count("gather blocks.1") == 2
+
+
+def test_without_lists_at_most_the_next_module_is_gathered_early() -> None:
+    run_ranks(2, _does_not_prefetch_more_than_one)
+
+
+# -- gradients
+
+
+def _divides(factor: float) -> None:
+    model = _sharded()
+    for module in sharded_modules(model):
+        module.set_force_sum_reduction_for_comms(True)
+        module.set_gradient_divide_factor(factor)
+    one_backward(model, _batch())
+    assert_same_values(whole_gradients(model), _expected_gradients(factor), "gradient")
+    with pytest.warns((FutureWarning, DeprecationWarning)):
+        model.set_reduce_scatter_divide_factor(2.0)
+    model.zero_grad()
+    one_backward(model, _batch())
+    stem = {"grad": model.stem.weight.grad.full_tensor()}
+    expected = {"grad": _expected_gradients(2.0)["stem.weight"]}
+    assert_same_values(stem, expected, "gradient of the root")
+
+
+def test_gradients_are_divided_by_the_factor() -> None:
+    run_ranks(2, _divides, 1.0)
+    run_ranks(3, _divides, 4.0)
+
+
+def _hook_changes_gradients() -> None:
+    model = _sharded(mp_policy=api.MixedPrecisionPolicy(reduce_dtype=torch.float64))
+    seen: dict[str, list[Tensor]] = {}
+
+    def hook(name: str, reduced: Tensor) -> None:
+        seen.setdefault(name, []).append(reduced.clone())
+        reduced.mul_(3)
+
+    for name, module in model.named_modules():
+        if isinstance(module, api.FSDPModule):
+            module.set_all_reduce_hook(functools.partial(hook, name))
+    one_backward(model, _batch())
+    assert {name: len(calls) for name, calls in seen.items()} == dict.fromkeys(seen, 1)
+    assert sorted(seen) == ["", "blocks.0", "blocks.1", "blocks.2"]
+    assert all(calls[0].dtype is torch.float64 for calls in seen.values())
+    assert_same_values(whole_gradients(model), _expected_gradients(2 / 3), "gradient")
+    block = model.blocks[0]
+    own = [p.grad.to_local().double().flatten() for p in block.parameters()]
+    assert_close(seen["blocks.0"][0].norm() * 3, torch.cat(own).norm(), "norm of what hooks see")
+
+
+def test_an_all_reduce_hook_sees_and_changes_the_reduced_gradients() -> None:
+    run_ranks(2, _hook_changes_gradients)
+
+
+def _hook_replicates() -> None:
+    """Sharded over pairs, replicated by the hook."""
+    mesh = _hsdp_mesh()
+    model = _sharded(mesh=mesh["shard"])
+    for module in sharded_modules(model):
+        replicate = mesh.get_group("replicate")
+
+        def hook(reduced: Tensor, group: dist.ProcessGroup = replicate) -> None:
+            dist.all_reduce(reduced, group=group)
+            reduced.div_(2)
+
+        module.set_all_reduce_hook(hook)
+    one_backward(model, _batch())
+    assert_same_values(whole_gradients(model), _expected_gradients(4), "gradient")
+    hybrid = _sharded(mesh=mesh)
+    with pytest.raises(ValueError):
+        hybrid.set_all_reduce_hook(hook, stream=torch.Stream(device="cpu"))
+
+
+def test_an_all_reduce_hook_can_replicate() -> None:
+    run_ranks(4, _hook_replicates)
+
+
+def _accumulates_without_all_reduce() -> None:
+    twins = Twins(Stack, partial_shard(mesh=_hsdp_mesh()))
+
+    def step(model: nn.Module, x: Tensor) -> Tensor:
+        for last in (False, False, True):
+            if isinstance(model, api.FSDPModule):
+                model.set_requires_all_reduce(last)
+                model.set_is_last_backward(last)
+            loss = one_backward(model, x)
+            if not last and isinstance(model, api.FSDPModule):
+                assert all(p.grad is None for p in model.parameters())
+        return loss
+
+    twins.step(step)
+    twins.step(step)
+
+
+def test_gradients_accumulate_without_all_reduce() -> None:
+    run_ranks(4, _accumulates_without_all_reduce)
+
+
+def _accumulates_without_sync() -> None:
+    policy = api.MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=torch.float32)
+    reduces: list[str] = []
+    model = _sharded(mp_policy=policy)
+    for module in sharded_modules(model):
+        module.set_custom_reduce_scatter(NotedReduceScatter("", reduces))
+    for last in (False, False, True):
+        require_sync(model, last)
+        assert not reduces and all(p.grad is None for p in model.parameters())
+        one_backward(model, _batch())
+    assert len(reduces) == 4
+    once = whole_gradients(_reduced_once(model))
+    tripled = {name: grad * 3 for name, grad in once.items() if grad is not None}
+    assert_same_values(whole_gradients(model), tripled, "gradient", 1e-6)
+
+
+def _reduced_once(model: Any) -> Any:
+    other = _sharded(
+        mp_policy=api.MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=torch.float32)
+    )
+    one_backward(other, _batch())
+    return other
+
+
+def test_gradients_accumulate_in_the_reduce_dtype_without_sync() -> None:
+    run_ranks(2, _accumulates_without_sync)
+
+
+def _leaves_one_module_unsynchronised() -> None:
+    model = _sharded()
+    model.set_requires_gradient_sync(False)
+    model.set_requires_gradient_sync(True, recurse=False)
+    one_backward(model, _batch())
+    assert {name for name, p in model.named_parameters() if p.grad is None} == {
+        name for name, _ in model.named_parameters() if name.startswith("blocks")
+    }
+    model.set_requires_gradient_sync(True)
+    one_backward(model, _batch())
+    assert_same_values(whole_gradients(model), _expected_gradients(1), "gradient")
+
+
+def test_set_requires_gradient_sync_may_leave_out_inner_modules() -> None:
+    run_ranks(2, _leaves_one_module_unsynchronised)
+
+
+class _Either(nn.Module):
+    """Uses one of two branches; a third is never used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(DIM, DIM)
+        self.branches = nn.ModuleList(nn.Linear(DIM, DIM) for _ in range(3))
+
+    def forward(self, x: Tensor, branch: int) -> Tensor:
+        return self.branches[branch](self.stem(x))
+
+
+def _reduces_unused_parameters() -> None:
+    torch.manual_seed(0)
+    plain, model = _Either(), _Either()
+    model.load_state_dict(plain.state_dict())
+    api.fully_shard(model).set_reduce_scatter_unused_params(True)
+    x = torch.ones(2, DIM)
+    for branch in (0, 1):
+        plain(x, branch).sum().backward()
+    model(x, dist.get_rank()).sum().backward()
+    expected = {
+        name: torch.zeros_like(p) if p.grad is None else p.grad / 2
+        for name, p in plain.named_parameters()
+    }
+    assert_same_values(whole_gradients(model), expected, "gradient")
+
+
+def test_parameters_that_only_some_ranks_use_are_reduced_as_zeros() -> None:
+    run_ranks(2, _reduces_unused_parameters)
+
+
+def _finalizes_by_hand() -> None:
+    twins = Twins(Stack)
+    twins.model.set_manual_backward_finalization(True)
+
+    def step(async_op: bool, model: nn.Module, x: Tensor) -> Tensor:
+        one_backward(model, x * 2)
+        loss = one_backward(model, x)
+        if isinstance(model, api.FSDPModule):
+            assert all(p.grad is None for p in model.parameters())
+            handle = model.finalize_backward(async_op=async_op)
+            assert isinstance(handle, api.GradientReductionHandle) is async_op
+            if handle is not None:
+                handle.wait()
+        return loss
+
+    for async_op in (False, True, True):
+        twins.step(functools.partial(step, async_op))
+    twins.model.set_manual_backward_finalization(False)
+    twins.step()
+    with pytest.raises(api.StateError):
+        twins.model.finalize_backward()
+    twins.step()
+
+
+@only_ours
+def test_a_backward_that_is_finalized_by_hand_reduces_the_same() -> None:
+    run_ranks(2, _finalizes_by_hand)
+
+
+# -- a user's own collectives
+
+
+def _uses_custom_collectives() -> None:
+    policy = api.MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=torch.float64)
+    own, usual = _sharded(mp_policy=policy), _sharded(mp_policy=policy)
+    gather, reduce = NotedAllGather(), NotedReduceScatter()
+    own.blocks[1].set_custom_all_gather(gather)
+    own.blocks[1].set_custom_reduce_scatter(reduce)
+    for model in (own, usual):
+        one_backward(model, _batch())
+    assert_same_values(whole_gradients(own), whole_gradients(usual), "gradient", 1e-9)
+    numel = sum(p.numel() for p in Block().parameters())
+    assert len(gather.calls) == 2 and len(reduce.calls) == 1
+    for call in gather.calls:
+        assert call["dtypes"] == (BF16, BF16) and call["ranks"] == 2
+        assert call["numel"][0] == 2 * call["numel"][1] and numel <= call["numel"][0] < numel + 64
+    (call,) = reduce.calls
+    assert call["dtypes"] == (torch.float64, torch.float64) and call["ranks"] == 2
+    assert call["numel"][1] == 2 * call["numel"][0] and numel <= call["numel"][1] < numel + 64
+
+
+def test_custom_collectives_are_called_with_torchs_keyword_arguments() -> None:
+    run_ranks(2, _uses_custom_collectives)
+
+
+# -- settings of transfers
+
+
+def _trains_with_settings_of_transfers() -> None:
+    twins = Twins(Stack)
+    model = twins.model
+    model.set_reduce_scatter_max_input_buffers(2)
+    model.blocks[0].set_reduce_scatter_max_input_buffers(3, recurse=False)
+    model.set_separate_reduce_scatter_group()
+    twins.step()
+    model.set_separate_reduce_scatter_group(False)
+    if api.name == "ours":
+        model.set_post_optim_event(torch.Event(device="cpu"))
+    twins.step()
+    for wrong, error in ((True, TypeError), (1.5, TypeError), (0, ValueError), (-1, ValueError)):
+        with pytest.raises(error):
+            model.set_reduce_scatter_max_input_buffers(wrong)
+    twins.step()
+
+
+def test_settings_of_transfers_leave_the_results_as_they_are() -> None:
+    run_ranks(2, _trains_with_settings_of_transfers)
+
+
+def _refuses_memory_that_gloo_does_not_have() -> None:
+    twins = Twins(Stack)
+    with pytest.raises(api.StateError):
+        twins.model.set_allocate_memory_from_process_group_for_comm(True)
+    twins.model.set_allocate_memory_from_process_group_for_comm(False)
+    with pytest.raises(api.StateError):
+        twins.model.set_symm_mem_for_comm()
+    twins.step()
+
+
+@only_ours
+def test_memory_of_other_backends_is_refused_on_gloo() -> None:
+    run_ranks(2, _refuses_memory_that_gloo_does_not_have)
+
+
+# -- functions
+
+
+class _Generator(nn.Module):
+    """Has a second method that computes with its parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = Block(), nn.Linear(DIM, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.body(x))
+
+    def twice(self, x: Tensor, *, gain: float) -> Tensor:
+        """Doubles."""
+        return self.head(self.body(self.body(x))) * gain
+
+
+def _registers_a_method() -> None:
+    twins = Twins(_Generator)
+    api.register_fsdp_forward_method(twins.model, "twice")
+    assert twins.model.twice.__doc__ == "Doubles."
+
+    def step(model: Any, x: Tensor) -> Tensor:
+        loss = model.twice(x, gain=0.5).pow(2).mean() + square(model, x)
+        loss.backward()
+        return loss.detach()
+
+    twins.step(step)
+    twins.step()
+    assert not hasattr(twins.model.twice, "__wrapped__") or is_sharded(twins.model.head)
+    with pytest.raises(ValueError):
+        api.register_fsdp_forward_method(twins.model, "thrice")
+    plain = nn.Linear(2, 2)
+    api.register_fsdp_forward_method(plain, "forward")
+    assert "forward" not in plain.__dict__
+
+
+def test_a_registered_method_computes_with_whole_parameters() -> None:
+    run_ranks(2, _registers_a_method)
+
+
+def _shares_its_context() -> None:
+    first, second = Twins(Stack), Twins(Stack)
+    api.share_comm_ctx([first.model, second.model])
+    api.share_comm_ctx([])
+    for _ in range(2):
+        first.step()
+        second.step()
+    with pytest.raises(ValueError):
+        api.share_comm_ctx([first.model, nn.Linear(2, 2)])
+
+
+def test_models_that_share_their_communication_train() -> None:
+    run_ranks(2, _shares_its_context)
+
+
+def _runs_a_list() -> None:
+    """The head of a list runs by itself, once per chunk of the batch."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.norm = Block(), nn.LayerNorm(DIM)
+            self.head = nn.Linear(DIM, 3)
+
+        def forward(self, x: Tensor, chunks: int = 0) -> Tensor:
+            hidden = self.norm(self.body(x))
+            return self.head(hidden) if not chunks else hidden
+
+    def shard(model: Any) -> Any:
+        api.fully_shard(model.body)
+        api.fully_shard([model.norm, model.head])
+        return api.fully_shard(model)
+
+    def step(model: Any, x: Tensor) -> Tensor:
+        hidden = model(x, chunks=2)
+        detached = hidden.detach().requires_grad_()
+        total = torch.zeros(())
+        for chunk in detached.chunk(2):
+            loss = model.head(chunk).pow(2).mean()
+            loss.backward()
+            total += loss.detach()
+        hidden.backward(detached.grad)
+        return total
+
+    twins = Twins(Model, shard)
+    twins.step()
+    twins.step(step)
+    twins.step()
+
+
+def test_a_list_of_modules_is_one_group_whose_modules_may_run_apart() -> None:
+    run_ranks(2, _runs_a_list)
+
+
+def _resets_only_at_the_root() -> None:
+    twins = Twins(Stack)
+    twins.step()
+    with pytest.raises(RuntimeError):
+        twins.model.blocks[0].reset_iter_state()
+    twins.model.reset_iter_state()
+    twins.step()
+    assert whole_parameters(twins.model).keys() == dict(twins.plain.named_parameters()).keys()
+
+
+def test_reset_iter_state_is_for_the_root() -> None:
+    run_ranks(2, _resets_only_at_the_root)

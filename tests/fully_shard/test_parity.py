@@ -1,0 +1,215 @@
+"""Losses, gradients and parameters are those of torch's FSDP2 on the same model and data: bit-equal
+on 2 ranks, where a sum has one order, and within rounding on 4."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard
+from torch.utils.checkpoint import checkpoint
+
+from tests.support.fully_sharded import (
+    OURS,
+    TORCH,
+    Library,
+    assert_same_values,
+    reshard,
+    whole_gradients,
+    whole_parameters,
+)
+from tests.support.pairwise import pairs
+from tests.support.parity import square
+from tests.support.ranks import run_ranks
+
+BF16, FP32 = torch.bfloat16, torch.float32
+NUM_STEPS = 3
+Seen = list[dict[str, Tensor | None]]
+
+PRECISIONS: dict[str, dict[str, Any]] = {
+    "fp32": {},
+    "bf16": {"param_dtype": BF16},
+    "bf16+fp32": {"param_dtype": BF16, "reduce_dtype": FP32},
+    "output": {"param_dtype": BF16, "reduce_dtype": FP32, "output_dtype": FP32},
+    "fp32+bf16": {"reduce_dtype": BF16},
+    "uncast": {"param_dtype": BF16, "cast_forward_inputs": False, "output_dtype": FP32},
+}
+SHAPES = ["even", "uneven", "columns", "tied", "list", "checkpointed"]
+TRAINABLE = ["all", "biases frozen", "block frozen", "other dtypes"]
+ACCUMULATIONS = ["none", "no sync", "no all-reduce", "kept after backward"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    mesh: str = "2"
+    reshard: bool | int | None = None
+    precision: str = "fp32"
+    offload: bool = False
+    accumulation: str = "none"
+    trainable: str = "all"
+    shape: str = "even"
+
+    def __str__(self) -> str:
+        return "-".join(str(value) for value in dataclasses.astuple(self))
+
+
+class Cell(nn.Module):
+    """A residual block, with frozen parameters of other dtypes if asked for."""
+
+    def __init__(self, dim: int, hidden: int, other_dtypes: bool) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(dim)
+        self.up, self.down = nn.Linear(dim, hidden), nn.Linear(hidden, dim)
+        self.scale = nn.Parameter(torch.full((1,), 1.1))
+        self.codes = self.low = None
+        if other_dtypes:
+            codes = torch.randint(0, 255, (5, 4), dtype=torch.uint8)
+            self.codes = nn.Parameter(codes, requires_grad=False)
+            self.low = nn.Parameter(torch.randn(6).to(BF16), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.to(self.norm.weight.dtype)
+        hidden = self.down(F.gelu(self.up(self.norm(x)))) * self.scale
+        if self.codes is not None and self.low is not None:
+            hidden = hidden + self.codes.to(x.dtype).mean() / 256 + self.low.to(x.dtype).mean()
+        return x + hidden
+
+
+class Net(nn.Module):
+    """Three cells between a stem and a head; the head has its weight from the stem if tied."""
+
+    def __init__(self, case: Case) -> None:
+        super().__init__()
+        dim, hidden = (7, 5) if case.shape == "uneven" else (8, 16)
+        self.stem = nn.Linear(8, dim)
+        self.cells = nn.ModuleList(
+            Cell(dim, hidden, case.trainable == "other dtypes") for _ in range(3)
+        )
+        self.norm, self.head = nn.LayerNorm(dim), nn.Linear(dim, 8 if case.shape == "tied" else 3)
+        if case.shape == "tied":
+            self.head.weight = self.stem.weight
+        self.recomputes = case.shape == "checkpointed"
+        for name, p in self.named_parameters():
+            if case.trainable == "biases frozen" and name.endswith("bias"):
+                p.requires_grad_(False)
+            if case.trainable == "block frozen" and name.startswith("cells.1"):
+                p.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x.to(self.stem.weight.dtype))
+        for cell in self.cells:
+            x = checkpoint(cell, x, use_reentrant=False) if self.recomputes else cell(x)
+        return self.head(self.norm(x))
+
+
+def _columns(p: nn.Parameter) -> Shard | None:
+    return Shard(1) if p.ndim == 2 and p.shape[1] % 4 == 0 else None
+
+
+def _sharded(library: Library, case: Case) -> Any:
+    torch.manual_seed(0)
+    model = Net(case)
+    shape = tuple(map(int, case.mesh.split("x")))
+    names = ("replicate", "shard")[-len(shape) :]
+    options: dict[str, Any] = {
+        "mesh": init_device_mesh("cpu", shape, mesh_dim_names=names),
+        "reshard_after_forward": case.reshard,
+        "shard_placement_fn": _columns if case.shape == "columns" else None,
+        "mp_policy": library.MixedPrecisionPolicy(**PRECISIONS[case.precision]),
+    }
+    if case.offload:
+        options["offload_policy"] = library.CPUOffloadPolicy(pin_memory=False)
+    for cell in model.cells:
+        library.fully_shard(cell, **options)
+    if case.shape == "list":
+        library.fully_shard([model.norm, model.head], **options)
+    library.fully_shard(model, **options)
+    return model
+
+
+def _train(library: Library, case: Case) -> Seen:
+    """Return what this rank sees in each step. Collective."""
+    model = _sharded(library, case)
+    optim = torch.optim.AdamW(model.parameters(), 1e-2, eps=1e-3)
+    generator = torch.Generator().manual_seed(1 + dist.get_rank())
+    seen: Seen = []
+    for _ in range(NUM_STEPS):
+        now: dict[str, Tensor | None] = {}
+        parts = 1 if case.accumulation == "none" else 3
+        for part in range(parts):
+            last = part == parts - 1
+            if case.accumulation == "no sync":
+                model.set_requires_gradient_sync(last)
+            if case.accumulation == "no all-reduce":
+                model.set_requires_all_reduce(last)
+            if case.accumulation == "kept after backward":
+                model.set_reshard_after_backward(last)
+                model.set_is_last_backward(last)
+            loss = square(model, torch.randn(4, 8, generator=generator))
+            loss.backward()
+            now[f"loss {part}"] = loss.detach()
+        reshard(model)
+        now |= {f"gradient {name}": grad for name, grad in whole_gradients(model).items()}
+        optim.step()
+        optim.zero_grad()
+        now |= {f"parameter {name}": value for name, value in whole_parameters(model).items()}
+        seen.append(now)
+    return seen
+
+
+def _both(case: Case) -> tuple[Seen, Seen]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch warns of views that FSDP modules return
+        return _train(TORCH, case), _train(OURS, case)
+
+
+def _differences(case: Case) -> list[str]:
+    """What is not bit-equal, in words. Collective."""
+    theirs, ours = _both(case)
+    found = []
+    for step, (wanted, got) in enumerate(zip(theirs, ours, strict=True)):
+        assert list(got) == list(wanted)
+        for name, value in wanted.items():
+            mine = got[name]
+            if value is None or mine is None:
+                if value is not mine:
+                    found.append(f"step {step}: {name} is None in one")
+            elif not torch.equal(mine, value) or mine.dtype != value.dtype:
+                difference = (mine.double() - value.double()).abs().max().item()
+                found.append(f"step {step}: {name} differs by {difference:.1e}, {mine.dtype}")
+    return found
+
+
+def _compare_within_rounding(case: Case) -> None:
+    """Collective."""
+    theirs, ours = _both(case)
+    low = case.precision != "fp32"
+    for step, (wanted, got) in enumerate(zip(theirs, ours, strict=True)):
+        assert_same_values(got, wanted, f"step {step}", 2e-2 if low else None)
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Any two settings meet in some case. Found here, as rank processes do not need the cases."""
+    reshards = {"two_ranks": [("2", True), ("2", None), ("2x1", False), ("1x2", True)]}
+    reshards["four_ranks"] = [("4", 2), ("4", False), ("2x2", None), ("2x2", True)]
+    for name, meshes in reshards.items():
+        if f"{name}_case" in metafunc.fixturenames:
+            precisions = list(PRECISIONS) if name == "two_ranks" else ["fp32", "bf16+fp32"]
+            rows = pairs(meshes, precisions, [False, True], ACCUMULATIONS, TRAINABLE, SHAPES)
+            cases = [Case(*row[0], *row[1:]) for row in rows]
+            metafunc.parametrize(f"{name}_case", cases, ids=str)
+
+
+def test_two_ranks_are_bit_equal_to_torch(two_ranks_case: Case) -> None:
+    assert run_ranks(2, _differences, two_ranks_case) == [[], []]
+
+
+def test_four_ranks_are_within_rounding_of_torch(four_ranks_case: Case) -> None:
+    run_ranks(4, _compare_within_rounding, four_ranks_case)

@@ -1,0 +1,502 @@
+"""Random programs train as the unsharded model: how modules are wrapped, what happens between two
+steps, and how forward and backward run are drawn from a seed.
+
+What fails names its seed and what it had drawn; ``runs_programs(seed, 1)`` runs it alone."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from tests.support.fully_sharded import (
+    Twins,
+    api,
+    partial_shard,
+    require_sync,
+    reshard,
+    sgd,
+    shard_all,
+    sharded_modules,
+    whole,
+)
+from tests.support.models import DIM, Block, Fragile, FragileInside, Part, Program, Stack
+from tests.support.parity import assert_close, square, vectors
+from tests.support.ranks import run_ranks
+
+NUM_STEPS = 3
+
+
+class Boom(Exception):
+    pass
+
+
+class Run:
+    """One program: a model, how it is sharded, and some steps with events between them."""
+
+    def __init__(self, seed: int, mesh: DeviceMesh) -> None:
+        self.rng = random.Random(seed)
+        self.drawn: list[str] = []
+        optimizer = self.rng.choice([sgd, _adamw_foreach, _adamw_fused])
+        self.twins = Twins(Program, lambda model: self._shard(model, mesh), optimizer)
+        self.model = self.twins.model
+
+    # -- wrapping
+
+    def _shard(self, model: Any, mesh: DeviceMesh) -> Any:
+        ranks = mesh.size(mesh.ndim - 1)
+        options: dict[str, Any] = {"mesh": mesh}
+        if self.rng.random() < 0.3:
+            options["offload_policy"] = api.CPUOffloadPolicy(pin_memory=False)
+        kinds: list[bool | int | None] = [True, False, None] + ([2] if ranks == 4 else [])
+        if self.rng.random() < 0.3:
+            pair = [model.parts[n] for n in self.rng.sample(range(8), 2)]
+            self._note("list")
+            api.fully_shard(pair, reshard_after_forward=self.rng.choice([True, False]), **options)
+        for name, module in reversed(list(model.named_modules())):
+            if not name or isinstance(module, api.FSDPModule) or self.rng.random() < 0.5:
+                continue
+            if isinstance(module, Part | Block) or _is_called(model, name):
+                kind = self.rng.choice(kinds)
+                self._note(f"{name}: {kind}")
+                api.fully_shard(module, reshard_after_forward=kind, **options)
+        return api.fully_shard(model, reshard_after_forward=self.rng.choice(kinds), **options)
+
+    def _note(self, what: str) -> None:
+        self.drawn.append(what)
+
+    # -- steps
+
+    def run(self) -> None:
+        events = [
+            self._nothing,
+            self._toggle,
+            self._evaluate,
+            self._evaluate_in_inference_mode,
+            self._fail_in_forward,
+            self._fail_in_backward,
+            self._accumulate,
+            self._prefetch,
+            self._change_resharding,
+            self._update_between_evaluations,
+            self._change_before_backward,
+            self._unshard_by_hand,
+            self._reload,
+        ]
+        if api.name == "torch":  # which these spoil
+            events.remove(self._evaluate_in_inference_mode)
+            events.remove(self._update_between_evaluations)
+        for _ in range(NUM_STEPS):
+            for event in self.rng.sample(events, 2):
+                self._note(event.__name__)
+                event()
+            seed = self.rng.randrange(10**6)
+            self._note(f"step {seed}")
+            self.twins.step(lambda model, x, seed=seed: _random_step(seed, model, x))
+
+    def _both(self) -> tuple[nn.Module, nn.Module]:
+        return self.twins.plain, self.model
+
+    def _forget_gradients(self) -> None:
+        for model in self._both():
+            model.zero_grad()
+
+    def _nothing(self) -> None:
+        pass
+
+    def _toggle(self) -> None:
+        reshard(self.model)
+        names = [name for name, _ in self.twins.plain.named_parameters()]
+        for name in self.rng.sample(names, 6):
+            for model in self._both():
+                p = model.get_parameter(name)
+                p.requires_grad_(not p.requires_grad)
+
+    def _outputs(self) -> None:
+        seed = self.rng.randrange(10**6)
+        x = self.twins.batches()[self.twins.rank]
+        outputs = [m(x.clone(), random.Random(seed)) for m in self._both()]
+        for wanted, got in zip(*outputs, strict=True):
+            assert_close(got, wanted, "output in evaluation")
+
+    def _evaluate(self) -> None:
+        with torch.no_grad():
+            self._outputs()
+
+    def _evaluate_in_inference_mode(self) -> None:
+        with torch.inference_mode():
+            self._outputs()
+
+    def _fail_in_forward(self) -> None:
+        modules = [m for m in self.model.modules() if isinstance(m, nn.Linear | Block)]
+        self._fail(self.rng.choice(modules).register_forward_pre_hook(_raise))
+
+    def _fail_in_backward(self) -> None:
+        modules = [m for m in self.model.modules() if isinstance(m, nn.Linear)]
+        self._fail(self.rng.choice(modules).register_forward_hook(_raise_in_backward))
+
+    def _fail(self, handle: Any) -> None:
+        """A step in which the module fails, if it runs; its gradients are discarded."""
+        seed = self.rng.randrange(10**6)
+        with contextlib.suppress(Boom):
+            if self.rng.random() < 0.3 and api.name == "ours":  # torch keeps the gradients
+                with _unsynchronised(self.model):
+                    x = self.twins.batches()[self.twins.rank]
+                    _random_step(seed, self.model, x)
+            _random_step(seed, self.model, self.twins.batches()[self.twins.rank])
+        handle.remove()
+        self.model.set_requires_gradient_sync(True)
+        self.model.reset_iter_state()
+        self._forget_gradients()
+
+    def _accumulate(self) -> None:
+        """Backward without sync; the step that follows reduces the sum."""
+        seed = self.rng.randrange(10**6)
+        with _unsynchronised(self.model):
+            self.twins.backwards(lambda model, x: _random_step(seed, model, x))
+
+    def _prefetch(self) -> None:
+        modules = sharded_modules(self.model)
+        for module in self.rng.sample(modules, min(3, len(modules))):
+            wanted = self.rng.sample(modules, min(2, len(modules)))
+            setter = self.rng.choice(
+                [module.set_modules_to_forward_prefetch, module.set_modules_to_backward_prefetch]
+            )
+            setter(wanted)
+
+    def _change_resharding(self) -> None:
+        for module in self.rng.sample(sharded_modules(self.model), 1):
+            flag = self.rng.random() < 0.5
+            if self.rng.random() < 0.5:
+                module.set_reshard_after_forward(flag, recurse=False)
+            else:
+                module.set_reshard_after_backward(flag, recurse=False)
+
+    def _update_between_evaluations(self) -> None:
+        """Kept parameters are gathered again when they have changed."""
+        with torch.no_grad():
+            self._outputs()
+        self._change(0.9)
+        with torch.no_grad():
+            self._outputs()
+
+    def _change(self, factor: float) -> None:
+        """Change some parameters in place."""
+        reshard(self.model)
+        with torch.no_grad():
+            for (_, p), (_, mine) in zip(
+                self.twins.plain.named_parameters(), self.model.named_parameters(), strict=True
+            ):
+                p.data.mul_(factor)
+                mine.mul_(factor)
+
+    def _change_before_backward(self) -> None:
+        """Backward computes with the parameters as they are then."""
+        seed = self.rng.randrange(10**6)
+        batches = self.twins.batches()
+        losses = [_loss(self.twins.plain, x, seed) for x in batches]
+        loss = _loss(self.model, batches[self.twins.rank], seed)
+        self._change(1.05)
+        if loss.requires_grad:
+            for each in (*losses, loss):
+                each.backward()
+        self.twins.compare_gradients()
+        self.twins.update()
+
+    def _unshard_by_hand(self) -> None:
+        for module in self.rng.sample(sharded_modules(self.model), 1):
+            handle = module.unshard(async_op=self.rng.random() < 0.5)
+            if handle is not None and self.rng.random() < 0.5:
+                handle.wait()
+            if self.rng.random() < 0.5:
+                module.reshard()
+
+    def _reload(self) -> None:
+        state = {name: value.clone() * 0.95 for name, value in self.model.state_dict().items()}
+        self.model.load_state_dict(state)
+        self.twins.plain.load_state_dict({name: whole(value) for name, value in state.items()})
+
+
+def _is_called(model: nn.Module, name: str) -> bool:
+    """True for modules inside of blocks and parts whose parameters nothing else reads."""
+    parent, _, last = name.rpartition(".")
+    return last in ("a", "up") and isinstance(model.get_submodule(parent), Part | Block)
+
+
+def _raise(*_: Any) -> None:
+    raise Boom
+
+
+def _raise_in_backward(module: nn.Module, args: Any, output: Tensor) -> None:
+    if output.requires_grad:
+        output.register_hook(_raise)
+
+
+@contextlib.contextmanager
+def _unsynchronised(model: Any) -> Iterator[None]:
+    model.set_requires_gradient_sync(False)
+    yield
+    model.set_requires_gradient_sync(True)
+
+
+def _loss(model: nn.Module, x: Tensor, seed: int) -> Tensor:
+    first, second = model(x.clone(), random.Random(seed))
+    return first + second
+
+
+def _random_step(seed: int, model: nn.Module, x: Tensor) -> Tensor:
+    rng = random.Random(seed)
+    style = rng.randrange(5)
+    first, second = model(x, rng)
+    if style == 4:  # two graphs at once
+        second = second + model(x * 0.5, rng)[0]
+    losses = [loss for loss in (first, second) if loss.requires_grad]
+    if not losses:
+        return first.detach()
+    if style < 2:
+        require_sync(model, style == 1)
+        losses[0].backward(retain_graph=True)
+        require_sync(model, True)
+        losses[-1].backward()
+    else:
+        torch.stack(losses).sum().backward()
+    return losses[0].detach()
+
+
+def _adamw_foreach(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, 1e-2, eps=1e-2, foreach=True)
+
+
+def _adamw_fused(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, 1e-2, eps=1e-2, fused=True)
+
+
+def runs_programs(first: int, num: int, shape: tuple[int, ...]) -> None:
+    names = ("replicate", "shard")[-len(shape) :]
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    for seed in range(first, first + num):
+        run = None
+        try:
+            run = Run(seed, mesh)
+            run.run()
+        except Exception as error:
+            drawn = "\n  ".join(run.drawn) if run is not None else "nothing"
+            raise AssertionError(f"program {seed}: {error}\n  {drawn}") from error
+
+
+@pytest.mark.parametrize(
+    ("first", "shape"),
+    [(0, (2,)), (100, (2,)), (200, (1,)), (300, (3,)), (400, (4,)), (500, (2, 2)), (600, (2, 1))],
+    ids=str,
+)
+def test_random_programs_train_as_unsharded(first: int, shape: tuple[int, ...]) -> None:
+    ranks = 1
+    for size in shape:
+        ranks *= size
+    run_ranks(ranks, runs_programs, first, 5, shape, timeout=120)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("first", "shape"), [(1000, (2,)), (2000, (4,)), (3000, (2, 2))], ids=str)
+def test_many_random_programs_train_as_unsharded(first: int, shape: tuple[int, ...]) -> None:
+    ranks = 1
+    for size in shape:
+        ranks *= size
+    run_ranks(ranks, runs_programs, first, 30, shape, timeout=300)
+
+
+# -- parameters that change while they are kept
+
+
+def _load(model: nn.Module, optim: torch.optim.Optimizer) -> None:
+    state = {name: value.detach() * 0.9 for name, value in model.state_dict().items()}
+    model.load_state_dict(state)
+
+
+def _in_place(model: nn.Module, optim: torch.optim.Optimizer) -> None:
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(0.9)
+
+
+def _step(model: nn.Module, optim: torch.optim.Optimizer) -> None:
+    optim.step()
+
+
+UPDATES: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
+    "foreach": (_adamw_foreach, _step),
+    "fused": (_adamw_fused, _step),
+    "loop": (sgd, _step),
+    "in place": (sgd, _in_place),
+    "loaded": (sgd, _load),
+}
+
+
+def _sees_updates(name: str) -> None:
+    """Evaluations with kept parameters, with an update between them."""
+    optimizer, update = UPDATES[name]
+    twins = Twins(Stack, partial_shard(reshard_after_forward=False), optimizer)
+    twins.backwards()
+    for p in twins.plain.parameters():
+        assert p.grad is not None
+        p.grad /= twins.ranks
+    for _ in range(2):
+        twins.compare_outputs()
+        if update is not _step or api.name == "torch":  # which shows the old values
+            reshard(twins.model)
+        update(twins.plain, twins.plain_optim)
+        update(twins.model, twins.optim)
+        twins.compare_outputs()
+    twins.compare_parameters()
+
+
+@pytest.mark.parametrize("name", UPDATES)
+def test_an_evaluation_sees_parameters_that_were_updated_after_the_last(name: str) -> None:
+    run_ranks(2, _sees_updates, name)
+
+
+# -- exceptions
+
+
+def _recovers(reshard_after_forward: bool | int | None) -> None:
+    def build() -> nn.Module:
+        return Stack(3, Fragile if reshard_after_forward else FragileInside)
+
+    shard = partial_shard(classes=(Fragile,), reshard_after_forward=reshard_after_forward)
+    twins = Twins(build, shard)
+    for where in ("fault_in_forward", "fault_in_backward"):
+        for index in range(3):
+            block = twins.model.blocks[index]
+            if api.name == "ours":  # torch keeps these gradients
+                twins.model.set_requires_gradient_sync(False)
+                square(twins.model, twins.batches()[twins.rank]).backward()
+                twins.model.set_requires_gradient_sync(True)
+            setattr(block, where, ValueError if where == "fault_in_forward" else True)
+            with pytest.raises(ValueError):
+                square(twins.model, twins.batches()[twins.rank]).backward()
+            setattr(block, where, None)
+            twins.model.reset_iter_state()
+            twins.model.zero_grad()
+            twins.step()
+
+
+@pytest.mark.parametrize(
+    ("ranks", "reshard_after_forward"), [(2, True), (2, False), (1, None), (4, 2)]
+)
+def test_training_goes_on_after_an_exception(
+    ranks: int, reshard_after_forward: bool | int | None
+) -> None:
+    run_ranks(ranks, _recovers, reshard_after_forward)
+
+
+# -- what torch's FSDP2 cannot do
+
+
+class _Scalars(nn.Module):
+    """Parameters of two dtypes, without elements, and of 0 dimensions, in one group."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = Block()
+        self.low = nn.Parameter(torch.randn(5).bfloat16())
+        self.none = nn.Parameter(torch.empty(0, 3))
+        self.turned = nn.Parameter(torch.randn(6, DIM).t())
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.body(x) + self.low.float().mean() + self.none.sum()
+        return (x @ self.turned).tanh()
+
+
+def _trains_odd_parameters() -> None:
+    twins = Twins(_Scalars, partial_shard(classes=()), tolerance=1e-2)
+    for _ in range(3):
+        twins.step()
+
+
+@pytest.mark.skipif(api.name == "torch", reason="torch refuses these")
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_parameters_of_two_dtypes_and_odd_shapes_train(ranks: int) -> None:
+    run_ranks(ranks, _trains_odd_parameters)
+
+
+def _takes_second_derivatives() -> None:
+    twins = Twins(Stack)
+
+    def step(model: nn.Module, x: Tensor) -> Tensor:
+        x = x.requires_grad_()
+        (grad,) = torch.autograd.grad(square(model, x), x, create_graph=True)
+        loss = grad.pow(2).sum()
+        loss.backward()
+        return loss.detach()
+
+    twins.step(step)
+    twins.step()
+
+
+@pytest.mark.skipif(api.name == "torch", reason="torch has freed the parameters by then")
+def test_second_derivatives_are_those_of_the_unsharded_model() -> None:
+    run_ranks(2, _takes_second_derivatives)
+
+
+def _runs_an_inner_module_first() -> None:
+    twins = Twins(Stack)
+    x = vectors(torch.Generator().manual_seed(5))
+    assert_close(twins.model.blocks[1](x), twins.plain.blocks[1](x), "output")
+    twins.step()
+    twins.step()
+
+
+@pytest.mark.skipif(api.name == "torch", reason="torch refuses the root afterwards")
+def test_an_inner_module_may_run_before_the_root() -> None:
+    run_ranks(2, _runs_an_inner_module_first)
+
+
+def _infers_first() -> None:
+    twins = Twins(Stack)
+    with torch.inference_mode():
+        twins.compare_outputs()
+    twins.step()
+    assert dist.get_world_size() == 2
+
+
+@pytest.mark.skipif(api.name == "torch", reason="torch cannot train afterwards")
+def test_training_may_follow_inference() -> None:
+    run_ranks(2, _infers_first)
+
+
+def _shards_a_root_list() -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = Block(), Block()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.b(self.a(x))
+
+    def shard(model: Any) -> Any:
+        api.fully_shard([model.a, model.b])
+        return model
+
+    twins = Twins(Two, shard)
+    for _ in range(2):
+        twins.step()
+
+
+@pytest.mark.skipif(api.name == "torch", reason="torch wants one root")
+def test_a_list_may_be_the_root() -> None:
+    run_ranks(2, _shards_a_root_list)
+
+
+def test_shard_all_reaches_every_block() -> None:
+    run_ranks(1, _reaches_every_block)
+
+
+def _reaches_every_block() -> None:
+    assert len(sharded_modules(shard_all(Stack()))) == 4

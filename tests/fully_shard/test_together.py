@@ -1,0 +1,497 @@
+"""fully_shard beside what is used with it: the flat front end, clipping, compilation, functional
+calls, optimizers in backward, frozen bytes, and meshes of more dimensions."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
+from torch.utils.checkpoint import checkpoint
+
+from fsdp_compat import FullyShardedDataParallel as FSDP
+from fsdp_compat.wrap import ModuleWrapPolicy
+from tests.support.fully_sharded import (
+    Twins,
+    api,
+    assert_same_values,
+    is_sharded,
+    one_backward,
+    partial_shard,
+    sgd,
+    shard_all,
+    sharded_modules,
+    whole,
+    whole_gradients,
+    whole_parameters,
+)
+from tests.support.models import DIM, Block, Stack
+from tests.support.parity import assert_close, square
+from tests.support.ranks import run_ranks
+
+BF16 = torch.bfloat16
+
+
+# -- the flat front end
+
+
+def _trains_beside_the_flat_front_end() -> None:
+    """In one process, and in one model: the first half flat, the second by rows."""
+
+    def build() -> nn.Module:
+        return nn.Sequential(Stack(2), nn.Linear(3, DIM), Stack(2))
+
+    def shard(model: Any) -> Any:
+        model[0] = FSDP(
+            model[0],
+            auto_wrap_policy=ModuleWrapPolicy({Block}),
+            device_id=torch.device("cpu"),
+            use_orig_params=True,
+        )
+        shard_all(model[2])
+        api.fully_shard(model[1])
+        return model
+
+    torch.manual_seed(0)
+    plain = build()
+    torch.manual_seed(0)
+    model = shard(build())
+    other = Twins(Stack)
+    optims = [sgd(m.parameters()) for m in (plain, model)]
+    for step in range(3):
+        batches = [
+            torch.randn(4, DIM, generator=torch.Generator().manual_seed(10 * step + rank))
+            for rank in range(dist.get_world_size())
+        ]
+        losses = [one_backward(plain, x) for x in batches]
+        for p in plain.parameters():
+            assert p.grad is not None
+            p.grad /= len(batches)
+        assert_close(one_backward(model, batches[dist.get_rank()]), losses[dist.get_rank()], "loss")
+        rows = [*model[1].parameters(), *model[2].parameters()]
+        own = torch.nn.utils.clip_grad_norm_(rows, 0.5)
+        expected = torch.nn.utils.clip_grad_norm_(
+            [*plain[1].parameters(), *plain[2].parameters()], 0.5
+        )
+        assert_close(whole(own), expected, "norm")
+        assert_close(
+            model[0].clip_grad_norm_(0.5),
+            torch.nn.utils.clip_grad_norm_(plain[0].parameters(), 0.5),
+            "norm of the flat half",
+        )
+        for optim in optims:
+            optim.step()
+            optim.zero_grad()
+        other.step()
+    for index in (1, 2):
+        expected_values = dict(plain[index].named_parameters())
+        assert_same_values(whole_parameters(model[index]), expected_values, "parameter")
+    with FSDP.summon_full_params(model[0]):
+        found = {name: p.detach() for name, p in model[0].named_parameters()}
+        clean = {name.replace("_fsdp_wrapped_module.", ""): p for name, p in found.items()}
+        assert_same_values(clean, dict(plain[0].named_parameters()), "parameter")
+
+
+def test_both_front_ends_train_in_one_model_and_one_process() -> None:
+    run_ranks(2, _trains_beside_the_flat_front_end)
+
+
+# -- gradients
+
+
+def _clips(shape: tuple[int, ...], kind: float, foreach: bool) -> None:
+    names = ("replicate", "shard")[-len(shape) :]
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    twins = Twins(Stack, partial_shard(mesh=mesh))
+    for _ in range(2):
+        twins.backwards()
+        for p in twins.plain.parameters():
+            assert p.grad is not None
+            p.grad /= twins.ranks
+        clip = partial(torch.nn.utils.clip_grad_norm_, norm_type=kind, foreach=foreach)
+        expected = clip(twins.plain.parameters(), 0.01)
+        assert expected > 0.01
+        norm = clip(twins.model.parameters(), 0.01)
+        assert_close(whole(norm), expected, "norm")
+        gradients = {name: p.grad for name, p in twins.plain.named_parameters()}
+        assert_same_values(whole_gradients(twins.model), gradients, "clipped gradient")
+        for optim in (twins.plain_optim, twins.optim):
+            optim.step()
+            optim.zero_grad()
+        twins.compare_parameters()
+
+
+@pytest.mark.parametrize(
+    ("shape", "kind", "foreach"),
+    [((2,), 2.0, True), ((3,), 2.0, False), ((2,), math.inf, True), ((2, 2), 2.0, True)],
+    ids=str,
+)
+def test_clip_grad_norm_gives_the_norm_of_the_unsharded_model(
+    shape: tuple[int, ...], kind: float, foreach: bool
+) -> None:
+    run_ranks(math.prod(shape), _clips, shape, kind, foreach)
+
+
+def _steps_in_backward(**options: Any) -> None:
+    torch.manual_seed(0)
+    plain = Stack()
+    torch.manual_seed(0)
+    model = shard_all(Stack(), **options)
+    optims = {p: torch.optim.AdamW([p], 1e-2, eps=1e-2) for p in model.parameters()}
+
+    def step(p: Tensor) -> None:
+        optims[p].step()  # type: ignore[index]
+        optims[p].zero_grad()  # type: ignore[index]
+
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(step)
+    optim = torch.optim.AdamW(plain.parameters(), 1e-2, eps=1e-2)
+    for number in range(3):
+        x = torch.randn(4, DIM, generator=torch.Generator().manual_seed(number))
+        assert_close(one_backward(model, x), one_backward(plain, x), "loss")
+        assert all(p.grad is None for p in model.parameters())
+        optim.step()
+        optim.zero_grad()
+    assert_same_values(whole_parameters(model), dict(plain.named_parameters()), "parameter")
+
+
+def test_an_optimizer_may_step_in_backward() -> None:
+    run_ranks(2, _steps_in_backward)
+    run_ranks(2, _steps_in_backward, reshard_after_forward=False)
+
+
+# -- compilation and functional calls
+
+
+@contextlib.contextmanager
+def _fresh_compiler() -> Iterator[None]:
+    torch._dynamo.reset()
+    try:
+        yield
+    finally:
+        torch._dynamo.reset()
+
+
+def _compiles(where: str) -> None:
+    def shard(model: Any) -> Any:
+        if where == "inside":  # as torchtitan does: compiled blocks, then sharded
+            for block in model.blocks:
+                block.compile(backend="aot_eager")
+        shard_all(model)
+        if where == "outside":
+            model.compile(backend="eager")
+        return model
+
+    with _fresh_compiler():
+        twins = Twins(Stack, shard)
+        for _ in range(3):
+            twins.step()
+        twins.compare_outputs()
+
+
+@pytest.mark.parametrize("where", ["inside", "outside"])
+def test_compiled_modules_train(where: str) -> None:
+    run_ranks(2, _compiles, where, timeout=120)
+
+
+def _calls_functionally() -> None:
+    twins = Twins(Stack)
+    twins.step()
+    state = dict(twins.model.named_parameters())
+    x = twins.batches()[twins.rank]
+    expected = twins.plain(x)
+    assert_close(torch.func.functional_call(twins.model, {}, (x,)), expected, "output")
+    shown = [name for name, p in twins.model.named_parameters() if p is not state[name]]
+    assert all(name.startswith(("stem", "head")) for name in shown)  # the root stays unsharded
+    twins.model.reshard()
+    if api.name == "ours":
+        names = {name: p for name, p in state.items() if name.startswith("stem")}
+        assert_close(torch.func.functional_call(twins.model, names, (x,)), expected, "output")
+    twins.step()
+
+
+def test_functional_call_works_with_own_parameters() -> None:
+    run_ranks(2, _calls_functionally)
+
+
+# -- frozen bytes
+
+
+class _Packed(nn.Module):
+    """All bit patterns of bfloat16, NaNs with payloads too, and bytes, beside a trained block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Block()
+        patterns = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(BF16)
+        codes = torch.arange(255, dtype=torch.uint8).view(51, 5)
+        self.low = nn.Parameter(patterns.view(-1, 8), requires_grad=False)
+        self.codes = nn.Parameter(codes, requires_grad=False)
+        self.flags = nn.Parameter(codes % 3 == 0, requires_grad=False)
+        self.seen: list[dict[str, bytes]] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.append(_bytes_of(self))
+        return self.block(x)
+
+
+def _bytes_of(module: nn.Module) -> dict[str, bytes]:
+    return {
+        name: p.detach().clone().view(torch.uint8).numpy().tobytes()
+        for name, p in module.named_parameters(recurse=False)
+    }
+
+
+def _keeps_bytes(offload: bool, low: bool, cast: bool) -> None:
+    options: dict[str, Any] = {}
+    if offload:
+        options["offload_policy"] = api.CPUOffloadPolicy(pin_memory=False)
+    if cast:
+        options["mp_policy"] = api.MixedPrecisionPolicy(param_dtype=BF16)
+    model = _Packed()
+    expected = _bytes_of(model)
+    if not low:  # without it all parameters that are gathered together have the dtype of bytes
+        del model.low
+        del expected["low"]
+    shard_all(model, **options)
+    for _ in range(2):
+        one_backward(model, torch.ones(1, DIM))
+    for seen in model.seen:
+        assert seen == expected
+    for name, data in expected.items():
+        p = model.get_parameter(name)
+        assert p.grad is None
+        gathered = [torch.empty_like(p.to_local().view(torch.uint8))] * dist.get_world_size()
+        if p.shape[0] % len(gathered) == 0:
+            gathered = [each.clone() for each in gathered]
+            dist.all_gather(gathered, p.to_local().contiguous().view(torch.uint8))
+            assert torch.cat(gathered).numpy().tobytes() == data, name
+    assert model.block.up.weight.grad is not None
+
+
+@pytest.mark.parametrize(
+    ("offload", "low", "cast"),
+    [(False, True, False), (True, True, True), (False, False, True), (True, False, False)],
+)
+def test_frozen_parameters_keep_every_byte(offload: bool, low: bool, cast: bool) -> None:
+    run_ranks(2, _keeps_bytes, offload, low, cast)
+
+
+# -- meshes
+
+
+class _Experts(nn.Module):
+    """A router over experts, whose weights are one tensor each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(DIM, 4)
+        self.up = nn.Parameter(torch.randn(4, DIM, 6) / 3)
+        self.down = nn.Parameter(torch.randn(4, 6, DIM) / 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.einsum("bd,edh->beh", x, self.up).relu()
+        out = torch.einsum("beh,ehd->bed", hidden, self.down)
+        return x + (self.router(x).softmax(-1)[..., None] * out).sum(1)
+
+
+def _places_experts_elsewhere() -> None:
+    """Experts sharded over pairs and replicated over the two pairs, the rest over all four."""
+    everyone = init_device_mesh("cpu", (4,))
+    pairs = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    rest = api.FSDPMeshInfo(everyone, shard_mesh_dim=0)
+    experts = api.HSDPMeshInfo(pairs, shard_mesh_dim=1, replicate_mesh_dim=0)
+
+    def place(p: nn.Parameter) -> Any:
+        if p.ndim == 3:
+            return api.ShardPlacementResult(Shard(2), experts)
+        return api.ShardPlacementResult(None, rest)
+
+    def build() -> nn.Module:
+        return nn.Sequential(_Experts(), Block(), _Experts())
+
+    def shard(model: Any) -> Any:
+        for module in (model[0], model[2], model):
+            api.fully_shard(module, mesh=everyone, shard_placement_fn=place)
+        return model
+
+    twins = Twins(build, shard)
+    up = twins.model[0].up
+    assert up.device_mesh.shape == (2, 2) and up.placements == (Replicate(), Shard(2))
+    assert up.to_local().shape == (4, DIM, 3)
+    assert twins.model[0].router.weight.placements == (Shard(0),)
+    for _ in range(3):
+        twins.step()
+    assert is_sharded(twins.model[0].router)
+
+
+def test_experts_may_lie_on_another_mesh() -> None:
+    run_ranks(4, _places_experts_elsewhere)
+
+
+class _Mlp(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(DIM), nn.Linear(DIM, 12), nn.Linear(12, DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class _Mlps(nn.Module):
+    def __init__(self, recomputes: bool = False) -> None:
+        super().__init__()
+        self.stem, self.head = nn.Linear(DIM, DIM), nn.Linear(DIM, 4)
+        self.blocks = nn.ModuleList(_Mlp() for _ in range(2))
+        self.recomputes = recomputes
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.recomputes else block(x)
+        return self.head(x)
+
+
+def _trains_with_tensor_parallelism(shape: tuple[int, ...], **options: Any) -> None:
+    """shape: (data, tensor) or (replicate, shard, tensor)."""
+    names = ("replicate", "shard", "tp")[-len(shape) :]
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    data = mesh[names[:-1]]
+
+    def shard(model: Any) -> Any:
+        for block in model.blocks:
+            plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+            parallelize_module(block, mesh["tp"], plan)
+        return shard_all(model, (_Mlp,), mesh=data, **options)
+
+    low = "mp_policy" in options
+    twins = Twins(
+        partial(_Mlps, not low),
+        shard,
+        data_ranks=math.prod(shape[:-1]),
+        tolerance=0.1 if low else None,
+    )
+    weight = twins.model.blocks[0].up.weight
+    assert isinstance(weight, DTensor) and weight.device_mesh.ndim == len(shape)
+    assert weight.shape == (12, DIM) and weight.to_local().numel() == 12 * DIM // math.prod(
+        shape[-2:]
+    )
+    for number in range(3):
+        twins.backwards()
+        twins.compare_gradients()
+        if number == 1:
+            for p in twins.plain.parameters():
+                assert p.grad is not None
+                p.grad /= twins.ranks
+            expected = torch.nn.utils.clip_grad_norm_(twins.plain.parameters(), 0.01)
+            norm = _norm_of(twins.model.parameters())
+            assert_close(norm, expected, "norm", twins.tolerance)
+            for p in twins.plain.parameters():
+                assert p.grad is not None
+                p.grad *= twins.ranks
+            for p in twins.model.parameters():
+                assert p.grad is not None
+                p.grad *= (0.01 / (norm + 1e-6)).clamp(max=1)
+        twins.update()
+
+
+def _norm_of(parameters: Any) -> Tensor:
+    """Of all gradients, which lie on several meshes. Collective."""
+    norms = [whole(torch.linalg.vector_norm(p.grad)) for p in parameters]
+    return torch.linalg.vector_norm(torch.stack(norms))
+
+
+@pytest.mark.parametrize("shape", [(2, 2), (1, 2), (1, 2, 2), (2, 1, 2)], ids=str)
+def test_tensor_parallel_modules_train(shape: tuple[int, ...]) -> None:
+    run_ranks(math.prod(shape), _trains_with_tensor_parallelism, shape)
+
+
+def test_tensor_parallel_modules_train_in_low_precision() -> None:
+    run_ranks(4, _trains_low)
+
+
+def _trains_low() -> None:
+    policy = api.MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=torch.float32)
+    _trains_with_tensor_parallelism((2, 2), mp_policy=policy)
+
+
+def _trains_on_a_whole_mesh(
+    shape: tuple[int, ...], names: tuple[str, ...], dims: dict[str, Any]
+) -> None:
+    """Parameters are DTensors on all dimensions, replicated over those of data parallelism."""
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    over = api.DataParallelMeshDims(**dims)
+
+    def shard(model: Any) -> Any:
+        for name, module in model.named_modules():
+            for key, p in list(module.named_parameters(recurse=False)):
+                placements: list[Any] = [Replicate()] * mesh.ndim
+                if "tp" in names and name.endswith("up"):
+                    placements[names.index("tp")] = Shard(0)
+                if "tp" in names and name.endswith("down") and key == "weight":
+                    placements[names.index("tp")] = Shard(1)
+                value = distribute_tensor(p.detach(), mesh, placements)
+                setattr(module, key, nn.Parameter(value))
+        return shard_all(model, (_Mlp,), mesh=mesh, dp_mesh_dims=over)
+
+    over_names = (*over.shard_names, *over.replicate_names)
+    data = math.prod(mesh[name].size() for name in over_names)
+    torch.manual_seed(0)
+    plain = _Mlps()
+    torch.manual_seed(0)
+    model = shard(_Mlps())
+    optims = [sgd(m.parameters()) for m in (plain, model)]
+    rank = dist.get_rank() * data // dist.get_world_size()
+    for step in range(2):
+        batches = [
+            torch.randn(4, DIM, generator=torch.Generator().manual_seed(10 * step + each))
+            for each in range(data)
+        ]
+        for x in batches:
+            square(plain, x).backward()
+        places = [Shard(0) if name in over_names else Replicate() for name in names]
+        x = DTensor.from_local(batches[rank], mesh, places)
+        loss = model(x).to_local().pow(2).mean()
+        loss.backward()
+        for p in plain.parameters():
+            assert p.grad is not None
+            p.grad /= data
+        gradients = {name: p.grad for name, p in plain.named_parameters()}
+        assert_same_values(whole_gradients(model), gradients, "gradient")
+        for optim in optims:
+            optim.step()
+            optim.zero_grad()
+        assert_same_values(whole_parameters(model), dict(plain.named_parameters()), "parameter")
+    assert len(sharded_modules(model)) == 3
+
+
+@pytest.mark.parametrize(
+    ("shape", "names", "dims"),
+    [
+        ((2,), ("dp",), {"shard": "dp"}),
+        ((2,), ("dp",), {"replicate": "dp"}),
+        ((2, 2), ("dp", "tp"), {"shard": "dp"}),
+        ((2, 2), ("dpr", "dps"), {"shard": "dps", "replicate": "dpr"}),
+        ((2, 2), ("dp", "cp"), {"shard": ("dp", "cp")}),
+    ],
+    ids=str,
+)
+def test_parameters_on_a_whole_mesh_are_sharded_over_its_data_parallel_dims(
+    shape: tuple[int, ...], names: tuple[str, ...], dims: dict[str, Any]
+) -> None:
+    run_ranks(math.prod(shape), _trains_on_a_whole_mesh, shape, names, dims)
