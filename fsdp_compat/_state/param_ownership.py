@@ -126,7 +126,7 @@ def require_units(units: Sequence[NamedUnit], model: nn.Module, where: str) -> N
         raise UsageError(
             explain(
                 "The model is not wrapped.",
-                expected="a model with a FullyShardedDataParallel in it",
+                expected="a model that FullyShardedDataParallel or fully_shard was applied to",
                 got=f"a {type(model).__name__} without any",
                 where=where,
                 fix="wrap the model first, or use optimizer.state_dict() and "

@@ -32,10 +32,10 @@ def iter_full_state_dict(
     """Yield (name, whole tensor on the CPU) of a model's parameters and persistent buffers, under
     the names before wrapping.
 
-    model: a FullyShardedDataParallel module, or a module that contains some. Outer units come
-    first; within a unit, the model's order. A tied parameter is yielded under each of its names in
-    turn, with the same tensor. Tensors are copies that the caller owns. filter: selects what to
-    yield and gather: a function of a name, or "trainable" for parameters that require grad.
+    model: a sharded module, of either front end, or one that contains some. Outer units come first;
+    within a unit, the model's order. A tied parameter is yielded under each of its names in turn,
+    with the same tensor. Tensors are copies that the caller owns. filter: selects what to yield and
+    gather: a function of a name, or "trainable" for parameters that require grad.
 
     Collective: all ranks iterate in step, to the end or until they all stop at the same name. A
     rank holds one unsharded unit and the last yielded tensor. Extra state is left out: it is not a

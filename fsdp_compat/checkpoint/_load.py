@@ -47,8 +47,8 @@ def load(
 
     Args:
         path: the directory that ``save`` returned, or ``latest(folder)``.
-        model: contains FullyShardedDataParallel modules, and has the parameter names of the saved
-            model.
+        model: contains sharded modules, of either front end, and has the parameter names of the
+            saved model.
         optimizer: of the model's parameters; its state is replaced. None: ignore the saved
             optimizer state.
         progress: show bytes and rate on the first rank; requires tqdm.

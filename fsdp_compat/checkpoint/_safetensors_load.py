@@ -55,7 +55,7 @@ def load_safetensors(
     Args:
         path: a file, an index (``model.safetensors.index.json``), or a directory with an index or
             with files.
-        model: contains FullyShardedDataParallel modules.
+        model: contains sharded modules, of either front end.
         rename: from a name in the files to the name in the model before wrapping, or to None to
             skip the tensor.
         dtype: round floating-point values to this dtype on their way to the dtype of the
