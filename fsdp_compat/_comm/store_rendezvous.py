@@ -165,6 +165,9 @@ class StoreRendezvous:
         text = f"rank {rank} waits in {what} for the ranks {list(peers)}, at {progress.place()}"
         return Wait(rank, peers, self.activity.name, tag, number, text)
 
+    def lost_connection(self, wait: Wait) -> None:
+        """Nothing to lose: there are no connections."""
+
     def end_wait(self) -> None:
         """Nothing to do: a rendezvous polls its diagnosis."""
 
