@@ -55,6 +55,7 @@ class JoinedGather:
             JoinedPart(self, rows[:, place].view(dtype), index)
             for index, (place, dtype) in enumerate(self._slots)
         ]
+        # It has memory until all groups are made: nothing can view memory that is not there.
         self._storage = Storage(self._full)
         self._handle: Handle | None = None
 
@@ -124,7 +125,7 @@ class JoinedPart:
             self._gather.wait(what)
 
     def copied(self) -> None:
-        """The group's parameters were copied out."""
+        """The group's parameters were copied out, or the group was made."""
         if self._index == len(self._gather.parts) - 1:
             self._gather.free()
 
