@@ -32,8 +32,8 @@ class JoinedGather:
         device: torch.device,
         conduct: Conduct,
     ) -> None:
-        """dtypes: that the stores' shards are sent in. Collective over the axis, once per process
-        group."""
+        """dtypes: that the stores' shards are sent in. The memory is there until ``free``, as
+        groups make views of it. Collective over the axis, once per process group."""
         self.communicator: Communicator = communicator(axis, device)
         self._tag, self._conduct = self.communicator.new_tag(), conduct
         self._stores = list(stores)
@@ -52,7 +52,6 @@ class JoinedGather:
             for index, (place, dtype) in enumerate(self._slots)
         ]
         self._storage = Storage(self._full)
-        self._storage.free()
         self._handle: Handle | None = None
 
     @property

@@ -117,6 +117,8 @@ class ShardedModules:
         with torch.inference_mode(False), torch.no_grad():
             joined = self._joined_gathers()
             groups = [self._make_group(own, joined.get(own.store)) for own in self.stores]
+            for part in joined.values():  # not before: no view can be made of freed memory
+                part.drop("parameters")
             rendezvous.register(groups)
             options = UnitOptions(
                 self.conduct.reshard_after_forward,

@@ -102,8 +102,8 @@ def _total_norm(
 def _norm_of_dtensor(grad: Any, order: float) -> torch.Tensor:
     """Return the norm of a DTensor, of one element, which counts as much as its elements.
     Collective."""
-    norm = torch.linalg.vector_norm(grad, order)
-    return norm.full_tensor().reshape(1)  # type: ignore[attr-defined]
+    norm: Any = torch.linalg.vector_norm(grad, order)
+    return norm.full_tensor().reshape(1)
 
 
 def _split_over_ranks(

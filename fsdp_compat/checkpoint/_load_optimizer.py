@@ -160,9 +160,10 @@ class OptimizerLoadPlan:
     def _tensor_for(self, param: nn.Parameter, key: Any, dtype: torch.dtype) -> torch.Tensor:
         """Return the tensor that a state is read to: the optimizer's own if it fits, or a new
         one."""
-        own = (self._optimizer.state.get(param) or {}).get(key)
+        own: Any = (self._optimizer.state.get(param) or {}).get(key)
         if _is_tensor_like(own, param) and own.dtype == dtype:
-            return own
+            found: torch.Tensor = own
+            return found
         return torch.zeros_like(param.detach(), dtype=dtype)
 
     def _states_per_element(self, source: PartSource) -> list[tuple[Any, str, torch.dtype]]:
