@@ -108,7 +108,8 @@ class OptimizerLoadPlan:
     def _plan_group(self, named: NamedGroup, own: set[torch.Tensor]) -> None:
         store = store_of(named.group)
         for param, indices in named.sharded_params:
-            if param in own and store.has_part(indices):
+            # A DTensor has gradients, and so states, on every rank.
+            if param in own and (store.has_part(indices) or _torch_private.is_dtensor(param)):
                 sources = {
                     index: source
                     for index in indices
