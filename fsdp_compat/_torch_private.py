@@ -4,10 +4,12 @@ enough."""
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import datetime
 import functools
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,6 +31,7 @@ __all__ = [
     "GlooCollectives",
     "PoisonedMemory",
     "Store",
+    "abort_wait",
     "as_plain_tensor",
     "base_of",
     "break_connections",
@@ -43,6 +46,7 @@ __all__ = [
     "group_timeout",
     "graph_task",
     "in_graph_task",
+    "is_closed",
     "is_gloo",
     "is_dtensor",
     "is_plain",
@@ -366,20 +370,58 @@ def gloo_of_its_own(
     return dist.ProcessGroupGloo(store, rank, ranks, timeout)
 
 
-def break_connections(gloo: Any, peer: int) -> None:
-    """Close the connections of ``gloo_of_its_own``, which ends every wait for them, also in other
-    threads.
+def break_connections(gloo: Any) -> None:
+    """Close all connections of ``gloo_of_its_own``, also while other threads wait for them.
 
     gloo has no call for this, and keeps connections while a work is alive; but a wait that times
-    out closes them all.
+    out closes them all. It ends every wait except those of ``abort_wait``.
     """
-    with contextlib.suppress(RuntimeError):
-        gloo.recv([torch.empty(0, dtype=torch.uint8)], peer, _NEVER_SENT).wait(
-            datetime.timedelta(milliseconds=1)
-        )
+    for peer in set(range(gloo.size())) - {gloo.rank()}:  # a closed one raises at once
+        with contextlib.suppress(RuntimeError):
+            work = gloo.recv([torch.empty(0, dtype=torch.uint8)], peer, _NEVER_SENT)
+            work.wait(datetime.timedelta(milliseconds=1))
+
+
+def is_closed(gloo: Any, peer: int) -> bool:
+    """True if a connection of ``gloo_of_its_own`` has closed: gloo refuses messages then."""
+    try:
+        gloo.recv([torch.empty(0, dtype=torch.uint8)], peer, _NEVER_SENT)
+    except RuntimeError:
+        return True
+    return False
 
 
 _NEVER_SENT = (1 << 31) - 1  # a tag
+
+
+def abort_wait(work: dist.Work) -> None:
+    """End the wait for a send or receive of ``gloo_of_its_own``, now or later: it returns False.
+
+    When a connection closes, gloo tells the messages that have not begun, but not the one whose
+    bytes are under way: its wait would last until the time limit. The method that ends it has no
+    name in Python, so it is called in torch's library, on objects that are certainly gloo's.
+    """
+    # where pybind11 has the pointer to a C++ object, which begins with its table of methods
+    address = ctypes.c_void_p.from_address(id(work) + object.__basicsize__).value
+    abort = _aborts().get(ctypes.c_void_p.from_address(address).value) if address else None
+    if abort is not None:
+        abort(address)
+
+
+@functools.cache
+def _aborts() -> dict[int | None, Any]:
+    """Return the method that ends a wait, for each kind of work by the address of its table of
+    methods; nothing where torch's library has other names."""
+    found: dict[int | None, Any] = {}
+    with contextlib.suppress(OSError, AttributeError, ValueError):
+        library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
+        for kind in ("SendWork", "RecvWork"):
+            name = f"N4c10d16ProcessGroupGloo8{kind}"
+            table = ctypes.addressof(ctypes.c_void_p.in_dll(library, f"_ZTV{name}E"))
+            abort = library[f"_Z{name}5abortEv"]
+            abort.argtypes, abort.restype = [ctypes.c_void_p], None
+            found[table + 2 * ctypes.sizeof(ctypes.c_void_p)] = abort  # two entries come before it
+    return found
 
 
 class GlooCollectives:
@@ -387,25 +429,25 @@ class GlooCollectives:
 
     device = torch.device("cpu")
 
-    def __init__(self, gloo: Any) -> None:
-        self._gloo = gloo
+    def __init__(self, gloo: Any, finish: Callable[[Any, Sequence[dist.Work]], None]) -> None:
+        """finish: called with gloo and the works of a collective, waits for them."""
+        self._gloo, self._finish = gloo, finish
 
     def all_reduce(self, values: torch.Tensor, op: dist.ReduceOp.RedOpType) -> None:
         options: Any = AllreduceOptions()
         options.reduceOp = op
-        self._gloo.allreduce([values], options).wait()
+        self._finish(self._gloo, [self._gloo.allreduce([values], options)])
 
     def broadcast(self, tensors: Sequence[torch.Tensor]) -> None:
-        for work in [
-            self._gloo.broadcast([tensor], BroadcastOptions()) for tensor in tensors
-        ]:  # from the first rank, by default
-            work.wait()
+        self._finish(
+            self._gloo,  # from the first rank, by default
+            [self._gloo.broadcast([tensor], BroadcastOptions()) for tensor in tensors],
+        )
 
     def all_gather(self, own: torch.Tensor) -> torch.Tensor:
         full = own.new_empty(self._gloo.size() * own.numel())
-        self._gloo.allgather(
-            [list(full.chunk(self._gloo.size()))], [own], AllgatherOptions()
-        ).wait()
+        parts = list(full.chunk(self._gloo.size()))
+        self._finish(self._gloo, [self._gloo.allgather([parts], [own], AllgatherOptions())])
         return full
 
 

@@ -171,7 +171,8 @@ class FullyShardedDataParallel(nn.Module):
             keep_units_below=keep_units_below,
         )
         plan = construction.plan(module, auto_wrap_policy, arguments)
-        _torch_patches.patch_torch(construction.apply(plan, self._emptied(), self._new))
+        construction.apply(plan, self._emptied(), self._new)
+        _torch_patches.patch_torch(self)
 
     @classmethod
     def _new(cls) -> FullyShardedDataParallel:
@@ -268,7 +269,7 @@ class FullyShardedDataParallel(nn.Module):
         """Return a copy with its own shards over the same process groups, without gradients.
         Collective."""
         copy = typing.cast(FullyShardedDataParallel, copying.deepcopy_of(self, memo))
-        _torch_patches.patch_torch([copy._fsdp_model_unit])
+        _torch_patches.patch_torch(copy)
         return copy
 
     def __reduce_ex__(self, protocol: typing.SupportsIndex) -> Any:
@@ -278,7 +279,7 @@ class FullyShardedDataParallel(nn.Module):
 
     def __setstate__(self, state: Any) -> None:
         copying.restore(self, state)
-        _torch_patches.patch_torch([self._fsdp_model_unit])
+        _torch_patches.patch_torch(self)
 
     def check_is_root(self) -> bool:
         """Return True if no other FullyShardedDataParallel instance contains this one."""
@@ -312,7 +313,7 @@ class FullyShardedDataParallel(nn.Module):
         ):
             super()._apply(fn, recurse)
         for child in self.modules():
-            hooks.cast_again(child, construction.own_dtype)
+            hooks.cast_again(child)
         return self
 
     def apply(self, fn: Callable[[nn.Module], None]) -> FullyShardedDataParallel:

@@ -309,28 +309,17 @@ def wrap(module: nn.Module, **wrap_overrides: Any) -> nn.Module:
     return wrapper_cls(module, **{**kwargs, **wrap_overrides})
 
 
-def replace_modules(
-    root: nn.Module,
-    plan: Mapping[nn.Module, Mapping[str, Any]],
-    make_unit: Callable[..., nn.Module],
-) -> nn.Module:
-    """Replace each planned module by ``make_unit(module, **kwargs)``, in the order of the plan.
-
-    Return ``root``, or its unit if the plan contains it. A module that is registered several times
-    becomes one unit, registered in the same places.
-    """
-    places: dict[nn.Module, list[tuple[nn.Module, str]]] = {module: [] for module in plan}
+def places_of(
+    modules: Iterable[nn.Module], root: nn.Module
+) -> dict[nn.Module, list[tuple[nn.Module, str]]]:
+    """Return for each of ``modules`` where it is registered in ``root``, as (parent, name): several
+    places if it is shared, none for the root."""
+    places: dict[nn.Module, list[tuple[nn.Module, str]]] = {module: [] for module in modules}
     for path, module in root.named_modules(remove_duplicate=False):
         if module in places and module is not root:
             parent, _, name = path.rpartition(".")
             places[module].append((root.get_submodule(parent), name))
-    for module, kwargs in plan.items():
-        unit = make_unit(module, **kwargs)
-        for parent_module, name in places[module]:
-            setattr(parent_module, name, unit)
-        if module is root:
-            root = unit
-    return root
+    return places
 
 
 def _recursive_wrap(
@@ -378,8 +367,14 @@ def _recursive_wrap(
         ignored_params,
         may_be_unit=lambda inner: not (only_wrap_children and inner is module),
     )
-    plan = {inner: kwargs for inner in children_first(module) if inner in units}
-    return replace_modules(module, plan, wrapper_cls), numel
+    places = places_of([inner for inner in children_first(module) if inner in units], module)
+    for inner, its_places in places.items():
+        unit = wrapper_cls(inner, **kwargs)
+        for parent, name in its_places:
+            setattr(parent, name, unit)
+        if inner is module:
+            module = unit
+    return module, numel
 
 
 def modules_chosen_by(

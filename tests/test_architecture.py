@@ -401,7 +401,7 @@ def test_state_and_checkpoints_know_no_store_and_no_front_end() -> None:
     report(found, "They work on registered units and on _engine/state_store.py's StateStore:")
 
 
-def test_there_is_no_circle_of_imports() -> None:
+def test_imports_form_no_cycle() -> None:
     check(circles(sources()), "circle", "Files that import each other, for type checking too:")
 
 
@@ -545,7 +545,7 @@ def test_a_collective_is_seen(text: str) -> None:
     assert len(collectives_called(source("_engine/unit.py", text))) == 1
 
 
-def test_what_only_has_the_name_of_a_collective_passes() -> None:
+def test_a_function_with_the_name_of_a_collective_passes() -> None:
     text = (
         "import torch\nimport torch.distributed as dist\ntorch.gather(x, 0, "
         "i)\nlinks.send(x)\ndist.get_rank()"

@@ -78,7 +78,7 @@ def test_a_public_module_lists_its_names_in_order_and_has_them(module: ModuleTyp
 
 
 @by_object
-def test_what_is_public_has_a_docstring_of_its_own(name: str, value: Any) -> None:
+def test_public_objects_have_docstrings_of_their_own(name: str, value: Any) -> None:
     doc = (vars(value).get("__doc__") if inspect.isclass(value) else value.__doc__) or ""
     generated = dataclasses.is_dataclass(value) and doc.startswith(f"{value.__name__}(")
     assert doc.strip() and not generated, f"{name}: write what it promises, one sentence first"
@@ -95,7 +95,7 @@ def test_public_methods_have_docstrings(name: str, value: Any) -> None:
 
 
 @by_object
-def test_what_is_public_has_type_hints(name: str, value: Any) -> None:
+def test_public_objects_have_type_hints(name: str, value: Any) -> None:
     bare = []
     for function_name, function in functions_of(name, value):
         signature = inspect.signature(function)

@@ -4,8 +4,9 @@ what.
 A background thread looks at what this process waits for (waits.py). When a wait has lasted
 ``PATIENCE`` seconds, it publishes the wait in the status store, with how often this rank has begun
 each message, and searches the posts of other ranks for a circle (cycles.py). A wait in a circle is
-ended, with all communication of the process: see ``give_up``. A rendezvous in a circle is refused
-alone, because nothing has been sent in it.
+ended, with all communication of the process: see ``give_up``. So is a wait whose connection has
+closed, because gloo does not tell every message. A rendezvous in a circle is refused alone, because
+nothing has been sent in it.
 
 The same thread tells other ranks what this process is doing (progress.py) when they ask, so that a
 rank that is late can be told from a rank that will never come. It has its own connection to the
@@ -33,7 +34,7 @@ from . import progress
 from .cycles import find_cycle
 from .processes import Process
 from .status_store import Answer, Post, StatusStore, status_store
-from .waits import Report, Waiter, Waiting
+from .waits import Report, Wait, Waiter, Waiting
 
 __all__ = ["PATIENCE", "failure_of_member", "give_up", "idle_limit_s", "watch"]
 
@@ -118,7 +119,7 @@ class Search:
 
     def __init__(self) -> None:
         self._seen: Waiting | None = None
-        self._since = 0.0  # monotonic seconds
+        self._since = self._probed_at = 0.0  # monotonic seconds
         self._posted: int | None = None  # the global rank whose post is in the store
 
     def look(self, waiters: Sequence[Waiter], store: StatusStore) -> None:
@@ -155,8 +156,9 @@ class Search:
             self._posted = own.wait.rank
             store.post(own.wait.rank, own)
         if activity.diagnosis is not None:
+            waiter.end_wait()  # again, as this wait may have begun after the last time
             return
-        report = find_cycle(store, own)
+        report = find_cycle(store, own) or self._lost_connection(waiter, own.wait)
         if report is not None and activity.waiting is waiting:
             activity.diagnosis = report
             if not own.wait.can_be_refused:
@@ -165,6 +167,15 @@ class Search:
                     if other.is_connected:
                         store.report_failure(other.activity, report)
             waiter.end_wait()
+
+    def _lost_connection(self, waiter: Waiter, wait: Wait) -> Report | None:
+        """Return a report if a peer has closed its connection without one, as a killed process
+        does. Asks rarely, because each time a message is sent."""
+        now = time.monotonic()
+        if now - max(self._since, self._probed_at) < PATIENCE:
+            return None
+        self._probed_at = now
+        return waiter.lost_connection(wait)
 
 
 class _Watcher:

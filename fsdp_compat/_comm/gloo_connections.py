@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import datetime
 import time
 import typing
 import weakref
-from collections.abc import Callable
-from threading import get_ident
+from collections.abc import Callable, Sequence
+from threading import Thread, get_ident
 
 import torch
 import torch.distributed as dist
@@ -30,6 +32,9 @@ _HANDSHAKE_TAGS = ACK_TAG - 2, ACK_TAG - 1
 
 # works, the tensors that they read, and the message
 Sent = tuple[list[dist.Work], object, MessageId]
+
+_NOTHING: list[dist.Work] = []
+_LOOK = datetime.timedelta(seconds=0.5)  # between two looks at a collective
 
 
 class GlooConnections:
@@ -58,6 +63,7 @@ class GlooConnections:
         self.names: dict[int, str] = {}  # by tag: what was waited for last
         self._group = weakref.ref(group)
         self.gloo: typing.Any = None  # a ProcessGroupGloo; None before connecting and after closing
+        self._awaited: list[dist.Work] = []  # by the communicating thread, now
         self._is_closed, self._failure = False, ""  # failure: "" if the group was destroyed
         _all_connections.add(self)
         deadlock.watch(self)
@@ -105,21 +111,23 @@ class GlooConnections:
     def wait(self, works: list[dist.Work], message: MessageId, what: str, first: int = 0) -> None:
         """Wait for the works of a message. first: the index of the first one in the message."""
         activity, timeout, waiting = self.activity, self.timeout, None
+        self._awaited = works
         try:
             for index, work in enumerate(works, first):
                 activity.waiting = waiting = message, index, what
-                work.wait(timeout)
+                if not work.wait(timeout):
+                    raise RuntimeError("the connection was closed")
         except RuntimeError as error:
             self.fail_wait(self._name(message, what), error, waiting)
         finally:
-            activity.waiting = None
+            activity.waiting, self._awaited = None, _NOTHING
 
     def run(self, what: str, collective: Callable[[Collectives], None]) -> None:
         """Run a synchronous collective of all members."""
         number = self.begin(COLLECTIVE)
         self.activity.waiting = waiting = (COLLECTIVE, number, 0, 0), 0, what
         try:
-            collective(_torch_private.GlooCollectives(self.gloo))
+            collective(_torch_private.GlooCollectives(self.gloo, self._finish))
         except RuntimeError as error:
             self.fail_wait(what, error, waiting)
         except BaseException as error:
@@ -127,6 +135,23 @@ class GlooConnections:
             raise
         finally:
             self.activity.waiting = None
+
+    def _finish(self, gloo: object, works: Sequence[dist.Work]) -> None:
+        """Wait for the works of a collective. They may never end when a connection closes, see
+        ``abort_wait``, and cannot be aborted; but a short wait for them closes nothing."""
+        try:
+            for work in works:
+                while not work.is_completed():
+                    with contextlib.suppress(RuntimeError):  # it has failed, or takes longer
+                        work.wait(_LOOK)
+                    is_over = self._is_closed or self.activity.diagnosis is not None
+                    if is_over and not work.is_completed():
+                        raise RuntimeError("the connection was closed")
+                work.wait()  # raises its error
+        except BaseException:
+            # gloo cannot be freed before its collectives have ended, which may be at the time limit
+            Thread(target=_outwait, args=(gloo, works), daemon=True).start()
+            raise
 
     def _name(self, message: MessageId, what: str) -> str:
         """Return the name of the thing a wait is for. Flushed messages were gathered under another
@@ -278,9 +303,22 @@ class GlooConnections:
         text += f", at {progress.place()}"
         return Wait(rank, peers, self.activity.name, tag, number, text)
 
+    def lost_connection(self, wait: Wait) -> Report | None:
+        gloo, rank = self.gloo, self.activity.global_rank
+        if gloo is None:
+            return None
+        for index, peer in enumerate(self.activity.members):
+            if peer in wait.peers and _torch_private.is_closed(gloo, index):
+                time.sleep(0.1)  # what came before it closed may be about to end the wait
+                return Report(False, {peer: f"rank {rank} has lost its connection to rank {peer}"})
+        return None
+
     def end_wait(self) -> None:
-        if self.gloo is not None:
-            _torch_private.break_connections(self.gloo, self.peers[0][0])
+        gloo = self.gloo
+        if gloo is not None:
+            _torch_private.break_connections(gloo)
+        for work in tuple(self._awaited):
+            _torch_private.abort_wait(work)
 
     def fail(self, report: Report) -> None:
         shared_memory.bump_epoch()  # first: peers may be reading what is given up here
@@ -296,6 +334,13 @@ class GlooConnections:
         self.reads.clear()
         self.activity.counts.clear()
         self.same_host = SameHostPeers({}, self.peers)
+
+
+def _outwait(gloo: object, works: Sequence[dist.Work]) -> None:
+    """Keep gloo and the memory of its works until they have ended."""
+    for work in works:
+        with contextlib.suppress(RuntimeError):
+            work.wait()
 
 
 _all_connections: weakref.WeakSet[GlooConnections] = weakref.WeakSet()

@@ -76,7 +76,7 @@ def the_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
                 "torch.distributed is not initialised.",
                 expected="a default process group before a module is wrapped",
                 got="no default process group",
-                where="FullyShardedDataParallel(...), on this process",
+                where="this process",
                 fix="call torch.distributed.init_process_group('gloo') on CPU, or 'nccl' on CUDA, "
                 "first",
             )

@@ -32,6 +32,7 @@ import threading
 import time
 import weakref
 import zlib
+from collections.abc import Callable
 
 import torch.distributed as dist
 
@@ -128,8 +129,9 @@ class StoreRendezvous:
             first = f"The ranks did not come together in {call}()."
             raise self._error(first, f"rank {rank} cannot reach the store ({error})") from error
         except BaseException as error:  # above all an interrupt, while other ranks wait here
+            lines = {rank: f"rank {rank} left {call}() with {type(error).__name__}"}
             with contextlib.suppress(RuntimeError):
-                turn.close({rank: f"rank {rank} left {call}() with {type(error).__name__}"})
+                turn.close(lambda: lines)
             raise
         finally:
             self.activity.waiting = self.activity.diagnosis = None
@@ -164,6 +166,9 @@ class StoreRendezvous:
         peers = tuple(r for r in self.activity.members if r != rank)
         text = f"rank {rank} waits in {what} for the ranks {list(peers)}, at {progress.place()}"
         return Wait(rank, peers, self.activity.name, tag, number, text)
+
+    def lost_connection(self, wait: Wait) -> None:
+        """Nothing to lose: there are no connections."""
 
     def end_wait(self) -> None:
         """Nothing to do: a rendezvous polls its diagnosis."""
@@ -229,22 +234,24 @@ class Turn:
             return True
         if self._total < 0:
             raise self._refusal()
-        if self._activity.diagnosis is not None:
-            self.close(self._activity.diagnosis.lines)
+        diagnosis = self._activity.diagnosis
+        if diagnosis is not None:
+            self.close(lambda: diagnosis.lines)
             return False  # refused at the next look, in the words of the rank that closed it
         missing = self._why_pointless()
         if missing is not None:
-            self.close(self._lines(missing))
+            self.close(lambda: self._lines(missing))
         return False
 
-    def close(self, lines: dict[int, str]) -> None:
-        """Close the rendezvous, unless it is complete or closed. lines: the reason, by rank."""
+    def close(self, lines: Callable[[], dict[int, str]]) -> None:
+        """Close the rendezvous, unless it is complete or closed. lines: returns the reason by rank,
+        and is called when no other rank can arrive any more."""
         key, before = self._key(str(self._number)), ""
         own = str(_CLOSED - self._activity.rank)  # tells this rank's from another one's
         while True:
             now = self._store.compare_set(key, before, own).decode()
             if now == own:
-                self._store.set(self._key(f"why/{self._number}"), json.dumps(lines))
+                self._store.set(self._key(f"why/{self._number}"), json.dumps(lines()))
                 return
             if int(now) < 0 or self._is_complete(int(now)):
                 return
@@ -283,10 +290,12 @@ class Turn:
         return None
 
     def _lines(self, missing: dict[int, str]) -> dict[int, str]:
-        lines = {rank: f"rank {rank} has not arrived{why}" for rank, why in missing.items()}
+        """Return what each rank did. missing: why waiting was pointless, by rank; some of them may
+        have arrived since."""
+        lines = {}
         for rank in self._activity.members:
-            if rank not in missing:
-                lines[rank] = f"rank {rank} {self._call_of(rank) or 'arrived'}"
+            absent = f"has not arrived{missing[rank]}" if rank in missing else "arrived"
+            lines[rank] = f"rank {rank} {self._call_of(rank) or absent}"
         return lines
 
     def _refusal(self) -> StateError:

@@ -100,8 +100,12 @@ class Waiter(typing.Protocol):
 
     def describe(self, waiting: Waiting) -> Wait: ...
 
+    def lost_connection(self, wait: Wait) -> Report | None:
+        """Return a report if a connection that this long wait needs has closed. The wait itself may
+        not have noticed."""
+
     def end_wait(self) -> None:
-        """End the wait of the communicating thread with an error."""
+        """End the wait of the communicating thread with an error. Called until it has ended."""
 
     def fail(self, report: Report) -> None:
         """Close the connections. Every later use raises an error with the reason."""

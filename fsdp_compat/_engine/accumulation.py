@@ -1,5 +1,5 @@
 """Gradients of sharded parameters: how reduced gradients accumulate in ``.grad``, and how zero_grad
-is noticed while gradients accumulate without communication (no_sync).
+is detected while gradients accumulate without communication (no_sync).
 
 After a backward inside no_sync the gradients are in the group's gradient buffer, not in ``.grad``.
 Where ``.grad`` is None it is set to zeros, so that ``zero_grad`` finds something to clear, and the
@@ -34,7 +34,7 @@ class _Note:
 
     grad: torch.Tensor
     version: int
-    nonzero: torch.Tensor  # bool, 0-d: read only if the gradient was written to since
+    nonzero: torch.Tensor  # bool, 0-d; read only if the gradient has been written to since
 
 
 class Zeroed(enum.Enum):
@@ -52,25 +52,25 @@ class ShardedGrads:
         """grad_dtype: of ``.grad``; None: the shard's."""
         self._dtype = grad_dtype or store.dtype
         self._params: list[nn.Parameter] = [param for param, _ in store.sharded_params]
-        # Positions of parameters of which this rank has no part: they never have gradients here,
+        # Positions of parameters that this rank has no part of: they never have gradients here,
         # and optimizers keep no state for them.
         self._absent: frozenset[int] = frozenset()
         self.num_held = len(self._params)  # parameters that this rank has a part of
         self._notes: list[_Note | None] = []  # by position; None: does not require gradients
         if grad_dtype is not None:
             for param in self._params:
-                grad, param.grad = param.grad, None  # it may have one from before
+                grad, param.grad = param.grad, None  # an existing gradient is converted
                 param.grad_dtype = grad_dtype
                 param.grad = None if grad is None else grad.to(grad_dtype)
 
     def set_absent(self, positions: Sequence[int]) -> None:
-        """positions: of sharded parameters of which this rank has no part."""
+        """positions: of the sharded parameters that this rank has no part of."""
         self._absent = frozenset(positions)
         self.num_held = len(self._params) - len(self._absent)
 
     def accumulate(self, grads: Sequence[torch.Tensor | None], plan: ReducePlan, what: str) -> None:
-        """Assign reduced gradients, one per sharded parameter, or add them to those that are
-        there."""
+        """Assign reduced gradients, one per sharded parameter, or add them to existing
+        gradients."""
         params = self._params
         if self._absent:
             grads = [
@@ -92,11 +92,12 @@ class ShardedGrads:
                 param.grad.add_(grad)
 
     def step_in_backward(self) -> None:
-        """Run the optimizers that step in backward, with complete gradients, and drop these."""
+        """Run the optimizers that step in backward, with complete gradients, then drop the
+        gradients."""
         for param in self._params:
             optimizers = _torch_private.optimizers_in_backward(param)
             if optimizers and param.grad is not None:
-                if param.numel():  # a rank without a part of it keeps no state
+                if param.numel():  # a rank without a part of the parameter keeps no state
                     for optimizer in optimizers:
                         optimizer.step()
                 param.grad = None
@@ -108,9 +109,9 @@ class ShardedGrads:
         return bool(self._notes)
 
     def note(self) -> None:
-        """After a backward without communication: see the head of this file.
+        """Note every ``.grad`` after a backward without communication: see the head of this file.
 
-        Parameters of which this rank has no part get a gradient as well, until the next reduction:
+        Parameters that this rank has no part of get a gradient too, until the next reduction:
         gradients that zero_grad clears are dropped on all ranks or on none.
         """
         self._notes = []
@@ -128,25 +129,25 @@ class ShardedGrads:
 
     def was_zeroed(self) -> list[Zeroed]:
         """Return, per sharded parameter, whether its gradient was zeroed since ``note``."""
-        found = []
+        answers = []
         for param, note in zip(self._params, self._notes, strict=True):
             if note is None:
-                found.append(Zeroed.NO)
+                answers.append(Zeroed.NO)
             elif param.grad is not note.grad:
-                found.append(Zeroed.YES)
+                answers.append(Zeroed.YES)
             elif note.grad._version == note.version or note.grad.any():
-                found.append(Zeroed.NO)
+                answers.append(Zeroed.NO)
             else:
-                found.append(Zeroed.YES if note.nonzero else Zeroed.UNCLEAR)
-        return found
+                answers.append(Zeroed.YES if note.nonzero else Zeroed.UNCLEAR)
+        return answers
 
     def was_written(self) -> bool:
         """True if a noted gradient was written to in place."""
         return any(True for _ in self._written())
 
     def was_scaled(self) -> bool:
-        """True if a noted gradient was written to, was not zero before and is not zero now: this
-        was not a zero_grad."""
+        """True if a noted gradient was written to, was not zero before and is not zero now, so that
+        the write was not a zero_grad."""
         return any(bool(note.nonzero) and bool(note.grad.any()) for note in self._written())
 
     def _written(self) -> Iterator[_Note]:

@@ -28,7 +28,7 @@ class BulkDict:
         self._keys = [k for _, k, _ in items]
         self._values = [v for _, _, v in items]
 
-    def stand(self) -> bool:
+    def are_in_place(self) -> bool:
         """True if every key has its value."""
         return all(map(operator.is_, map(_value_of, self._dicts, self._keys), self._values))
 
@@ -45,7 +45,7 @@ class BulkDict:
 
     def take_out_own(self) -> None:
         """Delete the keys that have their values, and leave values that other code has put."""
-        if self.stand():
+        if self.are_in_place():
             self.take_out()
             return
         for entries, key, value in zip(self._dicts, self._keys, self._values, strict=True):

@@ -46,7 +46,7 @@ class Checks:
 
     def before_forward(self) -> None:
         """Collective, in the first forward."""
-        if not self._changes.stands():
+        if not self._changes.is_intact():
             self._check_units()
             self._changes.note()
         if not self._has_values:
@@ -103,13 +103,13 @@ class Checks:
 
         In other units the new values count, as they are gathered again.
         """
-        moved = not self._changes.sharded_params_stand()
+        moved = not self._changes.sharded_params_are_intact()
         for unit in self._units:
             kept = unit.residency is Residency.UNSHARDED
             for group in () if unit.view.summoned else unit.groups:
                 if kept:
                     group.require_unsharded_params()
-                if moved and not group.store.stands():
+                if moved and not group.store.is_intact():
                     if kept:
                         _refuse_moved(group)
                     group.store.check(group.name)

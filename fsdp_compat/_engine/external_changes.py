@@ -48,11 +48,11 @@ class ExternalChanges:
         """True if autograd has left a gradient on a small parameter."""
         return any(map(operator.is_not, map(_grad, self._small_params), _NONES))
 
-    def stands(self) -> bool:
+    def is_intact(self) -> bool:
         """True if nothing has changed since ``note`` and no gradient was left."""
         return not self.has_gradients() and self._present() == self._noted
 
-    def sharded_params_stand(self) -> bool:
+    def sharded_params_are_intact(self) -> bool:
         """True if no sharded parameter was given other memory since ``note``."""
         return (
             self._noted is None

@@ -122,10 +122,10 @@ class Gradients:
         return self._plan.hook
 
     def set_hook(self, hook: CommHook) -> None:
-        """Let the user's hook sum and average gradients from now on. Not while some are
-        received."""
+        """Let the user's hook sum and average gradients from now on. Must not be called while
+        gradients are received."""
         self._plan = dataclasses.replace(self._plan, hook=hook, predivisor=1.0)
-        self._buffer, self.received = None, ()  # the next one does not divide
+        self._buffer, self.received = None, ()  # the next buffer does not divide
 
     # -- in every backward
 
@@ -154,7 +154,7 @@ class Gradients:
     def _put(self, indices: list[int], grads: list[torch.Tensor]) -> None:
         if not self.received:
             self.limit_in_flight()
-        if self.reduction is not None:  # it uses the buffer
+        if self.reduction is not None:  # it still uses the buffer
             self.finish_reduction()
         buffer = self._present_buffer()
         if any(map(_is_sparse, grads)) or any(
@@ -215,12 +215,12 @@ class Gradients:
         self.sharded.forget_notes()
 
     def discard(self) -> None:
-        """After a backward that raised: wait for the reduction in flight, drop all gradients that
-        were not accumulated."""
+        """After a backward that raised: wait for the reduction in flight, and drop all gradients
+        that were not accumulated."""
         if self.reduction is not None:
             reduction, self.reduction = self.reduction, None
             if not self._plan.shard.has_failed and not self._plan.replica.has_failed:
-                with contextlib.suppress(StopIteration):  # it has raised, and so it has ended
+                with contextlib.suppress(StopIteration):  # a stage that raised was the last
                     reduction.finish()
         if self._buffer is not None:
             self._buffer.discard()
@@ -311,14 +311,15 @@ class InFlightReductions:
                     gradients.finish_reduction()
 
     def finish(self) -> None:
-        """Collective. Finish all: each stage for all groups before the next stage for any."""
-        every = list(itertools.chain.from_iterable(self._units))
-        left = [gradients.reduction for gradients in every if gradients.reduction is not None]
-        while left:
-            for reduction in left:
+        """Collective. Finish all reductions, stage by stage: every group completes a stage before
+        any group begins the next."""
+        groups = list(itertools.chain.from_iterable(self._units))
+        unfinished = [group.reduction for group in groups if group.reduction is not None]
+        while unfinished:
+            for reduction in unfinished:
                 reduction.advance()
-            left = [reduction for reduction in left if reduction.grads is None]
-        for gradients in every:
+            unfinished = [reduction for reduction in unfinished if reduction.grads is None]
+        for gradients in groups:
             gradients.finish_reduction()
         self._units.clear()
 
@@ -333,19 +334,19 @@ def drop_zeroed(
     """Before a backward: drop the received gradients that zero_grad has cleared since a backward
     without communication. Collective.
 
-    Replaced gradients (``set_to_none``) are plain to see. A gradient that was written to, was zero
-    and still is zero tells nothing. Then other gradients decide, on all ranks together, whether the
-    write was a zero_grad or a change of scale.
+    Gradients that ``set_to_none`` replaced are easy to recognise. One that was zero, was written to
+    and is still zero is ambiguous: the other gradients then decide, on all ranks together, whether
+    the write was a zero_grad or a rescaling.
     """
     noted = [gradients for gradients in groups if gradients.sharded.has_notes]
     answers = {gradients: gradients.sharded.was_zeroed() for gradients in noted}
     cleared = True
-    # The first condition is the same on all ranks: they run the same program.
+    # All ranks take the same branch, because they run the same program.
     if any(gradients.sharded.was_written() for gradients in noted):
         [scaled] = any_rank([any(gradients.sharded.was_scaled() for gradients in noted)])
         cleared = not scaled
-    for gradients, found in answers.items():
-        gradients.drop([a is Zeroed.YES or (a is Zeroed.UNCLEAR and cleared) for a in found])
+    for gradients, zeroed in answers.items():
+        gradients.drop([z is Zeroed.YES or (z is Zeroed.UNCLEAR and cleared) for z in zeroed])
 
 
 def _no_limit() -> None:

@@ -33,21 +33,18 @@ class Group:
         precision: Precision,
         device: torch.device,
         offload: bool = False,
-        streamed: bool = True,
+        reshard_after_forward: bool = True,
         conduct: Conduct | None = None,
         joined: JoinedPart | None = None,
     ) -> None:
         """Collective over the mesh, once per process group (see ``communicator``).
 
-        offload: the shard is on the CPU. streamed: gradients of large parameters are moved to the
-        buffer as they come, not in post-backward. conduct: of its unit, if the user may change it;
-        sharded parameters are DTensors then. joined: if several groups share an all-gather.
+        offload: the shard is on the CPU. reshard_after_forward: of the unit. conduct: of the unit,
+        if the user may change it; sharded parameters are DTensors then. joined: if several groups
+        share an all-gather.
         """
         self.store, self.device = store, device
         self.conduct, self._joined = conduct, joined
-        self.shard: Communicator = communicator(mesh.shard, device)
-        self.replica: Communicator = communicator(mesh.replica, device)
-        assert all(each.ranks > 1 for each in self.tensor_parallel)  # connected once, here
         self.offload = offload_policy(device, offload)
         # One per dtype computed in: see `use_dtype`.
         self.memories = [
@@ -62,6 +59,9 @@ class Group:
             for dtype in dict.fromkeys((precision.gather, precision.evaluate or precision.gather))
         ]
         self.memory = self.memories[0]  # of the dtype computed in now
+        self.shard: Communicator = communicator(mesh.shard, device)
+        self.replica: Communicator = communicator(mesh.replica, device)
+        assert all(each.ranks > 1 for each in self.tensor_parallel)  # connected once, here
         self._tag = self.shard.new_tag()
         self._all_gather: Handle | None = None  # in flight
         plan = ReducePlan(
@@ -74,6 +74,10 @@ class Group:
             grad_dtype=precision.grad if precision.grad not in (None, store.dtype) else None,
             one_group=mesh.one_group,
         )
+        # Gradients of large parameters are moved to the reduce buffer as they come. If backward
+        # begins with all units unsharded, though, a buffer for gradients wider than the parameters
+        # is not allocated before the first unit is resharded: post-backward moves them.
+        streamed = reshard_after_forward or precision.reduce.itemsize <= precision.gather.itemsize
         large = {
             param
             for memory in self.memories
@@ -87,6 +91,8 @@ class Group:
         self.partial: PartialShard | None = None
         if conduct is not None and conduct.partial_ranks:
             self.partial = PartialShard(store, self.memory, conduct.partial_mesh, device)
+        if joined is not None:
+            joined.copied()
         self.requires_grad = RequiresGrad(store, self.memories, large)
         self.set_name("a unit")
 

@@ -18,6 +18,7 @@ from .group import Group
 from .unit import Call, Unit
 
 __all__ = [
+    "WITH_FAST_PATH",
     "attach_unit",
     "before_loading",
     "cast_again",
@@ -83,21 +84,30 @@ class _CastAround:
         return output if self._input_dtype is None else cast_floats(output, self._input_dtype)
 
 
-def cast_around(module: torch.nn.Module, dtype: torch.dtype) -> None:
-    """Let a module compute in ``dtype``, whatever its inputs are, and return its outputs in the
+def cast_around(module: torch.nn.Module) -> None:
+    """Let a module compute in its own dtype, whatever its inputs are, and return its outputs in the
     dtype of the inputs."""
-    cast = _CastAround(dtype)
+    cast = _CastAround(_own_dtype(module))
     module.register_forward_pre_hook(cast.before, with_kwargs=True)
     module.register_forward_hook(cast.after)
 
 
-def cast_again(module: torch.nn.Module, dtype_of: Callable[[torch.nn.Module], torch.dtype]) -> None:
-    """If ``cast_around`` was called for a module, let it compute in ``dtype_of(module)`` from now
-    on."""
+def cast_again(module: torch.nn.Module) -> None:
+    """If ``cast_around`` was called for a module, let it compute from now on in the dtype that it
+    has now."""
     for hook in module._forward_hooks.values():
         cast = getattr(hook, "__self__", None)
         if isinstance(cast, _CastAround):
-            cast.dtype = dtype_of(module)
+            cast.dtype = _own_dtype(module)
+
+
+def _own_dtype(module: torch.nn.Module) -> torch.dtype:
+    """Return the floating-point dtype of a module's own parameters and buffers."""
+    tensors = (*module.parameters(), *module.buffers())
+    return next((t.dtype for t in tensors if t.is_floating_point()), torch.float32)
+
+
+WITH_FAST_PATH = (torch.nn.TransformerEncoderLayer, torch.nn.TransformerEncoder)
 
 
 def _nothing(module: torch.nn.Module, args: Any) -> None:
@@ -105,9 +115,12 @@ def _nothing(module: torch.nn.Module, args: Any) -> None:
 
 
 def without_fast_path(module: torch.nn.Module) -> None:
-    """Keep a transformer layer of torch from reading its submodules' parameters directly, which it
-    does only while it has no hooks."""
-    module.register_forward_pre_hook(_nothing)
+    """Keep a module of ``WITH_FAST_PATH`` from reading its submodules' parameters without calling
+    them, as it does in evaluation."""
+    if isinstance(module, torch.nn.TransformerEncoder):
+        module.use_nested_tensor = False
+    else:
+        module.register_forward_pre_hook(_nothing)  # the fast path is for layers without hooks
 
 
 def guard_state_dicts(unit: Unit) -> None:

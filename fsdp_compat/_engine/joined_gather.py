@@ -51,8 +51,8 @@ class JoinedGather:
             JoinedPart(self, rows[:, place].view(dtype), index)
             for index, (place, dtype) in enumerate(self._slots)
         ]
+        # It has memory until all groups are made: nothing can view memory that is not there.
         self._storage = Storage(self._full)
-        self._storage.free()
         self._handle: Handle | None = None
 
     @property
@@ -121,7 +121,7 @@ class JoinedPart:
             self._gather.wait(what)
 
     def copied(self) -> None:
-        """The group's parameters were copied out."""
+        """The group's parameters were copied out, or the group was made."""
         if self._index == len(self._gather.parts) - 1:
             self._gather.free()
 

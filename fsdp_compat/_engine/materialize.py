@@ -29,7 +29,7 @@ Slot = tuple[nn.Module, str]  # a module, and the name of its parameter or buffe
 
 
 def require_initial_values(root: nn.Module, modules: Iterable[nn.Module]) -> None:
-    """Raise UsageError for a module of ``modules`` on the meta device that has no
+    """Raise UsageError for a module with tensors on the meta device but no
     ``reset_parameters``."""
     for module in modules:
         if any(tensor.is_meta for _, tensor in own_tensors(module)):
@@ -42,8 +42,8 @@ def materialize(
     init: Callable[[nn.Module], None] | None,
     device: torch.device,
 ) -> set[Slot]:
-    """Give the modules of ``modules`` with tensors on the meta device memory on ``device`` and
-    values. Return the slots that got memory.
+    """Give those ``modules`` that have tensors on the meta device memory on ``device`` and values.
+    Return the slots that got memory.
 
     Calls ``init`` (param_init_fn) for each such module or, without it, ``to_empty`` and the
     module's ``reset_parameters``. root: the model, for errors.
@@ -53,7 +53,7 @@ def materialize(
     ]
     before = _addresses(on_meta)
     for module in on_meta:
-        with _torch_private.PoisonedMemory():  # so that `is_uninitialised` can tell
+        with _torch_private.PoisonedMemory():  # recognised by `is_uninitialised`
             if init is not None:
                 init(module)
                 continue
@@ -73,12 +73,12 @@ def materialize(
                 expected="param_init_fn to materialise every parameter and buffer of the module it "
                 "is given",
                 got=f"{left[:5]}{' and more' if len(left) > 5 else ''}",
-                where=type(root).__name__,
+                where=f"a {type(root).__name__}",
                 fix="call module.to_empty(device=..., recurse=False) and fill the values in "
                 "param_init_fn",
             )
         )
-    # Also tensors that were not on the meta device: ``to_empty`` replaces all of a module.
+    # Includes tensors that were not on the meta device: ``to_empty`` replaces all of a module's.
     return {slot for slot, address in _addresses(on_meta).items() if before.get(slot) != address}
 
 
@@ -103,8 +103,8 @@ def is_uninitialised(tensor: torch.Tensor) -> bool:
 
 
 def uninitialised(slots: set[Slot]) -> set[Slot]:
-    """Return those of ``slots``, which ``materialize`` gave memory, that initialisation left
-    without values."""
+    """Return the slots that initialisation left without values. slots: those that ``materialize``
+    gave memory."""
     return {
         (module, name)
         for module in {module for module, _ in slots}
@@ -151,7 +151,7 @@ def broadcast_states(states: Iterable[torch.Tensor], mesh: Mesh, device: torch.d
                 continue
             comm = communicator(axis, device)
             for tensor in tensors.values():
-                # Expanded tensors have many elements in one place: send each place once.
+                # Elements of expanded tensors share memory: send each only once.
                 for dim, stride in enumerate(tensor.stride()):
                     tensor = (
                         tensor.narrow(dim, 0, min(1, tensor.shape[dim])) if stride == 0 else tensor
@@ -173,18 +173,17 @@ def own_tensors(module: nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
 
 
 def ties(root: nn.Module) -> list[list[tuple[nn.Module, str]]]:
-    """Return, for every parameter that several modules hold, its slots."""
+    """Return the slots of every parameter that has more than one."""
     slots: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
     for module in root.modules():
-        for name, parameter in _torch_private.parameters_of(module).items():
-            if parameter is not None:
-                slots.setdefault(parameter, []).append((module, name))
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            slots.setdefault(parameter, []).append((module, name))
     return [places for places in slots.values() if len(places) > 1]
 
 
 def restore_ties(ties: Iterable[Sequence[tuple[nn.Module, str]]]) -> None:
-    """Tie parameters again to that of the first module: materialising modules one by one gave each
-    its own.
+    """Tie parameters to the first module's again: materialising modules one by one gave each module
+    a parameter of its own.
 
     Skips ties with parameters that are still on the meta device.
     """

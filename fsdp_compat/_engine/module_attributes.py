@@ -1,17 +1,33 @@
-"""Tensors that forward leaves on modules as attributes (``self.aux_loss = ...``)."""
+"""Attributes of modules: the marks that a unit's modules bear, and the tensors that forward leaves
+on them (``self.aux_loss = ...``)."""
 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Collection
 
 import torch
 from torch import nn
 
-__all__ = ["MARKS", "TensorAttributes"]
+__all__ = ["TensorAttributes", "mark"]
 
-# Attributes that front ends set on modules, before the modules' own.
-MARKS = ("_is_fsdp_managed_module", "_fsdp_use_orig_params")
-_INTERNAL = frozenset((*nn.Module().__dict__, *MARKS))
+_MARKS = ("_is_fsdp_managed_module", "_fsdp_use_orig_params")
+_INTERNAL = frozenset((*nn.Module().__dict__, *_MARKS))
+
+
+def mark(module: nn.Module, ignored: Collection[nn.Module]) -> None:
+    """Mark a unit's modules, except ignored ones, as torch does. Call it before the unit is made.
+
+    Dynamo reads the marks, and so does transformers' generate, to keep ranks together. Dynamo
+    refuses modules marked with use_orig_params=False; ours show unsharded parameters in forward
+    with either setting.
+    """
+    for child in module.modules():
+        if child not in ignored and _MARKS[0] not in child.__dict__:
+            attributes = dict(child.__dict__)
+            child.__dict__.clear()
+            # The marks go first, out of the way of the attributes that a forward looks up.
+            child.__dict__.update(dict.fromkeys(_MARKS, True), **attributes)
 
 
 class TensorAttributes:

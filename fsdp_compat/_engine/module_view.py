@@ -114,6 +114,12 @@ class ModuleView:
             if self.in_forward():
                 self._placeholders.arm_reads()
 
+    def keep_showing_unsharded(self) -> None:
+        """Modules show the unsharded parameters since an earlier pass: put them back where other
+        code has put sharded ones (torch.func.functional_call restores what it found)."""
+        if not self._to_sharded.is_complete():
+            self._exchange_around_others(self._to_unsharded)
+
     def show_partial(self, slots: Sequence[ModuleSlot]) -> None:
         """Show ``slots`` instead of the sharded parameters until ``hide_partial``."""
         sharded = [
@@ -323,7 +329,7 @@ class _Swap:
 
     def foreign(self) -> _Slot | None:
         """Return a slot that holds something else than its old parameter."""
-        if self._present.stand():
+        if self._present.are_in_place():
             return None
         return next(
             slot for slot in self.slots if slot.parameters.get(slot.attribute) is not slot.old
@@ -336,6 +342,10 @@ class _Swap:
             if held is not slot.old and held is not slot.new:
                 return slot
         return None
+
+    def is_complete(self) -> bool:
+        """True if every slot holds its old parameter."""
+        return self._present.are_in_place()
 
     def put_in(self) -> None:
         """Set every new parameter."""

@@ -10,7 +10,7 @@ from torch import nn
 
 from .. import _torch_private
 
-__all__ = ["OrigParam", "ParamSlots", "assign_owners", "group_members"]
+__all__ = ["OrigParam", "ParamSlots", "assign_owners", "group_members", "named_within"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,6 +96,21 @@ def _has_forward(module: nn.Module) -> bool:
     """False for modules that are never called, such as nn.ModuleList and nn.ParameterList: their
     parameters would never be unsharded."""
     return type(module).forward is not nn.Module.forward or "forward" in vars(module)
+
+
+def named_within(unit: nn.Module, members: Iterable[OrigParam]) -> list[OrigParam]:
+    """Return the parameters of a unit with names relative to its module instead of to the root."""
+    names: dict[tuple[nn.Module, str], list[str]] = {}
+    for path, child in unit.named_modules(remove_duplicate=False):
+        for attribute in _torch_private.parameters_of(child):
+            names.setdefault((child, attribute), []).append(f"{path}.{attribute}".lstrip("."))
+    return [
+        OrigParam(
+            member.parameter,
+            ParamSlots(member.slots, tuple(name for slot in member.slots for name in names[slot])),
+        )
+        for member in members
+    ]
 
 
 Kinds = tuple[torch.dtype, bool, tuple[object, ...]]

@@ -5,8 +5,8 @@ With use_orig_params=False an attribute has no value while its unit is sharded; 
 its place. With use_orig_params=True the attribute is the user's own parameter, which holds a part.
 Outside forward it may be read and written like that, but a module that holds one cannot be called;
 inside forward, where only whole parameters make sense, a placeholder hides it. Placeholders are
-entries in the dictionaries of instances, and cost nothing while they are taken out, as in an
-unsharded unit."""
+entries in instance dictionaries, and cost nothing once they are taken out, as in an unsharded
+unit."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ class ShardedPlaceholder:
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedPlaceholder:
-        return self  # a copy of a module inside a wrapper refuses its use as well
+        return self  # a copy of a module inside a wrapper refuses uses as well
 
     def __reduce__(self) -> typing.NoReturn:
         self._used("a pickle of it")
@@ -179,11 +179,11 @@ def _first_placeholder(value: Any) -> ShardedPlaceholder | None:
 
 
 class _GuardedForward:
-    """Hides the forward of a module (``hidden``, or None for that of its class) while the module
-    holds parts of parameters.
+    """Hides the forward of a module (``hidden``, or None for the forward of its class) while the
+    module holds parts of parameters.
 
-    Other code may have kept a reference to it, to wrap its own forward around it. Calls that are
-    allowed therefore go on to the hidden forward.
+    Other code may hold a reference to this object and wrap its own forward around it, so calls that
+    are allowed go on to the hidden forward.
     """
 
     __slots__ = ("_slot", "hidden")
@@ -321,8 +321,8 @@ class Placeholders:
                 placeholders._update_plain()
 
     def _update_plain(self) -> None:
-        """The guards have changed: another unit holds parts of a module as well, or a guard hides
-        another forward."""
+        """Recompute the plain guards: another unit holds parts of a module as well, or a guard
+        hides another forward."""
         slots = self._forwards.values()
         self._plain = (
             BulkDict((slot.attributes, "forward", slot.guard) for slot in slots)
@@ -331,14 +331,14 @@ class Placeholders:
         )
 
     def leave_unguarded(self, module: nn.Module) -> None:
-        """Calls of ``module`` unshard the unit: do not refuse them."""
+        """Allow calls of ``module``, which unshard the unit."""
         self.disarm()
         self._unguard(module)
         self._update_plain()
         self.arm()
 
     def retire(self) -> None:
-        """Other placeholders guard the same modules from now on."""
+        """Give up all modules: other placeholders guard them from now on."""
         self.disarm()
         for module in list(self._forwards):
             self._unguard(module)
@@ -357,7 +357,7 @@ class Placeholders:
         self.disarm_parts()
 
     def arm_parts(self) -> None:
-        """The modules hold parts: refuse calls of them."""
+        """Refuse calls of modules that hold parts."""
         self.armed = True
         if self._plain is not None and self._plain.are_free():
             self._plain.put_in()
@@ -367,17 +367,17 @@ class Placeholders:
         self._update_plain()
 
     def disarm_parts(self) -> None:
-        """The modules no longer hold parts."""
+        """Allow calls again: the modules no longer hold parts."""
         self.disarm_reads()
         self.armed = False
-        if self._plain is not None and self._plain.stand():
+        if self._plain is not None and self._plain.are_in_place():
             self._plain.take_out()
             return
         for slot in self._forwards.values():
             slot.disarm()
 
     def arm_reads(self) -> None:
-        """A forward of the model runs: refuse reads of parts."""
+        """Refuse reads of parts while a forward of the model runs."""
         self._in_forward.put_in()
         self._reads_armed = True
 

@@ -1,5 +1,5 @@
-"""From gradients of unsharded parameters to gradients of sharded ones: the buffers that collect
-them, and their reduction over the ranks.
+"""The buffers that collect gradients of unsharded parameters, and the reduction that turns them
+into gradients of sharded parameters.
 
 One rule covers all cases. Which gradients were *received* is a property of the buffer: the first
 gradient of a parameter is assigned, later ones are added, and a reduction sends the buffer, with
@@ -68,7 +68,7 @@ class _Views(typing.NamedTuple):
     buffer: torch.Tensor  # [ranks * S]
     segments: Segments  # [S] each
     places: list[list[torch.Tensor]]  # see ParamStore.places
-    # By parameter, its only place, in its shape; None if some parameters have several.
+    # Each parameter's only place, in the parameter's shape; None if some have several places.
     whole: list[torch.Tensor] | None
 
 
@@ -77,7 +77,7 @@ class ReduceBuffer:
     received gradient to the end of the reduction.
 
     Where ranks read each other's memory the buffer is a block of shared memory, a different one
-    each time: peers may still read the last one.
+    each time: peers may still read the previous one.
     """
 
     def __init__(
@@ -124,7 +124,7 @@ class ReduceBuffer:
         if plan is None or not plan.reads_in_place or not plan.shares(buffer.numel(), buffer.dtype):
             self._storage.allocate()
             return
-        # The blocks of earlier gradients can be reused when no peer reads them any more.
+        # The blocks of earlier gradients can be reused once no peer reads them.
         plan.shard.wait_readers("gradients that this rank has sent")
         self._block = shared_memory.empty(buffer.numel(), buffer.dtype)
         self._views = self._views_of(self._block)
@@ -160,7 +160,7 @@ class ReduceBuffer:
         elif len(first) == 1:
             first[0].copy_(values[0])
         elif first:
-            _torch_private.copy_together(first, values)  # which casts to the buffer's dtype
+            _torch_private.copy_together(first, values)  # casts to the buffer's dtype
 
     def _add_to_received(
         self, indices: Sequence[int], grads: Sequence[torch.Tensor]
@@ -376,8 +376,8 @@ class ConductedReduceBuffer(ReduceBuffer):
 
 
 class DirectGradBuffer:
-    """For one rank, and sharded parameters in the shapes of the unsharded ones: gradients pass as
-    they are, without a buffer."""
+    """For a single rank whose sharded parameters have the shapes of the unsharded ones: passes
+    gradients on unchanged, without a buffer."""
 
     def __init__(self, store: ParamStore) -> None:
         self._sharded_params, self._grads = store.sharded_params, dict[int, torch.Tensor]()
@@ -413,7 +413,7 @@ class DirectGradBuffer:
 
 
 class Reduction:
-    """A reduction in flight. It can be taken one stage further, or to its end."""
+    """A reduction in flight, advanced stage by stage or finished at once."""
 
     __slots__ = ("_stages", "grads")
 

@@ -1,9 +1,9 @@
-"""Ranks that use different units. All ranks all-gather all units in one fixed order, so that a rank
-that skips a unit still serves it to the others.
+"""Support for ranks that use different units. All ranks all-gather all units in one fixed order, so
+that a rank that skips a unit still serves it to the others.
 
-Each unit is gathered at the latest when the rank needs a later one, or when the pass ends. A method
-whose ranks make different numbers of calls runs in *rounds*: a round gathers every unit once, and a
-rank that is done takes part in the rounds of the others."""
+A rank gathers each unit before it needs a later one, at the latest when the pass ends. A method
+that calls units a different number of times on each rank runs in *rounds*: a round gathers every
+unit once, and a rank that is done takes part in the rounds of the others."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Rounds:
         self._units, self._communicators = units, communicators
         self._forward_order = forward_order
         self.allow_unused_units = allow_unused_units
-        self.is_fixed_order = allow_unused_units  # now
+        self.is_fixed_order = allow_unused_units  # also True while a method runs in rounds
         self._caller: Unit | None = None  # whose method runs in rounds
         self._inside: list[Unit] = []  # the units that this method may use
 
@@ -51,7 +51,7 @@ class Rounds:
 
     def around(self, unit: Unit, method: Callable[..., Any]) -> Callable[..., Any]:
         """Run in rounds until ``end``. Return a function that calls ``method`` and then takes part
-        until all ranks are done."""
+        in rounds until all ranks are done."""
 
         def until_all_ranks_are_done(*args: Any, **kwargs: Any) -> Any:
             try:
@@ -69,7 +69,7 @@ class Rounds:
         return until_all_ranks_are_done
 
     def end(self) -> None:
-        """The method has ended, or raised."""
+        """Stop running in rounds: the method has returned or raised."""
         self._caller, self._inside = None, []
         self.is_fixed_order = self.allow_unused_units
 
@@ -86,7 +86,7 @@ class Rounds:
             self._gather(order.to_issue.pop(0), keep=unit)
 
     def gather_rest(self, order: Order) -> None:
-        """Collective. Gather the units of this pass or round that were not gathered yet."""
+        """Collective. Gather the units that this pass or round has not gathered yet."""
         while self.is_fixed_order and order.to_issue:
             self._gather(order.to_issue.pop(0))
 

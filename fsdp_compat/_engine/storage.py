@@ -80,7 +80,6 @@ class GroupMemory:
             self.all_gather_output = (  # [ranks * S]
                 store.shard if self.aliased else torch.empty(numel, dtype=dtype, device=device)
             )
-        self.segments = Segments(self.all_gather_output, ranks)  # [S] each
         self.unsharded_params = store.make_unsharded_params(self.all_gather_output)
         self._buffer = Storage(
             self.all_gather_output if output is None else torch.empty(0, device=device)
@@ -88,10 +87,7 @@ class GroupMemory:
         self._own_storages: list[Storage] = []  # of parameters that do not view the output
         self._copy: tuple[list[torch.Tensor], list[torch.Tensor]] | None = None  # (to, from)
         self._extension = store.extension
-        if self.unsharded_params and (
-            self._extension is not None
-            or not _torch_private.same_storage(self.unsharded_params[0], self.all_gather_output)
-        ):
+        if not store.params_view_output:
             self._own_storages = list(
                 {
                     _torch_private.storage_key(tensor): Storage(tensor)
@@ -105,6 +101,7 @@ class GroupMemory:
         self._views = [_torch_private.local_part(param) for param in self.unsharded_params]
         # In an empty storage the address is the distance from its beginning.
         self._offsets = list(map(torch.Tensor.data_ptr, self._views))
+        self.segments = Segments(self.all_gather_output, ranks)  # [S] each
 
     def strayed(self) -> list[int]:
         """Return the indices of parameters whose memory the user has replaced by ``.data =``.

@@ -170,16 +170,18 @@ class ParamStore(ReduceForm, typing.Protocol):
         them too."""
 
     def make_unsharded_params(self, full: torch.Tensor) -> list[nn.Parameter]:
-        """Called once per dtype computed in. full: [ranks * S].
+        """Called once per dtype computed in. full: [ranks * S]."""
 
-        The parameters either all view ``full``, or all have other storages, which the engine fills.
-        """
+    @property
+    def params_view_output(self) -> bool:
+        """True if all parameters of ``make_unsharded_params`` view ``full``; False if all have
+        other storages, which the engine fills."""
 
     def shown(self, unsharded_params: Sequence[nn.Parameter] | None) -> list[ModuleSlot]:
         """Return the slots of modules with the unsharded parameters or, for None, with the sharded
         ones: the same slots in the same order."""
 
-    def stands(self) -> bool:
+    def is_intact(self) -> bool:
         """True if no sharded parameter has been moved away from the shard."""
 
     def check(self, where: str) -> None:

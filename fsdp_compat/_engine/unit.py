@@ -182,14 +182,13 @@ class Unit:
         module: nn.Module,
         groups: Sequence[Group],
         options: UnitOptions,
-        buffers: CastBuffers | None = None,
         modules: Sequence[nn.Module] = (),
         conduct: Conduct | None = None,
     ) -> None:
         """module: its forward calls are those of the unit. modules: several whose calls are, the
-        first one ``module``. buffers: those that are cast. conduct: if the user may change it."""
+        first one ``module``. conduct: if the user may change it."""
         self.modules, self.groups, self.options = tuple(modules) or (module,), list(groups), options
-        self.buffers = buffers
+        self.buffers: CastBuffers | None = None  # those that are cast, if any
         self.conduct = conduct or Conduct(options.reshard_after_forward)
         if conduct is not None:
             conduct.unit = self

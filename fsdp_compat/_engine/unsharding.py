@@ -54,6 +54,8 @@ class Unsharding:
         unit.wait_for_unshard()
         if not unit.view.shows_unsharded:
             unit.view.show_unsharded()
+        elif unit.conduct.freshness is not None:
+            unit.view.keep_showing_unsharded()
 
     @staticmethod
     def _reshard_stale(unit: Unit) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import enum
 import types
 import weakref
-from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -18,7 +17,6 @@ from torch import nn
 
 from .._engine import dtypes
 from .._engine.group import Group
-from .._engine.module_attributes import MARKS
 from .._engine.schedule import Prefetch
 from .._engine.unit import Residency
 from .._stores.flat_store import FlatStore
@@ -28,7 +26,7 @@ from ..errors import StateError, explain
 from . import conversion
 from .flat_unit import FlatUnit, flat_unit_of, flat_units_in
 
-__all__ = ["FlatParamHandle", "TrainingState", "mark"]
+__all__ = ["FlatParamHandle", "TrainingState"]
 
 
 class TrainingState(enum.Enum):
@@ -37,22 +35,6 @@ class TrainingState(enum.Enum):
     IDLE = enum.auto()
     FORWARD_BACKWARD = enum.auto()
     SUMMON_FULL_PARAMS = enum.auto()
-
-
-def mark(module: nn.Module, ignored: Collection[nn.Module]) -> None:
-    """Set the attributes ``MARKS`` on a unit's modules, except on ignored ones, as torch does. Call
-    it before the unit is made.
-
-    Dynamo reads them, and so does transformers' generate, to keep ranks together. Dynamo refuses
-    modules marked with use_orig_params=False; ours show unsharded parameters in forward with
-    either setting.
-    """
-    for child in module.modules():
-        if child not in ignored and MARKS[0] not in child.__dict__:
-            attributes = dict(child.__dict__)
-            child.__dict__.clear()
-            # The marks go first, out of the way of the attributes that a forward looks up.
-            child.__dict__.update(dict.fromkeys(MARKS, True), **attributes)
 
 
 # -- constructor arguments

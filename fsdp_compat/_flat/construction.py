@@ -11,15 +11,16 @@ import torch
 from torch import nn
 
 from .._engine import hooks
-from .._engine.ownership import OrigParam, ParamSlots, assign_owners, group_members
+from .._engine.buffers import CastBuffers
+from .._engine.module_attributes import mark
+from .._engine.ownership import OrigParam, assign_owners, group_members, named_within
+from .._engine.preparation import Preparation
 from .._engine.state_store import flat_param_name
-from .._state.model_units import attribute_order_of, model_unit_of
+from .._state.model_units import attribute_order_of
 from .._state.names import FSDP_WRAPPED_MODULE
 from .._stores.flat_store import FlatStore
-from ..wrap import replace_modules
-from .client_attributes import mark
-from .flat_unit import FlatUnit, flat_unit_of, is_wrapper, make_flat_unit, make_runtime
-from .preparation import Preparation, buffers_to_cast, uninitialised_of
+from ..wrap import places_of
+from .flat_unit import flat_unit_of, is_wrapper, make_flat_unit, make_runtime
 from .refusals import (
     refuse_ignored_units,
     refuse_managed,
@@ -31,7 +32,7 @@ from .resolve import resolve
 from .settings import Arguments, Settings
 from .wrap_plan import plan_wrapping
 
-__all__ = ["Plan", "apply", "listed", "own_dtype", "plan"]
+__all__ = ["Plan", "apply", "listed", "plan"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,14 +42,11 @@ class Plan:
     root: nn.Module
     # By the module of each unit; inner units first, the root last.
     settings: Mapping[nn.Module, Settings]
-    params: Mapping[nn.Module, list[OrigParam]]  # the parameters each unit owns, not yet sharded
-    wrappers: Sequence[nn.Module]  # existing wrappers in the module; they stay units of their own
     cast_around: Sequence[nn.Module]  # modules that compute in their own dtype inside any unit
-
-    @property
-    def closed(self) -> set[nn.Module]:
-        """The modules that construction leaves alone, with all below them."""
-        return {*self.wrappers, *self.settings[self.root].ignored_modules}
+    # The parameters each unit owns, not yet sharded. ``apply`` takes them out, unit by unit.
+    params: dict[nn.Module, list[OrigParam]]
+    preparation: Preparation
+    places: Mapping[nn.Module, Sequence[tuple[nn.Module, str]]]  # (parent, name) of each unit
 
 
 def plan(module: nn.Module, policy: Any, arguments: Arguments) -> Plan:
@@ -70,7 +68,7 @@ def plan(module: nn.Module, policy: Any, arguments: Arguments) -> Plan:
     )
     uncast = settings.uncast_classes
     apart = [c for c in module.modules() if c is not module and isinstance(c, uncast)]
-    units: dict[nn.Module, Settings] = {}
+    chosen: Mapping[nn.Module, Mapping[str, Any]] = {}
     if policy is not None or apart:
         chosen = plan_wrapping(
             module,
@@ -83,46 +81,47 @@ def plan(module: nn.Module, policy: Any, arguments: Arguments) -> Plan:
             {field: getattr(arguments, field) for field in arguments.__dataclass_fields__},
             is_wrapped=is_wrapper,
         )
-        units = {c: _settings_of(c, kwargs, arguments, settings) for c, kwargs in chosen.items()}
+    units = {c: _settings_of(c, kwargs, arguments, settings) for c, kwargs in chosen.items()}
     units[module] = settings
     casts = settings.mixed_precision.param_dtype is not None
     taken = {below for child in closed for below in child.modules()}
+    owned = assign_owners(module, units, settings.ignored_parameters, closed)
     return Plan(
-        module,
-        units,
-        assign_owners(module, units, settings.ignored_parameters, closed),
-        wrappers,
-        [child for child in apart if casts and child not in taken],
+        root=module,
+        settings=units,
+        cast_around=[child for child in apart if casts and child not in taken],
+        params={unit: named_within(unit, members) for unit, members in owned.items()},
+        preparation=Preparation(
+            module,
+            units,
+            closed,
+            device=settings.device,
+            init=settings.param_init_fn,
+            broadcast_over=settings.mesh if settings.sync_module_states else None,
+            keep=settings.ignored_parameters,
+        ),
+        places=places_of(units, module),
     )
 
 
-def apply(plan: Plan, wrapper: nn.Module, new_wrapper: Callable[[], nn.Module]) -> list[FlatUnit]:
-    """Build the planned units, and return them. Collective.
+def apply(plan: Plan, wrapper: nn.Module, new_wrapper: Callable[[], nn.Module]) -> None:
+    """Build the planned units. Collective.
 
     wrapper: becomes the wrapper of the root.
     new_wrapper: returns an empty wrapper for an inner unit.
     """
-    preparation = Preparation(plan.root, plan.settings, plan.settings[plan.root], plan.closed)
-    params = dict(plan.params)
-    made: list[FlatUnit] = []
-
-    def wrapped(module: nn.Module) -> nn.Module:
-        inner = new_wrapper()
-        own = renamed(preparation.of_unit(module, params.pop(module)), module)
-        made.append(_build(inner, module, plan.settings[module], own, preparation))
-        return inner
-
-    inner_units: dict[nn.Module, dict[str, Any]] = {
-        module: {} for module in plan.settings if module is not plan.root
-    }
-    replace_modules(plan.root, inner_units, wrapped)
-    own = preparation.of_unit(plan.root, params.pop(plan.root))
-    made.append(_build(wrapper, plan.root, plan.settings[plan.root], own, preparation))
+    for module, settings in plan.settings.items():
+        outer = wrapper if module is plan.root else new_wrapper()
+        setattr(outer, FSDP_WRAPPED_MODULE, module)
+        _build(outer, module, settings, plan.params.pop(module), plan.preparation)
+        for parent, name in plan.places[module]:
+            setattr(parent, name, outer)
     make_runtime(wrapper)
     for module in plan.cast_around:
-        hooks.cast_around(module, own_dtype(module))
-    _slow_transformers(plan.root)
-    return made
+        hooks.cast_around(module)
+    for module in plan.root.modules():
+        if isinstance(module, hooks.WITH_FAST_PATH) and any(map(is_wrapper, module.modules())):
+            hooks.without_fast_path(module)
 
 
 def _build(
@@ -131,36 +130,46 @@ def _build(
     settings: Settings,
     params: list[OrigParam],
     preparation: Preparation,
-) -> FlatUnit:
-    """Put ``module`` into its wrapper and shard the parameters that the unit owns."""
-    order = attribute_order_of(module)
-    setattr(wrapper, FSDP_WRAPPED_MODULE, module)
-    mark(module, settings.ignored_modules)
+) -> None:
+    """Shard the parameters that a unit owns, and register the unit on its wrapper."""
     taken = {below for child in module.modules() if is_wrapper(child) for below in child.modules()}
+    cast = _modules_to_cast(module, settings, taken)
+    order = attribute_order_of(module)
+    mark(module, settings.ignored_modules)
+    params = preparation.of_unit(module, params)
     with torch.inference_mode(False), torch.no_grad():
         stores = [
-            _store(module, settings, index, members)
+            FlatStore(
+                members,
+                rank=settings.mesh.shard.rank,
+                ranks=settings.mesh.shard.ranks,
+                home=(module, flat_param_name(index)),
+                use_orig_params=settings.use_orig_params,
+                device=settings.home,
+                pin=settings.offload and settings.device.type != "cpu",
+            )
             for index, (_, members) in enumerate(group_members(params))
         ]
-        buffers = buffers_to_cast(module, settings, taken)
         originals = [param.parameter for param in params]
-        made = make_flat_unit(wrapper, stores, settings, buffers, order, originals)
-    made.unit.uninitialised = uninitialised_of(module, stores, preparation.left, taken)
-    return made
+        unit = make_flat_unit(wrapper, stores, settings, order, originals).unit
+    if settings.mixed_precision.buffer_dtype is not None:
+        unit.buffers = CastBuffers(cast, settings.mixed_precision.buffer_dtype)
+    unit.uninitialised = preparation.uninitialised(module, stores, taken)
 
 
-def _store(
-    module: nn.Module, settings: Settings, index: int, members: list[OrigParam]
-) -> FlatStore:
-    return FlatStore(
-        members,
-        rank=settings.mesh.shard.rank,
-        ranks=settings.mesh.shard.ranks,
-        home=(module, flat_param_name(index)),
-        use_orig_params=settings.use_orig_params,
-        device=settings.home,
-        pin=settings.offload and settings.device.type != "cpu",
-    )
+def _modules_to_cast(
+    module: nn.Module, settings: Settings, taken: set[nn.Module]
+) -> list[nn.Module]:
+    """Return the modules of a unit whose buffers are cast; those ``taken`` by other units are
+    not."""
+    uncast = {
+        below
+        for child in module.modules()
+        if isinstance(child, settings.uncast_classes)
+        for below in child.modules()
+    }
+    skip = taken | settings.ignored_modules | uncast
+    return [child for child in module.modules() if child not in skip]
 
 
 def _settings_of(
@@ -176,24 +185,6 @@ def _settings_of(
     return resolve(module, arguments.changed(**changes)) if changes else settings
 
 
-def renamed(members: list[OrigParam], module: nn.Module) -> list[OrigParam]:
-    """Return the parameters with names relative to the unit's module instead of to the root."""
-    names: dict[tuple[int, str], list[str]] = {}
-    for path, child in module.named_modules(remove_duplicate=False):
-        for attribute in child._parameters:
-            names.setdefault((id(child), attribute), []).append(f"{path}.{attribute}".lstrip("."))
-    return [
-        OrigParam(
-            m.parameter,
-            ParamSlots(
-                m.slots,
-                tuple(name for child, attribute in m.slots for name in names[id(child), attribute]),
-            ),
-        )
-        for m in members
-    ]
-
-
 def listed(given: Any) -> Any:
     """Return an iterable as a list, because it is used more than once. Anything else is returned
     unchanged and rejected later, in an error that names the argument."""
@@ -202,25 +193,6 @@ def listed(given: Any) -> Any:
     return given
 
 
-def own_dtype(module: nn.Module) -> torch.dtype:
-    """Return the floating-point dtype of a module's own parameters and buffers."""
-    tensors = (*module.parameters(), *module.buffers())
-    return next((t.dtype for t in tensors if t.is_floating_point()), torch.float32)
-
-
 def _no_module(module: nn.Module, recurse: bool, nonwrapped_numel: int) -> bool:
     """A policy that chooses no modules."""
     return False
-
-
-def _slow_transformers(module: nn.Module) -> None:
-    """Turn off the fast path of torch's transformer layers that contain units: in evaluation it
-    reads the parameters of submodules without calling them."""
-    for child in module.modules():
-        if not isinstance(child, (nn.TransformerEncoderLayer, nn.TransformerEncoder)):
-            continue
-        if any(model_unit_of(below) is not None for below in child.modules()):
-            if isinstance(child, nn.TransformerEncoder):
-                child.use_nested_tensor = False
-            else:
-                hooks.without_fast_path(child)

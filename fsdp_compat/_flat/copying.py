@@ -116,7 +116,8 @@ def _build(
 ) -> None:
     _restore_order(getattr(wrapper, FSDP_WRAPPED_MODULE), order, stores)
     with torch.inference_mode(False), torch.no_grad():
-        make_flat_unit(wrapper, stores, settings, buffers, order).form = form
+        made = make_flat_unit(wrapper, stores, settings, order)
+    made.unit.buffers, made.form = buffers, form
     make_runtime(wrapper)
 
 

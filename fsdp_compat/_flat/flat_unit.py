@@ -12,10 +12,9 @@ from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from .._engine import hooks, rendezvous
-from .._engine.buffers import CastBuffers
 from .._engine.group import Group
 from .._engine.runtime import Runtime
-from .._engine.unit import Unit, UnitOptions
+from .._engine.unit import Unit
 from .._state import optimizers
 from .._state.model_units import ATTRIBUTE, ModelUnit, model_unit_of, register
 from .._state.names import FSDP_WRAPPED_MODULE, clean_name
@@ -46,7 +45,14 @@ class FlatUnit(ModelUnit):
 
     def group_around(self, store: FlatStore) -> Group:
         """Make the parameter group of one of the unit's stores."""
-        return _group(store, self.settings, self.unit.options)
+        return Group(
+            store,
+            self.mesh,
+            self.settings.precision(store.dtype),
+            self.device,
+            self.settings.offload,
+            self.unit.options.reshard_after_forward,
+        )
 
     @property
     def stores(self) -> list[FlatStore]:
@@ -80,11 +86,11 @@ def make_flat_unit(
     wrapper: nn.Module,
     stores: Sequence[FlatStore],
     settings: Settings,
-    buffers: CastBuffers | None,
     attribute_order: Mapping[str, Sequence[str]],
     originals: Iterable[nn.Parameter] = (),
 ) -> FlatUnit:
-    """Make the unit of a wrapper around its stores, and register it. It has no runtime yet.
+    """Make the unit of a wrapper around its stores, and register it. It has no runtime and no cast
+    buffers yet.
 
     originals: the parameters that were flattened into the stores.
 
@@ -92,9 +98,25 @@ def make_flat_unit(
     """
     module: nn.Module = getattr(wrapper, FSDP_WRAPPED_MODULE)
     options = settings.unit_options(sum(p.numel for store in stores for p in store.layout.params))
-    groups = [_group(store, settings, options) for store in stores]
+    precisions = [settings.precision(store.dtype) for store in stores]
+    optimizers.note(originals, stores)
+    for store in stores:
+        for param, _ in store.sharded_params:
+            if not isinstance(param, FlatParameter):  # clients recognize those by their class
+                param.__dict__["_fsdp_flattened"] = True
+    groups = [
+        Group(
+            store,
+            settings.mesh,
+            precision,
+            settings.device,
+            settings.offload,
+            options.reshard_after_forward,
+        )
+        for store, precision in zip(stores, precisions, strict=True)
+    ]
     rendezvous.register(groups)
-    unit = Unit(module, groups, options, buffers)
+    unit = Unit(module, groups, options)
     unit.owner = weakref.ref(wrapper)
     hooks.guard_state_dicts(unit)
     found = FlatUnit(
@@ -108,11 +130,6 @@ def make_flat_unit(
     )
     register(wrapper, found)
     _wrapped[module] = True
-    optimizers.note(originals, stores)
-    for store in stores:
-        for param, _ in store.sharded_params:
-            if not isinstance(param, FlatParameter):  # clients recognize those by their class
-                param.__dict__["_fsdp_flattened"] = True
     return found
 
 
@@ -140,13 +157,3 @@ def require_root(unit: Unit, call: str, error: type[StateError] = StateError) ->
                 fix="call it on the outermost instance, which includes all inner ones",
             )
         )
-
-
-def _group(store: FlatStore, settings: Settings, options: UnitOptions) -> Group:
-    precision = settings.precision(store.dtype)
-    # If backward begins with all units unsharded, the reduce buffer for gradients wider than the
-    # parameters is not allocated before the first unit is resharded.
-    streamed = (
-        options.reshard_after_forward or precision.reduce.itemsize <= precision.gather.itemsize
-    )
-    return Group(store, settings.mesh, precision, settings.device, settings.offload, streamed)

@@ -9,6 +9,7 @@ from torch import nn
 
 from .. import _torch_private
 from .._engine.unit import Unit
+from .._fully_shard.module import FSDPModule
 from .._state import optimizers
 from .._state.names import clean_name
 from .._stores.registration import FlatParameter
@@ -37,16 +38,25 @@ def refuse_module(module: nn.Module) -> None:
                 fix="pass the module itself",
             )
         )
+    inside = "" if is_wrapper(module) else f"{type(module).__name__} inside a "
     if is_wrapper(module) or is_wrapped(module):
         raise UsageError(
             explain(
                 "The module is already wrapped.",
                 expected="a module that is not wrapped",
-                got="a FullyShardedDataParallel"
-                if is_wrapper(module)
-                else f"a {type(module).__name__} inside a FullyShardedDataParallel",
+                got=f"a {inside}FullyShardedDataParallel",
                 where="FullyShardedDataParallel(module, ...)",
                 fix="use the existing wrapper; wrap each module once, inner modules first",
+            )
+        )
+    if any(isinstance(child, FSDPModule) for child in module.modules()):
+        raise UsageError(
+            explain(
+                "fully_shard manages a part of the module.",
+                expected="FullyShardedDataParallel or fully_shard for the whole model",
+                got=f"a {type(module).__name__} with modules that fully_shard was applied to",
+                where="FullyShardedDataParallel(module, ...)",
+                fix="apply fully_shard to this module, too",
             )
         )
     has_units = any(is_wrapper(child) for child in module.modules())

@@ -5,15 +5,17 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import typing
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Literal
 
 import torch
 from torch import nn
 from typing_extensions import deprecated
 
+from .._state.validation import not_loaded
 from ..errors import (
     AssertedStateError,
+    FsdpCompatError,
     TypeUsageError,
     UsageError,
     explain,
@@ -82,6 +84,18 @@ class FSDPModule:
                 "first one into it",
             )
         )
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """Load a state dict of DTensors, see ``nn.Module.load_state_dict``. Raises CheckpointError
+        for one that does not fit."""
+        try:
+            return super().load_state_dict(state_dict, strict, assign)  # type: ignore[misc]
+        except FsdpCompatError:
+            raise
+        except RuntimeError as error:
+            raise not_loaded(str(error), self._get_fsdp_state().label, state_dict) from error
 
     # -- parameters
 

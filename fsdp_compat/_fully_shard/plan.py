@@ -106,9 +106,9 @@ def plan(given: Any, args: Arguments, owners: Owners) -> Plan:
     refusals.refuse_dtensors(managed.params, device)
     info = meshes.mesh_info_of(device_mesh, dims)
     default = Placed(0, info, meshes.data_mesh_of(info))
+    reshard, partial_ranks = arguments.reshard_of(args.reshard_after_forward, default.mesh)
     if default.mesh.spmd is not None:
         refusals.require_dtensors_on(default.mesh.spmd, managed.params)
-    reshard, partial_ranks = arguments.reshard_of(args.reshard_after_forward, default.mesh)
     stores = _stores(managed.params, placement_fn, default, policy)
     if partial_ranks and any(store.mesh is not default.mesh for store in stores):
         raise NotImplementedUsageError(

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from .. import _torch_private
 from .._engine import hooks, rendezvous
@@ -34,8 +35,8 @@ from .plan import Owners, Plan, PlannedStore
 __all__ = ["ShardedModules", "apply", "named_states_in", "owners", "state_of", "states_in"]
 
 _STATE = "_fsdp_compat_state"  # the attribute of a root module that holds its ShardedModules
-# The attribute of a module with managed parameters: {name of the parameter: its ShardedModules}.
-_OWNED = "_fsdp_compat_owned"
+# {module with managed parameters: {name of the parameter: weak reference to its ShardedModules}}
+_owned: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +64,7 @@ class ShardedModules:
     max_inflight_reductions: int = 0  # of the root: see RuntimeOptions
     post_optim_event: torch.Event | None = None  # of the root: the next forward waits for it
     record: ModelUnit | None = None  # for state dicts and checkpoints
-    # The call whose modules contain all others of the runtime.
+    # The outermost call whose modules contain these; None without one.
     root: weakref.ReferenceType[ShardedModules] | None = None
 
     @property
@@ -78,8 +79,14 @@ class ShardedModules:
 
     @property
     def is_root(self) -> bool:
-        """False if another call's modules contain these, as far as the modules were used."""
-        return self.root is None or self.root() is self
+        """False if another call's modules contain these."""
+        return self._outermost is self
+
+    @property
+    def _outermost(self) -> ShardedModules:
+        """The outermost call whose modules contain these, as long as it exists."""
+        root = None if self.root is None else self.root()
+        return root or self
 
     @property
     def label(self) -> str:
@@ -177,8 +184,7 @@ class ShardedModules:
         one, with all sharded modules in them. Collective then."""
         if self.runtime is not None and not self.runtime.stale:
             return self.runtime
-        root = None if self.root is None else self.root()
-        made = (root or self)._make_runtime()
+        made = self._outermost._make_runtime()
         if self.runtime is not made:  # taken out of the root's modules since
             made = self._make_runtime()
         return made
@@ -189,6 +195,7 @@ class ShardedModules:
         try:
             states = named_states_in(self.modules)
             units = [state.ready_unit() for state in states]
+            _leave_stale_runtimes(units)
             for state in states:
                 if state.is_auto:
                     state.conduct.reshard_after_forward = state is not self
@@ -201,7 +208,7 @@ class ShardedModules:
             runtime = Runtime(units[0], units, list(states.values()), options)
             runtime.finalizes_by_hand = self.finalizes_by_hand
             for state in states:
-                state.runtime, state.root = runtime, weakref.ref(self)
+                state.runtime = runtime
             return runtime
         finally:
             _torch_private.set_compiler(compiler)
@@ -240,6 +247,17 @@ class ShardedModules:
         self.is_dirty = True
         if self.runtime is not None:
             self.runtime.stale = True
+
+
+def _leave_stale_runtimes(units: Sequence[Unit]) -> None:
+    """Take units out of runtimes that also have units whose parameters were replaced since."""
+    runtimes = {unit.runtime for unit in units if unit.runtime is not None}
+    for runtime in runtimes:
+        if isinstance(runtime, Runtime) and runtime.stale:
+            staying = [unit for unit in units if unit.runtime is runtime]
+            runtime.rest(staying)
+            for unit in staying:
+                unit.runtime = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -293,7 +311,8 @@ def named_states_in(roots: Iterable[nn.Module]) -> dict[ShardedModules, str]:
 
 
 def _owner_of(module: nn.Module, attribute: str) -> object | None:
-    return module.__dict__.get(_OWNED, {}).get(attribute)
+    reference = _owned.get(module, {}).get(attribute)
+    return None if reference is None else reference()
 
 
 def _sharded_params(modules: Sequence[nn.Module]) -> set[int]:
@@ -335,13 +354,15 @@ def apply(plan: Plan) -> ShardedModules:
     for own in state.stores:
         for slot in own.store.shown(None):
             _torch_private.parameters_of(slot.module)[slot.attribute] = slot.parameter
-            slot.module.__dict__.setdefault(_OWNED, {})[slot.attribute] = state
+            _owned.setdefault(slot.module, {})[slot.attribute] = weakref.ref(state)
     optimizers.note_replaced(param.parameter for param in plan.managed.params)
     optimizers.patch()  # optimizers that hold the replaced parameters raise an error
     for module in plan.managed.modules:  # torch.compile asks for these
         module.__dict__.update(_is_fsdp_managed_module=True, _fsdp_use_orig_params=True)
     for module in plan.managed.holders:
         hooks.on_state_dicts(module, state.before_state_dict, state.look_again)
+    for inner in named_states_in(state.modules):
+        inner.root = weakref.ref(state)
     for module in state.modules:
         module.__dict__[_STATE] = state
     register(state.modules[0], state.model_unit)

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 
 from .spec import FlatLayout, Interval, ParamSpec, Section
 
-__all__ = ["Cut", "RowLayout"]
+__all__ = ["CopiedLayout", "Cut", "RowLayout"]
 
 ALIGN_NBYTES = 16  # large parts start at a multiple of it
 LARGE_NBYTES = 4096  # parts of this size; in front of smaller ones a gap would cost too much
@@ -168,11 +168,11 @@ class RowLayout:
         not at all: parts along other dims are no runs of its elements."""
         cut = self.cuts[index]
         spec = ParamSpec(name, cut.shape, 0)
-        kind = _Copies if cut.dim is None else FlatLayout
+        kind = CopiedLayout if cut.dim is None else FlatLayout
         return Section(kind((spec,), self.ranks, max(cut.numel, 1)), self.starts[index], index)
 
 
-class _Copies(FlatLayout):
+class CopiedLayout(FlatLayout):
     """The layout of one parameter that every rank holds whole. What is saved is the first rank's;
     what is loaded goes to every rank."""
 

@@ -28,6 +28,7 @@ from .. import _torch_private
 from .._comm.host_memory import of_its_own_size
 from .._engine.tensor_parallel import TensorParallel
 from .._layout.box import Box, cut_into_boxes
+from .._layout.rows import CopiedLayout
 from .._layout.spec import FlatLayout, Interval, ParamSpec
 from .._layout.transfer import same_parts
 from ..errors import CheckpointError, explain
@@ -241,9 +242,11 @@ class BoxedTensor(ShardedTensor):
         """True if every rank holds the same elements as of parameter ``index`` of ``layout``, which
         is spread over the global ranks ``members`` and lies at ``place``. The same answer on all
         ranks of the value."""
-        shape = layout.params[index].shape
+        shape, last = layout.params[index].shape, layout.ranks - 1
         return (
             (self._layout.ranks, self._members) == (layout.ranks, members)
+            # of a scalar: either the first rank holds it, or every rank does
+            and self._layout.part(self._index, last) == layout.part(index, last)
             and (self.shape_here, self.place) == (shape, place or place_of(shape, None))
             and same_parts(self._layout, self._index, layout, index)
         )
@@ -484,4 +487,6 @@ def _rebuilt(
 
 # torch.load(weights_only=True) reads files of sharded and local state dicts: they hold plain
 # descriptions, and a function that makes a value of them.
-torch.serialization.add_safe_globals([FlatLayout, FlatOfParameters, ParamSpec, Place, _rebuilt])
+torch.serialization.add_safe_globals(
+    [CopiedLayout, FlatLayout, FlatOfParameters, ParamSpec, Place, _rebuilt]
+)

@@ -1,8 +1,8 @@
-"""The optimizer's state dict, keyed by parameter names, full or sharded, out of the optimizer.
+"""Exports the optimizer's state dict, keyed by parameter names, full or sharded.
 
-The optimizer holds sharded parameters: a FlatParameter with a part of many parameters, or a part of
-a single one each. A state tensor of the same shape has one element per element of the shard, so the
-layout of the parameters cuts it too."""
+The optimizer holds sharded parameters: FlatParameters, each with parts of many parameters, or a
+part of a single parameter each. A state tensor of the same shape has one element per element of the
+shard, so the layout of the parameters applies to it too."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from .._engine.group import Group
 from .._engine.state_store import store_of
-from ..errors import RuntimeUsageError, UsageError, explain
+from ..errors import FsdpCompatError, RuntimeUsageError, UsageError, explain
 from .optim_alike import Agreed
 from .optim_values import StateKind, classify_all, copied, snapshot
 from .param_ownership import NamedUnit, ParamOwnership, is_flat, is_whole
@@ -35,6 +35,7 @@ __all__ = [
     "Values",
     "facts_of",
     "is_user_state",
+    "not_a_state_dict",
     "optim_state",
     "other_form",
     "source_of",
@@ -42,13 +43,11 @@ __all__ = [
 
 
 class Values(enum.Enum):
-    """The kind of value for a state of a parameter's shape."""
+    """What the exported dict holds for a state of a parameter's shape."""
 
-    WHOLE = enum.auto()  # a whole tensor; rank-local states of all ranks come with it
-    BOXES = (
-        enum.auto()
-    )  # this rank's boxes, views of the optimizer's own state; with ``to_cpu`` copies
-    DTENSORS = enum.auto()  # a DTensor over the mesh that the model was given
+    WHOLE = enum.auto()  # a whole tensor; rank-local states of all ranks are included
+    BOXES = enum.auto()  # this rank's boxes: views of the optimizer's state; with ``to_cpu`` copies
+    DTENSORS = enum.auto()  # a DTensor over the device mesh that was passed to the model
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,26 +61,25 @@ class ExportOptions:
     mesh: DeviceMesh | None  # of the DTensors
 
 
-_ByTarget = Mapping[nn.Parameter, Mapping[Any, Any]]
+_StatesByParam = Mapping[nn.Parameter, Mapping[Any, Any]]
 
 
 @dataclasses.dataclass(frozen=True)
 class Source:
     """The contents of ``optimizer.state_dict()``, by parameter."""
 
-    states: _ByTarget
-    user_states: Mapping[str, Any]  # of no parameter, by the keys that the user gave them
-    param_groups: (
-        Sequence[Mapping[str, Any]] | None
-    )  # as there, but "params" are parameters; None: it has none
-    is_tried: bool = False  # the optimizer has no state yet: this is what its first step would make
+    states: _StatesByParam
+    user_states: Mapping[str, Any]  # states that belong to no parameter, by the user's keys
+    # The dict's, with parameters as "params"; None if it has none.
+    param_groups: Sequence[Mapping[str, Any]] | None
+    is_dry_run: bool = False  # the optimizer has no state yet: what its first step would create
 
 
 def other_form(state_dict: Any) -> tuple[str, object] | None:
-    """Return (expected, got) for an object that is not an optimizer's state dict; None for one that
-    is.
+    """Return (expected, got) for an object that is not an optimizer's state dict, and None for an
+    optimizer's state dict.
 
-    "param_groups" may be missing, and below names of no parameter there may be anything.
+    "param_groups" may be missing, and keys that name no parameter may have any value.
     """
     if not isinstance(state_dict, Mapping) or "state" not in state_dict:
         return "a dict with 'state' and 'param_groups'", list(state_dict) if isinstance(
@@ -89,7 +87,7 @@ def other_form(state_dict: Any) -> tuple[str, object] | None:
         ) else state_dict
     state, groups = state_dict["state"], state_dict.get("param_groups", ())
     if not isinstance(state, Mapping):
-        return "'state': a dict by parameters", state
+        return "'state': a dict keyed by parameter", state
     for name, entry in state.items():
         if not isinstance(entry, Mapping) and not isinstance(name, str):
             return f"'state' of {name!r}: a dict", entry
@@ -101,8 +99,18 @@ def other_form(state_dict: Any) -> tuple[str, object] | None:
     return None
 
 
+def not_a_state_dict(
+    kind: type[FsdpCompatError], expected: str, got: object, where: str, fix: str
+) -> FsdpCompatError:
+    """Return the error for an object that is not an optimizer's state dict, or not a part of
+    one."""
+    shown = f"{textwrap.shorten(repr(got), 300)} of type {type(got).__name__}"
+    first = "This is not an optimizer state dict."
+    return kind(explain(first, expected=expected, got=shown, where=where, fix=fix))
+
+
 def is_user_state(ownership: ParamOwnership, key: object) -> bool:
-    """True for a key of a state that belongs to no parameter."""
+    """True for the key of a state that belongs to no parameter."""
     return (
         isinstance(key, str)
         and ownership.name_before(key) not in ownership.by_name
@@ -111,22 +119,18 @@ def is_user_state(ownership: ParamOwnership, key: object) -> bool:
 
 
 def source_of(ownership: ParamOwnership, state_dict: Any, where: str) -> Source:
-    """Return the contents of ``optimizer.state_dict()``, whose keys are numbers or the model's
-    current names, by parameter.
+    """Return the contents of ``optimizer.state_dict()`` by parameter. Its keys are numbers or the
+    model's current names.
 
-    Raises UsageError for another dict.
+    Raises UsageError for any other dict.
     """
     if (found := other_form(state_dict)) is not None:
-        expected, got = found
-        raise UsageError(
-            explain(
-                "This is not an optimizer state dict.",
-                expected=expected,
-                got=f"{textwrap.shorten(repr(got), 300)} of type {type(got).__name__}",
-                where=where,
-                fix="pass what optimizer.state_dict() or optim_state_dict(model, optim) returned, "
-                "on every rank",
-            )
+        raise not_a_state_dict(
+            UsageError,
+            *found,
+            where,
+            "pass what optimizer.state_dict() or optim_state_dict(model, optim) returned, on every "
+            "rank",
         )
     states: dict[nn.Parameter, Mapping[Any, Any]] = {}
     user_states: dict[str, Any] = {}
@@ -136,20 +140,18 @@ def source_of(ownership: ParamOwnership, state_dict: Any, where: str) -> Source:
             continue
         parameter = _parameter_of(ownership, key, where)
         if not isinstance(value, Mapping):
-            raise UsageError(
-                explain(
-                    "This is not an optimizer state dict.",
-                    expected=f"'state' of {key!r}: a dict",
-                    got=f"{textwrap.shorten(repr(value), 300)} of type {type(value).__name__}",
-                    where=where,
-                    fix="pass what optimizer.state_dict() returned, on every rank",
-                )
+            raise not_a_state_dict(
+                UsageError,
+                f"'state' of {key!r}: a dict",
+                value,
+                where,
+                "pass what optimizer.state_dict() returned, on every rank",
             )
         if not ownership.is_vacant(parameter):
             states[parameter] = value
     if user_states:
         warnings.warn(
-            f"{where}: the state of no parameter is copied as it is: "
+            f"{where}: state that belongs to no parameter is copied unchanged: "
             f"{textwrap.shorten(', '.join(user_states), 300)}.",
             stacklevel=4,
         )
@@ -170,14 +172,14 @@ def _parameter_of(ownership: ParamOwnership, key: object, where: str) -> nn.Para
         return parameters[key]
     raise UsageError(
         explain(
-            "The optimizer's state is keyed by something else than its parameters.",
+            "The optimizer's state is not keyed by its parameters.",
             expected="what optimizer.state_dict() returns: parameters by number, 0 to "
             f"{len(parameters) - 1}, or by the names that "
             "model.named_parameters() gives",
             got=f"the key {textwrap.shorten(repr(key), 300)}",
             where=where,
-            fix="leave the third argument out; a dict that optim_state_dict has returned needs no "
-            "second pass",
+            fix="leave the third argument out; a dict that optim_state_dict returned needs no "
+            "second conversion",
         )
     )
 
@@ -186,22 +188,25 @@ def _parameter_of(ownership: ParamOwnership, key: object, where: str) -> nn.Para
 class Facts:
     """A description of a rank's states of one group, for other ranks."""
 
-    is_tried: bool
-    has_states: bool  # of any group, of steps that were made
-    states: Sequence[Mapping[Any, _Described]]  # by sharded parameter
+    is_dry_run: bool
+    has_states: bool  # the optimizer has states, of any group, from steps that it made
+    states: Sequence[Mapping[Any, _StateFacts]]  # one per sharded parameter
 
 
 def facts_of(ownership: ParamOwnership, source: Source) -> Callable[[Group], Facts]:
-    """Return what gives the facts of each group."""
+    """Return a function that returns the facts of a group."""
     kinds = classify_all(source.states)
 
     def of_group(group: Group) -> Facts:
         sharded_params = ownership.in_group(group)
         described = [
-            {key: _described(source.states[t][key], kind) for key, kind in kinds.get(t, {}).items()}
-            for t in sharded_params
+            {
+                key: _facts_of_state(source.states[p][key], kind)
+                for key, kind in kinds.get(p, {}).items()
+            }
+            for p in sharded_params
         ]
-        return Facts(source.is_tried, bool(source.states) and not source.is_tried, described)
+        return Facts(source.is_dry_run, bool(source.states) and not source.is_dry_run, described)
 
     return of_group
 
@@ -211,16 +216,15 @@ def optim_state(
 ) -> dict[str, Any]:
     """Return {"state": {name: {...}}, "param_groups": [{..., "params": [names]}]}.
 
-    agreed: ``Facts`` of all ranks. The states of groups of which some rank's optimizer has
-    parameters are put together in the model's order. With boxes nothing is sent. Else collective:
-    one gather per (group, state name), and for whole values one more per group if some of its state
-    belongs to single ranks.
+    agreed: ``Facts`` of all ranks. Groups that any rank's optimizer has parameters of are processed
+    in the model's order. Boxes send nothing. Other values are collective: one gather per (group,
+    state name), and for whole values one more per group with rank-local state.
     """
     state: dict[str, Any] = {}
     groups = {
-        id(its.group): its.group
-        for p, its in ownership.held.items()
-        if p in agreed.sharded_params and its.group is not None
+        id(contents.group): contents.group
+        for p, contents in ownership.held.items()
+        if p in agreed.sharded_params and contents.group is not None
     }
     for number, group in groups.items():
         _GroupStates(group, ownership, source, agreed.facts[number], form).add_to(state)
@@ -231,11 +235,11 @@ def optim_state(
             }
     if not form.keep:
         return {}
-    first = [
+    in_order = [
         name for parameter in ownership.parameters for _, name in ownership.held[parameter].names
     ]
     result: dict[str, Any] = {
-        "state": {name: state[name] for name in dict.fromkeys([*first, *state]) if name in state}
+        "state": {name: state[name] for name in dict.fromkeys([*in_order, *state]) if name in state}
     }
     result["state"].update(
         {key: snapshot(value, form.to_cpu) for key, value in source.user_states.items()}
@@ -263,52 +267,50 @@ class _GroupStates:
         group: Group,
         ownership: ParamOwnership,
         source: Source,
-        everyones: Sequence[Facts],
+        all_facts: Sequence[Facts],
         form: ExportOptions,
     ) -> None:
-        """everyones: of the ranks of the shard axis, which find the same, also where one of them
-        raises.
+        """all_facts: of all ranks of the shard axis, so that they come to the same result, or raise
+        the same error.
 
-        An optimizer may keep nothing for an empty part, or not the same everywhere.
+        An optimizer may keep no state for an empty part, or different states on different ranks.
         """
         self.group, self.ownership, self.form = group, ownership, form
         self.sharded_params = ownership.in_group(group)
         self.states = {param: source.states.get(param, {}) for param in self.sharded_params}
-        if any(
-            facts.has_states for facts in everyones
-        ):  # a tried-out state counts only if no rank has made a step
-            nothing = [dict[Any, _Described]()] * len(self.sharded_params)
-            everyones = [
-                dataclasses.replace(facts, states=nothing) if facts.is_tried else facts
-                for facts in everyones
+        # States of a dry run count only if no rank has made a step.
+        if any(facts.has_states for facts in all_facts):
+            nothing = [dict[Any, _StateFacts]()] * len(self.sharded_params)
+            all_facts = [
+                dataclasses.replace(facts, states=nothing) if facts.is_dry_run else facts
+                for facts in all_facts
             ]
-            if source.is_tried:
+            if source.is_dry_run:
                 self.states = {param: {} for param in self.sharded_params}
-        by_target = list(
-            zip(*(facts.states for facts in everyones), strict=True)
-        )  # for each sharded parameter, what every rank has
+        # For each sharded parameter: the states of every rank.
+        by_param = list(zip(*(facts.states for facts in all_facts), strict=True))
         self.known = [
-            _agreed(by_rank, self.states[t])
-            for t, by_rank in zip(self.sharded_params, by_target, strict=True)
+            _agreed(by_rank, self.states[param])
+            for param, by_rank in zip(self.sharded_params, by_param, strict=True)
         ]
-        for param, known, by_rank in zip(self.sharded_params, self.known, by_target, strict=True):
-            for key in (key for key, its in known.items() if _is_per_element(its)):
+        for param, known, by_rank in zip(self.sharded_params, self.known, by_param, strict=True):
+            for key in (key for key, state in known.items() if _is_per_element(state)):
                 self._require_everywhere(param, key, [key in described for described in by_rank])
 
-    def _require_everywhere(self, param: nn.Parameter, key: Any, there: list[bool]) -> None:
-        """Raise UsageError if a rank lacks a state for its part of a parameter: in the whole it
-        would be zeros."""
+    def _require_everywhere(self, param: nn.Parameter, key: Any, present: list[bool]) -> None:
+        """Raise UsageError if a rank lacks a state for its part of a parameter, which would
+        otherwise be zeros in the whole."""
         names, members = self.ownership.held[param].names, self.group.shard.members
-        for rank, has in enumerate(there):
+        for rank, has in enumerate(present):
             if not has and (is_flat(self.group) or part_of(self.group, param, names, rank).runs):
                 raise RuntimeUsageError(
                     explain(
-                        "The optimizers of the ranks do not keep the same state.",
+                        "The optimizers do not keep the same state on all ranks.",
                         expected="every state of a parameter on all ranks that have a part of it",
                         got=f"the state {key!r} of {names[0][1]!r}: on rank "
-                        f"{members[there.index(True)]}, not on {members[rank]}",
+                        f"{members[present.index(True)]}, not on {members[rank]}",
                         where=f"{self.ownership.where}, {self.group.name}",
-                        fix="step the optimizer, and load its state, on every rank alike",
+                        fix="step the optimizer, and load its state, in the same way on every rank",
                     )
                 )
 
@@ -318,25 +320,27 @@ class _GroupStates:
             whole = is_whole(self.group)
             for _, name in self.ownership.held[param].names if known else ():
                 state[name] = {
-                    key: snapshot(its.value, form.to_cpu)
-                    for key, its in known.items()
-                    if its.kind is StateKind.SCALAR or (whole and its.kind is StateKind.RANK_LOCAL)
+                    key: snapshot(entry.value, form.to_cpu)
+                    for key, entry in known.items()
+                    if entry.kind is StateKind.SCALAR
+                    or (whole and entry.kind is StateKind.RANK_LOCAL)
                 }
             rank_states[param] = [
-                key for key, its in known.items() if its.kind is StateKind.RANK_LOCAL and not whole
+                key
+                for key, entry in known.items()
+                if entry.kind is StateKind.RANK_LOCAL and not whole
             ]
-        per_element: dict[
-            tuple[Any, torch.dtype | None], list[nn.Parameter]
-        ] = {}  # parameters of one group may differ in dtype
+        # By dtype too: the states of parameters of one group may differ in it.
+        per_element: dict[tuple[Any, torch.dtype | None], list[nn.Parameter]] = {}
         for param, known in zip(self.sharded_params, self.known, strict=True):
-            for key, its in known.items():
-                if _is_per_element(its):
-                    per_element.setdefault((key, its.dtype), []).append(param)
-        for (key, dtype), having in per_element.items():
+            for key, entry in known.items():
+                if _is_per_element(entry):
+                    per_element.setdefault((key, entry.dtype), []).append(param)
+        for (key, dtype), holders in per_element.items():
             if form.values is Values.BOXES:
-                self._add_boxes(state, key, dtype, having)
+                self._add_boxes(state, key, dtype, holders)
             else:
-                self._add_wholes(state, key, dtype, having)
+                self._add_wholes(state, key, dtype, holders)
         found = rank_local_states(self.group, self.ownership, self.states, rank_states, form.to_cpu)
         if form.values is Values.WHOLE and any(rank_states.values()):
             found = gather_states(self.group, found, to_cpu=form.to_cpu, keep=form.keep)
@@ -348,7 +352,7 @@ class _GroupStates:
         state: dict[str, dict[str, Any]],
         key: Any,
         dtype: torch.dtype | None,
-        having: list[nn.Parameter],
+        holders: list[nn.Parameter],
     ) -> None:
         store = store_of(self.group)
         buffer = torch.zeros(store.numel, dtype=dtype, device=store.shard.device)
@@ -356,7 +360,7 @@ class _GroupStates:
             param: place
             for (param, _), place in zip(store.sharded_params, store.grads(buffer), strict=True)
         }
-        for param in having:
+        for param in holders:
             if (value := self.states[param].get(key)) is not None:
                 places[param].copy_(value)
         gathered = self.group.gather_full(buffer)
@@ -364,13 +368,13 @@ class _GroupStates:
             value if parallel is None else parallel.whole(value)
             for value, parallel in zip(store.whole(gathered), store.parallel, strict=True)
         ]
-        for param in having if self.form.keep else ():
+        for param in holders if self.form.keep else ():
             for index, name in self.ownership.held[param].names:
                 state[name][key] = self._value(wholes[index])
 
     def _value(self, whole: torch.Tensor) -> torch.Tensor:
-        """Return a gathered value in the form asked for: a copy that keeps nothing else in
-        memory."""
+        """Return a gathered value in the requested form: a copy that keeps no other memory
+        alive."""
         if self.form.values is Values.WHOLE or self.form.mesh is None:
             return copied(whole, self.form.to_cpu)
         value = mesh_sharded_value(whole, self.form.mesh)
@@ -381,12 +385,11 @@ class _GroupStates:
         state: dict[str, dict[str, Any]],
         key: Any,
         dtype: torch.dtype | None,
-        having: list[nn.Parameter],
+        holders: list[nn.Parameter],
     ) -> None:
         store, members = store_of(self.group), self.group.shard.members
-        for (
-            param
-        ) in having:  # who has no part of a parameter has boxes without elements, as torch has them
+        # A rank without a part of a parameter has boxes without elements, as in torch.
+        for param in holders:
             value = (
                 self.states[param]
                 .get(key, store.shard.new_empty(0, dtype=dtype))
@@ -407,44 +410,44 @@ class _GroupStates:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Described:
-    """One state of one sharded parameter, in what ranks tell each other of it."""
+class _StateFacts:
+    """One state of one sharded parameter, as ranks describe it to each other."""
 
     kind: StateKind
-    dtype: torch.dtype | None = None  # of one that has one element per element
-    value: Any = None  # of a scalar
+    dtype: torch.dtype | None = None  # of a per-element state
+    value: Any = None  # of a scalar state
 
 
-def _is_per_element(its: _Described) -> bool:
-    return its.kind is StateKind.PER_ELEMENT
+def _is_per_element(state: _StateFacts) -> bool:
+    return state.kind is StateKind.PER_ELEMENT
 
 
-def _described(value: Any, kind: StateKind) -> _Described:
+def _facts_of_state(value: Any, kind: StateKind) -> _StateFacts:
     if kind is StateKind.PER_ELEMENT:
-        return _Described(kind, dtype=value.dtype)
+        return _StateFacts(kind, dtype=value.dtype)
     if kind is StateKind.SCALAR:
-        return _Described(
+        return _StateFacts(
             kind, value=value.detach().cpu() if isinstance(value, torch.Tensor) else value
         )
-    return _Described(kind)
+    return _StateFacts(kind)
 
 
 def _agreed(
-    everyones: Sequence[Mapping[Any, _Described]], own: Mapping[Any, Any]
-) -> dict[Any, _Described]:
-    """Return the description of a sharded parameter's states that holds for all ranks. A state is
-    rank-local if one rank finds it so, or if a scalar or a dtype differs.
+    by_rank: Sequence[Mapping[Any, _StateFacts]], own: Mapping[Any, Any]
+) -> dict[Any, _StateFacts]:
+    """Return a description of a sharded parameter's states that holds on all ranks. A state is
+    rank-local if any rank describes it so, or if scalars or dtypes differ.
 
     Scalars and rank-local states have this rank's values.
     """
-    agreed: dict[Any, _Described] = {}
-    for its in everyones:
-        for key, described in its.items():
+    agreed: dict[Any, _StateFacts] = {}
+    for states in by_rank:
+        for key, described in states.items():
             known = agreed.setdefault(key, described)
             if (known.kind, known.dtype) != (described.kind, described.dtype) or not _equal(
                 known.value, described.value
             ):
-                agreed[key] = _Described(StateKind.RANK_LOCAL)
+                agreed[key] = _StateFacts(StateKind.RANK_LOCAL)
     for key, described in agreed.items():
         if key in own and described.kind is not StateKind.PER_ELEMENT:
             agreed[key] = dataclasses.replace(described, value=own[key])

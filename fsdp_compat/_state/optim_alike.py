@@ -1,8 +1,8 @@
-"""Whether the optimizers of all ranks hold the same parameters, which ranks tell each other before
-anything is gathered or sent.
+"""Checks that the optimizers of all ranks hold the same parameters. Ranks exchange what theirs
+holds before anything is gathered or sent.
 
-Every rank's optimizer may have its parameters in another order, and may lack those that the rank
-has no part of. Everything else that differs is one error on all of them."""
+Optimizers may hold their parameters in different orders, and may lack parameters that their rank
+has no part of. Any other difference raises the same error on all ranks."""
 
 from __future__ import annotations
 
@@ -21,31 +21,38 @@ from .._engine.state_store import store_of
 from ..errors import RuntimeUsageError, explain
 from .param_ownership import ParamOwnership
 
-__all__ = ["Agreed", "Told", "agree_together", "held_by_any", "require_alike", "tell"]
+__all__ = [
+    "Agreed",
+    "OptimizerFacts",
+    "agree_together",
+    "describe",
+    "held_by_any",
+    "require_alike",
+]
 
 _Runs = tuple[tuple[int, int], ...]  # (start, stop), in order
 
 
 @dataclasses.dataclass(frozen=True)
-class Told:
-    """One rank's description of its optimizer. Parameters are numbered over some groups, in the
-    model's order."""
+class OptimizerFacts:
+    """One rank's description of its optimizer, for other ranks. Parameters are numbered over some
+    groups, in the model's order."""
 
-    rank: int  # the global one
+    rank: int  # the global rank
     sizes: tuple[int, ...]  # elements of a shard, by flat group
-    held: _Runs  # parameters of which the rank has elements, and which its optimizer has
-    missing: _Runs  # those of which it has elements, but which its optimizer lacks
+    held: _Runs  # parameters that the rank has elements of and its optimizer holds
+    missing: _Runs  # parameters that the rank has elements of but its optimizer does not hold
     unmanaged: str  # a checksum of the names of the optimizer's parameters that no unit manages
 
 
-def tell(ownership: ParamOwnership, groups: Sequence[Group]) -> Told:
+def describe(ownership: ParamOwnership, groups: Sequence[Group]) -> OptimizerFacts:
     """Return this rank's description of its optimizer. groups: the same on all ranks."""
     here = [
         (position, p)
-        for position, p in enumerate(_targets(ownership, groups))
+        for position, p in enumerate(_sharded_params(ownership, groups))
         if not ownership.is_vacant(p)
     ]
-    return Told(
+    return OptimizerFacts(
         _global_rank(),
         tuple(store_of(group).numel for group in groups),
         _runs(position for position, p in here if p in ownership.members),
@@ -55,13 +62,13 @@ def tell(ownership: ParamOwnership, groups: Sequence[Group]) -> Told:
 
 
 def held_by_any(
-    ownership: ParamOwnership, groups: Sequence[Group], told: Sequence[Told]
+    ownership: ParamOwnership, groups: Sequence[Group], by_rank: Sequence[OptimizerFacts]
 ) -> set[nn.Parameter]:
-    """Return the parameters of ``groups`` that some rank's optimizer has."""
-    held = {position for its in told for run in its.held for position in range(*run)}
+    """Return the parameters of ``groups`` that any rank's optimizer holds."""
+    held = {position for facts in by_rank for run in facts.held for position in range(*run)}
     return {
         p
-        for position, p in enumerate(_targets(ownership, groups))
+        for position, p in enumerate(_sharded_params(ownership, groups))
         if position in held or p in ownership.members
     }
 
@@ -69,56 +76,60 @@ def held_by_any(
 def require_alike(
     ownership: ParamOwnership,
     groups: Sequence[Group],
-    told: Sequence[Told],
+    by_rank: Sequence[OptimizerFacts],
     call: str,
     *,
     unmanaged: bool,
 ) -> None:
-    """Raise UsageError unless all ranks have told the same; all of them find the same.
+    """Raise UsageError unless the facts of all ranks match. All ranks come to the same result.
 
-    unmanaged: also of parameters that no unit manages.
+    unmanaged: whether to compare parameters that no unit manages, too.
     """
     for number, group in enumerate(groups):
-        sizes = {its.rank: its.sizes[number] if number < len(its.sizes) else 0 for its in told}
+        sizes = {
+            facts.rank: facts.sizes[number] if number < len(facts.sizes) else 0 for facts in by_rank
+        }
         if len(set(sizes.values())) > 1:
-            raise _unlike(
-                "A unit has another size on other ranks.",
+            raise _mismatch(
+                "A unit does not have the same size on all ranks.",
                 "the same model, with parameters of the same shapes, on every rank",
                 f"{group.name}: shards of "
                 f"{', '.join(f'{size} elements on rank {rank}' for rank, size in sizes.items())}",
                 call,
                 "build and wrap the model in the same way on every rank",
             )
-    held = {position: its.rank for its in told for run in its.held for position in range(*run)}
-    lacking = [
-        (position, its.rank)
-        for its in told
-        for run in its.missing
+    held = {
+        position: facts.rank for facts in by_rank for run in facts.held for position in range(*run)
+    }
+    missing = [
+        (position, facts.rank)
+        for facts in by_rank
+        for run in facts.missing
         for position in range(*run)
         if position in held
     ]
-    if lacking:
-        sharded_params = _targets(ownership, groups)
-        position = min(position for position, _ in lacking)
-        without = sorted({rank for its_position, rank in lacking if its_position == position})
-        more = len({its_position for its_position, _ in lacking}) - 1
-        raise _unlike(
+    if missing:
+        sharded_params = _sharded_params(ownership, groups)
+        position = min(position for position, _ in missing)
+        without = sorted({rank for other, rank in missing if other == position})
+        more = len({other for other, _ in missing}) - 1
+        raise _mismatch(
             "The optimizers of the ranks hold different parameters.",
             "the same parameters in the optimizer of every rank, in any order",
             f"{ownership.held[sharded_params[position]].names[0][1]!r}"
             f"{f' and {more} more' if more else ''}: missing on rank(s) "
-            f"{textwrap.shorten(str(without), 200)}, there on rank {held[position]}",
+            f"{textwrap.shorten(str(without), 200)}, present on rank {held[position]}",
             call,
-            "make the optimizer from the same parameters on every rank; only those that a rank has "
-            "no part of may be missing there",
+            "make the optimizer from the same parameters on every rank; a rank may only leave out "
+            "parameters that it has no part of",
         )
-    if unmanaged and len({its.unmanaged for its in told}) > 1:
-        own = next((its.unmanaged for its in told if its.rank == _global_rank()), "")
-        raise _unlike(
+    if unmanaged and len({facts.unmanaged for facts in by_rank}) > 1:
+        own = next((facts.unmanaged for facts in by_rank if facts.rank == _global_rank()), "")
+        others = [facts.rank for facts in by_rank if facts.unmanaged != own]
+        raise _mismatch(
             "The optimizers of the ranks hold different parameters outside of units.",
             "the same parameters in the optimizer of every rank, in any order",
-            "other ones than here on rank(s) "
-            f"{textwrap.shorten(str([its.rank for its in told if its.unmanaged != own]), 200)}",
+            f"different parameters on rank(s) {textwrap.shorten(str(others), 200)}",
             call,
             "make the optimizer from the same parameters on every rank",
         )
@@ -128,10 +139,9 @@ def require_alike(
 class Agreed:
     """The descriptions that ranks have exchanged."""
 
-    sharded_params: set[nn.Parameter]  # those that the optimizer of some rank has
-    facts: Mapping[
-        int, Sequence[Any]
-    ]  # by the id of a flat group: what each rank of its shard axis has told of it
+    sharded_params: set[nn.Parameter]  # those that any rank's optimizer holds
+    # By the id of a flat group: the facts that each rank of its shard axis has given of it.
+    facts: Mapping[int, Sequence[Any]]
 
 
 def agree_together(
@@ -141,13 +151,12 @@ def agree_together(
     facts_of: Callable[[Group], Any],
     call: str,
 ) -> Agreed:
-    """Return what the ranks that ``groups`` are spread over have told each other: ``facts_of`` each
-    group.
+    """Exchange ``facts_of`` each group among the ranks that shard it, and return the facts.
 
-    Collective: one small exchange for each set of ranks, the smaller sets first, so that what is
-    wrong in one is heard of in those around it. Raises ``problem``, what keeps this rank from going
-    on and leaves it without ``ownership``, and on all other ranks UsageError; likewise if ranks do
-    not hold alike.
+    Collective: one small exchange for each set of ranks, smaller sets first, so that an error in
+    one reaches the sets around it. problem: why this rank cannot go on, and has no ``ownership``;
+    it is raised here, and as UsageError on all other ranks. Raises UsageError if ranks hold
+    different parameters.
     """
     communicators: dict[int, tuple[Communicator, list[Group]]] = {}
     for group in groups:
@@ -156,26 +165,26 @@ def agree_together(
                 communicators.setdefault(id(communicator), (communicator, []))[1].append(group)
     text = "" if problem is None else str(_elsewhere(problem, call))
     sharded_params, facts = set[nn.Parameter](), dict[int, Sequence[Any]]()
-    for communicator, its in sorted(
+    for communicator, shared_groups in sorted(
         communicators.values(), key=lambda pair: (pair[0].ranks, pair[0].members)
     ):
         own = (
             None
             if ownership is None
-            else (tell(ownership, its), [facts_of(group) for group in its])
+            else (describe(ownership, shared_groups), [facts_of(group) for group in shared_groups])
         )
         answers = communicator.gather_objects((text, own))
-        text = text or next((its_text for its_text, _ in answers if its_text), "")
+        text = text or next((other for other, _ in answers if other), "")
         if text or ownership is None:
             continue
-        told = [answer[0] for _, answer in answers]
+        by_rank = [answer[0] for _, answer in answers]
         try:
-            require_alike(ownership, its, told, call, unmanaged=False)
+            require_alike(ownership, shared_groups, by_rank, call, unmanaged=False)
         except RuntimeUsageError as error:
             text = str(error)
             continue
-        sharded_params |= held_by_any(ownership, its, told)
-        for number, group in enumerate(its):
+        sharded_params |= held_by_any(ownership, shared_groups, by_rank)
+        for number, group in enumerate(shared_groups):
             if group.shard is communicator:
                 facts[id(group)] = [answer[1][number] for _, answer in answers]
     if problem is not None:
@@ -188,16 +197,16 @@ def agree_together(
 
 
 def _elsewhere(problem: Exception, call: str) -> RuntimeUsageError:
-    return _unlike(
-        "Another rank could not give the state of its optimizer.",
+    return _mismatch(
+        "Another rank could not export the state of its optimizer.",
         "an optimizer of this model's parameters on every rank",
         f"on rank {_global_rank()}: {type(problem).__name__}: {problem}",
         call,
-        "see what that rank says",
+        "see the error on that rank",
     )
 
 
-def _unlike(what: str, expected: str, got: str, where: str, fix: str) -> RuntimeUsageError:
+def _mismatch(what: str, expected: str, got: str, where: str, fix: str) -> RuntimeUsageError:
     return RuntimeUsageError(explain(what, expected=expected, got=got, where=where, fix=fix))
 
 
@@ -205,7 +214,7 @@ def _global_rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 
 
-def _targets(ownership: ParamOwnership, groups: Sequence[Group]) -> list[nn.Parameter]:
+def _sharded_params(ownership: ParamOwnership, groups: Sequence[Group]) -> list[nn.Parameter]:
     return [param for group in groups for param in ownership.in_group(group)]
 
 

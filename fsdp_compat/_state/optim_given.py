@@ -1,12 +1,11 @@
-"""An optimizer's state dict that is to be loaded: what it holds, by the names before wrapping, and
-whether that fits the model and the optimizer. Nothing is sent, and nothing changes."""
+"""Reads an optimizer's state dict before it is loaded, by the names before wrapping, and checks
+that it fits the model and the optimizer. Sends nothing and changes nothing."""
 
 from __future__ import annotations
 
 import dataclasses
 import enum
 import numbers
-import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,7 +14,7 @@ from torch import nn
 
 from .._engine.state_store import store_of
 from ..errors import CheckpointError, UsageError, ValueCheckpointError, explain
-from .optim import is_user_state, other_form
+from .optim import is_user_state, not_a_state_dict, other_form
 from .optim_values import StateKind, classify
 from .param_ownership import ParamOwnership, is_whole, numbered_names
 from .rank0 import Outline
@@ -38,28 +37,28 @@ LATER = _Later.LATER
 class LoadOptions:
     """How a dict is loaded."""
 
-    order: Sequence[str]  # the names of all parameters, as the model had them before it was wrapped
-    from_rank0: bool  # if ranks have None or {}, all load the dict of rank 0
-    # groups list what was saved, and all parameters of a FlatParameter have state, or none
+    order: Sequence[str]  # the names of all parameters before the model was wrapped
+    from_rank0: bool  # all ranks load rank 0's dict if any of them has None or {}
+    # Groups list the parameters that were saved. All parameters of a FlatParameter must have state,
+    # or none of them.
     as_saved: bool = False
-    named: torch.optim.Optimizer | None = (
-        None  # the optimizer, if its state is keyed by the model's current names
-    )
+    # The optimizer, if its state is keyed by the model's current names.
+    named: torch.optim.Optimizer | None = None
 
 
 @dataclasses.dataclass(frozen=True)
 class GivenState:
-    """A state dict that was checked and fits, by the names before wrapping."""
+    """A state dict that was checked and fits, keyed by the names before wrapping."""
 
     entries: Mapping[str, Mapping[Any, Any]]
-    rank_states: Mapping[str, Sequence[RankState]]  # those in it that belong to single ranks
+    rank_states: Mapping[str, Sequence[RankState]]  # the rank-local ones among the states
     per_element: frozenset[Any]  # the names of states with one element per element of a parameter
     groups: Sequence[Mapping[str, Any]] | None  # parameter groups, their params by name
-    user_states: Mapping[str, Any]  # of no parameter
+    user_states: Mapping[str, Any]  # states that belong to no parameter
 
     def is_cut(self, ownership: ParamOwnership, name: str, key: Any) -> bool:
-        """True for a value that has one element per element of a parameter, which is cut as that
-        is."""
+        """True for a value that has one element per element of a parameter, and so is cut in the
+        same way."""
         value = self.entries[name][key]
         if key not in self.per_element or not isinstance(value, (torch.Tensor, Outline)):
             return False
@@ -69,7 +68,7 @@ class GivenState:
         return group is not None and shape == store_of(group).shape(index)
 
     def outline(self, ownership: ParamOwnership) -> GivenState:
-        """Return the same without large values."""
+        """Return a copy without large values."""
         entries: dict[str, dict[Any, Any]] = {}
         for name, entry in self.entries.items():
             entries[name] = {
@@ -95,8 +94,8 @@ class GivenState:
 
 
 def outline(value: Any, cut: bool) -> Any:
-    """cut: the value is a tensor with one element per element of a parameter that a unit
-    manages."""
+    """Return a stand-in for a large value, and a small value as it is. cut: the value is a tensor
+    with one element per element of a parameter that a unit manages."""
     if cut:
         return Outline(shape_of(value), value.dtype)
     if isinstance(value, torch.Tensor) and value.dim() == 0:
@@ -107,25 +106,19 @@ def outline(value: Any, cut: bool) -> Any:
 def read_given(
     ownership: ParamOwnership, state_dict: Any, wanted: LoadOptions, call: str
 ) -> GivenState:
-    """Raises UsageError for what has not the form of a dict, CheckpointError for one that does not
-    fit. Nothing is sent."""
+    """Check a state dict. Sends nothing.
+
+    Raises UsageError for an object that is not an optimizer's state dict, CheckpointError for a
+    state dict that does not fit.
+    """
     if (found := other_form(state_dict)) is not None:
-        expected, got = found
-        error = (
-            CheckpointError
-            if isinstance(state_dict, Mapping) and "state" in state_dict
-            else UsageError
-        )
-        raise error(
-            explain(
-                "This is not an optimizer state dict.",
-                expected=expected,
-                got=f"{textwrap.shorten(repr(got), 300)} of type {type(got).__name__}",
-                where=call,
-                fix="pass what optim_state_dict(model, optim) or optimizer.state_dict() returned, "
-                "on every rank; note the order of "
-                "the arguments",
-            )
+        is_damaged = isinstance(state_dict, Mapping) and "state" in state_dict
+        raise not_a_state_dict(
+            CheckpointError if is_damaged else UsageError,
+            *found,
+            call,
+            "pass what optim_state_dict(model, optim) or optimizer.state_dict() returned, on every "
+            "rank; note the order of the arguments",
         )
     if _is_by_number(state_dict):
         state_dict = _by_name(state_dict, ownership, wanted.order)
@@ -152,7 +145,7 @@ def read_given(
         name: [v for v in entry.values() if isinstance(v, RankState)]
         for name, entry in named.items()
     }
-    rank_states = {name: its for name, its in rank_states.items() if its}
+    rank_states = {name: states for name, states in rank_states.items() if states}
     check_layout(ownership, rank_states)
     if wanted.as_saved:
         _refuse_missing(ownership, entries, call)
@@ -168,7 +161,7 @@ def _is_by_number(state_dict: Mapping[str, Any]) -> bool:
 
 
 def _refuse_unknown(ownership: ParamOwnership, named: Mapping[str, Any]) -> None:
-    """Raise CheckpointError for names that are no parameters', and for entries that are no
+    """Raise CheckpointError for names that are not parameters', and for entries that are not
     dicts."""
     unknown = [name for name in named if name not in ownership.by_name]
     if unknown:
@@ -180,30 +173,28 @@ def _refuse_unknown(ownership: ParamOwnership, named: Mapping[str, Any]) -> None
                 got=f"{len(unknown)} unknown name(s), such as {unknown[0]!r}",
                 where="the 'state' of the optimizer state dict",
                 fix="load the optimizer state that optim_state_dict returned for this model, keyed "
-                "by parameter names; dicts that "
-                "belong to no parameter are passed on with is_named_optimizer=True",
+                "by parameter names; for state that belongs to no parameter, pass "
+                "is_named_optimizer=True",
             )
         )
     for name, entry in named.items():
         if not isinstance(entry, Mapping):
-            raise CheckpointError(
-                explain(
-                    "This is not an optimizer state dict.",
-                    expected=f"'state' of {name!r}: a dict",
-                    got=f"{textwrap.shorten(repr(entry), 300)} of type {type(entry).__name__}",
-                    where="the 'state' of the optimizer state dict",
-                    fix="load the optimizer state that optim_state_dict returned for this model",
-                )
+            raise not_a_state_dict(
+                CheckpointError,
+                f"'state' of {name!r}: a dict",
+                entry,
+                "the 'state' of the optimizer state dict",
+                "load the optimizer state that optim_state_dict returned for this model",
             )
 
 
 def _refuse_missing(
     ownership: ParamOwnership, entries: Mapping[str, Mapping[Any, Any]], call: str
 ) -> None:
-    """Raise CheckpointError for a parameter without state in a FlatParameter whose others have
-    counts.
+    """Raise CheckpointError for a parameter without state in a FlatParameter whose other parameters
+    have counts.
 
-    Missing tensors could be zeros, but a single count would be wrong for some of the parameters.
+    Missing tensors could be zeros, but one count would be wrong for some of the parameters.
     """
     for param in ownership.parameters:
         names = [name for _, name in ownership.held[param].names]
@@ -228,50 +219,50 @@ def _refuse_missing(
 def _by_name(
     state_dict: Mapping[str, Any], ownership: ParamOwnership, order: Sequence[str]
 ) -> dict[str, Any]:
-    """Return the same dict with names, see ``numbered_names``."""
+    """Return the dict with names as keys, in the order of ``numbered_names``."""
     wanted = numbered_names(ownership, order)
     saved = state_dict.get("param_groups")
     if saved is None:
-        names = dict(enumerate(name for its in wanted for name in its))
+        names = dict(enumerate(name for of_group in wanted for name in of_group))
         return {
             "state": {
                 names.get(number, number): value for number, value in state_dict["state"].items()
             }
         }
     names, groups = dict[int, str](), []
-    for number, its in enumerate(wanted):
+    for number, expected in enumerate(wanted):
         given = list(saved[number]["params"]) if number < len(saved) else []
-        if len(given) != len(its) or len(saved) != len(wanted):
+        if len(given) != len(expected) or len(saved) != len(wanted):
             raise CheckpointError(
                 explain(
                     "The optimizer state, which is keyed by numbers, does not fit the optimizer.",
-                    expected=f"{len(wanted)} parameter group(s), number {number} of {len(its)} "
-                    "parameters",
+                    expected=f"{len(wanted)} parameter group(s), number {number} of "
+                    f"{len(expected)} parameters",
                     got=f"{len(saved)} parameter group(s), number {number} of {len(given)} "
                     "parameters",
                     where=f"optim_state_dict_to_load, parameter group {number}, {ownership.where}",
-                    fix="make the optimizer with the same groups of parameters as the one that was "
-                    "saved, or load state by names",
+                    fix="create the optimizer with the same parameter groups as the saved one, or "
+                    "load state that is keyed by names",
                 )
             )
-        names.update(zip(given, its, strict=True))
-        groups.append({**saved[number], "params": its})
-    state = {
-        names.get(number, number): value for number, value in state_dict["state"].items()
-    }  # others are no names, either
+        names.update(zip(given, expected, strict=True))
+        groups.append({**saved[number], "params": expected})
+    # Numbers of no parameter stay, and are refused later like unknown names.
+    state = {names.get(number, number): value for number, value in state_dict["state"].items()}
     return {"state": state, "param_groups": groups}
 
 
 def _per_element(
     entries: Mapping[str, Mapping[Any, Any]], ownership: ParamOwnership
 ) -> frozenset[Any]:
-    """Return the names of the states that have one element per element of a parameter, of
+    """Return the names of the states that have one element per element of a parameter, for
     parameters that units manage.
 
-    With 0-d parameters such a state looks like a count: other parameters tell then, or its name.
-    Raises CheckpointError if such a state has another shape than its parameter anywhere: what
-    differs between parameters cannot be the state of several in one. And for a state of any other
-    shape, or no tensor, unless the optimizer holds the parameter as a whole.
+    For a 0-d parameter such a state looks like a count; then other parameters decide, or the name
+    of the state. Raises CheckpointError if such a state does not have the shape of its parameter
+    everywhere, because a FlatParameter needs one kind of state for all its parameters; and for a
+    state of any other shape, or one that is not a tensor, unless the optimizer holds the parameter
+    as a whole.
     """
     by_key: dict[Any, dict[str, Any]] = {}
     shapes: dict[str, tuple[int, ...]] = {}
@@ -293,13 +284,12 @@ def _per_element(
             is_sharded(t) or (t.dim() > 0 and t.numel() > 1 and t.shape == shapes[name])
             for name, t in tensors.items()
         ]
-        as_it_is = (
-            whole if 2 * sum(fitting) <= len(fitting) else set()
-        )  # by chance some of a factored state may fit
+        # A few values of a factored state may have the right shape by chance.
+        unchanged = whole if 2 * sum(fitting) <= len(fitting) else set()
         shaped = any(is_sharded(t) or t.dim() > 0 for t in tensors.values())
-        if (shaped and not as_it_is.issuperset(values)) or (all_0d and key != "step"):
+        if (shaped and not unchanged.issuperset(values)) or (all_0d and key != "step"):
             found.add(key)
-            for name in values.keys() - as_it_is:
+            for name in values.keys() - unchanged:
                 _check_value(values[name], shapes[name], f"state {key!r} of {name!r}")
         for name, value in values.items():
             if key not in found and name not in whole and not isinstance(value, torch.Tensor):
@@ -308,7 +298,8 @@ def _per_element(
 
 
 def _check_value(value: object, shape: tuple[int, ...], where: str) -> None:
-    """Raise CheckpointError for what cannot be a state of a parameter of this shape."""
+    """Raise CheckpointError for a value that cannot be a state of a parameter of this
+    shape."""
     if not isinstance(value, torch.Tensor):
         got = f"a {type(value).__name__}"
     elif shape_of(value) != shape:
@@ -329,16 +320,15 @@ def _check_value(value: object, shape: tuple[int, ...], where: str) -> None:
             expected=f"a tensor of shape {shape}",
             got=got,
             where=where,
-            fix="load the optimizer state that was saved with this model; a state of another shape "
-            "than its parameter's can only "
-            "be loaded with the layout that it was saved with",
+            fix="load the optimizer state that was saved with this model; a state whose shape is "
+            "not its parameter's can only be loaded with the layout that it was saved with",
         )
     )
 
 
 def _check_scalar(value: object, param: nn.Parameter, where: str) -> None:
-    """Raise CheckpointError for an object that belongs to a whole parameter, where parameters are
-    not whole."""
+    """Raise CheckpointError for an object that belongs to a whole parameter if this parameter is
+    sharded."""
     if classify(value, param) is StateKind.RANK_LOCAL:
         raise CheckpointError(
             explain(
@@ -346,8 +336,8 @@ def _check_scalar(value: object, param: nn.Parameter, where: str) -> None:
                 expected="tensors of the parameter's shape, and numbers",
                 got=f"a {type(value).__name__}",
                 where=where,
-                fix="load it into the model as it was when it was saved, or take such states out "
-                "of the dict",
+                fix="load it into a model with the layout that it was saved with, or remove such "
+                "states from the dict",
             )
         )
 

@@ -1,5 +1,5 @@
-"""The parts of the older optimizer-state calls that the newer ones lack: an optimizer's input in
-place of the optimizer, and dicts with other keys."""
+"""The parts of the older optimizer-state calls that the newer ones lack: ``optim_input`` instead of
+the optimizer, and dicts with other keys."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def groups_of_input(
 ) -> list[dict[str, Any]]:
     """Return parameter groups in the order in which an optimizer numbers its parameters.
 
-    Those of ``optim_input``, what an optimizer is made with; without it the optimizer's; without
-    that, one group with all the model's parameters.
+    They are those of ``optim_input``, the argument that an optimizer is created from; without it,
+    those of the optimizer; without either, one group with all the model's parameters.
 
     Raises UsageError for an input that is neither parameters nor parameter groups.
     """
@@ -58,7 +58,7 @@ def groups_of_input(
 
 def _wrong_input(optim_input: object, call: str) -> str:
     return explain(
-        "optim_input is not what an optimizer is made with.",
+        "optim_input is not what an optimizer is created from.",
         expected="parameters, or dicts with 'params'",
         got=f"a {type(optim_input).__name__}"
         + (f" of {len(optim_input)}" if isinstance(optim_input, (list, tuple, dict)) else ""),
@@ -68,7 +68,7 @@ def _wrong_input(optim_input: object, call: str) -> str:
 
 
 class Numbering:
-    """How an optimizer numbers a model's parameters, whose names are those before wrapping."""
+    """How an optimizer numbers a model's parameters. Names are those before wrapping."""
 
     def __init__(
         self,
@@ -76,25 +76,24 @@ class Numbering:
         groups: Iterable[Mapping[str, Any]],
         names: Sequence[Sequence[str]] | None,
     ) -> None:
-        """names: by parameter group, of a model with units; None for another model."""
+        """names: by parameter group, for a model with units; None for any other model."""
         first = {parameter: clean_name(name) for name, parameter in model.named_parameters()}
         if names is None:
             self.names = [first.get(parameter) for group in groups for parameter in group["params"]]
         else:
-            self.names = [name for its in names for name in its]
+            self.names = [name for of_group in names for name in of_group]
         self.numbers = {name: number for number, name in enumerate(self.names) if name is not None}
-        for name, parameter in model.named_parameters(
-            remove_duplicate=False
-        ):  # a shared parameter has several
+        # A shared parameter has several names.
+        for name, parameter in model.named_parameters(remove_duplicate=False):
             if first[parameter] in self.numbers:
                 self.numbers.setdefault(clean_name(name), self.numbers[first[parameter]])
 
     def by_names(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a dict keyed by numbers with names as keys; values are the same objects. One keyed
-        by names comes back as it is.
+        """Return a dict that is keyed by numbers with names as keys instead; values are the same
+        objects. A dict that is keyed by names is returned unchanged.
 
-        Raises UsageError for a dict whose keys are of several kinds, CheckpointError for numbers of
-        no parameter.
+        Raises UsageError for a dict whose keys are of several kinds, CheckpointError for a number
+        that no parameter has.
         """
         return (
             dict(state_dict)
@@ -120,7 +119,7 @@ def _keys(state_dict: Mapping[str, Any]) -> list[Any]:
 
 
 def _kinds(state_dict: Mapping[str, Any]) -> set[type]:
-    """int, str, or nothing in an empty dict."""
+    """Return the types of the keys: int or str, or none for an empty dict."""
     kinds = {type(key) for key in _keys(state_dict)}
     if len(kinds) > 1 or not kinds <= {int, str}:
         raise UsageError(
@@ -146,8 +145,8 @@ def _rekeyed(state_dict: Mapping[str, Any], keys: Mapping[Any, Any]) -> dict[str
                     "one name",
                     got=f"the key {key!r}",
                     where="rekey_optim_state_dict",
-                    fix="pass the model and the optimizer that the dict is of, or is to be loaded "
-                    "into",
+                    fix="pass the model and the optimizer that the dict comes from, or the ones "
+                    "that will load it",
                 )
             )
     result: dict[str, Any] = {

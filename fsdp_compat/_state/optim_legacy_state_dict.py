@@ -1,5 +1,5 @@
-"""The six older calls for optimizer state, which newer releases of torch drop one by one: the same
-algorithm under other names."""
+"""The six older calls for optimizer state, which newer releases of torch remove one by one. They
+run the same algorithm as the newer calls."""
 
 from __future__ import annotations
 
@@ -53,11 +53,10 @@ def full_optim_state_dict(
     rank0_only: bool = True,
     group: dist.ProcessGroup | None = None,
 ) -> dict[str, Any]:
-    """Return the optimizer's whole state by parameter names, on the CPU; with ``rank0_only`` {}
+    """Return the optimizer's whole state by parameter names, on the CPU; with ``rank0_only``, {}
     on other ranks.
 
-    Collective: one gather per flat parameter and state. The same as ``optim_state_dict`` in the
-    full form.
+    Collective: one gather per flat parameter and state, like ``optim_state_dict`` in the full form.
     """
     where = "full_optim_state_dict(model, optim)"
     _deprecated("full_optim_state_dict", "optim_state_dict")
@@ -81,8 +80,8 @@ def full_optim_state_dict(
 def sharded_optim_state_dict(
     model: nn.Module, optim: Optimizer, group: dist.ProcessGroup | None = None
 ) -> dict[str, Any]:
-    """Return the optimizer's state by parameter names, in the sharded form, whatever form is
-    set.
+    """Return the optimizer's state by parameter names, in the sharded form, regardless of the form
+    that is set.
 
     Collective: one small exchange; tensors are not sent.
     """
@@ -110,7 +109,7 @@ def shard_full_optim_state_dict(
     optim_input: list[dict[str, Any]] | Iterable[nn.Parameter] | None = None,
     optim: Optimizer | None = None,
 ) -> dict[str, Any]:
-    """Return what the optimizer loads on this rank, from a full dict that every rank has.
+    """Return the dict that the optimizer loads on this rank, from a full dict that every rank has.
     Collective: one small exchange."""
     where = "shard_full_optim_state_dict(full_optim_state_dict, model)"
     _deprecated("shard_full_optim_state_dict", "optim_state_dict_to_load")
@@ -120,10 +119,9 @@ def shard_full_optim_state_dict(
 def flatten_sharded_optim_state_dict(
     sharded_optim_state_dict: dict[str, Any], model: nn.Module, optim: Optimizer
 ) -> dict[str, Any]:
-    """Return what the optimizer loads on this rank, from a sharded dict.
+    """Return the dict that the optimizer loads on this rank, from a sharded dict.
 
-    Collective: one small exchange; values that are sharded in another way than the model are
-    gathered.
+    Collective: one small exchange; values that are sharded differently than the model are gathered.
     """
     where = "flatten_sharded_optim_state_dict(sharded_optim_state_dict, model, optim)"
     _deprecated("flatten_sharded_optim_state_dict", "optim_state_dict_to_load")
@@ -138,10 +136,10 @@ def scatter_full_optim_state_dict(
     optim: Optimizer | None = None,
     group: Any | None = None,
 ) -> dict[str, Any]:
-    """Return what the optimizer loads on this rank, from a full dict that only rank 0
+    """Return the dict that the optimizer loads on this rank, from a full dict that only rank 0
     needs to have.
 
-    Collective: it is sent one state of one unit at a time.
+    Collective: rank 0 sends one state of one unit at a time.
     """
     where = "scatter_full_optim_state_dict(full_optim_state_dict, model)"
     _deprecated("scatter_full_optim_state_dict", "optim_state_dict_to_load")
@@ -156,13 +154,13 @@ def rekey_optim_state_dict(
     optim_input: list[dict[str, Any]] | Iterable[nn.Parameter] | None = None,
     optim: Optimizer | None = None,
 ) -> dict[str, Any]:
-    """Return an optimizer's state dict keyed by parameter names, or by numbers, whatever it is
-    keyed by; values are not copied.
+    """Return an optimizer's state dict keyed by parameter names, or by numbers, however it was
+    keyed; values are not copied.
 
-    model: wrapped or not. Numbers are those of the unwrapped model's optimizer: those of the
-    parameters that a FlatParameter holds count in the model's order. Nothing is sent. Raises
-    UsageError for keys of several kinds, and CheckpointError for a parameter that the model or
-    the optimizer does not have. ``optim_state_dict_to_load`` takes both kinds as they are.
+    model: wrapped or not. Numbers are those of the unwrapped model's optimizer: the parameters of a
+    FlatParameter are numbered in the model's order. Sends nothing. Raises UsageError for keys of
+    several kinds, and CheckpointError for a parameter that the model or the optimizer does not
+    have. ``optim_state_dict_to_load`` accepts both kinds of keys.
     """
     where = "rekey_optim_state_dict(optim_state_dict, optim_state_key_type, model)"
     _deprecated("rekey_optim_state_dict", "optim_state_dict_to_load")
@@ -210,7 +208,7 @@ def _given(
 
 
 def _require_model(model: Any, optim: Any, where: str) -> None:
-    """Raise UsageError for what is no module, or, where there is one, no optimizer."""
+    """Raise UsageError unless ``model`` is a module and ``optim`` is None or an optimizer."""
     if optim is None:
         require_module(model, where)
     else:

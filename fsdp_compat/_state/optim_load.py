@@ -1,7 +1,6 @@
-"""The optimizer's state dict, keyed by parameter names or numbers, full or sharded, into the
-optimizer.
+"""Loads an optimizer's state dict, keyed by parameter names or numbers, full or sharded.
 
-Every rank has the dict, or only rank 0 has it."""
+Either every rank has the dict, or only rank 0 has it."""
 
 from __future__ import annotations
 
@@ -15,7 +14,7 @@ from torch import nn
 from .._engine.group import Group
 from .._engine.state_store import store_of
 from ..errors import FsdpCompatError, RuntimeUsageError, UsageError, explain
-from .optim_alike import held_by_any, require_alike, tell
+from .optim_alike import describe, held_by_any, require_alike
 from .optim_given import LATER, GivenState, LoadOptions, outline, read_given, refuse_sharded
 from .optim_values import copied, snapshot
 from .param_ownership import ParamOwnership
@@ -35,26 +34,28 @@ def optim_state_to_load(
     first: Rank0Broadcast,
     call: str,
 ) -> dict[str, Any]:
-    """Return what ``optimizer.load_state_dict`` takes, from a dict by names, full or sharded, or by
-    numbers, as the optimizer of an unwrapped model gives it. problem: what keeps this rank from
-    loading, which has no ``ownership`` then. groups: all of the model.
+    """Return the dict that ``optimizer.load_state_dict`` takes.
 
-    Collective over the mesh of ``first``: one small exchange, in which ranks learn whether all have
-    a dict that fits, and optimizers of the same parameters. With full values, or own boxes, nothing
-    else is sent; values that are sharded in another way are gathered. ``from_rank0``: where ranks
-    have None or {}, all take what the first one has, which sends one (group, state) at a time. What
-    is sent goes in the model's order.
+    state_dict: keyed by names, full or sharded, or keyed by numbers, as the optimizer of an
+    unwrapped model returns it. problem: why this rank cannot load, and has no ``ownership``.
+    groups: all of the model.
 
-    Raises UsageError where there is no dict, or optimizers differ, and CheckpointError for a dict
-    that is not of this model's optimizer, on every rank, before anything else is sent.
+    Collective over the mesh of ``first``: one small exchange, in which ranks agree that each has a
+    dict that fits, and an optimizer of the same parameters. With full values, or boxes of this
+    rank, nothing else is sent; values that are sharded differently are gathered. With
+    ``from_rank0``, if any rank has None or {}, all take rank 0's dict, which sends one (group,
+    state) at a time, in the model's order.
+
+    Raises UsageError if a rank has no dict, or optimizers differ, and CheckpointError for a dict
+    that does not belong to this model's optimizer; on every rank, before anything else is sent.
     """
-    plan, told = None, None
+    plan, facts = None, None
     groups = [
         group for group in groups if group.shard.ranks * group.replica.ranks == first.num_ranks
     ]
     missing = state_dict is None or (isinstance(state_dict, Mapping) and not state_dict)
     if ownership is not None:
-        told = tell(ownership, groups)
+        facts = describe(ownership, groups)
         if not missing:
             try:
                 plan = read_given(ownership, state_dict, wanted, call)
@@ -63,19 +64,19 @@ def optim_state_to_load(
             except FsdpCompatError as caught:
                 problem = caught
     kind = type(problem) if isinstance(problem, FsdpCompatError) else RuntimeUsageError
-    answers = first.gather((plan is not None, "" if problem is None else str(problem), kind, told))
+    answers = first.gather((plan is not None, "" if problem is None else str(problem), kind, facts))
     if problem is not None:
         raise problem
     _refuse_together([answer[:3] for answer in answers], wanted.from_rank0, state_dict, call)
     assert ownership is not None
-    everyones = [its for *_, its in answers]
+    all_facts = [of_rank for *_, of_rank in answers]
     sends = not all(answer[0] for answer in answers)
-    require_alike(ownership, groups, everyones, call, unmanaged=sends)
-    sharded_params = held_by_any(ownership, groups, everyones) | set(ownership.members)
+    require_alike(ownership, groups, all_facts, call, unmanaged=sends)
+    sharded_params = held_by_any(ownership, groups, all_facts) | set(ownership.members)
     if sends:
         _refuse_other_ranks(ownership, first, call)
-        told_plan = first.tell(None if plan is None else plan.outline(ownership))
-        plan = plan if first.is_here else told_plan
+        sent_plan = first.tell(None if plan is None else plan.outline(ownership))
+        plan = plan if first.is_here else sent_plan
     assert plan is not None
     return _Loading(ownership, plan, first if sends else None, sharded_params, wanted).result()
 
@@ -86,8 +87,8 @@ def _refuse_together(
     given: object,
     call: str,
 ) -> None:
-    """Raise, on every rank, if some rank has no dict or a wrong one. statuses: (has one, its error,
-    of which kind)."""
+    """Raise on every rank if any rank has no dict or a wrong one. statuses: (has a dict, error
+    text, error type), by rank."""
     wrong = next(
         ((rank, text, kind) for rank, (_, text, kind) in enumerate(statuses) if text), None
     )
@@ -98,11 +99,11 @@ def _refuse_together(
                 expected="a dict that fits on every rank",
                 got=f"on rank {wrong[0]} of {len(statuses)}: {wrong[1]}",
                 where=call,
-                fix="see what that rank says",
+                fix="see the error on that rank",
             )
         )
-    lacking = [rank for rank, (has, *_) in enumerate(statuses) if not has]
-    if lacking and (not from_rank0 or 0 in lacking):
+    missing = [rank for rank, (has, *_) in enumerate(statuses) if not has]
+    if missing and (not from_rank0 or 0 in missing):
         raise UsageError(
             explain(
                 "The optimizer state dict is missing on other ranks."
@@ -111,20 +112,19 @@ def _refuse_together(
                 expected="a dict with 'state' and 'param_groups' on the first rank"
                 if from_rank0
                 else "a dict with 'state' and 'param_groups' on every rank",
-                got=f"nothing on rank(s) {textwrap.shorten(str(lacking), 100)} of {len(statuses)}, "
+                got=f"nothing on rank(s) {textwrap.shorten(str(missing), 100)} of {len(statuses)}, "
                 f"here a {type(given).__name__}",
                 where=call,
                 fix="pass what optim_state_dict(model, optim) returned, on every rank; note the "
-                "order of the arguments. To load "
-                "what rank 0 alone has, set FullOptimStateDictConfig(rank0_only=True) for the "
-                "model",
+                "order of the arguments. To load a dict that only rank 0 has, set "
+                "FullOptimStateDictConfig(rank0_only=True) for the model",
             )
         )
 
 
 def _refuse_other_ranks(ownership: ParamOwnership, first: Rank0Broadcast, call: str) -> None:
-    """Raise if a unit is over some of the ranks only: then others hold something else under the
-    same names."""
+    """Raise if a unit is sharded over only some of the ranks, because others then hold different
+    parameters under the same names."""
     for held in ownership.held.values():
         num_ranks = (
             first.num_ranks
@@ -134,10 +134,10 @@ def _refuse_other_ranks(ownership: ParamOwnership, first: Rank0Broadcast, call: 
         if num_ranks != first.num_ranks:
             raise UsageError(
                 explain(
-                    "Units over different ranks cannot be loaded from one rank.",
-                    expected=f"all units over the same {first.num_ranks} ranks, or a dict on every "
-                    "rank",
-                    got=f"a unit over {num_ranks} ranks, with {held.names[0][1]!r}",
+                    "Units that are sharded over different ranks cannot be loaded from one rank.",
+                    expected=f"all units sharded over the same {first.num_ranks} ranks, or a dict "
+                    "on every rank",
+                    got=f"a unit sharded over {num_ranks} ranks, with {held.names[0][1]!r}",
                     where=call,
                     fix="load the optimizer state dict on every rank, without rank0_only=True",
                 )
@@ -145,8 +145,8 @@ def _refuse_other_ranks(ownership: ParamOwnership, first: Rank0Broadcast, call: 
 
 
 class _Loading:
-    """A plan that is carried out, in one order on all ranks. sender: None where every rank has its
-    values itself."""
+    """Carries out a plan, in the same order on all ranks. sender: None if every rank has the values
+    itself."""
 
     def __init__(
         self,
@@ -156,27 +156,24 @@ class _Loading:
         sharded_params: Collection[nn.Parameter],
         wanted: LoadOptions,
     ) -> None:
-        """sharded_params: the managed parameters that some rank's optimizer holds. A rank whose
+        """sharded_params: the managed parameters that any rank's optimizer holds. A rank whose
         optimizer lacks one has no part of it."""
-        self._ownership, self._plan, self._sender, self._targets, self._wanted = (
-            ownership,
-            plan,
-            sender,
-            sharded_params,
-            wanted,
-        )
+        self._ownership, self._plan, self._sender = ownership, plan, sender
+        self._sharded_params, self._wanted = sharded_params, wanted
 
     def result(self) -> dict[str, Any]:
         ownership, plan = self._ownership, self._plan
         state: dict[nn.Parameter, dict[Any, Any]] = {}
         groups = {
-            id(its.group): its.group
-            for p, its in ownership.held.items()
-            if p in self._targets and its.group is not None
+            id(contents.group): contents.group
+            for p, contents in ownership.held.items()
+            if p in self._sharded_params and contents.group is not None
         }
         for group in groups.values():
             state.update(
-                self._of_group(group, [t for t in ownership.in_group(group) if t in self._targets])
+                self._of_group(
+                    group, [p for p in ownership.in_group(group) if p in self._sharded_params]
+                )
             )
         for parameter, name in ownership.unmanaged:
             if name in plan.entries:
@@ -184,9 +181,8 @@ class _Loading:
         keys: dict[nn.Parameter, Any] = {p: number for number, p in enumerate(ownership.parameters)}
         if self._wanted.named is not None:
             keys = {parameter: name for name, parameter in ownership.by_current_name.items()}
-            for (
-                parameter
-            ) in ownership.parameters:  # such an optimizer wants state of all its parameters
+            # A named optimizer expects state of all its parameters.
+            for parameter in ownership.parameters:
                 if ownership.is_vacant(parameter) and self._wanted.named.state.get(parameter):
                     state[parameter] = {
                         key: snapshot(value)
@@ -209,7 +205,7 @@ class _Loading:
     def _of_group(
         self, group: Group, sharded_params: list[nn.Parameter]
     ) -> dict[nn.Parameter, dict[Any, Any]]:
-        """The states of a group's sharded parameters, cut to their shapes."""
+        """Return the states of a group's sharded parameters, cut to their shapes."""
         plan, states = self._plan, dict[nn.Parameter, dict[Any, Any]]()
         keys: dict[Any, None] = {}
         for param in sharded_params:
@@ -231,7 +227,7 @@ class _Loading:
         return states
 
     def _uncut(self, values: Mapping[Any, Any], name: str) -> dict[Any, Any]:
-        """Return copies of values that stay as they are."""
+        """Return copies of values that are not cut."""
         later = [key for key, value in values.items() if outline(value, cut=False) is LATER]
         sent: dict[Any, Any] = {}
         if later and self._sender is not None:
@@ -241,8 +237,8 @@ class _Loading:
         return {key: snapshot(sent.get(key, value)) for key, value in values.items()}
 
     def _add_cut(self, states: dict[nn.Parameter, dict[Any, Any]], group: Group, key: Any) -> None:
-        """Add one state that has one element per element. Of a state, the parameters without it
-        have zeros."""
+        """Add one per-element state. Parameters that the dict has no such state for get
+        zeros."""
         store, members = store_of(group), group.shard.members
         found = [
             (param, index, self._plan.entries[name][key])
@@ -271,14 +267,14 @@ class _Loading:
         group: Group,
         sharded_params: list[nn.Parameter],
     ) -> None:
-        """Add the states that belong to this rank alone."""
+        """Add the rank-local states of this rank."""
         for param in sharded_params:
             names = [
                 name
                 for _, name in self._ownership.held[param].names
                 if name in self._plan.rank_states
             ]
-            found: Any = [its for name in names for its in self._plan.rank_states[name]]
+            found: Any = [state for name in names for state in self._plan.rank_states[name]]
             if names and self._sender is not None:
                 found = self._sender.send_object(found, f"the state of {names[0]}")
             states[param].update(restored(group, found))
@@ -286,7 +282,7 @@ class _Loading:
     def _groups(
         self, saved: Sequence[Mapping[str, Any]], keys: Mapping[nn.Parameter, Any]
     ) -> list[dict[str, Any]]:
-        """The optimizer's groups with the settings of the saved group that holds the same
+        """Return the optimizer's groups with the settings of the saved groups that hold the same
         parameters."""
         by_name = {name: group for group in saved for name in group["params"]}
         groups = []
@@ -296,7 +292,7 @@ class _Loading:
                 for p in group["params"]
             }
             match = next(
-                (by_name[its[0]] for its in names.values() if its),
+                (by_name[listed[0]] for listed in names.values() if listed),
                 saved[position] if position < len(saved) else {},
             )
             settings = {key: copied(value) for key, value in match.items() if key != "params"}

@@ -1,4 +1,4 @@
-"""State dicts of optimizers of wrapped models: what `FullyShardedDataParallel` has of them."""
+"""Optimizer state dicts, as `FullyShardedDataParallel` exports and loads them."""
 
 from __future__ import annotations
 
@@ -38,9 +38,8 @@ __all__ = [
     "warn_of_layout",
 ]
 
-_warned: weakref.WeakSet[Optimizer] = (
-    weakref.WeakSet()
-)  # whose states were said to need an equal layout
+# Optimizers whose rank-local states this process has warned of.
+_warned: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
 
 def optim_state_dict(
@@ -51,18 +50,22 @@ def optim_state_dict(
 ) -> dict[str, Any]:
     """Return the optimizer's state keyed by parameter names, in the form set for ``model``.
 
-    optim_state_dict: what ``optim.state_dict()`` gives, if it is there; it may be keyed by
-    numbers, or by the names that the model gives its parameters now, and may lack
-    "param_groups". State of no parameter is copied, with a warning. Collective: one small
-    exchange, and in the full form one gather per flat parameter and state. Every rank's
-    optimizer may hold its parameters in an order of its own; all have to hold the same, but for
-    those that a rank has no part of. In the sharded form tensors are this rank's boxes; with
-    ``offload_to_cpu=False`` (it is True by default) they view the optimizer's own state, and
-    change when training goes on. An optimizer without state gives what its first step would
-    make, for torch.distributed.checkpoint to read a checkpoint into. A state that is neither a
-    number nor has one element per element of its parameter belongs to this rank's part: it is
-    kept under a key that ends with ``@rank`` and its number, and can be loaded at an equal
-    layout only; the first such call warns.
+    optim_state_dict: what ``optim.state_dict()`` returned; None: it is called. It may be keyed by
+    numbers or by the model's current parameter names, and may lack "param_groups". State that
+    belongs to no parameter is copied, with a warning.
+
+    Collective: one small exchange, and in the full form one gather per flat parameter and state.
+    The optimizers of all ranks must hold the same parameters, in any order, except for parameters
+    that a rank has no part of.
+
+    In the sharded form tensors are this rank's boxes; with ``offload_to_cpu=False`` (True by
+    default) they view the optimizer's own state, and change as training goes on. For an optimizer
+    without state, the result is what its first step would create, so that
+    torch.distributed.checkpoint can read a checkpoint into it.
+
+    A state that is neither a number nor has one element per element of its parameter is rank-local:
+    its key ends with ``@rank`` and the rank's number, and it can only be loaded at an equal layout.
+    The first such call warns.
     """
     where = "optim_state_dict(model, optim, optim_state_dict)"
     require_model_and_optimizer(model, optim, where)
@@ -89,18 +92,19 @@ def optim_state_dict_to_load(
     load_directly: bool = False,
     group: dist.ProcessGroup | None = None,
 ) -> dict[str, Any]:
-    """Return the dict that ``optim.load_state_dict`` takes, from one keyed by parameter names,
-    full or sharded, or by numbers.
+    """Return the dict that ``optim.load_state_dict`` takes, from one keyed by parameter names, full
+    or sharded, or by numbers.
 
-    By numbers is what the optimizer of an unwrapped model, or of one in
-    DistributedDataParallel, gives. The result is keyed by the numbers of ``optim``, or with
-    ``is_named_optimizer`` by the names that the model gives its parameters now, and has
-    "param_groups" if the given one has. The number of ranks, the wrapping and
-    ``use_orig_params`` it was saved with do not matter. ``load_directly`` loads it, too.
-    Collective: one small exchange, in which ranks agree whether the dict fits. With full
-    values, or boxes of the own shards, nothing else is sent; other sharded values are gathered.
-    With ``FullOptimStateDictConfig(rank0_only=True)`` set for the model, ranks other than the
-    first may pass None: it sends them their state, one unit at a time.
+    A dict keyed by numbers comes from the optimizer of an unwrapped model, or of a model in
+    DistributedDataParallel. The result is keyed by the numbers of ``optim``, or with
+    ``is_named_optimizer`` by the model's current parameter names, and has "param_groups" if the
+    given dict has. The number of ranks, the wrapping and the ``use_orig_params`` that it was saved
+    with do not matter. ``load_directly`` also loads the result into ``optim``.
+
+    Collective: one small exchange, in which ranks agree whether the dict fits. With full values, or
+    boxes of this rank's shards, nothing else is sent; other sharded values are gathered. With
+    ``FullOptimStateDictConfig(rank0_only=True)`` set for the model, ranks other than the first may
+    pass None; the first rank sends them their state, one unit at a time.
     """
     where = "optim_state_dict_to_load(model, optim, optim_state_dict)"
     require_model_and_optimizer(model, optim, where)
@@ -128,7 +132,8 @@ class _ExportSettings(typing.TypedDict):
 
 
 def form_set(model: nn.Module) -> _ExportSettings:
-    """Return the form of optimizer state dicts that is set for ``model``, for ``taken_states``."""
+    """Return the form of optimizer state dicts that is set for ``model``, as arguments of
+    ``export_optim_state``."""
     settings = get_state_dict_type(model)
     config: Any = settings.optim_state_dict_config
     values = Values.BOXES
@@ -159,9 +164,9 @@ def export_optim_state(
     """Return the optimizer's state by names. Collective: one small exchange, and gathers unless
     ``values`` are boxes.
 
-    groups: the optimizer's parameter groups. state_dict: what it gives, or None for that. group:
-    whose rank 0 keeps the result if ``rank0_only``, by default the model's. first_step: of an
-    optimizer without state return what its first step would make.
+    groups: the optimizer's parameter groups. state_dict: what ``optim.state_dict()`` returned;
+    None: it is called. group: its rank 0 keeps the result if ``rank0_only``; None: the model's
+    group. first_step: for an optimizer without state, return what its first step would create.
     """
     call = where.partition("(")[0]
     _require_idle(model, call)
@@ -179,10 +184,10 @@ def export_optim_state(
         )
         if first_step and not source.states and not optim.state:
             source = dataclasses.replace(
-                source, states=first_states(ownership, optim), is_tried=True
+                source, states=first_states(ownership, optim), is_dry_run=True
             )
         facts = facts_of(ownership, source)
-    except Exception as error:  # other ranks have to hear of it
+    except Exception as error:  # raised later, after the other ranks have been told
         ownership, problem = None, error
     agreed = agree_together(ownership, all_groups, problem, facts, where)
     assert ownership is not None
@@ -211,23 +216,23 @@ def import_optim_state(
     named: Optimizer | None = None,
     as_saved: bool = False,
 ) -> dict[str, Any]:
-    """Return what an optimizer with these parameter groups loads; collective, see
+    """Return the dict that an optimizer with these parameter groups loads. Collective: see
     ``optim_state_dict_to_load``.
 
-    label: the optimizer, for errors. named: the optimizer if its state is keyed by names. as_saved:
-    as the older calls have it, see ``LoadOptions``.
+    label: the optimizer, for errors. named: the optimizer, if its state is keyed by names.
+    as_saved: True for the older calls; see ``LoadOptions``.
     """
     _require_idle(model, where.partition("(")[0])
     units = units_of(model)
     require_units(units, model, f"the state of {label}")
     first = model_units_in(model)[0]
-    all_groups = [each for its in units for each in its.unit.groups]
+    all_groups = [group for named in units for group in named.unit.groups]
     rendezvous.require_all_ranks(where.partition("(")[0], all_groups, copies=True)
     ownership: ParamOwnership | None = None
     problem: Exception | None = None
     try:
         ownership = ownership_of(groups, f"the state of {label}", units, model)
-    except Exception as error:  # other ranks have to hear of it
+    except Exception as error:  # raised later, after the other ranks have been told
         problem = error
     rank0 = Rank0Broadcast(first.mesh, first.device)
     wanted = LoadOptions(names_before(model), from_rank0=rank0_only, as_saved=as_saved, named=named)
@@ -235,15 +240,15 @@ def import_optim_state(
 
 
 def check_optimizer(model: nn.Module, optim: Optimizer) -> list[str]:
-    """Return the states of an optimizer that cannot be resharded, as ``"parameter.state"``: empty
-    if every state can.
+    """Return the states of an optimizer that cannot be resharded, as ``"parameter.state"``; an
+    empty list if every state can.
 
-    Such states (factored moments, scales of 8-bit blocks, objects) are saved, and loaded at an
-    equal layout: the same number of ranks, strategy, wrapping and ``use_orig_params``. For
-    parameters without state, before training, a copy of the optimizer takes one step on stand-ins
-    of zeros, one parameter of each kind at a time; model and optimizer do not change. The names are
-    those of this rank's parts; nothing is sent. Raises StateError if the step of such a copy fails:
-    ask again after the first real one.
+    Such states (factored moments, scales of 8-bit blocks, objects) are saved, and can be loaded at
+    an equal layout: the same number of ranks, strategy, wrapping and ``use_orig_params``. For
+    parameters without state, as before training, a copy of the optimizer takes one step with zero
+    gradients on copies of them, one parameter of each kind at a time; model and optimizer do not
+    change. The result covers this rank's parts only; nothing is sent. Raises StateError if the step
+    of the copy fails: call it again after the first real step.
     """
     where = "check_optimizer(model, optim)"
     require_model_and_optimizer(model, optim, where)
@@ -256,15 +261,14 @@ def check_optimizer(model: nn.Module, optim: Optimizer) -> list[str]:
 
 
 def warn_of_layout(names: Sequence[str], optim: Optimizer, stacklevel: int) -> None:
-    """Warn, once for an optimizer, of states that belong to one rank's part. stacklevel: of who
-    calls this."""
+    """Warn, once per optimizer, of rank-local states. stacklevel: as the caller would pass it to
+    ``warnings.warn``."""
     if names and optim not in _warned:
         _warned.add(optim)
         warnings.warn(
             f"{len(names)} state(s) of {type(optim).__name__} are saved, but can only be loaded "
-            "with the layout that they are "
-            "saved with (the same number of ranks, sharding strategy, wrapping and "
-            f"use_orig_params): {', '.join(names)}.",
+            "with the layout that they are saved with (the same number of ranks, sharding "
+            f"strategy, wrapping and use_orig_params): {', '.join(names)}.",
             stacklevel=stacklevel,
         )
 

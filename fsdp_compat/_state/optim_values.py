@@ -1,4 +1,4 @@
-"""The kinds of state that an optimizer keeps for a parameter, and copies of them."""
+"""The kinds of state that an optimizer keeps for a parameter, and how to copy them."""
 
 from __future__ import annotations
 
@@ -22,28 +22,25 @@ class StateKind(enum.Enum):
     """How a value of an optimizer's state relates to the (sharded) parameter that it is kept
     for."""
 
-    PER_ELEMENT = enum.auto()  # one element per element: sharded and gathered like the parameter
+    PER_ELEMENT = enum.auto()  # of the parameter's shape: sharded and gathered like it
     SCALAR = enum.auto()  # a count or a setting: the same on all ranks and for any layout
-    RANK_LOCAL = enum.auto()  # of another shape, or not a tensor: belongs to this rank's part alone
+    RANK_LOCAL = enum.auto()  # of another shape, or not a tensor: fits only this rank's part
 
 
-def classify(value: object, target: nn.Parameter) -> StateKind:
-    """Return the kind of a value that an optimizer keeps for ``target``.
+def classify(value: object, param: nn.Parameter) -> StateKind:
+    """Return the kind of a value that an optimizer keeps for ``param``.
 
-    A 0-d tensor is a scalar, even if the target is 0-d. A tensor subclass that wraps others, such
-    as a quantized one, is rank-local. Whether a scalar is equal on all ranks is not checked.
+    A 0-d tensor is a scalar, even if the parameter is 0-d. A tensor subclass that wraps others,
+    such as a quantized one, is rank-local. Whether a scalar is equal on all ranks is not checked.
     """
     if isinstance(value, torch.Tensor):
         if value.dim() == 0:
             return StateKind.SCALAR
-        plain = type(
-            value
-        ).__torch_dispatch__ is torch.Tensor.__torch_dispatch__ or not _torch_private.is_plain(
-            value
-        )
+        is_wrapper = type(value).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
+        plain = not is_wrapper or not _torch_private.is_plain(value)
         return (
             StateKind.PER_ELEMENT
-            if plain and value.layout is torch.strided and value.shape == target.shape
+            if plain and value.layout is torch.strided and value.shape == param.shape
             else StateKind.RANK_LOCAL
         )
     return (
@@ -56,24 +53,27 @@ def classify(value: object, target: nn.Parameter) -> StateKind:
 def classify_all(
     states: Mapping[nn.Parameter, Mapping[Any, Any]],
 ) -> dict[nn.Parameter, dict[Any, StateKind]]:
-    """Return the kinds of all states of several targets.
+    """Return the kinds of all states of several parameters.
 
-    A target with at most one element may have a rank-local state (a scale per block of elements)
-    of its own shape by chance: a state that is rank-local for other targets is rank-local there
-    too.
+    For a parameter with at most one element, a rank-local state (a scale per block of elements) may
+    have the parameter's shape by chance: a state that is rank-local for other parameters is
+    rank-local for this one too.
     """
-    found = {
-        target: {key: classify(value, target) for key, value in state.items()}
-        for target, state in states.items()
+    kinds = {
+        param: {key: classify(value, param) for key, value in state.items()}
+        for param, state in states.items()
     }
-    opaque = {
-        key for its in found.values() for key, entry in its.items() if entry is StateKind.RANK_LOCAL
+    rank_local = {
+        key
+        for of_param in kinds.values()
+        for key, kind in of_param.items()
+        if kind is StateKind.RANK_LOCAL
     }
-    for target, its in found.items():
-        for key in opaque & its.keys() if target.numel() <= 1 else ():
-            if its[key] is StateKind.PER_ELEMENT:
-                its[key] = StateKind.RANK_LOCAL
-    return found
+    for param, of_param in kinds.items():
+        for key in rank_local & of_param.keys() if param.numel() <= 1 else ():
+            if of_param[key] is StateKind.PER_ELEMENT:
+                of_param[key] = StateKind.RANK_LOCAL
+    return kinds
 
 
 def copied(value: Any, to_cpu: bool = False) -> Any:
@@ -95,7 +95,7 @@ def snapshot(value: Any, to_cpu: bool = False) -> Any:
     for make_copy in (lambda: _by_pickle(value, to_cpu), lambda: copy.deepcopy(value)):
         try:
             return make_copy()
-        except Exception:  # an object may refuse in any way, and a save must not fail for that
+        except Exception:  # an object may raise anything, and a save must not fail for that
             continue
     return value
 

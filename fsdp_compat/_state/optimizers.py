@@ -123,7 +123,7 @@ def note_assigned(parameter: nn.Parameter, name: str) -> None:
     ``name`` of a unit."""
     global _last_wrapping
     _assigned[parameter] = name
-    _last_wrapping = next(_wrappings)  # optimizers are checked again
+    _last_wrapping = next(_wrappings)  # so that optimizers are checked again
 
 
 def convert(optimizer: torch.optim.Optimizer) -> None:
@@ -133,7 +133,7 @@ def convert(optimizer: torch.optim.Optimizer) -> None:
         for parameter in group["params"]:
             place = _managed.get(parameter)
             if parameter in _assigned:
-                raise _not_taken(optimizer, number, _assigned[parameter])
+                raise _not_trained(optimizer, number, _assigned[parameter])
             if isinstance(place, _Replaced):
                 raise _orphaned(optimizer, number, place)
             if place is None and _MARK in parameter.__dict__:
@@ -161,14 +161,14 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
 
 def _refuse(optimizer: torch.optim.Optimizer, stores: Collection[object], when: str) -> None:
     """Raise StateError if the optimizer holds parameters of ``stores``. While parameters are
-    unsharded, a step would miss gradients, or its writes would be lost or corrupt backward."""
+    unsharded, a step would miss gradients, and its writes could be lost or corrupt backward."""
     for number, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
             place = _managed.get(parameter)
             if isinstance(place, tuple) and place[0]() in stores:
                 raise StateError(
                     explain(
-                        f"An optimizer steps {when}.",
+                        f"optimizer.step() was called {when}.",
                         expected="a step between backward and the next forward",
                         got=f"a step {when}, where parameters are not sharded",
                         where=f"parameter group {number} of {type(optimizer).__name__}",
@@ -204,7 +204,7 @@ def _pickled_apart(optimizer: torch.optim.Optimizer, number: int) -> UsageError:
     )
 
 
-def _not_taken(optimizer: torch.optim.Optimizer, number: int, name: str) -> UsageError:
+def _not_trained(optimizer: torch.optim.Optimizer, number: int, name: str) -> UsageError:
     return UsageError(
         explain(
             "The optimizer holds a parameter that the model does not train.",

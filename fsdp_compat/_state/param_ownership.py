@@ -1,4 +1,4 @@
-"""The user's parameters in each parameter of an optimizer: one of them, or the many of a
+"""Which of the user's parameters each parameter of an optimizer contains: one, or the many of a
 FlatParameter."""
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ __all__ = [
 
 @dataclasses.dataclass(frozen=True)
 class NamedUnit:
-    """A unit, and what its parameters' names begin with in the model."""
+    """A unit, and the prefix of its parameters' names in the model."""
 
     unit: Unit
     prefix: str
@@ -45,36 +45,33 @@ class ParamContents:
 
     group: Group | None  # None: a parameter that no unit manages
     names: tuple[tuple[int, str], ...]
-    all_names: tuple[
-        tuple[str, ...], ...
-    ]  # of each of them, the first one first; ties have several
+    # All names of each of them, beginning with the one in ``names``; tied parameters have several.
+    all_names: tuple[tuple[str, ...], ...]
 
 
 @dataclasses.dataclass(frozen=True)
 class ParamOwnership:
     """The parameters of an optimizer, in its groups, with the contents of each."""
 
-    where: str  # for errors: whose they are
+    where: str  # the optimizer, for errors
     groups: Sequence[Mapping[str, Any]]  # the optimizer's parameter groups
-    held: Mapping[
-        nn.Parameter, ParamContents
-    ]  # of all parameters of the model, in its order; the optimizer may have only some of them
-    names: Mapping[
-        nn.Parameter, str
-    ]  # what the model calls its parameters now, with the parts that wrappers add
+    # Of all parameters of the model, in its order; the optimizer may have only some of them.
+    held: Mapping[nn.Parameter, ParamContents]
+    # The model's current names of its parameters, including the parts that wrappers add.
+    names: Mapping[nn.Parameter, str]
 
     @functools.cached_property
     def parameters(self) -> list[nn.Parameter]:
-        """By the number that the optimizer's state dict gives them."""
+        """The optimizer's parameters, in the order in which its state dict numbers them."""
         return [parameter for group in self.groups for parameter in group["params"]]
 
     @functools.cached_property
     def by_name(self) -> dict[str, tuple[nn.Parameter, int]]:
-        """Which parameter holds each name of the model, and the name's index in the layout."""
+        """Which parameter contains each name of the model, and the name's index in the layout."""
         return {
             name: (parameter, index)
-            for parameter, its in self.held.items()
-            for index, name in its.names
+            for parameter, contents in self.held.items()
+            for index, name in contents.names
         }
 
     @functools.cached_property
@@ -84,8 +81,8 @@ class ParamOwnership:
 
     @functools.cached_property
     def by_current_name(self) -> dict[str, nn.Parameter]:
-        """The optimizer's parameters by what the model calls them now, which is how a named
-        optimizer keys its state."""
+        """The optimizer's parameters by the model's current names, which a named optimizer uses as
+        keys of its state."""
         return {
             self.names[parameter]: parameter
             for parameter in self.parameters
@@ -93,8 +90,8 @@ class ParamOwnership:
         }
 
     def is_vacant(self, parameter: nn.Parameter) -> bool:
-        """True for a parameter that has elements, but none on this rank: its optimizer state here
-        is meaningless."""
+        """True for a parameter that has elements, but none on this rank. Its optimizer state on
+        this rank is meaningless."""
         group = self.held[parameter].group
         if group is None or _torch_private.local_part(parameter).numel():
             return False
@@ -102,14 +99,14 @@ class ParamOwnership:
         return any(math.prod(store.local_shape(index)) for index, _ in self.held[parameter].names)
 
     def name_before(self, name: object) -> str:
-        """The name of a parameter before anything was wrapped: DistributedDataParallel's begin with
-        ``module.``."""
+        """Return the name of a parameter before anything was wrapped, without the ``module.`` that
+        DistributedDataParallel adds."""
         clean = clean_name(str(name))
         inner = clean.removeprefix("module.")
         return inner if clean not in self.by_name and inner in self.by_name else clean
 
     def in_group(self, group: Group) -> list[nn.Parameter]:
-        """The sharded parameters of one group, whether the optimizer has them or not."""
+        """Return the sharded parameters of one group, whether the optimizer holds them or not."""
         return [param for param, _ in store_of(group).sharded_params if param in self.held]
 
     @functools.cached_property
@@ -117,9 +114,9 @@ class ParamOwnership:
         """The optimizer's parameters that no unit manages, with their names, in the model's
         order."""
         return [
-            (p, its.names[0][1])
-            for p, its in self.held.items()
-            if its.group is None and p in self.members
+            (p, contents.names[0][1])
+            for p, contents in self.held.items()
+            if contents.group is None and p in self.members
         ]
 
 
@@ -129,18 +126,18 @@ def require_units(units: Sequence[NamedUnit], model: nn.Module, where: str) -> N
         raise UsageError(
             explain(
                 "The model is not wrapped.",
-                expected="a model with a FullyShardedDataParallel in it",
+                expected="a model that FullyShardedDataParallel or fully_shard was applied to",
                 got=f"a {type(model).__name__} without any",
                 where=where,
-                fix="wrap the model before, or use optimizer.state_dict() and "
-                "optimizer.load_state_dict(...), which do without",
+                fix="wrap the model first, or use optimizer.state_dict() and "
+                "optimizer.load_state_dict(...), which do not need a wrapped model",
             )
         )
 
 
 def contents_of(units: Sequence[NamedUnit], model: nn.Module) -> dict[nn.Parameter, ParamContents]:
-    """Return what each parameter that an optimizer may hold contains: the units' sharded
-    parameters, and then those that no unit manages."""
+    """Return the contents of each parameter that an optimizer may hold: first the units' sharded
+    parameters, then those that no unit manages."""
     held: dict[nn.Parameter, ParamContents] = {}
     for named in units:
         for group in named.unit.groups:
@@ -152,21 +149,21 @@ def contents_of(units: Sequence[NamedUnit], model: nn.Module) -> dict[nn.Paramet
                     )
                     for i in indices
                 ]
-                names = [(i, its[0]) for i, its in zip(indices, all_names, strict=True)]
+                names = [(i, of_param[0]) for i, of_param in zip(indices, all_names, strict=True)]
                 held[parameter] = ParamContents(group, tuple(names), tuple(all_names))
     others: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if parameter not in held:
             others.setdefault(parameter, []).append(clean_name(name))
-    for parameter, its in others.items():
-        held[parameter] = ParamContents(None, ((0, its[0]),), (tuple(its),))
+    for parameter, of_param in others.items():
+        held[parameter] = ParamContents(None, ((0, of_param[0]),), (tuple(of_param),))
     return held
 
 
 def ownership_of(
     groups: Sequence[Mapping[str, Any]], where: str, units: Sequence[NamedUnit], model: nn.Module
 ) -> ParamOwnership:
-    """Return what every parameter in the groups of an optimizer holds.
+    """Return the contents of every parameter in an optimizer's groups.
 
     Raises UsageError for a parameter that is not the model's, and for a model without units.
     """
@@ -181,10 +178,10 @@ def ownership_of(
                 raise UsageError(
                     explain(
                         "The optimizer holds a parameter that is not the model's.",
-                        expected="an optimizer made from the parameters of the wrapped model",
+                        expected="an optimizer created from the parameters of the wrapped model",
                         got=f"a parameter of shape {tuple(parameter.shape)}",
                         where=f"parameter group {position}, {where}",
-                        fix="make the optimizer after wrapping, from model.parameters(), or wrap "
+                        fix="create the optimizer after wrapping, from model.parameters(), or wrap "
                         "with use_orig_params=True",
                     )
                 )
@@ -195,8 +192,8 @@ def numbered_names(ownership: ParamOwnership, order: Sequence[str]) -> list[list
     """Return, group by group, the names of parameters in the order in which the optimizer of an
     unwrapped model numbers them.
 
-    order: of the model's names before wrapping, in which a FlatParameter's are counted. Where an
-    optimizer holds the parameters themselves (original ones) their order in it counts.
+    order: the model's names before wrapping, in order. It numbers the parameters of a
+    FlatParameter. With use_orig_params=True, the order of the optimizer's own parameters does.
     """
     position = {name: number for number, name in enumerate(order)}
     found = []
@@ -211,7 +208,7 @@ def numbered_names(ownership: ParamOwnership, order: Sequence[str]) -> list[list
 
 
 def is_flattened(ownership: ParamOwnership, parameter: nn.Parameter) -> bool:
-    """True for a FlatParameter."""
+    """True if ``parameter`` is a FlatParameter."""
     group = ownership.held[parameter].group
     return group is not None and is_flat(group)
 

@@ -1,9 +1,9 @@
-"""Rank-local optimizer state: it belongs to one rank's part of a parameter, is saved per rank, and
-is loaded where a rank has the same part.
+"""Rank-local optimizer state, which belongs to one rank's part of a parameter. It is saved per
+rank, and loaded by a rank that has the same part.
 
-A factored second moment, scales of 8-bit blocks or an object cannot be resharded. A state dict
-holds such a state under a key that no other rank uses, as one value that is not a tensor, so that
-torch.distributed.checkpoint keeps every rank's."""
+Factored second moments, scales of 8-bit blocks and objects cannot be resharded. A state dict holds
+such a state under a key that no other rank uses, as one value that is not a tensor, so that
+torch.distributed.checkpoint keeps the states of all ranks."""
 
 from __future__ import annotations
 
@@ -39,32 +39,31 @@ __all__ = [
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """The part of parameters that one parameter of an optimizer holds on one rank. Rank-local state
-    fits only an equal part."""
+    """The parts of the user's parameters that one of the optimizer's parameters holds on one rank.
+    Rank-local state fits only an equal Part."""
 
-    rank: int  # of the ranks that split the parameters
+    rank: int  # among the ranks that split the parameters
     ranks: int
     shape: tuple[int, ...]  # of the optimizer's parameter
-    runs: tuple[
-        tuple[str, int, int], ...
-    ]  # (name, first element, end), in order; what has no element here is left out
+    # (name, first element, end), in order, without parameters that have no element on the rank.
+    runs: tuple[tuple[str, int, int], ...]
 
     def __str__(self) -> str:
         held = (
             ", ".join(f"elements {start} to {stop} of {name}" for name, start, stop in self.runs)
-            or "no element"
+            or "no elements"
         )
         return f"rank {self.rank} of {self.ranks}, which holds {held}"
 
 
 @dataclasses.dataclass(frozen=True)
 class RankState:
-    """One state of one rank's part, with the part that it fits."""
+    """One state of one rank, with the part that it fits."""
 
     key: Any  # the state's name in the optimizer
     value: Any
     part: Part
-    holder: int  # the global rank that it comes from
+    holder: int  # the global rank that saved it
 
     @property
     def own_key(self) -> str:
@@ -72,14 +71,13 @@ class RankState:
         return f"{self.key}@rank{self.holder}"
 
 
-torch.serialization.add_safe_globals(
-    [Part, RankState]
-)  # torch.load(weights_only=True) reads files with tensors in them
+# So that torch.load(weights_only=True) reads them.
+torch.serialization.add_safe_globals([Part, RankState])
 
 
 def part_of(group: Group, param: nn.Parameter, names: Iterable[tuple[int, str]], rank: int) -> Part:
-    """names: (index, name) of what ``param`` holds. rank: of the group's shard axis, this one or
-    another."""
+    """Return the part that ``rank`` of the group's shard axis has of ``param``. names: (index,
+    name) of the parameters in ``param``."""
     store, names = store_of(group), list(names)
     parts = [(name, store.part(index, rank)) for index, name in names]
     runs = tuple((name, part.start, part.stop) for name, part in parts if part)
@@ -89,13 +87,13 @@ def part_of(group: Group, param: nn.Parameter, names: Iterable[tuple[int, str]],
 def unshardable(
     ownership: ParamOwnership, states: Mapping[nn.Parameter, Mapping[Any, Any]]
 ) -> list[str]:
-    """Return ``"name.state"`` of everything in ``states`` that can only be put back at an equal
-    layout. Nothing is sent."""
+    """Return ``"name.state"`` for each of ``states`` that can only be loaded at an equal layout.
+    Sends nothing."""
     found = []
-    for param, its in classify_all(states).items():
+    for param, kinds in classify_all(states).items():
         held = ownership.held[param]
-        for key, entry in its.items():
-            if entry is StateKind.RANK_LOCAL and held.group is not None:
+        for key, kind in kinds.items():
+            if kind is StateKind.RANK_LOCAL and held.group is not None:
                 found += [f"{name}.{key}" for _, name in held.names]
     return found
 
@@ -107,16 +105,16 @@ def rank_local_states(
     keys: Mapping[nn.Parameter, Iterable[Any]],
     to_cpu: bool,
 ) -> list[tuple[str, RankState]]:
-    """Return (name, state) for the given keys of a group's sharded parameters: copies of what this
-    rank holds."""
+    """Return (name, copy of this rank's state) for the given keys of a group's sharded
+    parameters."""
     rank, members = group.shard.rank, group.shard.members
     found = []
-    for param, its_keys in keys.items():
+    for param, param_keys in keys.items():
         names, held = ownership.held[param].names, states.get(param, {})
         part = part_of(group, param, names, rank)
         found += [
             (names[0][1], RankState(k, snapshot(held[k], to_cpu), part, members[rank]))
-            for k in its_keys
+            for k in param_keys
             if k in held
         ]
     return found
@@ -125,16 +123,16 @@ def rank_local_states(
 def gather_states(
     group: Group, own: Sequence[tuple[str, RankState]], *, to_cpu: bool, keep: bool
 ) -> list[tuple[str, RankState]]:
-    """Return what all ranks of the group's shard axis have, in rank order; tensors on the CPU, or
-    where the group's are.
+    """Return the states of all ranks of the group's shard axis, in rank order, with tensors on the
+    CPU or on the group's device.
 
-    Collective: all ranks, each with its own; those with ``keep=False`` get nothing. Objects that
-    cannot be pickled stay where they are, which is warned of.
+    Collective: all ranks of the axis, each with its own states. Ranks with ``keep=False`` get none.
+    An object that cannot be pickled is returned on its own rank only, with a warning.
     """
-    home = torch.device("cpu") if to_cpu else store_of(group).shard.device
+    device = torch.device("cpu") if to_cpu else store_of(group).shard.device
     if group.shard.ranks == 1:
         return list(own) if keep else []
-    sent, kept = _sorted_out(own)
+    sent, kept = _split_picklable(own)
     packed = packed_bytes(sent)
     sizes = group.shard.gather_objects(packed.numel())
     padded = torch.zeros(max(sizes), dtype=torch.uint8)
@@ -142,29 +140,26 @@ def gather_states(
     gathered = group.gather_full(padded.to(group.device)).cpu()
     found = []
     for rank, size in enumerate(sizes if keep else ()):
-        found += unpacked(gathered[rank * padded.numel() :][:size], home) + (
+        found += unpacked(gathered[rank * padded.numel() :][:size], device) + (
             kept if rank == group.shard.rank else []
         )
     return found
 
 
-def _sorted_out(
+def _split_picklable(
     own: Sequence[tuple[str, RankState]],
 ) -> tuple[list[tuple[str, RankState]], list[tuple[str, RankState]]]:
-    """Return what can be pickled, and what cannot."""
+    """Return the states that can be pickled, and those that cannot."""
     sent, kept = [], []
     for name, state in own:
         try:
             packed_bytes(state)
             sent.append((name, state))
-        except (
-            Exception
-        ) as error:  # whatever an object's own way of pickling raises: a save does not fail for it
+        except Exception as error:  # an object may raise anything; a save must not fail for that
             kept.append((name, state))
             warnings.warn(
                 f"The optimizer state {state.key!r} of {name!r} cannot be pickled ({error}): a "
-                "full state dict has this rank's on "
-                "this rank only.",
+                "full state dict contains this rank's state on this rank only.",
                 stacklevel=2,
             )
     return sent, kept
@@ -178,18 +173,18 @@ def packed_bytes(value: object) -> torch.Tensor:
 
 
 def unpacked(packed: torch.Tensor, device: torch.device) -> Any:
-    """The opposite of ``packed_bytes``, for what ranks of the same program have sent."""
+    """Undo ``packed_bytes``. Only for bytes that ranks of the same program have sent."""
     return torch.load(
         io.BytesIO(memory_of(packed.contiguous())), map_location=device, weights_only=False
     )
 
 
 def check_layout(ownership: ParamOwnership, states: Mapping[str, Sequence[RankState]]) -> None:
-    """Raise CheckpointError unless every rank that ``states`` come from holds now what it held
-    then. states: by name."""
-    for name, its_states in states.items():
+    """Raise CheckpointError unless every rank that ``states`` (by name) come from has the same part
+    now as when they were saved."""
+    for name, rank_states in states.items():
         held = ownership.held[ownership.by_name[name][0]]
-        for state in its_states:
+        for state in rank_states:
             saved = dataclasses.replace(
                 state.part,
                 runs=tuple(
@@ -207,16 +202,16 @@ def check_layout(ownership: ParamOwnership, states: Mapping[str, Sequence[RankSt
                         if held.group is None
                         else str(now or _part_now(ownership, name, 0)),
                         where=f"optim_state_dict_to_load, state {state.own_key!r} of {name!r}",
-                        fix="load with the same number of ranks, strategy, wrapping and "
-                        "use_orig_params as it was saved with, or "
-                        "take such states out of the dict, if the optimizer can do without",
+                        fix="load with the number of ranks, strategy, wrapping and use_orig_params "
+                        "that it was saved with, or remove such states from the dict if the "
+                        "optimizer can do without them",
                     )
                 )
 
 
 def _part_now(ownership: ParamOwnership, name: str, rank: int) -> Part | None:
-    """Return the part that ``rank`` has of the optimizer's parameter that holds ``name``; None if
-    there is no such rank."""
+    """Return the part that ``rank`` has of the optimizer's parameter that contains ``name``; None
+    if there is no such rank."""
     param = ownership.by_name[name][0]
     held = ownership.held[param]
     if held.group is None or rank >= store_of(held.group).ranks:
@@ -225,10 +220,10 @@ def _part_now(ownership: ParamOwnership, name: str, rank: int) -> Part | None:
 
 
 def restored(group: Group, states: Iterable[RankState]) -> dict[Any, Any]:
-    """Return this rank's states by their names in the optimizer, out of those of all ranks, whose
-    layout fits.
+    """Return this rank's states by their names in the optimizer. states: of all ranks, with the
+    same layout as now.
 
-    Where replicas have the same part, what this rank has saved itself goes before the others'.
+    If replicas have the same part, the state that this rank saved itself takes precedence.
     """
     own = group.shard.members[group.shard.rank]
     mine = [state for state in states if state.part.rank == group.shard.rank]

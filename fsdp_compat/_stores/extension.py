@@ -248,6 +248,10 @@ class ExtensionStore(RowStore):
 
     # -- the seam
 
+    @property
+    def params_view_output(self) -> bool:
+        return False
+
     def make_unsharded_params(self, full: torch.Tensor) -> list[nn.Parameter]:
         found = []
         for index, value in enumerate(self._present_hooks.make_params(full.device)):
@@ -286,7 +290,7 @@ class ExtensionStore(RowStore):
             )
         )
 
-    def stands(self) -> bool:
+    def is_intact(self) -> bool:
         return all(map(operator.is_, self.local_params(), self._locals))
 
     # -- for state dicts

@@ -59,39 +59,35 @@ class FlatStore(StateStore):
         originals = [member.parameter for member in members]
         locals_ = [_torch_private.local_part(p.detach()) for p in originals]
         self.dtype = originals[0].dtype
-        self.orig_params = tuple(
-            member.place for member in members
-        )  # not the parameters: what is flat has no use for them any more
-        shapes, names = (
-            [tuple(p.shape) for p in locals_],
-            [member.name for member in self.orig_params],
-        )
+        # Slots and names only: a FlatParameter replaces the parameters themselves.
+        self.orig_params = tuple(member.place for member in members)
+        shapes = [tuple(p.shape) for p in locals_]
+        names = [member.name for member in self.orig_params]
         align = max(ALIGN_NBYTES // self.dtype.itemsize, 1)
         self.layout: FlatLayout = flat_layout(names, shapes, ranks=ranks, align=align)
         self.rank, self.numel = rank, self.layout.shard_numel
         self.parallel = [tensor_parallel(p) for p in originals]
-        self.shard = new_shard(
-            self.numel, self.dtype, device, ranks=ranks, pin=pin
-        )  # [S], padding zero
+        # [S], padding zero
+        self.shard = new_shard(self.numel, self.dtype, device, ranks=ranks, pin=pin)
         self.take_from_whole(locals_)
         self._home, self._device, self._pin = home, device, pin
-        # Attributes are shared with the original: what is set on it later is seen in forward, and
-        # the other way round.
+        # Attributes are shared with the original: one that is set on either parameter later is
+        # seen on both.
         self._kinds = [
-            Kind(type(p), p.__dict__) if its is None else None
-            for p, its in zip(originals, self.parallel, strict=True)
+            Kind(type(p), p.__dict__) if parallel is None else None
+            for p, parallel in zip(originals, self.parallel, strict=True)
         ]
         trainable = [p.requires_grad for p in originals]
         grads = [None if p.grad is None else _torch_private.local_part(p.grad) for p in originals]
-        own = None
-        # a DTensor cannot become a part of itself: a parameter of this rank's elements takes its
-        # place
+        views = None
+        # A DTensor cannot become a view of the shard: a new parameter of this rank's elements
+        # replaces it.
         if use_orig_params:
-            own = [
-                p if its is None else nn.Parameter(local, requires_grad=p.requires_grad)
-                for p, its, local in zip(originals, self.parallel, locals_, strict=True)
+            views = [
+                p if parallel is None else nn.Parameter(local, requires_grad=p.requires_grad)
+                for p, parallel, local in zip(originals, self.parallel, locals_, strict=True)
             ]
-        self._register(trainable, own)
+        self._register(trainable, views)
         if any(grad is not None for grad in grads):
             self._keep_gradients(
                 [
@@ -107,8 +103,8 @@ class FlatStore(StateStore):
         originals: Sequence[nn.Parameter] | None,
         flat: nn.Parameter | None = None,
     ) -> None:
-        """originals: that go on as views of the shard; None: a FlatParameter takes their place,
-        ``flat`` if it is there already."""
+        """originals: parameters that become views of the shard; None: a FlatParameter replaces
+        them. flat: that FlatParameter, if it already exists."""
         self._trainable = list(trainable)
         slots = [member.slots for member in self.orig_params]
         self.registration: Registration
@@ -117,7 +113,7 @@ class FlatStore(StateStore):
                 self.shard, self.layout, self.rank, originals, slots
             )
         else:
-            flat_slots = [slot for its_slots in slots for slot in its_slots]
+            flat_slots = [slot for of_param in slots for slot in of_param]
             self.registration = FlatRegistration(
                 self.shard, self.layout, flat_slots, self._home, self._trainable[0], flat
             )
@@ -126,7 +122,7 @@ class FlatStore(StateStore):
     def _keep_gradients(
         self, wholes: Sequence[torch.Tensor], given: Sequence[torch.Tensor | None]
     ) -> None:
-        """Keep this rank's part of existing gradients. given: per parameter, None without one."""
+        """Keep this rank's part of existing gradients. given: one per parameter, or None."""
         total = torch.zeros_like(self.shard)
         self.take_from_whole(wholes, total)
         for (sharded_param, indices), grad in zip(
@@ -141,37 +137,30 @@ class FlatStore(StateStore):
         converted too.
 
         Objects that hold the shard or unsharded parameters must ask for them again. No forward may
-        run while the shard is on another device than it was made on.
+        run while the shard is on another device than the one it was made on.
         """
-        flat, trainable = (
-            self.flat_parameter,
-            [
-                sharded_param.requires_grad
-                for sharded_param, indices in self.sharded_params
-                for _ in indices
-            ],
-        )
+        flat = self.flat_parameter
+        trainable = [
+            sharded_param.requires_grad
+            for sharded_param, indices in self.sharded_params
+            for _ in indices
+        ]
         grads = [sharded_param.grad for sharded_param, _ in self.sharded_params]
         for sharded_param, _ in self.sharded_params:
             sharded_param.grad = None
-        is_home = device == self._device
+        on_own_device = device == self._device
         shard = new_shard(
             self.numel,
             dtype,
             device,
-            ranks=self.layout.ranks if is_home else 1,
-            pin=self._pin and is_home,
+            ranks=self.layout.ranks if on_own_device else 1,
+            pin=self._pin and on_own_device,
         )
         self.shard, self.dtype = shard.copy_(self.shard.detach()), dtype
         if flat is not None:
             flat.data = self.shard
-        self._register(
-            trainable,
-            None
-            if flat is not None
-            else [sharded_param for sharded_param, _ in self.sharded_params],
-            flat,
-        )
+        views = [sharded_param for sharded_param, _ in self.sharded_params]
+        self._register(trainable, views if flat is None else None, flat)
         for (sharded_param, _), grad in zip(self.sharded_params, grads, strict=True):
             sharded_param.grad = None if grad is None else grad.to(device, dtype)
 
@@ -187,6 +176,10 @@ class FlatStore(StateStore):
             self.parameter(index, places[0], self._trainable[index])
             for index, places in enumerate(self.places(full)[:-1])
         ]
+
+    @property
+    def params_view_output(self) -> bool:
+        return True
 
     def places(self, buffer: torch.Tensor) -> list[list[torch.Tensor]]:
         pieces = [[buffer[param.place.slice].view(param.shape)] for param in self.layout.params]
@@ -211,20 +204,20 @@ class FlatStore(StateStore):
             for member, unsharded_param in zip(self.orig_params, unsharded_params, strict=True)
             for module, name in member.slots
         ]
-        return shown + self.registration.hidden_when_full()
+        return shown + self.registration.hidden_while_unsharded()
 
-    def stands(self) -> bool:
-        return self.registration.stands()
+    def is_intact(self) -> bool:
+        return self.registration.is_intact()
 
     def check(self, where: str) -> None:
         if self.shard.device != self._device:
             raise StateError(
                 explain(
-                    "A shard was moved away, and has not come back.",
-                    expected=f"it on {self._device}",
-                    got=f"it on {self.shard.device}",
+                    "A shard was moved to another device and not moved back.",
+                    expected=f"the shard on {self._device}",
+                    got=f"the shard on {self.shard.device}",
                     where=where,
-                    fix="move it back before the model is used: "
+                    fix="move it back before the next use of the model: "
                     f"handle.flat_param_to({str(self._device)!r})",
                 )
             )
@@ -233,8 +226,8 @@ class FlatStore(StateStore):
     # -- for state dicts
 
     def parameter(self, index: int, value: torch.Tensor, requires_grad: bool) -> nn.Parameter:
-        """Return the parameter that shows ``value`` (in its shape, of any dtype): of the class and
-        with the attributes it had."""
+        """Return a parameter over ``value`` (in the parameter's shape, of any dtype), with the
+        class and the attributes of the original."""
         parallel, kind = self.parallel[index], self._kinds[index]
         if parallel is not None:
             return parallel.parameter(value, requires_grad)
@@ -242,8 +235,8 @@ class FlatStore(StateStore):
         return as_unsharded_param(value, requires_grad, kind)
 
     def whole(self, full: torch.Tensor) -> list[torch.Tensor]:
-        """full: [ranks * S], of any dtype. Return the parameters in it, in their shapes: views (of
-        DTensors: the local parts)."""
+        """Return views of the parameters in ``full`` [ranks * S], which may have any dtype, in
+        their shapes. A DTensor's view is of its local part."""
         return [full[param.place.slice].view(param.shape) for param in self.layout.params]
 
     @functools.cached_property
@@ -312,8 +305,8 @@ class FlatStore(StateStore):
             self._kinds = [None if kind is None else Kind(*kind) for kind in state["kinds"]]
         else:
             self._kinds = [
-                Kind(type(p), p.__dict__) if its is None else None
-                for p, its in zip(originals, self.parallel, strict=True)
+                Kind(type(p), p.__dict__) if parallel is None else None
+                for p, parallel in zip(originals, self.parallel, strict=True)
             ]
         with torch.no_grad():
             self._register(state["trainable"], originals, flat)

@@ -29,12 +29,12 @@ class FlatParameter(nn.Parameter):
     memory."""
 
     _fqns: tuple[str, ...]
-    _fsdp_flattened = True  # for clients that tell it by that
+    _fsdp_flattened = True  # clients recognise a FlatParameter by it
 
     @property
     def _local_shard(self) -> torch.Tensor:
-        """Another tensor over the same memory, one object while that stays, for clients that
-        compare the two, or set it."""
+        """A second tensor over the same memory, for clients that compare it with the parameter or
+        set it. It stays the same object as long as the memory does."""
         kept = self.__dict__.get("_kept_shard")
         if kept is None or kept.data_ptr() != self.data_ptr() or kept.dtype != self.dtype:
             kept = self.__dict__["_kept_shard"] = self.data
@@ -46,22 +46,22 @@ class FlatParameter(nn.Parameter):
 
 
 class Registration(typing.Protocol):
-    """How a shard [S] is shown. Two of them: one FlatParameter, or one 1-D parameter per
+    """How a shard [S] is shown: as one FlatParameter, or as one 1-D parameter per
     original."""
 
     @property
     def sharded_params(self) -> Sequence[ShardedParam]: ...
 
     def shown_sharded(self) -> list[ModuleSlot]:
-        """Return what modules show while the unit is sharded."""
+        """Return the slots as modules show them while the unit is sharded."""
 
-    def hidden_when_full(self) -> list[ModuleSlot]:
-        """Return what modules do not show while they show the unsharded parameters."""
+    def hidden_while_unsharded(self) -> list[ModuleSlot]:
+        """Return the slots that are hidden while modules show the unsharded parameters."""
 
     def grads(self, total: torch.Tensor) -> list[torch.Tensor]:
         """total: [S]. Return one view per sharded parameter."""
 
-    def stands(self) -> bool:
+    def is_intact(self) -> bool:
         """True if no sharded parameter has been given other memory."""
 
     def check(self, shard: torch.Tensor, where: str) -> None:
@@ -82,8 +82,8 @@ class FlatRegistration:
         parameter: nn.Parameter | None = None,
     ) -> None:
         """slots: of all parameters, in order. home: (module, attribute) where the FlatParameter is
-        registered. parameter: it, if there is one that views the shard already; pickle knows its
-        class as nn.Parameter."""
+        registered. parameter: an existing FlatParameter that views the shard; pickle restores it as
+        an nn.Parameter."""
         if parameter is None:
             parameter = FlatParameter(shard, requires_grad=trainable)
         parameter.__class__ = FlatParameter
@@ -97,17 +97,17 @@ class FlatRegistration:
             ModuleSlot(*self._home, self.parameter)
         ]
 
-    def hidden_when_full(self) -> list[ModuleSlot]:
+    def hidden_while_unsharded(self) -> list[ModuleSlot]:
         return [ModuleSlot(*self._home, None)]
 
     def grads(self, total: torch.Tensor) -> list[torch.Tensor]:
         return [total]
 
-    def stands(self) -> bool:
+    def is_intact(self) -> bool:
         return _places_of([self.parameter]) == self._places
 
     def check(self, shard: torch.Tensor, where: str) -> None:
-        if not self.stands():
+        if not self.is_intact():
             _adopt(self.parameter, shard, f"{where}, {FLAT_PARAM}")
 
 
@@ -138,18 +138,18 @@ class OriginalRegistration:
         ]
         self._shown = [
             ModuleSlot(module, name, parameter)
-            for parameter, its_slots in zip(originals, slots, strict=True)
-            for module, name in its_slots
+            for parameter, param_slots in zip(originals, slots, strict=True)
+            for module, name in param_slots
         ]
         for parameter, view in zip(originals, self.grads(shard), strict=True):
-            parameter.grad = None  # of another shape now; the store keeps what there was
+            parameter.grad = None  # its shape no longer fits; the store keeps its values
             parameter.data = view
         self._parameters, self._places = list(originals), _places_of(originals)
 
     def shown_sharded(self) -> list[ModuleSlot]:
         return self._shown
 
-    def hidden_when_full(self) -> list[ModuleSlot]:
+    def hidden_while_unsharded(self) -> list[ModuleSlot]:
         return []
 
     def grads(self, total: torch.Tensor) -> list[torch.Tensor]:
@@ -159,19 +159,18 @@ class OriginalRegistration:
             parts = [part.view(shape) for part, shape in zip(parts, self._shapes, strict=True)]
         return parts
 
-    def stands(self) -> bool:
+    def is_intact(self) -> bool:
         return _places_of(self._parameters) == self._places
 
     def check(self, shard: torch.Tensor, where: str) -> None:
-        if self.stands():
+        if self.is_intact():
             return
         for index, (parameter, view) in enumerate(
             zip(self._parameters, self.grads(shard), strict=True)
         ):
             if _places_of([parameter]) != _places_of([view]):
-                if (
-                    parameter.shape == self._layout.params[index].shape != view.shape
-                ):  # a whole value
+                # The user set the whole parameter: keep this rank's part.
+                if parameter.shape == self._layout.params[index].shape != view.shape:
                     parameter.data = parameter.data.reshape(-1)[
                         self._layout.part(index, self._rank).slice
                     ]
@@ -179,8 +178,9 @@ class OriginalRegistration:
 
 
 def _cuts(parts: Sequence[slice]) -> tuple[list[int], list[int]]:
-    """parts: apart and in order, but for empty ones, which may be anywhere. Return the sizes of the
-    pieces, parts and gaps, up to the end of the last one, and which pieces the parts are."""
+    """parts: disjoint and in order, except for empty ones, which may be anywhere. Return the sizes
+    of all pieces (parts and gaps) up to the end of the last part, and the number of the piece that
+    each part is."""
     sizes: list[int] = []
     numbers, end = [], 0
     for part in parts:

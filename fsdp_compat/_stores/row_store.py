@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import operator
+import typing
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -48,6 +49,14 @@ _PLACE: tuple[Callable[[torch.Tensor], object], ...] = (
 )
 
 
+class _Memory(typing.NamedTuple):
+    """Where the shard is, and in which dtype it is all-gathered."""
+
+    device: torch.device
+    pin: bool
+    gather_dtype: torch.dtype | None  # None: the shard's
+
+
 class RowStore(StateStore):
     """A group whose parameters are cut each by itself. (A StateStore.)
 
@@ -77,7 +86,7 @@ class RowStore(StateStore):
         values = [_torch_private.local_part(original.detach()) for original in originals]
         self.orig_params = tuple(member.place for member in members)
         self.parallel = [placement.parallel for placement in placements]
-        self.rank, self._gather_dtype, self._memory = rank, gather_dtype, (device, pin)
+        self.rank, self._memory = rank, _Memory(device, pin, gather_dtype)
         cuts = [
             Cut(tuple(value.shape), placement.dim, ranks)
             for value, placement in zip(values, placements, strict=True)
@@ -93,7 +102,7 @@ class RowStore(StateStore):
             self._params.append(
                 RowParam(cuts[index], placement, Kind(cls, attributes), placement.spec, sharded)
             )
-        self._views_output = False  # unsharded parameters view the all-gather's output
+        self._view_output = False  # unsharded parameters view the all-gather's output
         self._note()
 
     def _lay_out(self, cuts: Sequence[Cut], dtype: torch.dtype, device: torch.device) -> None:
@@ -103,7 +112,7 @@ class RowStore(StateStore):
         self.layout = RowLayout.in_order(cuts, ranks, dtype.itemsize)
         self.numel = self.layout.numel
         self._views = RowViews(self.layout)
-        pin = self._memory[1] and not is_meta
+        pin = self._memory.pin and not is_meta
         self.shard = new_shard(self.numel, dtype, device, ranks=ranks, pin=pin)  # [S]
         self._kind = dtype, self.shard.device  # of the sharded parameters
         self.__dict__.pop("_sections", None)
@@ -130,12 +139,20 @@ class RowStore(StateStore):
     def tensor_parallel_axes(self) -> Sequence[Axis]:
         return ()  # norms of DTensors are whole
 
+    @property
+    def _gather_dtype(self) -> torch.dtype | None:
+        return self._memory.gather_dtype
+
+    @property
+    def params_view_output(self) -> bool:
+        return self._view_output
+
     def make_unsharded_params(self, full: torch.Tensor) -> list[nn.Parameter]:
         # [ranks, S]: a part of a larger output, which is freed when it was copied out of.
-        self._views_output = full.dim() == 1 and (
+        self._view_output = full.dim() == 1 and (
             self.layout.ranks == 1 or (len(self._params) == 1 and self._params[0].cut.is_contiguous)
         )
-        homes = self._homes_in(full) if self._views_output else self._new_homes(full)
+        homes = self._homes_in(full) if self._view_output else self._new_homes(full)
         return [
             self.parameter(index, home.view(param.cut.shape), param.sharded.requires_grad)
             for index, (param, home) in enumerate(zip(self._params, homes, strict=True))
@@ -185,7 +202,7 @@ class RowStore(StateStore):
         return [as_bytes(to) for to, _ in pairs], [as_bytes(source) for _, source in pairs]
 
     def private_memory(self, unsharded_params: Sequence[nn.Parameter]) -> list[torch.Tensor]:
-        if self._views_output:
+        if self._view_output:
             return []
         return [_torch_private.local_part(unsharded_params[0])]  # one storage for all
 
@@ -271,11 +288,11 @@ class RowStore(StateStore):
         found = self.local_params()
         return tuple(list(map(fact, found)) for fact in _PLACE)
 
-    def stands(self) -> bool:
+    def is_intact(self) -> bool:
         return self._places() == self._noted
 
     def check(self, where: str) -> None:
-        if not self.stands() and self.adopt():
+        if not self.is_intact() and self.adopt():
             raise StateError(
                 explain(
                     "Parameters changed their dtype or device while their model was in use.",
@@ -292,7 +309,7 @@ class RowStore(StateStore):
     def needs_adoption(self) -> bool:
         """True if the user has replaced sharded parameters in their modules, or given them other
         memory. Only while modules show the sharded parameters."""
-        return not self.stands() or any(
+        return not self.is_intact() or any(
             present_in(member.slots[0]) is not param.sharded
             for member, param in zip(self.orig_params, self._params, strict=True)
         )
@@ -320,7 +337,8 @@ class RowStore(StateStore):
         moved = (dtype, device) != self._kind
         with torch.no_grad():
             if moved:
-                self._memory = device, self._memory[1] and device.type == "cpu"
+                pin = self._memory.pin and device.type == "cpu"
+                self._memory = self._memory._replace(device=device, pin=pin)
                 self._lay_out(self.layout.cuts, dtype, device)
             for index, (parameter, value) in enumerate(zip(present, values, strict=True)):
                 self._take_in(index, parameter)

@@ -9,10 +9,11 @@ and ``undo()``, which restores the previous state.
 from __future__ import annotations
 
 import types
-from collections.abc import Iterable
+
+from torch import nn
 
 from .._state import optimizers
-from .._state.model_units import ModelUnit
+from .._state.model_units import model_units_in
 from . import assignments, clip_grad, dcp_adapter, hugging_face_storage
 
 __all__ = ["PATCHES", "patch_torch", "undo"]
@@ -26,12 +27,12 @@ PATCHES: tuple[types.ModuleType, ...] = (
 )
 
 
-def patch_torch(units: Iterable[ModelUnit]) -> None:
-    """Install all patches, and watch assignments in the new units."""
+def patch_torch(model: nn.Module) -> None:
+    """Install all patches, and watch assignments in the units of a model."""
     for each in PATCHES:
         each.patch()
-    for unit in units:
-        assignments.watch(unit.unit)
+    for found in model_units_in(model):
+        assignments.watch(found.unit)
 
 
 def undo() -> None:

@@ -86,6 +86,7 @@ def _total_norm(
         by_group[split[id(grad)]].append(grad) if id(grad) in split else whole.append(grad)
     rendezvous.require_all_ranks("torch.nn.utils.clip_grad_norm_", groups)
     with torch.no_grad():
+        whole = [_norm_of_dtensor(g, order) if _torch_private.is_dtensor(g) else g for g in whole]
         parts = [(group, packed(group, its)) for group, its in by_group.items()]
         norm = norm_of(parts, whole, order, groups[0].device)
     if error_if_nonfinite and not bool(norm.isfinite()):
@@ -98,10 +99,18 @@ def _total_norm(
     return norm.to(device=device, dtype=dtype_of_norm(parts, whole))
 
 
+def _norm_of_dtensor(grad: Any, order: float) -> torch.Tensor:
+    """Return the norm of a DTensor, of one element, which counts as much as its elements.
+    Collective."""
+    norm = torch.linalg.vector_norm(grad, order)
+    return norm.full_tensor().reshape(1)
+
+
 def _split_over_ranks(
     grads: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor]
 ) -> tuple[dict[int, Group], list[Group]]:
-    """Find the sharded gradients and their groups.
+    """Find the sharded gradients that torch takes for whole ones, and their groups. Those that are
+    DTensors torch knows.
 
     Returns {id of a sharded gradient: its group}, and the groups of ``parameters``. These groups
     are the same on all ranks if the parameters are. Without parameters: the groups of ``grads``.
@@ -112,6 +121,8 @@ def _split_over_ranks(
     for runtime in live_runtimes():
         for group in runtime.groups if wanted or asked else ():
             for sharded_param, _ in group.store.sharded_params if group.shard.ranks > 1 else ():
+                if _torch_private.is_dtensor(sharded_param):
+                    break  # as all of the group
                 if sharded_param.grad is not None and id(sharded_param.grad) in wanted:
                     split[id(sharded_param.grad)] = group
                 if id(sharded_param) in asked and sharded_param.requires_grad:

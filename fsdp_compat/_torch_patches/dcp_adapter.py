@@ -20,7 +20,7 @@ from typing import Any
 
 from torch import nn
 
-from .._state.model_units import model_units_in
+from .._flat.flat_unit import is_wrapper
 from .dcp_options import mixed, unknown_argument
 from .dcp_state_dict import FUNCTIONS
 from .on_import import cancel, on_import
@@ -104,13 +104,14 @@ def _call(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Call ``ours`` if the argument ``model`` contains a unit of ours, else ``original``."""
+    """Call ``ours`` if the argument ``model`` contains a wrapper of ours, else ``original``, which
+    knows the DTensors of ``fully_shard``."""
     try:
         given = signature.bind(*args, **kwargs).arguments
     except TypeError:
         return original(*args, **kwargs)  # raises torch's own error
     model = given.get("model")
-    if not isinstance(model, nn.Module) or not model_units_in(model):
+    if not isinstance(model, nn.Module) or not any(map(is_wrapper, model.modules())):
         return original(*args, **kwargs)
     if any(_is_of_torch(module) for module in model.modules()):
         raise mixed(original.__name__)

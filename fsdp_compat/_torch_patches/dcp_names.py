@@ -111,9 +111,9 @@ def unflattened(
     """Undo ``flattened`` for the parameters of one optimizer."""
     known = {
         names.public(name)
-        for param in _targets(optimizer)
-        for its in names_in(held, param)
-        for name in its
+        for param in _parameters_of(optimizer)
+        for param_names in names_in(held, param)
+        for name in param_names
     }
     entries: dict[str, dict[str, Any]] = {}
     settings: dict[str, dict[str, Any]] = {}
@@ -129,19 +129,19 @@ def unflattened(
         place[last] = value
     groups = []
     for group in optimizer.param_groups:
-        its = [
+        listed = [
             names.public(name)
             for param in group["params"]
             for parameter in names_in(held, param)
             for name in parameter
         ]
-        its = [name for name in its if name in settings or name in entries]
-        found = [settings[name] for name in its if name in settings]
-        groups.append({**(found[0] if found else {}), "params": its})
+        listed = [name for name in listed if name in settings or name in entries]
+        found = [settings[name] for name in listed if name in settings]
+        groups.append({**(found[0] if found else {}), "params": listed})
     return {"state": entries, "param_groups": groups}
 
 
-def _targets(optimizer: Optimizer) -> list[nn.Parameter]:
+def _parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 

@@ -32,7 +32,7 @@ The bytes of the native format:
 Used by all formats:
 
 - ``_header``: the header of a safetensors file; ``_blocks``: bytes in blocks with checksums
-- ``_texts``: JSON from untrusted files; ``_named_groups``: what of a model is saved
+- ``_texts``: JSON from untrusted files; ``_named_groups``: the parameter groups to save
 - ``_ranks``: agreement of all ranks; ``_mailbox``, ``_processes``: how they communicate, and how a
   rank that has ended is noticed
 - ``_optimizers``: whether the ranks' optimizers match; ``_progress``: the progress bar

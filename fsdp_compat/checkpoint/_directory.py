@@ -36,7 +36,7 @@ __all__ = [
     "fresh_name",
     "latest",
     "make_fresh",
-    "remove_left_overs",
+    "remove_leftovers",
     "remove_older",
 ]
 
@@ -187,7 +187,7 @@ def _own(owner: Path) -> int:
     return descriptor
 
 
-def remove_left_overs(folder: Path) -> None:
+def remove_leftovers(folder: Path) -> None:
     """Remove the directories that killed saves left in a folder. Raises OSError if it cannot be
     listed."""
     for path in [
@@ -206,7 +206,8 @@ def remove_left_overs(folder: Path) -> None:
 
 @contextlib.contextmanager
 def _disowned(path: Path) -> Iterator[bool]:
-    """Yield whether a fresh directory has no living owner. It cannot get one while this lasts."""
+    """Yield whether a fresh directory has no living owner. It cannot get one inside the with
+    block."""
     inside = list(path.iterdir())
     owners = [file for file in inside if file.name.startswith(_OWNER)]
     is_old = time.time() - max(file.lstat().st_mtime for file in [path, *inside]) > _LEFT_S
@@ -223,7 +224,7 @@ def _disowned(path: Path) -> Iterator[bool]:
                 yield is_old
                 return
         if not inside:
-            path.rmdir()  # fails if its owner has just come; otherwise the owner creates it again
+            path.rmdir()  # fails if an owner has just come; a later one creates it again
             yield False
             return
         yield is_old or any(owner.name == f"{_OWNER}{host()}" for owner in owners)

@@ -32,10 +32,10 @@ def iter_full_state_dict(
     """Yield (name, whole tensor on the CPU) of a model's parameters and persistent buffers, under
     the names before wrapping.
 
-    model: a FullyShardedDataParallel module, or a module that contains some. Outer units come
-    first; within a unit, the model's order. A tied parameter is yielded under each of its names in
-    turn, with the same tensor. Tensors are copies that the caller owns. filter: selects what to
-    yield and gather: a function of a name, or "trainable" for parameters that require grad.
+    model: a sharded module, of either front end, or one that contains some. Outer units come first;
+    within a unit, the model's order. A tied parameter is yielded under each of its names in turn,
+    with the same tensor. Tensors are copies that the caller owns. filter: selects what to yield and
+    gather: a function of a name, or "trainable" for parameters that require grad.
 
     Collective: all ranks iterate in step, to the end or until they all stop at the same name. A
     rank holds one unsharded unit and the last yielded tensor. Extra state is left out: it is not a
@@ -68,7 +68,7 @@ def _full_state(model: nn.Module, wanted: Wanted) -> Iterator[tuple[str, torch.T
                 own.unit, [f"{path}." if path else "" for path in owned.paths], wanted
             )
         found.sort(key=lambda entry: position.get(entry[0][0], len(position)), reverse=True)
-        while found:  # drop each tensor once it was yielded
+        while found:  # drop each tensor once it has been yielded
             names, make = found.pop()
             value = make()
             del make

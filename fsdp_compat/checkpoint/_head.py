@@ -40,7 +40,8 @@ class StateTensor:
 
 @dataclasses.dataclass(frozen=True)
 class Head:
-    """What one file says about itself. Values are encoded, as `_values.encode` returns them."""
+    """The description of one file in its own text. Values are encoded, as `_values.encode` returns
+    them."""
 
     tensors: dict[str, TensorInfo]
     identity: str  # of the save

@@ -47,8 +47,8 @@ def load(
 
     Args:
         path: the directory that ``save`` returned, or ``latest(folder)``.
-        model: contains FullyShardedDataParallel modules, and has the parameter names of the saved
-            model.
+        model: contains sharded modules, of either front end, and has the parameter names of the
+            saved model.
         optimizer: of the model's parameters; its state is replaced. None: ignore the saved
             optimizer state.
         progress: show bytes and rate on the first rank; requires tqdm.
@@ -87,13 +87,13 @@ def load(
         own = (
             None
             if plan is None or shared is None
-            else (plan.files.manifest.identity, shared.told())
+            else (plan.files.manifest.identity, shared.facts())
         )
-        told = all_ranks_or_raise(ranks, problem, own, call)
+        answers = all_ranks_or_raise(ranks, problem, own, call)
         assert plan is not None
         assert shared is not None
-        shared.require_alike([of_optimizer for _, of_optimizer in told], call)
-        identities = {identity for identity, _ in told}
+        shared.require_alike([facts for _, facts in answers], call)
+        identities = {identity for identity, _ in answers}
         if len(identities) > 1:
             raise CheckpointError(
                 explain(

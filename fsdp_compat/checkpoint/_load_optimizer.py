@@ -1,7 +1,8 @@
-"""What a rank reads from a native checkpoint for its optimizer, and how the optimizer gets it."""
+"""Reads a rank's optimizer state from a native checkpoint, and loads it into the optimizer."""
 
 from __future__ import annotations
 
+import typing
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -155,14 +156,15 @@ class OptimizerLoadPlan:
                     state[key] = decode(value, f"state {key!r}", tensor_from_text)
             self._add_rank_local(state, named, index, source)
         self._to_clear += [flat[key] for key, num in num_with.items() if num < len(sources)]
-        return state
+        own = self._optimizer.state.get(param) or {}  # in its order
+        return {key: state[key] for key in dict.fromkeys([*own, *state]) if key in state}
 
     def _tensor_for(self, param: nn.Parameter, key: Any, dtype: torch.dtype) -> torch.Tensor:
         """Return the tensor that a state is read to: the optimizer's own if it fits, or a new
         one."""
-        own = (self._optimizer.state.get(param) or {}).get(key)
+        own: Any = (self._optimizer.state.get(param) or {}).get(key)
         if _is_tensor_like(own, param) and own.dtype == dtype:
-            return own
+            return typing.cast(torch.Tensor, own)
         return torch.zeros_like(param.detach(), dtype=dtype)
 
     def _states_per_element(self, source: PartSource) -> list[tuple[Any, str, torch.dtype]]:

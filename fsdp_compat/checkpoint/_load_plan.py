@@ -1,4 +1,4 @@
-"""What a rank reads from a native checkpoint, and what it changes with it.
+"""The plan of a load: which bytes a rank reads from a native checkpoint, and what they replace.
 
 A `LoadPlan` compares names and shapes with the model's, and requests every element of this rank's
 shards from the ranks' files. Optimizer states are planned in `_load_optimizer`."""
@@ -21,13 +21,15 @@ from ._part_source import PartSource
 from ._rank_files import RankFiles
 from ._ranks import Ranks
 from ._snapshot import warn_of_left_out
+from ._texts import joined
 from ._values import decode
 
 __all__ = ["LoadPlan"]
 
 
 class LoadPlan:
-    """What a rank reads and what it changes. Constructing it changes nothing; ``apply`` does."""
+    """The reads of a rank, and the changes made with them. Constructing it changes nothing;
+    ``apply`` does."""
 
     def __init__(
         self, path: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None, ranks: Ranks
@@ -89,12 +91,11 @@ class LoadPlan:
                 elif found.shape != value.shape:
                     wrong.append(_wrong_shape(name, found.shape, value.shape))
         if wrong:
-            more = f" and {len(wrong) - 20} more" if len(wrong) > 20 else ""
             raise CheckpointError(
                 explain(
                     "The checkpoint does not fit the model.",
                     expected="the names and shapes of the model's parameters and buffers",
-                    got="; ".join(wrong[:20]) + more,
+                    got=joined(wrong, 20, "; "),
                     where=str(self.files.path),
                     fix="build the model that was saved; to use part of a checkpoint, load it into "
                     "that model and take the rest from its state_dict()",

@@ -4,8 +4,8 @@ their own, from any thread.
 A call consists of turns. In each turn every rank *posts* one text, some ranks read the texts, and
 one *verdict* ends the turn for all. It is written once, by compare-and-set: by the first rank when
 it has the texts it needs; or, with the reason for the failure, by any rank that leaves early or
-notices that another one has ended. So a turn ends in the same way on all ranks, and none waits
-for a rank that will not come. A slow rank is waited for until the timeout of the process group.
+notices that another one has ended. So a turn ends in the same way on all ranks, and no rank waits
+for one that will not come. A slow rank is waited for until the timeout of the process group.
 
 Keys are unique to the call, and deleted once all ranks have read them."""
 
@@ -21,6 +21,7 @@ from typing import Any
 from .. import _torch_private
 from ..errors import StateError
 from ._processes import Inquiry, Members
+from ._texts import joined
 
 __all__ = ["RankLost", "StoreMailbox"]
 
@@ -29,8 +30,8 @@ EXIT_S = 10.0  # how long a process whose program has failed waits for the other
 
 
 class RankLost(Exception):
-    """A rank that others wait for has ended, left, or did not come. The text says which, and
-    why."""
+    """A rank that others wait for has ended, left, or did not arrive. The text says which rank,
+    and why."""
 
 
 class StoreMailbox:
@@ -54,7 +55,7 @@ class StoreMailbox:
         self._store = _torch_private.under_prefix(
             self._connection, f"fsdp_compat/checkpoint/{name}"
         )
-        self._turn = 0  # the first turn in which this rank still has to do something
+        self._turn = 0  # the first turn that this rank has not completed
         self._posted: list[str] = []
         self._is_over = False
 
@@ -165,7 +166,7 @@ class StoreMailbox:
                 keys = self._absent(keys)
                 if not keys:
                     return
-                self._require_hope(turn, [owed[key] for key in keys], inquiry)
+                self._require_living_ranks(turn, [owed[key] for key in keys], inquiry)
                 if now - started > self._timeout_s:
                     raise RankLost(
                         f"{self._names(owed[key] for key in keys)} posted nothing within "
@@ -181,10 +182,10 @@ class StoreMailbox:
                         )
             time.sleep(min(longest_pause_s, max(1e-4, (now - started) / 10)))
 
-    def _require_hope(self, turn: int, missing: list[int], inquiry: Inquiry) -> None:
-        """Raise RankLost if one of the ranks that the turn waits for has ended, or if the turn
+    def _require_living_ranks(self, turn: int, missing: list[int], inquiry: Inquiry) -> None:
+        """Raise RankLost if a rank that the turn waits for has ended, or if the turn itself
         has."""
-        # Each rank watches its own machine, on behalf of those on other machines as well.
+        # Each rank checks the processes of its own machine, for ranks on other machines too.
         ended = self._members.ended_here()
         gone = [
             number
@@ -207,8 +208,7 @@ class StoreMailbox:
         return list(keys) if not half else self._absent(keys[:half]) + self._absent(keys[half:])
 
     def _names(self, numbers: Iterable[int]) -> str:
-        names = [self._members.describe(number) for number in numbers]
-        return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+        return joined([self._members.describe(number) for number in numbers], 8, ", ")
 
     def _unreachable(self, error: RuntimeError) -> str:
         self._connection = None  # not to be used again

@@ -1,5 +1,4 @@
-"""The parameter groups of a model as a checkpoint sees them, and what the model's state dict holds
-besides."""
+"""The parameter groups of a model, as a checkpoint sees them."""
 
 from __future__ import annotations
 
@@ -86,8 +85,7 @@ def named_groups(units: Sequence[NamedUnit]) -> list[NamedGroup]:
                         got="a DTensor parameter "
                         f"{named.prefix}{clean_name(store.orig_params[0].name)}",
                         where=named.unit.label,
-                        fix="save full state dicts: FullyShardedDataParallel.state_dict() and "
-                        "optim_state_dict()",
+                        fix="save state dicts, with torch.save or torch.distributed.checkpoint",
                     )
                 )
             number = counts[named.prefix]

@@ -1,4 +1,4 @@
-"""Check that all ranks save or load optimizers of the same parameters."""
+"""Checks that all ranks save or load optimizers of the same parameters."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import nn
 
 from .._engine.group import Group
 from .._state.model_units import units_of
-from .._state.optim_alike import Told, require_alike, tell
+from .._state.optim_alike import OptimizerFacts, describe, require_alike
 from .._state.param_ownership import ParamOwnership, ownership_of
 from ..errors import RuntimeUsageError, explain
 from ._ranks import Ranks
@@ -39,27 +39,27 @@ class SharedOptimizer:
                 optimizer.param_groups, f"the state of {type(optimizer).__name__}", units, model
             )
 
-    def told(self) -> list[Any] | None:
+    def facts(self) -> list[Any] | None:
         """Return the facts to compare, as JSON values."""
         return (
             None
             if self._ownership is None
-            else list(dataclasses.astuple(tell(self._ownership, self._groups)))
+            else list(dataclasses.astuple(describe(self._ownership, self._groups)))
         )
 
-    def require_alike(self, everyones: Sequence[list[Any] | None], call: str) -> None:
-        """Raise UsageError, on all ranks, unless the facts of all ranks match. everyones: by number
-        of the rank."""
-        told = [Told(*facts) for facts in everyones if facts is not None]
-        if self._ownership is not None and len(told) == len(everyones):
-            require_alike(self._ownership, self._groups, told, call, unmanaged=True)
-        elif told:
+    def require_alike(self, all_facts: Sequence[list[Any] | None], call: str) -> None:
+        """Raise UsageError, on all ranks, unless the facts of all ranks match. all_facts: in rank
+        order."""
+        by_rank = [OptimizerFacts(*facts) for facts in all_facts if facts is not None]
+        if self._ownership is not None and len(by_rank) == len(all_facts):
+            require_alike(self._ownership, self._groups, by_rank, call, unmanaged=True)
+        elif by_rank:
             raise RuntimeUsageError(
                 explain(
                     "Only some ranks have an optimizer.",
                     expected="an optimizer on every rank, or None on every rank",
                     got="none on rank(s) "
-                    f"{[number for number, facts in enumerate(everyones) if facts is None]} of "
+                    f"{[number for number, facts in enumerate(all_facts) if facts is None]} of "
                     f"{self._ranks.count}",
                     where=call,
                     fix="pass the model's optimizer on every rank",

@@ -1,8 +1,8 @@
 """The processes of a model's ranks, and which of them have ended.
 
-A killed process sends nothing. Only on its own machine can others tell for certain whether it still
-runs. A rank of another machine is watched by the other ranks there (see _mailbox.py), and is asked
-for a sign of life through the status store (see _comm/status_store.py).
+A killed process sends nothing. Only processes on its own machine can tell for certain whether it is
+still running. So ranks check the processes of their own machine (see _mailbox.py), and ask ranks on
+other machines for a sign of life through the status store (see _comm/status_store.py).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .._comm.status_store import StatusStore
 __all__ = ["Inquiry", "Members", "members_of", "own_facts"]
 
 ASK_S = 1.0  # shortest interval between two questions to a silent rank on another machine
-# A rank without an answer for so long counts as ended. A long call into C that holds the
+# A rank that has not answered for this long counts as ended. A long call into C that holds the
 # interpreter's lock delays answers.
 SILENCE_S = 30.0
 
@@ -32,7 +32,7 @@ class Members:
     ) -> None:
         """name: the same on all of them, and unique. ranks: global ranks, by number."""
         self.name, self.number, self.ranks = name, number, ranks
-        self.num_calls = 0  # made together
+        self.num_calls = 0  # that all of them have made
         # Idle connections to the store, for reuse: opening many in a row takes seconds.
         self.connections: list[_torch_private.Store] = []
         own = processes[number]
@@ -65,7 +65,7 @@ class Members:
 
 
 class Inquiry:
-    """What one wait knows about silent ranks on other machines."""
+    """Finds silent ranks on other machines during one wait."""
 
     def __init__(self, members: Members, store: _torch_private.Store) -> None:
         self._members, self._store = members, store

@@ -150,8 +150,8 @@ class RankFiles:
         return self.manifest.files[number]
 
     def left_out(self) -> list[str]:
-        """Return the names of states and settings that the heads read so far say were not
-        saved."""
+        """Return the names of states and settings that were not saved, according to the heads
+        read so far."""
         return sorted({name for head in self._heads.values() for name in head.left_out})
 
     def check(self, shown: bool) -> None:

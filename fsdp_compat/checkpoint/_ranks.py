@@ -92,10 +92,12 @@ def ranks_of(model: nn.Module, call: str) -> tuple[list[ModelUnit], Ranks]:
         raise UsageError(
             explain(
                 "The model is not wrapped.",
-                expected="a model that contains FullyShardedDataParallel modules",
+                expected="a model that contains FullyShardedDataParallel modules, or modules that "
+                "fully_shard was applied to",
                 got=f"a {type(model).__name__} without any",
                 where=f"{call}(..., model)",
-                fix="wrap the model first, with FullyShardedDataParallel(model)",
+                fix="wrap the model first, with FullyShardedDataParallel(model), or call "
+                "fully_shard(model)",
             )
         )
     rendezvous.require_all_ranks(

@@ -31,7 +31,7 @@ from ._safetensors_parts import (
     require_same_plan,
     unmanaged_tensors,
 )
-from ._texts import brief, parse_json, read_text, text_in
+from ._texts import brief, joined, parse_json, read_text, text_in
 
 __all__ = ["load_safetensors"]
 
@@ -55,7 +55,7 @@ def load_safetensors(
     Args:
         path: a file, an index (``model.safetensors.index.json``), or a directory with an index or
             with files.
-        model: contains FullyShardedDataParallel modules.
+        model: contains sharded modules, of either front end.
         rename: from a name in the files to the name in the model before wrapping, or to None to
             skip the tensor.
         dtype: round floating-point values to this dtype on their way to the dtype of the
@@ -163,12 +163,11 @@ def _plan_reading(
         plan.append((held, file, info))
     wrong += [f"not in the model: {name}" for name in found if name not in known]
     if wrong:
-        more = f" and {len(wrong) - 20} more" if len(wrong) > 20 else ""
         raise CheckpointError(
             explain(
                 "The weights do not fit the model.",
                 expected="the names and shapes of its parameters and persistent buffers",
-                got="; ".join(wrong[:20]) + more,
+                got=joined(wrong, 20, "; "),
                 where=str(path),
                 fix="pass rename, a function from a name in the files to the name in the model, or "
                 "to None to skip it",

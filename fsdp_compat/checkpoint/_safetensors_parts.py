@@ -1,5 +1,5 @@
-"""What reading and writing of safetensors weights share: the part of each of a model's tensors that
-this rank holds, the check of arguments, and the check that all ranks do the same."""
+"""Shared by reading and writing safetensors weights: this rank's part of each of a model's tensors,
+the check of arguments, and the check that all ranks do the same."""
 
 from __future__ import annotations
 

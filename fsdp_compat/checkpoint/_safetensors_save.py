@@ -58,7 +58,7 @@ def save_safetensors(
 
     Args:
         path: the directory; created if missing.
-        model: contains FullyShardedDataParallel modules.
+        model: contains sharded modules, of either front end.
         rename: from a name in the model before wrapping to the name in the files, or to None to
             leave the tensor out.
         dtype: of floating-point tensors in the files; default: their own.

@@ -36,7 +36,7 @@ def save(
     Args:
         folder: where all checkpoints of the run lie; created if missing. It may be on a different
             file system for each node.
-        model: contains FullyShardedDataParallel modules.
+        model: contains sharded modules, of either front end.
         optimizer: of the model's parameters.
         extra: numbers, texts, tensors, and containers of these; each rank saves its own. The
             exact list of types is in `_values`.

@@ -115,25 +115,25 @@ class SaveJob:
             identity,
             self._step,
             list(dict.fromkeys(shards)),
-            None if shared is None else shared.told(),
+            None if shared is None else shared.facts(),
         )
-        told = all_ranks_or_raise(self._ranks, problem, own, self.call)
+        answers = all_ranks_or_raise(self._ranks, problem, own, self.call)
         assert shared is not None
-        shared.require_alike([of_optimizer for *_, of_optimizer in told], self.call)
-        self.identity = told[0][0]
-        if any(step != self._step for _, step, *_ in told):
+        shared.require_alike([facts for *_, facts in answers], self.call)
+        self.identity = answers[0][0]
+        if any(step != self._step for _, step, *_ in answers):
             self._ranks.mailbox.close()
             raise UsageError(
                 explain(
                     "The ranks save different steps.",
                     expected="the same step on all ranks",
-                    got=f"{[step for _, step, *_ in told]} by rank",
+                    got=f"{[step for _, step, *_ in answers]} by rank",
                     where=self.call,
                     fix="pass the same step on all ranks",
                 )
             )
         axes: dict[tuple[int, int], dict[int, int]] = {}  # by (mesh, writer): files by shard
-        for number, (_, _, shards_of_rank, _) in enumerate(told):
+        for number, (_, _, shards_of_rank, _) in enumerate(answers):
             for mesh, writer, shard in shards_of_rank:
                 axes.setdefault((mesh, writer), {})[shard] = number
         order = sorted(axes)
@@ -160,7 +160,7 @@ class SaveJob:
         """Copy what is saved, so that training may change the original."""
         try:
             self._snapshot.detach()
-        except Exception as error:  # the report of this rank tells the others
+        except Exception as error:  # reported to the other ranks later
             self._problem = error
 
     def release(self) -> None:
@@ -200,7 +200,7 @@ class SaveJob:
         mailbox, ranks = self._ranks.mailbox, self._ranks
         if self._fresh is not None:
             with contextlib.suppress(OSError):
-                directory.remove_left_overs(self._target.parent)
+                directory.remove_leftovers(self._target.parent)
         mailbox.post(self._write_and_report().as_text())
         if self._fresh is None and ranks.number:
             return None

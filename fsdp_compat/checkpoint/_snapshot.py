@@ -1,5 +1,5 @@
-"""A snapshot of what one rank saves: its shards and the optimizer's states of them as they lie in
-memory, and a text with the rest.
+"""A snapshot of what one rank saves: its shards and their optimizer states as they lie in memory,
+and a text with the rest.
 
 A rank's file has one tensor per parameter group and per state, the whole shard. If the optimizer
 holds parameters one by one, that tensor is put together from its parts. Values that exist once per
@@ -64,7 +64,7 @@ class FileTensor:
 
 @dataclasses.dataclass
 class Snapshot:
-    """What this rank's file will hold, and what is the same on all ranks (common)."""
+    """The content of this rank's file, and the common part, which is the same on all ranks."""
 
     tensors: list[FileTensor]
     text: dict[str, Any]
@@ -93,8 +93,8 @@ def take_snapshot(
     extra: Any,
     groups: Sequence[NamedGroup],
 ) -> Snapshot:
-    """Return what this rank saves. Its tensors are views of the model's and the optimizer's. No
-    communication.
+    """Return a snapshot of what this rank saves. Its tensors view those of the model and the
+    optimizer. Sends nothing.
 
     Raises UsageError for values that cannot be saved.
     """
@@ -253,7 +253,7 @@ def _add_states(
     rank_local_names: list[str] = []
     for param, indices in named.sharded_params:
         numbers = [index - named.section.first_param for index in indices]
-        # Where this rank has no part there are no gradients, and the states there are stale.
+        # Without a part of the parameter there are no gradients, and its states are stale.
         for key, kind in kinds.get(param, {}).items() if store.has_part(indices) else ():
             value = optimizer.state[param][key]
             if isinstance(value, torch.Tensor):  # of a DTensor: this rank's part

@@ -7,6 +7,7 @@ import json
 import os
 import reprlib
 import stat
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ __all__ = [
     "MAX_DEPTH",
     "MAX_TEXT_NBYTES",
     "brief",
+    "joined",
     "listed",
     "open_file",
     "parse_json",
@@ -142,6 +144,12 @@ def brief(error: BaseException) -> str:
     """Return an error as one line of limited length: it may quote the content of a file."""
     text = " ".join(f"{type(error).__name__}: {error}".split())
     return text if len(text) <= 300 else f"{text[:300]}..."
+
+
+def joined(items: Sequence[str], most: int, separator: str) -> str:
+    """Return the first ``most`` items as one text, and the number of the others."""
+    more = f" and {len(items) - most} more" if len(items) > most else ""
+    return separator.join(items[:most]) + more
 
 
 # -- checks of parsed values

@@ -64,7 +64,18 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.distributed.fsdp as torch_fsdp
-from contenders import FSDP1, FSDP2, OURS, PLAIN, Contender, Strategy, Timings, build, fsdp1_of
+from contenders import (
+    FSDP1,
+    FSDP2,
+    OURS,
+    PLAIN,
+    Contender,
+    Strategy,
+    Timings,
+    build,
+    fsdp1_of,
+    require_rounds,
+)
 from step import Block, Transformer, loss_of, say
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
@@ -156,10 +167,7 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--check", action="store_true", help="exit status 1 if a limit is not met")
     arguments = parser.parse_args()
-    if arguments.rounds < MIN_ROUNDS:
-        parser.error(
-            f"--rounds {arguments.rounds}: medians of fewer than {MIN_ROUNDS} rounds tell nothing"
-        )
+    require_rounds(parser, arguments.rounds)
     if arguments.parameters < WARM_UP_PARAMETERS:
         parser.error(
             f"--parameters {arguments.parameters}: with fewer than {WARM_UP_PARAMETERS} there are "

@@ -9,6 +9,7 @@ The unwrapped model is in every round as the control."""
 
 from __future__ import annotations
 
+import argparse
 import copy
 import dataclasses
 import enum
@@ -18,6 +19,7 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -34,6 +36,7 @@ __all__ = [
     "DDP",
     "FSDP1",
     "FSDP2",
+    "FULLY_SHARD",
     "MIN_ROUNDS",
     "ORIGINAL",
     "OURS",
@@ -45,9 +48,11 @@ __all__ = [
     "fsdp1_of",
     "makers",
     "measure",
+    "require_rounds",
 ]
 
 PLAIN, DDP, OURS, FSDP1, FSDP2 = "plain", "DDP", "ours", "FSDP1", "FSDP2"
+FULLY_SHARD = "fully_shard of ours"
 ORIGINAL = ", original parameters"  # suffix: use_orig_params=True
 
 MIN_ROUNDS = 15
@@ -94,7 +99,13 @@ def makers(
                 make, block=block, strategy=strategy, use_orig_params=original
             )
     if strategy is not Strategy.NO_SHARD:
-        found[FSDP2] = functools.partial(_fsdp2, block=block, strategy=strategy)
+        for name, function in (
+            (FSDP2, torch_fsdp.fully_shard),
+            (FULLY_SHARD, fsdp_compat.fully_shard),
+        ):
+            found[name] = functools.partial(
+                _fully_sharded, function=function, block=block, strategy=strategy
+            )
     return found
 
 
@@ -140,14 +151,18 @@ def _fsdp1(
     )
 
 
-def _fsdp2(model: nn.Module, block: type[nn.Module], strategy: Strategy) -> nn.Module:
+def _fully_sharded(
+    model: nn.Module, function: Callable[..., Any], block: type[nn.Module], strategy: Strategy
+) -> nn.Module:
+    """function: fully_shard, of torch or ours."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     # For the root, FULL_SHARD is torch's own choice: it stays full, as backward begins with it.
     blocks, root = (True, None) if strategy is Strategy.FULL_SHARD else (False, False)
     for module in model.modules():
         if isinstance(module, block):
-            torch_fsdp.fully_shard(module, mesh=mesh, reshard_after_forward=blocks)
-    return torch_fsdp.fully_shard(model, mesh=mesh, reshard_after_forward=root)
+            function(module, mesh=mesh, reshard_after_forward=blocks)
+    sharded: nn.Module = function(model, mesh=mesh, reshard_after_forward=root)
+    return sharded
 
 
 # -- measuring
@@ -195,6 +210,12 @@ class Timings:
 
     def _pairs(self, name: str, to: str) -> Iterator[tuple[float, float]]:
         return zip(self.seconds[name], self.seconds[to], strict=True)
+
+
+def require_rounds(parser: argparse.ArgumentParser, rounds: int) -> None:
+    """Exit with an error for fewer rounds than a median needs."""
+    if rounds < MIN_ROUNDS:
+        parser.error(f"--rounds {rounds}: medians of fewer than {MIN_ROUNDS} rounds mean little")
 
 
 def measure(

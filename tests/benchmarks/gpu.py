@@ -51,7 +51,6 @@ import torch.nn.functional as F
 from contenders import (
     FSDP1,
     FSDP2,
-    MIN_ROUNDS,
     ORIGINAL,
     OURS,
     PLAIN,
@@ -59,6 +58,7 @@ from contenders import (
     Timings,
     fsdp1_of,
     measure,
+    require_rounds,
 )
 from step import Block
 from torch import nn
@@ -380,10 +380,7 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--check", action="store_true", help="exit status 1 if a goal is not met")
     arguments = parser.parse_args()
-    if arguments.rounds < MIN_ROUNDS:
-        parser.error(
-            f"--rounds {arguments.rounds}: medians of fewer than {MIN_ROUNDS} rounds tell nothing"
-        )
+    require_rounds(parser, arguments.rounds)
     if arguments.device == "cuda" and not torch.cuda.is_available():
         parser.error("there is no CUDA device; --device cpu --small tries the script")
     if arguments.profile and len(arguments.cases) > 1:

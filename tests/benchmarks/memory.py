@@ -41,11 +41,12 @@ import os
 import sys
 import warnings
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.fsdp as torch_fsdp
-from contenders import FSDP1, FSDP2, ORIGINAL, OURS, PLAIN
+from contenders import FSDP1, FSDP2, FULLY_SHARD, ORIGINAL, OURS, PLAIN
 from step import Block, Transformer, loss_of
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -62,7 +63,7 @@ from tests.support.live_bytes import (
     tensors_alive,
 )
 
-CONTENDERS = (OURS, OURS + ORIGINAL, FSDP1, FSDP1 + ORIGINAL, FSDP2)
+CONTENDERS = (OURS, OURS + ORIGINAL, FSDP1, FSDP1 + ORIGINAL, FSDP2, FULLY_SHARD)
 WARM_UP_STEPS = 3
 VOCABULARY, SEQUENCE, HEADS = 8, 1, 8
 # in bytes per element: the root, small gradients that are moved together, and the next digit of a
@@ -193,8 +194,8 @@ def run(arguments: argparse.Namespace) -> int:
                 name: peak - activations if name != PLAIN else peak for name, peak in peaks.items()
             }
             limit, verdict = schedule.limits.get(precision), ""
-            for name in (name for name in peaks if name.startswith(OURS)):
-                over = limit is not None and peaks[name] > limit + ROUNDING
+            for name in (name for name in peaks if name.startswith((OURS, FULLY_SHARD))):
+                over = name != FULLY_SHARD and limit is not None and peaks[name] > limit + ROUNDING
                 if over or (FSDP2 in peaks and peaks[name] >= peaks[FSDP2]):
                     verdict = "NOT MET"
                     missed += 1
@@ -297,7 +298,7 @@ def most_of_ranks(nbytes: int) -> int:
 
 
 def _short(name: str) -> str:
-    return name.replace(ORIGINAL, " original")
+    return name.replace(ORIGINAL, " original").replace("fully_shard of", "f_s of")
 
 
 # -- contenders
@@ -351,16 +352,19 @@ def _fsdp1(
     )
 
 
-def _fsdp2(base: nn.Module, schedule: Schedule, precision: Precision) -> nn.Module:
+def _fully_sharded(
+    base: nn.Module, schedule: Schedule, precision: Precision, library: Any = torch_fsdp
+) -> nn.Module:
+    """library: with fully_shard and its MixedPrecisionPolicy."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    policy = torch_fsdp.MixedPrecisionPolicy(
+    policy = library.MixedPrecisionPolicy(
         param_dtype=precision.param, reduce_dtype=precision.reduce
     )
     blocks, root = (True, None) if schedule.strategy == "FULL_SHARD" else (False, False)
     units = [module for module in base.modules() if isinstance(module, Block)]
     for unit in units:
-        torch_fsdp.fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=blocks)
-    model = torch_fsdp.fully_shard(base, mesh=mesh, mp_policy=policy, reshard_after_forward=root)
+        library.fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=blocks)
+    model = library.fully_shard(base, mesh=mesh, mp_policy=policy, reshard_after_forward=root)
     if schedule.forward_prefetch:
         for unit, following in itertools.pairwise(units):
             unit.set_modules_to_forward_prefetch([following])
@@ -373,7 +377,8 @@ MAKERS: dict[str, Callable[[nn.Module, Schedule, Precision], nn.Module]] = {
     OURS + ORIGINAL: lambda *args: _ours(*args, use_orig_params=True),
     FSDP1: _fsdp1,
     FSDP1 + ORIGINAL: lambda *args: _fsdp1(*args, use_orig_params=True),
-    FSDP2: _fsdp2,
+    FSDP2: _fully_sharded,
+    FULLY_SHARD: lambda *args: _fully_sharded(*args, library=fsdp_compat),
 }
 
 

@@ -28,7 +28,18 @@ from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
-from contenders import FSDP2, MIN_ROUNDS, OURS, PLAIN, Contender, Strategy, build, fsdp1_of, measure
+from contenders import (
+    FSDP2,
+    FULLY_SHARD,
+    OURS,
+    PLAIN,
+    Contender,
+    Strategy,
+    build,
+    fsdp1_of,
+    measure,
+    require_rounds,
+)
 from step import say, slowest_rank
 from torch import nn
 
@@ -90,10 +101,7 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--rounds", type=int, default=25)
     arguments = parser.parse_args()
-    if arguments.rounds < MIN_ROUNDS:
-        parser.error(
-            f"--rounds {arguments.rounds}: medians of fewer than {MIN_ROUNDS} rounds tell nothing"
-        )
+    require_rounds(parser, arguments.rounds)
     return arguments
 
 
@@ -131,7 +139,7 @@ def run(name: str, arguments: argparse.Namespace) -> int:
 def clips_of(contender: Contender) -> dict[str, Callable[[], object]]:
     """Return the ways in which a contender clips, by title."""
     by_torch = functools.partial(torch.nn.utils.clip_grad_norm_, contender.parameters, MAX_NORM)
-    if contender.name in (PLAIN, FSDP2):
+    if contender.name in (PLAIN, FSDP2, FULLY_SHARD):
         return {contender.name: by_torch}
     method: Callable[[], object] = functools.partial(contender.model.clip_grad_norm_, MAX_NORM)  # type: ignore[operator]
     found = {contender.name: method}

@@ -26,7 +26,7 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
-from contenders import MIN_ROUNDS, OURS, Timings, measure
+from contenders import MIN_ROUNDS, OURS, Timings, measure, require_rounds
 
 from fsdp_compat._comm import shared_memory
 from fsdp_compat._comm.communicator import Communicator, communicator
@@ -80,18 +80,15 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--rounds", type=int, default=MIN_ROUNDS)
     arguments = parser.parse_args()
-    if arguments.rounds < MIN_ROUNDS:
-        parser.error(
-            f"--rounds {arguments.rounds}: medians of fewer than {MIN_ROUNDS} rounds tell nothing"
-        )
+    require_rounds(parser, arguments.rounds)
     return arguments
 
 
 def run(arguments: argparse.Namespace) -> None:
-    wire = communicator(mesh_from_group(None).shard, CPU)
-    near = "read each other's memory" if wire.shares(1 << 30, torch.float32) else "send everything"
+    comm = communicator(mesh_from_group(None).shard, CPU)
+    near = "read each other's memory" if comm.shares(1 << 30, torch.float32) else "send everything"
     say(
-        f"{wire.ranks} ranks, which {near}; gloo of torch {torch.__version__}; {arguments.rounds} "
+        f"{comm.ranks} ranks, which {near}; gloo of torch {torch.__version__}; {arguments.rounds} "
         "rounds"
     )
     for dtype in [getattr(torch, name) for name in arguments.dtype]:
@@ -104,8 +101,8 @@ def run(arguments: argparse.Namespace) -> None:
             )
             for nbytes in SIZES:
                 if arguments.smallest <= nbytes <= arguments.largest:
-                    case = CASES[name](wire, nbytes // dtype.itemsize // wire.ranks, dtype)
-                    check(case, exact=wire.ranks == 2)
+                    case = CASES[name](comm, nbytes // dtype.itemsize // comm.ranks, dtype)
+                    check(case, exact=comm.ranks == 2)
                     steps: dict[str, Callable[[], object]] = {OURS: case.ours, GLOO: case.gloo}
                     if arguments.all:
                         steps[EXCHANGE] = functools.partial(sending_everything, case.ours)
@@ -119,18 +116,18 @@ def run(arguments: argparse.Namespace) -> None:
                     )
 
 
-def gather_case(wire: Communicator, numel: int, dtype: torch.dtype) -> Case:
+def gather_case(comm: Communicator, numel: int, dtype: torch.dtype) -> Case:
     own = shared_memory.zeros(numel, dtype)
-    own.copy_(numbers(numel, wire.rank))
+    own.copy_(numbers(numel, comm.rank))
     full, other = (
-        torch.empty(wire.ranks * numel, dtype=dtype),
-        torch.empty(wire.ranks * numel, dtype=dtype),
+        torch.empty(comm.ranks * numel, dtype=dtype),
+        torch.empty(comm.ranks * numel, dtype=dtype),
     )
-    segments, tag = list(full.chunk(wire.ranks)), wire.new_tag()
+    segments, tag = list(full.chunk(comm.ranks)), comm.new_tag()
 
     def ours() -> torch.Tensor:
-        wire.end_gather(wire.begin_gather(own, full, segments, tag), "parameters")
-        wire.drain("parameters")
+        comm.end_gather(comm.begin_gather(own, full, segments, tag), "parameters")
+        comm.flush_sends("parameters")
         return full
 
     def gloo() -> torch.Tensor:
@@ -140,20 +137,20 @@ def gather_case(wire: Communicator, numel: int, dtype: torch.dtype) -> Case:
     return Case(ours, gloo)
 
 
-def reduce_case(wire: Communicator, numel: int, dtype: torch.dtype) -> Case:
-    buffer = shared_memory.empty(wire.ranks * numel, dtype)
-    buffer.copy_(numbers(wire.ranks * numel, wire.rank))
+def reduce_case(comm: Communicator, numel: int, dtype: torch.dtype) -> Case:
+    buffer = shared_memory.empty(comm.ranks * numel, dtype)
+    buffer.copy_(numbers(comm.ranks * numel, comm.rank))
     segments, tag, other = (
-        list(buffer.chunk(wire.ranks)),
-        wire.new_tag(),
+        list(buffer.chunk(comm.ranks)),
+        comm.new_tag(),
         torch.empty(numel, dtype=dtype),
     )
 
     def ours() -> torch.Tensor:
-        total = wire.end_reduce(
-            wire.begin_reduce(buffer, segments, tag), segments[wire.rank], dtype, "gradients"
+        total = comm.end_reduce(
+            comm.begin_reduce(buffer, segments, tag), segments[comm.rank], dtype, "gradients"
         )
-        wire.drain("gradients")
+        comm.flush_sends("gradients")
         return total
 
     def gloo() -> torch.Tensor:
@@ -163,16 +160,16 @@ def reduce_case(wire: Communicator, numel: int, dtype: torch.dtype) -> Case:
     return Case(ours, gloo)
 
 
-def total_case(wire: Communicator, numel: int, dtype: torch.dtype) -> Case:
+def total_case(comm: Communicator, numel: int, dtype: torch.dtype) -> Case:
     """In place: every call begins with the result of the last one, and values may come to overflow.
     Both sides have the same."""
-    other = numbers(wire.ranks * numel, wire.rank).to(dtype)
-    mine, tag = shared_memory.empty(other.numel(), dtype).copy_(other), wire.new_tag()
+    other = numbers(comm.ranks * numel, comm.rank).to(dtype)
+    mine, tag = shared_memory.empty(other.numel(), dtype).copy_(other), comm.new_tag()
 
     def ours() -> torch.Tensor:
-        pending = wire.continue_all_reduce(wire.begin_all_reduce(mine, tag), mine, tag, "gradients")
-        wire.end_all_reduce(pending, mine, "gradients")
-        wire.drain("gradients")
+        pending = comm.continue_all_reduce(comm.begin_all_reduce(mine, tag), mine, tag, "gradients")
+        comm.end_all_reduce(pending, mine, "gradients")
+        comm.flush_sends("gradients")
         return mine
 
     def gloo() -> torch.Tensor:

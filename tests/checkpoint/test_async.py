@@ -107,7 +107,7 @@ def _several(folder: str) -> None:
     assert checkpoint.load(Path(folder) / "step-00000004", model, optimizer) == 4
 
 
-def test_one_save_is_under_way_at_a_time_and_its_copy_goes_with_it(tmp_path: Path) -> None:
+def test_one_save_runs_at_a_time_and_its_copy_is_freed_with_it(tmp_path: Path) -> None:
     run_ranks(2, _several, str(tmp_path))
 
 
@@ -160,7 +160,7 @@ def _ends_at_once(folder: str) -> None:
     assert reference() is None, "a save that has ended is held as if it were under way"
 
 
-def test_a_save_that_ends_at_once_is_not_under_way(tmp_path: Path) -> None:
+def test_a_save_that_ends_immediately_is_not_in_progress(tmp_path: Path) -> None:
     run_ranks(1, _ends_at_once, str(tmp_path))
 
 
@@ -211,7 +211,7 @@ def _nobody_waits(folder: str) -> None:
     checkpoint.save(folder, model, step=3)
 
 
-def test_a_failure_that_nobody_waited_for_is_raised_once_by_the_next_call_on_all_ranks(
+def test_a_failure_without_wait_is_raised_once_by_the_next_call_on_all_ranks(
     tmp_path: Path,
 ) -> None:
     run_ranks(2, _nobody_waits, str(tmp_path))
@@ -234,7 +234,7 @@ except checkpoint_error as error:
 
 
 @pytest.mark.parametrize("waits", [False, True])
-def test_a_failure_that_nobody_was_told_is_printed_once_when_the_program_ends(
+def test_an_unreported_failure_is_printed_once_when_the_program_ends(
     waits: bool, tmp_path: Path
 ) -> None:
     program = FULL_DISK.format(folder=str(tmp_path), waits=waits).replace(

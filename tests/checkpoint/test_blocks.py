@@ -151,7 +151,7 @@ def test_any_run_that_was_written_is_read(
         ], how
 
 
-def test_what_is_done_is_told_in_bytes(tmp_path: Path) -> None:
+def test_progress_is_reported_in_bytes(tmp_path: Path) -> None:
     told: list[int] = []
     writer = BlockWriter(tmp_path / "file", told.append)
     writer.write(memoryview(bytes(40)))
@@ -169,25 +169,21 @@ def test_what_is_done_is_told_in_bytes(tmp_path: Path) -> None:
     assert told == [16, 16, 8]
 
 
-def test_nothing_is_overwritten(tmp_path: Path) -> None:
+def test_existing_files_are_not_overwritten(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"old")
     with pytest.raises(FileExistsError):
         BlockWriter(tmp_path / "file", nothing)
     assert (tmp_path / "file").read_bytes() == b"old"
 
 
-def test_what_the_system_writes_in_parts_is_written_whole(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_partial_write_is_completed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write, content = os.write, content_of(50)
     monkeypatch.setattr(os, "write", lambda descriptor, data: write(descriptor, data[:3]))
     assert written(tmp_path / "file", content).nbytes == 50
     assert (tmp_path / "file").read_bytes() == content
 
 
-def test_what_the_system_reads_in_parts_is_read_whole(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_partial_read_is_completed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     preadv, content = os.preadv, content_of(50)
     facts = written(tmp_path / "file", content)
     monkeypatch.setattr(
@@ -265,7 +261,7 @@ def test_each_flipped_bit_of_a_block_that_is_read_is_noticed(tmp_path: Path) -> 
         ("missing", "no such file"),
     ],
 )
-def test_a_file_of_another_length_is_named_with_what_was_expected(
+def test_a_file_of_another_length_is_named_with_the_expected_length(
     tmp_path: Path, change: str, got: str
 ) -> None:
     path, before = tmp_path / "file", descriptors()
@@ -292,7 +288,7 @@ def test_a_file_of_another_length_is_named_with_what_was_expected(
 
 
 @pytest.mark.parametrize("kind", ["a FIFO", "a directory", "a socket", "a device"])
-def test_what_is_not_a_regular_file_is_refused_before_it_is_opened(
+def test_a_file_that_is_not_regular_is_refused_before_it_is_opened(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     path = tmp_path / "file"
@@ -412,7 +408,7 @@ def test_an_error_of_the_disk_leaves_no_thread_and_no_descriptor_behind(
     ],
     ids=str,
 )
-def test_the_blocks_that_hold_what_is_wanted_are_read_once_and_no_others(
+def test_only_requested_blocks_are_read_and_each_once(
     tmp_path: Path, reads: Reads, wanted: list[tuple[int, int]], expected: list[tuple[int, int]]
 ) -> None:
     content = content_of(83)
@@ -447,9 +443,7 @@ def test_elements_of_another_dtype_are_converted_and_rounded_on_the_way(tmp_path
     assert torch.equal(rounded, values[7:37].bfloat16().float())
 
 
-def test_without_checksums_only_the_bytes_that_are_wanted_are_read(
-    tmp_path: Path, reads: Reads
-) -> None:
+def test_without_checksums_only_the_requested_bytes_are_read(tmp_path: Path, reads: Reads) -> None:
     (tmp_path / "file").write_bytes(content_of(83))
     read_plain(
         tmp_path / "file",
@@ -459,7 +453,7 @@ def test_without_checksums_only_the_bytes_that_are_wanted_are_read(
     assert reads.runs == [(5, 3), (40, 16), (56, 4)]
 
 
-def test_what_does_not_lie_in_the_file_is_a_mistake_of_the_caller(tmp_path: Path) -> None:
+def test_a_request_beyond_the_end_of_the_file_raises_value_error(tmp_path: Path) -> None:
     facts = written(tmp_path / "file", content_of(20))
     with pytest.raises(ValueError, match="bytes 18 to 21 requested of 20"):
         read_checked(tmp_path / "file", facts, [ReadRequest(18, cleared(3))], nothing)
@@ -518,7 +512,7 @@ def test_a_run_of_another_dtype_is_a_run_of_bytes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("first", "between"), [(0, 30), (30, 0)])
-def test_what_lies_between_two_runs_in_memory_and_is_read_from_elsewhere_is_what_is_there(
+def test_a_run_between_two_merged_runs_in_memory_keeps_its_own_values(
     tmp_path: Path, first: int, between: int
 ) -> None:
     """A parameter that stood between two others when it was saved is not the one that stands

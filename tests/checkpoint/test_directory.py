@@ -63,7 +63,9 @@ def _foreign(folder: str) -> None:
     }
 
 
-def test_only_what_has_a_manifest_of_its_step_is_loaded_or_removed(tmp_path: Path) -> None:
+def test_only_directories_with_a_manifest_of_their_step_are_loaded_or_removed(
+    tmp_path: Path,
+) -> None:
     run_ranks(1, _foreign, str(tmp_path))
 
 
@@ -95,7 +97,7 @@ def test_a_directory_that_cannot_be_read_is_passed_over(tmp_path: Path) -> None:
     run_ranks(1, _unreadable, str(tmp_path))
 
 
-def _left_overs(folder: str) -> None:
+def _leftovers(folder: str) -> None:
     root, model = Path(folder), FSDP(nn.Linear(3, 3))
     here, other, old = f".owner-{directory.host()}", ".owner-elsewhere", time.time() - 2 * 86400
     living: list[int] = []
@@ -152,10 +154,10 @@ def _left_overs(folder: str) -> None:
         assert not _names(root) & {stays[0], stays[3]}
 
 
-def test_the_next_save_removes_what_killed_saves_have_left_and_nothing_that_may_be_alive(
+def test_the_next_save_removes_leftovers_of_killed_saves_and_no_directory_of_a_living_one(
     tmp_path: Path,
 ) -> None:
-    run_ranks(2, _left_overs, str(tmp_path))
+    run_ranks(2, _leftovers, str(tmp_path))
 
 
 def _two_jobs(folder: str) -> None:
@@ -223,7 +225,7 @@ def _save_in_background(root: Path, model: Any, step: int) -> None:
     checkpoint.async_save(root, model, step=step, keep_last=1).wait()
 
 
-def test_a_save_whose_folder_cannot_be_synced_says_that_the_checkpoint_stands(
+def test_a_save_whose_folder_cannot_be_synced_says_that_the_checkpoint_is_complete(
     tmp_path: Path,
 ) -> None:
     run_ranks(2, _not_synced, str(tmp_path))
@@ -238,15 +240,15 @@ def test_a_directory_that_is_removed_before_it_is_owned_is_made_again(
         mkdir(name, *args, **kwargs)
         if not swept:
             swept.append(name)
-            directory.remove_left_overs(tmp_path)  # as another job's save does
+            directory.remove_leftovers(tmp_path)  # as another job's save does
             assert not path.exists()
 
     monkeypatch.setattr(os, "mkdir", mkdir_and_lose)
     fresh = directory.make_fresh(path)
     assert fresh is not None
-    directory.remove_left_overs(tmp_path)
+    directory.remove_leftovers(tmp_path)
     assert path.is_dir()
     fresh.release()
-    directory.remove_left_overs(tmp_path)
+    directory.remove_leftovers(tmp_path)
     assert not path.exists()
     shutil.rmtree(tmp_path)

@@ -129,7 +129,7 @@ def test_wide_dtypes_come_first_and_the_rest_stays_in_order() -> None:
 
 
 @pytest.mark.parametrize("names", [["a", "a"], ["__metadata__"]])
-def test_names_that_make_no_file_are_no_header(names: list[str]) -> None:
+def test_names_that_cannot_be_in_a_file_are_refused(names: list[str]) -> None:
     with pytest.raises(ValueError, match="name"):
         encode_header([(name, torch.float32, (2,)) for name in names], {"format": "pt"})
 
@@ -141,7 +141,7 @@ def test_a_dtype_has_its_name(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("name", ["load", "nn", "nothing", "", "float32 ", 3, None, [], "_dynamo"])
-def test_anything_else_is_no_dtype(name: Any) -> None:
+def test_other_names_are_not_dtypes(name: Any) -> None:
     with pytest.raises(ValueError, match="is not a dtype"):
         dtype_of(name)
 
@@ -160,7 +160,7 @@ DAMAGED: dict[str, bytes] = {
     "7 bytes": bytes(7),
     "no text": bytes(8),
     "text longer than the file": file_of({"a": GOOD}, length=1000),
-    "longer than anything": struct.pack("<Q", 2**64 - 1) + b"{}",
+    "an enormous length": struct.pack("<Q", 2**64 - 1) + b"{}",
     "pickle": b"\x80\x04\x95" + bytes(100),
     "no json": file_of(b"{]"),
     "no text encoding": file_of(b'{"\xff\xfe": 1}'),
@@ -227,7 +227,7 @@ DAMAGED: dict[str, bytes] = {
     "a hole at the end": file_of(
         {"a": GOOD, "b": {**GOOD, "shape": [0], "data_offsets": [12, 12]}}, 12
     ),
-    "an empty tensor inside of another": file_of(
+    "an empty tensor inside another": file_of(
         {"a": GOOD, "b": {**GOOD, "shape": [0], "data_offsets": [4, 4]}}
     ),
     "bytes and no tensors": file_of({}),
@@ -281,10 +281,10 @@ READ: dict[str, bytes] = {
     "spaces around": file_of(b" \t\r\n" + json.dumps({"a": GOOD}).encode() + b" \n "),
     "texts that are null": file_of({"__metadata__": None, "a": GOOD}),
     "in another order": file_of({"b": {**GOOD, "data_offsets": [8, 16]}, "a": GOOD}, 16),
-    "an empty tensor before": file_of(
+    "an empty tensor before it": file_of(
         {"a": GOOD, "b": {**GOOD, "shape": [2, 0], "data_offsets": [0, 0]}}
     ),
-    "an empty tensor behind": file_of(
+    "an empty tensor after it": file_of(
         {"a": GOOD, "b": {**GOOD, "shape": [0, 2**40], "data_offsets": [8, 8]}}
     ),
     "a scalar without a name": file_of({"": {**GOOD, "shape": [], "data_offsets": [0, 4]}}, 4),
@@ -294,7 +294,7 @@ READ: dict[str, bytes] = {
     "more than the facts": file_of(
         {"a": {**GOOD, "x": [1.5, None, {"y": -3, "z": 10**300}], "\u00e9": {}}}
     ),
-    "125 lists in one another": file_of(
+    "125 nested lists": file_of(
         {"a": {**GOOD, "x": functools.reduce(lambda inner, _: [inner], range(124), [])}}
     ),
     "brackets and quotes in texts": file_of(
@@ -317,7 +317,7 @@ AMBIGUOUS: dict[str, bytes] = {
 
 
 @pytest.mark.parametrize("name", DAMAGED)
-def test_what_is_no_safetensors_file_is_named(tmp_path: Path, name: str) -> None:
+def test_an_invalid_safetensors_file_is_named(tmp_path: Path, name: str) -> None:
     path = tmp_path / "odd.safetensors"
     path.write_bytes(DAMAGED[name])
     with pytest.raises(
@@ -493,11 +493,11 @@ def test_no_file_is_read_that_the_library_refuses_and_none_in_another_way(
 
 
 BOMBS: dict[str, bytes] = {
-    "brackets in one another": b'{"a":' + b"[" * 3_000_000 + b"]" * 3_000_000 + b"}",
+    "nested brackets": b'{"a":' + b"[" * 3_000_000 + b"]" * 3_000_000 + b"}",
     "brackets side by side": b'{"a":[' + b"[]," * 3_000_000 + b"[]]}",
     "objects side by side": b'{"a":[' + b"{}," * 3_000_000 + b"{}]}",
     "quotes before them": b'{"\\"":"\\\\","a":[' + b"[]," * 3_000_000 + b"[]]}",
-    "128 lists in one another": b'{"__metadata__":{},"a":' + b"[" * 127 + b"]" * 127 + b"}",
+    "128 nested lists": b'{"__metadata__":{},"a":' + b"[" * 127 + b"]" * 127 + b"}",
 }
 
 
@@ -523,7 +523,7 @@ def test_a_shape_of_very_many_large_sizes_is_refused_without_multiplying_them(
         read_header(path)
 
 
-def test_what_would_not_be_read_again_is_not_written() -> None:
+def test_a_header_that_could_not_be_read_again_is_not_written() -> None:
     with pytest.raises(UsageError, match="too large to be read again"):
         encode_header([("a", torch.float32, (2,))], {"text": "x" * 100_000_000})
 

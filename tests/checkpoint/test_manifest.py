@@ -85,7 +85,7 @@ def assert_damaged(path: Path) -> None:
     assert str(path) in str(caught.value)
 
 
-def test_what_is_written_is_read(tmp_path: Path) -> None:
+def test_a_written_manifest_is_read_back(tmp_path: Path) -> None:
     (tmp_path / MANIFEST).write_text(example().as_text())
     assert read_manifest(tmp_path) == example()
     assert read_manifest(tmp_path).as_text() == example().as_text()
@@ -209,7 +209,7 @@ def test_a_text_that_was_cut_or_grew_is_noticed(tmp_path: Path, data: st.DataObj
         assert_damaged(tmp_path)
 
 
-def test_what_is_no_checkpoint_is_named(tmp_path: Path) -> None:
+def test_a_directory_without_a_checkpoint_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     for path, got in (
         (tmp_path, "a directory without"),
@@ -236,28 +236,26 @@ def test_another_format_or_version_is_named_with_what_to_do(tmp_path: Path) -> N
 
 WRONG: dict[str, Callable[[dict[str, Any]], object]] = {
     "a file in two places of an axis": lambda c: c["axes"].__setitem__(0, [0, 0]),
-    "a file that there is not": lambda c: c["axes"].__setitem__(0, [0, 3]),
+    "an unknown file": lambda c: c["axes"].__setitem__(0, [0, 3]),
     "a negative file": lambda c: c["axes"].__setitem__(0, [0, -1]),
     "an axis without files": lambda c: c["axes"].__setitem__(1, []),
     "an axis that is a number": lambda c: c["axes"].__setitem__(0, 1),
     "an axis of texts": lambda c: c["axes"].__setitem__(0, ["0", "1"]),
     "axes that are a dict": lambda c: c.update(axes={"0": [0, 1]}),
-    "an axis that there is not": lambda c: c["groups"][0].update(axis=2),
+    "an unknown axis": lambda c: c["groups"][0].update(axis=2),
     "a negative axis": lambda c: c["groups"][0].update(axis=-1),
     "shards on fewer files": lambda c: c["groups"][0].update(axis=1),
-    "shards of nothing": lambda c: c["groups"][0].update(shard_numel=0),
+    "empty shards": lambda c: c["groups"][0].update(shard_numel=0),
     "shards too small": lambda c: c["groups"][0].update(shard_numel=4),
     "shards that are a text": lambda c: c["groups"][0].update(shard_numel="12"),
-    "shards of halves": lambda c: c["groups"][0].update(shard_numel=12.5),
+    "fractional shards": lambda c: c["groups"][0].update(shard_numel=12.5),
     "overlap": lambda c: c["groups"][0]["parameters"][2].update(start=14),
     "a negative start": lambda c: c["groups"][0]["parameters"][0].update(start=-1),
-    "a start in halves": lambda c: c["groups"][0]["parameters"][0].update(start=0.5),
+    "a fractional start": lambda c: c["groups"][0]["parameters"][0].update(start=0.5),
     "a shape that is larger": lambda c: c["groups"][0]["parameters"][0].update(shape=[6, 3]),
     "a negative shape": lambda c: c["groups"][0]["parameters"][0].update(shape=[-5, -3]),
     "a shape of texts": lambda c: c["groups"][0]["parameters"][0].update(shape=["5", "3"]),
-    "a shape that is infinite": lambda c: c["groups"][0]["parameters"][1].update(
-        shape=[float("inf")]
-    ),
+    "an infinite shape": lambda c: c["groups"][0]["parameters"][1].update(shape=[float("inf")]),
     "no names": lambda c: c["groups"][0]["parameters"][0].update(names=[]),
     "names that are a number": lambda c: c["groups"][0]["parameters"][0].update(names=3),
     "a name twice": lambda c: c["groups"][1]["parameters"][0].update(names=["encoder.weight"]),
@@ -277,17 +275,17 @@ WRONG: dict[str, Callable[[dict[str, Any]], object]] = {
     "a file size that is a text": lambda c: c["files"][0].update(nbytes="0"),
     "a checksum that is missing": lambda c: c["files"][1].update(crc32="00000001"),
     "checksums that are a list": lambda c: c["files"][1].update(crc32=["00000001", "ffffffff"]),
-    "checksums in other letters": lambda c: c["files"][2].update(crc32="0000000g"),
+    "checksums that are not hexadecimal": lambda c: c["files"][2].update(crc32="0000000g"),
     "no files": lambda c: c.pop("files"),
     "files that are a dict": lambda c: c.update(files={"a": 1}),
-    "a file for all that there is not": lambda c: c.update(common=3),
-    "a file for all that is a text": lambda c: c.update(common="2"),
-    "a negative file for all": lambda c: c.update(common=-1),
+    "an unknown common file": lambda c: c.update(common=3),
+    "a common file that is a text": lambda c: c.update(common="2"),
+    "a negative common file": lambda c: c.update(common=-1),
     "no step": lambda c: c.pop("step"),
     "a step that is a text": lambda c: c.update(step="1"),
     "a negative step": lambda c: c.update(step=-1),
     "an identity that is an object": lambda c: c.update(identity={}),
-    "an axis of truths": lambda c: c["axes"].__setitem__(1, [True]),
+    "an axis of booleans": lambda c: c["axes"].__setitem__(1, [True]),
     "a name that is a list": lambda c: c["groups"][0]["parameters"][0].update(names=[["a"]]),
     "names that are a text": lambda c: c["groups"][0]["parameters"][0].update(names="ab"),
     "a group whose name is a list": lambda c: c["groups"][0].update(name=[]),
@@ -310,11 +308,11 @@ WRONG: dict[str, Callable[[dict[str, Any]], object]] = {
 }
 
 
-@pytest.mark.parametrize("what", WRONG)
-def test_a_layout_that_cannot_be_is_noticed_also_where_the_checksum_fits(
-    tmp_path: Path, what: str
+@pytest.mark.parametrize("name", WRONG)
+def test_an_impossible_layout_is_noticed_even_if_the_checksum_fits(
+    tmp_path: Path, name: str
 ) -> None:
-    (tmp_path / MANIFEST).write_text(changed(WRONG[what]))
+    (tmp_path / MANIFEST).write_text(changed(WRONG[name]))
     assert_damaged(tmp_path)
 
 
@@ -323,14 +321,14 @@ TWICE = CONTENT.replace('"step": 1200,', '"step": 1200, "step": 1200,')
 
 
 @pytest.mark.parametrize("content", ["{", "[]", "3", '{"format": 1]', "{" * 3, TWICE], ids=len)
-def test_a_content_that_is_no_json_is_noticed_also_where_the_checksum_fits(
+def test_content_that_is_not_json_is_noticed_even_if_the_checksum_fits(
     tmp_path: Path, content: str
 ) -> None:
     (tmp_path / MANIFEST).write_text(text_of(content))
     assert_damaged(tmp_path)
 
 
-def test_an_object_without_a_format_is_no_checkpoint_of_this_version(tmp_path: Path) -> None:
+def test_a_manifest_without_a_format_is_refused(tmp_path: Path) -> None:
     (tmp_path / MANIFEST).write_text(text_of("{}"))
     assert_damaged(tmp_path)
 
@@ -355,7 +353,7 @@ def test_a_text_that_is_too_long_is_refused_before_it_is_parsed(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo], ids=["directory", "FIFO"])
-def test_what_is_not_a_file_in_the_place_of_the_manifest_is_no_checkpoint(
+def test_a_manifest_that_is_not_a_regular_file_is_refused(
     tmp_path: Path, make: Callable[[Path], object]
 ) -> None:
     make(tmp_path / MANIFEST)
@@ -443,7 +441,7 @@ def nbytes(num_groups: int, num_params: int, num_files: int, file_nbytes: int = 
     )
 
 
-def test_it_grows_with_parameters_plus_files_and_not_with_their_product() -> None:
+def test_the_manifest_grows_with_parameters_plus_files_not_with_their_product() -> None:
     base = nbytes(1, 100, 1)
     assert nbytes(1, 1100, 1) - base < 1000 * 200, "bytes for each parameter"
     assert nbytes(100, 100, 1) - base < 99 * 200, "bytes for each group"

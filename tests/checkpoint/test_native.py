@@ -64,10 +64,10 @@ def whole_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str,
 
 
 def num_sent(model: FSDP) -> int:
-    wires = {
-        id(wire): wire for group in model._runtime.groups for wire in (group.shard, group.replica)
+    comms = {
+        id(comm): comm for group in model._runtime.groups for comm in (group.shard, group.replica)
     }
-    return sum(sum(wire.traffic.counts.values()) for wire in wires.values())
+    return sum(sum(comm.traffic.counts.values()) for comm in comms.values())
 
 
 # -- there and back
@@ -213,7 +213,7 @@ def _container(folder: str, reads: bool) -> Any:
     return step(1), {name: value for name, value in model.free.state_dict().items()}
 
 
-def test_a_container_is_saved_with_what_is_not_sharded_in_it(tmp_path: Path) -> None:
+def test_a_container_is_saved_with_its_unsharded_parts(tmp_path: Path) -> None:
     wrote = run_ranks(2, _container, str(tmp_path), False)
     read = run_ranks(3, _container, str(tmp_path), True)
     assert read[0][0] == pytest.approx(wrote[0][0], rel=1e-6)
@@ -345,15 +345,15 @@ DAMAGES: dict[str, tuple[str, Callable[[Path], None]]] = {
     "a flipped bit in the manifest": ("manifest.json", _flip),
     "a truncated manifest": ("manifest.json", _truncate),
     "no manifest": ("manifest.json", Path.unlink),
-    "a FIFO in the place of a file": (
+    "a FIFO instead of a file": (
         "rank-00001.safetensors",
         lambda path: _replace(path, os.mkfifo),
     ),
-    "a FIFO in the place of the manifest": (
+    "a FIFO instead of the manifest": (
         "manifest.json",
         lambda path: _replace(path, os.mkfifo),
     ),
-    "a directory in the place of a file": (
+    "a directory instead of a file": (
         "rank-00001.safetensors",
         lambda path: _replace(path, os.mkdir),
     ),
@@ -383,7 +383,7 @@ def _load_damaged(folder: str, cases: Mapping[str, str]) -> None:
     train(model, optimizer, range(1, 2))
 
 
-def test_what_is_damaged_is_named_on_all_ranks_and_nothing_changes(tmp_path: Path) -> None:
+def test_damage_is_named_on_all_ranks_and_nothing_changes(tmp_path: Path) -> None:
     run_ranks(3, _save_one, str(tmp_path))
     run_ranks(3, _save_one, str(tmp_path / "other"), seed=5)
     for what, (name, damage) in DAMAGES.items():
@@ -674,7 +674,7 @@ def _steps(folder: str) -> None:
     assert sorted(path.name for path in Path(folder).iterdir()) == ["step-00000006"]
 
 
-def test_steps_are_never_overwritten_and_old_ones_go_when_asked_for(tmp_path: Path) -> None:
+def test_steps_are_never_overwritten_and_old_ones_are_removed_on_request(tmp_path: Path) -> None:
     run_ranks(2, _steps, str(tmp_path / "made" / "on the way"))
 
 
@@ -699,7 +699,7 @@ def _two_disks(folder: str) -> None:
     assert_same_optim(found["optim"], expected["optim"])
 
 
-def test_nodes_with_disks_of_their_own_each_have_what_they_need(tmp_path: Path) -> None:
+def test_nodes_with_separate_disks_each_have_the_files_they_need(tmp_path: Path) -> None:
     run_ranks(4, _two_disks, str(tmp_path))
 
 
@@ -722,7 +722,7 @@ def _two_models(folder: str) -> None:
     assert_same(model.state_dict(), expected)
 
 
-def test_models_on_ranks_of_their_own_save_apart(tmp_path: Path) -> None:
+def test_models_on_different_ranks_save_independently(tmp_path: Path) -> None:
     run_ranks(4, _two_models, str(tmp_path))
 
 
@@ -743,7 +743,7 @@ def _progress(folder: str) -> list[str]:
     return shown
 
 
-def test_progress_is_shown_on_the_first_rank_when_asked_for(tmp_path: Path) -> None:
+def test_progress_is_shown_on_the_first_rank_on_request(tmp_path: Path) -> None:
     first, second = run_ranks(2, _progress, str(tmp_path))
     for text, what in zip(
         first, ("save step 7", "check step 7", "save weights", "load weights"), strict=False
@@ -768,11 +768,11 @@ def _wrong_calls(folder: str) -> None:
     model, optimizer = build(PLAIN)
     first = dist.get_rank() == 0
     cases: dict[str, Callable[[], Any]] = {
-        "no FSDP in it": lambda: checkpoint.save(folder, nn.Linear(2, 2), step=1),
+        "no FSDP module": lambda: checkpoint.save(folder, nn.Linear(2, 2), step=1),
         "arguments in another order": lambda: checkpoint.save(model, folder, step=1),  # type: ignore[arg-type]
         "no optimizer": lambda: checkpoint.save(folder, model, model, step=1),  # type: ignore[arg-type]
         "a negative step": lambda: checkpoint.save(folder, model, step=-1),
-        "a step that is no number": lambda: checkpoint.save(folder, model, step="3"),  # type: ignore[arg-type]
+        "a step that is not a number": lambda: checkpoint.save(folder, model, step="3"),  # type: ignore[arg-type]
         "keep none": lambda: checkpoint.save(folder, model, step=1, keep_last=0),
         "steps that differ": lambda: checkpoint.save(folder, model, step=dist.get_rank()),
         "extra that needs pickle": lambda: checkpoint.save(
@@ -809,7 +809,7 @@ def _wrong_calls(folder: str) -> None:
         checkpoint.save(folder, model, step=1)
 
 
-def test_what_cannot_work_is_refused_on_all_ranks_before_anything_is_written(
+def test_invalid_arguments_are_refused_on_all_ranks_before_anything_is_written(
     tmp_path: Path,
 ) -> None:
     run_ranks(2, _wrong_calls, str(tmp_path))
@@ -859,7 +859,7 @@ def _full_disk(folder: str) -> None:
     checkpoint.save(folder, model, optimizer, step=2)
 
 
-def test_a_full_disk_is_an_error_on_all_ranks_and_what_stood_stands(tmp_path: Path) -> None:
+def test_a_full_disk_is_an_error_on_all_ranks_and_earlier_checkpoints_stay(tmp_path: Path) -> None:
     run_ranks(2, _full_disk, str(tmp_path))
 
 
@@ -994,7 +994,7 @@ def _own_states(folder: str, use_orig_params: bool, resumes: bool) -> Any:
 
 
 @pytest.mark.parametrize("use_orig_params", [False, True])
-def test_states_of_one_ranks_part_come_back_where_the_parts_are_the_same(
+def test_rank_local_states_come_back_where_the_parts_are_the_same(
     use_orig_params: bool, tmp_path: Path
 ) -> None:
     expected = run_ranks(2, _own_states, str(tmp_path), use_orig_params, False)

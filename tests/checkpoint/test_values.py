@@ -251,7 +251,7 @@ def test_of_a_named_tuple_and_of_the_version_of_torch_the_plain_value_comes_back
 
 
 @pytest.mark.parametrize("around", [lambda inner: (inner,), lambda inner: {1: inner}])
-def test_what_is_nested_as_deeply_as_may_be_is_read_from_a_text_within_bounds(
+def test_a_value_of_the_largest_allowed_depth_is_read(
     around: Callable[[Any], Any],
 ) -> None:
     value: Any = 0
@@ -268,11 +268,11 @@ def test_what_is_nested_as_deeply_as_may_be_is_read_from_a_text_within_bounds(
     )
 
 
-def test_a_defaultdict_comes_back_as_a_dict_as_its_factory_is_code() -> None:
+def test_a_defaultdict_comes_back_as_a_dict_without_its_factory() -> None:
     assert_same(through_text(collections.defaultdict(list, {1: [2]})), {1: [2]})
 
 
-def test_a_value_that_is_there_twice_is_no_cycle() -> None:
+def test_a_value_that_occurs_twice_is_not_a_cycle() -> None:
     shared = [1]
     assert through_text([shared, {"a": shared}]) == [[1], {"a": [1]}]
 
@@ -330,7 +330,7 @@ def test_a_number_of_numpy_comes_back_as_a_number() -> None:
     ],
     ids=lambda tensor: f"{tensor.dtype}-{tuple(tensor.shape)}",
 )
-def test_a_tensor_is_kept_apart_and_comes_back(tensor: Tensor) -> None:
+def test_a_tensor_is_stored_separately_and_comes_back(tensor: Tensor) -> None:
     content, kept = encoded(tensor)
     name, value = kept.popitem()
     assert not kept
@@ -400,7 +400,7 @@ SCHEDULES: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_a_schedule_goes_on_where_it_was(name: str) -> None:
+def test_a_schedule_continues_from_its_saved_position(name: str) -> None:
     def made() -> tuple[torch.optim.Optimizer, Any]:
         optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1, momentum=0.9)
         return optimizer, SCHEDULES[name](optimizer)
@@ -495,7 +495,7 @@ def refused() -> dict[str, Any]:
 
 @pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
 @pytest.mark.parametrize("name", refused())
-def test_what_is_no_data_is_refused_with_its_place(name: str) -> None:
+def test_objects_that_are_not_data_are_refused_with_their_place(name: str) -> None:
     with pytest.raises(UsageError, match="A value cannot be saved") as caught:
         encoded({"a": [0, refused()[name]]})
     lines = str(caught.value).splitlines()
@@ -514,7 +514,7 @@ def test_what_is_no_data_is_refused_with_its_place(name: str) -> None:
     )
 
 
-def test_what_is_no_data_is_refused_inside_of_keys_and_tuples() -> None:
+def test_objects_that_are_not_data_are_refused_inside_keys_and_tuples() -> None:
     for value in (
         {print: 1},
         Point(print),
@@ -573,7 +573,7 @@ def test_no_object_of_a_class_that_a_text_names_is_made(tag: str, attributes: ob
 
 
 @pytest.mark.parametrize("tag", OBJECTS)
-def test_nothing_is_imported(tag: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_decoding_imports_no_module(tag: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A module may import others when an attribute of it is asked for; torch does."""
     module = types.ModuleType("importing")
     module.__getattr__ = lambda name: pytest.fail(f"asked for {name}")  # type: ignore[method-assign]
@@ -701,7 +701,7 @@ MALICIOUS: list[Any] = [
 ]
 
 
-def test_a_text_that_makes_no_sense_is_a_checkpoint_error() -> None:
+def test_an_invalid_text_is_a_checkpoint_error() -> None:
     found = [
         (error, content)
         for content in MALICIOUS

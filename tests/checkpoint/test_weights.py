@@ -255,7 +255,7 @@ def _ways_in(folder: Path) -> None:
         assert_equal(full_state(model), plain.state_dict())
 
 
-def test_weights_are_loaded_from_a_file_an_index_or_a_directory_under_any_name_of_what_is_tied(
+def test_weights_are_loaded_from_a_file_an_index_or_a_directory_under_any_tied_name(
     tmp_path: Path,
 ) -> None:
     run_ranks(2, _ways_in, tmp_path)
@@ -327,7 +327,7 @@ def _goes_on(folder: Path) -> None:
             assert not torch.equal(model(x), made(1)(x))
 
 
-def test_the_next_forward_computes_with_what_was_loaded(tmp_path: Path) -> None:
+def test_the_next_forward_uses_the_loaded_values(tmp_path: Path) -> None:
     run_ranks(2, _goes_on, tmp_path)
 
 
@@ -754,7 +754,7 @@ def _refused_loads(folder: Path) -> dict[str, Outcome]:
     return found
 
 
-def test_loading_what_is_wrong_is_refused_on_all_ranks_with_nothing_changed(tmp_path: Path) -> None:
+def test_an_invalid_load_is_refused_on_all_ranks_and_changes_nothing(tmp_path: Path) -> None:
     assert_refused(
         run_ranks(2, _refused_loads, tmp_path),
         {
@@ -831,8 +831,8 @@ def _refused_saves(folder: Path) -> dict[str, Outcome]:
     mine = Path(f"{folder}/mine/{dist.get_rank()}")  # as if on disks of their own
     calls: dict[str, Callable[[], object]] = {
         "there": lambda: save_safetensors(folder / "there", model),
-        "an index is there": lambda: save_safetensors(folder / "index", model),
-        "parts are there": lambda: save_safetensors(folder / "parts", model, max_file_nbytes=40),
+        "an existing index": lambda: save_safetensors(folder / "index", model),
+        "existing parts": lambda: save_safetensors(folder / "parts", model, max_file_nbytes=40),
         "below a file": lambda: save_safetensors(folder / "file" / "deeper", model),
         "a file": lambda: save_safetensors(folder / "file", model),
         "long path": lambda: save_safetensors("x" * 300, model),
@@ -905,15 +905,15 @@ def _refused_saves(folder: Path) -> dict[str, Outcome]:
     return found
 
 
-def test_saving_what_is_wrong_is_refused_on_all_ranks_with_nothing_left(tmp_path: Path) -> None:
+def test_an_invalid_save_is_refused_on_all_ranks_and_leaves_no_files(tmp_path: Path) -> None:
     exists = "which are never overwritten"
     differs = "all ranks"
     assert_refused(
         run_ranks(2, _refused_saves, tmp_path),
         {
             "there": ("UsageError", exists),
-            "an index is there": ("UsageError", exists),
-            "parts are there": ("UsageError", exists),
+            "an existing index": ("UsageError", exists),
+            "existing parts": ("UsageError", exists),
             "below a file": ("CheckpointError", "NotADirectoryError"),
             "a file": ("CheckpointError", "FileExistsError"),
             "long path": ("CheckpointError", "x" * 300),

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp_compat import ShardingStrategy, StateError
-from fsdp_compat._comm import deadlock, progress
+from fsdp_compat._comm import deadlock, progress, shared_memory
 from fsdp_compat._comm.communicator import communicator
 from fsdp_compat._comm.cycles import find_cycle
 from fsdp_compat._comm.gloo_connections import ACK_TAG, VALUES_TAG, GlooConnections
@@ -151,6 +152,8 @@ class FakeWaiter:
     def __init__(self, rank: int, name: str = "all", ranks: int = 2) -> None:
         self.activity = Activity(name, rank, tuple(range(ranks)), thread=threading.get_ident())
         self.calls: list[str] = []
+        self.lost: Report | None = None  # what it finds when it looks at its connections
+        self.num_looks = 0
 
     def begin(self, tag: int = 4) -> Waiting:
         """Begin a message and wait for it."""
@@ -164,6 +167,10 @@ class FakeWaiter:
         rank = self.activity.rank
         peers = tuple(r for r in self.activity.members if r != rank)
         return Wait(rank, peers, self.activity.name, tag, number, f"rank {rank} waits for {what}")
+
+    def lost_connection(self, wait: Wait) -> Report | None:
+        self.num_looks += 1
+        return self.lost
 
     def end_wait(self) -> None:
         self.calls.append("end_wait")
@@ -240,7 +247,23 @@ def test_search_ends_the_wait_of_every_rank_of_a_circle(two: tuple[Process, Proc
         assert process.waiter.activity.diagnosis == expected
         assert process.store.failure_of("all", rank) == expected
         process.look(100.0)
-        assert process.waiter.calls == ["end_wait"], "once"
+        assert process.waiter.calls == ["end_wait"] * 2, "until it has ended"
+        process.waiter.activity.waiting = None
+        process.look(100.0)
+        assert process.waiter.calls == ["end_wait"] * 2
+
+
+def test_search_ends_a_long_wait_whose_connection_is_lost(two: tuple[Process, Process]) -> None:
+    own, _ = two
+    own.waiter.begin()
+    own.look()
+    own.look(deadlock.PATIENCE)
+    own.look(0.9 * deadlock.PATIENCE)
+    assert own.waiter.num_looks == 1, "each one costs a message"
+    own.waiter.lost = Report(False, {1: "rank 0 has lost its connection to rank 1"})
+    own.look(0.2 * deadlock.PATIENCE)
+    assert own.waiter.calls == ["end_wait"]
+    assert own.waiter.activity.diagnosis == own.waiter.lost
 
 
 def test_search_reports_the_failure_of_all_connections(two: tuple[Process, Process]) -> None:
@@ -611,6 +634,63 @@ def test_interrupt_in_the_middle_of_communication_fails_on_all_ranks_for_good() 
     (_, first_again), (second, second_again) = run_ranks(2, is_interrupted_while_it_waits)
     for message in (first_again, second, second_again):
         assert "rank 0 left its communication with KeyboardInterrupt" in message
+
+
+LARGE = 1 << 24  # numbers in a message: far more than fit into the buffers of a connection
+
+
+def loses_a_message_under_way(is_collective: bool, is_told: bool) -> str:
+    """Rank 1 closes its connections while a message is arriving. It tells why, or not, as a killed
+    process."""
+    comm = connect()
+    segments = torch.full((2 * LARGE,), float(comm.rank)).chunk(2)
+
+    def communicate() -> None:
+        if is_collective:
+            comm.broadcast(segments[:1], "a model")
+        else:
+            full = segments[0]._base
+            assert full is not None
+            comm.end_gather(comm.begin_gather(segments[comm.rank], full, segments, 4), "a model")
+            comm.flush_sends("a model")
+
+    def communicate_until_it_fails() -> None:
+        while not found:  # the first message may be too fast
+            message = message_of(communicate)
+            found.extend([message] if message else [])
+
+    found: list[str] = []
+    with (
+        mock.patch.object(shared_memory, "MIN_NBYTES", 1 << 62),
+        mock.patch.object(StatusStore, "report_failure")
+        if not is_told
+        else contextlib.nullcontext(),
+    ):
+        if comm.rank == 0:
+            communicate_until_it_fails()
+        else:
+            thread = threading.Thread(target=communicate_until_it_fails)
+            thread.start()
+            while segments[0][0].item():  # until it is that of rank 0
+                pass
+            comm.connections.abandon("its communication", KeyboardInterrupt())
+            thread.join()
+    return found[0]
+
+
+@pytest.mark.parametrize("is_collective", [False, True])
+@pytest.mark.parametrize(
+    ("is_told", "reason"),
+    [
+        (True, "rank 1 left its communication with KeyboardInterrupt"),
+        (False, "rank 0 has lost its connection to rank 1|Connection closed by peer"),
+    ],
+)
+def test_message_that_is_under_way_when_its_connection_closes_fails(
+    is_collective: bool, is_told: bool, reason: str
+) -> None:
+    message, _ = run_ranks(2, loses_a_message_under_way, is_collective, is_told)
+    assert re.match(f"Waiting for a .*model failed[\\s\\S]*({reason})", message), message
 
 
 def waits_too_long() -> tuple[list[float], list[float], str]:

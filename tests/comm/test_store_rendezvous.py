@@ -17,7 +17,7 @@ from fsdp_compat import StateError
 from fsdp_compat._comm import deadlock, progress, store_rendezvous
 from fsdp_compat._comm.processes import Process
 from fsdp_compat._comm.status_store import Answer, Post, StatusStore
-from fsdp_compat._comm.store_rendezvous import Inquiry, StoreRendezvous
+from fsdp_compat._comm.store_rendezvous import Inquiry, StoreRendezvous, Turn
 from fsdp_compat._comm.waits import RENDEZVOUS, Activity, Report, Wait
 from tests.support.simulation import Simulation
 
@@ -164,6 +164,26 @@ def test_different_calls_are_refused_without_waiting_for_missing_ranks(
         assert "rank 0 called state_dict() at train.py:1 in main()" in message
         assert "rank 1 called clip_grad_norm_() at train.py:1 in main()" in message
         assert "rank 2 has not arrived" in message
+    ranks.assert_all_can_go_on()
+
+
+def test_rank_that_arrives_while_the_rendezvous_is_closed_is_told_its_own_call(
+    make: Callable[..., Ranks], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 2 arrives after rank 0 has seen that the calls differ, and before that rank closes the
+    rendezvous."""
+    ranks, close, pauses_s = make(3), Turn.close, (0.1, 0.2, 1.0)
+
+    def close_late(turn: Turn, lines: Callable[[], dict[int, str]]) -> None:
+        ranks.simulation.sleep(pauses_s[turn._activity.rank])
+        close(turn, lines)
+
+    monkeypatch.setattr(Turn, "close", close_late)
+    messages = ranks.simulation.run(
+        ranks.call(0, "state_dict"), ranks.call(1, "apply"), ranks.call(2, "apply", after_s=0.05)
+    )
+    for message in messages:
+        assert "rank 2 called apply() at train.py:1 in main()" in message
     ranks.assert_all_can_go_on()
 
 

@@ -13,7 +13,7 @@ from tests.support.engine_build import lone_mesh, make_unit, members_of
 
 def units(names: str) -> list[Unit]:
     made = []
-    for name in names:
+    for _ in names:
         module = nn.Linear(1, 1)
         made.append(make_unit("flat", module, lone_mesh(), members_of(module)))
     Runtime(made[0], made, list(names), RuntimeOptions(False, Prefetch.PRE, False))

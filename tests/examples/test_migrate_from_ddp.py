@@ -44,7 +44,7 @@ def test_equal_runs_have_no_problems() -> None:
     assert migrate_from_ddp.problems(three_runs()) == []
 
 
-def test_rounding_is_no_problem() -> None:
+def test_rounding_is_not_a_problem() -> None:
     runs = three_runs()
     runs["FSDP"].losses[3] *= 1 + 5e-7
     runs["moved"].validation *= 1 - 5e-7
@@ -83,7 +83,7 @@ def test_rounding_may_grow_after_the_first_steps_only() -> None:
         (100, ["1", "10"]),
     ],
 )
-def test_the_table_has_the_steps_that_were_asked_for(every: int, labels: list[str]) -> None:
+def test_the_table_has_the_requested_steps(every: int, labels: list[str]) -> None:
     heading, *lines = migrate_from_ddp.table(three_runs(), every)
     assert heading.split() == [
         "step",

@@ -200,7 +200,7 @@ def one_process(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Losses]:
     return trained(1, directory, "--steps", str(NUM_STEPS), *VALIDATE)
 
 
-def test_it_learns(one_process: dict[str, Losses]) -> None:
+def test_the_loss_falls(one_process: dict[str, Losses]) -> None:
     assert [step for step, _ in one_process["train"]] == list(range(1, NUM_STEPS + 1))
     assert [step for step, _ in one_process["validation"]] == [4, 8, 12]
     assert one_process["train"][0][1] == pytest.approx(5.55, abs=0.1)  # log(256): untrained

@@ -15,17 +15,17 @@ from torch import Tensor, nn
 from fsdp_compat import ShardingStrategy
 from tests.support.models import DIM, RareRows, Stack, Switch, chain
 from tests.support.pairwise import pairwise
-from tests.support.parity import Turn, backward, both_forms, make_pair, one_backward, square, trains
+from tests.support.parity import (
+    Turn,
+    accumulates,
+    backward,
+    both_forms,
+    make_pair,
+    one_backward,
+    square,
+    trains,
+)
 from tests.support.ranks import run_ranks
-
-
-def _accumulates(pattern: str, m: nn.Module, x: Tensor, turn: Turn) -> Tensor:
-    """n: a backward under no_sync, s: one with sync."""
-    total = torch.zeros(())
-    for index, letter in enumerate(pattern):
-        with turn.no_sync() if letter == "n" else contextlib.nullcontext():
-            total = total + backward(square(m, x * (index + 1)))
-    return total
 
 
 @pairwise
@@ -44,11 +44,11 @@ def test_any_pattern_of_synchronised_backwards_adds_up_all_gradients(
     num_ranks: int, strategy: ShardingStrategy, pattern: str, use_orig_params: bool
 ) -> None:
     options = {"sharding_strategy": strategy, "use_orig_params": use_orig_params}
-    run_ranks(num_ranks, trains, Stack, step=partial(_accumulates, pattern), num_steps=2, **options)
+    run_ranks(num_ranks, trains, Stack, step=partial(accumulates, pattern), num_steps=2, **options)
 
 
 def test_replicas_accumulate_too() -> None:
-    run_ranks(4, trains, Stack, step=partial(_accumulates, "nns"), replicas=2)
+    run_ranks(4, trains, Stack, step=partial(accumulates, "nns"), replicas=2)
 
 
 def _forward_under_no_sync_backward_outside(m: nn.Module, x: Tensor, turn: Turn) -> Tensor:
@@ -59,7 +59,7 @@ def _forward_under_no_sync_backward_outside(m: nn.Module, x: Tensor, turn: Turn)
 
 
 @both_forms
-def test_it_is_the_backward_that_no_sync_is_about(use_orig_params: bool) -> None:
+def test_no_sync_applies_to_the_backward_not_the_forward(use_orig_params: bool) -> None:
     run_ranks(
         2,
         trains,
@@ -76,7 +76,7 @@ def _uses_a_unit_in_the_first_pass_only(m: nn.Module, x: Tensor, turn: Turn) -> 
 
 
 @both_forms
-def test_what_only_an_unsynchronised_backward_used_is_reduced_by_the_next_one(
+def test_parameters_used_only_in_an_unsynchronised_backward_are_reduced_by_the_next_one(
     use_orig_params: bool,
 ) -> None:
     run_ranks(
@@ -85,7 +85,7 @@ def test_what_only_an_unsynchronised_backward_used_is_reduced_by_the_next_one(
 
 
 def _clears_gradients_between(set_to_none: bool, before: str, **options: Any) -> None:
-    """``before``: patterns of backwards whose gradients zero_grad drops."""
+    """before: patterns of backwards whose gradients zero_grad drops."""
     pair = make_pair(Stack, **options)
     for _ in range(3):
         batches = pair.batches()
@@ -105,7 +105,7 @@ def _clears_gradients_between(set_to_none: bool, before: str, **options: Any) ->
 @both_forms
 @pytest.mark.parametrize("before", ["n", "nn", "sn"])
 @pytest.mark.parametrize("set_to_none", [True, False])
-def test_zero_grad_drops_what_was_not_synchronised(
+def test_zero_grad_drops_unsynchronised_gradients(
     set_to_none: bool, before: str, use_orig_params: bool
 ) -> None:
     run_ranks(2, _clears_gradients_between, set_to_none, before, use_orig_params=use_orig_params)
@@ -116,7 +116,7 @@ def _use_row(model: nn.Module, x: Tensor, row: int) -> Tensor:
 
 
 def _scales_gradients_between(**options: Any) -> None:
-    """Where a rank's part of a gradient is empty or zero, scaling looks as zero_grad does."""
+    """Where a rank's part of a gradient is empty or zero, scaling looks the same as zero_grad."""
     pair = make_pair(partial(chain, RareRows), (RareRows,), **options)
     batches = pair.batches()
     for x in batches:
@@ -142,7 +142,7 @@ def _scales_gradients_between(**options: Any) -> None:
 
 @both_forms
 @pytest.mark.parametrize("num_ranks", [2, 3])
-def test_gradients_scaled_in_place_between_backwards_keep_what_was_not_synchronised(
+def test_gradients_scaled_in_place_between_backwards_keep_unsynchronised_ones(
     num_ranks: int, use_orig_params: bool
 ) -> None:
     run_ranks(num_ranks, _scales_gradients_between, use_orig_params=use_orig_params)

@@ -1,5 +1,5 @@
-"""Parameters that are replaced, or given other memory: the values are taken over or refused, by
-whatever is called next."""
+"""Parameters that are replaced, or given other memory: the next call takes the values over or
+refuses them."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def assert_equal_states(model: FSDP, plain: nn.Module) -> None:
 
 
 def uses(model: FSDP, directory: Path) -> Iterator[tuple[str, Callable[[], Any]]]:
-    """What sees a model's parameters."""
+    """Yield everything that reads a model's parameters, by name."""
     optim = torch.optim.SGD(model.parameters(), 0.1)
     yield "forward", lambda: model(batch())
     yield "state_dict", model.state_dict
@@ -184,7 +184,7 @@ def _refuses(use_orig_params: bool) -> None:
             stem.weight = model.module.head.weight
     else:
         with pytest.raises(StateError, match="used while its unit is sharded"):
-            stem.weight.sum()  # its placeholder is there again
+            stem.weight.sum()  # shows its placeholder again
     loss = model(batch()).sum()
     with pytest.raises(StateError, match=r"between forward and backward|FlatParameter"):
         stem.weight = nn.Parameter(torch.zeros(DIM, DIM))
@@ -202,18 +202,18 @@ def _refuses(use_orig_params: bool) -> None:
     tied = FSDP(Tied(), use_orig_params=use_orig_params)
     with pytest.raises(StateError, match=r"tied|FlatParameter"):
         tied.module.two.weight = nn.Parameter(torch.zeros(DIM, DIM))
-    stem.extra = nn.Parameter(torch.zeros(3))  # nothing of the unit's
+    stem.extra = nn.Parameter(torch.zeros(3))  # not a parameter of the unit
     assert plain.stem.weight.shape == (DIM, DIM)
 
 
 @both_forms
-def test_what_does_not_fit_is_refused_where_it_is_assigned(use_orig_params: bool) -> None:
+def test_an_assignment_that_does_not_fit_is_refused(use_orig_params: bool) -> None:
     run_ranks(2, _refuses, use_orig_params)
 
 
 def _refuses_everywhere(directory: str, use_orig_params: bool) -> None:
-    """What goes past an assignment, as parametrizations do, is refused by whatever comes next,
-    until it is undone."""
+    """A change that bypasses assignment, as by parametrizations, is refused by every call until it
+    is undone."""
     _, model = make(use_orig_params=use_orig_params)
     model(batch()).sum().backward()
     parameters = model.module.stem._parameters
@@ -278,8 +278,8 @@ def test_other_memory_between_forward_and_backward_is_refused_as_torch_does() ->
 
 
 def _follows_between() -> None:
-    """Of what is gathered again in backward, the new values count, as they do where they are
-    written in place."""
+    """Backward uses new values of parameters that it gathers again, just as if they were written in
+    place."""
     models = [
         make(lambda: nn.Sequential(Block(), Block(), Block()), use_orig_params=True)[1]
         for _ in range(2)
@@ -305,7 +305,7 @@ def test_other_memory_of_parameters_that_are_gathered_again_counts() -> None:
 
 
 class Renews(nn.Module):
-    """Gives its whole parameter other memory in forward, when told."""
+    """Gives its whole parameter other memory in forward, on request."""
 
     def __init__(self) -> None:
         super().__init__()

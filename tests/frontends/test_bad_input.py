@@ -1,11 +1,11 @@
 """Bad input and calls at the wrong moment raise the same clear error on every rank at once, and
 change nothing.
 
-Each case names what raises. After each of them the ranks are in step, nothing has changed, and a
-training step of the same model equals that of the unsharded one.
+Each case names the call that raises. After each of them the ranks are in step, nothing has changed,
+and a training step of the same model equals that of the unsharded one.
 """
 
-# Wrong types are what this module is about.
+# This module passes wrong types on purpose.
 # mypy: disable-error-code="arg-type, call-overload, list-item, dict-item, return-value, call-arg"
 
 from __future__ import annotations
@@ -162,7 +162,7 @@ def state_of(model: FSDP) -> dict[str, Tensor]:
 
 
 def difference(model: FSDP, num_steps: int) -> str:
-    """What differs between a sharded Net and the unsharded one after some steps."""
+    """Return the differences between a sharded Net and the unsharded one after some steps."""
     found, wanted = state_of(model), reference(num_steps)
     if list(found) != list(wanted):
         return f"its state dict has {list(found)}"
@@ -185,7 +185,7 @@ OnModel = Callable[..., object]  # of (model, optimizer)
 
 class Case(typing.NamedTuple):
     make: Make
-    named: tuple[str, ...]  # what the message says
+    named: tuple[str, ...]  # texts that the message contains
     kind: type[FsdpCompatError] = UsageError
     torch: type[Exception] | None = (
         None  # the built-in class that torch raises here, beside that of ``kind``
@@ -348,7 +348,9 @@ MODULES: dict[str, Case] = {
     "a tensor": Case(of_module(lambda: torch.ones(2)), ("Module", "Tensor")),
     "no parameters": Case(of_module(nn.ReLU), ("no parameters", "ReLU")),
     "an instance": Case(of_module(lambda: shard()), ("already wrapped",)),
-    "what an instance holds": Case(of_module(lambda: shard().module), ("already wrapped", "Net")),
+    "the inner module of an instance": Case(
+        of_module(lambda: shard().module), ("already wrapped", "Net")
+    ),
     "a unit of a policy": Case(
         of_module(lambda: shard().layers[0].module), ("already wrapped", "Layer")
     ),
@@ -398,7 +400,7 @@ POLICIES: dict[str, Case] = {
     "a function of something else": Case(
         wrapping(auto_wrap_policy=lambda module: True), ("auto_wrap_policy", "nonwrapped_numel")
     ),
-    "a function that answers a string": Case(
+    "a function that returns a string": Case(
         wrapping(auto_wrap_policy=lambda module, recurse, nonwrapped_numel: "yes"),
         ("'yes'", "True or False"),
     ),
@@ -432,7 +434,7 @@ POLICIES: dict[str, Case] = {
         ),
         ("min_num_params", "'1e3'"),
     ),
-    "size: leaves that are no classes": Case(
+    "size: force_leaf_modules without classes": Case(
         wrapping(
             auto_wrap_policy=functools.partial(
                 size_based_auto_wrap_policy, min_num_params=1, force_leaf_modules=Layer
@@ -440,7 +442,7 @@ POLICIES: dict[str, Case] = {
         ),
         ("force_leaf_modules", "{Layer}"),
     ),
-    "size: exceptions that are no classes": Case(
+    "size: exclude_wrap_modules without classes": Case(
         wrapping(
             auto_wrap_policy=functools.partial(
                 size_based_auto_wrap_policy, min_num_params=1, exclude_wrap_modules={"Layer"}
@@ -466,7 +468,7 @@ POLICIES: dict[str, Case] = {
         wrapping(auto_wrap_policy=on_layer({"no_such": 1})), ("'no_such'",)
     ),
     "custom: the module": Case(wrapping(auto_wrap_policy=on_layer({"module": 1})), ("'module'",)),
-    "custom: keys that are no names": Case(wrapping(auto_wrap_policy=on_layer({3: 1})), ("3",)),
+    "custom: keys that are not names": Case(wrapping(auto_wrap_policy=on_layer({3: 1})), ("3",)),
     "custom: bad values": Case(
         wrapping(auto_wrap_policy=on_layer({"sharding_strategy": "none"})),
         ("sharding_strategy", "'none'"),
@@ -494,7 +496,7 @@ POLICIES: dict[str, Case] = {
         wrapping(auto_wrap_policy=returning(lambda m: {"layers.0": {}})),
         ("_run_policy", "'layers.0'"),
     ),
-    "called with a class that is none": Case(
+    "called with a class that is not one": Case(
         on_plain(lambda m: transformer_auto_wrap_policy(m, False, 3, 3)),
         ("transformer_layer_cls", "3"),
     ),
@@ -504,7 +506,7 @@ POLICIES: dict[str, Case] = {
 }
 
 ARGUMENTS: dict[str, Case] = {
-    # what contradicts each other
+    # contradictions
     "mesh and group": Case(
         wrapping(device_mesh=mesh(2), process_group=WORLD), ("process_group", "device_mesh")
     ),
@@ -559,10 +561,10 @@ ARGUMENTS: dict[str, Case] = {
     "device_mesh: a number": Case(wrapping(device_mesh=2), ("device_mesh", "2")),
     "device_mesh: a group": Case(wrapping(device_mesh=WORLD), ("device_mesh",)),
     # enums and configurations
-    "sharding_strategy: its name": Case(
+    "sharding_strategy: a name": Case(
         wrapping(sharding_strategy="FULL_SHARD"), ("sharding_strategy", "'FULL_SHARD'")
     ),
-    "sharding_strategy: its value": Case(wrapping(sharding_strategy=1), ("sharding_strategy", "1")),
+    "sharding_strategy: a value": Case(wrapping(sharding_strategy=1), ("sharding_strategy", "1")),
     "sharding_strategy: another enum": Case(
         wrapping(sharding_strategy=FULL), ("sharding_strategy", "FULL_STATE_DICT")
     ),
@@ -572,7 +574,7 @@ ARGUMENTS: dict[str, Case] = {
         wrapping(cpu_offload=CPUOffload(offload_params="yes")), ("offload_params", "'yes'")
     ),
     "backward_prefetch: a bool": Case(wrapping(backward_prefetch=True), ("backward_prefetch",)),
-    "backward_prefetch: its name": Case(
+    "backward_prefetch: a name": Case(
         wrapping(backward_prefetch="BACKWARD_PRE"), ("backward_prefetch", "'BACKWARD_PRE'")
     ),
     "mixed_precision: a dtype": Case(
@@ -614,7 +616,7 @@ ARGUMENTS: dict[str, Case] = {
         mixed(param_dtype=torch.half, _module_classes_to_ignore=["BatchNorm1d"]),
         ("_module_classes_to_ignore",),
     ),
-    # what is ignored
+    # ignored modules and parameters
     "ignored_modules: a number": Case(wrapping(ignored_modules=1), ("ignored_modules",)),
     "ignored_modules: numbers": Case(wrapping(ignored_modules=[1]), ("ignored_modules",)),
     "ignored_modules: names": Case(wrapping(ignored_modules="layers"), ("ignored_modules", "'l'")),
@@ -640,7 +642,7 @@ ARGUMENTS: dict[str, Case] = {
     "ignored_states: a tensor": Case(
         wrapping(ignored_states=_OnRank(lambda m: [m.offset])), ("ignored_states", "Tensor")
     ),
-    # the rest
+    # others
     "param_init_fn: a number": Case(wrapping(param_init_fn=1), ("param_init_fn",)),
     "param_init_fn: a name": Case(
         wrapping(param_init_fn="reset_parameters"), ("param_init_fn", "'reset_parameters'")
@@ -739,7 +741,7 @@ TRAINING: dict[str, Case] = {
         ("clip_grad_norm_", "layers.1"),
         StateError,
     ),
-    "clip inside of summon": Case(
+    "clip inside summon": Case(
         on_wrapped(clip_inside_summon, with_grads=True), ("summon_full_params",), StateError
     ),
     "max_norm: a string": Case(clips("1"), ("max_norm", "'1'")),
@@ -765,7 +767,7 @@ TRAINING: dict[str, Case] = {
     ),
     "hook: a number": Case(hooks(None, 3), ("hook", "3")),
     "hook: nothing": Case(hooks(None, None), ("hook", "None")),
-    "hook: in the place of the state": Case(hooks(print, None), ("hook", "None")),
+    "hook: instead of the state": Case(hooks(print, None), ("hook", "None")),
     "hook: of nothing": Case(hooks(None, lambda: None), ("hook", "(state, grad, output)")),
     "hook: of one that is not split": Case(
         hooks(None, lambda state, grad: None), ("hook", "(state, grad, output)")
@@ -838,7 +840,7 @@ def sets_around(*arguments: Any) -> Make:
 def loads(
     change: Callable[[dict[str, Any]], Any], kind: StateDictType = FULL, **options: Any
 ) -> Make:
-    """A state dict of the model, with changed values too, is changed by ``change`` and loaded."""
+    """Load a state dict of the model that ``change`` has changed; its values differ too."""
 
     def call(model: FSDP, optimizer: object) -> object:
         with FSDP.state_dict_type(model, kind):
@@ -868,7 +870,7 @@ def without(*names: str) -> Callable[[dict[str, Any]], None]:
 
 
 def in_another_shape(value: Tensor) -> Any:
-    """A sharded value as of a model with other shapes."""
+    """Return a sharded value of a model with other shapes."""
     other = FSDP(nn.Linear(6, 3, bias=False))
     with FSDP.state_dict_type(other, SHARDED):
         return other.state_dict()["weight"]
@@ -996,7 +998,7 @@ STATE_DICTS: dict[str, Case] = {
     "load: numbers as keys": Case(
         on_wrapped(lambda m, o: m.load_state_dict({3: torch.ones(4)})), ("3",), CheckpointError
     ),
-    "load: nothing in it": Case(
+    "load: an empty dict": Case(
         on_wrapped(lambda m, o: m.load_state_dict({})),
         ("Missing key", "layers.0.weight"),
         CheckpointError,
@@ -1096,7 +1098,7 @@ def optim(call: Callable[[FSDP, torch.optim.Optimizer], object]) -> Make:
 
 
 def optim_loads(change: Callable[[dict[str, Any]], Any], kind: StateDictType = FULL) -> Make:
-    """The optimizer's state, by names, is changed and loaded."""
+    """Change the optimizer's state by names, and load it."""
 
     def call(model: FSDP, optimizer: torch.optim.Optimizer) -> object:
         with FSDP.state_dict_type(model, kind):
@@ -1110,7 +1112,7 @@ def optim_loads(change: Callable[[dict[str, Any]], Any], kind: StateDictType = F
 
 
 def numbered_loads(change: Callable[[dict[str, Any]], Any]) -> Make:
-    """The state of an unwrapped model's optimizer, by numbers, is changed and loaded."""
+    """Change the state of an unwrapped model's optimizer, by numbers, and load it."""
 
     def call(model: FSDP, optimizer: torch.optim.Optimizer) -> object:
         plain = net()
@@ -1190,7 +1192,7 @@ OPTIMIZERS: dict[str, Case] = {
         optim(lambda m, o: FSDP.optim_state_dict(m, m.parameters())),
         ("optim_state_dict", "generator"),
     ),
-    "its dict": Case(
+    "the optimizer's dict": Case(
         optim(lambda m, o: FSDP.optim_state_dict(m, o.state_dict())), ("optim_state_dict", "dict")
     ),
     "dict: a list": Case(
@@ -1207,15 +1209,15 @@ OPTIMIZERS: dict[str, Case] = {
         ),
         ("99",),
     ),
-    "dict: state that is none": Case(
+    "dict: an invalid state": Case(
         optim(lambda m, o: FSDP.optim_state_dict(m, o, {**o.state_dict(), "state": {0: 3}})),
         ("optim_state_dict", "3"),
     ),
     "group: a number": Case(
         optim(lambda m, o: FSDP.optim_state_dict(m, o, None, 3)), ("group", "3")
     ),
-    "inside of summon": Case(optim(optim_state_inside_summon), ("summon_full_params",), StateError),
-    "step inside of summon": Case(
+    "inside summon": Case(optim(optim_state_inside_summon), ("summon_full_params",), StateError),
+    "step inside summon": Case(
         on_wrapped(step_inside_summon, with_grads=True), ("summon_full_params", "step"), StateError
     ),
     "to load: nothing": Case(optim_loads(lambda state: []), ("'state'", "'param_groups'")),
@@ -1256,7 +1258,7 @@ OPTIMIZERS: dict[str, Case] = {
         ("'param_groups'", "dict"),
         CheckpointError,
     ),
-    "to load: a group that is none": Case(
+    "to load: an invalid group": Case(
         optim_loads(lambda state: {**state, "param_groups": [3]}),
         ("'param_groups'", "int"),
         CheckpointError,
@@ -1276,7 +1278,7 @@ OPTIMIZERS: dict[str, Case] = {
         ("3", "names"),
         CheckpointError,
     ),
-    "to load: state of one that is none": Case(
+    "to load: state that is not a dict": Case(
         optim_loads(with_state(**{"layers.0.bias": 3})), ("'layers.0.bias'", "int"), CheckpointError
     ),
     "to load: a shape": Case(
@@ -1477,33 +1479,33 @@ def inside_summon(call: Call) -> Callable[[FSDP, object], None]:
 
 
 MOMENTS: dict[str, Case] = {
-    "backward inside of summon": Case(
+    "backward inside summon": Case(
         on_wrapped(backward_inside_summon), ("summon_full_params", "ackward"), StateError
     ),
-    "forward and backward inside of summon": Case(
+    "forward and backward inside summon": Case(
         on_wrapped(both_inside_summon), ("summon_full_params",), StateError
     ),
     "backward after summon of a forward inside": Case(
         on_wrapped(backward_after_summon), ("summon_full_params",), StateError
     ),
-    "backward inside of summon of a unit": Case(
+    "backward inside summon of a unit": Case(
         on_wrapped(backward_inside_summon_of_a_unit), ("summon_full_params", "layers.1"), StateError
     ),
-    "forward and backward inside of summon of a unit": Case(
+    "forward and backward inside summon of a unit": Case(
         on_wrapped(both_inside_summon_of_a_unit), ("summon_full_params", "layers.1"), StateError
     ),
     "hook while gradients wait": Case(
         on_wrapped(hook_while_gradients_wait), ("no_sync", "hook"), StateError
     ),
-    "deepcopy inside of summon": Case(
+    "deepcopy inside summon": Case(
         on_wrapped(inside_summon(copy.deepcopy)), ("deepcopy", "summon_full_params"), StateError
     ),
-    "pickle inside of summon": Case(
+    "pickle inside summon": Case(
         on_wrapped(inside_summon(pickle.dumps)), ("pickle", "summon_full_params"), StateError
     ),
 }
 
-# -- what runs on the ranks
+# -- run on the ranks
 
 GROUPS: dict[str, dict[str, Case]] = {
     "modules": MODULES,
@@ -1528,13 +1530,13 @@ FORMS = {
 
 @dataclasses.dataclass
 class Outcome:
-    """What one call did on one rank."""
+    """The outcome of one call on one rank."""
 
-    kinds: tuple[str, ...] = ()  # names of the classes of what was raised
+    kinds: tuple[str, ...] = ()  # names of the classes of the exception
     message: str = "nothing was raised"
     seconds: float = 0.0
     changed: str = ""
-    trains: str = ""  # what is wrong with a step afterwards
+    trains: str = ""  # the problem with a step afterwards
 
 
 def snapshot(module: nn.Module) -> list[Any]:
@@ -1576,7 +1578,7 @@ def _try_case(case: Case) -> Outcome:
         outcome.trains = _trains(module)
     except Exception as error:
         outcome.trains = f"{type(error).__name__}: {error}"
-    dist.barrier()  # the ranks can still talk, and nobody waits for something that was begun
+    dist.barrier()  # the ranks can still communicate, and no operation is pending
     return outcome
 
 
@@ -1607,11 +1609,11 @@ def _try_all(group: str, names: list[str], use_orig_params: bool) -> dict[str, O
 
 @functools.cache
 def outcomes(group: str, use_orig_params: bool) -> dict[str, list[Outcome] | str]:
-    """{case: what it did on each rank, or how it ended the processes}."""
+    """Return {case: the outcome on each rank, or how it ended the processes}."""
     names = list(GROUPS[group])
     try:
         return _by_case(run_ranks(2, _try_all, group, names, use_orig_params, group_timeout=15))
-    except RankError:  # one case has taken the others with it: which?
+    except RankError:  # one case has ended the processes: find it
         found: dict[str, list[Outcome] | str] = {}
         for name in names:
             try:
@@ -1720,7 +1722,7 @@ PLACES: dict[str, tuple[Callable[[FSDP], Any], str, bool]] = {
 
 @dataclasses.dataclass
 class Inside:
-    """What a call inside forward or backward did on one rank."""
+    """The outcome of a call inside forward or backward on one rank."""
 
     caught: tuple[
         str, ...
@@ -1842,7 +1844,7 @@ ON_ONE_RANK: dict[str, tuple[OnModel, OnModel, bool]] = {
     "a construction": (
         lambda m, o: shard(process_group=m.process_group),
         lambda m, o: shard(process_group=m.process_group, use_orig_params="no"),
-        False,  # the connections of the group are there
+        False,  # the connections of the group exist
     ),
 }
 LIMIT_S = 1.5
@@ -1850,7 +1852,7 @@ LIMIT_S = 1.5
 
 @dataclasses.dataclass
 class Lone:
-    """What one rank saw of a call that was wrong only on rank 1."""
+    """What one rank observed of a call that was wrong only on rank 1."""
 
     kinds: tuple[str, ...]
     seconds: float
@@ -1945,7 +1947,7 @@ def test_rank_outside_the_group_gets_a_clear_error() -> None:
         "a tuple of groups",
         "device_mesh",
         "a scaler",
-    ]  # a disabled one asks for nothing
+    ]  # a disabled one does not need a group
     for message in messages.values():
         assert re.search("is not (a member of|in) the process group", message), message
         for fact, line in zip(FACTS, message.splitlines()[-4:], strict=True):
@@ -2029,7 +2031,7 @@ def test_model_works_or_raises_after_its_process_group_is_destroyed(
             assert not message or "init_process_group" in message, f"{name}: {message}"
 
 
-# -- what is allowed, though it looks odd
+# -- allowed, although it looks odd
 
 
 def _options() -> Iterable[dict[str, bool]]:
@@ -2210,8 +2212,8 @@ def _errors_of_the_user() -> None:
         "param_init_fn": lambda m: FSDP(m.to("meta"), param_init_fn=_raises),
         "ignored_modules": lambda m: FSDP(m, ignored_modules=(_raises() for _ in range(1))),
         "apply": lambda m: shard(m).apply(_raises),
-        "inside of summon": lambda m: inside_summon(_raises)(shard(m), None),
-        "inside of no_sync": lambda m: _inside_no_sync(shard(m)),
+        "inside summon": lambda m: inside_summon(_raises)(shard(m), None),
+        "inside no_sync": lambda m: _inside_no_sync(shard(m)),
         "a wrapper": lambda m: wrap_with(_raises, m),
         "a hook": lambda m: _with_hook(shard(m)),
     }

@@ -306,5 +306,5 @@ def _answers_what_it_was_made_with() -> None:
     assert (model._has_params, inner._has_params) == (False, True)
 
 
-def test_a_wrapped_module_says_what_it_was_made_with() -> None:
+def test_a_wrapped_module_reports_its_settings() -> None:
     run_ranks(1, _answers_what_it_was_made_with)

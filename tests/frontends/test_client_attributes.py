@@ -160,7 +160,7 @@ def test_a_handle_does_not_keep_its_model(use_orig_params: bool) -> None:
 
 
 def upcast(model: nn.Module, cls: type[Any]) -> None:
-    """As accelerate does with trainable parameters loaded in 16 bits."""
+    """Upcast as accelerate does with trainable parameters that were loaded in 16 bits."""
     for module in cls.fsdp_modules(model):
         if module._has_params:
             flat = module._flat_param
@@ -212,7 +212,7 @@ def test_upcast_as_done_by_accelerate_works(ranks: int, use_orig_params: bool) -
 def _takes_what_the_flat_parameter_was_given(use_orig_params: bool) -> None:
     model = FSDP(nn.Linear(DIM, DIM).bfloat16(), use_orig_params=use_orig_params)
     flat = model._flat_param
-    flat.data = flat.data.float() + 2**-20  # no bfloat16 holds that
+    flat.data = flat.data.float() + 2**-20  # not representable in bfloat16
     model._handle._orig_param_dtype = torch.float32
     assert model._flat_param is flat and isinstance(flat, FlatParameter)
     assert torch.equal(model._runtime.groups[0].store.shard, flat.data)

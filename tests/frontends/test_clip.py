@@ -107,9 +107,9 @@ SMALL = partial(Sum, partial(Terms, torch.float32), partial(Terms, torch.float32
 MIXED = partial(Sum, partial(Terms, torch.float32, torch.bfloat16, torch.float64), Empty)
 MODELS: dict[str, tuple[Callable[[], nn.Module], set[type[nn.Module]], Callable[[], Any]]] = {
     "blocks": (Stack, {Block}, _vectors),
-    "units inside of units, partly frozen": (_partly_frozen, {Outer, Inner, Block}, _vectors),
+    "units inside units, partly frozen": (_partly_frozen, {Outer, Inner, Block}, _vectors),
     "fewer elements than ranks": (SMALL, {Terms}, _whole_number),
-    "three dtypes, and nothing": (MIXED, {Terms, Empty}, _whole_number),
+    "three dtypes, and an empty parameter": (MIXED, {Terms, Empty}, _whole_number),
 }
 
 
@@ -136,7 +136,7 @@ class Pair:
         named = self.ddp.module.named_parameters()
         self._whole = {
             name: p.grad for name, p in named if p.grad is not None and p.grad.numel()
-        }  # torch has no inf norm of nothing
+        }  # torch has no inf norm of an empty tensor
         self._sharded = [
             (p, None if p.grad is None else p.grad.clone()) for p in self.model.parameters()
         ]
@@ -373,7 +373,7 @@ def test_mixed_precision_clips_the_gradients_the_optimizer_sees(
     run_ranks(2, _clips_in_mixed_precision, use_orig_params)
 
 
-# -- what is sent
+# -- communication
 
 
 @contextlib.contextmanager
@@ -440,7 +440,8 @@ def test_clipping_sends_one_all_reduce_and_none_without_sharding(
 
 
 class _Kernels(TorchDispatchMode):
-    """How many tensors norms are computed of, and how many are scaled, by operator name."""
+    """Counts the tensors that norms are computed of, and those that are scaled, by operator
+    name."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -479,7 +480,7 @@ def test_clipping_takes_one_norm_and_one_product_per_unit() -> None:
         ]
     for rank, found in enumerate(run_ranks(2, _counts_kernels, True)):
         assert found[0] == {"_foreach_norm": 5, "_foreach_mul_": 5}
-        # Without its total, the unit has what the rank holds of weight and bias: rank 0 of the
+        # Without its total, the unit has this rank's parts of weight and bias: rank 0 of the
         # weight only.
         alone = [
             {"_foreach_norm": 5, "_foreach_mul_": 5},
@@ -488,7 +489,7 @@ def test_clipping_takes_one_norm_and_one_product_per_unit() -> None:
         assert found[1] == alone
 
 
-# -- numbers that are none
+# -- non-finite numbers
 
 
 def _spoils_one_element(use_orig_params: bool) -> dict[str, str]:
@@ -564,7 +565,7 @@ def _refuses() -> list[str]:
                 torch.equal(p.grad, grad)
                 for p, grad in zip(model.parameters(), before, strict=True)
             ), arguments
-        dist.barrier()  # nobody waits for something that was begun
+        dist.barrier()  # no operation is pending
     return messages
 
 
@@ -585,7 +586,7 @@ def _takes_numbers_in_other_forms() -> None:
     model = FSDP(Stack())
     model(_vectors()).pow(2).sum().backward()
     largest = model.clip_grad_norm_(math.inf, math.inf)
-    assert torch.equal(model.clip_grad_norm_(math.inf, "inf"), largest)  # torch's docstring has it
+    assert torch.equal(model.clip_grad_norm_(math.inf, "inf"), largest)  # as in torch's docstring
     assert torch.equal(model.clip_grad_norm_(max_norm=1, norm_type=float("inf")), largest)
     _assert_close(
         model.clip_grad_norm_(max_norm=math.inf, norm_type=math.inf),
@@ -598,7 +599,7 @@ def test_norm_type_accepts_the_string_inf() -> None:
     run_ranks(2, _takes_numbers_in_other_forms)
 
 
-# -- torch's function on what is sharded
+# -- torch's function on sharded parameters
 
 
 def _clips_by_torch(name: str, use_orig_params: bool) -> list[float]:
@@ -640,7 +641,7 @@ def _clips_by_torch(name: str, use_orig_params: bool) -> list[float]:
     ("name", "num_ranks", "use_orig_params"),
     [
         ("blocks", 2, False),
-        ("units inside of units, partly frozen", 4, True),
+        ("units inside units, partly frozen", 4, True),
         ("fewer elements than ranks", 1, False),
         ("fewer elements than ranks", 3, True),
     ],
@@ -771,7 +772,7 @@ def test_torch_get_total_norm_and_clip_grads_equal_clip_grad_norm(use_orig_param
 
 
 def _refuses_what_is_not_finite(use_orig_params: bool) -> list[str]:
-    """Only rank 1 has the bad element."""
+    """Only rank 1 has the non-finite element."""
     messages = []
     model = FSDP(Stack(), use_orig_params=use_orig_params)
     model(_vectors()).pow(2).sum().backward()
@@ -844,7 +845,8 @@ def test_torch_clip_grad_norm_of_a_plain_module_is_unchanged() -> None:
 def _seen_when_clipping(
     library: Any, dtype: torch.dtype, precision: dict[str, Any], **options: Any
 ) -> dict[str, Any]:
-    """Which parameters have gradients, and the norm with its dtype, of a model of one dtype."""
+    """Return which parameters have gradients, and the norm with its dtype, for a model of one
+    dtype."""
     torch.manual_seed(0)
     model = library.FullyShardedDataParallel(
         nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).to(dtype),
@@ -905,7 +907,7 @@ def test_norm_dtype_equals_torch_and_empty_parts_have_no_gradient_or_state(
 
 
 def _clips_what_few_ranks_hold() -> list[float]:
-    """Two of the four ranks hold nothing: clip with our function, with torch's, and only the
+    """Two of the four ranks hold no elements: clip with our function, with torch's, and only the
     bias."""
     model = FSDP(nn.Linear(3, 1), use_orig_params=True)
     found = []

@@ -28,6 +28,7 @@ from tests.support.models import DIM, Block, Lora, Outer, Stack, Switch, chain
 from tests.support.pairwise import pairs, pairwise
 from tests.support.parity import (
     Turn,
+    accumulates_mean,
     assert_close,
     backward,
     both_forms,
@@ -99,7 +100,7 @@ def _is_given(strategy: ShardingStrategy, use_orig_params: bool) -> None:
         "the state that is handed over is the very one that was registered"
     )
     assert hook.dtypes == {FP32}
-    # The wrapped parameters are all in what the hook is given, with padding at most between them.
+    # The hook gets the gradients of all wrapped parameters, with nothing but padding in between.
     whole = sum(call[0] for call in expected)
     assert whole >= sum(p.numel() for p in pair.plain.parameters())
 
@@ -129,7 +130,7 @@ def _nothing(state: Any, grad: Tensor, output: Tensor | None = None) -> None:
 
 
 def _does_nothing(strategy: ShardingStrategy, use_orig_params: bool) -> None:
-    """The hook's result is the gradient: nothing else sums or divides."""
+    """The result of the hook is the gradient; nothing else sums or divides."""
     pair = make_pair(Stack, sharding_strategy=strategy, use_orig_params=use_orig_params)
     pair.model.register_comm_hook(None, _nothing)
     group = pair.model._runtime.groups[0]
@@ -226,15 +227,6 @@ def test_hook_may_replace_the_data_of_its_arguments(
 # -- ways to train
 
 
-def _pattern(pattern: str, m: nn.Module, x: Tensor, turn: Turn) -> Tensor:
-    """n: a backward under no_sync, s: one with sync."""
-    total = torch.zeros(())
-    for index, letter in enumerate(pattern):
-        with turn.no_sync() if letter == "n" else contextlib.nullcontext():
-            total = total + backward(square(m, x * (0.2 + 0.3 * index)) / len(pattern))
-    return total
-
-
 @pairwise
 @both_forms
 @pytest.mark.parametrize("pattern", ["ss", "snns"])
@@ -242,7 +234,7 @@ def _pattern(pattern: str, m: nn.Module, x: Tensor, turn: Turn) -> Tensor:
 def test_accumulation_with_a_hook_adds_up_all_gradients(
     strategy: ShardingStrategy, pattern: str, use_orig_params: bool
 ) -> None:
-    step = partial(_pattern, pattern)
+    step = partial(accumulates_mean, pattern)
     run_ranks(
         2,
         _trains_with,
@@ -573,7 +565,7 @@ def _errors() -> None:
     collecting.zero_grad()
     square(collecting, torch.ones(2, DIM)).backward()
     collecting.zero_grad()
-    collecting.register_comm_hook([], Averages())  # what was refused has changed nothing
+    collecting.register_comm_hook([], Averages())  # the refused calls have changed nothing
     within = model()
 
     def in_forward(module: nn.Module, args: Any) -> None:

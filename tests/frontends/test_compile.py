@@ -1,5 +1,5 @@
-"""torch.compile inside of units, around units and around the model: the results of eager, few
-recompilations, no breaks from us."""
+"""torch.compile inside units, around units and around the model gives the results of eager, with
+few recompilations and no graph breaks of ours."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from fsdp_compat import FullyShardedDataParallel as FSDP
 from fsdp_compat import MixedPrecision, ShardingStrategy
 from fsdp_compat.wrap import ModuleWrapPolicy
+from tests.support.cases import about
 from tests.support.models import DIM, Block
 from tests.support.parity import assert_close, both_forms
 from tests.support.ranks import run_ranks
@@ -60,7 +61,7 @@ def batch(seed: int) -> Tensor:
 
 @contextlib.contextmanager
 def counted() -> Iterator[None]:
-    """Begin with a compiler that knows nothing, and leave none behind."""
+    """Start with an empty compiler cache, and leave an empty one."""
     torch._dynamo.reset()
     counters.clear()
     try:
@@ -81,7 +82,7 @@ class Backend:
 
 
 def trains(model: nn.Module, fsdp: FSDP, plain: nn.Module, num_steps: int) -> None:
-    """model: what is called; fsdp: the same, or the instance in it."""
+    """model: the module that is called; fsdp: the same, or the instance in it."""
     optims = [torch.optim.SGD(m.parameters(), 0.1, momentum=0.9) for m in (fsdp, plain)]
     for seed in range(num_steps):
         outputs = [m(batch(seed)) for m in (model, plain)]
@@ -95,16 +96,6 @@ def trains(model: nn.Module, fsdp: FSDP, plain: nn.Module, num_steps: int) -> No
         assert_close(got, value, name)
     with torch.no_grad():
         assert_close(model(batch(99)), plain(batch(99)), "evaluation")
-
-
-@contextlib.contextmanager
-def about(case: object) -> Iterator[None]:
-    """Say in an error which case it was."""
-    try:
-        yield
-    except BaseException as error:
-        error.add_note(f"case: {case}")
-        raise
 
 
 # -- inside
@@ -135,7 +126,8 @@ def _compiles_blocks_then_wraps(use_orig_params: bool) -> None:
             )
             assert len(FSDP.fsdp_modules(model)) == 3
             trains(model, model, plain, num_steps)
-            # One code for both blocks; with gradients and without. A recompilation each is allowed.
+            # One graph for both blocks, with and without gradients; a recompilation each is
+            # allowed.
             assert 1 <= compiler.num_graphs <= 2 + 2, compiler.num_graphs
             assert not counters["graph_break"], dict(counters["graph_break"])
 
@@ -146,7 +138,7 @@ def test_blocks_compiled_and_then_wrapped_give_what_eager_gives(use_orig_params:
 
 
 def _compiles_wrapped_blocks(use_orig_params: bool) -> None:
-    """Wrapped first, then the modules inside of the units are compiled."""
+    """Wrap first, then compile the modules inside the units."""
     with counted():
         plain, compiler = network(), Backend("aot_eager")
         model = FSDP(
@@ -184,7 +176,7 @@ def test_compiled_blocks_may_recompute_their_activations(use_orig_params: bool) 
 
 
 def _recomputes_compiled_blocks(use_orig_params: bool) -> None:
-    """The checkpoint around the unit, the compiled block in it."""
+    """A checkpoint around the unit, a compiled block in it."""
     with counted():
         plain, inner, compiler = network(), network(), Backend("aot_eager")
         for block in inner.blocks:
@@ -276,7 +268,7 @@ def test_a_wrapped_model_that_is_compiled_gives_what_eager_gives(use_orig_params
 
 
 def _compiles_a_train_step(use_orig_params: bool) -> None:
-    """What is around the model is compiled: the loss, and the call."""
+    """Compile the code around the model: the loss, and the call."""
     with counted():
         plain, compiler = network(), Backend("aot_eager")
         model = FSDP(
@@ -317,7 +309,7 @@ def test_the_default_backend_gives_what_eager_gives() -> None:
     run_ranks(2, _uses_inductor, timeout=240)
 
 
-# -- what it costs those who do not use it
+# -- the cost for programs that do not use it
 
 
 def test_importing_and_wrapping_do_not_import_the_compiler() -> None:

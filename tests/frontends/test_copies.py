@@ -3,11 +3,10 @@ model."""
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import io
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -31,6 +30,7 @@ from fsdp_compat._engine.unit import Residency
 from fsdp_compat._state.names import clean_name
 from fsdp_compat.errors import FsdpCompatError
 from fsdp_compat.wrap import ModuleWrapPolicy
+from tests.support.cases import about
 from tests.support.models import DIM, Block, Fragile, Inner, Odd, Outer, Stack, chain
 from tests.support.parity import assert_close, both_forms
 from tests.support.ranks import run_ranks
@@ -138,7 +138,7 @@ def make(name: str, **options: Any) -> tuple[nn.Module, FSDP]:
 
 
 def batch(seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """The same on all ranks, because batch norm would otherwise see only its rank's part."""
+    """Return the same batch on all ranks; otherwise batch norm would see only its rank's part."""
     return torch.randn(4, DIM, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
@@ -178,14 +178,14 @@ class Trains:
 
 
 def storages(model: nn.Module) -> set[int]:
-    """The storages of nonempty parameters and of buffers."""
+    """Return the storages of nonempty parameters and of buffers."""
     return {
         t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers()) if t.numel()
     }
 
 
 def assert_apart(one: nn.Module, other: nn.Module) -> None:
-    """The two share no modules, parameters or memory."""
+    """Assert that the two share no modules, parameters or memory."""
     assert not {id(m) for m in one.modules()} & {id(m) for m in other.modules()}, (
         "modules are shared"
     )
@@ -215,17 +215,7 @@ def layout_of(model: nn.Module) -> list[tuple[Any, ...]]:
     ]
 
 
-@contextlib.contextmanager
-def about(case: object) -> Iterator[None]:
-    """Add the case to the error."""
-    try:
-        yield
-    except BaseException as error:
-        error.add_note(f"case: {case}")
-        raise
-
-
-# -- the copy equals the original, and is its own
+# -- the copy equals the original and is independent
 
 
 def _copies(name: str, use_orig_params: bool, **options: Any) -> None:
@@ -252,7 +242,7 @@ def _copies(name: str, use_orig_params: bool, **options: Any) -> None:
             assert_apart(model, second.model)
             second.assert_state_equal()
             assert repr(second.model) == repr(model)
-            for seed in (1, 2):  # in turns, with other data, and from other optimizer state
+            for seed in (1, 2):  # alternately, with different data and optimizer state
                 first.step(seed)
                 second.step(10 + seed)
             first.assert_state_equal()
@@ -340,7 +330,7 @@ def _copies_low_precision(use_orig_params: bool) -> None:
     )
     for way in WAYS:
         _, model = make("mixed inside", use_orig_params=use_orig_params, mixed_precision=precision)
-        model.eval()  # batch norm keeps to itself
+        model.eval()  # batch norm does not communicate
         other = way(model)
         assert torch.equal(model(batch(0)), other(batch(0)))
         assert [(b.dtype, n) for n, b in model.named_buffers()] == [
@@ -455,7 +445,7 @@ def test_tied_weights_stay_tied(use_orig_params: bool) -> None:
     run_ranks(2, _keeps_ties, use_orig_params)
 
 
-# -- what users have put on modules
+# -- attributes and hooks that users have added
 
 
 def _note(calls: list[str], what: str, *_: Any) -> None:
@@ -529,7 +519,7 @@ def test_hooks_attributes_and_registered_methods_are_copied(use_orig_params: boo
 
 
 def _halved(state: list[int], grad: Tensor, output: Tensor) -> None:
-    """Half of the sum of the ranks."""
+    """Average by half of the sum over the ranks."""
     state.append(1)
     dist.all_reduce(grad)
     output.copy_(grad.chunk(dist.get_world_size())[dist.get_rank()] / 2)
@@ -559,7 +549,7 @@ def test_copy_keeps_the_communication_hook(use_orig_params: bool) -> None:
     run_ranks(2, _copies_a_comm_hook, use_orig_params)
 
 
-# -- when
+# -- moments of copying
 
 
 def _copies_at_other_moments(use_orig_params: bool) -> None:
@@ -630,7 +620,7 @@ def _copies_in_no_sync(use_orig_params: bool) -> None:
             assert unit.residency is Residency.SHARDED
     Trains(copy.deepcopy(plain), other).step(
         1
-    )  # the copy begins without what the original has collected
+    )  # the copy begins without the accumulated gradients of the original
     model(batch(1)).pow(2).mean().backward()
     for seed in (0, 1):
         plain(batch(seed)).pow(2).mean().backward()

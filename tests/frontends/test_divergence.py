@@ -1,5 +1,5 @@
-"""Collective calls that only some ranks make, end to end: the error has the call, each rank's
-location and the missing ranks, and every rank can go on. The mechanism is tested in
+"""Collective calls that only some ranks make, end to end: the error names the call, each rank's
+location and the missing ranks, and every rank can continue. The mechanism is tested in
 tests/comm/test_store_rendezvous.py."""
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def message_of(call: Callable[[], object]) -> str:
 
 
 def assert_goes_on(model: FSDP) -> None:
-    """Collective calls work as if nothing had happened."""
+    """Assert that collective calls work as if nothing had happened."""
     step(model)
     assert float(model.clip_grad_norm_(1e9)) > 0
     names = list(model.state_dict())
@@ -85,7 +85,7 @@ def assert_told(message: str, *facts: str) -> None:
 
 def saves_on_rank_0() -> list[str]:
     """Rank 0 saves, and the other one trains on. Then rank 0 catches the error and trains on; the
-    second time it gives up."""
+    second time it ends."""
     model, found = build(), []
     step(model)
     for gives_up in (False, True):
@@ -150,7 +150,8 @@ def test_different_calls_models_and_orders_are_refused() -> None:
 
 
 def decides_alone() -> str:
-    """Rank 0 finds its loss the best; the last rank does not, and waits in a barrier."""
+    """Rank 0 considers its loss the best and saves; the last rank does not, and waits in a
+    barrier."""
     model, message = build(), ""
     step(model)
     if dist.get_rank() < dist.get_world_size() - 1:

@@ -29,6 +29,7 @@ from fsdp_compat import (
 from fsdp_compat._comm.communicator import Kind
 from fsdp_compat._engine.unit import Residency
 from fsdp_compat.wrap import ModuleWrapPolicy
+from tests.support.cases import about
 from tests.support.parity import assert_close, both_forms
 from tests.support.ranks import run_ranks
 
@@ -103,7 +104,7 @@ class Decoder(nn.Module):
         return self.head(x)
 
     def inner_units(self, tokens: Tensor, which: str) -> Tensor:
-        """Units inside of units without the ones around them, as ``which`` says."""
+        """Call units inside units without the outer ones, as ``which`` says."""
         x = self.embed(tokens)
         for number in map(int, which):
             x = self.layers[number].mlp(x)
@@ -152,7 +153,8 @@ def wrapped(*methods: str, synced: bool | None = None, **options: Any) -> FSDP:
 
 
 def assert_idle(model: FSDP, mode: str = "no_grad") -> None:
-    """The call has left nothing behind. After a forward with gradients, backward is expected."""
+    """Assert that the call has left nothing behind. After a forward with gradients, backward is
+    expected."""
     if mode == "grad":
         return
     for unit in model._runtime.units:
@@ -164,7 +166,7 @@ def assert_idle(model: FSDP, mode: str = "no_grad") -> None:
         assert all(group.resident_nbytes == 0 for group in unit.groups), unit.label
         for group in unit.groups:
             assert not any(
-                wire.ranks > 1 and wire.connections.sends for wire in (group.shard, group.replica)
+                comm.ranks > 1 and comm.connections.sends for comm in (group.shard, group.replica)
             ), f"{unit.label} sends"
 
 
@@ -183,16 +185,6 @@ def assert_trains(model: FSDP, plain: nn.Module, num_steps: int = 1) -> None:
     assert_idle(model)
 
 
-@contextlib.contextmanager
-def about(case: object) -> Iterator[None]:
-    """Add the case to the error."""
-    try:
-        yield
-    except BaseException as error:
-        error.add_note(f"case: {case}")
-        raise
-
-
 GRADIENTS: dict[str, Callable[[], Any]] = {
     "no_grad": torch.no_grad,
     "inference_mode": torch.inference_mode,
@@ -200,7 +192,7 @@ GRADIENTS: dict[str, Callable[[], Any]] = {
 }
 
 
-# -- what is registered equals what it is unwrapped
+# -- registered methods equal the unwrapped ones
 
 
 def _generates(use_orig_params: bool) -> None:
@@ -227,7 +219,7 @@ def _generates(use_orig_params: bool) -> None:
         for name, context in GRADIENTS.items():
             model.train(name == "grad")
             with about((options, name)), context():
-                # With gradients ranks make the same calls; without, each as many as it likes.
+                # With gradients all ranks make the same calls; without, each may make any number.
                 number = 3 if name == "grad" else (2, 0, 4, 1)[rank]
                 own = tokens(rank)
                 assert torch.equal(model.generate(own, number), plain.generate(own, num_new=number))
@@ -291,14 +283,14 @@ def test_synced_method_allows_different_numbers_of_calls(
 def _counts_gathers(synced: bool) -> list[int]:
     """The all-gathers of a method that calls forward once, and of one that calls it four times."""
     model = wrapped("generate", synced=synced)
-    wires = {id(group.shard): group.shard for group in model._runtime.groups}.values()
+    comms = {id(group.shard): group.shard for group in model._runtime.groups}.values()
     counts = []
     for num_calls in (1, 4):
-        for wire in wires:
-            wire.traffic.clear()
+        for comm in comms:
+            comm.traffic.clear()
         with torch.no_grad():
             model.generate(tokens(), num_calls)
-        counts.append(sum(wire.traffic.counts[Kind.GATHER] for wire in wires))
+        counts.append(sum(comm.traffic.counts[Kind.GATHER] for comm in comms))
     return counts
 
 
@@ -348,7 +340,7 @@ def _trains_through_methods(strategy: ShardingStrategy, use_orig_params: bool) -
                         zeros if wanted is None else wanted,
                         f"step {number}: {name}",
                     )
-        for p in plain.parameters():  # momentum notices; a unit has gradients as a whole
+        for p in plain.parameters():  # momentum depends on it; a unit has gradients as a whole
             p.grad = torch.zeros_like(p) if p.grad is None else p.grad
         for p in model.parameters():
             p.grad = torch.zeros_like(p) if p.grad is None else p.grad
@@ -467,7 +459,7 @@ def _raises_on_one_rank(use_orig_params: bool) -> None:
             if rank == stopping:
                 with pytest.raises(ValueError, match="enough"):
                     model.generate(own, 4)
-            else:  # they end with what they were asked for
+            else:  # the method returns normally
                 assert torch.equal(model.generate(own, 4), plain.generate(own, 4))
         model.module.stop = -1
         assert_idle(model)
@@ -505,7 +497,7 @@ class Named(nn.Module):
 
 def _registers() -> None:
     module = Named()
-    register_fsdp_forward_method(module, "encode")  # not wrapped: nothing happens
+    register_fsdp_forward_method(module, "encode")  # not wrapped: no effect
     register_fsdp_forward_method(module, "no such method")
     assert "encode" not in vars(module)
     model = FSDP(module)
@@ -532,7 +524,7 @@ def test_invalid_registration_raises_and_plain_modules_are_unchanged() -> None:
 
 
 def _forwards_an_instance_attribute() -> None:
-    """PEFT and others set functions on module instances."""
+    """PEFT and other libraries set functions on module instances."""
     plain, inner = decoder(), decoder()
     for module in (plain, inner):
         module.first = lambda x, module=module: module.head(module.embed(x))
@@ -554,7 +546,7 @@ def _yields(use_orig_params: bool) -> None:
         expected = list(plain.sampled(tokens()))
         for got, wanted in zip(model.sampled(tokens()), expected, strict=True):
             assert torch.equal(got, wanted)
-            assert_idle(model)  # whoever takes what it yields may do anything with the model
+            assert_idle(model)  # between yields the caller may do anything with the model
             assert_close(model(got), plain(wanted), "forward between two steps")
         for got in model.sampled(tokens()):  # left early
             assert torch.equal(got, expected[0])
@@ -749,8 +741,8 @@ def test_parameters_of_another_unit_raise_inside_forward(
 
 
 def _reads_parts_outside(use_orig_params: bool = True) -> None:
-    """With original parameters they are the user's own objects between steps: optimizers and
-    logging read and write them."""
+    """With use_orig_params=True parameters are the user's own objects between steps, and optimizers
+    and logging read and write them."""
     model, plain = wrapped(use_orig_params=True), decoder()
     weight = model.module.head.weight
     assert isinstance(weight, nn.Parameter)
@@ -761,7 +753,7 @@ def _reads_parts_outside(use_orig_params: bool = True) -> None:
         weight.mul_(2.0)
         plain.head.weight.mul_(2.0)
     with pytest.raises(TypeError):
-        model("no tokens")  # an error inside of a forward takes nothing away
+        model("no tokens")  # an error inside forward has no lasting effect
     assert model.module.head.weight is weight
     assert_trains(model, plain)
 
@@ -806,7 +798,7 @@ def _asks_the_placeholder() -> None:
         )
     with pytest.raises(StateError):
         copy.copy(weight).sum()
-    assert not hasattr(weight, "__array_interface__")  # nobody takes it for an array
+    assert not hasattr(weight, "__array_interface__")  # not mistaken for an array
 
 
 def _copies_inner_modules() -> None:
@@ -877,7 +869,7 @@ def _encodes(
                     got, wanted = (v[0] if isinstance(v, tuple) else v for v in (got, wanted))
                     keep = (
                         ~mask if kwargs else torch.ones_like(mask)
-                    )  # what is masked is not defined
+                    )  # masked positions are undefined
                     assert_close(got[keep], wanted[keep], "output")
                     assert_idle(model, name)
     for module in (model, plain):

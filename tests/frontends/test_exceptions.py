@@ -1,4 +1,4 @@
-"""After an exception in forward or backward, on all ranks, training goes on as if nothing had
+"""After an exception in forward or backward on all ranks, training continues as if nothing had
 happened."""
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def _raise_in_forward(pair: Pair, error: type[BaseException]) -> None:
 
 
 def _raise_in_backward(pair: Pair) -> Tensor:
-    """Return the loss, whose graph is still there."""
+    """Return the loss, whose graph still exists."""
     fragile = _fragile(pair.model)
     loss = square(pair.model, torch.randn(2, DIM))
     fragile.fault_in_backward = True

@@ -278,8 +278,11 @@ def fails_where_one_rank_is_interrupted(folder: str) -> None:
         assert_stays_failed(subject)
 
 
-def test_an_interrupt_in_the_middle_of_a_call_fails_all_ranks_for_good(tmp_path: Path) -> None:
-    run_faults(3, fails_where_one_rank_is_interrupted, str(tmp_path), timeout=120)
+@BOTH_WORLDS
+def test_an_interrupt_in_the_middle_of_a_call_fails_all_ranks_for_good(
+    ranks: int, tmp_path: Path
+) -> None:
+    run_faults(ranks, fails_where_one_rank_is_interrupted, str(tmp_path), timeout=120)
 
 
 def is_interrupted_with_files(folder: str) -> None:

@@ -1,7 +1,7 @@
-"""Flags count by their truth value, as everywhere in Python; what is refused of them is in
+"""Flags are taken by their truth value, as everywhere in Python. Refused values are in
 test_bad_input."""
 
-# Values that are not exactly bool are what this module is about.
+# This module passes values that are not exactly bool on purpose.
 # mypy: disable-error-code="arg-type, call-overload"
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def _shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
 
 
 def _with_flags(folder: Path, yes: Any, no: Any) -> dict[str, Any]:
-    """What every function that takes flags does with these, on this rank."""
+    """Return the results of every function that takes flags, on this rank."""
     rank = dist.get_rank()
     model = FSDP(
         Net(rank),

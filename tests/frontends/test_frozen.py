@@ -46,7 +46,7 @@ def _two_backwards(m: nn.Module, x: Tensor, turn: Turn) -> Tensor:
 
 @both_forms
 @pytest.mark.parametrize("step", [one_backward, _two_backwards])
-def test_frozen_weights_beside_trainable_ones_are_there_when_backward_needs_them(
+def test_frozen_weights_beside_trainable_ones_are_unsharded_when_backward_needs_them(
     step: Any, use_orig_params: bool
 ) -> None:
     run_ranks(
@@ -61,7 +61,7 @@ def test_frozen_weights_beside_trainable_ones_are_there_when_backward_needs_them
 
 
 @both_forms
-def test_a_frozen_part_that_is_recomputed_last_is_there(use_orig_params: bool) -> None:
+def test_a_frozen_part_that_is_recomputed_last_is_unsharded(use_orig_params: bool) -> None:
     build = partial(chain, *[FrozenInCheckpoint] * 3)
     run_ranks(2, trains, build, (FrozenInCheckpoint,), use_orig_params=use_orig_params)
 
@@ -131,7 +131,8 @@ def test_requires_grad_may_be_toggled_with_original_parameters(strategy: Shardin
 
 
 def _unfreezes(large: bool, use_orig_params: bool) -> None:
-    """Wrapped frozen, trainable later; a gradient of 64K elements takes a hook of its own."""
+    """Parameters that are frozen when wrapped and trainable later; one of 64K elements has its own
+    gradient hook."""
     dim = 192 if large else DIM
     make = partial(Block, dim)
     pair = make_pair(partial(chain, partial(frozen, make), make), use_orig_params=use_orig_params)

@@ -70,7 +70,7 @@ def _patterns(dtype: torch.dtype) -> Tensor:
 def _bytes(tensor: Tensor) -> bytes:
     return (
         tensor.detach().clone().view(torch.uint8).numpy().tobytes()
-    )  # a clone: what numpy has seen cannot be freed
+    )  # a clone: memory that numpy has seen cannot be freed
 
 
 class Codes(nn.Module):
@@ -93,7 +93,7 @@ class Codes(nn.Module):
 
 
 def _contents(module: nn.Module) -> dict[str, bytes]:
-    """By name; raises if a dtype or a shape differs."""
+    """Return the bytes by name; raises if a dtype or a shape differs."""
     found = {}
     for name, dtype in {**DTYPES, "more": torch.uint8}.items():
         value = getattr(module, name)
@@ -294,8 +294,8 @@ class Tagged(nn.Parameter):
 
 
 def _copied(parameter: Any, memo: dict[int, Any]) -> Any:
-    """nn.Parameter's own copies leave attributes and classes behind; libraries with such parameters
-    bring theirs."""
+    """Copy a parameter with its class and attributes, which nn.Parameter's own copies lose;
+    libraries with such parameters bring a function like this."""
     attributes = copy.deepcopy(parameter.__dict__, memo)
     copied = memo[id(parameter)] = _made(
         type(parameter), parameter.data.clone(), parameter.requires_grad, attributes
@@ -336,7 +336,7 @@ def _subclasses_survive(use_orig_params: bool, **options: Any) -> None:
         pair.step(one_backward)
     assert Packed.calls == 2 * 2 * (1 + pair.ranks), "F.linear passed by the class of its weight"
     pair.step(one_backward, as_a_user=True)
-    with FSDP.summon_full_params(pair.model):  # set on what is shown there ...
+    with FSDP.summon_full_params(pair.model):  # set on the parameters shown there ...
         assert type(first.weight) is Packed
         assert first.weight.num_calls == 3
         assert first.gain.last == 4
@@ -395,8 +395,7 @@ def test_parameter_subclasses_survive_with_attributes_methods_and_functions(
 
 
 def _attributes_of_the_original(use_orig_params: bool) -> None:
-    """The object that the user has kept is the one that attributes are set on, after wrapping
-    too."""
+    """Attributes can be set on the parameter object that the user has kept, after wrapping too."""
     module = nn.Sequential(PackedLinear())
     mine = module[0].weight
     mine.scale = 1.0
@@ -419,13 +418,13 @@ def test_attributes_set_on_the_original_after_wrapping_reach_forward(
     run_ranks(num_ranks, _attributes_of_the_original, use_orig_params)
 
 
-# -- what gradients cost
+# -- memory for gradients
 
 
 @contextlib.contextmanager
 def _largest_held(model: FSDP) -> Iterator[list[int]]:
-    """The most bytes of gradients that were held whole at once, in elements' bytes, while the
-    context lasts."""
+    """Yield a list with the largest number of bytes of whole gradients held at once inside the
+    context."""
     found = [0]
     groups = model._runtime.groups
 
@@ -534,8 +533,8 @@ def test_requires_grad_change_takes_effect_at_the_next_forward(
 
 
 def _toggles_under_no_sync() -> None:
-    """What was collected before a unit was frozen is reduced all the same, as it would be kept in
-    ``.grad`` without sharding."""
+    """Gradients that were accumulated before a unit was frozen are still reduced, as they would
+    stay in ``.grad`` without sharding."""
     pair = make_pair(Stack, use_orig_params=True)
     x = torch.ones(2, DIM)
     with pair.model.no_sync():

@@ -34,7 +34,7 @@ from tests.support.models import (
     chain,
     frozen,
 )
-from tests.support.parity import Pair, Turn, backward, both_forms, square, vectors
+from tests.support.parity import Pair, Turn, accumulates, both_forms, square, vectors
 from tests.support.ranks import run_ranks
 
 HYBRID, HYBRID_ZERO2 = ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2
@@ -44,7 +44,7 @@ every_mesh = pytest.mark.parametrize("mesh", MESHES, ids=str)
 both_strategies = pytest.mark.parametrize("strategy", [HYBRID, HYBRID_ZERO2])
 
 
-# -- ways to give a mesh of (replicas, shards)
+# -- ways to pass a mesh of (replicas, shards)
 
 
 def _as_mesh(replicas: int, shards: int) -> dict[str, Any]:
@@ -106,17 +106,8 @@ def _pair(build: Callable[[], nn.Module], units: set[type[nn.Module]], **options
     return Pair(plain, FSDP(build(), **options))
 
 
-def _accumulates(pattern: str, m: nn.Module, x: Tensor, turn: Turn) -> Tensor:
-    """n: a backward under no_sync, s: one with sync."""
-    total = torch.zeros(())
-    for index, letter in enumerate(pattern):
-        with turn.no_sync() if letter == "n" else contextlib.nullcontext():
-            total = total + backward(square(m, x * (index + 1)))
-    return total
-
-
 def _assert_equal_on_all_ranks(values: dict[str, Tensor | None], what: str) -> None:
-    """Bit for bit. Collective."""
+    """Assert equality on all ranks bit for bit. Collective."""
     own = {name: None if value is None else value.tolist() for name, value in values.items()}
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, own)
@@ -145,9 +136,9 @@ def _trains(
         for pattern in ("s", "sns"):
             batches = pair.batches()
             for rank, x in enumerate(batches):
-                _accumulates(pattern, pair.plain, x, Turn(rank, contextlib.nullcontext))
+                accumulates(pattern, pair.plain, x, Turn(rank, contextlib.nullcontext))
             pair.average_plain_gradients()
-            _accumulates(
+            accumulates(
                 pattern, pair.model, batches[pair.rank], Turn(pair.rank, pair.model.no_sync)
             )
             _assert_equal_on_all_ranks(
@@ -202,7 +193,7 @@ def test_gradients_of_every_mesh_equal_ddp(mesh: tuple[int, int], use_orig_param
     run_ranks(mesh[0] * mesh[1], _trains_beside_ddp, mesh, use_orig_params)
 
 
-# -- what the mesh is
+# -- the resulting mesh
 
 
 def _groups_of(mesh: tuple[int, int]) -> dict[str, list[int]]:
@@ -225,7 +216,7 @@ def test_process_group_is_the_shard_group(mesh: tuple[int, int]) -> None:
 
 
 def _wraps_node_by_node_by_hand() -> tuple[int, int]:
-    """Every instance asks for its groups; the number of groups before and after the first."""
+    """Wrap instance by instance; return the number of groups before and after the first."""
     _node_by_node(2, 2)
     torch.manual_seed(0)
     plain = Stack()
@@ -255,7 +246,7 @@ def _one_dimension(replicas: int, shards: int) -> dict[str, Any]:
 
 
 def _trains_on_one_dimension(use_orig_params: bool) -> None:
-    """torch raises here; we shard one copy over all ranks."""
+    """torch raises here; fsdp_compat shards one copy over all ranks."""
     for strategy in (HYBRID, HYBRID_ZERO2):
         with pytest.raises(ValueError, match="ndim=2"):
             torch_fsdp.FullyShardedDataParallel(
@@ -292,7 +283,7 @@ def _along_the_first_dimension(
     optimizer = torch.optim.Adam(model.parameters(), 0.01)
     own_batches = dist.get_rank() // (
         dist.get_world_size() // shape[0]
-    )  # alike for ranks that hold the same part
+    )  # the same for ranks that hold the same part
     generator, seen = torch.Generator().manual_seed(own_batches), list[Any]()
     for _ in range(3):
         loss = square(model, vectors(generator))
@@ -329,7 +320,7 @@ def _shards_as_torch(shape: tuple[int, ...], names: tuple[str, ...] | None) -> N
         assert len(ours[1]) == shape[0]
         assert (ours[2] < theirs[2] + 64) is (theirs[2] < ours[2] + 64), (
             strategy
-        )  # but for the padding
+        )  # except for the padding
 
 
 @pytest.mark.parametrize(
@@ -394,7 +385,7 @@ def _trains_in_mixed_precision(use_orig_params: bool, meshes: list[tuple[int, in
                         total += p.grad.float()
             for total, p in zip(totals, pair.plain.parameters(), strict=True):
                 p.grad = total / pair.ranks
-            _accumulates(
+            accumulates(
                 pattern, pair.model, batches[pair.rank], Turn(pair.rank, pair.model.no_sync)
             )
             _assert_equal_on_all_ranks(_whole_gradients(pair.model), "the gradients")
@@ -411,8 +402,8 @@ def test_bf16_computation_with_float32_reduction_sums_in_float32_on_both_axes(
 
 
 def _sums_bf16_shards() -> dict[str, int]:
-    """By mesh, and whether it is our FSDP: how many elements of the mean of four rows are not
-    rounded once, from float32."""
+    """Return, by mesh and library, how many elements of the mean of four rows are not the float32
+    mean rounded once."""
     rows = torch.randn(4, 64, generator=torch.Generator().manual_seed(5)).bfloat16()
     expected = rows.float().mean(0).bfloat16()
     found = {}
@@ -473,7 +464,7 @@ def _trains_with_several_meshes(use_orig_params: bool) -> None:
             *[HYBRID, *[ShardingStrategy.NO_SHARD] * 2] * 2,
         ]
         for pattern in ("s", "ns"):
-            pair.step(partial(_accumulates, pattern), as_a_user=pattern == "ns")
+            pair.step(partial(accumulates, pattern), as_a_user=pattern == "ns")
 
 
 @both_forms
@@ -485,7 +476,7 @@ def test_hybrid_units_train_beside_units_of_other_meshes(use_orig_params: bool) 
 
 
 def _moves_between_meshes(use_orig_params: bool) -> None:
-    """Full and sharded state of each mesh goes into the next one, and training goes on as
+    """Load the full and sharded state of each mesh into the next one, and continue training as
     unsharded."""
     options = {"sharding_strategy": HYBRID, "use_orig_params": use_orig_params}
     pair = _pair(Everything, UNITS, **options, **_as_mesh(2, 2))
@@ -568,8 +559,8 @@ def _sends(
 def _formula(
     mesh: tuple[int, int], strategy: ShardingStrategy, b_p: int
 ) -> dict[str, tuple[int, int]]:
-    """f(W) = (W - 1) / W; the last of three units is kept after forward; b_r = 4, and so is what
-    travels between replicas."""
+    """f(W) = (W - 1) / W; the last of three units is kept after forward; b_r = 4, also between
+    replicas."""
     replicas, shards = mesh
     expected = {}
     if shards > 1:

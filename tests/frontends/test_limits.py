@@ -1,5 +1,5 @@
-"""At the edges: losses that do not come out of forward, freed parameters, units called without
-their root."""
+"""Edge cases: losses that forward does not return, freed parameters, units called without their
+root."""
 
 from __future__ import annotations
 

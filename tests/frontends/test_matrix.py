@@ -1,8 +1,8 @@
-"""Any combination of settings trains as the unsharded model in the same dtypes does: a sample, the
-same one every time.
+"""Any combination of settings trains like the unsharded model in the same dtypes: a sample, the
+same every time.
 
-What fails is named by its settings, ``Case(...)`` and a number of ranks; put it into CHOSEN to run
-it alone."""
+A failure names its settings, ``Case(...)``, and the number of ranks; put it into CHOSEN to run it
+alone."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.support.ranks import run_ranks
 CASES_PER_CALL = 6
 NUM_CALLS = {1: 1, 2: 3, 3: 2, 4: 3}  # by number of ranks: 54 cases
 
-CHOSEN = [  # two with as many settings at once as go together, and what has failed
+CHOSEN = [  # two with as many settings at once as possible, and cases that have failed
     (
         4,
         Case(
@@ -70,7 +70,7 @@ def test_any_settings_train_as_the_unsharded_model(num_ranks: int) -> None:
     )
     @given(
         st.randoms(use_true_random=True).map(partial(_draw, num_ranks))
-    )  # all of it random, not only some bits
+    )  # all of it random, not only a few bits
     def run(cases: list[Case]) -> None:
         run_ranks(num_ranks, run_cases, cases, timeout=180)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from fsdp_compat import FullyShardedDataParallel as FSDP
 from fsdp_compat import ShardingStrategy, StateDictType, UsageError
 from fsdp_compat.wrap import ModuleWrapPolicy
+from tests.support.cases import about
 from tests.support.pairwise import pairwise
 from tests.support.parity import assert_close, both_forms
 from tests.support.ranks import run_ranks
@@ -26,7 +27,7 @@ DIM = 8
 
 
 class Rotary(nn.Module):
-    """As in RoPE: a buffer in no state dict, which is only filled if ``fills``."""
+    """As in RoPE: a non-persistent buffer, which is only initialised if ``fills``."""
 
     def __init__(self, fills: bool = True) -> None:
         super().__init__()
@@ -105,19 +106,8 @@ def to_empty(module: nn.Module) -> None:
     module.to_empty(device="cpu", recurse=False)
 
 
-@contextlib.contextmanager
-def about(case: object) -> Iterator[None]:
-    """Add the case to the error."""
-    try:
-        yield
-    except BaseException as error:
-        error.add_note(f"case: {case}")
-        raise
-
-
 def assert_trains(model: FSDP, plain: nn.Module) -> None:
-    """Both from the state of ``model``; buffers that are in no state dict have to be right
-    already."""
+    """Train both from the state of ``model``; non-persistent buffers must already be correct."""
     plain.load_state_dict(model.state_dict())
     for name, buffer in plain.named_buffers():
         got = dict(model.named_buffers())
@@ -137,7 +127,7 @@ def assert_trains(model: FSDP, plain: nn.Module) -> None:
     assert_close(model(batch()), plain(batch()), "output")
 
 
-# -- what is filled runs
+# -- initialised values are used
 
 
 def _fills(use_orig_params: bool) -> None:
@@ -150,7 +140,7 @@ def _fills(use_orig_params: bool) -> None:
     for units in (True, False):
         for options in ({}, {"param_init_fn": by_init}, {"sync_module_states": True}):
             with about((units, options)):
-                torch.manual_seed(0)  # alike on all ranks
+                torch.manual_seed(0)  # the same on all ranks
                 model = wrapped(on_meta(Net), units, use_orig_params=use_orig_params, **options)
                 assert not any(t.is_meta for t in (*model.parameters(), *model.buffers()))
                 assert all(unit.uninitialised == [] for unit in model._runtime.units), (
@@ -182,7 +172,7 @@ def test_materialized_tensors_keep_their_values(use_orig_params: bool) -> None:
     run_ranks(2, _fills_a_part, use_orig_params)
 
 
-# -- what is not filled is reported
+# -- missing values are reported
 
 
 def refusal(call: Callable[[], Any]) -> str:
@@ -201,12 +191,12 @@ def _leaves_buffers(use_orig_params: bool) -> None:
                 with torch.no_grad() if forward != "train" else contextlib.nullcontext():
                     text = refusal(partial(call, batch()))
                     missing = [*BUFFERS, "blocks.0.masked.order", "blocks.1.masked.order"]
-                    for name in missing:  # of all units, whichever was called
+                    for name in missing:  # of all units, no matter which one was called
                         assert name.rpartition(".")[2] in text, text
                     assert "linear" not in text and "scale" not in text and "running" not in text, (
                         text
                     )
-                    refusal(partial(call, batch()))  # again: it is not forgotten
+                    refusal(partial(call, batch()))  # again: the problem remains
                     fill(model)
                     call(batch())
                 if forward == "train":
@@ -214,7 +204,7 @@ def _leaves_buffers(use_orig_params: bool) -> None:
 
 
 def fill(model: nn.Module) -> None:
-    """In place, as after ``to_empty``."""
+    """Fill in place, as after ``to_empty``."""
     with torch.no_grad():
         for name, buffer in model.named_buffers():
             if name.endswith("inv_freq"):
@@ -226,7 +216,7 @@ def fill(model: nn.Module) -> None:
 
 
 @both_forms
-def test_uninitialized_buffers_are_reported_by_name_until_filled(
+def test_uninitialized_buffers_are_reported_by_name_until_written(
     use_orig_params: bool,
 ) -> None:
     run_ranks(2, _leaves_buffers, use_orig_params)
@@ -259,7 +249,7 @@ def _leaves_parameters(use_orig_params: bool) -> None:
         )
         if num_loads:
             model.load_state_dict(plain.state_dict())
-            text = refusal(partial(model, batch()))  # what no state dict holds
+            text = refusal(partial(model, batch()))  # the non-persistent buffer
             assert "inv_freq" in text and "linear" not in text and "order" not in text, text
         else:
             with FSDP.summon_full_params(model), torch.no_grad():
@@ -340,7 +330,7 @@ def test_parameter_missing_on_one_rank_is_named_on_all(use_orig_params: bool) ->
     run_ranks(3, _fills_all_but_one, use_orig_params)
 
 
-# -- values that look strange and are right
+# -- values that look suspicious but are valid
 
 
 class Strange(nn.Module):
@@ -375,7 +365,7 @@ def _fills_with_strange_values() -> None:
             assert torch.equal(
                 model.module.get_buffer(name).nan_to_num(7.0), buffer.nan_to_num(7.0)
             ), name
-    # Not from the meta device: whatever values are there are the user's.
+    # Not from the meta device: the values are the user's, whatever they are.
     plain = nn.Linear(DIM, DIM)
     nn.init.constant_(plain.weight, torch.nan)
     assert FSDP(plain)(batch()).isnan().all()
@@ -426,7 +416,7 @@ def test_all_ranks_get_the_values_of_the_first_one(
 
 
 def _sends_nothing(use_orig_params: bool) -> None:
-    """Rank 0 has left a buffer without values: that is broadcast and reported on all ranks."""
+    """Rank 0 has left a buffer uninitialised, which is broadcast and reported on all ranks."""
     rank = dist.get_rank()
     inner = on_meta(lambda: Net(False)) if rank == 0 else Net()
     model = wrapped(inner, sync_module_states=True, use_orig_params=use_orig_params)
@@ -442,7 +432,7 @@ def test_missing_values_on_rank_0_are_reported_on_all(use_orig_params: bool) -> 
 
 
 class Extreme(nn.Module):
-    """Buffers that hold what uninitialised memory is filled with."""
+    """Buffers that hold the pattern of uninitialised memory."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -121,11 +121,13 @@ def _computes_and_reduces_in(
             for p in pair.model.parameters()
             if p.numel()
         )
-        if travels.itemsize == 2 and strategy is NO_SHARD:  # what is sent back is rounded once more
+        if (
+            travels.itemsize == 2 and strategy is NO_SHARD
+        ):  # the replicas send back a sum that is rounded once more
             _compare_gradients(pair, travels)
         elif (
             shard_dtype is BF16
-        ):  # an average that lies between two numbers of it is rounded either way
+        ):  # an average between two representable numbers may be rounded either way
             _compare_gradients(pair, BF16)
         else:
             pair.compare_and_update()
@@ -216,7 +218,7 @@ def test_training_without_rounding_is_bit_equal_to_torch() -> None:
         {"param_dtype": FP64, "reduce_dtype": FP32},
     ]
     strategies = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")
-    # With NO_SHARD torch averages what it has averaged before once more, and rounds it once more.
+    # With NO_SHARD torch averages an average once more, and rounds once more.
     patterns = {"FULL_SHARD": "sas", "SHARD_GRAD_OP": "sas", "NO_SHARD": "sss"}
     cases = [
         (s, p, orig, patterns[s]) for s, p, orig in pairs(strategies, precisions, (False, True))
@@ -247,14 +249,18 @@ def _averages(
 
 
 EXACT = [(FULL_SHARD, False), (FULL_SHARD, True), (SHARD_GRAD_OP, False)]
-ROUNDED_ONCE = [(NO_SHARD, False), (HYBRID, False), (HYBRID, True)]  # what the replicas send back
+ROUNDED_ONCE = [
+    (NO_SHARD, False),
+    (HYBRID, False),
+    (HYBRID, True),
+]  # the sum that replicas send back
 
 
 @pytest.mark.parametrize(("strategy", "use_orig_params"), EXACT + ROUNDED_ONCE)
 def test_bf16_gradients_are_added_up_in_float32(
     strategy: ShardingStrategy, use_orig_params: bool
 ) -> None:
-    # 256 + 1 is 256 in bfloat16: added up in it the three small ones are lost, and 64 comes out.
+    # 256 + 1 is 256 in bfloat16: a sum in it loses the three small ones, and the average is 64.
     precision = MixedPrecision(param_dtype=FP32, reduce_dtype=BF16)
     got = run_ranks(
         4,
@@ -292,7 +298,7 @@ def test_fp16_gradients_near_its_limit_do_not_overflow(
     assert (
         run_ranks(4, _averages, precision, [30000.0] * 4, strategy, 1, **options) == [[30000.0]] * 4
     )
-    # Twice the same, accumulated on the shard, and larger than fp16 holds at all.
+    # Twice the same, accumulated on the shard, and larger than the largest fp16 number.
     assert (
         run_ranks(4, _averages, precision, [30000.0] * 4, strategy, 3, **options) == [[90000.0]] * 4
     )
@@ -354,7 +360,7 @@ def test_fp16_reduction_is_as_precise_as_fp16_allows(num_ranks: int, use_orig_pa
 def _keeps_grads_in(
     param_dtype: torch.dtype | None, reduce_dtype: torch.dtype | None, **options: Any
 ) -> set[torch.dtype]:
-    """The dtypes of ``.grad`` that the optimizer meets: with, without and between
+    """Return the dtypes of ``.grad`` that the optimizer sees: with, without and between
     synchronisation."""
     precision = MixedPrecision(
         param_dtype=param_dtype, reduce_dtype=reduce_dtype, keep_low_precision_grads=True
@@ -478,7 +484,7 @@ def _low_grads_of_frozen_copies_and_earlier_ones(use_orig_params: bool) -> None:
     module = Stack(2)
     module.blocks[0].requires_grad_(False)
     module.blocks[1].up.weight.requires_grad_(False)
-    square(module, torch.ones(2, DIM)).backward()  # gradients that are there before wrapping
+    square(module, torch.ones(2, DIM)).backward()  # gradients that exist before wrapping
     model = FSDP(
         module,
         auto_wrap_policy=ModuleWrapPolicy({Block}),
@@ -730,7 +736,7 @@ def test_buffers_are_cast_for_computation_and_saved_in_their_own_dtype() -> None
 
 
 def _only_buffers_are_cast() -> None:
-    """buffer_dtype alone: parameters and inputs stay; and per unit, where units differ."""
+    """buffer_dtype alone leaves parameters and inputs unchanged, also where units differ."""
     _, model = _two(mixed_precision=MixedPrecision(buffer_dtype=FP64))
     out = model(torch.ones(2, DIM))
     assert out.dtype == FP64
@@ -872,7 +878,7 @@ def _writes_buffers(how: str) -> None:
     state = {**model.state_dict(), "0.total": values}
     model.load_state_dict(state)
     assert torch.allclose(model.state_dict()["0.total"], values, rtol=1e-2), (
-        "what was loaded is not there"
+        "the loaded values are missing"
     )
     square(model, torch.ones(2, DIM)).backward()
     assert torch.allclose(model.state_dict()["0.total"], values + 1, rtol=1e-2)
@@ -997,13 +1003,13 @@ def test_norms_compute_in_float32_and_keep_the_running_statistics_of_ddp(
     cases = [
         (affine, policy, layer, affine is layer, strategy)
         for affine, layer in itertools.product((False, True), repeat=2)
-        if (affine is layer) is (policy is (strategy is NO_SHARD))  # every two are combined
+        if (affine is layer) is (policy is (strategy is NO_SHARD))  # covers every pair
     ]
     run_ranks(2, _all_norms, cases)
 
 
 class Fussy(nn.Module):
-    """Without parameters; a class to be left alone as a whole, with what is inside."""
+    """A class without parameters that is to be ignored with everything inside it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -1156,7 +1162,7 @@ def test_full_precision_eval_is_bit_equal_to_unsharded(
 def _evaluates_with_gradients(
     strategy: ShardingStrategy, reduce_dtype: torch.dtype, **options: Any
 ) -> None:
-    """In evaluation mode gradients are computed in float32; what is reduced is still in
+    """In evaluation mode gradients are computed in float32, and still reduced in
     ``reduce_dtype``."""
     build = partial(Stack, 2)
     precision = MixedPrecision(param_dtype=BF16, reduce_dtype=reduce_dtype)

@@ -177,8 +177,8 @@ def test_the_fast_path_of_a_transformer_layer_sees_whole_weights(use_orig_params
 
 
 def _computes_in_bf16(reduce_dtype: torch.dtype, **options: Any) -> None:
-    """Against a loop that casts weights and inputs to bf16 and gradients to ``reduce_dtype``, and
-    adds these up in float32."""
+    """Compare with a loop that casts weights and inputs to bf16 and gradients to ``reduce_dtype``,
+    and adds these up in float32."""
     precision = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype)
     pair = make_pair(Stack, mixed_precision=precision, **options)
     for _ in range(3):
@@ -216,14 +216,14 @@ def _scaled(forward: Any, x: Tensor) -> Tensor:
 
 
 def _scale_outputs(model: nn.Module) -> nn.Module:
-    """As hooks of other libraries do: a forward on the instance, around the one it had."""
+    """Set a forward on the instance, around the one it had, as hooks of other libraries do."""
     for block in model.blocks:
         block.up.forward = partial(_scaled, block.up.forward)
     return model
 
 
 def _forwards_of_instances(model: nn.Module) -> list[Any]:
-    """While a module is sharded, a guard stands before its forward."""
+    """While a module is sharded, a guard replaces its forward."""
     return [getattr(block.up.forward, "__wrapped__", block.up.forward) for block in model.blocks]
 
 

@@ -40,7 +40,7 @@ from tests.support.models import (
 )
 from tests.support.pairwise import pairwise
 from tests.support.parity import (
-    Turn,
+    accumulates_mean,
     assert_close,
     backward,
     both_forms,
@@ -62,15 +62,6 @@ FULL_SHARD, SHARD_GRAD_OP, NO_SHARD = (
 HYBRIDS = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
 
 
-def _pattern(pattern: str, m: nn.Module, x: Tensor, turn: Turn) -> Tensor:
-    """n: a backward under no_sync, s: one with sync."""
-    total = torch.zeros(())
-    for index, letter in enumerate(pattern):
-        with turn.no_sync() if letter == "n" else contextlib.nullcontext():
-            total = total + backward(square(m, x * (0.2 + 0.3 * index)) / len(pattern))
-    return total
-
-
 # -- training
 
 
@@ -85,7 +76,7 @@ def _trains_in_every_way(
     if strategy in HYBRIDS:
         options["replicas"] = 2
     for pattern in ("s", "ss", "nns", "snsns") if dist.get_world_size() < 4 else ("s", "snsns"):
-        pair = train(build, step=partial(_pattern, pattern), num_steps=2, **options)
+        pair = train(build, step=partial(accumulates_mean, pattern), num_steps=2, **options)
         for p in pair.model.parameters():
             assert p.device.type == "cpu"
         norm = 0.01
@@ -136,7 +127,7 @@ def _odd_sizes(use_orig_params: bool) -> None:
     width = 264
     assert width * width > LARGE
     build = partial(chain, partial(nn.Linear, width, width), partial(nn.Linear, width, width))
-    step = partial(_pattern, "sns")
+    step = partial(accumulates_mean, "sns")
     train(
         build,
         (nn.Linear,),
@@ -171,7 +162,7 @@ def test_frozen_parts_and_recomputation_train_as_unsharded(
 def _as_without_offload(use_orig_params: bool) -> None:
     """Bit by bit, whatever the dtypes."""
     low = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
-    # One rank without offload hands original parameters their gradients one by one: their norms add
+    # One rank without offload gives original parameters their gradients one by one: their norms add
     # up in another order.
     limit = 1e9 if use_orig_params and dist.get_world_size() == 1 else 0.05
     for fields in (
@@ -223,7 +214,7 @@ def test_every_dtype_gives_the_same_bits_as_without_offload(
     run_ranks(num_ranks, _as_without_offload, use_orig_params)
 
 
-# -- what is kept where
+# -- where data is kept
 
 
 def _aliases_nothing(strategy: ShardingStrategy, use_orig_params: bool) -> None:
@@ -348,7 +339,7 @@ def _summons(strategy: ShardingStrategy, use_orig_params: bool) -> None:
                     copies = dist.get_world_size() if strategy is ShardingStrategy.NO_SHARD else 1
                     is_whole = (
                         copies == dist.get_world_size()
-                    )  # then what is shown is all there is, see summon_full_params
+                    )  # then the shown values are the only ones, see summon_full_params
                     stays = writeback or (is_whole and (copies == 1 or not rank0_only))
                     for p in pair.plain.parameters() if stays else ():
                         p.data.add_(1)

@@ -1,11 +1,10 @@
-"""Optimizers made before the model was wrapped go on, or say that they cannot; and states that
-unwrapped models have saved."""
+"""Optimizers created before the model was wrapped keep working or raise a clear error; and states
+saved by unwrapped models."""
 
 from __future__ import annotations
 
-import contextlib
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -21,6 +20,7 @@ from fsdp_compat import ShardingStrategy, StateDictType
 from fsdp_compat._state.names import clean_name
 from fsdp_compat.errors import FsdpCompatError
 from fsdp_compat.wrap import ModuleWrapPolicy
+from tests.support.cases import about
 from tests.support.models import DIM, Block, Odd, Stack
 from tests.support.pairwise import pairwise
 from tests.support.parity import assert_close, both_forms
@@ -110,16 +110,6 @@ def assert_same_optimizer_state(
         for d in (state, expected)
     ]
     assert settings[0] == settings[1], what
-
-
-@contextlib.contextmanager
-def about(case: object) -> Iterator[None]:
-    """Say in an error which case it was."""
-    try:
-        yield
-    except BaseException as error:
-        error.add_note(f"case: {case}")
-        raise
 
 
 # -- with original parameters
@@ -261,7 +251,7 @@ def _saves_and_loads_from_before() -> None:
     step(plain, plain_optim, 2)
     scheduler.step()
     plain_scheduler.step()
-    # what was saved before wrapping goes in by way of the conversion, as always
+    # state saved before wrapping is loaded through the conversion, as always
     model.load_state_dict(saved[1][0])
     optim.load_state_dict(FSDP.optim_state_dict_to_load(model, optim, saved[1][1]))
     plain.load_state_dict(saved[0][0])
@@ -280,8 +270,8 @@ def test_states_from_before_are_loaded_after_wrapping() -> None:
 
 
 def _loads_directly() -> None:
-    """Whole state put into an optimizer directly is cut at the next step, or refused: never used as
-    it is."""
+    """Whole state put into an optimizer directly is cut at the next step, or refused; it is never
+    used unchanged."""
     plain, inner = network(), network()
     plain_optim, optim = (torch.optim.Adam(trainable(m), lr=0.01) for m in (plain, inner))
     step(plain, plain_optim, 0)
@@ -300,11 +290,11 @@ def _loads_directly() -> None:
     assert_same_state(model, plain, "after loading")
 
 
-def test_whole_state_that_is_loaded_without_conversion_is_not_used_as_it_is() -> None:
+def test_whole_state_loaded_without_conversion_is_not_used_unchanged() -> None:
     run_ranks(2, _loads_directly)
 
 
-# -- what users write into parameters
+# -- values that users write into parameters
 
 
 def _keeps_what_is_written() -> None:
@@ -335,16 +325,16 @@ def _keeps_what_is_written() -> None:
             for name in whole:
                 write(part[name])
                 write(whole[name])
-            assert_same_state(model, plain, "what was written")
+            assert_same_state(model, plain, "written values")
             assert_close(model(batch(9)), plain(batch(9)), "forward")
             step(plain, plain_optim, number)
             step(model, optim, number)
             assert_same_state(model, plain, "after a step")
-    for name in whole:  # the last thing before a load
+    for name in whole:  # the last write before a load
         by_data(part[name])
     state = plain.state_dict()
     model.load_state_dict(state)
-    assert_same_state(model, plain, "what was loaded")
+    assert_same_state(model, plain, "loaded values")
     step(plain, plain_optim, 8)
     step(model, optim, 8)
     assert_same_state(model, plain, "after a step")
@@ -352,7 +342,7 @@ def _keeps_what_is_written() -> None:
         assert parameter is part[clean_name(name)]
 
 
-def test_what_users_write_into_parameters_is_kept() -> None:
+def test_values_written_into_parameters_by_users_are_kept() -> None:
     run_ranks(2, _keeps_what_is_written)
 
 
@@ -388,13 +378,13 @@ def _cannot_go_on() -> None:
         step(plain, plain_optim, 2)
         step(model, fresh, 2)
         assert_same_state(model, plain, "with an optimizer made after wrapping")
-        other = nn.Linear(2, 2)  # of no concern
+        other = nn.Linear(2, 2)  # not part of the model
         step_of_another = torch.optim.SGD(other.parameters(), 0.1)
         other(torch.ones(1, 2)).sum().backward()
         step_of_another.step()
 
 
-def test_without_original_parameters_the_first_step_says_what_to_do() -> None:
+def test_with_use_orig_params_false_the_first_step_says_what_to_do() -> None:
     run_ranks(2, _cannot_go_on)
 
 
@@ -402,8 +392,8 @@ def test_without_original_parameters_the_first_step_says_what_to_do() -> None:
 
 
 def _groups(module: nn.Module, kind: str) -> list[dict[str, Any]]:
-    """Groups of whole units, which FlatParameters can be in; and one that only original parameters
-    can have."""
+    """Return groups of whole units, which FlatParameters can be in, or groups that only original
+    parameters can form."""
     named = list(module.named_parameters())
     if kind == "one":
         return [{"params": [p for _, p in named]}]
@@ -437,7 +427,7 @@ def _loads_by_number(kind: str, source: str, use_orig_params: bool) -> None:
         step(plain, plain_optim, seed)
         step(model, optim, seed)
         assert_same_state(model, plain, f"step {seed}")
-    if source == "ddp":  # names as DDP has them, in the optimizer's state too
+    if source == "ddp":  # DDP's names, in the optimizer's state too
         names = [f"module.{name}" for group in _names(kind) for name in group]
         by_name = {
             "state": {names[number]: value for number, value in optim_state["state"].items()},
@@ -470,7 +460,8 @@ def test_states_by_numbers_load(kind: str, source: str, use_orig_params: bool) -
 
 
 def _loads_numbers_of_trainable_only(use_orig_params: bool) -> None:
-    """Trainers leave frozen parameters out of the optimizer: the numbers count what is in it."""
+    """Trainers leave frozen parameters out of the optimizer: the numbers count only the optimizer's
+    parameters."""
     plain = network()
     plain_optim = torch.optim.Adam(trainable(plain), lr=0.01)
     step(plain, plain_optim, 0)
@@ -491,7 +482,7 @@ def _loads_numbers_of_trainable_only(use_orig_params: bool) -> None:
 
 
 @both_forms
-def test_numbers_count_what_the_optimizer_holds(use_orig_params: bool) -> None:
+def test_numbered_state_counts_only_parameters_of_the_optimizer(use_orig_params: bool) -> None:
     run_ranks(2, _loads_numbers_of_trainable_only, use_orig_params)
 
 

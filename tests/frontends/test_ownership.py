@@ -1,4 +1,4 @@
-"""What a wrapped module holds on to, whom it talks to, and what it lets others see."""
+"""What a wrapped module keeps alive, which ranks it communicates with, and what it exposes."""
 
 from __future__ import annotations
 
@@ -47,8 +47,26 @@ def _memory_of_originals(use_orig_params: bool) -> None:
 
 
 @pytest.mark.parametrize("use_orig_params", [False, True])
-def test_whole_parameters_are_let_go_when_they_are_sharded(use_orig_params: bool) -> None:
+def test_whole_parameters_are_freed_when_they_are_sharded(use_orig_params: bool) -> None:
     run_ranks(2, _memory_of_originals, use_orig_params)
+
+
+def _memory_of_originals_during_wrapping() -> None:
+    model = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 4, device="meta"))
+    first = [weakref.ref(p) for p in model[0].parameters()]
+    alive = []
+
+    def init(module: nn.Module) -> None:
+        gc.collect()
+        alive.extend(ref() is not None for ref in first)
+        module.to_empty(device="cpu", recurse=False)
+
+    FSDP(model, auto_wrap_policy=ModuleWrapPolicy({nn.Linear}), param_init_fn=init)
+    assert alive == [False, False], "the first unit is sharded before the second gets its values"
+
+
+def test_whole_parameters_are_let_go_unit_by_unit() -> None:
+    run_ranks(2, _memory_of_originals_during_wrapping)
 
 
 def _prints(use_orig_params: bool) -> None:
@@ -82,7 +100,7 @@ def _gradients_from_before(use_orig_params: bool) -> None:
 
 
 @pytest.mark.parametrize("use_orig_params", [False, True])
-def test_gradients_that_were_there_before_are_added_to(use_orig_params: bool) -> None:
+def test_existing_gradients_are_added_to(use_orig_params: bool) -> None:
     run_ranks(2, _gradients_from_before, use_orig_params)
 
 
@@ -137,7 +155,7 @@ def _groups_of_all_kinds() -> None:
         optimizer.step()
         optimizer.zero_grad()
     some = dist.new_group([1, 2])
-    if rank in (1, 2):  # a model that some ranks know nothing of
+    if rank in (1, 2):  # a model on some ranks only
         torch.testing.assert_close(
             dict(trained(FSDP(network(), process_group=some))), dict(expected.state_dict())
         )
@@ -192,7 +210,7 @@ def test_a_container_that_is_never_called_owns_no_parameters(use_orig_params: bo
 
 class WithOwnParameters(nn.Module):
     """The root's parameters lie beside modules that are units: what holds its attributes reaches
-    the units, and so the root."""
+    the units, and thereby the root."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -204,7 +222,7 @@ class WithOwnParameters(nn.Module):
 
 
 class WithLoss(nn.Module):
-    """Keeps its loss, and so the graph of the last forward."""
+    """Keeps its loss, and thereby the graph of the last forward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -222,7 +240,7 @@ def _what_is_left_of_a_model(use_orig_params: bool, forward_replaced: bool, sync
     def train_and_drop() -> weakref.ref[nn.Module]:
         model = WithOwnParameters()
         model.inner[1] = WithLoss()
-        if forward_replaced:  # as wrappers of a module's call do; it holds the module
+        if forward_replaced:  # as libraries that wrap calls do; the function holds the module
             model.forward = functools.partial(WithOwnParameters.forward, model)
         sharded = FSDP(
             model, auto_wrap_policy=ModuleWrapPolicy({nn.Linear}), use_orig_params=use_orig_params
@@ -246,7 +264,7 @@ def _what_is_left_of_a_model(use_orig_params: bool, forward_replaced: bool, sync
 @pytest.mark.parametrize("sync", [True, False])
 @pytest.mark.parametrize("forward_replaced", [False, True])
 @pytest.mark.parametrize("use_orig_params", [False, True])
-def test_nothing_is_left_of_a_model_that_nobody_holds(
+def test_an_unreferenced_model_is_freed_completely(
     use_orig_params: bool, forward_replaced: bool, sync: bool
 ) -> None:
     assert run_ranks(2, _what_is_left_of_a_model, use_orig_params, forward_replaced, sync) == [

@@ -35,7 +35,7 @@ from tests.support.pairwise import pairwise
 from tests.support.parity import square, tokens, vectors, wide_vectors
 from tests.support.ranks import run_ranks
 
-# per step, by name: the loss, the parameters, and the optimizer's state, which tells of gradients
+# per step, by name: loss, parameters, and the optimizer's state, which depends on gradients
 Seen = list[dict[str, Tensor]]
 
 STRATEGIES = ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"]
@@ -61,7 +61,7 @@ def _train(
         use_orig_params=use_orig_params,
         device_id=torch.device("cpu"),
     )
-    # Copies on the CPU of what is on the CPU are freed memory, or other values, in torch.
+    # In torch, CPU copies of values that are on the CPU are freed memory, or other values.
     configs = (
         library.FullStateDictConfig(offload_to_cpu=False),
         library.FullOptimStateDictConfig(offload_to_cpu=False),
@@ -96,7 +96,7 @@ def _train(
 
 
 def _differences(*args: Any) -> list[str]:
-    """What is not bit-equal, in words; nothing is the expected answer."""
+    """Return descriptions of everything that is not bit-equal; none are expected."""
     with warnings.catch_warnings():
         warnings.simplefilter(
             "ignore"
@@ -127,7 +127,7 @@ def _adam(parameters: Any) -> torch.optim.Optimizer:
 
 MODELS = {
     "blocks": (Stack, {Block}, vectors),
-    "units inside of units": (partial(Stack, 2, Outer), {Outer, Inner}, vectors),
+    "units inside units": (partial(Stack, 2, Outer), {Outer, Inner}, vectors),
     "transformer layers": (
         partial(chain, encoder_layer, encoder_layer),
         {nn.TransformerEncoderLayer},
@@ -204,7 +204,7 @@ def test_bf16_computation_with_float32_reduction_is_bit_equal_to_torch(
 
 
 def _differ(cases: list[Case]) -> list[str]:
-    """The cases that are not bit-equal, in words; nothing is the expected answer."""
+    """Return descriptions of the cases that are not bit-equal; none are expected."""
     found = []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -230,8 +230,8 @@ def _comparable(case: Case) -> Case:
     """Torch fails with a reentrant checkpoint over a part of a unit, and with frozen parameters in
     a FlatParameter with others.
 
-    With NO_SHARD it sends a sum of gradients again, with what it was before: the same average,
-    rounded more often.
+    With NO_SHARD it reduces accumulated gradients again in each backward: the same average, rounded
+    more often.
     """
     if case.strategy == "NO_SHARD" and case.backwards.count("s") > 1:
         case = dataclasses.replace(case, backwards="nns")
@@ -245,8 +245,8 @@ def _comparable(case: Case) -> Case:
 
 
 def _draw(rng: random.Random) -> list[Case]:
-    """What torch can do: on the CPU, without offload, and a FlatParameter is trainable or not as a
-    whole."""
+    """Draw cases that torch supports: on the CPU, without offload, and with FlatParameters that are
+    trainable or frozen as a whole."""
     cases = draw_cases(
         rng,
         12,

@@ -60,7 +60,7 @@ def _runs_programs(start: int, **options: Any) -> None:
     ],
     ids=[
         "default",
-        "original parameters, kept after forward",
+        "use_orig_params, kept after forward",
         "unused units allowed",
         "no prefetch",
     ],

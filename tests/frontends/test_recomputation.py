@@ -1,5 +1,5 @@
-"""Activation checkpointing in every place: inside of units, around them, around several, around
-parts and around everything."""
+"""Activation checkpointing inside units, around one, around several, around parts of them and
+around the whole model."""
 
 from __future__ import annotations
 

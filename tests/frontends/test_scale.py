@@ -1,8 +1,8 @@
-"""What a rank does and holds does not depend on how many ranks there are; one rank of any number
+"""The work and memory of a rank do not depend on the number of ranks, and one rank of any number
 can be simulated.
 
 The ranks are those of torch's fake process group, which accepts every collective and moves nothing,
-in a process of its own."""
+in a separate process."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Block(nn.Module):
 
 @dataclasses.dataclass(frozen=True)
 class Costs:
-    """Of the third step, which does what all further ones do, and of what there was before."""
+    """Costs of construction and of the third step, which is like all later ones."""
 
     constructing: tuple[int, int]  # calls: of the package's functions; by them, of functions in C
     stepping: tuple[int, int]
@@ -79,7 +79,7 @@ def wrapped(dim: int, device: str, **options: Any) -> FullyShardedDataParallel:
 
 def costs(use_orig_params: bool) -> Costs:
     gc.collect()
-    gc.disable()  # what it finds would be counted
+    gc.disable()  # its work would be counted
     constructing, model = counted_calls(
         functools.partial(wrapped, DIM, "meta", use_orig_params=use_orig_params)
     )
@@ -101,7 +101,7 @@ def costs(use_orig_params: bool) -> Costs:
 
 
 def in_world(world_size: int, rank: int, function: Callable[..., Any], *args: Any) -> Any:
-    """Call a function on one of ``world_size`` ranks, of which the others do not exist."""
+    """Call a function on one of ``world_size`` ranks, the others of which do not exist."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
@@ -123,7 +123,7 @@ def all_costs() -> dict[tuple[bool, int, int], Costs]:
 
 
 def facts(device: str) -> list[Any]:
-    """What is laid out where, and what a step sends."""
+    """Return the layout of the parameters, and the traffic of a step."""
     model = wrapped(6, device, mixed_precision=MixedPrecision(torch.bfloat16), use_orig_params=True)
     groups = model._runtime.groups
     model(torch.ones(2, 6, device=device)).sum().backward()
@@ -155,7 +155,7 @@ class Found:
 
 
 def everything() -> Found:
-    gc.freeze()  # what was imported: collections need not look at it
+    gc.freeze()  # collections need not visit imported objects
     return Found(
         all_costs(),
         {device: in_world(5, 3, facts, device) for device in ("cpu", "meta")},
@@ -170,8 +170,8 @@ def everything() -> Found:
 
 
 def parts_that_outlive_their_model() -> list[bool]:
-    """Whether a unit and its group are there after the model went, which has trained parameters
-    large enough for hooks."""
+    """Return whether a unit and its group outlive a model that has trained parameters large enough
+    for hooks."""
     model = wrapped(DIM, "meta")
     model(torch.ones(2, DIM, device="meta")).sum().backward()
     unit = model._runtime.root
@@ -183,7 +183,7 @@ def parts_that_outlive_their_model() -> list[bool]:
 
 @pytest.fixture(scope="module")
 def found() -> Found:
-    """What a process of its own has found out: the ranks of this one are real."""
+    """Return the measurements of a separate process, because the ranks of this one are real."""
     program = (
         f"import pickle, sys; from {__name__} import everything; "
         "sys.stdout.buffer.write(pickle.dumps(everything()))"
@@ -232,14 +232,14 @@ def test_as_many_tensors_are_alive_with_8_ranks_as_with_16384(
 
 def test_a_simulated_rank_has_the_layouts_and_sends_the_bytes_of_a_real_one(found: Found) -> None:
     assert found.facts["meta"] == found.facts["cpu"]
-    assert found.facts["meta"][-1]  # it has sent something
+    assert found.facts["meta"][-1]  # traffic was counted
 
 
 @pytest.mark.parametrize("name", ["cpu_offload", "allow_unused_units"])
-def test_what_needs_values_cannot_be_simulated(found: Found, name: str) -> None:
+def test_operations_that_need_values_cannot_be_simulated(found: Found, name: str) -> None:
     assert name in found.refused[name]
     assert "meta" in found.refused[name]
 
 
-def test_nothing_of_a_model_with_large_parameters_outlives_it(found: Found) -> None:
+def test_a_model_with_large_parameters_is_freed_completely(found: Found) -> None:
     assert not any(found.outlived)

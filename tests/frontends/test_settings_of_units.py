@@ -68,7 +68,7 @@ def _state(pair: Pair) -> dict[str, Any]:
 
 
 def _options() -> dict[ShardingStrategy, dict[str, Any]]:
-    """Of every strategy, for FSDP. Collective."""
+    """Return the FSDP options of every strategy. Collective."""
     mesh = init_device_mesh("cpu", (dist.get_world_size() // 2, 2))
     # Without None, a unit inherits the two axes of a hybrid root.
     return {
@@ -246,7 +246,7 @@ def _low_in_some(library: Any, module: nn.Module) -> bool | dict[str, Any]:
 
 
 def _trains_like_this(library: Any, name: str, use_orig_params: bool) -> list[dict[str, Tensor]]:
-    """Per step: the loss, the whole parameters and the buffers."""
+    """Return the loss, the whole parameters and the buffers of each step."""
     torch.manual_seed(0)
     low = library.MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     build, policy, precision = {
@@ -308,7 +308,7 @@ def test_units_with_different_settings_are_bit_equal_to_torch(
     assert run_ranks(2, _differences, name, use_orig_params) == [[], []]
 
 
-# -- prefetching: it changes when, and never what
+# -- prefetching, which changes the timing and never the values
 
 
 def _prefetches_in_every_way(strategy: ShardingStrategy, use_orig_params: bool) -> None:
@@ -432,7 +432,7 @@ def test_units_may_have_process_groups_and_meshes_of_their_own() -> None:
 
 
 def _takes_torchs_settings(use_orig_params: bool) -> None:
-    """In the constructor and in what a policy of torch's answers. float32 is what all compute in
+    """In the constructor and in the answers of a policy of torch's. Everything computes in float32
     anyway."""
     options = _options()
     prefetches = itertools.cycle((*torch_fsdp.BackwardPrefetch, None))
@@ -473,22 +473,22 @@ def _is_outer_or_inner(module: nn.Module) -> bool:
     return isinstance(module, (Outer, Inner))
 
 
-def _policies(home: Any) -> dict[str, Any]:
-    """Made from our wrap module or from torch's."""
-    by_lambda = partial(home.lambda_auto_wrap_policy, lambda_fn=_is_outer_or_inner)
+def _policies(library: Any) -> dict[str, Any]:
+    """Return policies from ``library``: our wrap module or torch's."""
+    by_lambda = partial(library.lambda_auto_wrap_policy, lambda_fn=_is_outer_or_inner)
     return {
-        "classes": home.ModuleWrapPolicy({Outer, Inner}),
-        "custom": home.CustomPolicy(_is_outer_or_inner),
+        "classes": library.ModuleWrapPolicy({Outer, Inner}),
+        "custom": library.CustomPolicy(_is_outer_or_inner),
         "transformer": partial(
-            home.transformer_auto_wrap_policy, transformer_layer_cls={Outer, Inner}
+            library.transformer_auto_wrap_policy, transformer_layer_cls={Outer, Inner}
         ),
         "lambda": by_lambda,
-        "size": partial(home.size_based_auto_wrap_policy, min_num_params=300),
+        "size": partial(library.size_based_auto_wrap_policy, min_num_params=300),
         "either": partial(
-            home._or_policy,
-            policies=[by_lambda, partial(home.size_based_auto_wrap_policy, min_num_params=300)],
+            library._or_policy,
+            policies=[by_lambda, partial(library.size_based_auto_wrap_policy, min_num_params=300)],
         ),
-        "always": home.always_wrap_policy,
+        "always": library.always_wrap_policy,
     }
 
 

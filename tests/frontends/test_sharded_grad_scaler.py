@@ -1,5 +1,4 @@
-"""A non-finite gradient on one rank makes all ranks skip the step and shrink the scale, whatever
-the others hold."""
+"""A non-finite gradient on one rank makes all ranks skip the step and shrink the scale."""
 
 from __future__ import annotations
 
@@ -60,7 +59,7 @@ def _fused_adagrad(parameters: Any) -> torch.optim.Optimizer:
 OPTIMIZERS = [_sgd, _fused_sgd, _fused_adamw, _fused_adagrad]
 any_optimizer = pytest.mark.parametrize(
     "make", OPTIMIZERS
-)  # those that are fused take another path through the scaler
+)  # fused ones take another path through the scaler
 
 
 class Spiky(nn.Module):
@@ -497,7 +496,7 @@ def test_a_single_rank_sends_nothing(make: Callable[..., torch.optim.Optimizer])
 
 
 def _disabled_on_one_rank(make: Callable[..., torch.optim.Optimizer]) -> None:
-    if dist.get_rank() == 0:  # the other rank has nothing to answer with
+    if dist.get_rank() == 0:  # the other rank does not take part
         parameters = _parameters(2)
         optim, scaler, loss = (
             make(parameters),
@@ -692,7 +691,11 @@ def test_the_default_scaler_warns_and_is_disabled_without_cuda() -> None:
 @pytest.mark.parametrize(
     ("backends", "device", "sent_from"),
     [
-        ("meta:nccl", "cpu", "meta"),  # a CPU tensor cannot go to "cuda" without CUDA, not even so
+        (
+            "meta:nccl",
+            "cpu",
+            "meta",
+        ),  # a CPU tensor cannot move to "cuda" without CUDA, even in this simulation
         ("cpu:gloo,cuda:nccl", "cpu", "cpu"),
         ("cpu:gloo,cuda:nccl", "cuda", "cuda"),
         ("cpu:gloo", "cuda", "cpu"),

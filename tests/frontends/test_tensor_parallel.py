@@ -36,6 +36,7 @@ from fsdp_compat import (
 from fsdp_compat import FullyShardedDataParallel as FSDP
 from fsdp_compat._state.names import clean_name
 from fsdp_compat.wrap import ModuleWrapPolicy
+from tests.support.cases import about
 from tests.support.ranks import run_ranks
 
 DIM, LENGTH = 8, 8
@@ -101,7 +102,7 @@ def network(dtype: torch.dtype = torch.float64) -> Net:
 
 
 def assert_equal(got: Tensor, expected: Tensor, what: object) -> None:
-    """Equal up to the last digits, because sums come in another order."""
+    """Assert equality up to the last digits, because sums are taken in another order."""
     rtol, atol = (1e-10, 1e-13) if expected.dtype == torch.float64 else (1e-5, 1e-6)
     torch.testing.assert_close(
         got, expected, rtol=rtol, atol=atol, msg=lambda text: f"{what}: {text}"
@@ -175,16 +176,6 @@ class Pair:
         for name, value in expected.items():
             assert type(state[name]) is Tensor, f"{name!r} is a {type(state[name]).__name__}"
             assert_equal(state[name], value, name)
-
-
-@contextlib.contextmanager
-def about(case: object) -> Iterator[None]:
-    """Add the case to the error."""
-    try:
-        yield
-    except BaseException as error:
-        error.add_note(f"case: {case}")
-        raise
 
 
 @contextlib.contextmanager
@@ -362,7 +353,7 @@ def _saves_and_loads(plan: Plan, use_orig_params: bool) -> None:
     for name, value in state.items():
         assert_equal(value, pair.plain.state_dict()[name], name)
     # Every first rank along the data-parallel dimension has it; which tensor-parallel rank saves is
-    # up to the program.
+    # arbitrary.
     assert bool(state) is (pair.rank == 0)
 
 

@@ -1,5 +1,5 @@
-"""Training sharded equals training unsharded: every strategy, world size and shape of parameters,
-and what it costs."""
+"""Sharded training equals unsharded training with every strategy, world size and shape of
+parameters, at a known cost."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Ranks that use different units: right with allow_unused_units=True, an error that names the unit
-without."""
+"""Ranks that use different units: correct with allow_unused_units=True, and otherwise an error that
+names the unit."""
 
 from __future__ import annotations
 

@@ -219,7 +219,7 @@ def test_units_do_not_share_their_arguments(policy: Any) -> None:
         (our_wrap.CustomPolicy(lambda module: True), torch_wrap.CustomPolicy(lambda module: True)),
     ],
 )
-def test_policy_objects_return_what_those_of_torch_return(ours: Any, theirs: Any) -> None:
+def test_policy_objects_agree_with_those_of_torch(ours: Any, theirs: Any) -> None:
     root, root_kwargs = blocks(), {"device_id": 3}
     answer = ours._run_policy(root, {root.layers[1]}, root_kwargs)
     assert answer == theirs._run_policy(root, {root.layers[1]}, root_kwargs)
@@ -250,35 +250,37 @@ CLASSES = (
 )
 
 
-def policies(home: Any) -> st.SearchStrategy[Any]:
-    """Every kind of policy, made of functions and classes in ``home``: our module or torch's."""
+def policies(library: Any) -> st.SearchStrategy[Any]:
+    """Every kind of policy, made of functions and classes in ``library``: our module or torch's."""
     classes = st.sets(st.sampled_from(CLASSES), min_size=1)
     optional = st.none() | classes
     functions = st.one_of(
-        st.just(home.always_wrap_policy),
+        st.just(library.always_wrap_policy),
         classes.map(
-            lambda some: partial(home.transformer_auto_wrap_policy, transformer_layer_cls=some)
+            lambda some: partial(library.transformer_auto_wrap_policy, transformer_layer_cls=some)
         ),
-        classes.map(lambda some: partial(home._module_wrap_policy, module_classes=some)),
-        classes.map(lambda some: partial(home._wrap_module_cls_individually, module_classes=some)),
+        classes.map(lambda some: partial(library._module_wrap_policy, module_classes=some)),
+        classes.map(
+            lambda some: partial(library._wrap_module_cls_individually, module_classes=some)
+        ),
         classes.map(
             lambda some: partial(
-                home.lambda_auto_wrap_policy, lambda_fn=partial(is_one_of, classes=some)
+                library.lambda_auto_wrap_policy, lambda_fn=partial(is_one_of, classes=some)
             )
         ),
         st.builds(
             partial,
-            st.just(home.size_based_auto_wrap_policy),
+            st.just(library.size_based_auto_wrap_policy),
             min_num_params=st.integers(1, 60),
             force_leaf_modules=optional,
             exclude_wrap_modules=optional,
         ),
     )
     either = st.lists(functions, min_size=1, max_size=2).map(
-        lambda some: partial(home._or_policy, policies=some)
+        lambda some: partial(library._or_policy, policies=some)
     )
-    customs = classes.map(lambda some: home.CustomPolicy(partial(answer_for, classes=some)))
-    return functions | either | classes.map(home.ModuleWrapPolicy) | customs
+    customs = classes.map(lambda some: library.CustomPolicy(partial(answer_for, classes=some)))
+    return functions | either | classes.map(library.ModuleWrapPolicy) | customs
 
 
 def is_one_of(module: nn.Module, classes: set[type]) -> bool:
@@ -293,7 +295,7 @@ def answer_for(module: nn.Module, classes: set[type]) -> bool | dict[str, Any]:
 
 @dataclass
 class Model:
-    """A random tree of modules; names of modules to ignore go with it."""
+    """A random tree of modules, and the names of modules to ignore."""
 
     root: nn.Module
     ignored: set[str]
@@ -301,8 +303,8 @@ class Model:
 
 @st.composite
 def models(draw: st.DrawFn, shared: bool = True) -> Model:
-    """Trees of containers and layers of a few sizes. Leaves, and whole parts if ``shared``, can be
-    registered twice."""
+    """Draw trees of containers and layers of a few sizes. Layers, and whole subtrees if ``shared``,
+    can be registered twice."""
     made: list[nn.Module] = []
 
     def leaf() -> nn.Module:
@@ -357,18 +359,18 @@ PRECISIONS = st.none() | st.sampled_from(
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
-    "home", [our_wrap, torch_wrap], ids=["our policies", "the policies of torch"]
+    "library", [our_wrap, torch_wrap], ids=["our policies", "the policies of torch"]
 )
 @settings(max_examples=150)
 @given(data=st.data(), precision=PRECISIONS)
 def test_random_models_are_wrapped_as_by_torch(
-    home: Any, data: st.DataObject, precision: Any
+    library: Any, data: st.DataObject, precision: Any
 ) -> None:
-    policy = data.draw(policies(home))
+    policy = data.draw(policies(library))
     model = data.draw(models(shared=is_policy_object(policy)))
-    if home is our_wrap and isinstance(policy, our_wrap.CustomPolicy):
+    if library is our_wrap and isinstance(policy, our_wrap.CustomPolicy):
         reference: Any = torch_wrap.CustomPolicy(policy._lambda_fn)
-    elif home is our_wrap and isinstance(policy, our_wrap.ModuleWrapPolicy):
+    elif library is our_wrap and isinstance(policy, our_wrap.ModuleWrapPolicy):
         reference = torch_wrap.ModuleWrapPolicy(policy._module_classes)
     else:
         reference = policy
@@ -530,10 +532,10 @@ def test_a_module_registered_twice_is_replaced_in_both_places() -> None:
     root = nn.Sequential(
         nn.Sequential(shared, shared), nn.ModuleDict({"again": shared, "other": other})
     )
-    plan = plan_wrapping(
-        root, our_wrap.ModuleWrapPolicy({Block, nn.Linear}), set(), set(), {"device_id": 3}
-    )
-    assert our_wrap.replace_modules(root, plan, Unit) is root
+    policy = our_wrap._module_wrap_policy
+    policy = partial(policy, module_classes={Block, nn.Linear})
+    wrapped, _ = our_wrap._recursive_wrap(root, policy, Unit, set(), set(), device_id=3)
+    assert wrapped is root
     unit = root[1]["again"]
     assert isinstance(unit, Unit) and unit.module is shared and unit.kwargs == {"device_id": 3}
     assert root[0][0] is unit and root[0][1] is unit

@@ -178,7 +178,7 @@ def test_every_policy_trains_as_unsharded(name: str, num_units: int, use_orig_pa
 
 
 class _Counted(Stack):
-    """With buffers, one of them not persistent."""
+    """A stack with buffers, one of them not persistent."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -332,7 +332,7 @@ def _ignores(kind: str, **options: Any) -> None:
         backward(square(model, batches[pair.rank]))
         for p, grad in zip(kept, own, strict=True):
             assert_close(p.grad, grad, "gradient of an ignored parameter")
-            dist.all_reduce(p.grad)  # what is ignored is the user's to synchronise
+            dist.all_reduce(p.grad)  # synchronising ignored parameters is up to the user
             p.grad /= pair.ranks
         pair.average_plain_gradients()
         pair.compare_and_update()
@@ -352,7 +352,7 @@ def test_ignored_parameters_stay_unsharded_and_unsynchronized(
 
 
 def _shares_a_subgroup(**options: Any) -> None:
-    """Two groups of two ranks, each with a model and data of its own."""
+    """Train two groups of two ranks, each with its own model and data."""
     groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     which = dist.get_rank() // 2
     pair = make_pair(Stack, seed=which, process_group=groups[which], **options)

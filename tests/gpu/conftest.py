@@ -1,9 +1,9 @@
-"""Tests of a CUDA device. Without one, all of this folder is skipped, and nothing else in the suite
-is.
+"""Tests of a CUDA device. Without one, all tests of this folder are skipped, and no others.
 
-pytest tests/gpu                        on the first CUDA device, as rank 0 of 8 on a fake group and
-on NCCL with one rank pytest tests/gpu --gpu-device cpu       the same functions on the CPU (gloo
-instead of NCCL), to see that they run"""
+    pytest tests/gpu                     # on the first CUDA device
+    pytest tests/gpu --gpu-device cpu    # on the CPU, to check that the tests run
+
+They run as rank 0 of 8 on a fake group, and as the only rank on NCCL (on the CPU: gloo)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--gpu-device",
         default="cuda:0",
-        help="where tests/gpu run; cpu: to try the tests themselves",
+        help="the device for tests/gpu; cpu checks the tests themselves",
     )
 
 

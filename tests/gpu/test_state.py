@@ -1,4 +1,4 @@
-"""What a user does beside training, on a device with one real rank: whole parameters, state dicts,
+"""Features besides training, on a device with one real rank: whole parameters, state dicts,
 scaling, copies, meta."""
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ POLICY = ModuleWrapPolicy({Block})
 MIXED = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 OPTIONS: dict[str, dict[str, Any]] = {
     "flat": {},
-    "original parameters": {"use_orig_params": True},
+    "use_orig_params": {"use_orig_params": True},
     "mixed precision": {"mixed_precision": MIXED},
-    "on the CPU": {"cpu_offload": CPUOffload(offload_params=True)},
+    "offload": {"cpu_offload": CPUOffload(offload_params=True)},
 }
 every_option = pytest.mark.parametrize("options", list(OPTIONS))
 
@@ -81,11 +81,11 @@ def resumes(device: str, options: str, kind: str) -> None:
             )
         for x in twin.inputs(3):
             losses = []
-            for its in (twin, other):
-                loss = its.loss(x)
+            for trainee in (twin, other):
+                loss = trainee.loss(x)
                 loss.backward()
-                its.optim.step()
-                its.optim.zero_grad()
+                trainee.optim.step()
+                trainee.optim.zero_grad()
                 losses.append(loss)
             assert_close(losses[1], losses[0], "loss after loading", 1e-6)
 

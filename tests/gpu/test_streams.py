@@ -1,7 +1,7 @@
-"""Streams, threads and memory of a device: who waits for whom, and that the CPU waits for nobody.
+"""Streams, threads and memory of a device: streams wait for each other where they must, and the CPU
+never waits.
 
-With ``--gpu-device cpu`` there are neither streams nor threads to go wrong: then these functions
-show only that they run."""
+With ``--gpu-device cpu`` there are no streams or threads, so the tests only check that they run."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ MIXED = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 @contextlib.contextmanager
 def stream_between(stream: torch.cuda.Stream) -> Iterator[None]:
-    """Inside of it the stream is the current one. It comes after what was enqueued before, and
-    before what is enqueued later."""
+    """Inside the context ``stream`` is the current stream. Its work runs after all work enqueued
+    before, and before all work enqueued later."""
     before = torch.cuda.current_stream()
     stream.wait_stream(before)
     with torch.cuda.stream(stream):
@@ -88,25 +88,25 @@ def test_forward_and_backward_on_streams_of_their_own(
 def transfers_natively(device: str) -> None:
     place = torch.device(device)
     with group_of(1, place):
-        wire = NativeTransport(Axis(dist.group.WORLD, 0, 1, (0,)))
+        comm = NativeTransport(Axis(dist.group.WORLD, 0, 1, (0,)))
         own, full = torch.arange(1024.0, device=place), torch.zeros(1024, device=place)
-        wire.end_gather(wire.begin_gather(own, full, [full], wire.new_tag()), "parameters")
+        comm.end_gather(comm.begin_gather(own, full, [full], comm.new_tag()), "parameters")
         assert torch.equal(full, own)
-        summed = wire.end_reduce(
-            wire.begin_reduce(full, [full], wire.new_tag()), full, torch.float32, "gradients"
+        summed = comm.end_reduce(
+            comm.begin_reduce(full, [full], comm.new_tag()), full, torch.float32, "gradients"
         )
         full.zero_()
         assert torch.equal(summed, own)
-        pending = wire.begin_all_reduce(summed, wire.new_tag())
-        wire.end_all_reduce(
-            wire.continue_all_reduce(pending, summed, 0, "gradients"), summed, "gradients"
+        pending = comm.begin_all_reduce(summed, comm.new_tag())
+        comm.end_all_reduce(
+            comm.continue_all_reduce(pending, summed, 0, "gradients"), summed, "gradients"
         )
         assert torch.equal(summed, own)
-        assert torch.equal(wire.gather_now(own), own)
-        assert wire.gather_objects({"rank": 0}) == [{"rank": 0}]
+        assert torch.equal(comm.gather_now(own), own)
+        assert comm.gather_objects({"rank": 0}) == [{"rank": 0}]
 
 
-def test_the_backend_itself_carries_what_it_is_given(device: str) -> None:
+def test_the_backend_transfers_the_given_tensors(device: str) -> None:
     run_ranks(1, transfers_natively, device, timeout=TIMEOUT_S)
 
 
@@ -146,7 +146,7 @@ def test_one_rank_trains_over_the_backend_itself(
 
 
 class Slowly(torch.autograd.Function):
-    """The same, and its backward takes long."""
+    """The identity, with a slow backward."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -154,12 +154,12 @@ class Slowly(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-        time.sleep(0.3)  # the other thread gets as far as it can
+        time.sleep(0.3)  # lets the other thread get as far as it can
         return grad
 
 
 class ThroughTheCpu(Block):
-    """A block that computes on the device, goes on on the CPU, and comes back."""
+    """A block that computes on the device, then on the CPU, and returns to the device."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return Slowly.apply(super().forward(x).cpu()).to(x.device)
@@ -218,7 +218,7 @@ def test_parts_of_the_graph_on_the_cpu(device: str, which: str) -> None:
     try:
         run_ranks(1, trains_with_parts_on_the_cpu, device, which, timeout=TIMEOUT_S)
     finally:
-        close_pool()  # one that has read freed memory can use the device no more
+        close_pool()  # a process that has read freed memory can no longer use the device
 
 
 # -- the CPU does not wait
@@ -226,7 +226,7 @@ def test_parts_of_the_graph_on_the_cpu(device: str, which: str) -> None:
 
 @contextlib.contextmanager
 def without_syncs(device: torch.device) -> Iterator[None]:
-    """Inside of it, what makes the CPU wait for the device raises."""
+    """Inside the context any operation that makes the CPU wait for the device raises."""
     if device.type == "cpu":
         yield
         return
@@ -279,7 +279,7 @@ def test_no_step_makes_the_cpu_wait(
 def bytes_of_steps(
     device: str, strategy: str, use_orig_params: bool
 ) -> tuple[list[tuple[int, int]], int]:
-    """Return (peak, left) of 20 steps, above what there was before the first of them, and the bytes
+    """Return (peak, remaining) bytes of 20 steps, relative to before the first one, and the bytes
     of a unit."""
     place = torch.device(device)
     with group_of(8, place):
@@ -323,7 +323,7 @@ def test_the_peak_is_the_same_in_every_step_and_that_of_two_units_and_two_reduce
     assert len(set(found)) == 1
     peak, left = found[0]
     assert abs(left) < nbytes / 16
-    gradient, shards = nbytes / 2, (4 + 4) * nbytes / 8  # of all units, and of what is on its way
+    gradient, shards = nbytes / 2, (4 + 4) * nbytes / 8  # of all units, and in flight
     assert 3 * nbytes < peak < 4 * nbytes + gradient + shards
 
 

@@ -1,5 +1,5 @@
 """Sharded models train as the unsharded one on a device with streams, where transfers take time and
-early reads are NaN.
+early reads return NaN.
 
 With several ranks this process is rank 0 of a group that moves nothing (tests/support/twin.py);
 with one it is all of a real group."""

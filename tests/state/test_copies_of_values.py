@@ -411,7 +411,7 @@ def _replaced_wrongly(form: StateDictType, directory: str) -> None:
         "a local tensor of shape": lambda tensor: tensor.reshape(-1, 1, 1, 1),
         "without values": lambda tensor: tensor.to("meta"),
         "torch.complex64": lambda tensor: tensor + 1j,
-        "a list in the place": lambda tensor: [tensor],
+        "a list instead": lambda tensor: [tensor],
     }
     for words, change in wrong.items():
         state = replace_shards(model_state(model, form), change)

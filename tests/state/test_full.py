@@ -132,13 +132,13 @@ def assert_same(
 
 def traffic(*roots: FSDP) -> int:
     """How many messages this rank has sent for parameters."""
-    wires = [
-        wire
+    comms = [
+        comm
         for root in roots
         for group in root._runtime.groups
-        for wire in (group.shard, group.replica)
+        for comm in (group.shard, group.replica)
     ]
-    return sum(sum(wire.traffic.counts.values()) for wire in wires)
+    return sum(sum(comm.traffic.counts.values()) for comm in comms)
 
 
 ALL_CONFIGS = tuple(pairs(STRATEGIES, (False, True), ("none", "blocks", "always")))
@@ -270,7 +270,7 @@ def _rank0_only_and_offload() -> None:
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_values_are_compact_copies_and_rank_0_alone_gets_them_if_asked(world_size: int) -> None:
+def test_values_are_compact_copies_and_only_rank_0_gets_them_if_asked(world_size: int) -> None:
     run_ranks(world_size, _rank0_only_and_offload)
 
 

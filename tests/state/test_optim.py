@@ -149,10 +149,10 @@ def full_state(
 
 
 def num_sent(model: FSDP) -> int:
-    wires = {
-        id(wire): wire for group in model._runtime.groups for wire in (group.shard, group.replica)
+    comms = {
+        id(comm): comm for group in model._runtime.groups for comm in (group.shard, group.replica)
     }
-    return sum(sum(wire.traffic.counts.values()) for wire in wires.values())
+    return sum(sum(comm.traffic.counts.values()) for comm in comms.values())
 
 
 def split_decay(model: nn.Module) -> list[dict[str, Any]]:

@@ -201,7 +201,7 @@ def _lacking(config: Config, directory: str) -> None:
 
 
 @pytest.mark.parametrize("config", [FEW_CONFIGS[0], ("FULL_SHARD", True, "blocks")])
-def test_an_optimizer_that_lacks_a_unit_on_one_rank_is_one_error_on_all(
+def test_an_optimizer_that_lacks_a_unit_on_one_rank_raises_the_same_error_on_all(
     config: Config, tmp_path: Any
 ) -> None:
     run_ranks(2, _lacking, config, str(tmp_path), timeout=120)
@@ -230,7 +230,8 @@ def _sizes_and_states() -> None:
         lambda: full_state(model, optimizer), "8 elements on rank 0", "16 elements on rank 1"
     )
     assert_refused(
-        lambda: FSDP.optim_state_dict_to_load(model, optimizer, {"state": {}}), "another size"
+        lambda: FSDP.optim_state_dict_to_load(model, optimizer, {"state": {}}),
+        "does not have the same size",
     )
     for use_orig_params in (False, True):
         model = shard(make_model(), ("FULL_SHARD", use_orig_params, "blocks"))

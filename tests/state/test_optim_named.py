@@ -128,7 +128,7 @@ def _by_names(use_orig_params: bool) -> None:
         assert_state(full_state(ours, optimizer)["state"], before["state"])
     numbered.load_state_dict(FSDP.optim_state_dict_to_load(ours, numbered, before))
     assert_state(full_state(ours, numbered)["state"], before["state"])
-    with pytest.raises(UsageError, match="keyed by something else") as caught:
+    with pytest.raises(UsageError, match="is not keyed by its parameters") as caught:
         FSDP.optim_state_dict(ours, optimizer, before)
     assert_four_facts(caught.value)
 

@@ -206,7 +206,7 @@ def test_states_are_classified_by_type_and_shape() -> None:
     assert classify(torch.zeros(()), nn.Parameter(torch.zeros(()))) is StateKind.SCALAR
 
 
-def test_a_rank_local_state_stays_so_where_its_shape_fits_by_chance() -> None:
+def test_a_rank_local_state_stays_rank_local_where_its_shape_fits_by_chance() -> None:
     large, one, none = (nn.Parameter(torch.zeros(n)) for n in (9, 1, 0))
     states = {
         p: {"codes": torch.zeros(p.shape), "scales": torch.zeros(-(-p.numel() // 4))}
@@ -372,7 +372,7 @@ def _not_everywhere() -> None:
     dist.all_gather_object(gathered, {name: entry["step"] for name, entry in full["state"].items()})
     assert all(steps == gathered[0] for steps in gathered)
     assert set(gathered[0]) == {name for name, p in make_model().named_parameters() if p.numel()}, (
-        "whoever has a part"
+        "every rank that has a part"
     )
     other = Sparing(model.parameters())
     other.load_state_dict(FSDP.optim_state_dict_to_load(model, other, full))

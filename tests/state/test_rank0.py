@@ -155,9 +155,9 @@ def _everywhere() -> None:
     traffic = [group.shard.traffic for group in model._runtime.groups]
     sent: list[str] = []
     broadcast = type(model._unit.groups[0].shard).broadcast
-    for wire in {id(group.shard): group.shard for group in model._runtime.groups}.values():
-        wire.broadcast = lambda tensors, what, wire=wire: (
-            sent.append(what) or broadcast(wire, tensors, what)
+    for comm in {id(group.shard): group.shard for group in model._runtime.groups}.values():
+        comm.broadcast = lambda tensors, what, comm=comm: (
+            sent.append(what) or broadcast(comm, tensors, what)
         )  # type: ignore[method-assign, func-returns-value]
     before = [dict(each.counts) for each in traffic]
     with rank0(model):

@@ -168,11 +168,11 @@ def _check_values(config: Config) -> None:
     expected = plain.state_dict()
     groups = model._runtime.groups
     before = [
-        (dict(wire.traffic.counts)) for group in groups for wire in (group.shard, group.replica)
+        (dict(comm.traffic.counts)) for group in groups for comm in (group.shard, group.replica)
     ]
     state = sharded_state(model)
     assert before == [
-        (dict(wire.traffic.counts)) for group in groups for wire in (group.shard, group.replica)
+        (dict(comm.traffic.counts)) for group in groups for comm in (group.shard, group.replica)
     ], "nothing is sent"
     assert list(state) == list(expected)
     storages = {group.store.shard.untyped_storage().data_ptr() for group in groups}

@@ -360,7 +360,7 @@ def _raise(module: nn.Module) -> None:
         raise _Stop
 
 
-def test_an_exception_inside_leaves_everything_as_it_was() -> None:
+def test_an_exception_inside_changes_nothing() -> None:
     run_ranks(2, _exceptions)
 
 

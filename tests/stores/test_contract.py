@@ -249,7 +249,7 @@ def test_either_all_unsharded_parameters_view_the_buffer_or_none(case: Case) -> 
 
 
 @each_case
-def test_unsharded_parameters_are_trainable_autograd_leaves(case: Case) -> None:
+def test_unsharded_parameters_are_trainable_leaf_tensors(case: Case) -> None:
     for parameter in case.memory().unsharded_params:
         assert type(parameter) is nn.Parameter
         assert parameter.is_leaf

@@ -1,7 +1,7 @@
 """The engine without a front end: shard a module over any store, and read its parameters and
 gradients.
 
-``shard`` only does what every front end does: assign owners, group members, make stores, units and
+``shard`` does only what every front end does: assign owners, group members, make stores, units and
 a runtime, attach hooks."""
 
 from __future__ import annotations
@@ -60,12 +60,12 @@ def make_store(
 
 
 def members_of(module: nn.Module) -> list[OrigParam]:
-    """All parameters of a module, as one unit has them."""
+    """Return all parameters of a module, as members of one unit."""
     return assign_owners(module, [module], (), ())[module]
 
 
 def lone_mesh() -> Mesh:
-    """One rank, without a process group."""
+    """Return a mesh of one rank, without a process group."""
     alone = Axis(None, 0, 1, (0,))
     return Mesh(alone, alone)
 
@@ -143,7 +143,7 @@ def full_parameters(runtime: Runtime) -> dict[str, torch.Tensor]:
 
 
 def full_gradients(runtime: Runtime) -> dict[str, torch.Tensor | None]:
-    """Return every gradient, whole, by name; None for all of a group without gradients.
+    """Return every gradient, whole, by name; None for all parameters of a group without gradients.
     Collective."""
     found: dict[str, torch.Tensor | None] = {}
     for group in runtime.groups:
@@ -176,7 +176,7 @@ def _whole(group: Group, full: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 def assert_at_rest(runtime: Runtime) -> None:
-    """Between steps only shards, gradients and optimizer state hold memory."""
+    """Assert that only shards, gradients and optimizer state hold memory, as between steps."""
     assert not runtime.in_forward()
     assert not runtime.in_backward
     assert dist.is_initialized()

@@ -1,4 +1,4 @@
-"""Calls that all ranks of a model make together, and what can go wrong on one rank of them.
+"""Calls that all ranks of a model make together, and faults on one of the ranks.
 
 ``python -m tests.support.faults`` runs the cases in which a process ends or is stopped, each in
 processes of its own, forked from one that has imported everything. It prints the cases that failed,
@@ -45,19 +45,19 @@ from tests.support.models import DIM, Block
 from tests.support.parity import make_pair, square
 
 PROMPT_S = 8.0  # for an error, on a busy machine; every time limit is far beyond it
-AT_ONCE_S = 3.0  # for all later calls together, which wait for nothing
+AT_ONCE_S = 3.0  # for all later calls together, none of which waits
 
 
 class Planted(Exception):
-    """Raised by a test inside of a call."""
+    """Raised by a test inside a call."""
 
 
 class NotRaised(AssertionError):
-    """A call that should have raised has returned."""
+    """A call that should have raised returned."""
 
 
 class Subject:
-    """A sharded model beside an unsharded one, with all that the calls need. Collective."""
+    """A sharded model beside an unsharded one, with everything that the calls need. Collective."""
 
     def __init__(self, group: dist.ProcessGroup, folder: str, use_orig_params: bool) -> None:
         """group: of all ranks. folder: for checkpoints."""
@@ -81,7 +81,7 @@ class Subject:
         return square(self.model, torch.ones(2, DIM))
 
     def train(self) -> None:
-        """Take a step that is compared with nothing."""
+        """Take a step without comparing it."""
         self.forward().backward()
         self.optim.step()
         self.optim.zero_grad()
@@ -93,7 +93,7 @@ class Subject:
         return checkpoint.save(self.next_folder(), self.model, self.optim, step=1)
 
     def assert_trains(self) -> None:
-        """A step has the loss, the gradients and the result of the unsharded model's."""
+        """Take a step and compare its loss, gradients and result with the unsharded model's."""
         self.optim.zero_grad()
         self.pair.step()
 
@@ -155,7 +155,7 @@ PASSES: dict[str, Call] = {
     "forward": lambda subject: subject.forward(),
     "backward": lambda subject: subject.loss.backward(retain_graph=True),
 }
-# Calls that make sure that every rank has come before anything is sent.
+# Calls that check that every rank has made them before anything is sent.
 BETWEEN_STEPS: dict[str, Call] = {
     "state_dict": lambda subject: subject.model.state_dict(),
     "state_dict, rank0_only": _state_dict_of_rank_0,
@@ -194,7 +194,8 @@ CALLS = PASSES | REFUSABLE
 
 @contextlib.contextmanager
 def planted(subject: Subject, place: str) -> Iterator[None]:
-    """Inside of it a step of the model raises Planted at ``place``, which is one of PLACES."""
+    """Inside the context a step of the model raises Planted at ``place``, which is one of
+    PLACES."""
     with contextlib.ExitStack() as stack:
         unit: Any = subject.model.module[1]
         inner: nn.Module = unit.module.up
@@ -254,8 +255,8 @@ def _with_hook(output: Tensor, hook: Callable[..., Any]) -> Tensor:
 
 @contextlib.contextmanager
 def at_first_wait(action: Callable[[], None]) -> Iterator[list[str]]:
-    """Inside of it ``action`` is called when this rank would first wait for a message of another
-    one. The list is empty until then."""
+    """Inside the context ``action`` is called when this rank would first wait for a message from
+    another one. The list is empty until then."""
     done: list[str] = []
 
     def acting(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -294,7 +295,7 @@ def message_of(call: Call, subject: Subject) -> str:
 
 
 def message_of_first(subject: Subject, call: Call) -> str:
-    """Return the message of ``call``, or of the forward after it if it gets all that it needs."""
+    """Return the error message of ``call``, or of the forward after it if the call succeeds."""
     try:
         return message_of(call, subject)
     except NotRaised:
@@ -307,8 +308,8 @@ def assert_told(message: str, *patterns: str) -> None:
 
 
 def assert_stays_failed(subject: Subject) -> None:
-    """Every call says at once that communication has failed, also a second time, and that of a new
-    model over the same ranks."""
+    """Assert that every call fails at once because communication has failed, also when repeated,
+    and with a new model over the same ranks."""
     started = time.monotonic()
     for name, call in itertools.chain(CALLS.items(), PASSES.items()):
         try:
@@ -323,7 +324,7 @@ def assert_stays_failed(subject: Subject) -> None:
 
 @contextlib.contextmanager
 def limits(idle_s: float, patience_s: float) -> Iterator[None]:
-    """Inside of it ranks that are missing are told from busy ones sooner than by default."""
+    """Inside the context missing ranks are distinguished from busy ones sooner than by default."""
     name = "FSDP_COMPAT_MEET_TIMEOUT"
     before = os.environ.get(name), deadlock.PATIENCE
     os.environ[name], deadlock.PATIENCE = str(idle_s), patience_s
@@ -338,7 +339,7 @@ def limits(idle_s: float, patience_s: float) -> Iterator[None]:
 
 # -- processes that end or stop in the middle
 
-STOP_S = 20.0  # twice the 10 s after which a rank that idles, or that nobody asks, is given up
+STOP_S = 20.0  # twice the 10 s after which an idle or silent rank is given up
 LIMIT = datetime.timedelta(minutes=10)  # of the process groups: far longer than this program takes
 
 
@@ -374,22 +375,22 @@ def _ends(subject: Subject, call: Call) -> None:
             try:
                 subject.optim.step()
             except Planted as error:
-                sys.last_value = error  # as the interpreter has it when a program ends with one
+                sys.last_value = error  # as at the end of a program that raised
                 atexit._run_exitfuncs()
                 os._exit(0)
     _assert_fails_for_good(subject, call)
 
 
 def _assert_fails_for_good(subject: Subject, call: Call) -> None:
-    """The call, or the forward after it, does not get what the last rank owes; nothing works after
-    that. What was only refused says that the last rank has ended."""
+    """Assert that the call, or the forward after it, fails because the last rank has ended, and
+    that nothing works afterwards unless the call was refused before anything was sent."""
     message = message_of_first(subject, call)
     last = subject.pair.ranks - 1
     if "did not come together" in message:
         assert_told(message, rf"rank {last} has not arrived: its? .*ended", r"called \S+\(\) at ")
     elif "did not stay together" in message:
         assert_told(message, rf"rank {last} \(process \d+\) has ended")
-    if "did not" in message:  # then nothing was sent that was not received
+    if "did not" in message:  # refused: everything that was sent was received
         message = message_of(Subject.forward, subject)
     assert_told(message, "^Waiting for .* failed", "to do: +look for a rank that raised")
     assert_stays_failed(subject)
@@ -416,7 +417,7 @@ def _is_stopped_before(subject: Subject, call: Call) -> None:
 
 
 def _assert_nothing_happened(subject: Subject, started: float) -> None:
-    subject.assert_trains()  # here at the latest the others wait
+    subject.assert_trains()  # the others wait here at the latest
     passed_s = time.monotonic() - started
     assert passed_s > 0.9 * STOP_S, f"no rank was stopped for so long: {passed_s:.1f} s"
     for call in CALLS.values():
@@ -428,10 +429,10 @@ Case = tuple[Fate, str, int]  # what happens, the call, the number of ranks
 
 
 def cases() -> list[Case]:
-    """Each call with one rank that ends in the middle of it, that ends before it, and that stops;
-    those that stop first, as they take longest."""
+    """Return each call with a rank that ends in the middle of it, that ends before it, and that
+    stops. Those that stop come first, as they take longest."""
     found: list[Case] = []
-    # those left out send what others of the table send
+    # the calls left out send the same as others of the table
     for number, name in enumerate(name for name in CALLS if name not in _LIKE_OTHERS):
         ranks = 2 + number % 2
         found.append((_is_stopped if number % 4 < 2 else _is_stopped_before, name, ranks))
@@ -459,7 +460,7 @@ def _describe(case: Case) -> str:
 
 
 def _live(rank: int, case: Case, number: int, scratch: str, port: int) -> None:
-    """The life of a rank."""
+    """Run one rank of a case."""
     fate, name, ranks = case
     warnings.simplefilter("ignore", DeprecationWarning)
     store = dist.PrefixStore(str(number), dist.TCPStore("127.0.0.1", port, is_master=False))
@@ -484,18 +485,18 @@ def _forked(rank: int, case: Case, number: int, scratch: str, port: int) -> int:
 
 
 PROCESSES = 24  # at a time, of those that are not stopped; most of them wait
-CASE_S = 120.0  # within which a case ends, on a busy machine
+CASE_S = 120.0  # time limit of a case, on a busy machine
 
 
 def _store_server() -> tuple[int, int]:
-    """Serve a store in a process of its own, so that the one that forks the ranks has one thread;
-    return the process and the port."""
+    """Serve a store in a separate process, so that the process that forks the ranks has only one
+    thread; return the process and the port."""
     reader, writer = os.pipe()
     process = os.fork()
     if not process:
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         os.write(writer, str(store.port).encode())
-        while os.getppid() != 1:  # it ends with the one that forks, however that ends
+        while os.getppid() != 1:  # ends with its parent, however that ends
             time.sleep(1.0)
         os._exit(0)
     port = int(os.read(reader, 100))
@@ -507,13 +508,13 @@ def _store_server() -> tuple[int, int]:
 def main() -> int:
     torch.set_num_threads(1)
     gc.collect()
-    gc.freeze()  # a collection in a forked process would copy all that is imported
+    gc.freeze()  # a collection in a forked process would copy all imported modules
     server, port = _store_server()
     waiting = cases()[::-1]
     running: dict[int, tuple[int, Case, float]] = {}  # by process: rank, case, when it is killed
-    stopped: dict[int, float] = {}  # by process: when it goes on
+    stopped: dict[int, float] = {}  # by process: when to continue it
     failed: set[str] = set()
-    scratch = tempfile.mkdtemp()  # a TemporaryDirectory would go with the first process that ends
+    scratch = tempfile.mkdtemp()  # a TemporaryDirectory would end with any child
     try:
         while waiting or running:
             busy = sum(process not in stopped for process in running)
@@ -524,7 +525,7 @@ def main() -> int:
                     process = _forked(rank, case, len(waiting), scratch, port)
                     running[process] = rank, case, end
                 busy += case[2]
-            _look(running, stopped, failed)
+            _poll(running, stopped, failed)
             time.sleep(0.02)
     finally:
         os.kill(server, signal.SIGKILL)
@@ -535,10 +536,10 @@ def main() -> int:
     return len(failed)
 
 
-def _look(
+def _poll(
     running: dict[int, tuple[int, Case, float]], stopped: dict[int, float], failed: set[str]
 ) -> None:
-    """See which processes have ended or stopped, and continue or end those whose time has come."""
+    """Check which processes have ended or stopped, and continue or end those that are due."""
     now = time.monotonic()
     for process, (rank, case, end) in list(running.items()):
         found, status = os.waitpid(process, os.WNOHANG | os.WUNTRACED)

@@ -3,10 +3,11 @@ outcome of each.
 
 Two ranks, forked from a process that has imported everything, load the newest checkpoint, check its
 values, and save the next step. One of them is killed with SIGKILL before its n-th operation on
-files, or in the middle of it if that is a write; the other one is killed then, as a launcher would.
+files, or in the middle of it if that is a write; then the other one is killed too, as a launcher
+would do.
 Rank 0, which leads, is killed at each of its operations, rank 1 at every fifth. Every value of a
-model and its optimizer is the step that it is saved at. The first two saves and the last one are
-left alone."""
+model and its optimizer is the number of the step. The first two saves and the last one are not
+interrupted."""
 
 from __future__ import annotations
 
@@ -15,7 +16,6 @@ import os
 import signal
 import sys
 import tempfile
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -27,8 +27,9 @@ from torch import nn
 from fsdp_compat import FullyShardedDataParallel as FSDP
 from fsdp_compat import checkpoint
 from fsdp_compat.wrap import ModuleWrapPolicy
+from tests.support.forks import forked
 
-NUM_OPERATIONS = 46  # a few more than a save takes, with the removal of what the last one left
+NUM_OPERATIONS = 46  # a few more than a save takes, with the removal of leftovers
 VICTIMS = [
     None,
     None,
@@ -93,18 +94,6 @@ def _load(folder: str, model: FSDP, optimizer: torch.optim.Optimizer) -> None:
     assert values == {float(step)}
 
 
-def _forked(function: Callable[..., None], *args: Any) -> int:
-    process = os.fork()
-    if process:
-        return process
-    try:
-        function(*args)
-        os._exit(0)
-    except BaseException:
-        traceback.print_exc()
-        os._exit(1)
-
-
 def _newest(folder: str) -> int | None:
     path = checkpoint.latest(folder)
     return None if path is None else int(path.name.removeprefix("step-"))
@@ -112,7 +101,7 @@ def _newest(folder: str) -> int | None:
 
 def main(folder: str) -> None:
     torch.set_num_threads(1)
-    warm = nn.Parameter(torch.ones(1))  # the first step imports more than everything else takes
+    warm = nn.Parameter(torch.ones(1))  # the first step imports many modules
     warm.grad = torch.ones(1)
     torch.optim.SGD([warm], lr=0.0, momentum=0.9).step()
     found: list[dict[str, Any]] = []
@@ -120,7 +109,7 @@ def main(folder: str) -> None:
         for step, victim in enumerate([*VICTIMS, None]):  # the last pair of ranks only loads
             store = str(Path(scratch) / f"save {step}")
             ranks = [
-                _forked(
+                forked(
                     _load_and_save,
                     rank,
                     store,

@@ -1,5 +1,4 @@
-"""The tensors whose memory is alive at the peak: by storage, by the line that allocated it, on any
-device."""
+"""Memory that is alive at the peak, by storage and by the line that allocated it, on any device."""
 
 from __future__ import annotations
 
@@ -23,7 +22,7 @@ from fsdp_compat import _torch_private
 from fsdp_compat._comm import shared_memory
 
 __all__ = [
-    "ParamContents",
+    "Allocation",
     "LiveBytes",
     "Peak",
     "release_spare_pages",
@@ -35,8 +34,8 @@ _RESIZE, _EMPTY = torch.UntypedStorage.resize_, shared_memory.empty
 
 
 @dataclasses.dataclass(frozen=True)
-class ParamContents:
-    """Memory alive at a peak that one line of code has allocated."""
+class Allocation:
+    """Memory alive at a peak that one line of code allocated."""
 
     nbytes: int
     number: int  # of storages
@@ -50,16 +49,16 @@ class Peak:
     """The peak of a ``LiveBytes``, and the memory alive then, the largest first."""
 
     nbytes: int
-    held: tuple[ParamContents, ...]
+    held: tuple[Allocation, ...]
 
 
 class LiveBytes(TorchDispatchMode):
-    """Inside the context every storage is followed: existing ones, new ones, their growth and their
+    """Inside the context every storage is tracked: existing ones, new ones, their growth and their
     end.
 
     A storage counts once, however many tensors view it; a block that ranks share counts where it
     was made, not where it is read. Memory that an operation allocates and frees internally is not
-    seen.
+    counted.
     """
 
     def __init__(self) -> None:
@@ -68,23 +67,23 @@ class LiveBytes(TorchDispatchMode):
             int, tuple[StorageWeakRef, int]
         ] = {}  # by the address of the storage object: its number
         self._nbytes: list[int] = []  # by number: now
-        self._what: list[str] = []  # by number: what allocated it last
+        self._what: list[str] = []  # by number: the code that allocated it last
         self._events: list[tuple[int, int]] = []  # (number, its bytes from here on)
         self._left_out: set[int] = set()
         for tensor in _tensors():
-            self._see(tensor, "there from before")
+            self._see(tensor, "existing")
 
     def __enter__(self) -> LiveBytes:
         tracker = self
 
         def resize(storage: torch.UntypedStorage, nbytes: int) -> Any:
-            tracker._bury()
+            tracker._drop_freed()
             result = _RESIZE(storage, nbytes)
             tracker._note(storage, "resize_")
             return result
 
-        def empty(*args: Any, **kwargs: Any) -> Tensor:  # no operation shows it
-            tracker._bury()
+        def empty(*args: Any, **kwargs: Any) -> Tensor:  # no operation reports it
+            tracker._drop_freed()
             block = _EMPTY(*args, **kwargs)
             tracker._see(block, "a block")
             return block
@@ -96,12 +95,12 @@ class LiveBytes(TorchDispatchMode):
     def __exit__(self, *error: Any) -> None:
         torch.UntypedStorage.resize_, shared_memory.empty = _RESIZE, _EMPTY  # type: ignore[method-assign]
         super().__exit__(*error)
-        self._bury()
+        self._drop_freed()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # it comes again with the plain tensors inside
-        self._bury()
+            return NotImplemented  # called again with the plain tensors inside
+        self._drop_freed()
         result = func(*args, **(kwargs or {}))
         for tensor in tree_leaves((args, kwargs, result)):
             if isinstance(tensor, Tensor):
@@ -109,15 +108,15 @@ class LiveBytes(TorchDispatchMode):
         return result
 
     def forget(self) -> None:
-        """Start again: peaks are counted from now on."""
-        self._bury()
+        """Start again: measure peaks from now on."""
+        self._drop_freed()
         for key, (reference, _) in list(self._alive.items()):
-            if reference.expired():  # it is left out, or had no memory left
+            if reference.expired():  # left out, or without memory
                 del self._alive[key]
         self._events = [(number, self._nbytes[number]) for _, number in self._alive.values()]
 
     def leave_out(self, tensors: Iterable[Tensor]) -> None:
-        """Leave out the storages of some tensors, from beginning to end."""
+        """Leave out the storages of some tensors altogether."""
         found = (
             self._alive.get(_torch_private.storage_key(_torch_private.local_part(tensor)))
             for tensor in tensors
@@ -125,8 +124,8 @@ class LiveBytes(TorchDispatchMode):
         self._left_out.update(entry[1] for entry in found if entry is not None)
 
     def now(self) -> int:
-        """Bytes that are alive."""
-        self._bury()
+        """Return the bytes that are alive now."""
+        self._drop_freed()
         return sum(
             self._nbytes[number]
             for _, number in self._alive.values()
@@ -134,15 +133,15 @@ class LiveBytes(TorchDispatchMode):
         )
 
     def peak(self) -> Peak:
-        """The peak since the last ``forget``."""
-        self._bury()
+        """Return the peak since the last ``forget``."""
+        self._drop_freed()
         held: dict[int, int] = {}
         total, most, at_most = 0, 0, dict[int, int]()
         rising = False
         for number, nbytes in self._events:
             if number in self._left_out:
                 continue
-            if rising and nbytes < held.get(number, 0):  # the last one was a top
+            if rising and nbytes < held.get(number, 0):  # the previous event was a local peak
                 if total > most:
                     most, at_most = total, dict(held)
                 rising = False
@@ -155,12 +154,12 @@ class LiveBytes(TorchDispatchMode):
         for number, nbytes in at_most.items():
             if nbytes:
                 lines[self._what[number]].append(nbytes)
-        held_by_line = (ParamContents(sum(each), len(each), what) for what, each in lines.items())
+        held_by_line = (Allocation(sum(each), len(each), what) for what, each in lines.items())
         return Peak(most, tuple(sorted(held_by_line, key=lambda its: -its.nbytes)))
 
     def _see(self, tensor: Tensor, what: str) -> None:
         local = _torch_private.local_part(tensor)
-        if not _is_mere_shape(local):
+        if not _has_no_memory(local):
             self._note(local.untyped_storage(), what)
 
     def _note(self, storage: torch.UntypedStorage, what: str) -> None:
@@ -181,12 +180,12 @@ class LiveBytes(TorchDispatchMode):
             self._alive[key] = (
                 StorageWeakRef(storage),
                 number,
-            )  # while it is held, no other storage gets this address
+            )  # while the reference is held, no other storage gets this address
             self._nbytes.append(nbytes)
             self._what.append(f"{what} in {_caller()}")
         self._events.append((number, nbytes))
 
-    def _bury(self) -> None:
+    def _drop_freed(self) -> None:
         nbytes, left_out = self._nbytes, self._left_out
         for key, (reference, number) in list(self._alive.items()):
             if nbytes[number] and number not in left_out and reference.expired():
@@ -195,12 +194,12 @@ class LiveBytes(TorchDispatchMode):
 
 
 def _is_of_another_process(storage: torch.UntypedStorage) -> bool:
-    """True for a block of a peer, which counts there."""
+    """True for a block of a peer, which counts it."""
     return storage.device.type == "cpu" and shared_memory.is_of_a_peer(storage.data_ptr())
 
 
 def spare_pages_nbytes() -> int:
-    """Shared memory that no tensor uses now: pages of freed blocks, kept for the next ones."""
+    """Return the shared memory that no tensor uses now: pages of freed blocks, kept for reuse."""
     arena = shared_memory._arena
     resident = sum(os.fstat(chunk.fd).st_blocks * 512 for chunk in arena.chunks)
     free = sum(end - start for chunk in arena.chunks for start, end in chunk.free) + sum(
@@ -210,7 +209,7 @@ def spare_pages_nbytes() -> int:
 
 
 def release_spare_pages() -> None:
-    """Return these pages to the system."""
+    """Return unused pages of shared memory to the system."""
     arena = shared_memory._arena
     while arena._returned:
         chunk, start, nbytes = arena._returned.popleft()
@@ -233,11 +232,11 @@ def _tensors() -> list[Tensor]:
     return [
         thing
         for thing in gc.get_objects()
-        if issubclass(type(thing), Tensor) and not _is_mere_shape(thing)
+        if issubclass(type(thing), Tensor) and not _has_no_memory(thing)
     ]
 
 
-def _is_mere_shape(tensor: Tensor) -> bool:
+def _has_no_memory(tensor: Tensor) -> bool:
     """True for a tensor without memory in this process."""
     return tensor.layout is not torch.strided or type(tensor).__name__ in (
         "FakeTensor",
@@ -259,7 +258,7 @@ _CORE = (
 
 
 def _caller(depth: int = 3) -> str:
-    """The innermost functions of the stack, outside of this file and of torch's core, as
+    """Return the innermost functions of the stack outside this file and torch's core, as
     ``file:function < file:function``."""
     frame, found = sys._getframe(2), list[str]()
     while frame is not None and len(found) < depth:

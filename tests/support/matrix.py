@@ -154,10 +154,10 @@ class Case:
 
 
 def draw_cases(rng: random.Random, num: int, **fields: Sequence[Any]) -> list[Case]:
-    """Return ``num`` cases in which every value of a field comes up equally often, in any
-    combination.
+    """Return ``num`` cases in which every value of a field occurs equally often, in random
+    combinations.
 
-    fields: other values than those in FIELDS.
+    fields: values to use instead of those in FIELDS.
     """
     columns = {}
     for name, values in (FIELDS | fields).items():
@@ -170,7 +170,7 @@ def draw_cases(rng: random.Random, num: int, **fields: Sequence[Any]) -> list[Ca
 
 
 def _possible(case: Case) -> Case:
-    """A single FlatParameter is trainable or not as a whole."""
+    """Change a case that is impossible: a FlatParameter is trainable or frozen as a whole."""
     if case.frozen == "toggled" and case.wrapping == "root" and not case.use_orig_params:
         return dataclasses.replace(case, frozen="unit")
     return case
@@ -254,7 +254,7 @@ def wrapped(case: Case, mesh: DeviceMesh | None, library: Any = fsdp_compat) -> 
 
 
 def _is_layer(case: Case, module: nn.Module) -> bool:
-    """A layer, wrapped if layers are."""
+    """True for a layer, or the wrapper of one."""
     inner = module if case.wrapping == "root" else getattr(module, "_fsdp_wrapped_module", None)
     return isinstance(inner, Layer)
 
@@ -270,7 +270,7 @@ def _is_frozen(case: Case, name: str) -> bool:
 
 
 def _freeze(case: Case, pair: Pair, frozen: bool) -> None:
-    """A whole unit; with use_orig_params=True also a part of one."""
+    """Freeze or unfreeze a whole unit; with use_orig_params=True also a part of one."""
     some = ("blocks.0.inner.up.weight", "blocks.2.linear.bias") if case.use_orig_params else ()
     for model in (pair.plain, pair.model):
         for name, p in model.named_parameters():
@@ -290,7 +290,7 @@ def _shard(
         if case.dtypes.settings
         else None,
         "cpu_offload": library.CPUOffload(case.offload),
-        "device_id": torch.device("cpu"),  # torch's wants it
+        "device_id": torch.device("cpu"),  # torch's FSDP requires it
         "backward_prefetch": None
         if backward_prefetch == "NONE"
         else library.BackwardPrefetch[f"BACKWARD_{backward_prefetch}"],
@@ -323,7 +323,7 @@ def _shard(
 def _optimizer(case: Case, model: nn.Module) -> torch.optim.Optimizer:
     if case.optimizer == "SGD":
         return torch.optim.SGD(model.parameters(), 0.02, momentum=0.9)
-    # With the usual eps a gradient of mere rounding would give an update as large as any.
+    # With the usual eps, a gradient that is only rounding error would give a full-size update.
     return torch.optim.AdamW(model.parameters(), 1e-2, eps=1e-2)
 
 

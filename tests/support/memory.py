@@ -1,4 +1,4 @@
-"""Bytes of living tensors: those made inside a block, and all."""
+"""Bytes of living tensors: of those created inside a block, and of all."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ _PLAIN = torch.nn.Parameter.__torch_function__
 
 
 class NewBytes(TorchDispatchMode):
-    """Inside the context ``peak`` is the most bytes that storages made inside it have held at once,
-    ``now`` the bytes that they hold now."""
+    """Counts the bytes of storages created inside the context: ``peak``, the most that they held at
+    once, and ``now``."""
 
     def __init__(self) -> None:
         super().__init__()

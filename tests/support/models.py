@@ -1,5 +1,5 @@
-"""The small models of the tests. Each covers one thing that an engine may get wrong; its docstring
-names it."""
+"""The small models of the tests. Each covers one thing that an engine may get wrong, which its
+docstring names."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch.nn.utils import parametrizations, weight_norm
 from torch.utils.checkpoint import checkpoint
 
 DIM = 8
-WIDE = 64  # where a weight should be larger than the activations around it
+WIDE = 64  # for weights that should be larger than the activations around them
 NUM_TOKENS = 11
 
 
@@ -186,7 +186,7 @@ class Reuse(nn.Module):
 
 
 class Halves(nn.Module):
-    """A call uses one half of the parameters."""
+    """Each call uses one half of the parameters."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -339,7 +339,7 @@ class GivesContext(nn.Module):
 
 
 class LossAside(nn.Module):
-    """Leaves its own loss as an attribute."""
+    """Stores a loss of its own as an attribute."""
 
     aux: Tensor | None
 
@@ -362,7 +362,7 @@ class LossAsideFromNone(LossAside):
 
 
 class LossElsewhere(LossAside):
-    """Puts its loss into a list that no module knows."""
+    """Puts its loss into a list that belongs to no module."""
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = super().forward(x)
@@ -603,7 +603,7 @@ class Parametrized(nn.Module):
             "orthogonal": parametrizations.orthogonal,
         }[kind]
         self.linear = wrap(nn.Linear(DIM, DIM))
-        self.train(kind != "spectral_norm")  # its power iteration depends on the number of calls
+        self.train(kind != "spectral_norm")  # the power iteration depends on the number of calls
 
     def forward(self, x: Tensor) -> Tensor:
         return self.linear(x).tanh()
@@ -649,7 +649,7 @@ class Blocks(nn.Module):
 
 
 class Part(nn.Module):
-    """A unit of one ``kind``: which parts are frozen or recomputed, and how inputs come in."""
+    """A unit of one ``kind``: which parts are frozen or recomputed, and how it gets its inputs."""
 
     def __init__(self, kind: int) -> None:
         super().__init__()

@@ -1,5 +1,5 @@
-"""A small model with what is hard for checkpoints, its training, and its state as an unsharded run
-has it."""
+"""A small model with everything that is hard for checkpoints, its training, and its state in an
+unsharded run."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from fsdp_compat.wrap import ModuleWrapPolicy, always_wrap_policy
 
 Config = tuple[str, bool, str]  # strategy, use_orig_params, policy
 
-STEPS = 2  # that a checkpoint is written after
+STEPS = 2  # before a checkpoint is written
 
 
 class Block(nn.Module):
@@ -35,7 +35,7 @@ class Block(nn.Module):
 
 
 class Frozen(nn.Linear):
-    """Whose parameters are not trained."""
+    """A layer whose parameters are not trained."""
 
     def __init__(self) -> None:
         super().__init__(5, 5)
@@ -70,7 +70,7 @@ def make_model(seed: int = 0, scalar: bool = True) -> OddModel:
 
 
 def make_optimizer(kind: str, model: nn.Module) -> torch.optim.Optimizer:
-    """In two parameter groups: the first block, and the rest."""
+    """Return an optimizer with two parameter groups: the first block, and the rest."""
     named = [(name.replace("_fsdp_wrapped_module.", ""), p) for name, p in model.named_parameters()]
     first = [p for name, p in named if "blocks.0." in name]
     rest = [p for name, p in named if "blocks.0." not in name]
@@ -84,7 +84,7 @@ def make_optimizer(kind: str, model: nn.Module) -> torch.optim.Optimizer:
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> list[float]:
-    """On data that depend on the step alone, the same on all ranks; return the losses."""
+    """Train on data that depend only on the step, the same on all ranks; return the losses."""
     losses = []
     for step in steps:
         tokens = torch.randint(7, (8,), generator=torch.Generator().manual_seed(step))
@@ -112,7 +112,7 @@ def shard(model: nn.Module, config: Config) -> FSDP:
 
 
 def state_by_name(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """The state dict of an unsharded model's optimizer, with names for numbers."""
+    """Return the state dict of an unsharded model's optimizer, keyed by names."""
     names = {parameter: name for name, parameter in model.named_parameters()}
     saved = optimizer.state_dict()
     order = [names[p] for group in optimizer.param_groups for p in group["params"]]
@@ -126,8 +126,8 @@ def state_by_name(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[st
 
 
 def run_of(kind: str, scalar: bool = True) -> dict[str, Any]:
-    """The unsharded run: its state after some steps, by name, the loss of the next one, and what
-    the optimizer's own dict is."""
+    """Return the results of the unsharded run: its state after some steps by name, the loss of the
+    next step, and the optimizer's own state dict."""
     model = make_model(scalar=scalar)
     optimizer = make_optimizer(kind, model)
     train(model, optimizer, range(STEPS))
@@ -148,8 +148,8 @@ def cloned(value: Any) -> Any:
 
 
 def whole(state: Any) -> Any:
-    """A state dict with its sharded tensors put together from their boxes on all ranks. Collective;
-    one message for all of them."""
+    """Return a state dict with its sharded tensors put together from the boxes of all ranks.
+    Collective; one message for all tensors."""
     sharded: list[ShardedTensor] = []
 
     def collect(value: Any) -> None:
@@ -189,7 +189,7 @@ def whole(state: Any) -> Any:
 
 
 def assert_same(actual: Mapping[str, Any], expected: Mapping[str, Any], where: str = "") -> None:
-    """Bit by bit; keys in any order. Collective if there are sharded values."""
+    """Compare bit by bit; keys in any order. Collective if there are sharded values."""
     assert set(actual) == set(expected), f"{where}: {sorted(set(actual) ^ set(expected))}"
     actual = whole(actual)
     for name, value in expected.items():
@@ -207,8 +207,8 @@ def assert_same(actual: Mapping[str, Any], expected: Mapping[str, Any], where: s
 def assert_same_optim(
     actual: Mapping[str, Any], expected: Mapping[str, Any], where: str = ""
 ) -> None:
-    """State by name bit by bit, and the settings of every parameter; groups may be cut and ordered
-    in another way."""
+    """Compare state by name bit by bit, and the settings of every parameter; groups may be split
+    and ordered differently."""
     assert_same(actual["state"], expected["state"], where)
     found, wanted = settings_by_name(actual), settings_by_name(expected)
     assert found.keys() == wanted.keys(), where
@@ -221,8 +221,8 @@ def assert_same_optim(
 
 
 def settings_by_name(state: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Of every parameter the settings of its group; a pair is a pair, also where torch has made a
-    list of it."""
+    """Return the settings of each parameter's group; a pair stays a pair even if torch made a list
+    of it."""
     return {
         name: {
             key: tuple(value) if isinstance(value, list) else value

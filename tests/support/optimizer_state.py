@@ -1,4 +1,4 @@
-"""State for optimizers that have not made a step."""
+"""State for optimizers that have not taken a step."""
 
 from __future__ import annotations
 

@@ -1,13 +1,13 @@
-"""Fewer combinations than the product: any two values still meet.
+"""Fewer combinations than the product: any two values still occur together.
 
 Most bugs need one or two settings at once. Settings with 3, 3 and 4 values have 36 combinations;
-12 of them contain every pair of values of two settings. On top of the other decorators:
+12 of them contain every pair of values of two settings. Put it on top of the other decorators:
 
     @pairwise
     @pytest.mark.parametrize("strategy", STRATEGIES)
     @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
     @both_forms
-    def test_it_trains(strategy: str, num_ranks: int, use_orig_params: bool) -> None: ..."""
+    def test_training(strategy: str, num_ranks: int, use_orig_params: bool) -> None: ..."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def _cases(mark: pytest.Mark) -> list[tuple[str, tuple[Any, ...]]]:
 
 
 def _label(name: str, value: object, index: int) -> str:
-    """Return what pytest calls a value."""
+    """Return pytest's label for a value."""
     if value is None or isinstance(value, str | int | float | enum.Enum):
         return str(value)
     return getattr(value, "__name__", f"{name}{index}")

@@ -43,9 +43,8 @@ class Turn:
     """The rank whose batch a step is for."""
 
     rank: int
-    no_sync: Callable[
-        [], contextlib.AbstractContextManager[None]
-    ]  # does nothing on the unsharded copy
+    # Does nothing on the unsharded copy.
+    no_sync: Callable[[], contextlib.AbstractContextManager[None]]
 
 
 Step = Callable[[nn.Module, Tensor, Turn], Tensor]  # does forward and backward, returns the loss
@@ -67,6 +66,26 @@ def backward(loss: Tensor) -> Tensor:
 def one_backward(model: nn.Module, x: Tensor, turn: Turn) -> Tensor:
     """The usual step."""
     return backward(square(model, x))
+
+
+def accumulates(pattern: str, model: nn.Module, x: Tensor, turn: Turn) -> Tensor:
+    """Take a step of several backwards: one under no_sync for each n of ``pattern``, one with sync
+    for each s."""
+    total = torch.zeros(())
+    for index, letter in enumerate(pattern):
+        with turn.no_sync() if letter == "n" else contextlib.nullcontext():
+            total = total + backward(square(model, x * (index + 1)))
+    return total
+
+
+def accumulates_mean(pattern: str, model: nn.Module, x: Tensor, turn: Turn) -> Tensor:
+    """Take the same step as ``accumulates`` with smaller losses, which are divided by their
+    number."""
+    total = torch.zeros(())
+    for index, letter in enumerate(pattern):
+        with turn.no_sync() if letter == "n" else contextlib.nullcontext():
+            total = total + backward(square(model, x * (0.2 + 0.3 * index)) / len(pattern))
+    return total
 
 
 def vectors(generator: torch.Generator) -> Tensor:
@@ -113,8 +132,8 @@ def train(
     batch: Callable[[torch.Generator], Tensor] = vectors,
     **options: Any,
 ) -> Pair:
-    """Train both copies for some steps and compare after each, after the last also as a user
-    would."""
+    """Train both copies for some steps and compare after each step; after the last one, also
+    through the public interface."""
     pair = make_pair(build, units, **options)
     for index in range(num_steps):
         pair.step(step, batch=batch, as_a_user=index == num_steps - 1)
@@ -122,7 +141,7 @@ def train(
 
 
 def trains(*args: Any, **kwargs: Any) -> None:
-    """``train``, as run_ranks calls it: a Pair cannot be sent."""
+    """Run ``train`` for run_ranks, without the Pair, which cannot be pickled."""
     train(*args, **kwargs)
 
 
@@ -136,7 +155,7 @@ def make_pair(
 ) -> Pair:
     """Return two copies that ``build`` makes, one of them sharded. Collective.
 
-    options: for FSDP. replicas: of a hybrid mesh, where there are more than one.
+    options: for FSDP. replicas: if more than 1, the number of replicas of a hybrid mesh.
     """
     plain, model = _seeded(build, seed), _seeded(build, seed)
     if replicas > 1:
@@ -170,7 +189,7 @@ class Pair:
     # -- for tests
 
     def batches(self, batch: Callable[[torch.Generator], Tensor] = vectors) -> list[Tensor]:
-        """Return every rank's batch, the same list on all ranks; others with every call."""
+        """Return every rank's batch, the same list on all ranks and a new one in each call."""
         generator = torch.Generator().manual_seed(100 + next(self._num_batches))
         return [batch(generator) for _ in range(self.ranks)]
 
@@ -185,9 +204,10 @@ class Pair:
     ) -> None:
         """Take a step on both copies, compare, and update. Collective.
 
-        idle: every unit is sharded afterwards. zeros: a group has gradients as a whole, so in the
-        unsharded copy, too, parameters without a gradient get zeros beside others that have one
-        (momentum notices). as_a_user: also compare summon_full_params and state_dict.
+        idle: check that every unit is sharded afterwards. zeros: groups have gradients as a whole,
+        so give zeros to parameters of the unsharded copy without a gradient if others of their
+        group have one (momentum depends on it). as_a_user: also compare summon_full_params and
+        state_dict.
         """
         batches = self.batches(batch)
         losses = [
@@ -226,17 +246,17 @@ class Pair:
                 for p in expected:
                     p.grad = torch.zeros_like(p) if p.grad is None else p.grad
 
-    # -- so that rounding in one step does not show in the next
+    # -- so that rounding errors of one step do not carry over to the next
 
     @torch.no_grad()
     def copy_parameters(self) -> None:
-        """Give the unsharded copy the parameters of the sharded one. Collective."""
+        """Copy the parameters of the sharded copy to the unsharded one. Collective."""
         for group, mine in self._matches:
             for value, p in zip(group.store.whole(group.gather_full()), mine, strict=True):
                 p.copy_(value)
 
     def copy_gradients(self) -> None:
-        """Give the unsharded copy, where it has gradients, those of the sharded one. Collective."""
+        """Replace the unsharded copy's gradients by those of the sharded copy. Collective."""
         for group, mine in self._matches:
             for value, p in zip(_gathered_gradients(group), mine, strict=True):
                 if p.grad is not None:
@@ -282,22 +302,23 @@ class Pair:
                 assert_close(got, p, f"{group.name}: parameter {tuple(p.shape)}", self.tolerance)
 
     def assert_idle(self) -> None:
-        """Between steps every unit is sharded, shows it, and no communication is in flight."""
+        """Assert that every unit is sharded and shows it, and that no communication is in
+        flight."""
         for unit in self.model._runtime.units:
             assert unit.residency is Residency.SHARDED, (
                 f"{unit.label} was left {unit.residency.name}"
             )
             assert not unit.view.shows_unsharded, f"{unit.label} shows full parameters"
-            assert not unit.calls and not unit.running, f"{unit.label} is thought to run"
+            assert not unit.calls and not unit.running, f"{unit.label} is marked as running"
             for group in unit.groups:
                 assert group.resident_nbytes == 0, (
                     f"{group.name}: {group.resident_nbytes} bytes were left"
                 )
                 assert group.gradients.reduction is None, f"{group.name}: a reduction was left"
                 assert not any(
-                    wire.ranks > 1 and hasattr(wire, "connections") and wire.connections.sends
-                    for wire in (group.shard, group.replica)
-                ), f"{group.name}: it sends"
+                    comm.ranks > 1 and hasattr(comm, "connections") and comm.connections.sends
+                    for comm in (group.shard, group.replica)
+                ), f"{group.name}: sends are in flight"
 
     # -- comparisons through the public interface
 
@@ -329,12 +350,12 @@ class Pair:
 
 
 def _clean(name: str) -> str:
-    """Names as without torch.compile."""
+    """Return a name without the parts that torch.compile adds."""
     return name.replace("_orig_mod.", "")
 
 
 def _groups(model: FSDP) -> Iterator[tuple[Group, list[str]]]:
-    """Every group of every unit, with the names of its parameters in the unsharded copy."""
+    """Yield every group of every unit, with the names of its parameters in the unsharded copy."""
     for path, child in model.named_modules():
         for group in child._unit.groups if isinstance(child, FSDP) else ():
             names = [f"{path}.{member.name}".lstrip(".") for member in group.store.orig_params]

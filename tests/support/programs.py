@@ -1,5 +1,5 @@
-"""Run a script as several processes that exit as any program does, for the price of one import of
-torch: one interpreter imports it, and forks a process for each list of arguments.
+"""Run a script as several processes that exit like any program, at the cost of one import of torch:
+one interpreter imports it, and forks a process for each list of arguments.
 
     ended = run_programs(SOURCE, [["0", "path"], ["1", "path"]], folder)"""
 

@@ -1,4 +1,4 @@
-"""A second front end over the engine, as small as one can be: modules become units in place, over
+"""A second front end over the engine, as small as possible: modules become units in place, over
 stores that cut every parameter by rows.
 
 State dicts, optimizer state and checkpoints work on it as on the flat front end, through the same
@@ -6,8 +6,7 @@ functions: a front end makes stores that answer as a ``StateStore``, and registe
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch.distributed as dist
@@ -15,7 +14,7 @@ from torch import nn
 
 from fsdp_compat._comm.mesh import mesh_from_group
 from fsdp_compat._engine import hooks, rendezvous
-from fsdp_compat._engine.ownership import OrigParam, assign_owners
+from fsdp_compat._engine.ownership import assign_owners, named_within
 from fsdp_compat._engine.runtime import Runtime, RuntimeOptions
 from fsdp_compat._engine.schedule import Prefetch
 from fsdp_compat._state import model_state_dict, optimizers
@@ -53,7 +52,7 @@ def shard_rows(model: nn.Module, unit_classes: Collection[type[nn.Module]]) -> n
     owned = assign_owners(model, list(paths), (), ())
     optimizers.note(list(model.parameters()), [])
     units = {
-        module: make_unit("row", module, mesh, _renamed(owned[module], paths[module]))
+        module: make_unit("row", module, mesh, named_within(module, owned[module]))
         for module in reversed(paths)
     }
     for module, unit in units.items():
@@ -67,18 +66,3 @@ def shard_rows(model: nn.Module, unit_classes: Collection[type[nn.Module]]) -> n
     ordered = [units[module] for module in paths]
     Runtime(ordered[0], ordered, list(paths.values()), RuntimeOptions(False, Prefetch.PRE, False))
     return model
-
-
-def _renamed(params: Sequence[OrigParam], path: str) -> list[OrigParam]:
-    """Names relative to the unit's module instead of to the model."""
-    prefix = f"{path}." if path else ""
-    return [
-        dataclasses.replace(
-            param,
-            place=dataclasses.replace(
-                param.place,
-                names=tuple(name.removeprefix(prefix) for name in param.place.names),
-            ),
-        )
-        for param in params
-    ]

@@ -13,8 +13,6 @@ import os
 import signal
 import sys
 import tempfile
-import traceback
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +22,7 @@ from torch import nn
 
 from fsdp_compat import FullyShardedDataParallel as FSDP
 from fsdp_compat import checkpoint
+from tests.support.forks import forked
 
 CASES = [
     ("save", 2, 1, "open"),  # before it writes
@@ -70,18 +69,6 @@ def _save(
         )
 
 
-def _forked(function: Callable[..., None], *args: Any) -> int:
-    process = os.fork()
-    if process:
-        return process
-    try:
-        function(*args)
-        os._exit(0)
-    except BaseException:
-        traceback.print_exc()
-        os._exit(1)
-
-
 def main(folder: str) -> None:
     torch.set_num_threads(1)
     reader, results = os.pipe()
@@ -94,7 +81,7 @@ def main(folder: str) -> None:
                 case,
                 results,
             )
-            processes += [_forked(_save, rank, *arguments) for rank in range(case[1])]
+            processes += [forked(_save, rank, *arguments) for rank in range(case[1])]
         os.close(results)
         for process in processes:
             os.waitpid(process, 0)

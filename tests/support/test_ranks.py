@@ -59,7 +59,7 @@ def test_this_process_has_no_process_group() -> None:
 
 @given(n=st.integers(1, 3), scale=st.integers(0, 5))
 @settings(max_examples=10)
-def test_it_can_be_used_with_hypothesis(n: int, scale: int) -> None:
+def test_run_ranks_works_with_hypothesis(n: int, scale: int) -> None:
     assert [result[0] for result in run_ranks(n, _identity, scale)] == [
         scale * rank for rank in range(n)
     ]

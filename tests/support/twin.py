@@ -78,14 +78,12 @@ class Transfers:
 
     def __init__(self, device: torch.device) -> None:
         self._stream = None if device.type == "cpu" else torch.cuda.Stream(device)
-        self._wholes: dict[
-            int, tuple[Group, list[torch.Tensor]]
-        ] = {}  # by the storage gathered into
-        self.own_errors: list[
-            torch.Tensor
-        ] = []  # 0-d: distance of sent values from those of the unsharded model
+        # By the storage that is gathered into.
+        self._wholes: dict[int, tuple[Group, list[torch.Tensor]]] = {}
+        # 0-d: the distance of sent values from those of the unsharded model.
+        self.own_errors: list[torch.Tensor] = []
 
-    def know(self, group: Group, wholes: list[torch.Tensor]) -> None:
+    def register(self, group: Group, wholes: list[torch.Tensor]) -> None:
         """wholes: the group's parameters in the unsharded model."""
         for memory in group.memories:
             self._wholes[_torch_private.storage_key(memory.all_gather_output)] = group, wholes
@@ -114,7 +112,7 @@ class Transfers:
             torch.cuda._sleep(SLEEP_CYCLES)
 
     def _gather(self, group: dist.ProcessGroup, full: torch.Tensor, own: torch.Tensor) -> Work:
-        its, wholes = self._wholes[_torch_private.storage_key(full)]
+        gathered, wholes = self._wholes[_torch_private.storage_key(full)]
         first, sent = full.data[: own.numel()], list[torch.Tensor]()
 
         def spoil() -> None:
@@ -126,7 +124,7 @@ class Transfers:
             if not sent:
                 spoil()
             self._take_time()
-            *places, rest = its.store.places(full.data)
+            *places, rest = gathered.store.places(full.data)
             for place in rest:  # belongs to no parameter
                 place.zero_()
             for (place,), whole in zip(places, wholes, strict=True):
@@ -196,8 +194,8 @@ class Twin:
         batch: tuple[int, ...] = (4, 8),
         **options: Any,
     ) -> None:
-        """prepare: changes the module before it is wrapped, not its values. batch: shape of the
-        input. options: of FSDP."""
+        """prepare: changes the module, but not its values, before it is wrapped. batch: shape of
+        the input. options: of FSDP."""
         torch.manual_seed(0)
         self.plain = build().to(device)
         self.device, self.batch, self.ranks = device, batch, ranks
@@ -221,7 +219,7 @@ class Twin:
                     for member in group.store.orig_params
                 ]
                 self.groups.append((group, wholes))
-                self.transfers.know(group, wholes)
+                self.transfers.register(group, wholes)
         self._generator = torch.Generator().manual_seed(1)
 
     @contextlib.contextmanager
@@ -237,7 +235,7 @@ class Twin:
         ]
 
     def loss(self, x: torch.Tensor) -> torch.Tensor:
-        """Of the sharded model."""
+        """Return the loss of the sharded model."""
         return self.model(x).float().pow(2).mean()
 
     def plain_loss(self, x: torch.Tensor) -> torch.Tensor:
@@ -303,7 +301,7 @@ class Twin:
                 group.store.sharded_params, group.store.grads(got), strict=True
             ):
                 assert (param.grad is not None) is (param.numel() > 0), (
-                    f"{group.name}: a gradient is missing, or too much"
+                    f"{group.name}: a gradient is missing, or should not exist"
                 )
                 if param.grad is not None:
                     place.copy_(param.grad)

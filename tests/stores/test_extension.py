@@ -1,0 +1,258 @@
+"""Tensor subclasses with fsdp_pre_all_gather: all ranks of a group are simulated in one process."""
+
+from __future__ import annotations
+
+import typing
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from fsdp_compat._engine.storage import GroupMemory
+from fsdp_compat._stores.extension import ExtensionStore, has_extension
+from fsdp_compat._stores.placement import RowPlacement
+from fsdp_compat.errors import StateError, TypeUsageError, UsageError
+from tests.support.engine_build import CPU, members_of
+
+
+class Weight(torch.Tensor):
+    """Values in full precision that travel as int8, with a scale per row and the number of ranks
+    that sent them as metadata."""
+
+    calls: typing.ClassVar[list[str]] = []
+
+    @staticmethod
+    def __new__(cls, values: torch.Tensor, **_: Any) -> Weight:
+        self: Any = torch.Tensor._make_wrapper_subclass(
+            cls, values.shape, dtype=values.dtype, device=values.device
+        )
+        self.values = values
+        return self
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        values = pytree.tree_map_only(Weight, lambda w: w.values, (args, kwargs or {}))
+        result = func(*values[0], **values[1])
+        if func is torch.ops.aten.copy_.default:
+            return args[0]
+        return pytree.tree_map_only(torch.Tensor, cls, result)
+
+    def fsdp_pre_all_gather(
+        self, mesh: Any, outer_size: Any, outer_stride: Any, module: nn.Module, mp_policy: Any
+    ) -> tuple[tuple[torch.Tensor, ...], Any]:
+        assert tuple(outer_stride) == tuple(torch.empty(outer_size, device="meta").stride())
+        self.calls.append(f"{mesh} {tuple(outer_size)} {type(module).__name__} {mp_policy}")
+        return _quantised(self.values), "metadata"
+
+    def fsdp_post_all_gather(
+        self,
+        outputs: tuple[torch.Tensor, ...],
+        metadata: Any,
+        param_dtype: torch.dtype,
+        *,
+        out: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]] | None:
+        assert metadata == "metadata"
+        value = (outputs[0].float() * outputs[1]).to(param_dtype)
+        if out is None:
+            return value, (value,)
+        out.copy_(value)
+        return None
+
+
+class OldWeight(Weight):
+    """The signature of earlier versions."""
+
+    def fsdp_pre_all_gather(self, mesh: Any) -> Any:  # type: ignore[override]
+        self.calls.append(f"old {mesh}")
+        return _quantised(self.values), "metadata"
+
+
+class OneMethod(Weight):
+    fsdp_post_all_gather: Any = property()  # an AttributeError
+
+
+class Changing(Weight):
+    size = 1
+
+    def fsdp_pre_all_gather(self, mesh: Any) -> Any:  # type: ignore[override]
+        return (torch.zeros(self.size),), "metadata"
+
+    def fsdp_post_all_gather(self, *_: Any, out: Any = None, **__: Any) -> Any:
+        value = self.values.new_zeros(4, 2)
+        return value, (value,)
+
+
+def _quantised(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    scale = values.abs().amax(1, keepdim=True) / 127
+    return (values / scale).round().to(torch.int8), scale
+
+
+def _dequantised(values: torch.Tensor) -> torch.Tensor:
+    numbers, scale = _quantised(values)
+    return numbers.float() * scale
+
+
+class Model(nn.Module):
+    def __init__(self, cls: type[Weight] = Weight) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up = nn.Parameter(cls(torch.randn(4, 3)))
+        self.down = nn.Parameter(cls(torch.randn(8, 5)))
+        self.up.note = "mine"
+
+
+def _stores(model: nn.Module, ranks: int, **options: Any) -> list[ExtensionStore]:
+    return [
+        ExtensionStore(
+            members_of(model),
+            [RowPlacement(0 if p.dim() else None) for p in model.parameters()],
+            rank=rank,
+            ranks=ranks,
+            device=CPU,
+            compute_device=CPU,
+            mesh="mesh",
+            policy="policy",
+            **options,
+        )
+        for rank in range(ranks)
+    ]
+
+
+def _gathered(stores: list[ExtensionStore]) -> torch.Tensor:
+    for store in stores:
+        assert store.extension is not None
+        store.extension.pack()
+    return torch.cat([store.shard for store in stores])
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("cls", [Weight, OldWeight])
+def test_what_the_subclass_sends_becomes_the_unsharded_parameter(
+    ranks: int, cls: type[Weight]
+) -> None:
+    model = Model(cls)
+    values = [parameter.values.clone() for parameter in model.parameters()]
+    stores = _stores(model, ranks)
+    memory = GroupMemory(stores[0], ranks, torch.uint8, CPU)
+    assert memory.resident_nbytes == 0
+    for scale in (1.0, 3.0):
+        with torch.no_grad():
+            for store in stores:
+                for local in store.local_params():
+                    assert isinstance(local, cls)
+                    local.mul_(scale)
+        memory.allocate()
+        memory.all_gather_output.copy_(_gathered(stores))
+        memory.fill_unsharded_params()
+        for value, param in zip(values, memory.unsharded_params, strict=True):
+            value.mul_(scale)
+            assert torch.equal(param, _dequantised(value))
+            assert type(param) is nn.Parameter
+            assert param._version == 0
+        memory.free()
+        assert memory.resident_nbytes == 0
+    assert memory.unsharded_params[0].note == "mine"
+    assert stores[0].sharded_params[0].parameter.note == "mine"
+
+
+def test_fewer_bytes_travel() -> None:
+    stores = _stores(Model(), 2)
+    rows = 2 + 4
+    assert stores[0].numel == -(-(2 * 3 + 4 * 5 + rows * 4) // 16) * 16
+    assert stores[0].numel < 4 * (2 * 3 + 4 * 5)
+
+
+def test_the_first_method_is_told_where_it_is() -> None:
+    Weight.calls.clear()
+    _stores(Model(), 2)
+    assert Weight.calls[0] == "mesh (4, 3) Model policy"
+    _stores(Model(OldWeight), 2)
+    assert Weight.calls[-1] == "old mesh"
+
+
+def test_unsharded_parameters_have_the_dtype_of_the_policy() -> None:
+    stores = _stores(Model(), 2, gather_dtype=torch.bfloat16)
+    memory = GroupMemory(stores[0], 2, torch.uint8, CPU)
+    assert {param.dtype for param in memory.unsharded_params} == {torch.bfloat16}
+    assert stores[0].reduce_form().dtype == torch.float32
+
+
+def test_gradients_travel_as_rows() -> None:
+    stores = _stores(Model(), 2)
+    forms = [store.reduce_form() for store in stores]
+    gradients = [torch.randn(4, 3), torch.randn(8, 5)]
+    buffer = torch.empty(2 * forms[0].numel)
+    assert forms[0].takes_all
+    forms[0].put_all(buffer, gradients)
+    for index, gradient in enumerate(gradients):
+        parts = [form.grads(own)[index] for form, own in zip(forms, buffer.chunk(2), strict=True)]
+        assert torch.equal(torch.cat(parts), gradient)
+
+
+def test_a_new_local_tensor_is_seen_and_taken() -> None:
+    model = Model()
+    [store] = _stores(model, 1)
+    for (param, _), (name, _) in zip(
+        store.sharded_params, list(model.named_parameters()), strict=True
+    ):
+        setattr(model, name, param)
+    assert store.stands()
+    model.up = nn.Parameter(Weight(torch.full((4, 3), 2.0)))
+    assert store.needs_adoption()
+    assert store.adopt()
+    assert not store.needs_adoption()
+    memory = GroupMemory(store, 1, torch.uint8, CPU)
+    memory.allocate()
+    memory.all_gather_output.copy_(_gathered([store]))
+    memory.fill_unsharded_params()
+    assert torch.equal(memory.unsharded_params[0], torch.full((4, 3), 2.0))
+
+
+@pytest.mark.parametrize("shape", [(3, 2), (0, 2), ()])
+def test_uneven_parameters_are_refused(shape: tuple[int, ...]) -> None:
+    model = nn.Module()
+    model.weight = nn.Parameter(Weight(torch.ones(shape)))
+    with pytest.raises(UsageError, match="not cut evenly"):
+        _stores(model, 2)
+
+
+def test_a_subclass_with_one_of_the_methods_is_refused() -> None:
+    with pytest.raises(UsageError, match="fsdp_post_all_gather"):
+        _stores(Model(OneMethod), 2)
+
+
+def test_other_sizes_than_before_are_refused() -> None:
+    model = nn.Module()
+    model.weight = nn.Parameter(Changing(torch.ones(4, 2)))
+    [store, _] = _stores(model, 2)
+    assert store.extension is not None
+    Changing.size = 2
+    try:
+        with pytest.raises(StateError, match="other tensors than before"):
+            store.extension.pack()
+    finally:
+        Changing.size = 1
+
+
+def test_an_unsharded_parameter_of_another_shape_is_refused() -> None:
+    model = nn.Module()
+    model.weight = nn.Parameter(Changing(torch.ones(8, 2)))
+    [store, _] = _stores(model, 2)
+    with pytest.raises(TypeUsageError, match="fsdp_post_all_gather"):
+        GroupMemory(store, 2, torch.uint8, CPU)
+
+
+def test_checkpoints_of_sections_and_partial_gathers_are_refused() -> None:
+    [store] = _stores(Model(), 1)
+    with pytest.raises(UsageError, match="fsdp_pre_all_gather"):
+        _ = store.sections
+    with pytest.raises(UsageError, match="reshard_after_forward"):
+        store.partial_rows(None, 0, 2)
+
+
+def test_only_such_subclasses_have_an_extension() -> None:
+    assert has_extension(Weight(torch.ones(2, 2)))
+    assert not has_extension(torch.ones(2, 2))

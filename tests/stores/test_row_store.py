@@ -1,0 +1,485 @@
+"""The row store over DTensors, on several ranks: parameters lie where ``distribute_tensor`` puts
+them, follow what users do to them, and keep every bit."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from fsdp_compat._engine.storage import GroupMemory
+from fsdp_compat._stores.placement import DataMesh, RowPlacement, SpmdMesh, place
+from fsdp_compat._stores.row_store import RowStore
+from fsdp_compat.errors import StateError, UsageError
+from tests.support.engine_build import CPU, members_of
+from tests.support.ranks import run_ranks
+
+
+class Shapes(nn.Module):
+    """Parameters of many shapes; those whose names begin with ``dim1`` are cut along dim 1."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.odd = nn.Parameter(torch.randn(5, 3))
+        self.small = nn.Parameter(torch.randn(1, 2))
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.empty = nn.Parameter(torch.randn(0, 3))
+        self.transposed = nn.Parameter(torch.randn(4, 6).t())
+        self.dim1_even = nn.Parameter(torch.randn(3, 8, 2))
+        self.dim1_odd = nn.Parameter(torch.randn(3, 5, 2))
+        self.dim1_empty = nn.Parameter(torch.randn(0, 5))
+        self.frozen = nn.Parameter(torch.randn(6), requires_grad=False)
+
+
+def _dim(name: str) -> int:
+    return 1 if name.startswith("dim1") else 0
+
+
+def _store_of(model: nn.Module, data_mesh: DataMesh) -> RowStore:
+    """Make a store of all parameters, and put the sharded ones into the modules."""
+    members = members_of(model)
+    axis = data_mesh.engine_mesh().shard
+    placements = [place(m.parameter, data_mesh, _dim(m.name)) for m in members]
+    store = RowStore(members, placements, rank=axis.rank, ranks=axis.ranks, device=CPU)
+    for slot in store.shown(None):
+        slot.module.register_parameter(slot.attribute, slot.parameter)
+    return store
+
+
+def _check_placements(store: RowStore, wholes: dict[str, torch.Tensor]) -> None:
+    from torch.distributed.tensor import DTensor, distribute_tensor
+
+    for (param, _), member in zip(store.sharded_params, store.orig_params, strict=True):
+        whole = wholes[member.name]
+        assert type(param) is DTensor
+        assert isinstance(param, nn.Parameter)
+        assert (param.shape, param.stride()) == (whole.shape, whole.contiguous().stride())
+        expected = distribute_tensor(whole, param.device_mesh, param.placements, src_data_rank=None)
+        local = param.to_local().detach()
+        assert torch.equal(local, expected.to_local()), (member.name, param.placements)
+        assert torch.equal(param.full_tensor(), whole), (member.name, param.placements)
+        assert local.is_contiguous()
+        assert (param.data_ptr(), local.storage_offset()) == (0, 0)
+        assert local.untyped_storage().nbytes() == local.nbytes
+
+
+# -- where parameters lie
+
+
+def plain_parameters() -> list[str]:
+    model = Shapes()
+    wholes = {name: param.detach().clone() for name, param in model.named_parameters()}
+    mesh = init_device_mesh("cpu", (4,))
+    return _described(_store_of(model, DataMesh(mesh, 0, None)), wholes)
+
+
+def _described(store: RowStore, wholes: dict[str, torch.Tensor]) -> list[str]:
+    _check_placements(store, wholes)
+    assert store.stands()
+    assert not store.needs_adoption()
+    return [str(param.placements) for param, _ in store.sharded_params]
+
+
+def test_plain_parameters_lie_as_torch_distributes_them() -> None:
+    for found in run_ranks(4, plain_parameters):
+        assert found[0] == "(Shard(dim=0),)"
+        assert found[2] == "(Replicate(),)"
+        assert found[6] == "(Shard(dim=1),)"
+
+
+def hybrid_parameters() -> list[str]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    model = Shapes()
+    wholes = {name: param.detach().clone() for name, param in model.named_parameters()}
+    return _described(_store_of(model, DataMesh(mesh, 1, 0)), wholes)
+
+
+def test_parameters_of_replicas_lie_on_both_dimensions() -> None:
+    for found in run_ranks(4, hybrid_parameters):
+        assert found[0] == "(Replicate(), Shard(dim=0))"
+        assert found[2] == "(Replicate(), Replicate())"
+
+
+class Parallel(nn.Module):
+    """DTensors on ``mesh``, of one placement each."""
+
+    def __init__(self, mesh: DeviceMesh, placements: Sequence[Any]) -> None:
+        from torch.distributed.tensor import distribute_tensor
+
+        super().__init__()
+        torch.manual_seed(0)
+        self.wholes: dict[str, torch.Tensor] = {}
+        for index, each in enumerate(placements):
+            for name, shape in ((f"rows{index}", (8, 6)), (f"dim1_{index}", (6, 8))):
+                self.wholes[name] = torch.randn(shape)
+                value = distribute_tensor(self.wholes[name], mesh, each, src_data_rank=None)
+                setattr(self, name, nn.Parameter(value))
+
+
+def tensor_parallel(data: tuple[int, ...], parallel: tuple[int, ...]) -> list[str]:
+    from torch.distributed.tensor import Replicate, Shard
+
+    names = [f"data{i}" for i in range(len(data))], [f"tp{i}" for i in range(len(parallel))]
+    mesh = init_device_mesh("cpu", data + parallel, mesh_dim_names=(*names[0], *names[1]))
+    kinds = [[Shard(0)], [Shard(1)], [Replicate()]]
+    if len(parallel) == 2:
+        kinds = [[Shard(0), Shard(0)], [Shard(0), Shard(1)], [Replicate(), Shard(0)]]
+    model = Parallel(mesh[tuple(names[1])], kinds)
+    data_mesh = DataMesh(mesh[tuple(names[0])], len(data) - 1, 0 if len(data) == 2 else None)
+    store = _store_of(model, data_mesh)
+    _check_gradients(store)
+    return _described(store, model.wholes)
+
+
+def _check_gradients(store: RowStore) -> None:
+    """Gradients that are placed in another way than the parameter are moved before they are cut."""
+    from torch.distributed.tensor import Replicate, distribute_tensor
+
+    form = store.reduce_form()
+    assert not form.takes_all
+    buffer = torch.empty(store.ranks * form.numel)
+    for index in range(len(store.orig_params)):
+        parallel = store.parallel[index]
+        assert parallel is not None
+        whole = torch.arange(float(math.prod(parallel.shape))).view(parallel.shape)
+        moved = distribute_tensor(
+            whole, parallel.mesh, [Replicate()] * parallel.mesh.ndim, src_data_rank=None
+        )
+        parts = form.split(index, moved)
+        for part, piece in zip(parts, form.places(buffer)[index], strict=True):
+            piece.copy_(part)
+        own = buffer.view(store.ranks, -1)[store.rank]
+        assert torch.equal(form.grads(own)[index].full_tensor(), whole)
+
+
+def test_tensor_parallel_parameters_are_cut_once_more() -> None:
+    for found in run_ranks(4, tensor_parallel, (2,), (2,)):
+        assert found[0] == "(_StridedShard(dim=0, sf=2), Shard(dim=0))"
+        assert found[1] == "(Shard(dim=1), Shard(dim=0))"
+        assert found[3] == "(_StridedShard(dim=1, sf=2), Shard(dim=1))"
+
+
+def test_tensor_parallel_parameters_have_replicas() -> None:
+    for found in run_ranks(4, tensor_parallel, (1, 2), (2,)):
+        assert found[0] == "(Replicate(), _StridedShard(dim=0, sf=2), Shard(dim=0))"
+    for found in run_ranks(4, tensor_parallel, (2, 1), (2,)):
+        assert found[0] == "(Replicate(), _StridedShard(dim=0, sf=2), Shard(dim=0))"
+
+
+def test_parameters_of_two_parallel_dimensions_are_cut_once_more() -> None:
+    for found in run_ranks(4, tensor_parallel, (2,), (1, 2)):
+        assert found[0] == "(_StridedShard(dim=0, sf=2), Shard(dim=0), Shard(dim=0))"
+        assert found[2] == "(Shard(dim=0), Shard(dim=0), Shard(dim=1))"
+
+
+def spmd(sizes: tuple[int, ...], names: tuple[str, ...], shard: tuple[str, ...]) -> list[str]:
+    from torch.distributed.tensor import Partial, Replicate, Shard
+
+    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=names)
+    replicate = [name for name in names if name == "rep"]
+    dims = tuple(names.index(name) for name in (*shard, *replicate))
+    inner = mesh[shard[0]] if len(shard) == 1 else mesh[shard]._flatten("_".join(shard))
+    data_mesh = DataMesh(
+        inner, 0, None, SpmdMesh(mesh, dims, tuple(names.index(name) for name in shard))
+    )
+    kinds = [
+        [Replicate() if dim in dims else own for dim in range(mesh.ndim)]
+        for own in (Shard(0), Shard(1), Replicate())
+    ]
+    model = Parallel(mesh, kinds)
+    store = _store_of(model, data_mesh)
+    parallel = store.parallel[0]
+    assert parallel is not None
+    # What is partial along data parallelism stays so, until the reduction.
+    placements = [Partial() if dim in dims else p for dim, p in enumerate(parallel.placements)]
+    own = torch.full_like(parallel.part(torch.zeros(8, 6)), float(dist.get_rank()))
+    value = _dtensor_of(own, mesh, placements)
+    assert torch.equal(parallel.local(value), own)
+    return _described(store, model.wholes)
+
+
+def _dtensor_of(own: torch.Tensor, mesh: DeviceMesh, placements: Any) -> torch.Tensor:
+    from torch.distributed.tensor import DTensor
+
+    return DTensor.from_local(own, mesh, placements, run_check=False)
+
+
+def test_parameters_on_the_mesh_of_everything_are_cut_along_data_parallelism() -> None:
+    for found in run_ranks(4, spmd, (2, 2), ("dp", "tp"), ("dp",)):
+        assert found[0] == "(_StridedShard(dim=0, sf=2), Shard(dim=0))"
+        assert found[4] == "(Shard(dim=0), Replicate())"
+    for found in run_ranks(4, spmd, (2, 1, 2), ("dp", "cp", "tp"), ("dp", "cp")):
+        assert found[0] == "(_StridedShard(dim=0, sf=2), Shard(dim=0))"
+
+
+# -- what users do to them
+
+
+def adoption() -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    data_mesh = DataMesh(mesh, 0, None)
+    model = Shapes()
+    wholes = {name: param.detach().clone() for name, param in model.named_parameters()}
+    other = copy.deepcopy(model).to("meta")
+    other.odd.mine = "kept"
+    _store_of(model, data_mesh)
+    store = _store_of(other, data_mesh)
+    # On the meta device: to_empty gives values to all.
+    assert store.shard.is_meta
+    assert not store.adopt()
+    other.to_empty(device="cpu")
+    assert store.needs_adoption()
+    assert store.adopt()
+    assert not store.needs_adoption()
+    assert other.odd.mine == "kept"
+    before = [param for param, _ in store.sharded_params]
+    other.load_state_dict(model.state_dict())
+    assert store.stands()
+    _check_placements(store, wholes)
+    # Other parameter objects.
+    doubled = {name: value * 2 for name, value in model.state_dict().items()}
+    other.load_state_dict(doubled, assign=True)
+    assert store.needs_adoption()
+    assert store.adopt()
+    assert not any(a is b for a, (b, _) in zip(before, store.sharded_params, strict=True))
+    assert other.odd.mine == "kept"
+    assert {param.requires_grad for param, _ in store.sharded_params} == {True, False}
+    _check_placements(store, {name: value * 2 for name, value in wholes.items()})
+    # Another dtype.
+    other.to(torch.bfloat16)
+    assert not store.stands()
+    assert store.adopt()
+    assert store.dtype == torch.bfloat16
+    _check_placements(store, {name: (value * 2).bfloat16() for name, value in wholes.items()})
+    # An optimizer step, foreach, leaves them where they are.
+    for param, grad in zip(
+        [param for param, _ in store.sharded_params],
+        store.reduce_form().grads(torch.ones(store.reduce_form().numel, dtype=torch.bfloat16)),
+        strict=True,
+    ):
+        assert (grad is None) == (not param.requires_grad)
+        param.grad = grad
+    torch.optim.AdamW(other.parameters(), foreach=True).step()
+    assert store.stands()
+    store.check("a unit")
+    _check_refusals(store, other)
+
+
+def _check_refusals(store: RowStore, model: nn.Module) -> None:
+    from torch.distributed.tensor import Replicate
+
+    sharded = model.odd
+    for wrong in (
+        torch.zeros(5, 3, dtype=torch.bfloat16),
+        sharded.detach().redistribute(placements=[Replicate()]),
+    ):
+        model.odd = nn.Parameter(wrong)
+        shard = store.shard.clone()
+        with pytest.raises(StateError, match="'odd'"):
+            store.adopt()
+        assert torch.equal(store.shard, shard)
+    model.odd = sharded
+    assert not store.needs_adoption()
+    model.frozen.data = model.frozen.data.float()
+    sharded._local_tensor = sharded._local_tensor.float()
+    with pytest.raises(StateError, match="others did not"):
+        store.adopt()
+
+
+def test_sharded_parameters_that_users_replace_are_taken_in_or_refused() -> None:
+    run_ranks(2, adoption)
+
+
+# -- every bit of every dtype, and rows of fewer ranks: simulated in one process
+
+
+def _simulated(model: nn.Module, ranks: int) -> list[RowStore]:
+    return [
+        RowStore(
+            members_of(model),
+            [RowPlacement(_dim(n) if p.dim() else None) for n, p in model.named_parameters()],
+            rank=rank,
+            ranks=ranks,
+            device=CPU,
+        )
+        for rank in range(ranks)
+    ]
+
+
+def _filled(stores: list[RowStore], dtype: torch.dtype) -> GroupMemory:
+    memory = GroupMemory(stores[0], len(stores), dtype, CPU)
+    if not memory.aliased:
+        memory.allocate()
+        memory.all_gather_output.copy_(torch.cat([store.shard for store in stores]))
+        memory.fill_unsharded_params()
+    return memory
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.uint8, torch.bool, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.int64],
+)
+def test_frozen_parameters_keep_every_bit(dtype: torch.dtype, ranks: int) -> None:
+    width = dtype.itemsize
+    patterns = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(torch.uint8)
+    model = nn.Module()
+    for name, shape in (("rows", (6, 8)), ("lone", (512,)), ("dim1", (4, 6)), ("odd", (5, 3))):
+        numel = math.prod(shape) * width
+        start = 2**16 - numel if name == "lone" else 2 * 0x7F80  # NaN patterns of bf16
+        value = patterns[start : start + numel]
+        value = value % 2 if dtype == torch.bool else value
+        setattr(model, name, nn.Parameter(value.view(dtype).view(shape), requires_grad=False))
+    stores = _simulated(model, ranks)
+    memory = _filled(stores, dtype)
+    for unsharded, (name, original) in zip(
+        memory.unsharded_params, model.named_parameters(), strict=True
+    ):
+        assert torch.equal(unsharded.view(torch.uint8), original.view(torch.uint8)), name
+    for whole, original in zip(
+        stores[0].whole(torch.cat([store.shard for store in stores])),
+        model.parameters(),
+        strict=True,
+    ):
+        assert torch.equal(whole.view(torch.uint8), original.view(torch.uint8))
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_unsharded_parameters_of_any_shape_are_whole(ranks: int) -> None:
+    model = Shapes()
+    memory = _filled(_simulated(model, ranks), torch.float32)
+    for unsharded, original in zip(memory.unsharded_params, model.parameters(), strict=True):
+        assert torch.equal(unsharded, original)
+        assert unsharded.requires_grad == original.requires_grad
+        assert unsharded.is_contiguous()
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_frozen_parameters_take_no_bytes_in_the_reduction(ranks: int) -> None:
+    model = Shapes()
+    store = _simulated(model, ranks)[0]
+    form = store.reduce_form()
+    assert form.indices == list(range(8))
+    assert form is store.reduce_form()
+    places = form.places(torch.empty(ranks * form.numel))
+    assert [bool(views) for views in places[:-1]] == [
+        param.requires_grad and param.numel() > 0 for param in model.parameters()
+    ]
+    store.sharded_params[0].parameter.requires_grad_(False)
+    fewer = store.reduce_form()
+    assert fewer.indices == list(range(1, 8))
+    assert fewer.numel < form.numel
+    assert fewer.grads(torch.ones(fewer.numel))[0] is None
+    store.sharded_params[0].parameter.requires_grad_(True)
+    assert store.reduce_form() is form
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("fewer", [1, 2, 3])
+def test_rows_of_fewer_ranks_bring_the_parameters_back(ranks: int, fewer: int) -> None:
+    model = Shapes()
+    stores = _simulated(model, ranks)
+    memory = _filled(stores, torch.float32)
+    held = []
+    for rank in range(fewer):
+        rows = stores[0].partial_rows(None, rank, fewer)
+        held.append(torch.zeros(rows.numel))
+        for part, own in zip(
+            rows.parts(held[-1]), rows.own_rows(memory.unsharded_params), strict=True
+        ):
+            part.copy_(own)
+        shown = rows.params(held[-1])
+        assert [param.requires_grad for param in shown] == [
+            param.requires_grad for param in model.parameters()
+        ]
+    to, sources = rows.copies(torch.cat(held), memory.unsharded_params)
+    with torch.no_grad():
+        for param in memory.unsharded_params:
+            param.fill_(torch.nan)
+    for target, source in zip(to, sources, strict=True):
+        target.copy_(source)
+    for unsharded, original in zip(memory.unsharded_params, model.parameters(), strict=True):
+        assert torch.equal(unsharded, original)
+
+
+def partial_dtensors() -> None:
+    mesh = init_device_mesh("cpu", (4,))
+    fewer = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
+    model = Shapes()
+    wholes = [param.detach().clone() for param in model.parameters()]
+    store = _store_of(model, DataMesh(mesh, 0, None))
+    rows = store.partial_rows(fewer, fewer.get_local_rank(1), 2)
+    held = torch.zeros(rows.numel)
+    with torch.no_grad():
+        unsharded = [nn.Parameter(whole.contiguous()) for whole in wholes]
+        for part, own in zip(rows.parts(held), rows.own_rows(unsharded), strict=True):
+            part.copy_(own)
+    for shown, whole in zip(rows.params(held), wholes, strict=True):
+        assert isinstance(shown, nn.Parameter)
+        assert shown.device_mesh == fewer
+        assert torch.equal(shown.full_tensor(), whole)
+
+
+def test_rows_of_fewer_ranks_are_shown_as_dtensors() -> None:
+    run_ranks(4, partial_dtensors)
+
+
+# -- attributes, and what is refused
+
+
+class Special(nn.Parameter):
+    pass
+
+
+def test_attributes_and_classes_of_parameters_are_kept() -> None:
+    model = nn.Module()
+    model.weight = Special(torch.ones(4, 2))
+    model.bias = nn.Parameter(torch.ones(2))
+    model.weight.rate = 0.5
+    store = _simulated(model, 2)[0]
+    unsharded = GroupMemory(store, 2, torch.float32, CPU).unsharded_params
+    sharded = [param for param, _ in store.sharded_params]
+    assert [type(param) for param in unsharded] == [Special, nn.Parameter]
+    assert (sharded[0].rate, unsharded[0].rate) == (0.5, 0.5)
+    sharded[0].rate = 2.0
+    assert unsharded[0].rate == 2.0
+    assert not hasattr(unsharded[1], "rate")
+
+
+@pytest.mark.parametrize("member", ["sections", "section_of"])
+def test_sections_of_parameters_that_are_cut_along_another_dim_are_refused(member: str) -> None:
+    store = _simulated(Shapes(), 2)[0]
+    ask: Callable[[], object] = (
+        (lambda: store.sections) if member == "sections" else lambda: store.section_of(0)
+    )
+    with pytest.raises(UsageError, match="'dim1_even'"):
+        ask()
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_sections_find_the_rows_in_the_shard(ranks: int) -> None:
+    model = Shapes()
+    for name in ("dim1_even", "dim1_odd", "dim1_empty"):
+        delattr(model, name)
+    stores = _simulated(model, ranks)
+    for index, (name, original) in enumerate(model.named_parameters()):
+        flat = original.detach().reshape(-1)
+        found = []
+        for rank, store in enumerate(stores):
+            part = store.part(index, rank)
+            assert torch.equal(store.local_part(index), flat[part.slice]), name
+            found += list(range(part.start, part.stop)) if original.dim() or not rank else []
+        assert found == list(range(flat.numel()))
+    store = stores[-1]
+    shard = store.shard.clone()
+    store.shard.zero_()
+    store.take_from_whole([param.detach() for param in model.parameters()])
+    assert torch.equal(store.shard, shard)
