@@ -60,8 +60,9 @@ class Run:
             pair = [model.parts[n] for n in self.rng.sample(range(8), 2)]
             self._note("list")
             api.fully_shard(pair, reshard_after_forward=self.rng.choice([True, False]), **options)
+        done = {child for part in sharded_modules(model) for child in part.modules()}
         for name, module in reversed(list(model.named_modules())):
-            if not name or isinstance(module, api.FSDPModule) or self.rng.random() < 0.5:
+            if not name or module in done or self.rng.random() < 0.5:
                 continue
             if isinstance(module, Part | Block) or _is_called(model, name):
                 kind = self.rng.choice(kinds)

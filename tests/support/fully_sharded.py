@@ -180,6 +180,7 @@ class Twins:
 
     def compare_gradients(self) -> None:
         """Collective."""
+        reshard(self.model)  # unsharded parameters have no gradients
         expected = {
             name: None if p.grad is None else p.grad / self.ranks
             for name, p in self.plain.named_parameters()
