@@ -91,8 +91,6 @@ class Group:
         self.partial: PartialShard | None = None
         if conduct is not None and conduct.partial_ranks:
             self.partial = PartialShard(store, self.memory, conduct.partial_mesh, device)
-        if joined is not None:
-            joined.copied()
         self.requires_grad = RequiresGrad(store, self.memories, large)
         self.set_name("a unit")
 

@@ -88,8 +88,8 @@ def step(model: nn.Module) -> None:
 @contextlib.contextmanager
 def counting_sends(found: list[int]) -> Iterator[None]:
     """Add up the bytes handed to gloo, below every counter of the package."""
-    connections = dist.ProcessGroupGloo
-    send = connections.send
+    connections = dist.ProcessGroup
+    descriptor, send = vars(connections)["send"], connections.send
 
     def counted(self: Any, tensors: list[torch.Tensor], *args: Any) -> Any:
         found.extend(tensor.nbytes for tensor in tensors)
@@ -99,7 +99,44 @@ def counting_sends(found: list[int]) -> Iterator[None]:
     try:
         yield
     finally:
-        connections.send = send
+        connections.send = descriptor
+
+
+class Sends(TorchDispatchMode):
+    """Counts the sends that pass the dispatcher, and their bytes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.nbytes: list[int] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is torch.ops.c10d.send.default:
+            self.nbytes += [tensor.nbytes for tensor in args[0]]
+        return func(*args, **(kwargs or {}))
+
+
+def sends_that_are_seen() -> list[tuple[int, int]]:
+    """Return how many sends, and of how many bytes, are handed to gloo, pass a dispatch mode, and
+    appear in a profile (without bytes)."""
+    model, real = wrapped(), list[int]()
+    step(model)
+    with counting_sends(real):
+        step(model)
+    with Sends() as seen:
+        step(model)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        step(model)
+    [row] = [each for each in profile.key_averages() if each.key == "c10d::send"]
+    return [(len(real), sum(real)), (len(seen.nbytes), sum(seen.nbytes)), (row.count, 0)]
+
+
+def test_profilers_and_dispatch_modes_see_what_is_sent() -> None:
+    for (number, nbytes), seen, profiled in run_ranks(2, sends_that_are_seen):
+        assert number > 0 and nbytes > 0
+        assert seen == (number, nbytes)
+        assert profiled == (number, 0)
 
 
 def sent_by_steps(

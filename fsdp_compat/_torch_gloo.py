@@ -1,0 +1,130 @@
+"""The private names of gloo's backend that the package uses beside ``_torch_private``, each with
+the reason why no public name is enough."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import datetime
+import functools
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import (
+    AllgatherOptions,
+    AllreduceOptions,
+    BroadcastOptions,
+    PrefixStore,
+)
+
+__all__ = [
+    "GlooCollectives",
+    "abort_wait",
+    "break_connections",
+    "gloo_of_its_own",
+    "is_closed",
+]
+
+
+def gloo_of_its_own(
+    group: dist.ProcessGroup, rank: int, ranks: int, timeout: datetime.timedelta
+) -> Any:
+    """Connect the ranks of a group a second time, separately from the user's messages.
+
+    ``new_group`` must be called by all ranks of the world, or names the group after the number of
+    groups that each process has made; and its groups live until the world ends. Collective: the
+    ranks of the group.
+    """
+    store = PrefixStore(
+        f"fsdp_compat/{group.group_name}", dist.distributed_c10d._world.pg_map[group][1]
+    )
+    gloo = dist.ProcessGroupGloo(store, rank, ranks, timeout)
+    # What is sent through a group around the backend passes the dispatcher, where profilers and
+    # dispatch modes see it.
+    own = dist.ProcessGroup(store, rank, ranks)
+    own._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
+    return own
+
+
+def break_connections(gloo: Any) -> None:
+    """Close all connections of ``gloo_of_its_own``, also while other threads wait for them.
+
+    gloo has no call for this, and keeps connections while a work is alive; but a wait that times
+    out closes them all. It ends every wait except those of ``abort_wait``.
+    """
+    for peer in set(range(gloo.size())) - {gloo.rank()}:  # a closed one raises at once
+        with contextlib.suppress(RuntimeError):
+            work = gloo.recv([torch.empty(0, dtype=torch.uint8)], peer, _NEVER_SENT)
+            work.wait(datetime.timedelta(milliseconds=1))
+
+
+def is_closed(gloo: Any, peer: int) -> bool:
+    """True if a connection of ``gloo_of_its_own`` has closed: gloo refuses messages then."""
+    try:
+        gloo.recv([torch.empty(0, dtype=torch.uint8)], peer, _NEVER_SENT)
+    except RuntimeError:
+        return True
+    return False
+
+
+_NEVER_SENT = (1 << 31) - 1  # a tag
+
+
+def abort_wait(work: dist.Work) -> None:
+    """End the wait for a send or receive of ``gloo_of_its_own``, now or later: it returns False.
+
+    When a connection closes, gloo tells the messages that have not begun, but not the one whose
+    bytes are under way: its wait would last until the time limit. The method that ends it has no
+    name in Python, so it is called in torch's library, on objects that are certainly gloo's.
+    """
+    # where pybind11 has the pointer to a C++ object, which begins with its table of methods
+    address = ctypes.c_void_p.from_address(id(work) + object.__basicsize__).value
+    abort = _aborts().get(ctypes.c_void_p.from_address(address).value) if address else None
+    if abort is not None:
+        abort(address)
+
+
+@functools.cache
+def _aborts() -> dict[int | None, Any]:
+    """Return the method that ends a wait, for each kind of work by the address of its table of
+    methods; nothing where torch's library has other names."""
+    found: dict[int | None, Any] = {}
+    with contextlib.suppress(OSError, AttributeError, ValueError):
+        library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
+        for kind in ("SendWork", "RecvWork"):
+            name = f"N4c10d16ProcessGroupGloo8{kind}"
+            table = ctypes.addressof(ctypes.c_void_p.in_dll(library, f"_ZTV{name}E"))
+            abort = library[f"_Z{name}5abortEv"]
+            abort.argtypes, abort.restype = [ctypes.c_void_p], None
+            found[table + 2 * ctypes.sizeof(ctypes.c_void_p)] = abort  # two entries come before it
+    return found
+
+
+class GlooCollectives:
+    """The collectives of ``gloo_of_its_own``, which no public function accepts."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, gloo: Any, finish: Callable[[Any, Sequence[dist.Work]], None]) -> None:
+        """finish: called with gloo and the works of a collective, waits for them."""
+        self._gloo, self._finish = gloo, finish
+
+    def all_reduce(self, values: torch.Tensor, op: dist.ReduceOp.RedOpType) -> None:
+        options: Any = AllreduceOptions()
+        options.reduceOp = op
+        self._finish(self._gloo, [self._gloo.allreduce([values], options)])
+
+    def broadcast(self, tensors: Sequence[torch.Tensor]) -> None:
+        self._finish(
+            self._gloo,  # from the first rank, by default
+            [self._gloo.broadcast([tensor], BroadcastOptions()) for tensor in tensors],
+        )
+
+    def all_gather(self, own: torch.Tensor) -> torch.Tensor:
+        full = own.new_empty(self._gloo.size() * own.numel())
+        parts = list(full.chunk(self._gloo.size()))
+        self._finish(self._gloo, [self._gloo.allgather([parts], [own], AllgatherOptions())])
+        return full
