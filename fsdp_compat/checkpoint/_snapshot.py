@@ -253,8 +253,10 @@ def _add_states(
     rank_local_names: list[str] = []
     for param, indices in named.sharded_params:
         numbers = [index - named.section.first_param for index in indices]
-        # Without a part of the parameter there are no gradients, and its states are stale.
-        for key, kind in kinds.get(param, {}).items() if store.has_part(indices) else ():
+        # Where this rank has no part there are no gradients, and the states there are stale; but
+        # DTensors have gradients on every rank.
+        is_current = store.has_part(indices) or _torch_private.is_dtensor(param)
+        for key, kind in kinds.get(param, {}).items() if is_current else ():
             value = optimizer.state[param][key]
             if isinstance(value, torch.Tensor):  # of a DTensor: this rank's part
                 value = _torch_private.local_part(value)
