@@ -33,7 +33,11 @@ class JoinedGather:
         conduct: Conduct,
     ) -> None:
         """dtypes: that the stores' shards are sent in. Collective over the axis, once per process
-        group."""
+        group.
+
+        The output has memory until it is copied out of for the first time: views in other dtypes
+        cannot be made without.
+        """
         self.communicator: Communicator = communicator(axis, device)
         self._tag, self._conduct = self.communicator.new_tag(), conduct
         self._stores = list(stores)

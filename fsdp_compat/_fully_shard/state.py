@@ -117,6 +117,8 @@ class ShardedModules:
         with torch.inference_mode(False), torch.no_grad():
             joined = self._joined_gathers()
             groups = [self._make_group(own, joined.get(own.store)) for own in self.stores]
+            for part in joined.values():
+                part.copied()  # its views were made
             rendezvous.register(groups)
             options = UnitOptions(
                 self.conduct.reshard_after_forward,
@@ -147,7 +149,12 @@ class ShardedModules:
         return found
 
     def _precision(self, own: _OwnStore) -> Precision:
-        return precision_of(own.store.dtype, own.planned.gather_dtype, self.plan.policy)
+        dtype, policy = own.store.dtype, self.plan.policy
+        if not isinstance(own.store, ExtensionStore):
+            return precision_of(dtype, own.planned.gather_dtype, policy)
+        # Bytes travel, whatever the dtype of the values and their gradients.
+        values = precision_of(own.store.reduce_form().dtype, own.planned.gather_dtype, policy)
+        return dataclasses.replace(values, gather=dtype)
 
     def _make_group(self, own: _OwnStore, joined: JoinedPart | None) -> Group:
         return Group(

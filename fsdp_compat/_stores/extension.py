@@ -17,7 +17,14 @@ from .._engine.ownership import OrigParam
 from .._engine.storage import new_shard
 from .._layout.rows import Cut, RowLayout
 from .._layout.spec import Section
-from ..errors import NotImplementedUsageError, StateError, TypeUsageError, UsageError, explain
+from ..errors import (
+    AssertedUsageError,
+    NotImplementedUsageError,
+    StateError,
+    TypeUsageError,
+    UsageError,
+    explain,
+)
 from .placement import RowPlacement, contiguous_stride
 from .row_store import RowStore
 from .row_views import RowViews, as_bytes
@@ -318,7 +325,7 @@ class ExtensionStore(RowStore):
 def _require_extension(member: OrigParam, placement: RowPlacement, ranks: int) -> None:
     local = _torch_private.local_part(member.parameter)
     if not hasattr(local, "fsdp_post_all_gather"):
-        raise UsageError(
+        raise AssertedUsageError(
             explain(
                 "A tensor subclass has only one of the two methods of an all-gather.",
                 expected="fsdp_pre_all_gather and fsdp_post_all_gather",

@@ -108,7 +108,8 @@ class OptimizerLoadPlan:
     def _plan_group(self, named: NamedGroup, own: set[torch.Tensor]) -> None:
         store = store_of(named.group)
         for param, indices in named.sharded_params:
-            if param in own and store.has_part(indices):
+            # A DTensor has gradients, and so states, on every rank.
+            if param in own and (store.has_part(indices) or _torch_private.is_dtensor(param)):
                 sources = {
                     index: source
                     for index in indices
@@ -156,8 +157,8 @@ class OptimizerLoadPlan:
                     state[key] = decode(value, f"state {key!r}", tensor_from_text)
             self._add_rank_local(state, named, index, source)
         self._to_clear += [flat[key] for key, num in num_with.items() if num < len(sources)]
-        own = self._optimizer.state.get(param) or {}  # in its order
-        return {key: state[key] for key in dict.fromkeys([*own, *state]) if key in state}
+        present: dict[Any, Any] = self._optimizer.state.get(param) or {}  # in its order
+        return {key: state[key] for key in dict.fromkeys([*present, *state]) if key in state}
 
     def _tensor_for(self, param: nn.Parameter, key: Any, dtype: torch.dtype) -> torch.Tensor:
         """Return the tensor that a state is read to: the optimizer's own if it fits, or a new

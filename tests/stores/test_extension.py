@@ -199,7 +199,7 @@ def test_a_new_local_tensor_is_seen_and_taken() -> None:
         store.sharded_params, list(model.named_parameters()), strict=True
     ):
         setattr(model, name, param)
-    assert store.stands()
+    assert store.is_intact()
     model.up = nn.Parameter(Weight(torch.full((4, 3), 2.0)))
     assert store.needs_adoption()
     assert store.adopt()

@@ -83,7 +83,7 @@ def plain_parameters() -> list[str]:
 
 def _described(store: RowStore, wholes: dict[str, torch.Tensor]) -> list[str]:
     _check_placements(store, wholes)
-    assert store.stands()
+    assert store.is_intact()
     assert not store.needs_adoption()
     return [str(param.placements) for param, _ in store.sharded_params]
 
@@ -242,7 +242,7 @@ def adoption() -> None:
     assert other.odd.mine == "kept"
     before = [param for param, _ in store.sharded_params]
     other.load_state_dict(model.state_dict())
-    assert store.stands()
+    assert store.is_intact()
     _check_placements(store, wholes)
     # Other parameter objects.
     doubled = {name: value * 2 for name, value in model.state_dict().items()}
@@ -255,7 +255,7 @@ def adoption() -> None:
     _check_placements(store, {name: value * 2 for name, value in wholes.items()})
     # Another dtype.
     other.to(torch.bfloat16)
-    assert not store.stands()
+    assert not store.is_intact()
     assert store.adopt()
     assert store.dtype == torch.bfloat16
     _check_placements(store, {name: (value * 2).bfloat16() for name, value in wholes.items()})
@@ -268,7 +268,7 @@ def adoption() -> None:
         assert (grad is None) == (not param.requires_grad)
         param.grad = grad
     torch.optim.AdamW(other.parameters(), foreach=True).step()
-    assert store.stands()
+    assert store.is_intact()
     store.check("a unit")
     _check_refusals(store, other)
 
