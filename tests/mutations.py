@@ -36,7 +36,7 @@ class Break:
     test: str
 
 
-FRONTENDS = "tests/frontends"
+FRONTENDS, FULLY_SHARD = "tests/frontends", "tests/fully_shard"
 BREAKS = (
     Break(
         "gather into the wrong segment",
@@ -165,6 +165,60 @@ BREAKS = (
         "max_in_group(group, torch.stack(flags).amax())",
         "torch.stack(flags).amax()",
         f"{FRONTENDS}/test_sharded_grad_scaler.py -k one_of_four_ranks",
+    ),
+    Break(
+        "kept parameters taken for fresh after an update",
+        "return freshness is not None and freshness.stands",
+        "return freshness is not None",
+        f"{FULLY_SHARD}/test_programs.py -k updated_after_the_last",
+    ),
+    Break(
+        "the user's divide factor ignored",
+        "if settings.divide_factor is None:",
+        "if settings is not None:",
+        f"{FULLY_SHARD}/test_methods.py -k divided_by_the_factor",
+    ),
+    Break(
+        "the user's all-reduce hook skipped",
+        "settings.all_reduce_hook(total)",
+        "pass",
+        f"{FULLY_SHARD}/test_methods.py -k all_reduce_hook_sees",
+    ),
+    Break(
+        "the list of modules to prefetch in backward ignored",
+        "listed = conduct.backward_prefetch if backward else conduct.forward_prefetch",
+        "listed = conduct.forward_prefetch",
+        f"{FULLY_SHARD}/test_methods.py -k prefetch_lists",
+    ),
+    Break(
+        "sums without all-reduce dropped",
+        "total, received = total.add(before), received | its_received",
+        "received = received | its_received",
+        f"{FULLY_SHARD}/test_methods.py -k accumulate_without_all_reduce",
+    ),
+    Break(
+        "gradients for parameters that received none",
+        "grad if index in received else None  # a sharded parameter for each parameter",
+        "grad",
+        f"{FULLY_SHARD}/test_programs.py -k random_programs_train",
+    ),
+    Break(
+        "no zeros reduced for unused parameters",
+        "if conduct.reduces_unused and conduct.sync and not self.finalizes_by_hand:",
+        "if False:",
+        f"{FULLY_SHARD}/test_methods.py -k do_not_reach_the_loss",
+    ),
+    Break(
+        "outputs not cast",
+        "if unit.conduct.output_dtype is not None:",
+        "if False:",
+        f"{FULLY_SHARD}/test_parity.py -k two_ranks",
+    ),
+    Break(
+        "kept storage freed",
+        "        if not self.keeps_storage:\n",
+        "        if True:\n",
+        f"{FULLY_SHARD}/test_methods.py -k kept_storage",
     ),
 )
 

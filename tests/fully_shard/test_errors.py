@@ -87,7 +87,6 @@ def _bad_arguments() -> Iterator[Case]:
     yield "no modules", Exception, lambda m: shard([])
     yield "no module in a list", Exception, lambda m: shard([m.stem, "head"])
     yield "container", ValueError, lambda m: shard(m.blocks)
-    yield "container in a list", Exception, lambda m: shard([m.stem, m.blocks])
     yield "mesh of 3 dims", ValueError, lambda m: shard(m, mesh=cube)
     yield "no mesh", Exception, lambda m: shard(m, mesh="cpu")
     for wrong in (3, 0, -1):
@@ -127,6 +126,7 @@ def _bad_arguments() -> Iterator[Case]:
 def _more_bad_arguments() -> Iterator[Case]:
     """That torch takes, and that do something else than was meant, or fail much later."""
     shard = api.fully_shard
+    yield "container in a list", FsdpCompatError, lambda m: shard([m.stem, m.blocks])
     yield "no function", TypeError, lambda m: shard(m, shard_placement_fn=Shard(0))
     yield "policy of FSDP1", TypeError, lambda m: shard(m, mp_policy=MixedPrecision())
     yield "no policy", TypeError, lambda m: shard(m, mp_policy=torch.bfloat16)

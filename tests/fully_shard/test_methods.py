@@ -495,6 +495,37 @@ def test_parameters_that_only_some_ranks_use_are_reduced_as_zeros() -> None:
     run_ranks(2, _reduces_unused_parameters)
 
 
+class _All(_Either):
+    """Runs every branch, and returns what one of them gave."""
+
+    def forward(self, x: Tensor, branch: int) -> Tensor:
+        hidden = self.stem(x)
+        return [each(hidden) for each in self.branches][branch]
+
+
+def _reduces_unused_modules() -> None:
+    torch.manual_seed(0)
+    plain, model = _All(), _All()
+    model.load_state_dict(plain.state_dict())
+    shard_all(model, (nn.Linear,), reshard_after_forward=False)
+    model.set_reduce_scatter_unused_params(True)
+    x = torch.ones(2, DIM)
+    # torch reduces in the order of backward, which must be that of the other ranks
+    branches = (0, 1) if api.name == "ours" else (0, 0)
+    for branch in branches:
+        plain(x, branch).sum().backward()
+    model(x, branches[dist.get_rank()]).sum().backward()
+    expected = {
+        name: torch.zeros_like(p) if p.grad is None else p.grad / 2
+        for name, p in plain.named_parameters()
+    }
+    assert_same_values(whole_gradients(model), expected, "gradient")
+
+
+def test_modules_that_do_not_reach_the_loss_are_reduced_as_zeros() -> None:
+    run_ranks(2, _reduces_unused_modules)
+
+
 def _finalizes_by_hand() -> None:
     twins = Twins(Stack)
     twins.model.set_manual_backward_finalization(True)

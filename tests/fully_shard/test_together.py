@@ -466,7 +466,8 @@ def _trains_on_a_whole_mesh(
             square(plain, x).backward()
         places = [Shard(0) if name in over_names else Replicate() for name in names]
         x = DTensor.from_local(batches[rank], mesh, places)
-        loss = model(x).to_local().pow(2).mean()
+        out = model(x).redistribute(placements=places)
+        loss = out.to_local().pow(2).mean()
         loss.backward()
         for p in plain.parameters():
             assert p.grad is not None
