@@ -689,10 +689,14 @@ def _forget_meshes() -> None:
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
     _clear_sharding_prop_cache()
-    _collective_utils.MeshTopoInfo.build_from_mesh.cache_clear()
-    _redistribute.clear_redistribute_planner_cache()
-    _redistribute._gen_transform_infos.cache_clear()
-    _sharding_prop.ShardingPropagator._propagate_tensor_meta_cached.cache_clear()
+    for where, name in (
+        (_collective_utils.MeshTopoInfo, "build_from_mesh"),
+        (_redistribute, "_gen_transform_infos"),
+        (_sharding_prop.ShardingPropagator, "_propagate_tensor_meta_cached"),
+    ):
+        if hasattr(where, name):  # in this version of torch
+            getattr(where, name).cache_clear()
+    getattr(_redistribute, "_planner_cache", {}).clear()
 
 
 @contextlib.contextmanager
