@@ -12,9 +12,7 @@ Importing torch costs seconds, so rank processes are started on the first call t
 kept. Every call gets its own gloo default group. State that a call may change is restored before
 the next one: the group and its subgroups, seeds, torch's global modes, warning filters, environment
 variables, the working directory. If a process died, hangs or cannot clean up, all are killed and
-the next call starts new ones. They are forked from templates: processes that have imported torch
-and do nothing but fork. Every rank has a template of its own, because strings hash alike in forked
-processes, and differently on the ranks of a job.
+the next call starts new ones.
 
 The messages of one call:
 
@@ -30,7 +28,6 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import gc
-import importlib
 import json
 import os
 import pickle
@@ -49,7 +46,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, Pipe, wait
-from multiprocessing.reduction import recv_handle, send_handle
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -58,15 +54,6 @@ GRACE_S = 3.0  # for the other ranks to answer, after one has raised
 DEATH_S = 0.5  # for noticing a death
 RELEASE_LIMIT_S = 20.0  # for cleaning up after a call
 STACK_LIMIT_S = 5.0  # for writing stacks
-EARLY_IMPORTS = (  # what many tests import
-    "torch.distributed",
-    "torch.distributed.fsdp",
-    "torch.distributed.tensor.parallel",
-    "torch.distributed.checkpoint.state_dict",
-    "fsdp_compat",
-    "hypothesis",
-    "pytest",
-)
 GROUP_SHARE = 0.6  # of a call's time limit: the default limit of its process group
 
 
@@ -101,22 +88,10 @@ def run_ranks(
 
 def close_pool() -> None:
     """End all rank processes; a later ``run_ranks`` starts new ones."""
-    _pool.close()
+    _pool.kill()
 
 
 # --- messages -------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Birth:
-    """What a template is asked for; the rank's connection follows it."""
-
-    rank: int
-    output: str
-    stacks: str
-    sys_path: list[str]
-    environment: dict[str, str]
-    imports: list[str]  # by the template, so that later ranks have them
 
 
 @dataclass(frozen=True)
@@ -156,91 +131,28 @@ class Died:
 # --- in pytest's process --------------------------------------------------------------------------
 
 
-class _Template:
-    """A process that imports torch and forks the process of a rank, one at a time."""
-
-    def __init__(self) -> None:
-        self.connection, theirs = Pipe()
-        arguments = json.dumps([sys.path, theirs.fileno()])
-        start = "import json, sys; sys.path[:], *rest = json.loads(sys.argv[1]); "
-        start += f"from {__name__} import _fork_ranks; _fork_ranks(*rest)"
-        with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-u", "-c", start, arguments],
-                stdin=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()],
-                env=_environment(),
-                # Ctrl-C reaches pytest alone; templates and ranks end with their connections
-                start_new_session=True,
-            )
-
-    def end(self) -> None:
-        self._process.kill()
-        self._process.wait()
-        self.connection.close()
-
-
-class _Forked:
-    """A process that a template forked, as subprocess.Popen shows one."""
-
-    def __init__(self, template: Connection, birth: Birth, connection: Connection) -> None:
-        self._template = template
-        self._pid = 0  # of a process that is not forked yet
-        self._code: int | None = None
-        template.send(birth)
-        send_handle(template, connection.fileno(), None)
-
-    def poll(self) -> int | None:
-        return self._ended(0.0)
-
-    def wait(self, timeout: float | None = None) -> int:
-        code = self._ended(timeout)
-        if code is None:
-            raise subprocess.TimeoutExpired(f"rank process {self._pid}", timeout or 0.0)
-        return code
-
-    def send_signal(self, signum: int) -> None:
-        if self.poll() is None:
-            os.kill(self._pid, signum)
-
-    def kill(self) -> None:
-        """Kill it and its children."""
-        if self._is_born():
-            for kill in (os.kill, os.killpg):  # it may not have made its group yet
-                with contextlib.suppress(ProcessLookupError):
-                    kill(self._pid, signal.SIGKILL)
-        self.wait()
-
-    def _ended(self, timeout: float | None) -> int | None:
-        if self._code is None and self._is_born() and self._template.poll(timeout):
-            self._answer("_code")
-        return self._code
-
-    def _is_born(self) -> bool:
-        if not self._pid and self._code is None:
-            self._answer("_pid")
-        return self._pid > 0
-
-    def _answer(self, attribute: str) -> None:
-        try:
-            setattr(self, attribute, self._template.recv())
-        except (EOFError, OSError):
-            self._code = 1  # the template has failed; pytest shows what it wrote
-
-
 class _Rank:
     """One rank process, seen from pytest."""
 
-    def __init__(self, rank: int, directory: Path, template: _Template) -> None:
+    def __init__(self, rank: int, directory: Path) -> None:
         self.rank = rank
         self.output = directory / f"output-{rank}.txt"  # stdout and stderr of the running call
         self.stacks = directory / f"stacks-{rank}.txt"
-        self.output.touch()
         self.connection, theirs = Pipe()
-        imports = [name for name in EARLY_IMPORTS if name in sys.modules]
-        birth = Birth(rank, str(self.output), str(self.stacks), sys.path, _environment(), imports)
-        with theirs:
-            self.process = _Forked(template.connection, birth, theirs)
+        arguments = json.dumps([sys.path, rank, theirs.fileno(), str(self.stacks)])
+        start = "import json, sys; sys.path[:], *rest = json.loads(sys.argv[1]); "
+        start += f"from {__name__} import _serve; _serve(*rest)"
+        with self.output.open("ab") as output, theirs:
+            self.process = subprocess.Popen(
+                [sys.executable, "-u", "-c", start, arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                pass_fds=[theirs.fileno()],
+                env=_environment(),
+                # Ctrl-C reaches pytest alone; the rank ends with its connection
+                start_new_session=True,
+            )
 
     def send(self, message: object) -> None:
         with contextlib.suppress(OSError):  # a dead rank is found by receive()
@@ -268,7 +180,9 @@ class _Rank:
         return Died(when, f"died with {how}")
 
     def kill(self) -> None:
-        self.process.kill()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)  # with its children
+        self.process.wait()
         self.connection.close()
 
 
@@ -276,7 +190,6 @@ class _Pool:
     """The rank processes. Between calls of ``run`` all are idle and clean."""
 
     def __init__(self) -> None:
-        self._templates: list[_Template] = []
         self._ranks: list[_Rank] = []
         self._directory: tempfile.TemporaryDirectory[str] | None = None
         self._num_calls = 0
@@ -336,29 +249,17 @@ class _Pool:
             self._directory.cleanup()
             self._directory = None
 
-    def close(self) -> None:
-        try:
-            self.kill()
-        finally:
-            for template in self._templates:
-                template.end()
-            self._templates = []
-
     def _started(self, n: int) -> list[_Rank]:
         """Return the first ``n`` ranks, all of them ready."""
         if self._directory is None:
             self._directory = tempfile.TemporaryDirectory(prefix="ranks-")
-        self._templates += [_Template() for _ in range(len(self._templates), n)]
-        new = [
-            _Rank(rank, Path(self._directory.name), self._templates[rank])
-            for rank in range(len(self._ranks), n)
-        ]
+        new = [_Rank(rank, Path(self._directory.name)) for rank in range(len(self._ranks), n)]
         self._ranks += new  # at once, so that kill() finds them
         for rank in new:
             ready = rank.receive() if rank.connection.poll(START_LIMIT_S) else "nothing"
             if not isinstance(ready, int):
                 output = rank.output.read_text(errors="replace")
-                self.close()
+                self.kill()
                 raise RuntimeError(f"rank {rank.rank} did not start: {ready}\n{output}")
             if rank.rank == 0:
                 self._port = ready
@@ -519,54 +420,7 @@ def _environment() -> dict[str, str]:
 _pool = _Pool()
 
 
-# --- in a template --------------------------------------------------------------------------------
-
-
-def _fork_ranks(file_descriptor: int) -> NoReturn:
-    """Fork the process of a rank, answer its number, wait for its end and answer its exit code;
-    again, until pytest ends."""
-    os.set_inheritable(file_descriptor, False)
-    requests = Connection(file_descriptor)
-    gc.disable()  # what a collection frees leaves holes in pages that forked processes share
-    while True:
-        try:
-            birth, handle = requests.recv(), recv_handle(requests)
-        except (EOFError, OSError):
-            os._exit(0)
-        sys.path[:] = birth.sys_path
-        for name in birth.imports:
-            importlib.import_module(name)
-        pid = os.fork()
-        if pid == 0:
-            requests.close()
-            _begin(birth, handle)
-        os.close(handle)
-        try:
-            requests.send(pid)
-            requests.send(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
-        except OSError:
-            os._exit(0)
-
-
 # --- in a rank's process --------------------------------------------------------------------------
-
-
-def _begin(birth: Birth, file_descriptor: int) -> NoReturn:
-    """Make a process of its own of what was forked, and serve."""
-    try:
-        os.setsid()
-        output = os.open(birth.output, os.O_WRONLY | os.O_APPEND)
-        os.dup2(output, 1)
-        os.dup2(output, 2)
-        os.close(output)
-        os.environ.clear()
-        os.environ.update(birth.environment)
-        gc.enable()
-        _serve(birth.rank, file_descriptor, birth.stacks)
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        os._exit(1)
 
 
 def _serve(rank: int, file_descriptor: int, stacks: str) -> None:
@@ -689,10 +543,14 @@ def _forget_meshes() -> None:
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
     _clear_sharding_prop_cache()
-    _collective_utils.MeshTopoInfo.build_from_mesh.cache_clear()
-    _redistribute.clear_redistribute_planner_cache()
-    _redistribute._gen_transform_infos.cache_clear()
-    _sharding_prop.ShardingPropagator._propagate_tensor_meta_cached.cache_clear()
+    for where, name in (
+        (_collective_utils.MeshTopoInfo, "build_from_mesh"),
+        (_redistribute, "_gen_transform_infos"),
+        (_sharding_prop.ShardingPropagator, "_propagate_tensor_meta_cached"),
+    ):
+        if hasattr(where, name):  # in this version of torch
+            getattr(where, name).cache_clear()
+    getattr(_redistribute, "_planner_cache", {}).clear()
 
 
 @contextlib.contextmanager

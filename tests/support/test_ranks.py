@@ -176,6 +176,25 @@ def test_device_meshes_of_an_earlier_call_do_no_harm() -> None:
         assert run_ranks(n, _with_a_mesh, n) == [132.0] * n
 
 
+def _num_gloo_threads(expected: int) -> int:
+    """In the end: destructors of groups run beside the next call."""
+    end = time.monotonic() + 5
+    while True:
+        names = [path.read_text() for path in Path("/proc/self/task").glob("*/comm")]
+        found = sum("gloo" in name for name in names)
+        if found <= expected or time.monotonic() > end:
+            return found
+        time.sleep(0.05)
+
+
+def test_groups_of_device_meshes_are_freed_with_their_threads() -> None:
+    run_ranks(2, _with_a_mesh, 2)
+    before = max(run_ranks(2, _num_gloo_threads, 3))
+    for _ in range(3):
+        run_ranks(2, _with_a_mesh, 2)
+    assert max(run_ranks(2, _num_gloo_threads, before)) <= before
+
+
 # --- exceptions ---
 
 
