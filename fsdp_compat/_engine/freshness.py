@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 
 from .store import ParamStore
 
-__all__ = ["Freshness", "count_optimizer_steps"]
+__all__ = ["Freshness", "patch", "undo"]
 
 _version = operator.attrgetter("_version")
 
@@ -34,11 +34,17 @@ class _Steps:
 _steps = _Steps()
 
 
-def count_optimizer_steps() -> RemovableHandle:
-    """Count the steps of all optimizers from now on. The undo: remove() of the returned handle."""
+def patch() -> None:
+    """Count the steps of all optimizers from now on."""
     if _steps.handle is None:
         _steps.handle = register_optimizer_step_post_hook(_steps.add)
-    return _steps.handle
+
+
+def undo() -> None:
+    """Stop counting. Units are taken for stale then."""
+    if _steps.handle is not None:
+        _steps.handle.remove()
+        _steps.handle = None
 
 
 class Freshness:
@@ -50,7 +56,7 @@ class Freshness:
             param for store in stores for param, _ in store.sharded_params
         ]
         self._noted: list[int] = []
-        count_optimizer_steps()
+        patch()
 
     def note(self) -> None:
         """An all-gather reads the shards now."""
@@ -59,7 +65,7 @@ class Freshness:
     @property
     def stands(self) -> bool:
         """True if nothing was written since ``note``."""
-        return self._noted == self._present()
+        return _steps.handle is not None and self._noted == self._present()
 
     def _present(self) -> list[int]:
         local = [param for store in self._stores for param in store.local_params()]

@@ -2,7 +2,7 @@
 
 ``import fsdp_compat`` changes one thing: ``torch.load(weights_only=True)`` accepts the classes in
 sharded state dicts (``torch.serialization.get_safe_globals()``). Wrapping the first model installs
-every patch in ``PATCHES``. Each is a module with ``patch()``, which does nothing if called again,
+every patch in ``PATCHES``; ``fully_shard`` only the last two. Each is a module with ``patch()``, which does nothing if called again,
 and ``undo()``, which restores the previous state.
 """
 
@@ -12,6 +12,7 @@ import types
 
 from torch import nn
 
+from .._engine import freshness
 from .._state import optimizers
 from .._state.model_units import model_units_in
 from . import assignments, clip_grad, dcp_adapter, hugging_face_storage
@@ -24,6 +25,7 @@ PATCHES: tuple[types.ModuleType, ...] = (
     hugging_face_storage,
     assignments,
     optimizers,
+    freshness,
 )
 
 

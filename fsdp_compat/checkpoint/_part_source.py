@@ -7,6 +7,7 @@ import dataclasses
 import torch
 
 from .._engine.state_store import store_of
+from .._layout.spec import Interval
 from .._layout.transfer import runs_of_part
 from ._manifest import FlatGroup
 from ._named_groups import NamedGroup
@@ -49,7 +50,12 @@ class PartSource:
             SourceRun(axis[run.rank], run.in_shard.start, run.start, run.in_shard.numel)
             for run in runs_of_part(group.layout, saved_index, part)
         )
-        head_file = runs[0].file if runs else axis[store.rank * len(axis) // store.ranks]
+        if runs:
+            head_file = runs[0].file
+        else:  # a rank that holds elements has saved all states
+            whole = Interval(0, group.layout.params[saved_index].numel)
+            holders = [axis[run.rank] for run in runs_of_part(group.layout, saved_index, whole)]
+            head_file = holders[0] if holders else axis[store.rank * len(axis) // store.ranks]
         return PartSource(group, saved_index, runs, head_file)
 
     def request(
