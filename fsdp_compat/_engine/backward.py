@@ -98,6 +98,7 @@ class BackwardRunner:
             hooks.on_end_of_backward(lambda: self._end(current))
             self._checks.before_backward()
             self._unsharding.begin_backward()
+            self.reductions.is_unlimited = any(unit.conduct.reduces_unused for unit in self._units)
         return current
 
     def _gradients(self) -> list[Gradients]:

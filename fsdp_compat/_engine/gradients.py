@@ -292,6 +292,8 @@ class InFlightReductions:
         """limit: units whose gradients may be in flight when another unit's buffer takes memory;
         None: any number."""
         self._limit = limit
+        # Ranks may reduce units in different orders, and must not wait in between.
+        self.is_unlimited = False
         self._units: collections.deque[list[Gradients]] = collections.deque()
 
     def start(self, unit: list[Gradients]) -> None:
@@ -305,7 +307,7 @@ class InFlightReductions:
     def limit_in_flight(self) -> None:
         """Collective. Before another buffer takes memory: finish the oldest reductions until no
         more than the limit are in flight."""
-        if self._limit is not None:
+        if self._limit is not None and not self.is_unlimited:
             while len(self._units) > self._limit:
                 for gradients in self._units.popleft():
                     gradients.finish_reduction()
