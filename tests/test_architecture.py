@@ -26,7 +26,7 @@ LAYERS = (
     ("_engine",),
     ("_comm",),
     ("_layout",),
-    ("_torch_private", "_torch_dtensor", "_torch_gloo", "wrap"),
+    ("_torch_private", "wrap"),
     ("api",),
     ("errors",),
 )
@@ -451,7 +451,7 @@ def test_only_hooks_py_registers_hooks() -> None:
     others = [
         source
         for source in sources()
-        if source.path not in ("_engine/hooks.py", "_torch_private.py")
+        if source.path not in ("_engine/hooks.py", "_torch_private/__init__.py")
     ]
     found = [line for source in others for line in calls_of(source, HOOK_REGISTRATIONS)]
     found += [
@@ -468,13 +468,11 @@ def test_only_their_owners_register_state_dict_hooks() -> None:
 
 
 def test_only_the_adapters_use_private_names_of_torch() -> None:
-    adapters = {"_torch_private.py", "_torch_dtensor.py", "_torch_gloo.py"}
-    others = [source for source in sources() if source.path not in adapters]
+    others = [source for source in sources() if not source.path.startswith("_torch_private/")]
     found = [line for source in others for line in private_names_of_torch(source)]
     report(
         found,
-        "Give the private name a public one in _torch_private.py, _torch_dtensor.py or "
-        "_torch_gloo.py, with the reason beside it:",
+        "Give the private name a public one in _torch_private, with the reason beside it:",
     )
 
 

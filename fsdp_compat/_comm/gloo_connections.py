@@ -14,7 +14,8 @@ from threading import Thread, get_ident
 import torch
 import torch.distributed as dist
 
-from .. import _torch_gloo, _torch_private
+from .. import _torch_private
+from .._torch_private import gloo as torch_gloo
 from ..errors import StateError, explain
 from . import deadlock, progress, shared_memory
 from .mesh import Axis
@@ -127,7 +128,7 @@ class GlooConnections:
         number = self.begin(COLLECTIVE)
         self.activity.waiting = waiting = (COLLECTIVE, number, 0, 0), 0, what
         try:
-            collective(_torch_gloo.GlooCollectives(self.gloo, self._finish))
+            collective(torch_gloo.GlooCollectives(self.gloo, self._finish))
         except RuntimeError as error:
             self.fail_wait(what, error, waiting)
         except BaseException as error:
@@ -166,7 +167,7 @@ class GlooConnections:
         try:
             activity.counts[ARRIVAL] = 1
             self._await_arrivals(what)
-            self.gloo = _torch_gloo.gloo_of_its_own(
+            self.gloo = torch_gloo.gloo_of_its_own(
                 group, activity.rank, len(activity.members), self.timeout
             )
             self.same_host = attach_peers(self.peers, self._swap, _HANDSHAKE_TAGS)
@@ -308,7 +309,7 @@ class GlooConnections:
         if gloo is None:
             return None
         for index, peer in enumerate(self.activity.members):
-            if peer in wait.peers and _torch_gloo.is_closed(gloo, index):
+            if peer in wait.peers and torch_gloo.is_closed(gloo, index):
                 time.sleep(0.1)  # what came before it closed may be about to end the wait
                 return Report(False, {peer: f"rank {rank} has lost its connection to rank {peer}"})
         return None
@@ -316,9 +317,9 @@ class GlooConnections:
     def end_wait(self) -> None:
         gloo = self.gloo
         if gloo is not None:
-            _torch_gloo.break_connections(gloo)
+            torch_gloo.break_connections(gloo)
         for work in tuple(self._awaited):
-            _torch_gloo.abort_wait(work)
+            torch_gloo.abort_wait(work)
 
     def fail(self, report: Report) -> None:
         shared_memory.bump_epoch()  # first: peers may be reading what is given up here

@@ -46,6 +46,7 @@ class Group:
         self.store, self.device = store, device
         self.conduct, self._joined = conduct, joined
         self.offload = offload_policy(device, offload)
+        divisor = predivisor(mesh.ranks, precision.reduce)
         # One per dtype computed in: see `use_dtype`.
         self.memories = [
             GroupMemory(
@@ -70,7 +71,7 @@ class Group:
             self._tag,
             self.replica.new_tag(),
             self.offload,
-            predivisor(mesh.ranks, precision.reduce),
+            divisor,
             grad_dtype=precision.grad if precision.grad not in (None, store.dtype) else None,
             one_group=mesh.one_group,
         )
@@ -88,9 +89,7 @@ class Group:
         self.gradients = (
             Gradients(*arguments) if conduct is None else ConductedGradients(*arguments, conduct)
         )
-        self.partial: PartialShard | None = None
-        if conduct is not None and conduct.partial_ranks:
-            self.partial = PartialShard(store, self.memory, conduct.partial_mesh, device)
+        self.partial: PartialShard | None = None  # the front end sets it
         self.requires_grad = RequiresGrad(store, self.memories, large)
         self.set_name("a unit")
 

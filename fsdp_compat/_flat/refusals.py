@@ -9,8 +9,8 @@ from torch import nn
 
 from .. import _torch_private
 from .._engine.unit import Unit
-from .._fully_shard.module import FSDPModule
 from .._state import optimizers
+from .._state.model_units import is_lazy
 from .._state.names import clean_name
 from .._stores.registration import FlatParameter
 from ..errors import UsageError, explain
@@ -49,7 +49,7 @@ def refuse_module(module: nn.Module) -> None:
                 fix="use the existing wrapper; wrap each module once, inner modules first",
             )
         )
-    if any(isinstance(child, FSDPModule) for child in module.modules()):
+    if any(is_lazy(child) for child in module.modules()):
         raise UsageError(
             explain(
                 "fully_shard manages a part of the module.",

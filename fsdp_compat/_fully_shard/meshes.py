@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from .. import _torch_dtensor
 from .._comm.mesh import the_group
 from .._stores.placement import DataMesh, SpmdMesh
+from .._torch_private import dtensor as torch_dtensor
 from ..errors import AssertedUsageError, UsageError, explain, wrong_type
 from .api import (
     DataParallelMeshDims,
@@ -155,13 +155,13 @@ def mesh_info_of(mesh: DeviceMesh, dims: DataParallelMeshDims | None) -> DataPar
             return FSDPMeshInfo(mesh, shard_mesh_dim=0)
         return HSDPMeshInfo(mesh, shard_mesh_dim=1, replicate_mesh_dim=0)
     if not dims.shard_names:
-        part = _torch_dtensor.mesh_of_dims(mesh, dims.replicate_names)
+        part = torch_dtensor.mesh_of_dims(mesh, dims.replicate_names)
         return DDPMeshInfo(part, replicate_mesh_dim=0, dp_mesh_dims=dims, spmd_mesh=mesh)
-    shard = _torch_dtensor.mesh_of_dims(mesh, dims.shard_names)
+    shard = torch_dtensor.mesh_of_dims(mesh, dims.shard_names)
     if not dims.replicate_names:
         return FSDPMeshInfo(shard, shard_mesh_dim=0, dp_mesh_dims=dims, spmd_mesh=mesh)
-    replicate = _torch_dtensor.mesh_of_dims(mesh, dims.replicate_names)
-    joined = _torch_dtensor.joined_mesh([replicate, shard])
+    replicate = torch_dtensor.mesh_of_dims(mesh, dims.replicate_names)
+    joined = torch_dtensor.joined_mesh([replicate, shard])
     return HSDPMeshInfo(joined, 1, 0, dp_mesh_dims=dims, spmd_mesh=mesh)
 
 

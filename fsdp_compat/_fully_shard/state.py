@@ -19,6 +19,7 @@ from .._engine.conduct import Conduct
 from .._engine.dtypes import Precision
 from .._engine.group import Group
 from .._engine.joined_gather import JoinedGather, JoinedPart
+from .._engine.partial import PartialShard
 from .._engine.runtime import Runtime, RuntimeOptions
 from .._engine.schedule import Prefetch
 from .._engine.unit import Unit, UnitOptions
@@ -157,7 +158,7 @@ class ShardedModules:
         return dataclasses.replace(values, gather=dtype)
 
     def _make_group(self, own: _OwnStore, joined: JoinedPart | None) -> Group:
-        return Group(
+        group = Group(
             own.store,
             own.planned.mesh.engine_mesh(),
             self._precision(own),
@@ -166,6 +167,10 @@ class ShardedModules:
             conduct=self.conduct,
             joined=joined,
         )
+        if self.conduct.partial_ranks:
+            mesh = self.conduct.partial_mesh
+            group.partial = PartialShard(own.store, group.memory, mesh, self.plan.device)
+        return group
 
     def _refuse_meta(self) -> None:
         on_meta = [

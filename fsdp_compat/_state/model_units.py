@@ -39,6 +39,7 @@ __all__ = [
     "attribute_order_of",
     "default_form",
     "in_form",
+    "is_lazy",
     "keeping_forms",
     "managed_in",
     "model_unit_of",
@@ -117,6 +118,11 @@ def register(module: nn.Module, unit: ModelUnit | Callable[[], ModelUnit]) -> No
     may be collective.
     """
     module.__dict__[ATTRIBUTE] = unit
+
+
+def is_lazy(module: nn.Module) -> bool:
+    """True if a function was registered on a module: its parameters were sharded in place."""
+    return callable(module.__dict__.get(ATTRIBUTE))
 
 
 def model_unit_of(module: nn.Module) -> ModelUnit | None:

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from .. import _torch_dtensor
 from .._engine.store import Kind, as_unsharded_param
 from .._layout.rows import Cut, RowLayout
+from .._torch_private import dtensor as torch_dtensor
 from .placement import contiguous_stride
 from .row_views import RowViews, as_bytes, cut_up, own_rows
 
@@ -83,7 +83,7 @@ class PartialRows:
             ]
         shown = []
         for value, sharded, kind in zip(
-            _torch_dtensor.dtensors(parts, self._specs),
+            torch_dtensor.dtensors(parts, self._specs),
             self._sharded_params,
             self._kinds,
             strict=True,
@@ -98,6 +98,6 @@ def _spec(mesh: Any, cut: Cut, dtype: torch.dtype) -> Any:
     from torch.distributed.tensor import Replicate, Shard
 
     own = Replicate() if cut.dim is None else Shard(0)
-    return _torch_dtensor.spec_for(
+    return torch_dtensor.spec_for(
         mesh, (Replicate(), own), cut.shape, contiguous_stride(cut.shape), dtype
     )

@@ -12,9 +12,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from .. import _torch_dtensor, _torch_private
+from .. import _torch_private
 from .._comm.mesh import Axis, Mesh, axis_of
 from .._engine.tensor_parallel import TensorParallel
+from .._torch_private import dtensor as torch_dtensor
 
 __all__ = ["DataMesh", "RowPlacement", "SpmdMesh", "contiguous_stride", "place"]
 
@@ -61,7 +62,7 @@ class DataMesh:
         """Return the mesh with the dimensions of this one, then those of ``other``, which is a part
         of the same mesh: always the same object."""
         if id(other) not in self._joined:
-            self._joined[id(other)] = other, _torch_dtensor.joined_mesh([self.mesh, other])
+            self._joined[id(other)] = other, torch_dtensor.joined_mesh([self.mesh, other])
         return self._joined[id(other)][1]
 
     def spmd_joined(self) -> DeviceMesh:
@@ -75,7 +76,7 @@ class DataMesh:
                     meshes.append(self.mesh)
                 elif dim not in self.spmd.data_dims:
                     meshes.append(whole[name])
-            self._joined[id(whole)] = whole, _torch_dtensor.joined_mesh(meshes)
+            self._joined[id(whole)] = whole, torch_dtensor.joined_mesh(meshes)
         return self._joined[id(whole)][1]
 
 
@@ -124,7 +125,7 @@ def place(parameter: torch.Tensor, data_mesh: DataMesh, dim: int) -> RowPlacemen
     parallel = None
     joint, others = data_mesh.mesh, tuple[Any, ...]()
     if not _torch_private.is_plain(parameter):
-        spec = _torch_dtensor.spec_of(parameter)
+        spec = torch_dtensor.spec_of(parameter)
         shape = tuple(parameter.shape)
         parallel = TensorParallel(
             spec.mesh, tuple(spec.placements), shape, contiguous_stride(shape)
@@ -136,7 +137,7 @@ def place(parameter: torch.Tensor, data_mesh: DataMesh, dim: int) -> RowPlacemen
         if parallel is not None:
             factor = _num_shards(parallel.mesh, parallel.placements, range(len(others)), cut)
         placements[data_mesh.shard_dim] = (
-            _torch_dtensor.strided_shard(cut, factor) if factor > 1 else Shard(cut)
+            torch_dtensor.strided_shard(cut, factor) if factor > 1 else Shard(cut)
         )
     return RowPlacement(cut, _spec(joint, (*placements, *others), parameter), parallel)
 
@@ -146,7 +147,7 @@ def _place_spmd(
 ) -> RowPlacement:
     from torch.distributed.tensor import Replicate, Shard
 
-    spec = _torch_dtensor.spec_of(parameter)
+    spec = torch_dtensor.spec_of(parameter)
     shape, placements = tuple(parameter.shape), list(spec.placements)
     parallel = _SpmdParallel(
         spec.mesh, tuple(placements), shape, contiguous_stride(shape), spmd.data_dims
@@ -156,7 +157,7 @@ def _place_spmd(
             break
         later = [d for d in range(dim + 1, spmd.mesh.ndim) if d not in spmd.data_dims]
         factor = _num_shards(spmd.mesh, parallel.placements, later, cut)
-        placements[dim] = _torch_dtensor.strided_shard(cut, factor) if factor > 1 else Shard(cut)
+        placements[dim] = torch_dtensor.strided_shard(cut, factor) if factor > 1 else Shard(cut)
     mesh = spmd.mesh
     if len(spmd.shard_dims) > 1:
         own: list[Any] = [Replicate()] * data_mesh.mesh.ndim
@@ -179,13 +180,13 @@ def _num_shards(
     return math.prod(
         mesh.size(mesh_dim)
         for mesh_dim in mesh_dims
-        if _torch_dtensor.shards(placements[mesh_dim], dim)
+        if torch_dtensor.shards(placements[mesh_dim], dim)
     )
 
 
 def _spec(mesh: DeviceMesh, placements: Sequence[Any], parameter: torch.Tensor) -> Any:
     shape = tuple(parameter.shape)
-    return _torch_dtensor.spec_for(
+    return torch_dtensor.spec_for(
         mesh, placements, shape, contiguous_stride(shape), parameter.dtype
     )
 

@@ -11,10 +11,11 @@ import torch
 from torch import nn
 from torch.utils.dlpack import from_dlpack
 
-from .. import _torch_dtensor, _torch_private
+from .. import _torch_private
 from .._comm.host_memory import of_its_own_size
 from .._engine.store import Kind
 from .._layout.rows import Cut
+from .._torch_private import dtensor as torch_dtensor
 from ..errors import StateError, explain
 from .placement import RowPlacement
 
@@ -82,7 +83,7 @@ def sharded_param(
     local: torch.Tensor, spec: Any, original: nn.Parameter
 ) -> tuple[nn.Parameter, dict[str, Any]]:
     """Return the sharded parameter over ``local``, and its attributes, which are the original's."""
-    value = local if spec is None else _torch_dtensor.dtensors([local], [spec])[0]
+    value = local if spec is None else torch_dtensor.dtensors([local], [spec])[0]
     sharded = nn.Parameter(value, requires_grad=original.requires_grad)
     # What a tensor subclass needs itself is in every tensor of it.
     own = vars(original.detach())

@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 
-from .. import _torch_dtensor, _torch_private
+from .. import _torch_private
 from .._engine.tensor_parallel import TensorParallel
 from .._layout.rows import Cut, RowLayout
+from .._torch_private import dtensor as torch_dtensor
 from .row_views import RowViews, cut_up
 
 __all__ = ["RowReduceForm"]
@@ -81,9 +82,9 @@ class RowReduceForm:
             parts[position] = total.new_empty(shape)
         if self._specs and self._specs[0] is not None:
             if total.dtype is not self.dtype:
-                parts = _torch_dtensor.dtensors(parts, self._specs_in(total.dtype))
+                parts = torch_dtensor.dtensors(parts, self._specs_in(total.dtype))
             else:
-                parts = _torch_dtensor.dtensors(parts, self._specs)
+                parts = torch_dtensor.dtensors(parts, self._specs)
         if len(parts) == self._num_params:
             return list(parts)
         found: list[torch.Tensor | None] = [None] * self._num_params

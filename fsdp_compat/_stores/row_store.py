@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .. import _torch_dtensor, _torch_private
+from .. import _torch_private
 from .._comm.mesh import Axis
 from .._engine.ownership import OrigParam
 from .._engine.state_store import StateStore
@@ -27,6 +27,7 @@ from .._engine.storage import new_shard
 from .._engine.store import Kind, ModuleSlot, ShardedParam, as_unsharded_param
 from .._layout.rows import Cut, RowLayout
 from .._layout.spec import Section
+from .._torch_private import dtensor as torch_dtensor
 from ..errors import StateError, UsageError, explain
 from .partial_rows import PartialRows
 from .placement import RowPlacement
@@ -281,7 +282,7 @@ class RowStore(StateStore):
 
     def local_params(self) -> list[torch.Tensor]:
         params: list[torch.Tensor] = [param for param, _ in self.sharded_params]
-        return _torch_dtensor.local_parts(params) if self._params[0].spec is not None else params
+        return torch_dtensor.local_parts(params) if self._params[0].spec is not None else params
 
     def _places(self) -> tuple[list[object], ...]:
         """Return what changes if a sharded parameter is given other memory."""
@@ -350,7 +351,7 @@ class RowStore(StateStore):
         """Let ``parameter`` be the sharded parameter ``index``."""
         param = self._params[index]
         if param.spec is not None:
-            param.spec = _torch_dtensor.spec_of(parameter)
+            param.spec = torch_dtensor.spec_of(parameter)
         if parameter is not param.sharded or parameter.__dict__ is not param.kind.attributes:
             param.kind.attributes.update(vars(parameter))
             parameter.__dict__ = param.kind.attributes
@@ -368,7 +369,7 @@ class RowStore(StateStore):
         if param.spec is None:
             param.sharded.data = local
         else:
-            _torch_dtensor.set_local_part(param.sharded, local)
+            torch_dtensor.set_local_part(param.sharded, local)
 
     # -- for state dicts
 

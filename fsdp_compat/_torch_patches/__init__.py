@@ -2,8 +2,8 @@
 
 ``import fsdp_compat`` changes one thing: ``torch.load(weights_only=True)`` accepts the classes in
 sharded state dicts (``torch.serialization.get_safe_globals()``). Wrapping the first model installs
-every patch in ``PATCHES``; ``fully_shard`` only the last two. Each is a module with ``patch()``, which does nothing if called again,
-and ``undo()``, which restores the previous state.
+every patch in ``PATCHES``; ``fully_shard`` installs only the last two. Each is a module with
+``patch()``, which does nothing if called again, and ``undo()``, which restores the previous state.
 """
 
 from __future__ import annotations

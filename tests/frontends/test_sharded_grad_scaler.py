@@ -22,9 +22,10 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler as Torc
 
 import fsdp_compat
 from fsdp_compat import FullyShardedDataParallel as FSDP
-from fsdp_compat import ShardingStrategy, StateError, UsageError, _torch_gloo
+from fsdp_compat import ShardingStrategy, StateError, UsageError
 from fsdp_compat._comm import communicator
 from fsdp_compat._comm.communicator import max_in_group
+from fsdp_compat._torch_private import gloo as torch_gloo
 from fsdp_compat.sharded_grad_scaler import ShardedGradScaler
 from fsdp_compat.wrap import ModuleWrapPolicy
 from tests.support.models import DIM, Block, Named, Stack
@@ -90,13 +91,13 @@ def _wrapped(build: Callable[[], nn.Module], **options: Any) -> FSDP:
 def _reductions() -> Iterator[list[int]]:
     """Yield a list that gets the number of elements of everything that is all-reduced inside."""
     seen: list[int] = []
-    real = _torch_gloo.GlooCollectives.all_reduce
+    real = torch_gloo.GlooCollectives.all_reduce
 
     def counted(self: Any, tensor: Tensor, *args: Any) -> None:
         seen.append(tensor.numel())
         real(self, tensor, *args)
 
-    with mock.patch.object(_torch_gloo.GlooCollectives, "all_reduce", counted):
+    with mock.patch.object(torch_gloo.GlooCollectives, "all_reduce", counted):
         yield seen
 
 
