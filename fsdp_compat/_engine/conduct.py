@@ -53,6 +53,7 @@ class Conduct:
     sync: bool = True  # gradients are reduced in backward
     all_reduce: bool = True  # and summed over the replicas too
     reduces_unused: bool = False  # zeros are reduced for parameters without a gradient
+    allow_unused_units: bool = False  # ranks may use different units, and so parameters
     keeps_storage: bool = False  # unsharded parameters keep their memory while sharded
     output_dtype: torch.dtype | None = None  # of forward's outputs; None: as they are
     # The user has called unshard(): until the next forward has ended, or until reshard().

@@ -280,8 +280,8 @@ class ReduceBuffer:
 class ConductedReduceBuffer(ReduceBuffer):
     """A reduce buffer whose reductions the user may change at any time (Conduct).
 
-    Sums are rounded to the dtype of the reduction before they are divided. Parameters that this
-    rank has not used get no gradient, unless the user asks for zeros.
+    Sums are rounded to the dtype of the reduction before they are divided. Parameters that no rank
+    has used get no gradient, unless the user asks for zeros.
     """
 
     def __init__(
@@ -340,14 +340,21 @@ class ConductedReduceBuffer(ReduceBuffer):
         if settings.all_reduce_hook is not None:
             with on_stream(settings.all_reduce_stream):
                 settings.all_reduce_hook(total)
-        grads = self._grads(plan, total)
-        if len(received) < len(self._all_indices):
-            yield [
-                grad if index in received else None  # a sharded parameter for each parameter
-                for index, grad in enumerate(grads)
-            ]
-        else:
-            yield grads
+        yield self._used(self._grads(plan, total), received)
+
+    def _used(
+        self, grads: Sequence[torch.Tensor | None], received: frozenset[int]
+    ) -> Sequence[torch.Tensor | None]:
+        """Drop the gradients of parameters that no rank has used. Where another rank has used one,
+        the sum is not zero."""
+        if len(received) == len(self._all_indices) or self._conduct.allow_unused_units:
+            return grads
+        return [
+            grad
+            if grad is None or index in received or _torch_private.local_part(grad).any()
+            else None
+            for index, grad in enumerate(grads)  # there is a sharded parameter for each parameter
+        ]
 
     def _divisor(self, plan: ReducePlan, settings: ReductionSettings) -> torch.Tensor | None:
         if settings.divide_factor is None:

@@ -209,6 +209,7 @@ class ShardedModules:
             units = [state.ready_unit() for state in states]
             _leave_stale_runtimes(units)
             for state in states:
+                state.conduct.allow_unused_units = self.plan.allow_unused_units
                 if state.is_auto:
                     state.conduct.reshard_after_forward = state is not self
             options = RuntimeOptions(
