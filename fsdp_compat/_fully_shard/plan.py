@@ -62,6 +62,9 @@ class PlannedStore:
     params: list[OrigParam]
     placements: list[RowPlacement]
 
+    def without_parameters(self) -> PlannedStore:
+        return dataclasses.replace(self, params=[], placements=[])
+
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
@@ -76,6 +79,11 @@ class Plan:
     reshard: bool | None  # after forward; None: unless it is the root
     partial_ranks: int  # see Conduct
     allow_unused_units: bool
+
+    def without_parameters(self) -> Plan:
+        """Return what is still needed when the stores were made."""
+        managed = dataclasses.replace(self.managed, params=(), buffers=())
+        return dataclasses.replace(self, managed=managed, stores=())
 
 
 def plan(given: Any, args: Arguments, owners: Owners) -> Plan:

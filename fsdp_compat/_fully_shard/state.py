@@ -379,6 +379,8 @@ def apply(plan: Plan) -> ShardedModules:
     for module in state.modules:
         module.__dict__[_STATE] = state
     register(state.modules[0], state.model_unit)
+    state.plan = plan.without_parameters()  # they hold the memory of whole parameters
+    state.stores = [_OwnStore(own.store, own.planned.without_parameters()) for own in state.stores]
     return state
 
 

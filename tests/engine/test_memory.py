@@ -14,9 +14,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from fsdp_compat import BackwardPrefetch, FullyShardedDataParallel, MixedPrecision, ShardingStrategy
+from fsdp_compat import (
+    BackwardPrefetch,
+    FullyShardedDataParallel,
+    MixedPrecision,
+    ShardingStrategy,
+    fully_shard,
+)
 from fsdp_compat.wrap import ModuleWrapPolicy
 from tests.support.live_bytes import LiveBytes, tensors_alive
 from tests.support.ranks import run_ranks
@@ -38,13 +45,25 @@ class Three(nn.Module):
 class Training:
     """Steps of a sharded model, and the peak of each."""
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, in_place: bool = False, **options: Any) -> None:
+        """in_place: by fully_shard. options: of FullyShardedDataParallel."""
         self.others = tensors_alive()  # of earlier tests in this process
-        module = nn.Sequential(*(Three() for _ in range(UNITS)))
-        self.model = FullyShardedDataParallel(
-            module, auto_wrap_policy=ModuleWrapPolicy({Three}), **options
-        )
+        self.model: nn.Module = nn.Sequential(*(Three() for _ in range(UNITS)))
+        if in_place:
+            for unit in (*self.model, self.model):
+                fully_shard(unit, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+        else:
+            self.model = FullyShardedDataParallel(
+                self.model, auto_wrap_policy=ModuleWrapPolicy({Three}), **options
+            )
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01, momentum=0.9)
+
+    def shards(self) -> list[torch.Tensor]:
+        """Those of sharded parameters that have storage objects of their own."""
+        if isinstance(self.model, FullyShardedDataParallel):
+            return []
+        runtime = self.model._get_fsdp_state().runtime
+        return [group.store.shard for group in runtime.groups]
 
     def step(self, look: Callable[[], None] = lambda: None) -> None:
         self.model(torch.ones(1, WIDTH)).float().pow(2).mean().backward()
@@ -58,11 +77,11 @@ class Training:
         found: list[tuple[int, int]] = []
 
         def look() -> None:
-            parameters = list(self.model.parameters())
-            live.leave_out(
-                [*self.others, *parameters, *(p.grad for p in parameters if p.grad is not None)]
-            )
-            live.leave_out(state["momentum_buffer"] for state in self.optimizer.state.values())
+            parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+            grads = [p.grad for p in parameters if p.grad is not None]
+            momenta = [state["momentum_buffer"] for state in self.optimizer.state.values()]
+            kept = [getattr(t, "_local_tensor", t) for t in (*parameters, *grads, *momenta)]
+            live.leave_out([*self.others, *self.shards(), *kept])
             found.append((live.peak().nbytes, live.now()))
 
         for _ in range(3):
@@ -138,8 +157,9 @@ def test_two_ranks_hold_the_same_memory_in_every_step(use_orig_params: bool) -> 
         assert len({left for _, left in found}) == 1
 
 
-def test_memory_does_not_grow_in_two_hundred_steps() -> None:
-    (found,) = run_ranks(1, bytes_of_steps_as_one_of_eight, 200)
+@pytest.mark.parametrize("in_place", [False, True])
+def test_memory_does_not_grow_in_two_hundred_steps(in_place: bool) -> None:
+    (found,) = run_ranks(1, bytes_of_steps_as_one_of_eight, 200, in_place=in_place)
     assert len(found) == 200
     assert len(set(found)) == 1
     assert found[0][1] < 0.1 * 4 * MATRIX
