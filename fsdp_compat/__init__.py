@@ -48,10 +48,10 @@ from fsdp_compat.fully_sharded_data_parallel import (
 __all__ = [
     "AllGather",
     "BackwardPrefetch",
-    "Comm",
     "CPUOffload",
     "CPUOffloadPolicy",
     "CheckpointError",
+    "Comm",
     "DataParallelMeshDims",
     "FSDPMeshInfo",
     "FSDPModule",

@@ -264,16 +264,26 @@ class ConductedGradients(Gradients):
         return sync and self._conduct.sync and bool(self.received)
 
     def _present_buffer(self) -> GradBuffer:
+        before = self._buffer
         # Other parameters may be trainable by now.
-        if (
-            self._buffer is not None
-            and self._buffer.is_empty
-            and self._buffer.form is not self._store.reduce_form()
-        ):
+        if before is not None and before.form is not self._store.reduce_form():
             self._buffer, self.received = None, ()
+            if not before.is_empty:
+                made = self._new_buffer()
+                made.take_over(before)
+                self._buffer, self.received = made, made.received
         return super()._present_buffer()
 
-    def _new_buffer(self) -> GradBuffer:
+    def _put(self, indices: list[int], grads: list[torch.Tensor]) -> None:
+        trainable = self._store.reduce_form().indices
+        if indices != trainable and not set(trainable).issuperset(indices):
+            # Parameters were frozen between forward and backward.
+            kept = [(i, grad) for i, grad in zip(indices, grads, strict=True) if i in trainable]
+            indices, grads = [i for i, _ in kept], [grad for _, grad in kept]
+        if indices:
+            super()._put(indices, grads)
+
+    def _new_buffer(self) -> ConductedReduceBuffer:
         return ConductedReduceBuffer(
             self._store,
             self._plan.shard.ranks,

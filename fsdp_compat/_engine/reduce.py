@@ -17,6 +17,7 @@ import torch
 from .. import _torch_private
 from .._comm import shared_memory
 from .._comm.segments import Segments
+from ..errors import StateError, explain
 from .conduct import Conduct, ReductionSettings
 from .device import on_stream
 from .reduce_plan import CommHook, ReducePlan
@@ -307,6 +308,33 @@ class ConductedReduceBuffer(ReduceBuffer):
     def discard(self) -> None:
         super().discard()
         self._partial = None
+
+    def take_over(self, other: ConductedReduceBuffer) -> None:
+        """Take what another buffer has received, for parameters that are in both forms.
+
+        Raises StateError if it holds gradients that are summed over the shard axis only.
+        """
+        if other._partial is not None:
+            raise StateError(
+                explain(
+                    "requires_grad was changed while gradients wait for their all-reduce.",
+                    expected="the same trainable parameters from set_requires_all_reduce(False) to "
+                    "the backward that all-reduces",
+                    got="other ones",
+                    where="a unit of fully_shard",
+                    fix="change requires_grad after a backward with set_requires_all_reduce(True)",
+                )
+            )
+        kept = sorted(other.received.intersection(self._all_indices))
+        if kept:
+            self._allocate()
+            self._is_clean = False
+            for index in kept:
+                places = zip(self._views.places[index], other._views.places[index], strict=True)
+                for place, value in places:
+                    place.copy_(value)
+            self.received.update(kept)
+        other.discard()
 
     def reduce(self, plan: ReducePlan, what: str) -> Iterator[Sequence[torch.Tensor | None] | None]:
         conduct, settings = self._conduct, self._conduct.reduction

@@ -154,14 +154,17 @@ class FSDPMeshInfo(DataParallelMeshInfo):
 
     @property
     def shard_mesh_size(self) -> int:
+        """The number of ranks that parameters are sharded over."""
         return self.mesh.size(self.shard_mesh_dim)
 
     @property
     def shard_process_group(self) -> dist.ProcessGroup:
+        """The process group of these ranks."""
         return self.mesh.get_group(self.shard_mesh_dim)
 
     @property
     def shard_mesh_rank(self) -> int:
+        """This rank's position among them."""
         return self.mesh.get_local_rank(self.shard_mesh_dim)
 
 
@@ -176,14 +179,17 @@ class DDPMeshInfo(DataParallelMeshInfo):
 
     @property
     def replicate_mesh_size(self) -> int:
+        """The number of ranks that hold copies of a shard."""
         return self.mesh.size(self.replicate_mesh_dim)
 
     @property
     def replicate_process_group(self) -> dist.ProcessGroup:
+        """The process group of these ranks."""
         return self.mesh.get_group(self.replicate_mesh_dim)
 
     @property
     def replicate_mesh_rank(self) -> int:
+        """This rank's position among them."""
         return self.mesh.get_local_rank(self.replicate_mesh_dim)
 
 

@@ -50,12 +50,12 @@ class PartSource:
             SourceRun(axis[run.rank], run.in_shard.start, run.start, run.in_shard.numel)
             for run in runs_of_part(group.layout, saved_index, part)
         )
-        if runs:
-            head_file = runs[0].file
-        else:  # a rank that holds elements has saved all states
+        head_file = runs[0].file if runs else axis[store.rank * len(axis) // store.ranks]
+        if not runs and not store.is_guarded:
+            # A DTensor has states on ranks without rows too; a rank with rows has saved them.
             whole = Interval(0, group.layout.params[saved_index].numel)
-            holders = [axis[run.rank] for run in runs_of_part(group.layout, saved_index, whole)]
-            head_file = holders[0] if holders else axis[store.rank * len(axis) // store.ranks]
+            first = next(iter(runs_of_part(group.layout, saved_index, whole)), None)
+            head_file = head_file if first is None else axis[first.rank]
         return PartSource(group, saved_index, runs, head_file)
 
     def request(

@@ -88,11 +88,15 @@ class Setup(typing.NamedTuple):
     def sent(self) -> list[torch.Tensor]:
         """The gradients of all parameters in the last buffer that was sent, in their shapes."""
         found = [torch.full(shape, torch.nan) for shape in SHAPES]
+        form = self.store.reduce_form()
         for index, (value, places) in enumerate(
-            zip(found, self.store.places(self.shard.sent[-1])[:-1], strict=True)
+            zip(found, form.places(self.shard.sent[-1])[:-1], strict=True)
         ):
-            for part, place in zip(self.store.split(index, value), places, strict=True):
-                part.copy_(place)
+            for part, place in zip(form.split(index, value), places, strict=True):
+                if part.numel() > value.numel():  # every rank gets the whole gradient
+                    value.copy_(place.reshape(-1, *value.shape)[0])
+                else:
+                    part.copy_(place)
         return found
 
     def reduce(self) -> list[torch.Tensor]:

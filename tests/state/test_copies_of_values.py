@@ -263,6 +263,7 @@ def test_a_fresh_process_reads_files_with_weights_only(tmp_path: Path) -> None:
         # descriptions without any behaviour when they are made, and the function that makes values
         # of them
         == [
+            "fsdp_compat._layout.rows.CopiedLayout",
             "fsdp_compat._layout.spec.FlatLayout",
             "fsdp_compat._layout.spec.ParamSpec",
             "fsdp_compat._state.formats.FlatOfParameters",
@@ -411,7 +412,7 @@ def _replaced_wrongly(form: StateDictType, directory: str) -> None:
         "a local tensor of shape": lambda tensor: tensor.reshape(-1, 1, 1, 1),
         "without values": lambda tensor: tensor.to("meta"),
         "torch.complex64": lambda tensor: tensor + 1j,
-        "a list instead": lambda tensor: [tensor],
+        "a list in the place of": lambda tensor: [tensor],
     }
     for words, change in wrong.items():
         state = replace_shards(model_state(model, form), change)
