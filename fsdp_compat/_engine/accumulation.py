@@ -163,7 +163,7 @@ class DTensorGrads(ShardedGrads):
     def accumulate(self, grads: Sequence[torch.Tensor | None], plan: ReducePlan, what: str) -> None:
         is_settled = False
         for param, grad in zip(self._params, grads, strict=True):
-            if grad is None or not param.requires_grad:
+            if grad is None:
                 continue
             if param.grad is None:
                 param.grad = grad

@@ -253,7 +253,7 @@ class ConductedGradients(Gradients):
         conduct: Conduct,
     ) -> None:
         super().__init__(store, memories, plan, large, reduce_dtype, device)
-        self._conduct = conduct
+        self._conduct, self._form = conduct, store.reduce_form()
         self.sharded.set_absent(())  # a rank without rows of a parameter has an empty gradient
 
     @staticmethod
@@ -263,25 +263,28 @@ class ConductedGradients(Gradients):
     def wants_reduction(self, sync: bool) -> bool:
         return sync and self._conduct.sync and bool(self.received)
 
-    def _present_buffer(self) -> GradBuffer:
-        before = self._buffer
-        # Other parameters may be trainable by now.
-        if before is not None and before.form is not self._store.reduce_form():
-            self._buffer, self.received = None, ()
-            if not before.is_empty:
-                made = self._new_buffer()
-                made.take_over(before)
-                self._buffer, self.received = made, made.received
-        return super()._present_buffer()
-
     def _put(self, indices: list[int], grads: list[torch.Tensor]) -> None:
-        trainable = self._store.reduce_form().indices
-        if indices != trainable and not set(trainable).issuperset(indices):
-            # Parameters were frozen between forward and backward.
-            kept = [(i, grad) for i, grad in zip(indices, grads, strict=True) if i in trainable]
-            indices, grads = [i for i, _ in kept], [grad for _, grad in kept]
-        if indices:
-            super()._put(indices, grads)
+        self._follow_requires_grad(indices)
+        super()._put(indices, grads)
+
+    def start_reduction(self) -> None:
+        self._follow_requires_grad(())
+        super().start_reduction()
+
+    def _follow_requires_grad(self, indices: Sequence[int]) -> None:
+        """Let the buffer have places for all trainable parameters, for ``indices``, and for what
+        was received, even if it was frozen since. Collective if a reduction is in flight."""
+        before = self._buffer
+        if before is None:
+            self._form = self._store.reduce_form(indices)
+        elif before.form is not self._store.reduce_form({*indices, *before.received}):
+            if self.reduction is not None:
+                self.finish_reduction()
+            self._form = self._store.reduce_form({*indices, *before.received})
+            made = self._new_buffer()
+            if not before.is_empty:
+                made.take_over(before)
+            self._buffer, self.received = made, made.received
 
     def _new_buffer(self) -> ConductedReduceBuffer:
         return ConductedReduceBuffer(
@@ -292,6 +295,7 @@ class ConductedGradients(Gradients):
             self._plan.predivisor,
             self._plan,
             self._conduct,
+            self._form,
         )
 
 

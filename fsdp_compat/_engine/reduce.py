@@ -89,11 +89,12 @@ class ReduceBuffer:
         device: torch.device,
         predivisor: float = 1.0,
         plan: ReducePlan | None = None,
+        form: ReduceForm | None = None,
     ) -> None:
         """predivisor: of gradients when they are put in. plan: of the reductions to come; None: the
         buffer is never shared memory."""
         self.received, self._predivisor = set[int](), predivisor
-        self.form: ReduceForm = store.reduce_form()
+        self.form: ReduceForm = form or store.reduce_form()
         self._ranks, self._plan = ranks, plan
         self._buffer = torch.empty(ranks * self.form.numel, dtype=dtype, device=device)
         # Sums are divided before they are rounded: in bf16, 256 + 1 is 256.
@@ -294,8 +295,9 @@ class ConductedReduceBuffer(ReduceBuffer):
         predivisor: float,
         plan: ReducePlan,
         conduct: Conduct,
+        form: ReduceForm,
     ) -> None:
-        super().__init__(store, ranks, dtype, device, predivisor, plan)
+        super().__init__(store, ranks, dtype, device, predivisor, plan, form)
         self._conduct, self._num_sharded = conduct, len(store.sharded_params)
         # Summed over the shard axis, not yet over the replicas, and the parameters in it.
         self._partial: tuple[torch.Tensor, frozenset[int]] | None = None

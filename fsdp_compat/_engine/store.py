@@ -36,7 +36,7 @@ all-gather."""
 from __future__ import annotations
 
 import typing
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import nn
@@ -232,9 +232,9 @@ class ParamStore(ReduceForm, typing.Protocol):
         all-gather's output."""
         return unsharded_params
 
-    def reduce_form(self) -> ReduceForm:
-        """Return how the gradients of the parameters that are trainable now lie: the same object
-        for the same parameters."""
+    def reduce_form(self, also: Collection[int] = ()) -> ReduceForm:
+        """Return how the gradients of the parameters that are trainable now lie, and those of
+        ``also``: the same object for the same parameters."""
         return self
 
     def partial_rows(self, mesh: typing.Any, rank: int, ranks: int) -> PartialRows:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import operator
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -225,9 +225,11 @@ class RowStore(StateStore):
         """total: [S], in the layout of the shard. Return the plain views of it, per parameter."""
         return [self._views.part(total, index, self.rank) for index in range(len(self._params))]
 
-    def reduce_form(self) -> RowReduceForm:
+    def reduce_form(self, also: Collection[int] = ()) -> RowReduceForm:
         trainable = tuple(
-            index for index, param in enumerate(self._params) if param.sharded.requires_grad
+            index
+            for index, param in enumerate(self._params)
+            if param.sharded.requires_grad or index in also
         )
         if trainable not in self._forms:
             self._forms[trainable] = RowReduceForm(
