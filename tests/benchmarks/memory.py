@@ -248,6 +248,11 @@ def measure(
             for value in state.values()
             if isinstance(value, torch.Tensor)
         )
+        if isinstance(
+            model, fsdp_compat.FSDPModule
+        ):  # parameters have storage objects of their own
+            runtime = model._get_fsdp_state().runtime
+            live.leave_out(group.store.shard for group in runtime.groups)
         figures.peaks.append(live.peak())
         figures.left.append(live.now())
         figures.kept.append(spare_pages_nbytes())
