@@ -156,15 +156,12 @@ class Gradients:
             self.limit_in_flight()
         if self.reduction is not None:  # it still uses the buffer
             self.finish_reduction()
-        buffer = self._present_buffer()
+        buffer = self._buffer or self._make_buffer()
         if any(map(_is_sparse, grads)) or any(
             map(_requires_grad, grads)
         ):  # the latter with create_graph
             grads = [grad.to_dense() if grad.is_sparse else grad.detach() for grad in grads]
         buffer.put(indices, grads)
-
-    def _present_buffer(self) -> GradBuffer:
-        return self._buffer or self._make_buffer()
 
     def _make_buffer(self) -> GradBuffer:
         buffer = self._buffer = self._new_buffer()
@@ -195,7 +192,7 @@ class Gradients:
         """Collective. Reduce what was received, with zeros for the rest."""
         if self.reduction is not None:
             self.finish_reduction()
-        buffer = self._present_buffer()
+        buffer = self._buffer or self._make_buffer()
         self.reduction = Reduction(buffer.reduce(self._plan, self.what))
 
     def finish_reduction(self) -> None:

@@ -309,14 +309,6 @@ class RowStore(StateStore):
 
     # -- changes by the user
 
-    def needs_adoption(self) -> bool:
-        """True if the user has replaced sharded parameters in their modules, or given them other
-        memory. Only while modules show the sharded parameters."""
-        return not self.is_intact() or any(
-            present_in(member.slots[0]) is not param.sharded
-            for member, param in zip(self.orig_params, self._params, strict=True)
-        )
-
     def adopt(self) -> bool:
         """Let sharded parameters that were replaced (``assign=True``) or given other memory
         (``to_empty``, ``.to()``) view the shard again. Only while modules show them.
