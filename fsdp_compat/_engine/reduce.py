@@ -354,7 +354,7 @@ class ConductedReduceBuffer(ReduceBuffer):
             now = divisor if is_last and dtype == self._sum_dtype else None
             total = yield from self._scatter(plan, what, now)
             divisor = divisor if now is None else None
-        total = total.to(dtype)
+        wide, total = total, total.to(dtype)
         if self._partial is not None:
             before, its_received = self._partial
             total, received = total.add(before), received | its_received
@@ -370,6 +370,8 @@ class ConductedReduceBuffer(ReduceBuffer):
         if settings.all_reduce_hook is not None:
             with on_stream(settings.all_reduce_stream):
                 settings.all_reduce_hook(total)
+        if wide is not total and wide.dtype == (plan.grad_dtype or self.form.dtype):
+            total = wide.copy_(total)  # the gradients need no further memory
         yield self._used(self._grads(plan, total), received)
 
     def _used(
