@@ -84,7 +84,13 @@ def is_sharded(module: nn.Module) -> bool:
     return kind
 
 
-# -- whole values
+# -- values
+
+
+def local(tensor: Tensor) -> Tensor:
+    """Return what this rank has of a DTensor."""
+    tensor = tensor.detach()
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def whole(tensor: Tensor) -> Tensor:
