@@ -274,10 +274,12 @@ class ConductedGradients(Gradients):
         before = self._buffer
         if before is None:
             self._form = self._store.reduce_form(indices)
-        elif before.form is not self._store.reduce_form({*indices, *before.received}):
+            return
+        form = self._store.reduce_form(itertools.chain(indices, before.received))
+        if before.form is not form:
             if self.reduction is not None:
                 self.finish_reduction()
-            self._form = self._store.reduce_form({*indices, *before.received})
+            self._form = form
             made = self._new_buffer()
             if not before.is_empty:
                 made.take_over(before)

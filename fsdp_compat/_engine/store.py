@@ -36,7 +36,7 @@ all-gather."""
 from __future__ import annotations
 
 import typing
-from collections.abc import Collection, Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import nn
@@ -232,7 +232,7 @@ class ParamStore(ReduceForm, typing.Protocol):
         all-gather's output."""
         return unsharded_params
 
-    def reduce_form(self, also: Collection[int] = ()) -> ReduceForm:
+    def reduce_form(self, also: Iterable[int] = ()) -> ReduceForm:
         """Return how the gradients of the parameters that are trainable now lie, and those of
         ``also``: the same object for the same parameters."""
         return self

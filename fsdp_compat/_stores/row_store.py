@@ -11,9 +11,10 @@ parameters of one rank.
 from __future__ import annotations
 
 import functools
+import itertools
 import operator
 import typing
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -44,6 +45,7 @@ from .row_views import RowViews, as_bytes, cut_up, own_rows
 __all__ = ["RowStore"]
 
 ALIGN_NBYTES = 64  # of unsharded parameters in their storage
+_requires_grad = operator.attrgetter("requires_grad")
 _PLACE: tuple[Callable[[torch.Tensor], object], ...] = (
     torch.Tensor.data_ptr,
     *map(operator.attrgetter, ("shape", "dtype", "device")),
@@ -131,6 +133,7 @@ class RowStore(StateStore):
         self.sharded_params = [
             ShardedParam(param.sharded, (index,)) for index, param in enumerate(self._params)
         ]
+        self._sharded: list[torch.Tensor] = [param.sharded for param in self._params]
         self._forms: dict[tuple[int, ...], RowReduceForm] = {}
         self._noted = self._places()
 
@@ -225,12 +228,11 @@ class RowStore(StateStore):
         """total: [S], in the layout of the shard. Return the plain views of it, per parameter."""
         return [self._views.part(total, index, self.rank) for index in range(len(self._params))]
 
-    def reduce_form(self, also: Collection[int] = ()) -> RowReduceForm:
-        trainable = tuple(
-            index
-            for index, param in enumerate(self._params)
-            if param.sharded.requires_grad or index in also
-        )
+    def reduce_form(self, also: Iterable[int] = ()) -> RowReduceForm:
+        indices = range(len(self._params))
+        trainable = tuple(itertools.compress(indices, map(_requires_grad, self._sharded)))
+        if len(trainable) < len(indices):
+            trainable = tuple(sorted({*trainable, *also}))
         if trainable not in self._forms:
             self._forms[trainable] = RowReduceForm(
                 trainable,
@@ -283,8 +285,9 @@ class RowStore(StateStore):
         ]
 
     def local_params(self) -> list[torch.Tensor]:
-        params: list[torch.Tensor] = [param for param, _ in self.sharded_params]
-        return torch_dtensor.local_parts(params) if self._params[0].spec is not None else params
+        if self._params[0].spec is None:
+            return self._sharded
+        return torch_dtensor.local_parts(self._sharded)
 
     def _places(self) -> tuple[list[object], ...]:
         """Return what changes if a sharded parameter is given other memory."""

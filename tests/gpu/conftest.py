@@ -1,7 +1,7 @@
 """Tests of a CUDA device. Without one, all tests of this folder are skipped, and no others.
 
-    pytest tests/gpu                     # on the first CUDA device
-    pytest tests/gpu --gpu-device cpu    # on the CPU, to check that the tests run
+    pytest -n 0 tests/gpu                     # on the first CUDA device
+    pytest -n 0 tests/gpu --gpu-device cpu    # on the CPU, to check that the tests run
 
 They run as rank 0 of 8 on a fake group, and as the only rank on NCCL (on the CPU: gloo)."""
 

@@ -1,4 +1,4 @@
-"""Run a function on several ranks, in processes that live as long as the pytest run.
+"""Run a function on several ranks, in processes that live as long as pytest, or its worker.
 
     def sums(value: float) -> float:  # at module level: it is sent by name
         total = torch.tensor(value + dist.get_rank())
