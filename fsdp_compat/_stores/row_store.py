@@ -117,6 +117,7 @@ class RowStore(StateStore):
         self._views = RowViews(self.layout)
         pin = self._memory.pin and not is_meta
         self.shard = new_shard(self.numel, dtype, device, ranks=ranks, pin=pin)  # [S]
+        self._kind = dtype, self.shard.device  # of the sharded parameters
         self.__dict__.pop("_sections", None)
 
     def _own_local(self, index: int, value: torch.Tensor) -> torch.Tensor:
@@ -240,7 +241,7 @@ class RowStore(StateStore):
                 self.parallel,
                 rank=self.rank,
                 ranks=self.layout.ranks,
-                dtype=self.dtype,
+                dtype=self._kind[0],
             )
         return self._forms[trainable]
 
@@ -331,7 +332,7 @@ class RowStore(StateStore):
             parameter is not param.sharded
             for parameter, param in zip(present, self._params, strict=True)
         )
-        moved = (dtype, device) != (self.dtype, self.shard.device)
+        moved = (dtype, device) != self._kind
         with torch.no_grad():
             if moved:
                 pin = self._memory.pin and device.type == "cpu"
