@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import math
 from typing import Any
 
 import pytest
@@ -397,8 +398,9 @@ def test_an_all_reduce_hook_can_replicate() -> None:
     run_ranks(4, _hook_replicates)
 
 
-def _accumulates_without_all_reduce() -> None:
-    twins = Twins(Stack, partial_shard(mesh=_hsdp_mesh()))
+def _accumulates_without_all_reduce(shape: tuple[int, int]) -> None:
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+    twins = Twins(Stack, partial_shard(mesh=mesh))
 
     def step(model: nn.Module, x: Tensor) -> Tensor:
         for last in (False, False, True):
@@ -414,8 +416,9 @@ def _accumulates_without_all_reduce() -> None:
     twins.step(step)
 
 
-def test_gradients_accumulate_without_all_reduce() -> None:
-    run_ranks(4, _accumulates_without_all_reduce)
+@pytest.mark.parametrize("shape", [(2, 2), (1, 2)])
+def test_gradients_accumulate_without_all_reduce(shape: tuple[int, int]) -> None:
+    run_ranks(math.prod(shape), _accumulates_without_all_reduce, shape)
 
 
 def _accumulates_without_sync() -> None:
