@@ -245,8 +245,8 @@ class FSDPModule:
         ``set_manual_backward_finalization(True)``, and wait for it.
 
         async_op: only start, and return a handle whose ``wait`` completes the gradients. Raises
-        StateError without manual finalization, and while a module's gradient synchronisation is
-        off. Collective.
+        StateError without manual finalization, and while a module's gradient synchronisation, or
+        its all-reduce over replicas, is off. Collective.
         """
         async_op = truth("async_op", async_op, "finalize_backward")
         state = self._get_fsdp_state()

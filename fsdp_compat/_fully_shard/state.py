@@ -82,6 +82,11 @@ class ShardedModules:
         return any(own.planned.mesh.replicate_dim is not None for own in self.stores)
 
     @property
+    def holds_all_reduce(self) -> bool:
+        """True if gradients wait for their all-reduce over replicas."""
+        return self.has_replicas and not self.conduct.all_reduce
+
+    @property
     def is_root(self) -> bool:
         """False if another call's modules contain these."""
         return self._outermost is self

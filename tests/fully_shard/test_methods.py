@@ -555,6 +555,29 @@ def test_a_backward_that_is_finalized_by_hand_reduces_the_same() -> None:
     run_ranks(2, _finalizes_by_hand)
 
 
+def _finalizes_without_all_reduce() -> None:
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicate", "shard"))
+    twins = Twins(Stack, partial_shard(mesh=mesh))
+    twins.model.set_manual_backward_finalization(True)
+
+    def step(model: nn.Module, x: Tensor) -> Tensor:
+        loss = one_backward(model, x)
+        if isinstance(model, api.FSDPModule):
+            model.set_requires_all_reduce(False)
+            with pytest.raises(api.StateError, match="all-reduce is off"):
+                model.finalize_backward()
+            model.set_requires_all_reduce(True)
+            model.finalize_backward()
+        return loss
+
+    twins.step(step)
+
+
+@only_ours
+def test_finalizing_needs_the_all_reduce() -> None:
+    run_ranks(2, _finalizes_without_all_reduce)
+
+
 # -- precision
 
 
