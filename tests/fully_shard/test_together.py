@@ -16,7 +16,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -415,6 +415,71 @@ def _norm_of(parameters: Any) -> Tensor:
     """Of all gradients, which lie on several meshes. Collective."""
     norms = [whole(torch.linalg.vector_norm(p.grad)) for p in parameters]
     return torch.linalg.vector_norm(torch.stack(norms))
+
+
+class _ParallelExperts(_Experts):
+    """Each rank of ``mesh`` computes its experts for the whole batch; the outputs are summed."""
+
+    mesh: Any = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.mesh is None:
+            return super().forward(x)
+        each = [DTensor.from_local(t, self.mesh, [Replicate()]) for t in (x, self.router(x))]
+        own, scores = (t.to_local(grad_placements=[Partial()]) for t in each)
+        up, down = (p.to_local() for p in (self.up, self.down))  # type: ignore[operator]
+        first = up.shape[0] * self.mesh.get_local_rank()
+        gates = scores.softmax(-1)[:, first : first + up.shape[0], None]
+        hidden = torch.einsum("bd,edh->beh", own, up).relu()
+        out = (gates * torch.einsum("beh,ehd->bed", hidden, down)).sum(1)
+        summed = DTensor.from_local(out, self.mesh, [Partial()]).redistribute(
+            placements=[Replicate()]
+        )
+        return x + summed.to_local()
+
+
+def _trains_with_expert_and_tensor_parallelism() -> None:
+    """Experts over one mesh, tensor-parallel layers over another, the rest over data ranks."""
+    data = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tp"))
+    expert = init_device_mesh("cpu", (2, 2), mesh_dim_names=("efsdp", "ep"))
+    experts = api.FSDPMeshInfo(expert["efsdp"], shard_mesh_dim=0)
+    rest = api.FSDPMeshInfo(data["data"], shard_mesh_dim=0)
+
+    def place(p: nn.Parameter) -> Any:
+        # two experts per rank are cut along the next dim
+        return (
+            api.ShardPlacementResult(Shard(1), experts)
+            if p.ndim == 3
+            else (api.ShardPlacementResult(None, rest))
+        )
+
+    def build() -> nn.Module:
+        return nn.Sequential(nn.Linear(DIM, DIM), _Mlp(), _ParallelExperts(), _Mlp())
+
+    def shard(model: Any) -> Any:
+        for block in (model[1], model[3]):
+            plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+            parallelize_module(block, data["tp"], plan)
+        model[2].mesh = expert["ep"]
+        for name in ("up", "down"):
+            whole_one = getattr(model[2], name)
+            cut = distribute_tensor(whole_one.detach(), expert["ep"], [Shard(0)])
+            setattr(model[2], name, nn.Parameter(cut))
+        for module in (model[1], model[2], model[3], model):
+            api.fully_shard(module, mesh=data["data"], shard_placement_fn=place)
+        return model
+
+    twins = Twins(build, shard, data_ranks=2)
+    up = twins.model[2].up
+    assert up.shape == (4, DIM, 6) and up.to_local().shape == (2, DIM // 2, 6)
+    assert twins.model[1].up.weight.device_mesh.mesh_dim_names == ("data", "tp")
+    assert twins.model[2].router.weight.device_mesh.ndim == 1
+    for _ in range(3):
+        twins.step()
+
+
+def test_expert_and_tensor_parallel_modules_train_in_one_model() -> None:
+    run_ranks(4, _trains_with_expert_and_tensor_parallelism)
 
 
 @pytest.mark.parametrize("shape", [(1, 2), (1, 2, 2), (2, 1, 2)], ids=str)
