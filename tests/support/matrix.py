@@ -42,7 +42,6 @@ from tests.support.parity import Pair, assert_close, vectors
 
 __all__ = ["FIELDS", "Case", "draw_cases", "losses_and_parameters", "run_cases", "wrapped"]
 
-NUM_STEPS = 3
 FP64, FP32, FP16, BF16 = torch.float64, torch.float32, torch.float16, torch.bfloat16
 MAX_NORM = 0.05  # below every norm, so that clipping always scales
 
@@ -149,6 +148,11 @@ class Case:
         return "HYBRID" in self.strategy
 
     @property
+    def num_steps(self) -> int:
+        """The third step freezes again what the second one has trained."""
+        return 3 if self.frozen == "toggled" else 2
+
+    @property
     def reentrant(self) -> bool:
         return self.checkpoint.endswith("reentrant")
 
@@ -199,7 +203,7 @@ def _run(case: Case, mesh: DeviceMesh | None) -> None:
     rounded = (
         case.dtypes.reduce.itemsize == 2 and (replicas > 1 or case.comm_hook) and pair.ranks > 1
     )
-    for step in range(NUM_STEPS):
+    for step in range(case.num_steps):
         if case.frozen == "toggled":
             _freeze(case, pair, step != 1)
         if (
@@ -392,7 +396,7 @@ def losses_and_parameters(case: Case, library: Any) -> list[Tensor]:
     optim = _optimizer(case, model)
     generator = torch.Generator().manual_seed(1 + dist.get_rank())
     seen: list[Tensor] = []
-    for _ in range(NUM_STEPS):
+    for _ in range(case.num_steps):
         for letter in case.backwards:
             with model.no_sync() if letter == "n" else contextlib.nullcontext():
                 loss = _loss(case, model, vectors(generator))
