@@ -380,13 +380,19 @@ def _plain_backwards(case: Case, plain: nn.Module, batches: Sequence[Tensor]) ->
     return losses
 
 
+_deep_copy = functools.lru_cache(maxsize=1)(copy.deepcopy)  # which takes long
+
+
 def _in_compute_dtypes(case: Case, plain: nn.Module) -> nn.Module:
-    low = copy.deepcopy(plain)
-    for p in low.parameters():
-        p.grad, p.data = None, p.data.to(case.dtypes.compute)
-    for module in low.modules():
+    """Return the copy of ``plain``, with its present values."""
+    low = _deep_copy(plain).train(plain.training)
+    for p, mine in zip(plain.parameters(), low.parameters(), strict=True):
+        mine.requires_grad_(p.requires_grad)
+        mine.grad, mine.data = None, p.data.to(case.dtypes.compute, copy=True)
+    for module, its in zip(plain.modules(), low.modules(), strict=True):
         for name, buffer in module.named_buffers(recurse=False):
-            setattr(module, name, buffer.to(case.dtypes.settings.get("buffer_dtype", buffer.dtype)))
+            dtype = case.dtypes.settings.get("buffer_dtype", buffer.dtype)
+            setattr(its, name, buffer.to(dtype, copy=True))
     return low
 
 
