@@ -474,15 +474,14 @@ Case = tuple[Fate, str, int]  # what happens, the call, the number of ranks
 
 
 def cases() -> list[Case]:
-    """Return each call with a rank that ends in the middle of it, that ends before it, and that
-    stops. Those that stop come first, as they take longest."""
+    """Return each call with a rank that is killed in the middle of it, and with another fate. Those
+    that stop come first, as they take longest."""
     found: list[Case] = []
+    fates = itertools.cycle((_is_stopped, _ends, _is_stopped_before, _is_killed_before))
     # the calls left out send the same as others of the table
     for number, name in enumerate(name for name in CALLS if name not in _LIKE_OTHERS):
-        ranks = 2 + number % 2
-        found.append((_is_stopped if number % 4 < 2 else _is_stopped_before, name, ranks))
-        found.append((_is_killed, name, ranks))
-        found.append((_is_killed_before if number % 4 < 2 else _ends, name, 5 - ranks))
+        ranks = 2 + number // 2 % 2
+        found += [(_is_killed, name, ranks), (next(fates), name, 5 - ranks)]
     return sorted(found, key=_takes_long, reverse=True)
 
 
