@@ -260,7 +260,7 @@ def sharded_state(model: FSDP) -> dict[str, Any]:
         return model.state_dict()
 
 
-@pytest.mark.parametrize(("number", "name"), enumerate(MODELS))
+@pytest.mark.parametrize(("number", "name"), list(enumerate(MODELS)))
 def test_a_copy_equals_the_original_and_trains_on_its_own(number: int, name: str) -> None:
     """Each model is either pickled or saved."""
     some_ways = by_deepcopy, WAYS[1 + number // 2 % 2]
