@@ -172,6 +172,7 @@ class ShardedModules:
             self._precision(own),
             self.plan.device,
             self.plan.offload.to_cpu,
+            reshard_after_forward=self.conduct.reshard_after_forward or self.is_auto,
             conduct=self.conduct,
             joined=joined,
         )
