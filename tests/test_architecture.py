@@ -125,24 +125,31 @@ class Source:
     tree: ast.Module
     lines: int = 0
 
+    @functools.cached_property
+    def nodes(self) -> list[ast.AST]:
+        return list(ast.walk(self.tree))
+
     def at(self, node: ast.AST) -> str:
         return f"{PACKAGE}/{self.path}:{getattr(node, 'lineno', 1)}"
 
-    def imports(self) -> Iterator[tuple[ast.stmt, str]]:
-        """Yield every imported name with its module in front, relative imports resolved, wherever
+    @functools.cached_property
+    def imports(self) -> list[tuple[ast.stmt, str]]:
+        """Every imported name with its module in front, relative imports resolved, wherever
         it is imported."""
-        for node in ast.walk(self.tree):
+        found: list[tuple[ast.stmt, str]] = []
+        for node in self.nodes:
             if isinstance(node, ast.Import):
-                for alias in node.names:
-                    yield node, alias.name
+                found += [(node, alias.name) for alias in node.names]
             elif isinstance(node, ast.ImportFrom):
-                for alias in node.names:
-                    yield node, f"{self._origin(node)}.{alias.name}"
+                origin = self._origin(node)
+                found += [(node, f"{origin}.{alias.name}") for alias in node.names]
+        return found
 
+    @functools.cached_property
     def bound_names(self) -> dict[str, str]:
-        """Return what each name that an import binds stands for, with its module in front."""
+        """What each name that an import binds stands for, with its module in front."""
         bound = {}
-        for node in ast.walk(self.tree):
+        for node in self.nodes:
             if isinstance(node, ast.Import):
                 for alias in node.names:
                     top = alias.name.partition(".")[0]
@@ -156,22 +163,24 @@ class Source:
                 )
         return bound
 
-    def uses(self) -> Iterator[tuple[ast.AST, str]]:
-        """Yield every import, and every attribute chain that starts at an imported name, spelled
-        out in full."""
-        yield from self.imports()
-        bound = self.bound_names()
-        for node in ast.walk(self.tree):
+    @functools.cached_property
+    def uses(self) -> list[tuple[ast.AST, str]]:
+        """Every import, and every attribute chain that starts at an imported name, spelled out in
+        full."""
+        found: list[tuple[ast.AST, str]] = [*self.imports]
+        bound = self.bound_names
+        for node in self.nodes:
             names, inner = [], node
             while isinstance(inner, ast.Attribute):
                 names.append(inner.attr)
                 inner = inner.value
             if names and isinstance(inner, ast.Name) and inner.id in bound:
-                yield node, ".".join([bound[inner.id], *reversed(names)])
+                found.append((node, ".".join([bound[inner.id], *reversed(names)])))
+        return found
 
     def method_calls(self) -> Iterator[tuple[ast.Call, str]]:
         """Yield every call together with the last part of the name that is called."""
-        for node in ast.walk(self.tree):
+        for node in self.nodes:
             if isinstance(node, ast.Call) and isinstance(node.func, (ast.Attribute, ast.Name)):
                 yield node, node.func.attr if isinstance(node.func, ast.Attribute) else node.func.id
 
@@ -214,7 +223,7 @@ def layer_of(module: str) -> int | None:
 def upward_imports(source: Source) -> list[str]:
     own = layer_of(source.module)
     found = []
-    for _, name in source.imports():
+    for _, name in source.imports:
         if name.partition(".")[0] != PACKAGE:
             continue
         target = layer_of(name)
@@ -230,7 +239,7 @@ def upward_imports(source: Source) -> list[str]:
 def private_names_of_torch(source: Source) -> list[str]:
     return [
         f"{source.at(node)} uses {name}"
-        for node, name in source.uses()
+        for node, name in source.uses
         if name.partition(".")[0] == "torch"
         and _is_private(name)
         and not name.startswith(ALLOWED_PRIVATE_MODULES)
@@ -245,7 +254,7 @@ def collectives_called(source: Source) -> list[str]:
     """Return the places that reach a collective of torch.distributed, called or only named."""
     return [
         f"{source.at(node)} uses {name}"
-        for node, name in source.uses()
+        for node, name in source.uses
         if name.startswith("torch.distributed") and name.rpartition(".")[2] in COLLECTIVES
     ]
 
@@ -257,13 +266,13 @@ def calls_of(source: Source, names: set[str]) -> list[str]:
 
 
 def uses_of(source: Source, wanted: str) -> list[str]:
-    return [f"{source.at(node)} uses {name}" for node, name in source.uses() if name == wanted]
+    return [f"{source.at(node)} uses {name}" for node, name in source.uses if name == wanted]
 
 
 def imports_of(source: Source, *prefixes: str) -> list[str]:
     return [
         f"{source.at(node)} imports {name}"
-        for node, name in source.imports()
+        for node, name in source.imports
         if any(name == prefix or name.startswith(prefix + ".") for prefix in prefixes)
     ]
 
@@ -273,7 +282,7 @@ def circles(sources: list[Source]) -> list[str]:
     known = {source.module: source.path for source in sources}
     below: dict[str, set[str]] = {source.path: set() for source in sources}
     for source in sources:
-        for _, name in source.imports():
+        for _, name in source.imports:
             target = known.get(name) or known.get(name.rpartition(".")[0])
             if target not in (None, source.path) and not target.endswith("__init__.py"):
                 below[source.path].add(target)
@@ -318,7 +327,7 @@ def attributes_of(cls: ast.ClassDef) -> set[str]:
 
 
 def classes_in(source: Source) -> Iterator[ast.ClassDef]:
-    for node in ast.walk(source.tree):
+    for node in source.nodes:
         if isinstance(node, ast.ClassDef):
             yield node
 
@@ -349,8 +358,8 @@ def private_reaches(sources: list[Source]) -> list[str]:
                     owners.setdefault(name, set()).add(source.path)
     found = []
     for source in sources:
-        modules = source.bound_names()
-        for node in ast.walk(source.tree):
+        modules = source.bound_names
+        for node in source.nodes:
             if (
                 isinstance(node, ast.Attribute)
                 and node.attr not in PRIVATE_OF_OTHERS

@@ -56,6 +56,7 @@ class Mesh:
     replica: Axis
     # there is no shard group: the replicas are the ranks of the only group
     one_group: bool = False
+    is_hybrid: bool = False  # a DeviceMesh with a dimension of replicas, be it of one rank
 
     @property
     def ranks(self) -> int:

@@ -74,6 +74,7 @@ class Group:
             divisor,
             grad_dtype=precision.grad if precision.grad not in (None, store.dtype) else None,
             one_group=mesh.one_group,
+            is_hybrid=mesh.is_hybrid,
         )
         # Gradients of large parameters are moved to the reduce buffer as they come. If backward
         # begins with all units unsharded, though, a buffer for gradients wider than the parameters

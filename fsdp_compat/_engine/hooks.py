@@ -160,14 +160,17 @@ def _require_state_dict(module: torch.nn.Module, method: str) -> None:
 
 def on_state_dicts(
     module: torch.nn.Module,
-    before: Callable[[str], None],
+    before_taking: Callable[[torch.nn.Module], None],
+    before_loading: Callable[[torch.nn.Module, dict[str, Any], str], None],
     after_loading: Callable[[], None],
 ) -> None:
-    """Call ``before("state_dict")`` before the module's part of a state dict is taken,
-    ``before("load_state_dict")`` before one is loaded into the module, and ``after_loading``
-    then."""
-    module.register_state_dict_pre_hook(lambda *_: before("state_dict"))
-    module.register_load_state_dict_pre_hook(lambda *_: before("load_state_dict"))
+    """Call ``before_taking(module)`` before the module's part of a state dict is taken,
+    ``before_loading(module, state_dict, prefix)`` before one is loaded into the module, and
+    ``after_loading`` then."""
+    module.register_state_dict_pre_hook(lambda module, *_: before_taking(module))
+    module.register_load_state_dict_pre_hook(
+        lambda module, state_dict, prefix, *_: before_loading(module, state_dict, prefix)
+    )
     module.register_load_state_dict_post_hook(lambda *_: after_loading())
 
 

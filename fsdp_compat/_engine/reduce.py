@@ -359,7 +359,7 @@ class ConductedReduceBuffer(ReduceBuffer):
             before, its_received = self._partial
             total, received = total.add(before), received | its_received
             self._partial = None
-        if not conduct.all_reduce and plan.replica.ranks > 1:
+        if not conduct.all_reduce and plan.is_hybrid:
             self._partial = total, received
             yield [None] * self._num_sharded
             return

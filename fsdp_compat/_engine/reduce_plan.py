@@ -50,6 +50,7 @@ class ReducePlan:
     hook: CommHook | None = None  # replaces the sum over the shard axis; with one_group over both
     one_group: bool = False  # see Mesh
     grad_dtype: torch.dtype | None = None  # of the result; None: the shard's
+    is_hybrid: bool = False  # see Mesh
     ranks: int = dataclasses.field(init=False)
     # Of the sum; None: 1. A 0-d tensor on the CPU, which torch would make of a number in each call.
     divisor: torch.Tensor | None = dataclasses.field(init=False)

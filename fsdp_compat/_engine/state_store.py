@@ -142,6 +142,10 @@ class StateStore(ParamStore, typing.Protocol):
         own.copy_(value.detach())
         return True
 
+    def rows_of_whole(self, index: int, whole: torch.Tensor) -> torch.Tensor:
+        """whole: of the local shape of parameter ``index``. Return this rank's elements of it."""
+        return whole.detach().reshape(-1)[self.part(index, self.rank).slice]
+
     def take_from_whole(
         self, wholes: Sequence[torch.Tensor], shard: torch.Tensor | None = None
     ) -> None:

@@ -12,6 +12,7 @@ from torch import nn
 from .. import _torch_private
 from .._engine import grad_norm, rendezvous
 from .._engine.group import Group
+from .._state.model_units import is_lazy
 from ..errors import UsageError, ValueStateError, explain
 from .flat_unit import flat_unit_of, require_root
 
@@ -21,6 +22,7 @@ __all__ = ["checked_norm_type", "clip_grad_norm"]
 @torch.no_grad()
 def clip_grad_norm(wrapper: nn.Module, max_norm: Any, norm_type: Any) -> torch.Tensor:
     """Implement ``FullyShardedDataParallel.clip_grad_norm_``. Collective."""
+    _refuse_in_place(wrapper)
     own = flat_unit_of(wrapper)
     runtime = own.runtime
     require_root(own.unit, "clip_grad_norm_()")
@@ -38,6 +40,19 @@ def clip_grad_norm(wrapper: nn.Module, max_norm: Any, norm_type: Any) -> torch.T
     managed = [grad for _, of_group in grads for grad in of_group]
     grad_norm.clip_by_norm(managed + others, norm, float(max_norm))
     return norm.to(grad_norm.dtype_of_norm(grads, others))
+
+
+def _refuse_in_place(module: nn.Module) -> None:
+    if is_lazy(module):
+        raise UsageError(
+            explain(
+                "Modules that fully_shard was applied to have no clip_grad_norm_().",
+                expected="a FullyShardedDataParallel",
+                got=f"a {type(module).__name__}",
+                where="FullyShardedDataParallel.clip_grad_norm_",
+                fix="call torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)",
+            )
+        )
 
 
 def checked_norm_type(norm_type: Any) -> float:

@@ -10,6 +10,7 @@ from torch import nn
 from .._engine import rendezvous
 from .._state.full_params import Options, full_parameters
 from .._state.model_units import model_unit_of, model_units_in, runtimes_of
+from .._state.validation import refuse_extensions
 from ..errors import (
     AssertedStateError,
     NotImplementedUsageError,
@@ -30,11 +31,12 @@ def summon_full_params(
     offload_to_cpu: bool = False,
     with_grads: bool = False,
 ) -> Generator[None, None, None]:
-    """Expose full parameters, in the dtype of the shards, inside the context.
+    """Expose full parameters, in the dtype of the shards, inside the context. Modules that
+    fully_shard was applied to show plain Parameters then.
 
     Args:
         module: the model, or a module in it.
-        recurse: include all FullyShardedDataParallel instances below ``module``.
+        recurse: include all sharded modules below ``module``.
         writeback: keep the changes made inside. Without sharding (one rank, NO_SHARD) they are
             kept in any case.
         rank0_only: only rank 0 sees full parameters, the other ranks still see their shards.
@@ -68,6 +70,7 @@ def summon_full_params(
     if not recurse:
         own = model_unit_of(module)
         units = [each for each in units if each is own or each.unit.is_root]
+    refuse_extensions((group for each in units for group in each.unit.groups), where)
     for runtime in runtimes_of(units):
         runtime.require_idle(where, AssertedStateError)
         runtime.rest()

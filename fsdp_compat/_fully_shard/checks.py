@@ -42,7 +42,8 @@ def require_finalizable(root: ShardedModules, states: Iterable[ShardedModules]) 
                 fix="leave out the call, or turn on manual finalization",
             )
         )
-    without = next((state for state in states if not state.conduct.sync), None)
+    all_states = list(states)
+    without = next((state for state in all_states if not state.conduct.sync), None)
     if without is not None:
         raise StateError(
             explain(
@@ -51,6 +52,17 @@ def require_finalizable(root: ShardedModules, states: Iterable[ShardedModules]) 
                 got="set_requires_gradient_sync(False)",
                 where=without.label,
                 fix="turn synchronisation on again after the last backward",
+            )
+        )
+    partial = next((each for each in all_states if each.holds_all_reduce), None)
+    if partial is not None:
+        raise StateError(
+            explain(
+                "finalize_backward() was called while the all-reduce is off.",
+                expected="set_requires_all_reduce(True) before it",
+                got="set_requires_all_reduce(False) on a mesh with replicas",
+                where=partial.label,
+                fix="turn the all-reduce on again before the last backward",
             )
         )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Literal
@@ -33,6 +34,7 @@ from .checks import (
 )
 from .handles import GradientReductionHandle, UnitHandle, UnshardHandle
 from .state import ShardedModules, state_of, states_in
+from .whole_state import refuse_missing
 
 __all__ = [
     "FSDPModule",
@@ -85,11 +87,27 @@ class FSDPModule:
             )
         )
 
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the state dict, of DTensors.
+
+        After ``FullyShardedDataParallel.set_state_dict_type(model, FULL_STATE_DICT)`` parameters
+        are whole tensors instead. Collective then.
+        """
+        take: Any = super().state_dict  # type: ignore[misc]  # nn.Module's
+        given = {**kwargs, **dict(zip(("destination", "prefix"), args, strict=False))}
+        return self._get_fsdp_state().state_dict_of(
+            typing.cast(nn.Module, self),
+            functools.partial(take, *args, **kwargs),
+            given.get("destination"),
+            given.get("prefix", ""),
+        )
+
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
-        """Load a state dict of DTensors, see ``nn.Module.load_state_dict``. Raises CheckpointError
-        for one that does not fit."""
+        """Load a state dict of DTensors, or of whole tensors on every rank, see
+        ``nn.Module.load_state_dict``. Raises CheckpointError for one that does not fit."""
+        refuse_missing(self._get_fsdp_state().record, state_dict)
         try:
             return super().load_state_dict(state_dict, strict, assign)  # type: ignore[misc]
         except FsdpCompatError:
@@ -227,8 +245,8 @@ class FSDPModule:
         ``set_manual_backward_finalization(True)``, and wait for it.
 
         async_op: only start, and return a handle whose ``wait`` completes the gradients. Raises
-        StateError without manual finalization, and while a module's gradient synchronisation is
-        off. Collective.
+        StateError without manual finalization, and while a module's gradient synchronisation, or
+        its all-reduce over replicas, is off. Collective.
         """
         async_op = truth("async_op", async_op, "finalize_backward")
         state = self._get_fsdp_state()

@@ -6,7 +6,8 @@ from __future__ import annotations
 import dataclasses
 import types
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,14 +26,16 @@ from .._engine.runtime import Runtime, RuntimeOptions
 from .._engine.schedule import Prefetch
 from .._engine.unit import Unit, UnitOptions
 from .._state import optimizers
-from .._state.model_units import ModelUnit, register
+from .._state.model_units import ModelUnit, default_form, register
 from .._stores.extension import ExtensionStore
 from .._stores.placement import DataMesh
 from .._stores.row_store import RowStore
+from ..api import StateDictType
 from ..errors import StateError, explain
 from .arguments import precision_of
 from .meshes import data_group_of, partial_mesh_of
 from .plan import Owners, Plan, PlannedStore
+from .whole_state import put_rows_in, refuse_part, taken
 
 __all__ = ["ShardedModules", "apply", "named_states_in", "owners", "state_of", "states_in"]
 
@@ -78,6 +81,11 @@ class ShardedModules:
     def has_replicas(self) -> bool:
         """True if a parameter is replicated over ranks."""
         return any(own.planned.mesh.replicate_dim is not None for own in self.stores)
+
+    @property
+    def holds_all_reduce(self) -> bool:
+        """True if gradients wait for their all-reduce over replicas."""
+        return self.has_replicas and not self.conduct.all_reduce
 
     @property
     def is_root(self) -> bool:
@@ -233,11 +241,13 @@ class ShardedModules:
         unit = self.ready_unit()
         if self.record is None or self.record.unit is not unit:
             mesh = self.plan.mesh
+            form = default_form(StateDictType.SHARDED_STATE_DICT)  # as state_dict() is
             self.record = ModelUnit(
                 unit,
                 mesh.engine_mesh(),
                 self.plan.device,
                 data_group_of(mesh),
+                form=form if self.record is None else self.record.form,
                 rename=_NameLike(self.modules, self.stores) if len(self.modules) > 1 else None,
             )
         return self.record
@@ -270,6 +280,26 @@ class ShardedModules:
         if self.runtime is not None and self.runtime.runs:
             refuse_in_pass(f"{call}()", self.label, StateError)
         self.reshard()
+
+    def state_dict_of(
+        self, module: nn.Module, take: Callable[[], Any], destination: Any, prefix: str
+    ) -> Any:
+        """Return the state dict of ``module``, see ``whole_state.taken``. take: returns that of
+        DTensors."""
+        if self.record is None or self.record.unit.view.in_state_dict:  # no form is set
+            return take()
+        named = [(each.model_unit(), name) for each, name in named_states_in([module]).items()]
+        return taken(self.model_unit(), named, module, take, destination, prefix)
+
+    def before_taking(self, module: nn.Module) -> None:
+        """A module's part of a state dict is taken."""
+        self.before_state_dict("state_dict")
+        refuse_part(self.record, module, self.label)
+
+    def before_loading(self, module: nn.Module, state_dict: dict[str, Any], prefix: str) -> None:
+        """A module loads its part of a state dict."""
+        self.before_state_dict("load_state_dict")
+        put_rows_in(state_dict, prefix, module, [own.store for own in self.stores])
 
     def look_again(self) -> None:
         """Parameters may have been replaced: follow that at the next use."""
@@ -389,7 +419,7 @@ def apply(plan: Plan) -> ShardedModules:
     for module in plan.managed.modules:  # torch.compile asks for these
         module.__dict__.update(_is_fsdp_managed_module=True, _fsdp_use_orig_params=True)
     for module in plan.managed.holders:
-        hooks.on_state_dicts(module, state.before_state_dict, state.look_again)
+        hooks.on_state_dicts(module, state.before_taking, state.before_loading, state.look_again)
     for inner in named_states_in(state.modules):
         inner.root = weakref.ref(state)
     for module in state.modules:

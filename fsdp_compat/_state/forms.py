@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from typing import Any
 
 from torch import nn
@@ -26,7 +26,15 @@ from ..errors import (
     wrong_type,
 )
 from . import rank0_loading
-from .model_units import default_form, keeping_forms, model_unit_of, model_units_in
+from .model_units import (
+    ModelUnit,
+    default_form,
+    is_lazy,
+    keeping_forms,
+    model_unit_of,
+    model_units_in,
+    wrapped_units_in,
+)
 
 __all__ = ["get_state_dict_type", "set_state_dict_type", "state_dict_type"]
 
@@ -38,11 +46,21 @@ def set_state_dict_type(
     optim_state_dict_config: OptimStateDictConfig | None = None,
 ) -> StateDictSettings:
     """Set the state dict type of all units in ``module``, which need not be a unit itself. Returns
-    the previous settings."""
+    the previous settings: where some modules are wrapped, theirs."""
     require_module(module, "set_state_dict_type")
     kind = as_ours(state_dict_type, StateDictType, "state_dict_type")
     if kind is None:
         raise wrong_type("state_dict_type", "a StateDictType", kind, "set_state_dict_type")
+    if kind is StateDictType.LOCAL_STATE_DICT and any(map(is_lazy, module.modules())):
+        raise UsageError(
+            explain(
+                "There are no local state dicts of modules that fully_shard was applied to.",
+                expected="SHARDED_STATE_DICT or FULL_STATE_DICT",
+                got=kind.name,
+                where="set_state_dict_type(module, state_dict_type)",
+                fix="use SHARDED_STATE_DICT: DTensors, of which each rank holds its part",
+            )
+        )
     units = model_units_in(module)
     default = default_form(kind)
     model_config = (
@@ -84,7 +102,7 @@ def set_state_dict_type(
                     fix=f"pass {type(wanted).__name__}(...)",
                 )
             )
-    before = get_state_dict_type(module)
+    before = _one_form(wrapped_units_in(module) or units, module)
     settings = StateDictSettings(kind, model_config, optim_config)
     with_mesh = _with_dtensors(settings)
     for unit in units:
@@ -97,14 +115,18 @@ def get_state_dict_type(module: nn.Module) -> StateDictSettings:
     """Return the state dict settings of the units in ``module``; raises UsageError if they differ
     or if there are no units."""
     require_module(module, "get_state_dict_type")
-    forms = [unit.form for unit in model_units_in(module)]
+    return _one_form(model_units_in(module), module)
+
+
+def _one_form(units: Sequence[ModelUnit], module: nn.Module) -> StateDictSettings:
+    forms = [unit.form for unit in units]
     if not forms or any(settings != forms[0] for settings in forms):
         kinds = sorted({settings.state_dict_type.name for settings in forms})
         raise AssertedUsageError(
             explain(
                 "The module does not have one state dict type.",
-                expected="at least one FullyShardedDataParallel in the module, all with the same "
-                "state dict type and configurations",
+                expected="at least one unit in the module, all with the same state dict type and "
+                "configurations",
                 got=f"{len(forms)} units with the types {kinds}",
                 where=type(module).__name__,
                 fix="call FullyShardedDataParallel.set_state_dict_type(module, ...)",

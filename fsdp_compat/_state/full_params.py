@@ -50,7 +50,7 @@ def full_parameters(units: Sequence[Unit], options: Options) -> Iterator[None]:
     back at the end.
 
     Collective. With use_orig_params=True the user's own parameters are whole inside of the context;
-    without, modules show plain Parameters. A forward inside of the context computes with these.
+    otherwise modules show other Parameters. A forward inside of the context computes with these.
     """
     with contextlib.ExitStack() as stack:
         for unit in units:
@@ -102,7 +102,9 @@ def _shown(
         target_grads.append(param.grad)
         for index in indices:
             if (
-                not store.is_flattened and store.parallel[index] is None
+                not store.is_flattened
+                and store.parallel[index] is None
+                and _torch_private.is_plain(param)
             ):  # the user's own object becomes whole
                 kept.append((param, param.data, param.grad))
                 param.grad = None
@@ -156,7 +158,7 @@ def _write_back_grads(
     store.take_from_whole(wholes, changed)
     for grad, part in zip(grads, store.grads(changed), strict=True):
         if grad is not None:
-            grad.copy_(part)
+            _torch_private.local_part(grad).copy_(part)
 
 
 def _gather_grads(group: Group) -> torch.Tensor | None:
@@ -166,7 +168,7 @@ def _gather_grads(group: Group) -> torch.Tensor | None:
     has = False
     for (param, _), place in zip(store.sharded_params, store.grads(own), strict=True):
         if param.grad is not None:
-            place.copy_(param.grad)
+            place.copy_(_torch_private.local_part(param.grad))
             has = True
     some_have = group.shard.any_of(torch.tensor([has], dtype=torch.uint8, device=group.device))
     return group.gather_full(own) if some_have else None

@@ -49,6 +49,7 @@ __all__ = [
     "register",
     "runtimes_of",
     "units_of",
+    "wrapped_units_in",
 ]
 
 # The module attribute that holds a registered ModelUnit, or the function that returns it.
@@ -139,6 +140,12 @@ def model_units_in(model: nn.Module) -> list[ModelUnit]:
     return [unit for child in model.modules() if (unit := model_unit_of(child)) is not None]
 
 
+def wrapped_units_in(model: nn.Module) -> list[ModelUnit]:
+    """Return the units in a model that were not made in place, outer ones first."""
+    found = (model_unit_of(child) for child in model.modules() if not is_lazy(child))
+    return [unit for unit in found if unit is not None]
+
+
 @contextlib.contextmanager
 def keeping_forms(units: Sequence[ModelUnit]) -> Generator[None, None, None]:
     """Give the units back the form they have now at the end."""
@@ -207,7 +214,7 @@ def names_in_order(model: nn.Module, base: str) -> list[str]:
     for path, child in modules:
         start = f"{base}{path}." if path else base
         registered = model_unit_of(child)
-        if registered is not None:
+        if registered is not None and not is_lazy(child):
             names += [start + name for name in flat_names(registered.unit)]
         if registered is None or registered.unit.module is child:
             attributes = dict.fromkeys(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import math
 import textwrap
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -18,13 +19,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from .. import _torch_private
 from .._engine.group import Group
 from .._engine.state_store import store_of
 from ..errors import FsdpCompatError, RuntimeUsageError, UsageError, explain
 from .optim_alike import Agreed
 from .optim_values import StateKind, classify_all, copied, snapshot
 from .param_ownership import NamedUnit, ParamOwnership, is_flat, is_whole
-from .rank_local import gather_states, part_of, rank_local_states
+from .rank_local import gather_states, rank_local_states
 from .values import mesh_sharded_value, sharded_value
 
 __all__ = [
@@ -302,7 +304,8 @@ class _GroupStates:
         otherwise be zeros in the whole."""
         names, members = self.ownership.held[param].names, self.group.shard.members
         for rank, has in enumerate(present):
-            if not has and (is_flat(self.group) or part_of(self.group, param, names, rank).runs):
+            shapes = [store_of(self.group).sharded_shape(index, rank) for index, _ in names]
+            if not has and (is_flat(self.group) or any(map(math.prod, shapes))):
                 raise RuntimeUsageError(
                     explain(
                         "The optimizers do not keep the same state on all ranks.",
@@ -337,7 +340,9 @@ class _GroupStates:
                 if _is_per_element(entry):
                     per_element.setdefault((key, entry.dtype), []).append(param)
         for (key, dtype), holders in per_element.items():
-            if form.values is Values.BOXES:
+            if form.values is not Values.WHOLE and _torch_private.is_dtensor(holders[0]):
+                self._add_dtensors(state, key, dtype, holders)
+            elif form.values is Values.BOXES:
                 self._add_boxes(state, key, dtype, holders)
             else:
                 self._add_wholes(state, key, dtype, holders)
@@ -362,7 +367,7 @@ class _GroupStates:
         }
         for param in holders:
             if (value := self.states[param].get(key)) is not None:
-                places[param].copy_(value)
+                places[param].copy_(_torch_private.local_part(value))
         gathered = self.group.gather_full(buffer)
         wholes = [
             value if parallel is None else parallel.whole(value)
@@ -379,6 +384,22 @@ class _GroupStates:
             return copied(whole, self.form.to_cpu)
         value = mesh_sharded_value(whole, self.form.mesh)
         return value.cpu() if self.form.to_cpu else value
+
+    def _add_dtensors(
+        self,
+        state: dict[str, dict[str, Any]],
+        key: Any,
+        dtype: torch.dtype | None,
+        holders: list[nn.Parameter],
+    ) -> None:
+        """The states of DTensors are DTensors, on every rank."""
+        for param in holders:
+            value = self.states[param].get(key)
+            if value is None:
+                value = torch.zeros_like(param.detach(), dtype=dtype)
+            value = copied(value, to_cpu=True) if self.form.to_cpu else value.detach()
+            for _, name in self.ownership.held[param].names:
+                state[name][key] = value
 
     def _add_boxes(
         self,

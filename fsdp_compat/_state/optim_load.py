@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from .. import _torch_private
 from .._engine.group import Group
-from .._engine.state_store import store_of
+from .._engine.state_store import StateStore, store_of
 from ..errors import FsdpCompatError, RuntimeUsageError, UsageError, explain
 from .optim_alike import describe, held_by_any, require_alike
 from .optim_given import LATER, GivenState, LoadOptions, outline, read_given, refuse_sharded
@@ -252,14 +253,13 @@ class _Loading:
             values = self._sender.send(values, f"the state {key!r} of {group.name}")
         for (param, index, _), value in zip(found, values, strict=True):
             if states[param][key] is None:
-                states[param][key] = torch.zeros(
-                    param.numel(), dtype=value.dtype, device=store.shard.device
-                )
+                states[param][key] = torch.zeros_like(param.detach(), dtype=value.dtype)
+            own = states[param][key]
+            if _torch_private.is_dtensor(own):
+                _take_rows(own, value, store, index, members)
+                continue
             run = read_part(value, *store.cut(index), store.rank, members, store.parallel[index])
-            states[param][key][store.part_in_sharded_param(index).slice].copy_(run)
-        for param in states:
-            if isinstance(states[param].get(key), torch.Tensor):
-                states[param][key] = states[param][key].view(param.shape)
+            own.view(-1)[store.part_in_sharded_param(index).slice].copy_(run)
 
     def _add_restored(
         self,
@@ -300,3 +300,21 @@ class _Loading:
             listed = [p for p in group["params"] if names[p] or not self._wanted.as_saved]
             groups.append({**present, **settings, "params": [keys[p] for p in listed]})
         return groups
+
+
+def _take_rows(
+    own: Any, value: Any, store: StateStore, index: int, members: tuple[int, ...]
+) -> None:
+    """Copy this rank's rows of a state of parameter ``index`` into the DTensor ``own``. Collective
+    if the value is sharded in another way."""
+    parallel, local = store.parallel[index], _torch_private.local_part(own)
+    if _torch_private.is_dtensor(value) and (
+        (value.device_mesh, value.placements) == (own.device_mesh, own.placements)
+    ):
+        local.copy_(_torch_private.local_part(value))
+    elif type(value) is torch.Tensor and tuple(value.shape) == store.shape(index):
+        whole = value if parallel is None else parallel.part(value)
+        local.copy_(store.rows_of_whole(index, whole).view(local.shape))
+    else:
+        run = read_part(value, *store.cut(index), store.rank, members, parallel)
+        local.copy_(run.view(local.shape))

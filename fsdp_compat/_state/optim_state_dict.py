@@ -27,6 +27,7 @@ from .optimizers import convert
 from .param_ownership import ParamOwnership, ownership_of, require_units
 from .rank0 import Rank0Broadcast
 from .rank_local import unshardable
+from .validation import refuse_extensions
 
 __all__ = [
     "check_optimizer",
@@ -173,6 +174,8 @@ def export_optim_state(
     units = units_of(model)
     require_units(units, model, f"the state of {type(optim).__name__}")
     all_groups = [each for named in units for each in named.unit.groups]
+    if values is Values.WHOLE:
+        refuse_extensions(all_groups, call)
     rendezvous.require_all_ranks(call, all_groups)
     ownership, source, problem = None, None, None
     facts: Any = None

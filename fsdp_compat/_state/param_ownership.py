@@ -91,9 +91,12 @@ class ParamOwnership:
 
     def is_vacant(self, parameter: nn.Parameter) -> bool:
         """True for a parameter that has elements, but none on this rank. Its optimizer state on
-        this rank is meaningless."""
+        this rank is meaningless.
+
+        False for a DTensor, which has state on every rank.
+        """
         group = self.held[parameter].group
-        if group is None or _torch_private.local_part(parameter).numel():
+        if group is None or parameter.numel() or _torch_private.is_dtensor(parameter):
             return False
         store = store_of(group)
         return any(math.prod(store.local_shape(index)) for index, _ in self.held[parameter].names)

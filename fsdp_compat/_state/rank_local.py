@@ -111,12 +111,12 @@ def rank_local_states(
     found = []
     for param, param_keys in keys.items():
         names, held = ownership.held[param].names, states.get(param, {})
-        part = part_of(group, param, names, rank)
-        found += [
-            (names[0][1], RankState(k, snapshot(held[k], to_cpu), part, members[rank]))
-            for k in param_keys
-            if k in held
-        ]
+        if present := [key for key in param_keys if key in held]:
+            part = part_of(group, param, names, rank)
+            found += [
+                (names[0][1], RankState(k, snapshot(held[k], to_cpu), part, members[rank]))
+                for k in present
+            ]
     return found
 
 

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
-from ..errors import CheckpointError, explain
+from .._engine.group import Group
+from .._engine.state_store import store_of
+from ..errors import CheckpointError, UsageError, explain
 from .model_units import model_unit_of, names_in_order, units_of
 from .names import clean_name, flat_names, is_flat_name
 from .unit_loading import check_unit, other_local, wrong_value
 from .unmanaged import unmanaged_in
 
-__all__ = ["EVERYWHERE", "not_loaded", "others_in", "refuse_values"]
+__all__ = ["EVERYWHERE", "not_loaded", "others_in", "refuse_extensions", "refuse_values"]
 
 _PACKAGE = f"{__name__.partition('.')[0]}."  # of hooks that change no keys
 
@@ -102,6 +104,23 @@ def others_in(model: nn.Module) -> dict[str, torch.Tensor | None]:
 
 def _loads_in_own_way(module: nn.Module) -> bool:
     return not type(module)._load_from_state_dict.__module__.startswith("torch.")
+
+
+def refuse_extensions(groups: Iterable[Group], where: str) -> None:
+    """Raise UsageError for parameters that all-gather in their own way: their whole values can be
+    computed with, not saved."""
+    for group in groups:
+        if group.store.extension is not None:
+            raise UsageError(
+                explain(
+                    "Whole values of tensor subclasses with fsdp_pre_all_gather cannot be had.",
+                    expected="plain parameters",
+                    got=f"parameter {store_of(group).orig_params[0].name!r}",
+                    where=f"{where}, {group.name}",
+                    fix="use DTensors: model.state_dict() as it is by default, and "
+                    "StateDictType.SHARDED_STATE_DICT for optimizers",
+                )
+            )
 
 
 EVERYWHERE = (

@@ -44,7 +44,11 @@ class DataMesh:
 
     def engine_mesh(self) -> Mesh:
         """Return the axes that the engine communicates over."""
-        return Mesh(self._axis(self.shard_dim), self._axis(self.replicate_dim))
+        return Mesh(
+            self._axis(self.shard_dim),
+            self._axis(self.replicate_dim),
+            is_hybrid=self.replicate_dim is not None,
+        )
 
     @property
     def shard_mesh(self) -> DeviceMesh:

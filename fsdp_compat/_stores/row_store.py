@@ -413,6 +413,9 @@ class RowStore(StateStore):
     def whole(self, full: torch.Tensor) -> list[torch.Tensor]:
         return [self._views.whole(full, index) for index in range(len(self._params))]
 
+    def rows_of_whole(self, index: int, whole: torch.Tensor) -> torch.Tensor:
+        return own_rows(whole.detach(), self.layout.cuts[index], self.rank)
+
     def take_from_whole(
         self, wholes: Sequence[torch.Tensor], shard: torch.Tensor | None = None
     ) -> None:

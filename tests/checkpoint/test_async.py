@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import subprocess
-import sys
 import threading
 import weakref
 from collections.abc import Callable
@@ -24,9 +22,8 @@ from fsdp_compat.errors import CheckpointError
 from tests.checkpoint.test_native import ORIGINAL, PLAIN, _no_more_than, build, whole_state
 from tests.support.memory import allocated_nbytes
 from tests.support.odd_model import Config, assert_same, assert_same_optim, train
+from tests.support.programs import run_programs
 from tests.support.ranks import run_ranks
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 class _Held:
@@ -79,7 +76,7 @@ def _trains_on(folder: str, config: Config) -> None:
 
 
 def test_training_goes_on_and_the_values_of_the_call_are_saved(tmp_path: Path) -> None:
-    run_ranks(3, _trains_on, str(tmp_path / "flat"), PLAIN)
+    run_ranks(2, _trains_on, str(tmp_path / "flat"), PLAIN)
     run_ranks(2, _trains_on, str(tmp_path / "original"), ORIGINAL)
 
 
@@ -109,32 +106,6 @@ def _several(folder: str) -> None:
 
 def test_one_save_runs_at_a_time_and_its_copy_is_freed_with_it(tmp_path: Path) -> None:
     run_ranks(2, _several, str(tmp_path))
-
-
-PROGRAM = """
-import torch, torch.distributed as dist
-from fsdp_compat import FullyShardedDataParallel as FSDP, checkpoint
-dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-checkpoint.async_save({folder!r}, FSDP(torch.nn.Linear(2000, 2000)), step=1)
-dist.destroy_process_group()
-"""
-
-
-def test_a_program_ends_when_its_last_save_is_complete(tmp_path: Path) -> None:
-    program = PROGRAM.format(folder=str(tmp_path))
-    ran = subprocess.run(
-        [sys.executable, "-c", program],
-        capture_output=True,
-        text=True,
-        timeout=100,
-        cwd=ROOT,
-        check=False,
-    )
-    assert ran.returncode == 0, ran.stderr
-    assert "Error" not in ran.stderr, ran.stderr
-    path = checkpoint.latest(tmp_path)
-    assert path is not None
-    assert (path / "rank-00000.safetensors").stat().st_size > 4 * 2000 * 2000
 
 
 def _ends_at_once(folder: str) -> None:
@@ -215,42 +186,6 @@ def test_a_failure_without_wait_is_raised_once_by_the_next_call_on_all_ranks(
     tmp_path: Path,
 ) -> None:
     run_ranks(2, _nobody_waits, str(tmp_path))
-
-
-FULL_DISK = """
-import resource, signal, sys
-import torch, torch.distributed as dist
-from fsdp_compat import FullyShardedDataParallel as FSDP, checkpoint
-dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-model = FSDP(torch.nn.Linear(2000, 2000))
-signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
-saving = checkpoint.async_save({folder!r}, model, step=1)
-try:
-    saving.wait() if {waits} else None
-except checkpoint_error as error:
-    pass
-"""
-
-
-@pytest.mark.parametrize("waits", [False, True])
-def test_an_unreported_failure_is_printed_once_when_the_program_ends(
-    waits: bool, tmp_path: Path
-) -> None:
-    program = FULL_DISK.format(folder=str(tmp_path), waits=waits).replace(
-        "checkpoint_error", "RuntimeError"
-    )
-    ran = subprocess.run(
-        [sys.executable, "-c", program],
-        capture_output=True,
-        text=True,
-        timeout=200,
-        cwd=ROOT,
-        check=False,
-    )
-    assert ran.returncode == 0, ran.stderr
-    assert ran.stderr.count("The checkpoint could not be saved") == (0 if waits else 1), ran.stderr
-    assert ("an async_save failed, and its wait() was not called" in ran.stderr) == (not waits)
 
 
 @contextlib.contextmanager
@@ -362,48 +297,68 @@ def test_a_slow_rank_that_lives_is_waited_for(tmp_path: Path) -> None:
     run_ranks(2, _slow, str(tmp_path))
 
 
-TRAINING_FAILS = """
-import datetime, sys
+# --- the end of a program -------------------------------------------------------------------------
+
+PROGRAM = """
+import datetime, os, resource, select, signal, sys
 import torch, torch.distributed as dist
 from fsdp_compat import FullyShardedDataParallel as FSDP, checkpoint
 from fsdp_compat.checkpoint import _blocks as blocks, _mailbox as mailbox
-rank, mailbox.EXIT_S = int(sys.argv[1]), 1.0
-store = dist.FileStore({store!r}, 2)
-limit = datetime.timedelta(hours=1)
-dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=limit)
-model, write = FSDP(torch.nn.Linear(20, 20)), blocks.BlockWriter.write
-if rank == 1:
-    blocks.BlockWriter.write = lambda self, data: (sys.stdin.readline(), write(self, data))
-saving = checkpoint.async_save({folder!r}, model, step=1)
-if rank == 0:
-    raise ArithmeticError("training has failed")
-saving.wait()
-"""
 
-
-def test_a_process_whose_training_has_failed_ends_while_others_are_still_writing(
-    tmp_path: Path,
-) -> None:
-    program = TRAINING_FAILS.format(store=str(tmp_path / "store"), folder=str(tmp_path / "saves"))
-    pipes: Any = {
-        "stdin": subprocess.PIPE,
-        "stdout": subprocess.PIPE,
-        "stderr": subprocess.PIPE,
-        "text": True,
-        "cwd": ROOT,
-    }
-    ranks = [
-        subprocess.Popen([sys.executable, "-c", program, str(rank)], **pipes) for rank in range(2)
-    ]
+what, folder, rank = sys.argv[1], sys.argv[2], int(sys.argv[3])
+if what != "fails":
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    model = FSDP(torch.nn.Linear(2000, 2000))
+    if what != "saves":
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
+    saving = checkpoint.async_save(folder, model, step=1)
     try:
-        _, first = ranks[0].communicate(timeout=200)
-        _, second = ranks[1].communicate("go on\n" * 10, timeout=200)
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
-    assert [rank.returncode for rank in ranks] == [1, 1], first + second
-    assert "ArithmeticError: training has failed" in first
-    assert "an async_save failed, and its wait() was not called" in first
-    assert "StateError: A rank did not finish the save" in second
-    assert "its program has failed" in second
+        saving.wait() if what == "waits_for_a_full_disk" else None
+    except RuntimeError:
+        pass
+    if what == "saves":
+        dist.destroy_process_group()
+else:
+    mailbox.EXIT_S = 1.0
+    store = dist.FileStore(folder + "-store", 2)
+    limit = datetime.timedelta(hours=1)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=limit)
+    model, write = FSDP(torch.nn.Linear(20, 20)), blocks.BlockWriter.write
+    if rank == 0:
+        store.set("process", str(os.getpid()))
+    else:
+        first = os.pidfd_open(int(store.get("process")))
+
+        def write_when_the_first_has_ended(self, data):
+            select.select([first], [], [])
+            write(self, data)
+
+        blocks.BlockWriter.write = write_when_the_first_has_ended
+    saving = checkpoint.async_save(folder, model, step=1)
+    if rank == 0:
+        raise ArithmeticError("training has failed")
+    saving.wait()
+"""
+NOT_SAVED = "The checkpoint could not be saved"
+NOT_AWAITED = "an async_save failed, and its wait() was not called"
+
+
+def test_programs_end_when_their_saves_are_complete_or_have_failed(tmp_path: Path) -> None:
+    """A failure of which the program was not told is printed once. A process whose training has
+    failed ends while others are still writing."""
+    whats = ("saves", "ignores_a_full_disk", "waits_for_a_full_disk", "fails", "fails")
+    arguments = [(what, tmp_path / what, n - 3) for n, what in enumerate(whats)]
+    saves, ignores, waits, first, second = run_programs(PROGRAM, arguments, tmp_path)
+    assert saves.code == 0 and "Error" not in saves.err, saves.err
+    path = checkpoint.latest(tmp_path / "saves")
+    assert path is not None
+    assert (path / "rank-00000.safetensors").stat().st_size > 4 * 2000 * 2000
+    for program, times in ((ignores, 1), (waits, 0)):
+        assert program.code == 0, program.err
+        assert program.err.count(NOT_SAVED) == program.err.count(NOT_AWAITED) == times, program.err
+    assert (first.code, second.code) == (1, 1), first.err + second.err
+    assert "ArithmeticError: training has failed" in first.err
+    assert NOT_AWAITED in first.err
+    assert "StateError: A rank did not finish the save" in second.err
+    assert "its program has failed" in second.err

@@ -152,7 +152,7 @@ def test_mixed_precision_peak_follows_the_dtypes_of_communication(
 
 @pytest.mark.parametrize("use_orig_params", [False, True])
 def test_two_ranks_hold_the_same_memory_in_every_step(use_orig_params: bool) -> None:
-    for found in run_ranks(2, bytes_of_steps, 20, use_orig_params=use_orig_params):
+    for found in run_ranks(2, bytes_of_steps, 5, use_orig_params=use_orig_params):
         assert 10 <= matrices(found, itemsize=4) < 10.1
         assert len({left for _, left in found}) == 1
 

@@ -212,8 +212,6 @@ def test_the_loss_falls(one_process: dict[str, Losses]) -> None:
     ("num_ranks", "strategy"),
     [
         (1, "FULL_SHARD"),
-        (2, "FULL_SHARD"),
-        (2, "SHARD_GRAD_OP"),
         (2, "NO_SHARD"),
         (3, "SHARD_GRAD_OP"),
         (4, "FULL_SHARD"),
@@ -247,9 +245,8 @@ def test_a_run_resumes_with_other_ranks_and_strategy(
     runs = (
         (2, "2", ["--strategy", "FULL_SHARD"]),
         (3, "4", ["--strategy", "SHARD_GRAD_OP", "--use-orig-params"]),
-        (1, "6", ["--strategy", "FULL_SHARD"]),
-        (4, "8", ["--strategy", "NO_SHARD"]),
-        (2, "12", ["--strategy", "FULL_SHARD", "--use-orig-params", "--save-every", "2"]),
+        (1, "6", ["--strategy", "NO_SHARD"]),
+        (2, "10", ["--strategy", "FULL_SHARD", "--use-orig-params", "--save-every", "2"]),
     )
     for index, (num_ranks, steps, options) in enumerate(runs):
         resume = ["--resume"] if index else []
@@ -257,7 +254,7 @@ def test_a_run_resumes_with_other_ranks_and_strategy(
         losses = trained(num_ranks, tmp_path, "--steps", steps, *directory, *options, *resume)
         assert_same_curve(losses["train"], one_process["train"][: int(steps)])
     names = sorted(path.name for path in (tmp_path / "run").iterdir())
-    assert names == ["settings.json", *(f"step-{step:08d}" for step in (2, 4, 6, 8, 10, 12))]
+    assert names == ["settings.json", *(f"step-{step:08d}" for step in (2, 4, 6, 8, 10))]
 
 
 def test_every_rank_learns_why_the_run_cannot_start(four_steps: Path, tmp_path: Path) -> None:

@@ -202,7 +202,7 @@ def _trains_with(
     step: Any = one_backward,
     build: Any = Stack,
     units: Any = (Block,),
-    num_steps: int = 3,
+    num_steps: int = 2,
     **options: Any,
 ) -> None:
     batch = options.pop("batch", vectors)
@@ -306,7 +306,7 @@ def _in_shard_group(
     assert pair.model.process_group.size() == shape[1]
     hook = Averages(pair.model.process_group)
     pair.model.register_comm_hook([], hook)
-    for _ in range(3):
+    for _ in range(2):
         pair.step(one_backward, as_a_user=True)
     numel = pair.model._runtime.groups[0].store.numel
     assert (numel,) in hook.calls or (shape[1] * numel, numel) in hook.calls

@@ -6,12 +6,11 @@ stopped is waited for."""
 
 from __future__ import annotations
 
-import itertools
 import re
 import subprocess
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -47,16 +46,23 @@ ROOT = Path(__file__).parents[2]
 PATIENCE_S = 0.3
 HERE = re.escape(str(ROOT / "tests"))
 BOTH_WORLDS = pytest.mark.parametrize("ranks", [2, 3])
+# in_place: the model is sharded with fully_shard
+ON_FRONT_ENDS = pytest.mark.parametrize(
+    ("ranks", "in_place"), [(2, False), (3, False), (2, True)], ids=str
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
 
-def subject_of(folder: str, timeout: timedelta | None = None) -> Subject:
+def subject_of(folder: str, timeout: timedelta | None = None, *, in_place: bool = False) -> Subject:
     """A model of its own over a new process group; three ranks read each other's memory in
     place."""
     warnings.simplefilter("ignore", DeprecationWarning)
     return Subject(
-        dist.new_group(timeout=timeout), folder, use_orig_params=dist.get_world_size() == 2
+        dist.new_group(timeout=timeout),
+        folder,
+        use_orig_params=dist.get_world_size() == 2,
+        in_place=in_place,
     )
 
 
@@ -74,6 +80,11 @@ def _run(name: str, *args: Any) -> None:
         shared_memory.MIN_NBYTES = before
 
 
+def share_of(calls: dict[str, Any]) -> dict[str, Any]:
+    """Return every second one: two ranks make those that three ranks do not."""
+    return dict(list(calls.items())[dist.get_world_size() % 2 :: 2])
+
+
 # -- nothing was sent, so nothing is given up
 
 
@@ -82,21 +93,21 @@ def user_name(name: str) -> str:
     return name.partition(",")[0].removeprefix("checkpoint.")
 
 
-def another_than(name: str) -> str:
-    """Return the next call of the table that has another name in errors."""
-    names = list(REFUSABLE)
+def another_than(name: str, calls: Iterable[str]) -> str:
+    """Return the next one of ``calls`` that has another name in errors."""
+    names = list(calls)
     later = names[names.index(name) :] + names
     return next(other for other in later if user_name(other) != user_name(name))
 
 
-def refuses_different_calls(folder: str) -> None:
+def refuses_different_calls(folder: str, in_place: bool) -> None:
     """The last rank makes another call than the others."""
-    subject = subject_of(folder)
+    subject = subject_of(folder, in_place=in_place)
     with limits(idle_s=5, patience_s=PATIENCE_S):
-        for name in REFUSABLE:
-            own = another_than(name) if subject.is_last else name
+        for name in subject.refusable:
+            another = another_than(name, subject.refusable)
+            own, other = (another, name) if subject.is_last else (name, another)
             message = message_of(REFUSABLE[own], subject)
-            other = name if subject.is_last else another_than(name)
             facts = called(subject.rank, own) + called(1 - subject.rank, other)
             assert_told(message, "did not come together", *facts)
             subject.assert_trains()
@@ -108,15 +119,18 @@ def called(rank: int, name: str) -> list[str]:
     return [rf"rank {rank} (called|waits in) \S*\b{call}.* at {HERE}"]
 
 
-def test_different_calls_are_refused_and_the_next_step_trains(tmp_path: Path) -> None:
-    run_faults(2, refuses_different_calls, str(tmp_path), timeout=120)
+@pytest.mark.parametrize("in_place", [False, True])
+def test_different_calls_are_refused_and_the_next_step_trains(
+    in_place: bool, tmp_path: Path
+) -> None:
+    run_faults(2, refuses_different_calls, str(tmp_path), in_place, timeout=120)
 
 
-def refuses_calls_made_by_some(folder: str) -> None:
+def refuses_calls_made_by_some(folder: str, in_place: bool) -> None:
     """The last rank trains on: it waits for parameters of the others."""
-    subject = subject_of(folder)
+    subject = subject_of(folder, in_place=in_place)
     with limits(idle_s=20, patience_s=PATIENCE_S):
-        for name, call in REFUSABLE.items():
+        for name, call in share_of(subject.refusable).items():
             if not subject.is_last:
                 message = message_of(call, subject)
                 assert_told(message, "did not come together", *called(subject.rank, name))
@@ -124,11 +138,11 @@ def refuses_calls_made_by_some(folder: str) -> None:
             subject.assert_trains()
 
 
-@BOTH_WORLDS
+@ON_FRONT_ENDS
 def test_calls_that_one_rank_skips_are_refused_and_its_step_ends(
-    ranks: int, tmp_path: Path
+    ranks: int, in_place: bool, tmp_path: Path
 ) -> None:
-    run_faults(ranks, refuses_calls_made_by_some, str(tmp_path), timeout=120)
+    run_faults(ranks, refuses_calls_made_by_some, str(tmp_path), in_place, timeout=120)
 
 
 def refuses_calls_without_an_idle_rank(folder: str) -> None:
@@ -198,7 +212,7 @@ WRONG: dict[str, tuple[Call, Call]] = {
 def refuses_wrong_arguments(folder: str) -> None:
     subject = subject_of(folder)
     with limits(idle_s=20, patience_s=PATIENCE_S):
-        for right, wrong in WRONG.values():
+        for right, wrong in share_of(WRONG).values():
             with pytest.raises(FsdpCompatError) as caught:
                 (wrong if subject.is_last else right)(subject)
             assert_told(str(caught.value))
@@ -210,29 +224,34 @@ def test_a_wrong_argument_on_one_rank_gives_nothing_up(ranks: int, tmp_path: Pat
     run_faults(ranks, refuses_wrong_arguments, str(tmp_path), timeout=120)
 
 
-def raises_on_all_ranks(folder: str) -> None:
-    subject = subject_of(folder)
-    for place in PLACES:
-        for name in ("forward", *(name for name in REFUSABLE if "load" not in name)):
+def raises_on_all_ranks(folder: str, in_place: bool) -> None:
+    subject = subject_of(folder, in_place=in_place)
+    names = [name for name in share_of(subject.refusable) if "load" not in name]
+    for number, place in enumerate(PLACES):
+        for name in ("forward", *names[number % 2 :: 2]):
             with planted(subject, place), pytest.raises(Planted, match=f"^{place}$"):
                 subject.train()
             CALLS[name](subject)
         subject.assert_trains()
 
 
-@BOTH_WORLDS
-def test_an_exception_on_all_ranks_gives_nothing_up(ranks: int, tmp_path: Path) -> None:
-    run_faults(ranks, raises_on_all_ranks, str(tmp_path), timeout=120)
+@ON_FRONT_ENDS
+def test_an_exception_on_all_ranks_gives_nothing_up(
+    ranks: int, in_place: bool, tmp_path: Path
+) -> None:
+    run_faults(ranks, raises_on_all_ranks, str(tmp_path), in_place, timeout=120)
 
 
 # -- a failure in the middle is for good
 
 
-def fails_where_one_rank_raises(folder: str) -> None:
-    """The last rank raises in a step and catches it; each time it makes another call then."""
-    next_calls = itertools.cycle(CALLS.values())
-    for place in IN_STEP * (2 if dist.get_world_size() == 2 else 1):
-        subject, call = subject_of(folder), next(next_calls)
+def fails_where_one_rank_raises(folder: str, in_place: bool) -> None:
+    """The last rank raises in a step and catches it; each time it makes another call then. Two
+    ranks make other calls than three."""
+    for number, place in enumerate(IN_STEP):
+        subject = subject_of(folder, in_place=in_place)
+        calls = list(subject.calls.values())
+        call = calls[number + (len(IN_STEP) if dist.get_world_size() == 2 and not in_place else 0)]
         with limits(idle_s=20, patience_s=PATIENCE_S):
             if subject.is_last:
                 with planted(subject, place), pytest.raises(Planted, match=f"^{place}$"):
@@ -249,11 +268,11 @@ def fails_where_one_rank_raises(folder: str) -> None:
         assert_stays_failed(subject)
 
 
-@BOTH_WORLDS
+@ON_FRONT_ENDS
 def test_a_rank_that_raises_alone_in_a_step_fails_all_ranks_for_good(
-    ranks: int, tmp_path: Path
+    ranks: int, in_place: bool, tmp_path: Path
 ) -> None:
-    run_faults(ranks, fails_where_one_rank_raises, str(tmp_path), timeout=120)
+    run_faults(ranks, fails_where_one_rank_raises, str(tmp_path), in_place, timeout=120)
 
 
 def interrupt() -> None:
@@ -262,7 +281,7 @@ def interrupt() -> None:
 
 def fails_where_one_rank_is_interrupted(folder: str) -> None:
     """An interrupt ends the last rank's wait in the middle of each call."""
-    for call in (PASSES | BETWEEN_STEPS).values():
+    for call in (PASSES | share_of(BETWEEN_STEPS)).values():
         subject = subject_of(folder)
         with limits(idle_s=20, patience_s=PATIENCE_S):
             if subject.is_last:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import itertools
 from functools import partial
 from typing import Any
 
@@ -75,7 +76,8 @@ def _trains_in_every_way(
     }
     if strategy in HYBRIDS:
         options["replicas"] = 2
-    for pattern in ("s", "ss", "nns", "snsns") if dist.get_world_size() < 4 else ("s", "snsns"):
+    patterns = ("ss", "nns") if use_orig_params else ("s", "snsns")
+    for pattern in patterns:
         pair = train(build, step=partial(accumulates_mean, pattern), num_steps=2, **options)
         for p in pair.model.parameters():
             assert p.device.type == "cpu"
@@ -123,7 +125,7 @@ def test_large_parameters_and_parameters_smaller_than_ranks_train_as_unsharded(
 
 def _odd_sizes(use_orig_params: bool) -> None:
     build = partial(chain, partial(nn.Linear, DIM, DIM), Odd, Tiny, partial(nn.Linear, DIM, DIM))
-    train(build, (Odd, Tiny), use_orig_params=use_orig_params, **OFFLOAD)
+    train(build, (Odd, Tiny), num_steps=2, use_orig_params=use_orig_params, **OFFLOAD)
     width = 264
     assert width * width > LARGE
     build = partial(chain, partial(nn.Linear, width, width), partial(nn.Linear, width, width))
@@ -133,6 +135,7 @@ def _odd_sizes(use_orig_params: bool) -> None:
         (nn.Linear,),
         step,
         batch=partial(_batch, width),
+        num_steps=1,
         use_orig_params=use_orig_params,
         **OFFLOAD,
     )
@@ -143,7 +146,7 @@ def _batch(width: int, generator: torch.Generator) -> Tensor:
 
 
 def _others(use_orig_params: bool) -> None:
-    options: dict[str, Any] = {"use_orig_params": use_orig_params, **OFFLOAD}
+    options: dict[str, Any] = {"use_orig_params": use_orig_params, "num_steps": 2, **OFFLOAD}
     train(partial(chain, Lora, Lora, Lora), (Lora,), batch=wide_vectors, **options)
     train(partial(chain, partial(frozen, Block), Block, partial(frozen, Block)), **options)
     for reentrant in (False, True):
@@ -186,7 +189,7 @@ def _as_without_offload(use_orig_params: bool) -> None:
             optim = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
             generator = torch.Generator().manual_seed(dist.get_rank())
             values = []
-            for letter in "snsss":
+            for letter in "sns":
                 with model.no_sync() if letter == "n" else contextlib.nullcontext():
                     values.append(backward(square(model, vectors(generator))))
                 if letter == "s":
@@ -303,51 +306,35 @@ def test_the_next_forward_sees_an_update_of_the_shards(
 
 
 def _summons(strategy: ShardingStrategy, use_orig_params: bool) -> None:
-    for rank0_only in (False, True):
-        for to_cpu in (False, True):
-            for writeback in (False, True):
-                for with_grads in (False, True):
-                    if writeback and rank0_only:
-                        continue
-                    pair = make_pair(
-                        Stack,
-                        sharding_strategy=strategy,
-                        use_orig_params=use_orig_params,
-                        **OFFLOAD,
-                    )
-                    x = torch.ones(2, DIM)
-                    for each in (pair.plain, pair.model):
-                        square(each, x).backward()
-                    options = {
-                        "rank0_only": rank0_only,
-                        "offload_to_cpu": to_cpu,
-                        "with_grads": with_grads,
-                    }
-                    with FSDP.summon_full_params(pair.model, writeback=writeback, **options):
-                        if not rank0_only or pair.rank == 0:
-                            shown = dict(pair.model.named_parameters())
-                            for name, p in pair.plain.named_parameters():
-                                assert_close(shown[name], p, name)
-                                assert (shown[name].grad is not None) == with_grads
-                                if with_grads:
-                                    assert_close(shown[name].grad, p.grad, f"gradient of {name}")
-                            with torch.no_grad():
-                                for p in shown.values():
-                                    p.add_(1)
-                                    if with_grads:
-                                        p.grad.mul_(3)
-                    copies = dist.get_world_size() if strategy is ShardingStrategy.NO_SHARD else 1
-                    is_whole = (
-                        copies == dist.get_world_size()
-                    )  # then the shown values are the only ones, see summon_full_params
-                    stays = writeback or (is_whole and (copies == 1 or not rank0_only))
-                    for p in pair.plain.parameters() if stays else ():
-                        p.data.add_(1)
-                        p.grad.mul_(3 if with_grads else 1)
-                    pair.assert_parameters_equal()
-                    pair.assert_gradients_equal()
-                    pair.compare_and_update()
-                    pair.step(one_backward)
+    pair = make_pair(Stack, sharding_strategy=strategy, use_orig_params=use_orig_params, **OFFLOAD)
+    copies = dist.get_world_size() if strategy is NO_SHARD else 1
+    is_whole = copies == dist.get_world_size()  # then the shown values are the only ones
+    for rank0_only, to_cpu, writeback, with_grads in itertools.product((False, True), repeat=4):
+        if writeback and rank0_only:
+            continue
+        for each in (pair.plain, pair.model):
+            square(each, torch.ones(2, DIM)).backward()
+        options = {"rank0_only": rank0_only, "offload_to_cpu": to_cpu, "with_grads": with_grads}
+        with FSDP.summon_full_params(pair.model, writeback=writeback, **options):
+            if not rank0_only or pair.rank == 0:
+                shown = dict(pair.model.named_parameters())
+                for name, p in pair.plain.named_parameters():
+                    assert_close(shown[name], p, name)
+                    assert (shown[name].grad is not None) == with_grads
+                    if with_grads:
+                        assert_close(shown[name].grad, p.grad, f"gradient of {name}")
+                with torch.no_grad():
+                    for p in shown.values():
+                        p.add_(0.01)
+                        if with_grads:
+                            p.grad.mul_(0.5)
+        stays = writeback or (is_whole and (copies == 1 or not rank0_only))
+        for p in pair.plain.parameters() if stays else ():
+            p.data.add_(0.01)
+            p.grad.mul_(0.5 if with_grads else 1)
+        pair.assert_parameters_equal()
+        pair.assert_gradients_equal()
+        pair.compare_and_update()
 
 
 @both_forms
@@ -361,41 +348,37 @@ def test_summon_full_params_exposes_copies_and_writes_back_on_request(
 
 
 def _saves_and_loads(use_orig_params: bool) -> None:
-    for kind, configs in (
-        (
-            StateDictType.FULL_STATE_DICT,
-            [FullStateDictConfig(offload_to_cpu=value) for value in (False, True)],
-        ),
+    for kind, config in (
+        (StateDictType.FULL_STATE_DICT, FullStateDictConfig(offload_to_cpu=use_orig_params)),
         (
             StateDictType.SHARDED_STATE_DICT,
-            [ShardedStateDictConfig(offload_to_cpu=value) for value in (False, True)],
+            ShardedStateDictConfig(offload_to_cpu=not use_orig_params),
         ),
     ):
-        for config in configs:
-            pair = train(Stack, num_steps=1, use_orig_params=use_orig_params, **OFFLOAD)
-            adam = torch.optim.Adam(pair.model.parameters(), 0.01)
-            square(pair.model, torch.ones(2, DIM)).backward()
-            adam.step()
-            adam.zero_grad()
-            with FSDP.state_dict_type(pair.model, kind, config):
-                state = copy.deepcopy(pair.model.state_dict())
-                optim_state = copy.deepcopy(FSDP.optim_state_dict(pair.model, adam))
-            later = make_pair(Stack, seed=1, use_orig_params=use_orig_params, **OFFLOAD).model
-            later_adam = torch.optim.Adam(later.parameters(), 0.01)
-            with FSDP.state_dict_type(later, kind, config):
-                later.load_state_dict(state)
-                later_adam.load_state_dict(
-                    FSDP.optim_state_dict_to_load(later, later_adam, optim_state)
-                )
-            for model, optim in ((pair.model, adam), (later, later_adam)):
-                for _ in range(2):
-                    square(model, torch.ones(2, DIM) * (1 + pair.rank)).backward()
-                    optim.step()
-                    optim.zero_grad()
-            one, other = pair.model.state_dict(), later.state_dict()
-            assert list(one) == list(other)
-            for name, value in one.items():
-                assert torch.equal(value, other[name]), f"{name} after loading from {kind.name}"
+        pair = train(Stack, num_steps=1, use_orig_params=use_orig_params, **OFFLOAD)
+        adam = torch.optim.Adam(pair.model.parameters(), 0.01)
+        square(pair.model, torch.ones(2, DIM)).backward()
+        adam.step()
+        adam.zero_grad()
+        with FSDP.state_dict_type(pair.model, kind, config):
+            state = copy.deepcopy(pair.model.state_dict())
+            optim_state = copy.deepcopy(FSDP.optim_state_dict(pair.model, adam))
+        later = make_pair(Stack, seed=1, use_orig_params=use_orig_params, **OFFLOAD).model
+        later_adam = torch.optim.Adam(later.parameters(), 0.01)
+        with FSDP.state_dict_type(later, kind, config):
+            later.load_state_dict(state)
+            later_adam.load_state_dict(
+                FSDP.optim_state_dict_to_load(later, later_adam, optim_state)
+            )
+        for model, optim in ((pair.model, adam), (later, later_adam)):
+            for _ in range(2):
+                square(model, torch.ones(2, DIM) * (1 + pair.rank)).backward()
+                optim.step()
+                optim.zero_grad()
+        one, other = pair.model.state_dict(), later.state_dict()
+        assert list(one) == list(other)
+        for name, value in one.items():
+            assert torch.equal(value, other[name]), f"{name} after loading from {kind.name}"
 
 
 @both_forms

@@ -157,7 +157,7 @@ def test_training_is_bit_equal_to_torch(name: str, strategy: str, use_orig_param
         strategy,
         use_orig_params,
         None,
-        "sss",
+        "ss",
     )
     assert differences == [[], []]
 
@@ -165,7 +165,7 @@ def test_training_is_bit_equal_to_torch(name: str, strategy: str, use_orig_param
 @pytest.mark.parametrize("use_orig_params", [False, True])
 def test_adamw_is_bit_equal_to_torch(use_orig_params: bool) -> None:
     differences = run_ranks(
-        2, _differences, *MODELS["blocks"], _adam, "FULL_SHARD", use_orig_params, None, "sss"
+        2, _differences, *MODELS["blocks"], _adam, "FULL_SHARD", use_orig_params, None, "ss"
     )
     assert differences == [[], []]
 
@@ -176,7 +176,7 @@ def test_accumulation_without_sync_is_bit_equal_to_torch(
     strategy: str, use_orig_params: bool
 ) -> None:
     differences = run_ranks(
-        2, _differences, *MODELS["blocks"], _sgd, strategy, use_orig_params, None, "nsnns"
+        2, _differences, *MODELS["blocks"], _sgd, strategy, use_orig_params, None, "nsns"
     )
     assert differences == [[], []]
 
@@ -184,7 +184,7 @@ def test_accumulation_without_sync_is_bit_equal_to_torch(
 def test_frozen_weights_beside_trainable_ones_are_bit_equal_to_torch() -> None:
     build = partial(chain, Lora, Lora)
     differences = run_ranks(
-        2, _differences, build, {Lora}, wide_vectors, _sgd, "FULL_SHARD", True, None, "sss"
+        2, _differences, build, {Lora}, wide_vectors, _sgd, "FULL_SHARD", True, None, "ss"
     )
     assert differences == [[], []]
 
@@ -195,7 +195,7 @@ def test_bf16_computation_with_float32_reduction_is_bit_equal_to_torch(
 ) -> None:
     precision = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
     differences = run_ranks(
-        2, _differences, *MODELS["blocks"], _sgd, "FULL_SHARD", use_orig_params, precision, "sss"
+        2, _differences, *MODELS["blocks"], _sgd, "FULL_SHARD", use_orig_params, precision, "ss"
     )
     assert differences == [[], []]
 
@@ -212,7 +212,7 @@ def _differ(cases: list[Case]) -> list[str]:
             theirs, ours = (
                 losses_and_parameters(case, library) for library in (torch_fsdp, fsdp_compat)
             )
-            assert len(ours) > 60
+            assert len(ours) > 40
             different = [
                 index
                 for index, (a, b) in enumerate(zip(theirs, ours, strict=True))
@@ -249,7 +249,7 @@ def _draw(rng: random.Random) -> list[Case]:
     trainable or frozen as a whole."""
     cases = draw_cases(
         rng,
-        12,
+        14,
         strategy=STRATEGIES,
         precision=["fp32"],
         offload=[False],
@@ -264,7 +264,7 @@ def _draw(rng: random.Random) -> list[Case]:
 @pytest.mark.slow
 @seed(0)
 @settings(
-    max_examples=2,
+    max_examples=1,
     derandomize=True,
     deadline=None,
     phases=[Phase.generate],

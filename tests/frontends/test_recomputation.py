@@ -41,9 +41,9 @@ both_kinds = pytest.mark.parametrize("reentrant", [False, True])
 early_or_not = pytest.mark.parametrize("early_stop", [False, True])
 
 
-def _trains(*args: Any, early_stop: bool = True, **kwargs: Any) -> None:
+def _trains(*args: Any, early_stop: bool = True, num_steps: int = 2, **kwargs: Any) -> None:
     with set_checkpoint_early_stop(early_stop):
-        train(*args, **kwargs)
+        train(*args, num_steps=num_steps, **kwargs)
 
 
 @pairwise
@@ -128,7 +128,7 @@ def test_a_checkpoint_may_be_around_the_root(reentrant: bool, strategy: Sharding
 def _wraps_in_checkpoint_wrappers(use_orig_params: bool) -> None:
     pair = make_pair(Stack, use_orig_params=use_orig_params)
     apply_activation_checkpointing(pair.model, check_fn=lambda module: isinstance(module, Block))
-    for _ in range(3):
+    for _ in range(2):
         pair.step(one_backward, as_a_user=False)
 
 

@@ -60,6 +60,15 @@ def _train(pair: Pair, num_steps: int = 2) -> Pair:
     return pair
 
 
+def _train_alone(pair: Pair, num_steps: int = 2) -> Pair:
+    """Train the sharded copy as ``_train`` does, and compare nothing."""
+    for _ in range(num_steps):
+        square(pair.model, pair.batches()[pair.rank]).backward()
+        pair.optim.step()
+        pair.optim.zero_grad()
+    return pair
+
+
 def _state(pair: Pair) -> dict[str, Any]:
     return {name: value.tolist() for name, value in pair.model.state_dict().items()}
 
@@ -83,30 +92,24 @@ def _answers(answers: dict[type[nn.Module], Any], module: nn.Module) -> bool | d
 
 
 def _nests_strategies(nested: list[tuple[ShardingStrategy, ShardingStrategy]]) -> None:
-    """Units of one strategy nested in units of another, by policy and by hand."""
+    """Units of one strategy nested in units of another: two combinations in a model, one by policy
+    and one by hand."""
     options = _options()
     others = zip(itertools.cycle(ShardingStrategy), itertools.cycle((False, True)), strict=False)
-    for (root, use_orig_params), (outer, inner) in zip(others, nested, strict=False):
+    models = zip(nested[::2], (nested[1::2] + nested[:1])[: len(nested[::2])], strict=True)
+    for (root, use_orig_params), by_block in zip(others, models, strict=False):
         plain, model = _two_copies(NESTED)
-        if inner.value >= outer.value:
-            policy = CustomPolicy(partial(_answers, {Outer: options[outer], Inner: options[inner]}))
-            model = FSDP(
-                model, auto_wrap_policy=policy, use_orig_params=use_orig_params, **options[root]
-            )
-        else:
-            for index, block in enumerate(model.blocks):
-                for name in ("first", "second"):
-                    setattr(
-                        block,
-                        name,
-                        FSDP(
-                            getattr(block, name), use_orig_params=use_orig_params, **options[inner]
-                        ),
-                    )
-                model.blocks[index] = FSDP(block, use_orig_params=use_orig_params, **options[outer])
-            model = FSDP(model, use_orig_params=use_orig_params, **options[root])
+        wrap = partial(FSDP, use_orig_params=use_orig_params)
+        outer, inner = by_block[1]
+        block = model.blocks[1]
+        for name in ("first", "second"):
+            setattr(block, name, wrap(getattr(block, name), **options[inner]))
+        model.blocks[1] = wrap(block, **options[outer])
+        outer, inner = by_block[0]
+        policy = CustomPolicy(partial(_answers, {Outer: options[outer], Inner: options[inner]}))
+        model = wrap(model, auto_wrap_policy=policy, **options[root])
         got = [unit.sharding_strategy for unit in FSDP.fsdp_modules(model)]
-        assert got == [root, *[outer, inner, inner] * 2]
+        assert got == [root, *[s for outer, inner in by_block for s in (outer, inner, inner)]]
         _train(Pair(plain, model))
 
 
@@ -190,7 +193,7 @@ def _mixes_dtypes(by_hand: bool, strategy: ShardingStrategy, use_orig_params: bo
         )
         model = FSDP(model, auto_wrap_policy=policy, **options)
     pair = Pair(plain, model)
-    for _ in range(3):
+    for _ in range(2):
         pair.step()
         assert [unit.seen for unit in model.module] == [(dtype, dtype) for dtype in DTYPES]
         assert [unit.mixed_precision.param_dtype for unit in FSDP.fsdp_modules(model)] == [
@@ -266,7 +269,7 @@ def _trains_like_this(library: Any, name: str, use_orig_params: bool) -> list[di
     optim = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
     generator = torch.Generator().manual_seed(1 + dist.get_rank())
     seen = []
-    for _ in range(3):
+    for _ in range(2):
         loss = square(model, vectors(generator))
         loss.backward()
         optim.step()
@@ -323,13 +326,14 @@ def _prefetches_in_every_way(strategy: ShardingStrategy, use_orig_params: bool) 
             **meshed,
         }
         policy = ModuleWrapPolicy({Outer, Inner})
-        pair = _train(
-            Pair(
-                plain,
-                FSDP(model, auto_wrap_policy=policy, use_orig_params=use_orig_params, **options),
-            )
+        pair = Pair(
+            plain, FSDP(model, auto_wrap_policy=policy, use_orig_params=use_orig_params, **options)
         )
-        first = first or _state(pair)
+        if first:
+            _train_alone(pair)
+        else:
+            _train(pair)
+            first = _state(pair)
         assert _state(pair) == first, f"{options} gives other bits"
 
 
@@ -362,8 +366,7 @@ def _prefetches_differently_by_unit() -> None:
     for root in (*BackwardPrefetch, None):
         plain, model = _two_copies(NESTED)
         _train(
-            Pair(plain, FSDP(model, auto_wrap_policy=CustomPolicy(choose), backward_prefetch=root)),
-            3,
+            Pair(plain, FSDP(model, auto_wrap_policy=CustomPolicy(choose), backward_prefetch=root))
         )
 
 
@@ -416,12 +419,12 @@ def _gives_units_groups_of_their_own() -> None:
     for index, block in enumerate(model.blocks):
         block.first = FSDP(block.first, device_mesh=mesh)
         model.blocks[index] = FSDP(block, process_group=group)
-    _train(Pair(plain, FSDP(model)), 3)
+    _train(Pair(plain, FSDP(model)))
     policy = CustomPolicy(
         partial(_answers, {Outer: {"process_group": group}, Inner: {"device_mesh": mesh}})
     )
     plain, model = _two_copies(NESTED)
-    _train(Pair(plain, FSDP(model, auto_wrap_policy=policy)), 3)
+    _train(Pair(plain, FSDP(model, auto_wrap_policy=policy)))
 
 
 def test_units_may_have_process_groups_and_meshes_of_their_own() -> None:
@@ -432,11 +435,12 @@ def test_units_may_have_process_groups_and_meshes_of_their_own() -> None:
 
 
 def _takes_torchs_settings(use_orig_params: bool) -> None:
-    """In the constructor and in the answers of a policy of torch's. Everything computes in float32
-    anyway."""
+    """In the constructor and in the answers of a policy of torch's; the two forms together have
+    every strategy. Everything computes in float32 anyway."""
     options = _options()
     prefetches = itertools.cycle((*torch_fsdp.BackwardPrefetch, None))
-    for strategy, prefetch in zip(torch_fsdp.ShardingStrategy, prefetches, strict=False):
+    strategies = list(torch_fsdp.ShardingStrategy)[use_orig_params::2]
+    for strategy, prefetch in zip(strategies, prefetches, strict=False):
         ours = ShardingStrategy[strategy.name]
         answer = {
             "mixed_precision": torch_fsdp.MixedPrecision(torch.float32, cast_forward_inputs=True)
@@ -503,7 +507,7 @@ def _follows_torchs_policies() -> None:
             if isinstance(m, FSDP)
         ]
         plain, model = _two_copies(NESTED)
-        pair = _train(Pair(plain, FSDP(model, auto_wrap_policy=theirs)))
+        pair = _train(Pair(plain, FSDP(model, auto_wrap_policy=theirs)), 1)
         got = [path for path, m in pair.model.named_modules() if isinstance(m, FSDP)]
         assert got == wanted, name
         assert len(got) > 1, name

@@ -197,6 +197,13 @@ def in_both_forms(function: Callable[..., None], *arguments: Any) -> None:
             function(*arguments, use_orig_params)
 
 
+def in_one_call(functions: list[Callable[..., None]], *arguments: Any) -> None:
+    """Call all functions, in one call of run_ranks."""
+    for function in functions:
+        with about(function.__name__.strip("_")):
+            function(*arguments)
+
+
 plans = pytest.mark.parametrize("plan", [blocks_only, whole_sequence])
 each_plan = pytest.mark.parametrize(
     ("plan", "use_orig_params"), [(blocks_only, True), (whole_sequence, False)]
@@ -207,9 +214,9 @@ each_plan = pytest.mark.parametrize(
 
 
 def _trains(plan: Plan, use_orig_params: bool) -> None:
-    cases: list[dict[str, Any]] = [{}, {"shape": (1, 4)}, {"dtype": torch.float32}]
+    cases: list[dict[str, Any]] = [{}, {"shape": (1, 4), "dtype": torch.float32}]
     if plan is whole_sequence:
-        cases += [{"wrapped": False}, {"sharding_strategy": SHARD_GRAD_OP}, {"shape": (4, 1)}]
+        cases += [{"wrapped": False, "sharding_strategy": SHARD_GRAD_OP, "shape": (4, 1)}]
         cases += [
             {
                 "sharding_strategy": NO_SHARD,
@@ -224,26 +231,22 @@ def _trains(plan: Plan, use_orig_params: bool) -> None:
                 pair.step()
 
 
-@each_plan
-def test_two_dimensions_train_as_unsharded(plan: Plan, use_orig_params: bool) -> None:
-    run_ranks(4, _trains, plan, use_orig_params, timeout=120)
-
-
 def _trains_hybrid(use_orig_params: bool) -> None:
-    for shape in ((2, 1, 2), (1, 2, 2)):
-        pair = Pair(
-            whole_sequence, shape=shape, sharding_strategy=HYBRID, use_orig_params=use_orig_params
-        )
-        for _ in range(2):
-            pair.step()
-        pair.backward()
-        norms = [
-            torch.nn.utils.clip_grad_norm_(pair.plain.parameters(), 0.01),
-            pair.model.clip_grad_norm_(0.01),
-        ]
-        assert_equal(norms[1], norms[0], "norm")
-        pair.update()
-        pair.assert_state_equal()
+    pair = Pair(
+        whole_sequence,
+        shape=(2, 1, 2) if use_orig_params else (1, 2, 2),
+        sharding_strategy=HYBRID,
+        use_orig_params=use_orig_params,
+    )
+    pair.step()
+    pair.backward()
+    norms = [
+        torch.nn.utils.clip_grad_norm_(pair.plain.parameters(), 0.01),
+        pair.model.clip_grad_norm_(0.01),
+    ]
+    assert_equal(norms[1], norms[0], "norm")
+    pair.update()
+    pair.assert_state_equal()
 
 
 def test_a_third_dimension_may_hold_replicas() -> None:
@@ -261,11 +264,6 @@ def _trains_partly_frozen(plan: Plan, use_orig_params: bool) -> None:
                 pair.step()
 
 
-@each_plan
-def test_frozen_parameters_stay_unchanged(plan: Plan, use_orig_params: bool) -> None:
-    run_ranks(4, _trains_partly_frozen, plan, use_orig_params)
-
-
 def _accumulates(plan: Plan, use_orig_params: bool) -> None:
     pair = Pair(plan, use_orig_params=use_orig_params)
     for context in (contextlib.nullcontext, pair.model.no_sync):
@@ -278,12 +276,15 @@ def _accumulates(plan: Plan, use_orig_params: bool) -> None:
 
 
 @each_plan
-def test_gradients_accumulate(plan: Plan, use_orig_params: bool) -> None:
-    run_ranks(4, _accumulates, plan, use_orig_params)
+def test_two_dimensions_train_as_unsharded_also_frozen_in_part_and_with_accumulated_gradients(
+    plan: Plan, use_orig_params: bool
+) -> None:
+    functions = [_trains, _trains_partly_frozen, _accumulates]
+    run_ranks(4, in_one_call, functions, plan, use_orig_params, timeout=120)
 
 
 def _evaluates_between_steps(use_orig_params: bool) -> None:
-    pair = Pair(whole_sequence, use_orig_params=use_orig_params)
+    pair = Pair(whole_sequence, shape=(2, 1), use_orig_params=use_orig_params)
     x = torch.randn(3, LENGTH, DIM, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
     for context in (torch.no_grad, torch.inference_mode):
         with context():
@@ -292,7 +293,7 @@ def _evaluates_between_steps(use_orig_params: bool) -> None:
 
 
 def test_evaluation_sees_new_weights() -> None:
-    run_ranks(4, in_both_forms, _evaluates_between_steps)
+    run_ranks(2, in_both_forms, _evaluates_between_steps)
 
 
 # -- clipping
@@ -306,12 +307,8 @@ def _clips(plan: Plan, frozen: tuple[str, ...], use_orig_params: bool) -> None:
 
     # Every two of a plan, a form and a norm type are combined.
     norm_types = (1.0, 2.0) if (plan is blocks_only) is use_orig_params else (3.0, math.inf)
-    for norm_type in norm_types:
-        for clip, max_norm in (
-            (pair.model.clip_grad_norm_, 1e-3),
-            (pair.model.clip_grad_norm_, 1e3),
-            (by_torch, 1e-3),
-        ):
+    for norm_type, limit in zip(norm_types, (1e-3, 1e3), strict=True):
+        for clip, max_norm in ((pair.model.clip_grad_norm_, limit), (by_torch, 1e-3)):
             pair.backward()
             expected = torch.nn.utils.clip_grad_norm_(pair.plain.parameters(), max_norm, norm_type)
             assert expected > 1e-3
@@ -357,16 +354,10 @@ def _saves_and_loads(plan: Plan, use_orig_params: bool) -> None:
     assert bool(state) is (pair.rank == 0)
 
 
-@each_plan
-def test_full_state_dict_has_full_tensors_and_loads_back(plan: Plan, use_orig_params: bool) -> None:
-    run_ranks(4, _saves_and_loads, plan, use_orig_params)
-
-
 def _moves_optimizer_state(plan: Plan, use_orig_params: bool) -> None:
     options: dict[str, Any] = {"optimizer": torch.optim.Adam, "settings": {"lr": 0.01}}
     pair = Pair(plan, use_orig_params=use_orig_params, **options)
-    for _ in range(2):
-        pair.step()
+    pair.step()
     state = FSDP.optim_state_dict(pair.model, pair.optim)
     for number, (name, _) in enumerate(pair.plain.named_parameters()):
         for key, value in pair.plain_optim.state_dict()["state"][number].items():
@@ -387,13 +378,6 @@ def _moves_optimizer_state(plan: Plan, use_orig_params: bool) -> None:
         FSDP.optim_state_dict_to_load(numbered.model, numbered.optim, by_number)
     )
     numbered.step()
-
-
-@each_plan
-def test_full_optimizer_state_has_full_tensors_and_loads_back(
-    plan: Plan, use_orig_params: bool
-) -> None:
-    run_ranks(4, _moves_optimizer_state, plan, use_orig_params)
 
 
 def _shows_whole_parameters(plan: Plan, use_orig_params: bool) -> None:
@@ -420,8 +404,11 @@ def _shows_whole_parameters(plan: Plan, use_orig_params: bool) -> None:
 
 
 @each_plan
-def test_summon_full_params_writes_back(plan: Plan, use_orig_params: bool) -> None:
-    run_ranks(4, _shows_whole_parameters, plan, use_orig_params)
+def test_full_states_load_back_and_summon_full_params_writes_back(
+    plan: Plan, use_orig_params: bool
+) -> None:
+    functions = [_saves_and_loads, _moves_optimizer_state, _shows_whole_parameters]
+    run_ranks(4, in_one_call, functions, plan, use_orig_params, timeout=120)
 
 
 def _two_dimensional(plan: Plan, seed: int, kind: str, use_orig_params: bool) -> FSDP:
@@ -486,18 +473,18 @@ def _sharded_states(plan: Plan, use_orig_params: bool, directory: str) -> None:
             model.load_state_dict(copy.deepcopy(state))
             _assert_holds(model, 1, (kind, target, "in memory"))
     flat = _sharded_state(_two_dimensional(plan, 3, "flat", use_orig_params))
-    for target in ("mesh", "boxes"):
-        model = _two_dimensional(plan, 2, target, use_orig_params)
-        model.load_state_dict(flat)
-        _assert_holds(model, 3, (target, "from boxes without tensor parallelism"))
-        with (
-            FSDP.state_dict_type(model, StateDictType.LOCAL_STATE_DICT),
-            pytest.raises(
-                UsageError,
-                match=r"local state dict of tensor-parallel parameters[\s\S]*FULL_STATE_DICT",
-            ),
-        ):
-            model.state_dict()
+    target = "mesh" if plan is blocks_only else "boxes"
+    model = _two_dimensional(plan, 2, target, use_orig_params)
+    model.load_state_dict(flat)
+    _assert_holds(model, 3, (target, "from boxes without tensor parallelism"))
+    with (
+        FSDP.state_dict_type(model, StateDictType.LOCAL_STATE_DICT),
+        pytest.raises(
+            UsageError,
+            match=r"local state dict of tensor-parallel parameters[\s\S]*FULL_STATE_DICT",
+        ),
+    ):
+        model.state_dict()
     if dist.get_rank() == 0:
         for kind in ("mesh", "boxes"):
             plain = Net().state_dict()
@@ -558,7 +545,7 @@ def test_sharded_optimizer_state_values_cover_the_full_parameters(
 
 
 def _copies(use_orig_params: bool) -> None:
-    pair = Pair(whole_sequence, use_orig_params=use_orig_params)
+    pair = Pair(whole_sequence, shape=(2, 1), use_orig_params=use_orig_params)
     pair.step()
     second, before = copy.deepcopy(pair.model), pair.model.state_dict()
     pair.step()
@@ -572,9 +559,8 @@ def _copies(use_orig_params: bool) -> None:
     second.load_state_dict(pair.model.state_dict())
     pair.model, pair.optim = second, torch.optim.SGD(second.parameters(), 0.1)
     pair.plain_optim = torch.optim.SGD(pair.plain.parameters(), 0.1)
-    for _ in range(2):
-        pair.step()
+    pair.step()
 
 
 def test_a_copy_trains_on_its_own() -> None:
-    run_ranks(4, in_both_forms, _copies)
+    run_ranks(2, in_both_forms, _copies)

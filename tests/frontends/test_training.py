@@ -57,7 +57,7 @@ def test_a_stack_of_blocks_trains_as_unsharded(
         "sharding_strategy": strategy,
         "backward_prefetch": prefetch,
     }
-    run_ranks(2, trains, Stack, num_steps=4, **options)
+    run_ranks(2, trains, Stack, **options)
 
 
 @both_forms

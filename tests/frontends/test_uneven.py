@@ -30,7 +30,7 @@ def _first_rank_uses_both_outputs(m: nn.Module, x: Tensor, turn: Turn) -> Tensor
     return backward(left.pow(2).mean() + (right.pow(2).mean() if turn.rank == 0 else 0))
 
 
-def _trains_switches(*steps: tuple[str, ...], num_steps: int = 3, **options: Any) -> None:
+def _trains_switches(*steps: tuple[str, ...], num_steps: int = 2, **options: Any) -> None:
     pair = train(
         Switch, step=_rank_uses(*steps[0]), allow_unused_units=True, num_steps=num_steps, **options
     )
@@ -62,13 +62,13 @@ def test_an_output_may_be_used_on_one_rank_only(use_orig_params: bool) -> None:
 
 @pytest.mark.parametrize("prefetch", [BackwardPrefetch.BACKWARD_PRE, None])
 def test_ranks_may_use_units_in_different_orders(prefetch: BackwardPrefetch | None) -> None:
-    run_ranks(2, _trains_switches, ("ab", "ba"), num_steps=4, backward_prefetch=prefetch)
+    run_ranks(2, _trains_switches, ("ab", "ba"), num_steps=3, backward_prefetch=prefetch)
 
 
 @both_forms
 def test_units_inside_of_units_train_when_unused_ones_are_allowed(use_orig_params: bool) -> None:
     options = {"allow_unused_units": True, "use_orig_params": use_orig_params}
-    run_ranks(2, trains, _nested_stack, (Outer, Inner), num_steps=4, **options)
+    run_ranks(2, trains, _nested_stack, (Outer, Inner), **options)
 
 
 def _nested_stack() -> nn.Module:

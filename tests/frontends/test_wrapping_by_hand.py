@@ -49,7 +49,7 @@ def _two_copies(build: Callable[[], nn.Module] = Stack) -> tuple[Any, Any]:
     return plain, build()
 
 
-def _train(pair: Pair, num_steps: int = 3) -> int:
+def _train(pair: Pair, num_steps: int = 2) -> int:
     """Return the number of units."""
     for index in range(num_steps):
         pair.step(one_backward, as_a_user=index == num_steps - 1)
@@ -321,7 +321,7 @@ def _ignores(kind: str, **options: Any) -> None:
     kept = [*head.parameters(), *norm.parameters()]
     assert [p.shape for p in kept] == [p.shape for p in ignored]
     pair = Pair(plain, model)
-    for _ in range(3):
+    for _ in range(2):
         batches = pair.batches()
         own: list[torch.Tensor] = []
         for rank, x in enumerate(batches):

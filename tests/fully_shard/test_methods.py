@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import math
 from typing import Any
 
 import pytest
@@ -397,8 +398,9 @@ def test_an_all_reduce_hook_can_replicate() -> None:
     run_ranks(4, _hook_replicates)
 
 
-def _accumulates_without_all_reduce() -> None:
-    twins = Twins(Stack, partial_shard(mesh=_hsdp_mesh()))
+def _accumulates_without_all_reduce(shape: tuple[int, int]) -> None:
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+    twins = Twins(Stack, partial_shard(mesh=mesh))
 
     def step(model: nn.Module, x: Tensor) -> Tensor:
         for last in (False, False, True):
@@ -414,8 +416,9 @@ def _accumulates_without_all_reduce() -> None:
     twins.step(step)
 
 
-def test_gradients_accumulate_without_all_reduce() -> None:
-    run_ranks(4, _accumulates_without_all_reduce)
+@pytest.mark.parametrize("shape", [(2, 2), (1, 2)])
+def test_gradients_accumulate_without_all_reduce(shape: tuple[int, int]) -> None:
+    run_ranks(math.prod(shape), _accumulates_without_all_reduce, shape)
 
 
 def _accumulates_without_sync() -> None:
@@ -550,6 +553,29 @@ def _finalizes_by_hand() -> None:
 @only_ours
 def test_a_backward_that_is_finalized_by_hand_reduces_the_same() -> None:
     run_ranks(2, _finalizes_by_hand)
+
+
+def _finalizes_without_all_reduce() -> None:
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicate", "shard"))
+    twins = Twins(Stack, partial_shard(mesh=mesh))
+    twins.model.set_manual_backward_finalization(True)
+
+    def step(model: nn.Module, x: Tensor) -> Tensor:
+        loss = one_backward(model, x)
+        if isinstance(model, api.FSDPModule):
+            model.set_requires_all_reduce(False)
+            with pytest.raises(api.StateError, match="all-reduce is off"):
+                model.finalize_backward()
+            model.set_requires_all_reduce(True)
+            model.finalize_backward()
+        return loss
+
+    twins.step(step)
+
+
+@only_ours
+def test_finalizing_needs_the_all_reduce() -> None:
+    run_ranks(2, _finalizes_without_all_reduce)
 
 
 # -- precision

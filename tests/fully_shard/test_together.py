@@ -16,7 +16,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -32,12 +32,12 @@ from tests.support.fully_sharded import (
     assert_same_values,
     is_sharded,
     one_backward,
+    own_parts,
     partial_shard,
     sgd,
     shard_all,
     sharded_modules,
     whole,
-    whole_gradients,
     whole_parameters,
 )
 from tests.support.models import DIM, Block, Stack
@@ -73,7 +73,7 @@ def _trains_beside_the_flat_front_end() -> None:
     model = shard(build())
     other = Twins(Stack)
     optims = [sgd(m.parameters()) for m in (plain, model)]
-    for step in range(3):
+    for step in range(2):
         batches = [
             torch.randn(4, DIM, generator=torch.Generator().manual_seed(10 * step + rank))
             for rank in range(dist.get_world_size())
@@ -129,7 +129,8 @@ def _clips(shape: tuple[int, ...], kind: float, foreach: bool) -> None:
         norm = clip(twins.model.parameters(), 0.01)
         assert_close(whole(norm), expected, "norm")
         gradients = {name: p.grad for name, p in twins.plain.named_parameters()}
-        assert_same_values(whole_gradients(twins.model), gradients, "clipped gradient")
+        clipped = {name: p.grad for name, p in twins.model.named_parameters()}
+        assert_same_values(*own_parts(gradients, clipped), "clipped gradient")
         for optim in (twins.plain_optim, twins.optim):
             optim.step()
             optim.zero_grad()
@@ -161,7 +162,7 @@ def _steps_in_backward(**options: Any) -> None:
     for p in model.parameters():
         p.register_post_accumulate_grad_hook(step)
     optim = torch.optim.AdamW(plain.parameters(), 1e-2, eps=1e-2)
-    for number in range(3):
+    for number in range(2):
         x = torch.randn(4, DIM, generator=torch.Generator().manual_seed(number))
         assert_close(one_backward(model, x), one_backward(plain, x), "loss")
         assert all(p.grad is None for p in model.parameters())
@@ -199,7 +200,7 @@ def _compiles(where: str) -> None:
 
     with _fresh_compiler():
         twins = Twins(Stack, shard)
-        for _ in range(3):
+        for _ in range(2):
             twins.step()
         twins.compare_outputs()
 
@@ -335,7 +336,7 @@ def _places_experts_elsewhere() -> None:
     assert up.device_mesh.shape == (2, 2) and up.placements == (Replicate(), Shard(2))
     assert up.to_local().shape == (4, DIM, 3)
     assert twins.model[0].router.weight.placements == (Shard(0),)
-    for _ in range(3):
+    for _ in range(2):
         twins.step()
     assert is_sharded(twins.model[0].router)
 
@@ -391,7 +392,7 @@ def _trains_with_tensor_parallelism(shape: tuple[int, ...], **options: Any) -> N
     assert weight.shape == (12, DIM) and weight.to_local().numel() == 12 * DIM // math.prod(
         shape[-2:]
     )
-    for number in range(3):
+    for number in range(2):
         twins.backwards()
         twins.compare_gradients()
         if number == 1:
@@ -416,7 +417,72 @@ def _norm_of(parameters: Any) -> Tensor:
     return torch.linalg.vector_norm(torch.stack(norms))
 
 
-@pytest.mark.parametrize("shape", [(2, 2), (1, 2), (1, 2, 2), (2, 1, 2)], ids=str)
+class _ParallelExperts(_Experts):
+    """Each rank of ``mesh`` computes its experts for the whole batch; the outputs are summed."""
+
+    mesh: Any = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.mesh is None:
+            return super().forward(x)
+        each = [DTensor.from_local(t, self.mesh, [Replicate()]) for t in (x, self.router(x))]
+        own, scores = (t.to_local(grad_placements=[Partial()]) for t in each)
+        up, down = (p.to_local() for p in (self.up, self.down))  # type: ignore[operator]
+        first = up.shape[0] * self.mesh.get_local_rank()
+        gates = scores.softmax(-1)[:, first : first + up.shape[0], None]
+        hidden = torch.einsum("bd,edh->beh", own, up).relu()
+        out = (gates * torch.einsum("beh,ehd->bed", hidden, down)).sum(1)
+        summed = DTensor.from_local(out, self.mesh, [Partial()]).redistribute(
+            placements=[Replicate()]
+        )
+        return x + summed.to_local()
+
+
+def _trains_with_expert_and_tensor_parallelism() -> None:
+    """Experts over one mesh, tensor-parallel layers over another, the rest over data ranks."""
+    data = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tp"))
+    expert = init_device_mesh("cpu", (2, 2), mesh_dim_names=("efsdp", "ep"))
+    experts = api.FSDPMeshInfo(expert["efsdp"], shard_mesh_dim=0)
+    rest = api.FSDPMeshInfo(data["data"], shard_mesh_dim=0)
+
+    def place(p: nn.Parameter) -> Any:
+        # two experts per rank are cut along the next dim
+        return (
+            api.ShardPlacementResult(Shard(1), experts)
+            if p.ndim == 3
+            else (api.ShardPlacementResult(None, rest))
+        )
+
+    def build() -> nn.Module:
+        return nn.Sequential(nn.Linear(DIM, DIM), _Mlp(), _ParallelExperts(), _Mlp())
+
+    def shard(model: Any) -> Any:
+        for block in (model[1], model[3]):
+            plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+            parallelize_module(block, data["tp"], plan)
+        model[2].mesh = expert["ep"]
+        for name in ("up", "down"):
+            whole_one = getattr(model[2], name)
+            cut = distribute_tensor(whole_one.detach(), expert["ep"], [Shard(0)])
+            setattr(model[2], name, nn.Parameter(cut))
+        for module in (model[1], model[2], model[3], model):
+            api.fully_shard(module, mesh=data["data"], shard_placement_fn=place)
+        return model
+
+    twins = Twins(build, shard, data_ranks=2)
+    up = twins.model[2].up
+    assert up.shape == (4, DIM, 6) and up.to_local().shape == (2, DIM // 2, 6)
+    assert twins.model[1].up.weight.device_mesh.mesh_dim_names == ("data", "tp")
+    assert twins.model[2].router.weight.device_mesh.ndim == 1
+    for _ in range(3):
+        twins.step()
+
+
+def test_expert_and_tensor_parallel_modules_train_in_one_model() -> None:
+    run_ranks(4, _trains_with_expert_and_tensor_parallelism)
+
+
+@pytest.mark.parametrize("shape", [(1, 2), (1, 2, 2), (2, 1, 2)], ids=str)
 def test_tensor_parallel_modules_train(shape: tuple[int, ...]) -> None:
     run_ranks(math.prod(shape), _trains_with_tensor_parallelism, shape)
 
@@ -473,11 +539,13 @@ def _trains_on_a_whole_mesh(
             assert p.grad is not None
             p.grad /= data
         gradients = {name: p.grad for name, p in plain.named_parameters()}
-        assert_same_values(whole_gradients(model), gradients, "gradient")
+        found = {name: p.grad for name, p in model.named_parameters()}
+        assert_same_values(*own_parts(gradients, found), "gradient")
         for optim in optims:
             optim.step()
             optim.zero_grad()
-        assert_same_values(whole_parameters(model), dict(plain.named_parameters()), "parameter")
+        expected = dict(plain.named_parameters())
+        assert_same_values(*own_parts(expected, dict(model.named_parameters())), "parameter")
     assert len(sharded_modules(model)) == 3
 
 

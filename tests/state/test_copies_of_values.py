@@ -23,7 +23,6 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
 from torch.distributed.fsdp import StateDictType as TorchType
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy as TorchWrapPolicy
-from torch.distributed.tensor import DTensor
 
 from fsdp_compat import (
     CheckpointError,
@@ -39,9 +38,12 @@ from tests.support.odd_model import (
     Config,
     assert_same,
     cloned,
+    each_tensor,
+    local_tensors,
     make_model,
     make_optimizer,
     shard,
+    sums_of,
     train,
     whole,
 )
@@ -118,34 +120,6 @@ def assert_loads(state: State, expected: State, config: Config, where: str) -> N
         assert_same(found["optim"]["state"], expected["optim"]["state"], where)
 
 
-def each_tensor(state: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    if isinstance(state, Tensor):
-        return change(state)
-    if isinstance(state, list):
-        return [each_tensor(value, change) for value in state]
-    return (
-        {key: each_tensor(value, change) for key, value in state.items()}
-        if isinstance(state, dict)
-        else state
-    )
-
-
-def local_tensors(state: State) -> list[Tensor]:
-    """What this rank holds."""
-    found: list[Tensor] = []
-
-    def add(value: Any) -> Any:
-        found.extend(
-            [each.tensor for each in value.local_shards()]
-            if isinstance(value, ShardedTensor)
-            else [value]
-        )
-        return value
-
-    each_tensor(state, add)
-    return found
-
-
 WAYS = (
     *("deepcopy", "clone", "detach and clone", "to(copy=True)"),
     *("pickle", "torch.save", "offload_to_cpu", "copy of a copy"),
@@ -189,12 +163,12 @@ def _copies(config: Config, form: StateDictType, directory: str, ways: list[str]
         )
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_copies_do_not_change_with_training_and_load_again(world_size: int, tmp_path: Path) -> None:
-    """Every two of a number of ranks, a form and a way to copy are combined."""
+    """Every form is copied in every way."""
     for number, (config, form) in enumerate(FORMS):
-        first = (world_size + number) % 4
-        run_ranks(world_size, _copies, config, form, str(tmp_path), [WAYS[first], WAYS[first + 4]])
+        ways = WAYS[(world_size + number) % 3 :: 3]
+        run_ranks(world_size, _copies, config, form, str(tmp_path), list(ways))
 
 
 def _offloaded_with_torchs_function() -> None:
@@ -227,13 +201,6 @@ def _write_files(directory: str) -> list[float]:
     return sums_of(found)
 
 
-def sums_of(state: State) -> list[float]:
-    tensors = [
-        value.to_local() if isinstance(value, DTensor) else value for value in local_tensors(state)
-    ]
-    return [tensor.double().sum().item() for tensor in tensors]
-
-
 READ = """
 import json, sys
 import fsdp_compat
@@ -244,14 +211,14 @@ from torch.serialization import get_safe_globals
 states = [torch.load(path, weights_only=True) for path in sys.argv[1:]]
 ours = [each for each in get_safe_globals() if "fsdp_compat" in each.__module__]
 names = sorted(f"{each.__module__}.{each.__qualname__}" for each in ours)
-from tests.state.test_copies_of_values import sums_of
+from tests.support.odd_model import sums_of
 print(json.dumps([[sums_of(state) for state in states], names]))
 """
 
 
 def test_a_fresh_process_reads_files_with_weights_only(tmp_path: Path) -> None:
-    expected = run_ranks(3, _write_files, str(tmp_path))
-    command = [sys.executable, "-c", READ, *(str(tmp_path / f"{rank}.pt") for rank in range(3))]
+    expected = run_ranks(2, _write_files, str(tmp_path))
+    command = [sys.executable, "-c", READ, *(str(tmp_path / f"{rank}.pt") for rank in range(2))]
     done = subprocess.run(
         command, capture_output=True, text=True, cwd=ROOT, timeout=200, check=False
     )
@@ -317,13 +284,13 @@ def _async_saves(
             )
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
+@pytest.mark.parametrize("world_size", [1, 2])
 def test_training_after_staging_does_not_change_the_saved_values(
     world_size: int, tmp_path: Path
 ) -> None:
-    """Every two of a number of ranks, a form and a way to save are combined."""
+    """Every form is saved in every way."""
     for number, (config, form) in enumerate(FORMS):
-        kinds = KINDS[(number + world_size // 2) % 2 :: 2]
+        kinds = KINDS[(number + world_size) % 2 :: 2]
         run_ranks(world_size, _async_saves, config, form, str(tmp_path / str(number)), kinds)
 
 
@@ -377,10 +344,11 @@ def _replaced(config: Config, form: StateDictType, directory: str) -> None:
     assert_same(model.state_dict(), before, "the model's own shards are untouched")
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_replaced_local_shards_are_copied_saved_and_loaded(world_size: int, tmp_path: Path) -> None:
-    for form in (SHARDED, LOCAL):
-        run_ranks(world_size, _replaced, FLAT, form, str(tmp_path / form.name))
+@pytest.mark.parametrize(("world_size", "form"), [(2, LOCAL), (3, SHARDED)])
+def test_replaced_local_shards_are_copied_saved_and_loaded(
+    world_size: int, form: StateDictType, tmp_path: Path
+) -> None:
+    run_ranks(world_size, _replaced, FLAT, form, str(tmp_path))
 
 
 def _replaced_as_in_torch() -> None:

@@ -177,7 +177,7 @@ def _equals_the_unsharded(configs: tuple[Config, ...]) -> None:
         assert_same(model.state_dict(), plain.state_dict(), tolerance=1e-5)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("world_size", [1, 3])
 def test_keys_order_dtypes_and_values_equal_the_unsharded_models(world_size: int) -> None:
     run_ranks(world_size, _equals_the_unsharded, ALL_CONFIGS if world_size == 3 else FEW_CONFIGS)
 
@@ -433,7 +433,7 @@ def _loads_a_plain_dict(configs: tuple[Config, ...]) -> None:
         assert torch.equal(model.state_dict()["first.weight"], half["first.weight"].float())
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("world_size", [1, 3])
 def test_a_plain_models_dict_is_loaded_without_communication(world_size: int) -> None:
     run_ranks(world_size, _loads_a_plain_dict, FEW_CONFIGS)
 

@@ -52,7 +52,7 @@ WITH_SCALAR = ("plain", "DDP")  # torch's FSDP takes no 0-d parameters
 SHARDED = ("FSDP1 flat", "FSDP1 original", "FSDP2")
 
 # Who writes in a world of so many ranks, who reads, and which optimizer.
-WORLDS = [(1, 2, "Adam"), (2, 3, "SGD"), (3, 1, "Adam"), (3, 2, "SGD")]
+WORLDS = [(1, 2, "Adam"), (3, 2, "SGD")]
 
 
 def torch_model(kind: str, seed: int) -> nn.Module:
@@ -296,4 +296,4 @@ def _older_function_of_dcp(path: str) -> None:
 def test_load_sharded_optimizer_state_dict_takes_our_model_state(
     tmp_path: Path,
 ) -> None:
-    run_ranks(3, _older_function_of_dcp, str(tmp_path))
+    run_ranks(2, _older_function_of_dcp, str(tmp_path))

@@ -184,7 +184,8 @@ FEW_CONFIGS: tuple[Config, ...] = (
 
 
 def _equals_the_unsharded() -> None:
-    """Every two of an optimizer, a configuration and a number of ranks are combined."""
+    """Every two of an optimizer and a configuration are combined, and of an optimizer and a number
+    of ranks."""
     for number, (kind, make) in enumerate(OPTIMIZERS.items()):
         config = FEW_CONFIGS[(number + dist.get_world_size()) % 4]
         plain, model = make_model(), shard(make_model(), config)
@@ -224,7 +225,7 @@ def _equals_the_unsharded() -> None:
         )
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_the_full_form_equals_the_unsharded_optimizers_state(world_size: int) -> None:
     run_ranks(world_size, _equals_the_unsharded)
 
@@ -602,7 +603,7 @@ def _save(
 ) -> tuple[dict[str, Any], list[float]]:
     model = shard(make_model(1), config)
     optimizer = OPTIMIZERS[kind](_params(model, groups))
-    train(model, optimizer, range(3))
+    train(model, optimizer, range(2))
     if form == "full":
         full = FullStateDictConfig(offload_to_cpu=True, rank0_only=True)
         optim = FullOptimStateDictConfig(offload_to_cpu=True, rank0_only=True)
@@ -614,7 +615,7 @@ def _save(
         with FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
             state = {"model": model.state_dict(), "optim": FSDP.optim_state_dict(model, optimizer)}
         dcp.save(state, checkpoint_id=path)
-    return full_state(model, optimizer), train(model, optimizer, range(3, 6))
+    return full_state(model, optimizer), train(model, optimizer, range(2, 4))
 
 
 def _load(
@@ -649,17 +650,17 @@ def _load(
     assert settings == [
         {k: v for k, v in group.items() if k != "params"} for group in expected["param_groups"]
     ]
-    assert train(model, optimizer, range(3, 6)) == pytest.approx(losses, rel=1e-6)
+    assert train(model, optimizer, range(2, 4)) == pytest.approx(losses, rel=1e-6)
     steps = [value["step"] for p, value in optimizer.state.items() if "step" in value and p.numel()]
     assert len({id(step) for step in steps}) == len(steps)
-    assert all(step.item() == 6 for step in steps), "every parameter has a count of its own"
+    assert all(step.item() == 4 for step in steps), "every parameter has a count of its own"
 
 
 SPREAD: tuple[tuple[str, int, Config, tuple[tuple[int, Config], ...]], ...] = (
-    ("Adam", 1, FEW_CONFIGS[1], ((2, FEW_CONFIGS[0]), (4, FEW_CONFIGS[2]), (3, FEW_CONFIGS[1]))),
-    ("AdamW", 4, FEW_CONFIGS[0], ((1, FEW_CONFIGS[2]), (3, FEW_CONFIGS[1]), (4, FEW_CONFIGS[3]))),
-    ("SGD", 3, FEW_CONFIGS[2], ((1, FEW_CONFIGS[0]), (2, FEW_CONFIGS[2]), (4, FEW_CONFIGS[0]))),
-    ("Adagrad", 2, FEW_CONFIGS[3], ((2, FEW_CONFIGS[1]), (3, FEW_CONFIGS[0]))),
+    ("Adam", 1, FEW_CONFIGS[1], ((2, FEW_CONFIGS[0]), (3, FEW_CONFIGS[2]))),
+    ("AdamW", 4, FEW_CONFIGS[0], ((1, FEW_CONFIGS[2]), (3, FEW_CONFIGS[1]))),
+    ("SGD", 3, FEW_CONFIGS[2], ((2, FEW_CONFIGS[2]), (1, FEW_CONFIGS[0]))),
+    ("Adagrad", 2, FEW_CONFIGS[3], ((3, FEW_CONFIGS[0]),)),
 )
 
 
@@ -687,7 +688,7 @@ def test_several_parameter_groups_are_resumed(form: str, tmp_path: Path) -> None
     expected, losses = run_ranks(
         3, _save, path, form, "AdamW", ("FULL_SHARD", True, "blocks"), True
     )[0]
-    for readers, policy in ((2, "none"), (4, "always")):
+    for readers, policy in ((2, "none"), (1, "always")):
         run_ranks(
             readers,
             _load,
@@ -789,7 +790,7 @@ def _like_torch(kind: str, use_orig_params: bool, directory: str) -> None:
 def test_optimizer_dicts_equal_torchs_and_load_both_ways(
     use_orig_params: bool, tmp_path: Path
 ) -> None:
-    for kind in OPTIMIZERS:
+    for kind in ("AdamW", "Adagrad") if use_orig_params else ("Adam", "SGD"):
         run_ranks(2, _like_torch, kind, use_orig_params, str(tmp_path))
 
 
@@ -857,7 +858,7 @@ def _dtensors(use_orig_params: bool, directory: str) -> None:
     )
 
 
-@pytest.mark.parametrize(("world_size", "use_orig_params"), [(3, False), (4, True)])
+@pytest.mark.parametrize(("world_size", "use_orig_params"), [(2, False), (4, True)])
 def test_with_a_mesh_the_sharded_form_is_torchs_dtensors(
     world_size: int, use_orig_params: bool, tmp_path: Path
 ) -> None:

@@ -232,7 +232,7 @@ def _check_metadata(name: str, value: ShardedTensor, boxes: list[Any], whole: Te
     assert value.sharding_spec().shards == metadata.shards_metadata
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("world_size", [3, 4])
 def test_sharded_values_view_the_shard_and_send_nothing(world_size: int) -> None:
     for config in (
         ("FULL_SHARD", False, "none"),
@@ -275,8 +275,9 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[int, str]:
     return found
 
 
-@pytest.mark.parametrize("readers", [1, 2, 3, 4])
-@pytest.mark.parametrize("writers", [1, 2, 3, 4])
+@pytest.mark.parametrize(
+    ("writers", "readers"), [(1, 3), (2, 2), (2, 3), (2, 4), (3, 1), (3, 2), (4, 1)]
+)
 def test_a_checkpoint_loads_bit_equal_on_every_world_size(
     checkpoints: dict[int, str], writers: int, readers: int
 ) -> None:
@@ -397,7 +398,7 @@ def _load_both(path: str, config: Config, expected: dict[str, Any]) -> None:
                 assert torch.equal(found["optim"]["state"][name][key], value), (folder, name, key)
 
 
-@pytest.mark.parametrize(("writers", "readers"), [(1, 3), (2, 1), (3, 2)])
+@pytest.mark.parametrize(("writers", "readers"), [(1, 3), (3, 2)])
 def test_dcp_saves_model_and_optimizer_also_while_training_continues(
     writers: int, readers: int, tmp_path: Path
 ) -> None:

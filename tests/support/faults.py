@@ -10,6 +10,7 @@ import atexit
 import contextlib
 import datetime
 import faulthandler
+import functools
 import gc
 import itertools
 import os
@@ -41,6 +42,7 @@ from fsdp_compat import (
 from fsdp_compat import FullyShardedDataParallel as FSDP
 from fsdp_compat._comm import deadlock
 from fsdp_compat.checkpoint._mailbox import StoreMailbox
+from tests.support.fully_sharded import OURS, Twins, shard_all
 from tests.support.models import DIM, Block
 from tests.support.parity import make_pair, square
 
@@ -56,26 +58,61 @@ class NotRaised(AssertionError):
     """A call that should have raised returned."""
 
 
+def _build() -> nn.Module:
+    return nn.Sequential(*(Block() for _ in range(3)))
+
+
 class Subject:
     """A sharded model beside an unsharded one, with everything that the calls need. Collective."""
 
-    def __init__(self, group: dist.ProcessGroup, folder: str, use_orig_params: bool) -> None:
-        """group: of all ranks. folder: for checkpoints."""
-        self.pair = make_pair(
-            lambda: nn.Sequential(*(Block() for _ in range(3))),
-            process_group=None,
-            device_mesh=DeviceMesh.from_group(group, "cpu"),
-            use_orig_params=use_orig_params,
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        folder: str,
+        use_orig_params: bool,
+        in_place: bool = False,
+    ) -> None:
+        """group: of all ranks. folder: for checkpoints. in_place: sharded with fully_shard."""
+        mesh, self.in_place = DeviceMesh.from_group(group, "cpu"), in_place
+        self.pair: Any = (
+            Twins(_build, functools.partial(shard_all, library=OURS, mesh=mesh))
+            if in_place
+            else make_pair(
+                _build, process_group=None, device_mesh=mesh, use_orig_params=use_orig_params
+            )
         )
         self.model, self.optim, self.rank = self.pair.model, self.pair.optim, self.pair.rank
         self.is_last = self.rank == self.pair.ranks - 1
         self.folder = Path(folder) / group.group_name
         self._steps = itertools.count()
         self.pair.step()
+        if in_place:
+            FSDP.set_state_dict_type(self.model, StateDictType.FULL_STATE_DICT)
         self.full = {name: value.clone() for name, value in self.model.state_dict().items()}
         self.optim_state = FSDP.optim_state_dict(self.model, self.optim)
         self.saved = self.save()
         self.loss = self.forward()  # its graph is kept for a backward at any time
+
+    @property
+    def refusable(self) -> dict[str, Call]:
+        """Calls that check that every rank has made them before anything is sent."""
+        return {
+            name: call
+            for name, call in REFUSABLE.items()
+            if not (self.in_place and name in _ONLY_FLAT)
+        }
+
+    @property
+    def calls(self) -> dict[str, Call]:
+        return PASSES | self.refusable
+
+    @property
+    def inner_unit(self) -> tuple[Any, Any]:
+        """A unit in the model, and the module that it shards."""
+        if self.in_place:
+            return self.model[1], self.model[1]
+        unit = self.model.module[1]
+        return unit, unit.module
 
     def forward(self) -> Tensor:
         return square(self.model, torch.ones(2, DIM))
@@ -186,6 +223,14 @@ FILES: dict[str, Call] = {
     "checkpoint.load": lambda subject: checkpoint.load(subject.saved, subject.model, subject.optim),
 }
 REFUSABLE = BETWEEN_STEPS | FILES
+# With fully_shard these are refused, send nothing, or are torch's own.
+_ONLY_FLAT = (
+    "load_state_dict, rank0_only",
+    "apply",
+    "clip_grad_norm_",
+    "torch.nn.utils.clip_grad_norm_",
+    "state_dict, sharded",
+)
 CALLS = PASSES | REFUSABLE
 
 
@@ -197,8 +242,8 @@ def planted(subject: Subject, place: str) -> Iterator[None]:
     """Inside the context a step of the model raises Planted at ``place``, which is one of
     PLACES."""
     with contextlib.ExitStack() as stack:
-        unit: Any = subject.model.module[1]
-        inner: nn.Module = unit.module.up
+        unit, module = subject.inner_unit
+        inner: nn.Module = module.up
 
         def fault(*args: Any) -> Any:
             raise Planted(place)
@@ -311,7 +356,7 @@ def assert_stays_failed(subject: Subject) -> None:
     """Assert that every call fails at once because communication has failed, also when repeated,
     and with a new model over the same ranks."""
     started = time.monotonic()
-    for name, call in itertools.chain(CALLS.items(), PASSES.items()):
+    for name, call in itertools.chain(subject.calls.items(), PASSES.items()):
         try:
             call(subject)
         except StateError as error:
@@ -429,15 +474,14 @@ Case = tuple[Fate, str, int]  # what happens, the call, the number of ranks
 
 
 def cases() -> list[Case]:
-    """Return each call with a rank that ends in the middle of it, that ends before it, and that
-    stops. Those that stop come first, as they take longest."""
+    """Return each call with a rank that is killed in the middle of it, and with another fate. Those
+    that stop come first, as they take longest."""
     found: list[Case] = []
+    fates = itertools.cycle((_is_stopped, _ends, _is_stopped_before, _is_killed_before))
     # the calls left out send the same as others of the table
     for number, name in enumerate(name for name in CALLS if name not in _LIKE_OTHERS):
-        ranks = 2 + number % 2
-        found.append((_is_stopped if number % 4 < 2 else _is_stopped_before, name, ranks))
-        found.append((_is_killed, name, ranks))
-        found.append((_is_killed_before if number % 4 < 2 else _ends, name, 5 - ranks))
+        ranks = 2 + number // 2 % 2
+        found += [(_is_killed, name, ranks), (next(fates), name, 5 - ranks)]
     return sorted(found, key=_takes_long, reverse=True)
 
 

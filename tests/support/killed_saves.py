@@ -5,7 +5,7 @@ Two ranks, forked from a process that has imported everything, load the newest c
 values, and save the next step. One of them is killed with SIGKILL before its n-th operation on
 files, or in the middle of it if that is a write; then the other one is killed too, as a launcher
 would do.
-Rank 0, which leads, is killed at each of its operations, rank 1 at every fifth. Every value of a
+Rank 0, which leads, is killed at each of its operations, rank 1 at every ninth. Every value of a
 model and its optimizer is the number of the step. The first two saves and the last one are not
 interrupted."""
 
@@ -34,7 +34,7 @@ VICTIMS = [
     None,
     None,
     *((0, number) for number in range(NUM_OPERATIONS)),
-    *((1, number) for number in range(0, NUM_OPERATIONS, 5)),
+    *((1, number) for number in range(0, NUM_OPERATIONS, 9)),
     None,
 ]  # of each save: (rank, operation), or None
 OPERATIONS = ("open", "write", "fsync", "mkdir", "rename", "close", "rmdir", "unlink")
@@ -43,7 +43,7 @@ OPERATIONS = ("open", "write", "fsync", "mkdir", "rename", "close", "rmdir", "un
 def _model(rank: int, store: str) -> tuple[FSDP, torch.optim.Optimizer]:
     dist.init_process_group("gloo", store=dist.FileStore(store, 2), rank=rank, world_size=2)
     model = FSDP(
-        nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(6))),  # shards without padding
+        nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(2))),  # shards without padding
         auto_wrap_policy=ModuleWrapPolicy({nn.Linear}),
     )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0, momentum=0.9)

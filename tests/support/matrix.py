@@ -42,7 +42,6 @@ from tests.support.parity import Pair, assert_close, vectors
 
 __all__ = ["FIELDS", "Case", "draw_cases", "losses_and_parameters", "run_cases", "wrapped"]
 
-NUM_STEPS = 3
 FP64, FP32, FP16, BF16 = torch.float64, torch.float32, torch.float16, torch.bfloat16
 MAX_NORM = 0.05  # below every norm, so that clipping always scales
 
@@ -149,6 +148,11 @@ class Case:
         return "HYBRID" in self.strategy
 
     @property
+    def num_steps(self) -> int:
+        """The third step freezes again what the second one has trained."""
+        return 3 if self.frozen == "toggled" else 2
+
+    @property
     def reentrant(self) -> bool:
         return self.checkpoint.endswith("reentrant")
 
@@ -199,7 +203,7 @@ def _run(case: Case, mesh: DeviceMesh | None) -> None:
     rounded = (
         case.dtypes.reduce.itemsize == 2 and (replicas > 1 or case.comm_hook) and pair.ranks > 1
     )
-    for step in range(NUM_STEPS):
+    for step in range(case.num_steps):
         if case.frozen == "toggled":
             _freeze(case, pair, step != 1)
         if (
@@ -376,13 +380,19 @@ def _plain_backwards(case: Case, plain: nn.Module, batches: Sequence[Tensor]) ->
     return losses
 
 
+_deep_copy = functools.lru_cache(maxsize=1)(copy.deepcopy)  # which takes long
+
+
 def _in_compute_dtypes(case: Case, plain: nn.Module) -> nn.Module:
-    low = copy.deepcopy(plain)
-    for p in low.parameters():
-        p.grad, p.data = None, p.data.to(case.dtypes.compute)
-    for module in low.modules():
+    """Return the copy of ``plain``, with its present values."""
+    low = _deep_copy(plain).train(plain.training)
+    for p, mine in zip(plain.parameters(), low.parameters(), strict=True):
+        mine.requires_grad_(p.requires_grad)
+        mine.grad, mine.data = None, p.data.to(case.dtypes.compute, copy=True)
+    for module, its in zip(plain.modules(), low.modules(), strict=True):
         for name, buffer in module.named_buffers(recurse=False):
-            setattr(module, name, buffer.to(case.dtypes.settings.get("buffer_dtype", buffer.dtype)))
+            dtype = case.dtypes.settings.get("buffer_dtype", buffer.dtype)
+            setattr(its, name, buffer.to(dtype, copy=True))
     return low
 
 
@@ -392,7 +402,7 @@ def losses_and_parameters(case: Case, library: Any) -> list[Tensor]:
     optim = _optimizer(case, model)
     generator = torch.Generator().manual_seed(1 + dist.get_rank())
     seen: list[Tensor] = []
-    for _ in range(NUM_STEPS):
+    for _ in range(case.num_steps):
         for letter in case.backwards:
             with model.no_sync() if letter == "n" else contextlib.nullcontext():
                 loss = _loss(case, model, vectors(generator))

@@ -3,7 +3,7 @@ unsharded run."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -145,6 +145,41 @@ def cloned(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: cloned(inner) for key, inner in value.items()}
     return [cloned(inner) for inner in value] if isinstance(value, list) else value
+
+
+def each_tensor(state: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    if isinstance(state, Tensor):
+        return change(state)
+    if isinstance(state, list):
+        return [each_tensor(value, change) for value in state]
+    return (
+        {key: each_tensor(value, change) for key, value in state.items()}
+        if isinstance(state, dict)
+        else state
+    )
+
+
+def local_tensors(state: Any) -> list[Tensor]:
+    """What this rank holds."""
+    found: list[Tensor] = []
+
+    def add(value: Any) -> Any:
+        found.extend(
+            [each.tensor for each in value.local_shards()]
+            if isinstance(value, ShardedTensor)
+            else [value]
+        )
+        return value
+
+    each_tensor(state, add)
+    return found
+
+
+def sums_of(state: Any) -> list[float]:
+    tensors = [
+        value.to_local() if isinstance(value, DTensor) else value for value in local_tensors(state)
+    ]
+    return [tensor.double().sum().item() for tensor in tensors]
 
 
 def whole(state: Any) -> Any:

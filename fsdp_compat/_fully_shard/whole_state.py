@@ -1,0 +1,173 @@
+"""Whole values in the state dicts of sharded modules: taken where the state dict type of the
+modules is set so, and loaded in any case."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from .. import _torch_private
+from .._engine import rendezvous
+from .._state import rank0_loading
+from .._state.model_units import ModelUnit
+from .._state.names import clean_name, everything
+from .._state.optim_values import copied
+from .._state.unit_entries import full_entries
+from .._state.validation import refuse_extensions
+from .._stores.row_store import RowStore
+from .._torch_private import dtensor as torch_dtensor
+from ..api import StateDictType
+from ..errors import CheckpointError, StateError, explain
+
+__all__ = ["is_full", "put_rows_in", "refuse_missing", "refuse_part", "taken"]
+
+
+def is_full(record: ModelUnit | None) -> bool:
+    """True if FULL_STATE_DICT is set for a unit."""
+    return record is not None and record.form.state_dict_type is StateDictType.FULL_STATE_DICT
+
+
+def taken(
+    own: ModelUnit,
+    named: Iterable[tuple[ModelUnit, str]],
+    module: nn.Module,
+    take: Callable[[], dict[str, Any]],
+    destination: dict[str, Any] | None,
+    prefix: str,
+) -> dict[str, Any]:
+    """Return the state dict of ``module`` in the forms that are set for its units: DTensors, or
+    whole values, then collective.
+
+    own: of the module. named: (unit, name of its module) of all units in it. take: returns the
+    state dict of DTensors; it adds to ``destination`` unless that is None.
+    """
+    named, first = list(named), 0 if destination is None else len(destination)
+    full = [(each, name) for each, name in named if is_full(each)]
+    groups = [group for each, _ in full for group in each.unit.groups if not each.unit.summoned]
+    refuse_extensions(groups, "state_dict()")
+    for each, _ in named:
+        each.unit.view.in_state_dict = True
+    try:
+        with rendezvous.nested("state_dict", groups):
+            result = take()
+            keys = {clean_name(key): key for key in itertools.islice(result, first, None)}
+            wholes = _put_wholes_in(result, keys, full, module, prefix)
+    finally:
+        for each, _ in named:
+            each.unit.view.in_state_dict = False
+    config: Any = own.form.state_dict_config
+    for clean, key in keys.items():
+        if getattr(config, "rank0_only", False) and not own.mesh.is_first:
+            del result[key]
+        elif config.offload_to_cpu and clean not in wholes:
+            result[key] = copied(result[key], to_cpu=True)
+    return result
+
+
+def _put_wholes_in(
+    result: dict[str, Any],
+    keys: Mapping[str, str],
+    full: Iterable[tuple[ModelUnit, str]],
+    module: nn.Module,
+    prefix: str,
+) -> set[str]:
+    """Replace parameters of units by whole values, one group gathered at a time; return the clean
+    names of those."""
+    found: set[str] = set()
+    for each, name in full:
+        if each.unit.summoned:
+            continue  # whole already
+        if each.rename is not None:
+            each.rename(module)
+            name = ""
+        config: Any = each.form.state_dict_config
+        keep = not config.rank0_only or each.mesh.is_first
+        base = clean_name(prefix + (f"{name}." if name else ""))
+        entries = full_entries(each.unit, base, everything, config.offload_to_cpu, keep)
+        for clean, value in entries:
+            if clean in keys:
+                result[keys[clean]] = value
+                found.add(clean)
+    return found
+
+
+def refuse_part(record: ModelUnit | None, module: nn.Module, label: str) -> None:
+    """Raise StateError for a state dict of ``module`` alone, inside a unit whose state dicts are
+    set to be whole."""
+    if record is None or not is_full(record):
+        return
+    view = record.unit.view
+    if not (view.in_state_dict or view.summoned):
+        raise StateError(
+            explain(
+                "FULL_STATE_DICT is set, but state_dict() was called on a module inside a sharded "
+                "one.",
+                expected="state_dict() of a module that fully_shard was applied to",
+                got=f"state_dict() of a {type(module).__name__}",
+                where=label,
+                fix="call state_dict() on the model, or on this module inside summon_full_params",
+            )
+        )
+
+
+# -- loading
+
+
+def refuse_missing(record: ModelUnit | None, state_dict: Mapping[str, Any] | None) -> None:
+    """Raise CheckpointError on all ranks if ``rank0_only`` is set and any of them has no state
+    dict. Collective if it is set."""
+    if record is None or not rank0_loading.is_on(record.form):
+        return
+    groups = record.unit.groups
+    rendezvous.require_all_ranks("load_state_dict", groups, copies=True)
+    lacks = torch.tensor([not state_dict], dtype=torch.uint8, device=record.device)
+    for axis in {id(c): c for group in groups for c in (group.replica, group.shard)}.values():
+        lacks = axis.any_of(lacks)
+    if lacks.item():
+        raise CheckpointError(
+            explain(
+                "Not every rank has a state dict.",
+                expected="the whole state dict on every rank: modules that fully_shard was "
+                "applied to load nothing from rank 0 alone",
+                got=f"{'none' if not state_dict else 'one'} on this rank, and "
+                "FullStateDictConfig(rank0_only=True)",
+                where=f"load_state_dict of {record.unit.label}",
+                fix="use torch.distributed.checkpoint.state_dict.set_model_state_dict with "
+                "StateDictOptions(full_state_dict=True, broadcast_from_rank0=True), or load the "
+                "file on every rank",
+            )
+        )
+
+
+def put_rows_in(
+    state_dict: dict[str, Any], prefix: str, module: nn.Module, stores: Iterable[RowStore]
+) -> None:
+    """In a state dict that ``module``, but not its submodules, will load: replace whole values of
+    the module's DTensors by DTensors of this rank's rows. Nothing is sent."""
+    for store in stores:
+        for index, member in enumerate(store.orig_params):
+            param: Any = store.sharded_params[index].parameter
+            for holder, attribute in member.slots:
+                value: Any = state_dict.get(prefix + attribute)
+                if (
+                    holder is module
+                    and type(value) in (torch.Tensor, nn.Parameter)
+                    and value.shape == param.shape
+                    and _torch_private.is_dtensor(param)
+                ):
+                    state_dict[prefix + attribute] = _rows_of(value, store, index, param)
+
+
+def _rows_of(whole: torch.Tensor, store: RowStore, index: int, param: Any) -> torch.Tensor:
+    parallel = store.parallel[index]
+    whole = whole.detach()
+    local = store.rows_of_whole(index, whole if parallel is None else parallel.part(whole))
+    local = local.clone(memory_format=torch.contiguous_format)
+    spec = torch_dtensor.spec_for(
+        param.device_mesh, param.placements, param.shape, param.stride(), whole.dtype
+    )
+    return torch_dtensor.dtensors([local], [spec])[0]
