@@ -1,4 +1,4 @@
-"""``install()`` and ``uninstall()``: every use of torch.distributed.fsdp is ours, then torch's again.
+"""With ``install()`` every use of torch.distributed.fsdp is ours, with ``uninstall()`` torch's.
 
 Each test runs in a fresh process: what was imported before, and when, is the point."""
 
