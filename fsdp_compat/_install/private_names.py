@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed._composable_state import _State
 
 from .._flat.client_attributes import FlatParamHandle, TrainingState, lazy_init, root_pre_forward
 from .._state.names import FSDP_WRAPPED_MODULE, clean_name
+from .._torch_private import ComposableState
 from ..fully_sharded_data_parallel import FullyShardedDataParallel
 
 __all__ = [
@@ -44,7 +44,7 @@ FSDP_FLATTENED = "_fsdp_flattened"
 clean_tensor_name = clean_name
 
 
-class FSDPState(_State):
+class FSDPState(ComposableState):
     """No object of ours is one: it is asked for by isinstance."""
 
 

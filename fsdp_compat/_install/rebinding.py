@@ -46,11 +46,23 @@ class Rebinding:
             if namespace.get(key) is own:
                 namespace[key] = theirs
         for namespace, module, attribute, own in self._modules.readers:
-            for key in [key for key, value in namespace.items() if value is own]:
-                try:
-                    namespace[key] = getattr(__import__(module, fromlist=[attribute]), attribute)
-                except (ImportError, AttributeError):
-                    break  # this torch does not have it: ours stays
+            _swap(namespace, own, module, attribute)
+        # Modules of torch also import these names from one another, and have none of ours for any
+        # other reason.
+        read = {id(own): (own, module, name) for _, module, name, own in self._modules.readers}
+        for name, namespace in _namespaces():
+            found = {id(value) for value in list(namespace.values())} & read.keys()
+            for each in found if name.startswith("torch.") else ():
+                _swap(namespace, *read[each])
+
+
+def _swap(namespace: dict[str, Any], own: Any, module: str, attribute: str) -> None:
+    """Put torch's object in the place of ours. Where this torch does not have it, ours stays."""
+    for key in [key for key, value in namespace.items() if value is own]:
+        try:
+            namespace[key] = getattr(__import__(module, fromlist=[attribute]), attribute)
+        except (ImportError, AttributeError):
+            return
 
 
 def _namespaces() -> Iterator[tuple[str, dict[str, Any]]]:

@@ -15,6 +15,7 @@ import types
 from collections.abc import Callable
 from typing import Any
 
+from .. import _torch_private
 from .._fully_shard import module as fully_shard_module
 from .._torch_patches.on_import import cancel, on_import
 from .contents import fully_shard_names
@@ -32,9 +33,8 @@ def _set(module: types.ModuleType, name: str, value: Any) -> None:
 
 
 def _pipelining(module: types.ModuleType) -> None:
-    from torch.distributed._composable.replicate_with_fsdp import ReplicateModule
-
-    _set(module, "FSDPModule", (fully_shard_module.FSDPModule, ReplicateModule))
+    classes = (fully_shard_module.FSDPModule, _torch_private.replicate_module())
+    _set(module, "FSDPModule", classes)
 
 
 def _memory_tracker(module: types.ModuleType) -> None:
