@@ -29,7 +29,7 @@ TORCHRUN = (*("-m", "torch.distributed.run", "--standalone"), "--nproc-per-node"
 INSTALLED = ("-m", "fsdp_compat", "run")
 
 
-def start(*command: str | Path, timeout: float = 300) -> str:
+def start(*command: str | Path, timeout: float = 600) -> str:
     """Run Python with a command, and return what it prints."""
     ran = subprocess.run(
         [sys.executable, "-W", "ignore", *map(str, command)],
@@ -51,7 +51,7 @@ def start(*command: str | Path, timeout: float = 300) -> str:
 
 
 def results(
-    folder: Path, program: str, cases: Sequence[str], *before: str, timeout: float = 300
+    folder: Path, program: str, cases: Sequence[str], *before: str, timeout: float = 600
 ) -> dict[str, dict[str, Any]]:
     """Run some cases of a program. before: what stands before the program, such as INSTALLED."""
     path = PROGRAMS / f"{program}.py"

@@ -9,7 +9,6 @@ from typing import Any
 
 import harness
 import torch
-import torch.distributed as dist
 from accelerate.state import AcceleratorState
 from accelerate_on_cpus import allow_fsdp
 from transformers import (
@@ -134,8 +133,6 @@ def saved_weights(folder: str, adapter: bool = False, **config: Any) -> dict[str
     for sample in Texts(4):
         ids = sample["input_ids"][None]
         losses.append(model(input_ids=ids, labels=ids).loss.item())
-        if len(losses) == 4:
-            break
     return {"files": files, "loaded": sum(losses) / len(losses)}
 
 
@@ -161,5 +158,4 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 if __name__ == "__main__":
-    assert dist.is_available()
     harness.main({name: functools.partial(run, **options) for name, options in CASES.items()})
