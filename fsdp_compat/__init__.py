@@ -45,6 +45,9 @@ from fsdp_compat.fully_sharded_data_parallel import (
     register_fsdp_forward_method,
 )
 
+# last, as it reads what stands above
+from fsdp_compat._install import install, uninstall  # isort: skip
+
 __all__ = [
     "AllGather",
     "BackwardPrefetch",
@@ -83,6 +86,8 @@ __all__ = [
     "disable_fsdp_module_new_init",
     "fully_shard",
     "get_cls_to_fsdp_cls",
+    "install",
     "register_fsdp_forward_method",
     "share_comm_ctx",
+    "uninstall",
 ]

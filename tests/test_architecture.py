@@ -18,7 +18,9 @@ PACKAGE = "fsdp_compat"
 
 # Top to bottom. A module imports from its own layer and from those below it.
 LAYERS = (
-    ("fsdp_compat", "fully_sharded_data_parallel", "sharded_grad_scaler"),
+    ("fsdp_compat", "__main__"),
+    ("_install",),
+    ("fully_sharded_data_parallel", "sharded_grad_scaler"),
     ("checkpoint", "_torch_patches"),
     ("_flat", "_fully_shard"),
     ("_state",),

@@ -4,6 +4,7 @@ first used, and again when their parameters have got another dtype or device."""
 from __future__ import annotations
 
 import dataclasses
+import types
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -259,6 +260,21 @@ class ShardedModules:
         self.conduct.pinned = False
         if self.unit is not None:
             self.unit.reshard()
+
+    # -- what torch.distributed.pipelining uses, after the backwards of all microbatches
+
+    @property
+    def _state_ctx(self) -> types.SimpleNamespace:
+        return types.SimpleNamespace(all_states=())  # whose gradients it would reduce one by one
+
+    def _root_post_backward_final_callback(self) -> None:
+        """Collective. Reduce the gradients that the backwards have left, and reshard."""
+        if self.runtime is not None:
+            self.runtime.begin_finalize()
+            self.runtime.end_finalize()
+        for module in self.modules:
+            for state in states_in(module.modules()):
+                state.reshard()
 
     def before_state_dict(self, call: str) -> None:
         """State dicts hold the sharded parameters."""

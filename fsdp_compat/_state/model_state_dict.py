@@ -105,7 +105,7 @@ def _taken(
     parts = (
         set()
         if own.unit.summoned
-        else {base + clean_name(name) for name in _sharded_names(own.unit)}
+        else {base + clean_name(name) for name in _sharded_names(wrapper, own.unit)}
     )
     values = {name: destination[key] for key in keys if (name := clean_name(key)) not in parts}
     for key in keys:
@@ -173,17 +173,18 @@ def _only_wanted(
     return {k: v for k, v in values.items() if k not in met or wanted(k, k in trainable)}
 
 
-def _sharded_names(unit: Unit) -> set[str]:
+def _sharded_names(wrapper: nn.Module, unit: Unit) -> set[str]:
     """The names under which the wrapped module's state dict holds, or misses, managed
     parameters in their sharded form.
 
     Activation checkpointing's wrapper takes itself out of the names at one time and not at
-    another: both are here.
+    another: both are here. It may have come between the wrapper and the unit's module.
     """
+    held = unit.module if unit.module is wrapper else wrapper.get_submodule(FSDP_WRAPPED_MODULE)
     managed = {id(param) for group in unit.groups for param, _ in group.store.sharded_params}
     raw = {
         f"{path}.{attribute}".lstrip(".")
-        for path, child in unit.module.named_modules(remove_duplicate=False)
+        for path, child in held.named_modules(remove_duplicate=False)
         for attribute, parameter in child._parameters.items()
         if id(parameter) in managed
     }
@@ -357,7 +358,9 @@ def _before_load(
         own.unit.buffers.follow(ComputeDtype.EVAL)
     own.loading = (
         prefix,
-        set() if own.unit.summoned else {inner + name for name in _sharded_names(own.unit)},
+        set()
+        if own.unit.summoned
+        else {inner + name for name in _sharded_names(wrapper, own.unit)},
     )
 
 

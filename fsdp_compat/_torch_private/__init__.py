@@ -20,10 +20,12 @@ from torch._C._distributed_c10d import (
     Store,
 )
 from torch._C._dynamo import eval_frame
+from torch.distributed._composable_state import _State
 from torch.nn.utils import clip_grad
 from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
+    "ComposableState",
     "PoisonedMemory",
     "Store",
     "as_plain_tensor",
@@ -55,6 +57,7 @@ __all__ = [
     "refresh_rnn_weights",
     "same_storage",
     "replace_clipping",
+    "replicate_module",
     "scale_together",
     "second_connection",
     "set_compiler",
@@ -379,6 +382,18 @@ def wraps_as(module: nn.Module) -> str | None:
     if compiler is not None and isinstance(module, compiler.OptimizedModule):
         return "_orig_mod"
     return "module" if isinstance(module, nn.parallel.DistributedDataParallel) else None
+
+
+# The base of torch's _FSDPState: parts of torch and clients import that class, and ask for it.
+ComposableState = _State
+
+
+def replicate_module() -> type:
+    """Return the class that pipelining compares with beside FSDPModule. It has no public name, and
+    its module imports torch.distributed.fsdp."""
+    from torch.distributed._composable.replicate_with_fsdp import ReplicateModule
+
+    return ReplicateModule
 
 
 def composable_apis(module: nn.Module) -> frozenset[str]:

@@ -238,6 +238,31 @@ def test_activation_checkpointing_inside_of_a_model_leaves_no_trace_in_names(
     run_ranks(2, _unit_below_checkpoint_wrapper_by_policy, use_orig_params)
 
 
+def _checkpointing_after_wrapping(use_orig_params: bool) -> None:
+    """Activation checkpointing comes between a wrapper and its module."""
+    plain = make_model()
+    model = shard(copy.deepcopy(plain), use_orig_params=use_orig_params)
+    for each in FSDP.fsdp_modules(model):
+        each._fsdp_wrapped_module = checkpoint_wrapper(each.module)
+    assert_same(model.state_dict(), plain.state_dict())
+    other = make_model(1)
+    with FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
+        sharded = shard(other, use_orig_params=use_orig_params)
+        with FSDP.state_dict_type(sharded, StateDictType.SHARDED_STATE_DICT):
+            model.load_state_dict(sharded.state_dict())
+    assert_same(model.state_dict(), make_model(1).state_dict())
+    model.load_state_dict(state := plain.state_dict())
+    assert_same(model.state_dict(), state)
+    del state[missing := "blocks.0.linear.weight"]
+    with pytest.raises(RuntimeError, match=f'Missing key.*"{missing}"'):
+        model.load_state_dict(state)
+
+
+@pytest.mark.parametrize("use_orig_params", [False, True])
+def test_activation_checkpointing_after_wrapping(use_orig_params: bool) -> None:
+    run_ranks(2, _checkpointing_after_wrapping, use_orig_params)
+
+
 def _rank0_only_and_offload() -> None:
     plain = make_model()
     expected = plain.state_dict()

@@ -1,0 +1,56 @@
+"""``python -m fsdp_compat run``: a program that uses torch's FSDP runs on fsdp_compat instead."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import runpy
+import sys
+
+from ._install import install
+
+__all__ = ["main"]
+
+
+def main(arguments: list[str] | None = None) -> None:
+    given = _parser().parse_args(arguments)
+    install(fix_clients=given.fix_clients)
+    target, *rest = given.program
+    if given.module:
+        sys.argv = [target, *rest]
+        sys.path[0] = os.getcwd()
+        runpy.run_module(target, run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = [target, *rest]
+        sys.path[0] = os.path.dirname(os.path.abspath(target))
+        runpy.run_path(target, run_name="__main__")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m fsdp_compat")
+    commands = parser.add_subparsers(required=True, metavar="run")
+    run = commands.add_parser(
+        "run",
+        help="run a program, with fsdp_compat in the place of torch.distributed.fsdp",
+        description="Run a Python program, unchanged, with fsdp_compat in the place of "
+        "torch.distributed.fsdp. See fsdp_compat.install().",
+        epilog="torchrun --nproc-per-node 2 -m fsdp_compat run train.py --lr 1e-4\n"
+        "accelerate launch --module fsdp_compat run train.py\n\n"
+        "FSDP_COMPAT_LOG=install logs what is replaced, and which private names the program reads.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    run.add_argument(
+        "--no-fix-clients",
+        dest="fix_clients",
+        action="store_false",
+        help="leave defects of client libraries as they are",
+    )
+    run.add_argument("-m", dest="module", action="store_true", help="the program is a module")
+    run.add_argument(
+        "program", nargs=argparse.REMAINDER, metavar="program ...", help="and its arguments"
+    )
+    return parser
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,120 @@
+"""Every module of torch.distributed.fsdp that clients use, and the names in it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .. import api, fully_sharded_data_parallel, sharded_grad_scaler, wrap
+from .._fully_shard import api as fully_shard_api
+from .._fully_shard.fully_shard import fully_shard
+from .._fully_shard.handles import GradientReductionHandle, UnshardHandle
+from .._fully_shard.module import FSDPModule, share_comm_ctx
+from . import private_names as private
+
+__all__ = ["KEPT", "contents", "fully_shard_names"]
+
+# Modules that stay torch's: parts of torch need them, and they have nothing of FSDP1.
+KEPT = ("_fully_shard", "_fsdp_extensions", "_shard_utils")
+
+# Empty, so that torch's files of these names are not loaded beside ours.
+_EMPTY = (
+    *("_debug_utils", "_dynamo_utils", "_exec_order_utils", "_limiter_utils", "_optim_utils"),
+    *("_state_dict_utils", "_trace_utils", "_unshard_param_utils"),
+)
+
+_POLICIES = ("CPUOffloadPolicy", "DataParallelMeshDims", "MixedPrecisionPolicy", "OffloadPolicy")
+
+
+def contents() -> dict[str, dict[str, Any]]:
+    """Return the names of each module, by the module's name below the package ("" for that)."""
+    front_end = fully_sharded_data_parallel
+    configs = {name: getattr(api, name) for name in api.__all__}
+    wrapper = {
+        "FullyShardedDataParallel": front_end.FullyShardedDataParallel,
+        "OptimStateKeyType": front_end.OptimStateKeyType,
+    }
+    flat = {"FlatParameter": front_end.FlatParameter}
+    policies = {
+        name: getattr(wrap, name)
+        for name in (
+            *wrap.__all__,
+            *("_Policy", "_module_wrap_policy", "_or_policy", "_recursive_wrap"),
+            "_wrap_module_cls_individually",
+        )
+    }
+    wrapping = {
+        "_construct_wrap_fn": private.construct_wrap_fn,
+        "_post_order_apply": private.post_order_apply,
+    }
+    strategy = api.ShardingStrategy
+    found: dict[str, dict[str, Any]] = {
+        "": {**wrapper, **configs, **flat, **fully_shard_names()},
+        "api": configs,
+        "wrap": {**policies, **wrapping},
+        "_wrap_utils": {**policies, **wrapping},
+        "fully_sharded_data_parallel": {
+            **wrapper,
+            **configs,
+            **flat,
+            "CustomPolicy": wrap.CustomPolicy,
+            "FLAT_PARAM": front_end.FLAT_PARAM,
+            "FSDP_PREFIX": private.FSDP_PREFIX,
+            "FSDP_WRAPPED_MODULE": private.FSDP_WRAPPED_MODULE,
+            "ModuleWrapPolicy": wrap.ModuleWrapPolicy,
+            "_lazy_init": private.lazy_init,
+            "clean_tensor_name": private.clean_tensor_name,
+        },
+        "sharded_grad_scaler": {"ShardedGradScaler": sharded_grad_scaler.ShardedGradScaler},
+        "_common_utils": {
+            "FSDP_FLATTENED": private.FSDP_FLATTENED,
+            "FSDP_PREFIX": private.FSDP_PREFIX,
+            "FSDP_WRAPPED_MODULE": private.FSDP_WRAPPED_MODULE,
+            "HandleTrainingState": private.HandleTrainingState,
+            "TrainingState": private.TrainingState,
+            "_FSDPState": private.FSDPState,
+            "_get_module_fsdp_state": private.module_state,
+            "_get_module_fsdp_state_if_fully_sharded_module": private.module_state,
+            "_is_fsdp_flattened": private.is_flattened,
+            "_named_parameters_with_duplicates": private.named_parameters_with_duplicates,
+            "_set_fsdp_flattened": private.set_flattened,
+            "clean_tensor_name": private.clean_tensor_name,
+            "collect_grad_tensors": private.collect_grad_tensors,
+            "replace_grad_tensors": private.replace_grad_tensors,
+        },
+        "_flat_param": {
+            **flat,
+            "FlatParamHandle": private.FlatParamHandle,
+            "HandleShardingStrategy": strategy,
+            "_FLAT_PARAM": front_end.FLAT_PARAM,
+        },
+        "_init_utils": {
+            "HYBRID_SHARDING_STRATEGIES": [strategy.HYBRID_SHARD, strategy._HYBRID_SHARD_ZERO2],
+            "NO_RESHARD_AFTER_FORWARD_STRATEGIES": (
+                strategy.SHARD_GRAD_OP,
+                strategy._HYBRID_SHARD_ZERO2,
+            ),
+        },
+        "_runtime_utils": {
+            "_lazy_init": private.lazy_init,
+            "_post_backward_final_callback": private.finish_backward,
+            "_root_pre_forward": private.root_pre_forward,
+        },
+        "_traversal_utils": {
+            "_get_fsdp_handles": private.handles_of,
+            "_get_fsdp_states": front_end.FullyShardedDataParallel.fsdp_modules,
+        },
+    }
+    return found | {name: {} for name in _EMPTY}
+
+
+def fully_shard_names() -> dict[str, Any]:
+    """Return the names of the package that belong to ``fully_shard``."""
+    return {
+        **{name: getattr(fully_shard_api, name) for name in _POLICIES},
+        "FSDPModule": FSDPModule,
+        "GradientReductionHandle": GradientReductionHandle,
+        "UnshardHandle": UnshardHandle,
+        "fully_shard": fully_shard,
+        "register_fsdp_forward_method": fully_sharded_data_parallel.register_fsdp_forward_method,
+        "share_comm_ctx": share_comm_ctx,
+    }

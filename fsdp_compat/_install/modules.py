@@ -1,0 +1,155 @@
+"""Module objects under torch's names whose contents are fsdp_compat's."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.abc
+import importlib.util
+import sys
+import types
+from collections.abc import Iterator, Sequence
+from importlib.machinery import ModuleSpec
+from typing import Any
+
+import torch.distributed as dist
+
+from . import log
+from .contents import KEPT, contents
+
+__all__ = ["ROOT", "Modules"]
+
+ROOT = "torch.distributed.fsdp"
+
+
+class Modules:
+    """Ours and torch's modules of one ``install()``."""
+
+    def __init__(self) -> None:
+        """Make the modules; nothing is changed."""
+        spec = sys.modules[ROOT].__spec__ if ROOT in sys.modules else importlib.util.find_spec(ROOT)
+        path = list(spec.submodule_search_locations or ()) if spec is not None else []
+        names = {f"{ROOT}.{name}" if name else ROOT: names for name, names in contents().items()}
+        # Who imported what while the modules were in place: namespace, module, name, value.
+        self.readers: list[tuple[dict[str, Any], str, str, Any]] = []
+        self.made = {
+            name: FsdpModule(name, found, path if name == ROOT else None, self.readers)
+            for name, found in names.items()
+        }
+        self.replaced = {name: sys.modules[name] for name in names if name in sys.modules}
+        self._attribute: types.ModuleType | None = vars(dist).get("fsdp")
+
+    def put(self) -> None:
+        """Let imports find them. torch's own modules that stay are attributes of the package."""
+        package = self.made[ROOT]
+        for name, module in self.made.items():
+            sys.modules[name] = module
+            if name != ROOT:
+                vars(package)[name.removeprefix(ROOT + ".")] = module
+        for name in KEPT:
+            if (kept := sys.modules.get(f"{ROOT}.{name}")) is not None:
+                vars(package)[name] = kept
+        dist.fsdp = package
+        log.changed("modules replaced: %s", ", ".join(self.made))
+
+    def remove(self) -> None:
+        """Let imports find torch's again."""
+        for name, module in self.made.items():
+            if sys.modules.get(name) is module:
+                del sys.modules[name]
+        sys.modules.update(self.replaced)
+        if self._attribute is not None:
+            dist.fsdp = self._attribute
+        else:
+            vars(dist).pop("fsdp", None)
+        kept = {name: sys.modules.get(f"{ROOT}.{name}") for name in KEPT}
+        if any(kept.values()):  # imported while ours was their package
+            package = importlib.import_module(ROOT)
+            vars(package).update({name: module for name, module in kept.items() if module})
+
+    def counterparts(self) -> Iterator[tuple[Any, Any]]:
+        """Return pairs of an object of torch's modules and ours of the same name."""
+        for name, theirs in self.replaced.items():
+            made = self.made[name]
+            yield theirs, made
+            for attribute, value in vars(theirs).items():
+                own = made.names.get(attribute)
+                if own is not None and own is not value and _is_of_fsdp(value):
+                    yield value, own
+
+
+def _is_of_fsdp(value: object) -> bool:
+    if isinstance(value, (type, types.FunctionType)):
+        return value.__module__.startswith(ROOT)
+    return isinstance(value, (list, tuple))
+
+
+class FsdpModule(types.ModuleType):
+    """A module of torch.distributed.fsdp whose names are ours."""
+
+    def __init__(
+        self,
+        name: str,
+        names: dict[str, Any],
+        path: Sequence[str] | None,
+        readers: list[tuple[dict[str, Any], str, str, Any]],
+    ) -> None:
+        """path: where the package finds torch's own modules, None for a module. readers: gets
+        every namespace that imports a name."""
+        super().__init__(name, f"fsdp_compat in the place of {name}.")
+        spec = ModuleSpec(name, _Loader(self), origin="fsdp_compat", is_package=path is not None)
+        spec.submodule_search_locations = None if path is None else list(path)
+        vars(self).update(
+            names=names,
+            readers=readers,
+            __all__=[each for each in names if not each.startswith("_")],
+            __spec__=spec,
+            __loader__=spec.loader,
+            __package__=name if path is not None else name.rpartition(".")[0],
+        )
+        if path is not None:
+            vars(self)["__path__"] = spec.submodule_search_locations
+
+    def __getattr__(self, name: str) -> Any:
+        names: dict[str, Any] = vars(self)["names"]
+        reader = _reader()
+        if name in names:
+            if name.startswith("_") or "._" in self.__name__:
+                log.read(self.__name__, name, reader.get("__name__", "?"))
+            if reader.get("__name__") in sys.modules:
+                vars(self)["readers"].append((reader, self.__name__, name, names[name]))
+            return names[name]
+        if self.__name__ == ROOT and name in KEPT:
+            try:
+                return importlib.import_module(f"{ROOT}.{name}")
+            except ImportError:
+                pass
+        if not name.startswith("__"):
+            log.read(self.__name__, name, f"{reader.get('__name__', '?')}, which does not exist")
+        raise AttributeError(
+            f"module {self.__name__!r} is fsdp_compat's, see fsdp_compat.install(), and has no "
+            f"attribute {name!r}"
+        )
+
+    def __dir__(self) -> list[str]:
+        return sorted({*vars(self), *vars(self)["names"]} - {"names", "readers"})
+
+
+def _reader() -> dict[str, Any]:
+    """Return the namespace of the code that reads an attribute of a module."""
+    frame = sys._getframe(2)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("importlib"):
+        frame = frame.f_back
+    return frame.f_globals
+
+
+class _Loader(importlib.abc.Loader):
+    """Gives the module that exists, also when it is reloaded."""
+
+    def __init__(self, module: types.ModuleType) -> None:
+        self._module = module
+
+    def create_module(self, spec: ModuleSpec) -> types.ModuleType:
+        return self._module
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        pass

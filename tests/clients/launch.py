@@ -1,0 +1,77 @@
+"""Start a program of ``tests/clients/programs`` on two ranks, and read its results."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PROGRAMS = Path(__file__).parent / "programs"
+
+CLIENTS = ("accelerate", "datasets", "lightning", "peft", "transformers", "trl")
+OURS = ("fsdp_compat.FullyShardedDataParallel", "fsdp_compat.FSDPModule")
+
+missing = [name for name in CLIENTS if importlib.util.find_spec(name) is None]
+marks = [
+    pytest.mark.clients,
+    pytest.mark.skipif(bool(missing), reason=f"needs the extra 'clients': {', '.join(missing)}"),
+]
+
+TORCHRUN = (*("-m", "torch.distributed.run", "--standalone"), "--nproc-per-node", "2")
+INSTALLED = ("-m", "fsdp_compat", "run")
+
+
+def start(*command: str | Path, timeout: float = 600) -> str:
+    """Run Python with a command, and return what it prints."""
+    ran = subprocess.run(
+        [sys.executable, "-W", "ignore", *map(str, command)],
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        cwd=ROOT,
+        env={
+            **os.environ,
+            "HF_HUB_OFFLINE": "1",
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'examples'}",
+            "TOKENIZERS_PARALLELISM": "false",
+        },
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stdout[-6000:] + ran.stderr[-3000:]
+    return ran.stdout
+
+
+def results(
+    folder: Path, program: str, cases: Sequence[str], *before: str, timeout: float = 600
+) -> dict[str, dict[str, Any]]:
+    """Run some cases of a program. before: what stands before the program, such as INSTALLED."""
+    path = PROGRAMS / f"{program}.py"
+    printed = start(*(before or TORCHRUN), path, folder, *cases, timeout=timeout)
+    lines = [line.partition("RESULT ")[2] for line in printed.splitlines() if "RESULT {" in line]
+    found = {each.pop("case"): each for each in map(json.loads, lines)}
+    assert list(found) == list(cases), printed[-3000:]
+    return found
+
+
+def assert_losses(
+    case: str,
+    result: Mapping[str, Any],
+    expected: Sequence[float],
+    *,
+    keys: Sequence[str] = ("losses", "resumed"),
+    rel: float = 1e-6,
+) -> None:
+    """The losses are the expected ones, and those after resuming are their last ones."""
+    assert result["module"] in OURS, case
+    for key in keys:
+        found = result[key]
+        assert found == pytest.approx(expected[len(expected) - len(found) :], rel=rel), (case, key)

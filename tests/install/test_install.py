@@ -1,0 +1,268 @@
+"""With ``install()`` every use of torch.distributed.fsdp is ours, with ``uninstall()`` torch's.
+
+Each test runs in a fresh process: what was imported before, and when, is the point."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+# Parts of torch that import names of torch.distributed.fsdp.
+USERS = (
+    *("torch.distributed.checkpoint.state_dict", "torch.distributed.checkpoint.optimizer"),
+    *("torch.distributed.tensor.parallel.fsdp", "torch.distributed._composable.fsdp"),
+    *("torch.distributed.optim.named_optimizer", "torch.distributed.pipelining"),
+    "torch.distributed.algorithms._checkpoint.checkpoint_wrapper",
+    *("torch.distributed._composable.replicate_with_fsdp", "torch._dynamo.variables.functions"),
+    *("torch.distributed._tools.fsdp2_mem_tracker", "torch._dynamo.package"),
+)
+
+# What accelerate, transformers, peft, trl, lightning, verl, composer, litgpt and torch import.
+NAMES = {
+    "": "BackwardPrefetch CPUOffload CPUOffloadPolicy FSDPModule FlatParameter "
+    "FullOptimStateDictConfig FullStateDictConfig FullyShardedDataParallel "
+    "LocalOptimStateDictConfig LocalStateDictConfig MixedPrecision MixedPrecisionPolicy "
+    "OffloadPolicy OptimStateDictConfig OptimStateKeyType ShardedOptimStateDictConfig "
+    "ShardedStateDictConfig ShardingStrategy StateDictConfig StateDictSettings StateDictType "
+    "UnshardHandle fully_shard register_fsdp_forward_method share_comm_ctx",
+    ".api": "BackwardPrefetch CPUOffload FullOptimStateDictConfig FullStateDictConfig "
+    "LocalStateDictConfig MixedPrecision ShardedOptimStateDictConfig ShardedStateDictConfig "
+    "ShardingStrategy StateDictType",
+    ".wrap": "CustomPolicy ModuleWrapPolicy _Policy _module_wrap_policy _or_policy "
+    "_recursive_wrap _wrap_module_cls_individually always_wrap_policy enable_wrap "
+    "lambda_auto_wrap_policy size_based_auto_wrap_policy transformer_auto_wrap_policy wrap "
+    "_construct_wrap_fn _post_order_apply",
+    "._wrap_utils": "_construct_wrap_fn _post_order_apply",
+    ".fully_sharded_data_parallel": "BackwardPrefetch CPUOffload FullOptimStateDictConfig "
+    "FullStateDictConfig FullyShardedDataParallel MixedPrecision OptimStateKeyType "
+    "ShardedStateDictConfig ShardingStrategy StateDictType FLAT_PARAM clean_tensor_name",
+    ".sharded_grad_scaler": "ShardedGradScaler",
+    "._common_utils": "FSDP_FLATTENED FSDP_PREFIX FSDP_WRAPPED_MODULE HandleTrainingState "
+    "TrainingState _FSDPState _get_module_fsdp_state "
+    "_get_module_fsdp_state_if_fully_sharded_module _is_fsdp_flattened "
+    "_named_parameters_with_duplicates _set_fsdp_flattened clean_tensor_name "
+    "collect_grad_tensors replace_grad_tensors",
+    "._init_utils": "HYBRID_SHARDING_STRATEGIES",
+    "._runtime_utils": "_lazy_init _post_backward_final_callback _root_pre_forward",
+    "._flat_param": "FlatParamHandle FlatParameter",
+    "._traversal_utils": "_get_fsdp_handles _get_fsdp_states",
+    "._fully_shard": "FSDPModule fully_shard MixedPrecisionPolicy",
+    "._fully_shard._fsdp_param_group": "FSDPParamGroup",
+    "._shard_utils": "_create_chunk_sharded_tensor",
+    "._fsdp_extensions": "FSDPExtensions",
+}
+
+
+def run(program: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run Python code that prints nothing unless a check fails."""
+    prelude = f"import importlib, sys, warnings\nUSERS, NAMES = {USERS!r}, {NAMES!r}\n"
+    return subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", prelude + textwrap.dedent(program), *arguments],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
+        check=False,
+    )
+
+
+def assert_passes(ran: subprocess.CompletedProcess[str]) -> None:
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+
+
+@pytest.mark.parametrize("when", ["first", "last"])
+def test_every_name_is_ours_and_with_uninstall_torchs_again(when: str) -> None:
+    program = """
+        import torch.distributed as dist
+        late = sys.argv[1] == "last"
+        if late:
+            for name in USERS:
+                importlib.import_module(name)
+            from torch.distributed.fsdp import FullyShardedDataParallel as mine, fully_shard as own
+            theirs = mine, own
+        import fsdp_compat
+        fsdp_compat.install()
+        fsdp_compat.install()
+        for name in USERS:
+            importlib.import_module(name)
+        ours = fsdp_compat.FullyShardedDataParallel, fsdp_compat.fully_shard
+        if late:
+            assert (mine, own) == ours
+        for below, names in NAMES.items():
+            module = importlib.import_module("torch.distributed.fsdp" + below)
+            for name in names.split():
+                value = getattr(module, name)
+                if name in fsdp_compat.__all__:
+                    assert value is getattr(fsdp_compat, name), f"{below}.{name}"
+        from torch.distributed.fsdp import *
+        assert (FullyShardedDataParallel, fully_shard) == ours
+        import torch.distributed.fsdp.wrap
+        assert dist.fsdp is sys.modules["torch.distributed.fsdp"]
+        assert torch.distributed.fsdp.wrap.wrap is fsdp_compat.wrap.wrap
+        importlib.reload(torch.distributed.fsdp)
+        assert dist.fsdp.fully_shard is ours[1]
+        from torch.distributed.checkpoint import state_dict
+        from torch.distributed._composable.fsdp import fully_shard as composable
+        assert (state_dict.FSDP, composable) == ours
+
+        fsdp_compat.uninstall()
+        fsdp_compat.uninstall()
+        import torch.distributed.fsdp as again
+        assert again.FullyShardedDataParallel is not ours[0]
+        assert again is dist.fsdp and again.wrap.wrap is not fsdp_compat.wrap.wrap
+        assert state_dict.FSDP is FullyShardedDataParallel is again.FullyShardedDataParallel
+        assert composable is fully_shard is again.fully_shard
+        import torch.distributed._composable.fsdp, torch.distributed.pipelining.stage as stage
+        assert torch.distributed._composable.fsdp.fully_shard is again.fully_shard
+        assert stage.FSDPModule is again.FSDPModule is again._fully_shard.FSDPModule
+        if late:
+            assert theirs == (mine, own) == (again.FullyShardedDataParallel, again.fully_shard)
+        assert fsdp_compat.fully_shard is ours[1]
+
+        fsdp_compat.install()
+        assert state_dict.FSDP is FullyShardedDataParallel is ours[0]
+    """
+    assert_passes(run(program, when))
+
+
+def test_a_torch_without_fsdp_gets_it() -> None:
+    program = """
+        class Without:
+            def __init__(self, finder):
+                self.finder = finder
+            def find_spec(self, name, path=None, target=None):
+                if not name.startswith("torch.distributed.fsdp"):
+                    return self.finder.find_spec(name, path, target)
+        sys.meta_path[:] = map(Without, sys.meta_path)
+        import fsdp_compat
+        fsdp_compat.install()
+        from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+        from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+        assert FullyShardedDataParallel is fsdp_compat.FullyShardedDataParallel
+        fsdp_compat.uninstall()
+        try:
+            import torch.distributed.fsdp
+            assert False
+        except ModuleNotFoundError:
+            pass
+    """
+    assert_passes(run(program))
+
+
+LATE = {
+    "class": "class Derived(torch.distributed.fsdp.FullyShardedDataParallel): pass",
+    "FSDP1": """
+model = torch.distributed.fsdp.FullyShardedDataParallel(
+    torch.nn.Linear(2, 2), device_id=torch.device("cpu"))""",
+    "FSDP2": "model = torch.distributed.fsdp.fully_shard(torch.nn.Linear(2, 2))",
+}
+NAMED = {
+    "class": "__main__.Derived",
+    "FSDP1": ".FullyShardedDataParallel",
+    "FSDP2": ".FSDPLinear",
+}
+
+
+def test_what_torch_has_made_already_is_refused_by_name() -> None:
+    """One process that forks for each case."""
+    program = f"""
+        import os, traceback
+        import torch, torch.distributed as dist, torch.distributed.fsdp
+        import fsdp_compat
+        before = torch.distributed.fsdp.fully_shard
+        LATE, NAMED = {LATE!r}, {NAMED!r}
+        for what, code in LATE.items():
+            process = os.fork()
+            if not process:
+                status = 1
+                try:
+                    store = dist.HashStore()
+                    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+                    exec(code)
+                    try:
+                        fsdp_compat.install()
+                    except fsdp_compat.StateError as error:
+                        assert NAMED[what] in str(error), str(error)
+                        assert "python -m fsdp_compat run" in str(error)
+                        assert torch.distributed.fsdp.fully_shard is before
+                        status = 0
+                finally:
+                    os._exit(status)
+            assert os.waitpid(process, 0)[1] == 0, what
+    """
+    assert_passes(run(program))
+
+
+def test_threads_may_install_and_uninstall_at_once() -> None:
+    program = """
+        import threading
+        import torch.distributed.fsdp as before
+        import fsdp_compat
+        failed = []
+        def toggle():
+            try:
+                for _ in range(20):
+                    fsdp_compat.install()
+                    fsdp_compat.uninstall()
+            except BaseException as error:
+                failed.append(error)
+        threads = [threading.Thread(target=toggle) for _ in range(4)]
+        [thread.start() for thread in threads]
+        [thread.join() for thread in threads]
+        assert not failed, failed
+        import torch.distributed.fsdp as after
+        assert after is before
+    """
+    assert_passes(run(program))
+
+
+PROGRAM = """
+import sys
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp._common_utils import clean_tensor_name
+assert __name__ == "__main__"
+print(FullyShardedDataParallel.__module__, sys.argv[1:])
+"""
+
+
+@pytest.mark.parametrize("as_module", [False, True])
+def test_run_starts_a_program_with_ours_and_logs_what_it_reads(
+    as_module: bool, tmp_path: Path
+) -> None:
+    (tmp_path / "program.py").write_text("from helper import PROGRAM\nexec(PROGRAM)\n")
+    (tmp_path / "helper.py").write_text(f"PROGRAM = {PROGRAM!r}")
+    target = ["-m", "program"] if as_module else [str(tmp_path / "program.py")]
+    ran = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "fsdp_compat", "run", *target, "--lr", "-m"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "FSDP_COMPAT_LOG": "install"},
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.split(maxsplit=1) == [
+        "fsdp_compat.fully_sharded_data_parallel",
+        "['--lr', '-m']\n",
+    ]
+    assert "modules replaced: torch.distributed.fsdp, " in ran.stderr
+    read = "private name torch.distributed.fsdp._common_utils.clean_tensor_name is read by __main__"
+    assert read in ran.stderr
+
+
+def test_a_mere_import_replaces_nothing() -> None:
+    program = """
+        import fsdp_compat
+        from torch.distributed.fsdp import FullyShardedDataParallel
+        assert FullyShardedDataParallel is not fsdp_compat.FullyShardedDataParallel
+    """
+    assert_passes(run(program))
