@@ -13,7 +13,12 @@ __all__ = ["main"]
 
 
 def main(arguments: list[str] | None = None) -> None:
-    given = _parser().parse_args(arguments)
+    parser = _parser()
+    given = parser.parse_args(arguments)
+    if not given.program:
+        parser.error("run: expected a program, got nothing; try: run train.py, or: run -m module")
+    if not given.module and not os.path.exists(given.program[0]):
+        parser.error(f"run: there is no file {given.program[0]!r} in {os.getcwd()}")
     install(fix_clients=given.fix_clients)
     target, *rest = given.program
     if given.module:

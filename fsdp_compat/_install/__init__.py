@@ -19,7 +19,7 @@ import threading
 from . import client_fixes, log, torch_internals
 from .modules import Modules
 from .rebinding import Rebinding
-from .refusals import require_replaceable
+from .refusals import require_replaceable, require_supported_torch
 
 __all__ = ["install", "is_installed", "uninstall"]
 
@@ -39,11 +39,13 @@ def install(*, fix_clients: bool = False) -> None:
     "fsdp_compat.install", on stderr) what is replaced, and which private names a program reads.
 
     Raises StateError, with nothing changed, if a class was already derived from torch's
-    FullyShardedDataParallel, or if a model is already sharded by torch.
+    FullyShardedDataParallel, if a model is already sharded by torch, or if this torch is too old.
+    Warns of classes derived from other classes of torch's FSDP. Process groups may exist already.
     """
     global _installed
     with _lock:
         if _installed is None:
+            require_supported_torch()
             log.begin()
             modules = Modules()
             require_replaceable(modules.replaced)

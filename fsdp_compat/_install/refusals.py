@@ -3,23 +3,45 @@
 from __future__ import annotations
 
 import gc
+import re
 import sys
 import types
+import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import torch
 from torch import nn
 
 from ..errors import StateError, explain
 
-__all__ = ["require_replaceable"]
+__all__ = ["require_replaceable", "require_supported_torch"]
+
+OLDEST = 2, 11
+
+
+def require_supported_torch() -> None:
+    """Raises StateError if this torch is older than OLDEST."""
+    numbers = tuple(int(part) for part in re.findall(r"\d+", torch.__version__)[:2])
+    if numbers < OLDEST:
+        oldest = ".".join(map(str, OLDEST))
+        raise StateError(
+            explain(
+                "This torch is too old for fsdp_compat.",
+                expected=f"torch {oldest} or newer",
+                got=f"torch {torch.__version__}",
+                where="fsdp_compat.install()",
+                fix=f"pip install 'torch>={oldest}', or use torch's own FSDP",
+            )
+        )
 
 
 def require_replaceable(loaded: Mapping[str, types.ModuleType]) -> None:
     """loaded: torch's modules that are to be replaced, by their names.
 
     Raises StateError if there are classes derived from torch's FullyShardedDataParallel, or models
-    that torch's FSDP1 or FSDP2 has sharded.
+    that torch's FSDP1 or FSDP2 has sharded. Warns of classes derived from other classes of torch's:
+    they stay as they are.
     """
     package: Any = loaded.get("torch.distributed.fsdp")
     wrapper: type | None = getattr(package, "FullyShardedDataParallel", None)
@@ -32,7 +54,7 @@ def require_replaceable(loaded: Mapping[str, types.ModuleType]) -> None:
     bases = tuple(
         cls for cls in (wrapper, getattr(package, "FSDPModule", None)) if isinstance(cls, type)
     )
-    if not bases or not any(cls.__subclasses__() or cls is wrapper for cls in bases):
+    if not bases:
         return
     live = {
         f"{type(found).__module__}.{type(found).__qualname__}"
@@ -41,6 +63,31 @@ def require_replaceable(loaded: Mapping[str, types.ModuleType]) -> None:
     }
     if live:
         raise _too_late(f"a model that torch has sharded: {', '.join(sorted(live))}")
+    _warn_of_derived_classes(loaded, bases)
+
+
+def _warn_of_derived_classes(
+    loaded: Mapping[str, types.ModuleType], bases: tuple[type, ...]
+) -> None:
+    own = {
+        value
+        for module in loaded.values()
+        for value in vars(module).values()
+        if isinstance(value, type) and value.__module__ == module.__name__
+    }
+    derived = sorted(
+        f"{each.__module__}.{each.__qualname__} from {cls.__name__}"
+        for cls in own - set(bases)
+        for each in _subclasses(cls)
+        if not each.__module__.startswith("torch.")
+    )
+    if derived:
+        warnings.warn(
+            "fsdp_compat.install(): classes that were derived from classes of torch's FSDP before "
+            f"stay as they are, and may not work with fsdp_compat: {', '.join(derived)}. To avoid "
+            "it, call install() earlier, or start the program with python -m fsdp_compat run.",
+            stacklevel=3,
+        )
 
 
 def _subclasses(cls: type) -> Iterator[type]:

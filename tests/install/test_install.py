@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from fsdp_compat.__main__ import main
+
 ROOT = Path(__file__).parents[2]
 
 # Parts of torch that import names of torch.distributed.fsdp.
@@ -199,6 +201,48 @@ def test_what_torch_has_made_already_is_refused_by_name() -> None:
             assert os.waitpid(process, 0)[1] == 0, what
     """
     assert_passes(run(program))
+
+
+def test_classes_derived_from_private_ones_are_warned_of() -> None:
+    program = """
+        import torch.distributed.fsdp._common_utils as utils
+        import fsdp_compat
+        class Own(utils._FSDPState): pass
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            fsdp_compat.install()
+        texts = [str(each.message) for each in caught]
+        assert any("__main__.Own from _FSDPState" in text for text in texts), texts
+    """
+    assert_passes(run(program))
+
+
+def test_a_torch_that_is_too_old_is_refused() -> None:
+    program = """
+        import torch
+        import fsdp_compat
+        torch.__version__ = "2.9.1+cu128"
+        try:
+            fsdp_compat.install()
+            assert False
+        except fsdp_compat.StateError as error:
+            assert "torch 2.9.1" in str(error) and "2.11 or newer" in str(error)
+        assert "torch.distributed.fsdp" not in sys.modules
+    """
+    assert_passes(run(program))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [(["run", "absent.py"], "there is no file 'absent.py' in "), (["run"], "expected a program")],
+)
+def test_run_without_a_program_says_so(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == 2
+    assert message in capsys.readouterr().err
 
 
 def test_threads_may_install_and_uninstall_at_once() -> None:
