@@ -20,6 +20,10 @@ __all__ = ["ROOT", "Modules"]
 
 ROOT = "torch.distributed.fsdp"
 
+# Who has read what while the modules were in place: the namespace, by its name, the module and the
+# name in it. Programs may read a name in every step.
+Readers = dict[tuple[str, str, str], dict[str, Any]]
+
 
 class Modules:
     """Ours and torch's modules of one ``install()``."""
@@ -29,8 +33,7 @@ class Modules:
         spec = sys.modules[ROOT].__spec__ if ROOT in sys.modules else importlib.util.find_spec(ROOT)
         path = list(spec.submodule_search_locations or ()) if spec is not None else []
         names = {f"{ROOT}.{name}" if name else ROOT: names for name, names in contents().items()}
-        # Who imported what while the modules were in place: namespace, module, name, value.
-        self.readers: list[tuple[dict[str, Any], str, str, Any]] = []
+        self.readers: Readers = {}
         self.made = {
             name: FsdpModule(name, found, path if name == ROOT else None, self.readers)
             for name, found in names.items()
@@ -91,10 +94,10 @@ class FsdpModule(types.ModuleType):
         name: str,
         names: dict[str, Any],
         path: Sequence[str] | None,
-        readers: list[tuple[dict[str, Any], str, str, Any]],
+        readers: Readers,
     ) -> None:
         """path: where the package finds torch's own modules, None for a module. readers: gets
-        every namespace that imports a name."""
+        every namespace that reads a name."""
         super().__init__(name, f"fsdp_compat in the place of {name}.")
         spec = ModuleSpec(name, _Loader(self), origin="fsdp_compat", is_package=path is not None)
         spec.submodule_search_locations = None if path is None else list(path)
@@ -115,8 +118,8 @@ class FsdpModule(types.ModuleType):
         if name in names:
             if name.startswith("_") or "._" in self.__name__:
                 log.read(self.__name__, name, reader.get("__name__", "?"))
-            if reader.get("__name__") in sys.modules:
-                vars(self)["readers"].append((reader, self.__name__, name, names[name]))
+            if (by := reader.get("__name__")) in sys.modules:
+                vars(self)["readers"][by, self.__name__, name] = reader
             return names[name]
         if self.__name__ == ROOT and name in KEPT:
             try:

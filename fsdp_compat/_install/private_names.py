@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import enum
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from .._engine.dtypes import map_tensors
 from .._flat.client_attributes import FlatParamHandle, TrainingState, lazy_init, root_pre_forward
 from .._state.names import FSDP_WRAPPED_MODULE, clean_name
 from .._torch_private import ComposableState
@@ -104,48 +104,17 @@ def collect_grad_tensors(output: Any) -> tuple[torch.Tensor, ...]:
     found: list[torch.Tensor] = []
 
     def note(tensor: torch.Tensor) -> torch.Tensor:
-        found.append(tensor)
+        if tensor.requires_grad:
+            found.append(tensor)
         return tensor
 
-    _changed(output, note)
+    map_tensors(output, note)
     return tuple(found)
 
 
 def replace_grad_tensors(output: Any, tensors: Iterator[torch.Tensor]) -> Any:
     """Return ``output`` with the tensors that ``collect_grad_tensors`` finds replaced, in order."""
-    return _changed(output, lambda _: next(tensors))
-
-
-def _changed(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """Return the value itself where nothing in it was changed."""
-    if isinstance(value, torch.Tensor):
-        return change(value) if value.requires_grad else value
-    if isinstance(value, dict):
-        parts = {key: _changed(each, change) for key, each in value.items()}
-        if all(parts[key] is each for key, each in value.items()):
-            return value
-        return _like_mapping(value, parts)
-    if isinstance(value, (list, tuple)):
-        items = [_changed(each, change) for each in value]
-        if all(new is old for new, old in zip(items, value, strict=True)):
-            return value
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = [field.name for field in dataclasses.fields(value) if field.init]
-        new = {name: _changed(getattr(value, name), change) for name in fields}
-        if all(new[name] is getattr(value, name) for name in fields):
-            return value
-        return dataclasses.replace(value, **new)
-    return value
-
-
-def _like_mapping(original: dict[Any, Any], parts: dict[Any, Any]) -> Any:
-    try:
-        return type(original)(parts)
-    except TypeError:  # a class with other arguments, such as defaultdict
-        made = original.copy()
-        made.update(parts)
-        return made
+    return map_tensors(output, lambda tensor: next(tensors) if tensor.requires_grad else tensor)
 
 
 # -- wrapping

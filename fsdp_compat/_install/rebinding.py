@@ -45,11 +45,13 @@ class Rebinding:
         for namespace, key, theirs, own in self._swapped:
             if namespace.get(key) is own:
                 namespace[key] = theirs
-        for namespace, module, attribute, own in self._modules.readers:
+        read: dict[int, tuple[Any, str, str]] = {}
+        for (_, module, attribute), namespace in self._modules.readers.items():
+            own = self._modules.made[module].names[attribute]
+            read[id(own)] = own, module, attribute
             _swap(namespace, own, module, attribute)
         # Modules of torch also import these names from one another, and have none of ours for any
         # other reason.
-        read = {id(own): (own, module, name) for _, module, name, own in self._modules.readers}
         for name, namespace in _namespaces():
             found = {id(value) for value in list(namespace.values())} & read.keys()
             for each in found if name.startswith("torch.") else ():

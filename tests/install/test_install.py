@@ -9,10 +9,14 @@ import subprocess
 import sys
 import textwrap
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
+import torch
+from torch import Tensor
 
 from fsdp_compat.__main__ import main
+from fsdp_compat._install import private_names
 
 ROOT = Path(__file__).parents[2]
 
@@ -301,6 +305,42 @@ def test_run_starts_a_program_with_ours_and_logs_what_it_reads(
     assert "modules replaced: torch.distributed.fsdp, " in ran.stderr
     read = "private name torch.distributed.fsdp._common_utils.clean_tensor_name is read by __main__"
     assert read in ran.stderr
+
+
+def test_a_program_may_read_names_in_every_step() -> None:
+    program = """
+        import fsdp_compat
+        from fsdp_compat import _install
+        fsdp_compat.install()
+        import torch.distributed.fsdp as fsdp
+        modules, _ = _install._installed
+        def step():
+            from torch.distributed.fsdp import FullyShardedDataParallel
+            return fsdp.fully_shard
+        step()
+        before = len(modules.readers)
+        for _ in range(100):
+            step()
+        assert 2 <= before == len(modules.readers), (before, len(modules.readers))
+    """
+    assert_passes(run(program))
+
+
+class Output(NamedTuple):
+    loss: Tensor
+    others: dict[str, Any]
+
+
+def test_tensors_that_require_grad_are_collected_and_replaced_in_order() -> None:
+    first, second, plain = (torch.ones(2, requires_grad=flag) for flag in (True, True, False))
+    output = Output(first, {"kept": plain, "states": [second, None, 3]})
+    found = private_names.collect_grad_tensors(output)
+    assert [id(tensor) for tensor in found] == [id(first), id(second)]
+    changed = private_names.replace_grad_tensors(output, iter([second, first]))
+    assert isinstance(changed, Output)
+    assert changed.loss is second and changed.others["states"][0] is first
+    assert changed.others["kept"] is plain
+    assert private_names.replace_grad_tensors(output, iter(found)) is output
 
 
 def test_a_mere_import_replaces_nothing() -> None:
