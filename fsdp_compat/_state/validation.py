@@ -113,7 +113,7 @@ def refuse_extensions(groups: Iterable[Group], where: str) -> None:
         if group.store.extension is not None:
             raise UsageError(
                 explain(
-                    "Whole values of tensor subclasses with fsdp_pre_all_gather cannot be had.",
+                    "Whole values of tensor subclasses with fsdp_pre_all_gather are not available.",
                     expected="plain parameters",
                     got=f"parameter {store_of(group).orig_params[0].name!r}",
                     where=f"{where}, {group.name}",
