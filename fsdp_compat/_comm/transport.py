@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from ..errors import StateError, explain
+from . import progress
 from .host_memory import memory_of
 from .mesh import Axis
 
@@ -228,8 +229,13 @@ class TransportBase:
 def group_destroyed() -> StateError:
     """The error for communication over a process group that was destroyed."""
     return StateError(
-        "the process group of this module was destroyed; wrap the model again after "
-        "init_process_group"
+        explain(
+            "The process group of this module was destroyed.",
+            expected="communication before destroy_process_group",
+            got="a process group that no longer exists",
+            where=progress.place(),
+            fix="wrap the model again after init_process_group",
+        )
     )
 
 

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from .. import _torch_private
-from ..errors import StateError
+from ..errors import StateError, explain
 from ._processes import Inquiry, Members
 from ._texts import joined
 
@@ -44,8 +44,13 @@ class StoreMailbox:
         default = _torch_private.default_store()
         if default is None:
             raise StateError(
-                "the process group of this module was destroyed before a checkpoint was saved or "
-                "loaded"
+                explain(
+                    "The process group of this module was destroyed.",
+                    expected="checkpoints to be saved and loaded before destroy_process_group",
+                    got="no default process group",
+                    where=f"{name}, on rank {members.number}",
+                    fix="wrap the model again after init_process_group",
+                )
             )
         self._default_store = default  # kept alive: on one rank it is the server of all
         try:

@@ -300,8 +300,9 @@ def _connections_after_the_end() -> None:
     while not communicator.has_failed:
         assert time.monotonic() < end, "the connections of a destroyed process group stay"
         time.sleep(0.01)
-    with pytest.raises(StateError, match="was destroyed"):
+    with pytest.raises(StateError, match="was destroyed") as caught:
         model(torch.ones(2, 8))
+    assert all(fact in str(caught.value) for fact in ("expected:", "got:", "where:", "to do:"))
 
 
 def test_connections_close_with_the_process_group_although_the_model_lives_on() -> None:
