@@ -1,7 +1,7 @@
 """FullyShardedDataParallel and fully_shard with the API of torch.distributed.fsdp, on any device
 that torch.distributed supports."""
 
-from fsdp_compat._fully_shard.api import (
+from fsdp_compat._front_ends.fully_shard.api import (
     AllGather,
     Comm,
     CPUOffloadPolicy,
@@ -13,9 +13,9 @@ from fsdp_compat._fully_shard.api import (
     ReduceScatter,
     ShardPlacementResult,
 )
-from fsdp_compat._fully_shard.fully_shard import fully_shard
-from fsdp_compat._fully_shard.handles import GradientReductionHandle, UnshardHandle
-from fsdp_compat._fully_shard.module import (
+from fsdp_compat._front_ends.fully_shard.fully_shard import fully_shard
+from fsdp_compat._front_ends.fully_shard.handles import GradientReductionHandle, UnshardHandle
+from fsdp_compat._front_ends.fully_shard.module import (
     FSDPModule,
     disable_fsdp_module_new_init,
     get_cls_to_fsdp_cls,

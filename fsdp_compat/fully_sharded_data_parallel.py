@@ -18,12 +18,12 @@ from ._engine import hooks, rendezvous
 from ._engine.forward_methods import run_as_forward
 from ._engine.runtime import Runtime, runtime_of
 from ._engine.unit import Unit
-from ._flat import client_attributes as attributes
-from ._flat import clipping, comm_hook, construction, conversion, copying, summon
-from ._flat.flat_unit import FlatUnit, require_root
-from ._flat.settings import Arguments, Settings
-from ._fully_shard.fully_shard import register_forward_method
-from ._fully_shard.module import FSDPModule
+from ._front_ends.flat import client_attributes as attributes
+from ._front_ends.flat import clipping, comm_hook, construction, conversion, copying, summon
+from ._front_ends.flat.flat_unit import FlatUnit, require_root
+from ._front_ends.flat.settings import Arguments, Settings
+from ._front_ends.fully_shard.fully_shard import register_forward_method
+from ._front_ends.fully_shard.module import FSDPModule
 from ._state import forms, model_state_dict
 from ._state import optim_legacy_state_dict as legacy
 from ._state import optim_state_dict as optim
@@ -215,7 +215,8 @@ class FullyShardedDataParallel(nn.Module):
         """The ``mixed_precision`` argument."""
         return self._settings.mixed_precision
 
-    # Further attributes of torch's class that client libraries read: _flat/client_attributes.py.
+    # Further attributes of torch's class that client libraries read:
+    # _front_ends/flat/client_attributes.py.
     sharding_strategy = property(attributes.sharding_strategy)
     process_group = property(attributes.process_group)
     rank = property(attributes.rank)

@@ -22,7 +22,7 @@ LAYERS = (
     ("_install",),
     ("fully_sharded_data_parallel", "sharded_grad_scaler"),
     ("checkpoint", "_torch_patches"),
-    ("_flat", "_fully_shard"),
+    ("_front_ends",),
     ("_state",),
     ("_stores",),
     ("_engine",),
@@ -397,8 +397,7 @@ def test_imports_point_down() -> None:
 
 def test_state_and_checkpoints_know_no_store_and_no_front_end() -> None:
     above = (
-        "_flat",
-        "_fully_shard",
+        "_front_ends",
         "fully_sharded_data_parallel",
         "sharded_grad_scaler",
         "_stores",

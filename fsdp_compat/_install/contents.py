@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from .. import api, fully_sharded_data_parallel, sharded_grad_scaler, wrap
-from .._fully_shard import api as fully_shard_api
-from .._fully_shard.fully_shard import fully_shard
-from .._fully_shard.handles import GradientReductionHandle, UnshardHandle
-from .._fully_shard.module import FSDPModule, share_comm_ctx
+from .._front_ends.fully_shard import api as fully_shard_api
+from .._front_ends.fully_shard.fully_shard import fully_shard
+from .._front_ends.fully_shard.handles import GradientReductionHandle, UnshardHandle
+from .._front_ends.fully_shard.module import FSDPModule, share_comm_ctx
 from . import private_names as private
 
 __all__ = ["KEPT", "contents", "fully_shard_names"]

@@ -10,7 +10,12 @@ import torch
 from torch import nn
 
 from .._engine.dtypes import map_tensors
-from .._flat.client_attributes import FlatParamHandle, TrainingState, lazy_init, root_pre_forward
+from .._front_ends.flat.client_attributes import (
+    FlatParamHandle,
+    TrainingState,
+    lazy_init,
+    root_pre_forward,
+)
 from .._state.names import FSDP_WRAPPED_MODULE, clean_name
 from .._torch_private import ComposableState
 from ..fully_sharded_data_parallel import FullyShardedDataParallel

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 from .. import _torch_private
-from .._fully_shard import module as fully_shard_module
+from .._front_ends.fully_shard import module as fully_shard_module
 from .._torch_patches.on_import import cancel, on_import
 from .contents import fully_shard_names
 from .modules import ROOT, Modules

@@ -20,7 +20,7 @@ from typing import Any
 
 from torch import nn
 
-from .._flat.flat_unit import is_wrapper
+from .._front_ends.flat.flat_unit import is_wrapper
 from .dcp_options import mixed, unknown_argument
 from .dcp_state_dict import FUNCTIONS
 from .on_import import cancel, on_import

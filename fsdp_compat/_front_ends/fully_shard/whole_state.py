@@ -10,18 +10,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from .. import _torch_private
-from .._engine import rendezvous
-from .._state import rank0_loading
-from .._state.model_units import ModelUnit
-from .._state.names import clean_name, everything
-from .._state.optim_values import copied
-from .._state.unit_entries import full_entries
-from .._state.validation import refuse_extensions
-from .._stores.row_store import RowStore
-from .._torch_private import dtensor as torch_dtensor
-from ..api import StateDictType
-from ..errors import CheckpointError, StateError, explain
+from ... import _torch_private
+from ..._engine import rendezvous
+from ..._state import rank0_loading
+from ..._state.model_units import ModelUnit
+from ..._state.names import clean_name, everything
+from ..._state.optim_values import copied
+from ..._state.unit_entries import full_entries
+from ..._state.validation import refuse_extensions
+from ..._stores.row_store import RowStore
+from ..._torch_private import dtensor as torch_dtensor
+from ...api import StateDictType
+from ...errors import CheckpointError, StateError, explain
 
 __all__ = ["is_full", "put_rows_in", "refuse_missing", "refuse_part", "taken"]
 

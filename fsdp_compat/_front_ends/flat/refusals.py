@@ -7,13 +7,13 @@ from typing import Any
 
 from torch import nn
 
-from .. import _torch_private
-from .._engine.unit import Unit
-from .._state import optimizers
-from .._state.model_units import is_lazy
-from .._state.names import clean_name
-from .._stores.registration import FlatParameter
-from ..errors import UsageError, explain
+from ... import _torch_private
+from ..._engine.unit import Unit
+from ..._state import optimizers
+from ..._state.model_units import is_lazy
+from ..._state.names import clean_name
+from ..._stores.registration import FlatParameter
+from ...errors import UsageError, explain
 from .flat_unit import is_wrapped, is_wrapper
 from .settings import Settings
 

@@ -8,8 +8,8 @@ from typing import Any
 from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
-from ..errors import UsageError, explain, unusable
-from ..wrap import as_set_of_classes, checked_function, children_first, modules_chosen_by
+from ...errors import UsageError, explain, unusable
+from ...wrap import as_set_of_classes, checked_function, children_first, modules_chosen_by
 
 __all__ = ["plan_wrapping"]
 

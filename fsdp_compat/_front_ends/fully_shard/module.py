@@ -13,8 +13,8 @@ import torch
 from torch import nn
 from typing_extensions import deprecated
 
-from .._state.validation import not_loaded
-from ..errors import (
+from ..._state.validation import not_loaded
+from ...errors import (
     AssertedStateError,
     FsdpCompatError,
     TypeUsageError,

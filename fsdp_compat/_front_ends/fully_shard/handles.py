@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from .._engine.runtime import Runtime
-from .._engine.unit import Residency, Unit
+from ..._engine.runtime import Runtime
+from ..._engine.unit import Residency, Unit
 
 __all__ = ["GradientReductionHandle", "UnitHandle", "UnshardHandle"]
 

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from .. import _torch_private
-from .._engine.ownership import OrigParam
-from .._stores.extension import has_extension
-from .._stores.placement import DataMesh, RowPlacement, place
-from ..errors import (
+from ... import _torch_private
+from ..._engine.ownership import OrigParam
+from ..._stores.extension import has_extension
+from ..._stores.placement import DataMesh, RowPlacement, place
+from ...errors import (
     AssertedUsageError,
     NotImplementedUsageError,
     UsageError,

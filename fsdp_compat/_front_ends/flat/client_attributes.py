@@ -15,14 +15,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from .._engine import dtypes
-from .._engine.group import Group
-from .._engine.schedule import Prefetch
-from .._engine.unit import Residency
-from .._stores.flat_store import FlatStore
-from .._stores.registration import FlatParameter
-from ..api import BackwardPrefetch, CPUOffload, ShardingStrategy
-from ..errors import StateError, explain
+from ..._engine import dtypes
+from ..._engine.group import Group
+from ..._engine.schedule import Prefetch
+from ..._engine.unit import Residency
+from ..._stores.flat_store import FlatStore
+from ..._stores.registration import FlatParameter
+from ...api import BackwardPrefetch, CPUOffload, ShardingStrategy
+from ...errors import StateError, explain
 from . import conversion
 from .flat_unit import FlatUnit, flat_unit_of, flat_units_in
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from .._engine.reduce_plan import CommHook
-from ..errors import AssertedStateError, explain, takes, wrong_type
+from ..._engine.reduce_plan import CommHook
+from ...errors import AssertedStateError, explain, takes, wrong_type
 from .flat_unit import FlatUnit, require_root
 
 __all__ = ["register"]

@@ -6,7 +6,7 @@ import typing
 from collections.abc import Iterable
 from typing import Any
 
-from ..errors import StateError, UsageError, explain, wrong_type
+from ...errors import StateError, UsageError, explain, wrong_type
 from .state import ShardedModules
 
 __all__ = [

@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from .._comm.mesh import the_group
-from .._stores.placement import DataMesh, SpmdMesh
-from .._torch_private import dtensor as torch_dtensor
-from ..errors import AssertedUsageError, UsageError, explain, wrong_type
+from ..._comm.mesh import the_group
+from ..._stores.placement import DataMesh, SpmdMesh
+from ..._torch_private import dtensor as torch_dtensor
+from ...errors import AssertedUsageError, UsageError, explain, wrong_type
 from .api import (
     DataParallelMeshDims,
     DataParallelMeshInfo,

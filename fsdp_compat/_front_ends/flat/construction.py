@@ -10,16 +10,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from .._engine import hooks
-from .._engine.buffers import CastBuffers
-from .._engine.module_attributes import mark
-from .._engine.ownership import OrigParam, assign_owners, group_members, named_within
-from .._engine.preparation import Preparation
-from .._engine.state_store import flat_param_name
-from .._state.model_units import attribute_order_of
-from .._state.names import FSDP_WRAPPED_MODULE
-from .._stores.flat_store import FlatStore
-from ..wrap import places_of
+from ..._engine import hooks
+from ..._engine.buffers import CastBuffers
+from ..._engine.module_attributes import mark
+from ..._engine.ownership import OrigParam, assign_owners, group_members, named_within
+from ..._engine.preparation import Preparation
+from ..._engine.state_store import flat_param_name
+from ..._state.model_units import attribute_order_of
+from ..._state.names import FSDP_WRAPPED_MODULE
+from ..._stores.flat_store import FlatStore
+from ...wrap import places_of
 from .flat_unit import flat_unit_of, is_wrapper, make_flat_unit, make_runtime
 from .refusals import (
     refuse_ignored_units,

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..errors import AssertedUsageError, UsageError, explain
+from ...errors import AssertedUsageError, UsageError, explain
 
 if typing.TYPE_CHECKING:
     from torch.distributed.tensor import Shard

@@ -15,13 +15,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from .. import _torch_private
-from .._engine.buffers import CastBuffers
-from .._state.model_units import ATTRIBUTE
-from .._state.names import FSDP_WRAPPED_MODULE, clean_name
-from .._stores.flat_store import FlatStore
-from ..api import StateDictSettings
-from ..errors import StateError, explain
+from ... import _torch_private
+from ..._engine.buffers import CastBuffers
+from ..._state.model_units import ATTRIBUTE
+from ..._state.names import FSDP_WRAPPED_MODULE, clean_name
+from ..._stores.flat_store import FlatStore
+from ...api import StateDictSettings
+from ...errors import StateError, explain
 from .flat_unit import FlatUnit, flat_unit_of, is_wrapper, make_flat_unit, make_runtime
 from .settings import Settings
 

@@ -8,10 +8,10 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import nn
 
-from .._engine import rendezvous
-from .._engine.group import Group
-from .._stores.flat_store import FlatStore
-from ..errors import ValueStateError, explain
+from ..._engine import rendezvous
+from ..._engine.group import Group
+from ..._stores.flat_store import FlatStore
+from ...errors import ValueStateError, explain
 from .flat_unit import FlatUnit, flat_units_in
 
 __all__ = ["convert", "convert_as", "move"]

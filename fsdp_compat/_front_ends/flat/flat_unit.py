@@ -11,16 +11,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from .._engine import hooks, rendezvous
-from .._engine.group import Group
-from .._engine.runtime import Runtime
-from .._engine.unit import Unit
-from .._state import optimizers
-from .._state.model_units import ATTRIBUTE, ModelUnit, model_unit_of, register
-from .._state.names import FSDP_WRAPPED_MODULE, clean_name
-from .._stores.flat_store import FlatStore
-from .._stores.registration import FlatParameter
-from ..errors import StateError, explain
+from ..._engine import hooks, rendezvous
+from ..._engine.group import Group
+from ..._engine.runtime import Runtime
+from ..._engine.unit import Unit
+from ..._state import optimizers
+from ..._state.model_units import ATTRIBUTE, ModelUnit, model_unit_of, register
+from ..._state.names import FSDP_WRAPPED_MODULE, clean_name
+from ..._stores.flat_store import FlatStore
+from ..._stores.registration import FlatParameter
+from ...errors import StateError, explain
 from .settings import Settings
 
 __all__ = [

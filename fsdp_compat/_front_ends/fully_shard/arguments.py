@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from .._engine.dtypes import Precision, is_packed
-from .._stores.placement import DataMesh
-from ..errors import (
+from ..._engine.dtypes import Precision, is_packed
+from ..._stores.placement import DataMesh
+from ...errors import (
     AssertedUsageError,
     NotImplementedUsageError,
     TypeUsageError,

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from .. import _torch_private
-from .._engine import grad_norm, rendezvous
-from .._engine.group import Group
-from .._state.model_units import is_lazy
-from ..errors import UsageError, ValueStateError, explain
+from ... import _torch_private
+from ..._engine import grad_norm, rendezvous
+from ..._engine.group import Group
+from ..._state.model_units import is_lazy
+from ...errors import UsageError, ValueStateError, explain
 from .flat_unit import flat_unit_of, require_root
 
 __all__ = ["checked_norm_type", "clip_grad_norm"]

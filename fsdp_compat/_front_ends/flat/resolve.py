@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from .. import _torch_private
-from .._comm.mesh import (
+from ... import _torch_private
+from ..._comm.mesh import (
     Mesh,
     first_dimension,
     groups_node_by_node,
@@ -25,10 +25,10 @@ from .._comm.mesh import (
     replicated,
     the_group,
 )
-from .._engine.runtime import RuntimeOptions
-from .._engine.schedule import Prefetch
-from ..api import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy, as_ours
-from ..errors import UsageError, explain, takes, truth, wrong_type
+from ..._engine.runtime import RuntimeOptions
+from ..._engine.schedule import Prefetch
+from ...api import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy, as_ours
+from ...errors import UsageError, explain, takes, truth, wrong_type
 from .settings import Arguments, Settings
 
 __all__ = ["resolve"]

@@ -14,24 +14,24 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from .. import _torch_private
-from .._engine import hooks, rendezvous
-from .._engine.checks import refuse_in_pass
-from .._engine.conduct import Conduct
-from .._engine.dtypes import Precision
-from .._engine.group import Group
-from .._engine.joined_gather import JoinedGather, JoinedPart
-from .._engine.partial import PartialShard
-from .._engine.runtime import Runtime, RuntimeOptions
-from .._engine.schedule import Prefetch
-from .._engine.unit import Unit, UnitOptions
-from .._state import optimizers
-from .._state.model_units import ModelUnit, default_form, register
-from .._stores.extension import ExtensionStore
-from .._stores.placement import DataMesh
-from .._stores.row_store import RowStore
-from ..api import StateDictType
-from ..errors import StateError, explain
+from ... import _torch_private
+from ..._engine import hooks, rendezvous
+from ..._engine.checks import refuse_in_pass
+from ..._engine.conduct import Conduct
+from ..._engine.dtypes import Precision
+from ..._engine.group import Group
+from ..._engine.joined_gather import JoinedGather, JoinedPart
+from ..._engine.partial import PartialShard
+from ..._engine.runtime import Runtime, RuntimeOptions
+from ..._engine.schedule import Prefetch
+from ..._engine.unit import Unit, UnitOptions
+from ..._state import optimizers
+from ..._state.model_units import ModelUnit, default_form, register
+from ..._stores.extension import ExtensionStore
+from ..._stores.placement import DataMesh
+from ..._stores.row_store import RowStore
+from ...api import StateDictType
+from ...errors import StateError, explain
 from .arguments import precision_of
 from .meshes import data_group_of, partial_mesh_of
 from .plan import Owners, Plan, PlannedStore

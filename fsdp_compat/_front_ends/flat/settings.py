@@ -11,12 +11,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from .._comm.mesh import Mesh, axis_by_name, group_by_name
-from .._engine.dtypes import Precision
-from .._engine.runtime import RuntimeOptions
-from .._engine.unit import UnitOptions
-from ..api import BackwardPrefetch, MixedPrecision, ShardingStrategy
-from ..errors import UsageError, explain
+from ..._comm.mesh import Mesh, axis_by_name, group_by_name
+from ..._engine.dtypes import Precision
+from ..._engine.runtime import RuntimeOptions
+from ..._engine.unit import UnitOptions
+from ...api import BackwardPrefetch, MixedPrecision, ShardingStrategy
+from ...errors import UsageError, explain
 
 __all__ = ["Arguments", "PortableSettings", "Settings"]
 

@@ -9,8 +9,8 @@ from typing import Any
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from .._engine.forward_methods import run_as_forward
-from ..errors import UsageError, explain
+from ..._engine.forward_methods import run_as_forward
+from ...errors import UsageError, explain
 from . import state
 from .api import (
     DataParallelMeshDims,

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from .. import _torch_private
-from .._engine.ownership import OrigParam
-from .._flat.flat_unit import is_wrapped, is_wrapper
-from .._state import optimizers
-from .._stores.placement import SpmdMesh
-from ..errors import AssertedUsageError, UsageError, explain, wrong_type
+from ... import _torch_private
+from ..._engine.ownership import OrigParam
+from ..._state import optimizers
+from ..._stores.placement import SpmdMesh
+from ...errors import AssertedUsageError, UsageError, explain, wrong_type
+from ..flat.flat_unit import is_wrapped, is_wrapper
 from .managed import Managed
 from .meshes import WHERE
 

@@ -8,8 +8,8 @@ from collections.abc import Callable, Collection, Sequence
 import torch
 from torch import nn
 
-from .. import _torch_private
-from .._engine.ownership import OrigParam, ParamSlots
+from ... import _torch_private
+from ..._engine.ownership import OrigParam, ParamSlots
 
 __all__ = ["Managed", "managed_by", "root_modules"]
 

@@ -1,0 +1,1 @@
+"""How the two front ends turn modules and arguments into units."""
