@@ -58,9 +58,7 @@ class ModuleWrapPolicy(_Policy):
     """
 
     def __init__(self, module_classes: Iterable[type[nn.Module]]) -> None:
-        self._module_classes: set[type[nn.Module]] = set(
-            _classes(module_classes, "ModuleWrapPolicy(...)")
-        )
+        self._module_classes = set(_classes(module_classes, "ModuleWrapPolicy(...)"))
 
     def _run_policy(
         self,
@@ -97,9 +95,7 @@ class CustomPolicy(_Policy):
     """
 
     def __init__(self, lambda_fn: Callable[[nn.Module], bool | dict[str, Any]]) -> None:
-        self._lambda_fn: Callable[[nn.Module], bool | dict[str, Any]] = _function_of_modules(
-            lambda_fn, "CustomPolicy(lambda_fn)"
-        )
+        self._lambda_fn = _function_of_modules(lambda_fn, "CustomPolicy(lambda_fn)")
 
     def _run_policy(
         self,
@@ -168,15 +164,8 @@ def transformer_auto_wrap_policy(
     Everything outside the blocks stays with the root, such as an embedding that shares its weight
     with the output. Bind ``transformer_layer_cls`` with `functools.partial`.
     """
-    return (
-        isinstance(
-            module,
-            _classes(
-                transformer_layer_cls, "transformer_auto_wrap_policy(transformer_layer_cls=...)"
-            ),
-        )
-        or recurse
-    )
+    call = "transformer_auto_wrap_policy(transformer_layer_cls=...)"
+    return isinstance(module, _classes(transformer_layer_cls, call)) or recurse
 
 
 def size_based_auto_wrap_policy(
@@ -198,11 +187,11 @@ def size_based_auto_wrap_policy(
     """
     defaults: Any = size_based_auto_wrap_policy
     leaves = defaults.FORCE_LEAF_MODULES if force_leaf_modules is None else force_leaf_modules
-    excluded = (
-        defaults.EXCLUDE_WRAP_MODULES if exclude_wrap_modules is None else exclude_wrap_modules
-    )
+    if exclude_wrap_modules is None:
+        exclude_wrap_modules = defaults.EXCLUDE_WRAP_MODULES
     leaves = _classes(leaves, "size_based_auto_wrap_policy(force_leaf_modules=...)")
-    excluded = _classes(excluded, "size_based_auto_wrap_policy(exclude_wrap_modules=...)")
+    call = "size_based_auto_wrap_policy(exclude_wrap_modules=...)"
+    excluded = _classes(exclude_wrap_modules, call)
     try:
         is_large = nonwrapped_numel >= min_num_params
     except TypeError as error:
@@ -224,10 +213,8 @@ def _module_wrap_policy(
     module_classes: Collection[type[nn.Module]],
 ) -> bool:
     """Choose the instances of ``module_classes``; the policy function behind `ModuleWrapPolicy`."""
-    return (
-        isinstance(module, _classes(module_classes, "_module_wrap_policy(module_classes=...)"))
-        or recurse
-    )
+    call = "_module_wrap_policy(module_classes=...)"
+    return isinstance(module, _classes(module_classes, call)) or recurse
 
 
 def _wrap_module_cls_individually(
@@ -344,12 +331,9 @@ def _recursive_wrap(
     Raises:
         UsageError: ``module`` already contains an instance of ``wrapper_cls`` that is not ignored.
     """
+    cls = wrapper_cls if isinstance(wrapper_cls, type) else ()
     for name, inner in module.named_modules():
-        if (
-            isinstance(wrapper_cls, type)
-            and isinstance(inner, wrapper_cls)
-            and inner not in ignored_modules
-        ):
+        if isinstance(inner, cls) and inner not in ignored_modules:
             raise UsageError(
                 explain(
                     f"A module to wrap with {wrapper_cls.__name__} contains one already.",
@@ -493,3 +477,23 @@ def checked_function(policy: Callable[..., Any]) -> Callable[..., bool]:
         return bool(answer)
 
     return checked
+
+
+def checked_choice(choice: Any, root: nn.Module, where: str) -> dict[nn.Module, Mapping[str, Any]]:
+    """Return the choice of a policy object. Raises UsageError for anything but modules of ``root``
+    with keyword arguments."""
+    if not isinstance(choice, Mapping):
+        expected = "a dict from modules to dicts of keyword arguments"
+        raise unusable("A policy's return value", expected, choice, where)
+    modules = set(root.modules())
+    for module, kwargs in choice.items():
+        if module not in modules:
+            expected = "modules of the wrapped model"
+            raise unusable("A policy's choice of modules", expected, module, where)
+        what = "A policy's choice of arguments"
+        if not isinstance(kwargs, Mapping):
+            raise unusable(what, "a dict of keyword arguments", kwargs, where)
+        for name in kwargs:
+            if not isinstance(name, str):
+                raise unusable(what, "names of keyword arguments", name, where)
+    return dict(choice)

@@ -153,7 +153,7 @@ class GlooTransport(ProcessGroupTransport):
         total = next(received, own)
         if total is own or total.dtype != dtype:
             total = (
-                shared_memory.empty(own.numel(), dtype)
+                shared_memory.allocate(own.numel(), dtype)
                 if handle.descriptors
                 else own.new_empty(own.numel(), dtype=dtype)
             )

@@ -76,8 +76,9 @@ class GlooConnections:
         return bool(self.sends or self.reads or self.unfinished)
 
     def require_open(self) -> None:
-        """Raise StateError if the connections were closed."""
-        if self.gloo is None:
+        """Raise StateError if the connections were closed, or are about to be because their process
+        group was destroyed."""
+        if self.gloo is None or not self.is_alive:
             self._refuse()
 
     def require_thread(self) -> None:

@@ -1,6 +1,6 @@
 """Tensors in memory that the other ranks of this host can read.
 
-``empty``, ``zeros`` and ``copy_of`` put large tensors into blocks of this process's arena
+``allocate``, ``zeros`` and ``copy_of`` put large tensors into blocks of this process's arena
 (arena.py), ``locate`` says where a tensor lies, and ``attach_peer`` returns the memory of another
 process (peer_memory.py).
 
@@ -25,10 +25,10 @@ __all__ = [
     "Location",
     "MIN_NBYTES",
     "PeerMemory",
+    "allocate",
     "attach_peer",
     "bump_epoch",
     "copy_of",
-    "empty",
     "forget_old_files",
     "has_old_files",
     "identity",
@@ -71,7 +71,7 @@ os.register_at_fork(
 )
 
 
-def empty(numel: int, dtype: torch.dtype, *, zero: bool = False) -> torch.Tensor:
+def allocate(numel: int, dtype: torch.dtype, *, zero: bool = False) -> torch.Tensor:
     """Return an uninitialised CPU tensor [numel], in a block if it is large enough and there is
     memory."""
     nbytes = numel * dtype.itemsize
@@ -84,12 +84,12 @@ def empty(numel: int, dtype: torch.dtype, *, zero: bool = False) -> torch.Tensor
 
 def zeros(numel: int, dtype: torch.dtype) -> torch.Tensor:
     """Return a tensor of zeros, likewise. Pages that were never written to are not touched."""
-    return empty(numel, dtype, zero=True)
+    return allocate(numel, dtype, zero=True)
 
 
 def copy_of(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
     """Return a copy of a 1-D tensor, in ``dtype``, in a block if there is memory."""
-    return empty(tensor.numel(), dtype or tensor.dtype).copy_(tensor)
+    return allocate(tensor.numel(), dtype or tensor.dtype).copy_(tensor)
 
 
 def locate(tensor: torch.Tensor) -> Location | None:

@@ -10,8 +10,8 @@ from .. import _torch_private
 from .._comm import shared_memory
 from .._comm.communicator import Communicator, Handle, communicator
 from .._comm.mesh import Axis
-from .._comm.segments import Segments
 from .conduct import Conduct
+from .segments import Segments
 from .storage import Storage
 from .store import ParamStore
 
@@ -70,7 +70,7 @@ class JoinedGather:
         device = self._full.device
         # In other memory each time: peers may still read what was sent last.
         own = (
-            shared_memory.empty(nbytes, torch.uint8)
+            shared_memory.allocate(nbytes, torch.uint8)
             if device.type == "cpu"
             else torch.empty(nbytes, dtype=torch.uint8, device=device)
         )

@@ -11,7 +11,7 @@ from torch import nn
 from .. import _torch_private
 from .._comm.communicator import Communicator, Handle, communicator
 from .._comm.mesh import axis_of
-from .._comm.segments import Segments
+from .segments import Segments
 from .storage import GroupMemory, Storage
 from .store import ParamStore
 

@@ -16,11 +16,11 @@ import torch
 
 from .. import _torch_private
 from .._comm import shared_memory
-from .._comm.segments import Segments
 from ..errors import StateError, explain
 from .conduct import Conduct, ReductionSettings
 from .device import on_stream
 from .reduce_plan import CommHook, ReducePlan
+from .segments import Segments
 from .storage import Storage
 from .store import ParamStore, ReduceForm
 
@@ -128,7 +128,7 @@ class ReduceBuffer:
             return
         # The blocks of earlier gradients can be reused once no peer reads them.
         plan.shard.wait_readers("gradients that this rank has sent")
-        self._block = shared_memory.empty(buffer.numel(), buffer.dtype)
+        self._block = shared_memory.allocate(buffer.numel(), buffer.dtype)
         self._views = self._views_of(self._block)
 
     def _free(self) -> None:

@@ -9,7 +9,7 @@ import torch
 
 from .. import _torch_private
 from .._comm import shared_memory
-from .._comm.segments import Segments
+from .segments import Segments
 from .store import ParamStore
 
 __all__ = ["GroupMemory", "Storage", "new_shard"]

@@ -138,7 +138,7 @@ def gather_case(comm: Communicator, numel: int, dtype: torch.dtype) -> Case:
 
 
 def reduce_case(comm: Communicator, numel: int, dtype: torch.dtype) -> Case:
-    buffer = shared_memory.empty(comm.ranks * numel, dtype)
+    buffer = shared_memory.allocate(comm.ranks * numel, dtype)
     buffer.copy_(numbers(comm.ranks * numel, comm.rank))
     segments, tag, other = (
         list(buffer.chunk(comm.ranks)),
@@ -164,7 +164,7 @@ def total_case(comm: Communicator, numel: int, dtype: torch.dtype) -> Case:
     """In place: every call begins with the result of the last one, and values may come to overflow.
     Both sides have the same."""
     other = numbers(comm.ranks * numel, comm.rank).to(dtype)
-    mine, tag = shared_memory.empty(other.numel(), dtype).copy_(other), comm.new_tag()
+    mine, tag = shared_memory.allocate(other.numel(), dtype).copy_(other), comm.new_tag()
 
     def ours() -> torch.Tensor:
         pending = comm.continue_all_reduce(comm.begin_all_reduce(mine, tag), mine, tag, "gradients")

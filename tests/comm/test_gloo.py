@@ -67,7 +67,7 @@ def connect() -> Any:
 
 def numbers(numel: int, rank: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """In a block, if it is large enough."""
-    return shared_memory.empty(numel, dtype).copy_((torch.arange(numel) + rank) % 5)
+    return shared_memory.allocate(numel, dtype).copy_((torch.arange(numel) + rank) % 5)
 
 
 def gathered(comm: Any, own: torch.Tensor, tag: int) -> torch.Tensor:
@@ -366,7 +366,7 @@ def frees_too_early() -> tuple[bool, bool, bool]:
         comm.end_reduce(handle, segments[0], torch.float32, "gradients")
         del buffer, handle, segments
         gc.collect()
-        other = shared_memory.empty(2 * NUMEL, torch.float32).fill_(torch.nan)
+        other = shared_memory.allocate(2 * NUMEL, torch.float32).fill_(torch.nan)
         early = other.data_ptr() == address
     dist.barrier()
     right = True
@@ -375,7 +375,7 @@ def frees_too_early() -> tuple[bool, bool, bool]:
         right = torch.equal(total, 2 * ((torch.arange(2 * NUMEL) % 5).chunk(2)[1]).float())
         del buffer, handle, segments
     comm.wait_readers("gradients")
-    return early, shared_memory.empty(2 * NUMEL, torch.float32).data_ptr() == address, right
+    return early, shared_memory.allocate(2 * NUMEL, torch.float32).data_ptr() == address, right
 
 
 def test_block_is_reused_after_all_peers_have_read_it() -> None:
@@ -458,10 +458,10 @@ def test_block_has_the_size_of_its_tensor_and_is_aligned_to_64_bytes() -> None:
 
 def test_freed_block_is_reused_and_zeros_are_zero() -> None:
     gc.collect()
-    first = shared_memory.empty(NUMEL, torch.float32).fill_(7.0)
+    first = shared_memory.allocate(NUMEL, torch.float32).fill_(7.0)
     address, view = first.data_ptr(), first[5:]
     del first
-    assert shared_memory.empty(NUMEL, torch.float32).data_ptr() != address  # a view is left
+    assert shared_memory.allocate(NUMEL, torch.float32).data_ptr() != address  # a view is left
     del view
     again = shared_memory.zeros(NUMEL, torch.float32)
     assert again.data_ptr() == address
@@ -474,7 +474,7 @@ def test_arena_returns_pages_beyond_its_limit_to_the_system(
     mine = arena.Arena()
     monkeypatch.setattr(shared_memory, "_arena", mine)
     monkeypatch.setattr(arena, "KEPT_NBYTES", 8 << 20)
-    blocks = [shared_memory.empty(1 << 20, torch.float32).fill_(1.0) for _ in range(8)]
+    blocks = [shared_memory.allocate(1 << 20, torch.float32).fill_(1.0) for _ in range(8)]
     held = [os.fstat(mine.chunks[0].fd).st_blocks * 512]
     blocks.clear()
     held.append(os.fstat(mine.chunks[0].fd).st_blocks * 512)
@@ -530,7 +530,7 @@ def writes_after_a_fork() -> tuple[float, int]:
         try:
             right = bool((block == 2.0).all()) and shared_memory.locate(block) is None
             block.fill_(5.0)
-            new = shared_memory.empty(NUMEL, torch.float32).fill_(1.0)
+            new = shared_memory.allocate(NUMEL, torch.float32).fill_(1.0)
             right = right and bool((block == 5.0).all()) and shared_memory.locate(new) is not None
             os._exit(0 if right else 1)
         finally:

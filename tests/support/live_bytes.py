@@ -30,7 +30,7 @@ __all__ = [
     "tensors_alive",
 ]
 
-_RESIZE, _EMPTY = torch.UntypedStorage.resize_, shared_memory.empty
+_RESIZE, _EMPTY = torch.UntypedStorage.resize_, shared_memory.allocate
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,12 +88,12 @@ class LiveBytes(TorchDispatchMode):
             tracker._see(block, "a block")
             return block
 
-        torch.UntypedStorage.resize_, shared_memory.empty = resize, empty  # type: ignore[method-assign]
+        torch.UntypedStorage.resize_, shared_memory.allocate = resize, empty  # type: ignore[method-assign]
         super().__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
-        torch.UntypedStorage.resize_, shared_memory.empty = _RESIZE, _EMPTY  # type: ignore[method-assign]
+        torch.UntypedStorage.resize_, shared_memory.allocate = _RESIZE, _EMPTY  # type: ignore[method-assign]
         super().__exit__(*error)
         self._drop_freed()
 

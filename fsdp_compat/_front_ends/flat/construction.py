@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ... import _torch_private
 from ..._engine import hooks
 from ..._engine.buffers import CastBuffers
 from ..._engine.module_attributes import mark
@@ -19,6 +20,7 @@ from ..._engine.state_store import flat_param_name
 from ..._state.model_units import attribute_order_of
 from ..._state.names import FSDP_WRAPPED_MODULE
 from ..._stores.flat_store import FlatStore
+from ..._stores.registration import FlatParameter
 from ...wrap import places_of
 from .flat_unit import flat_unit_of, is_wrapper, make_flat_unit, make_runtime
 from .refusals import (
@@ -62,7 +64,6 @@ def plan(module: nn.Module, policy: Any, arguments: Arguments) -> Plan:
     wrappers = [child for child in module.modules() if is_wrapper(child)]
     closed = {*wrappers, *settings.ignored_modules}
     refuse_managed(module, closed, settings.ignored_parameters)
-    refuse_optimizers_in_backward(module, settings)
     refuse_parts_of_a_model(
         module, [(child, flat_unit_of(child).runtime.root) for child in wrappers]
     )
@@ -86,7 +87,7 @@ def plan(module: nn.Module, policy: Any, arguments: Arguments) -> Plan:
     casts = settings.mixed_precision.param_dtype is not None
     taken = {below for child in closed for below in child.modules()}
     owned = assign_owners(module, units, settings.ignored_parameters, closed)
-    return Plan(
+    made = Plan(
         root=module,
         settings=units,
         cast_around=[child for child in apart if casts and child not in taken],
@@ -102,6 +103,16 @@ def plan(module: nn.Module, policy: Any, arguments: Arguments) -> Plan:
         ),
         places=places_of(units, module),
     )
+    replaced = [
+        name
+        for name, parameter in module.named_parameters()
+        if _torch_private.optimizers_in_backward(parameter)
+        and parameter not in settings.ignored_parameters
+        and not isinstance(parameter, FlatParameter)
+        and not (settings.use_orig_params and _torch_private.is_plain(parameter))
+    ]
+    refuse_optimizers_in_backward(module, replaced)
+    return made
 
 
 def apply(plan: Plan, wrapper: nn.Module, new_wrapper: Callable[[], nn.Module]) -> None:

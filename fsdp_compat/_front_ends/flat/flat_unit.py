@@ -16,7 +16,7 @@ from ..._engine.group import Group
 from ..._engine.runtime import Runtime
 from ..._engine.unit import Unit
 from ..._state import optimizers
-from ..._state.model_units import ATTRIBUTE, ModelUnit, model_unit_of, register
+from ..._state.model_units import ATTRIBUTE, ModelUnit, register
 from ..._state.names import FSDP_WRAPPED_MODULE, clean_name
 from ..._stores.flat_store import FlatStore
 from ..._stores.registration import FlatParameter
@@ -71,7 +71,7 @@ def is_wrapped(module: nn.Module) -> bool:
 
 def flat_unit_of(wrapper: nn.Module) -> FlatUnit:
     """Return the unit of a wrapper."""
-    found = model_unit_of(wrapper)
+    found = wrapper.__dict__[ATTRIBUTE]
     assert isinstance(found, FlatUnit)
     return found
 

@@ -7,15 +7,12 @@ from typing import Any
 
 from torch import nn
 
-from ... import _torch_private
 from ..._engine.unit import Unit
 from ..._state import optimizers
 from ..._state.model_units import is_lazy
 from ..._state.names import clean_name
-from ..._stores.registration import FlatParameter
 from ...errors import UsageError, explain
 from .flat_unit import is_wrapped, is_wrapper
-from .settings import Settings
 
 __all__ = [
     "refuse_ignored_units",
@@ -161,24 +158,17 @@ def refuse_managed(
                 )
 
 
-def refuse_optimizers_in_backward(module: nn.Module, settings: Settings) -> None:
-    """Raise UsageError if an optimizer that steps in backward holds a parameter that wrapping
-    replaces."""
-    for name, parameter in module.named_parameters():
-        if (
-            _torch_private.optimizers_in_backward(parameter)
-            and parameter not in settings.ignored_parameters
-            and not isinstance(parameter, FlatParameter)
-            and not (settings.use_orig_params and _torch_private.is_plain(parameter))
-        ):
-            raise UsageError(
-                explain(
-                    "An optimizer that steps in backward holds a parameter that wrapping replaces.",
-                    expected="_apply_optimizer_in_backward() after wrapping, or "
-                    "use_orig_params=True",
-                    got=f"a call before wrapping, for {clean_name(name)!r}",
-                    where=f"FullyShardedDataParallel({type(module).__name__})",
-                    fix="wrap the model first, then call _apply_optimizer_in_backward(..., "
-                    "wrapped_model.parameters(), ...)",
-                )
+def refuse_optimizers_in_backward(module: nn.Module, replaced: Sequence[str]) -> None:
+    """Raise UsageError if optimizers that step in backward hold parameters that wrapping replaces.
+    replaced: the names of these parameters."""
+    if replaced:
+        raise UsageError(
+            explain(
+                "An optimizer that steps in backward holds a parameter that wrapping replaces.",
+                expected="_apply_optimizer_in_backward() after wrapping, or use_orig_params=True",
+                got=f"a call before wrapping, for {clean_name(replaced[0])!r}",
+                where=f"FullyShardedDataParallel({type(module).__name__})",
+                fix="wrap the model first, then call _apply_optimizer_in_backward(..., "
+                "wrapped_model.parameters(), ...)",
             )
+        )

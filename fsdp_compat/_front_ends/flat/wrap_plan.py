@@ -8,8 +8,14 @@ from typing import Any
 from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
-from ...errors import UsageError, explain, unusable
-from ...wrap import as_set_of_classes, checked_function, children_first, modules_chosen_by
+from ...errors import UsageError, explain
+from ...wrap import (
+    as_set_of_classes,
+    checked_choice,
+    checked_function,
+    children_first,
+    modules_chosen_by,
+)
 
 __all__ = ["plan_wrapping"]
 
@@ -68,16 +74,9 @@ def plan_wrapping(
 
     mixed_precision = root_kwargs.get("mixed_precision")
     unmixed = () if mixed_precision is None else tuple(mixed_precision._module_classes_to_ignore)
+    candidates = [module for module in children_first(root) if may_be_unit(module)]
     chosen: dict[nn.Module, Mapping[str, Any]]
-    if callable(run_policy):
-        where = f"{type(policy).__name__}._run_policy, called for a {type(root).__name__}"
-        chosen = _checked_plan(
-            run_policy(root, set(ignored_modules), dict(root_kwargs)), root, where
-        )
-        for module in root.modules():
-            if isinstance(module, unmixed):
-                chosen.setdefault(module, root_kwargs)
-    else:
+    if not callable(run_policy):
         function = checked_function(policy)
         if mixed_precision is not None:
             function = _or_instances(function, unmixed)
@@ -85,12 +84,19 @@ def plan_wrapping(
             function, root, ignored_modules, skipped_parameters, may_be_unit
         )
         chosen = dict.fromkeys(units, root_kwargs)
+    else:
+        where = f"{type(policy).__name__}._run_policy, called for a {type(root).__name__}"
+        choice = run_policy(root, set(ignored_modules), dict(root_kwargs))
+        chosen = checked_choice(choice, root, where)
+        for module in root.modules():
+            if isinstance(module, unmixed):
+                chosen.setdefault(module, root_kwargs)
     return {
         module: {**chosen[module], "mixed_precision": None}
         if isinstance(module, unmixed)
         else dict(chosen[module])
-        for module in children_first(root)
-        if module in chosen and may_be_unit(module)
+        for module in candidates
+        if module in chosen
     }
 
 
@@ -117,37 +123,6 @@ def _never_called(root: nn.Module) -> set[nn.Module]:
         for child in module.children()
         if isinstance(child, NonDynamicallyQuantizableLinear)
     }
-
-
-def _checked_plan(plan: Any, root: nn.Module, where: str) -> dict[nn.Module, Mapping[str, Any]]:
-    """Return the choice of a policy object. Raises UsageError for anything but modules of ``root``
-    with keyword arguments."""
-    if not isinstance(plan, Mapping):
-        raise unusable(
-            "A policy's return value",
-            "a dict from modules to dicts of keyword arguments",
-            plan,
-            where,
-        )
-    modules = set(root.modules())
-    for module, kwargs in plan.items():
-        if module not in modules:
-            raise unusable(
-                "A policy's choice of modules",
-                "modules of the wrapped model",
-                module,
-                where,
-            )
-        if not isinstance(kwargs, Mapping):
-            raise unusable(
-                "A policy's choice of arguments", "a dict of keyword arguments", kwargs, where
-            )
-        for name in kwargs:
-            if not isinstance(name, str):
-                raise unusable(
-                    "A policy's choice of arguments", "names of keyword arguments", name, where
-                )
-    return dict(plan)
 
 
 def _not_a_policy(policy: object, root: nn.Module) -> UsageError:
