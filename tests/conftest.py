@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -12,6 +13,11 @@ from tests.support.ranks import close_pool
 # The first example that calls run_ranks starts processes, which takes longer than any deadline.
 settings.register_profile("fsdp_compat", deadline=None)
 settings.load_profile("fsdp_compat")
+
+
+def pytest_xdist_auto_num_workers() -> int:
+    """One worker more than processors: some tests wait more than they compute."""
+    return (os.cpu_count() or 1) + 1
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -210,8 +210,8 @@ def _trains_with(
     if isinstance(hook, type):
         hook = hook()
     pair.model.register_comm_hook([], hook)
-    for index in range(num_steps):
-        pair.step(step, batch=batch, as_a_user=index == num_steps - 1)
+    for _ in range(num_steps):
+        pair.step(step, batch=batch)
 
 
 @both_forms

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from tests.support.matrix import FIELDS, Case, draw_cases, run_cases
 from tests.support.ranks import run_ranks
 
-CASES_PER_CALL = 6
-NUM_CALLS = {1: 1, 2: 2, 3: 1, 4: 2}  # by number of ranks: 36 cases
+CASES_PER_CALL = 4
+NUM_CALLS = {1: 1, 2: 2, 3: 1, 4: 2}  # by number of ranks: 24 cases
 
 CHOSEN = [  # two with as many settings at once as possible, and cases that have failed
     (

@@ -55,8 +55,8 @@ def _two_copies(build: Callable[[], nn.Module]) -> tuple[Any, Any]:
 
 
 def _train(pair: Pair, num_steps: int = 2) -> Pair:
-    for index in range(num_steps):
-        pair.step(as_a_user=index == num_steps - 1)
+    for _ in range(num_steps):
+        pair.step()
     return pair
 
 

@@ -57,7 +57,7 @@ def test_a_stack_of_blocks_trains_as_unsharded(
         "sharding_strategy": strategy,
         "backward_prefetch": prefetch,
     }
-    run_ranks(2, trains, Stack, **options)
+    run_ranks(2, trains, Stack, as_a_user=True, **options)
 
 
 @both_forms

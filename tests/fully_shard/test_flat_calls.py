@@ -143,7 +143,7 @@ def _require(kind: str, model: Any, optim: torch.optim.Optimizer, seed: int) -> 
     assert len(held) == len(states)
 
 
-CASES = [("ours", 2), ("ours", 3), ("second dim", 2), ("list", 2), ("hybrid", 4), ("mixed", 2)]
+CASES = [("ours", 3), ("second dim", 2), ("list", 2), ("hybrid", 4), ("mixed", 2)]
 ON_CASES = pytest.mark.parametrize(("kind", "ranks"), CASES)
 
 
