@@ -161,8 +161,14 @@ class DTensorGrads(ShardedGrads):
     after a backward without communication, and for parameters that were not used."""
 
     def accumulate(self, grads: Sequence[torch.Tensor | None], plan: ReducePlan, what: str) -> None:
-        is_settled = False
-        for param, grad in zip(self._params, grads, strict=True):
+        params, is_settled = self._params, False
+        if not any(map(operator.is_, grads, _NONES)) and not any(
+            map(operator.is_not, map(_grad, params), _NONES)
+        ):
+            exhaust(map(setattr, params, _GRAD, grads))
+            _torch_private.run_post_accumulate_hooks(params)
+            return
+        for param, grad in zip(params, grads, strict=True):
             if grad is None:
                 continue
             if param.grad is None:
@@ -174,7 +180,7 @@ class DTensorGrads(ShardedGrads):
                     is_settled = True
                 # Of the plain tensors: the addition of DTensors costs ten times as much.
                 _torch_private.local_part(param.grad).add_(_torch_private.local_part(grad))
-            _torch_private.run_post_accumulate_hooks(param)
+            _torch_private.run_post_accumulate_hooks((param,))
 
     def note(self) -> None:
         pass

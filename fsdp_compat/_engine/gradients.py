@@ -251,6 +251,7 @@ class ConductedGradients(Gradients):
     ) -> None:
         super().__init__(store, memories, plan, large, reduce_dtype, device)
         self._conduct, self._form = conduct, store.reduce_form()
+        self._follows = False  # the form has what was put since the last reduction
         self.sharded.set_absent(())  # a rank without rows of a parameter has an empty gradient
 
     @staticmethod
@@ -262,10 +263,13 @@ class ConductedGradients(Gradients):
 
     def _put(self, indices: list[int], grads: list[torch.Tensor]) -> None:
         self._follow_requires_grad(indices)
+        self._follows = True
         super()._put(indices, grads)
 
     def start_reduction(self) -> None:
-        self._follow_requires_grad(())
+        if not self._follows:  # no gradient was put since the last reduction
+            self._follow_requires_grad(())
+        self._follows = False
         super().start_reduction()
 
     def _follow_requires_grad(self, indices: Sequence[int]) -> None:

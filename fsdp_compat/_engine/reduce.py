@@ -71,6 +71,7 @@ class _Views(typing.NamedTuple):
     places: list[list[torch.Tensor]]  # see ParamStore.places
     # Each parameter's only place, in the parameter's shape; None if some have several places.
     whole: list[torch.Tensor] | None
+    rows: torch.Tensor  # [ranks, S]
 
 
 class ReduceBuffer:
@@ -112,7 +113,8 @@ class ReduceBuffer:
     def _views_of(self, buffer: torch.Tensor) -> _Views:
         places = self.form.places(buffer)
         whole = [of_param[0] for of_param in places[:-1]] if self.form.pieces_are_whole else None
-        return _Views(buffer, Segments(buffer, self._ranks), places, whole)
+        rows = buffer.view(self._ranks, self.form.numel)
+        return _Views(buffer, Segments(buffer, self._ranks), places, whole, rows)
 
     @property
     def resident_nbytes(self) -> int:
@@ -143,7 +145,7 @@ class ReduceBuffer:
             self._is_clean = self._takes_all and indices == self._all_indices
             if self._is_clean:
                 received.update(indices)
-                self.form.put_all(self._views.buffer, grads)
+                self.form.put_all(self._views.rows, grads)
                 return
         whole = self._views.whole
         if whole is not None and not received and indices == self._all_indices:
@@ -354,7 +356,7 @@ class ConductedReduceBuffer(ReduceBuffer):
             now = divisor if is_last and dtype == self._sum_dtype else None
             total = yield from self._scatter(plan, what, now)
             divisor = divisor if now is None else None
-        wide, total = total, total.to(dtype)
+        wide, total = total, total if total.dtype is dtype else total.to(dtype)
         if self._partial is not None:
             before, its_received = self._partial
             total, received = total.add(before), received | its_received

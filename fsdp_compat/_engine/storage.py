@@ -106,13 +106,13 @@ class GroupMemory:
     def strayed(self) -> list[int]:
         """Return the indices of parameters whose memory the user has replaced by ``.data =``.
         Those with storages of their own are not checked."""
-        start = 0 if self.aliased or self.has_copies else self.all_gather_output.data_ptr()
+        if self.has_copies:
+            return []
+        start = 0 if self.aliased else self.all_gather_output.data_ptr()
         return [
             index
             for index, (view, offset) in enumerate(zip(self._views, self._offsets, strict=True))
-            if view.numel()
-            and view.data_ptr() != start + offset
-            and not (self.has_copies and view.data_ptr())
+            if view.numel() and view.data_ptr() != start + offset
         ]
 
     def bring_back(self, store: ParamStore, indices: Sequence[int]) -> None:

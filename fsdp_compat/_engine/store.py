@@ -103,8 +103,8 @@ class ReduceForm(typing.Protocol):
         """value: in the shape of unsharded parameter ``index``, any strides. Return views of it in
         the shapes of ``places(...)[index]``."""
 
-    def put_all(self, buffer: torch.Tensor, grads: list[torch.Tensor]) -> None:
-        """Write the gradients of all ``indices`` and zeros around them, by one call."""
+    def put_all(self, rows: torch.Tensor, grads: list[torch.Tensor]) -> None:
+        """rows: [ranks, numel]. Write the gradients of all ``indices``, and zeros around them."""
 
     def grads(self, total: torch.Tensor) -> Sequence[torch.Tensor | None]:
         """total: [numel]. Return, per sharded parameter, the view that can be its ``.grad``; None
@@ -198,8 +198,8 @@ class ParamStore(ReduceForm, typing.Protocol):
     def takes_all(self) -> bool:
         return False
 
-    def put_all(self, buffer: torch.Tensor, grads: list[torch.Tensor]) -> None:
-        *places, rest = self.places(buffer)
+    def put_all(self, rows: torch.Tensor, grads: list[torch.Tensor]) -> None:
+        *places, rest = self.places(rows.view(-1))
         for index, grad in zip(self.indices, grads, strict=True):
             for place, piece in zip(places[index], self.split(index, grad), strict=True):
                 place.copy_(piece)

@@ -66,14 +66,13 @@ class RowReduceForm:
         parallel = self._parallel[position]
         return cut_up(value if parallel is None else parallel.local(value), self._cuts[position])
 
-    def put_all(self, buffer: torch.Tensor, grads: list[torch.Tensor]) -> None:
+    def put_all(self, rows: torch.Tensor, grads: list[torch.Tensor]) -> None:
         if not self._is_simple:
             grads = [
                 _with_rows_first(grads[position], self._cuts[position])
                 for position in self._layout.order
             ]
-        ranks = self._layout.ranks
-        _torch_private.chunk_together(grads, ranks, buffer.view(ranks, self.numel))
+        _torch_private.chunk_together(grads, self._layout.ranks, rows)
 
     def grads(self, total: torch.Tensor) -> list[torch.Tensor | None]:
         pieces = _torch_private.views_like(total, self._shapes)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import functools
+import operator
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -118,12 +119,17 @@ def optimizers_in_backward(parameter: nn.Parameter) -> Sequence[torch.optim.Opti
     return parameter.__dict__.get("_in_backward_optimizers", ())
 
 
-def run_post_accumulate_hooks(param: torch.Tensor) -> None:
-    """Run the hooks of ``register_post_accumulate_grad_hook``: autograd accumulates into another
-    tensor than the one they were registered on. There is no public way to run them."""
-    hooks = param._post_accumulate_grad_hooks
-    for hook in tuple(hooks.values()) if hooks else ():
-        hook(param)
+_post_accumulate_hooks = operator.attrgetter("_post_accumulate_grad_hooks")
+
+
+def run_post_accumulate_hooks(params: Sequence[torch.Tensor]) -> None:
+    """Run the hooks of ``register_post_accumulate_grad_hook``: autograd accumulates into other
+    tensors than those they were registered on. There is no public way to run them."""
+    if any(map(_post_accumulate_hooks, params)):
+        for param in params:
+            hooks: Any = _post_accumulate_hooks(param)
+            for hook in tuple(hooks.values()) if hooks else ():
+                hook(param)
 
 
 def is_plain(tensor: torch.Tensor) -> bool:

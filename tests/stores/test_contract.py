@@ -330,7 +330,7 @@ def test_all_gradients_at_once_are_written_as_one_by_one(case: Case) -> None:
     put_into(form, gradients, one_by_one)
     for dtype in (torch.float32, torch.float64):
         together = torch.full((case.ranks * form.numel,), torch.nan, dtype=dtype)
-        form.put_all(together, gradients)
+        form.put_all(together.view(case.ranks, -1), gradients)
         assert torch.equal(together, one_by_one.to(dtype))
 
 
