@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from . import files, report
 from .findings import Finding, Migrated
 
-__all__ = ["add_arguments", "migrate"]
+__all__ = ["add_arguments", "is_of_interest", "migrate"]
 
 DESCRIPTION = """Rewrite Python source: imports of torch.distributed.fsdp become imports of
 fsdp_compat, and DistributedDataParallel becomes FullyShardedDataParallel, with the optimizer,
@@ -47,7 +47,11 @@ def migrate(given: argparse.Namespace, refuse: Callable[[str], object]) -> int:
     for path in given.paths:
         if not os.path.exists(path):
             refuse(f"migrate: there is no file or directory {path!r} in {os.getcwd()}")
-    if importlib.util.find_spec("libcst") is None:
+    try:
+        missing = importlib.util.find_spec("libcst") is None
+    except ValueError:  # sys.modules says that it cannot be imported
+        missing = True
+    if missing:
         refuse("migrate needs libcst: pip install 'fsdp_compat[migrate]', or: pip install libcst")
     looked_at = 0
     done: list[Migrated] = []
@@ -66,13 +70,18 @@ def migrate(given: argparse.Namespace, refuse: Callable[[str], object]) -> int:
     return _print(done, looked_at, given)
 
 
+def is_of_interest(text: str) -> bool:
+    """True if a text names torch's FSDP, or DDP; without a look at its meaning."""
+    return bool(_USES.search(text) or _WRAPS.search(text))
+
+
 def _migrated(path: str, write: bool, others: list[str] | None) -> Migrated | None:
     """Return the result for a file; None if nothing in it matters.
 
     others: gets the files that matter only if a model is wrapped elsewhere. None: this is one."""
     try:
         text = files.read(path)
-        if others is not None and not (_USES.search(text.text) or _WRAPS.search(text.text)):
+        if others is not None and not is_of_interest(text.text):
             if _SAVES.search(text.text):
                 others.append(path)
             return None
@@ -108,7 +117,7 @@ def _print(done: Sequence[Migrated], looked_at: int, given: argparse.Namespace) 
     for file in changed:
         for line in report.diff(file, coloured):
             print(line)
-    for line in (*report.list_of("note", notes), *report.list_of("left", left)):
+    for line in (*report.advice(notes), *report.list_of(left)):
         print(line)
     print(report.summary(done, looked_at, len(left), given.write))
     unfinished = left or (changed and not given.write)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import re
 from collections.abc import Sequence
 
@@ -10,7 +9,7 @@ import libcst as cst
 from libcst import metadata
 
 from .names import FSDP, IN_PLACE, PACKAGE, is_of_fsdp, ours, why_not
-from .new_imports import replace_small
+from .new_imports import replace_small, with_names
 from .source import Source, bound_by, changed, code_of, dotted, expression, root_of, statement
 
 __all__ = ["rewrite_fsdp_imports"]
@@ -63,39 +62,40 @@ class _Uses:
 
     def rewrite_chains(self) -> None:
         """Rewrite chains that begin above torch.distributed.fsdp, and import fsdp_compat there."""
-        done: set[cst.CSTNode] = set()
+        moved: dict[cst.CSTNode, str] = {}
+        wanted: list[cst.CSTNode] = []
         for node, uses in self._by_import.items():
-            wanted = False
             for chain, origin, full in uses:
                 if is_of_fsdp(origin) or not is_of_fsdp(full):
                     continue
                 new = ours(full)
                 if new is None or _is_target(self.source, chain):
                     self.kept.add(node)
-                    if chain not in done:
-                        _leave(self.source, chain, full, new)
-                elif chain not in done:
-                    wanted = True
-                    self.source.replace(chain, new)
-                done.add(chain)
-            if wanted and not self._imports_fsdp(node):
-                line = self.source.line_of(node)
-                text = f"import {PACKAGE}"
-                if line is not None and not self._has_plain_import(text):
-                    self.source.insert_after(line, functools.partial(statement, text))
+                    _leave(self.source, chain, full, new)
+                elif chain not in moved:
+                    moved[chain] = new
+                    wanted.append(node)
+        for chain, new in moved.items():
+            self.source.replace(chain, new)
+        imported: set[cst.CSTNode] = set()
+        for node in wanted:
+            function, line = self.source.function(node), self.source.line_of(node)
+            if function not in imported and line is not None and not self._imports_ours(node):
+                self.source.insert_after(line, lambda: statement(f"import {PACKAGE}"))
+            imported.add(function)
 
-    def _imports_fsdp(self, node: cst.CSTNode) -> bool:
-        """True if an import statement that will be rewritten binds fsdp_compat anyway."""
-        others = [each for each in self._by_import if isinstance(each, cst.Import)]
-        return any(
-            is_of_fsdp(dotted(alias.name) or "") and alias.asname is None
-            for each in others
-            if each not in self.kept and self.source.function(each) is self.source.function(node)
-            for alias in each.names
-        )
-
-    def _has_plain_import(self, text: str) -> bool:
-        return any(code_of(each) == text for each in self.source.all(cst.Import))
+    def _imports_ours(self, node: cst.CSTNode) -> bool:
+        """True if fsdp_compat is imported where a statement imports torch, or will be."""
+        here = (self.source.function(node), self.source.module)
+        for each in self.source.all(cst.Import):
+            if self.source.function(each) not in here:
+                continue
+            for alias in each.names:
+                name = dotted(alias.name) or ""
+                becomes_ours = is_of_fsdp(name) and each not in self.kept
+                if alias.asname is None and (becomes_ours or name.partition(".")[0] == PACKAGE):
+                    return True
+        return False
 
 
 def _is_target(source: Source, chain: cst.CSTNode) -> bool:
@@ -150,11 +150,6 @@ def _plain(source: Source, node: cst.Import, uses: _Uses) -> None:
         line = source.line_of(node)
         if line is not None:
             source.insert_before(line, lambda: statement("import torch.distributed"))
-    elif not moved and node in uses.kept and any(a.asname is None for a in wanted):
-        others = [f for _, _, f in uses.of(node) if is_of_fsdp(f) and ours(f) is not None]
-        line = source.line_of(node)
-        if others and line is not None:
-            source.insert_after(line, lambda: statement(f"import {PACKAGE}"))
 
 
 def _torch_is_needed(source: Source, node: cst.Import, uses: _Uses) -> bool:
@@ -248,15 +243,10 @@ def _split(source: Source, node: cst.ImportFrom, homes: dict[cst.ImportAlias, st
                 assert isinstance(new, cst.SimpleStatementLine)
                 statements.append(new.body[0])
             continue
-        kept = list(aliases)
-        if kept[-1] is not node.names[-1]:
-            comma = node.names[-1].comma
-            is_last_comma = isinstance(comma, cst.Comma)
-            kept[-1] = kept[-1].with_changes(
-                comma=comma if is_last_comma else cst.MaybeSentinel.DEFAULT
-            )
-        changes = {"names": kept} | ({"module": expression(home)} if home else {})
-        statements.append(node.with_changes(**changes))
+        part = with_names(node, aliases)
+        if home:
+            part = part.with_changes(module=expression(home))
+        statements.append(part)
     replace_small(source, node, statements)
 
 

@@ -10,7 +10,7 @@ from libcst import metadata
 
 from .source import Source, bound_by, dotted, statement
 
-__all__ = ["Imports", "replace_small"]
+__all__ = ["Imports", "replace_small", "with_names"]
 
 
 def replace_small(
@@ -29,6 +29,30 @@ def replace_small(
         return cst.FlattenSentinel(made)
 
     source.edit(line, lines)
+
+
+def with_names(node: cst.ImportFrom, names: Sequence[cst.ImportAlias]) -> cst.ImportFrom:
+    """Return a ``from`` statement with some of its names, and the comments beside them."""
+    assert not isinstance(node.names, cst.ImportStar)
+    *others, last = names
+    final = node.names[-1]
+    if last is final:
+        return node.with_changes(names=names)
+    comma, rpar = last.comma, node.rpar
+    end = final.comma.whitespace_after if isinstance(final.comma, cst.Comma) else None
+    if end is None and rpar is not None:
+        end, rpar = (
+            rpar.whitespace_before,
+            rpar.with_changes(whitespace_before=cst.SimpleWhitespace("")),
+        )
+    between = comma.whitespace_after if isinstance(comma, cst.Comma) else None
+    if isinstance(between, cst.ParenthesizedWhitespace) and isinstance(
+        end, cst.ParenthesizedWhitespace
+    ):
+        ending = between.with_changes(empty_lines=(), indent=end.indent, last_line=end.last_line)
+        last = last.with_changes(comma=cst.Comma(whitespace_after=ending))
+        return node.with_changes(names=[*others, last], rpar=rpar)
+    return node.with_changes(names=[*others, last.with_changes(comma=final.comma)])
 
 
 class Imports:
@@ -131,10 +155,7 @@ class Imports:
         ]
         new: list[cst.BaseSmallStatement] = []
         if kept:
-            if kept[-1] is not node.names[-1]:
-                comma = node.names[-1].comma
-                kept[-1] = kept[-1].with_changes(comma=comma)
-            new.append(node.with_changes(names=kept) if len(kept) < len(node.names) else node)
+            new.append(with_names(node, kept) if len(kept) < len(node.names) else node)
         new += [_small(text) for text in texts]
         if not new and self._source.line_of(node) is None:
             self._source.edit(node, lambda _: cst.RemoveFromParent())

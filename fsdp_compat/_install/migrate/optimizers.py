@@ -28,6 +28,8 @@ class Optimizers:
                 continue
             assert isinstance(site.value, cst.Call) and site.statement is not None
             models, receivers, early = self._models_of(site.value)
+            if len(models) == 1 and models[0].is_fsdp:
+                continue
             if len(models) != 1:
                 self._unknown.add(key)
                 continue
@@ -95,7 +97,7 @@ class Optimizers:
             same_function = self._source.function(node) is self._source.function(model.anchor)
             if key in (inner, model.key) and key is not None and same_function:
                 before = self._source.start(node) < self._source.start(model.anchor)
-                if model.is_rewritten and before and not model.conditional:
+                if before and not model.conditional and not model.is_fsdp:
                     return model, True
         return None, False
 

@@ -33,7 +33,7 @@ class Model:
     inner: cst.BaseExpression | None  # what is wrapped
     anchor: cst.CSTNode  # the statement after which the variable holds it
     conditional: bool = False  # wrapped on some ways through the program only
-    is_rewritten: bool = True
+    is_fsdp: bool = False  # already, so that its uses are looked at, but not rewritten
     line: int = 0
 
 
@@ -66,7 +66,9 @@ class Places:
 
     # -- filling
 
-    def add_wrap(self, call: cst.Call, inner: cst.BaseExpression | None) -> Model | None:
+    def add_wrap(
+        self, call: cst.Call, inner: cst.BaseExpression | None, is_fsdp: bool = False
+    ) -> Model | None:
         """Follow the variable that a construction is assigned to; None if there is none."""
         node: cst.CSTNode = self.source.parent(call)
         conditional = isinstance(node, cst.IfExp)
@@ -82,7 +84,8 @@ class Places:
             if model.key == key and model.anchor is anchor:
                 model.calls.append(call)
                 return model
-        model = Model(key, [call], inner, anchor, conditional, line=self.source.line(call))
+        line_number = self.source.line(call)
+        model = Model(key, [call], inner, anchor, conditional, is_fsdp, line_number)
         self.models.append(model)
         return model
 
@@ -120,7 +123,8 @@ class Places:
         )
 
     def is_wrap(self, call: cst.Call) -> bool:
-        return any("DistributedDataParallel" in name for name in self.source.imported(call.func))
+        wrappers = ("DistributedDataParallel", "FullyShardedDataParallel")
+        return any(name.endswith(wrappers) for name in self.source.imported(call.func))
 
     def hold(self, held: Held) -> None:
         self._held.setdefault(held.key, []).append(held)
@@ -233,7 +237,7 @@ class Places:
         key = self.bindings.key(node)
         best: Found | None = None
         for held in self._held.get(key, ()) if key is not None else ():
-            if not held.model.is_rewritten or not self._reaches(held, node):
+            if not self._reaches(held, node):
                 continue
             found = Found(held.model, held.kind, self._is_certain(held, node))
             if best is None or found.is_certain or not best.is_certain:

@@ -10,7 +10,7 @@ from typing import TextIO
 
 from .findings import Finding, Migrated
 
-__all__ = ["diff", "is_coloured", "list_of", "summary"]
+__all__ = ["advice", "diff", "is_coloured", "list_of", "summary"]
 
 _COLOURS = {"+++": "1", "---": "1", "@@": "36", "+": "32", "-": "31"}
 
@@ -45,9 +45,18 @@ def _colour(line: str) -> str:
     return line
 
 
-def list_of(kind: str, findings: Sequence[Finding]) -> Iterator[str]:
-    for finding in sorted(findings):
-        yield f"{kind}: {finding}"
+def list_of(left: Sequence[Finding]) -> Iterator[str]:
+    for finding in sorted(left):
+        yield f"left: {finding}"
+
+
+def advice(notes: Sequence[Finding]) -> Iterator[str]:
+    """Yield each advice once, and below it the places that it is for."""
+    for what, why, fix in sorted({(note.what, note.why, note.fix) for note in notes}):
+        yield f"note: {what} — {why}; {fix}:"
+        for note in sorted(notes):
+            if (note.what, note.why, note.fix) == (what, why, fix):
+                yield f"    {note.path}:{note.line}"
 
 
 def summary(files: Sequence[Migrated], looked_at: int, left: int, written: bool) -> str:
@@ -55,4 +64,5 @@ def summary(files: Sequence[Migrated], looked_at: int, left: int, written: bool)
     done = "rewritten" if written else "to rewrite"
     places = f"{left} {'place' if left == 1 else 'places'} left alone"
     hint = "" if written or not changed else "; --write writes"
-    return f"{looked_at} files, {changed} {done}, {places}{hint}"
+    counted = f"{looked_at} {'file' if looked_at == 1 else 'files'}"
+    return f"{counted}, {changed} {done}, {places}{hint}"

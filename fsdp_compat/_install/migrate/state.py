@@ -66,6 +66,10 @@ class State:
         if found is None:
             self._unknown(call, owner, what)
             return
+        if found.model.is_fsdp:
+            if found.kind is Kind.WRAPPED and found.is_certain:
+                self.collective(call, what)
+            return
         model = self._places.model_text(found.model, call)
         if not found.is_certain or model is None:
             self._uncertain(call, what, found.model)
@@ -116,7 +120,7 @@ class State:
         assert isinstance(guard.node, cst.If)
         name = self._names.get((guard.node, new))
         if name is None:
-            name = self._name_for(found, call)
+            name = self._name_for(found, call, guard.node)
             self._names[guard.node, new] = name
             text = f"{name} = {new}"
             if guard.rest:
@@ -166,12 +170,13 @@ class State:
     def _is_main(self, node: cst.If | cst.While) -> bool:
         return "__name__" in code_of(node.test)
 
-    def _name_for(self, found: Found, call: cst.Call) -> str:
+    def _name_for(self, found: Found, call: cst.Call, around: cst.CSTNode) -> str:
         assert isinstance(call.func, cst.Attribute)
         text = found.model.key[1] if found.kind is not Kind.OPTIMIZER else code_of(call.func.value)
         wanted = f"{text.rpartition('.')[2].lstrip('_')}_state"
         wanted = wanted if wanted.isidentifier() else "state"
-        while wanted in self._taken and wanted not in self._own:
+        used = {name for (node, _), name in self._names.items() if node is around}
+        while wanted in used or (wanted in self._taken and wanted not in self._own):
             wanted = f"full_{wanted}"
         self._own.add(wanted)
         self._taken.add(wanted)
@@ -208,6 +213,8 @@ class State:
                 why = "it is not known which model the optimizer belongs to"
                 fix = "pass FSDP.optim_state_dict_to_load(model, optimizer, state) if it is wrapped"
                 self._source.leave(call, what, why, fix)
+            return
+        if found.model.is_fsdp:
             return
         model = self._places.model_text(found.model, call)
         if not found.is_certain or model is None:

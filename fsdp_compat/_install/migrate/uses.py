@@ -31,17 +31,22 @@ _HARMLESS = {
     *("named_children", "named_modules", "named_parameters", "register_forward_hook"),
     *("register_forward_pre_hook", "load_state_dict", "state_dict"),
 }
+# Attributes and methods of a parameter that depend on its elements.
+_READ = {
+    *("abs", "add_", "clone", "copy_", "data", "detach", "grad", "lerp_", "mul_", "norm", "sum"),
+    *("item", "mean", "max", "min", "pow", "square", "flatten", "view"),
+}
 _OF_DDP = {
-    "_set_static_graph": "DDP's, without a meaning here; remove it",
-    "_set_ddp_runtime_logging_sample_rate": "DDP's, without a meaning here; remove it",
-    "_register_fused_optim": "DDP's; step the optimizer after backward",
-    "_register_buffer_comm_hook": "DDP's; broadcast the buffers by hand",
-    "join": "DDP's; give all ranks the same number of batches",
-    "reducer": "DDP's; there is no such object here",
+    "_set_static_graph": "this is DDP's, without a meaning here; remove it",
+    "_set_ddp_runtime_logging_sample_rate": "this is DDP's, without a meaning here; remove it",
+    "_register_fused_optim": "this is DDP's; step the optimizer after backward",
+    "_register_buffer_comm_hook": "this is DDP's; broadcast the buffers by hand",
+    "join": "this is DDP's; give all ranks the same number of batches",
+    "reducer": "this is DDP's; there is no such object here",
     "register_comm_hook": "other hooks are expected here; see register_comm_hook of "
     "FullyShardedDataParallel, and mixed_precision=MixedPrecision(reduce_dtype=...)",
-    "require_backward_grad_sync": "DDP's; accumulate inside no_sync()",
-    "will_sync_module_buffers": "DDP's; remove it",
+    "require_backward_grad_sync": "this is DDP's; accumulate inside no_sync()",
+    "will_sync_module_buffers": "this is DDP's; remove it",
 }
 _NOT_HERE = {
     "torch.nn.DataParallel": "one process with several devices; start one process per device",
@@ -64,14 +69,16 @@ class Uses:
 
     def rewrite(self) -> None:
         self._scalers()
-        for call in self._source.all(cst.Call):
-            if self._source.imported(call.func) & _CLIP:
-                self._clip(call)
+        clips = [c for c in self._source.all(cst.Call) if self._source.imported(c.func) & _CLIP]
+        replaced: set[cst.CSTNode] = {call.func for call in clips if self._clip(call)}
+        for call in clips:
+            if call.func in replaced and isinstance(call.func, cst.Name):
+                self._imports.release(call.func, replaced)
         for node in self._source.all(cst.Name, cst.Attribute):
             if not isinstance(node, cst.Name | cst.Attribute) or self._is_keyword(node):
                 continue
             found = self._places.find(node)
-            if found is not None and found.kind is Kind.INNER:
+            if found is not None and found.kind is Kind.INNER and not found.model.is_fsdp:
                 self._inner(node, found)
             elif found is not None and found.kind is Kind.WRAPPED:
                 self._wrapped(node, found)
@@ -83,7 +90,8 @@ class Uses:
 
     # -- clipping
 
-    def _clip(self, call: cst.Call) -> None:
+    def _clip(self, call: cst.Call) -> bool:
+        """Call the model's own method, if the call can be moved there."""
         names = ("parameters", "max_norm", "norm_type", "error_if_nonfinite", "foreach")
         given = {
             argument.keyword.value if argument.keyword is not None else names[number]: argument
@@ -97,10 +105,12 @@ class Uses:
             or value.func.attr.value != "parameters"
             or value.args
         ):
-            return  # torch's own function takes sharded gradients into account
+            return False  # torch's own function takes sharded gradients into account
         found = self._places.find(value.func.value)
         if found is None or found.kind is Kind.OPTIMIZER or not found.is_certain:
-            return
+            return False
+        if found.model.is_fsdp:
+            return False
         model = self._places.model_text(found.model, call)
         rest = [name for name in given if name in ("error_if_nonfinite", "foreach")]
         if rest or model is None or any(argument.star for argument in call.args):
@@ -110,7 +120,7 @@ class Uses:
                 f"the model's own clip_grad_norm_ has no {' and no '.join(rest) or 'such call'}",
                 "keep it, as torch's function works on wrapped models, or call the model's",
             )
-            return
+            return False
         func = expression(f"{model}.clip_grad_norm_")
         position = next(n for n, argument in enumerate(call.args) if argument is first)
         self._state.collective(call, code_of(call))
@@ -120,6 +130,7 @@ class Uses:
                 func=func, args=[a for n, a in enumerate(it.args) if n != position]
             ),
         )
+        return True
 
     # -- scalers
 
@@ -147,16 +158,39 @@ class Uses:
         if isinstance(parent, cst.Call) and parent.func is node:
             if found.is_certain:
                 self._state.collective(parent, f"{code_of(node)}(...)")
-        elif isinstance(parent, cst.Attribute) and (name := parent.attr.value) in _OF_DDP:
+        elif isinstance(parent, cst.Attribute) and not found.model.is_fsdp:
+            self._attribute(parent)
+
+    def _attribute(self, node: cst.Attribute) -> None:
+        name = node.attr.value
+        if name in _OF_DDP:
             why, _, fix = _OF_DDP[name].partition("; ")
-            self._source.leave(
-                parent,
-                code_of(parent),
-                f"this is {why}" if why == "DDP's" or why.startswith("DDP's,") else why,
-                fix,
-            )
-        elif isinstance(parent, cst.Attribute) and parent.attr.value == "clip_grad_norm_":
+            self._source.leave(node, code_of(node), why, fix)
+        elif name in ("parameters", "named_parameters"):
+            self._values(node)
+
+    def _values(self, node: cst.Attribute) -> None:
+        """Report a loop over parameters that reads their values or gradients."""
+        loop = self._source.nearest(node, cst.For, cst.CompFor)
+        if loop is None or not self._source.inside(node, loop.iter):
             return
+        targets = {
+            name.value
+            for name in self._source.all(cst.Name)
+            if self._source.inside(name, loop.target)
+        }
+        body = loop if isinstance(loop, cst.For) else self._source.parent(loop)
+        for chain in self._source.chains:
+            first, *rest = (dotted(chain) or "").split(".")
+            if first in targets and _READ & set(rest) and self._source.inside(chain, body):
+                self._source.leave(
+                    node,
+                    f"{dotted(chain)}",
+                    "outside of forward and backward this is the part of this rank",
+                    "sum over the ranks, or read inside FSDP.summon_full_params(model, "
+                    "with_grads=True)",
+                )
+                return
 
     def _inner(self, node: cst.Name | cst.Attribute, found: Found) -> None:
         parent = self._source.parent(node)
@@ -222,7 +256,8 @@ class Uses:
             return
         for chain in self._source.chains:
             for name in self._source.imported(chain):
-                if name in _NOT_HERE:
+                call = self._source.parent(chain)
+                if name in _NOT_HERE and isinstance(call, cst.Call) and call.func is chain:
                     why, _, fix = _NOT_HERE[name].partition("; ")
                     self._source.leave(chain, dotted(chain) or name, why, fix)
                 elif name.startswith(_HOOKS):

@@ -50,6 +50,7 @@ class Wrapping:
 
     def find(self) -> None:
         """Decide which constructions can be rewritten, and follow the models."""
+        self._follow_fsdp()
         for use in self._uses:
             call = self._source.parent(use)
             if not isinstance(call, cst.Call) or call.func is not use:
@@ -58,9 +59,7 @@ class Wrapping:
             if arguments is None:
                 self._all_are_rewritten = False
                 continue
-            inner = next((a.value for a in call.args if a.keyword is None), None)
-            inner = next((a.value for a in call.args if _keyword(a) == "module"), inner)
-            model = self._places.add_wrap(call, inner)
+            model = self._places.add_wrap(call, _module_of(call))
             self.calls.append(call)
             self._rewrite(use, call, arguments)
             if model is None:
@@ -70,6 +69,12 @@ class Wrapping:
                     "it is not assigned to a variable, so what is done with it was not followed",
                     "look at its optimizer, saving and loading",
                 )
+
+    def _follow_fsdp(self) -> None:
+        """Follow models that are FSDP already: some ranks alone must not save them either."""
+        for call in self._source.all(cst.Call):
+            if self._source.imported(call.func) & set(SAME_CLASS):
+                self._places.add_wrap(call, _module_of(call), is_fsdp=True)
 
     def _arguments(self, call: cst.Call) -> list[cst.Arg] | None:
         """Return the arguments for FullyShardedDataParallel; None if one has no equivalent."""
@@ -186,6 +191,11 @@ class Wrapping:
         return False
 
 
+def _module_of(call: cst.Call) -> cst.BaseExpression | None:
+    first = next((each.value for each in call.args if each.keyword is None), None)
+    return next((each.value for each in call.args if _keyword(each) == "module"), first)
+
+
 def _keyword(argument: cst.Arg) -> str | None:
     return argument.keyword.value if argument.keyword is not None else None
 
@@ -209,20 +219,30 @@ def _only_element(value: cst.BaseExpression) -> cst.BaseExpression | None:
 
 
 def _spaced(call: cst.Call, arguments: Sequence[cst.Arg]) -> list[cst.Arg]:
-    """Give arguments the commas and line ends that the call had."""
-    old = call.args
-    between = old[0].comma if len(old) > 1 else cst.MaybeSentinel.DEFAULT
-    last = old[-1]
-    spaced = [
-        each.with_changes(
-            comma=between
-            if isinstance(between, cst.Comma)
-            else cst.Comma(whitespace_after=cst.SimpleWhitespace(" ")),
-            whitespace_after_arg=cst.SimpleWhitespace(""),
-        )
-        for each in arguments[:-1]
-    ]
+    """Give arguments the commas and line ends that the call had; comments stay where they were."""
+    last = call.args[-1]
+    between = _without_comment(call.args[0].comma if len(call.args) > 1 else None)
+    spaced = []
+    for each in arguments[:-1]:
+        own = each.comma
+        keeps_own = isinstance(own, cst.Comma) and each is not last
+        comma = own if keeps_own and type(_space(own)) is type(_space(between)) else between
+        nothing = cst.SimpleWhitespace("")
+        spaced.append(each.with_changes(comma=comma, whitespace_after_arg=nothing))
     end = arguments[-1].with_changes(
         comma=last.comma, whitespace_after_arg=last.whitespace_after_arg
     )
     return [*spaced, end]
+
+
+def _space(comma: object) -> object:
+    return comma.whitespace_after if isinstance(comma, cst.Comma) else None
+
+
+def _without_comment(comma: object) -> cst.Comma:
+    """Return the space between two arguments: one, or a new line as after ``comma``."""
+    space = _space(comma)
+    if not isinstance(space, cst.ParenthesizedWhitespace):
+        return cst.Comma(whitespace_after=cst.SimpleWhitespace(" "))
+    plain = space.first_line.with_changes(whitespace=cst.SimpleWhitespace(""), comment=None)
+    return cst.Comma(whitespace_after=space.with_changes(first_line=plain, empty_lines=()))
