@@ -86,7 +86,7 @@ def test_what_does_not_parse_is_a_syntax_error(text: str) -> None:
 
 
 def test_deep_nesting_is_refused_or_rewritten() -> None:
-    deep = "from torch.distributed.fsdp import wrap\nx = " + "-" * 4000 + "1\n"
+    deep = "from torch.distributed.fsdp import wrap\nx = " + "-" * 1200 + "1\n"
     with pytest.raises(ValueError, match="nested too deeply"):
         rewrite(deep, "case.py")
 

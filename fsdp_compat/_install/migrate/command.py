@@ -25,9 +25,9 @@ the arguments are wrong, or libcst is missing."""
 
 # A file without any of these is not parsed.
 _USES = re.compile(r"torch\.distributed\.fsdp|distributed\s+import\b.*fsdp|\.fsdp\b|_composable\b")
-_WRAPS = re.compile(r"DistributedDataParallel")
+_WORDS = ("fsdp", "DistributedDataParallel", "_composable")
 # Files that may save a model that another file wraps; looked at if one does.
-_SAVES = re.compile(r"state_dict\(")
+_ON_SOME_RANKS = re.compile(r"rank|main|master|\.module\.state_dict", re.IGNORECASE)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -72,7 +72,9 @@ def migrate(given: argparse.Namespace, refuse: Callable[[str], object]) -> int:
 
 def is_of_interest(text: str) -> bool:
     """True if a text names torch's FSDP, or DDP; without a look at its meaning."""
-    return bool(_USES.search(text) or _WRAPS.search(text))
+    if not any(word in text for word in _WORDS):
+        return False
+    return "DistributedDataParallel" in text or _USES.search(text) is not None
 
 
 def _migrated(path: str, write: bool, others: list[str] | None) -> Migrated | None:
@@ -82,7 +84,7 @@ def _migrated(path: str, write: bool, others: list[str] | None) -> Migrated | No
     try:
         text = files.read(path)
         if others is not None and not is_of_interest(text.text):
-            if _SAVES.search(text.text):
+            if ".state_dict(" in text.text and _ON_SOME_RANKS.search(text.text):
                 others.append(path)
             return None
         from .rewriting import rewrite

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Sequence
 
 import libcst as cst
@@ -80,15 +81,14 @@ class Imports:
             else:
                 free = [name for name in wanted if name not in self._taken]
                 self._chosen[full] = free[0] if free else f"_{wanted[-1]}"
-                self._from[full] = self._import_of(old)
+                replaced = self._import_of(old)
+                self._from[full] = replaced if self._is_at_the_top(replaced) else None
         return self._chosen[full]
 
     def _known(self, names: set[str]) -> str | None:
         """Return the name under which the module, not only a function, imports one of these."""
         for node in self._source.all(cst.ImportFrom):
-            if isinstance(node.names, cst.ImportStar) or self._source.nearest(
-                node, cst.FunctionDef, cst.ClassDef, cst.If, cst.Try
-            ):
+            if isinstance(node.names, cst.ImportStar) or not self._is_at_the_top(node):
                 continue
             for alias in node.names:
                 bound = dotted(alias.asname.name if alias.asname is not None else alias.name)
@@ -107,6 +107,10 @@ class Imports:
                 return each.node
         return None
 
+    def _is_at_the_top(self, node: cst.ImportFrom | None) -> bool:
+        inside = (cst.FunctionDef, cst.ClassDef, cst.If, cst.Try)
+        return node is not None and self._source.nearest(node, *inside) is None
+
     def release(self, name: cst.Name, replaced: set[cst.CSTNode]) -> None:
         """Take a name out of its import if all of its uses were replaced."""
         node = self._import_of(name)
@@ -118,9 +122,9 @@ class Imports:
             if chain not in replaced and (dotted(chain) or "").partition(".")[0] == name.value
         ]
         exported = any(
-            each.raw_value == name.value
+            re.search(rf"\b{name.value}\b", each.raw_value)
             for each in self._source.all(cst.SimpleString)
-            if self._source.nearest(each, cst.List, cst.Tuple) is not None
+            if self._source.nearest(each, cst.List, cst.Tuple, cst.Annotation) is not None
         )
         if not rest and not exported:
             self._released.setdefault(node, set()).add(name.value)

@@ -123,9 +123,9 @@ class Optimizers:
             return None
         body = list(block.body)
         between = body[body.index(statement) + 1 : body.index(model.anchor)]  # type: ignore[arg-type]
-        moved = self._with_dependents(statement, target, between)
+        moved = self._with_dependents(statement, target, between, receivers)
         if moved is None:
-            why = "it is made before its model is wrapped, and used in between"
+            why = "it is made before its model is wrapped, and used or changed in between"
             self._leave(statement, target, why)
             return None
         text = next(
@@ -149,11 +149,19 @@ class Optimizers:
         )
 
     def _with_dependents(
-        self, statement: cst.CSTNode, target: str, between: Sequence[cst.CSTNode]
+        self,
+        statement: cst.CSTNode,
+        target: str,
+        between: Sequence[cst.CSTNode],
+        receivers: Sequence[cst.CSTNode],
     ) -> list[cst.CSTNode] | None:
         """Return what has to move together, or None if something in between stands in the way."""
         moved, names = [statement], {target}
-        used = {dotted(c) for c in self._source.chains if self._source.inside(c, statement)}
+        used: set[str | None] = set()
+        for chain in self._source.chains:
+            if self._source.inside(chain, statement) and chain not in receivers:
+                text = dotted(chain) or ""
+                used |= {text, text.partition(".")[0]}
         for each in between:
             inside = [c for c in self._source.chains if self._source.inside(c, each)]
             texts = {dotted(chain) or "" for chain in inside}

@@ -172,7 +172,9 @@ class Uses:
     def _values(self, node: cst.Attribute) -> None:
         """Report a loop over parameters that reads their values or gradients."""
         loop = self._source.nearest(node, cst.For, cst.CompFor)
-        if loop is None or not self._source.inside(node, loop.iter):
+        if not isinstance(loop, cst.For | cst.CompFor):
+            return
+        if not self._source.inside(node, loop.iter):
             return
         targets = {
             name.value

@@ -55,7 +55,7 @@ class Wrapping:
             call = self._source.parent(use)
             if not isinstance(call, cst.Call) or call.func is not use:
                 continue
-            arguments = self._arguments(call)
+            arguments = self._arguments(call) if self._is_only(use) else None
             if arguments is None:
                 self._all_are_rewritten = False
                 continue
@@ -69,6 +69,18 @@ class Wrapping:
                     "it is not assigned to a variable, so what is done with it was not followed",
                     "look at its optimizer, saving and loading",
                 )
+
+    def _is_only(self, use: cst.CSTNode) -> bool:
+        """True if the name can mean nothing but torch's class."""
+        others = self._source.imported(use) - DDP
+        if others:
+            self._source.leave(
+                use,
+                code_of(use),
+                f"it may also be {', '.join(sorted(others))}",
+                "import one class only, and run again",
+            )
+        return not others
 
     def _follow_fsdp(self) -> None:
         """Follow models that are FSDP already: some ranks alone must not save them either."""
@@ -164,7 +176,9 @@ class Wrapping:
             if use in self._replaced:
                 continue
             parent = self._source.parent(use)
-            if isinstance(parent, cst.Call) and parent.func is use:
+            if isinstance(parent, cst.AssignTarget) or (
+                isinstance(parent, cst.Call) and parent.func is use
+            ):
                 continue
             if self.calls and self._all_are_rewritten and self._is_test(use):
                 self._source.replace(use, self.fsdp(use))
