@@ -17,8 +17,9 @@ from fsdp_compat._install.migrate import command, files  # isort: skip
 from fsdp_compat._install.migrate.findings import Migrated  # isort: skip
 from fsdp_compat._install.migrate.rewriting import rewrite  # isort: skip
 
+NAMES = (*CLIENTS, "mmengine", "speechbrain", "torchtune")
+
 # Of each client: how many files it has that import torch's FSDP, at least.
-NAMES = (*CLIENTS, "torchtune")
 USERS = {"accelerate": 5, "lightning": 4, "peft": 1, "transformers": 2, "trl": 3, "torchtune": 2}
 
 

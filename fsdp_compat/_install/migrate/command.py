@@ -24,7 +24,9 @@ EPILOG = """Exit status: 0; 1 with --check if anything is left to rewrite or was
 the arguments are wrong, or libcst is missing."""
 
 # A file without any of these is not parsed.
-_USES = re.compile(r"torch\.distributed\.fsdp|distributed\s+import\b.*fsdp|\.fsdp\b|_composable\b")
+_USES = re.compile(
+    r"torch\.distributed\.fsdp|distributed\s+import\b.*fsdp|\.fsdp\.\w|dist\w*\.fsdp\b|_composable\b"
+)
 _WORDS = ("fsdp", "DistributedDataParallel", "_composable")
 # Files that may save a model that another file wraps; looked at if one does.
 _ON_SOME_RANKS = re.compile(r"rank|main|master|\.module\.state_dict", re.IGNORECASE)

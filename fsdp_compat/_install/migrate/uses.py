@@ -18,6 +18,7 @@ _CLIP = {"torch.nn.utils.clip_grad_norm_", "torch.nn.utils.clip_grad.clip_grad_n
 _SCALER = "fsdp_compat.sharded_grad_scaler.ShardedGradScaler"
 _SAME_SCALER = (_SCALER, "torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler")
 _SCALERS = {
+    "torch.GradScaler": None,
     "torch.amp.GradScaler": None,
     "torch.amp.grad_scaler.GradScaler": None,
     "torch.cpu.amp.GradScaler": "cpu",
@@ -160,6 +161,22 @@ class Uses:
                 self._state.collective(parent, f"{code_of(node)}(...)")
         elif isinstance(parent, cst.Attribute) and not found.model.is_fsdp:
             self._attribute(parent)
+        elif not found.model.is_fsdp and self._is_stored(parent):
+            self._source.note(
+                node,
+                "the wrapped model",
+                "it is returned or stored here, and what is done with it then was not followed",
+                "look at its optimizer, saving and loading",
+            )
+
+    def _is_stored(self, parent: cst.CSTNode) -> bool:
+        """True where a model goes to a place that is not a variable."""
+        if isinstance(parent, cst.Assign):
+            return any(isinstance(each.target, cst.Subscript) for each in parent.targets)
+        if isinstance(parent, cst.Element):
+            above = self._source.nearest(parent, cst.Call, cst.Comparison, cst.Return, cst.Assign)
+            return isinstance(above, cst.Return | cst.Assign)
+        return isinstance(parent, cst.Return | cst.DictElement)
 
     def _attribute(self, node: cst.Attribute) -> None:
         name = node.attr.value

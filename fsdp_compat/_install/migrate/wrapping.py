@@ -66,7 +66,7 @@ class Wrapping:
                 self._source.note(
                     call,
                     "the wrapped model",
-                    "it is not assigned to a variable, so what is done with it was not followed",
+                    "it is returned or stored here, and what is done with it then was not followed",
                     "look at its optimizer, saving and loading",
                 )
 
