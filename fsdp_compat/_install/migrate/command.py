@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import io
 import os
 import re
 import sys
@@ -69,7 +70,13 @@ def migrate(given: argparse.Namespace, refuse: Callable[[str], object]) -> int:
             done.append(file)
     if any(file.wraps for file in done):
         done += [file for path in others if (file := _migrated(path, given.write, None))]
-    return _print(done, looked_at, given)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # sources have any characters
+    try:
+        return _print(done, looked_at, given)
+    except BrokenPipeError:  # the reader, such as head, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
 
 
 def is_of_interest(text: str) -> bool:
@@ -123,6 +130,6 @@ def _print(done: Sequence[Migrated], looked_at: int, given: argparse.Namespace) 
             print(line)
     for line in (*report.advice(notes), *report.list_of(left)):
         print(line)
-    print(report.summary(done, looked_at, len(left), given.write))
+    print(report.summary(done, looked_at, len(left), given.write), flush=True)
     unfinished = left or (changed and not given.write)
     return 1 if given.check and unfinished else 0
