@@ -1,4 +1,5 @@
-"""``python -m fsdp_compat run``: a program that uses torch's FSDP runs on fsdp_compat instead."""
+"""``python -m fsdp_compat run``: a program that uses torch's FSDP runs on fsdp_compat instead.
+``python -m fsdp_compat migrate``: its source is rewritten."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ import runpy
 import sys
 
 from ._install import install
+from ._install.migrate import command
 
 __all__ = ["main"]
 
@@ -15,6 +17,8 @@ __all__ = ["main"]
 def main(arguments: list[str] | None = None) -> None:
     parser = _parser()
     given = parser.parse_args(arguments)
+    if given.command == "migrate":
+        sys.exit(command.migrate(given, parser.error))
     if not given.program:
         parser.error("run: expected a program, got nothing; try: run train.py, or: run -m module")
     if not given.module and not os.path.exists(given.program[0]):
@@ -33,7 +37,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m fsdp_compat")
-    commands = parser.add_subparsers(required=True, metavar="run")
+    commands = parser.add_subparsers(required=True, dest="command", metavar="{run,migrate}")
     run = commands.add_parser(
         "run",
         help="run a program, with fsdp_compat in the place of torch.distributed.fsdp",
@@ -54,6 +58,8 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument(
         "program", nargs=argparse.REMAINDER, metavar="program ...", help="and its arguments"
     )
+    migrate = commands.add_parser("migrate", help="rewrite source that uses torch's FSDP, or DDP")
+    command.add_arguments(migrate)
     return parser
 
 

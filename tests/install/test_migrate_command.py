@@ -1,0 +1,197 @@
+"""The command ``migrate``: files, output, exit codes, and bad input."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fsdp_compat.__main__ import main
+
+pytest.importorskip("libcst")
+
+ROOT = Path(__file__).parents[2]
+OLD = "from torch.distributed.fsdp import wrap  # é\n"
+NEW = "from fsdp_compat import wrap  # é\n"
+ALONE = "from torch.distributed.fsdp._common_utils import _FSDPState\n"
+
+
+def migrate(*arguments: Any) -> int:
+    """Run the command and return its exit status."""
+    with pytest.raises(SystemExit) as end:
+        main(["migrate", *map(str, arguments)])
+    return end.value.code or 0  # type: ignore[return-value]
+
+
+def start(program: str, *arguments: Any) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "fsdp_compat", program, *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "ascii"},
+        check=False,
+    )
+
+
+def test_nothing_is_written_without_write(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "a.py"
+    file.write_text(f"x = 1\n{OLD}{ALONE}")
+    assert migrate(file) == 0
+    assert file.read_text() == f"x = 1\n{OLD}{ALONE}"
+    lines = capsys.readouterr().out.splitlines()
+    name = str(file).lstrip("/")
+    assert lines[:2] == [f"--- a/{name}", f"+++ b/{name}"]
+    assert lines[3:7] == [" x = 1", f"-{OLD[:-1]}", f"+{NEW[:-1]}", f" {ALONE[:-1]}"]
+    assert lines[7].startswith(f"left: {file}:3: from torch.distributed.fsdp._common_utils")
+    assert lines[8:] == ["1 file, 1 to rewrite, 1 place left alone; --write writes"]
+
+
+@pytest.mark.parametrize(
+    ("text", "options", "status"),
+    [
+        (OLD, [], 0),
+        (OLD, ["--check"], 1),
+        (OLD, ["--check", "--write"], 0),
+        (ALONE, [], 0),
+        (ALONE, ["--check"], 1),
+        (ALONE, ["--check", "--write"], 1),
+        (NEW, ["--check"], 0),
+        ("def f(:  # torch.distributed.fsdp\n", ["--check"], 1),
+        ("def f(:  # torch.distributed.fsdp\n", [], 0),
+    ],
+)
+def test_the_exit_status(tmp_path: Path, text: str, options: list[str], status: int) -> None:
+    (tmp_path / "a.py").write_text(text)
+    assert migrate(tmp_path, *options) == status
+
+
+def test_one_bad_file_does_not_stop_the_others(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "a.py").write_text(f"{OLD}x = (\n")
+    (tmp_path / "b.py").write_bytes(b"# -*- coding: nonsense -*-\n" + OLD.encode())
+    (tmp_path / "c.py").write_bytes(b"from torch.distributed.fsdp import wrap  # \xe9\n")
+    (tmp_path / "d.py").write_text(OLD)
+    (tmp_path / "e.ipynb").write_text("{}")
+    (tmp_path / "f.py").mkdir()
+    assert migrate("--write", tmp_path, tmp_path / "e.ipynb", tmp_path / "d.py") == 0
+    assert (tmp_path / "d.py").read_text() == NEW
+    out = capsys.readouterr().out
+    assert re.search(rf"left: {tmp_path}/a.py:[23]: the file — it does not parse: ", out)
+    assert f"left: {tmp_path}/b.py:1: the file — it does not parse: unknown encoding" in out
+    assert f"left: {tmp_path}/c.py:1: the file — it does not parse" in out
+    assert f"left: {tmp_path}/e.ipynb:1: the file — this is not a Python file" in out
+    assert out.endswith("4 files, 1 rewritten, 4 places left alone\n")
+
+
+@pytest.mark.parametrize(
+    ("start", "encoding", "line_end"),
+    [
+        ("", "utf-8", "\n"),
+        ("", "utf-8-sig", "\r\n"),
+        ("# -*- coding: latin-1 -*-\n", "latin-1", "\r\n"),
+    ],
+)
+def test_encoding_line_ends_and_mode_are_kept(
+    tmp_path: Path, start: str, encoding: str, line_end: str
+) -> None:
+    file, link = tmp_path / "a.py", tmp_path / "link.py"
+    file.write_bytes((start + OLD).replace("\n", line_end).encode(encoding))
+    file.chmod(0o751)
+    link.symlink_to(file)
+    assert migrate("--write", link) == 0
+    assert file.read_bytes() == (start + NEW).replace("\n", line_end).encode(encoding)
+    assert file.stat().st_mode & 0o777 == 0o751 and link.is_symlink()
+    assert sorted(tmp_path.iterdir()) == [file, link]
+
+
+def test_folders_that_hold_no_source_are_skipped(tmp_path: Path) -> None:
+    kept = tmp_path / "sub" / "kept"
+    skipped = [tmp_path / name for name in (".git", "build", "__pycache__", "sub/venv", "mine")]
+    for folder in (kept, *skipped):
+        folder.mkdir(parents=True)
+        (folder / "a.py").write_text(OLD)
+    (tmp_path / "mine" / "pyvenv.cfg").touch()
+    (kept / "loop").symlink_to(tmp_path)
+    (kept / "gone.py").symlink_to("nowhere")
+    (kept / "text.txt").write_text(OLD)
+    assert migrate("--write", tmp_path) == 0
+    assert (kept / "a.py").read_text() == NEW and (kept / "text.txt").read_text() == OLD
+    assert {(folder / "a.py").read_text() for folder in skipped} == {OLD}
+    assert migrate("--write", tmp_path / "build") == 0  # it was asked for
+    assert (tmp_path / "build" / "a.py").read_text() == NEW
+
+
+def test_a_file_that_cannot_be_written_keeps_its_text(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    file = tmp_path / "a.py"
+    file.write_text(OLD)
+    monkeypatch.setattr(os, "replace", full)
+    assert migrate("--write", "--check", file) == 1
+    assert list(tmp_path.iterdir()) == [file] and file.read_text() == OLD
+    assert "No space left on device" in capsys.readouterr().out
+
+
+def test_saving_in_another_file_is_reported_if_a_model_is_wrapped(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save = "def save(model, rank):\n    if rank == 0:\n        write(model.module.state_dict())\n"
+    wrap = "from torch.nn.parallel import DistributedDataParallel as DDP\nmodel = DDP(net)\n"
+    (tmp_path / "a.py").write_text(save)
+    assert migrate(tmp_path, "--check") == 0
+    (tmp_path / "b.py").write_text(wrap)
+    capsys.readouterr()
+    assert migrate(tmp_path, "--write", "--check") == 1
+    assert f"left: {tmp_path}/a.py:3: model.module.state_dict()" in capsys.readouterr().out
+
+
+def test_colours_on_a_terminal_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "a.py").write_text(OLD)
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    migrate(tmp_path)
+    assert "\033" not in capsys.readouterr().out
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    migrate(tmp_path)
+    assert f"\033[32m+{NEW[:-1]}\033[0m" in capsys.readouterr().out
+    migrate(tmp_path, "--no-color")
+    assert "\033" not in capsys.readouterr().out
+    monkeypatch.setenv("NO_COLOR", "1")
+    migrate(tmp_path)
+    assert "\033" not in capsys.readouterr().out
+
+
+def test_bad_use_is_one_clear_message(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert migrate(tmp_path / "nowhere") == 2
+    assert f"there is no file or directory '{tmp_path}/nowhere'" in capsys.readouterr().err
+    assert migrate() == 2 and "PATH" in capsys.readouterr().err
+    assert migrate("--help") == 0 and "1 with --check" in capsys.readouterr().out
+    monkeypatch.setitem(sys.modules, "libcst", None)
+    assert migrate(tmp_path) == 2
+    assert "migrate needs libcst: pip install 'fsdp_compat[migrate]'" in capsys.readouterr().err
+
+
+def test_libcst_is_loaded_by_migrate_alone(tmp_path: Path) -> None:
+    (tmp_path / "a.py").write_text(OLD)
+    (tmp_path / "b.py").write_text("import sys, fsdp_compat\nassert 'libcst' not in sys.modules\n")
+    ran = start("run", tmp_path / "b.py")
+    assert ran.returncode == 0, ran.stderr
+    ran = start("migrate", tmp_path / "a.py")
+    shown = NEW.replace("é", "\\xe9")  # a terminal without this character
+    assert ran.returncode == 0 and f"+{shown}" in ran.stdout, ran.stderr
