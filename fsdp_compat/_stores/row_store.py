@@ -45,7 +45,7 @@ from .row_views import RowViews, as_bytes, cut_up, own_rows
 __all__ = ["RowStore"]
 
 ALIGN_NBYTES = 64  # of unsharded parameters in their storage
-_requires_grad = operator.attrgetter("requires_grad")
+_parameter, _requires_grad = map(operator.attrgetter, ("parameter", "requires_grad"))
 _PLACE: tuple[Callable[[torch.Tensor], object], ...] = (
     torch.Tensor.data_ptr,
     *map(operator.attrgetter, ("shape", "dtype", "device")),
@@ -133,7 +133,6 @@ class RowStore(StateStore):
         self.sharded_params = [
             ShardedParam(param.sharded, (index,)) for index, param in enumerate(self._params)
         ]
-        self._sharded: list[nn.Parameter] = [param.sharded for param in self._params]
         self._forms: dict[tuple[int, ...], RowReduceForm] = {}
         self._noted = self._places()
 
@@ -230,7 +229,7 @@ class RowStore(StateStore):
 
     def reduce_form(self, also: Iterable[int] = ()) -> RowReduceForm:
         indices = range(len(self._params))
-        flags = map(_requires_grad, self._sharded)
+        flags = map(_requires_grad, map(_parameter, self.sharded_params))
         trainable = tuple(itertools.compress(indices, flags))
         if len(trainable) < len(indices):
             trainable = tuple(sorted({*trainable, *also}))
@@ -286,9 +285,10 @@ class RowStore(StateStore):
         ]
 
     def local_params(self) -> list[torch.Tensor]:
+        params: list[torch.Tensor] = list(map(_parameter, self.sharded_params))
         if self._params[0].spec is None:
-            return list(self._sharded)
-        return torch_dtensor.local_parts(self._sharded)
+            return params
+        return torch_dtensor.local_parts(params)
 
     def _places(self) -> tuple[list[object], ...]:
         """Return what changes if a sharded parameter is given other memory."""
