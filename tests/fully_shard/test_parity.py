@@ -40,7 +40,7 @@ PRECISIONS: dict[str, dict[str, Any]] = {
     "fp32+bf16": {"reduce_dtype": BF16},
     "uncast": {"param_dtype": BF16, "cast_forward_inputs": False, "output_dtype": FP32},
 }
-SHAPES = ["uneven", "columns", "list", "checkpointed", "tied", "even"]
+SHAPES = ["uneven", "columns", "list", "tied", "checkpointed", "even"]
 TRAINABLE = ["all", "biases frozen", "other dtypes", "block frozen"]
 ACCUMULATIONS = ["none", "no sync", "no all-reduce", "kept after backward"]
 
@@ -223,9 +223,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     for name, meshes in reshards.items():
         if f"{name}_case" in metafunc.fixturenames:
             values: list[list[Any]] = [list(PRECISIONS), [False, True], ACCUMULATIONS, TRAINABLE]
-            values.append(SHAPES)
+            values.append(SHAPES[:4])
             if name == "four_ranks":
-                values = [["fp32", "bf16+fp32"], *values[1:3], TRAINABLE[:3], SHAPES[:3]]
+                values = [["fp32", "bf16+fp32"], *values[1:3], TRAINABLE[:3], SHAPES[3:]]
             rows = pairs(meshes, *values)
             cases = [Case(*row[0], *row[1:]) for row in rows]
             metafunc.parametrize(f"{name}_case", cases, ids=str)
