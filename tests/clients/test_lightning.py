@@ -8,7 +8,10 @@ from tests.clients.launch import INSTALLED, TORCHRUN, assert_losses, marks, resu
 
 pytestmark = marks
 
-CASES = ("full", "sharded", "full_flat", "sharded_flat", "offload", "checkpointing")
+CASES = (
+    *("full", "sharded", "full_flat", "sharded_flat", "offload", "checkpointing"),
+    *("full_in_place", "sharded_in_place"),
+)
 
 
 def test_lightning(tmp_path: Path) -> None:

@@ -27,10 +27,11 @@ def test_adapters_and_generation(tmp_path: Path) -> None:
 def test_trl(tmp_path: Path) -> None:
     theirs = results(tmp_path / "theirs", PROGRAM, ["sft_ddp", "sft_lora_ddp", "grpo_ddp"])
     cases = {"sft": "sft_ddp", "sft_fsdp2": "sft_ddp", "sft_lora": "sft_lora_ddp"}
-    found = results(tmp_path, PROGRAM, [*cases, "grpo"], *TORCHRUN, *INSTALLED)
+    found = results(tmp_path, PROGRAM, [*cases, "grpo", "grpo_fsdp2"], *TORCHRUN, *INSTALLED)
     for case, reference in cases.items():
         assert_losses(case, found[case], theirs[reference]["losses"])
-    grpo, expected = found["grpo"], theirs["grpo_ddp"]
-    assert grpo["module"] in OURS
-    assert grpo["losses"] == pytest.approx(expected["losses"], rel=1e-5, abs=1e-6)
-    assert grpo["rewards"] == expected["rewards"]
+    expected = theirs["grpo_ddp"]
+    for grpo in (found["grpo"], found["grpo_fsdp2"]):
+        assert grpo["module"] in OURS
+        assert grpo["losses"] == pytest.approx(expected["losses"], rel=1e-5, abs=1e-6)
+        assert grpo["rewards"] == expected["rewards"]

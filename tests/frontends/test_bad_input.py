@@ -1521,9 +1521,7 @@ GROUPS: dict[str, dict[str, Case]] = {
 
 # Where the form of the parameters makes a difference both are tried.
 FORMS = {
-    group: (False, True)
-    if group in ("modules", "training", "state dicts", "optimizers", "moments")
-    else (False,)
+    group: (False, True) if group in ("training", "state dicts", "optimizers") else (False,)
     for group in GROUPS
 }
 

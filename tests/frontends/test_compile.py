@@ -151,7 +151,7 @@ def _compiles_wrapped_blocks(use_orig_params: bool) -> None:
         assert not counters["graph_break"], dict(counters["graph_break"])
 
 
-@both_forms
+@pytest.mark.parametrize("use_orig_params", [True])
 def test_modules_inside_of_units_may_be_compiled_after_wrapping(use_orig_params: bool) -> None:
     run_ranks(2, _compiles_wrapped_blocks, use_orig_params, timeout=180)
 
@@ -170,7 +170,7 @@ def _compiles_checkpointed_blocks(use_orig_params: bool) -> None:
         assert 1 <= compiler.num_graphs <= 4, compiler.num_graphs
 
 
-@both_forms
+@pytest.mark.parametrize("use_orig_params", [True])
 def test_compiled_blocks_may_recompute_their_activations(use_orig_params: bool) -> None:
     run_ranks(2, _compiles_checkpointed_blocks, use_orig_params, timeout=180)
 
@@ -199,7 +199,7 @@ def _recomputes_compiled_blocks(use_orig_params: bool) -> None:
         assert compiler.num_graphs <= 4, compiler.num_graphs
 
 
-@both_forms
+@pytest.mark.parametrize("use_orig_params", [False])
 def test_compiled_blocks_may_be_recomputed(use_orig_params: bool) -> None:
     run_ranks(2, _recomputes_compiled_blocks, use_orig_params, timeout=180)
 
@@ -227,7 +227,7 @@ def _compiles_in_low_precision(use_orig_params: bool) -> None:
         assert_close(got, expected, "output or gradient")
 
 
-@both_forms
+@pytest.mark.parametrize("use_orig_params", [True])
 def test_compiled_blocks_compute_in_the_dtype_of_the_unit(use_orig_params: bool) -> None:
     run_ranks(2, _compiles_in_low_precision, use_orig_params, timeout=180)
 
@@ -290,7 +290,7 @@ def _compiles_a_train_step(use_orig_params: bool) -> None:
         assert compiler.num_graphs <= 8, compiler.num_graphs
 
 
-@both_forms
+@pytest.mark.parametrize("use_orig_params", [False])
 def test_a_function_that_calls_the_model_may_be_compiled(use_orig_params: bool) -> None:
     run_ranks(2, _compiles_a_train_step, use_orig_params, timeout=180)
 

@@ -1,4 +1,5 @@
-"""Lightning's Trainer and Fabric: full and sharded checkpoints, flat and original parameters."""
+"""Lightning's Trainer and Fabric: full and sharded checkpoints, flat and original parameters, and
+FSDP2 by its ModelParallelStrategy."""
 
 from __future__ import annotations
 
@@ -12,8 +13,10 @@ import torch
 from lightning.fabric.connector import _Connector
 from lightning.fabric.strategies import DDPStrategy as FabricDDP
 from lightning.fabric.strategies import FSDPStrategy as FabricFSDP
-from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy
+from lightning.fabric.strategies import ModelParallelStrategy as FabricParallel
+from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy
 from lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
+from torch.distributed.fsdp import fully_shard
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 STEPS, SAVED = 4, 2
@@ -37,6 +40,10 @@ class Module(lightning.LightningModule):
         self.net = harness.tiny_llama(seed)
         self.losses: list[float] = []
 
+    def configure_model(self) -> None:
+        if isinstance(self.trainer.strategy, ModelParallelStrategy):
+            in_place(self.net, self.device_mesh)
+
     def training_step(self, batch: Any, index: int) -> torch.Tensor:
         ids = harness.batch(self.global_step, RANK)
         loss = self.net(input_ids=ids, labels=ids).loss
@@ -54,6 +61,21 @@ def strategy_of(cls: Any, form: str, **options: Any) -> Any:
     return cls(auto_wrap_policy={LlamaDecoderLayer}, state_dict_type=form, **options)
 
 
+def in_place(model: torch.nn.Module, mesh: Any) -> torch.nn.Module:
+    for module in model.modules():
+        if isinstance(module, LlamaDecoderLayer):
+            fully_shard(module, mesh=mesh["data_parallel"])
+    fully_shard(model, mesh=mesh["data_parallel"])
+    return model
+
+
+def parallel_of(form: str, *applied: Any) -> Any:
+    """The strategy of FSDP2. applied: for Fabric, what shards a model."""
+    cls = FabricParallel if applied else ModelParallelStrategy
+    sizes = {"data_parallel_size": 2, "tensor_parallel_size": 1}
+    return cls(*applied, **sizes, save_distributed_checkpoint=form == "sharded")
+
+
 def fit(folder: str, *, form: str = "", **options: Any) -> dict[str, Any]:
     path = os.path.join(folder, "last.ckpt")
     result: dict[str, Any] = {"losses": []}
@@ -61,7 +83,11 @@ def fit(folder: str, *, form: str = "", **options: Any) -> dict[str, Any]:
         trainer = lightning.Trainer(
             accelerator="cpu",
             devices=2,
-            strategy=strategy_of(FSDPStrategy, form, **options) if form else DDPStrategy(),
+            strategy=parallel_of(form)
+            if options.get("in_place")
+            else strategy_of(FSDPStrategy, form, **options)
+            if form
+            else DDPStrategy(),
             max_steps=steps,
             **QUIET,
         )
@@ -94,7 +120,11 @@ def fabric(folder: str, *, form: str = "", **options: Any) -> dict[str, Any]:
         own = lightning.Fabric(
             accelerator="cpu",
             devices=2,
-            strategy=strategy_of(FabricFSDP, form, **options) if form else FabricDDP(),
+            strategy=parallel_of(form, in_place)
+            if options.get("in_place")
+            else strategy_of(FabricFSDP, form, **options)
+            if form
+            else FabricDDP(),
         )
         own.launch()
         model = own.setup_module(harness.tiny_llama(seed))
@@ -119,6 +149,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "full_flat": {"form": "full", "use_orig_params": False},
     "sharded_flat": {"form": "sharded", "use_orig_params": False},
     "offload": {"form": "full", "cpu_offload": True},
+    "full_in_place": {"form": "full", "in_place": True},
+    "sharded_in_place": {"form": "sharded", "in_place": True},
     "checkpointing": {"form": "sharded", "activation_checkpointing_policy": {LlamaDecoderLayer}},
 }
 

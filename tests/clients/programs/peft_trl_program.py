@@ -240,6 +240,7 @@ CASES = {
     "sft_lora": functools.partial(sft, version=1, adapters=True),
     "grpo_ddp": grpo,
     "grpo": functools.partial(grpo, version=1),
+    "grpo_fsdp2": functools.partial(grpo, version=2),
 }
 
 if __name__ == "__main__":
