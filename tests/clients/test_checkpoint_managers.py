@@ -17,7 +17,7 @@ pytestmark = pytest.mark.clients
 
 def needs(*names: str) -> pytest.MarkDecorator:
     missing = [name for name in names if importlib.util.find_spec(name) is None]
-    reason = f"needs the extra 'checkpoint_managers': {', '.join(missing)}"
+    reason = f"needs the extra 'managers': {', '.join(missing)}"
     return pytest.mark.skipif(bool(missing), reason=reason)
 
 
