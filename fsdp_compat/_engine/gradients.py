@@ -251,7 +251,6 @@ class ConductedGradients(Gradients):
     ) -> None:
         super().__init__(store, memories, plan, large, reduce_dtype, device)
         self._conduct, self._form = conduct, store.reduce_form()
-        self._follows = False  # the form has what was put since the last reduction
         self.sharded.set_absent(())  # a rank without rows of a parameter has an empty gradient
 
     @staticmethod
@@ -263,13 +262,10 @@ class ConductedGradients(Gradients):
 
     def _put(self, indices: list[int], grads: list[torch.Tensor]) -> None:
         self._follow_requires_grad(indices)
-        self._follows = True
         super()._put(indices, grads)
 
     def start_reduction(self) -> None:
-        if not self._follows:  # no gradient was put since the last reduction
-            self._follow_requires_grad(())
-        self._follows = False
+        self._follow_requires_grad(())
         super().start_reduction()
 
     def _follow_requires_grad(self, indices: Sequence[int]) -> None:
