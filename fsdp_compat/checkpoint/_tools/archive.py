@@ -1,0 +1,207 @@
+"""What a checkpoint of any format holds: names, dtypes, shapes, and where the bytes lie.
+
+Reading a format means making an `Archive`; writing one means reading the values of an archive. No
+value is read before it is needed."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..._layout.box import Box, cut_into_boxes
+from ..._layout.spec import Interval
+from .._blocks import FileFacts
+
+__all__ = [
+    "Archive",
+    "Piece",
+    "Span",
+    "StoredTensor",
+    "coverage_problem",
+    "intersection",
+    "of_memory",
+    "pieces_of_run",
+    "row_major",
+    "whole",
+]
+
+
+@dataclasses.dataclass(frozen=True)
+class Span:
+    """Elements in a file, placed as those of a strided tensor."""
+
+    path: Path
+    start: int  # the first byte of the first element
+    strides: tuple[int, ...]  # in elements, one per dimension of the box
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """A part of a tensor, and where its elements are."""
+
+    box: Box
+    source: (
+        Span | torch.Tensor
+    )  # a tensor on the CPU, of the sizes of the box: values that are small
+    holder: int | None = None  # the rank that wrote it, if the format says so
+
+    def nbytes(self, dtype: torch.dtype) -> int:
+        return self.box.numel * dtype.itemsize
+
+
+@dataclasses.dataclass(frozen=True)
+class StoredTensor:
+    """One tensor of a checkpoint. Its pieces cover every element once; ``copies`` are further pieces
+    with the boxes of some of these, as replicas write them."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    pieces: tuple[Piece, ...]
+    copies: tuple[Piece, ...] = ()
+    written_as: torch.dtype | None = None  # the dtype that a conversion writes; None: ``dtype``
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+
+@dataclasses.dataclass
+class Archive:
+    """The content of one checkpoint. Names are those of the unwrapped, uncompiled model."""
+
+    path: Path
+    kind: str  # for people: "safetensors", "torch.distributed.checkpoint", ...
+    tensors: dict[
+        str, StoredTensor
+    ]  # parameters and buffers of the model, in the order of the files
+    aliases: dict[str, str] = dataclasses.field(default_factory=dict)
+    # ^ further names of tied tensors: the name under which each stands in ``tensors``
+    states: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
+    # ^ of the optimizer, by parameter and key: a StoredTensor, or a number or another plain value
+    param_groups: list[dict[str, Any]] | None = None  # "params": names; None: no optimizer
+    is_by_number: bool = False  # parameters of the optimizer are numbered, as torch.optim does it
+    extra: dict[str, Any] = dataclasses.field(default_factory=dict)
+    # ^ everything else: plain containers and values, StoredTensors among them
+    world_size: int | None = None  # number of ranks that wrote it, if the files say so
+    step: int | None = None
+    checksums: dict[Path, FileFacts] = dataclasses.field(default_factory=dict)
+    left_out: list[str] = dataclasses.field(default_factory=list)  # what could not be read, and why
+
+    def all_tensors(self) -> Iterator[tuple[str, StoredTensor]]:
+        """Yield every tensor under a path that begins with "model", "optimizer" or "extra"."""
+        for name, tensor in self.tensors.items():
+            yield f"model/{name}", tensor
+        for name, states in self.states.items():
+            for key, value in states.items():
+                if isinstance(value, StoredTensor):
+                    yield f"optimizer/{name}/{key}", value
+        yield from _leaves(self.extra, "extra")
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for _, tensor in self.all_tensors())
+
+
+def _leaves(value: Any, path: str) -> Iterator[tuple[str, StoredTensor]]:
+    if isinstance(value, StoredTensor):
+        yield path, value
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _leaves(item, f"{path}/{key}")
+    elif isinstance(value, (list, tuple)):
+        for number, item in enumerate(value):
+            yield from _leaves(item, f"{path}/{number}")
+
+
+# -- making stored tensors
+
+
+def row_major(sizes: Sequence[int]) -> tuple[int, ...]:
+    """Return the strides of a contiguous tensor."""
+    strides, numel = [], 1
+    for size in reversed(sizes):
+        strides.append(numel)
+        numel *= max(size, 1)
+    return tuple(reversed(strides))
+
+
+def whole(shape: Sequence[int]) -> Box:
+    """Return the box of a whole tensor."""
+    return Box((0,) * len(shape), tuple(shape))
+
+
+def of_memory(name: str, values: torch.Tensor) -> StoredTensor:
+    """Return a tensor whose values are in memory already."""
+    shape = tuple(values.shape)
+    return StoredTensor(name, values.dtype, shape, (Piece(whole(shape), values),))
+
+
+def pieces_of_run(
+    shape: tuple[int, ...],
+    run: Interval,
+    path: Path,
+    start: int,
+    itemsize: int,
+    holder: int | None = None,
+) -> list[Piece]:
+    """Return the pieces of row-major elements ``run`` of a tensor of ``shape``, which lie one after
+    the other in a file. start: the first byte of the first of them."""
+    pieces = []
+    for box in cut_into_boxes(shape, run):
+        pieces.append(Piece(box, Span(path, start, row_major(box.sizes)), holder))
+        start += box.numel * itemsize
+    return pieces
+
+
+# -- boxes
+
+
+def intersection(one: Box, other: Box) -> Box | None:
+    """Return the elements that two boxes have in common, or None."""
+    starts = tuple(map(max, one.offsets, other.offsets))
+    sizes = tuple(
+        min(at + size, its + extent) - start
+        for at, size, its, extent, start in zip(
+            one.offsets, one.sizes, other.offsets, other.sizes, starts, strict=True
+        )
+    )
+    return Box(starts, sizes) if all(size > 0 for size in sizes) else None
+
+
+def coverage_problem(shape: tuple[int, ...], boxes: Sequence[Box]) -> str | None:
+    """Return what is wrong unless the boxes cover every element of a tensor exactly once; None if
+    nothing is."""
+    filled = [box for box in boxes if box.numel]
+    for box in filled:
+        if len(box.sizes) != len(shape) or any(
+            at < 0 or at + size > extent
+            for at, size, extent in zip(box.offsets, box.sizes, shape, strict=True)
+        ):
+            return f"{_text(box)} lies outside of shape {list(shape)}"
+    if not shape:
+        overlap = len(filled) > 1
+        return "two pieces for one value" if overlap else None if filled else "its value is missing"
+    active: list[Box] = []
+    for box in sorted(filled, key=lambda box: box.offsets):
+        active = [other for other in active if other.offsets[0] + other.sizes[0] > box.offsets[0]]
+        for other in active:
+            if intersection(box, other) is not None:
+                return f"{_text(other)} and {_text(box)} overlap"
+        active.append(box)
+    missing = math.prod(shape) - sum(box.numel for box in filled)
+    return f"{missing} of {math.prod(shape)} elements are missing" if missing else None
+
+
+def _text(box: Box) -> str:
+    ends = (f"{at}:{at + size}" for at, size in zip(box.offsets, box.sizes, strict=True))
+    return f"[{', '.join(ends)}]"

@@ -1,0 +1,197 @@
+"""Values of stored tensors: read from the files piece by piece, through a bounded buffer."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import math
+import mmap
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from ..._comm.host_memory import memory_of
+from ..._layout.box import Box
+from ...errors import CheckpointError, explain
+from .._texts import open_file
+from .archive import Piece, StoredTensor, intersection, row_major, whole
+
+__all__ = ["Files", "boxes_of", "read", "read_box", "slabs"]
+
+_MAX_OPEN = 64
+SLAB_NBYTES = 16 << 20
+
+
+class Files:
+    """Open files, at most 64 at a time. Safe to use from several threads."""
+
+    def __init__(self) -> None:
+        self._open: collections.OrderedDict[Path, int] = collections.OrderedDict()
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> Files:
+        return self
+
+    def __exit__(self, *unused: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        with self._lock:
+            while self._open:
+                os.close(self._open.popitem()[1])
+
+    @contextlib.contextmanager
+    def descriptor(self, path: Path) -> Iterator[int]:
+        """Yield a descriptor of a regular file. Raises OSError and CheckpointError."""
+        with self._lock:
+            descriptor = self._open.pop(path, None)
+        if descriptor is None:
+            descriptor = open_file(path)
+        try:
+            yield descriptor
+        finally:
+            with self._lock:
+                if path in self._open or len(self._open) >= _MAX_OPEN:
+                    os.close(descriptor)
+                else:
+                    self._open[path] = descriptor
+
+    def read_into(self, path: Path, start: int, room: memoryview) -> None:
+        """Fill ``room`` from byte ``start`` on. Raises CheckpointError if the file ends before."""
+        with self.descriptor(path) as descriptor:
+            while room:
+                num_read = os.preadv(descriptor, [room], start)
+                if not num_read:
+                    raise _too_short(path, start + len(room))
+                room, start = room[num_read:], start + num_read
+
+
+def read(tensor: StoredTensor, files: Files) -> torch.Tensor:
+    """Return the values of a whole tensor, contiguous, on the CPU."""
+    return read_box(tensor, whole(tensor.shape), files)
+
+
+def boxes_of(shape: tuple[int, ...], max_numel: int) -> Iterator[Box]:
+    """Yield boxes that follow one another in row-major order and cover the shape: each contiguous,
+    with at most ``max_numel`` elements (but at least one)."""
+    if not math.prod(shape):
+        return
+    if math.prod(shape) <= max(max_numel, 1):
+        yield whole(shape)
+        return
+    row = math.prod(shape[1:])
+    rows = max_numel // row
+    if not rows:
+        for index in range(shape[0]):
+            for box in boxes_of(shape[1:], max_numel):
+                yield Box((index, *box.offsets), (1, *box.sizes))
+        return
+    for first in range(0, shape[0], rows):
+        offsets = (first, *(0,) * (len(shape) - 1))
+        yield Box(offsets, (min(rows, shape[0] - first), *shape[1:]))
+
+
+def slabs(
+    tensor: StoredTensor, files: Files, nbytes: int = SLAB_NBYTES
+) -> Iterator[tuple[int, torch.Tensor]]:
+    """Yield all values in row-major order: the number of the first element, and a 1-D tensor of at
+    most ``nbytes``. Its memory is used again for the next one."""
+    max_numel = max(nbytes // tensor.dtype.itemsize, 1)
+    buffer = torch.empty(min(max_numel, tensor.numel), dtype=tensor.dtype)
+    start = 0
+    for box in boxes_of(tensor.shape, max_numel):
+        values = buffer[: box.numel]
+        read_box(tensor, box, files, values.view(box.sizes))
+        yield start, values
+        start += box.numel
+
+
+def read_box(
+    tensor: StoredTensor, box: Box, files: Files, target: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Read the values of a box of a tensor to ``target`` (of the sizes of the box, contiguous), and
+    return it. Raises CheckpointError and OSError."""
+    if target is None:
+        target = torch.empty(box.sizes, dtype=tensor.dtype)
+    for piece in tensor.pieces:
+        common = intersection(piece.box, box)
+        if common is not None:
+            place = tuple(
+                slice(at - origin, at - origin + size)
+                for at, origin, size in zip(common.offsets, box.offsets, common.sizes, strict=True)
+            )
+            _read_part(tensor.dtype, piece, common, files, target[place])
+    return target
+
+
+def _read_part(
+    dtype: torch.dtype, piece: Piece, common: Box, files: Files, target: torch.Tensor
+) -> None:
+    """Read the values of ``common``, a box inside the piece's."""
+    inside = tuple(
+        at - origin for at, origin in zip(common.offsets, piece.box.offsets, strict=True)
+    )
+    source = piece.source
+    if isinstance(source, torch.Tensor):
+        place = tuple(slice(at, at + size) for at, size in zip(inside, common.sizes, strict=True))
+        target.copy_(source[place])
+        return
+    strides = source.strides
+    start = source.start + dtype.itemsize * sum(map(int.__mul__, inside, strides))
+    last = sum((size - 1) * stride for size, stride in zip(common.sizes, strides, strict=True))
+    numel = last + 1  # from the first to the last element
+    if _follow_one_another(common.sizes, strides):
+        if target.is_contiguous():
+            files.read_into(source.path, start, memory_of(target.reshape(-1)))
+        else:
+            values = torch.empty(common.sizes, dtype=dtype)
+            files.read_into(source.path, start, memory_of(values.view(-1)))
+            target.copy_(values)
+        return
+    _read_strided(source.path, start, numel, strides, files, target)
+
+
+def _follow_one_another(sizes: tuple[int, ...], strides: tuple[int, ...]) -> bool:
+    """Return whether the elements of a box lie in the file in row-major order, without gaps."""
+    return all(
+        size == 1 or stride == expected
+        for size, stride, expected in zip(sizes, strides, row_major(sizes), strict=True)
+    )
+
+
+def _read_strided(
+    path: Path,
+    start: int,
+    numel: int,
+    strides: tuple[int, ...],
+    files: Files,
+    target: torch.Tensor,
+) -> None:
+    dtype = target.dtype
+    page = start // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
+    length = start - page + numel * dtype.itemsize
+    with files.descriptor(path) as descriptor:
+        if os.fstat(descriptor).st_size < page + length:
+            raise _too_short(path, page + length)
+        mapped = mmap.mmap(descriptor, length, flags=mmap.MAP_PRIVATE, offset=page)
+    # torch.frombuffer keeps the mapping alive; it goes with the tensor.
+    flat = torch.frombuffer(mapped, dtype=torch.uint8)[start - page :]
+    if (start - page) % dtype.itemsize:
+        flat = flat.clone()
+    values = flat[: numel * dtype.itemsize].view(dtype)
+    target.copy_(values.as_strided(target.shape, strides))
+
+
+def _too_short(path: Path, nbytes: int) -> CheckpointError:
+    return CheckpointError(
+        explain(
+            f"{path.name} ends too early.",
+            expected=f"at least {nbytes} bytes",
+            got="fewer",
+            where=str(path),
+            fix="restore the file from an intact copy",
+        )
+    )
