@@ -1,0 +1,383 @@
+"""From the nested values of a checkpoint file to its model, its optimizer and everything else.
+
+Files agree on little more than that a state dict is a mapping. So the model is, in this order: what
+stands under a key that people use for it ("model", "state_dict", ...), the tensors at the top, or
+the mappings of tensors at the top. Optimizers are recognised by their form."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ...errors import CheckpointError, explain
+from .._blocks import FileFacts
+from .archive import Archive, StoredTensor
+from .optimizer_tree import OptimizerTree, is_optimizer, merged_optimizer
+
+__all__ = ["archive_of", "bounded", "is_model_key", "plain_name", "plain_names"]
+
+_MODEL_KEY = re.compile(
+    r"(model|module|net|network|weights|params|state_dict|model_states?|model_state_dict|"
+    r"model_weights|app|pytorch_model_fsdp)_?\d*"
+)
+_STEP_KEYS = ("step", "global_step", "iteration", "iter_num")
+_WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.")
+_MAX_LEVELS = 3  # below which no section is looked for
+_MAX_DEPTH = 64
+_MAX_CONTAINERS = 1_000_000
+_MAX_VALUES = 50_000_000
+
+
+def archive_of(
+    path: Path,
+    kind: str,
+    tree: Any,
+    *,
+    world_size: int | None = None,
+    step: int | None = None,
+    checksums: dict[Path, FileFacts] | None = None,
+    left_out: list[str] = [],  # noqa: B006 (never changed)
+) -> Archive:
+    """Return the archive of nested containers whose leaves are StoredTensors and plain values.
+
+    Names lose the prefixes that wrappers add. Tensors of the model with the same pieces are tied.
+    Several models keep the keys under which they stand as prefixes. Optimizer state is by name
+    where the tree has names, where groups have ``param_names``, or where the numbers fit only one
+    choice of the model's parameters; otherwise it stays numbered ("0", "1", ...). What is neither
+    model nor optimizer is in ``extra``, under the keys of the tree. step: taken from the tree if it
+    is None and stands at the top. Raises CheckpointError for containers that contain themselves,
+    or too many.
+    """
+    tree = bounded(tree, path)
+    archive = Archive(
+        path,
+        kind,
+        {},
+        world_size=world_size,
+        checksums=dict(checksums or {}),
+        left_out=list(left_out),
+    )
+    if not isinstance(tree, dict):
+        archive.extra = {"value": tree}
+    else:
+        archive.step = _step(tree) if step is None else step
+        optimizers = _take_optimizers(tree)
+        num_wrappers = _set_model(archive, _take_models(tree))
+        archive.extra = _without_empty(tree)
+        _set_optimizer(archive, optimizers, num_wrappers)
+    archive.step = step if archive.step is None else archive.step
+    archive.extra = _named(archive.extra, "")
+    return archive
+
+
+# -- sections
+
+
+def _take_optimizers(tree: dict[Any, Any]) -> dict[str, OptimizerTree]:
+    """Remove the optimizers of the highest level that has any, and return them by their path."""
+    if is_optimizer(tree, is_known=False):
+        optimizer = dict(tree)
+        tree.clear()
+        return {"optimizer": OptimizerTree(optimizer)}
+    for level in _levels(tree):
+        found = {}
+        for prefix, node in level:
+            for key, value in list(node.items()):
+                is_known = "optim" in str(key).lower()
+                if is_optimizer(value, is_known):
+                    found[f"{prefix}{key}"] = OptimizerTree(node.pop(key))
+                elif (
+                    isinstance(value, (list, tuple))
+                    and value
+                    and all(is_optimizer(item, is_known) for item in value)
+                ):
+                    several = node.pop(key)
+                    for number, item in enumerate(several):
+                        found[f"{prefix}{key}.{number}"] = OptimizerTree(item)
+        if found:
+            return found
+    return {}
+
+
+def _take_models(tree: dict[Any, Any]) -> dict[str, dict[str, Any]]:
+    """Remove the models, and return the flat entries of each by its key; "" for the top."""
+    for depth, level in enumerate(_levels(tree)):
+        found: dict[str, dict[str, Any]] = {}
+        for prefix, node in level:
+            for key, value in list(node.items()):
+                if is_model_key(key) and _holds_model(value):
+                    found[f"{prefix}{key}"] = _flat_tensors(node, key)
+        if found:
+            return found
+        if depth == 0 and any(
+            isinstance(value, StoredTensor) and value.shape and "." in str(key)
+            for key, value in tree.items()
+        ):
+            break
+    loose = {str(key): value for key, value in tree.items() if isinstance(value, StoredTensor)}
+    if loose:
+        for key in [key for key in tree if isinstance(tree[key], StoredTensor)]:
+            del tree[key]
+        return {"": loose}
+    keys = [key for key, value in tree.items() if _looks_like_model(value)]
+    return {str(key): _flat_tensors(tree, key) for key in keys}
+
+
+def is_model_key(key: object) -> bool:
+    """Return whether people save models under a key."""
+    return _MODEL_KEY.fullmatch(str(key)) is not None
+
+
+def _levels(tree: dict[Any, Any]) -> Iterator[list[tuple[str, dict[Any, Any]]]]:
+    """Yield the mappings of each level, the top first, with their paths ("app.")."""
+    level = [("", tree)]
+    for _ in range(_MAX_LEVELS):
+        yield level
+        level = [
+            (f"{prefix}{key}.", value)
+            for prefix, node in level
+            for key, value in node.items()
+            if isinstance(value, dict)
+        ]
+
+
+def _holds_model(value: Any) -> bool:
+    """Return whether what stands under a model's key is one, not a container of sections."""
+    if not isinstance(value, dict) or is_optimizer(value, is_known=False):
+        return False
+    inside = (item for key, item in value.items() if is_model_key(key) or "optim" in str(key))
+    tensors = any(isinstance(item, StoredTensor) for item in value.values())
+    if not tensors and any(isinstance(item, dict) and _any_tensor(item) for item in inside):
+        return False
+    return tensors or _any_tensor(value)
+
+
+def _looks_like_model(value: Any) -> bool:
+    return (
+        isinstance(value, dict)
+        and bool(value)
+        and all(isinstance(item, StoredTensor) for item in value.values())
+        and any(item.shape for item in value.values())
+    )
+
+
+def _any_tensor(value: Any) -> bool:
+    if isinstance(value, dict):
+        return any(_any_tensor(item) for item in value.values())
+    return isinstance(value, StoredTensor)
+
+
+def _flat_tensors(node: dict[Any, Any], key: Any) -> dict[str, StoredTensor]:
+    """Remove the tensors from the mapping ``node[key]``, and return them by dotted names. Other
+    values, such as extra state of modules, stay."""
+    found: dict[str, StoredTensor] = {}
+
+    def take(inside: dict[Any, Any], prefix: str) -> None:
+        for name, value in list(inside.items()):
+            if isinstance(value, StoredTensor):
+                found[f"{prefix}{name}"] = inside.pop(name)
+            elif isinstance(value, dict) and _any_tensor(value):
+                take(value, f"{prefix}{name}.")
+                if not value:
+                    del inside[name]
+
+    take(node[key], "")
+    if not node[key]:
+        del node[key]
+    return found
+
+
+# -- names
+
+
+def plain_name(name: str) -> str:
+    """Return the name that a parameter has without FSDP, activation checkpointing and
+    torch.compile."""
+    for wrapper in _WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name
+
+
+def plain_names(names: list[str], num_modules: int | None = None) -> tuple[dict[str, str], int]:
+    """Return the plain name of each name, and how many times "module." was removed from the front
+    of all of them, as DistributedDataParallel adds it. num_modules: remove it so many times
+    instead, where it is. Names that would become equal stay as they are."""
+    plain = {name: plain_name(name) for name in names}
+    count = 0
+    while (
+        num_modules is None
+        and plain
+        and all(
+            name.startswith("module." * (count + 1)) and len(name) > len("module." * (count + 1))
+            for name in plain.values()
+        )
+    ):
+        count += 1
+    for _ in range(count if num_modules is None else num_modules):
+        plain = {name: short.removeprefix("module.") for name, short in plain.items()}
+    seen: dict[str, int] = {}
+    for short in plain.values():
+        seen[short] = seen.get(short, 0) + 1
+    return {name: short if seen[short] == 1 else name for name, short in plain.items()}, count
+
+
+# -- filling the archive
+
+
+def _set_model(archive: Archive, models: dict[str, dict[str, Any]]) -> int:
+    """Enter the model's tensors and aliases; return how many "module." its names have lost."""
+    entries: dict[str, StoredTensor] = {}
+    counts = set()
+    for key, tensors in models.items():
+        prefix = f"{key}." if len(models) > 1 else ""
+        plain, count = plain_names(list(tensors))
+        counts.add(count)
+        entries |= {f"{prefix}{plain[name]}": tensor for name, tensor in tensors.items()}
+    by_place: dict[Any, str] = {}
+    for name, tensor in entries.items():
+        place = _place(tensor)
+        first = by_place.setdefault(place, name) if place is not None else name
+        if first != name:
+            archive.aliases[name] = first
+        else:
+            archive.tensors[name] = dataclasses.replace(tensor, name=name)
+    return counts.pop() if len(counts) == 1 else 0
+
+
+def _place(tensor: StoredTensor) -> Any:
+    """Return where the values of a tensor are, or None if it has none."""
+    if not tensor.numel:
+        return None
+    pieces = tuple(
+        (
+            piece.box,
+            (source.data_ptr(), source.stride())
+            if isinstance(source := piece.source, torch.Tensor)
+            else source,
+        )
+        for piece in tensor.pieces
+    )
+    return tensor.dtype, tensor.shape, pieces
+
+
+def _set_optimizer(
+    archive: Archive, optimizers: dict[str, OptimizerTree], num_modules: int
+) -> None:
+    if not optimizers:
+        return
+    one = merged_optimizer(optimizers, archive.tensors)
+    if one is None:
+        archive.left_out.append(
+            f"the state of {len(optimizers)} optimizers, as their parameters are numbered; see "
+            "the extra values"
+        )
+        for key, optimizer in optimizers.items():
+            archive.extra[key] = optimizer.tree
+        return
+    names = [*one.states, *(name for group in one.param_groups for name in group["params"])]
+    if one.is_by_number:
+        plain = {name: name for name in names}
+    else:
+        plain, _ = plain_names(list(dict.fromkeys(names)), num_modules if archive.tensors else None)
+    archive.is_by_number = one.is_by_number
+    archive.states = {
+        plain[name]: {
+            str(key): _named(value, f"{plain[name]}/{key}") for key, value in states.items()
+        }
+        for name, states in one.states.items()
+    }
+    archive.param_groups = [
+        {
+            **{str(key): _named(value, f"param_groups/{key}") for key, value in group.items()},
+            "params": [plain[name] for name in group["params"]],
+        }
+        for group in one.param_groups
+    ]
+    if one.rest:
+        archive.extra[next(iter(optimizers))] = one.rest
+
+
+def _step(tree: dict[Any, Any]) -> int | None:
+    values = (tree.get(key) for key in _STEP_KEYS)
+    return next((value for value in values if type(value) is int and value >= 0), None)
+
+
+def _without_empty(tree: dict[Any, Any]) -> dict[str, Any]:
+    return {
+        str(key): value
+        for key, value in tree.items()
+        if not (isinstance(value, dict) and not value)
+    }
+
+
+def _named(value: Any, path: str) -> Any:
+    """Return nested containers with the tensors in them named by their paths."""
+    if isinstance(value, StoredTensor):
+        return dataclasses.replace(value, name=path)
+    prefix = f"{path}/" if path else ""
+    if isinstance(value, dict):
+        return {key: _named(item, f"{prefix}{key}") for key, item in value.items()}
+    if isinstance(value, (list, tuple)) and _has_containers(value):
+        items = [_named(item, f"{prefix}{number}") for number, item in enumerate(value)]
+        return items if isinstance(value, list) else tuple(items)
+    return value
+
+
+def _has_containers(value: list[Any] | tuple[Any, ...]) -> bool:
+    return any(isinstance(item, (Mapping, list, tuple, StoredTensor)) for item in value)
+
+
+# -- bounds
+
+
+def bounded(tree: Any, path: Path) -> Any:
+    """Return a copy of nested mappings, lists and tuples, in which no mapping is shared, as dicts,
+    lists and tuples. Raises CheckpointError if they are nested too deeply (or in themselves), or
+    are too many, as references in a small file can make them."""
+    return _Copy(path).of(tree, 0)
+
+
+class _Copy:
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._containers = 0
+        self._values = 0
+        self._flat: dict[int, tuple[Any, bool]] = {}  # by id; the value keeps the id taken
+
+    def of(self, value: Any, depth: int) -> Any:
+        if not isinstance(value, (Mapping, list, tuple)):
+            return value
+        if depth > _MAX_DEPTH:
+            raise self._refusal(f"more than {_MAX_DEPTH} levels")
+        self._containers += 1
+        self._values += len(value)
+        if self._containers > _MAX_CONTAINERS or self._values > _MAX_VALUES:
+            raise self._refusal("millions of containers or values")
+        if isinstance(value, Mapping):
+            return {key: self.of(item, depth + 1) for key, item in value.items()}
+        if not self._nests(value):
+            return list(value) if type(value) is list and len(value) < 1000 else value
+        items = [self.of(item, depth + 1) for item in value]
+        return items if isinstance(value, list) else tuple(items)
+
+    def _nests(self, value: Any) -> bool:
+        """Return whether a list holds containers. Each list is looked through once."""
+        if id(value) not in self._flat:
+            self._flat[id(value)] = value, _has_containers(value)
+        return self._flat[id(value)][1]
+
+    def _refusal(self, got: str) -> CheckpointError:
+        return CheckpointError(
+            explain(
+                f"The values of {self._path.name} are nested beyond all bounds.",
+                expected=f"at most {_MAX_DEPTH} levels and {_MAX_CONTAINERS} containers",
+                got=got,
+                where=str(self._path),
+                fix="restore the file from an intact copy; nothing was loaded",
+            )
+        )
