@@ -37,13 +37,13 @@ class OptimizerState:
 
 def is_optimizer(value: Any, is_known: bool) -> bool:
     """Return whether a value has the form of an optimizer's state. is_known: it stands under the
-    key of an optimizer, so that the groups may be missing."""
+    key of an optimizer, so that the groups or the states may be missing."""
     if not isinstance(value, dict) or not value:
         return False
-    states, groups = value.get(_STATE), value.get(_GROUPS)
+    states, groups = value.get(_STATE, {} if is_known else None), value.get(_GROUPS)
     if (
         isinstance(states, dict)
-        and (is_known or _GROUPS in value)
+        and (_GROUPS in value or (is_known and _STATE in value))
         and all(isinstance(item, dict) for item in states.values())
     ):
         return groups is None or _are_groups(groups)
@@ -83,7 +83,7 @@ def _parameters(one: OptimizerState) -> list[str]:
 
 
 def _parsed(tree: dict[Any, Any], tensors: Mapping[str, StoredTensor]) -> OptimizerState:
-    if isinstance(tree.get(_STATE), dict):
+    if isinstance(tree.get(_STATE), dict) or _GROUPS in tree:
         return _nested(tree, tensors)
     return _flattened(tree)
 
@@ -115,7 +115,7 @@ def _mark(value: Any) -> str:
 
 
 def _nested(tree: dict[Any, Any], tensors: Mapping[str, StoredTensor]) -> OptimizerState:
-    states = dict(tree[_STATE])
+    states = dict(tree.get(_STATE) or {})
     groups = tree.get(_GROUPS)
     if isinstance(groups, dict):
         groups = list(groups.values())
