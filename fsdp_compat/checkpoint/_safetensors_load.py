@@ -33,7 +33,7 @@ from ._safetensors_parts import (
 )
 from ._texts import brief, joined, parse_json, read_text, text_in
 
-__all__ = ["load_safetensors"]
+__all__ = ["load_safetensors", "tensors_of"]
 
 _ReadPlan = list[tuple[HeldPart, Path, TensorInfo]]  # the file and the tensor in it of each part
 
@@ -119,7 +119,7 @@ def _plan_reading(
     tensors, which the values are read into. Raises CheckpointError unless the files hold exactly
     the model's names and shapes."""
     found: dict[str, tuple[Path, TensorInfo]] = {}
-    for name, source in _tensors_of(path).items():
+    for name, source in tensors_of(path).items():
         model_name = renamed(name, rename, call)
         if model_name is not None:
             if model_name in found:
@@ -176,7 +176,7 @@ def _plan_reading(
     return plan, others
 
 
-def _tensors_of(path: Path) -> dict[str, tuple[Path, TensorInfo]]:
+def tensors_of(path: Path) -> dict[str, tuple[Path, TensorInfo]]:
     """Return the tensors of a file, of the files of an index, or of a directory, by name."""
     index = path / INDEX if path.is_dir() else path
     files: list[Path]
