@@ -48,8 +48,8 @@ def write_dcp(archive: Archive, path: Path, options: WriteOptions, files: Files)
 
     Tensors are cut along their first dim as for ``options.world_size`` ranks, one file per rank,
     and further into chunks of at most ``options.slab_nbytes`` where rows are not larger than that;
-    a worker has one chunk in memory. Tied tensors are written under each of their names. Values that
-    are neither tensors nor plain are not written, and named in ``archive.left_out``.
+    a worker has one chunk in memory. Tied tensors are written under each of their names. Values
+    that are neither tensors nor plain are not written, and named in ``archive.left_out``.
 
     Imports torch.distributed.checkpoint, which may import torch.distributed.fsdp. Raises UsageError
     if two values would get one name, CheckpointError for damaged sources, and OSError.
