@@ -5,9 +5,11 @@ at once, and one rank per process."""
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import datetime
 import io
-import threading
+import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -55,37 +57,60 @@ def write_dcp(archive: Archive, path: Path, options: WriteOptions, files: Files)
     if two values would get one name, CheckpointError for damaged sources, and OSError.
     """
     from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
-    from torch.distributed.checkpoint.filesystem import FileSystemWriter
     from torch.distributed.checkpoint.planner import SavePlan
-
-    class Writer(FileSystemWriter):
-        def storage_meta(self) -> None:
-            """Nothing: the path would be the one before the directory gets its name."""
 
     values = _flattened(archive)
     ranks: list[list[WriteItem]] = [[] for _ in range(options.world_size)]
     for name, (_, value) in values.items():
         for rank, item in _items(name, value, options):
             ranks[rank].append(item)
-    plans = [SavePlan(items) for items in ranks]
-    plans, metadata = create_default_global_save_plan(plans)
+    plans, metadata = create_default_global_save_plan([SavePlan(items) for items in ranks])
     metadata.planner_data = {name: keys for name, (keys, _) in values.items()}
     threads = -(-options.workers // options.world_size)
-    # No copying ahead: a chunk is freed when the next one is asked for.
-    writer = Writer(path, thread_count=threads, per_thread_copy_ahead=0)
+    writer = _writer(path, threads)
     writer.set_up_storage_writer(True)
     plans = writer.prepare_global_plan([writer.prepare_local_plan(plan) for plan in plans])
-    resolver = _Resolver(values, files, options)
+    planner: Any = _Resolver(values, files, options)  # a writer calls no other method of it
 
-    def write(plan: SavePlan) -> Any:
-        planner: Any = resolver  # a writer calls no other method of it
-        results = writer.write_data(plan, planner).wait()
-        resolver.require_all(len(plan.items), len(results), path)
+    def write(plan: SavePlan) -> list[Any]:
+        # A call holds all its values until it ends, so it gets one per thread.
+        results: list[Any] = []
+        for start in range(0, len(plan.items), threads):
+            items = plan.items[start : start + threads]
+            written = writer.write_data(dataclasses.replace(plan, items=items), planner).wait()
+            planner.require_all(len(items), len(written), path)
+            results += written
         return results
 
     with ThreadPoolExecutor(max(1, options.workers // threads)) as pool:
-        results = list(pool.map(write, plans))
-    writer.finish(metadata, results)
+        all_results = list(pool.map(write, plans))
+    for file in path.iterdir():
+        with open(file, "rb") as opened:
+            os.fsync(opened.fileno())
+    writer.finish(metadata, all_results)
+
+
+def _writer(path: Path, threads: int) -> Any:
+    """Return a writer whose calls each add to the files that are there."""
+    from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
+
+    class Appending(FileSystem):
+        @contextlib.contextmanager
+        def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
+            with open(path, "ab" if Path(path).suffix == ".distcp" else mode) as stream:
+                yield stream
+                if Path(path).suffix != ".distcp":
+                    stream.flush()
+                    os.fsync(stream.fileno())
+
+    class Writer(FileSystemWriter):
+        def storage_meta(self) -> None:
+            """Nothing: the path would be the one before the directory gets its name."""
+
+    # No copying ahead: values are on the CPU already.
+    writer = Writer(path, sync_files=False, thread_count=threads, per_thread_copy_ahead=0)
+    writer.fs = Appending()
+    return writer
 
 
 class _Resolver:
@@ -96,7 +121,6 @@ class _Resolver:
         self, values: dict[str, tuple[_Keys, Any]], files: Files, options: WriteOptions
     ) -> None:
         self._values, self._files, self._options = values, files, options
-        self._last = threading.local()
         self._errors: list[BaseException] = []
 
     def resolve_data(self, item: WriteItem) -> torch.Tensor | io.BytesIO:
@@ -107,11 +131,6 @@ class _Resolver:
             raise
 
     def _resolved(self, item: WriteItem) -> torch.Tensor | io.BytesIO:
-        # The writer holds references to all tensors of a file until that is complete.
-        last = getattr(self._last, "tensor", None)
-        if last is not None:
-            last.untyped_storage().resize_(0)
-            self._last.tensor = None
         value = self._values[item.index.fqn][1]
         if item.tensor_data is None:
             stream = io.BytesIO()
@@ -121,7 +140,6 @@ class _Resolver:
         chunk = item.tensor_data.chunk
         box = Box(tuple(chunk.offsets), tuple(chunk.sizes))
         tensor = read_box(value, box, self._files).to(dtype_to_write(value))
-        self._last.tensor = tensor
         self._options.tick(tensor.nbytes)
         return tensor
 

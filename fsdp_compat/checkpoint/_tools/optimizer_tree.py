@@ -150,9 +150,12 @@ def _names_of_numbers(
     tensors: Mapping[str, StoredTensor],
 ) -> dict[str, str] | None:
     """Return the parameter of each number, or None if it is not certain."""
-    numbers = [str(number) for group in groups for number in group["params"]]
-    if len(set(numbers)) < len(numbers) or not {str(key) for key in states} <= set(numbers):
+    given = [str(number) for group in groups for number in group["params"]]
+    if len(set(given)) < len(given) or not {str(key) for key in states} <= set(given):
         return None
+    # torch.optim numbers the parameters as the groups list them; FSDP's numbers, as the model does.
+    numbers = sorted(given, key=int)
+    is_ordered = len(groups) == 1 or numbers != given
     listed = [group.get("param_names") for group in groups]
     if all(
         isinstance(names, (list, tuple)) and len(names) == len(group["params"])
@@ -160,12 +163,12 @@ def _names_of_numbers(
     ):
         names = [str(name) for group_names in listed for name in group_names or ()]
         if len(set(names)) == len(names):
-            return dict(zip(numbers, names, strict=True))
+            return dict(zip(given, names, strict=True))
     candidates = [name for name, tensor in tensors.items() if _may_train(name, tensor, tensors)]
     shapes = {str(number): _shape(values) for number, values in states.items()}
     wanted = [shapes.get(number) for number in numbers]
     offered = [tensors[name].shape for name in candidates]
-    chosen = _only_choice(wanted, offered, is_ordered=len(groups) == 1)
+    chosen = _only_choice(wanted, offered, is_ordered)
     if chosen is None:
         return None
     return {number: candidates[index] for number, index in zip(numbers, chosen, strict=True)}
