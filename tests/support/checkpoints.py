@@ -187,8 +187,11 @@ def _fsdp1_states(kind: str, use_orig_params: bool = True) -> dict[str, Any]:
     )
     from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
-    model = torch_fsdp1(unsharded(), use_orig_params)
-    optimizer = trained(model)
+    model = unsharded()
+    if not use_orig_params:
+        trained(model)  # now: under a FlatParameter, Part.forward would see other parameters
+    model = torch_fsdp1(model, use_orig_params)
+    optimizer = trained(model) if use_orig_params else None
     settings = {
         "full": (
             StateDictType.FULL_STATE_DICT,
@@ -205,7 +208,7 @@ def _fsdp1_states(kind: str, use_orig_params: bool = True) -> dict[str, Any]:
     with FSDP.state_dict_type(model, *settings):
         state = model.state_dict()
         if kind == "local":
-            return {"model": state, "optimizer": optimizer.state_dict(), "step": STEP}
+            return {"model": state, "step": STEP}
         optim = FSDP.optim_state_dict(model, optimizer)
     return {"model": state, "optimizer": optim, "step": STEP}
 

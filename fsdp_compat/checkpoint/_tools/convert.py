@@ -180,7 +180,8 @@ def _selected(
                 fix="leave optimizer out, or choose another target",
             )
         )
-    takes_optimizer = has_optimizer and FORMATS[to].holds_optimizer and optimizer is not False
+    can_hold = FORMATS[to].holds_optimizer and not (archive.is_by_number and to == "native")
+    takes_optimizer = has_optimizer and (can_hold if optimizer is None else optimizer)
     names: dict[str, str] = {}  # what is taken: its name in the target
     for name in (*archive.tensors, *archive.aliases, *(archive.states if takes_optimizer else ())):
         is_wanted = not include or any(pattern.search(name) for pattern in include)
@@ -206,7 +207,8 @@ def _selected(
     else:
         selected.param_groups = None
         if has_optimizer and optimizer is None:
-            selected.left_out.append(f"the optimizer's state, which {to} cannot hold")
+            how = "with numbers in the place of names " if archive.is_by_number else ""
+            selected.left_out.append(f"the optimizer's state, which {to} {how}cannot hold")
     if FORMATS[to].holds_optimizer:
         selected.extra = archive.extra
     elif any(value is not None for value in archive.extra.values()):
