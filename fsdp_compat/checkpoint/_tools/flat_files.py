@@ -1,0 +1,360 @@
+"""Flat parameters in per-rank files: of FSDP1's local state dicts, and of FairScale.
+
+A flat parameter is the parameters of one wrapper one after the other, and each rank has a part of
+it. FairScale's files say which parameters these are. FSDP1's do not: names and shapes come from
+elsewhere, and must add up to the size of the flat parameter."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..._layout.box import Box, cut_into_boxes
+from ..._layout.spec import Interval, ParamSpec
+from ...errors import CheckpointError, explain
+from .archive import StoredTensor
+from .merging import disagreement, part_of
+from .reading import Files, read_box
+from .shapes import Shapes
+from .sharded_records import ShardedTensorRecord, run_part, shape_of
+from .tree import plain_name
+
+__all__ = ["holds_flat_params", "unflattened"]
+
+_FLAT = ("_flat_param", "flat_param")
+_MAX_LEVELS = 4
+_PADDING = 42  # torch fills gaps with this value
+_ALIGN_NBYTES = 16
+_ITEM_SIZES = (8, 4, 2, 1)  # of the dtypes that gaps may have been made for
+
+
+def holds_flat_params(tree: Any) -> bool:
+    """Return whether one rank's values hold flat parameters that ``unflattened`` knows."""
+    return any(_is_local(node) or _is_fairscale(node) for _, node in _dicts(tree, 0))
+
+
+def unflattened(
+    trees: Mapping[int, Any], shapes: Shapes | None, where: Path
+) -> tuple[dict[int, Any], list[str]]:
+    """Return the values of all ranks with this rank's parts of the parameters in the place of flat
+    parameters, and what was left out. Raises CheckpointError; OSError."""
+    notes: list[str] = []
+    places = {rank: dict(_dicts(tree, 0)) for rank, tree in trees.items()}
+    first = next(iter(places.values()))
+    with Files() as files:
+        for path, node in first.items():
+            if not (_is_local(node) or _is_fairscale(node)):
+                continue
+            if not all(path in found for found in places.values()):
+                raise disagreement(where, "/".join(path), "the same values on all ranks", "fewer")
+            nodes = {rank: found[path] for rank, found in places.items()}
+            if _is_fairscale(node):
+                _unflatten_fairscale(nodes, where, notes)
+            else:
+                _Local(nodes, shapes, where, files).unflatten()
+    return dict(trees), notes
+
+
+def _dicts(tree: Any, depth: int) -> Iterator[tuple[tuple[str, ...], dict[Any, Any]]]:
+    """Yield the mappings of the upper levels, with their paths."""
+    if isinstance(tree, dict) and depth < _MAX_LEVELS:
+        yield (), tree
+        for key, value in tree.items():
+            for path, node in _dicts(value, depth + 1):
+                yield (str(key), *path), node
+
+
+# -- FSDP1
+
+
+def _is_flat(key: object, value: Any) -> bool:
+    is_name = str(key).rpartition(".")[2] in _FLAT
+    return is_name and isinstance(value, ShardedTensorRecord) and len(value.shape) == 1
+
+
+def _is_local(node: dict[Any, Any]) -> bool:
+    return any(_is_flat(key, value) for key, value in node.items())
+
+
+@dataclasses.dataclass(frozen=True)
+class _Layout:
+    """Where the parameters are in a flat one."""
+
+    params: tuple[ParamSpec, ...]
+    numel: int
+
+    def gaps(self) -> list[Interval]:
+        found, end = [], 0
+        for param in self.params:
+            found.append(Interval(end, param.start))
+            end = param.place.stop
+        return [gap for gap in (*found, Interval(end, self.numel)) if gap]
+
+
+class _Local:
+    """A local state dict of all ranks."""
+
+    def __init__(
+        self, nodes: Mapping[int, dict[Any, Any]], shapes: Shapes | None, where: Path, files: Files
+    ) -> None:
+        self._nodes, self._shapes, self._where, self._files = nodes, shapes, where, files
+        first = next(iter(nodes.values()))
+        self._keys = [key for key, value in first.items() if _is_flat(key, value)]
+        self._prefixes = {key: plain_name(str(key)).rpartition(".")[0] for key in self._keys}
+
+    def unflatten(self) -> None:
+        """Replace the flat parameters by the parts of the parameters, in each rank's mapping."""
+        for key in self._keys:
+            records = {}
+            for rank, node in self._nodes.items():
+                value = node.pop(key, None)
+                if not isinstance(value, ShardedTensorRecord):
+                    raise disagreement(
+                        self._where, str(key), "a flat parameter on all ranks", f"none on {rank}"
+                    )
+                records[rank] = value
+            facts = {(record.shape, record.dtype) for record in records.values()}
+            if len(facts) > 1:
+                raise disagreement(
+                    self._where, str(key), "one size and dtype", f"{len(facts)} of them"
+                )
+            layout = self._layout(key, records)
+            names = {param.name for param in layout.params}
+            for rank, node in self._nodes.items():
+                for other in [other for other in node if plain_name(str(other)) in names]:
+                    del node[other]  # with use_orig_params=True, views of the same values
+                for param in layout.params:
+                    node[param.name] = _part_of_flat(records[rank], param)
+
+    def _layout(self, key: Any, records: Mapping[int, ShardedTensorRecord]) -> _Layout:
+        first = next(iter(records.values()))
+        (numel,) = first.shape
+        if first.inside is not None:
+            prefix = self._prefixes[key]
+            params = [
+                dataclasses.replace(param, name=_under(prefix, plain_name(param.name)))
+                for param in first.inside.params
+            ]
+            return _Layout(tuple(params), numel)
+        names = self._names(key)
+        fitting = [
+            layout
+            for layout in dict.fromkeys(self._candidates(names, numel, first.dtype))
+            if self._is_padded(layout, records)
+        ]
+        if len(fitting) != 1:
+            raise self._does_not_fit(key, names, numel, len(fitting))
+        if self._shapes is not None and not self._shapes.is_ordered and len(names[0]) > 1:
+            raise self._unordered(key, names[0])
+        return fitting[0]
+
+    def _names(self, key: Any) -> list[list[str]]:
+        """Return the names of the parameters that a flat one may hold, the likeliest first."""
+        prefix = self._prefixes[key]
+        if self._shapes is None:
+            return []
+        inner = [
+            other for other in self._prefixes.values() if other != prefix and _is_in(other, prefix)
+        ]
+        all_names = [
+            name
+            for name, shape in self._shapes.entries.items()
+            if shape.is_buffer is not True
+            and _is_in(name, prefix)
+            and not any(_is_in(name, other) for other in inner)
+        ]
+        plain = [
+            {
+                plain_name(str(key)): value.shape
+                for key, value in node.items()
+                if isinstance(value, StoredTensor)
+            }
+            for node in self._nodes.values()
+        ]
+        flattened = [
+            name
+            for name in all_names
+            if any(shapes.get(name) != self._shapes.entries[name].sizes for shapes in plain)
+        ]
+        return [flattened] if flattened == all_names else [flattened, all_names]
+
+    def _candidates(
+        self, names: list[list[str]], numel: int, dtype: torch.dtype
+    ) -> Iterator[_Layout]:
+        """Yield the layouts whose sizes add up."""
+        assert self._shapes is not None or not names
+        for some in names:
+            for align in (1, *(_ALIGN_NBYTES // size for size in _ITEM_SIZES)):
+                params, end = [], 0
+                for name in some:
+                    shape = self._shapes.entries[name].sizes  # type: ignore[union-attr]
+                    start = -(-end // align) * align
+                    params.append(ParamSpec(name, shape, start))
+                    end = start + math.prod(shape)
+                rest = numel - end
+                if rest == 0 or (align > 1 and 0 < rest < len(self._nodes)):
+                    yield _Layout(tuple(params), numel)
+
+    def _is_padded(self, layout: _Layout, records: Mapping[int, ShardedTensorRecord]) -> bool:
+        """Return whether there is padding in all gaps."""
+        for gap in layout.gaps():
+            for record in records.values():
+                for box, values in record.shards:
+                    at = Interval(box.offsets[0], box.offsets[0] + box.numel)
+                    common = at.clipped(gap)
+                    if not common:
+                        continue
+                    place = Box((common.start - at.start,), (common.numel,))
+                    if not bool((read_box(values, place, self._files) == _PADDING).all()):
+                        return False
+        return True
+
+    def _does_not_fit(
+        self, key: Any, names: list[list[str]], numel: int, num: int
+    ) -> CheckpointError:
+        if self._shapes is None:
+            got = "no shapes: local state dicts of FSDP1 do not hold them"
+        elif num:
+            got = f"{num} ways to lay out its parameters in {numel} elements"
+        else:
+            found = names[0] if names else []
+            sizes = [math.prod(self._shapes.entries[name].sizes) for name in found]
+            parts = [f"{name} {size}" for name, size in zip(found, sizes, strict=True)]
+            more = f" and {len(parts) - 20} more" if len(parts) > 20 else ""
+            got = (
+                f"{numel} elements, but its {len(parts)} parameters have {sum(sizes)}: "
+                f"{', '.join(parts[:20])}{more}"
+            )
+        return CheckpointError(
+            explain(
+                f"The parameters in {key} cannot be told apart.",
+                expected="the shapes of the model that was wrapped, which add up",
+                got=got,
+                where=str(self._where),
+                fix="write the shapes with `fsdp-compat shapes my.module:make_model -o "
+                "model.json`, and pass --shapes model.json; or a full checkpoint of the same model",
+            )
+        )
+
+    def _unordered(self, key: Any, names: list[str]) -> CheckpointError:
+        return CheckpointError(
+            explain(
+                f"The order of the parameters in {key} is not known.",
+                expected="shapes in the order of the modules",
+                got=f"those of a safetensors file, which sorts them: {', '.join(names[:4])}, ...",
+                where=str(self._where),
+                fix="write the shapes with `fsdp-compat shapes my.module:make_model -o "
+                "model.json`, and pass --shapes model.json",
+            )
+        )
+
+
+def _is_in(name: str, prefix: str) -> bool:
+    return not prefix or name == prefix or name.startswith(f"{prefix}.")
+
+
+def _under(prefix: str, name: str) -> str:
+    return f"{prefix}.{name}" if prefix else name
+
+
+def _part_of_flat(record: ShardedTensorRecord, param: ParamSpec) -> ShardedTensorRecord:
+    """Return one rank's part of a parameter in a flat one."""
+    shards = []
+    for box, values in record.shards:
+        start = box.offsets[0]
+        common = Interval(start, start + box.numel).clipped(param.place)
+        at = common.start - start
+        for each in cut_into_boxes(param.shape, common.shifted(-param.start)) if common else ():
+            shards.append((each, run_part(values, Interval(at, at + each.numel), each.sizes)))
+            at += each.numel
+    return ShardedTensorRecord(param.shape, record.dtype, tuple(shards), ())
+
+
+# -- FairScale
+
+
+def _is_metadata(value: Any) -> bool:
+    return isinstance(value, dict) and {"param_metadata", "buffer_names"} <= set(value)
+
+
+def _is_fairscale(node: dict[Any, Any]) -> bool:
+    return any(_is_metadata(value) for value in node.values())
+
+
+def _unflatten_fairscale(
+    nodes: Mapping[int, dict[Any, Any]], where: Path, notes: list[str]
+) -> None:
+    """nodes: by rank, mappings with a state dict and its metadata."""
+    weights, metadata = {}, {}
+    for rank, node in nodes.items():
+        key = next((key for key, value in node.items() if _is_metadata(value)), None)
+        if key is None:
+            raise disagreement(where, "", "shard metadata on all ranks", f"none on rank {rank}")
+        metadata[rank] = node.pop(key)["param_metadata"]
+        wanted = {name for _, name, _ in _backing(metadata[rank])}
+        found = [v for v in node.values() if isinstance(v, dict) and wanted <= set(v)]
+        if len(found) != 1:
+            raise disagreement(
+                where, str(key), f"one state dict with {', '.join(sorted(wanted)[:4])}", "none"
+            )
+        weights[rank] = found[0]
+    first = next(iter(metadata.values()))
+    for number, (unit, name, param) in enumerate(_backing(first)):
+        path = str(unit["fsdp_path"])
+        shapes = [shape_of(shape) for shape in param["shapes"]]
+        names = [_under(path, str(each)) for each in param["names"]]
+        is_own = bool(unit.get("no_broadcast_optim_state"))
+        if is_own:
+            notes.append(f"{name}: every rank has values of its own; the first rank's are kept")
+        start = 0
+        for index, rank in enumerate(nodes):
+            values = weights[rank].pop(name)
+            _, its_name, its_param = list(_backing(metadata[rank]))[number]
+            padding = its_param["padding"]
+            if its_name != name:
+                raise disagreement(where, name, "the same units on all ranks", its_name)
+            if not isinstance(values, StoredTensor) or not 0 <= padding <= values.numel:
+                raise disagreement(where, name, "a tensor on all ranks", f"none on rank {rank}")
+            numel = values.numel - padding
+            if not is_own or not index:
+                shard = (Box((start,), (numel,)), _flat(values, numel))
+                record = ShardedTensorRecord((start + numel,), values.dtype, (shard,), ())
+                for spec in _specs(names, shapes):
+                    weights[rank][spec.name] = _part_of_flat(record, spec)
+                start += numel
+        if sum(map(math.prod, shapes)) != start:
+            raise disagreement(
+                where, name, f"{sum(map(math.prod, shapes))} elements, by its metadata", str(start)
+            )
+    for unit in first:
+        for source, target in unit.get("shared_param_info", ()):
+            for values in weights.values():
+                for prefix in ("", str(unit["fsdp_path"])):
+                    if (known := _under(prefix, str(source))) in values:
+                        values[_under(prefix, str(target))] = values[known]
+                        break
+
+
+def _backing(units: Any) -> Iterator[tuple[dict[str, Any], str, dict[str, Any]]]:
+    """Yield every stored parameter: its unit, its key in the state dict, and its description."""
+    for unit in units:
+        for name, param in unit["params"].items():
+            yield unit, _under(str(unit["fsdp_path"]), str(name)), param
+
+
+def _specs(names: Sequence[str], shapes: Sequence[tuple[int, ...]]) -> Iterator[ParamSpec]:
+    start = 0
+    for name, shape in zip(names, shapes, strict=True):
+        yield ParamSpec(name, shape, start)
+        start += math.prod(shape)
+
+
+def _flat(values: StoredTensor, numel: int) -> StoredTensor:
+    """Return the first elements of a 1-D tensor."""
+    box = Box((0,), (numel,))
+    return StoredTensor("", values.dtype, (numel,), (part_of(values, box, box, None),))
