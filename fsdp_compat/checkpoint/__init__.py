@@ -20,7 +20,8 @@ Native, saving:
 Native, loading:
 
 - ``_load``: the call; read, agree, act
-- ``_load_plan``, ``_load_optimizer``: what this rank reads, and what it changes with it
+- ``_load_plan``, ``_load_optimizer``, ``_load_settings``: what this rank reads, and what it
+  changes with it; ``_report``: what ``strict=False`` leaves
 - ``_part_source``: where this rank's part of a parameter lies in the files
 
 The bytes of the native format:
@@ -42,12 +43,14 @@ from .._state.optim_state_dict import check_optimizer
 from ._directory import latest
 from ._full import iter_full_state_dict
 from ._load import load
+from ._report import LoadReport
 from ._safetensors_load import load_safetensors
 from ._safetensors_save import save_safetensors
 from ._save import AsyncSave, async_save, save
 
 __all__ = [
     "AsyncSave",
+    "LoadReport",
     "async_save",
     "check_optimizer",
     "iter_full_state_dict",

@@ -16,7 +16,7 @@ from ... import errors
 from ...errors import CheckpointError, UsageError, explain
 from .._progress import progress_bar, require_bar
 from .._texts import joined
-from .archive import Archive, StoredTensor
+from .archive import Archive
 from .dcp_writing import write_dcp
 from .native_writing import write_native
 from .opening import open_archive, problems_of

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
@@ -15,7 +16,7 @@ from .._blocks import damaged
 from .._directory import latest
 from .._head import Head
 from .._header import TensorInfo
-from .._manifest import MANIFEST, FlatGroup, file_name
+from .._manifest import MANIFEST, FlatGroup, SavedParameter, file_name
 from .._rank_files import RankFiles
 from .._texts import sizes
 from .._values import decode, tensor_from_text
@@ -58,13 +59,14 @@ class _Reader:
                 for number, facts in enumerate(manifest.files)
             },
         )
-        for group in manifest.groups:
-            for index, names in enumerate(group.names):
-                archive.tensors[names[0]] = self._parameter(group, index)
-                archive.aliases.update((name, names[0]) for name in names[1:])
-                states = dict(self._states(group, index))
-                if states:
-                    archive.states[names[0]] = states
+        for name, saved in self._files.parameters.items():
+            if name != saved.names[0]:
+                archive.aliases[name] = saved.names[0]
+                continue
+            archive.tensors[name] = self._parameter(saved)
+            states = self._states(saved)
+            if states:
+                archive.states[name] = states
         others = {
             name: self._value(value, name, manifest.common) for name, value in common.others.items()
         }
@@ -103,14 +105,14 @@ class _Reader:
     def _file(self, number: int) -> Path:
         return member(self._path, file_name(number))
 
-    def _parameter(self, group: FlatGroup, index: int) -> StoredTensor:
-        spec = group.layout.params[index]
+    def _parameter(self, saved: SavedParameter) -> StoredTensor:
         pieces = [
             piece
+            for group, index in saved.places
             for number, run, first in self._runs(group, index)
-            for piece in self._pieces(number, group.name, group.dtype, spec.shape, run, first)
+            for piece in self._pieces(group, index, number, group.name, group.dtype, run, first)
         ]
-        return StoredTensor(spec.name, group.dtype, spec.shape, tuple(pieces))
+        return StoredTensor(saved.names[0], saved.dtype, saved.shape, tuple(pieces))
 
     def _runs(self, group: FlatGroup, index: int) -> Iterator[tuple[int, Interval, int]]:
         """Yield the runs of a parameter: (file, its elements, the first of them in the shard)."""
@@ -122,13 +124,15 @@ class _Reader:
 
     def _pieces(
         self,
+        group: FlatGroup,
+        index: int,
         number: int,
         name: str,
         dtype: torch.dtype,
-        shape: tuple[int, ...],
         run: Interval,
         first: int,
     ) -> list[Piece]:
+        """Return the pieces of a run, which a tensor of a file holds from element ``first`` on."""
         info = self._info(number, name)
         if (first + run.numel) * dtype.itemsize > info.nbytes:
             raise damaged(
@@ -137,7 +141,9 @@ class _Reader:
                 f"{info.nbytes} bytes",
             )
         start = info.start + first * dtype.itemsize
-        return pieces_of_run(shape, run, self._file(number), start, dtype.itemsize, number)
+        part, path = group.piece(index), self._file(number)
+        found = pieces_of_run(part.shape, run, path, start, dtype.itemsize, number)
+        return [_moved(piece, part.offsets) for piece in found]
 
     def _info(self, number: int, name: str) -> TensorInfo:
         info = self._head(number).tensors.get(name)
@@ -145,39 +151,56 @@ class _Reader:
             raise damaged(self._file(number), f"a tensor {name!r}", "no such tensor")
         return info
 
-    def _states(self, group: FlatGroup, index: int) -> Iterator[tuple[str, Any]]:
-        spec = group.layout.params[index]
-        runs = list(self._runs(group, index))
-        found: dict[Any, tuple[torch.dtype, list[Piece]]] = {}
-        axis = self._manifest.axes[group.axis]
-        for number, run, first in runs or [(axis[0], Interval(0, 0), 0)]:
-            for state in self._head(number).states.get(group.name, []):
-                if state.of is None or index in state.of:
-                    dtype, pieces = found.setdefault(state.key, (state.dtype, []))
-                    if dtype == state.dtype and run:
-                        pieces += self._pieces(number, state.tensor, dtype, spec.shape, run, first)
+    def _states(self, saved: SavedParameter) -> dict[str, Any]:
+        """Return the optimizer state of a parameter, by key."""
+        found: dict[str, tuple[torch.dtype, list[Piece]]] = {}
+        rest: dict[str, Any] = {}
+        for group, index in saved.places:
+            runs = list(self._runs(group, index))
+            axis = self._manifest.axes[group.axis]
+            for number, run, first in runs or [(axis[0], Interval(0, 0), 0)]:
+                for state in self._head(number).states.get(group.name, []):
+                    if state.of is None or index in state.of:
+                        dtype, pieces = found.setdefault(str(state.key), (state.dtype, []))
+                        if dtype == state.dtype and run:
+                            pieces += self._pieces(
+                                group, index, number, state.tensor, dtype, run, first
+                            )
+            for number in dict.fromkeys([*(number for number, _, _ in runs), *axis]):
+                self._add_scalars(rest, saved.names[0], group, index, number)
         for key, (dtype, pieces) in found.items():
-            holders = {piece.holder for piece in pieces}
-            for number, run, _ in runs:  # a rank whose part had no gradient yet
+            pieces += self._missing(saved, pieces, dtype)
+            name = f"{saved.names[0]}.{key}"
+            rest[key] = StoredTensor(name, dtype, saved.shape, tuple(pieces))
+        return {**{key: rest[key] for key in found}, **rest}
+
+    def _missing(
+        self, saved: SavedParameter, pieces: list[Piece], dtype: torch.dtype
+    ) -> Iterator[Piece]:
+        """Yield zeros for the parts of ranks that had no state, as `load` reads them."""
+        holders = {piece.holder for piece in pieces}
+        for group, index in saved.places:
+            part = group.piece(index)
+            for number, run, _ in self._runs(group, index):
                 if number not in holders:
-                    pieces += _zeros(spec.shape, run, dtype, number)
-            yield str(key), StoredTensor(f"{spec.name}.{key}", dtype, spec.shape, tuple(pieces))
-        seen = set(map(str, found))
-        for number in dict.fromkeys([*(number for number, _, _ in runs), *axis]):
-            head = self._head(number)
-            for key, of, value in head.scalars.get(group.name, []):
-                if str(key) not in seen and (of is None or index in of):
-                    seen.add(str(key))
-                    found_value = decode(value, f"state {key!r}", tensor_from_text)
-                    if isinstance(found_value, torch.Tensor):
-                        yield str(key), of_memory(f"{spec.name}.{key}", found_value)
-                    else:
-                        yield str(key), found_value
-            self._left_out += [
-                f"{spec.name}.{key}, which belongs to the part of rank {number}"
-                for its_index, key, _ in head.rank_local.get(group.name, [])
-                if its_index == index
-            ]
+                    for piece in pieces_of_run(part.shape, run, Path(), 0, 1, number):
+                        zeros = torch.zeros((), dtype=dtype).expand(piece.box.sizes)
+                        yield _moved(Piece(piece.box, zeros, number), part.offsets)
+
+    def _add_scalars(
+        self, found: dict[str, Any], name: str, group: FlatGroup, index: int, number: int
+    ) -> None:
+        head = self._head(number)
+        for key, of, value in head.scalars.get(group.name, []):
+            if str(key) not in found and (of is None or index in of):
+                decoded = decode(value, f"state {key!r}", tensor_from_text)
+                is_tensor = isinstance(decoded, torch.Tensor)
+                found[str(key)] = of_memory(f"{name}.{key}", decoded) if is_tensor else decoded
+        self._left_out += [
+            f"{name}.{key}, which belongs to the part of rank {number}"
+            for its_index, key, _ in head.rank_local.get(group.name, [])
+            if its_index == index
+        ]
 
     def _value(self, value: Any, where: str, number: int) -> Any:
         """Return an encoded value, with StoredTensors in the place of tensors."""
@@ -211,10 +234,7 @@ class _Place:
         return self
 
 
-def _zeros(shape: tuple[int, ...], run: Interval, dtype: torch.dtype, holder: int) -> list[Piece]:
-    pieces = pieces_of_run(shape, run, Path(), 0, 1)
-    return [Piece(piece.box, _zero_box(piece.box, dtype), holder) for piece in pieces]
-
-
-def _zero_box(box: Box, dtype: torch.dtype) -> torch.Tensor:
-    return torch.zeros((), dtype=dtype).expand(box.sizes)
+def _moved(piece: Piece, offsets: tuple[int, ...]) -> Piece:
+    """Return a piece of a part as one of the whole tensor. offsets: where the part begins in it."""
+    box = Box(tuple(map(int.__add__, piece.box.offsets, offsets)), piece.box.sizes)
+    return dataclasses.replace(piece, box=box)

@@ -1,4 +1,4 @@
-"""Opening a checkpoint: its kind is recognised from its files, and every byte that is named exists."""
+"""Opening a checkpoint: its kind is recognised, and every byte that its content names exists."""
 
 from __future__ import annotations
 
