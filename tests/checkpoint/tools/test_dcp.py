@@ -135,6 +135,7 @@ def save_by_ranks(directory: str) -> None:
     warnings.simplefilter("ignore")
     model = WRAPPERS["fsdp2"](unsharded())
     state = model.state_dict()
+    del state["words.head.weight"]  # safetensors refuses tied tensors
     dcp.save(
         state, storage_writer=HuggingFaceStorageWriter(f"{directory}/hf", save_distributed=True)
     )
@@ -145,6 +146,7 @@ def test_parts_in_safetensors_and_metadata_of_each_rank_are_read(tmp_path: Path)
     run_ranks(2, save_by_ranks, str(tmp_path))
     assert is_sharded_safetensors(tmp_path / "hf")
     expected = dict(unsharded().state_dict())
+    del expected["words.head.weight"]
     assert_holds(read_sharded_safetensors(tmp_path / "hf"), expected)
     assert is_dcp(tmp_path / "apart")
     assert_holds(read_dcp(tmp_path / "apart"), expected)
