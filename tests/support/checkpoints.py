@@ -24,9 +24,22 @@ from torch import Tensor, nn
 
 import fsdp_compat
 from fsdp_compat import checkpoint
+from fsdp_compat.checkpoint._tools.archive import Archive
+from fsdp_compat.checkpoint._tools.reading import Files, read
 from tests.support.ranks import run_ranks
 
-__all__ = ["KINDS", "STEP", "Toy", "make", "reference", "trained", "unsharded"]
+__all__ = [
+    "KINDS",
+    "STEP",
+    "WRAPPERS",
+    "Toy",
+    "assert_is_reference",
+    "assert_same",
+    "make",
+    "reference",
+    "trained",
+    "unsharded",
+]
 
 STEP = 1
 KINDS = (
@@ -138,6 +151,41 @@ def make(kind: str, ranks: int, directory: Path) -> dict[str, Any]:
     target = directory / path.relative_to(_session())
     shutil.copytree(_session() / f"{kind}-{ranks}", directory / f"{kind}-{ranks}", symlinks=True)
     return {**reference(), "path": target}
+
+
+def assert_is_reference(archive: Archive, expected: dict[str, Any]) -> None:
+    """Assert that an archive has the model and the optimizer of ``expected``, bit for bit."""
+    model = {**archive.tensors}
+    for alias, name in archive.aliases.items():
+        model[alias] = archive.tensors[name]
+    states, groups = expected["optimizer"]["state"], expected["optimizer"]["param_groups"]
+    assert set(model) == set(expected["model"])
+    assert set(archive.states) == set(states)
+    with Files() as files:
+        for name, values in expected["model"].items():
+            assert_same(read(model[name], files), values, name)
+        for name, state in states.items():
+            assert set(archive.states[name]) == set(state)
+            for key, values in state.items():
+                assert_same(read(archive.states[name][key], files), values, f"{name}/{key}")
+    assert archive.param_groups is not None
+    assert len(archive.param_groups) == len(groups)
+    for group, wanted in zip(archive.param_groups, groups, strict=True):
+        assert set(group["params"]) == set(wanted["params"])
+        assert {key: group[key] for key in ("lr", "betas")} == {
+            key: wanted[key] for key in ("lr", "betas")
+        }
+
+
+def assert_same(values: Tensor, expected: Tensor, what: str) -> None:
+    """Assert that two tensors have one dtype, shape and content."""
+    assert values.dtype == expected.dtype, what
+    assert values.shape == expected.shape, what
+    assert torch.equal(_bytes(values), _bytes(expected)), what
+
+
+def _bytes(values: Tensor) -> Tensor:
+    return values.detach().reshape(-1).contiguous().view(torch.uint8)
 
 
 @functools.cache
@@ -301,6 +349,14 @@ def _fully_shard_states() -> dict[str, Any]:
     state, optim = get_state_dict(model, trained(model))
     return {"model": state, "optimizer": optim, "step": STEP}
 
+
+# How each library shards the model.
+WRAPPERS: dict[str, Callable[[Toy], Any]] = {
+    "fsdp1": torch_fsdp1,
+    "fsdp2": torch_fsdp2,
+    "ours": ours_fsdp1,
+    "fully_shard": ours_fully_shard,
+}
 
 _SAVES: dict[str, Callable[[Path], str]] = {
     "fsdp1-full": lambda directory: _from_first(_fsdp1_states("full"), directory),

@@ -29,7 +29,7 @@ _STEP_KEYS = ("step", "global_step", "iteration", "iter_num")
 _WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.")
 _MAX_LEVELS = 3  # below which no section is looked for
 _MAX_DEPTH = 64
-_MAX_CONTAINERS = 1_000_000
+_MAX_CONTAINERS = 500_000
 _MAX_VALUES = 50_000_000
 
 
