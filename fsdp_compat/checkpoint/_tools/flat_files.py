@@ -124,12 +124,14 @@ class _Local:
                     self._where, str(key), "one size and dtype", f"{len(facts)} of them"
                 )
             layout = self._layout(key, records)
-            names = {param.name for param in layout.params}
+            params = {param.name: param for param in layout.params}
+            ties = {} if self._shapes is None else self._shapes.ties
+            params |= {name: params[first] for name, first in ties.items() if first in params}
             for rank, node in self._nodes.items():
-                for other in [other for other in node if plain_name(str(other)) in names]:
+                for other in [other for other in node if plain_name(str(other)) in params]:
                     del node[other]  # with use_orig_params=True, views of the same values
-                for param in layout.params:
-                    node[param.name] = _part_of_flat(records[rank], param)
+                for name, param in params.items():
+                    node[name] = _part_of_flat(records[rank], param)
 
     def _layout(self, key: Any, records: Mapping[int, ShardedTensorRecord]) -> _Layout:
         first = next(iter(records.values()))
@@ -201,17 +203,24 @@ class _Local:
                     yield _Layout(tuple(params), numel)
 
     def _is_padded(self, layout: _Layout, records: Mapping[int, ShardedTensorRecord]) -> bool:
-        """Return whether there is padding in all gaps."""
-        for gap in layout.gaps():
-            for record in records.values():
-                for box, values in record.shards:
-                    at = Interval(box.offsets[0], box.offsets[0] + box.numel)
-                    common = at.clipped(gap)
-                    if not common:
-                        continue
-                    place = Box((common.start - at.start,), (common.numel,))
-                    if not bool((read_box(values, place, self._files) == _PADDING).all()):
-                        return False
+        """Return whether there is padding in all gaps, and none at the ends of parameters."""
+        gaps = layout.gaps()
+        ends = [param.place.stop for param in layout.params if param.numel] if gaps else []
+        return all(self._is_filled(gap, records) for gap in gaps) and not any(
+            self._is_filled(Interval(end - 1, end), records) for end in ends
+        )
+
+    def _is_filled(self, part: Interval, records: Mapping[int, ShardedTensorRecord]) -> bool:
+        """Return whether these elements of a flat parameter are padding."""
+        for record in records.values():
+            for box, values in record.shards:
+                at = Interval(box.offsets[0], box.offsets[0] + box.numel)
+                common = at.clipped(part)
+                if not common:
+                    continue
+                place = Box((common.start - at.start,), (common.numel,))
+                if not bool((read_box(values, place, self._files) == _PADDING).all()):
+                    return False
         return True
 
     def _does_not_fit(

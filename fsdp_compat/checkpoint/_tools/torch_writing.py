@@ -16,6 +16,7 @@ import torch
 from ..._comm.host_memory import memory_of
 from .._blocks import sync_directory
 from .archive import Archive, StoredTensor, row_major
+from .pickle_machine import Ignored, Record
 from .reading import Files
 from .writing import WriteOptions, dtype_to_write, nbytes_to_write, slabs_to_write
 
@@ -24,6 +25,7 @@ __all__ = ["write_torch"]
 _ALIGN_NBYTES = 64  # of the start of each record
 _MAX_32 = 0xFFFFFFFF
 _MAX_16 = 0xFFFF
+_LEFT_OUT = (Ignored, Record)
 _DOS_DATE = (1 << 5) | 1  # the first day that zip archives can say: the same bytes every time
 _STORAGES = {
     torch.float32: torch.FloatStorage,
@@ -81,9 +83,21 @@ def _values_of(archive: Archive) -> Any:
                 for group in archive.param_groups or ()
             ],
         }
-    for key, value in archive.extra.items():
+    for key, value in _written(archive.extra).items():
         values[key if key not in values else f"extra_{key}"] = value
     return values
+
+
+def _written(value: Any) -> Any:
+    """Return nested containers without what no file can hold: objects that were left out when they
+    were read."""
+    if isinstance(value, dict):
+        kept = {key: item for key, item in value.items() if not isinstance(item, _LEFT_OUT)}
+        return {key: _written(item) for key, item in kept.items()}
+    if isinstance(value, (list, tuple)):
+        items = [None if isinstance(item, _LEFT_OUT) else _written(item) for item in value]
+        return items if isinstance(value, list) else tuple(items)
+    return value
 
 
 def _key(archive: Archive, name: Any) -> Any:

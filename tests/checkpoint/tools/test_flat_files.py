@@ -1,0 +1,319 @@
+"""Flat parameters come apart into the parameters of the model, with shapes from elsewhere, if these
+add up; otherwise an error says what does not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from fsdp_compat.checkpoint._tools.archive import Archive, of_memory
+from fsdp_compat.checkpoint._tools.rank_files import read_rank_files
+from fsdp_compat.checkpoint._tools.reading import Files, read
+from fsdp_compat.checkpoint._tools.shapes import (
+    Shape,
+    Shapes,
+    shapes_from_callable,
+    shapes_of,
+    shapes_of_archive,
+)
+from fsdp_compat.errors import CheckpointError, UsageError
+from tests.support.ranks import run_ranks
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(3, 5)
+        self.norm = nn.BatchNorm1d(5)
+        self.second = nn.Linear(5, 3, bias=False)
+
+
+class Model(nn.Module):
+    """Nested units, buffers, a scalar, and a tied weight; no size is a multiple of anything."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(7, 3)
+        self.scale = nn.Parameter(torch.tensor([0.5]))
+        self.blocks = nn.ModuleList([Block(), Block()])
+        self.head = nn.Linear(3, 7)
+        self.head.weight = self.embedding.weight
+        self.register_buffer("table", torch.arange(3.0))
+        self.register_buffer("unsaved", torch.arange(2.0), persistent=False)
+
+
+def make_model(dtype: torch.dtype = torch.float32) -> Model:
+    torch.manual_seed(0)
+    model = Model()
+    for param in model.parameters():
+        param.data = torch.randn_like(param)
+    return model.to(dtype)
+
+
+def _save(directory: Path, dtype: torch.dtype, is_ours: bool) -> None:
+    if is_ours:
+        from fsdp_compat import FullyShardedDataParallel, StateDictType
+    else:
+        from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
+    for use_orig_params in (False, True):
+        model = make_model(dtype)
+        options: dict[str, Any] = {
+            "device_id": torch.device("cpu"),
+            "use_orig_params": use_orig_params,
+        }
+        for block in model.blocks:
+            block.second = FullyShardedDataParallel(block.second, **options)
+        for number in range(2):
+            model.blocks[number] = FullyShardedDataParallel(model.blocks[number], **options)
+        whole = FullyShardedDataParallel(model, **options)
+        with FullyShardedDataParallel.state_dict_type(whole, StateDictType.LOCAL_STATE_DICT):
+            values = whole.state_dict()
+        name = f"orig_{use_orig_params}_rank{dist.get_rank()}.pt"
+        torch.save({"model": values, "epoch": 3}, directory / name)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[Any, Path]:
+    """Directories by number of ranks, dtype, and whether the files are ours."""
+    found = {}
+    for key in [
+        (2, torch.float32, False),
+        (4, torch.float32, False),
+        (4, torch.float64, False),
+        (3, torch.bfloat16, False),
+        (4, torch.float32, True),
+    ]:
+        found[key] = tmp_path_factory.mktemp("local")
+        run_ranks(key[0], _save, found[key], *key[1:])
+    return found
+
+
+KEYS = [
+    (2, torch.float32, False),
+    (4, torch.float32, False),
+    (4, torch.float64, False),
+    (3, torch.bfloat16, False),
+    (4, torch.float32, True),
+]
+
+
+def paths_of(directory: Path, use_orig_params: bool) -> list[Path]:
+    return sorted(directory.glob(f"orig_{use_orig_params}_*"))
+
+
+def require_model(archive: Archive, expected: nn.Module) -> None:
+    with Files() as files:
+        for name, values in expected.state_dict().items():
+            found = archive.tensors[archive.aliases.get(name, name)]
+            assert torch.equal(read(found, files), values), name
+    assert {*archive.tensors, *archive.aliases} == set(expected.state_dict())
+
+
+@pytest.mark.parametrize("use_orig_params", [False, True])
+@pytest.mark.parametrize("key", KEYS, ids=str)
+def test_local_files_give_the_model_with_its_shapes(
+    saved: dict[Any, Path], key: Any, use_orig_params: bool
+) -> None:
+    num, dtype, is_ours = key
+    model = make_model(dtype)
+    archive = read_rank_files(paths_of(saved[key], use_orig_params), shapes_of(model))
+    require_model(archive, model)
+    assert archive.aliases == {"head.weight": "embedding.weight"}
+    assert (archive.world_size, archive.extra, archive.left_out) == (num, {"epoch": 3}, [])
+    if is_ours:  # these say where their parameters are
+        archive = read_rank_files(paths_of(saved[key], use_orig_params))
+        assert {*archive.tensors, "head.weight"} == set(model.state_dict())
+
+
+@pytest.mark.parametrize("use_orig_params", [False, True])
+def test_shapes_of_a_full_checkpoint_do_where_buffers_are_not_marked(
+    saved: dict[Any, Path], use_orig_params: bool
+) -> None:
+    model = make_model()
+    full = Archive(Path("full.pt"), "torch.save", {})
+    for name, values in model.state_dict().items():
+        if name != "head.weight":
+            full.tensors[name] = of_memory(name, values)
+    full.aliases["head.weight"] = "embedding.weight"
+    paths = paths_of(saved[KEYS[1]], use_orig_params)
+    require_model(read_rank_files(paths, shapes_of_archive(full)), model)
+
+
+def test_sorted_names_are_refused_because_the_order_is_lost(saved: dict[Any, Path]) -> None:
+    model = make_model()
+    full = Archive(Path("x"), "safetensors", {})
+    for name, values in sorted(model.state_dict().items()):
+        if name != "head.weight":
+            full.tensors[name] = of_memory(name, values)
+    with pytest.raises(CheckpointError, match="order of the parameters"):
+        read_rank_files(paths_of(saved[KEYS[1]], False), shapes_of_archive(full))
+
+
+def test_without_shapes_the_error_says_where_to_get_them(saved: dict[Any, Path]) -> None:
+    with pytest.raises(CheckpointError, match="fsdp-compat shapes"):
+        read_rank_files(paths_of(saved[KEYS[0]], False))
+
+
+@pytest.mark.parametrize("use_orig_params", [False, True])
+def test_shapes_that_do_not_add_up_are_listed(
+    saved: dict[Any, Path], use_orig_params: bool
+) -> None:
+    shapes = shapes_of(make_model())
+    wrong = dict(shapes.entries)
+    wrong["blocks.1.first.weight"] = Shape((4, 5), torch.float32)
+    with pytest.raises(CheckpointError, match=r"blocks\.1\._flat_param") as caught:
+        read_rank_files(paths_of(saved[KEYS[1]], use_orig_params), Shapes(wrong, shapes.ties))
+    assert "blocks.1.first.weight 20" in str(caught.value)
+
+
+@pytest.mark.parametrize("numel", [14, 16])
+def test_sizes_that_only_add_up_with_gaps_are_refused(saved: dict[Any, Path], numel: int) -> None:
+    """13 to 16 elements need as many, aligned; but then values are in gaps, or padding is not."""
+    shapes = shapes_of(make_model())
+    wrong = dict(shapes.entries)
+    wrong["blocks.1.first.weight"] = Shape((numel,), torch.float32)
+    with pytest.raises(CheckpointError, match=r"blocks\.1\._flat_param"):
+        read_rank_files(paths_of(saved[KEYS[1]], True), Shapes(wrong, shapes.ties))
+
+
+# -- shapes
+
+
+def test_shapes_are_written_and_read_again(tmp_path: Path) -> None:
+    with torch.device("meta"):
+        shapes = shapes_of(Model())
+    assert shapes == shapes_of(make_model())
+    assert shapes.entries["unsaved"] == Shape((2,), torch.float32, True, False)
+    assert list(shapes.ties) == ["head.weight"]
+    shapes.save(tmp_path / "model.json")
+    assert Shapes.load(tmp_path / "model.json") == shapes
+
+
+@given(st.binary(max_size=40), st.integers(0, 3000))
+@settings(max_examples=100, deadline=None)
+def test_other_texts_are_no_shapes(
+    tmp_path_factory: pytest.TempPathFactory, noise: bytes, place: int
+) -> None:
+    path = tmp_path_factory.mktemp("shapes") / "model.json"
+    shapes_of(Block()).save(path)
+    text = path.read_bytes()
+    place %= len(text)
+    path.write_bytes(text[:place] + noise + text[place + len(noise) + 1 :])
+    try:
+        found = Shapes.load(path)
+    except CheckpointError as error:
+        assert "model.json" in str(error)
+    else:
+        assert all(isinstance(shape, Shape) for shape in found.entries.values())
+
+
+def test_shapes_come_from_a_function_in_the_current_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "my_models_for_shapes.py").write_text(
+        "import torch\n\n\ndef make():\n    return torch.nn.Linear(1 << 20, 1 << 20)\n\n\n"
+        "def fail():\n    raise OSError('no weights here')\n\n\nnumber = 3\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    shapes = shapes_from_callable("my_models_for_shapes:make")
+    assert shapes.entries["weight"].sizes == (1 << 20, 1 << 20)
+    for place, got in [
+        ("my_models_for_shapes", "no colon"),
+        ("my_models_for_shapes:fail", "no weights here"),
+        ("my_models_for_shapes:number", "int"),
+        ("my_models_for_shapes:missing", "missing"),
+        ("no_such_module_here:make", "no_such_module_here"),
+    ]:
+        with pytest.raises(UsageError, match=got):
+            shapes_from_callable(place)
+
+
+# -- FairScale
+
+
+def _fairscale_files(directory: Path, num: int, model: nn.Module) -> None:
+    """Write what ``local_state_dict`` and ``local_metadata_dict`` give, for a root unit, a unit
+    inside of it, and a parameter that is not flattened."""
+    state = model.state_dict()
+    units = [
+        ("", "flat_param_0", ["blocks.0.first.weight", "blocks.0.first.bias", "head.bias"]),
+        ("blocks.1", "_fpw_module.flat_param_0", ["first.weight", "norm.weight"]),
+        ("blocks.1.second", "weight", ["weight"]),
+    ]
+    weights: list[dict[str, Any]] = [{} for _ in range(num)]
+    described: list[list[dict[str, Any]]] = [[] for _ in range(num)]
+    for path, key, names in units:
+        prefix = f"{path}." if path else ""
+        flat = torch.cat([state[prefix + name].reshape(-1) for name in names])
+        chunks = list(flat.chunk(num))
+        chunks += [flat[:0]] * (num - len(chunks))
+        clean = key.removeprefix("_fpw_module.")
+        for rank, chunk in enumerate(chunks):
+            padding = chunks[0].numel() - chunk.numel()
+            weights[rank][prefix + clean] = torch.cat([chunk, torch.zeros(padding)])
+            described[rank].append(
+                {
+                    "fsdp_path": path,
+                    "params": {
+                        clean: {
+                            "names": names,
+                            "shapes": [state[prefix + name].shape for name in names],
+                            "numels": [state[prefix + name].numel() for name in names],
+                            "padding": padding,
+                        }
+                    },
+                    "no_broadcast_optim_state": False,
+                    "shared_param_info": [("head.bias", "also.bias")] if not path else [],
+                }
+            )
+    for rank in range(num):
+        weights[rank]["table"] = state["table"]
+        metadata = {"param_metadata": described[rank], "buffer_names": ["table"]}
+        torch.save(
+            {"model": weights[rank], "shard_metadata": metadata, "epoch": 3},
+            directory / f"checkpoint_last-shard{rank}.pt",
+        )
+
+
+@pytest.mark.parametrize("num", [1, 2, 5])
+def test_files_of_fairscale_give_the_parameters_that_their_metadata_name(
+    tmp_path: Path, num: int
+) -> None:
+    model = make_model()
+    _fairscale_files(tmp_path, num, model)
+    archive = read_rank_files(sorted(tmp_path.iterdir()))
+    state = model.state_dict()
+    with Files() as files:
+        for name, tensor in archive.tensors.items():
+            assert torch.equal(read(tensor, files), state[name]), name
+    assert set(archive.tensors) == {
+        *("blocks.0.first.weight", "blocks.0.first.bias", "head.bias", "table"),
+        *("blocks.1.first.weight", "blocks.1.norm.weight", "blocks.1.second.weight"),
+    }
+    assert archive.aliases == {"also.bias": "head.bias"}
+    assert archive.extra == {"epoch": 3}
+
+
+@pytest.mark.parametrize("place", ["numels", "padding", "shapes", "names", "params", "fsdp_path"])
+def test_wrong_metadata_of_fairscale_are_refused(tmp_path: Path, place: str) -> None:
+    _fairscale_files(tmp_path, 2, make_model())
+    path = tmp_path / "checkpoint_last-shard1.pt"
+    for wrong in (None, "x", -1, [], {"a": 1}):
+        _fairscale_files(tmp_path, 2, make_model())
+        values = torch.load(path, weights_only=True)
+        unit = values["shard_metadata"]["param_metadata"][0]
+        target = unit if place in unit else unit["params"]["flat_param_0"]
+        target[place] = wrong
+        torch.save(values, path)
+        if place in ("padding", "params", "fsdp_path"):
+            with pytest.raises(CheckpointError):
+                read_rank_files(sorted(tmp_path.iterdir()))
+        else:  # those of the first rank count
+            read_rank_files(sorted(tmp_path.iterdir()))

@@ -1,0 +1,378 @@
+"""Files that each rank saved for itself are put together: which ranks hold what comes out as
+DTensor and ShardedTensor define it, and what does not belong together is refused."""
+
+from __future__ import annotations
+
+import itertools
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from fsdp_compat.checkpoint._tools.archive import Archive, of_memory
+from fsdp_compat.checkpoint._tools.pickle_machine import Record, Refused
+from fsdp_compat.checkpoint._tools.rank_files import rank_files_in, rank_groups, read_rank_files
+from fsdp_compat.checkpoint._tools.reading import Files, read
+from fsdp_compat.checkpoint._tools.sharded_records import DTensorRecord, Placement, d_tensor
+from fsdp_compat.errors import CheckpointError
+from tests.support.ranks import run_ranks
+
+WHOLE = torch.arange(7 * 5.0).view(7, 5)
+LAYOUTS = {"both dims": (0, 1), "one dim": (0, 0), "columns": (None, 1), "copies": (None, None)}
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(3, 5)
+        self.norm = nn.BatchNorm1d(5)
+        self.b = nn.Linear(5, 3)
+
+
+def make_model() -> Model:
+    torch.manual_seed(0)
+    return Model()
+
+
+def _save_d_tensors(directory: Path) -> None:
+    """FSDP2 with tensor parallelism, and its optimizer, as RL trainers name the files."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        parallelize_module,
+    )
+
+    rank, num = dist.get_rank(), dist.get_world_size()
+    mesh = init_device_mesh("cpu", (num // 2, 2), mesh_dim_names=("dp", "tp"))
+    model = make_model()
+    parallelize_module(model, mesh["tp"], {"a": ColwiseParallel(), "b": RowwiseParallel()})
+    fully_shard(model, mesh=mesh["dp"])
+    name = f"world_size_{num}_rank_{rank}.pt"
+    torch.save(model.state_dict(), directory / f"model_{name}")
+    optimizer = torch.optim.Adam(model.parameters())
+    for param in model.parameters():
+        param.grad = param.detach() * 0 + 1
+    optimizer.step()
+    torch.save(optimizer.state_dict(), directory / f"optim_{name}")
+    torch.save({"lr": 0.1, "rank": rank}, directory / f"extra_state_{name}")
+    places = {None: Replicate(), 0: Shard(0), 1: Shard(1)}
+    values: dict[str, Any] = {
+        key: distribute_tensor(WHOLE, mesh, [places[dim] for dim in dims])
+        for key, dims in LAYOUTS.items()
+    }
+    values["of one axis"] = distribute_tensor(WHOLE, mesh["dp"], [Shard(0)])
+    values["plain"] = WHOLE.clone()
+    (directory / "layouts").mkdir(exist_ok=True)
+    torch.save(values, directory / "layouts" / f"rank_{rank}.pth")
+
+
+def _save_sharded_tensors(directory: Path, is_ours: bool) -> None:
+    if is_ours:
+        from fsdp_compat import FullyShardedDataParallel, StateDictType
+    else:
+        from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
+    model = make_model()
+    cpu = torch.device("cpu")
+    model.b = FullyShardedDataParallel(model.b, device_id=cpu)
+    whole = FullyShardedDataParallel(model, device_id=cpu)
+    with FullyShardedDataParallel.state_dict_type(whole, StateDictType.SHARDED_STATE_DICT):
+        values = whole.state_dict()
+    rank = dist.get_rank()
+    torch.save(values, directory / f"pytorch_model_fsdp_rank{rank}.bin")
+    optimizer = torch.optim.Adam(whole.parameters(), lr=0.0)
+    for param in whole.parameters():
+        param.grad = param.detach() + rank
+    optimizer.step()
+    torch.save(
+        {"model": values, "optimizer": optimizer.state_dict()}, directory / f"both-rank{rank}.pt"
+    )
+
+
+@pytest.fixture(scope="module")
+def d_tensors(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("d_tensors")
+    run_ranks(4, _save_d_tensors, directory)
+    return directory
+
+
+def paths_in(directory: Path, pattern: str) -> list[Path]:
+    return sorted(directory.glob(pattern))
+
+
+def require_model(archive: Archive, expected: nn.Module) -> None:
+    with Files() as files:
+        for name, values in expected.state_dict().items():
+            assert torch.equal(read(archive.tensors[name], files), values), name
+    assert set(archive.tensors) == set(expected.state_dict())
+
+
+def test_files_of_fsdp2_with_tensor_parallelism_give_the_whole_model(d_tensors: Path) -> None:
+    archive = read_rank_files(paths_in(d_tensors, "*_rank_*.pt"))
+    require_model(archive, make_model())
+    assert archive.world_size == 4
+    assert archive.param_groups is not None
+    (group,) = archive.param_groups
+    assert group["lr"] == 0.001
+    assert len(archive.states) == len(list(make_model().parameters()))
+    shapes = {state["exp_avg"].shape for state in archive.states.values()}
+    assert shapes == {tuple(param.shape) for param in make_model().parameters()}
+    assert "'lr': 0.1" in str(archive.extra)
+    bias = archive.tensors["b.bias"]  # replicated by tensor parallelism
+    assert (len(bias.pieces), len(bias.copies)) == (2, 2)
+    assert {piece.holder for piece in (*bias.pieces, *bias.copies)} == {0, 1, 2, 3}
+
+
+def test_every_layout_of_a_mesh_gives_the_whole_tensor(d_tensors: Path) -> None:
+    archive = read_rank_files(paths_in(d_tensors, "layouts/*"))
+    with Files() as files:
+        for name in (*LAYOUTS, "of one axis", "plain"):
+            assert torch.equal(read(archive.tensors[name], files), WHOLE), name
+            for number in range(len(archive.tensors[name].copies)):
+                copy = archive.tensors[name].copies[number]
+                assert copy.box in {piece.box for piece in archive.tensors[name].pieces}
+    assert len(archive.tensors["plain"].copies) == 3
+
+
+@pytest.mark.parametrize("is_ours", [False, True])
+@pytest.mark.parametrize("num", [2, 4])
+def test_files_of_sharded_tensors_give_the_whole_model(
+    tmp_path: Path, is_ours: bool, num: int
+) -> None:
+    run_ranks(num, _save_sharded_tensors, tmp_path, is_ours)
+    require_model(read_rank_files(paths_in(tmp_path, "pytorch_model*")), make_model())
+    both = read_rank_files(paths_in(tmp_path, "both*"))
+    require_model(both, make_model())
+    assert not both.states and any("optimizer" in line for line in both.left_out)
+
+
+# -- the arithmetic, against torch's
+
+
+@given(
+    st.lists(st.integers(0, 9), min_size=1, max_size=3),
+    st.lists(
+        st.tuples(
+            st.sampled_from(["Shard", "_StridedShard", "Replicate"]),
+            st.integers(0, 2),
+            st.integers(1, 3),
+            st.integers(1, 4),
+        ),
+        min_size=1,
+        max_size=3,
+    ),
+)
+@settings(max_examples=150, deadline=None)
+def test_boxes_are_what_torch_cuts(shape: list[int], mesh: list[tuple[str, int, int, int]]) -> None:
+    from torch.distributed.tensor.placement_types import Shard, _StridedShard
+
+    whole = torch.arange(torch.Size(shape).numel()).view(shape)
+    placements = tuple(Placement(kind, dim % len(shape), splits) for kind, dim, splits, _ in mesh)
+    sizes = tuple(size for *_, size in mesh)
+    covered = torch.zeros(shape, dtype=torch.int64)
+    num_copies = 1
+    for placement, size in zip(placements, sizes, strict=True):
+        num_copies *= size if placement.kind == "Replicate" else 1
+    for coordinate in itertools.product(*map(range, sizes)):
+        local = whole
+        for placement, size, index in zip(placements, sizes, coordinate, strict=True):
+            if placement.kind == "Replicate":
+                continue
+            cut: Any = Shard(placement.dim)
+            if placement.kind == "_StridedShard":
+                cut = _StridedShard(placement.dim, split_factor=placement.split_factor)
+            local = cut._split_tensor(local, size, with_padding=False)[0][index]
+        record = DTensorRecord(of_memory("", local), tuple(shape), sizes, coordinate, placements)
+        for inside, box in record.boxes():
+            part = local[_slices(inside)]
+            assert torch.equal(part, whole[_slices(box)])
+            covered[_slices(box)] += 1
+    assert (covered == num_copies).all()
+
+
+def _slices(box: Any) -> tuple[slice, ...]:
+    return tuple(slice(at, at + size) for at, size in zip(box.offsets, box.sizes, strict=True))
+
+
+def _mesh(**fields: Any) -> Record:
+    mesh = Record("torch.distributed.device_mesh.DeviceMesh")
+    mesh.fields = {"_coordinate_on_dim": [1, 0], **fields}
+    return mesh
+
+
+def _spec(mesh: Record, dims: tuple[int, ...]) -> Record:
+    spec = Record("spec")
+    placements = []
+    for dim in dims:
+        placement = Record("torch.distributed._tensor.placement_types.Shard")
+        placement.fields = {"dim": dim}
+        placements.append(placement)
+    meta = Record("meta", ((6, 2), (2, 1), torch.float32))
+    spec.fields = {"mesh": mesh, "placements": tuple(placements), "tensor_meta": meta}
+    return spec
+
+
+def _layout(**fields: Any) -> Record:
+    layout = Record("torch.distributed._mesh_layout._MeshLayout")
+    layout.fields = fields
+    return layout
+
+
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        _mesh(mesh=of_memory("", torch.arange(6).view(3, 2))),  # before torch 2.10
+        _mesh(_layout=_layout(shape=(3, 2), stride=(2, 1))),
+        _mesh(_layout=_layout(shape=((3,), (2, 1)), stride=((2,), (1, 1)))),
+        _mesh(_layout=_layout(axes=(_layout(shape=(3,)), _layout(shape=(2,))))),
+    ],
+)
+def test_the_meshes_of_all_versions_are_known(mesh: Record) -> None:
+    found = d_tensor(of_memory("", torch.ones(2, 1)), _spec(mesh, (0, 1)))
+    assert (found.mesh_shape, found.coordinate) == ((3, 2), (1, 0))
+    ((inside, box),) = found.boxes()
+    assert (box.offsets, box.sizes, inside.offsets) == ((2, 0), (2, 1), (0, 0))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"placements": (Placement("Partial"),)}, "Partial"),
+        ({"placements": (Placement("Shard", 5),)}, "Shard"),
+        ({"local": of_memory("", torch.ones(3, 2))}, "local tensor of shape"),
+        ({"coordinate": (2,)}, "share 2 of 2"),
+        ({"placements": (Placement("_StridedShard", 0, 1 << 30),)}, "splits"),
+    ],
+)
+def test_a_d_tensor_that_does_not_fit_is_refused(change: dict[str, Any], message: str) -> None:
+    facts: dict[str, Any] = {
+        "local": of_memory("", torch.ones(2, 2)),
+        "shape": (4, 2),
+        "mesh_shape": (2,),
+        "coordinate": (0,),
+        "placements": (Placement("Shard", 0),),
+    }
+    assert len(DTensorRecord(**facts).boxes()) == 1
+    with pytest.raises(Refused, match=message):
+        DTensorRecord(**{**facts, **change}).boxes()
+
+
+# -- names
+
+
+@pytest.mark.parametrize(
+    ("names", "keys"),
+    [
+        (["rank_{}.pth"], ["model"]),
+        (
+            ["model_world_size_2_rank_{}.pt", "optim_world_size_2_rank_{}.pt"],
+            ["model", "optimizer"],
+        ),
+        (["pytorch_model_fsdp_rank{}.bin"], ["model"]),
+        (["pytorch_model_{}.bin", "optimizer_{}.bin"], ["model", "optimizer"]),
+        (["shard{}.pt"], ["model"]),
+        (["checkpoint_last-shard{}.pt"], ["checkpoint_last"]),
+        (["ckpt-rank{}-of-2.pt"], ["ckpt"]),
+        (["model_{}_of_7.safetensors", "pytorch_model-0000{}-of-00002.bin", "readme"], []),
+        (["frank{}.txt", ".rank{}.pt"], []),
+    ],
+)
+def test_ranks_are_recognised_in_names(tmp_path: Path, names: list[str], keys: list[str]) -> None:
+    for name in names:
+        for rank in range(2):
+            (tmp_path / name.format(rank)).touch()
+    groups = rank_files_in(tmp_path)
+    assert sorted(group.key for group in groups) == sorted(keys)
+    assert all(list(group.paths) == [0, 1] for group in groups)
+
+
+def test_numbers_alone_are_ranks_only_from_0_on_without_a_gap(tmp_path: Path) -> None:
+    for number in (100, 200, 300):
+        (tmp_path / f"step_{number}.pt").touch()
+    assert not rank_files_in(tmp_path)
+    (group,) = rank_groups(list(tmp_path.iterdir()))
+    assert not group.is_named
+
+
+def test_ranks_are_ordered_as_numbers(tmp_path: Path) -> None:
+    paths = [tmp_path / f"rank_{rank}.pt" for rank in range(12)]
+    (group,) = rank_groups(paths)
+    assert list(group.paths.values()) == paths
+
+
+# -- files that do not belong together
+
+
+@pytest.fixture
+def layouts(d_tensors: Path, tmp_path: Path) -> list[Path]:
+    shutil.copytree(d_tensors / "layouts", tmp_path / "copy")
+    return paths_in(tmp_path, "copy/*")
+
+
+def test_a_missing_rank_is_named(layouts: list[Path], d_tensors: Path) -> None:
+    with pytest.raises(CheckpointError, match="no file of rank 2"):
+        read_rank_files([*layouts[:2], layouts[3]])
+    with pytest.raises(CheckpointError, match="no file of rank 3"):
+        read_rank_files(paths_in(d_tensors, "model*")[:3])
+
+
+def test_missing_last_ranks_are_seen_by_the_elements_they_held(layouts: list[Path]) -> None:
+    with pytest.raises(CheckpointError, match="elements are missing"):
+        read_rank_files(layouts[:3])
+
+
+def test_files_of_different_runs_are_refused(layouts: list[Path], d_tensors: Path) -> None:
+    for rank in range(2):
+        torch.save({"plain": torch.ones(rank + 3)}, layouts[0].with_name(f"other_rank_{rank}.pt"))
+    with pytest.raises(CheckpointError, match="plain: shape"):
+        read_rank_files(paths_in(layouts[0].parent, "other*"))
+    shutil.copy(layouts[0], layouts[1])
+    with pytest.raises(CheckpointError, match="elements are missing"):
+        read_rank_files(layouts)
+    with pytest.raises(CheckpointError, match="one file per rank"):
+        read_rank_files([*paths_in(d_tensors, "model*"), d_tensors / "rank_0.pt"])
+
+
+def test_a_tensor_that_is_sharded_on_some_ranks_only_is_refused(layouts: list[Path]) -> None:
+    torch.save({"both dims": WHOLE}, layouts[3])
+    with pytest.raises(CheckpointError, match="values of one kind"):
+        read_rank_files(layouts)
+
+
+def test_plain_values_that_differ_are_the_first_ranks_and_reported(tmp_path: Path) -> None:
+    for rank in range(2):
+        tree = {
+            "model": {"w": torch.arange(4.0), "running": torch.full((3,), float(rank))},
+            "seed": rank,
+            "names": ["a"] * (rank + 1),
+        }
+        torch.save(tree, tmp_path / f"rank_{rank}.pt")
+    archive = read_rank_files(paths_in(tmp_path, "*"))
+    with Files() as files:
+        assert read(archive.tensors["running"], files).tolist() == [0.0] * 3
+    assert not archive.tensors["running"].copies
+    assert len(archive.tensors["w"].copies) == 1
+    assert archive.extra == {"seed": 0, "names": ["a"]}
+    (line,) = archive.left_out
+    assert "model/running" in line
+
+
+def test_numbered_files_without_sharded_tensors_are_not_taken_for_ranks(tmp_path: Path) -> None:
+    for number in range(2):
+        torch.save({"w": torch.ones(3)}, tmp_path / f"epoch_{number}.pt")
+    with pytest.raises(CheckpointError, match="hold no parts"):
+        read_rank_files(paths_in(tmp_path, "*"))
+
+
+def test_one_file_that_would_run_code_is_refused(layouts: list[Path]) -> None:
+    torch.save({"a": print}, layouts[2])
+    with pytest.raises(CheckpointError, match=r"builtins?(__)?\.print"):
+        read_rank_files(layouts)

@@ -1,0 +1,406 @@
+"""Files of torch.save are read bit by bit without loading them, those that torch did not write are
+refused, and files written here are files of torch.save."""
+
+from __future__ import annotations
+
+import io
+import math
+import os
+import random
+import struct
+import warnings
+import zipfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fsdp_compat.checkpoint._tools.archive import Archive, Span, StoredTensor, of_memory
+from fsdp_compat.checkpoint._tools.pickle_machine import Ignored
+from fsdp_compat.checkpoint._tools.reading import Files, read
+from fsdp_compat.checkpoint._tools.torch_files import is_torch_file, read_torch_file, records_at
+from fsdp_compat.checkpoint._tools.torch_writing import write_torch
+from fsdp_compat.checkpoint._tools.writing import WriteOptions
+from fsdp_compat.errors import CheckpointError
+
+DTYPES = [
+    *(torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.bool),
+    *(torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
+    *(torch.uint16, torch.uint32, torch.uint64, torch.complex64, torch.complex128),
+    *(torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e8m0fnu),
+]
+
+
+def values_of(dtype: torch.dtype, numel: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(numel)
+    raw = torch.randint(0, 256, (numel * dtype.itemsize,), generator=generator, dtype=torch.uint8)
+    return (raw % 2 if dtype is torch.bool else raw).view(dtype)
+
+
+def bits(tensor: torch.Tensor) -> bytes:
+    flat = tensor.detach().clone(memory_format=torch.contiguous_format).reshape(-1)
+    return flat.view(torch.uint8).numpy().tobytes()
+
+
+def same(found: StoredTensor, expected: torch.Tensor) -> bool:
+    with Files() as files:
+        values = read(found, files)
+    return (
+        (values.dtype, values.shape) == (expected.dtype, expected.shape)
+        and (found.dtype, found.shape) == (expected.dtype, tuple(expected.shape))
+        and bits(values) == bits(expected)
+    )
+
+
+@st.composite
+def views(draw: Any) -> torch.Tensor:
+    """A tensor of any dtype and shape, with any strides that views have."""
+    shape = draw(st.lists(st.integers(0, 5), max_size=4))
+    whole = values_of(draw(st.sampled_from(DTYPES)), math.prod(shape) + 3)
+    tensor = whole[draw(st.integers(0, 3)) :][: math.prod(shape)].view(shape)
+    for _ in range(draw(st.integers(0, 3))):
+        if not tensor.dim():
+            break
+        dim = draw(st.integers(0, tensor.dim() - 1))
+        match draw(st.sampled_from(["transpose", "narrow", "step", "expand", "select"])):
+            case "transpose":
+                tensor = tensor.transpose(0, dim)
+            case "narrow":
+                start = draw(st.integers(0, tensor.shape[dim]))
+                tensor = tensor.narrow(dim, start, tensor.shape[dim] - start)
+            case "step":
+                tensor = tensor[(slice(None),) * dim + (slice(None, None, 2),)]
+            case "expand":
+                tensor = tensor.unsqueeze(dim)
+                tensor = tensor.expand(*tensor.shape[:dim], 3, *tensor.shape[dim + 1 :])
+            case "select" if tensor.shape[dim]:
+                tensor = tensor.select(dim, tensor.shape[dim] - 1)
+    return tensor
+
+
+@given(st.lists(views(), max_size=4), st.booleans())
+@settings(max_examples=120, deadline=None)
+def test_tensors_of_all_dtypes_and_strides_come_back_bit_by_bit(
+    tmp_path_factory: pytest.TempPathFactory, tensors: list[torch.Tensor], is_zip: bool
+) -> None:
+    path = tmp_path_factory.mktemp("file") / "x.pt"
+    torch.save({"all": tensors}, path, _use_new_zipfile_serialization=is_zip)
+    assert is_torch_file(path)
+    found = read_torch_file(path)["all"]
+    assert len(found) == len(tensors)
+    for stored, tensor in zip(found, tensors, strict=True):
+        assert same(stored, tensor)
+        assert all(isinstance(piece.source, Span) for piece in stored.pieces)
+
+
+def test_parameters_buffers_and_tensors_with_attributes_are_tensors(tmp_path: Path) -> None:
+    plain = torch.arange(3.0)
+    marked = torch.arange(4.0)
+    marked.note = "here"  # type: ignore[attr-defined]
+    parameter = torch.nn.Parameter(plain + 1)
+    parameter.tag = 3  # type: ignore[attr-defined]
+    model = torch.nn.Linear(2, 2)
+    tree = {"marked": marked, "parameter": parameter, "model": model.state_dict()}
+    torch.save(tree, tmp_path / "x.pt")
+    found = read_torch_file(tmp_path / "x.pt")
+    assert same(found["marked"], marked)
+    assert same(found["parameter"], parameter)
+    assert same(found["model"]["weight"], model.weight)
+
+
+def test_tensors_that_share_a_storage_read_the_same_bytes(tmp_path: Path) -> None:
+    whole = torch.arange(6.0)
+    torch.save({"a": whole, "b": whole, "c": whole[2:4]}, tmp_path / "x.pt")
+    found = read_torch_file(tmp_path / "x.pt")
+    assert found["a"].pieces == found["b"].pieces
+    assert found["c"].pieces[0].source.start == found["a"].pieces[0].source.start + 8
+
+
+def _sparse() -> torch.Tensor:
+    return torch.eye(2).to_sparse()
+
+
+def _quantized() -> torch.Tensor:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8)
+
+
+def _nested() -> torch.Tensor:
+    return torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+
+
+class Special(torch.Tensor):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (_sparse, "_rebuild_sparse_tensor"),
+        (_quantized, "_rebuild_qtensor"),
+        (_nested, "_rebuild_nested_tensor"),
+        (lambda: torch.ones(2, dtype=torch.complex64).conj(), "flags"),
+        (lambda: torch.ones(2).as_subclass(Special), "Special"),
+        (lambda: torch.nn.Linear(1, 1), "Linear"),
+    ],
+)
+def test_what_is_not_a_dense_tensor_is_refused_by_name(
+    make: Callable[[], Any], message: str, tmp_path: Path
+) -> None:
+    torch.save({"a": make()}, tmp_path / "x.pt")
+    with pytest.raises(CheckpointError, match=message):
+        read_torch_file(tmp_path / "x.pt")
+
+
+def test_tensors_without_values_are_left_out(tmp_path: Path) -> None:
+    torch.save({"a": torch.empty(2, device="meta"), "b": torch.ones(1)}, tmp_path / "x.pt")
+    found = read_torch_file(tmp_path / "x.pt")
+    assert isinstance(found["a"], Ignored) and "[2]" in found["a"].name
+    assert same(found["b"], torch.ones(1))
+
+
+def test_a_file_inside_a_larger_one_is_read_in_place(tmp_path: Path) -> None:
+    inner = io.BytesIO()
+    torch.save({"a": torch.arange(5.0)}, inner)
+    content = inner.getvalue()
+    (tmp_path / "x.distcp").write_bytes(b"?" * 1001 + content + b"!" * 77)
+    found = records_at(tmp_path / "x.distcp", 1001, len(content))
+    assert same(found["a"], torch.arange(5.0))
+    with pytest.raises(CheckpointError):
+        records_at(tmp_path / "x.distcp", 1001, len(content) + 78)
+    with pytest.raises(CheckpointError):
+        records_at(tmp_path / "x.distcp", 1002, len(content))
+
+
+# -- files that torch has not written
+
+
+def _records(path: Path) -> dict[str, bytes]:
+    with zipfile.ZipFile(path) as archive:
+        return {name: archive.read(name) for name in archive.namelist()}
+
+
+@pytest.fixture
+def good(tmp_path: Path) -> Path:
+    torch.save({"a": torch.arange(6.0), "b": [1, "x"], "c": torch.ones(2, 2)}, tmp_path / "x.pt")
+    return tmp_path / "x.pt"
+
+
+def _rewritten(good: Path, change: Callable[[dict[str, bytes]], None], **options: Any) -> Path:
+    records = _records(good)
+    change(records)
+    path = good.with_name("changed.pt")
+    with zipfile.ZipFile(path, "w", **options) as archive:
+        for name, content in records.items():
+            archive.writestr(name, content)
+    return path
+
+
+def _with(name: str, content: bytes) -> Callable[[dict[str, bytes]], None]:
+    return lambda records: records.__setitem__(name, content)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (_with("x/byteorder", b"big"), "big-endian"),
+        (_with("x/constants.pkl", b"\x80\x02)."), "TorchScript"),
+        (_with("x/data/0", b"1234"), "storage '0' of 24 bytes"),
+        (lambda records: records.pop("x/data/0"), "no record 'data/0'"),
+        (lambda records: records.pop("x/data.pkl"), "no record 'data.pkl'"),
+        (_with("y/data.pkl", b"\x80\x02N."), "two records"),
+        (_with("x/data.pkl", b"\x80\x02cos\nsystem\n."), r"os\.system"),
+    ],
+)
+def test_a_file_with_a_changed_record_is_refused(
+    good: Path, change: Callable[[dict[str, bytes]], None], message: str
+) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        read_torch_file(_rewritten(good, change))
+
+
+def test_a_compressed_file_is_refused(good: Path) -> None:
+    path = _rewritten(good, lambda records: None, compression=zipfile.ZIP_DEFLATED)
+    with pytest.raises(CheckpointError, match="compressed"):
+        read_torch_file(path)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        (8, struct.pack("<H", 1), "encrypted"),
+        (10, struct.pack("<H", 8), "compressed"),
+        (20, struct.pack("<II", 1 << 20, 1 << 20), "reaches into"),
+        (42, struct.pack("<I", 1 << 30), "record at byte"),
+        (42, struct.pack("<I", 7), "without a header|reaches into"),
+    ],
+)
+def test_a_directory_that_points_elsewhere_is_refused(
+    good: Path, field: int, value: bytes, message: str
+) -> None:
+    content = bytearray(good.read_bytes())
+    entry = content.index(b"PK\x01\x02", content.index(b"PK\x01\x02") + 1)  # the second one
+    content[entry + field : entry + field + len(value)] = value
+    good.write_bytes(content)
+    with pytest.raises(CheckpointError, match=message):
+        read_torch_file(good)
+
+
+def test_records_that_overlap_are_refused(good: Path) -> None:
+    content = bytearray(good.read_bytes())
+    entries = [at for at in range(len(content)) if content[at : at + 4] == b"PK\x01\x02"]
+    content[entries[-1] + 42 : entries[-1] + 46] = content[entries[0] + 42 : entries[0] + 46]
+    good.write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"another name|reaches into"):
+        read_torch_file(good)
+
+
+@pytest.mark.parametrize(
+    ("offset", "sizes", "strides"),
+    [(0, (7,), (1,)), (6, (1,), (1,)), (0, (2, 2), (5, 1)), (1 << 62, (1,), (1,)), (-1, (1,), (1,)),
+     (0, (2,), (-1,)), (0, (1 << 40, 1 << 40), (0, 0)), (0, (2,), (1, 1)), (0, (1,), (1 << 80,))],
+)  # fmt: skip
+def test_a_tensor_beyond_its_storage_is_refused(
+    tmp_path: Path, offset: int, sizes: tuple[int, ...], strides: tuple[int, ...]
+) -> None:
+    class Beyond:
+        def __reduce__(self) -> Any:
+            function, args = torch.arange(6.0).__reduce_ex__(2)[:2]
+            return function, (args[0], offset, sizes, strides, *args[4:])
+
+    torch.save({"a": Beyond()}, tmp_path / "x.pt")
+    with pytest.raises(CheckpointError, match="was refused"):
+        found = read_torch_file(tmp_path / "x.pt")
+        # A stride that moves nothing is allowed to be of any size.
+        assert sizes == (1,) and same(found["a"], torch.zeros(1))
+        raise CheckpointError("was refused")
+
+
+@pytest.mark.parametrize("is_zip", [True, False])
+def test_cut_and_changed_files_give_an_error_or_values(tmp_path: Path, is_zip: bool) -> None:
+    path = tmp_path / "x.pt"
+    tree = {"a": torch.arange(6.0), "b": [1, "x"], "c": torch.ones(4, 3).t()}
+    torch.save(tree, path, _use_new_zipfile_serialization=is_zip)
+    content = path.read_bytes()
+    chance = random.Random(0)
+    num_refused = 0
+    for number in range(600):
+        changed = bytearray(content)
+        if number % 3 == 0:
+            del changed[chance.randrange(len(content)) :]
+        for _ in range(chance.randrange(1, 4)):
+            if changed:
+                changed[chance.randrange(len(changed))] = chance.randrange(256)
+        path.write_bytes(changed)
+        try:
+            for value in _tensors(read_torch_file(path)):
+                with Files() as files:
+                    read(value, files)
+        except CheckpointError:
+            num_refused += 1
+    assert num_refused > 200
+
+
+def _tensors(value: Any) -> Iterator[StoredTensor]:
+    if isinstance(value, StoredTensor):
+        yield value
+    elif isinstance(value, (dict, list)):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _tensors(item)
+
+
+def test_pickles_and_other_files_are_not_files_of_torch(tmp_path: Path) -> None:
+    for content in (b"", b"\x80\x04N.", b"hello", b"PK\x03\x04", b"\x80\x02\x8a\x0a"):
+        (tmp_path / "x.pt").write_bytes(content)
+        with pytest.raises(CheckpointError):
+            read_torch_file(tmp_path / "x.pt")
+
+
+# -- writing
+
+
+def archive_of_dtypes() -> Archive:
+    archive = Archive(Path("source"), "a test", {})
+    for dtype in DTYPES:
+        name = str(dtype).removeprefix("torch.")
+        archive.tensors[name] = of_memory(name, values_of(dtype, 15).view(3, 5))
+    archive.tensors["empty"] = of_memory("empty", torch.empty(0, 3))
+    archive.tensors["number"] = of_memory("number", torch.tensor(3.0))
+    archive.aliases["tied"] = "float32"
+    return archive
+
+
+@pytest.mark.parametrize("mmap", [False, True])
+@pytest.mark.parametrize("has_optimizer", [False, True])
+def test_written_files_are_loaded_by_torch_without_code(
+    tmp_path: Path, mmap: bool, has_optimizer: bool
+) -> None:
+    archive = archive_of_dtypes()
+    if has_optimizer:
+        moment = of_memory("", torch.arange(15.0).view(3, 5))
+        archive.states = {"float32": {"step": 3, "exp_avg": moment}}
+        archive.param_groups = [{"lr": 0.1, "betas": (0.9, 0.99), "params": ["float32"]}]
+        archive.extra = {"epoch": 3, "left": Ignored("x"), "rng": of_memory("", torch.ones(2))}
+    with Files() as files:
+        write_torch(archive, tmp_path / "x.pt", WriteOptions(slab_nbytes=16), files)
+    with zipfile.ZipFile(tmp_path / "x.pt") as written:
+        assert written.testzip() is None
+        assert {info.compress_type for info in written.infolist()} == {zipfile.ZIP_STORED}
+    loaded = torch.load(tmp_path / "x.pt", weights_only=True, mmap=mmap)
+    ours = read_torch_file(tmp_path / "x.pt")
+    if has_optimizer:
+        assert set(loaded) == {"model", "optimizer", "epoch", "rng"}
+        state = loaded["optimizer"]["state"]["float32"]
+        assert state["step"] == 3 and torch.equal(state["exp_avg"], torch.arange(15.0).view(3, 5))
+        assert loaded["optimizer"]["param_groups"] == archive.param_groups
+        loaded, ours = loaded["model"], ours["model"]
+    assert list(loaded) == [*archive.tensors, "tied"]
+    assert loaded["tied"].data_ptr() == loaded["float32"].data_ptr()
+    for name, stored in archive.tensors.items():
+        values = stored.pieces[0].source
+        assert isinstance(values, torch.Tensor)
+        assert loaded[name].dtype == values.dtype and bits(loaded[name]) == bits(values)
+        assert same(ours[name], values)
+        start = ours[name].pieces[0].source.start
+        assert start % 64 == 0
+
+
+def test_written_files_read_by_the_reader_write_the_same_bytes(tmp_path: Path) -> None:
+    with Files() as files:
+        write_torch(archive_of_dtypes(), tmp_path / "a.pt", WriteOptions(), files)
+        archive = Archive(tmp_path / "a.pt", "torch.save", read_torch_file(tmp_path / "a.pt"))
+        tied = archive.tensors.pop("tied")
+        assert tied.pieces == archive.tensors["float32"].pieces
+        archive.aliases["tied"] = "float32"
+        write_torch(archive, tmp_path / "b.pt", WriteOptions(slab_nbytes=7), files)
+    assert (tmp_path / "a.pt").read_bytes() == (tmp_path / "b.pt").read_bytes()
+
+
+def test_nothing_is_overwritten(tmp_path: Path) -> None:
+    (tmp_path / "x.pt").write_text("mine")
+    with Files() as files, pytest.raises(FileExistsError):
+        write_torch(archive_of_dtypes(), tmp_path / "x.pt", WriteOptions(), files)
+    assert (tmp_path / "x.pt").read_text() == "mine"
+    assert os.listdir(tmp_path) == ["x.pt"]
+
+
+@pytest.mark.slow
+def test_records_of_more_than_four_gibibytes_are_written_and_read(tmp_path: Path) -> None:
+    numel = (1 << 32) + 5
+    large = of_memory("large", torch.ones(1, dtype=torch.uint8).expand(numel))
+    last = of_memory("last", torch.arange(3.0))
+    archive = Archive(Path("source"), "a test", {"large": large, "last": last})
+    with Files() as files:
+        write_torch(archive, tmp_path / "x.pt", WriteOptions(), files)
+    with zipfile.ZipFile(tmp_path / "x.pt") as written:
+        assert max(info.file_size for info in written.infolist()) == numel
+    loaded = torch.load(tmp_path / "x.pt", weights_only=True, mmap=True)
+    assert loaded["large"].shape == (numel,) and loaded["large"][-5:].tolist() == [1] * 5
+    assert torch.equal(loaded["last"], torch.arange(3.0))
+    assert same(read_torch_file(tmp_path / "x.pt")["last"], torch.arange(3.0))
+    os.remove(tmp_path / "x.pt")

@@ -1,0 +1,307 @@
+"""Pickles are read as data: plain values come back as they were, and nothing else happens,
+whatever the bytes are."""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import contextlib
+import datetime
+import io
+import os
+import pathlib
+import pickle
+import struct
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fsdp_compat.checkpoint._tools.reading import Files, read
+from fsdp_compat.checkpoint._tools.unpickling import Ignored, Record, load
+from fsdp_compat.errors import CheckpointError
+
+WHERE = Path("values.pkl")
+
+_KEYS = st.one_of(st.text(), st.integers(-1000, 1000), st.tuples(st.text(), st.integers()))
+VALUES = st.recursive(
+    st.one_of(
+        st.none(),
+        st.booleans(),
+        st.integers(),
+        st.integers(-(2**2000), 2**2000),
+        st.floats(allow_nan=False),
+        st.complex_numbers(allow_nan=False),
+        st.text(),
+        st.binary(),
+        st.frozensets(st.integers()),
+        st.sets(st.text()),
+    ),
+    lambda inner: st.one_of(
+        st.lists(inner),
+        st.lists(inner).map(tuple),
+        st.dictionaries(_KEYS, inner),
+        st.dictionaries(st.text(), inner).map(collections.OrderedDict),
+    ),
+    max_leaves=20,
+)
+
+
+@given(VALUES, st.integers(2, 5))
+@settings(max_examples=150, deadline=None)
+def test_plain_values_come_back_as_they_were(value: Any, protocol: int) -> None:
+    assert load(pickle.dumps(value, protocol), WHERE) == value
+
+
+@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (argparse.Namespace(lr=0.1, betas=(1, 2)), {"lr": 0.1, "betas": (1, 2)}),
+        (collections.defaultdict(list, {"a": [1]}), {"a": [1]}),
+        (collections.Counter("aab"), {"a": 2, "b": 1}),
+        (collections.deque([1, 2], 5), [1, 2]),
+        (datetime.timedelta(days=1, seconds=2), 86402.0),
+        (datetime.datetime(2026, 1, 2, 3), "2026-01-02T03:00:00"),
+        (pathlib.PurePosixPath("a/b.c"), "a/b.c"),
+        (torch.Size([2, 3]), (2, 3)),
+        (torch.bfloat16, torch.bfloat16),
+        (torch.device("cuda", 1), "cuda:1"),
+        (torch.strided, "torch.strided"),
+        (np.float32(1.5), 1.5),
+        (np.int64(-3), -3),
+        (np.bool_(True), True),
+        (bytearray(b"ab"), bytearray(b"ab")),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_values_of_known_classes_become_plain_ones(
+    value: Any, expected: Any, protocol: int
+) -> None:
+    assert load(pickle.dumps(value, protocol), WHERE) == expected
+
+
+@pytest.mark.parametrize("protocol", [2, 4, 5])
+@pytest.mark.parametrize("order", ["C", "F"])
+@pytest.mark.parametrize("dtype", ["f8", "u4", "i1", "?", "c8"])
+def test_arrays_of_numbers_become_tensors(protocol: int, order: Any, dtype: str) -> None:
+    array = np.arange(6).reshape(2, 3).astype(dtype, order=order)
+    (found,) = load(pickle.dumps([array], protocol), WHERE)
+    with Files() as files:
+        assert torch.equal(read(found, files), torch.from_numpy(np.ascontiguousarray(array)))
+
+
+def test_arrays_of_objects_are_refused() -> None:
+    with pytest.raises(CheckpointError, match="only arrays of numbers"):
+        load(pickle.dumps(np.array([{}, None], dtype=object)), WHERE)
+
+
+def test_metadata_of_dcp_become_records() -> None:
+    from torch.distributed.checkpoint.metadata import (
+        ChunkStorageMetadata,
+        Metadata,
+        MetadataIndex,
+        TensorProperties,
+        TensorStorageMetadata,
+    )
+
+    chunk = ChunkStorageMetadata(torch.Size([0]), torch.Size([2]))
+    tensor = TensorStorageMetadata(TensorProperties(torch.float16), torch.Size([2]), [chunk])
+    metadata = Metadata({"a": tensor}, storage_data={MetadataIndex("a", [0]): "here"})
+    found = load(pickle.dumps(metadata), WHERE)
+    assert isinstance(found, Record)
+    assert found.name == "torch.distributed.checkpoint.metadata.Metadata"
+    entry = found.fields["state_dict_metadata"]["a"]
+    assert entry.fields["size"] == (2,)
+    assert entry.fields["properties"].state[0] is torch.float16
+    assert entry.fields["chunks"][0].fields["offsets"] == (0,)
+    ((index, place),) = found.fields["storage_data"].items()
+    assert (index.fields["fqn"], index.fields["offset"], place) == ("a", (0,), "here")
+
+
+class Unknown(dict[str, int]):
+    def __init__(self) -> None:
+        self.value = 3
+        self["a"] = 1
+
+
+def test_an_unknown_class_is_refused_by_name_unless_it_is_to_be_ignored() -> None:
+    data = pickle.dumps({"a": 1, "b": Unknown()}, 2)
+    name = f"{Unknown.__module__}.Unknown"
+    with pytest.raises(CheckpointError, match="Unknown") as caught:
+        load(data, WHERE)
+    assert name in str(caught.value) and "values.pkl" in str(caught.value)
+    found = load(data, WHERE, ignored={name})
+    assert found["a"] == 1
+    assert isinstance(found["b"], Ignored) and found["b"].name == name
+
+
+# -- hostile pickles
+
+
+def _call(name: str, args: bytes) -> bytes:
+    return b"\x80\x02c" + name.replace(" ", "\n").encode() + b"\n" + args + b"\x85R."
+
+
+_TOUCH = b"X\x10\x00\x00\x00touch was_called"
+_NESTED_TUPLES = b")" + b"\x85" * 200_000
+
+HOSTILE = {
+    "os.system": _call("os system", _TOUCH),
+    "posix.system": _call("posix system", _TOUCH),
+    "eval": _call("builtins eval", b"X\x01\x00\x00\x001"),
+    "exec of Python 2": _call("__builtin__ exec", b"X\x01\x00\x00\x001"),
+    "import": _call("builtins __import__", b"X\x02\x00\x00\x00os"),
+    "a dotted name": _call("torch os.system", _TOUCH),
+    "a name inside a known class": _call("collections OrderedDict.__init__", b"]"),
+    "a lazily loaded module": _call("torch _dynamo", b"]"),
+    "getattr of a known class": (
+        b"\x80\x02c__builtin__\ngetattr\nccollections\nOrderedDict\n"
+        b"X\x09\x00\x00\x00__class__\x86R."
+    ),
+    "getattr of a value": b"\x80\x02c__builtin__\ngetattr\n]X\x06\x00\x00\x00append\x86R.",
+    "a call of a call": b"\x80\x02cbuiltins\ngetattr\ncos\nsystem\nX\x01\x00\x00\x00a\x86R)R.",
+    "a call of a list": b"\x80\x02])R.",
+    "a call with a list": b"\x80\x02ctorch\nSize\n]R.",
+    "a state for a class": b"\x80\x02ctorch\nFloatStorage\n}X\x01\x00\x00\x00aK\x01sb.",
+    "slots for a class": b"\x80\x02cargparse\nNamespace\nN}X\x01\x00\x00\x00aK\x01s\x86b.",
+    "a state for a function": b"\x80\x02ctorch\nSize\n}X\x0c\x00\x00\x00__setstate__K\x01sb.",
+    "a state for a list": b"\x80\x02]}X\x01\x00\x00\x00aK\x01sb.",
+    "elements for a record": b"\x80\x02cargparse\nNamespace\n)\x81K\x01a.",
+    "items for a list": b"\x80\x02]K\x01K\x02s.",
+    "a class as a value": b"\x80\x02ccollections\nOrderedDict\n.",
+    "a class as a key": b"\x80\x02}ccollections\nOrderedDict\nK\x01s.",
+    "a storage class": b"\x80\x02ctorch\nFloatStorage\n.",
+    "a persistent id": b"\x80\x02K\x01Q.",
+    "a persistent id as text": b"P1\n.",
+    "an extension": b"\x80\x02\x82\x01.",
+    "INST": b"(ios\nsystem\n.",
+    "OBJ": b"(cos\nsystem\no.",
+    "a tensor without a storage": (
+        b"\x80\x02ctorch._utils\n_rebuild_tensor_v2\n(NK\x00K\x01\x85K\x01\x85\x89}tR."
+    ),
+    "a storage inside": (
+        b"\x80\x02ctorch.storage\n_load_from_bytes\nC\x01a\x85R."
+    ),
+    "a huge memo index": b"\x80\x02Nr\xff\xff\xff\xff.",
+    "an unknown memo index": b"\x80\x02j\xff\xff\xff\x7f.",
+    "a giant text": b"\x80\x04\x8d" + struct.pack("<Q", 1 << 62) + b"a.",
+    "a giant bytearray": b"\x80\x05\x96" + struct.pack("<Q", 1 << 40) + b".",
+    "a negative int length": b"\x80\x02\x8b\xff\xff\xff\xff.",
+    "a giant array": (
+        b"\x80\x03cnumpy.core.multiarray\n_reconstruct\ncnumpy\nndarray\nK\x00\x85C\x01b\x87R"
+        b"(K\x01J\xff\xff\xff\x7fJ\xff\xff\xff\x7f\x86cnumpy\ndtype\nX\x02\x00\x00\x00f8"
+        b"\x85R\x89C\x00tb."
+    ),
+    "a giant shape": b"\x80\x02ctorch\nSize\n" + b"J\xff\xff\xff\x7f" * 3 + b"\x87\x85R.",
+    "a negative shape": b"\x80\x02ctorch\nSize\nJ\xff\xff\xff\xff\x85\x85R.",
+    "deep lists": b"\x80\x02" + b"]" * 100_000 + b"a" * 99_999 + b".",
+    "deep tuples": b"\x80\x02" + _NESTED_TUPLES + b".",
+    "deep tuples as a key": b"\x80\x02}" + _NESTED_TUPLES + b"Ns.",
+    "deep tuples in a set": b"\x80\x02cbuiltins\nset\n]" + _NESTED_TUPLES + b"a\x85R.",
+    "a list in itself": b"\x80\x02]q\x00h\x00a.",
+    "a dict in itself": b"\x80\x02}q\x00X\x01\x00\x00\x00ah\x00s.",
+    "a list as a key": b"\x80\x02}]Ns.",
+    "references that multiply": (
+        b"\x80\x02(]q\x00"
+        + b"".join(b"]q%c(%se" % (i, b"h%c" % (i - 1) * 10) for i in range(1, 30))
+        + b"t."
+    ),
+    "copies that multiply": (
+        b"\x80\x02](" + b"K\x01" * 10_000 + b"eq\x00"
+        + b"0cbuiltins\ntuple\nh\x00\x85R" * 20_000 + b"."
+    ),
+    "equal hashes": (
+        b"\x80\x02}("
+        + b"".join(
+            b"\x8a\x0a" + ((2**61 - 1) * i).to_bytes(10, "little") + b"N"
+            for i in range(1, 200_000)
+        )
+        + b"u."
+    ),
+    "nothing": b"",
+    "no end": b"\x80\x02N",
+    "two values": b"\x80\x02NN.",
+    "a mark as the value": b"\x80\x02(.",
+    "a mark in a tuple": b"\x80\x02(\x85.",
+    "no mark": b"\x80\x02NNt.",
+    "an empty stack": b"\x80\x020.",
+    "protocol 99": b"\x80\x63N.",
+    "half a surrogate": b"\x80\x02X\x03\x00\x00\x00\xed\xa0\x80.",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_pickle_is_refused_at_once_and_changes_nothing(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    attributes = dict(vars(torch.FloatStorage)), dict(vars(argparse.Namespace))
+    start = time.monotonic()
+    with pytest.raises(CheckpointError, match="was refused"):
+        load(HOSTILE[name], WHERE)
+    assert time.monotonic() - start < 5
+    assert not os.listdir(tmp_path)
+    assert attributes == (dict(vars(torch.FloatStorage)), dict(vars(argparse.Namespace)))
+
+
+def test_what_a_hostile_pickle_asks_for_is_named() -> None:
+    with pytest.raises(CheckpointError, match="by references"):
+        load(HOSTILE["references that multiply"], WHERE)
+    with pytest.raises(CheckpointError, match=r"posix\.system"):
+        load(HOSTILE["posix.system"], WHERE)
+
+
+def test_objects_that_would_run_code_are_not_even_imported(tmp_path: Path) -> None:
+    class Evil:
+        def __reduce__(self) -> Any:
+            return os.mkdir, (str(tmp_path / "was_called"),)
+
+    for protocol in range(2, 6):
+        with pytest.raises(CheckpointError, match="mkdir"):
+            load(pickle.dumps([1, {"a": Evil()}], protocol), WHERE)
+    with pytest.raises(CheckpointError, match="antigravity"):
+        load(b"\x80\x02cantigravity\nfly\n)R.", WHERE)
+    assert not os.listdir(tmp_path)
+
+
+_SAMPLE = {
+    "a": [1, 2.5, (3, None)],
+    "b": {"x": np.arange(3), "y": collections.OrderedDict(z={1, 2})},
+    "c": argparse.Namespace(d=torch.float32, e=torch.Size([1])),
+}
+_SAMPLES = [pickle.dumps(_SAMPLE, protocol) for protocol in (2, 4, 5)]
+
+
+@given(
+    st.sampled_from(_SAMPLES),
+    st.lists(st.tuples(st.integers(0, 10_000), st.integers(0, 255)), min_size=1, max_size=4),
+    st.integers(0, 10_000),
+)
+@settings(max_examples=600, deadline=None)
+def test_changed_and_cut_pickles_give_an_error_or_values(
+    data: bytes, changes: list[tuple[int, int]], length: int
+) -> None:
+    changed = bytearray(data)
+    for place, byte in changes:
+        changed[place % len(changed)] = byte
+    with contextlib.suppress(CheckpointError):
+        load(bytes(changed[: length % (2 * len(changed)) + 1]), WHERE)
+
+
+def test_a_text_longer_than_the_limit_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    import fsdp_compat.checkpoint._tools.unpickling as unpickling
+
+    monkeypatch.setattr(unpickling, "MAX_TEXT_NBYTES", 100)
+    with pytest.raises(CheckpointError, match="100 bytes"):
+        load(io.BytesIO(pickle.dumps("a" * 200)), WHERE)
+
+
+def test_tensors_of_plain_pickles_are_refused() -> None:
+    with pytest.raises(CheckpointError, match="_load_from_bytes"):
+        load(pickle.dumps(torch.ones(2)), WHERE)
