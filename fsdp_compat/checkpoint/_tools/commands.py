@@ -205,7 +205,7 @@ def _print(report: tables.Report) -> None:
 
 
 def _print_json(content: dict[str, Any]) -> None:
-    sys.stdout.write(json.dumps(content, indent=1, allow_nan=False) + "\n")
+    sys.stdout.write(json.dumps(content, allow_nan=False) + "\n")
 
 
 # -- looking

@@ -79,8 +79,8 @@ class Difference:
 
     one: Path
     other: Path
-    missing: tuple[str, ...]  # tensors that ``one`` has, and ``other`` does not
-    added: tuple[str, ...]  # tensors that ``other`` has, and ``one`` does not
+    missing: tuple[str, ...]  # tensors that ``one`` has, and ``other`` under none of their names
+    added: tuple[str, ...]  # tensors that ``other`` has, and ``one`` under none of their names
     tensors: tuple[TensorDifference, ...]
     """All tensors that both have, those of different shapes first, then from the largest absolute
     distance to the smallest."""
@@ -183,8 +183,8 @@ def diff(
     return Difference(
         one=archives[0].path,
         other=archives[1].path,
-        missing=tuple(path for path in sides[0] if path not in sides[1]),
-        added=tuple(path for path in sides[1] if path not in sides[0]),
+        missing=_only_in(sides[0], sides[1]),
+        added=_only_in(sides[1], sides[0]),
         tensors=tuple(sorted(compared, key=_by_size)),
         values=tuple(compare.values(*values)),
         compares_dtypes=dtypes,
@@ -248,6 +248,13 @@ def _tensors(archive: Archive, is_wanted: Callable[[str], bool]) -> dict[str, St
     return {path: tensor for path, tensor in found.items() if is_wanted(path)}
 
 
+def _only_in(one: dict[str, StoredTensor], other: dict[str, StoredTensor]) -> tuple[str, ...]:
+    """Return the paths of tensors that ``other`` has under none of their names: some formats keep
+    one name of a tied tensor."""
+    found = {id(tensor) for path, tensor in one.items() if path in other}
+    return tuple(path for path, tensor in one.items() if id(tensor) not in found)
+
+
 def _read_numbers(
     tensors: dict[str, StoredTensor],
     plain: dict[str, Any],
@@ -307,7 +314,8 @@ class _Comparison:
         """Return the values that differ, or that only one side has."""
         found, both = [], (one, other)
         for path in dict.fromkeys((*one, *other)):
-            if path not in one or path not in other or not self._is_same(one[path], other[path]):
+            sides = [side.get(path) for side in both]  # to a format None may be nothing at all
+            if sides[0] is not sides[1] and not self._is_same(sides[0], sides[1]):
                 texts = [reprlib.repr(side[path]) if path in side else None for side in both]
                 found.append(ValueDifference(path, texts[0], texts[1]))
         return found

@@ -173,6 +173,7 @@ def of_verification(found: Verification) -> Report:
         ((problem.kind, problem.where, problem.what) for problem in found.problems),
         "red",
     )
+    report.table(("<not looked at",), ((reason,) for reason in found.left_out), "yellow")
     if found.problems:
         report.line(f"{count_of(len(found.problems), 'problem')}: do not rely on it", "bold red")
     else:

@@ -37,8 +37,8 @@ class Problem:
     kind: str
     """``"coverage"`` (elements that are missing, or that two parts hold), ``"checksum"``,
     ``"file"`` (missing, too short, unreadable), ``"link"`` (out of the directory), ``"copies"``
-    (replicas that differ), ``"alias"`` (of a tensor that the checkpoint does not have),
-    ``"left out"`` (content that could not be read) or ``"not finite"`` (only on demand)."""
+    (replicas that differ), ``"alias"`` (of a tensor that the checkpoint does not have) or
+    ``"not finite"`` (only on demand)."""
     where: str  # the path of the tensor, or the name of the file
     what: str  # one line
 
@@ -69,6 +69,7 @@ class Verification:
     num_files: int  # that hold tensors or have checksums
     num_checksums: int  # blocks that were compared; 0 if the format has none
     nbytes: int  # of all tensors
+    left_out: tuple[str, ...]  # what was not looked at, and why: such as states of random numbers
 
     @property
     def is_intact(self) -> bool:
@@ -105,6 +106,7 @@ class Verification:
                 for section, counts in self.dtypes().items()
             },
             "tensors": [tensor.as_json() for tensor in self.tensors],
+            "left_out": [*self.left_out],
         }
 
 
@@ -205,6 +207,7 @@ class _Verifier:
             num_files=len(ends.keys() | archive.checksums.keys()),
             num_checksums=sum(len(facts.checksums) for _, facts in checksums),
             nbytes=archive.nbytes,
+            left_out=tuple(archive.left_out),
         )
 
     def _nbytes_to_read(self, tensor: StoredTensor) -> int:
@@ -214,8 +217,6 @@ class _Verifier:
 
     def _of_names(self) -> Iterator[Problem]:
         archive = self._archive
-        for reason in archive.left_out:
-            yield Problem("left out", str(archive.path.name), reason)
         for name, target in archive.aliases.items():
             if target not in archive.tensors:
                 yield Problem("alias", f"model/{name}", f"the checkpoint has no {target!r}")

@@ -99,7 +99,7 @@ def test_json_has_a_stable_form(model: Path, other: Path) -> None:
     content = json.loads(run("verify", model, "--json").stdout)
     assert list(content) == [
         *("path", "kind", "is_intact", "problems", "num_files", "num_checksums", "nbytes"),
-        *("num_not_finite", "dtypes", "tensors"),
+        *("num_not_finite", "dtypes", "tensors", "left_out"),
     ]
     assert content["is_intact"] is True and content["tensors"][0].keys() == {
         *("path", "dtype", "shape", "num_nan", "num_inf")

@@ -164,6 +164,10 @@ def test_further_names_of_tied_tensors_count_as_there(
         "model/head",
     ]
     assert len(diff(one.path, one.path).tensors) == 1, "one tensor, compared once"
+    for name, missing in (("embed", ()), ("head", ()), ("else", ("model/embed", "model/head"))):
+        third = archive(tmp_path / name, {name: weight})
+        opens(monkeypatch, one, third)
+        assert diff(one.path, third.path).missing == missing, "either name will do"
 
 
 def test_values_that_are_not_tensors_are_compared(
@@ -173,7 +177,9 @@ def test_values_that_are_not_tensors_are_compared(
     one = archive(
         tmp_path / "a",
         weight,
-        states={"w": {"step": 3.0, "exp_avg": of_memory("", torch.zeros(2)), "flag": None}},
+        states={
+            "w": {"step": 3.0, "exp_avg": of_memory("", torch.zeros(2)), "flag": 1, "none": None}
+        },
         param_groups=[{"params": ["w"], "lr": 0.1, "betas": (0.9, 0.99), "decay": NAN}],
         extra={"epoch": 3, "note": "x" * 500, "nested": [{"seed": 1}, 2]},
     )
@@ -189,7 +195,7 @@ def test_values_that_are_not_tensors_are_compared(
     opens(monkeypatch, one, other)
     found = diff(one.path, other.path)
     assert found.values == (
-        ValueDifference("optimizer/w/flag", "None", None),
+        ValueDifference("optimizer/w/flag", "1", None),
         ValueDifference("optimizer/param_groups/0/lr", "0.1", "0.2"),
         ValueDifference("extra/epoch", "3", "4"),
     )
