@@ -10,6 +10,8 @@ safetensors:
 - safetensors, weights for other tools: ``_safetensors_save``, ``_safetensors_load``, and
   ``_safetensors_parts``, which both use
 - whole tensors, for any other format: ``_full`` (``iter_full_state_dict``)
+- any checkpoint, in one process, without a model: ``inspect``, ``verify``, ``diff``, ``convert``,
+  and the command ``fsdp-compat``, all in ``_tools``
 
 Native, saving:
 
@@ -47,16 +49,33 @@ from ._report import LoadReport
 from ._safetensors_load import load_safetensors
 from ._safetensors_save import save_safetensors
 from ._save import AsyncSave, async_save, save
+from ._tools.convert import convert
+from ._tools.difference import Difference, TensorDifference, ValueDifference, diff
+from ._tools.inspection import Inspection, Part, TensorFacts, inspect
+from ._tools.verification import Problem, TensorCheck, Verification, verify
 
 __all__ = [
     "AsyncSave",
+    "Difference",
+    "Inspection",
     "LoadReport",
+    "Part",
+    "Problem",
+    "TensorCheck",
+    "TensorDifference",
+    "TensorFacts",
+    "ValueDifference",
+    "Verification",
     "async_save",
     "check_optimizer",
+    "convert",
+    "diff",
+    "inspect",
     "iter_full_state_dict",
     "latest",
     "load",
     "load_safetensors",
     "save",
     "save_safetensors",
+    "verify",
 ]
