@@ -60,8 +60,12 @@ KINDS = (
 class Part(nn.Module):
     """Adds the sum of its parameters, each multiplied by a few small numbers, to its input."""
 
+    def used(self) -> list[Tensor]:
+        """Return the parameters; not by parameters(), which has FSDP1's flat ones."""
+        raise NotImplementedError
+
     def forward(self, x: Tensor) -> Tensor:
-        for parameter in dict.fromkeys(self.parameters()):
+        for parameter in self.used():
             factors = torch.arange(parameter.numel(), dtype=parameter.dtype) % 7 / 8 - 0.25
             x = x + (parameter * factors.view(parameter.shape)).sum().float()
         return x
@@ -77,12 +81,18 @@ class Words(Part):
         self.head.weight = self.embed.weight
         self.register_buffer("table", torch.randn(3, 2))
 
+    def used(self) -> list[Tensor]:
+        return [self.embed.weight, self.head.bias]
+
 
 class Block(Part):
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
         self.up = nn.Linear(5, 11, dtype=dtype)
         self.down = nn.Linear(11, 5, bias=False, dtype=dtype)
+
+    def used(self) -> list[Tensor]:
+        return [self.up.weight, self.up.bias, self.down.weight]
 
 
 class Toy(nn.Module):
