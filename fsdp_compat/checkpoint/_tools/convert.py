@@ -144,7 +144,7 @@ def convert(
     )
     total = sum(nbytes_to_write(tensor) for _, tensor in wanted.all_tensors())
     with (
-        Files() as files,
+        Files(archive.checksums) as files,
         published(target_path, call) as path,
         progress_bar(progress, f"{name} {target_path.name}", total) as tick,
     ):

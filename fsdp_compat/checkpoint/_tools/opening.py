@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import CheckpointError, explain
+from .._blocks import damaged
 from .._manifest import MANIFEST
 from .._safetensors_parts import INDEX
 from .._texts import joined, open_file
@@ -133,8 +134,12 @@ def _is_of_one_rank(tree: Any) -> bool:
 
 
 def _require_in_files(archive: Archive) -> None:
-    """Raise CheckpointError unless every span lies in its file."""
-    lengths: dict[Path, int] = {}
+    """Raise CheckpointError unless every span lies in its file, and files with checksums have
+    their length."""
+    lengths = {file: _length(file, archive.path) for file in archive.checksums}
+    for file, facts in archive.checksums.items():
+        if lengths[file] != facts.nbytes:
+            raise damaged(file, f"{facts.nbytes} bytes", f"{lengths[file]} bytes")
     for name, tensor in archive.all_tensors():
         for piece in (*tensor.pieces, *tensor.copies):
             if isinstance(piece.source, Span) and piece.box.numel:

@@ -8,7 +8,8 @@ import math
 import mmap
 import os
 import threading
-from collections.abc import Iterator
+import zlib
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -16,6 +17,7 @@ import torch
 from ..._comm.host_memory import memory_of
 from ..._layout.box import Box
 from ...errors import CheckpointError, explain
+from .._blocks import BLOCK_NBYTES, FileFacts, damaged
 from .._texts import open_file
 from .archive import Piece, StoredTensor, intersection, row_major, whole
 
@@ -26,9 +28,14 @@ SLAB_NBYTES = 16 << 20
 
 
 class Files:
-    """Open files, at most 64 at a time. Safe to use from several threads."""
+    """Open files, at most 64 at a time. Safe to use from several threads.
 
-    def __init__(self) -> None:
+    Of files with checksums each block is compared with its own before anything of it is used.
+    """
+
+    def __init__(self, checksums: Mapping[Path, FileFacts] | None = None) -> None:
+        self._checksums = checksums or {}
+        self._checked: set[tuple[Path, int]] = set()  # blocks, by file and number
         self._open: collections.OrderedDict[Path, int] = collections.OrderedDict()
         self._lock = threading.Lock()
 
@@ -60,13 +67,34 @@ class Files:
                     self._open[path] = descriptor
 
     def read_into(self, path: Path, start: int, room: memoryview) -> None:
-        """Fill ``room`` from byte ``start`` on. Raises CheckpointError if the file ends before."""
+        """Fill ``room`` from byte ``start`` on. Raises CheckpointError if the file ends before, or
+        a checksum is wrong."""
         with self.descriptor(path) as descriptor:
+            self.check(path, descriptor, start, len(room))
             while room:
                 num_read = os.preadv(descriptor, [room], start)
                 if not num_read:
                     raise _too_short(path, start + len(room))
                 room, start = room[num_read:], start + num_read
+
+    def check(self, path: Path, descriptor: int, start: int, nbytes: int) -> None:
+        """Compare the checksums of the blocks of some bytes, unless it was done before. Raises
+        CheckpointError. Reading the bytes then finds them in the page cache."""
+        facts = self._checksums.get(path)
+        if facts is None or not nbytes:
+            return
+        for number in range(start // BLOCK_NBYTES, (start + nbytes - 1) // BLOCK_NBYTES + 1):
+            if (path, number) in self._checked:
+                continue
+            block = os.pread(descriptor, BLOCK_NBYTES, number * BLOCK_NBYTES)
+            if number >= len(facts.checksums) or zlib.crc32(block) != facts.checksums[number]:
+                first = number * BLOCK_NBYTES
+                raise damaged(
+                    path,
+                    f"the saved checksum for bytes {first} to {first + BLOCK_NBYTES}",
+                    f"{len(block)} bytes with another one",
+                )
+            self._checked.add((path, number))
 
 
 def read(tensor: StoredTensor, files: Files) -> torch.Tensor:
@@ -176,6 +204,7 @@ def _read_strided(
     with files.descriptor(path) as descriptor:
         if os.fstat(descriptor).st_size < page + length:
             raise _too_short(path, page + length)
+        files.check(path, descriptor, page, length)
         mapped = mmap.mmap(descriptor, length, flags=mmap.MAP_PRIVATE, offset=page)
     # torch.frombuffer keeps the mapping alive; it goes with the tensor.
     flat = torch.frombuffer(mapped, dtype=torch.uint8)[start - page :]

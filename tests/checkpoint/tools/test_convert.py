@@ -14,11 +14,13 @@ import pytest
 import torch
 
 from fsdp_compat import checkpoint
-from fsdp_compat.checkpoint._tools.archive import Archive, StoredTensor
+from fsdp_compat.checkpoint._tools.archive import Archive, StoredTensor, of_memory
 from fsdp_compat.checkpoint._tools.convert import FORMATS, convert
+from fsdp_compat.checkpoint._tools.native_writing import write_native
 from fsdp_compat.checkpoint._tools.opening import open_archive, problems_of
 from fsdp_compat.checkpoint._tools.reading import Files, read
 from fsdp_compat.checkpoint._tools.shapes import shapes_of
+from fsdp_compat.checkpoint._tools.writing import WriteOptions
 from fsdp_compat.errors import CheckpointError, UsageError
 from tests.support import checkpoints
 from tests.support.ranks import run_ranks
@@ -273,3 +275,19 @@ def test_a_checkpoint_with_a_rank_missing_is_refused(tmp_path: Path) -> None:
         with pytest.raises(CheckpointError, match=r"missing|rank 1|rank-00001|__1_0"):
             convert(made["path"], tmp_path / f"{kind}.pt")
         assert not (tmp_path / f"{kind}.pt").exists()
+
+
+def test_a_changed_byte_in_a_file_with_checksums_is_refused(tmp_path: Path) -> None:
+    values = torch.zeros(3, 1 << 20)  # 12 MB in two files: beyond the block that has the header
+    made = Archive(tmp_path, "memory", {"weight": of_memory("weight", values)})
+    source = tmp_path / "step-00000000"
+    with Files() as files:
+        write_native(made, source, WriteOptions(world_size=2), files)
+    file = source / "rank-00001.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    for name, suffix in SUFFIX.items():
+        with pytest.raises(CheckpointError, match=r"rank-00001.*not what was saved"):
+            convert(source, tmp_path / f"out{suffix}", to=name)
+    assert list(tmp_path.iterdir()) == [source]
