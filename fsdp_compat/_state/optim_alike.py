@@ -40,8 +40,8 @@ class OptimizerFacts:
     groups, in the model's order."""
 
     rank: int  # the global rank
-    # By flat group: elements of a shard; of tensor-parallel parameters, of which ranks may hold parts
-    # of different sizes, those of the whole.
+    # By flat group: elements of a shard; of tensor-parallel parameters, of which ranks may hold
+    # parts of different sizes, those of the whole.
     sizes: tuple[int, ...]
     held: _Runs  # parameters that the rank has elements of and its optimizer holds
     missing: _Runs  # parameters that the rank has elements of but its optimizer does not hold

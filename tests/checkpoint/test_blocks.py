@@ -20,8 +20,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fsdp_compat._comm.host_memory import memory_of
-from fsdp_compat.checkpoint import _blocks as blocks
 from fsdp_compat._layout.pieces import Rows
+from fsdp_compat.checkpoint import _blocks as blocks
 from fsdp_compat.checkpoint._blocks import (
     BlockWriter,
     FileFacts,

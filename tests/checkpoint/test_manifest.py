@@ -17,8 +17,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fsdp_compat._layout.flat import flat_layout
-from fsdp_compat._layout.spec import FlatLayout, ParamSpec
 from fsdp_compat._layout.pieces import Piece
+from fsdp_compat._layout.spec import FlatLayout, ParamSpec
 from fsdp_compat.checkpoint._blocks import FileFacts
 from fsdp_compat.checkpoint._manifest import (
     MANIFEST,
@@ -180,7 +180,9 @@ def test_parts_of_a_parameter_are_found_together_and_raise_the_version(tmp_path:
     parameter = found.parameters()["tied"]
     assert (parameter.shape, parameter.names) == ((5, 4), ("w", "tied"))
     assert parameter.pieces == [group.piece(0) for group in found.groups]
-    versions_written = [json.loads(m.as_text())["content"]["version"] for m in (example(), parted())]
+    versions_written = [
+        json.loads(m.as_text())["content"]["version"] for m in (example(), parted())
+    ]
     assert versions_written == [1, 2]
 
 

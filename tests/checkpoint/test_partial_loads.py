@@ -1,5 +1,5 @@
-"""Loads of a part of a checkpoint (``strict=False``), of settings into other parameter groups, and of
-tensors that are parameters in one place and buffers in another."""
+"""Loads of a part of a checkpoint (``strict=False``), of settings into other parameter groups, and
+of tensors that are parameters in one place and buffers in another."""
 
 from __future__ import annotations
 
@@ -98,11 +98,11 @@ def _load_bodies(folder: Path, saved: dict[str, Tensor]) -> None:
     after = state_of(model, optimizer)
     assert_same(states_in(after), states_in(before))
     assert torch.equal(after["first.weight"], saved["first.weight"])
+    other = sharded("rows", nn.Linear(7, 7))
     for call in (
         lambda **options: checkpoint.load(folder / "rows" / STEP, other, **options),
         lambda **options: checkpoint.load_safetensors(folder / "weights", other, **options),
     ):
-        other = sharded("rows", nn.Linear(7, 7))
         for options in ({}, {"strict": False}):
             with pytest.raises(CheckpointError) as raised:
                 call(**options)

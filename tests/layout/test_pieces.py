@@ -71,7 +71,10 @@ def test_a_part_of_columns_is_one_set_of_rows() -> None:
     assert (rows.numel, rows.count, rows.start) == (12, 1, 12)
 
 
-GRID = [Piece((5, 4), (row, 2 * column), (3 if row == 0 else 2, 2)) for row, column in [(0, 0), (0, 1), (3, 0), (3, 1)]]
+GRID = [
+    Piece((5, 4), (row, 2 * column), (3 if row == 0 else 2, 2))
+    for row, column in [(0, 0), (0, 1), (3, 0), (3, 1)]
+]
 
 
 def test_pieces_that_fill_a_parameter_once_are_a_grid() -> None:
