@@ -78,6 +78,8 @@ def _save_bodies(folder: Path) -> dict[str, Tensor]:
         checkpoint.save(folder / front_end, model, optimizer, "extra", step=1)
     checkpoint.save_safetensors(folder / "weights", model)
     checkpoint.save(folder / "no optimizer", model, step=1)
+    of_head = torch.optim.Adam(model.head.parameters())
+    checkpoint.save(folder / "state of the head", model, of_head, step=1)
     return state_of(model, optimizer)
 
 
@@ -87,17 +89,19 @@ def _load_bodies(folder: Path, saved: dict[str, Tensor]) -> None:
             with about(f"{saver} into {loader}"):
                 _load_body(folder / saver / STEP, loader, saved)
     _load_weights(folder / "weights", saved)
-    model = sharded("rows", Body(2))
-    optimizer = torch.optim.Adam(model.parameters())
-    train(model, optimizer)
-    before, report = state_of(model, optimizer), LoadReport()
-    path = folder / "no optimizer" / STEP
-    checkpoint.load(path, model, optimizer, strict=False, report=report)
-    assert len(report.state_kept) == 6
-    assert not report.missing
-    after = state_of(model, optimizer)
-    assert_same(states_in(after), states_in(before))
-    assert torch.equal(after["first.weight"], saved["first.weight"])
+    for path, front_end, num_kept in (
+        ("no optimizer", "rows", 6),
+        ("state of the head", "flat", 0),  # nothing for a FlatParameter without the head
+    ):
+        model = sharded(front_end, Body(2, head="head" if num_kept else "own"))
+        optimizer = torch.optim.Adam(model.parameters())
+        train(model, optimizer)
+        before, report = state_of(model, optimizer), LoadReport()
+        checkpoint.load(folder / path / STEP, model, optimizer, strict=False, report=report)
+        assert len(report.state_kept) == num_kept
+        after = state_of(model, optimizer)
+        assert_same(states_in(after), states_in(before))
+        assert torch.equal(after["first.weight"], saved["first.weight"])
     other = sharded("rows", nn.Linear(7, 7))
     for call in (
         lambda **options: checkpoint.load(folder / "rows" / STEP, other, **options),

@@ -26,7 +26,7 @@ from torch.distributed.tensor import (
 from fsdp_compat import FullyShardedDataParallel as FSDP
 from fsdp_compat import ShardingStrategy, StateDictType, checkpoint, fully_shard
 from fsdp_compat._front_ends.fully_shard.api import DataParallelMeshDims
-from fsdp_compat.errors import CheckpointError, UsageError
+from fsdp_compat.errors import CheckpointError, StateError, UsageError
 from fsdp_compat.wrap import ModuleWrapPolicy
 from tests.support.cases import about
 from tests.support.odd_model import assert_same
@@ -244,9 +244,17 @@ def _refused(folder: Path) -> None:
         assert all(each in text for each in FACTS), text
         assert fact in text, text
     assert not (folder / "new").exists()
+    model, _ = build(Layout("rows", 1, 1, 2), seed=1)
+    if dist.get_rank() == 0:
+        with pytest.raises(StateError, match=r"checkpoint\.save"):
+            checkpoint.save(folder / "alone", model, step=1)
+        assert not (folder / "alone").exists()
+    else:
+        with pytest.raises(StateError, match="rank 0"):
+            checkpoint.save_safetensors(folder / "alone", model)
 
 
-def test_other_placements_and_missing_parts_are_refused_on_all_ranks(tmp_path: Path) -> None:
+def test_what_cannot_be_saved_or_loaded_is_refused_on_all_ranks(tmp_path: Path) -> None:
     run_ranks(2, _write, str(tmp_path), Layout("rows", 1, 1, 2))
     (tmp_path / STEP / "rank-00001.safetensors").unlink()
     run_ranks(2, _refused, tmp_path)
