@@ -19,10 +19,11 @@ import contextlib
 import os
 import threading
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from .._comm import deadlock, progress
 from .._comm.communicator import Communicator
+from .._comm.mesh import Axis
 from .._comm.store_rendezvous import StoreRendezvous, rendezvous_of
 from .group import Group
 
@@ -77,27 +78,33 @@ def register(groups: Iterable[Group]) -> None:
                     _number(group, rendezvous)
 
 
-def require_all_ranks(call: str, groups: Iterable[Group], *, copies: bool = False) -> None:
+def require_all_ranks(
+    call: str, groups: Iterable[Group], *, copies: bool = False, axes: Sequence[Axis] = ()
+) -> None:
     """Return when all ranks of ``groups`` have made the same call. Collective.
 
-    Raises StateError, on all of them, as soon as that can no longer happen.
+    axes: further ones whose ranks take part. Raises StateError, on all of them, as soon as that can
+    no longer happen.
     """
+    groups = list(groups)
     pairs = list(_communicators(groups, copies))
     for communicator, _ in pairs:
         communicator.require_working()
-    if not pairs or _depth.value or not is_on():
+    if not (pairs or axes) or _depth.value or not is_on():
         return
     progress.follow()
     # the same order on all ranks, so that they cannot wait in a circle
     pairs.sort(key=lambda pair: (-pair[0].ranks, pair[0].members))
+    waits = [(communicator.members, communicator.name, group) for communicator, group in pairs]
+    waits += [(axis.members, "", groups[0]) for axis in axes if axis.ranks > 1]
     done: list[frozenset[int]] = []
-    for communicator, group in pairs:
-        if len(pairs) > 1 and any(ranks.issuperset(communicator.members) for ranks in done):
+    for members, name, group in waits:
+        if any(ranks.issuperset(members) for ranks in done):
             continue
-        rendezvous = rendezvous_of(communicator.members)
+        rendezvous = rendezvous_of(members)
         if rendezvous is not None:
-            rendezvous.meet(call, _number(group, rendezvous), communicator.name)
-            done.append(frozenset(communicator.members) if len(pairs) > 1 else frozenset())
+            rendezvous.meet(call, _number(group, rendezvous), name)
+            done.append(frozenset(members) if len(waits) > 1 else frozenset())
 
 
 @contextlib.contextmanager

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import math
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -17,7 +18,7 @@ from torch import nn
 
 from .._comm.communicator import Communicator
 from .._engine.group import Group
-from .._engine.state_store import store_of
+from .._engine.state_store import StateStore, store_of
 from ..errors import RuntimeUsageError, explain
 from .param_ownership import ParamOwnership
 
@@ -39,7 +40,9 @@ class OptimizerFacts:
     groups, in the model's order."""
 
     rank: int  # the global rank
-    sizes: tuple[int, ...]  # elements of a shard, by flat group
+    # By flat group: elements of a shard; of tensor-parallel parameters, of which ranks may hold
+    # parts of different sizes, those of the whole.
+    sizes: tuple[int, ...]
     held: _Runs  # parameters that the rank has elements of and its optimizer holds
     missing: _Runs  # parameters that the rank has elements of but its optimizer does not hold
     unmanaged: str  # a checksum of the names of the optimizer's parameters that no unit manages
@@ -54,11 +57,17 @@ def describe(ownership: ParamOwnership, groups: Sequence[Group]) -> OptimizerFac
     ]
     return OptimizerFacts(
         _global_rank(),
-        tuple(store_of(group).numel for group in groups),
+        tuple(_size(store_of(group)) for group in groups),
         _runs(position for position, p in here if p in ownership.members),
         _runs(position for position, p in here if p not in ownership.members),
         hashlib.sha1("\n".join(name for _, name in ownership.unmanaged).encode()).hexdigest(),
     )
+
+
+def _size(store: StateStore) -> int:
+    if not any(parallel is not None for parallel in store.parallel):
+        return store.numel
+    return sum(math.prod(store.shape(index)) for index in range(len(store.orig_params)))
 
 
 def held_by_any(

@@ -12,7 +12,7 @@ from torch import nn
 
 from ..api import StateDictType
 from .model_units import default_form, in_form, managed_in, model_unit_of, model_units_in, units_of
-from .names import clean_name, flat_names, param_names
+from .names import clean_name, everything, flat_names, param_names
 
 __all__ = ["Unmanaged", "load_unmanaged", "owners_in", "unmanaged_in", "unmanaged_state"]
 
@@ -63,13 +63,20 @@ def unmanaged_state(model: nn.Module) -> dict[str, Any]:
     The modules' own methods and hooks make the entries, so that a class which saves something in
     its own way is heard.
     """
-    with in_form(model_units_in(model), default_form(StateDictType.LOCAL_STATE_DICT)):
-        state = model.state_dict()
     managed = {
         named.prefix + clean_name(name)
         for named in units_of(model)
         for name in (*flat_names(named.unit), *param_names(named.unit))
     }
+    units = model_units_in(model)
+    with in_form(units, default_form(StateDictType.LOCAL_STATE_DICT)):
+        for each in units:  # not every parameter of a unit has a local form
+            each.wanted = lambda name, trainable: name not in managed
+        try:
+            state = model.state_dict()
+        finally:
+            for each in units:
+                each.wanted = everything
     return {
         clean: value for name, value in state.items() if (clean := clean_name(name)) not in managed
     }

@@ -26,7 +26,7 @@ from ._load_plan import LoadPlan
 from ._optimizers import SharedOptimizer
 from ._progress import require_bar
 from ._ranks import all_ranks_or_raise, checkpoint_error_from, ranks_of, require_rest
-from ._report import LoadReport, require_report
+from ._report import LoadReport, deliver, require_report
 from ._texts import brief
 
 __all__ = ["load"]
@@ -118,10 +118,7 @@ def load(
                     fix="pass the same path on all ranks; do not call latest(folder) during a save",
                 )
             )
-        if report is not None:
-            plan.report.copy_to(report)
-        elif not strict:
-            plan.report.warn(call, path, stacklevel=2)
+        deliver(plan.report, report, strict, call, path)
         extra = None
         try:
             extra = plan.apply(progress and ranks.number == 0)

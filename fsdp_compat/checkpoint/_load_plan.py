@@ -21,7 +21,7 @@ from ._named_groups import NamedGroup, named_groups, names_in
 from ._part_source import OwnPart, PartSource, TensorSource
 from ._rank_files import RankFiles
 from ._ranks import Ranks
-from ._report import LoadReport, nothing_fits
+from ._report import LoadReport, nothing_fits, problems_in
 from ._snapshot import warn_of_left_out
 from ._texts import joined
 from ._values import decode, tensor_in
@@ -164,7 +164,7 @@ class LoadPlan:
     def _require_fit(self, strict: bool) -> None:
         """Raise CheckpointError unless the checkpoint holds exactly the model's parameters and
         buffers, in their shapes; not strict: unless it holds some of them."""
-        if strict and (wrong := self.report.problems()):
+        if strict and (wrong := problems_in(self.report)):
             raise CheckpointError(
                 explain(
                     "The checkpoint does not fit the model.",
@@ -174,5 +174,5 @@ class LoadPlan:
                     fix="build the model that was saved, or pass strict=False to load what fits",
                 )
             )
-        if self.report.problems() and not self._sources and not self._others:
+        if problems_in(self.report) and not self._sources and not self._others:
             raise nothing_fits(self.files.path, self.report)

@@ -13,7 +13,6 @@ from torch import nn
 
 from .._comm.mesh import Axis
 from .._engine.group import Group
-from .._engine.state_store import store_of
 from .._state.model_units import units_of
 from .._state.optim_alike import OptimizerFacts, describe, require_alike
 from .._state.param_ownership import ParamOwnership, ownership_of
@@ -49,17 +48,11 @@ class SharedOptimizer:
 
     def facts(self) -> list[Any] | None:
         """Return the facts to compare, as JSON values."""
-        if self._ownership is None:
-            return None
-        facts = describe(self._ownership, self._groups)
-        # Shards of tensor-parallel parameters may differ in size: compare the whole parameters.
-        sizes = [
-            sum(math.prod(store.shape(index)) for index in range(len(store.orig_params)))
-            if any(store.parallel)
-            else size
-            for size, store in zip(facts.sizes, map(store_of, self._groups), strict=True)
-        ]
-        return list(dataclasses.astuple(dataclasses.replace(facts, sizes=tuple(sizes))))
+        return (
+            None
+            if self._ownership is None
+            else list(dataclasses.astuple(describe(self._ownership, self._groups)))
+        )
 
     def require_alike(self, all_facts: Sequence[list[Any] | None], call: str) -> None:
         """Raise UsageError, on all ranks, unless the facts of all ranks match. all_facts: in rank

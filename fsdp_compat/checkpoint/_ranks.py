@@ -101,11 +101,10 @@ def ranks_of(model: nn.Module, call: str) -> tuple[list[ModelUnit], Ranks]:
                 "fully_shard(model)",
             )
         )
-    rendezvous.require_all_ranks(
-        call, [group for each in units for group in each.unit.groups], copies=True
-    )
-    first = units[0]
     axes = tensor_parallel_axes([each.unit for each in units])
+    groups = [group for each in units for group in each.unit.groups]
+    rendezvous.require_all_ranks(call, groups, copies=True, axes=axes)
+    first = units[0]
     members = _members(first.mesh, axes, first.device)
     members.num_calls += 1
     timeout: datetime.timedelta = _torch_private.group_timeout(first.group)

@@ -10,7 +10,7 @@ from .. import errors
 from ..errors import CheckpointError, explain
 from ._texts import joined
 
-__all__ = ["LoadReport", "nothing_fits", "require_report"]
+__all__ = ["LoadReport", "deliver", "nothing_fits", "problems_in", "require_report"]
 
 
 @dataclasses.dataclass
@@ -50,22 +50,26 @@ class LoadReport:
         ]
         return "; ".join(found) or "everything was loaded"
 
-    def problems(self) -> list[str]:
-        """Return what a strict load refuses, one text per name."""
-        return [
-            *(f"missing: {name}" for name in self.missing),
-            *(f"not in the model: {name}" for name in self.unexpected),
-            *(f"{name}: {how}" for name, how in self.mismatched.items()),
-        ]
 
-    def warn(self, call: str, path: object, stacklevel: int) -> None:
-        """Warn if anything was left."""
-        if self:
-            warnings.warn(f"{call} of {path} with strict=False: {self}", stacklevel=stacklevel + 1)
+def problems_in(report: LoadReport) -> list[str]:
+    """Return what a strict load refuses, one text per name."""
+    return [
+        *(f"missing: {name}" for name in report.missing),
+        *(f"not in the model: {name}" for name in report.unexpected),
+        *(f"{name}: {how}" for name, how in report.mismatched.items()),
+    ]
 
-    def copy_to(self, other: LoadReport) -> None:
-        for field in dataclasses.fields(self):
-            setattr(other, field.name, getattr(self, field.name))
+
+def deliver(
+    found: LoadReport, report: LoadReport | None, strict: bool, call: str, path: object
+) -> None:
+    """Copy what was found to the caller's report or, without one, warn if anything was left. To be
+    called by the function that the user calls."""
+    if report is not None:
+        for field in dataclasses.fields(found):
+            setattr(report, field.name, getattr(found, field.name))
+    elif found and not strict:
+        warnings.warn(f"{call} of {path} with strict=False: {found}", stacklevel=3)
 
 
 def require_report(call: str, strict: Any, report: Any) -> None:
@@ -81,7 +85,7 @@ def nothing_fits(path: object, report: LoadReport) -> CheckpointError:
         explain(
             "Nothing in the checkpoint fits the model.",
             expected="at least one name with the same shape in both, also with strict=False",
-            got=joined(report.problems(), 20, "; "),
+            got=joined(problems_in(report), 20, "; "),
             where=str(path),
             fix="check that it is the checkpoint of this model, and compare the names",
         )

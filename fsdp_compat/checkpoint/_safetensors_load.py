@@ -20,7 +20,7 @@ from ._header import TensorInfo, read_header
 from ._named_groups import NamedGroup, named_groups
 from ._progress import progress_bar
 from ._ranks import all_ranks_or_raise, checkpoint_error_from, ranks_of, require_rest
-from ._report import LoadReport, nothing_fits, require_report
+from ._report import LoadReport, deliver, nothing_fits, problems_in, require_report
 from ._safetensors_parts import (
     INDEX,
     HeldPart,
@@ -99,10 +99,7 @@ def load_safetensors(
         require_same_plan(
             all_ranks_or_raise(ranks, problem, digest(sources, dtype), call), ranks, call
         )
-        if report is not None:
-            left.copy_to(report)
-        elif not strict:
-            left.warn(call, path, stacklevel=2)
+        deliver(left, report, strict, call, path)
         requests: dict[Path, list[ReadRequest]] = {}
         for held, file, info in plan:
             requests.setdefault(file, []).extend(_requests(held, info, dtype))
@@ -192,7 +189,7 @@ def _plan_reading(
 def _require_fit(path: Path, plan: _ReadPlan, left: LoadReport, strict: bool) -> None:
     """Raise CheckpointError unless the files hold exactly the model's names and shapes; not strict:
     unless they hold some of them."""
-    if strict and (wrong := left.problems()):
+    if strict and (wrong := problems_in(left)):
         raise CheckpointError(
             explain(
                 "The weights do not fit the model.",
@@ -203,7 +200,7 @@ def _require_fit(path: Path, plan: _ReadPlan, left: LoadReport, strict: bool) ->
                 "to None to skip it; or pass strict=False to load what fits",
             )
         )
-    if left.problems() and not plan:
+    if problems_in(left) and not plan:
         raise nothing_fits(path, left)
 
 

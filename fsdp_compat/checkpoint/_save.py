@@ -29,15 +29,16 @@ def save(
     """Save the model, its optimizer and ``extra`` as the checkpoint of ``step`` in ``folder``;
     return its directory.
 
-    Collective: all ranks. Each rank writes the shards it holds; no tensor is sent. The directory
-    ``step-00000042`` appears once everything in it is durable. Existing checkpoints are never
-    overwritten.
+    Collective: all ranks, those of tensor parallelism included. Each rank writes the shards it
+    holds; no tensor is sent. The directory ``step-00000042`` appears once everything in it is
+    durable. Existing checkpoints are never overwritten.
 
     Args:
         folder: where all checkpoints of the run lie; created if missing. It may be on a different
             file system for each node.
         model: contains sharded modules, of either front end.
-        optimizer: of the model's parameters.
+        optimizer: of the model's parameters. Every parameter keeps the settings of its group,
+            which must be the same on all ranks.
         extra: numbers, texts, tensors, and containers of these; each rank saves its own. The
             exact list of types is in `_values`.
         step: at least 0, and not saved in the folder yet.

@@ -20,6 +20,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fsdp_compat._comm.host_memory import memory_of
+from fsdp_compat._layout.pieces import Rows
 from fsdp_compat.checkpoint import _blocks as blocks
 from fsdp_compat.checkpoint._blocks import (
     BlockWriter,
@@ -116,6 +117,43 @@ def test_a_file_is_what_was_written_and_its_checksums_are_those_of_its_blocks(
         assert facts == FileFacts(
             nbytes, tuple(zlib.crc32(content[at : at + BLOCK]) for at in range(0, nbytes, BLOCK))
         )
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60)
+@given(
+    numel=st.integers(1, 40),
+    count=st.integers(2, 12),
+    gaps=st.tuples(st.integers(0, 30), st.integers(0, 5)),
+    places=st.tuples(st.integers(0, 20), st.integers(0, 5)),
+    dtype=st.sampled_from([torch.int16, torch.float32]),
+)
+def test_rows_are_read_from_and_to_regular_distances(
+    tmp_path: Path,
+    numel: int,
+    count: int,
+    gaps: tuple[int, int],
+    places: tuple[int, int],
+    dtype: torch.dtype,
+) -> None:
+    rows = Rows(numel, count, places[0], numel + gaps[0], places[1], numel + gaps[1])
+    stored = torch.arange(rows.start + rows.span + 3, dtype=torch.int16)
+    path = tmp_path / "file"
+    path.unlink(missing_ok=True)
+    facts = written(path, b"head", bytes_of(stored))
+    expected = torch.full((rows.to + rows.to_span + 2,), -1, dtype=dtype)
+    for number in range(count):
+        to, at = rows.to + number * rows.to_stride, rows.start + number * rows.stride
+        expected[to : to + numel] = stored[at : at + numel]
+    for skipped_nbytes in (1, 10_000):
+        for read in (
+            lambda requests: read_checked(path, facts, requests, nothing),
+            lambda requests: read_plain(path, requests, nothing),
+        ):
+            target = torch.full_like(expected, -1)
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(blocks, "SKIPPED_NBYTES", skipped_nbytes)
+                read([ReadRequest.of_rows(4, rows, target, torch.int16)])
+            assert torch.equal(target, expected)
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=30)

@@ -17,6 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fsdp_compat._layout.flat import flat_layout
+from fsdp_compat._layout.pieces import Piece
 from fsdp_compat._layout.spec import FlatLayout, ParamSpec
 from fsdp_compat.checkpoint._blocks import FileFacts
 from fsdp_compat.checkpoint._manifest import (
@@ -157,6 +158,67 @@ def test_every_name_is_located() -> None:
         "head.bias": ((head, 0),),
     }
     assert found["encoder.weight"] is found["decoder.weight"]
+
+
+def parted() -> Manifest:
+    """A manifest of a parameter ``w`` [5, 4] in two parts, of three and of two rows."""
+    groups = []
+    for axis, (start, rows) in enumerate([(0, 3), (3, 2)]):
+        layout = flat_layout(["w"], [(rows, 4)], ranks=1, align=1)
+        part = Piece((5, 4), (start, 0), (rows, 4))
+        groups.append(
+            FlatGroup(f"flat_0.part_{axis}", torch.float32, axis, layout, (("w", "tied"),), (part,))
+        )
+    changes = {"axes": ((0,), (1,)), "groups": tuple(groups), "param_groups": None}
+    return dataclasses.replace(example(), **changes)
+
+
+def test_parts_of_a_parameter_are_found_together_and_raise_the_version(tmp_path: Path) -> None:
+    (tmp_path / MANIFEST).write_text(parted().as_text())
+    found = read_manifest(tmp_path)
+    assert found == parted()
+    parameter = found.parameters()["tied"]
+    assert (parameter.shape, parameter.names) == ((5, 4), ("w", "tied"))
+    assert parameter.pieces == [group.piece(0) for group in found.groups]
+    versions_written = [
+        json.loads(m.as_text())["content"]["version"] for m in (example(), parted())
+    ]
+    assert versions_written == [1, 2]
+
+
+def _change_part(key: str, value: Any) -> Callable[[dict[str, Any]], object]:
+    def change(content: dict[str, Any]) -> None:
+        content["groups"][1]["parameters"][0][key] = value
+
+    return change
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda content: content["groups"].pop(),
+        lambda content: content["groups"][1].update(dtype="bfloat16"),
+        lambda content: content["groups"][1]["parameters"][0].pop("whole"),
+        _change_part("whole", [5, 5]),
+        _change_part("whole", [5]),
+        _change_part("whole", [1 << 62, 1 << 62]),
+        _change_part("offsets", [2, 0]),
+        _change_part("offsets", [4, 0]),
+        _change_part("offsets", [-1, 0]),
+        _change_part("offsets", [3]),
+        _change_part("offsets", "30"),
+        _change_part("shape", [1, 4]),
+        _change_part("names", ["w"]),
+        _change_part("names", ["other"]),
+    ],
+)
+def test_parts_that_do_not_fill_their_parameter_once_are_refused(
+    tmp_path: Path, change: Callable[[dict[str, Any]], object]
+) -> None:
+    content = json.loads(parted().as_text())["content"]
+    change(content)
+    (tmp_path / MANIFEST).write_text(text_of(json.dumps(content, indent=1)))
+    assert_damaged(tmp_path)
 
 
 def test_a_file_has_the_number_of_its_rank() -> None:

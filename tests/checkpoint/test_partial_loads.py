@@ -1,0 +1,353 @@
+"""Loads of a part of a checkpoint (``strict=False``), of settings into other parameter groups, and
+of tensors that are parameters in one place and buffers in another."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from fsdp_compat import FullyShardedDataParallel as FSDP
+from fsdp_compat import StateDictType, checkpoint, fully_shard
+from fsdp_compat.checkpoint import LoadReport
+from fsdp_compat.errors import CheckpointError, UsageError
+from tests.support.cases import about
+from tests.support.odd_model import assert_same
+from tests.support.ranks import run_ranks
+
+FACTS = ("expected:", "got:", "where:", "to do:")
+STEP = "step-00000001"
+Made = tuple[nn.Module, torch.optim.Optimizer]
+
+
+class Body(nn.Module):
+    def __init__(self, seed: int, width: int = 5, head: str = "head") -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.first = nn.Linear(4, 5)
+        self.second = nn.Linear(5, 3)
+        self.add_module(head, nn.Linear(3, width))
+        self.register_buffer("scale", torch.full((3,), float(seed)))
+        self._head = head
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.second(torch.tanh(self.first(x))) * self.scale
+        return getattr(self, self._head)(x)
+
+
+def sharded(front_end: str, model: nn.Module, **options: Any) -> nn.Module:
+    if front_end == "rows":
+        fully_shard(model)
+        return model
+    return FSDP(model, use_orig_params=front_end == "flat original", **options)
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 2) -> None:
+    for step in range(steps):
+        x = torch.randn(4, 4, generator=torch.Generator().manual_seed(step))
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """All values by name; states under ``state.name.key``."""
+    found = {name: value.clone() for name, value in checkpoint.iter_full_state_dict(model)}
+    with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT):
+        states = FSDP.optim_state_dict(model, optimizer)["state"]
+    for name, state in states.items():
+        found.update({f"state.{name}.{key}": copy.copy(value) for key, value in state.items()})
+    return found
+
+
+FRONT_ENDS = ("flat", "flat original", "rows")
+
+
+def _save_bodies(folder: Path) -> dict[str, Tensor]:
+    for front_end in FRONT_ENDS:
+        model = sharded(front_end, Body(1))
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+        train(model, optimizer)
+        checkpoint.save(folder / front_end, model, optimizer, "extra", step=1)
+    checkpoint.save_safetensors(folder / "weights", model)
+    checkpoint.save(folder / "no optimizer", model, step=1)
+    of_head = torch.optim.Adam(model.head.parameters())
+    checkpoint.save(folder / "state of the head", model, of_head, step=1)
+    return state_of(model, optimizer)
+
+
+def _load_bodies(folder: Path, saved: dict[str, Tensor]) -> None:
+    for saver in FRONT_ENDS:
+        for loader in FRONT_ENDS:
+            with about(f"{saver} into {loader}"):
+                _load_body(folder / saver / STEP, loader, saved)
+    _load_weights(folder / "weights", saved)
+    for path, front_end, num_kept in (
+        ("no optimizer", "rows", 6),
+        ("state of the head", "flat", 0),  # nothing for a FlatParameter without the head
+    ):
+        model = sharded(front_end, Body(2, head="head" if num_kept else "own"))
+        optimizer = torch.optim.Adam(model.parameters())
+        train(model, optimizer)
+        before, report = state_of(model, optimizer), LoadReport()
+        checkpoint.load(folder / path / STEP, model, optimizer, strict=False, report=report)
+        assert len(report.state_kept) == num_kept
+        after = state_of(model, optimizer)
+        assert_same(states_in(after), states_in(before))
+        assert torch.equal(after["first.weight"], saved["first.weight"])
+    other = sharded("rows", nn.Linear(7, 7))
+    for call in (
+        lambda **options: checkpoint.load(folder / "rows" / STEP, other, **options),
+        lambda **options: checkpoint.load_safetensors(folder / "weights", other, **options),
+    ):
+        for options in ({}, {"strict": False}):
+            with pytest.raises(CheckpointError) as raised:
+                call(**options)
+            assert all(fact in str(raised.value) for fact in (*FACTS, "missing: weight"))
+        assert "Nothing in the checkpoint fits" in str(raised.value)
+        for wrong in ({"strict": "no"}, {"report": []}):
+            with pytest.raises(UsageError, match="argument"):
+                call(**wrong)
+
+
+def states_in(values: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: value for name, value in values.items() if name.startswith("state.")}
+
+
+TAKEN = ("first.", "second.", "scale", "state.first.", "state.second.")
+LEFT = {"missing": ["own.weight", "own.bias"], "unexpected": ["head.weight", "head.bias"]}
+
+
+def _load_body(path: Path, loader: str, saved: dict[str, Tensor]) -> None:
+    model = sharded(loader, Body(2, head="own"))
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    train(model, optimizer, 1)
+    before, report = state_of(model, optimizer), LoadReport()
+    with pytest.raises(CheckpointError, match=r"missing: own\.weight"):
+        checkpoint.load(path, model, optimizer)
+    assert_same(state_of(model, optimizer), before)
+    assert checkpoint.load(path, model, optimizer, strict=False, report=report) == "extra"
+    assert {"missing": report.missing, "unexpected": report.unexpected} == LEFT
+    assert not report.mismatched
+    # A FlatParameter has one state, with the own values of what was left in it.
+    assert report.state_kept == ([] if loader == "flat" else LEFT["missing"])
+    expected = {
+        name: saved[name] if name.startswith(TAKEN) else value for name, value in before.items()
+    }
+    if loader == "flat":  # one count for all
+        expected |= {name: saved["state.first.weight.step"] for name in before if "step" in name}
+    assert_same(state_of(model, optimizer), expected)
+    train(model, optimizer, 1)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        checkpoint.load(path, model, optimizer, strict=False)
+    (text,) = [str(each.message) for each in caught if "strict=False" in str(each.message)]
+    assert "own.weight, own.bias" in text
+
+    wide = sharded(loader, Body(2, width=6))
+    checkpoint.load(path, wide, strict=False, report=(report := LoadReport()))
+    assert report.mismatched == {
+        "head.weight": "shape [5, 3] in the checkpoint, [6, 3] in the model",
+        "head.bias": "shape [5] in the checkpoint, [6] in the model",
+    }
+    assert "head.bias: shape [5]" in str(report)
+    weights = dict(checkpoint.iter_full_state_dict(wide))
+    assert torch.equal(weights["second.weight"], saved["second.weight"])
+    assert torch.equal(weights["head.weight"], Body(2, width=6).head.weight)
+
+
+def _load_weights(path: Path, saved: dict[str, Tensor]) -> None:
+    model, report = sharded("flat", Body(2, head="own")), LoadReport()
+    before = dict(checkpoint.iter_full_state_dict(model))
+    with pytest.raises(CheckpointError, match=r"missing: own\.weight"):
+        checkpoint.load_safetensors(path, model)
+    checkpoint.load_safetensors(path, model, strict=False, report=report)
+    assert {"missing": report.missing, "unexpected": report.unexpected} == LEFT
+    expected = {
+        name: saved[name] if name.startswith(TAKEN) else value for name, value in before.items()
+    }
+    assert_same(dict(checkpoint.iter_full_state_dict(model)), expected)
+
+
+def test_a_load_that_is_not_strict_takes_what_fits_and_reports_the_rest(tmp_path: Path) -> None:
+    saved = run_ranks(2, _save_bodies, tmp_path)[0]
+    run_ranks(3, _load_bodies, tmp_path, saved)
+
+
+# -- settings of parameter groups
+
+DECAY = {"lr": 0.1, "weight_decay": 0.3, "betas": (0.8, 0.9), "label": "decay"}
+REST = {"lr": 0.2, "weight_decay": 0.0, "betas": (0.7, 0.9), "label": "rest"}
+
+
+def grouped(model: nn.Module, *groups: tuple[dict[str, Any], Callable[[str], bool]]) -> Any:
+    named = {name.removeprefix("_fsdp_wrapped_module."): p for name, p in model.named_parameters()}
+    return torch.optim.Adam(
+        [
+            {"params": [p for name, p in named.items() if chosen(name)], **settings}
+            for settings, chosen in groups
+        ]
+    )
+
+
+def is_weight(name: str) -> bool:
+    return name.endswith("weight")
+
+
+def is_bias(name: str) -> bool:
+    return name.endswith("bias")
+
+
+def settings_in(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    return [
+        {key: group[key] for key in (*DECAY, *group) if key in DECAY}
+        for group in optimizer.param_groups
+    ]
+
+
+def _save_groups(folder: Path) -> None:
+    for front_end in ("flat original", "rows"):
+        model = sharded(front_end, Body(1))
+        optimizer = grouped(model, (DECAY, is_weight), (REST, is_bias))
+        if front_end == "flat original":  # a rank may leave out what it has no part of
+            for group in optimizer.param_groups:
+                group["params"] = [p for p in group["params"] if p.numel()]
+            optimizer.param_groups = [group for group in optimizer.param_groups if group["params"]]
+            if dist.get_rank() == 1:
+                optimizer.param_groups.reverse()
+        train(model, optimizer)
+        checkpoint.save(folder / front_end, model, optimizer, step=1)
+    optimizer.param_groups[0]["lr"] = 0.1 + dist.get_rank()
+    with pytest.raises(UsageError) as raised:
+        checkpoint.save(folder / "different", model, optimizer, step=1)
+    assert all(fact in str(raised.value) for fact in (*FACTS, "lr=1.1 on rank 1, 0.1 on a rank"))
+    assert not list((folder / "different").glob("*"))
+
+
+def _load_groups(folder: Path) -> None:
+    for saver in ("flat original", "rows"):
+        path = folder / saver / STEP
+        for loader in ("flat original", "rows"):
+            with about(f"{saver} into {loader}"):
+                _load_other_groups(path, loader)
+        model = sharded("flat", Body(2))
+        optimizer = grouped(model, ({**REST, "lr": 5.0}, lambda _: True))
+        with pytest.raises(CheckpointError) as raised:
+            checkpoint.load(path, model, optimizer)
+        text = str(raised.value)
+        assert all(fact in text for fact in (*FACTS, "lr=0.1 for 'first.weight', 0.2 for", "Flat"))
+        assert not optimizer.state
+        checkpoint.load(path, model, optimizer, strict=False, report=(report := LoadReport()))
+        assert list(report.settings_kept) == [0]
+        assert settings_in(optimizer)[0]["lr"] == 5.0
+        assert optimizer.state
+
+
+def _load_other_groups(path: Path, loader: str) -> None:
+    # The other order, one group more, a new key, and a learning rate that is a tensor.
+    model = sharded(loader, Body(2))
+    optimizer = grouped(
+        model,
+        (
+            {"lr": torch.tensor(7.0), "foreach": False, "label": "?"},
+            lambda name: "head.bias" in name,
+        ),
+        ({"lr": 9.0, "new": 4}, lambda name: is_bias(name) and "head" not in name),
+        ({"lr": 9.0}, is_weight),
+    )
+    optimizer.add_param_group({"params": [], "lr": 3.0, "label": "own"})
+    checkpoint.load(path, model, optimizer)
+    first, second, third, empty = settings_in(optimizer)
+    assert isinstance(first["lr"], Tensor)
+    assert first == {**REST, "lr": torch.tensor(0.2)}
+    assert second == REST
+    assert third == DECAY
+    assert optimizer.param_groups[1]["new"] == 4
+    assert (empty["lr"], empty["label"]) == (3.0, "own")
+    train(model, optimizer, 1)
+
+
+def test_settings_follow_their_parameters_into_other_groups_or_are_refused(tmp_path: Path) -> None:
+    run_ranks(3, _save_groups, tmp_path)
+    run_ranks(2, _load_groups, tmp_path)
+
+
+# -- parameters in one place, buffers or unmanaged parameters in another
+
+
+class Mixed(nn.Module):
+    """``table`` is a parameter or a buffer; ``inner`` is managed or ignored."""
+
+    def __init__(self, seed: int, as_buffer: bool) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.outer = nn.Linear(4, 3)
+        self.inner = nn.Linear(3, 3)
+        table = torch.randn(5, 3)
+        if as_buffer:
+            self.register_buffer("table", table)
+        else:
+            self.table = nn.Parameter(table)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(self.outer(x)) @ self.table.T
+
+
+def mixed(seed: int, front_end: str, as_buffer: bool, ignore: bool) -> Made:
+    inner = Mixed(seed, as_buffer)
+    if front_end == "rows":
+        fully_shard(inner, ignored_params=set(inner.inner.parameters()) if ignore else set())
+        model: nn.Module = inner
+    else:
+        ignored = [inner.inner] if ignore else None
+        model = sharded(front_end, inner, ignored_modules=ignored)
+    return model, torch.optim.Adam(model.parameters(), lr=0.1)
+
+
+KINDS = [
+    (front_end, as_buffer, ignore)
+    for front_end in ("flat", "rows")
+    for as_buffer, ignore in ((False, False), (True, True))
+]
+
+
+def _save_mixed(folder: Path) -> list[dict[str, Tensor]]:
+    states = []
+    for number, kind in enumerate(KINDS):
+        model, optimizer = mixed(1, *kind)
+        train(model, optimizer)
+        checkpoint.save(folder / str(number), model, optimizer, step=1)
+        states.append(state_of(model, optimizer))
+    return states
+
+
+def _load_mixed(folder: Path, states: list[dict[str, Tensor]]) -> None:
+    for number, state in enumerate(states):
+        for kind in KINDS:
+            for strict in (True, False):
+                with about(f"{KINDS[number]} into {kind}, strict={strict}"):
+                    model, optimizer = mixed(2, *kind)
+                    report = LoadReport()
+                    path = folder / str(number) / STEP
+                    checkpoint.load(path, model, optimizer, strict=strict, report=report)
+                    assert not report
+                    found = state_of(model, optimizer)
+                    # A buffer has no state; one that became a parameter in a FlatParameter has
+                    # zeros, and its count.
+                    shared = [name for name in found if name in state]
+                    assert_same({n: found[n] for n in shared}, {n: state[n] for n in shared})
+                    others = {*state, *found} - {*shared}
+                    assert all(name.startswith("state.table") for name in others), others
+                    train(model, optimizer, 1)
+
+
+def test_parameters_load_into_buffers_and_ignored_parameters_and_back(tmp_path: Path) -> None:
+    states = run_ranks(2, _save_mixed, tmp_path)[0]
+    run_ranks(3, _load_mixed, tmp_path, states)
