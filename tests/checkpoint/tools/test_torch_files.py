@@ -251,6 +251,15 @@ def test_a_directory_that_points_elsewhere_is_refused(
         read_torch_file(good)
 
 
+def test_a_record_under_two_names_is_refused(good: Path) -> None:
+    content = bytearray(good.read_bytes())
+    place = content.index(b"x/data/1")
+    content[place : place + 8] = b"x/data/0"
+    good.write_bytes(content)
+    with pytest.raises(CheckpointError, match="under another name"):
+        read_torch_file(good)
+
+
 def test_records_that_overlap_are_refused(good: Path) -> None:
     content = bytearray(good.read_bytes())
     entries = [at for at in range(len(content)) if content[at : at + 4] == b"PK\x01\x02"]
