@@ -1,9 +1,13 @@
-"""``python -m fsdp_compat run``: a program that uses torch's FSDP runs on fsdp_compat instead.
-``python -m fsdp_compat migrate``: its source is rewritten."""
+"""The command ``fsdp-compat``, which is also ``python -m fsdp_compat``.
+
+``run``: a program that uses torch's FSDP runs on fsdp_compat instead. ``migrate``: its source is
+rewritten. These two need nothing but the standard library; ``migrate`` needs libcst to rewrite.
+The others work on checkpoints and need the extra ``cli``: `checkpoint/_tools/commands.py`."""
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import os
 import runpy
 import sys
@@ -13,8 +17,23 @@ from ._install.migrate import command
 
 __all__ = ["main"]
 
+_TOOLS = {
+    "inspect": "show what a checkpoint holds",
+    "verify": "check that a checkpoint is complete and undamaged",
+    "diff": "compare two checkpoints",
+    "convert": "write a checkpoint in another format",
+    "merge": "write a checkpoint of many files as one",
+    "reshard": "write a checkpoint for another number of ranks",
+    "plot": "draw how the bytes of a checkpoint are spread, values, or norms",
+    "shapes": "write the shapes of a model, which flat checkpoints lack",
+}
+_NEEDED = ("click", "rich")  # by the tools
+
 
 def main(arguments: list[str] | None = None) -> None:
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if arguments and arguments[0] in _TOOLS:
+        sys.exit(_use_tool(arguments))
     parser = _parser()
     given = parser.parse_args(arguments)
     if given.command == "migrate":
@@ -35,9 +54,40 @@ def main(arguments: list[str] | None = None) -> None:
         runpy.run_path(target, run_name="__main__")
 
 
+def _use_tool(arguments: list[str]) -> int:
+    """Run a command of checkpoints; return the exit status."""
+    if not all(map(_is_installed, _NEEDED)):
+        print(
+            f"{_program()} {arguments[0]} needs {' and '.join(_NEEDED)}: "
+            "pip install 'fsdp_compat[cli]'",
+            file=sys.stderr,
+        )
+        return 2
+    from .checkpoint._tools.commands import run
+
+    return run(arguments, _program())
+
+
+def _is_installed(package: str) -> bool:
+    try:
+        return importlib.util.find_spec(package) is not None
+    except ValueError:  # sys.modules says that it cannot be imported
+        return False
+
+
+def _program() -> str:
+    """Return how the user called this."""
+    name = os.path.basename(sys.argv[0])
+    return "fsdp-compat" if name.startswith("fsdp-compat") else "python -m fsdp_compat"
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m fsdp_compat")
-    commands = parser.add_subparsers(required=True, dest="command", metavar="{run,migrate}")
+    parser = argparse.ArgumentParser(
+        prog=_program(),
+        description="fsdp-compat and python -m fsdp_compat are the same.",
+        epilog="Each command has --help, with an example.",
+    )
+    commands = parser.add_subparsers(required=True, dest="command", metavar="COMMAND")
     run = commands.add_parser(
         "run",
         help="run a program, with fsdp_compat in the place of torch.distributed.fsdp",
@@ -60,6 +110,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     migrate = commands.add_parser("migrate", help="rewrite source that uses torch's FSDP, or DDP")
     command.add_arguments(migrate)
+    for name, text in _TOOLS.items():  # `main` has taken them; here they are only listed
+        commands.add_parser(name, help=text, add_help=False)
     return parser
 
 

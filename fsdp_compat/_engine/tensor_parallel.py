@@ -4,6 +4,7 @@ a unit is spread over."""
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -70,6 +71,11 @@ class TensorParallel:
             whole.to(self.mesh.device_type) if whole.device.type != self.mesh.device_type else whole
         )
         return distribute_tensor(moved, self.mesh, self.placements, src_data_rank=None).to_local()
+
+    @property
+    def own_dims(self) -> Sequence[int]:
+        """The dimensions of the mesh that data parallelism does not use."""
+        return range(self.mesh.ndim)
 
     def tensor_parallel_axes(self) -> tuple[Axis, ...]:
         """The axes along which the parameter is split, rather than repeated."""

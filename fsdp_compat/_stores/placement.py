@@ -100,6 +100,10 @@ class _SpmdParallel(TensorParallel):
 
     data_dims: tuple[int, ...]
 
+    @property
+    def own_dims(self) -> Sequence[int]:
+        return [dim for dim in range(self.mesh.ndim) if dim not in self.data_dims]
+
     def local(self, value: torch.Tensor) -> torch.Tensor:
         """value: a DTensor of the parameter's shape. Return this process's part, placed as the
         parameter is but along data parallelism. Collective where the placements differ."""

@@ -10,6 +10,8 @@ safetensors:
 - safetensors, weights for other tools: ``_safetensors_save``, ``_safetensors_load``, and
   ``_safetensors_parts``, which both use
 - whole tensors, for any other format: ``_full`` (``iter_full_state_dict``)
+- any checkpoint, in one process, without a model: ``inspect``, ``verify``, ``diff``, ``convert``,
+  and the command ``fsdp-compat``, all in ``_tools``
 
 Native, saving:
 
@@ -20,7 +22,8 @@ Native, saving:
 Native, loading:
 
 - ``_load``: the call; read, agree, act
-- ``_load_plan``, ``_load_optimizer``: what this rank reads, and what it changes with it
+- ``_load_plan``, ``_load_optimizer``, ``_load_settings``: what this rank reads, and what it
+  changes with it; ``_report``: what ``strict=False`` leaves
 - ``_part_source``: where this rank's part of a parameter lies in the files
 
 The bytes of the native format:
@@ -42,18 +45,37 @@ from .._state.optim_state_dict import check_optimizer
 from ._directory import latest
 from ._full import iter_full_state_dict
 from ._load import load
+from ._report import LoadReport
 from ._safetensors_load import load_safetensors
 from ._safetensors_save import save_safetensors
 from ._save import AsyncSave, async_save, save
+from ._tools.convert import convert
+from ._tools.difference import Difference, TensorDifference, ValueDifference, diff
+from ._tools.inspection import Inspection, Part, TensorFacts, inspect
+from ._tools.verification import Problem, TensorCheck, Verification, verify
 
 __all__ = [
     "AsyncSave",
+    "Difference",
+    "Inspection",
+    "LoadReport",
+    "Part",
+    "Problem",
+    "TensorCheck",
+    "TensorDifference",
+    "TensorFacts",
+    "ValueDifference",
+    "Verification",
     "async_save",
     "check_optimizer",
+    "convert",
+    "diff",
+    "inspect",
     "iter_full_state_dict",
     "latest",
     "load",
     "load_safetensors",
     "save",
     "save_safetensors",
+    "verify",
 ]

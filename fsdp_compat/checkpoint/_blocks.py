@@ -12,7 +12,7 @@ import os
 import queue
 import threading
 import zlib
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,8 @@ from typing import Any
 import torch
 
 from .._comm.host_memory import memory_of
+from .._layout.pieces import Rows
+from .._layout.spec import Interval
 from ..errors import CheckpointError, explain
 from ._texts import open_file
 
@@ -40,6 +42,7 @@ __all__ = [
 
 BLOCK_NBYTES = 4 << 20
 QUEUED = 8  # calls that wait for the second thread, at most
+SKIPPED_NBYTES = 4096  # between two rows: from here on, two system calls take less than reading it
 NUM_BUFFERS = 4  # blocks in memory that are being read, or whose checksums are being computed
 
 WRITEBACK_NBYTES = 32 << 20  # written out to disk while the following bytes are written
@@ -62,12 +65,44 @@ class FileFacts:
 
 @dataclasses.dataclass(frozen=True)
 class ReadRequest:
-    """Consecutive elements in a file, and the memory to read them to."""
+    """Elements in a file, and the memory to read them to: consecutive ones, or ``rows`` of them, of
+    which ``start`` is the first one and ``target`` begins where the first row goes."""
 
     start: int  # first byte in the file
     target: torch.Tensor  # 1-D, contiguous
     dtype: torch.dtype | None = None  # of the elements in the file; None: the target's
     through: torch.dtype | None = None  # round to this dtype first
+    rows: Rows | None = None
+
+    @staticmethod
+    def of_rows(
+        start: int,
+        rows: Rows,
+        target: torch.Tensor,
+        dtype: torch.dtype,
+        through: torch.dtype | None = None,
+    ) -> ReadRequest:
+        """Return the request for ``rows`` of a tensor of ``dtype`` that begins at byte ``start``.
+        target: 1-D, what the rows count their places in."""
+        own = target[rows.to : rows.to + rows.to_span]
+        at = start + rows.start * dtype.itemsize
+        return ReadRequest(at, own, dtype, through, rows if rows.count > 1 else None)
+
+    @property
+    def numel(self) -> int:
+        """Elements in the file, those between the rows included."""
+        return self.target.numel() if self.rows is None else self.rows.span
+
+    def one_by_one(self) -> Iterator[ReadRequest]:
+        """Yield this request, or one for each row if what lies between them is worth skipping."""
+        rows = self.rows
+        if rows is None or (rows.stride - rows.numel) * self.stored.itemsize < SKIPPED_NBYTES:
+            yield self
+            return
+        for number in range(rows.count):
+            at = self.start + number * rows.stride * self.stored.itemsize
+            target = self.target[number * rows.to_stride :][: rows.numel]
+            yield ReadRequest(at, target, self.dtype, self.through)
 
     @property
     def stored(self) -> torch.dtype:
@@ -76,7 +111,7 @@ class ReadRequest:
     @property
     def nbytes(self) -> int:
         """Bytes in the file."""
-        return self.target.numel() * self.stored.itemsize
+        return self.numel * self.stored.itemsize
 
     @property
     def stop(self) -> int:
@@ -86,7 +121,24 @@ class ReadRequest:
     def is_direct(self) -> bool:
         """Whether the file's bytes can be read straight to the target."""
         is_same_dtype = self.stored == self.target.dtype and self.through in (None, self.stored)
-        return is_same_dtype and self.target.device.type == "cpu"
+        return is_same_dtype and self.target.device.type == "cpu" and self.rows is None
+
+    def put(self, first: int, values: torch.Tensor) -> None:
+        """Copy consecutive elements of the file, from element ``first`` of the request on, to the
+        target."""
+        if self.rows is None:
+            self.target[first : first + values.numel()].copy_(values)
+            return
+        place = Interval(first, first + values.numel())
+        for rows in dataclasses.replace(self.rows, start=0, to=0).within(place):
+            size = rows.count, rows.numel
+            self.target.as_strided(
+                size, (rows.to_stride, 1), self.target.storage_offset() + rows.to
+            ).copy_(
+                values.as_strided(
+                    size, (rows.stride, 1), values.storage_offset() + rows.start - first
+                )
+            )
 
 
 def merged(requests: Sequence[ReadRequest]) -> list[ReadRequest]:
@@ -251,9 +303,9 @@ class _Reader:
         if not self._room and not self.is_done:
             if self._buffer is None:
                 self._buffer = torch.empty(
-                    min(self._chunk, self._request.target.numel()), dtype=self._request.stored
+                    min(self._chunk, self._request.numel), dtype=self._request.stored
                 )
-            self._room = memory_of(self._buffer[: self._request.target.numel() - self._num_done])
+            self._room = memory_of(self._buffer[: self._request.numel - self._num_done])
         return self._room[:BLOCK_NBYTES]
 
     @property
@@ -268,10 +320,10 @@ class _Reader:
         self.position += nbytes
         self._room = self._room[nbytes:]
         if self._buffer is not None and not self._room:
-            values = self._buffer[: self._request.target.numel() - self._num_done]
+            values = self._buffer[: self._request.numel - self._num_done]
             if self._through is not None:
                 values = values.to(self._through)
-            self._request.target[self._num_done : self._num_done + values.numel()].copy_(values)
+            self._request.put(self._num_done, values)
             self._num_done += values.numel()
             if self.is_done:
                 self._buffer = None
@@ -296,11 +348,12 @@ def read_plain(path: Path, requests: Sequence[ReadRequest], tick: Tick) -> None:
     descriptor = open_file(path)
     try:
         for request in sorted(requests, key=lambda request: request.start):
-            reader = _Reader(request)
-            while room := reader.room():
-                _read_into(descriptor, room, reader.position, path)
-                reader.advance(len(room))
-                tick(len(room))
+            for each in request.one_by_one():
+                reader = _Reader(each)
+                while room := reader.room():
+                    _read_into(descriptor, room, reader.position, path)
+                    reader.advance(len(room))
+                    tick(len(room))
     finally:
         os.close(descriptor)
 

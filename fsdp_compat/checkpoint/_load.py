@@ -26,6 +26,7 @@ from ._load_plan import LoadPlan
 from ._optimizers import SharedOptimizer
 from ._progress import require_bar
 from ._ranks import all_ranks_or_raise, checkpoint_error_from, ranks_of, require_rest
+from ._report import LoadReport, require_report
 from ._texts import brief
 
 __all__ = ["load"]
@@ -36,14 +37,20 @@ def load(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None = None,
     *,
+    strict: bool = True,
+    report: LoadReport | None = None,
     progress: bool = False,
 ) -> Any:
     """Load the checkpoint in directory ``path`` into the model and the optimizer; return the
     ``extra`` it was saved with.
 
-    Collective: all ranks. The number of ranks, the wrapping, the strategy, ``use_orig_params`` and
-    the dtypes may differ from those it was saved with. On as many ranks as saved it, each gets its
-    own ``extra`` back; otherwise all get that of the first rank.
+    Collective: all ranks. The number of ranks, the wrapping, the strategy, ``use_orig_params``,
+    tensor parallelism and the dtypes may differ from those it was saved with. On as many ranks as
+    saved it, each gets its own ``extra`` back; otherwise all get that of the first rank.
+
+    Parameter groups of the optimizer get the settings that their parameters were saved with,
+    whatever the order and number of the groups. A group without any saved parameter, and a setting
+    that was not saved, keep the optimizer's own value.
 
     Args:
         path: the directory that ``save`` returned, or ``latest(folder)``.
@@ -51,14 +58,20 @@ def load(
             saved model.
         optimizer: of the model's parameters; its state is replaced. None: ignore the saved
             optimizer state.
+        strict: require the names and shapes of the model, all of them. False: load what has the
+            same name and shape in both, and its optimizer state, and leave everything else as it
+            is; what was left is in ``report`` or, without one, in a warning.
+        report: filled with what was left.
         progress: show bytes and rate on the first rank; requires tqdm.
 
     Raises:
         UsageError: an argument is invalid.
-        CheckpointError: the checkpoint does not fit the model, or one of its files is missing,
-            truncated, changed or from another checkpoint; on all ranks, before anything has
-            changed. If a file changes or becomes unreadable after it was checked, or the model or
-            the optimizer refuses a value, the error says that both may be partly changed.
+        CheckpointError: the checkpoint does not fit the model (not strict: in nothing), parameters
+            in one group of the optimizer were saved with different settings, or one of the files
+            is missing, truncated, changed or from another checkpoint; on all ranks, before
+            anything has changed. If a file changes or becomes unreadable after it was checked, or
+            the model or the optimizer refuses a value, the error says that both may be partly
+            changed.
     """
     call = "checkpoint.load"
     units, ranks = ranks_of(model, call)
@@ -73,12 +86,13 @@ def load(
                     "optimizer", "a torch.optim.Optimizer, or None", optimizer, call
                 )
             errors.require_bools(call, progress=progress)
+            require_report(call, strict, report)
             require_bar(progress, f"{call}(..., progress=True)")
             require_rest(units, call)
             if optimizer is not None:
                 convert(optimizer)
             shared = SharedOptimizer(model, optimizer, ranks)
-            plan = LoadPlan(Path(path), model, optimizer, ranks)
+            plan = LoadPlan(Path(path), model, optimizer, ranks, strict)
             plan.files.check(progress and ranks.number == 0)
         except Exception as error:
             problem = checkpoint_error_from(
@@ -104,6 +118,10 @@ def load(
                     fix="pass the same path on all ranks; do not call latest(folder) during a save",
                 )
             )
+        if report is not None:
+            plan.report.copy_to(report)
+        elif not strict:
+            plan.report.warn(call, path, stacklevel=2)
         extra = None
         try:
             extra = plan.apply(progress and ranks.number == 0)

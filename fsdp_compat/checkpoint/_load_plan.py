@@ -1,6 +1,6 @@
 """The plan of a load: which bytes a rank reads from a native checkpoint, and what they replace.
 
-A `LoadPlan` compares names and shapes with the model's, and requests every element of this rank's
+A `LoadPlan` compares names and shapes with the model's, and requests the elements of this rank's
 shards from the ranks' files. Optimizer states are planned in `_load_optimizer`."""
 
 from __future__ import annotations
@@ -16,40 +16,53 @@ from .._state.model_units import units_of
 from .._state.unmanaged import load_unmanaged, unmanaged_state
 from ..errors import CheckpointError, explain
 from ._load_optimizer import OptimizerLoadPlan
+from ._manifest import SavedParameter
 from ._named_groups import NamedGroup, named_groups, names_in
-from ._part_source import PartSource
+from ._part_source import OwnPart, PartSource, TensorSource
 from ._rank_files import RankFiles
 from ._ranks import Ranks
+from ._report import LoadReport, nothing_fits
 from ._snapshot import warn_of_left_out
 from ._texts import joined
-from ._values import decode
+from ._values import decode, tensor_in
 
 __all__ = ["LoadPlan"]
 
 
 class LoadPlan:
     """The reads of a rank, and the changes made with them. Constructing it changes nothing;
-    ``apply`` does."""
+    ``apply`` does.
+
+    A tensor is taken from wherever the checkpoint has it: its writer may not have known which
+    names are parameters of units, and which are buffers or unmanaged parameters.
+    """
 
     def __init__(
-        self, path: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None, ranks: Ranks
+        self,
+        path: Path,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        ranks: Ranks,
+        strict: bool,
     ) -> None:
         """Raises CheckpointError for a checkpoint that cannot be loaded into the model and the
         optimizer."""
-        self.files = RankFiles(path)
-        common = self.files.manifest.common
+        self.files, self.report = RankFiles(path), LoadReport()
         self._model, self._groups = model, named_groups(units_of(model))
-        self._others = {
-            name: decode(value, name, lambda saved: self.files.request_tensor(common, saved))
-            for name, value in self.files.head(common).others.items()
-        }
-        self._require_names_and_shapes()
-        for named in self._groups:
-            self._request_shard(named)
+        self._common = self.files.manifest.common
+        self._saved_others = self.files.head(self._common).others  # encoded
+        # By group and index of the parameter, as far as they are taken.
+        self._sources: dict[tuple[int, int], PartSource | TensorSource] = {}
+        self._others: dict[str, Any] = {}  # what is taken of buffers and unmanaged parameters
+        self._find_managed()
+        self._find_others()
+        self._require_fit(strict)
         self._optimizer_plan = (
             None
             if optimizer is None
-            else OptimizerLoadPlan(self.files, model, optimizer, self._groups)
+            else OptimizerLoadPlan(
+                self.files, model, optimizer, self._groups, self._sources, self.report, strict
+            )
         )
         number = ranks.number if len(self.files.manifest.files) == ranks.count else 0
         self._extra = decode(
@@ -72,61 +85,94 @@ class LoadPlan:
             )
         return self._extra
 
-    def _require_names_and_shapes(self) -> None:
-        """Raise CheckpointError unless the checkpoint holds exactly the model's parameters and
-        buffers, in their shapes."""
-        located, saved = self.files.located, self._others
+    def _find_managed(self) -> None:
+        """Request the parameters of units."""
+        for named in self._groups:
+            store = store_of(named.group)
+            for index in named.params:
+                names = named.names(index)
+                source = self._source(names, store.shape(index), named, index)
+                if source is not None:
+                    self._sources[id(named.group), index] = source
+                    source.request(self.files, store.local_part(index))
+
+    def _source(
+        self, names: tuple[str, ...], shape: tuple[int, ...], named: NamedGroup, index: int
+    ) -> PartSource | TensorSource | None:
+        """Return where the checkpoint has a parameter; None, and a line in the report, if it does
+        not fit."""
+        saved = self._parameter(names)
+        other = next((name for name in names if name in self._saved_others), None)
+        if saved is not None:
+            if self._has_shape(names[0], saved.shape, shape):
+                return PartSource.find(self.files, saved, OwnPart.of(named, index))
+        elif other is not None:
+            if (found := tensor_in(self._saved_others[other])) is None:
+                self.report.mismatched[names[0]] = "not a tensor in the checkpoint"
+            elif self._has_shape(names[0], found[2], shape):
+                tensor, dtype, _ = found
+                own = OwnPart.of(named, index)
+                return TensorSource.find(self._common, other, tensor, dtype, own)
+        else:
+            self.report.missing.append(names[0])
+        return None
+
+    def _find_others(self) -> None:
+        """Request what is not a parameter of a unit."""
         others = unmanaged_state(self._model)
-        wrong = self._wrong_parameters()
-        known = {*names_in(self._groups), *others}
-        wrong += [
-            f"missing: {name}" for name in others if name not in saved and name not in located
-        ]
-        wrong += [f"not in the model: {name}" for name in (*located, *saved) if name not in known]
         for name, value in others.items():
-            if name in saved and isinstance(value, torch.Tensor):
-                found = saved[name]
-                if not isinstance(found, torch.Tensor):
-                    wrong.append(f"{name}: not a tensor in the checkpoint")
-                elif found.shape != value.shape:
-                    wrong.append(_wrong_shape(name, found.shape, value.shape))
-        if wrong:
+            saved = self._parameter((name,))
+            if name in self._saved_others:
+                encoded = self._saved_others[name]
+                if isinstance(value, torch.Tensor):
+                    if (found := tensor_in(encoded)) is None:
+                        self.report.mismatched[name] = "not a tensor in the checkpoint"
+                        continue
+                    if not self._has_shape(name, found[2], tuple(value.shape)):
+                        continue
+                self._others[name] = decode(
+                    encoded,
+                    name,
+                    lambda tensor: self.files.request_tensor(self._common, tensor),
+                )
+            elif saved is None:
+                self.report.missing.append(name)
+            elif not isinstance(value, torch.Tensor):
+                self.report.mismatched[name] = "a tensor in the checkpoint"
+            elif self._has_shape(name, saved.shape, tuple(value.shape)):
+                whole = torch.empty(saved.shape, dtype=saved.dtype)
+                source = PartSource.find(self.files, saved, OwnPart.of_whole(saved.shape))
+                source.request(self.files, whole.view(-1))
+                self._others[name] = whole
+        known = {*names_in(self._groups), *others}
+        self.report.unexpected += [
+            name for name in (*self.files.parameters, *self._saved_others) if name not in known
+        ]
+
+    def _parameter(self, names: tuple[str, ...]) -> SavedParameter | None:
+        found = (self.files.parameters.get(name) for name in names)
+        return next((saved for saved in found if saved is not None), None)
+
+    def _has_shape(self, name: str, saved: tuple[int, ...], own: tuple[int, ...]) -> bool:
+        """Return whether the shapes match, and report it if not."""
+        if saved != own:
+            self.report.mismatched[name] = (
+                f"shape {list(saved)} in the checkpoint, {list(own)} in the model"
+            )
+        return saved == own
+
+    def _require_fit(self, strict: bool) -> None:
+        """Raise CheckpointError unless the checkpoint holds exactly the model's parameters and
+        buffers, in their shapes; not strict: unless it holds some of them."""
+        if strict and (wrong := self.report.problems()):
             raise CheckpointError(
                 explain(
                     "The checkpoint does not fit the model.",
                     expected="the names and shapes of the model's parameters and buffers",
                     got=joined(wrong, 20, "; "),
                     where=str(self.files.path),
-                    fix="build the model that was saved; to use part of a checkpoint, load it into "
-                    "that model and take the rest from its state_dict()",
+                    fix="build the model that was saved, or pass strict=False to load what fits",
                 )
             )
-
-    def _wrong_parameters(self) -> list[str]:
-        """Return what is wrong with the names and shapes of the managed parameters."""
-        located, wrong = self.files.located, []
-        for named in self._groups:
-            store = store_of(named.group)
-            for index in named.params:
-                names = named.names(index)
-                found = next((located[name] for name in names if name in located), None)
-                if found is None:
-                    wrong.append(f"missing: {names[0]}")
-                    continue
-                group, saved_index = found
-                shape = group.layout.params[saved_index].shape
-                if shape != store.shape(index):
-                    wrong.append(_wrong_shape(names[0], shape, store.shape(index)))
-        return wrong
-
-    def _request_shard(self, named: NamedGroup) -> None:
-        store = store_of(named.group)
-        for index in named.params:
-            source = PartSource.find(self.files, named, index)
-            assert source is not None, f"{named.names(index)[0]} was checked before"
-            target = store.local_part(index)
-            source.request(self.files, source.group.name, source.group.dtype, target)
-
-
-def _wrong_shape(name: str, saved: tuple[int, ...], own: tuple[int, ...]) -> str:
-    return f"{name}: shape {list(saved)} in the checkpoint, {list(own)} in the model"
+        if self.report.problems() and not self._sources and not self._others:
+            raise nothing_fits(self.files.path, self.report)

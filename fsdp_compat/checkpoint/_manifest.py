@@ -1,7 +1,11 @@
 """The manifest of a checkpoint: what it holds and where in the files, as names and integers.
 
 Its size is proportional to the number of parameters and of files: a flat layout gives the place of
-every element. It is written last, so a directory with a manifest is a complete checkpoint."""
+every element. It is written last, so a directory with a manifest is a complete checkpoint.
+
+Version 1 holds whole parameters. Version 2, which only checkpoints of tensor-parallel parameters
+have, adds ``whole`` (a shape) and ``offsets`` to a parameter of a group that holds a part of it.
+The other parts are in other groups, under the same names."""
 
 from __future__ import annotations
 
@@ -11,22 +15,32 @@ import json
 import re
 import reprlib
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from .._layout.pieces import Piece, require_grid
 from .._layout.spec import FlatLayout, ParamSpec
 from ..errors import CheckpointError, explain
 from ._blocks import FileFacts, damaged
 from ._header import dtype_name, dtype_of
 from ._texts import brief, listed, parse_json, read_text, shape_in, size, sizes, text_in, texts
 
-__all__ = ["MANIFEST", "FlatGroup", "Manifest", "file_name", "read_manifest", "versions"]
+__all__ = [
+    "MANIFEST",
+    "FlatGroup",
+    "Manifest",
+    "SavedParameter",
+    "file_name",
+    "read_manifest",
+    "versions",
+]
 
 MANIFEST = "manifest.json"
-FORMAT, VERSION = "fsdp_compat checkpoint", 1
+FORMAT = "fsdp_compat checkpoint"
+VERSIONS = 1, 2  # a reader of the first one would take a part for the whole parameter
 
 
 def versions() -> dict[str, str]:
@@ -52,6 +66,22 @@ class FlatGroup:
     axis: int  # index in Manifest.axes: the files
     layout: FlatLayout  # parameters under the first of their names
     names: tuple[tuple[str, ...], ...]  # by parameter: all its names in the model, before wrapping
+    # By parameter: the part that the layout holds, as box of the whole; None: all of it. Empty: all
+    # of every parameter.
+    parts: tuple[Piece | None, ...] = ()
+
+    def __post_init__(self) -> None:
+        shapes = [spec.shape for spec in self.layout.params]
+        if len(self.names) != len(shapes) or (self.parts and len(self.parts) != len(shapes)):
+            raise ValueError(f"{len(self.names)} names and {len(shapes)} parameters")
+        for part, shape in zip(self.parts, shapes, strict=False):
+            if part is not None and part.shape != shape:
+                raise ValueError(f"a part of shape {part.shape} in the place of {shape}")
+
+    def piece(self, index: int) -> Piece:
+        """Return what the group holds of a parameter."""
+        part = self.parts[index] if self.parts else None
+        return part or Piece.of_whole(self.layout.params[index].shape)
 
     def as_json(self) -> dict[str, Any]:
         return {
@@ -60,8 +90,15 @@ class FlatGroup:
             "axis": self.axis,
             "shard_numel": self.layout.shard_numel,
             "parameters": [
-                {"names": list(names), "shape": list(spec.shape), "start": spec.start}
-                for names, spec in zip(self.names, self.layout.params, strict=True)
+                {
+                    "names": list(names),
+                    "shape": list(spec.shape),
+                    "start": spec.start,
+                    **_part_as_json(self.parts[index] if self.parts else None),
+                }
+                for index, (names, spec) in enumerate(
+                    zip(self.names, self.layout.params, strict=True)
+                )
             ],
         }
 
@@ -75,6 +112,7 @@ class FlatGroup:
         if not all(names for names, _, _ in found):
             raise ValueError(f"a parameter of {content['name']!r} has no name")
         specs = tuple(ParamSpec(names[0], shape, start) for names, shape, start in found)
+        parts = tuple(_part_in(param) for param in content["parameters"])
         axis = size(content["axis"])
         layout = FlatLayout(specs, len(axes[axis]), size(content["shard_numel"]))
         return FlatGroup(
@@ -83,7 +121,36 @@ class FlatGroup:
             axis,
             layout,
             tuple(names for names, _, _ in found),
+            parts if any(parts) else (),
         )
+
+
+def _part_as_json(part: Piece | None) -> dict[str, Any]:
+    if part is None:
+        return {}
+    return {"whole": list(part.whole_shape), "offsets": list(part.offsets)}
+
+
+def _part_in(param: dict[str, Any]) -> Piece | None:
+    if "whole" not in param:
+        return None
+    return Piece(shape_in(param["whole"]), tuple(sizes(param["offsets"])), shape_in(param["shape"]))
+
+
+@dataclasses.dataclass(frozen=True)
+class SavedParameter:
+    """One parameter of a checkpoint, and where it is: in one group, or a part of it in each of
+    several groups, which together hold every element once."""
+
+    names: tuple[str, ...]  # all of them in the model, before wrapping
+    shape: tuple[int, ...]  # of the whole parameter
+    dtype: torch.dtype
+    places: tuple[tuple[FlatGroup, int], ...]  # groups, and the index of the parameter in each
+
+    @property
+    def pieces(self) -> list[Piece]:
+        """What each of ``places`` holds, in their order."""
+        return [group.piece(index) for group, index in self.places]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,17 +166,33 @@ class Manifest:
     param_groups: Any  # of the optimizer, encoded, with parameter names; None: saved without one
     written_by: dict[str, str]  # versions
 
-    def located(self) -> Iterator[tuple[str, tuple[FlatGroup, int]]]:
-        """Yield every name of every parameter, with its group and its index in the group."""
+    def parameters(self) -> dict[str, SavedParameter]:
+        """Return the parameters by name; one with several names is under each of them. Raises
+        ValueError unless the groups hold every element of each parameter once."""
+        places: dict[tuple[str, ...], list[tuple[FlatGroup, int]]] = {}
         for group in self.groups:
             for index, names in enumerate(group.names):
-                for name in names:
-                    yield name, (group, index)
+                places.setdefault(names, []).append((group, index))
+        found: dict[str, SavedParameter] = {}
+        for names, of_param in places.items():
+            (group, index), *more = of_param
+            dtypes = {group.dtype for group, _ in of_param}
+            if len(dtypes) > 1:
+                raise ValueError(f"parts of {names[0]!r} of the dtypes {sorted(map(str, dtypes))}")
+            if more or not group.piece(index).is_whole:
+                require_grid([group.piece(index) for group, index in of_param])
+            shape = group.piece(index).whole_shape
+            parameter = SavedParameter(names, shape, group.dtype, tuple(of_param))
+            for name in names:
+                if name in found:
+                    raise ValueError(f"{name!r} has two places")
+                found[name] = parameter
+        return found
 
     def as_text(self) -> str:
         content = {
             "format": FORMAT,
-            "version": VERSION,
+            "version": VERSIONS[any(part for group in self.groups for part in group.parts)],
             "written_by": self.written_by,
             "identity": self.identity,
             "step": self.step,
@@ -164,7 +247,7 @@ def read_manifest(path: Path) -> Manifest:
         content = parse_json(content_text)
         if not isinstance(content, dict):
             raise TypeError(f"a {type(content).__name__} instead of an object")
-        if (content.get("format"), content.get("version")) == (FORMAT, VERSION):
+        if content.get("format") == FORMAT and content.get("version") in VERSIONS:
             return _of_json(content)
     except (
         KeyError,
@@ -179,7 +262,7 @@ def read_manifest(path: Path) -> Manifest:
     raise CheckpointError(
         explain(
             "This checkpoint has another format.",
-            expected=f"{FORMAT}, version {VERSION}",
+            expected=f"{FORMAT}, version {' or '.join(map(str, VERSIONS))}",
             got=f"{reprlib.repr(content.get('format'))}, version "
             f"{reprlib.repr(content.get('version'))}",
             where=str(file),
@@ -205,15 +288,14 @@ def _of_json(content: dict[str, Any]) -> Manifest:
     if size(content["common"]) >= len(files):
         raise ValueError(f"file {content['common']} of {len(files)}")
     groups = tuple(FlatGroup.of_json(group, axes) for group in listed(content["groups"]))
-    names = [name for group in groups for of_param in group.names for name in of_param]
-    if len(set(names)) < len(names) or len({group.name for group in groups}) < len(groups):
-        raise ValueError("a parameter has two places, or two groups have one name")
+    if len({group.name for group in groups}) < len(groups):
+        raise ValueError("two groups have one name")
     if content["param_groups"] is not None:
         for group in listed(content["param_groups"]):
             texts(group["params"])
             if not isinstance(group["settings"], dict):
                 raise TypeError("the settings of a parameter group are not an object")
-    return Manifest(
+    manifest = Manifest(
         text_in(content["identity"]),
         size(content["step"]),
         content["common"],
@@ -223,3 +305,5 @@ def _of_json(content: dict[str, Any]) -> Manifest:
         content["param_groups"],
         {text_in(name): text_in(version) for name, version in content["written_by"].items()},
     )
+    manifest.parameters()  # raises
+    return manifest

@@ -1,22 +1,28 @@
-"""Checks that all ranks save or load optimizers of the same parameters."""
+"""Checks that all ranks save or load optimizers of the same parameters, with the same settings."""
 
 from __future__ import annotations
 
 import dataclasses
+import json
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
+from .._comm.mesh import Axis
 from .._engine.group import Group
+from .._engine.state_store import store_of
 from .._state.model_units import units_of
 from .._state.optim_alike import OptimizerFacts, describe, require_alike
 from .._state.param_ownership import ParamOwnership, ownership_of
-from ..errors import RuntimeUsageError, explain
+from ..errors import RuntimeUsageError, UsageError, explain
+from ._named_groups import tensor_parallel_axes
 from ._ranks import Ranks
+from ._texts import joined
 
-__all__ = ["SharedOptimizer"]
+__all__ = ["SharedOptimizer", "joined_param_groups"]
 
 
 class SharedOptimizer:
@@ -27,11 +33,13 @@ class SharedOptimizer:
     ) -> None:
         """Raises UsageError for an optimizer with a parameter that is not the model's."""
         self._ranks, units = ranks, units_of(model)
+        # Tensor parallelism repeats plain parameters, and those of any unit.
+        axes = tensor_parallel_axes([named.unit for named in units])
         self._groups: list[Group] = [
             group
             for named in units
             for group in named.unit.groups
-            if group.shard.ranks * group.replica.ranks == ranks.count
+            if group.shard.ranks * group.replica.ranks * _ranks_beside(group, axes) == ranks.count
         ]
         self._ownership: ParamOwnership | None = None
         if optimizer is not None:
@@ -41,11 +49,17 @@ class SharedOptimizer:
 
     def facts(self) -> list[Any] | None:
         """Return the facts to compare, as JSON values."""
-        return (
-            None
-            if self._ownership is None
-            else list(dataclasses.astuple(describe(self._ownership, self._groups)))
-        )
+        if self._ownership is None:
+            return None
+        facts = describe(self._ownership, self._groups)
+        # Shards of tensor-parallel parameters may differ in size: compare the whole parameters.
+        sizes = [
+            sum(math.prod(store.shape(index)) for index in range(len(store.orig_params)))
+            if any(store.parallel)
+            else size
+            for size, store in zip(facts.sizes, map(store_of, self._groups), strict=True)
+        ]
+        return list(dataclasses.astuple(dataclasses.replace(facts, sizes=tuple(sizes))))
 
     def require_alike(self, all_facts: Sequence[list[Any] | None], call: str) -> None:
         """Raise UsageError, on all ranks, unless the facts of all ranks match. all_facts: in rank
@@ -65,3 +79,76 @@ class SharedOptimizer:
                     fix="pass the model's optimizer on every rank",
                 )
             )
+
+
+def _ranks_beside(group: Group, axes: Sequence[Axis]) -> int:
+    """Return how many ranks the axes have that lie in no axis of the group."""
+    inside = {*group.shard.members, *group.replica.members}
+    return math.prod(axis.ranks for axis in axes if len(inside & {*axis.members}) == 1)
+
+
+def joined_param_groups(by_rank: Sequence[Any], call: str) -> list[Any]:
+    """Return the parameter groups to save, from the encoded ones of every rank: the first rank's,
+    with the parameters that only other ranks' optimizers hold in the same groups or in new ones.
+
+    A rank's optimizer may leave out parameters that the rank has no part of. Raises UsageError if
+    a parameter has different settings on two ranks.
+    """
+    found: list[dict[str, Any]] = []
+    places: dict[str, int] = {}  # by name of a parameter: its group
+    for rank, groups in enumerate(by_rank):
+        for position, group in enumerate(groups):
+            if rank and not group["params"]:
+                continue
+            known = sorted({places[name] for name in group["params"] if name in places})
+            for number in known:
+                if _differing(found[number]["settings"], group["settings"]):
+                    raise _different_settings(found[number], group, rank, call)
+            if known:
+                number = known[0]
+            elif rank and position < len(found) and _is_like(found[position], group):
+                number = position
+            else:
+                number = len(found)
+                found.append({"params": [], "settings": group["settings"]})
+            new = [name for name in group["params"] if name not in places]
+            found[number]["params"] += new
+            places.update(dict.fromkeys(new, number))
+    return found
+
+
+def _is_like(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    return not _differing(one["settings"], other["settings"])
+
+
+def _differing(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
+    """Return the names of the settings, encoded, that differ."""
+    return [
+        key
+        for key in dict.fromkeys([*one, *other])
+        if (key in one, json.dumps(one.get(key))) != (key in other, json.dumps(other.get(key)))
+    ]
+
+
+def _different_settings(
+    one: dict[str, Any], other: dict[str, Any], rank: int, call: str
+) -> UsageError:
+    shared = [name for name in other["params"] if name in one["params"]]
+    keys = _differing(one["settings"], other["settings"])
+    return UsageError(
+        explain(
+            "The ranks' optimizers have different settings, and a checkpoint holds one of each.",
+            expected="the same settings of a parameter on all ranks",
+            got=joined(
+                [
+                    f"{key}={other['settings'].get(key)} on rank {rank}, "
+                    f"{one['settings'].get(key)} on a rank before it"
+                    for key in keys
+                ],
+                4,
+                "; ",
+            ),
+            where=f"the parameter group of {shared[0]!r}, {call}",
+            fix="give the parameter groups the same settings on all ranks before saving",
+        )
+    )

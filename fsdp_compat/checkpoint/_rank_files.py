@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from .._comm.host_memory import memory_of
+from .._layout.pieces import Rows
 from ..errors import CheckpointError
 from ._blocks import (
     BLOCK_NBYTES,
@@ -83,7 +84,7 @@ class RankFiles:
 
     def __init__(self, path: Path) -> None:
         self.path, self.manifest = path, read_manifest(path)
-        self.located = dict(self.manifest.located())
+        self.parameters = self.manifest.parameters()
         self._heads: dict[int, Head] = {}
         self._requests: dict[int, list[ReadRequest]] = {}  # by number of the file
         self._whole: set[tuple[int, str]] = set()  # (file, tensor) that is requested whole
@@ -118,21 +119,25 @@ class RankFiles:
     ) -> None:
         """Request elements of a tensor of ``dtype``, from element ``start`` on, as many as
         ``target`` (1-D) has."""
+        numel = target.numel()
+        self.request_rows(number, name, dtype, Rows(numel, 1, start, numel, 0, numel), target)
+
+    def request_rows(
+        self, number: int, name: str, dtype: torch.dtype, rows: Rows, target: torch.Tensor
+    ) -> None:
+        """Request rows of a tensor of ``dtype``. target: 1-D, what the rows are parts of."""
+        stop = rows.start + rows.span
         info = self.head(number).tensors.get(name)
         size = dtype.itemsize
         described_as = dtype if is_known(dtype) else torch.uint8
-        if (
-            info is None
-            or info.dtype != described_as
-            or (start + target.numel()) * size > info.nbytes
-        ):
+        if info is None or info.dtype != described_as or stop * size > info.nbytes:
             raise damaged(
                 self.path / file_name(number),
-                f"{start + target.numel()} elements of {dtype} under {name!r}",
+                f"{stop} elements of {dtype} under {name!r}",
                 "no such tensor" if info is None else f"{info.nbytes} bytes of {info.dtype}",
             )
         self._requests.setdefault(number, []).append(
-            ReadRequest(info.start + start * size, target, dtype)
+            ReadRequest.of_rows(info.start, rows, target, dtype)
         )
 
     def request_tensor(self, number: int, name: str) -> torch.Tensor:

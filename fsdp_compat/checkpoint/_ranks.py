@@ -7,7 +7,7 @@ import dataclasses
 import datetime
 import json
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -16,12 +16,13 @@ from torch import nn
 
 from .. import _torch_private
 from .._comm.communicator import communicator
-from .._comm.mesh import Mesh
+from .._comm.mesh import Axis, Mesh
 from .._engine import rendezvous
 from .._state.model_units import ModelUnit, model_units_in, runtimes_of
 from ..errors import CheckpointError, StateError, UsageError, explain
 from . import _background as background
 from ._mailbox import RankLost, StoreMailbox
+from ._named_groups import tensor_parallel_axes
 from ._processes import Members, members_of, own_facts
 
 __all__ = ["Ranks", "all_ranks_or_raise", "checkpoint_error_from", "ranks_of", "require_rest"]
@@ -29,8 +30,8 @@ __all__ = ["Ranks", "all_ranks_or_raise", "checkpoint_error_from", "ranks_of", "
 
 @dataclasses.dataclass
 class Ranks:
-    """The ranks of a model in one call, numbered from 0: replica by replica, and within a replica
-    in the order of the shards."""
+    """The ranks of a model in one call, numbered from 0: replica by replica, within a replica in
+    the order of the shards, and within a shard in that of tensor parallelism."""
 
     call: str
     number: int  # of this rank
@@ -104,30 +105,45 @@ def ranks_of(model: nn.Module, call: str) -> tuple[list[ModelUnit], Ranks]:
         call, [group for each in units for group in each.unit.groups], copies=True
     )
     first = units[0]
-    members = _members(first.mesh, first.device)
+    axes = tensor_parallel_axes([each.unit for each in units])
+    members = _members(first.mesh, axes, first.device)
     members.num_calls += 1
     timeout: datetime.timedelta = _torch_private.group_timeout(first.group)
     mailbox = StoreMailbox(members, f"{members.name}/{members.num_calls}", timeout.total_seconds())
     return units, Ranks(call, members.number, members.count, first.mesh, mailbox)
 
 
-# Members by process group, and by the ranks of both axes of the mesh.
+# Members by process group, and by the ranks of all axes of the mesh.
 _known: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Any, Members]] = (
     weakref.WeakKeyDictionary()
 )
 
 
-def _members(mesh: Mesh, device: torch.device) -> Members:
-    """Return the members of a mesh. They exchange their facts the first time. Collective."""
+def _members(mesh: Mesh, axes: Sequence[Axis], device: torch.device) -> Members:
+    """Return the members of a mesh. They exchange their facts the first time. Collective.
+
+    axes: of tensor parallelism. One that lies in the mesh adds no ranks.
+    """
     shard, replica = mesh.shard, mesh.replica
-    group = shard.group or replica.group or dist.group.WORLD  # a single rank has no group
+    # a single rank has no group
+    group = next((axis.group for axis in (shard, replica, *axes) if axis.group), dist.group.WORLD)
     known = {} if group is None else _known.setdefault(group, {})
-    key = shard.members, replica.members
+    key = tuple(axis.members for axis in (shard, replica, *axes))
     if key not in known:
-        shards = communicator(shard, device).gather_objects(own_facts(shard.members[shard.rank]))
-        replicas = communicator(replica, device).gather_objects(shards)
-        facts = [of_rank for of_replica in replicas for of_rank in of_replica]
-        known[key] = members_of(facts, replica.rank * shard.ranks + shard.rank)
+        facts, number = [own_facts(shard.members[shard.rank])], 0
+        present: set[int] = set()
+        for axis in (shard, replica):
+            gathered = communicator(axis, device).gather_objects(facts)
+            facts = [fact for of_rank in gathered for fact in of_rank]
+            number += axis.rank * (len(facts) // axis.ranks)
+        present.update(rank for _, rank, _ in facts)
+        for axis in axes:
+            if len(present & {*axis.members}) == 1:
+                gathered = communicator(axis, device).gather_objects(facts)
+                facts = [fact for same in zip(*gathered, strict=True) for fact in same]
+                number = number * axis.ranks + axis.rank
+                present.update(rank for _, rank, _ in facts)
+        known[key] = members_of(facts, number)
     return known[key]
 
 

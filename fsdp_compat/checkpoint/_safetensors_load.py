@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from ._header import TensorInfo, read_header
 from ._named_groups import NamedGroup, named_groups
 from ._progress import progress_bar
 from ._ranks import all_ranks_or_raise, checkpoint_error_from, ranks_of, require_rest
+from ._report import LoadReport, nothing_fits, require_report
 from ._safetensors_parts import (
     INDEX,
     HeldPart,
@@ -33,7 +34,7 @@ from ._safetensors_parts import (
 )
 from ._texts import brief, joined, parse_json, read_text, text_in
 
-__all__ = ["load_safetensors"]
+__all__ = ["load_safetensors", "tensors_of"]
 
 _ReadPlan = list[tuple[HeldPart, Path, TensorInfo]]  # the file and the tensor in it of each part
 
@@ -44,6 +45,8 @@ def load_safetensors(
     *,
     rename: Rename | None = None,
     dtype: torch.dtype | None = None,
+    strict: bool = True,
+    report: LoadReport | None = None,
     progress: bool = False,
 ) -> None:
     """Load weights from safetensors files into the model; each rank reads the bytes of its own
@@ -60,13 +63,18 @@ def load_safetensors(
             skip the tensor.
         dtype: round floating-point values to this dtype on their way to the dtype of the
             parameters.
+        strict: require the names and shapes of the model, all of them. False: load what has the
+            same name and shape in both, and leave everything else as it is; what was left is in
+            ``report`` or, without one, in a warning.
+        report: filled with what was left.
         progress: show bytes and rate on the first rank; requires tqdm.
 
     Raises:
         UsageError: an argument is invalid.
         CheckpointError: files are missing or incomplete, or their names and shapes are not the
-            model's; on all ranks, before anything has changed. If a file changes or cannot be read
-            after that, the error says that a part may have been loaded.
+            model's (not strict: none of them is); on all ranks, before anything has changed. If a
+            file changes or cannot be read after that, the error says that a part may have been
+            loaded.
     """
     call = "checkpoint.load_safetensors"
     units, ranks = ranks_of(model, call)
@@ -75,11 +83,14 @@ def load_safetensors(
         plan: _ReadPlan = []
         others: dict[str, torch.Tensor] = {}
         groups: list[NamedGroup] = []
+        left = LoadReport()
         try:
             check_arguments(call, path, rename, dtype, progress)
+            require_report(call, strict, report)
             require_rest(units, call)
             groups = named_groups(units_of(model))
-            plan, others = _plan_reading(Path(path), model, groups, rename, call)
+            plan, others = _plan_reading(Path(path), model, groups, rename, call, left)
+            _require_fit(Path(path), plan, left, strict)
         except Exception as error:
             problem = checkpoint_error_from(
                 error, "The weights could not be read.", path, "nothing was loaded"
@@ -88,15 +99,21 @@ def load_safetensors(
         require_same_plan(
             all_ranks_or_raise(ranks, problem, digest(sources, dtype), call), ranks, call
         )
-        total = sum(held.part.numel * info.dtype.itemsize for held, _, info in plan)
+        if report is not None:
+            left.copy_to(report)
+        elif not strict:
+            left.warn(call, path, stacklevel=2)
+        requests: dict[Path, list[ReadRequest]] = {}
+        for held, file, info in plan:
+            requests.setdefault(file, []).extend(_requests(held, info, dtype))
+        total = sum(
+            row.nbytes for its in requests.values() for each in its for row in each.one_by_one()
+        )
         try:
             with (
                 progress_bar(progress and ranks.number == 0, "load weights", total) as tick,
                 torch.no_grad(),
             ):
-                requests: dict[Path, list[ReadRequest]] = {}
-                for held, file, info in plan:
-                    requests.setdefault(file, []).append(_request(held, info, dtype))
                 for file, of_file in requests.items():
                     read_plain(file, merged(of_file), tick)
             load_unmanaged(model, others)
@@ -113,13 +130,18 @@ def load_safetensors(
 
 
 def _plan_reading(
-    path: Path, model: nn.Module, groups: list[NamedGroup], rename: Rename | None, call: str
+    path: Path,
+    model: nn.Module,
+    groups: list[NamedGroup],
+    rename: Rename | None,
+    call: str,
+    left: LoadReport,
 ) -> tuple[_ReadPlan, dict[str, torch.Tensor]]:
     """Return this rank's parts, each with its file and tensor, and a state dict of the unmanaged
-    tensors, which the values are read into. Raises CheckpointError unless the files hold exactly
-    the model's names and shapes."""
+    tensors, which the values are read into: those whose names and shapes are in the files and in
+    the model. left: is filled with the others."""
     found: dict[str, tuple[Path, TensorInfo]] = {}
-    for name, source in _tensors_of(path).items():
+    for name, source in tensors_of(path).items():
         model_name = renamed(name, rename, call)
         if model_name is not None:
             if model_name in found:
@@ -134,35 +156,43 @@ def _plan_reading(
                 )
             found[model_name] = source
     others: dict[str, torch.Tensor] = {}
-    parts = list(managed_parts(groups))
-    for held in unmanaged_tensors(model, groups, False):
-        # The state dict may hold a copy in another dtype than the module computes with.
-        values = torch.empty_like(held.values)
-        parts.append(dataclasses.replace(held, values=values))
-        others.update((name, values.view(held.shape)) for name in held.names)
     plan: _ReadPlan = []
-    wrong: list[str] = []
     known: set[str] = set()
-    for held in parts:
+    unmanaged = unmanaged_tensors(model, groups, False)
+    for is_managed, held in (
+        *((True, held) for held in managed_parts(groups)),
+        *((False, held) for held in unmanaged),
+    ):
         known.update(held.names)
         present = [name for name in held.names if name in found]
         if not present:
-            wrong.append(f"missing: {held.names[0]}")
+            left.missing.append(held.names[0])
             continue
         name = present[0]
         file, info = found[name]
         if info.shape != held.shape:
-            wrong.append(
-                f"{name}: shape {list(info.shape)} in {file.name}, {list(held.shape)} in the model"
+            left.mismatched[name] = (
+                f"shape {list(info.shape)} in {file.name}, {list(held.shape)} in the model"
             )
         elif (info.dtype.is_floating_point, info.dtype.is_complex) != (
             held.dtype.is_floating_point,
             held.dtype.is_complex,
         ):
-            wrong.append(f"{name}: {info.dtype} in {file.name}, {held.dtype} in the model")
-        plan.append((held, file, info))
-    wrong += [f"not in the model: {name}" for name in found if name not in known]
-    if wrong:
+            left.mismatched[name] = f"{info.dtype} in {file.name}, {held.dtype} in the model"
+        else:
+            if not is_managed:
+                # The state dict may hold a copy in another dtype than the module computes with.
+                held = dataclasses.replace(held, values=torch.empty_like(held.values))
+                others.update((name, held.values.view(held.shape)) for name in held.names)
+            plan.append((held, file, info))
+    left.unexpected += [name for name in found if name not in known]
+    return plan, others
+
+
+def _require_fit(path: Path, plan: _ReadPlan, left: LoadReport, strict: bool) -> None:
+    """Raise CheckpointError unless the files hold exactly the model's names and shapes; not strict:
+    unless they hold some of them."""
+    if strict and (wrong := left.problems()):
         raise CheckpointError(
             explain(
                 "The weights do not fit the model.",
@@ -170,13 +200,14 @@ def _plan_reading(
                 got=joined(wrong, 20, "; "),
                 where=str(path),
                 fix="pass rename, a function from a name in the files to the name in the model, or "
-                "to None to skip it",
+                "to None to skip it; or pass strict=False to load what fits",
             )
         )
-    return plan, others
+    if left.problems() and not plan:
+        raise nothing_fits(path, left)
 
 
-def _tensors_of(path: Path) -> dict[str, tuple[Path, TensorInfo]]:
+def tensors_of(path: Path) -> dict[str, tuple[Path, TensorInfo]]:
     """Return the tensors of a file, of the files of an index, or of a directory, by name."""
     index = path / INDEX if path.is_dir() else path
     files: list[Path]
@@ -257,7 +288,6 @@ def _file_name(name: Any) -> str:
     return str(name)
 
 
-def _request(held: HeldPart, info: TensorInfo, dtype: torch.dtype | None) -> ReadRequest:
-    return ReadRequest(
-        info.start + held.part.start * info.dtype.itemsize, held.values, info.dtype, dtype
-    )
+def _requests(held: HeldPart, info: TensorInfo, dtype: torch.dtype | None) -> Iterator[ReadRequest]:
+    for rows in held.rows():
+        yield ReadRequest.of_rows(info.start, rows, held.values, info.dtype, dtype)

@@ -14,6 +14,7 @@ from torch import nn
 
 from .. import errors
 from .._engine.state_store import store_of
+from .._layout.pieces import Piece, Rows, common_rows
 from .._layout.spec import Interval
 from .._state.unmanaged import unmanaged_state
 from ..errors import UsageError, explain
@@ -42,14 +43,23 @@ Rename = Callable[[str], str | None]
 
 @dataclasses.dataclass(frozen=True)
 class HeldPart:
-    """The elements of one tensor that this rank holds: a run, in row-major order."""
+    """The elements of one tensor that this rank holds: a run of a piece, in row-major order."""
 
     names: tuple[str, ...]  # of the tensor in the model
-    shape: tuple[int, ...]  # of the whole tensor
     dtype: torch.dtype
-    part: Interval
+    piece: Piece  # all of the tensor, or a tensor-parallel part
+    part: Interval  # of the piece
     values: torch.Tensor  # 1-D: a view of the elements in place
     is_written_here: bool  # this rank is the one that writes them
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the whole tensor."""
+        return self.piece.whole_shape
+
+    def rows(self) -> Iterator[Rows]:
+        """Yield where the elements lie in the whole tensor; target: ``values``."""
+        return common_rows(self.piece, self.part, Piece.of_whole(self.shape))
 
 
 def managed_parts(groups: list[NamedGroup]) -> Iterator[HeldPart]:
@@ -59,8 +69,8 @@ def managed_parts(groups: list[NamedGroup]) -> Iterator[HeldPart]:
         for index in named.params:
             yield HeldPart(
                 named.names(index),
-                store.local_shape(index),
                 store.dtype,
+                named.piece(index),
                 store.part(index, store.rank),
                 store.local_part(index),
                 named.is_written_here,
@@ -83,8 +93,8 @@ def unmanaged_tensors(
         value = values[shared[0]]
         yield HeldPart(
             tuple(shared),
-            tuple(value.shape),
             value.dtype,
+            Piece.of_whole(tuple(value.shape)),
             Interval(0, value.numel()),
             value.reshape(-1),
             is_written_here,

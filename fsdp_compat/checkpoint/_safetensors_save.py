@@ -9,6 +9,7 @@ import json
 import math
 import os
 import uuid
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -16,6 +17,8 @@ from torch import nn
 
 from .. import errors
 from .._comm.host_memory import memory_of
+from .._layout.pieces import Rows
+from .._layout.spec import Interval
 from .._state.model_units import names_before, units_of
 from ..errors import UsageError, explain
 from ._blocks import BLOCK_NBYTES, Tick, sync_directory
@@ -292,14 +295,27 @@ class _WeightFiles:
 
 def _write_part(descriptor: int, held: HeldPart, info: TensorInfo, tick: Tick) -> None:
     size = info.dtype.itemsize
-    start = info.start + held.part.start * size
     chunk = BLOCK_NBYTES // max(size, held.dtype.itemsize)  # elements
-    for at in range(0, held.values.numel(), chunk):
-        values = held.values[at : at + chunk]
-        _write_at(
-            descriptor, memory_of(values.to("cpu", info.dtype).contiguous()), start + at * size
-        )
-        tick(values.nbytes)
+    for rows in _in_chunks(held.rows(), chunk):
+        values = held.values[rows.to : rows.to + rows.to_span]
+        data = memory_of(values.to("cpu", info.dtype).contiguous())
+        for number in range(rows.count):
+            row = data[number * rows.to_stride * size :][: rows.numel * size]
+            _write_at(descriptor, row, info.start + (rows.start + number * rows.stride) * size)
+        tick(rows.count * rows.numel * held.dtype.itemsize)
+
+
+def _in_chunks(found: Iterator[Rows], chunk: int) -> Iterator[Rows]:
+    """Yield the same elements, as rows that lie in at most ``chunk`` elements of the target."""
+    for rows in found:
+        step = max(chunk // rows.to_stride, 1)
+        for first in range(0, rows.count, step):
+            few = rows.part(first, min(step, rows.count - first))
+            if few.to_span <= chunk:
+                yield few
+                continue
+            for start in range(few.start, few.start + few.numel, chunk):  # a single long row
+                yield from few.within(Interval(start, start + chunk))
 
 
 def _write_at(descriptor: int, data: memoryview, start: int) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import hashlib
 import json
 import os
 import uuid
@@ -24,9 +25,9 @@ from . import _background as background
 from . import _directory as directory
 from ._blocks import FileFacts
 from ._mailbox import RankLost
-from ._manifest import Manifest, file_name, versions
+from ._manifest import FlatGroup, Manifest, file_name, versions
 from ._named_groups import NamedGroup, named_groups
-from ._optimizers import SharedOptimizer
+from ._optimizers import SharedOptimizer, joined_param_groups
 from ._progress import require_bar
 from ._rank_files import write_rank_file
 from ._ranks import all_ranks_or_raise, ranks_of, require_rest
@@ -104,9 +105,10 @@ class SaveJob:
             raise
 
     def _agree(self, problem: Exception | None, shared: SharedOptimizer | None) -> None:
-        """Agree on the step, the identity, and which file holds which shard. Collective."""
-        shards = [
-            (named.mesh, named.writer, named.group.shard.rank)
+        """Agree on the step, the identity, which file holds which shard, and the settings of the
+        optimizer. Collective."""
+        claims = [
+            (named.mesh, named.writer, named.part, named.group.shard.rank)
             for named in self._groups
             if named.is_written_here
         ]
@@ -114,12 +116,14 @@ class SaveJob:
         own = (
             identity,
             self._step,
-            list(dict.fromkeys(shards)),
+            list(dict.fromkeys(claims)),
+            self._parts_described_here(),
             None if shared is None else shared.facts(),
+            hashlib.sha256(json.dumps(self._snapshot.param_groups).encode()).hexdigest(),
         )
         answers = all_ranks_or_raise(self._ranks, problem, own, self.call)
         assert shared is not None
-        shared.require_alike([facts for *_, facts in answers], self.call)
+        shared.require_alike([facts for *_, facts, _ in answers], self.call)
         self.identity = answers[0][0]
         if any(step != self._step for _, step, *_ in answers):
             self._ranks.mailbox.close()
@@ -132,17 +136,42 @@ class SaveJob:
                     fix="pass the same step on all ranks",
                 )
             )
-        axes: dict[tuple[int, int], dict[int, int]] = {}  # by (mesh, writer): files by shard
-        for number, (_, _, shards_of_rank, _) in enumerate(answers):
-            for mesh, writer, shard in shards_of_rank:
-                axes.setdefault((mesh, writer), {})[shard] = number
+        self._lay_out([(claimed, parts) for _, _, claimed, parts, *_ in answers])
+        if len({settings for *_, settings in answers}) > 1:
+            by_rank = self._ranks.exchange(self._snapshot.param_groups)
+            self._snapshot.param_groups = joined_param_groups(by_rank, self.call)
+
+    def _parts_described_here(self) -> list[tuple[int, int, dict[str, Any]]]:
+        """Return (number of the group, number of the part, description) of the groups of
+        tensor-parallel parameters whose first shard this rank writes."""
+        return [
+            (number, named.part, named.described(0).as_json())
+            for number, named in enumerate(self._groups)
+            if named.num_parts > 1 and named.is_written_here and named.group.shard.rank == 0
+        ]
+
+    def _lay_out(self, answers: list[tuple[list[list[int]], list[Any]]]) -> None:
+        """answers: by rank, which shards it writes, and what it describes."""
+        axes: dict[tuple[int, int, int], dict[int, int]] = {}  # files by shard
+        parts: dict[tuple[int, int], dict[str, Any]] = {}  # by number of the group and of the part
+        for rank, (claims, described) in enumerate(answers):
+            for mesh, writer, part, shard in claims:
+                axes.setdefault((mesh, writer, part), {}).setdefault(shard, rank)
+            for number, part, content in described:
+                parts.setdefault((number, part), content)
         order = sorted(axes)
         self._axes = tuple(
             tuple(number for _, number in sorted(axes[key].items())) for key in order
         )
-        self._described = tuple(
-            named.described(order.index((named.mesh, named.writer))) for named in self._groups
-        )
+        groups: list[FlatGroup] = []
+        for number, named in enumerate(self._groups):
+            if named.num_parts == 1:
+                groups.append(named.described(order.index((named.mesh, named.writer, 0))))
+            for part in range(named.num_parts) if named.num_parts > 1 else ():
+                axis = order.index((named.mesh, named.writer, part))
+                content = {**parts[number, part], "axis": axis}
+                groups.append(FlatGroup.of_json(content, self._axes))
+        self._described = tuple(groups)
 
     def _make_directory(self) -> None:
         """Make the directory to write to: the first rank before the others, so that it leads where

@@ -33,9 +33,9 @@ from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from .. import _torch_private
 from ..errors import CheckpointError, FsdpCompatError, UsageError, explain
 from ._header import dtype_name, dtype_of
-from ._texts import brief, listed, parse_json, sizes, text_in
+from ._texts import brief, listed, parse_json, shape_in, sizes, text_in
 
-__all__ = ["Get", "Put", "decode", "encode", "tensor_as_text", "tensor_from_text"]
+__all__ = ["Get", "Put", "decode", "encode", "tensor_as_text", "tensor_from_text", "tensor_in"]
 
 Put = Callable[[torch.Tensor], str]  # stores a plain tensor, returns its name
 Get = Callable[[str], torch.Tensor]  # returns its bytes, as a tensor of its dtype or of uint8
@@ -249,6 +249,18 @@ def _decoded(value: Any, where: str, get: Get) -> Any:
         "a number, a text, a tensor or a container",
         f"{tag[:40]!r}, which this version does not know",
     )
+
+
+def tensor_in(value: Any) -> tuple[str, torch.dtype, tuple[int, ...]] | None:
+    """Return (name, dtype, shape) of an encoded value that is a tensor; None for any other value.
+    Raises CheckpointError for a value that this version cannot read."""
+    if not isinstance(value, Mapping) or list(value) != ["@tensor"]:
+        return None
+    try:
+        name, dtype, shape = listed(value["@tensor"])
+        return text_in(name), dtype_of(dtype), shape_in(shape)
+    except (TypeError, ValueError, KeyError) as error:
+        raise _unreadable("a tensor", "its name, dtype and shape", brief(error)) from error
 
 
 def tensor_as_text(tensor: torch.Tensor) -> str:

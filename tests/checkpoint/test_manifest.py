@@ -148,13 +148,15 @@ def test_any_manifest_is_read_as_it_was_written(tmp_path: Path, manifest: Manife
 def test_every_name_is_located() -> None:
     manifest = example()
     decoder, head = manifest.groups
-    assert dict(manifest.located()) == {
-        "decoder.weight": (decoder, 0),
-        "encoder.weight": (decoder, 0),
-        "decoder.empty": (decoder, 1),
-        "decoder.scale": (decoder, 2),
-        "head.bias": (head, 0),
+    found = manifest.parameters()
+    assert {name: parameter.places for name, parameter in found.items()} == {
+        "decoder.weight": ((decoder, 0),),
+        "encoder.weight": ((decoder, 0),),
+        "decoder.empty": ((decoder, 1),),
+        "decoder.scale": ((decoder, 2),),
+        "head.bias": ((head, 0),),
     }
+    assert found["encoder.weight"] is found["decoder.weight"]
 
 
 def test_a_file_has_the_number_of_its_rank() -> None:
@@ -223,7 +225,7 @@ def test_a_directory_without_a_checkpoint_is_named(tmp_path: Path) -> None:
 
 def test_another_format_or_version_is_named_with_what_to_do(tmp_path: Path) -> None:
     changes: dict[str, Callable[[dict[str, Any]], object]] = {
-        "version 2": lambda content: content.update(version=2),
+        "version 3": lambda content: content.update(version=3),
         "'other'": lambda content: content.update(format="other"),
         "version None": lambda content: content.pop("version"),
     }
@@ -401,7 +403,7 @@ def test_a_manifest_with_any_value_replaced_is_read_or_is_a_checkpoint_error(
     except CheckpointError:
         return
     found.as_text()
-    dict(found.located())
+    found.parameters()
 
 
 # -- how large it is

@@ -1,1 +1,23 @@
-"""Checkpoints of any format, in one process: what they hold, and from one format to another."""
+"""Checkpoints of any format, in one process, without a process group, a GPU or a model.
+
+A reader makes an `archive`: names, dtypes, shapes, and boxes with the bytes that hold them. Values
+are read when they are needed, through a buffer of bounded size. Nothing that a file holds is run.
+
+- ``archive``: what a checkpoint holds; ``tree``, ``optimizer_tree``: the sections of nested values
+- ``opening``: which kind it is, and that all bytes exist; ``paths``: names from untrusted files
+- ``reading``: the values; ``writing``: what writers share; ``publishing``: a result or nothing;
+  ``workers``, ``work``: several threads
+
+Readers and writers, by format:
+
+- native: ``native_reading``, ``native_writing``; safetensors: ``safetensors_files``
+- torch.save: ``torch_files``, ``stored_storages``, ``torch_writing``; pickles: ``unpickling``,
+  ``pickle_machine``, ``pickled_names``
+- one file per rank: ``rank_files``, ``merging``, ``sharded_records``; flat parameters of FSDP1 and
+  FairScale: ``flat_files``, ``shapes``
+- torch.distributed.checkpoint: ``dcp_metadata``, ``dcp_reading``, ``distcp_entries``,
+  ``dcp_writing``; directories of Accelerate, Lightning and others: ``client_directories``
+
+What users call: ``convert``, ``inspection``, ``verification``, ``difference`` (``numbers``),
+``plots``; from a shell ``commands``, with ``arguments``, ``tables`` and ``display``.
+"""

@@ -56,7 +56,7 @@ class Piece:
 
 @dataclasses.dataclass(frozen=True)
 class StoredTensor:
-    """One tensor of a checkpoint. Its pieces cover every element once; ``copies`` are further pieces
+    """One tensor of a checkpoint. Its pieces cover every element once; ``copies`` are more pieces
     with the boxes of some of these, as replicas write them."""
 
     name: str

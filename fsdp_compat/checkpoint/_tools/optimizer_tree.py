@@ -37,13 +37,13 @@ class OptimizerState:
 
 def is_optimizer(value: Any, is_known: bool) -> bool:
     """Return whether a value has the form of an optimizer's state. is_known: it stands under the
-    key of an optimizer, so that the groups may be missing."""
+    key of an optimizer, so that the groups or the states may be missing."""
     if not isinstance(value, dict) or not value:
         return False
-    states, groups = value.get(_STATE), value.get(_GROUPS)
+    states, groups = value.get(_STATE, {} if is_known else None), value.get(_GROUPS)
     if (
         isinstance(states, dict)
-        and (is_known or _GROUPS in value)
+        and (_GROUPS in value or (is_known and _STATE in value))
         and all(isinstance(item, dict) for item in states.values())
     ):
         return groups is None or _are_groups(groups)
@@ -83,7 +83,7 @@ def _parameters(one: OptimizerState) -> list[str]:
 
 
 def _parsed(tree: dict[Any, Any], tensors: Mapping[str, StoredTensor]) -> OptimizerState:
-    if isinstance(tree.get(_STATE), dict):
+    if isinstance(tree.get(_STATE), dict) or _GROUPS in tree:
         return _nested(tree, tensors)
     return _flattened(tree)
 
@@ -115,7 +115,7 @@ def _mark(value: Any) -> str:
 
 
 def _nested(tree: dict[Any, Any], tensors: Mapping[str, StoredTensor]) -> OptimizerState:
-    states = dict(tree[_STATE])
+    states = dict(tree.get(_STATE) or {})
     groups = tree.get(_GROUPS)
     if isinstance(groups, dict):
         groups = list(groups.values())
@@ -150,9 +150,12 @@ def _names_of_numbers(
     tensors: Mapping[str, StoredTensor],
 ) -> dict[str, str] | None:
     """Return the parameter of each number, or None if it is not certain."""
-    numbers = [str(number) for group in groups for number in group["params"]]
-    if len(set(numbers)) < len(numbers) or not {str(key) for key in states} <= set(numbers):
+    given = [str(number) for group in groups for number in group["params"]]
+    if len(set(given)) < len(given) or not {str(key) for key in states} <= set(given):
         return None
+    # torch.optim numbers the parameters as the groups list them; FSDP's numbers, as the model does.
+    numbers = sorted(given, key=int)
+    is_ordered = len(groups) == 1 or numbers != given
     listed = [group.get("param_names") for group in groups]
     if all(
         isinstance(names, (list, tuple)) and len(names) == len(group["params"])
@@ -160,12 +163,12 @@ def _names_of_numbers(
     ):
         names = [str(name) for group_names in listed for name in group_names or ()]
         if len(set(names)) == len(names):
-            return dict(zip(numbers, names, strict=True))
+            return dict(zip(given, names, strict=True))
     candidates = [name for name, tensor in tensors.items() if _may_train(name, tensor, tensors)]
     shapes = {str(number): _shape(values) for number, values in states.items()}
     wanted = [shapes.get(number) for number in numbers]
     offered = [tensors[name].shape for name in candidates]
-    chosen = _only_choice(wanted, offered, is_ordered=len(groups) == 1)
+    chosen = _only_choice(wanted, offered, is_ordered)
     if chosen is None:
         return None
     return {number: candidates[index] for number, index in zip(numbers, chosen, strict=True)}

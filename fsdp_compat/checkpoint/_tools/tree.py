@@ -29,7 +29,7 @@ _STEP_KEYS = ("step", "global_step", "iteration", "iter_num")
 _WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.")
 _MAX_LEVELS = 3  # below which no section is looked for
 _MAX_DEPTH = 64
-_MAX_CONTAINERS = 1_000_000
+_MAX_CONTAINERS = 500_000
 _MAX_VALUES = 50_000_000
 
 
@@ -180,7 +180,8 @@ def _flat_tensors(node: dict[Any, Any], key: Any) -> dict[str, StoredTensor]:
     def take(inside: dict[Any, Any], prefix: str) -> None:
         for name, value in list(inside.items()):
             if isinstance(value, StoredTensor):
-                found[f"{prefix}{name}"] = inside.pop(name)
+                if f"{prefix}{name}" not in found:  # "a.b" and {"a": {"b": ...}}
+                    found[f"{prefix}{name}"] = inside.pop(name)
             elif isinstance(value, dict) and _any_tensor(value):
                 take(value, f"{prefix}{name}.")
                 if not value:
@@ -359,6 +360,8 @@ class _Copy:
         if self._containers > _MAX_CONTAINERS or self._values > _MAX_VALUES:
             raise self._refusal("millions of containers or values")
         if isinstance(value, Mapping):
+            if any(type(key) is not str and str(key) in value for key in value):
+                raise self._refusal("keys that are equal as texts, such as 0 and '0'")
             return {key: self.of(item, depth + 1) for key, item in value.items()}
         if not self._nests(value):
             return list(value) if type(value) is list and len(value) < 1000 else value
@@ -374,8 +377,9 @@ class _Copy:
     def _refusal(self, got: str) -> CheckpointError:
         return CheckpointError(
             explain(
-                f"The values of {self._path.name} are nested beyond all bounds.",
-                expected=f"at most {_MAX_DEPTH} levels and {_MAX_CONTAINERS} containers",
+                f"The values of {self._path.name} are nested in a way that cannot be followed.",
+                expected=f"keys that differ, at most {_MAX_DEPTH} levels, and at most "
+                f"{_MAX_CONTAINERS} containers",
                 got=got,
                 where=str(self._path),
                 fix="restore the file from an intact copy; nothing was loaded",

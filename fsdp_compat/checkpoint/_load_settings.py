@@ -1,0 +1,126 @@
+"""The settings (learning rate, weight decay, ...) that the parameter groups of an optimizer get
+from a native checkpoint."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ..errors import CheckpointError, explain
+from ._rank_files import RankFiles
+from ._report import LoadReport
+from ._texts import joined
+from ._values import decode, tensor_from_text
+
+__all__ = ["settings_for"]
+
+
+@dataclasses.dataclass(frozen=True)
+class _SavedGroup:
+    number: int
+    names: list[str]  # of its parameters
+    encoded: dict[str, str]  # settings, as text to compare
+    content: Any
+
+    def settings(self) -> dict[str, Any]:
+        """Return the settings in objects of their own. Raises CheckpointError."""
+        settings = decode(self.content, "parameter group", tensor_from_text)
+        if not isinstance(settings, dict):
+            raise CheckpointError(
+                explain(
+                    "The settings of a parameter group are invalid.",
+                    expected="settings by name",
+                    got=f"a {type(settings).__name__}",
+                    where="param_groups of the optimizer",
+                    fix="load an older checkpoint; nothing was loaded",
+                )
+            )
+        return settings
+
+
+def settings_for(
+    files: RankFiles,
+    param_groups: Sequence[Mapping[str, Any]],
+    names: Mapping[torch.Tensor, Sequence[str]],
+    report: LoadReport,
+    strict: bool,
+) -> list[dict[str, Any]]:
+    """Return the settings for each group of the optimizer: those of its parameters or, where none
+    of them was saved with settings, those of the group at the same position if no other group has
+    them.
+
+    names: of each parameter of the optimizer. Raises CheckpointError for a group of parameters that
+    were saved with different settings; not strict: the group keeps its own, and the report says so.
+    """
+    saved = [
+        _SavedGroup(
+            number,
+            group["params"],
+            {key: json.dumps(value) for key, value in group["settings"].items()},
+            group["settings"],
+        )
+        for number, group in enumerate(files.manifest.param_groups)
+    ]
+    by_name = {name: group for group in saved for name in group.names}
+    claimed: list[list[_SavedGroup]] = []
+    for group in param_groups:
+        own_names = [name for parameter in group["params"] for name in names[parameter]]
+        found = {id(by_name[name]): by_name[name] for name in own_names if name in by_name}
+        claimed.append(list(found.values()))
+    all_claimed = {each.number for groups in claimed for each in groups}
+    result: list[dict[str, Any]] = []
+    for number, (group, found_groups) in enumerate(zip(param_groups, claimed, strict=True)):
+        settings: dict[str, Any] = {}
+        if any(each.encoded != found_groups[0].encoded for each in found_groups):
+            problem = _several_settings(files, number, found_groups)
+            if strict:
+                raise CheckpointError(problem)
+            report.settings_kept[number] = "its parameters were saved with different ones"
+        elif found_groups:
+            settings = found_groups[0].settings()
+        elif number < len(saved) == len(param_groups) and number not in all_claimed:
+            settings = saved[number].settings()
+        elif group["params"]:
+            report.settings_kept[number] = "none of its parameters was saved with settings"
+        result.append({key: _like(value, group.get(key)) for key, value in settings.items()})
+    return result
+
+
+def _like(value: Any, own: Any) -> Any:
+    """Return a setting; a tensor where the optimizer has one, of its dtype and on its device."""
+    if isinstance(own, torch.Tensor) and isinstance(value, (int, float, torch.Tensor)):
+        found = torch.as_tensor(value)
+        if found.numel() == own.numel():
+            return found.to(own.device, own.dtype).view(own.shape)
+    return value
+
+
+def _several_settings(files: RankFiles, number: int, groups: Sequence[_SavedGroup]) -> str:
+    first = groups[0]
+    other = next(group for group in groups if group.encoded != first.encoded)
+    keys = [
+        key
+        for key in dict.fromkeys([*first.encoded, *other.encoded])
+        if first.encoded.get(key) != other.encoded.get(key)
+    ]
+    return explain(
+        "Parameters in one group of the optimizer were saved with different settings.",
+        expected="groups like those that were saved; a FlatParameter (use_orig_params=False) is in "
+        "one group, with one setting for all parameters in it",
+        got=joined(
+            [
+                f"{key}={first.encoded.get(key)} for {first.names[0]!r}, "
+                f"{other.encoded.get(key)} for {other.names[0]!r}"
+                for key in keys
+            ],
+            4,
+            "; ",
+        ),
+        where=f"parameter group {number} of the optimizer, {files.path}",
+        fix="make the groups as they were saved, with use_orig_params=True or fully_shard if a "
+        "FlatParameter stands in the way; or pass strict=False to keep this optimizer's settings",
+    )

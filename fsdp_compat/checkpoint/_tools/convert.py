@@ -1,0 +1,377 @@
+"""``convert``: from a checkpoint of any format to one of another."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ... import errors
+from ...errors import CheckpointError, UsageError, explain
+from .._progress import progress_bar, require_bar
+from .._texts import joined
+from .archive import Archive
+from .dcp_writing import write_dcp
+from .native_writing import write_native
+from .opening import open_archive, problems_of
+from .publishing import published, require_free
+from .reading import SLAB_NBYTES, Files
+from .safetensors_files import write_safetensors, write_safetensors_file
+from .shapes import Shapes
+from .torch_writing import write_torch
+from .writing import WriteOptions, nbytes_to_write
+
+__all__ = ["FORMATS", "Names", "convert"]
+
+Names = Mapping[str, str | None] | Sequence[tuple[str, str]] | Callable[[str], str | None]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Format:
+    write: Callable[[Archive, Path, WriteOptions, Files], None]
+    holds_optimizer: bool
+    suffixes: tuple[str, ...] = ()  # of a target that is to be this format
+
+
+FORMATS = {
+    "safetensors": _Format(write_safetensors, False),
+    "safetensors-file": _Format(write_safetensors_file, False, (".safetensors",)),
+    "torch": _Format(write_torch, True, (".pt", ".pth", ".bin", ".ckpt")),
+    "dcp": _Format(write_dcp, True),
+    "native": _Format(write_native, True),
+}
+_MIN_MEMORY = 16 << 20
+_STEP = re.compile(r"step-([0-9]+)")
+
+
+def convert(
+    source: str | os.PathLike[str],
+    target: str | os.PathLike[str],
+    *,
+    to: str | None = None,
+    world_size: int | None = None,
+    unit: str | None = None,
+    dtype: torch.dtype | None = None,
+    rename: Names | None = None,
+    include: Sequence[str] = (),
+    exclude: Sequence[str] = (),
+    optimizer: bool | None = None,
+    shapes: Shapes | str | os.PathLike[str] | None = None,
+    max_file_nbytes: int = 5_000_000_000,
+    memory: int = 256 << 20,
+    workers: int = 1,
+    step: int | None = None,
+    progress: bool = False,
+) -> Path:
+    """Write the content of a checkpoint of any known format as one of another; return ``target``.
+
+    One process; no process group, no GPU and no model. Values are converted tensor by tensor and
+    written as they come. ``target`` appears once everything in it is durable; nothing of it is
+    left if the call is interrupted or the process killed (the next call removes hidden leftovers).
+
+        convert("checkpoints/rank_files", "model", to="safetensors")
+        convert("runs/7/step-00001200", "weights.pt", optimizer=False, dtype=torch.bfloat16)
+
+    Args:
+        source: a checkpoint; its kind is recognised.
+        target: does not exist yet.
+        to: "safetensors" (a directory as Hugging Face lays it out), "safetensors-file", "torch"
+            (a torch.save file), "dcp" (torch.distributed.checkpoint) or "native" (a directory for
+            ``checkpoint.load``). Default: by the suffix of ``target``; safetensors without one.
+        world_size: ranks to cut the shards of "dcp" and "native" for; default 1. They load on any
+            other number too.
+        unit: for "native": a regular expression; parameters whose names begin with the same match
+            share a shard, such as ``r"layers\\.\\d+\\."``. Default: one per dtype.
+        dtype: of the model's floating-point tensors in the target; default: their own.
+        rename: names in the target: a mapping from old names (to None: leave out), pairs of regular
+            expression and replacement, applied in order, or a function. Applies to the optimizer
+            as well.
+        include, exclude: regular expressions that are searched for in the original names: take the
+            parameters that match any of ``include``, and none of ``exclude``.
+        optimizer: take the optimizer's state. Default: if there is any and the target can hold it.
+        shapes: of the model, for LOCAL state dicts of FSDP1, see ``fsdp-compat shapes``.
+        max_file_nbytes: largest number of bytes of tensors in a file of "safetensors".
+        memory: bytes of values in memory at a time, at least 16 MiB, in all workers together. A
+            tensor whose elements lie scattered over a file may need as much as its own size.
+        workers: threads.
+        step: of the target, for "native"; default: the source's, or 0.
+        progress: show bytes and rate; requires tqdm.
+
+    Raises:
+        UsageError: an argument is invalid, the target exists, or it cannot hold a value.
+        CheckpointError: the source is damaged, incomplete or refused.
+        OSError: the target cannot be written.
+
+    Warns (UserWarning) of values of the source that the target does not hold.
+    """
+    call = "checkpoint.convert"
+    target_path = Path(target)
+    name = _format_of(target_path, to, call)
+    _check(call, world_size, unit, dtype, optimizer, max_file_nbytes, memory, workers, step)
+    errors.require_bools(call, progress=progress)
+    require_bar(progress, f"{call}(..., progress=True)")
+    patterns = _compiled("include", include, call), _compiled("exclude", exclude, call)
+    new_name = _renaming(rename, call)
+    require_free(target_path, call)
+    source_path = Path(source)
+    if target_path.absolute().parent.is_relative_to(source_path.absolute()):
+        raise UsageError(
+            explain(
+                "The target lies in the source.",
+                expected="a target outside of the checkpoint that is read",
+                got=str(target),
+                where=call,
+                fix="pass another target",
+            )
+        )
+    archive = open_archive(source_path, shapes)
+    wanted = _selected(archive, patterns, new_name, dtype, name, optimizer, call)
+    _require_complete(wanted)
+    match = _STEP.fullmatch(target_path.name)
+    options = WriteOptions(
+        world_size or 1,
+        unit,
+        max_file_nbytes,
+        step if step is not None else int(match[1]) if match else archive.step or 0,
+        min(SLAB_NBYTES, memory // (4 * workers)),
+        workers,
+    )
+    total = sum(nbytes_to_write(tensor) for _, tensor in wanted.all_tensors())
+    with (
+        Files() as files,
+        published(target_path, call) as path,
+        progress_bar(progress, f"{name} {target_path.name}", total) as tick,
+    ):
+        FORMATS[name].write(wanted, path, dataclasses.replace(options, tick=tick), files)
+    if wanted.left_out:
+        left = joined(wanted.left_out, 8, ", ")
+        warnings.warn(f"{target_path} does not hold: {left}.", stacklevel=2)
+    return target_path
+
+
+# -- what is converted
+
+
+def _selected(
+    archive: Archive,
+    patterns: tuple[list[re.Pattern[str]], list[re.Pattern[str]]],
+    new_name: Callable[[str], str | None],
+    dtype: torch.dtype | None,
+    to: str,
+    optimizer: bool | None,
+    call: str,
+) -> Archive:
+    """Return the archive that the target is to hold."""
+    include, exclude = patterns
+    has_optimizer = archive.param_groups is not None or bool(archive.states)
+    if optimizer and not (FORMATS[to].holds_optimizer and has_optimizer):
+        raise UsageError(
+            explain(
+                "The optimizer's state cannot be taken along.",
+                expected="a source with optimizer state, and a target of torch, dcp or native",
+                got=f"{to} as the target" if has_optimizer else "a source without optimizer state",
+                where=f"{call}(..., optimizer=True)",
+                fix="leave optimizer out, or choose another target",
+            )
+        )
+    can_hold = FORMATS[to].holds_optimizer and not (archive.is_by_number and to == "native")
+    takes_optimizer = has_optimizer and (can_hold if optimizer is None else optimizer)
+    names: dict[str, str] = {}  # what is taken: its name in the target
+    for name in (*archive.tensors, *archive.aliases, *(archive.states if takes_optimizer else ())):
+        is_wanted = not include or any(pattern.search(name) for pattern in include)
+        if is_wanted and not any(pattern.search(name) for pattern in exclude):
+            new = new_name(name)
+            if new is not None:
+                names[name] = new
+    if not any(name in names for name in (*archive.tensors, *archive.aliases)):
+        raise UsageError(
+            explain(
+                "No tensor is left to convert.",
+                expected="names of the source that include, exclude and rename leave",
+                got=joined([repr(name) for name in archive.tensors], 5, ", ") or "no tensors",
+                where=call,
+                fix="look at the names with inspect",
+            )
+        )
+    selected = dataclasses.replace(archive, tensors={}, aliases={}, states={}, extra={})
+    selected.left_out = list(archive.left_out)
+    _select_model(archive, selected, names, dtype, call)
+    if takes_optimizer:
+        _select_optimizer(archive, selected, names)
+    else:
+        selected.param_groups = None
+        if has_optimizer and optimizer is None:
+            how = "with numbers in the place of names " if archive.is_by_number else ""
+            selected.left_out.append(f"the optimizer's state, which {to} {how}cannot hold")
+    if FORMATS[to].holds_optimizer:
+        selected.extra = archive.extra
+    elif any(value is not None for value in archive.extra.values()):
+        selected.left_out.append(f"other values ({joined(list(archive.extra), 5, ', ')})")
+    return selected
+
+
+def _select_model(
+    archive: Archive,
+    selected: Archive,
+    names: Mapping[str, str],
+    dtype: torch.dtype | None,
+    call: str,
+) -> None:
+    taken: dict[str, str] = {}  # the new name of a tensor, by its old one
+    old_names = [*archive.tensors, *archive.aliases]
+    new_names: dict[str, str] = {}
+    for old in old_names:
+        new = names.get(old)
+        if new is None:
+            continue
+        if new in new_names:
+            raise UsageError(
+                explain(
+                    "Two tensors get the same name.",
+                    expected="a different name for each",
+                    got=f"{new!r} for {new_names[new]!r} and for {old!r}",
+                    where=call,
+                    fix="change rename, or leave one of them out with exclude",
+                )
+            )
+        new_names[new] = old
+        first = archive.aliases.get(old, old)
+        if first in taken:
+            selected.aliases[new] = taken[first]
+            continue
+        taken[first] = new
+        tensor = archive.tensors[first]
+        changes = dtype is not None and tensor.dtype.is_floating_point
+        selected.tensors[new] = dataclasses.replace(
+            tensor, name=new, written_as=dtype if changes else None
+        )
+
+
+def _select_optimizer(archive: Archive, selected: Archive, names: Mapping[str, str]) -> None:
+    if archive.is_by_number:
+        selected.states = archive.states
+        return
+    selected.states = {
+        names[name]: states for name, states in archive.states.items() if name in names
+    }
+    if archive.param_groups is not None:
+        selected.param_groups = [
+            {**group, "params": [names[name] for name in group["params"] if name in names]}
+            for group in archive.param_groups
+        ]
+
+
+def _require_complete(archive: Archive) -> None:
+    problems = problems_of(archive)
+    if problems:
+        raise CheckpointError(
+            explain(
+                "The checkpoint is incomplete, or parts of several are mixed.",
+                expected="every element of every tensor once",
+                got=joined(problems, 5, "; "),
+                where=str(archive.path),
+                fix="find the files of all ranks; `verify` lists what is missing",
+            )
+        )
+
+
+# -- arguments
+
+
+def _format_of(target: Path, to: str | None, call: str) -> str:
+    by_suffix = next(
+        (name for name, each in FORMATS.items() if target.suffix in each.suffixes), None
+    )
+    if to is None:
+        return by_suffix or "safetensors"
+    if to not in FORMATS:
+        raise errors.wrong_type("to", f"one of {', '.join(FORMATS)}, or None", to, call)
+    if by_suffix not in (None, to):
+        raise UsageError(
+            explain(
+                "The target's name does not fit its format.",
+                expected=f"a name for {to}",
+                got=f"{target.name!r}, as a {by_suffix} target is called",
+                where=call,
+                fix="change the name, or leave `to` out",
+            )
+        )
+    return to
+
+
+def _check(
+    call: str,
+    world_size: Any,
+    unit: Any,
+    dtype: Any,
+    optimizer: Any,
+    max_file_nbytes: Any,
+    memory: Any,
+    workers: Any,
+    step: Any,
+) -> None:
+    counts = {
+        "world_size": (1 if world_size is None else world_size, 1, "ranks"),
+        "max_file_nbytes": (max_file_nbytes, 1, "bytes"),
+        "memory": (memory, _MIN_MEMORY, "bytes"),
+        "workers": (workers, 1, "threads"),
+        "step": (0 if step is None else step, 0, "steps"),
+    }
+    for name, (value, least, what) in counts.items():
+        if type(value) is not int or value < least:
+            raise errors.wrong_type(name, f"a number of {what}, at least {least}", value, call)
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise errors.wrong_type("dtype", "a floating-point dtype, or None", dtype, call)
+    if optimizer is not None and type(optimizer) is not bool:
+        raise errors.wrong_type("optimizer", "True, False or None", optimizer, call)
+    if unit is not None:
+        _compiled("unit", [unit], call)
+
+
+def _compiled(name: str, patterns: Any, call: str) -> list[re.Pattern[str]]:
+    try:
+        if isinstance(patterns, str):
+            raise TypeError("one text")
+        return [re.compile(pattern) for pattern in patterns]
+    except (re.error, TypeError) as error:
+        raise errors.wrong_type(name, "regular expressions", patterns, call) from error
+
+
+def _renaming(rename: Any, call: str) -> Callable[[str], str | None]:
+    """Return the function from a name in the source to the one in the target."""
+    if rename is None:
+        return lambda name: name
+    if isinstance(rename, Mapping):
+        return lambda name: rename.get(name, name)
+    if callable(rename):
+        return _checked(rename, call)
+    try:
+        pairs = [(re.compile(pattern), replacement) for pattern, replacement in rename]
+        for pattern, replacement in pairs:
+            pattern.sub(replacement, "")  # raises for a wrong reference
+    except (re.error, TypeError, ValueError, IndexError) as error:
+        expected = "a mapping, pairs of regular expression and replacement, or a function"
+        raise errors.wrong_type("rename", expected, rename, call) from error
+
+    def renamed(name: str) -> str | None:
+        for pattern, replacement in pairs:
+            name = pattern.sub(replacement, name)
+        return name
+
+    return renamed
+
+
+def _checked(rename: Callable[[str], Any], call: str) -> Callable[[str], str | None]:
+    def renamed(name: str) -> str | None:
+        new = rename(name)
+        if new is not None and not isinstance(new, str):
+            raise errors.wrong_type("the result of rename", f"a name for {name!r}", new, call)
+        return new
+
+    return renamed

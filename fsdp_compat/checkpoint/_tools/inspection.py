@@ -1,0 +1,224 @@
+"""What a checkpoint holds, without reading a value: tensors, and where their parts lie."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import os
+import reprlib
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .._header import dtype_name
+from .archive import Archive, Piece, Span, StoredTensor
+from .opening import open_archive
+
+__all__ = ["Inspection", "Part", "TensorFacts", "inspect", "inspection_of", "plain_values"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """A rectangular part of a tensor, and where it lies."""
+
+    offsets: tuple[int, ...]  # where it begins in each dimension, in elements
+    sizes: tuple[int, ...]  # its extent in each dimension, in elements
+    nbytes: int
+    rank: int | None  # that wrote it; None if the files do not say so
+    file: str | None  # relative to the checkpoint; None: the value is in the checkpoint's metadata
+    start: int | None  # its first byte in the file
+    is_copy: bool = False  # another part holds the same elements
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the same as values for ``json.dumps``."""
+        return {**vars(self), "offsets": [*self.offsets], "sizes": [*self.sizes]}
+
+
+@dataclasses.dataclass(frozen=True)
+class TensorFacts:
+    """One tensor of a checkpoint, as its files describe it."""
+
+    path: str  # the section and the name: "model/...", "optimizer/<parameter>/<key>", "extra/..."
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    nbytes: int  # of its values, once
+    parts: tuple[Part, ...]  # copies, such as those of replicas, last
+
+    @property
+    def section(self) -> str:
+        """Return "model", "optimizer" or "extra"."""
+        return self.path.partition("/")[0]
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Return the ranks that wrote parts of it, in order; none if the files do not say so."""
+        return tuple(sorted({part.rank for part in self.parts if part.rank is not None}))
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the same as values for ``json.dumps``."""
+        return {
+            "path": self.path,
+            "dtype": dtype_name(self.dtype),
+            "shape": list(self.shape),
+            "nbytes": self.nbytes,
+            "parts": [part.as_json() for part in self.parts],
+        }
+
+
+@dataclasses.dataclass(frozen=True)
+class Inspection:
+    """The content of a checkpoint, without its values. ``inspect`` returns it."""
+
+    path: Path
+    kind: str  # the format, for people
+    tensors: tuple[TensorFacts, ...]  # in the order of the files; of the model first
+    aliases: dict[str, str]  # further names of tied tensors: the name that ``tensors`` has
+    values: dict[str, str]  # everything that is not a tensor: its path, and the value, shortened
+    world_size: int | None  # ranks that wrote it; None if the files do not say so
+    step: int | None  # of training; None if the files do not say so
+    left_out: tuple[str, ...]  # what could not be read, and why
+
+    @property
+    def nbytes(self) -> int:
+        """Return the bytes of all tensors, each counted once."""
+        return sum(tensor.nbytes for tensor in self.tensors)
+
+    def nbytes_by_section(self) -> dict[str, int]:
+        """Return the bytes of "model", "optimizer" and "extra"; sections without tensors have no
+        entry."""
+        return self._totals(lambda tensor: [(tensor.section, tensor.nbytes)])
+
+    def nbytes_by_dtype(self) -> dict[torch.dtype, int]:
+        """Return the bytes of the tensors of each dtype."""
+        return self._totals(lambda tensor: [(tensor.dtype, tensor.nbytes)])
+
+    def nbytes_by_rank(self) -> dict[int | None, int]:
+        """Return the bytes that each rank wrote, copies included; None: the files do not say
+        who."""
+        found = self._totals(lambda tensor: [(part.rank, part.nbytes) for part in tensor.parts])
+        return dict(sorted(found.items(), key=lambda item: (item[0] is None, item[0])))
+
+    def nbytes_by_file(self) -> dict[str | None, int]:
+        """Return the bytes of tensors in each file, copies included; None: in metadata."""
+        return self._totals(lambda tensor: [(part.file, part.nbytes) for part in tensor.parts])
+
+    def _totals(self, items: Callable[[TensorFacts], list[tuple[Any, int]]]) -> dict[Any, int]:
+        found: collections.Counter[Any] = collections.Counter()
+        for tensor in self.tensors:
+            for key, nbytes in items(tensor):
+                found[key] += nbytes
+        return dict(found)
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the same, and the totals, as values for ``json.dumps``. Bytes are numbers."""
+        by_rank = self.nbytes_by_rank().items()
+        return {
+            "path": str(self.path),
+            "kind": self.kind,
+            "world_size": self.world_size,
+            "step": self.step,
+            "nbytes": self.nbytes,
+            "nbytes_by_section": self.nbytes_by_section(),
+            "nbytes_by_dtype": {
+                dtype_name(dtype): nbytes for dtype, nbytes in self.nbytes_by_dtype().items()
+            },
+            "nbytes_by_rank": {str(rank): nbytes for rank, nbytes in by_rank if rank is not None},
+            "tensors": [tensor.as_json() for tensor in self.tensors],
+            "aliases": self.aliases,
+            "values": self.values,
+            "left_out": [*self.left_out],
+        }
+
+
+def inspect(
+    path: str | os.PathLike[str], *, shapes: str | os.PathLike[str] | None = None
+) -> Inspection:
+    """Return what a checkpoint of any format holds. Only headers and metadata are read.
+
+        found = inspect("runs/7/step-00001200")
+        for tensor in found.tensors:
+            print(tensor.path, tensor.dtype, tensor.shape, tensor.ranks)
+
+    path: a file or a directory; its format is recognised.
+    shapes: for flat files of FSDP1 (LOCAL_STATE_DICT), which hold none: a file or folder of whole
+    tensors, or the JSON file that ``fsdp-compat shapes`` writes.
+
+    Raises CheckpointError if it is not a checkpoint, or is damaged, incomplete or refused; OSError.
+    """
+    return inspection_of(open_archive(Path(path), None if shapes is None else Path(shapes)))
+
+
+def inspection_of(archive: Archive) -> Inspection:
+    """Return the facts of an archive."""
+    return Inspection(
+        path=archive.path,
+        kind=archive.kind,
+        tensors=tuple(_facts(path, tensor, archive) for path, tensor in archive.all_tensors()),
+        aliases=dict(archive.aliases),
+        values={path: _text(value) for path, value in plain_values(archive)},
+        world_size=archive.world_size,
+        step=archive.step,
+        left_out=tuple(archive.left_out),
+    )
+
+
+def _facts(path: str, tensor: StoredTensor, archive: Archive) -> TensorFacts:
+    parts = [_part(piece, tensor, archive.path) for piece in tensor.pieces]
+    parts += [
+        dataclasses.replace(_part(piece, tensor, archive.path), is_copy=True)
+        for piece in tensor.copies
+    ]
+    return TensorFacts(path, tensor.dtype, tensor.shape, tensor.nbytes, tuple(parts))
+
+
+def _part(piece: Piece, tensor: StoredTensor, directory: Path) -> Part:
+    source = piece.source
+    return Part(
+        piece.box.offsets,
+        piece.box.sizes,
+        piece.nbytes(tensor.dtype),
+        piece.holder,
+        file_name(source.path, directory) if isinstance(source, Span) else None,
+        source.start if isinstance(source, Span) else None,
+    )
+
+
+def file_name(path: Path, directory: Path) -> str:
+    """Return the name of a file in a checkpoint, relative to it."""
+    return path.name if path == directory else os.path.relpath(path, directory)
+
+
+def plain_values(archive: Archive) -> Iterator[tuple[str, Any]]:
+    """Yield everything that is not a tensor, under a path like those of tensors."""
+    for name, states in archive.states.items():
+        for key, value in states.items():
+            if not isinstance(value, StoredTensor):
+                yield f"optimizer/{name}/{key}", value
+    for number, group in enumerate(archive.param_groups or []):
+        for key, value in group.items():
+            if key == "params":
+                yield f"optimizer/param_groups/{number}/params", len(value)
+            else:
+                yield from _leaves(value, f"optimizer/param_groups/{number}/{key}")
+    yield from _leaves(archive.extra, "extra")
+
+
+def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Mapping) and value:
+        for key, item in value.items():
+            yield from _leaves(item, f"{path}/{key}")
+    elif isinstance(value, (list, tuple)) and any(_holds_more(item) for item in value):
+        for number, item in enumerate(value):
+            yield from _leaves(item, f"{path}/{number}")
+    elif not isinstance(value, StoredTensor) and not (path == "extra" and not value):
+        yield path, value
+
+
+def _holds_more(value: Any) -> bool:
+    return isinstance(value, (Mapping, list, tuple, StoredTensor))
+
+
+def _text(value: Any) -> str:
+    return reprlib.repr(value)

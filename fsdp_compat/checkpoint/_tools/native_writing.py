@@ -1,0 +1,361 @@
+"""Writing a native checkpoint without a model or a process group, for any number of ranks."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import re
+import uuid
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..._comm.host_memory import memory_of
+from ..._layout.box import cut_into_boxes
+from ..._layout.flat import flat_layout
+from ..._layout.spec import Interval
+from ...errors import UsageError, explain
+from .._blocks import BlockWriter, FileFacts
+from .._head import TEXT
+from .._header import dtype_name, encode_header
+from .._manifest import MANIFEST, FlatGroup, Manifest, file_name, versions
+from .._texts import require_readable
+from .._values import encode, tensor_as_text
+from .archive import Archive, StoredTensor
+from .reading import Files, boxes_of, read, read_box
+from .workers import in_threads
+from .writing import WriteOptions, dtype_to_write
+
+__all__ = ["write_native"]
+
+_ALIGN_NBYTES = 16
+
+
+def write_native(archive: Archive, path: Path, options: WriteOptions, files: Files) -> None:
+    """Write a checkpoint that ``checkpoint.load`` reads into any wrapping on any number of ranks.
+
+    Its shards are cut for ``options.world_size`` ranks, with a file each. Parameters whose names
+    begin with the same match of ``options.unit`` share a unit. Raises UsageError for values that a
+    native checkpoint cannot hold.
+    """
+    path.mkdir()
+    target = _Target(archive, path, options, files)
+    facts: dict[int, FileFacts] = {}
+
+    def write(number: int) -> None:
+        facts[number] = target.write(number)
+
+    in_threads(write, range(options.world_size), options.workers)
+    with open(path / MANIFEST, "x", encoding="utf-8", newline="\n") as text:
+        text.write(target.manifest([facts[number] for number in range(options.world_size)]))
+        text.flush()
+        os.fsync(text.fileno())
+
+
+@dataclasses.dataclass(frozen=True)
+class _State:
+    """A state with one element per element, of some parameters of a group."""
+
+    key: str
+    name: str  # of the tensor in the files
+    dtype: torch.dtype
+    of: dict[int, StoredTensor]  # by the index of the parameter
+
+
+@dataclasses.dataclass(frozen=True)
+class _Group:
+    facts: FlatGroup
+    tensors: tuple[StoredTensor, ...]
+    states: tuple[_State, ...]
+    scalars: dict[str, dict[str, list[int]]]  # by key and encoded value: parameters
+
+
+class _Target:
+    """The checkpoint to write: a file per rank, all with the same groups."""
+
+    def __init__(self, archive: Archive, path: Path, options: WriteOptions, files: Files) -> None:
+        self._archive, self._path, self._options, self._files = archive, path, options, files
+        self._identity = uuid.uuid4().hex
+        if archive.is_by_number and archive.param_groups is not None:
+            raise _numbered(archive)
+        self._groups = [
+            self._group(prefix, dtype, names)
+            for (prefix, dtype), names in _units(archive, options.unit).items()
+        ]
+        self._other_states = {
+            name: states for name, states in archive.states.items() if name not in archive.tensors
+        }
+
+    def _group(self, prefix: str, dtype: torch.dtype, names: list[str]) -> _Group:
+        archive = self._archive
+        tensors = tuple(archive.tensors[name] for name in names)
+        align = max(_ALIGN_NBYTES // dtype.itemsize, 1)
+        layout = flat_layout(
+            names,
+            [tensor.shape for tensor in tensors],
+            ranks=self._options.world_size,
+            align=align,
+        )
+        others: dict[str, list[str]] = {}
+        for alias, name in archive.aliases.items():
+            others.setdefault(name, []).append(alias)
+        name = f"{prefix}{'.' if prefix and not prefix.endswith('.') else ''}flat_"
+        name += dtype_name(dtype)
+        facts = FlatGroup(
+            name, dtype, 0, layout, tuple((name, *others.get(name, [])) for name in names)
+        )
+        per_element: dict[tuple[str, torch.dtype], dict[int, StoredTensor]] = {}
+        scalars: dict[str, dict[str, list[int]]] = {}
+        for index, (param, tensor) in enumerate(zip(names, tensors, strict=True)):
+            for key, value in archive.states.get(param, {}).items():
+                if _is_per_element(key, value, tensor):
+                    state = per_element.setdefault((key, dtype_to_write(value)), {})
+                    state[index] = value
+                else:
+                    text = json.dumps(self._as_text(value, f"{param}.{key}"))
+                    scalars.setdefault(key, {}).setdefault(text, []).append(index)
+        states = tuple(
+            _State(key, f"{name}.{key}.{dtype_name(its_dtype)}", its_dtype, of)
+            for (key, its_dtype), of in per_element.items()
+        )
+        return _Group(facts, tensors, states, scalars)
+
+    def _as_text(self, value: Any, where: str) -> Any:
+        """Return a small state as JSON. Raises UsageError for one that is not small."""
+        if isinstance(value, StoredTensor):
+            if value.numel > 1:
+                raise UsageError(
+                    explain(
+                        "A native checkpoint cannot hold this optimizer state.",
+                        expected="a state of the shape of its parameter, or a single value",
+                        got=f"shape {list(value.shape)}",
+                        where=where,
+                        fix="leave the optimizer out with optimizer=False",
+                    )
+                )
+            value = read(value, self._files)
+        return encode(value, where, tensor_as_text)
+
+    # -- one rank's file
+
+    def write(self, number: int) -> FileFacts:
+        """Write the file of a rank."""
+        own: dict[str, StoredTensor] = {}  # tensors of the extra values and of other states
+        head, infos = encode_header(
+            [*self._described(), *self._described_own(own)], {TEXT: self._text(number, own)}
+        )
+        shards = {
+            name: (group, tensors)
+            for group in self._groups
+            for name, _, tensors in _shards_of(group)
+        }
+        writer = BlockWriter(self._path / file_name(number), self._options.tick)
+        try:
+            writer.write(memoryview(head))
+            for info in infos:
+                if info.name in own:
+                    for values in self._elements(own[info.name], Interval(0, info.numel)):
+                        writer.write(memory_of(values))
+                else:
+                    group, tensors = shards[info.name]
+                    self._write_shard(writer, group, tensors, info.dtype, number)
+            return writer.finish()
+        finally:
+            writer.close()
+
+    def _described(self) -> list[tuple[str, torch.dtype, tuple[int, ...]]]:
+        return [
+            (name, dtype, (group.facts.layout.shard_numel,))
+            for group in self._groups
+            for name, dtype, _ in _shards_of(group)
+        ]
+
+    def _described_own(
+        self, own: dict[str, StoredTensor]
+    ) -> Iterator[tuple[str, torch.dtype, tuple[int, ...]]]:
+        self._encoded_own(own)
+        return ((name, dtype_to_write(tensor), tensor.shape) for name, tensor in own.items())
+
+    def _write_shard(
+        self,
+        writer: BlockWriter,
+        group: _Group,
+        tensors: Mapping[int, StoredTensor],
+        dtype: torch.dtype,
+        rank: int,
+    ) -> None:
+        """Write one shard: the parts of ``tensors``, by parameter, and zeros between them."""
+        layout, position = group.facts.layout, 0
+        for index in range(len(layout.params)):
+            place = layout.part_in_shard(index, rank)
+            if index in tensors and place:
+                _write_zeros(writer, (place.start - position) * dtype.itemsize)
+                for values in self._elements(tensors[index], layout.part(index, rank)):
+                    writer.write(memory_of(values))
+                position = place.stop
+        _write_zeros(writer, (layout.shard_numel - position) * dtype.itemsize)
+
+    def _elements(self, tensor: StoredTensor, part: Interval) -> Iterator[torch.Tensor]:
+        """Yield row-major elements of a tensor, each time in memory of its own: the writer's second
+        thread still reads it."""
+        dtype = dtype_to_write(tensor)
+        most = max(self._options.slab_nbytes // tensor.dtype.itemsize, 1)
+        for box in cut_into_boxes(tensor.shape, part):
+            for inner in boxes_of(box.sizes, most):
+                offsets = tuple(map(int.__add__, box.offsets, inner.offsets))
+                values = read_box(tensor, dataclasses.replace(inner, offsets=offsets), self._files)
+                yield values.to(dtype).contiguous()
+
+    # -- texts
+
+    def _text(self, number: int, own: dict[str, StoredTensor]) -> str:
+        extra, other_states = self._encoded_own(own)
+        text: dict[str, Any] = {
+            "identity": self._identity,
+            "number": number,
+            "left_out": [],
+            "states": {},
+            "scalars": {},
+            "own": {},
+            "extra": extra,
+        }
+        for group in self._groups:
+            num_params = len(group.tensors)
+            text["states"][group.facts.name] = [
+                {
+                    "key": state.key,
+                    "entry": state.name,
+                    "dtype": dtype_name(state.dtype),
+                    "of": None if len(state.of) == num_params else sorted(state.of),
+                }
+                for state in group.states
+            ]
+            text["scalars"][group.facts.name] = [
+                [
+                    key,
+                    [
+                        [None if len(of) == num_params else of, json.loads(value)]
+                        for value, of in values.items()
+                    ],
+                ]
+                for key, values in group.scalars.items()
+            ]
+        if number == 0:
+            text |= {"others": {}, "other_states": other_states}
+        encoded = json.dumps(text, separators=(",", ":"))
+        require_readable(encoded.encode("ascii"))
+        return encoded
+
+    def _encoded_own(self, own: dict[str, StoredTensor]) -> tuple[Any, dict[str, Any]]:
+        """Return the extra values and the states of parameters that are not there, encoded; their
+        tensors are entered in ``own``."""
+        own.clear()
+        stand_ins: dict[int, StoredTensor] = {}
+        held: list[torch.Tensor] = []  # so that no memory is used twice
+
+        def stand_in(value: Any) -> Any:
+            if isinstance(value, StoredTensor):
+                tensor = torch.empty(1, dtype=dtype_to_write(value))
+                held.append(tensor)
+                stand_ins[tensor.data_ptr()] = value
+                return tensor.expand(value.shape) if value.numel else tensor[:0].view(value.shape)
+            if isinstance(value, dict):
+                return {key: stand_in(item) for key, item in value.items()}
+            if type(value) in (list, tuple):
+                return type(value)(map(stand_in, value))
+            return value
+
+        def put(tensor: torch.Tensor) -> str:
+            stored = stand_ins[tensor.untyped_storage().data_ptr()]
+            name = f"{len(own)}/{stored.name}"
+            own[name] = stored
+            return name
+
+        archive = self._archive
+        extra: Any = archive.extra
+        if set(extra) == {"extra"}:  # of another native checkpoint
+            extra = extra["extra"]
+        encoded = encode(stand_in(extra) if extra != {} else None, "extra", put)
+        states = {
+            name: [
+                [key, encode(stand_in(value), f"{name}.{key}", put)] for key, value in of.items()
+            ]
+            for name, of in self._other_states.items()
+        }
+        return encoded, states
+
+    def manifest(self, facts: list[FileFacts]) -> str:
+        """Return the text of the manifest. facts: of the ranks' files."""
+        groups = self._archive.param_groups
+        return Manifest(
+            self._identity,
+            self._options.step,
+            0,
+            (tuple(range(self._options.world_size)),),
+            tuple(group.facts for group in self._groups),
+            tuple(facts),
+            None
+            if groups is None
+            else [
+                {"params": list(group["params"]), "settings": self._settings(group, number)}
+                for number, group in enumerate(groups)
+            ],
+            versions(),
+        ).as_text()
+
+    def _settings(self, group: Mapping[str, Any], number: int) -> Any:
+        where = f"parameter group {number}"
+        settings = {
+            key: read(value, self._files) if isinstance(value, StoredTensor) else value
+            for key, value in group.items()
+            if key != "params"
+        }
+        return encode(settings, where, tensor_as_text)
+
+
+def _units(archive: Archive, unit: str | None) -> dict[tuple[str, torch.dtype], list[str]]:
+    """Return the names of the parameters of each group, by the prefix of its unit and its dtype."""
+    pattern = None if unit is None else re.compile(unit)
+    found: dict[tuple[str, torch.dtype], list[str]] = {}
+    for name, tensor in archive.tensors.items():
+        match = pattern.match(name) if pattern is not None else None
+        prefix = match[0] if match is not None else ""
+        found.setdefault((prefix, dtype_to_write(tensor)), []).append(name)
+    return found
+
+
+def _shards_of(group: _Group) -> Iterator[tuple[str, torch.dtype, Mapping[int, StoredTensor]]]:
+    """Yield the shards of a group: (name, dtype, the tensors in it by parameter)."""
+    yield group.facts.name, group.facts.dtype, dict(enumerate(group.tensors))
+    for state in group.states:
+        yield state.name, state.dtype, state.of
+
+
+def _is_per_element(key: str, value: Any, param: StoredTensor) -> bool:
+    if not isinstance(value, StoredTensor) or value.shape != param.shape:
+        return False
+    return bool(param.shape) or key != "step"  # for a 0-d parameter a count looks like a state
+
+
+_ZEROS = memoryview(bytes(1 << 20))
+
+
+def _write_zeros(writer: BlockWriter, nbytes: int) -> None:
+    for start in range(0, nbytes, len(_ZEROS)):
+        writer.write(_ZEROS[: min(len(_ZEROS), nbytes - start)])
+
+
+def _numbered(archive: Archive) -> UsageError:
+    return UsageError(
+        explain(
+            "The parameters of the optimizer are numbered, and their names are not known.",
+            expected="optimizer state by parameter name",
+            got="numbers, as torch.optim saves them, which do not tell which parameters they are",
+            where=str(archive.path),
+            fix="leave the optimizer out with optimizer=False, or save it with param_names in its "
+            "groups",
+        )
+    )

@@ -1,0 +1,190 @@
+"""Opening a checkpoint: its kind is recognised, and every byte that its content names exists."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ...errors import CheckpointError, explain
+from .._manifest import MANIFEST
+from .._safetensors_parts import INDEX
+from .._texts import joined, open_file
+from .archive import Archive, Piece, Span, StoredTensor, coverage_problem
+from .client_directories import read_client_directory
+from .dcp_reading import is_dcp, is_sharded_safetensors, read_dcp, read_sharded_safetensors
+from .native_reading import is_native, read_native
+from .paths import require_inside
+from .rank_files import rank_files_in, read_rank_files
+from .safetensors_files import read_safetensors
+from .shapes import Shapes, shapes_of_archive
+from .sharded_records import DTensorRecord, ShardedTensorRecord
+from .torch_files import is_torch_file, read_torch_file
+from .tree import archive_of
+
+__all__ = ["open_archive", "problems_of"]
+
+_TORCH_SUFFIXES = {".pt", ".pth", ".bin", ".ckpt", ".tar"}
+
+
+def open_archive(
+    path: str | os.PathLike[str], shapes: Shapes | str | os.PathLike[str] | None = None
+) -> Archive:
+    """Return what a checkpoint of any known format holds. No values of tensors are read.
+
+    shapes: of the model, for files that hold none (FSDP1's LOCAL state dicts): a file that
+    ``fsdp-compat shapes`` wrote, or another checkpoint of the same model. Raises CheckpointError
+    if nothing is recognised, or the content is damaged, incomplete or refused.
+    """
+    archive = _opened(Path(path), _shapes_in(shapes))
+    _require_in_files(archive)
+    return archive
+
+
+def problems_of(archive: Archive) -> list[str]:
+    """Return every tensor whose elements are not covered exactly once, with what is wrong."""
+    found = []
+    for name, tensor in archive.all_tensors():
+        problem = coverage_problem(tensor.shape, [piece.box for piece in tensor.pieces])
+        if problem is not None:
+            found.append(f"{name}: {problem}")
+    return found
+
+
+def _opened(path: Path, shapes: Shapes | None) -> Archive:
+    try:
+        if path.is_dir():
+            return _opened_directory(path, shapes)
+        if path.is_file():
+            return _opened_file(path, shapes)
+    except OSError as error:
+        raise _unreadable(path, f"{type(error).__name__}: {error.strerror}") from error
+    got = "something that is neither" if os.path.lexists(path) else "nothing at this path"
+    raise _unreadable(path, got)
+
+
+def _shapes_in(shapes: Shapes | str | os.PathLike[str] | None) -> Shapes | None:
+    if shapes is None or isinstance(shapes, Shapes):
+        return shapes
+    path = Path(shapes)
+    if path.suffix == ".json" and not path.name.endswith(".index.json"):
+        return Shapes.load(path)
+    return shapes_of_archive(open_archive(path))
+
+
+def _opened_directory(path: Path, shapes: Shapes | None) -> Archive:
+    if is_native(path):
+        return read_native(path)
+    found = read_client_directory(path, shapes)
+    if found is not None:
+        return found
+    if is_dcp(path):
+        return read_dcp(path)
+    if is_sharded_safetensors(path):
+        return read_sharded_safetensors(path)
+    ranks = [file for group in rank_files_in(path) for file in group.paths.values()]
+    others = [file for file in sorted(path.iterdir()) if file.suffix in _TORCH_SUFFIXES]
+    others = [file for file in others if file not in ranks]
+    if ranks:
+        shapes = _sibling_shapes(path, others) if shapes is None else shapes
+        return read_rank_files([require_inside(path, file) for file in ranks], shapes)
+    if (path / INDEX).exists() or any(path.glob("*.safetensors")):
+        return read_safetensors(path)
+    if len(others) == 1:
+        return _opened_file(require_inside(path, others[0]), shapes)
+    names = [file.name for file in others] or sorted(file.name for file in path.iterdir())
+    raise _unreadable(path, joined(names, 8, ", ") if names else "an empty directory")
+
+
+def _sibling_shapes(path: Path, others: list[Path]) -> Shapes | None:
+    """Return the shapes of a whole state dict beside per-rank files, or None."""
+    if any(path.glob("*.safetensors")):
+        return shapes_of_archive(read_safetensors(path))
+    if len(others) == 1 and is_torch_file(others[0]):
+        return shapes_of_archive(_opened_file(others[0], None))
+    return None
+
+
+def _opened_file(path: Path, shapes: Shapes | None) -> Archive:
+    if path.name == ".metadata" or path.suffix == ".distcp":
+        return read_dcp(path.parent)
+    if path.name == MANIFEST:
+        return read_native(path.parent)
+    if path.suffix in (".safetensors", ".json"):
+        return read_safetensors(path)
+    if not is_torch_file(path):
+        with open(open_file(path), "rb") as file:
+            if file.read(9)[8:] == b"{":
+                return read_safetensors(path)
+    tree = read_torch_file(path)
+    if _is_of_one_rank(tree):
+        return read_rank_files([path], shapes)
+    return archive_of(path, "torch.save", tree)
+
+
+def _is_of_one_rank(tree: Any) -> bool:
+    """Return whether a file holds parts of tensors."""
+    if isinstance(tree, Mapping):
+        return any(_is_of_one_rank(value) for value in tree.values())
+    if isinstance(tree, (list, tuple)):
+        return any(_is_of_one_rank(value) for value in tree)
+    return isinstance(tree, (DTensorRecord, ShardedTensorRecord))
+
+
+def _require_in_files(archive: Archive) -> None:
+    """Raise CheckpointError unless every span lies in its file."""
+    lengths: dict[Path, int] = {}
+    for name, tensor in archive.all_tensors():
+        for piece in (*tensor.pieces, *tensor.copies):
+            if isinstance(piece.source, Span) and piece.box.numel:
+                stop = _stop(tensor, piece, piece.source)
+                file = piece.source.path
+                if file not in lengths:
+                    lengths[file] = _length(file, archive.path)
+                if piece.source.start < 0 or stop > lengths[file]:
+                    raise CheckpointError(
+                        explain(
+                            f"{file.name} is truncated, or belongs to another checkpoint.",
+                            expected=f"bytes {piece.source.start} to {stop}, of {name}",
+                            got=f"a file of {lengths[file]} bytes",
+                            where=str(file),
+                            fix="restore the file from an intact copy",
+                        )
+                    )
+
+
+def _stop(tensor: StoredTensor, piece: Piece, span: Span) -> int:
+    last = sum(
+        (size - 1) * stride for size, stride in zip(piece.box.sizes, span.strides, strict=True)
+    )
+    return span.start + (last + 1) * tensor.dtype.itemsize
+
+
+def _length(file: Path, path: Path) -> int:
+    try:
+        with open(open_file(file), "rb") as opened:
+            return os.fstat(opened.fileno()).st_size
+    except OSError as error:
+        raise CheckpointError(
+            explain(
+                f"A file of the checkpoint is missing: {file.name}.",
+                expected="all files that were written together",
+                got=f"{type(error).__name__}: {error.strerror}",
+                where=str(path),
+                fix="copy the missing file beside the others",
+            )
+        ) from error
+
+
+def _unreadable(path: Path, got: str) -> CheckpointError:
+    return CheckpointError(
+        explain(
+            "No checkpoint was recognised.",
+            expected="a native, torch.distributed.checkpoint or safetensors checkpoint, torch.save "
+            "files (one, or one per rank), or a directory of Accelerate, Lightning or the Trainer",
+            got=got,
+            where=str(path),
+            fix="pass the file, or the directory that holds the files themselves",
+        )
+    )

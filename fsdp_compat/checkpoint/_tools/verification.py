@@ -1,0 +1,359 @@
+"""Whether a checkpoint is complete and undamaged, and which of its values are not finite."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..._layout.box import Box
+from ...errors import CheckpointError, UsageError, explain
+from .._blocks import FileFacts, ReadRequest, check, nbytes_to_check
+from .._header import dtype_name
+from .._texts import brief
+from .archive import Archive, Piece, Span, StoredTensor, coverage_problem
+from .inspection import file_name
+from .numbers import comparable, count_not_finite
+from .opening import open_archive
+from .paths import require_inside
+from .reading import Files, boxes_of, read_box
+from .work import MEMORY, Tick, for_each, numel_at_once, require_limits
+
+__all__ = ["Problem", "TensorCheck", "Verification", "verify"]
+
+_WHERE = "fsdp_compat.checkpoint.verify"
+_TEMPORARY = 4  # copies of a slab in memory while it is looked at, as float64 at most
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """One defect of a checkpoint."""
+
+    kind: str
+    """``"coverage"`` (elements that are missing, or that two parts hold), ``"checksum"``,
+    ``"file"`` (missing, too short, unreadable), ``"link"`` (out of the directory), ``"copies"``
+    (replicas that differ), ``"alias"`` (of a tensor that the checkpoint does not have) or
+    ``"not finite"`` (only on demand)."""
+    where: str  # the path of the tensor, or the name of the file
+    what: str  # one line
+
+
+@dataclasses.dataclass(frozen=True)
+class TensorCheck:
+    """What was found in one tensor."""
+
+    path: str  # as in ``TensorFacts``
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    num_nan: int | None  # elements; None: its values were not read
+    num_inf: int | None  # elements that are infinite; a complex one may be counted as both
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the same as values for ``json.dumps``."""
+        return {**vars(self), "dtype": dtype_name(self.dtype), "shape": [*self.shape]}
+
+
+@dataclasses.dataclass(frozen=True)
+class Verification:
+    """The result of ``verify``."""
+
+    path: Path
+    kind: str  # the format, for people
+    tensors: tuple[TensorCheck, ...]
+    problems: tuple[Problem, ...]
+    num_files: int  # that hold tensors or have checksums
+    num_checksums: int  # blocks that were compared; 0 if the format has none
+    nbytes: int  # of all tensors
+    left_out: tuple[str, ...]  # what was not looked at, and why: such as states of random numbers
+
+    @property
+    def is_intact(self) -> bool:
+        """Return whether there is no problem."""
+        return not self.problems
+
+    @property
+    def num_not_finite(self) -> int:
+        """Return the number of elements of all tensors that are NaN or infinite."""
+        return sum((tensor.num_nan or 0) + (tensor.num_inf or 0) for tensor in self.tensors)
+
+    def dtypes(self) -> dict[str, dict[torch.dtype, int]]:
+        """Return how many tensors of each section ("model", "optimizer", "extra") have which
+        dtype."""
+        found: dict[str, collections.Counter[torch.dtype]] = {}
+        for tensor in self.tensors:
+            section = tensor.path.partition("/")[0]
+            found.setdefault(section, collections.Counter())[tensor.dtype] += 1
+        return {section: dict(counts) for section, counts in found.items()}
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the same as values for ``json.dumps``."""
+        return {
+            "path": str(self.path),
+            "kind": self.kind,
+            "is_intact": self.is_intact,
+            "problems": [vars(problem) for problem in self.problems],
+            "num_files": self.num_files,
+            "num_checksums": self.num_checksums,
+            "nbytes": self.nbytes,
+            "num_not_finite": self.num_not_finite,
+            "dtypes": {
+                section: {dtype_name(dtype): number for dtype, number in counts.items()}
+                for section, counts in self.dtypes().items()
+            },
+            "tensors": [tensor.as_json() for tensor in self.tensors],
+            "left_out": [*self.left_out],
+        }
+
+
+def verify(
+    path: str | os.PathLike[str],
+    *,
+    values: bool = True,
+    finite: bool = False,
+    shapes: str | os.PathLike[str] | None = None,
+    memory: int = MEMORY,
+    workers: int = 1,
+    progress: bool = False,
+) -> Verification:
+    """Check a checkpoint of any format, and return every problem that was found.
+
+        result = verify("runs/7/step-00001200", workers=4)
+        assert result.is_intact, result.problems
+
+    Every element of every tensor has to be in the files exactly once, every file as long as the
+    checkpoint says and inside its directory. The values are read, too: checksums are compared where
+    the format has them, copies by replicas have to be equal, and NaN and infinite values are
+    counted for each tensor.
+
+    path: a file or a directory; its format is recognised.
+    values: False reads no values, and compares no checksums: a matter of moments.
+    finite: values that are NaN or infinite are a problem.
+    shapes: as for ``inspect``.
+    memory: bytes of values in memory at a time, by all workers together; at least 1 MiB for each.
+    workers: threads. progress: draw a bar, with tqdm.
+
+    Raises CheckpointError if the checkpoint cannot even be opened: it is not one, or its metadata
+    are damaged or refused; UsageError for wrong arguments; OSError.
+    """
+    require_limits(memory, workers, progress, _WHERE)
+    if finite and not values:
+        raise UsageError(
+            explain(
+                "Nothing can be said about values that are not read.",
+                expected="values=True with finite=True",
+                got="values=False",
+                where=_WHERE,
+                fix="leave one of them out",
+            )
+        )
+    archive = open_archive(Path(path), None if shapes is None else Path(shapes))
+    job = _Verifier(archive, values, finite, memory, workers)
+    return job.run(progress)
+
+
+class _Verifier:
+    """One call of ``verify``."""
+
+    def __init__(
+        self, archive: Archive, values: bool, finite: bool, memory: int, workers: int
+    ) -> None:
+        self._archive, self._values, self._finite = archive, values, finite
+        self._memory, self._workers = memory, workers
+        self._files = Files()
+
+    def run(self, progress: bool) -> Verification:
+        archive = self._archive
+        tensors = list(archive.all_tensors())
+        ends = _ends(tensors)
+        problems = [*self._of_names(), *self._of_files(ends)]
+        unusable = {problem.where for problem in problems if problem.kind in ("file", "link")}
+        checksums = [
+            (path, facts)
+            for path, facts in (archive.checksums if self._values else {}).items()
+            if file_name(path, archive.path) not in unusable
+        ]
+        requests = {path: [_whole_file(facts)] for path, facts in checksums}
+        total = sum(nbytes_to_check(facts, requests[path]) for path, facts in checksums)
+        if self._values:
+            total += sum(self._nbytes_to_read(tensor) for _, tensor in tensors)
+        work: list[tuple[Path, FileFacts] | tuple[str, StoredTensor]] = [*checksums, *tensors]
+
+        def do(item: tuple[Any, Any], tick: Tick) -> tuple[TensorCheck | None, list[Problem]]:
+            if isinstance(item[0], Path):
+                return None, self._compare_checksums(item[0], item[1], requests[item[0]], tick)
+            return self._look_at(item[0], item[1], unusable, tick)
+
+        with self._files:
+            results = for_each(
+                work,
+                do,
+                workers=self._workers,
+                what="verify",
+                total_nbytes=total,
+                progress=progress,
+            )
+        for _, found in results:
+            problems += found
+        return Verification(
+            path=archive.path,
+            kind=archive.kind,
+            tensors=tuple(result for result, _ in results if result is not None),
+            problems=tuple(problems),
+            num_files=len(ends.keys() | archive.checksums.keys()),
+            num_checksums=sum(len(facts.checksums) for _, facts in checksums),
+            nbytes=archive.nbytes,
+            left_out=tuple(archive.left_out),
+        )
+
+    def _nbytes_to_read(self, tensor: StoredTensor) -> int:
+        return tensor.nbytes + 2 * sum(piece.nbytes(tensor.dtype) for piece in tensor.copies)
+
+    # -- names and files
+
+    def _of_names(self) -> Iterator[Problem]:
+        archive = self._archive
+        for name, target in archive.aliases.items():
+            if target not in archive.tensors:
+                yield Problem("alias", f"model/{name}", f"the checkpoint has no {target!r}")
+
+    def _of_files(self, ends: dict[Path, int]) -> Iterator[Problem]:
+        """Yield what is wrong with the files, without reading them."""
+        archive = self._archive
+        for path in sorted(ends.keys() | archive.checksums.keys()):
+            name = file_name(path, archive.path)
+            try:
+                if archive.path.is_dir():
+                    require_inside(archive.path, path)
+            except CheckpointError as error:
+                yield Problem("link", name, _line(error))
+                continue
+            expected = archive.checksums.get(path)
+            end = ends.get(path, 0) if expected is None else expected.nbytes
+            try:
+                with self._files.descriptor(path) as descriptor:
+                    nbytes = os.fstat(descriptor).st_size
+            except (OSError, CheckpointError) as error:
+                yield Problem("file", name, _line(error))
+                continue
+            if nbytes < end or (expected is not None and nbytes != end):
+                at_least = "" if expected is not None else "at least "
+                yield Problem("file", name, f"{nbytes} bytes instead of {at_least}{end}")
+
+    def _compare_checksums(
+        self, path: Path, facts: FileFacts, requests: list[ReadRequest], tick: Tick
+    ) -> list[Problem]:
+        try:
+            check(path, facts, requests, tick)
+        except (CheckpointError, OSError) as error:
+            return [Problem("checksum", file_name(path, self._archive.path), _line(error))]
+        return []
+
+    # -- values
+
+    def _look_at(
+        self, path: str, tensor: StoredTensor, unusable: set[str], tick: Tick
+    ) -> tuple[TensorCheck, list[Problem]]:
+        what = coverage_problem(tensor.shape, [piece.box for piece in tensor.pieces])
+        problems = [] if what is None else [Problem("coverage", path, what)]
+        counts: tuple[int, int] | None = None
+        pieces = (*tensor.pieces, *tensor.copies)
+        names = {
+            file_name(piece.source.path, self._archive.path)
+            for piece in pieces
+            if isinstance(piece.source, Span)
+        }
+        if self._values and not problems and not names & unusable:
+            try:
+                counts = self._count(tensor, tick)
+                problems += self._compare_copies(path, tensor, tick)
+            except (CheckpointError, OSError) as error:
+                problems.append(Problem("file", path, _line(error)))
+            if self._finite and counts is not None and any(counts):
+                problems.append(
+                    Problem("not finite", path, f"{counts[0]} NaN, {counts[1]} infinite")
+                )
+        num_nan, num_inf = counts if counts is not None else (None, None)
+        return TensorCheck(path, tensor.dtype, tensor.shape, num_nan, num_inf), problems
+
+    def _count(self, tensor: StoredTensor, tick: Tick) -> tuple[int, int]:
+        num_nan = num_inf = 0
+        has_such = tensor.dtype.is_floating_point or tensor.dtype.is_complex
+        wide = 8 if has_such and comparable(tensor.dtype) else 0
+        numel = numel_at_once(
+            self._memory, self._workers, _TEMPORARY * (tensor.dtype.itemsize + wide)
+        )
+        buffer = torch.empty(min(numel, tensor.numel), dtype=tensor.dtype)
+        for box in boxes_of(tensor.shape, numel):
+            values = buffer[: box.numel]
+            read_box(tensor, box, self._files, values.view(box.sizes))
+            found = count_not_finite(values)
+            num_nan, num_inf = num_nan + found[0], num_inf + found[1]
+            tick(values.nbytes)
+        return num_nan, num_inf
+
+    def _compare_copies(self, path: str, tensor: StoredTensor, tick: Tick) -> list[Problem]:
+        numel = numel_at_once(self._memory, self._workers, 4 * tensor.dtype.itemsize)
+        problems = []
+        for copy in tensor.copies:
+            alone = dataclasses.replace(tensor, pieces=(copy,), copies=())
+            num_different = 0
+            for inner in boxes_of(copy.box.sizes, numel):
+                offsets = zip(copy.box.offsets, inner.offsets, strict=True)
+                box = Box(tuple(at + inside for at, inside in offsets), inner.sizes)
+                one = read_box(tensor, box, self._files).view(-1).view(torch.uint8)
+                other = read_box(alone, box, self._files).view(-1).view(torch.uint8)
+                if not torch.equal(one, other):
+                    size = tensor.dtype.itemsize
+                    num_different += int((one != other).view(-1, size).any(dim=1).sum())
+                tick(one.nbytes + other.nbytes)
+            if num_different:
+                problems.append(
+                    Problem(
+                        "copies",
+                        path,
+                        f"{num_different} of {copy.box.numel} elements {_by(copy)} differ from the "
+                        "others'",
+                    )
+                )
+        return problems
+
+
+def _by(piece: Piece) -> str:
+    return "in a copy" if piece.holder is None else f"in the copy of rank {piece.holder}"
+
+
+def _ends(tensors: list[tuple[str, StoredTensor]]) -> dict[Path, int]:
+    """Return where the last element of any tensor ends in each file."""
+    ends: dict[Path, int] = {}
+    for _, tensor in tensors:
+        for piece in (*tensor.pieces, *tensor.copies):
+            source = piece.source
+            if isinstance(source, Span):
+                end = source.start
+                if piece.box.numel:
+                    steps = zip(piece.box.sizes, source.strides, strict=True)
+                    last = sum((size - 1) * stride for size, stride in steps)
+                    end += (last + 1) * tensor.dtype.itemsize
+                ends[source.path] = max(ends.get(source.path, 0), end)
+    return ends
+
+
+def _whole_file(facts: FileFacts) -> ReadRequest:
+    """Return a request for all bytes of a file; its target takes no memory."""
+    return ReadRequest(0, torch.empty(1, dtype=torch.uint8).expand(facts.nbytes))
+
+
+def _line(error: Exception) -> str:
+    """Return an error as one line: what was expected, and what was found instead."""
+    if not isinstance(error, CheckpointError):
+        return brief(error)
+    facts = dict(
+        line.strip().partition(":")[::2] for line in str(error).splitlines()[1:] if ":" in line
+    )
+    got, expected = facts.get("got", "").strip(), facts.get("expected", "").strip()
+    return f"{got} instead of {expected}" if got and expected else brief(error)

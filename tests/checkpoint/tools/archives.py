@@ -1,0 +1,49 @@
+"""Archives made by hand: their pieces lie in raw files, of which a test knows every byte."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from fsdp_compat._comm.host_memory import memory_of
+from fsdp_compat._layout.box import Box
+from fsdp_compat.checkpoint._tools import difference, inspection, plots, verification
+from fsdp_compat.checkpoint._tools.archive import Archive, Piece, Span, StoredTensor, row_major
+
+
+def raw(values: Tensor) -> bytes:
+    """The bytes of a tensor."""
+    return bytes(memory_of(values.contiguous()))
+
+
+def archive(path: Path, tensors: dict[str, Tensor], **facts: Any) -> Archive:
+    """Write tensors to one file per rank, each cut into its rows, and return where they lie.
+
+    Rank 0 has the first half of the rows, rank 1 the second; a tensor without rows is rank 0's."""
+    path.mkdir()
+    contents = [bytearray(b"head"), bytearray(b"head")]
+    stored = {}
+    for name, values in tensors.items():
+        half = (values.shape[0] + 1) // 2 if values.ndim else 0
+        parts = [values[:half], values[half:]] if values.ndim else [values]
+        pieces = []
+        for rank, part in enumerate(parts):
+            offsets = (rank * half, *(0,) * (values.ndim - 1)) if values.ndim else ()
+            start = len(contents[rank])
+            contents[rank] += raw(part)
+            span = Span(path / f"rank{rank}", start, row_major(part.shape))
+            pieces.append(Piece(Box(offsets, tuple(part.shape)), span, rank))
+        stored[name] = StoredTensor(name, values.dtype, tuple(values.shape), tuple(pieces))
+    for rank, content in enumerate(contents):
+        (path / f"rank{rank}").write_bytes(content)
+    return Archive(path, "by hand", stored, world_size=2, **facts)
+
+
+def opens(monkeypatch: pytest.MonkeyPatch, *archives: Archive) -> None:
+    """Let the tools find these archives at their paths."""
+    found = {made.path: made for made in archives}
+    for module in (difference, inspection, plots, verification):
+        monkeypatch.setattr(module, "open_archive", lambda path, shapes=None: found[path])

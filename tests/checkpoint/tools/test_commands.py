@@ -1,0 +1,472 @@
+"""The commands: what they print, where, and with which exit status."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("click")
+pytest.importorskip("rich")
+
+from click.testing import CliRunner, Result
+from safetensors.torch import load_file, save_file
+
+from fsdp_compat import __main__, checkpoint
+from fsdp_compat.checkpoint._tools import commands, tables
+from fsdp_compat.checkpoint._tools.display import nbytes_text, ranks_text, shortened, shown
+from fsdp_compat.errors import CheckpointError, explain
+from tests.checkpoint.tools.archives import archive, opens
+
+ROOT = Path(__file__).parents[3]
+HOSTILE = "a\x1b[31mred\nmodel/b\r\x9b2J\u202eabc[bold]$\\frac:smile:"
+NAMES = ("inspect", "verify", "diff", "convert", "merge", "reshard", "plot", "shapes")
+FACTS = ("expected:", "got:", "where:", "to do:")
+
+
+def run(*arguments: Any) -> Result:
+    result = CliRunner().invoke(commands.commands, [str(argument) for argument in arguments])
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+    return result
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    path = tmp_path / "model.safetensors"
+    tensors = {"a.weight": torch.arange(6.0).reshape(2, 3), "b": torch.ones(4).bfloat16()}
+    save_file(tensors | {HOSTILE: torch.tensor([1, 2])}, path)
+    return path
+
+
+@pytest.fixture
+def other(tmp_path: Path) -> Path:
+    path = tmp_path / "other.safetensors"
+    save_file({"a.weight": torch.arange(6.0).reshape(2, 3) * 1.5, "b": torch.ones(4)}, path)
+    return path
+
+
+# -- output
+
+
+def test_inspect_prints_facts_and_a_line_for_each_tensor(model: Path) -> None:
+    result = run("inspect", model)
+    assert (result.exit_code, result.stderr) == (0, "")
+    lines = [line.split() for line in result.stdout.splitlines()]
+    assert ["total", "3", "tensors,", "48", "B"] in lines
+    assert ["model/a.weight", "float32", "2", "x", "3", "24", "B", "1"] in lines
+    assert ["model/b", "bfloat16", "4", "8", "B", "1"] in lines
+
+
+def test_names_from_files_neither_move_the_cursor_nor_make_lines(model: Path, other: Path) -> None:
+    for arguments in (["inspect", model], ["diff", model, other], ["diff", other, model, "--all"]):
+        result = run(*arguments)
+        text = result.stdout
+        assert "a\\x1b[31mred\\nmodel/b\\r\\x9b2J\\u202eabc[bold]$\\frac:smile:" in text
+        assert all(character == "\n" or character.isprintable() for character in text)
+
+
+def test_json_has_a_stable_form(model: Path, other: Path) -> None:
+    content = json.loads(run("inspect", model, "--json").stdout)
+    assert list(content) == [
+        *("path", "kind", "world_size", "step", "nbytes", "nbytes_by_section"),
+        *("nbytes_by_dtype", "nbytes_by_rank", "tensors", "aliases", "values", "left_out"),
+    ]
+    tensors = {tensor["path"]: tensor for tensor in content["tensors"]}
+    assert f"model/{HOSTILE}" in tensors, "JSON has names as they are"
+    (part,) = tensors["model/a.weight"].pop("parts")
+    assert tensors["model/a.weight"] == {
+        "path": "model/a.weight",
+        "dtype": "float32",
+        "shape": [2, 3],
+        "nbytes": 24,
+    }
+    start = part.pop("start")
+    assert model.read_bytes()[start + 4 : start + 8] == b"\0\0\x80?"
+    assert part == {
+        "offsets": [0, 0],
+        "sizes": [2, 3],
+        "nbytes": 24,
+        "rank": None,
+        "file": "model.safetensors",
+        "is_copy": False,
+    }
+    content = json.loads(run("verify", model, "--json").stdout)
+    assert list(content) == [
+        *("path", "kind", "is_intact", "problems", "num_files", "num_checksums", "nbytes"),
+        *("num_not_finite", "dtypes", "tensors", "left_out"),
+    ]
+    assert content["is_intact"] is True and content["tensors"][0].keys() == {
+        *("path", "dtype", "shape", "num_nan", "num_inf")
+    }
+    content = json.loads(run("diff", model, other, "--json").stdout)
+    assert list(content) == [
+        *("one", "other", "is_same", "num_different", "missing", "added", "tensors", "values")
+    ]
+    assert content["tensors"][0] == {
+        "path": "model/a.weight",
+        "dtypes": ["float32", "float32"],
+        "shapes": [[2, 3], [2, 3]],
+        "num_different": 5,
+        "max_absolute": 2.5,
+        "max_relative": pytest.approx(1 / 3),
+    }
+
+
+def test_ranks_copies_and_other_values_are_listed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    made = archive(
+        tmp_path / "c",
+        {"w": torch.ones(4, 2), "tied": torch.ones(1)},
+        aliases={"head": "w"},
+        extra={"epoch": 7, "\x1b]0;title\x07": "\x1b[2J"},
+        step=12,
+        left_out=["rng: refused"],
+    )
+    opens(monkeypatch, made)
+    text = run("inspect", made.path).stdout
+    lines = [line.split() for line in text.splitlines()]
+    assert ["model/w", "float32", "4", "x", "2", "32", "B", "2", "0-1"] in lines
+    assert ["written", "by", "2", "ranks"] in lines and ["step", "12"] in lines
+    assert ["head", "w"] in lines and ["extra/epoch", "7"] in lines and ["1", "16", "B"] in lines
+    assert "rng: refused" in text and "\x1b" not in text
+
+
+def test_colours_and_frames_are_for_terminals(
+    monkeypatch: pytest.MonkeyPatch, model: Path, other: Path
+) -> None:
+    plain = tables.of_difference(checkpoint.diff(model, other), False).text()
+    assert "\x1b" not in plain and "─" not in plain
+    monkeypatch.setattr(tables, "is_terminal", lambda: True)
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("COLUMNS", "60")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    report = tables.of_difference(checkpoint.diff(model, other), False)
+    assert "\x1b[" in report.text() and "─" in report.text()
+    monkeypatch.setenv("NO_COLOR", "1")
+    text = tables.of_difference(checkpoint.diff(model, other), False).text()
+    assert "\x1b" not in text and "─" in text
+    assert max(map(len, text.splitlines())) <= 60, "folded, not cut"
+
+
+def test_no_bar_is_drawn_unless_stderr_is_a_terminal(
+    monkeypatch: pytest.MonkeyPatch, model: Path, tmp_path: Path
+) -> None:
+    assert run("convert", model, tmp_path / "quiet").stderr == ""
+    monkeypatch.setattr(commands, "_progress", lambda: True)
+    shown_bar = run("verify", model).stderr
+    assert "verify" in shown_bar and "100%" in shown_bar
+
+
+# -- exit status
+
+
+def assert_one_message(result: Result, status: int) -> None:
+    """One message with four facts, and nothing else."""
+    assert (result.exit_code, result.stdout) == (status, ""), result.output
+    lines = result.stderr.splitlines()
+    assert [line.split("  ")[1].strip() for line in lines[1:]] and len(lines) == 5, lines
+    assert all(fact in line for fact, line in zip(FACTS, lines[1:], strict=True))
+
+
+def test_the_answer_no_is_1(
+    monkeypatch: pytest.MonkeyPatch, model: Path, other: Path, tmp_path: Path
+) -> None:
+    assert run("diff", model, model).exit_code == 0
+    assert run("diff", model, other).exit_code == 1
+    name = HOSTILE[:4].replace("[", "\\[")
+    same = ["diff", model, other, "--any-dtype", "--exclude", name]
+    assert run(*same).exit_code == 1
+    assert run(*same, "--rtol", "0.4").exit_code == 0
+    assert run(*same, "--include", "^b$").exit_code == 0
+    save_file({"x": torch.tensor([float("nan")])}, tmp_path / "nan.safetensors")
+    result = run("verify", tmp_path / "nan.safetensors")
+    assert result.exit_code == 0 and "model/x  float32  1" in result.stdout
+    assert run("verify", tmp_path / "nan.safetensors", "--finite").exit_code == 1
+    made = archive(tmp_path / "c", {"w": torch.ones(4, 2)})
+    opens(monkeypatch, made)
+    (made.path / "rank1").unlink()
+    result = run("verify", made.path)
+    assert result.exit_code == 1 and result.stdout.endswith("1 problem: do not rely on it\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["inspect"], "Missing argument 'SOURCE'"),
+        (["inspect", "nowhere"], "'nowhere' does not exist"),
+        (["inspekt", "nowhere"], "No such command 'inspekt'"),
+        (["verify", ".", "--workers", "0"], "0 is not in the range"),
+        (["verify", ".", "--memory", "5 apples"], "'5 apples' is not a size"),
+        (["verify", ".", "--memory", "0"], "'0' is not a size"),
+        (["verify", ".", "--memory", "5iB"], "'5iB' is not a size"),
+        (["verify", ".", "--quick", "--finite"], "not read"),
+        (["convert", ".", "t", "--dtype", "float33"], "'float33' is not a dtype"),
+        (["convert", ".", "t", "--dtype", "nn"], "'nn' is not a dtype"),
+        (["convert", ".", "t", "--rename", "a->b"], "not of the form 'PATTERN=>REPLACEMENT'"),
+        (["convert", ".", "t", "--rename", "(=>b"], "not a regular expression"),
+        (["convert", ".", "t", "--include", "["], "not a regular expression"),
+        (["convert", ".", "t", "--rename-file", "list.json"], "has to hold an object of names"),
+        (["convert", ".", "t", "--rename-file", "bad.json"], "cannot be read as JSON"),
+        (["convert", ".", "t", "--rename", "a=>b", "--rename-file", "list.json"], "exclude each"),
+        (["merge", ".", "t.txt"], "does not say which format to write"),
+        (["reshard", ".", "t"], "Missing option '--world-size'"),
+        (["diff", ".", ".", "--rtol", "-1"], "rtol is out of range"),
+        (["plot", ".", "t.png", "--histogram", "x", "--beside", "."], "exclude each other"),
+        (["shapes", "nothing"], "my.module:make_model"),
+        (["shapes", "os.path:join"], "os.path:join"),
+    ],
+)
+def test_wrong_arguments_are_2_and_one_message(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, arguments: list[str], text: str
+) -> None:
+    (tmp_path / "list.json").write_text("[1]")
+    (tmp_path / "bad.json").write_text('{"a": ')
+    monkeypatch.chdir(tmp_path)
+    result = run(*arguments)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert text in result.stderr and "Traceback" not in result.stderr
+    assert sorted(os.listdir()) == ["bad.json", "list.json"]
+
+
+def test_damaged_or_unknown_files_are_3(model: Path, tmp_path: Path) -> None:
+    model.write_bytes(model.read_bytes()[:-1])
+    (tmp_path / "empty").mkdir()
+    for path in (model, tmp_path / "empty"):
+        for arguments in (
+            ["inspect", path],
+            ["verify", path],
+            ["diff", path, path],
+            ["convert", path, tmp_path / "t"],
+            ["merge", path, tmp_path / "t.safetensors"],
+            ["reshard", path, tmp_path / "t", "--world-size", 2],
+            ["plot", path, tmp_path / "t.png"],
+        ):
+            assert_one_message(run(*arguments), 3)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "model.safetensors"]
+
+
+def test_a_target_that_exists_is_3_and_stays_as_it_was(model: Path, tmp_path: Path) -> None:
+    target = tmp_path / "target.safetensors"
+    target.write_text("precious")
+    for arguments in (
+        ["convert", model, target],
+        ["merge", model, target],
+        ["reshard", model, target, "--world-size", 2],
+        ["plot", model, target],
+        ["shapes", "torch.nn:Identity", "-o", target],
+    ):
+        result = run(*arguments)
+        assert_one_message(result, 3)
+        assert "The target exists already" in result.stderr
+    assert target.read_text() == "precious"
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "text"),
+    [
+        (OSError(28, "No space left on device", "/disk"), 3, "No space left on device"),
+        (PermissionError(13, "Permission denied", "a\x1b[2J"), 3, "a\\x1b[2J"),
+        (KeyboardInterrupt(), 130, "Interrupted"),
+        (
+            CheckpointError(explain("No.\x1b[2J", expected="a", got="\u202eb", where="c", fix="d")),
+            3,
+            "\\u202eb",
+        ),
+    ],
+)
+def test_what_goes_wrong_underneath_is_one_message(
+    monkeypatch: pytest.MonkeyPatch, model: Path, error: BaseException, status: int, text: str
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(commands, "convert", fail)
+    result = run("convert", model, "target")
+    assert (result.exit_code, result.stdout) == (status, "")
+    assert text in result.stderr and "\x1b" not in result.stderr
+    assert len(result.stderr.splitlines()) == (1 if status == 130 else 5)
+
+
+def test_a_bug_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch, model: Path) -> None:
+    monkeypatch.setattr(commands, "inspect", lambda *_, **__: 1 / 0)
+    result = CliRunner().invoke(commands.commands, ["inspect", str(model)])
+    assert isinstance(result.exception, ZeroDivisionError)
+
+
+# -- arguments
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"),
+    [
+        *(("5GB", 5_000_000_000), ("256MB", 256_000_000), ("256 mib", 256 << 20)),
+        *(("1.5G", 1_500_000_000), ("4096", 4096), ("4096b", 4096), ("2TiB", 2 << 40)),
+    ],
+)
+def test_sizes(monkeypatch: pytest.MonkeyPatch, model: Path, text: str, nbytes: int) -> None:
+    got: dict[str, Any] = {}
+    monkeypatch.setattr(commands, "convert", lambda *_, **given: got.update(given) or "t")
+    assert run("convert", model, "t", "--memory", text, "--max-file-size", text).exit_code == 0
+    assert got["memory"] == got["max_file_nbytes"] == nbytes
+
+
+def test_arguments_reach_convert(
+    monkeypatch: pytest.MonkeyPatch, model: Path, tmp_path: Path
+) -> None:
+    calls: list[dict[str, Any]] = []
+
+    def convert(source: Path, target: Path, **given: Any) -> Path:
+        calls.append({key: value for key, value in given.items() if value not in (None, ())})
+        return target
+
+    (tmp_path / "names.json").write_text('{"a": "b"}')
+    monkeypatch.setattr(commands, "convert", convert)
+    usual = {"memory": 256 << 20, "workers": 1, "progress": False}
+    file = {"max_file_nbytes": 5_000_000_000}
+    result = run("convert", model, "t")
+    assert result.stdout == "t\n"
+    assert calls.pop() == {"to": "safetensors", **file, **usual}
+    run("convert", model, "t.pth", "--dtype", "bf16", "--no-optimizer", "--shapes", model)
+    assert calls.pop() == {
+        **{"to": "torch", "dtype": torch.bfloat16, "optimizer": False, "shapes": model},
+        **(file | usual),
+    }
+    run("convert", model, "t", "--to", "native", "--rename", "a=>b", "--rename", r"^x\.=>")
+    assert calls.pop() == {
+        **{"to": "native", "rename": (("a", "b"), (r"^x\.", ""))},
+        **(file | usual),
+    }
+    run("merge", model, "t.safetensors", "--rename-file", tmp_path / "names.json")
+    assert calls.pop() == {"to": "safetensors-file", "rename": {"a": "b"}, **usual}
+    run("reshard", model, "t", "--world-size", "4", "--unit", "b", "--workers", "3", "--step", "0")
+    usual["workers"] = 3
+    assert calls.pop() == {"to": "native", "world_size": 4, "unit": "b", "step": 0, **usual}
+    (tmp_path / "dcp").mkdir()
+    (tmp_path / "dcp" / ".metadata").touch()
+    run("reshard", tmp_path / "dcp", "t", "--world-size", "2", "--include", "x", "--include", "y")
+    usual["workers"] = 1
+    assert calls.pop() == {"to": "dcp", "world_size": 2, "include": ("x", "y"), **usual}
+
+
+def test_convert_writes_what_was_asked_for(model: Path, tmp_path: Path) -> None:
+    target = tmp_path / "new.safetensors"
+    options = ["--rename", r"^a\.(.*)=>c.\1", "--include", "weight", "--dtype", "bfloat16"]
+    result = run("merge", model, target, *options)
+    assert (result.exit_code, result.stdout, result.stderr) == (0, f"{target}\n", "")
+    (name, values), *none = load_file(target).items()
+    assert (name, values.dtype, none) == ("c.weight", torch.bfloat16, [])
+
+
+def test_shapes_are_those_of_the_model(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "made_for_shapes.py").write_text(
+        "from torch import nn\n\ndef make():\n    return nn.Linear(10**6, 10**6)  # on meta\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    result = run("shapes", "made_for_shapes:make", "-o", "model.json")
+    assert result.stdout == "model.json\n"
+    printed = run("shapes", "made_for_shapes:make").stdout
+    assert printed == (tmp_path / "model.json").read_text() and "1000000" in printed
+    assert os.getcwd() not in sys.path
+
+
+# -- the program
+
+
+def main(*arguments: Any) -> int:
+    with pytest.raises(SystemExit) as end:
+        __main__.main([str(argument) for argument in arguments])
+    return end.value.code or 0  # type: ignore[return-value]
+
+
+def test_help_lists_every_command_and_each_has_an_example(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main("--help") == 0
+    text = capsys.readouterr().out
+    assert all(f"\n    {name} " in text for name in ("run", "migrate", *NAMES))
+    assert set(NAMES) == set(commands.commands.commands)
+    for name in NAMES:
+        assert main(name, "--help") == 0
+        text = capsys.readouterr().out
+        assert f"\n    fsdp-compat {name} " in text and "\n    130  interrupted" in text
+        assert max(map(len, text.splitlines())) <= 100
+
+
+def test_without_the_extra_one_sentence_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], model: Path
+) -> None:
+    for missing in ("click", "rich"):
+        with monkeypatch.context() as patch:
+            patch.setitem(sys.modules, missing, None)  # type: ignore[arg-type]
+            for name in NAMES:
+                assert main(name, "--help") == 2
+                out, err = capsys.readouterr()
+                assert out == "" and err.count("\n") == 1
+                assert err.endswith("needs click and rich: pip install 'fsdp_compat[cli]'\n")
+            assert main("migrate", "--help") == 0 and main("run", "--help") == 0
+            capsys.readouterr()
+    monkeypatch.setitem(sys.modules, "matplotlib", None)  # type: ignore[arg-type]
+    assert main("plot", model, "t.png") == 2
+    assert "pip install 'fsdp_compat[cli]'" in capsys.readouterr().err
+
+
+def test_the_program_is_named_as_it_was_called(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for called, name in (
+        ("/usr/bin/fsdp-compat", "fsdp-compat"),
+        ("/x/fsdp_compat/__main__.py", "python -m fsdp_compat"),
+    ):
+        monkeypatch.setattr(sys, "argv", [called])
+        assert main("inspect") == 2 and f"Usage: {name} inspect" in capsys.readouterr().err
+        assert main("nonsense") == 2 and f"usage: {name} " in capsys.readouterr().err
+
+
+PROGRAM = """
+import subprocess, sys
+import fsdp_compat.checkpoint
+heavy = {"click", "rich", "matplotlib", "torch.distributed.checkpoint", "typer"}
+assert not heavy & sys.modules.keys(), heavy & sys.modules.keys()
+from fsdp_compat.__main__ import main
+try:
+    main(["inspect", sys.argv[1]])
+except SystemExit as end:
+    assert end.code == 141, end.code
+"""
+
+
+def test_importing_loads_no_library_and_a_closed_pipe_is_141(model: Path) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    ran = subprocess.run(
+        [sys.executable, "-c", PROGRAM, str(model)],
+        stdout=writing,
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=120,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        check=False,
+    )
+    os.close(writing)
+    assert (ran.returncode, ran.stderr) == (0, "")
+
+
+# -- texts
+
+
+def test_numbers_and_names_as_people_read_them() -> None:
+    sizes = {0: "0 B", 999: "999 B", 1000: "1.00 kB", 9994: "9.99 kB", 9996: "10.0 kB"}
+    sizes |= {99_960: "100 kB", 999_499: "999 kB", 999_501: "1.00 MB", 10**19: "10000 PB"}
+    assert {nbytes: nbytes_text(nbytes) for nbytes in sizes} == sizes
+    assert ranks_text([3, 0, 1, 2, 7, 9, 8]) == "0-3, 7-9" and ranks_text([]) == ""
+    assert shown("é漢\ud800\x7f\u2028") == "é漢\\ud800\\x7f\\u2028"
+    assert (
+        shortened("x" * 10**6, 20) == "xxxxxxxx...xxxxxxxxx" and shortened("x" * 20, 20) == "x" * 20
+    )

@@ -1,0 +1,275 @@
+"""From any format to any other, bit for bit; and a result that is complete or not there."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fsdp_compat import checkpoint
+from fsdp_compat.checkpoint._tools.archive import Archive, StoredTensor
+from fsdp_compat.checkpoint._tools.convert import FORMATS, convert
+from fsdp_compat.checkpoint._tools.opening import open_archive, problems_of
+from fsdp_compat.checkpoint._tools.reading import Files, read
+from fsdp_compat.checkpoint._tools.shapes import shapes_of
+from fsdp_compat.errors import CheckpointError, UsageError
+from tests.support import checkpoints
+from tests.support.ranks import run_ranks
+
+SUFFIX = {"safetensors-file": ".safetensors", "torch": ".pt"}
+
+
+def same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors are equal bit for bit."""
+    if (one.dtype, one.shape) != (other.dtype, other.shape):
+        return False
+    return torch.equal(
+        one.contiguous().view(-1).view(torch.uint8), other.contiguous().view(-1).view(torch.uint8)
+    )
+
+
+def to(name: str, source: Path, folder: Path, **settings: Any) -> Path:
+    """Convert to a format, with a name that fits."""
+    number = sum(1 for _ in folder.iterdir())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of values that the target does not hold
+        return convert(source, folder / f"{number}{SUFFIX.get(name, '')}", to=name, **settings)
+
+
+def require_equal(found: Archive, made: dict[str, Any], with_optimizer: bool = True) -> None:
+    assert problems_of(found) == []
+    names = {**{name: name for name in found.tensors}, **found.aliases}
+    with Files() as files:
+        for name, value in made["model"].items():
+            held = names.get(name) or names[made["aliases"][name]]  # safetensors: a tie once
+            assert same(read(found.tensors[held], files), value), name
+        assert set(names) <= set(made["model"])
+        if not with_optimizer:
+            assert found.param_groups is None
+            return
+        for name, states in made["optimizer"]["state"].items():
+            for key, value in states.items():
+                stored = found.states[name][key]
+                own = read(stored, files) if isinstance(stored, StoredTensor) else stored
+                assert same(torch.as_tensor(own, dtype=value.dtype), value), (name, key)
+        for group in found.param_groups or []:
+            assert group["lr"] == made["optimizer"]["param_groups"][0]["lr"]
+        taken = [name for group in found.param_groups or [] for name in group["params"]]
+        assert sorted(taken) == sorted(made["optimizer"]["state"])
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("kind", checkpoints.KINDS)
+def test_checkpoints_of_every_kind_become_every_other_bit_for_bit(
+    kind: str, ranks: int, tmp_path: Path
+) -> None:
+    """Two formats for each number of ranks: all five for each kind."""
+    made = checkpoints.make(kind, ranks, tmp_path)
+    shapes = shapes_of(checkpoints.unsharded()) if kind == "fsdp1-local" else None
+    has_optimizer = kind not in ("fsdp1-local", "ours-safetensors")
+    require_equal(open_archive(made["path"], shapes), made, has_optimizer)
+    out = tmp_path / "out"
+    out.mkdir()
+    numbers = {"dcp": ranks % 4 + 1, "native": ranks % 3 + 2}
+    first = checkpoints.KINDS.index(kind) + 2 * ranks
+    for number in (first, first + 1):
+        name, target = list(FORMATS.items())[number % len(FORMATS)]
+        written = to(
+            name,
+            made["path"],
+            out,
+            shapes=shapes,
+            world_size=numbers.get(name),
+            unit=r"blocks\.\d+\.|words\." if name == "native" else None,
+            workers=ranks % 2 + 1,
+        )
+        require_equal(open_archive(written), made, has_optimizer and target.holds_optimizer)
+
+
+def test_every_format_becomes_every_other(tmp_path: Path) -> None:
+    made = checkpoints.make("ours-native", 2, tmp_path)
+    folder = tmp_path / "out"
+    folder.mkdir()
+    written = {name: to(name, made["path"], folder) for name in FORMATS}
+    for name, source in written.items():
+        for other, target in FORMATS.items():
+            again = open_archive(to(other, source, folder, world_size=3))
+            both = FORMATS[name].holds_optimizer and target.holds_optimizer
+            require_equal(again, made, both)
+            if name == "native" and other == "torch":
+                assert again.extra["extra"] == {"epoch": 2}
+
+
+def load_and_compare(path: str, front_end: str) -> None:
+    wrap: Callable[[Any], Any] = getattr(checkpoints, front_end)
+    model = wrap(checkpoints.unsharded())
+    optimizer = checkpoints.trained(model)  # so that something has to be replaced
+    checkpoints.trained(model)
+    checkpoint.load(path, model, optimizer)
+    expected = checkpoints.reference()
+    for name, value in checkpoint.iter_full_state_dict(model):
+        assert same(value, expected["model"][name]), name
+    states = torch.distributed.checkpoint.state_dict.get_optimizer_state_dict(
+        model,
+        optimizer,
+        options=torch.distributed.checkpoint.state_dict.StateDictOptions(full_state_dict=True),
+    )
+    for name, of_param in expected["optimizer"]["state"].items():
+        for key, value in of_param.items():
+            assert same(torch.as_tensor(states["state"][name][key]), value), (name, key)
+
+
+@pytest.mark.parametrize("front_end", ["ours_fsdp1", "ours_fully_shard"])
+def test_a_converted_checkpoint_loads_into_the_wrapped_model(
+    front_end: str, tmp_path: Path
+) -> None:
+    made = checkpoints.make("fsdp1-sharded-dcp", 4, tmp_path)
+    path = to("native", made["path"], tmp_path, world_size=3, unit=r"blocks\.")
+    run_ranks(2, load_and_compare, str(path), front_end)
+
+
+def test_what_is_taken_and_how_it_is_called(tmp_path: Path) -> None:
+    made = checkpoints.make("ours-native", 2, tmp_path)
+    half = open_archive(
+        convert(
+            made["path"],
+            tmp_path / "half.pt",
+            include=["blocks", "words"],
+            exclude=["bias", "table"],
+            rename=[(r"^blocks\.(\d+)", r"layers.\1"), (r"\.up\.", ".in.")],
+            dtype=torch.float16,
+        )
+    )
+    assert sorted(half.tensors) == [
+        *("layers.0.down.weight", "layers.0.in.weight", "layers.1.down.weight"),
+        *("layers.1.in.weight", "words.embed.weight"),
+    ]
+    assert half.aliases == {"words.head.weight": "words.embed.weight"}
+    assert {tensor.dtype for tensor in half.tensors.values()} == {torch.float16}
+    assert sorted(half.states) == sorted(half.tensors)  # a tie has its state once
+    assert half.states["layers.0.in.weight"]["exp_avg"].dtype == torch.float32
+    with Files() as files:
+        found = read(half.tensors["layers.1.in.weight"], files)
+    assert same(found, made["model"]["blocks.1.up.weight"].to(torch.float16))
+    assert [sorted(group["params"]) for group in half.param_groups or []] == [sorted(half.states)]
+
+
+def test_large_models_get_several_files_with_an_index(tmp_path: Path) -> None:
+    made = checkpoints.make("ddp", 1, tmp_path)
+    with pytest.warns(UserWarning, match="the optimizer's state"):
+        path = convert(made["path"], tmp_path / "weights", max_file_nbytes=300)
+    index = json.loads((path / "model.safetensors.index.json").read_text())
+    files = sorted(file.name for file in path.glob("*.safetensors"))
+    assert files[0] == f"model-00001-of-{len(files):05d}.safetensors"
+    assert len(files) == len(set(index["weight_map"].values())) > 2
+    assert index["metadata"]["total_size"] == sum(
+        tensor.nbytes for tensor in open_archive(path).tensors.values()
+    )
+
+
+class Stopped(Exception):
+    pass
+
+
+def test_an_interrupted_or_killed_conversion_leaves_nothing_and_can_be_repeated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = checkpoints.make("ours-native", 2, tmp_path)
+    folder = tmp_path / "out"
+    folder.mkdir()
+    for name, target in FORMATS.items():
+        path = folder / f"result{SUFFIX.get(name, '')}"
+        for end in ("raises", "is killed"):
+            child = os.fork()
+            if not child:
+                status = 3
+                try:
+                    at_rename(monkeypatch, end)
+                    to_path(made["path"], path, name)
+                except Stopped:
+                    status = 7
+                finally:
+                    os._exit(status)
+            _, status = os.waitpid(child, 0)
+            if end == "raises":
+                assert os.waitstatus_to_exitcode(status) == 7
+                assert list(folder.iterdir()) == []
+            else:
+                assert os.waitstatus_to_exitcode(status) == -signal.SIGKILL
+                assert [file.name.startswith(".result") for file in folder.iterdir()] == [True]
+        to_path(made["path"], path, name)  # removes what the killed one left
+        assert list(folder.iterdir()) == [path]
+        require_equal(open_archive(path), made, target.holds_optimizer)
+        path.rename(tmp_path / f"done-{name}")
+
+
+def at_rename(monkeypatch: pytest.MonkeyPatch, end: str) -> None:
+    """Make the process end, in one of two ways, when everything is written but not renamed."""
+
+    def rename(path: Path, target: Path) -> None:
+        if path.name == "content":
+            if end == "is killed":
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise Stopped
+        os.rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", rename)
+
+
+def to_path(source: Path, path: Path, name: str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        convert(source, path, to=name)
+
+
+def test_wrong_arguments_are_refused_before_anything_is_written(tmp_path: Path) -> None:
+    made = checkpoints.make("ours-native", 2, tmp_path)
+    source = made["path"]
+    exists = tmp_path / "exists.pt"
+    exists.write_bytes(b"mine")
+    wrong: list[tuple[dict[str, Any], str]] = [
+        ({"to": "zip"}, "to"),
+        ({"to": "torch", "target": tmp_path / "a.safetensors"}, "does not fit"),
+        ({"target": exists}, "exists"),
+        ({"target": source / "inside.pt"}, "lies in the source"),
+        ({"world_size": 0}, "world_size"),
+        ({"memory": 1000}, "memory"),
+        ({"workers": True}, "workers"),
+        ({"dtype": torch.int64}, "dtype"),
+        ({"unit": "("}, "unit"),
+        ({"include": "blocks"}, "include"),
+        ({"include": ["nothing like it"]}, "No tensor is left"),
+        ({"rename": [("(", "x")]}, "rename"),
+        ({"rename": lambda name: 3}, "rename"),
+        ({"rename": lambda name: "same"}, "same name"),
+        ({"to": "safetensors", "optimizer": True}, "cannot be taken along"),
+    ]
+    before = sorted(tmp_path.iterdir())
+    for settings, said in wrong:
+        with pytest.raises(UsageError, match=said) as raised:
+            convert(source, settings.pop("target", tmp_path / "out"), **settings)
+        assert all(fact in str(raised.value) for fact in ("expected:", "got:", "to do:"))
+    assert sorted(tmp_path.iterdir()) == before
+    assert exists.read_bytes() == b"mine"
+    with pytest.raises(CheckpointError, match="nothing at this path"):
+        convert(tmp_path / "missing", tmp_path / "out")
+
+
+def test_a_checkpoint_with_a_rank_missing_is_refused(tmp_path: Path) -> None:
+    for kind, lost in {
+        "fsdp1-sharded-dcp": "__1_0.distcp",
+        "fsdp2-torch": "rank_1.pth",
+        "ours-native": "rank-00001.safetensors",
+    }.items():
+        made = checkpoints.make(kind, 2, tmp_path)
+        (made["path"] / lost).unlink()
+        with pytest.raises(CheckpointError, match=r"missing|rank 1|rank-00001|__1_0"):
+            convert(made["path"], tmp_path / f"{kind}.pt")
+        assert not (tmp_path / f"{kind}.pt").exists()

@@ -1,0 +1,424 @@
+"""Checkpoints of torch.distributed.checkpoint are read and written bit for bit; damaged and hostile
+ones are refused."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import shutil
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from hypothesis import given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+from torch.distributed.checkpoint.filesystem import FileSystemWriter, SerializationFormat
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+
+from fsdp_compat.checkpoint._tools import distcp_entries, torch_files
+from fsdp_compat.checkpoint._tools.archive import Archive, StoredTensor, of_memory
+from fsdp_compat.checkpoint._tools.dcp_reading import (
+    is_dcp,
+    is_sharded_safetensors,
+    read_dcp,
+    read_sharded_safetensors,
+)
+from fsdp_compat.checkpoint._tools.dcp_writing import write_dcp
+from fsdp_compat.checkpoint._tools.reading import Files, read
+from fsdp_compat.checkpoint._tools.writing import WriteOptions
+from fsdp_compat.errors import CheckpointError, UsageError
+from tests.support.checkpoints import (
+    STEP,
+    WRAPPERS,
+    assert_is_reference,
+    assert_same,
+    make,
+    reference,
+    trained,
+    unsharded,
+)
+from tests.support.ranks import run_ranks
+
+KINDS = ("fsdp1-sharded-dcp", "fsdp2-dcp", "ours-sharded-dcp", "fully_shard-dcp")
+
+
+def all_values(archive: Archive) -> dict[str, torch.Tensor]:
+    with Files() as files:
+        return {path: read(tensor, files) for path, tensor in archive.all_tensors()}
+
+
+# -- reading
+
+
+@pytest.mark.parametrize("ranks", [4, 2, 1])  # processes are started once
+def test_checkpoints_of_every_front_end_are_read_bit_for_bit(ranks: int, tmp_path: Path) -> None:
+    for kind in KINDS:
+        made = make(kind, ranks, tmp_path)
+        archive = read_dcp(made["path"])
+        assert_is_reference(archive, made)
+        assert (archive.world_size, archive.step) == (ranks, STEP)
+        assert archive.left_out == []
+        holders = {piece.holder for tensor in archive.tensors.values() for piece in tensor.pieces}
+        assert holders == set(range(ranks))
+
+
+def tensors() -> dict[str, torch.Tensor]:
+    torch.manual_seed(3)
+    return {
+        "a.weight": torch.randn(6, 4),
+        "turned": torch.randn(3, 5).t(),
+        "part": torch.randn(40)[8:20],
+        "half": torch.randn(7).bfloat16(),
+        "scalar": torch.tensor(2.5),
+        "none": torch.empty(0, 3),
+        "flags": torch.tensor([True, False]),
+        "small": torch.randn(4, 2).to(torch.float8_e4m3fn),
+    }
+
+
+def saved(path: Path, state: Any = None, **options: Any) -> Path:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.save(tensors() if state is None else state, checkpoint_id=path, **options)
+    return path
+
+
+def assert_holds(archive: Archive, expected: dict[str, torch.Tensor]) -> None:
+    assert {*archive.tensors, *archive.aliases} == set(expected)
+    with Files() as files:
+        for name, values in expected.items():
+            found = archive.tensors[archive.aliases.get(name, name)]
+            assert_same(read(found, files), values, name)
+
+
+def test_odd_tensors_and_nested_values_are_read(tmp_path: Path) -> None:
+    state = {"net": tensors(), "list": [{"x": 1}, {"x": (2, "b")}], "epoch": 7, "text": "t"}
+    archive = read_dcp(saved(tmp_path / "c", state))
+    assert_holds(archive, tensors())
+    assert archive.extra == {"list": [{"x": 1}, {"x": (2, "b")}], "epoch": 7, "text": "t"}
+    assert archive.param_groups is None
+
+
+def test_a_value_that_would_run_code_is_named_and_left_out(tmp_path: Path) -> None:
+    archive = read_dcp(saved(tmp_path / "c", {"model": tensors(), "loader": Runs(tmp_path)}))
+    assert not (tmp_path / "ran").exists()
+    assert_holds(archive, tensors())
+    (text,) = archive.left_out
+    assert text.startswith("loader: ")
+    assert "system" in text
+
+
+class Runs:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return os.system, (f"touch {self.path}/ran",)
+
+
+def test_files_with_safetensors_are_read(tmp_path: Path) -> None:
+    state = {name: values.contiguous() for name, values in tensors().items()}
+    writer = FileSystemWriter(tmp_path / "c", serialization_format=SerializationFormat.SAFETENSORS)
+    saved(tmp_path / "c", state, storage_writer=writer)
+    assert_holds(read_dcp(tmp_path / "c"), state)
+
+
+def save_by_ranks(directory: str) -> None:
+    """As HuggingFaceStorageWriter and, without coordination, as FileSystemWriter."""
+    warnings.simplefilter("ignore")
+    model = WRAPPERS["fsdp2"](unsharded())
+    state = model.state_dict()
+    del state["words.head.weight"]  # safetensors refuses tied tensors
+    dcp.save(
+        state, storage_writer=HuggingFaceStorageWriter(f"{directory}/hf", save_distributed=True)
+    )
+    dcp.save(state, checkpoint_id=f"{directory}/apart", use_collectives=False)
+
+
+def test_parts_in_safetensors_and_metadata_of_each_rank_are_read(tmp_path: Path) -> None:
+    run_ranks(2, save_by_ranks, str(tmp_path))
+    assert is_sharded_safetensors(tmp_path / "hf")
+    expected = dict(unsharded().state_dict())
+    del expected["words.head.weight"]
+    assert_holds(read_sharded_safetensors(tmp_path / "hf"), expected)
+    assert is_dcp(tmp_path / "apart")
+    assert_holds(read_dcp(tmp_path / "apart"), expected)
+
+
+def test_chunks_of_one_kind_are_read_in_full_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = {f"layer.{number}": torch.full((3, 5), float(number)) for number in range(200)}
+    path = saved(tmp_path / "c", state)
+    read_in_full: list[int] = []
+    records_at = torch_files.records_at
+
+    def counted(path: Path, start: int, nbytes: int) -> Any:
+        read_in_full.append(start)
+        return records_at(path, start, nbytes)
+
+    monkeypatch.setattr(distcp_entries.torch_files, "records_at", counted)
+    assert_holds(read_dcp(path), state)
+    assert len(read_in_full) == 1
+
+
+# -- writing
+
+
+def load_into_all(source: str, target: str) -> None:
+    """Load a checkpoint into each library's model, and save what the model has then."""
+    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+    warnings.simplefilter("ignore")
+    for name, wrap in WRAPPERS.items():
+        model = wrap(unsharded())
+        optimizer = trained(model)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(1)
+        state, optim = get_state_dict(model, optimizer)
+        states = {"model": state, "optimizer": optim}
+        dcp.load(states, checkpoint_id=source)
+        set_state_dict(
+            model, optimizer, model_state_dict=states["model"], optim_state_dict=states["optimizer"]
+        )
+        state, optim = get_state_dict(model, optimizer)
+        dcp.save({"model": state, "optimizer": optim}, checkpoint_id=f"{target}/{name}")
+        dist.barrier()
+
+
+def test_what_is_written_loads_into_fsdp1_fsdp2_and_ours(tmp_path: Path) -> None:
+    archive = read_dcp(make("fsdp2-dcp", 2, tmp_path)["path"])
+    with Files() as files:
+        write_dcp(archive, tmp_path / "c", WriteOptions(world_size=3, slab_nbytes=40), files)
+    assert_is_reference(read_dcp(tmp_path / "c"), reference())
+    run_ranks(2, load_into_all, str(tmp_path / "c"), str(tmp_path))
+    for name in WRAPPERS:
+        assert_is_reference(read_dcp(tmp_path / name), reference())
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_a_model_alone_is_written_flat_and_cut_for_the_ranks(workers: int, tmp_path: Path) -> None:
+    expected = {**tensors(), "tied": tensors()["a.weight"]}
+    archive = Archive(
+        tmp_path,
+        "test",
+        {name: of_memory(name, values) for name, values in tensors().items()},
+        aliases={"tied": "a.weight"},
+    )
+    ticks: list[int] = []
+    options = WriteOptions(4, slab_nbytes=16, workers=workers, tick=ticks.append)
+    with Files() as files:
+        write_dcp(archive, tmp_path / "c", options, files)
+    written = read_dcp(tmp_path / "c")
+    assert_holds(written, expected)
+    assert sum(ticks) == sum(values.nbytes for values in expected.values())
+    rows = [(p.holder, p.box.offsets[0]) for p in written.tensors["a.weight"].pieces]
+    assert sorted(rows) == [(0, 0), (0, 1), (1, 2), (1, 3), (2, 4), (2, 5)]
+    state = {name: torch.zeros_like(values) for name, values in expected.items()}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.load(state, checkpoint_id=tmp_path / "c")
+    for name, values in expected.items():
+        assert_same(state[name], values, name)
+
+
+def test_other_values_dtypes_and_numbered_states_are_written(tmp_path: Path) -> None:
+    weight = torch.randn(3, 2)
+    archive = Archive(
+        tmp_path,
+        "test",
+        {"w": StoredTensor(**{**vars(of_memory("w", weight)), "written_as": torch.bfloat16})},
+        states={"0": {"step": of_memory("", torch.tensor(4.0)), "m": of_memory("", weight)}},
+        param_groups=[{"lr": 0.1, "params": ["0"]}],
+        is_by_number=True,
+        extra={"pair": (1, of_memory("", weight)), "list": [{"y": [1, 2]}], "odd": object()},
+        step=5,
+    )
+    with Files() as files:
+        write_dcp(archive, tmp_path / "c", WriteOptions(), files)
+    assert archive.left_out == ["odd, a object"]
+    written = read_dcp(tmp_path / "c")
+    assert_same(all_values(written)["model/w"], weight.bfloat16(), "w")
+    assert_same(all_values(written)["extra/pair/1"], weight, "pair")
+    assert written.step == 5
+    assert written.extra["list"] == [{"y": [1, 2]}]
+    assert written.param_groups == [{"lr": 0.1, "params": ["w"]}]  # one parameter: no doubt
+    assert set(written.states["w"]) == {"step", "m"}
+
+
+def test_names_that_would_be_equal_are_refused(tmp_path: Path) -> None:
+    one = of_memory("", torch.zeros(2))
+    archive = Archive(tmp_path, "test", {"w": one}, extra={"model.w": 1})
+    with Files() as files, pytest.raises(UsageError, match="same name"):
+        write_dcp(archive, tmp_path / "c", WriteOptions(), files)
+
+
+# -- damaged and hostile content
+
+
+def changed(path: Path, change: Callable[[Any], None]) -> Path:
+    """Change the metadata of a checkpoint."""
+    metadata = pickle.loads((path / ".metadata").read_bytes())
+    change(metadata)
+    (path / ".metadata").write_bytes(pickle.dumps(metadata))
+    return path
+
+
+def info(metadata: Any, name: str = "a.weight") -> Any:
+    return metadata.storage_data[MetadataIndex(name, (0, 0))]
+
+
+def set_place(**values: Any) -> Callable[[Any], None]:
+    return lambda metadata: vars(info(metadata)).update(values)
+
+
+def set_chunks(*boxes: tuple[tuple[int, ...], tuple[int, ...]]) -> Callable[[Any], None]:
+    def change(metadata: Any) -> None:
+        chunks = [ChunkStorageMetadata(torch.Size(at), torch.Size(sizes)) for at, sizes in boxes]
+        metadata.state_dict_metadata["a.weight"].chunks = chunks
+        for at, _ in boxes:
+            metadata.storage_data[MetadataIndex("a.weight", at)] = info(metadata)
+
+    return change
+
+
+def set_path(*keys: Any) -> Callable[[Any], None]:
+    return lambda metadata: metadata.planner_data.update({"a.weight": keys})
+
+
+HOSTILE: dict[str, tuple[Callable[[Any], None], str]] = {
+    "a name that leads out": (set_place(relative_path="../c/__0_0.distcp"), "outside"),
+    "an absolute name": (set_place(relative_path="/etc/passwd"), "outside"),
+    "no such file": (set_place(relative_path="__9_0.distcp"), "no such file"),
+    "a directory": (set_place(relative_path="."), "not a regular file"),
+    "a range beyond the file": (set_place(length=10**15), "where the metadata have bytes"),
+    "a huge offset": (set_place(offset=2**70), "where the metadata have bytes"),
+    "a negative offset": (set_place(offset=-5), "below 0"),
+    "a range inside of an entry": (set_place(offset=100), "__0_0.distcp"),
+    "another tensor": (
+        lambda metadata: vars(info(metadata)).update(vars(info(metadata, "turned"))),
+        "instead of",
+    ),
+    "a missing place": (
+        lambda metadata: metadata.storage_data.pop(MetadataIndex("a.weight", (0, 0))),
+        "no file has",
+    ),
+    "a gap": (set_chunks(((0, 0), (3, 4))), "instead of"),
+    "an overlap": (set_chunks(((0, 0), (6, 4)), ((1, 0), (5, 4))), "instead of"),
+    "a chunk outside": (set_chunks(((1, 0), (6, 4))), "outside of shape"),
+    "an extension": (set_place(transform_descriptors=["zstd"]), "extensions"),
+    "a long list": (set_path("x", 10**9), "a list of"),
+    "a path through a value": (
+        lambda metadata: metadata.planner_data.update({"small": ("turned", "x")}),
+        "leads through",
+    ),
+    "a path twice": (set_path("turned"), "two values"),
+    "a wrong class": (
+        lambda metadata: metadata.state_dict_metadata.update({"a.weight": info(metadata)}),
+        "is a torch",
+    ),
+    "no storage": (lambda metadata: vars(metadata).update(storage_data=None), "damaged"),
+    "code": (lambda metadata: vars(metadata).update(version=Runs(Path("/tmp"))), "system"),
+}
+
+
+@pytest.mark.parametrize("what", HOSTILE)
+def test_hostile_metadata_are_refused(what: str, tmp_path: Path) -> None:
+    change, said = HOSTILE[what]
+    path = changed(saved(tmp_path / "c"), change)
+    with pytest.raises(CheckpointError, match=said):
+        read_dcp(path)
+
+
+@pytest.mark.parametrize(
+    ("boxes", "said"),
+    [
+        ([((0, 0), (3, 4))], "12 of 24 elements are missing"),
+        ([((0, 0), (3, 4)), ((2, 0), (3, 4))], "overlap"),
+    ],
+)
+def test_chunks_that_do_not_cover_a_tensor_once_are_refused(
+    boxes: Any, said: str, tmp_path: Path
+) -> None:
+    path = saved(tmp_path / "c", {"a.weight": torch.randn(3, 4)})
+
+    def change(metadata: Any) -> None:
+        metadata.state_dict_metadata["a.weight"].size = torch.Size((6, 4))
+        set_chunks(*boxes)(metadata)
+
+    with pytest.raises(CheckpointError, match=said):
+        read_dcp(changed(path, change))
+
+
+def test_missing_mixed_and_linked_files_are_refused(tmp_path: Path) -> None:
+    two = make("fsdp2-dcp", 2, tmp_path)["path"]
+    four = make("fsdp2-dcp", 4, tmp_path)["path"]
+    missing, mixed, linked = (tmp_path / name for name in ("missing", "mixed", "linked"))
+    shutil.copytree(two, missing)
+    (missing / "__1_0.distcp").unlink()
+    with pytest.raises(CheckpointError, match="no such file"):
+        read_dcp(missing)
+    shutil.copytree(two, mixed)
+    shutil.copy(four / "__1_0.distcp", mixed)
+    with pytest.raises(CheckpointError, match=r"__1_0\.distcp"):
+        read_dcp(mixed)
+    shutil.copytree(two, linked)
+    (linked / "__1_0.distcp").unlink()
+    (linked / "__1_0.distcp").symlink_to(two / "__1_0.distcp")
+    with pytest.raises(CheckpointError, match="outside"):
+        read_dcp(linked)
+    (linked / "__1_0.distcp").unlink()
+    os.mkfifo(linked / "__1_0.distcp")
+    with pytest.raises(CheckpointError, match="a FIFO"):
+        read_dcp(linked)
+
+
+def test_a_file_that_is_left_over_is_named(tmp_path: Path) -> None:
+    path = make("fsdp2-dcp", 2, tmp_path)["path"]
+    shutil.copy(path / "__1_0.distcp", path / "__7_0.distcp")
+    archive = read_dcp(path)
+    assert archive.world_size == 2
+    assert ["__7_0.distcp" in text for text in archive.left_out] == [True]
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    state = {"model": {"w": torch.randn(4, 3), "b": torch.randn(3)}, "step": 3}
+    return saved(tmp_path_factory.mktemp("small") / "c", state)
+
+
+damage = st.lists(
+    st.tuples(
+        st.integers(0, 1 << 16), st.sampled_from(["set", "cut", "insert"]), st.binary(max_size=6)
+    ),
+    min_size=1,
+    max_size=4,
+)
+
+
+@hypothesis_settings(max_examples=150)
+@given(st.sampled_from([".metadata", "__0_0.distcp"]), damage)
+def test_damaged_files_raise_one_error_or_are_read_inside_their_bounds(
+    small: Path, name: str, changes: list[tuple[int, str, bytes]]
+) -> None:
+    intact = (small / name).read_bytes()
+    content = intact
+    for place, how, new in changes:
+        at = place % (len(content) + 1)
+        skipped = {"set": len(new), "cut": len(content), "insert": 0}[how]
+        content = content[:at] + new + content[at + skipped :]
+    try:
+        (small / name).write_bytes(content)
+        all_values(read_dcp(small))
+    except CheckpointError as error:
+        assert all(fact in str(error) for fact in ("expected:", "got:", "where:", "to do:"))
+    finally:
+        (small / name).write_bytes(intact)

@@ -1,0 +1,193 @@
+"""verify: each kind of damage is seen, named and located, and nothing else is taken for damage."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import zlib
+from pathlib import Path
+
+import pytest
+import torch
+
+from fsdp_compat._layout.box import Box
+from fsdp_compat.checkpoint import Problem, Verification, verify
+from fsdp_compat.checkpoint._blocks import FileFacts
+from fsdp_compat.checkpoint._tools.archive import Archive, Piece, StoredTensor
+from fsdp_compat.errors import UsageError
+from tests.checkpoint.tools.archives import archive, opens
+
+MB = 1 << 20
+NAN, INF = float("nan"), float("inf")
+
+
+@pytest.fixture
+def made(tmp_path: Path) -> Archive:
+    """Three tensors over two ranks, and a checksum of each file."""
+    made = archive(
+        tmp_path / "checkpoint",
+        {
+            "wide": torch.arange(1200.0).reshape(12, 100),
+            "half": torch.ones(7, 3, dtype=torch.bfloat16),
+            "count": torch.tensor(5),
+            "empty": torch.zeros(0, 4),
+        },
+    )
+    for file in made.path.iterdir():
+        content = file.read_bytes()
+        made.checksums[file] = FileFacts(len(content), (zlib.crc32(content),))
+    return made
+
+
+def verified(monkeypatch: pytest.MonkeyPatch, made: Archive, **options: bool) -> Verification:
+    opens(monkeypatch, made)
+    result = verify(made.path, **options)
+    assert result == verify(made.path, workers=3, memory=3 * MB, **options)
+    json.dumps(result.as_json(), allow_nan=False)
+    return result
+
+
+def with_pieces(made: Archive, name: str, *pieces: Piece) -> None:
+    made.tensors[name] = dataclasses.replace(made.tensors[name], pieces=pieces)
+
+
+def test_an_intact_checkpoint_has_no_problem(
+    monkeypatch: pytest.MonkeyPatch, made: Archive
+) -> None:
+    result = verified(monkeypatch, made)
+    assert result.problems == () and result.is_intact
+    assert (result.num_files, result.num_checksums) == (2, 2)
+    assert result.nbytes == 1200 * 4 + 21 * 2 + 8
+    assert [(tensor.num_nan, tensor.num_inf) for tensor in result.tensors] == [(0, 0)] * 4
+    assert result.dtypes() == {"model": {torch.float32: 2, torch.bfloat16: 1, torch.int64: 1}}
+
+
+def test_a_missing_part_is_seen(monkeypatch: pytest.MonkeyPatch, made: Archive) -> None:
+    with_pieces(made, "wide", made.tensors["wide"].pieces[1])
+    result = verified(monkeypatch, made)
+    expected = Problem("coverage", "model/wide", "600 of 1200 elements are missing")
+    assert result.problems == (expected,)
+    assert result.tensors[0].num_nan is None, "what was not there was not read"
+
+
+def test_parts_that_overlap_are_seen(monkeypatch: pytest.MonkeyPatch, made: Archive) -> None:
+    first, second = made.tensors["wide"].pieces
+    with_pieces(made, "wide", first, dataclasses.replace(second, box=Box((5, 0), (6, 100))))
+    (problem,) = verified(monkeypatch, made).problems
+    assert problem.kind == "coverage" and "[0:6, 0:100] and [5:11, 0:100] overlap" in problem.what
+
+
+def test_one_changed_bit_is_seen_where_there_are_checksums(
+    monkeypatch: pytest.MonkeyPatch, made: Archive
+) -> None:
+    content = bytearray((made.path / "rank1").read_bytes())
+    content[700] ^= 1
+    (made.path / "rank1").write_bytes(content)
+    (problem,) = verified(monkeypatch, made).problems
+    assert (problem.kind, problem.where) == ("checksum", "rank1")
+    assert "block at byte 0" in problem.what
+    assert verified(monkeypatch, made, values=False).problems == (), "values were not read"
+    made.checksums.clear()
+    assert verified(monkeypatch, made).is_intact, "without checksums nobody can tell"
+
+
+@pytest.mark.parametrize("has_checksums", [True, False])
+def test_files_that_are_short_or_gone_are_seen_without_reading_values(
+    monkeypatch: pytest.MonkeyPatch, made: Archive, has_checksums: bool
+) -> None:
+    if not has_checksums:
+        made.checksums.clear()
+    content = (made.path / "rank0").read_bytes()
+    (made.path / "rank0").write_bytes(content[:-1])
+    (made.path / "rank1").unlink()
+    for values in (True, False):
+        short, gone = verified(monkeypatch, made, values=values).problems
+        assert (short.kind, short.where) == (gone.kind, "rank0") == ("file", "rank0")
+        at_least = "" if has_checksums else "at least "
+        assert short.what == f"{len(content) - 1} bytes instead of {at_least}{len(content)}"
+        assert gone.where == "rank1" and "No such file" in gone.what
+
+
+def test_a_file_that_is_too_long_is_seen_where_its_length_is_known(
+    monkeypatch: pytest.MonkeyPatch, made: Archive
+) -> None:
+    with open(made.path / "rank0", "ab") as file:
+        file.write(b"more")
+    (problem,) = verified(monkeypatch, made).problems
+    assert (problem.kind, problem.where) == ("file", "rank0")
+
+
+def test_a_link_out_of_the_directory_is_seen(
+    monkeypatch: pytest.MonkeyPatch, made: Archive
+) -> None:
+    (made.path / "rank1").rename(made.path.parent / "elsewhere")
+    (made.path / "rank1").symlink_to("../elsewhere")
+    (problem,) = verified(monkeypatch, made).problems
+    assert (problem.kind, problem.where) == ("link", "rank1")
+
+
+def test_replicas_that_differ_are_seen(monkeypatch: pytest.MonkeyPatch, made: Archive) -> None:
+    wide = made.tensors["wide"]
+    same = torch.arange(600.0).reshape(6, 100)
+    other = same.clone()
+    other[2, 7:10] += 1
+    equal_nan = torch.tensor([NAN, -0.0])
+    copies = [Piece(wide.pieces[0].box, values, rank) for rank, values in ((2, same), (3, other))]
+    made.tensors["wide"] = dataclasses.replace(wide, copies=tuple(copies))
+    whole = Box((0,), (2,))
+    made.tensors["nan"] = StoredTensor(
+        "nan", torch.float32, (2,), (Piece(whole, equal_nan),), (Piece(whole, equal_nan.clone()),)
+    )
+    (problem,) = verified(monkeypatch, made).problems
+    assert (problem.kind, problem.where) == ("copies", "model/wide")
+    assert problem.what.startswith("3 of 600 elements in the copy of rank 3 differ")
+
+
+def test_a_further_name_of_nothing_is_a_problem_and_what_was_left_out_a_remark(
+    monkeypatch: pytest.MonkeyPatch, made: Archive
+) -> None:
+    made.aliases |= {"tied": "wide", "lost": "gone"}
+    made.left_out.append("rng: a pickle of numpy")
+    result = verified(monkeypatch, made)
+    assert result.problems == (Problem("alias", "model/lost", "the checkpoint has no 'gone'"),)
+    assert result.left_out == ("rng: a pickle of numpy",)
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        (torch.tensor([1.0, NAN, INF, -INF, NAN, 0.0]), (2, 2)),
+        (torch.tensor([NAN, INF, 1.0], dtype=torch.bfloat16), (1, 1)),
+        (torch.tensor([1.0, NAN], dtype=torch.float64), (1, 0)),
+        (torch.tensor([INF, 1.0]).to(torch.float8_e5m2), (0, 1)),
+        (torch.tensor([NAN, 1.0]).to(torch.float8_e4m3fn), (1, 0)),
+        (torch.tensor([complex(NAN, INF), 1j]), (1, 1)),  # one element is both
+        (torch.tensor([[True], [False]]), (0, 0)),
+        (torch.tensor(INF), (0, 1)),
+        (torch.zeros(2, dtype=torch.uint8).view(torch.float4_e2m1fn_x2), (0, 0)),
+        (torch.full((700_000,), NAN), (700_000, 0)),  # in several slabs
+    ],
+)
+def test_what_is_not_finite_is_counted_and_damage_only_on_demand(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    values: torch.Tensor,
+    expected: tuple[int, int],
+) -> None:
+    made = archive(tmp_path / "checkpoint", {"fine": torch.ones(3), "odd": values})
+    result = verified(monkeypatch, made)
+    assert (result.tensors[1].num_nan, result.tensors[1].num_inf) == expected
+    assert result.is_intact and result.num_not_finite == sum(expected)
+    problems = verified(monkeypatch, made, finite=True).problems
+    what = f"{expected[0]} NaN, {expected[1]} infinite"
+    assert problems == ((Problem("not finite", "model/odd", what),) if any(expected) else ())
+
+
+def test_wrong_arguments_are_refused_before_anything_is_opened(tmp_path: Path) -> None:
+    gone = tmp_path / "gone"
+    with pytest.raises(UsageError, match="workers"):
+        verify(gone, workers=0)
+    with pytest.raises(UsageError, match="at least 2097152 bytes"):
+        verify(gone, memory=MB, workers=2)
+    with pytest.raises(UsageError, match="not read"):
+        verify(gone, values=False, finite=True)

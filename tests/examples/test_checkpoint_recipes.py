@@ -1,0 +1,121 @@
+"""The recipes of the checkpoint tools in examples/README.md: every command runs as it stands there,
+from a checkpoint of the kind that it is for, and does what the text says."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+pytest.importorskip("click")
+pytest.importorskip("rich")
+pytest.importorskip("matplotlib")
+
+from click.testing import CliRunner
+from safetensors.torch import load_file
+
+from fsdp_compat import checkpoint
+from fsdp_compat.checkpoint._tools import commands
+from tests.examples.test_readme import blocks
+from tests.support.checkpoints import make, reference
+
+HEADING = "Checkpoint tools: a recipe per starting point"
+
+
+def lines() -> list[str]:
+    return "".join(blocks("examples/README.md", "sh", HEADING)).splitlines()
+
+
+def lay_out(folder: Path) -> None:
+    """Make the checkpoints that the recipes begin with, as their frameworks write them."""
+    for kind, ranks, name in (
+        ("fsdp2-torch", 2, "rank_files"),
+        ("fsdp2-dcp", 2, "dcp_checkpoint"),
+        ("fsdp1-local", 2, "local_files"),
+        ("ours-native", 4, "runs/7/step-00001200"),
+    ):
+        made = make(kind, ranks, folder / "made")
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        made["path"].rename(folder / name)
+    checkpoint.convert(
+        folder / "runs/7/step-00001200",
+        folder / "runs/7/step-00001100",
+        to="native",
+        dtype=torch.float16,
+        optimizer=False,
+    )
+    accelerate = folder / "checkpoint-1000"
+    accelerate.mkdir()
+    (accelerate / "trainer_state.json").write_text(json.dumps({"global_step": 1000}))
+    model = {"model": reference()["model"]}
+    dcp.save(model, checkpoint_id=accelerate / "pytorch_model_fsdp_0", no_dist=True)
+    (folder / "my_model.py").write_text(
+        "from tests.support.checkpoints import unsharded as make_model\n"
+    )
+
+
+def assert_same(actual: dict[str, torch.Tensor], renamed: dict[str, str] | None = None) -> None:
+    """The values are the model's, bit for bit. A tied tensor may be there once."""
+    expected = reference()["model"]
+    names = renamed or {name: name for name in expected}
+    missing = set(names.values()) - set(actual)
+    assert missing <= {"words.head.weight", "words.embed.weight"} and len(missing) < 2
+    for old, new in names.items():
+        if new in actual:
+            assert torch.equal(actual[new], expected[old].to(actual[new].dtype)), new
+
+
+def in_directory(path: Path) -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = {}
+    for file in path.glob("*.safetensors"):
+        found |= load_file(file)
+    return found
+
+
+def test_every_recipe_of_the_checkpoint_tools_runs(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    lay_out(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    assert len(lines()) >= 12
+    said: dict[str, str] = {}
+    statuses: dict[str, int] = {}
+    for line in lines():
+        program, *arguments = shlex.split(line)
+        assert program == "fsdp-compat"
+        result = CliRunner().invoke(commands.commands, arguments, catch_exceptions=False)
+        statuses[line], said[line] = result.exit_code, result.stdout
+        assert result.exit_code in (0, 1), f"{line}\n{result.output}"
+    wrong = [line for line, status in statuses.items() if status != line.startswith(DIFFERENT)]
+    assert wrong == [], "\n".join(said[line] for line in wrong)
+    assert_targets_hold_the_model()
+    assert 'is_same": true' in next(text for line, text in said.items() if "--json" in line)
+
+
+DIFFERENT = (
+    "fsdp-compat diff runs/7/step-00001100"  # its weights are rounded, its optimizer is gone
+)
+
+
+def assert_targets_hold_the_model() -> None:
+    here = Path()
+    assert_same(in_directory(here / "exported"))
+    rounded = in_directory(here / "exported_bf16")
+    assert rounded["cube"].dtype == torch.bfloat16
+    assert_same(rounded)
+    assert_same(in_directory(here / "exported_local"))
+    assert_same(load_file("model.safetensors"))
+    loaded: dict[str, Any] = torch.load("model.pt", weights_only=True)
+    assert_same(loaded.get("model", loaded))
+    blocks_only = load_file("blocks.safetensors")
+    names = [name for name in reference()["model"] if name.startswith("blocks.")]
+    assert len(blocks_only) == len(names)
+    assert_same(blocks_only, {name: f"layers.{name.removeprefix('blocks.')}" for name in names})
+    assert len(list(Path("for_two_ranks").glob("*.safetensors"))) == 2
+    assert checkpoint.diff("runs/7/step-00001200", "for_two_ranks").is_same
+    assert all(Path(f"{name}.png").read_bytes()[:4] == b"\x89PNG" for name in ("norms", "bytes"))
