@@ -360,6 +360,9 @@ def test_written_files_are_loaded_by_torch_without_code(
     with zipfile.ZipFile(tmp_path / "x.pt") as written:
         assert written.testzip() is None
         assert {info.compress_type for info in written.infolist()} == {zipfile.ZIP_STORED}
+        content = (tmp_path / "x.pt").read_bytes()
+        for info in written.infolist():  # the headers in front of the records say the same
+            assert struct.unpack_from("<I", content, info.header_offset + 14) == (info.CRC,)
     loaded = torch.load(tmp_path / "x.pt", weights_only=True, mmap=mmap)
     ours = read_torch_file(tmp_path / "x.pt")
     if has_optimizer:
