@@ -132,16 +132,32 @@ class Machine:
     def run(self) -> Any:
         """Return the pickled value; ``position`` is behind its end then. Raises Refused, and
         whatever wrong arguments raise."""
-        data, steps = self.data, _STEPS
+        data, steps, memo, stack = self.data, _STEPS, self.memo, self.stack
+        place = self.position
         while True:
-            code = data[self.position]
-            self.position += 1
-            if code == _STOP:
+            code = data[place]
+            place += 1
+            if code == _BINGET and data[place] in memo:  # the commonest, in place
+                stack.append(memo[data[place]])
+                place += 1
+            elif code == _LONG_BINGET and (index := _four(data, place)) in memo:
+                stack.append(memo[index])
+                place += 4
+            elif code == _BININT1:
+                stack.append(data[place])
+                place += 1
+            elif code == _MEMOIZE and stack and stack[-1] is not _MARK:
+                memo[len(memo)] = stack[-1]
+            elif code == _STOP:
                 break
-            step = steps.get(code)
-            if step is None:
-                raise Refused(f"opcode {bytes([code])!r} at byte {self.position - 1}")
-            step(self)
+            else:
+                step = steps.get(code)
+                if step is None:
+                    raise Refused(f"opcode {bytes([code])!r} at byte {place - 1}")
+                self.position = place
+                step(self)
+                place = self.position
+        self.position = place
         if len(self.stack) != 1 or self.stack[0] is _MARK:
             raise Refused(f"{len(self.stack)} values on the stack at the end")
         return self.stack.pop()
@@ -241,8 +257,10 @@ class Machine:
             return function
         if not isinstance(function, Global) or not isinstance(args, tuple):
             raise Refused(f"a call of a {type(function).__name__}")
+        self.spend(args)
         for arg in args:
-            self.spend(arg)
+            if not isinstance(arg, (int, float, Record)):
+                self.spend(arg)
         if function.make is None:
             return Record(function.full_name, args)
         return function.make(*args)
@@ -257,7 +275,11 @@ class Machine:
 
 # -- opcodes: those that pickle and torch.save write in protocols 2 to 5
 
-_STOP = ord(".")
+_STOP, _BINGET, _LONG_BINGET, _BININT1, _MEMOIZE = (*b".hjK", 0x94)
+
+
+def _four(data: bytes, place: int) -> int:
+    return int.from_bytes(data[place : place + 4], "little")
 
 
 def _constant(value: Any) -> _Step:
@@ -308,8 +330,10 @@ def _stack_global(machine: Machine) -> None:
 
 def _tuple_of(num: int) -> _Step:
     def step(machine: Machine) -> None:
-        items = [machine.pop() for _ in range(num)]
-        machine.push(tuple(reversed(items)))
+        items = machine.stack[-num:]
+        if len(items) < num or any(item is _MARK for item in items):
+            raise Refused(f"a missing value at byte {machine.position}")
+        machine.stack[-num:] = [tuple(items)]
 
     return step
 

@@ -107,13 +107,16 @@ def read_rank_files(
     paths: Sequence[Path], shapes: Shapes | None = None, *, ignored: Collection[str] = ()
 ) -> Archive:
     """Return the archive that the files of all ranks make up: the model's, the optimizer's and
-    others, by their names. shapes: for flat parameters, whose files hold none. ignored: as for
+    others, by their names. A single file without a rank in its name is that of the only rank.
+    shapes: for flat parameters, whose files hold none. ignored: as for
     ``unpickling.load``.
 
     Raises CheckpointError if ranks are missing, or files do not belong together; OSError.
     """
     groups = rank_groups(paths)
     where = paths[0].parent
+    if len(paths) == 1 and not any(group.is_named for group in groups):
+        groups = [RankFiles("", {0: paths[0]}, 1, True)]  # a run of one rank names none
     sizes = {group.world_size or len(group.paths) for group in groups}
     if not groups or sum(len(group.paths) for group in groups) != len(paths) or len(sizes) > 1:
         found = ", ".join(sorted(path.name for path in paths)[:8])

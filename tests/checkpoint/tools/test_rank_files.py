@@ -75,6 +75,14 @@ def _save_d_tensors(directory: Path) -> None:
     torch.save(values, directory / "layouts" / f"rank_{rank}.pth")
 
 
+def _save_one_d_tensor(path: Path) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (1,))
+    torch.save({"a": distribute_tensor(WHOLE, mesh, [Shard(0)])}, path)
+
+
 def _save_sharded_tensors(directory: Path, is_ours: bool) -> None:
     if is_ours:
         from fsdp_compat import FullyShardedDataParallel, StateDictType
@@ -327,6 +335,20 @@ def test_a_missing_rank_is_named(layouts: list[Path], d_tensors: Path) -> None:
 def test_missing_last_ranks_are_seen_by_the_elements_they_held(layouts: list[Path]) -> None:
     with pytest.raises(CheckpointError, match="elements are missing"):
         read_rank_files(layouts[:3])
+
+
+def test_a_single_file_without_a_rank_in_its_name_must_hold_everything(
+    layouts: list[Path], tmp_path: Path
+) -> None:
+    for name in ("model.pt", "step_100.pt"):
+        shutil.copy(layouts[0], tmp_path / name)
+        with pytest.raises(CheckpointError, match="elements are missing"):
+            read_rank_files([tmp_path / name])
+    run_ranks(1, _save_one_d_tensor, tmp_path / "step_100.pt")
+    archive = read_rank_files([tmp_path / "step_100.pt"])
+    with Files() as files:
+        assert torch.equal(read(archive.tensors["a"], files), WHOLE)
+    assert archive.world_size == 1
 
 
 def test_files_of_different_runs_are_refused(layouts: list[Path], d_tensors: Path) -> None:

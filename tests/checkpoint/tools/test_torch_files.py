@@ -251,6 +251,15 @@ def test_a_directory_that_points_elsewhere_is_refused(
         read_torch_file(good)
 
 
+def test_a_record_under_two_names_is_refused(good: Path) -> None:
+    content = bytearray(good.read_bytes())
+    place = content.index(b"x/data/1")
+    content[place : place + 8] = b"x/data/0"
+    good.write_bytes(content)
+    with pytest.raises(CheckpointError, match="under another name"):
+        read_torch_file(good)
+
+
 def test_records_that_overlap_are_refused(good: Path) -> None:
     content = bytearray(good.read_bytes())
     entries = [at for at in range(len(content)) if content[at : at + 4] == b"PK\x01\x02"]
@@ -351,6 +360,9 @@ def test_written_files_are_loaded_by_torch_without_code(
     with zipfile.ZipFile(tmp_path / "x.pt") as written:
         assert written.testzip() is None
         assert {info.compress_type for info in written.infolist()} == {zipfile.ZIP_STORED}
+        content = (tmp_path / "x.pt").read_bytes()
+        for info in written.infolist():  # the headers in front of the records say the same
+            assert struct.unpack_from("<I", content, info.header_offset + 14) == (info.CRC,)
     loaded = torch.load(tmp_path / "x.pt", weights_only=True, mmap=mmap)
     ours = read_torch_file(tmp_path / "x.pt")
     if has_optimizer:
