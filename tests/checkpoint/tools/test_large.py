@@ -1,0 +1,135 @@
+"""A checkpoint of 4 GB is merged within 600 MB of resident memory."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from fsdp_compat.checkpoint import inspect
+from fsdp_compat.checkpoint._tools.archive import (
+    Archive,
+    Piece,
+    Span,
+    StoredTensor,
+    whole,
+)
+from fsdp_compat.checkpoint._tools.native_writing import write_native
+from fsdp_compat.checkpoint._tools.reading import Files
+from fsdp_compat.checkpoint._tools.writing import WriteOptions
+
+ROOT = Path(__file__).parents[3]
+NUM_TENSORS, ROWS, COLUMNS = 17, 10_000, 6_250  # 250 MB each
+NBYTES = 4 * NUM_TENSORS * ROWS * COLUMNS
+LIMIT_NBYTES = 600_000_000
+SEED_NBYTES = 64 << 20  # of random bytes, from which every tensor takes its values
+
+PROGRAM = """
+import sys
+from pathlib import Path
+from fsdp_compat.__main__ import main
+
+Path("/proc/self/clear_refs").write_text("5")  # importing may have taken more than it keeps
+try:
+    main(["merge", *sys.argv[1:]])
+except SystemExit as end:
+    assert not end.code, end.code
+(line,) = [line for line in open("/proc/self/status") if line.startswith("VmHWM")]
+print(int(line.split()[1]) * 1024)
+"""
+
+
+def source(folder: Path) -> Path:
+    """Write a native checkpoint of two ranks. No two tensors begin alike, and nothing is sparse."""
+    seed = folder / "seed"
+    words = torch.randint(-(1 << 31), 1 << 31, (SEED_NBYTES // 4,), dtype=torch.int32)
+    seed.write_bytes(words.numpy().tobytes())
+    shape = (ROWS, COLUMNS)
+    tensors = {}
+    for number in range(NUM_TENSORS):
+        # The rows overlap: each begins 4 KiB after the one before.
+        strides = (1024, 1)
+        assert 4096 * number + 4 * (1024 * (ROWS - 1) + COLUMNS) <= SEED_NBYTES
+        piece = Piece(whole(shape), Span(seed, 4096 * number, strides))
+        name = f"layers.{number}.weight"
+        tensors[name] = StoredTensor(name, torch.float32, shape, (piece,))
+    with Files() as files:
+        write_native(Archive(seed, "by hand", tensors), folder / "source", WriteOptions(2), files)
+    return folder / "source"
+
+
+def copied_in(path: Path, target: Path) -> float:
+    """Copy the bytes of a checkpoint, and return the seconds that it takes."""
+    drop_pages(path)
+    start = time.perf_counter()
+    with open(target, "wb", buffering=0) as to:
+        for file in sorted(path.glob("*.safetensors")):
+            with open(file, "rb", buffering=0) as source:
+                while os.sendfile(to.fileno(), source.fileno(), None, 16 << 20):
+                    pass
+        os.fsync(to.fileno())
+    seconds = time.perf_counter() - start
+    target.unlink()
+    return seconds
+
+
+def drop_pages(path: Path) -> None:
+    os.sync()
+    for file in path.iterdir():
+        descriptor = os.open(file, os.O_RDONLY)
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(descriptor)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_4_gb_are_merged_within_600_mb(tmp_path: Path) -> None:
+    if os.statvfs(tmp_path).f_bavail * os.statvfs(tmp_path).f_frsize < 3 * NBYTES:
+        pytest.skip("less than 13 GB on the disk")
+    pytest.importorskip("click")
+    path, target = source(tmp_path), tmp_path / "merged.safetensors"
+    found = inspect(path)
+    assert (found.nbytes, len(found.tensors), found.world_size) == (NBYTES, NUM_TENSORS, 2)
+    assert NBYTES > 4_000_000_000
+    on_disk = sum(512 * file.stat().st_blocks for file in path.iterdir())
+    assert on_disk >= NBYTES, "no holes"
+    seconds_of_copy = copied_in(path, tmp_path / "copy")
+    drop_pages(path)
+    start = time.perf_counter()
+    ran = subprocess.run(
+        [sys.executable, "-c", PROGRAM, str(path), str(target)],
+        capture_output=True,
+        text=True,
+        timeout=900,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        check=False,
+    )
+    seconds = time.perf_counter() - start
+    assert ran.returncode == 0, ran.stderr
+    peak = int(ran.stdout.splitlines()[-1])
+    assert peak <= LIMIT_NBYTES, f"{peak / 1e6:.0f} MB resident"
+    print(f"\n{NBYTES / 1e9:.2f} GB: {peak / 1e6:.0f} MB, {seconds:.1f} s with starting Python, ")
+    print(f"{seconds_of_copy:.1f} s to copy the same bytes")
+    assert_merged(tmp_path / "seed", target)
+
+
+def assert_merged(seed: Path, target: Path) -> None:
+    """Rows at the ends and at the cut between the ranks have the values of the seed."""
+    merged = inspect(target)
+    assert merged.nbytes == NBYTES and len(merged.tensors) == NUM_TENSORS
+    words = torch.frombuffer(bytearray(seed.read_bytes()), dtype=torch.int32)
+    for tensor in merged.tensors:
+        (part,) = tensor.parts
+        assert part.start is not None
+        number = int(tensor.path.split(".")[1])
+        for row in (0, 1, ROWS // 2 - 1, ROWS // 2, ROWS - 1):
+            first = 1024 * (number + row)
+            expected = words[first : first + COLUMNS].numpy().tobytes()
+            with open(target, "rb") as file:
+                file.seek(part.start + 4 * row * COLUMNS)
+                assert file.read(4 * COLUMNS) == expected, (tensor.path, row)
