@@ -26,6 +26,7 @@ from torch.distributed.tensor import (
 from fsdp_compat import FullyShardedDataParallel as FSDP
 from fsdp_compat import ShardingStrategy, StateDictType, checkpoint, fully_shard
 from fsdp_compat._front_ends.fully_shard.api import DataParallelMeshDims
+from fsdp_compat.checkpoint import _safetensors_save
 from fsdp_compat.errors import CheckpointError, StateError, UsageError
 from fsdp_compat.wrap import ModuleWrapPolicy
 from tests.support.cases import about
@@ -161,7 +162,9 @@ def _write(folder: str, layout: Layout) -> None:
     step(optimizer)
     path = checkpoint.save(folder, model, optimizer, {"rank": dist.get_rank()}, step=1)
     assert path == Path(folder) / STEP
-    checkpoint.save_safetensors(Path(folder) / "weights", model)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_safetensors_save, "BLOCK_NBYTES", 16)  # a row, or a part of one, at a time
+        checkpoint.save_safetensors(Path(folder) / "weights", model)
     assert_whole(model, optimizer)
 
 
