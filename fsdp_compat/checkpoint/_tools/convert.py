@@ -16,7 +16,7 @@ from ... import errors
 from ...errors import CheckpointError, UsageError, explain
 from .._progress import progress_bar, require_bar
 from .._texts import joined
-from .archive import Archive
+from .archive import Archive, StoredTensor
 from .dcp_writing import write_dcp
 from .native_writing import write_native
 from .opening import open_archive, problems_of
@@ -210,7 +210,8 @@ def _selected(
             how = "with numbers in the place of names " if archive.is_by_number else ""
             selected.left_out.append(f"the optimizer's state, which {to} {how}cannot hold")
     if FORMATS[to].holds_optimizer:
-        selected.extra = archive.extra
+        extra = {key: _data_in(value, key, selected) for key, value in archive.extra.items()}
+        selected.extra = {key: value for key, value in extra.items() if value is not _NO_DATA}
     elif any(value is not None for value in archive.extra.values()):
         selected.left_out.append(f"other values ({joined(list(archive.extra), 5, ', ')})")
     return selected
@@ -265,6 +266,26 @@ def _select_optimizer(archive: Archive, selected: Archive, names: Mapping[str, s
             {**group, "params": [names[name] for name in group["params"] if name in names]}
             for group in archive.param_groups
         ]
+
+
+_NO_DATA = object()
+_VALUES = (type(None), bool, int, float, complex, str, bytes, bytearray, torch.dtype, torch.device)
+
+
+def _data_in(value: Any, where: str, selected: Archive) -> Any:
+    """Return a value without the objects that the reader could not read, whose places are entered
+    in ``left_out``; _NO_DATA for such an object."""
+    if isinstance(value, (StoredTensor, set, frozenset, torch.Size, *_VALUES)):
+        return value
+    if isinstance(value, Mapping):
+        items = {key: _data_in(item, f"{where}/{key}", selected) for key, item in value.items()}
+        return {key: item for key, item in items.items() if item is not _NO_DATA}
+    if isinstance(value, (list, tuple)):
+        found = [_data_in(item, f"{where}/{number}", selected) for number, item in enumerate(value)]
+        found = [item for item in found if item is not _NO_DATA]
+        return found if isinstance(value, list) else tuple(found)
+    selected.left_out.append(f"{where}, an object")
+    return _NO_DATA
 
 
 def _require_complete(archive: Archive) -> None:

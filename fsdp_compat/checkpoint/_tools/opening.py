@@ -15,6 +15,7 @@ from .._texts import joined, open_file
 from .archive import Archive, Piece, Span, StoredTensor, coverage_problem
 from .client_directories import read_client_directory
 from .dcp_reading import is_dcp, is_sharded_safetensors, read_dcp, read_sharded_safetensors
+from .flat_files import holds_flat_params
 from .native_reading import is_native, read_native
 from .paths import require_inside
 from .rank_files import rank_files_in, read_rank_files
@@ -119,7 +120,7 @@ def _opened_file(path: Path, shapes: Shapes | None) -> Archive:
             if file.read(9)[8:] == b"{":
                 return read_safetensors(path)
     tree = read_torch_file(path)
-    if _is_of_one_rank(tree):
+    if _is_of_one_rank(tree) or holds_flat_params(tree):
         return read_rank_files([path], shapes)
     return archive_of(path, "torch.save", tree)
 
