@@ -23,7 +23,7 @@ from .._values import decode, tensor_from_text
 from .archive import Archive, Piece, Span, StoredTensor, of_memory, pieces_of_run, row_major, whole
 from .paths import member
 
-__all__ = ["is_native", "read_native"]
+__all__ = ["EXTRA", "EXTRA_STATE", "is_native", "read_native"]
 
 
 def is_native(path: Path) -> bool:
@@ -37,6 +37,10 @@ def read_native(path: Path) -> Archive:
     if not (path / MANIFEST).is_file():
         path = latest(path) or path
     return _Reader(path).archive()
+
+
+# Keys in ``Archive.extra``: an extra value that is no dict of names, and modules' extra state.
+EXTRA, EXTRA_STATE = "extra", "extra_state"
 
 
 class _Reader:
@@ -89,9 +93,14 @@ class _Reader:
                 }
                 for group in manifest.param_groups
             ]
-        archive.extra = {"extra": self._value(common.extra, "extra", manifest.common)}
+        extra = self._value(common.extra, "extra", manifest.common)
+        is_named = isinstance(extra, dict) and all(isinstance(key, str) for key in extra)
+        if is_named and extra.keys().isdisjoint((EXTRA, EXTRA_STATE)):
+            archive.extra = extra
+        elif extra is not None:
+            archive.extra = {EXTRA: extra}
         if extra_state:
-            archive.extra["extra_state"] = extra_state
+            archive.extra[EXTRA_STATE] = extra_state
         heads = [self._head(number) for number in range(len(manifest.files))]
         if any(head.extra != heads[0].extra for head in heads):
             self._left_out.append("the extra values of all ranks but the first, which differ")

@@ -25,6 +25,7 @@ from .._manifest import MANIFEST, FlatGroup, Manifest, file_name, versions
 from .._texts import require_readable
 from .._values import encode, tensor_as_text
 from .archive import Archive, StoredTensor
+from .native_reading import EXTRA, EXTRA_STATE
 from .reading import Files, boxes_of, read, read_box
 from .workers import in_threads
 from .writing import WriteOptions, dtype_to_write
@@ -212,7 +213,7 @@ class _Target:
     # -- texts
 
     def _text(self, number: int, own: dict[str, StoredTensor]) -> str:
-        extra, other_states = self._encoded_own(own)
+        extra, other_states, others = self._encoded_own(own)
         text: dict[str, Any] = {
             "identity": self._identity,
             "number": number,
@@ -244,14 +245,16 @@ class _Target:
                 for key, values in group.scalars.items()
             ]
         if number == 0:
-            text |= {"others": {}, "other_states": other_states}
+            text |= {"others": others, "other_states": other_states}
         encoded = json.dumps(text, separators=(",", ":"))
         require_readable(encoded.encode("ascii"))
         return encoded
 
-    def _encoded_own(self, own: dict[str, StoredTensor]) -> tuple[Any, dict[str, Any]]:
-        """Return the extra values and the states of parameters that are not there, encoded; their
-        tensors are entered in ``own``."""
+    def _encoded_own(
+        self, own: dict[str, StoredTensor]
+    ) -> tuple[Any, dict[str, Any], dict[str, Any]]:
+        """Return the extra values, the states of parameters that are not there, and modules' extra
+        state, encoded; their tensors are entered in ``own``."""
         own.clear()
         stand_ins: dict[int, StoredTensor] = {}
         held: list[torch.Tensor] = []  # so that no memory is used twice
@@ -274,10 +277,9 @@ class _Target:
             own[name] = stored
             return name
 
-        archive = self._archive
-        extra: Any = archive.extra
-        if set(extra) == {"extra"}:  # of another native checkpoint
-            extra = extra["extra"]
+        extra: Any = {k: v for k, v in self._archive.extra.items() if k != EXTRA_STATE}
+        if set(extra) == {EXTRA}:
+            extra = extra[EXTRA]
         encoded = encode(stand_in(extra) if extra != {} else None, "extra", put)
         states = {
             name: [
@@ -285,7 +287,11 @@ class _Target:
             ]
             for name, of in self._other_states.items()
         }
-        return encoded, states
+        others = {
+            name: encode(stand_in(value), name, put)
+            for name, value in self._archive.extra.get(EXTRA_STATE, {}).items()
+        }
+        return encoded, states, others
 
     def manifest(self, facts: list[FileFacts]) -> str:
         """Return the text of the manifest. facts: of the ranks' files."""

@@ -23,7 +23,8 @@ from .writing import WriteOptions, dtype_to_write, nbytes_to_write, slabs_to_wri
 __all__ = ["write_torch"]
 
 _ALIGN_NBYTES = 64  # of the start of each record
-_MAX_32 = 0xFFFFFFFF
+_WIDE = 0xFFFFFFFF  # in the place of a number that stands in the fields of zip64
+_ZIP64_FROM = 0xFFFFFFFF  # numbers that stand there
 _MAX_16 = 0xFFFF
 _LEFT_OUT = (Ignored, Record)
 _DOS_DATE = (1 << 5) | 1  # the first day that zip archives can say: the same bytes every time
@@ -215,15 +216,15 @@ class _ZipWriter:
 
     def _local_header(self, record: _Record) -> bytes:
         extra = b""
-        if record.nbytes >= _MAX_32:
+        if record.nbytes >= _ZIP64_FROM:
             extra = _little(2, 1, 16) + _little(8, record.nbytes, record.nbytes)
         start = record.start + 30 + len(record.name) + len(extra) + 4
         gap = -start % _ALIGN_NBYTES
         extra += b"FB" + _little(2, gap) + b"Z" * gap
-        size = min(record.nbytes, _MAX_32)
+        size = _narrow(record.nbytes)
         return (
             b"PK\x03\x04"
-            + _little(2, 45 if record.nbytes >= _MAX_32 else 20, 0x800, 0, 0, _DOS_DATE)
+            + _little(2, 45 if record.nbytes >= _ZIP64_FROM else 20, 0x800, 0, 0, _DOS_DATE)
             + _little(4, 0, size, size)
             + _little(2, len(record.name), len(extra))
             + record.name
@@ -233,21 +234,21 @@ class _ZipWriter:
     def _end_archive(self) -> None:
         start = self._place
         for record in self._records:
-            wide = [value for value in (record.nbytes,) if value >= _MAX_32] * 2
-            wide += [value for value in (record.start,) if value >= _MAX_32]
+            wide = [value for value in (record.nbytes,) if value >= _ZIP64_FROM] * 2
+            wide += [value for value in (record.start,) if value >= _ZIP64_FROM]
             extra = _little(2, 1, 8 * len(wide)) + _little(8, *wide) if wide else b""
-            size = min(record.nbytes, _MAX_32)
+            size = _narrow(record.nbytes)
             self._put(
                 b"PK\x01\x02"
                 + _little(2, 45, 45 if wide else 20, 0x800, 0, 0, _DOS_DATE)
                 + _little(4, record.checksum, size, size)
                 + _little(2, len(record.name), len(extra), 0, 0, 0)
-                + _little(4, 0, min(record.start, _MAX_32))
+                + _little(4, 0, _narrow(record.start))
                 + record.name
                 + extra
             )
         nbytes, num = self._place - start, len(self._records)
-        if num >= _MAX_16 or max(start, nbytes) >= _MAX_32:
+        if num >= _MAX_16 or max(start, nbytes) >= _ZIP64_FROM:
             wide_end = self._place
             self._put(
                 b"PK\x06\x06"
@@ -260,9 +261,13 @@ class _ZipWriter:
         self._put(
             b"PK\x05\x06"
             + _little(2, 0, 0, min(num, _MAX_16), min(num, _MAX_16))
-            + _little(4, min(nbytes, _MAX_32), min(start, _MAX_32))
+            + _little(4, _narrow(nbytes), _narrow(start))
             + _little(2, 0)
         )
+
+
+def _narrow(value: int) -> int:
+    return _WIDE if value >= _ZIP64_FROM else value
 
 
 def _little(nbytes: int, *values: int) -> bytes:

