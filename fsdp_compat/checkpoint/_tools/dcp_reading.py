@@ -1,7 +1,8 @@
 """Checkpoints of torch.distributed.checkpoint: FSDP1's SHARDED kind, FSDP2, our own front ends,
 Megatron-FSDP, and what Accelerate, Lightning and others save through it.
 
-Opening one reads two short ranges of every chunk, about 10 microseconds each."""
+Opening one takes about 0.3 ms per chunk, most of it for the metadata; of the files, two short
+ranges per chunk are read."""
 
 from __future__ import annotations
 
@@ -98,7 +99,7 @@ class _Directory:
     def __init__(self, path: Path, files: Files) -> None:
         self._path = path
         self._files = files
-        self._nbytes: dict[str, int] = {}  # by the names of the files that hold values
+        self._found: dict[str, tuple[Path, int]] = {}  # files with values: path, number of bytes
         self._templates = EntryTemplates(files)
         self._headers: dict[Path, Any] = {}
         self._bytes_left = _MAX_BYTES
@@ -158,15 +159,15 @@ class _Directory:
 
     def _checked(self, place: Place) -> Path:
         """Return the path of a file; its name, its existence and the range are checked."""
-        path = member(self._path, place.file)
-        if place.file not in self._nbytes:
+        if place.file not in self._found:
+            path = member(self._path, place.file)
             try:
                 descriptor = open_file(path)
             except (FileNotFoundError, NotADirectoryError) as error:
                 raise damaged(path, "no such file, although the metadata name it") from error
-            self._nbytes[place.file] = os.fstat(descriptor).st_size
+            self._found[place.file] = path, os.fstat(descriptor).st_size
             os.close(descriptor)
-        nbytes = self._nbytes[place.file]
+        path, nbytes = self._found[place.file]
         if place.start + place.nbytes > nbytes:
             raise damaged(
                 path,
@@ -181,14 +182,14 @@ class _Directory:
             f"{name}: not mentioned in the metadata, so it may be of an older checkpoint"
             for name in sorted(os.listdir(self._path))
             if _FILE_OF_RANK.fullmatch(name)
-            and name not in self._nbytes
+            and name not in self._found
             and (self._path / name).stat().st_size
         ]
 
     def world_size(self) -> int | None:
         """A rank without values writes an empty file, or none."""
         names = [
-            *self._nbytes,
+            *self._found,
             *(
                 name
                 for name in os.listdir(self._path)
