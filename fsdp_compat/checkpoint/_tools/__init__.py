@@ -6,7 +6,7 @@ are read when they are needed, through a buffer of bounded size. Nothing that a 
 - ``archive``: what a checkpoint holds; ``tree``, ``optimizer_tree``: the sections of nested values
 - ``opening``: which kind it is, and that all bytes exist; ``paths``: names from untrusted files
 - ``reading``: the values; ``writing``: what writers share; ``publishing``: a result or nothing;
-  ``workers``, ``work``: several threads
+  ``work``: several threads
 
 Readers and writers, by format:
 

@@ -27,7 +27,7 @@ from .._values import encode, tensor_as_text
 from .archive import Archive, StoredTensor
 from .native_reading import EXTRA, EXTRA_STATE
 from .reading import Files, boxes_of, read, read_box
-from .workers import in_threads
+from .work import for_each
 from .writing import WriteOptions, dtype_to_write
 
 __all__ = ["write_native"]
@@ -44,14 +44,13 @@ def write_native(archive: Archive, path: Path, options: WriteOptions, files: Fil
     """
     path.mkdir()
     target = _Target(archive, path, options, files)
-    facts: dict[int, FileFacts] = {}
-
-    def write(number: int) -> None:
-        facts[number] = target.write(number)
-
-    in_threads(write, range(options.world_size), options.workers)
+    facts = for_each(
+        range(options.world_size),
+        lambda number, _: target.write(number),
+        workers=options.workers,
+    )
     with open(path / MANIFEST, "x", encoding="utf-8", newline="\n") as text:
-        text.write(target.manifest([facts[number] for number in range(options.world_size)]))
+        text.write(target.manifest(facts))
         text.flush()
         os.fsync(text.fileno())
 
@@ -277,7 +276,9 @@ class _Target:
             own[name] = stored
             return name
 
-        extra: Any = {k: v for k, v in self._archive.extra.items() if k != EXTRA_STATE}
+        extra: Any = dict(self._archive.extra)
+        extra_state = extra.get(EXTRA_STATE)
+        extra_state = extra.pop(EXTRA_STATE) if isinstance(extra_state, dict) else {}
         if set(extra) == {EXTRA}:
             extra = extra[EXTRA]
         encoded = encode(stand_in(extra) if extra != {} else None, "extra", put)
@@ -287,10 +288,7 @@ class _Target:
             ]
             for name, of in self._other_states.items()
         }
-        others = {
-            name: encode(stand_in(value), name, put)
-            for name, value in self._archive.extra.get(EXTRA_STATE, {}).items()
-        }
+        others = {name: encode(stand_in(value), name, put) for name, value in extra_state.items()}
         return encoded, states, others
 
     def manifest(self, facts: list[FileFacts]) -> str:

@@ -18,7 +18,7 @@ from .archive import Archive, Piece, Span, StoredTensor, row_major, whole
 from .paths import require_inside
 from .reading import Files
 from .tree import archive_of
-from .workers import in_threads
+from .work import for_each
 from .writing import WriteOptions, dtype_to_write, nbytes_to_write, slabs_to_write
 
 __all__ = ["of_info", "read_safetensors", "write_safetensors", "write_safetensors_file"]
@@ -126,12 +126,12 @@ def _write_file(
         _write_at(descriptor, memoryview(header), 0)
         os.truncate(descriptor, max([len(header), *(info.stop for info in infos)]))
 
-        def write(info: TensorInfo) -> None:
+        def write(info: TensorInfo, _: object) -> None:
             size = info.dtype.itemsize
             for first, values in slabs_to_write(tensors[info.name], files, options):
                 _write_at(descriptor, _bytes_of(values), info.start + first * size)
 
-        in_threads(write, infos, options.workers)
+        for_each(infos, write, workers=options.workers)
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
