@@ -26,7 +26,7 @@ from .._texts import require_readable
 from .._values import encode, tensor_as_text
 from .archive import Archive, StoredTensor
 from .native_reading import EXTRA, EXTRA_STATE
-from .reading import Files, boxes_of, read, read_box
+from .reading import AT_ONCE_NBYTES, Files, boxes_of, read, read_box
 from .work import for_each
 from .writing import WriteOptions, dtype_to_write
 
@@ -202,7 +202,7 @@ class _Target:
         """Yield row-major elements of a tensor, each time in memory of its own: the writer's second
         thread still reads it."""
         dtype = dtype_to_write(tensor)
-        most = max(self._options.slab_nbytes // tensor.dtype.itemsize, 1)
+        most = max(min(self._options.slab_nbytes, AT_ONCE_NBYTES) // tensor.dtype.itemsize, 1)
         for box in cut_into_boxes(tensor.shape, part):
             for inner in boxes_of(box.sizes, most):
                 offsets = tuple(map(int.__add__, box.offsets, inner.offsets))

@@ -63,21 +63,6 @@ def source(folder: Path) -> Path:
     return folder / "source"
 
 
-def copied_in(path: Path, target: Path) -> float:
-    """Copy the bytes of a checkpoint, and return the seconds that it takes."""
-    drop_pages(path)
-    start = time.perf_counter()
-    with open(target, "wb", buffering=0) as to:
-        for file in sorted(path.glob("*.safetensors")):
-            with open(file, "rb", buffering=0) as source:
-                while os.sendfile(to.fileno(), source.fileno(), None, 16 << 20):
-                    pass
-        os.fsync(to.fileno())
-    seconds = time.perf_counter() - start
-    target.unlink()
-    return seconds
-
-
 def drop_pages(path: Path) -> None:
     os.sync()
     for file in path.iterdir():
@@ -89,8 +74,8 @@ def drop_pages(path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_4_gb_are_merged_within_600_mb(tmp_path: Path) -> None:
-    if os.statvfs(tmp_path).f_bavail * os.statvfs(tmp_path).f_frsize < 3 * NBYTES:
-        pytest.skip("less than 13 GB on the disk")
+    if os.statvfs(tmp_path).f_bavail * os.statvfs(tmp_path).f_frsize < 2.2 * NBYTES:
+        pytest.skip("less than 10 GB on the disk")
     pytest.importorskip("click")
     path, target = source(tmp_path), tmp_path / "merged.safetensors"
     found = inspect(path)
@@ -98,7 +83,6 @@ def test_4_gb_are_merged_within_600_mb(tmp_path: Path) -> None:
     assert NBYTES > 4_000_000_000
     on_disk = sum(512 * file.stat().st_blocks for file in path.iterdir())
     assert on_disk >= NBYTES, "no holes"
-    seconds_of_copy = copied_in(path, tmp_path / "copy")
     drop_pages(path)
     start = time.perf_counter()
     ran = subprocess.run(
@@ -113,8 +97,7 @@ def test_4_gb_are_merged_within_600_mb(tmp_path: Path) -> None:
     assert ran.returncode == 0, ran.stderr
     peak = int(ran.stdout.splitlines()[-1])
     assert peak <= LIMIT_NBYTES, f"{peak / 1e6:.0f} MB resident"
-    print(f"\n{NBYTES / 1e9:.2f} GB: {peak / 1e6:.0f} MB, {seconds:.1f} s with starting Python, ")
-    print(f"{seconds_of_copy:.1f} s to copy the same bytes")
+    print(f"\n{NBYTES / 1e9:.2f} GB: {peak / 1e6:.0f} MB, {seconds:.1f} s with starting Python")
     assert_merged(tmp_path / "seed", target)
 
 
