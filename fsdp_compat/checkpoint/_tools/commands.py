@@ -134,6 +134,13 @@ _shapes = click.option(
     help="Where flat files of FSDP1 (LOCAL_STATE_DICT) get shapes from: whole tensors of the same "
     "model, or the JSON that `fsdp-compat shapes` writes.",
 )
+_ignored = click.option(
+    "--ignore-class",
+    "ignored",
+    multiple=True,
+    metavar="NAME",
+    help="Leave out objects of this class in torch.save files: package.module.Class. Repeatable.",
+)
 _memory = click.option(
     "--memory",
     type=SIZE,
@@ -158,7 +165,7 @@ _exclude = click.option(
     metavar="REGEX",
     help="Without names in which this is found. Repeatable.",
 )
-_reading = _options(_shapes, _memory, _workers)
+_reading = _options(_shapes, _ignored, _memory, _workers)
 _writing = _options(
     click.option(
         "--dtype", type=DTYPE, metavar="DTYPE", help="Convert floating-point weights: bfloat16."
@@ -217,10 +224,11 @@ def _print_json(content: dict[str, Any]) -> None:
 @_source
 @_json
 @_shapes
-def inspect_command(source: Path, as_json: bool, shapes: Path | None) -> None:
+@_ignored
+def inspect_command(source: Path, as_json: bool, **reading: Any) -> None:
     """Show what a checkpoint is and holds: tensors with dtype, shape and size, the ranks that wrote
     them, and totals. No values are read."""
-    found = inspect(source, shapes=shapes)
+    found = inspect(source, **reading)
     if as_json:
         _print_json(found.as_json())
     else:

@@ -6,7 +6,7 @@ import dataclasses
 import os
 import re
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +63,7 @@ def convert(
     exclude: Sequence[str] = (),
     optimizer: bool | None = None,
     shapes: Shapes | str | os.PathLike[str] | None = None,
+    ignored: Collection[str] = (),
     max_file_nbytes: int = 5_000_000_000,
     memory: int = 256 << 20,
     workers: int = 1,
@@ -96,6 +97,8 @@ def convert(
             parameters that match any of ``include``, and none of ``exclude``.
         optimizer: take the optimizer's state. Default: if there is any and the target can hold it.
         shapes: of the model, for LOCAL state dicts of FSDP1, see ``fsdp-compat shapes``.
+        ignored: full names of classes, such as "omegaconf.dictconfig.DictConfig", whose objects in
+            torch.save files are left out. Any other class is refused.
         max_file_nbytes: largest number of bytes of tensors in a file of "safetensors".
         memory: bytes of values in memory at a time, at least 16 MiB, in all workers together. A
             tensor whose elements lie scattered over a file may need as much as its own size.
@@ -130,7 +133,7 @@ def convert(
                 fix="pass another target",
             )
         )
-    archive = open_archive(source_path, shapes)
+    archive = open_archive(source_path, shapes, ignored)
     wanted = _selected(archive, patterns, new_name, dtype, name, optimizer, call)
     _require_complete(wanted)
     match = _STEP.fullmatch(target_path.name)

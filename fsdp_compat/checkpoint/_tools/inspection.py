@@ -6,7 +6,7 @@ import collections
 import dataclasses
 import os
 import reprlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -133,7 +133,10 @@ class Inspection:
 
 
 def inspect(
-    path: str | os.PathLike[str], *, shapes: str | os.PathLike[str] | None = None
+    path: str | os.PathLike[str],
+    *,
+    shapes: str | os.PathLike[str] | None = None,
+    ignored: Collection[str] = (),
 ) -> Inspection:
     """Return what a checkpoint of any format holds. Only headers and metadata are read.
 
@@ -145,9 +148,11 @@ def inspect(
     shapes: for flat files of FSDP1 (LOCAL_STATE_DICT), which hold none: a file or folder of whole
     tensors, or the JSON file that ``fsdp-compat shapes`` writes.
 
+    ignored: full names of classes whose objects in torch.save files are left out, not refused.
+
     Raises CheckpointError if it is not a checkpoint, or is damaged, incomplete or refused; OSError.
     """
-    return inspection_of(open_archive(Path(path), None if shapes is None else Path(shapes)))
+    return inspection_of(open_archive(Path(path), shapes, ignored))
 
 
 def inspection_of(archive: Archive) -> Inspection:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from .._manifest import MANIFEST
 from .._safetensors_parts import INDEX
 from .._texts import joined, open_file
 from .archive import Archive, Piece, Span, StoredTensor, coverage_problem
-from .client_directories import read_client_directory
+from .client_directories import read_client_directory, read_indexed_torch_files
 from .dcp_reading import is_dcp, is_sharded_safetensors, read_dcp, read_sharded_safetensors
 from .flat_files import holds_flat_params
 from .native_reading import is_native, read_native
@@ -27,19 +27,23 @@ from .tree import archive_of
 
 __all__ = ["open_archive", "problems_of"]
 
+_TORCH_INDEX = "pytorch_model.bin.index.json"
 _TORCH_SUFFIXES = {".pt", ".pth", ".bin", ".ckpt", ".tar"}
 
 
 def open_archive(
-    path: str | os.PathLike[str], shapes: Shapes | str | os.PathLike[str] | None = None
+    path: str | os.PathLike[str],
+    shapes: Shapes | str | os.PathLike[str] | None = None,
+    ignored: Collection[str] = (),
 ) -> Archive:
     """Return what a checkpoint of any known format holds. No values of tensors are read.
 
     shapes: of the model, for files that hold none (FSDP1's LOCAL state dicts): a file that
-    ``fsdp-compat shapes`` wrote, or another checkpoint of the same model. Raises CheckpointError
-    if nothing is recognised, or the content is damaged, incomplete or refused.
+    ``fsdp-compat shapes`` wrote, or another checkpoint of the same model. ignored: full names of
+    classes whose objects in torch.save files are left out, not refused. Raises CheckpointError if
+    nothing is recognised, or the content is damaged, incomplete or refused.
     """
-    archive = _opened(Path(path), _shapes_in(shapes))
+    archive = _opened(Path(path), _shapes_in(shapes), ignored)
     _require_in_files(archive)
     return archive
 
@@ -54,14 +58,14 @@ def problems_of(archive: Archive) -> list[str]:
     return found
 
 
-def _opened(path: Path, shapes: Shapes | None) -> Archive:
+def _opened(path: Path, shapes: Shapes | None, ignored: Collection[str]) -> Archive:
     try:
         if path.is_dir():
-            return _opened_directory(path, shapes)
+            return _opened_directory(path, shapes, ignored)
         if path.is_file():
-            return _opened_file(path, shapes)
+            return _opened_file(path, shapes, ignored)
     except OSError as error:
-        raise _unreadable(path, f"{type(error).__name__}: {error.strerror}") from error
+        raise _unreadable(path, f"{error.strerror}: {error.filename}") from error
     got = "something that is neither" if os.path.lexists(path) else "nothing at this path"
     raise _unreadable(path, got)
 
@@ -75,7 +79,7 @@ def _shapes_in(shapes: Shapes | str | os.PathLike[str] | None) -> Shapes | None:
     return shapes_of_archive(open_archive(path))
 
 
-def _opened_directory(path: Path, shapes: Shapes | None) -> Archive:
+def _opened_directory(path: Path, shapes: Shapes | None, ignored: Collection[str]) -> Archive:
     if is_native(path):
         return read_native(path)
     found = read_client_directory(path, shapes)
@@ -85,16 +89,20 @@ def _opened_directory(path: Path, shapes: Shapes | None) -> Archive:
         return read_dcp(path)
     if is_sharded_safetensors(path):
         return read_sharded_safetensors(path)
+    if (path / _TORCH_INDEX).exists():
+        return read_indexed_torch_files(path / _TORCH_INDEX)
     ranks = [file for group in rank_files_in(path) for file in group.paths.values()]
     others = [file for file in sorted(path.iterdir()) if file.suffix in _TORCH_SUFFIXES]
     others = [file for file in others if file not in ranks]
     if ranks:
         shapes = _sibling_shapes(path, others) if shapes is None else shapes
-        return read_rank_files([require_inside(path, file) for file in ranks], shapes)
+        return read_rank_files(
+            [require_inside(path, file) for file in ranks], shapes, ignored=ignored
+        )
     if (path / INDEX).exists() or any(path.glob("*.safetensors")):
         return read_safetensors(path)
     if len(others) == 1:
-        return _opened_file(require_inside(path, others[0]), shapes)
+        return _opened_file(require_inside(path, others[0]), shapes, ignored)
     names = [file.name for file in others] or sorted(file.name for file in path.iterdir())
     raise _unreadable(path, joined(names, 8, ", ") if names else "an empty directory")
 
@@ -104,24 +112,26 @@ def _sibling_shapes(path: Path, others: list[Path]) -> Shapes | None:
     if any(path.glob("*.safetensors")):
         return shapes_of_archive(read_safetensors(path))
     if len(others) == 1 and is_torch_file(others[0]):
-        return shapes_of_archive(_opened_file(others[0], None))
+        return shapes_of_archive(_opened_file(others[0], None, ()))
     return None
 
 
-def _opened_file(path: Path, shapes: Shapes | None) -> Archive:
+def _opened_file(path: Path, shapes: Shapes | None, ignored: Collection[str]) -> Archive:
     if path.name == ".metadata" or path.suffix == ".distcp":
         return read_dcp(path.parent)
     if path.name == MANIFEST:
         return read_native(path.parent)
+    if path.name.endswith(".bin.index.json"):
+        return read_indexed_torch_files(path)
     if path.suffix in (".safetensors", ".json"):
         return read_safetensors(path)
     if not is_torch_file(path):
         with open(open_file(path), "rb") as file:
             if file.read(9)[8:] == b"{":
                 return read_safetensors(path)
-    tree = read_torch_file(path)
+    tree = read_torch_file(path, ignored=ignored)
     if _is_of_one_rank(tree) or holds_flat_params(tree):
-        return read_rank_files([path], shapes)
+        return read_rank_files([path], shapes, ignored=ignored)
     return archive_of(path, "torch.save", tree)
 
 

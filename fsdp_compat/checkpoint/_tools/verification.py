@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -116,6 +116,7 @@ def verify(
     values: bool = True,
     finite: bool = False,
     shapes: str | os.PathLike[str] | None = None,
+    ignored: Collection[str] = (),
     memory: int = MEMORY,
     workers: int = 1,
     progress: bool = False,
@@ -133,7 +134,7 @@ def verify(
     path: a file or a directory; its format is recognised.
     values: False reads no values, and compares no checksums: a matter of moments.
     finite: values that are NaN or infinite are a problem.
-    shapes: as for ``inspect``.
+    shapes, ignored: as for ``inspect``.
     memory: bytes of values in memory at a time, by all workers together; at least 1 MiB for each.
     workers: threads. progress: draw a bar, with tqdm.
 
@@ -151,7 +152,7 @@ def verify(
                 fix="leave one of them out",
             )
         )
-    archive = open_archive(Path(path), None if shapes is None else Path(shapes))
+    archive = open_archive(Path(path), shapes, ignored)
     job = _Verifier(archive, values, finite, memory, workers)
     return job.run(progress)
 

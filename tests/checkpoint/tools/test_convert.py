@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import warnings
 from collections.abc import Callable
@@ -12,8 +13,10 @@ from typing import Any
 
 import pytest
 import torch
+from click.testing import CliRunner
 
 from fsdp_compat import checkpoint
+from fsdp_compat.checkpoint._tools import commands
 from fsdp_compat.checkpoint._tools.archive import Archive, StoredTensor, of_memory
 from fsdp_compat.checkpoint._tools.convert import FORMATS, convert
 from fsdp_compat.checkpoint._tools.native_writing import write_native
@@ -291,3 +294,44 @@ def test_a_changed_byte_in_a_file_with_checksums_is_refused(tmp_path: Path) -> N
         with pytest.raises(CheckpointError, match=r"rank-00001.*not what was saved"):
             convert(source, tmp_path / f"out{suffix}", to=name)
     assert list(tmp_path.iterdir()) == [source]
+
+
+class Settings:
+    """Stands for what trainers pickle beside the weights."""
+
+    def __init__(self) -> None:
+        self.lr = 0.1
+
+
+def test_objects_of_a_class_are_left_out_on_request_and_refused_without(tmp_path: Path) -> None:
+    weight = torch.arange(6.0).view(2, 3)
+    content = {"state_dict": {"weight": weight}, "hyper_parameters": Settings(), "epoch": 3}
+    torch.save(content, tmp_path / "last.ckpt")
+    name = f"{Settings.__module__}.Settings"
+    with pytest.raises(CheckpointError, match=re.escape(name)):
+        convert(tmp_path / "last.ckpt", tmp_path / "out.pt")
+    with pytest.warns(UserWarning, match="hyper_parameters, an object"):
+        convert(tmp_path / "last.ckpt", tmp_path / "out.pt", ignored=[name])
+    found = open_archive(tmp_path / "out.pt")
+    with Files() as files:
+        assert same(read(found.tensors["weight"], files), weight)
+    program = ["inspect", str(tmp_path / "last.ckpt"), "--ignore-class", name, "--json"]
+    result = CliRunner().invoke(commands.commands, program)
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["kind"] == "torch.save"
+
+
+def test_parts_of_a_state_dict_with_an_index_are_one_checkpoint(tmp_path: Path) -> None:
+    parts = {"a.bin": {"one": torch.ones(3)}, "b.bin": {"two": torch.zeros(2, dtype=torch.int8)}}
+    for file, state in parts.items():
+        torch.save(state, tmp_path / file)
+    places = {name: file for file, state in parts.items() for name in state}
+    (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": places}))
+    found = open_archive(tmp_path)
+    assert {name: tensor.dtype for name, tensor in found.tensors.items()} == {
+        "one": torch.float32,
+        "two": torch.int8,
+    }
+    (tmp_path / "b.bin").unlink()
+    with pytest.raises(CheckpointError, match=r"b\.bin"):
+        open_archive(tmp_path)
