@@ -220,6 +220,24 @@ BREAKS = (
         "        if True:\n",
         f"{FULLY_SHARD}/test_methods.py -k kept_storage",
     ),
+    Break(
+        "a checkpoint tool skips a piece of a tensor",
+        "while first < len(pieces) and _end(pieces[first].box) <= row:",
+        "while first < len(pieces) and _end(pieces[first].box) <= row + 1:",
+        "tests/checkpoint/tools/test_reading.py -k any_strides",
+    ),
+    Break(
+        "a checkpoint tool compares no checksums",
+        "if number >= len(facts.checksums) or zlib.crc32(block) != facts.checksums[number]:",
+        "if number >= len(facts.checksums):",
+        "tests/checkpoint/tools/test_convert.py -k changed_byte",
+    ),
+    Break(
+        "a converted native checkpoint lies shifted in its shards",
+        "_write_zeros(writer, (place.start - position) * dtype.itemsize)",
+        "_write_zeros(writer, (place.start - position + 1) * dtype.itemsize)",
+        "tests/checkpoint/tools/test_convert.py -k every_format",
+    ),
 )
 
 
