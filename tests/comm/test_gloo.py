@@ -65,9 +65,14 @@ def connect() -> Any:
     return communicator(mesh_from_group(None).shard, CPU)
 
 
+def from_0_to_4(numel: int, first: int) -> torch.Tensor:
+    """``(torch.arange(numel) + first) % 5``, in a tenth of the time."""
+    return torch.arange(5).repeat(numel // 5 + 2)[first % 5 :][:numel]
+
+
 def numbers(numel: int, rank: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """In a block, if it is large enough."""
-    return shared_memory.allocate(numel, dtype).copy_((torch.arange(numel) + rank) % 5)
+    return shared_memory.allocate(numel, dtype).copy_(from_0_to_4(numel, rank))
 
 
 def gathered(comm: Any, own: torch.Tensor, tag: int) -> torch.Tensor:
@@ -149,9 +154,9 @@ def _exchanges_everything(comm: Any, dtypes: tuple[torch.dtype, ...]) -> tuple[i
             outside = totalled(comm, numbers(ranks * NUMEL - 1, rank, dtype).clone(), tag, divisor)
         sent.append(sum(found))
         assert torch.equal(
-            full, torch.cat([((torch.arange(NUMEL) + r) % 5).to(dtype) for r in range(ranks)])
+            full, torch.cat([from_0_to_4(NUMEL, r).to(dtype) for r in range(ranks)])
         ), number
-        summed = sum((torch.arange(ranks * NUMEL) + r) % 5 for r in range(ranks)) / 2
+        summed = sum(from_0_to_4(ranks * NUMEL, r) for r in range(ranks)) / 2
         assert torch.equal(shard, summed.chunk(ranks)[rank].to(shard.dtype)), dtype
         assert torch.equal(inside, summed[:-1].to(dtype)), dtype
         assert torch.equal(outside, inside)
@@ -211,9 +216,9 @@ def totals_of_all_sizes() -> None:
     comm = connect()
     for numel in (1, 5, 1 << 10, (1 << 15) + 1, (1 << 17) + 1, 1 << 18, (1 << 18) + 1):
         total = totalled(comm, numbers(numel, comm.rank), comm.new_tag())
-        assert torch.equal(
-            total, sum((torch.arange(numel) + r) % 5 for r in range(comm.ranks)).float()
-        ), numel
+        assert torch.equal(total, sum(from_0_to_4(numel, r) for r in range(comm.ranks)).float()), (
+            numel
+        )
 
 
 @pytest.mark.parametrize("ranks", [2, 3])

@@ -1556,7 +1556,8 @@ def snapshot(module: nn.Module) -> list[Any]:
     return found
 
 
-def _try_case(case: Case) -> Outcome:
+def _try_case(case: Case, trains: bool) -> Outcome:
+    """trains: take a step with the module afterwards."""
     module, call = case.make()
     before, outcome = snapshot(module), Outcome()
     started = time.monotonic()
@@ -1573,7 +1574,8 @@ def _try_case(case: Case) -> Outcome:
         )
         if len(before) != len(after):
             outcome.changed += f"{len(before)} entries became {len(after)}"
-        outcome.trains = _trains(module)
+        if trains:
+            outcome.trains = _trains(module)
     except Exception as error:
         outcome.trains = f"{type(error).__name__}: {error}"
     dist.barrier()  # the ranks can still communicate, and no operation is pending
@@ -1600,9 +1602,16 @@ def _trains(module: nn.Module) -> str:
 
 
 def _try_all(group: str, names: list[str], use_orig_params: bool) -> dict[str, Outcome]:
+    """Where both forms are tried, every other case trains afterwards in each."""
     global _use_orig_params
     _use_orig_params = use_orig_params
-    return {name: _try_case(GROUPS[group][name]) for name in names}
+    parities = {name: number % 2 for number, name in enumerate(GROUPS[group])}
+    return {
+        name: _try_case(
+            GROUPS[group][name], len(FORMS[group]) == 1 or parities[name] == use_orig_params
+        )
+        for name in names
+    }
 
 
 @functools.cache

@@ -481,10 +481,12 @@ def _hooks_against_torch(cases: list[tuple[Any, ...]]) -> list[str]:
 
 @both_forms
 def test_torch_hooks_give_the_same_bits_as_under_torch(use_orig_params: bool) -> None:
+    """Every hook with every strategy in one of the forms."""
     cases = [
         (name, strategy, {}, use_orig_params, "sss")
-        for strategy in ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")
-        for name in ("default", "fp16_compress_hook", "bf16_compress_hook")
+        for row, strategy in enumerate(("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"))
+        for column, name in enumerate(("default", "fp16_compress_hook", "bf16_compress_hook"))
+        if (row + column) % 2 == use_orig_params
     ]
     cases += [
         ("default", strategy, {"param_dtype": BF16, "reduce_dtype": FP32}, use_orig_params, "sss")
@@ -523,7 +525,7 @@ def _hooks_against_built_in() -> None:
                 assert torch.allclose(value, wanted, rtol=eps, atol=eps), f"{name} with {strategy}"
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+@pytest.mark.parametrize("num_ranks", [1, 3])
 def test_torch_hooks_average_like_the_built_in_reduction(num_ranks: int) -> None:
     run_ranks(num_ranks, _hooks_against_built_in)
 

@@ -245,7 +245,7 @@ def _generates(use_orig_params: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "use_orig_params"), [(1, True), (2, False), (2, True), (3, False), (4, True)]
+    ("num_ranks", "use_orig_params"), [(1, True), (2, False), (3, False), (4, True)]
 )
 def test_a_registered_method_returns_what_it_returned_unwrapped(
     num_ranks: int, use_orig_params: bool

@@ -154,8 +154,17 @@ def _trains(
         )
 
 
-@pytest.mark.parametrize(("strategy", "use_orig_params"), [(HYBRID, False), (HYBRID_ZERO2, True)])
-@every_mesh
+@pytest.mark.parametrize(
+    ("mesh", "strategy", "use_orig_params"),
+    [
+        ((2, 2), HYBRID, False),
+        ((2, 2), HYBRID_ZERO2, True),
+        ((4, 1), HYBRID, False),
+        ((1, 4), HYBRID_ZERO2, True),
+        ((2, 1), HYBRID_ZERO2, True),
+        ((1, 2), HYBRID, False),
+    ],
+)
 def test_every_mesh_trains_as_unsharded_with_bit_equal_ranks(
     mesh: tuple[int, int], strategy: ShardingStrategy, use_orig_params: bool
 ) -> None:

@@ -1151,10 +1151,16 @@ def _assert_at_rest(model: FSDP) -> None:
         assert group.resident_nbytes == 0, f"{group.name} holds {group.resident_nbytes} bytes"
 
 
-@both_forms
 @pytest.mark.parametrize(
-    ("num_ranks", "strategy"),
-    [(1, FULL_SHARD), (2, FULL_SHARD), (3, FULL_SHARD), (2, SHARD_GRAD_OP), (2, NO_SHARD)],
+    ("num_ranks", "strategy", "use_orig_params"),
+    [
+        (1, FULL_SHARD, True),
+        (2, FULL_SHARD, False),
+        (3, FULL_SHARD, True),
+        (2, SHARD_GRAD_OP, False),
+        (2, SHARD_GRAD_OP, True),
+        (2, NO_SHARD, False),
+    ],
 )
 def test_full_precision_eval_is_bit_equal_to_unsharded(
     num_ranks: int, strategy: ShardingStrategy, use_orig_params: bool

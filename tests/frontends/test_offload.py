@@ -97,14 +97,11 @@ def _trains_in_every_way(
 @pytest.mark.parametrize(
     ("num_ranks", "strategy", "use_orig_params"),
     [
-        (1, FULL_SHARD, True),
         (1, NO_SHARD, False),
         (2, FULL_SHARD, False),
-        (2, FULL_SHARD, True),
         (2, SHARD_GRAD_OP, True),
         (2, NO_SHARD, False),
         (3, FULL_SHARD, True),
-        (4, FULL_SHARD, False),
         (4, HYBRIDS[0], True),
         (4, HYBRIDS[1], False),
     ],

@@ -17,7 +17,7 @@ from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.slow
 
-NUM_PROGRAMS = 8  # per test, one step each
+NUM_PROGRAMS = 6  # per test, one step each
 
 
 def _random_step(seed: int, model: nn.Module, x: Tensor, turn: Turn) -> Tensor:

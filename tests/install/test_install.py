@@ -1,6 +1,7 @@
 """With ``install()`` every use of torch.distributed.fsdp is ours, with ``uninstall()`` torch's.
 
-Each test runs in a fresh process: what was imported before, and when, is the point."""
+Each test runs in a process that has imported no more than torch, and some in a fresh one: what was
+imported before, and when, is the point."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ import os
 import subprocess
 import sys
 import textwrap
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,6 +19,7 @@ from torch import Tensor
 
 from fsdp_compat.__main__ import main
 from fsdp_compat._install import private_names
+from tests.support.programs import Forker
 
 ROOT = Path(__file__).parents[2]
 
@@ -66,26 +69,22 @@ NAMES = {
 }
 
 
-def run(program: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+@pytest.fixture(scope="module")
+def forker() -> Iterator[Forker]:
+    forker = Forker()
+    yield forker
+    forker.close()
+
+
+def assert_passes(forker: Forker, program: str, *arguments: str) -> None:
     """Run Python code that prints nothing unless a check fails."""
     prelude = f"import importlib, sys, warnings\nUSERS, NAMES = {USERS!r}, {NAMES!r}\n"
-    return subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", prelude + textwrap.dedent(program), *arguments],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
-        check=False,
-    )
-
-
-def assert_passes(ran: subprocess.CompletedProcess[str]) -> None:
-    assert ran.returncode == 0, ran.stdout + ran.stderr
+    ended = forker.run(prelude + textwrap.dedent(program), *arguments)
+    assert ended.code == 0, ended.out + ended.err
 
 
 @pytest.mark.parametrize("when", ["first", "last"])
-def test_every_name_is_ours_and_with_uninstall_torchs_again(when: str) -> None:
+def test_every_name_is_ours_and_with_uninstall_torchs_again(when: str, forker: Forker) -> None:
     program = """
         import torch.distributed as dist
         late = sys.argv[1] == "last"
@@ -136,10 +135,10 @@ def test_every_name_is_ours_and_with_uninstall_torchs_again(when: str) -> None:
         fsdp_compat.install()
         assert state_dict.FSDP is FullyShardedDataParallel is ours[0]
     """
-    assert_passes(run(program, when))
+    assert_passes(forker, program, when)
 
 
-def test_a_torch_without_fsdp_gets_it() -> None:
+def test_a_torch_without_fsdp_gets_it(forker: Forker) -> None:
     program = """
         class Without:
             def __init__(self, finder):
@@ -160,7 +159,7 @@ def test_a_torch_without_fsdp_gets_it() -> None:
         except ModuleNotFoundError:
             pass
     """
-    assert_passes(run(program))
+    assert_passes(forker, program)
 
 
 LATE = {
@@ -177,7 +176,7 @@ NAMED = {
 }
 
 
-def test_what_torch_has_made_already_is_refused_by_name() -> None:
+def test_what_torch_has_made_already_is_refused_by_name(forker: Forker) -> None:
     """One process that forks for each case."""
     program = f"""
         import os, traceback
@@ -204,10 +203,10 @@ def test_what_torch_has_made_already_is_refused_by_name() -> None:
                     os._exit(status)
             assert os.waitpid(process, 0)[1] == 0, what
     """
-    assert_passes(run(program))
+    assert_passes(forker, program)
 
 
-def test_classes_derived_from_private_ones_are_warned_of() -> None:
+def test_classes_derived_from_private_ones_are_warned_of(forker: Forker) -> None:
     program = """
         import torch.distributed.fsdp._common_utils as utils
         import fsdp_compat
@@ -218,10 +217,10 @@ def test_classes_derived_from_private_ones_are_warned_of() -> None:
         texts = [str(each.message) for each in caught]
         assert any("__main__.Own from _FSDPState" in text for text in texts), texts
     """
-    assert_passes(run(program))
+    assert_passes(forker, program)
 
 
-def test_a_torch_that_is_too_old_is_refused() -> None:
+def test_a_torch_that_is_too_old_is_refused(forker: Forker) -> None:
     program = """
         import torch
         import fsdp_compat
@@ -233,7 +232,7 @@ def test_a_torch_that_is_too_old_is_refused() -> None:
             assert "torch 2.9.1" in str(error) and "2.11 or newer" in str(error)
         assert "torch.distributed.fsdp" not in sys.modules
     """
-    assert_passes(run(program))
+    assert_passes(forker, program)
 
 
 @pytest.mark.parametrize(
@@ -249,7 +248,7 @@ def test_run_without_a_program_says_so(
     assert message in capsys.readouterr().err
 
 
-def test_threads_may_install_and_uninstall_at_once() -> None:
+def test_threads_may_install_and_uninstall_at_once(forker: Forker) -> None:
     program = """
         import threading
         import torch.distributed.fsdp as before
@@ -269,7 +268,7 @@ def test_threads_may_install_and_uninstall_at_once() -> None:
         import torch.distributed.fsdp as after
         assert after is before
     """
-    assert_passes(run(program))
+    assert_passes(forker, program)
 
 
 PROGRAM = """
@@ -307,7 +306,7 @@ def test_run_starts_a_program_with_ours_and_logs_what_it_reads(
     assert read in ran.stderr
 
 
-def test_a_program_may_read_names_in_every_step() -> None:
+def test_a_program_may_read_names_in_every_step(forker: Forker) -> None:
     program = """
         import fsdp_compat
         from fsdp_compat import _install
@@ -323,7 +322,7 @@ def test_a_program_may_read_names_in_every_step() -> None:
             step()
         assert 2 <= before == len(modules.readers), (before, len(modules.readers))
     """
-    assert_passes(run(program))
+    assert_passes(forker, program)
 
 
 class Output(NamedTuple):
@@ -343,10 +342,10 @@ def test_tensors_that_require_grad_are_collected_and_replaced_in_order() -> None
     assert private_names.replace_grad_tensors(output, iter(found)) is output
 
 
-def test_a_mere_import_replaces_nothing() -> None:
+def test_a_mere_import_replaces_nothing(forker: Forker) -> None:
     program = """
         import fsdp_compat
         from torch.distributed.fsdp import FullyShardedDataParallel
         assert FullyShardedDataParallel is not fsdp_compat.FullyShardedDataParallel
     """
-    assert_passes(run(program))
+    assert_passes(forker, program)

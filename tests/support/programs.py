@@ -5,9 +5,13 @@ one interpreter imports it, and forks a process for each list of arguments.
 
 from __future__ import annotations
 
+import json
 import os
+import signal
 import subprocess
 import sys
+import tempfile
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -75,3 +79,56 @@ def run_programs(
         Ended(code, (folder / f"{n}.out").read_text(), (folder / f"{n}.err").read_text())
         for n, code in enumerate(codes)
     ]
+
+
+_FORKER = """
+import json, os, sys
+import torch, torch.distributed
+for _line in iter(sys.stdin.readline, ""):
+    _source, _folder, sys.argv[1:], _environment = json.loads(_line)
+    _pid = os.fork()
+    if not _pid:
+        break
+    print(os.waitstatus_to_exitcode(os.waitpid(_pid, 0)[1]), flush=True)
+else:
+    sys.exit()
+for _fd, _name in ((0, os.devnull), (1, f"{_folder}/out"), (2, f"{_folder}/err")):
+    os.dup2(os.open(_name, os.O_RDWR | os.O_CREAT | os.O_TRUNC), _fd)
+os.environ.update(_environment)
+exec(compile(_source, "<program>", "exec"))
+"""
+
+
+class Forker:
+    """Runs programs one after the other, each in a fork of one interpreter that has imported torch
+    and nothing of torch.distributed.fsdp."""
+
+    def __init__(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-W", "ignore", "-c", _FORKER],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=ROOT,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            start_new_session=True,
+        )
+
+    def run(
+        self, source: str, *arguments: str, timeout: float = 120.0, **environment: str
+    ) -> Ended:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        with tempfile.TemporaryDirectory() as folder:
+            request = json.dumps([source, folder, arguments, environment])
+            print(request, file=self._process.stdin, flush=True)
+            killer = threading.Timer(timeout, os.killpg, [self._process.pid, signal.SIGKILL])
+            killer.start()
+            code = self._process.stdout.readline()
+            killer.cancel()
+            assert code, f"the program took longer than {timeout} s"
+            out, err = (Path(folder, name).read_text() for name in ("out", "err"))
+        return Ended(int(code), out, err)
+
+    def close(self) -> None:
+        self._process.communicate(timeout=20)

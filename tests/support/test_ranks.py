@@ -68,6 +68,16 @@ def test_run_ranks_works_with_hypothesis(n: int, scale: int) -> None:
     ]
 
 
+def _hash() -> int:
+    return hash("decides about the order of sets")
+
+
+@pytest.mark.skipif("PYTHONHASHSEED" in os.environ, reason="it gives all processes one seed")
+def test_neighbours_have_different_orders_of_sets() -> None:
+    zero, one, two, three = run_ranks(4, _hash)
+    assert zero != one and two != three
+
+
 # --- arguments and results ---
 
 
@@ -204,6 +214,7 @@ def test_groups_of_device_meshes_are_freed_with_their_threads() -> None:
 
 
 def _raises_on(ranks: tuple[int, ...]) -> None:
+    dist.barrier()  # or a rank that raises would close the connections of one that still makes them
     print(f"this is rank {dist.get_rank()}")
     if dist.get_rank() in ranks:
         raise ValueError(f"bad value on rank {dist.get_rank()}")
