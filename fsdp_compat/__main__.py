@@ -63,9 +63,12 @@ def _use_tool(arguments: list[str]) -> int:
             file=sys.stderr,
         )
         return 2
-    from .checkpoint._tools.commands import run
+    try:
+        from .checkpoint._tools.commands import run
 
-    return run(arguments, _program())
+        return run(arguments, _program())
+    except KeyboardInterrupt:  # while modules are imported, which takes seconds
+        return 130
 
 
 def _is_installed(package: str) -> bool:

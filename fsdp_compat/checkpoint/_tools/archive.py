@@ -65,6 +65,11 @@ class StoredTensor:
     pieces: tuple[Piece, ...]
     copies: tuple[Piece, ...] = ()
     written_as: torch.dtype | None = None  # the dtype that a conversion writes; None: ``dtype``
+    is_array: bool = False  # saved as an array of numpy
+
+    def numpy(self) -> StoredTensor:
+        """Return the same values as those of an array: native checkpoints tell these apart."""
+        return dataclasses.replace(self, is_array=True)
 
     @property
     def numel(self) -> int:

@@ -47,6 +47,7 @@ _BY_SUFFIX = {
     ".pt": "torch",
     ".pth": "torch",
     ".bin": "torch",
+    ".ckpt": "torch",
 }
 _FORMATS = ("safetensors", "safetensors-file", "torch", "dcp", "native")
 
@@ -327,7 +328,7 @@ def convert_command(
 ) -> None:
     """Write a checkpoint in another format, with other names or dtypes, or a part of it. The target
     must not exist; it appears once it is complete."""
-    to = to or _BY_SUFFIX.get(target.suffix, "safetensors")
+    to = to or _BY_SUFFIX.get(target.suffix.lower(), "safetensors")
     _convert(source, target, to=to, max_file_nbytes=max_file_size, **given)
 
 
@@ -341,7 +342,7 @@ def convert_command(
 def merge_command(source: Path, target: Path, **given: Any) -> None:
     """Write a checkpoint of many files as one. Its format is that of TARGET's suffix: .safetensors,
     or .pt, .pth and .bin for torch.load."""
-    to = _BY_SUFFIX.get(target.suffix)
+    to = _BY_SUFFIX.get(target.suffix.lower())
     if to is None:
         raise click.UsageError(
             f"{str(target)!r} does not say which format to write: end it in {', '.join(_BY_SUFFIX)}"

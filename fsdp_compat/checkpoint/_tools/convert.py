@@ -6,6 +6,7 @@ import dataclasses
 import os
 import re
 import warnings
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,7 @@ FORMATS = {
     "native": _Format(write_native, True),
 }
 _MIN_MEMORY = 16 << 20
+_MAX_RANKS = 100_000
 _STEP = re.compile(r"step-([0-9]+)")
 
 
@@ -204,16 +206,19 @@ def _selected(
         )
     selected = dataclasses.replace(archive, tensors={}, aliases={}, states={}, extra={})
     selected.left_out = list(archive.left_out)
-    _select_model(archive, selected, names, dtype, call)
+    taken = _select_model(archive, selected, names, dtype, call)
+    if to.startswith("safetensors") and selected.aliases:
+        left = joined(list(selected.aliases), 5, ", ")
+        selected.left_out.append(f"further names of tied tensors ({left}), as is usual there")
     if takes_optimizer:
-        _select_optimizer(archive, selected, names)
+        _select_optimizer(archive, selected, {**names, **taken})
     else:
         selected.param_groups = None
         if has_optimizer and optimizer is None:
             how = "with numbers in the place of names " if archive.is_by_number else ""
             selected.left_out.append(f"the optimizer's state, which {to} {how}cannot hold")
     if FORMATS[to].holds_optimizer:
-        extra = {key: _data_in(value, key, selected) for key, value in archive.extra.items()}
+        extra = {key: _data_in(value, key, selected, to) for key, value in archive.extra.items()}
         selected.extra = {key: value for key, value in extra.items() if value is not _NO_DATA}
     elif any(value is not None for value in archive.extra.values()):
         selected.left_out.append(f"other values ({joined(list(archive.extra), 5, ', ')})")
@@ -226,7 +231,8 @@ def _select_model(
     names: Mapping[str, str],
     dtype: torch.dtype | None,
     call: str,
-) -> None:
+) -> dict[str, str]:
+    """Enter the tensors; return the new name of each, by the names of the source."""
     taken: dict[str, str] = {}  # the new name of a tensor, by its old one
     old_names = [*archive.tensors, *archive.aliases]
     new_names: dict[str, str] = {}
@@ -255,6 +261,8 @@ def _select_model(
         selected.tensors[new] = dataclasses.replace(
             tensor, name=new, written_as=dtype if changes else None
         )
+    ties = {old: taken[first] for old, first in archive.aliases.items() if first in taken}
+    return {**ties, **taken}
 
 
 def _select_optimizer(archive: Archive, selected: Archive, names: Mapping[str, str]) -> None:
@@ -275,18 +283,23 @@ _NO_DATA = object()
 _VALUES = (type(None), bool, int, float, complex, str, bytes, bytearray, torch.dtype, torch.device)
 
 
-def _data_in(value: Any, where: str, selected: Archive) -> Any:
+def _data_in(value: Any, where: str, selected: Archive, to: str) -> Any:
     """Return a value without the objects that the reader could not read, whose places are entered
     in ``left_out``; _NO_DATA for such an object."""
-    if isinstance(value, (StoredTensor, set, frozenset, torch.Size, *_VALUES)):
+    if isinstance(value, (StoredTensor, set, frozenset, torch.Size, Counter, *_VALUES)):
         return value
     if isinstance(value, Mapping):
-        items = {key: _data_in(item, f"{where}/{key}", selected) for key, item in value.items()}
-        return {key: item for key, item in items.items() if item is not _NO_DATA}
-    if isinstance(value, (list, tuple)):
-        found = [_data_in(item, f"{where}/{number}", selected) for number, item in enumerate(value)]
+        items = {key: _data_in(item, f"{where}/{key}", selected, to) for key, item in value.items()}
+        kept = {key: item for key, item in items.items() if item is not _NO_DATA}
+        return OrderedDict(kept) if isinstance(value, OrderedDict) else kept
+    if isinstance(value, (list, tuple, deque)):
+        found = [
+            _data_in(item, f"{where}/{number}", selected, to) for number, item in enumerate(value)
+        ]
         found = [item for item in found if item is not _NO_DATA]
-        return found if isinstance(value, list) else tuple(found)
+        if isinstance(value, deque) and to == "native":
+            return deque(found, value.maxlen)
+        return tuple(found) if isinstance(value, tuple) else found
     selected.left_out.append(f"{where}, an object")
     return _NO_DATA
 
@@ -310,7 +323,7 @@ def _require_complete(archive: Archive) -> None:
 
 def _format_of(target: Path, to: str | None, call: str) -> str:
     by_suffix = next(
-        (name for name, each in FORMATS.items() if target.suffix in each.suffixes), None
+        (name for name, each in FORMATS.items() if target.suffix.lower() in each.suffixes), None
     )
     if to is None:
         return by_suffix or "safetensors"
@@ -350,6 +363,8 @@ def _check(
     for name, (value, least, what) in counts.items():
         if type(value) is not int or value < least:
             raise errors.wrong_type(name, f"a number of {what}, at least {least}", value, call)
+    if world_size is not None and world_size > _MAX_RANKS:
+        raise errors.wrong_type("world_size", f"at most {_MAX_RANKS} ranks", world_size, call)
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise errors.wrong_type("dtype", "a floating-point dtype, or None", dtype, call)
     if optimizer is not None and type(optimizer) is not bool:

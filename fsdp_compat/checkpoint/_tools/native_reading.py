@@ -88,7 +88,9 @@ class _Reader:
         if manifest.param_groups is not None:
             archive.param_groups = [
                 {
-                    **decode(group["settings"], "parameter group", tensor_from_text),
+                    **_stored(
+                        decode(group["settings"], "parameter group", tensor_from_text), "settings"
+                    ),
                     "params": list(group["params"]),
                 }
                 for group in manifest.param_groups
@@ -241,6 +243,17 @@ class _Place:
             piece = Piece(box, span, self._holder)
             return StoredTensor(self._name, self._dtype, shape, (piece,))
         return self
+
+
+def _stored(value: Any, name: str) -> Any:
+    """Return plain values with the tensors in them as StoredTensors."""
+    if isinstance(value, torch.Tensor):
+        return of_memory(name, value)
+    if isinstance(value, dict):
+        return {key: _stored(item, f"{name}/{key}") for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_stored(item, name) for item in value)
+    return value
 
 
 def _moved(piece: Piece, offsets: tuple[int, ...]) -> Piece:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import json
 import os
@@ -81,6 +82,7 @@ class _Target:
         self._identity = uuid.uuid4().hex
         if archive.is_by_number and archive.param_groups is not None:
             raise _numbered(archive)
+        self._names: set[str] = set()  # of groups
         self._groups = [
             self._group(prefix, dtype, names)
             for (prefix, dtype), names in _units(archive, options.unit).items()
@@ -104,6 +106,9 @@ class _Target:
             others.setdefault(name, []).append(alias)
         name = f"{prefix}{'.' if prefix and not prefix.endswith('.') else ''}flat_"
         name += dtype_name(dtype)
+        while name in self._names:
+            name += "_"
+        self._names.add(name)
         facts = FlatGroup(
             name, dtype, 0, layout, tuple((name, *others.get(name, [])) for name in names)
         )
@@ -263,9 +268,15 @@ class _Target:
                 tensor = torch.empty(1, dtype=dtype_to_write(value))
                 held.append(tensor)
                 stand_ins[tensor.data_ptr()] = value
-                return tensor.expand(value.shape) if value.numel else tensor[:0].view(value.shape)
-            if isinstance(value, dict):
+                if not value.numel or not value.shape:
+                    return tensor[: value.numel].view(value.shape)
+                return tensor.expand(value.shape)
+            if isinstance(value, collections.OrderedDict):
+                return collections.OrderedDict((key, stand_in(item)) for key, item in value.items())
+            if type(value) is dict:
                 return {key: stand_in(item) for key, item in value.items()}
+            if isinstance(value, collections.deque):
+                return collections.deque(map(stand_in, value), value.maxlen)
             if type(value) in (list, tuple):
                 return type(value)(map(stand_in, value))
             return value
@@ -279,6 +290,8 @@ class _Target:
         extra: Any = dict(self._archive.extra)
         extra_state = extra.get(EXTRA_STATE)
         extra_state = extra.pop(EXTRA_STATE) if isinstance(extra_state, dict) else {}
+        if set(extra) == {EXTRA, "step"} and extra["step"] == self._archive.step:
+            del extra["step"]  # where another format has put it
         if set(extra) == {EXTRA}:
             extra = extra[EXTRA]
         encoded = encode(stand_in(extra) if extra != {} else None, "extra", put)
@@ -289,7 +302,8 @@ class _Target:
             for name, of in self._other_states.items()
         }
         others = {name: encode(stand_in(value), name, put) for name, value in extra_state.items()}
-        return encoded, states, others
+        arrays = {name for name, tensor in own.items() if tensor.is_array}
+        return _with_arrays(encoded, arrays), states, others
 
     def manifest(self, facts: list[FileFacts]) -> str:
         """Return the text of the manifest. facts: of the ranks' files."""
@@ -318,6 +332,17 @@ class _Target:
             if key != "params"
         }
         return encode(settings, where, tensor_as_text)
+
+
+def _with_arrays(encoded: Any, arrays: set[str]) -> Any:
+    """Return encoded values in which some tensors, by their names, are arrays of numpy."""
+    if isinstance(encoded, list):
+        return [_with_arrays(item, arrays) for item in encoded]
+    if not isinstance(encoded, dict):
+        return encoded
+    if list(encoded) == ["@tensor"] and encoded["@tensor"][0] in arrays:
+        return {"@array": encoded["@tensor"]}
+    return {key: _with_arrays(item, arrays) for key, item in encoded.items()}
 
 
 def _units(archive: Archive, unit: str | None) -> dict[tuple[str, torch.dtype], list[str]]:

@@ -45,7 +45,7 @@ def published(target: Path, call: str) -> Iterator[Path]:
     folder = target.absolute().parent
     folder.mkdir(parents=True, exist_ok=True)
     _remove_leftovers(folder, target.name)
-    hidden = folder / f".{target.name}.{uuid.uuid4().hex}.part"
+    hidden = folder / f".{_short(target.name)}.{uuid.uuid4().hex}.part"
     hidden.mkdir()
     try:
         with open(hidden / _OWNER, "xb") as owner:
@@ -64,10 +64,15 @@ def published(target: Path, call: str) -> Iterator[Path]:
 
 def _remove_leftovers(folder: Path, name: str) -> None:
     """Remove what killed processes have left of earlier attempts at the same target."""
-    for hidden in folder.glob(f".{_escaped(name)}.{'[0-9a-f]' * 32}.part"):
+    for hidden in folder.glob(f".{_escaped(_short(name))}.{'[0-9a-f]' * 32}.part"):
         with contextlib.suppress(OSError), open(hidden / _OWNER, "rb") as owner:
             fcntl.flock(owner, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises while its process lives
             shutil.rmtree(hidden, ignore_errors=True)
+
+
+def _short(name: str) -> str:
+    """Return a name to which 39 bytes can be added."""
+    return name if len(name.encode()) <= 200 else name[:50]
 
 
 def _escaped(name: str) -> str:

@@ -7,10 +7,12 @@ import os
 import re
 import signal
 import warnings
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from click.testing import CliRunner
@@ -335,3 +337,81 @@ def test_parts_of_a_state_dict_with_an_index_are_one_checkpoint(tmp_path: Path) 
     (tmp_path / "b.bin").unlink()
     with pytest.raises(CheckpointError, match=r"b\.bin"):
         open_archive(tmp_path)
+
+
+def save_with_values(directory: str) -> None:
+    model = checkpoints.ours_fsdp1(checkpoints.unsharded())
+    optimizer = checkpoints.trained(model)
+    optimizer.param_groups[0]["lr"] = torch.tensor(0.5)
+    checkpoint.save(directory, model, optimizer, VALUES, step=17)
+
+
+VALUES: dict[str, Any] = {
+    "array": numpy.arange(6, dtype=numpy.int16).reshape(2, 3),
+    "number": torch.tensor(1.5),
+    "none": torch.empty(0, 2),
+    "ordered": OrderedDict([("b", 1), ("a", torch.ones(2))]),
+    "recent": deque([1.0, 2.0], maxlen=3),
+    "counts": Counter("abca"),
+    "keys": {1: "one", (2, 3): b"two"},
+}
+
+
+def load_values(directory: str) -> tuple[dict[str, Any], Any]:
+    model = checkpoints.ours_fsdp1(checkpoints.unsharded())
+    optimizer = checkpoints.optimizer_of(model)
+    extra = checkpoint.load(directory, model, optimizer)
+    return extra, optimizer.param_groups[0]["lr"]
+
+
+def test_extra_values_and_settings_keep_their_types_in_a_native_target(tmp_path: Path) -> None:
+    run_ranks(1, save_with_values, str(tmp_path / "runs"))
+    source = tmp_path / "runs" / "step-00000017"
+    converted = convert(source, tmp_path / "native", to="native", world_size=2)
+    for path in (source, converted):
+        ((extra, lr),) = run_ranks(1, load_values, str(path))
+        assert {key: type(value) for key, value in extra.items()} == {
+            key: type(value) for key, value in VALUES.items()
+        }
+        assert numpy.array_equal(extra["array"], VALUES["array"])
+        assert extra["array"].dtype == numpy.int16
+        assert same(extra["number"], VALUES["number"]) and same(extra["none"], VALUES["none"])
+        assert list(extra["ordered"]) == ["b", "a"]
+        assert extra["recent"].maxlen == 3 and extra["counts"] == VALUES["counts"]
+        assert extra["keys"] == VALUES["keys"]
+        assert float(lr) == 0.5
+    file = convert(source, tmp_path / "file.pt")
+    assert torch.load(file, weights_only=True)["optimizer"]["param_groups"][0]["lr"] == 0.5
+    again = convert(convert(source, tmp_path / "dcp", to="dcp"), tmp_path / "again", to="native")
+    ((extra, _),) = run_ranks(1, load_values, str(again))
+    assert same(extra["number"], VALUES["number"])
+
+
+def test_a_tie_without_its_first_name_keeps_its_optimizer_state(tmp_path: Path) -> None:
+    made = checkpoints.make("ours-native", 2, tmp_path)
+    for settings in ({"exclude": ["embed"]}, {"rename": {"words.embed.weight": None}}):
+        path = convert(
+            made["path"], tmp_path / f"{len(settings)}{next(iter(settings))}.pt", **settings
+        )
+        found = open_archive(path)
+        assert "words.embed.weight" not in found.tensors
+        assert "words.head.weight" in found.states
+        (group,) = found.param_groups or []
+        assert "words.head.weight" in group["params"]
+
+
+def test_units_whose_names_differ_in_a_dot_are_two_groups(tmp_path: Path) -> None:
+    state = {"layersX.w": torch.ones(3), "layers.0.w": torch.zeros(2)}
+    torch.save(state, tmp_path / "x.pt")
+    path = convert(tmp_path / "x.pt", tmp_path / "native", to="native", unit=r"layers\.?")
+    found = open_archive(path)
+    with Files() as files:
+        assert {name: same(read(found.tensors[name], files), state[name]) for name in state} == {
+            name: True for name in state
+        }
+
+
+def test_targets_may_have_long_names_and_suffixes_in_capitals(tmp_path: Path) -> None:
+    torch.save({"w": torch.ones(2)}, tmp_path / "x.pt")
+    path = convert(tmp_path / "x.pt", tmp_path / f"{'n' * 240}.PT")
+    assert torch.load(path, weights_only=True)["w"].tolist() == [1, 1]
