@@ -10,7 +10,7 @@ import difflib
 import io
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -54,6 +54,7 @@ def plot(
     histogram: str | None = None,
     beside: Path | None = None,
     shapes: Path | None = None,
+    ignored: Collection[str] = (),
     memory: int = MEMORY,
     workers: int = 1,
     progress: bool = False,
@@ -65,14 +66,14 @@ def plot(
     The others are as for ``diff``. Raises what ``diff`` raises, and UsageError for a name that the
     checkpoint does not have."""
     require_limits(memory, workers, progress, "plot")
-    one = open_archive(source, shapes)
+    one = open_archive(source, shapes, ignored)
     if histogram is not None:
         tensor = _tensor_called(histogram, one)
         with Files() as files, progress_bar(progress, "plot", 2 * tensor.nbytes) as tick:
             return png_of_histogram(tensor, histogram_of(tensor, files, memory, tick))
     if beside is None:
         return png_of_bytes(inspection_of(one))
-    pairs = common_tensors(one, open_archive(beside, shapes))
+    pairs = common_tensors(one, open_archive(beside, shapes, ignored))
     with Files() as files:
         norms = for_each(
             pairs,

@@ -46,4 +46,4 @@ def opens(monkeypatch: pytest.MonkeyPatch, *archives: Archive) -> None:
     """Let the tools find these archives at their paths."""
     found = {made.path: made for made in archives}
     for module in (difference, inspection, plots, verification):
-        monkeypatch.setattr(module, "open_archive", lambda path, shapes=None: found[path])
+        monkeypatch.setattr(module, "open_archive", lambda path, *given: found[path])
