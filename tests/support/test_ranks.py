@@ -68,16 +68,6 @@ def test_run_ranks_works_with_hypothesis(n: int, scale: int) -> None:
     ]
 
 
-def _hash() -> int:
-    return hash("decides about the order of sets")
-
-
-@pytest.mark.skipif("PYTHONHASHSEED" in os.environ, reason="it gives all processes one seed")
-def test_neighbours_have_different_orders_of_sets() -> None:
-    zero, one, two, three = run_ranks(4, _hash)
-    assert zero != one and two != three
-
-
 # --- arguments and results ---
 
 
