@@ -8,11 +8,11 @@
     def test_sums() -> None:
         assert run_ranks(2, sums, 10.0) == [21.0, 21.0]
 
-Importing torch costs seconds, so rank processes are forked from processes that have imported it, on
-the first call that needs them, and kept. Every call gets its own gloo default group. State that a
-call may change is restored before the next one: the group and its subgroups, seeds, torch's global
-modes, warning filters, environment variables, the working directory. If a process died, hangs or
-cannot clean up, all are killed and the next call starts new ones.
+Importing torch costs seconds, so rank processes are started on the first call that needs them and
+kept. Every call gets its own gloo default group. State that a call may change is restored before
+the next one: the group and its subgroups, seeds, torch's global modes, warning filters, environment
+variables, the working directory. If a process died, hangs or cannot clean up, all are killed and
+the next call starts new ones.
 
 The messages of one call:
 
@@ -28,6 +28,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import gc
+import json
 import os
 import pickle
 import queue
@@ -47,8 +48,6 @@ from datetime import timedelta
 from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 from typing import Any, NoReturn
-
-from tests.support.templates import ForkedProcess, close_templates
 
 START_LIMIT_S = 180.0  # for importing torch, on a busy machine
 GRACE_S = 3.0  # for the other ranks to answer, after one has raised
@@ -90,7 +89,6 @@ def run_ranks(
 def close_pool() -> None:
     """End all rank processes; a later ``run_ranks`` starts new ones."""
     _pool.kill()
-    close_templates()
 
 
 # --- messages -------------------------------------------------------------------------------------
@@ -141,8 +139,20 @@ class _Rank:
         self.output = directory / f"output-{rank}.txt"  # stdout and stderr of the running call
         self.stacks = directory / f"stacks-{rank}.txt"
         self.connection, theirs = Pipe()
+        arguments = json.dumps([sys.path, rank, theirs.fileno(), str(self.stacks)])
+        start = "import json, sys; sys.path[:], *rest = json.loads(sys.argv[1]); "
+        start += f"from {__name__} import _serve; _serve(*rest)"
         with self.output.open("ab") as output, theirs:
-            self.process = ForkedProcess(rank, theirs, output.fileno(), self.stacks, _environment())
+            self.process = subprocess.Popen(
+                [sys.executable, "-u", "-c", start, arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                pass_fds=[theirs.fileno()],
+                env=_environment(),
+                # Ctrl-C reaches pytest alone; the rank ends with its connection
+                start_new_session=True,
+            )
 
     def send(self, message: object) -> None:
         with contextlib.suppress(OSError):  # a dead rank is found by receive()
