@@ -175,7 +175,9 @@ class Search:
         if now - max(self._since, self._probed_at) < PATIENCE:
             return None
         self._probed_at = now
-        return waiter.lost_connection(wait)
+        report = waiter.lost_connection(wait)
+        # a peer that has failed says why before it closes
+        return None if report is None else failure_of_member(waiter) or report
 
 
 class _Watcher:

@@ -2,51 +2,31 @@
 
 from __future__ import annotations
 
-import functools
-import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
-import torch.distributed as dist
 
-from ..errors import StateError
 from . import same_host, shared_memory
-from .gloo_connections import ACK_TAG, VALUES_TAG, GlooConnections, Sent, any_awaits_readers
+from .gloo_connections import (
+    VALUES_TAG,
+    GlooConnections,
+    Sent,
+    all_or_nothing,
+    any_awaits_readers,
+)
+from .mapped import Mapping, map_shards, writes_are_found
 from .mesh import Axis
+from .same_host import ACK_TAG, Described
 from .shared_memory import PeerMemory
 from .summation import sum_in_rank_order
-from .transport import Collectives, Handle, Kind, MessageId, ProcessGroupTransport
+from .transport import Collectives, Handle, Kind, MessageId, ProcessGroupTransport, Work
 
 __all__ = ["GlooTransport"]
 
 # Totals of up to so many bytes are exchanged whole between two ranks: as many bytes as in pieces,
 # and one message less. Between more ranks it would be more bytes.
 _WHOLE_NBYTES = 1 << 20
-# How many times shared_memory.MIN_NBYTES a message must have to be read in place, by number of
-# ranks; measured by tests/benchmarks/transport.py. With one peer, sending costs less.
-_MIN_NBYTES_FACTORS = {2: 4}
 _NO_PEERS: dict[int, PeerMemory] = {}
-_NO_BYTES = torch.empty(0, dtype=torch.uint8, device="cpu")
-
-
-Method = typing.TypeVar("Method", bound=Callable[..., typing.Any])
-
-
-def _all_or_nothing(method: Method) -> Method:
-    """Let communication fail if an exception ends the method midway: no rank could know what was
-    sent and what was read."""
-
-    @functools.wraps(method)
-    def checked(self: GlooTransport, *args: typing.Any, **kwargs: typing.Any) -> typing.Any:
-        try:
-            return method(self, *args, **kwargs)
-        except StateError:  # communication has failed, or nothing was begun
-            raise
-        except BaseException as error:
-            self.connections.abandon("its communication", error)
-            raise
-
-    return typing.cast(Method, checked)
 
 
 class GlooTransport(ProcessGroupTransport):
@@ -56,16 +36,18 @@ class GlooTransport(ProcessGroupTransport):
 
     Peers on the same host read messages of ``_min_nbytes`` and more in place: the message lies in
     shared memory, or is copied there, and a descriptor is sent instead (same_host.py). The peer
-    reads it when the exchange is ended, and answers with an ack. Descriptors and acks are messages
-    like others, with the same time limit and the same deadlock detection. A rank whose
-    communication fails bumps an epoch in its shared memory, and a reader checks the epoch after it
-    has read. When a rank can get no more shared memory, its descriptor says that the values follow.
+    reads it when the exchange is ended, and answers with an ack. Waits for both have the same time
+    limit and the same deadlock detection as waits for messages, whichever channel they take. A rank
+    whose communication fails bumps an epoch in its shared memory, and a reader checks the epoch
+    after it has read. When a rank can get no more shared memory, its descriptor says that the
+    values follow.
 
     The small synchronous collectives use the same connections, so that a collective that was left
     midway cannot disturb the user's own.
     """
 
     reads_in_place = True
+    maps = True
 
     def __init__(self, axis: Axis) -> None:
         super().__init__(axis)
@@ -83,7 +65,7 @@ class GlooTransport(ProcessGroupTransport):
     def require_working(self) -> None:
         self.connections.require_open()
 
-    @_all_or_nothing
+    @all_or_nothing
     def begin_gather(
         self, own: torch.Tensor, full: torch.Tensor, segments: Sequence[torch.Tensor], tag: int
     ) -> Handle:
@@ -113,7 +95,7 @@ class GlooTransport(ProcessGroupTransport):
         message = tag, number, nbytes, len(receives)
         return self._opened(Handle(receives, segments, own, message, descriptors))
 
-    @_all_or_nothing
+    @all_or_nothing
     def end_gather(self, handle: Handle, what: str) -> None:
         self.connections.names[handle.message[0]] = what
         if self._end(handle, what) and handle.descriptors:
@@ -121,7 +103,7 @@ class GlooTransport(ProcessGroupTransport):
             self.connections.sends.append(self._acknowledge(handle, what))
             self.connections.unfinished.pop(handle.message[0], None)
 
-    @_all_or_nothing
+    @all_or_nothing
     def begin_reduce(
         self, buffer: torch.Tensor, segments: Sequence[torch.Tensor], tag: int
     ) -> Handle:
@@ -134,7 +116,7 @@ class GlooTransport(ProcessGroupTransport):
             segments = buffer.chunk(self.ranks)
         return self._exchange(segments, self._parts_like(own, readers), tag, buffer, readers)
 
-    @_all_or_nothing
+    @all_or_nothing
     def end_reduce(
         self,
         handle: Handle,
@@ -161,7 +143,7 @@ class GlooTransport(ProcessGroupTransport):
         self._end_reading(handle, what)
         return total
 
-    @_all_or_nothing
+    @all_or_nothing
     def begin_all_reduce(
         self, total: torch.Tensor, tag: int, divisor: torch.Tensor | None = None
     ) -> Handle:
@@ -185,7 +167,7 @@ class GlooTransport(ProcessGroupTransport):
         handle.divisor = divisor
         return handle
 
-    @_all_or_nothing
+    @all_or_nothing
     def continue_all_reduce(
         self, handle: Handle, total: torch.Tensor, tag: int, what: str
     ) -> Handle:
@@ -210,7 +192,7 @@ class GlooTransport(ProcessGroupTransport):
         readers = self._readers_in_place(pieces[0].nbytes)
         return self._exchange(outgoing, pieces, tag + Kind.REPLICATE_BACK, sent, readers)
 
-    @_all_or_nothing
+    @all_or_nothing
     def end_all_reduce(self, handle: Handle, total: torch.Tensor, what: str) -> None:
         self._end(handle, what)
         if self._is_sent_whole(total):
@@ -219,11 +201,11 @@ class GlooTransport(ProcessGroupTransport):
             self._read_into(handle, handle.parts, what)
             self._end_reading(handle, what)
 
-    @_all_or_nothing
+    @all_or_nothing
     def wait_readers(self, what: str) -> None:
         self._wait_for_all(self.connections.reads, what)
 
-    @_all_or_nothing
+    @all_or_nothing
     def flush_sends(self, what: str) -> None:
         connections = self.connections
         # a peer waits until this rank has read what it gathers in place
@@ -246,6 +228,31 @@ class GlooTransport(ProcessGroupTransport):
     def shares(self, numel: int, dtype: torch.dtype) -> bool:
         return bool(self._readers_in_place(numel * dtype.itemsize))
 
+    @all_or_nothing
+    def map_shards(
+        self, shards: Sequence[torch.Tensor], mappings: Sequence[Mapping | None]
+    ) -> list[Mapping | None]:
+        near = self.connections.same_host
+        is_able = near.maps and len(near.memories) == self.ranks - 1 and writes_are_found()
+        told = self.gather_objects((is_able, [shared_memory.locate(shard) for shard in shards]))
+        if not all(is_able for is_able, _ in told):
+            return [None] * len(shards)
+        places = [its_places for _, its_places in told]
+        found = map_shards(self.rank, near.memories, shards, places, mappings)
+        failed = self.any_of(torch.tensor([mapping is None for mapping in found]).byte())
+        return [None if has_failed else m for m, has_failed in zip(found, failed, strict=True)]
+
+    @all_or_nothing
+    def begin_meeting(self, tag: int, word: int = 0) -> Handle:
+        return self.connections.begin_meeting(tag, word)
+
+    @all_or_nothing
+    def end_meeting(self, handle: Handle, what: str) -> list[int]:
+        return self.connections.end_meeting(handle, what)
+
+    def fail_meeting(self, handle: Handle, what: str, index: int) -> None:
+        self.connections.fail_meeting(handle, what, index)
+
     def _run(self, what: str, collective: Callable[[Collectives], None]) -> None:
         self.connections.run(what, collective)
 
@@ -253,15 +260,16 @@ class GlooTransport(ProcessGroupTransport):
 
     def _is_sent_whole(self, total: torch.Tensor) -> bool:
         """True if each rank sends its whole total, and sums all of it."""
-        return self.ranks == 2 and total.nbytes <= _WHOLE_NBYTES
+        if self.ranks != 2 or total.nbytes > _WHOLE_NBYTES:
+            return False
+        near = self.connections.same_host
+        return not near.counts or total.nbytes < 2 * self._min_nbytes
 
     def _pieces(self, total: torch.Tensor) -> list[torch.Tensor]:
         size = -(-total.numel() // self.ranks)
         return [total[r * size : (r + 1) * size] for r in range(self.ranks)]
 
-    def _parts_like(
-        self, own: torch.Tensor, readers: Mapping[int, PeerMemory]
-    ) -> list[torch.Tensor]:
+    def _parts_like(self, own: torch.Tensor, readers: dict[int, PeerMemory]) -> list[torch.Tensor]:
         """Return by rank the memory to receive into. Nothing is received where a part is read in
         place; ``own`` stands there."""
         return [
@@ -276,7 +284,9 @@ class GlooTransport(ProcessGroupTransport):
     @property
     def _min_nbytes(self) -> int:
         """Bytes of a message below which sending is faster than reading in place."""
-        return shared_memory.MIN_NBYTES * _MIN_NBYTES_FACTORS.get(self.ranks, 1)
+        return shared_memory.MIN_NBYTES * same_host.min_factor(
+            self.ranks, self.connections.same_host.counts
+        )
 
     # -- beginning and ending
 
@@ -286,7 +296,7 @@ class GlooTransport(ProcessGroupTransport):
         incoming: Sequence[torch.Tensor],
         tag: int,
         keep: torch.Tensor,
-        readers: Mapping[int, PeerMemory],
+        readers: dict[int, PeerMemory],
         acked: bool = True,
     ) -> Handle:
         """Send ``outgoing[r]`` to rank r, the longest one first, and receive from it into
@@ -303,9 +313,9 @@ class GlooTransport(ProcessGroupTransport):
         incoming: Sequence[torch.Tensor],
         tag: int,
         what: str,
-        readers: Mapping[int, PeerMemory],
+        readers: dict[int, PeerMemory],
         acked: bool = True,
-    ) -> tuple[list[dist.Work], list[dist.Work], dict[int, torch.Tensor], list[dist.Work], int]:
+    ) -> tuple[list[Work], list[Work], dict[int, Callable[[], Described]], list[Work], int]:
         """Begin an exchange, see ``_exchange``. Return (receives, sends, descriptors, acks, how
         often the tag was used).
 
@@ -314,31 +324,33 @@ class GlooTransport(ProcessGroupTransport):
         connections = self.connections
         if tag in connections.unfinished:
             self._end_leftover(tag)
+        if readers and acked:
+            self._await_earlier_readers(tag, what)
         number = connections.begin(tag)
         gloo = connections.gloo
-        receives: list[dist.Work] = []
-        sends: list[dist.Work] = []
-        acks: list[dist.Work] = []
-        descriptors: dict[int, torch.Tensor] = {}
+        receives: list[Work] = []
+        sends: list[Work] = []
+        acks: list[Work] = []
+        descriptors: dict[int, Callable[[], Described]] = {}
+        near = connections.same_host
+        channels = near.channels
         try:
             for source, _ in connections.peers:
                 if source in readers:
-                    descriptors[source] = same_host.empty_descriptor()
-                into = descriptors.get(source, incoming[source])
-                receives.append(gloo.recv([into], source, tag))
+                    work, descriptors[source] = channels[source].expect(tag, number)
+                    receives.append(work)
+                else:
+                    receives.append(gloo.recv([incoming[source]], source, tag))
             if readers and acked:  # awaited before any can be given
-                acks += [
-                    gloo.recv([_NO_BYTES], source, tag + ACK_TAG)
-                    for source in connections.same_host.sources
-                ]
+                acks += [channels[source].expect_ack(tag, number) for source in near.sources]
             for _, target in connections.peers:
                 message = outgoing[target]
                 if target not in readers:
                     sends.append(gloo.send([message], target, tag))
                     continue
                 location = shared_memory.location_of(message)
-                descriptor = same_host.descriptor_of(location, message)
-                sends.append(gloo.send([descriptor], target, tag))
+                words = same_host.describe(location, message)
+                sends.append(channels[target].send(tag, number, words, acked))
                 # the peer receives the values when it reads: whoever waits for its ack, which comes
                 # earlier, need not wait for this send
                 if location.is_sent:
@@ -349,6 +361,16 @@ class GlooTransport(ProcessGroupTransport):
             acks.clear()
             connections.fail_wait(what, error)
         return receives, sends, descriptors, acks, number
+
+    def _await_earlier_readers(self, tag: int, what: str) -> None:
+        """Wait until the peers have read the last message with this tag, where the next one takes
+        its place."""
+        near = self.connections.same_host
+        works = [near.channels[source].unread(tag) for source in near.sources]
+        if any(work is not same_host.DONE for work in works):
+            number = self._num_acks.get(tag + ACK_TAG, 0)
+            message = tag + ACK_TAG, number, 0, len(works)
+            self.connections.wait(works, message, self.connections.names.get(tag, what))
 
     def _opened(self, handle: Handle) -> Handle:
         self.connections.unfinished[handle.message[0]] = handle
@@ -403,7 +425,7 @@ class GlooTransport(ProcessGroupTransport):
     def _read(self, handle: Handle, source: int, like: torch.Tensor, what: str) -> torch.Tensor:
         """Return the values that a descriptor stands for. like: a tensor of the expected length and
         dtype; the dtype of what this rank sends is accepted, too."""
-        sent = same_host.read_descriptor(handle.descriptors[source])
+        sent = handle.descriptors[source]()
         rank = self.members[source]
         if (
             sent.dtype is None
@@ -447,18 +469,16 @@ class GlooTransport(ProcessGroupTransport):
     def _acknowledge(self, handle: Handle, what: str) -> Sent:
         """Tell the peers that their messages were read."""
         self._check_epochs(handle, what)
-        connections, tag = self.connections, handle.message[0] + ACK_TAG
+        connections, (tag, number, _, _) = self.connections, handle.message
         counts = connections.activity.counts
-        counts[tag] = counts.get(tag, 0) + 1
+        counts[tag + ACK_TAG] = counts.get(tag + ACK_TAG, 0) + 1
+        near = connections.same_host
         try:
-            works = [
-                connections.gloo.send([_NO_BYTES], target, tag)
-                for target in connections.same_host.targets
-            ]
+            works = [near.channels[target].acknowledge(tag, number) for target in near.targets]
         except RuntimeError as error:
             connections.fail_wait(what, error)
         # number 0: no peer lacks it, because each peer awaited it before it sent its descriptor
-        return works, None, (tag, 0, 0, 0)
+        return works, None, (tag + ACK_TAG, 0, 0, 0)
 
     def _end_reading(self, handle: Handle, what: str) -> None:
         if handle.descriptors:

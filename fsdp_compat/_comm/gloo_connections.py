@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import datetime
+import functools
+import os
 import time
 import typing
 import weakref
@@ -18,24 +20,52 @@ from .. import _torch_private
 from .._torch_private import gloo as torch_gloo
 from ..errors import StateError, explain
 from . import deadlock, progress, shared_memory
+from .counters import CounterWork
 from .mesh import Axis
-from .same_host import SameHostPeers, attach_peers
+from .same_host import ACK_TAG, NUM_WORDS, SameHostPeers, attach_peers, limit
 from .status_store import status_store
-from .transport import Collectives, Handle, MessageId, communication_error, group_destroyed
+from .transport import Collectives, Handle, MessageId, Work, communication_error, group_destroyed
 from .waits import ARRIVAL, COLLECTIVE, Activity, Report, Wait, Waiting
 
-__all__ = ["ACK_TAG", "VALUES_TAG", "GlooConnections", "any_awaits_readers"]
+__all__ = ["VALUES_TAG", "GlooConnections", "all_or_nothing", "any_awaits_readers"]
 
-# Added to the tag of a message:
-ACK_TAG = 1 << 24  # the answer that it was read in place
-VALUES_TAG = 2 * ACK_TAG  # its values, sent after a descriptor that announces them
+# added to the tag of a message: its values, sent after a descriptor that announces them
+VALUES_TAG = 2 * ACK_TAG
 _HANDSHAKE_TAGS = ACK_TAG - 2, ACK_TAG - 1
 
 # works, the tensors that they read, and the message
-Sent = tuple[list[dist.Work], object, MessageId]
+Sent = tuple[list[Work], object, MessageId]
 
-_NOTHING: list[dist.Work] = []
+_NOTHING: list[Work] = []
 _LOOK = datetime.timedelta(seconds=0.5)  # between two looks at a collective
+
+
+class Connected(typing.Protocol):
+    connections: GlooConnections
+
+
+Method = typing.TypeVar("Method", bound=Callable[..., typing.Any])
+
+
+def all_or_nothing(method: Method) -> Method:
+    """Let communication fail if an exception ends the method midway: no rank could know what was
+    sent and what was read. Profilers see the call, also where nothing is sent."""
+    name = f"fsdp_compat::{getattr(method, '__name__', '')}"
+
+    @functools.wraps(method)
+    def checked(self: Connected, *args: typing.Any, **kwargs: typing.Any) -> typing.Any:
+        try:
+            if _torch_private.is_profiling():
+                with torch.profiler.record_function(name):
+                    return method(self, *args, **kwargs)
+            return method(self, *args, **kwargs)
+        except StateError:  # communication has failed, or nothing was begun
+            raise
+        except BaseException as error:
+            self.connections.abandon("its communication", error)
+            raise
+
+    return typing.cast(Method, checked)
 
 
 class GlooConnections:
@@ -51,21 +81,23 @@ class GlooConnections:
     """
 
     def __init__(self, axis: Axis, group: dist.ProcessGroup) -> None:
-        """Collective: the ranks of the axis."""
+        """Collective: the ranks of the axis. Raises UsageError for a wrong environment variable."""
+        limit()
         self.activity = Activity(str(group.group_name), axis.rank, axis.members)
         self.timeout = _torch_private.group_timeout(group)
         rank, ranks = axis.rank, axis.ranks
         # (source, target) of each step of an exchange: every rank begins with another peer
         self.peers = [((rank - step) % ranks, (rank + step) % ranks) for step in range(1, ranks)]
-        self.same_host = SameHostPeers({}, self.peers)
+        self.same_host = SameHostPeers({}, {}, self.peers)
         self.unfinished: dict[int, Handle] = {}  # by tag: exchanges that have not ended
         self.sends: list[Sent] = []  # of gathers, and the acks awaited for them
         self.reads: list[Sent] = []  # the acks of reductions, awaited and given
         self.names: dict[int, str] = {}  # by tag: what was waited for last
         self._group = weakref.ref(group)
         self.gloo: typing.Any = None  # a ProcessGroupGloo; None before connecting and after closing
-        self._awaited: list[dist.Work] = []  # by the communicating thread, now
+        self._awaited: list[Work] = []  # by the communicating thread, now
         self._is_closed, self._failure = False, ""  # failure: "" if the group was destroyed
+        self._parents: object = None  # in a forked process
         _all_connections.add(self)
         deadlock.watch(self)
         self._connect(group)
@@ -110,7 +142,7 @@ class GlooConnections:
         number = activity.counts[tag] = activity.counts.get(tag, 0) + 1
         return number
 
-    def wait(self, works: list[dist.Work], message: MessageId, what: str, first: int = 0) -> None:
+    def wait(self, works: list[Work], message: MessageId, what: str, first: int = 0) -> None:
         """Wait for the works of a message. first: the index of the first one in the message."""
         activity, timeout, waiting = self.activity, self.timeout, None
         self._awaited = works
@@ -123,6 +155,27 @@ class GlooConnections:
             self.fail_wait(self._name(message, what), error, waiting)
         finally:
             activity.waiting, self._awaited = None, _NOTHING
+
+    def begin_meeting(self, tag: int, word: int) -> Handle:
+        """Tell the peers, which are all on this host, that this rank has come."""
+        number, channels, words = self.begin(tag), self.same_host.channels, [word] * NUM_WORDS
+        expected = [channels[source].expect(tag, number) for source, _ in self.peers]
+        works = [work for work, _ in expected]
+        works += [channels[target].send(tag, number, words, False) for _, target in self.peers]
+        return Handle(works, (), expected, (tag, number, 0, len(expected)))
+
+    def end_meeting(self, handle: Handle, what: str) -> list[int]:
+        """Wait for the peers, and return their words by step."""
+        if self.gloo is None:
+            self.require_open()
+        self.wait(handle.works, handle.message, what)
+        return [int(descriptor().location.epoch) for _, descriptor in handle.keep]
+
+    def fail_meeting(self, handle: Handle, what: str, index: int) -> typing.NoReturn:
+        """Fail because a peer has come to a meeting with an exception."""
+        rank = self.activity.members[self.peers[index][0]]
+        error = RuntimeError(f"rank {rank} has left with an exception")
+        self.fail_wait(what, error, (handle.message, index, what))
 
     def run(self, what: str, collective: Callable[[Collectives], None]) -> None:
         """Run a synchronous collective of all members."""
@@ -171,7 +224,7 @@ class GlooConnections:
             self.gloo = torch_gloo.gloo_of_its_own(
                 group, activity.rank, len(activity.members), self.timeout
             )
-            self.same_host = attach_peers(self.peers, self._swap, _HANDSHAKE_TAGS)
+            self.same_host = attach_peers(self.gloo, self.peers, self._swap, _HANDSHAKE_TAGS)
         except RuntimeError as error:
             if isinstance(error, StateError):
                 raise
@@ -320,7 +373,10 @@ class GlooConnections:
         if gloo is not None:
             torch_gloo.break_connections(gloo)
         for work in tuple(self._awaited):
-            torch_gloo.abort_wait(work)
+            if isinstance(work, CounterWork):
+                work.abort()
+            elif isinstance(work, dist.Work):
+                torch_gloo.abort_wait(work)
 
     def fail(self, report: Report) -> None:
         shared_memory.bump_epoch()  # first: peers may be reading what is given up here
@@ -335,7 +391,15 @@ class GlooConnections:
         self.sends.clear()
         self.reads.clear()
         self.activity.counts.clear()
-        self.same_host = SameHostPeers({}, self.peers)
+        self.same_host.close()
+        self.same_host = SameHostPeers({}, {}, self.peers)
+
+    def leave(self) -> None:
+        """In a forked process: refuse every use, and end nothing of the parent's."""
+        self._parents = self.gloo, self.same_host
+        self.gloo, self._is_closed = None, True
+        self._failure = "this process was forked from a rank, whose connections it does not have"
+        self.same_host = SameHostPeers({}, {}, self.peers)
 
 
 def _outwait(gloo: object, works: Sequence[dist.Work]) -> None:
@@ -346,6 +410,14 @@ def _outwait(gloo: object, works: Sequence[dist.Work]) -> None:
 
 
 _all_connections: weakref.WeakSet[GlooConnections] = weakref.WeakSet()
+
+
+def _leave_all() -> None:
+    for connections in _all_connections:
+        connections.leave()
+
+
+os.register_at_fork(after_in_child=_leave_all)
 
 
 def any_awaits_readers() -> bool:

@@ -26,7 +26,7 @@ from .memory_files import (
 if sys.platform != "win32":
     import fcntl
 
-__all__ = ["Location", "PeerMemory"]
+__all__ = ["Location", "MappedFile", "PeerMemory"]
 
 _SENT = -1  # in place of a chunk
 
@@ -57,25 +57,35 @@ class PeerMemory:
     def __init__(self, pid: int, control: int, token: bytes) -> None:
         """control: descriptor of the control file. Raises OSError if the memory cannot be read, or
         does not have this token."""
-        self._pid, self._token = pid, token
-        self._chunks: dict[int, _MappedFile] = {}  # by index: the latest file
-        self._control = self._open(control, 0)
+        self.pid, self._token = pid, token
+        self._chunks: dict[int, MappedFile] = {}  # by index: the latest file
+        self._control = self.open(control, 0)
         self._epoch = epoch_in(self._control.view)
 
-    def _open(self, fd: int, number: int) -> _MappedFile:
-        path = f"/proc/{self._pid}/fd/{fd}"
+    def open(self, fd: int, number: int) -> MappedFile:
+        """Map a file of the process. Raises OSError if it is not one of its memory."""
+        file = self.descriptor(fd, number)
+        try:
+            return MappedFile(file, number)
+        finally:
+            os.close(file)
+
+    def descriptor(self, fd: int, number: int) -> int:
+        """Open a file of the process for reading, and return the descriptor. Raises OSError if it
+        is not one of its memory."""
+        path = f"/proc/{self.pid}/fd/{fd}"
         if not stat.S_ISREG(os.stat(path).st_mode):  # opening a device may have an effect
-            raise OSError(f"descriptor {fd} of process {self._pid} is not a file")
+            raise OSError(f"descriptor {fd} of process {self.pid} is not a file")
         file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         try:
             if not fcntl.fcntl(file, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
-                raise OSError(f"descriptor {fd} of process {self._pid} is a file that may shrink")
-            found = _MappedFile(file, number)
-        finally:
+                raise OSError(f"descriptor {fd} of process {self.pid} is a file that may shrink")
+            if os.pread(file, HEADER.size, 0) != HEADER.pack(self._token, number):
+                raise OSError(f"descriptor {fd} of process {self.pid} is other memory")
+        except OSError:
             os.close(file)
-        if found.view[: HEADER.size] != HEADER.pack(self._token, number):
-            raise OSError(f"descriptor {fd} of process {self._pid} is other memory")
-        return found
+            raise
+        return file
 
     @property
     def epoch(self) -> int:
@@ -89,7 +99,7 @@ class PeerMemory:
             return torch.empty(0, dtype=dtype, device="cpu")
         chunk = self._chunks.get(location.chunk)
         if chunk is None or chunk.number != location.number:
-            chunk = self._chunks[location.chunk] = self._open(location.fd, location.number)
+            chunk = self._chunks[location.chunk] = self.open(location.fd, location.number)
         nbytes = numel * dtype.itemsize
         if (
             not PAGE_NBYTES <= location.offset <= len(chunk.view) - nbytes
@@ -111,7 +121,7 @@ class PeerMemory:
         )
 
 
-class _MappedFile:
+class MappedFile:
     """A mapped file of another process. It keeps no descriptor, and children do not inherit the
     mapping, which would keep the memory."""
 

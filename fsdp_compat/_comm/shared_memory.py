@@ -35,10 +35,12 @@ __all__ = [
     "is_of_a_peer",
     "locate",
     "location_of",
+    "num_forks",
+    "token",
     "zeros",
 ]
 
-MIN_NBYTES = 1 << 19  # of a block: at 3 and 4 ranks, sending is faster for less
+MIN_NBYTES = 1 << 14  # of a block: it has whole pages
 
 # boot, pid namespace, pid, descriptor of the control file, token
 _IDENTITY = struct.Struct(f"16sQqq{TOKEN_NBYTES}s")
@@ -46,11 +48,20 @@ IDENTITY_NBYTES = _IDENTITY.size
 _NO_IDENTITY = bytes(IDENTITY_NBYTES)
 _HOST = slice(24)  # of an identity: boot and namespace
 
+_num_forks = 0
 _arena = Arena()
 _peers: weakref.WeakValueDictionary[bytes, PeerMemory] = weakref.WeakValueDictionary()
 
 
+def num_forks() -> int:
+    """Return how often this process has forked: every time, tensors in blocks may move to another
+    file (see ``locate``)."""
+    return _num_forks
+
+
 def _before_fork() -> None:
+    global _num_forks
+    _num_forks += 1
     _arena.lock.acquire()  # until the fork is done: no block is taken or thawed meanwhile
     _arena.freeze()
 
@@ -71,20 +82,23 @@ os.register_at_fork(
 )
 
 
-def allocate(numel: int, dtype: torch.dtype, *, zero: bool = False) -> torch.Tensor:
-    """Return an uninitialised CPU tensor [numel], in a block if it is large enough and there is
-    memory."""
+def allocate(
+    numel: int, dtype: torch.dtype, *, zero: bool = False, min_nbytes: int | None = None
+) -> torch.Tensor:
+    """Return an uninitialised CPU tensor [numel], in a block if it has at least ``min_nbytes``, by
+    default MIN_NBYTES, and there is memory."""
     nbytes = numel * dtype.itemsize
-    block = _arena.take(nbytes, zero) if nbytes >= MIN_NBYTES else None
+    is_large = nbytes >= (MIN_NBYTES if min_nbytes is None else min_nbytes)
+    block = _arena.take(nbytes, zero) if is_large else None
     if block is None:
         make = torch.zeros if zero else torch.empty
         return make(numel, dtype=dtype, device="cpu")
     return torch.frombuffer(block, dtype=dtype)
 
 
-def zeros(numel: int, dtype: torch.dtype) -> torch.Tensor:
+def zeros(numel: int, dtype: torch.dtype, *, min_nbytes: int | None = None) -> torch.Tensor:
     """Return a tensor of zeros, likewise. Pages that were never written to are not touched."""
-    return allocate(numel, dtype, zero=True)
+    return allocate(numel, dtype, zero=True, min_nbytes=min_nbytes)
 
 
 def copy_of(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -150,6 +164,11 @@ def identity() -> bytes:
     except (OSError, ValueError):
         return _NO_IDENTITY
     return _IDENTITY.pack(boot, namespace, os.getpid(), _arena.control.fd, _arena.token)
+
+
+def token() -> bytes:
+    """Return the token that every file of this process's memory begins with."""
+    return _arena.token
 
 
 def attach_peer(other: bytes) -> PeerMemory | None:

@@ -6,6 +6,7 @@ the small collectives already) and choose it in communicator.py."""
 from __future__ import annotations
 
 import collections
+import datetime
 import enum
 import itertools
 import pickle
@@ -20,6 +21,7 @@ import torch.distributed as dist
 from ..errors import StateError, explain
 from . import progress
 from .host_memory import memory_of
+from .mapped import Mapping as Mapped
 from .mesh import Axis
 
 __all__ = [
@@ -31,6 +33,7 @@ __all__ = [
     "ProcessGroupTransport",
     "Traffic",
     "TransportBase",
+    "Work",
     "communication_error",
     "group_destroyed",
 ]
@@ -71,10 +74,17 @@ class Traffic:
         )
 
 
-_NOTHING: Mapping[int, torch.Tensor] = types.MappingProxyType({})
+_NOTHING: Mapping[int, typing.Any] = types.MappingProxyType({})
 # (tag, how often the tag was used, bytes of the message, number of receives among the works, which
 # come before the sends)
 MessageId = tuple[int, int, int, int]
+
+
+class Work(typing.Protocol):
+    """A message in flight, as in torch.distributed."""
+
+    def wait(self, timeout: datetime.timedelta) -> bool:
+        """Return False if the wait was aborted. Raises RuntimeError if it has failed."""
 
 
 class Handle:
@@ -84,14 +94,14 @@ class Handle:
 
     def __init__(
         self,
-        works: list[dist.Work],
+        works: list[Work],
         parts: Sequence[torch.Tensor] = (),
         keep: typing.Any = None,
         message: MessageId = (0, 0, 0, 0),
-        descriptors: Mapping[int, torch.Tensor] = _NOTHING,
-        acks: Sequence[dist.Work] = (),
+        descriptors: Mapping[int, typing.Any] = _NOTHING,
+        acks: Sequence[Work] = (),
     ) -> None:
-        """descriptors: by rank, where in that rank's memory its part lies (see gloo.py). acks:
+        """descriptors: by rank, where in that rank's memory its part lies (see same_host.py). acks:
         works that complete when the peers have read this rank's part."""
         self.works, self.parts, self.keep, self.message = works, parts, keep, message
         self.descriptors, self.acks = descriptors, list(acks)
@@ -114,6 +124,7 @@ class Communicator(typing.Protocol):
     traffic: Traffic
     name: str  # of the connections, the same on all ranks; "" where there are none of its own
     reads_in_place: bool  # `shares` may be true
+    maps: bool  # `map_shards` and the meetings exist
 
     @property
     def has_failed(self) -> bool:
@@ -184,6 +195,23 @@ class Communicator(typing.Protocol):
     def flush_sends(self, what: str) -> None:
         """Wait until the peers have received everything that this rank has sent."""
 
+    def map_shards(
+        self, shards: Sequence[torch.Tensor], mappings: Sequence[Mapped | None]
+    ) -> list[Mapped | None]:
+        """Map every rank's ``shards`` [S] side by side, into ``mappings`` that exist already or
+        into new ones. Return None for those that some rank cannot map."""
+
+    def begin_meeting(self, tag: int, word: int = 0) -> Handle:
+        """Tell the other ranks that this one has come to the meeting with this tag. Only if
+        something is mapped. Two meetings with one tag have one with another tag between them."""
+
+    def end_meeting(self, handle: Handle, what: str) -> list[int]:
+        """Wait until all ranks have come. Return the words of the others."""
+
+    def fail_meeting(self, handle: Handle, what: str, index: int) -> None:
+        """Fail because a rank, whose word was the one with ``index``, has left what the meeting
+        ends with an exception."""
+
     def any_of(self, flags: torch.Tensor) -> torch.Tensor:
         """flags: uint8 [n]. Return their maximum over the ranks."""
 
@@ -208,7 +236,7 @@ class TransportBase:
     """The facts about an axis. It does not hold the axis's process group: communicators are cached
     for as long as that group lives."""
 
-    reads_in_place = False
+    reads_in_place = maps = False
 
     def __init__(self, axis: Axis) -> None:
         self.rank, self.ranks, self.members = axis.rank, axis.ranks, axis.members

@@ -25,6 +25,7 @@ from .communicators import Communicators
 from .device import ComputeStreams
 from .gradients import Gradients, InFlightReductions, drop_zeroed
 from .group import Group
+from .mapped_shards import Pass
 from .unit import Call, Residency, Unit
 from .unsharding import Unsharding
 
@@ -185,6 +186,12 @@ class BackwardRunner:
                     or any(map(_received, unit.groups))
                 ):
                     self._post_backward(unit, backward)
+            for unit in self._units:
+                if unit.residency is Residency.UNSHARDING:  # it stays unsharded
+                    unit.wait_for_unshard()
+                if backward.keeps_params and unit.residency is Residency.UNSHARDED:
+                    unit.keep()
+            self._unsharding.mapped.leave(Pass.BACKWARD)
             if self._allow_unused_units and self.sync:
                 self._reduce_what_others_reduced(backward)
             self._reduce_unused(backward)
@@ -194,6 +201,7 @@ class BackwardRunner:
                     self._has_notes = True
             self.reductions.finish()
             self._communicators.flush("gradients and parameters that this rank has sent")
+            self._unsharding.mapped.end(Pass.BACKWARD)
         self._current, self.is_open = _no_backward, False
         if _torch_private.has_optimizers_in_backward():
             self._step_optimizers(backward)
@@ -214,8 +222,10 @@ class BackwardRunner:
                     self.reductions.start(unused)
 
     def begin_finalize(self) -> None:
-        """Collective. Start to reduce what backwards have received."""
+        """Collective. Reshard, and start to reduce what backwards have received."""
         for unit in reversed(self._units):
+            if unit.conduct.reshard_after_backward:
+                unit.reshard()  # it may not have been so in the backwards
             received = [g for g in self._gradients_of(unit) if g.wants_reduction(self.sync)]
             if received:
                 self.reductions.start(received)
@@ -259,6 +269,7 @@ class BackwardRunner:
                 group.discard()
             unit.reshard()
         self._communicators.flush("messages that this rank sent before an exception")
+        self._unsharding.mapped.end(Pass.BACKWARD, has_raised=True)
         self._current, self.is_open = _no_backward, False
 
 

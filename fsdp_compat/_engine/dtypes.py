@@ -96,7 +96,16 @@ def cast_floats(value: Any, dtype: torch.dtype) -> Any:
 
 
 def move_to(value: Any, device: torch.device) -> Any:
-    """Return ``value`` with its tensors on ``device``."""
+    """Return ``value`` with its tensors on ``device``.
+
+    The caller may read what was moved to the CPU, and overwrite what was moved from there. Memory
+    that is not pinned has been read when a copy returns, without a wait for the device.
+    """
     return map_tensors(
-        value, lambda t: t if t.device == device else t.to(device, non_blocking=True)
+        value,
+        lambda t: (
+            t
+            if t.device == device
+            else t.to(device, non_blocking=t.device.type == "cpu" and not t.is_pinned())
+        ),
     )

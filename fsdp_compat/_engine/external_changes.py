@@ -14,6 +14,7 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from .. import _torch_private
+from .._torch_private import dtensor as torch_dtensor
 from .group import Group
 
 __all__ = ["ExternalChanges"]
@@ -30,10 +31,9 @@ class ExternalChanges:
         self._small_params = [param for group in groups for param in group.gradients.small.params]
         stores = [group.store for group in groups]
         sharded_params = [param for store in stores for param, _ in store.sharded_params]
-        self._plain_params: list[torch.Tensor] = [
-            param for store in stores if store.is_guarded for param, _ in store.sharded_params
-        ]
-        self._dtensor_stores = [store for store in stores if not store.is_guarded]
+        is_dtensor = _torch_private.is_dtensor
+        self._plain_params: list[torch.Tensor] = [p for p in sharded_params if not is_dtensor(p)]
+        self._dtensors = list(filter(is_dtensor, sharded_params))
         unsharded_params = [
             param
             for group in groups
@@ -60,10 +60,9 @@ class ExternalChanges:
         )
 
     def _local_params(self) -> Sequence[torch.Tensor]:
-        if not self._dtensor_stores:
+        if not self._dtensors:
             return self._plain_params
-        local = [param for store in self._dtensor_stores for param in store.local_params()]
-        return self._plain_params + local
+        return self._plain_params + torch_dtensor.local_parts(self._dtensors)
 
     def note(self) -> None:
         """All units were checked, and repaired."""

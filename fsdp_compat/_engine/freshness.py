@@ -13,6 +13,8 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
+from .. import _torch_private
+from .._torch_private import dtensor as torch_dtensor
 from .store import ParamStore
 
 __all__ = ["Freshness", "patch", "undo"]
@@ -51,10 +53,10 @@ class Freshness:
     """Notes the state of the sharded parameters of one unit."""
 
     def __init__(self, stores: Sequence[ParamStore]) -> None:
-        self._stores = list(stores)
         self._params: list[nn.Parameter] = [
             param for store in stores for param, _ in store.sharded_params
         ]
+        self._dtensors = list(filter(_torch_private.is_dtensor, self._params))
         self._noted: list[int] = []
         patch()
 
@@ -68,9 +70,8 @@ class Freshness:
         return _steps.handle is not None and self._noted == self._present()
 
     def _present(self) -> list[int]:
-        local = [param for store in self._stores for param in store.local_params()]
         return [
             _steps.number,
             sum(map(_version, self._params)),
-            sum(map(_version, local)),
+            sum(map(_version, torch_dtensor.local_parts(self._dtensors))),
         ]

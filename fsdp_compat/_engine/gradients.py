@@ -261,7 +261,9 @@ class ConductedGradients(Gradients):
         return sync and self._conduct.sync and bool(self.received)
 
     def _put(self, indices: list[int], grads: list[torch.Tensor]) -> None:
-        self._follow_requires_grad(indices)
+        # The rest of the trainable parameters are looked at once, when the reduction starts.
+        if self._buffer is None or not self._buffer.has_places(indices):
+            self._follow_requires_grad(indices)
         super()._put(indices, grads)
 
     def start_reduction(self) -> None:

@@ -95,6 +95,11 @@ class Group:
         self.set_name("a unit")
 
     @property
+    def is_joined(self) -> bool:
+        """True if several groups share an all-gather."""
+        return self._joined is not None
+
+    @property
     def gather_dtype(self) -> torch.dtype:
         """The dtype of all-gathers, and of computation in training."""
         return self.memories[0].all_gather_output.dtype
@@ -131,21 +136,28 @@ class Group:
 
     def unshard(self) -> None:
         """Collective. Start the all-gather."""
-        memory = self.memory
-        if memory.aliased:
+        memory, conduct = self.memory, self.conduct
+        if memory.aliased or memory.views_mapping:
             return
         if self.partial is not None and self.partial.is_held:
             self.partial.begin_gather()
             return
+        mapped = memory.mapped_copy
+        if mapped is not None:
+            mapped.is_due = bool(mapped.passes) and (
+                conduct is None or conduct.custom_all_gather is None
+            )
+            if mapped.is_due:
+                return
         if self._joined is not None:
             self._joined.begin()
             return
         memory.allocate()
         if self.store.extension is not None:
             self.store.extension.pack()
-        if self.conduct is not None and self.conduct.custom_all_gather is not None:
+        if conduct is not None and conduct.custom_all_gather is not None:
             output = memory.all_gather_output
-            gather_by_custom(self.conduct, self.store.shard, output, self.shard.rank)
+            gather_by_custom(conduct, self.store.shard, output, self.shard.rank)
             return
         self._all_gather = self.shard.begin_gather(
             self.store.shard, memory.all_gather_output, memory.segments, self._tag
@@ -154,9 +166,12 @@ class Group:
             self.offload.was_read()
 
     def wait_for_unshard(self) -> None:
-        """Collective. Make the unsharded parameters readable."""
+        """Collective. Make the unsharded parameters readable. Mapped ones are so in every pass."""
         if self.partial is not None and self.partial.is_held:
             self.partial.end_gather(self._what)
+            return
+        if self.memory.mapped_copy is not None and self.memory.mapped_copy.is_due:
+            self.memory.copy_mapped()
             return
         if self._joined is not None:
             self._joined.wait(self._what)
@@ -207,7 +222,9 @@ class Group:
         Leaves the buffers of forward and backward alone.
         """
         own = self.store.shard if own is None else own
-        return self.shard.gather_now(self.offload.to_compute(own))
+        full = self.shard.gather_now(self.offload.to_compute(own))
+        self.offload.wait_readers()  # the caller may write to the shard as soon as this returns
+        return full
 
     def require_unsharded_params(self) -> None:
         """Raise AssertedStateError, and undo the change, if the user has given an unsharded

@@ -304,6 +304,10 @@ class ConductedReduceBuffer(ReduceBuffer):
         # Summed over the shard axis, not yet over the replicas, and the parameters in it.
         self._partial: tuple[torch.Tensor, frozenset[int]] | None = None
 
+    def has_places(self, indices: Sequence[int]) -> bool:
+        """True if the form has places for these parameters."""
+        return indices == self._all_indices or set(indices).issubset(self._all_indices)
+
     @property
     def is_empty(self) -> bool:
         """True if nothing was received since the last complete reduction."""

@@ -45,6 +45,11 @@ class Rounds:
         self._inside: list[Unit] = []  # the units that this method may use
 
     @property
+    def is_in_method(self) -> bool:
+        """True while a method runs in rounds."""
+        return self._caller is not None
+
+    @property
     def units_to_gather(self) -> Sequence[Unit]:
         """The units that all ranks gather in a forward, in order."""
         return self._inside or self._units
@@ -60,7 +65,7 @@ class Rounds:
                 self.gather_rest(self._forward_order)
                 while self._next_round(is_running=False):
                     self.gather_rest(self._forward_order)
-                self.end()
+                self._stop()
 
         inside = set(unit.module.modules())
         self._caller = unit
@@ -68,10 +73,13 @@ class Rounds:
         self.is_fixed_order = True
         return until_all_ranks_are_done
 
+    def _stop(self) -> None:
+        self._inside, self.is_fixed_order = [], self.allow_unused_units
+
     def end(self) -> None:
-        """Stop running in rounds: the method has returned or raised."""
-        self._caller, self._inside = None, []
-        self.is_fixed_order = self.allow_unused_units
+        """The method has returned or raised on all ranks."""
+        self._caller = None
+        self._stop()
 
     def gather_before(self, unit: Unit, order: Order) -> None:
         """Collective. Gather the units that come before ``unit``, and the unit itself."""

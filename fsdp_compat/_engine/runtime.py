@@ -101,6 +101,7 @@ class Runtime:
         self._units_with_parts = [unit for unit in self.units if unit.view.has_parts]
         self._communicators.take(self.groups)
         self._checks.take(self.groups)
+        self._unsharding.mapped.take(self.groups, self.root.label)
 
     # -- forward
 
@@ -132,7 +133,7 @@ class Runtime:
                 _torch_private.set_compiler(None)
                 # A failed wait must not hide the exception that came first.
                 with contextlib.suppress(StateError):
-                    self.post_forward(call, unit, None)
+                    self.post_forward(call, unit, None, has_raised=True)
                 raise
             _torch_private.set_compiler(None)
             self.post_forward(call, unit, output)
@@ -161,7 +162,7 @@ class Runtime:
         try:
             return self.run(unit, rounds.around(unit, function), args, kwargs)
         finally:
-            rounds.end()
+            self._unsharding.end_rounds()
 
     def begin_call(self, unit: Unit) -> Call:
         """Return a forward call that begins now."""
@@ -215,9 +216,11 @@ class Runtime:
             unit.view.hide_parts()
         self._unsharding.begin_forward()
 
-    def post_forward(self, call: Call, unit: Unit, output: object) -> None:
-        """A forward call has ended. output: None if it raised. A recomputation reshards nothing:
-        backward is about to use the parameters."""
+    def post_forward(
+        self, call: Call, unit: Unit, output: object, has_raised: bool = False
+    ) -> None:
+        """A forward call has ended. A recomputation reshards nothing: backward is about to use the
+        parameters."""
         stack = self._stack
         if call not in stack:
             return
@@ -245,9 +248,9 @@ class Runtime:
         if not unit.conduct.to_run:
             self._unsharding.after_forward(unit, in_graph)
         if not self._stack:
-            self._end_forward()
+            self._end_forward(has_raised)
 
-    def _end_forward(self) -> None:
+    def _end_forward(self, has_raised: bool) -> None:
         for unit in self._units_of_several:
             if unit.conduct.to_run:  # its other modules were not called
                 unit.conduct.to_run.clear()
@@ -255,7 +258,7 @@ class Runtime:
         self._unsharding.end_forward()
         for unit in self._units_with_parts:
             unit.view.reveal_parts()
-        self._unsharding.end_gathers()
+        self._unsharding.end_gathers(has_raised)
 
     # -- backward
 

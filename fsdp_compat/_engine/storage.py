@@ -3,16 +3,21 @@ and refills storages under tensors that stay."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import operator
+from collections.abc import Collection, Sequence
 
 import torch
 
 from .. import _torch_private
 from .._comm import shared_memory
+from .._comm.host_memory import HUGE_NBYTES, prefer_huge_pages
+from .._comm.mapped import Mapping, can_map
 from .segments import Segments
 from .store import ParamStore
 
 __all__ = ["GroupMemory", "Storage", "new_shard"]
+
+_version = operator.attrgetter("_version")
 
 
 def new_shard(
@@ -23,7 +28,7 @@ def new_shard(
     On the CPU it lies in shared memory, from where other ranks of the host read it without sending.
     """
     if device.type == "cpu" and ranks > 1 and not pin:
-        return shared_memory.zeros(numel, dtype)
+        return shared_memory.zeros(numel, dtype, min_nbytes=0 if can_map(numel, dtype) else None)
     return torch.zeros(numel, dtype=dtype, device=device, pin_memory=pin)
 
 
@@ -31,15 +36,18 @@ class Storage:
     """A storage object that stays while its memory comes and goes. Views of it, also those that
     autograd saved, stay valid."""
 
-    __slots__ = ("nbytes", "untyped")
+    __slots__ = ("_has_huge_pages", "nbytes", "untyped")
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.untyped = tensor.untyped_storage()
         self.nbytes = self.untyped.nbytes()
+        self._has_huge_pages = tensor.device.type == "cpu" and self.nbytes >= HUGE_NBYTES
 
     def allocate(self) -> None:
         if self.untyped.nbytes() != self.nbytes:
             self.untyped.resize_(self.nbytes)
+            if self._has_huge_pages:
+                prefer_huge_pages(self.untyped.data_ptr(), self.nbytes)
 
     def free(self) -> None:
         if self.untyped.nbytes():
@@ -48,6 +56,20 @@ class Storage:
     @property
     def resident_nbytes(self) -> int:
         return self.untyped.nbytes()
+
+
+_Copy = tuple[list[torch.Tensor], list[torch.Tensor]]  # (to, from)
+
+
+class MappedCopy:
+    """How parameters are copied out of every rank's shard, where it is mapped."""
+
+    __slots__ = ("copy", "is_due", "passes")
+
+    def __init__(self, copy: _Copy, passes: Collection[object]) -> None:
+        """passes: those that all ranks are in now; shards can be read while there are some."""
+        self.copy, self.passes = copy, passes
+        self.is_due = False  # the unit is about to be unsharded, and nothing is in flight
 
 
 class GroupMemory:
@@ -85,7 +107,7 @@ class GroupMemory:
             self.all_gather_output if output is None else torch.empty(0, device=device)
         )
         self._own_storages: list[Storage] = []  # of parameters that do not view the output
-        self._copy: tuple[list[torch.Tensor], list[torch.Tensor]] | None = None  # (to, from)
+        self._copy: _Copy | None = None
         self._extension = store.extension
         if not store.params_view_output:
             self._own_storages = list(
@@ -96,12 +118,67 @@ class GroupMemory:
             )
             self._copy = store.copies(self.all_gather_output, self.unsharded_params)
         self.has_copies = self._copy is not None  # see `fill_unsharded_params`
+        # All ranks' shards: the parameters view them, in place of an all-gather output, or are
+        # copied out of them.
+        self.mapping: Mapping | None = None
+        self._num_writes = 0  # to mapped parameters
+        self.mapped_copy: MappedCopy | None = None
         self.keeps_storage = False  # `free` leaves the memory of the parameters
         self.free()
         self._views = [_torch_private.local_part(param) for param in self.unsharded_params]
         # In an empty storage the address is the distance from its beginning.
         self._offsets = list(map(torch.Tensor.data_ptr, self._views))
         self.segments = Segments(self.all_gather_output, ranks)  # [S] each
+
+    @property
+    def views_mapping(self) -> bool:
+        """True if the parameters are mapped, and nothing is all-gathered."""
+        return self.mapping is not None and self.mapped_copy is None
+
+    def use_copies_of(
+        self, store: ParamStore, mapping: Mapping | None, passes: Collection[object]
+    ) -> None:
+        """Let the parameters be copied out of every rank's shard, where it is mapped; None: they
+        are all-gathered again. passes: see MappedCopy."""
+        self.mapping, self.mapped_copy = mapping, None
+        if mapping is None:
+            return
+        empty = [storage for storage in self._param_storages if not storage.resident_nbytes]
+        self.allocate_params()  # nothing can view memory that is not there
+        copy = [self.all_gather_output.data], [mapping.full]
+        if self.has_copies:
+            copy = store.copies(mapping.full, self.unsharded_params)
+        self.mapped_copy = MappedCopy(copy, passes)
+        for storage in empty:
+            storage.free()
+
+    def use_mapping(self, store: ParamStore, mapping: Mapping | None) -> None:
+        """Let the parameters view every rank's shard where it is, and nothing is all-gathered any
+        more; None: memory of their own again. Only while sharded."""
+        if mapping is self.mapping:
+            return
+        self.mapping = mapping
+        ranks, output = len(self.segments), self.all_gather_output
+        self.all_gather_output = torch.empty_like(output) if mapping is None else mapping.full
+        params = store.make_unsharded_params(self.all_gather_output)
+        for view, param in zip(self._views, params, strict=True):
+            view.data = _torch_private.local_part(param).data
+        self.segments = Segments(self.all_gather_output, ranks)
+        if mapping is None:
+            self._buffer = Storage(self.all_gather_output)
+            self.free()
+        else:
+            self._buffer = Storage(output[:0].clone())
+            self._num_writes = self._count_writes()
+
+    def keep(self) -> None:
+        """Until the next ``free``, leave the parameters as they are when shards are written to."""
+        if self.mapping is not None and self.views_mapping:
+            self.mapping.keep()
+            self._num_writes = -1
+
+    def _count_writes(self) -> int:
+        return sum(map(_version, self.unsharded_params))
 
     def strayed(self) -> list[int]:
         """Return the indices of parameters whose memory the user has replaced by ``.data =``.
@@ -117,7 +194,7 @@ class GroupMemory:
 
     def bring_back(self, store: ParamStore, indices: Sequence[int]) -> None:
         """Make strayed parameters view the buffer again; the values they had are lost."""
-        was_free = not self._buffer.resident_nbytes
+        was_free = not self.views_mapping and not self._buffer.resident_nbytes
         self._buffer.allocate()  # nothing can view memory that is not there
         params = store.make_unsharded_params(self.all_gather_output)
         for index in indices:
@@ -132,21 +209,38 @@ class GroupMemory:
     def fill_unsharded_params(self) -> None:
         """After an all-gather: copy its output into the parameters, unless they view it."""
         if self._copy is not None:
-            for storage in self._own_storages:
-                storage.allocate()
-            if self._copy[0]:  # all parameters may be empty
-                _torch_private.copy_together(*self._copy)
+            self._copy_out(self._copy)
             if self._extension is not None:
                 self._extension.unpack(self.unsharded_params)
             self._buffer.free()
 
+    def copy_mapped(self) -> None:
+        """Copy every rank's shard, where it is mapped, into the parameters."""
+        assert self.mapped_copy is not None
+        self._copy_out(self.mapped_copy.copy)
+
+    def _copy_out(self, copy: _Copy) -> None:
+        self.allocate_params()
+        if copy[0]:  # all parameters may be empty
+            _torch_private.copy_together(*copy)
+
     def allocate_params(self) -> None:
         """Allocate the memory of the parameters, wherever it is."""
-        for storage in self._own_storages or [self._buffer]:
+        for storage in self._param_storages:
             storage.allocate()
+
+    @property
+    def _param_storages(self) -> list[Storage]:
+        return self._own_storages or [self._buffer]
 
     def free(self) -> None:
         if self.aliased:
+            return
+        if self.mapping is not None and self.views_mapping:
+            num_writes = self._count_writes()
+            if num_writes != self._num_writes:
+                self._num_writes = num_writes
+                self.mapping.forget_writes()
             return
         if self.has_copies or not self.keeps_storage:
             self._buffer.free()

@@ -13,7 +13,8 @@ With ``ranks`` shard ranks, S elements per rank, and P parameters in the group:
                                                                parameter
     all_gather_output   [ranks*S]   GroupMemory, one per       from ``unshard`` to ``reshard``; if
                                     dtype computed in          parameters do not view it, until they
-                                                               are copied out of it
+                                                               are copied out of it; if it is
+                                                               mapped, always
     unsharded           P original  store, kept by             with all_gather_output, which they
     parameters          shapes      GroupMemory                view; otherwise in own storages, from
                                                                the copy to ``reshard``

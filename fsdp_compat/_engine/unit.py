@@ -298,6 +298,16 @@ class Unit:
                 group.reshard()
             self._move(Residency.SHARDED)
 
+    @property
+    def is_mapped(self) -> bool:
+        """True if unsharded parameters are every rank's shard, and change with it."""
+        return any(group.memory.views_mapping for group in self.groups)
+
+    def keep(self) -> None:
+        """The unit stays unsharded after a pass, although its shards may be written to."""
+        for group in self.groups:
+            group.memory.keep()
+
     def reshard_to_partial(self) -> None:
         """Keep rows of the unsharded parameters for backward's all-gather among fewer ranks, and
         show these."""

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from .communicators import Communicators
 from .device import ComputeStreams
 from .dtypes import ComputeDtype
+from .mapped_shards import MappedShards, Pass
 from .rounds import Rounds, end_gathers
 from .schedule import Order, Prefetch
 from .unit import NOT_UNSHARDED, Residency, Unit
@@ -28,6 +29,7 @@ class Unsharding:
     ) -> None:
         """streams: None where there is only one."""
         self._units, self._communicators, self._streams = units, communicators, streams
+        self.mapped = MappedShards()
         self.forward_order, self.backward_order = Order(), Order()
         self.rounds = Rounds(units, communicators, self.forward_order, allow_unused_units)
         self._prefetches_forward = forward_prefetch
@@ -120,17 +122,42 @@ class Unsharding:
         )
 
     def begin_forward(self) -> None:
+        """Collective, if shards may be read where they are mapped. A method that runs in rounds is
+        one pass: ranks may make different numbers of calls in it."""
+        is_inside = self.rounds.is_in_method and self.mapped.is_open(Pass.FORWARD)
+        if not is_inside and self._reads_shards():
+            self.mapped.begin(Pass.FORWARD)
         self.forward_order.restart(self.rounds.units_to_gather)
+
+    def _reads_shards(self) -> bool:
+        """False if parameters are whole already, in memory of their own. A pass sends nothing then,
+        so that ranks may make different numbers of them."""
+        return any(
+            unit.residency is not Residency.UNSHARDED or unit.is_mapped
+            for unit in self._units
+            if not unit.view.summoned
+        )
 
     def end_forward(self) -> None:
         """Collective."""
         self.rounds.gather_rest(self.forward_order)
 
-    def end_gathers(self) -> None:
-        """See ``rounds.end_gathers``."""
+    def end_gathers(self, has_raised: bool) -> None:
+        """The outermost forward has ended, see ``rounds.end_gathers``. Collective."""
         end_gathers(self._units, self._communicators)
+        if not self.rounds.is_in_method:
+            # in a fixed order, the other ranks can go on without one that has raised
+            self.mapped.end(Pass.FORWARD, has_raised and not self.rounds.is_fixed_order)
+
+    def end_rounds(self) -> None:
+        """A method that has run in rounds has returned or raised. Collective."""
+        self.rounds.end()
+        self.mapped.end(Pass.FORWARD)
 
     def begin_backward(self) -> None:
+        """Collective, if shards may be read where they are mapped."""
+        if self._reads_shards():
+            self.mapped.begin(Pass.BACKWARD)
         self.backward_order.restart(list(reversed(self._units)))
 
     def end_backward(self) -> None:

@@ -11,7 +11,11 @@ __all__ = ["flat_layout"]
 
 
 def flat_layout(
-    names: Sequence[str], shapes: Sequence[tuple[int, ...]], *, ranks: int, align: int
+    names: Sequence[str],
+    shapes: Sequence[tuple[int, ...]],
+    *,
+    ranks: int,
+    align: int,
 ) -> FlatLayout:
     """Return the layout of a parameter group. Each parameter and each rank's shard starts at a
     multiple of ``align`` elements.

@@ -102,13 +102,16 @@ class FlatOfParameters(FlatLayout):
 
     def fits(self, layout: FlatLayout) -> bool:
         """True if ``layout`` has the same parameters at the same offsets and as many shards."""
+        return self.shard_numel == layout.shard_numel and self.fits_but_for_padding(layout)
+
+    def fits_but_for_padding(self, layout: FlatLayout) -> bool:
+        """The same, but shards may have other sizes."""
         return _places(self.inside) == _places(layout)
 
 
 def _places(layout: FlatLayout) -> tuple[Any, ...]:
     return (
         layout.ranks,
-        layout.shard_numel,
         [(clean_name(param.name), param.shape, param.start) for param in layout.params],
     )
 
@@ -259,6 +262,11 @@ class BoxedTensor(ShardedTensor):
             and self._layout.fits(layout)
             and self._members == members
         )
+
+    def is_flat_of(self, layout: FlatLayout) -> bool:
+        """True if this is the flat tensor of ``layout``, whose shards may be padded otherwise."""
+        flat = self._layout
+        return isinstance(flat, FlatOfParameters) and flat.fits_but_for_padding(layout)
 
     def elements(self) -> torch.Tensor:
         """Return this rank's elements out of the local shards, 1-D and in order: a view where they

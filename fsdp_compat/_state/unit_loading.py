@@ -16,6 +16,7 @@ from .._layout.spec import Section
 from ..errors import CheckpointError
 from .names import clean_name, named_sections
 from .values import (
+    is_local,
     is_readable,
     is_sharded,
     is_tensor,
@@ -82,10 +83,7 @@ def _wrong_local(group: Group, section: Section, key: str, value: Any) -> list[s
         ]
     if (wrong := misfit(value)) is not None:
         return [f"{key}: {wrong}"]
-    if (
-        group.shard.ranks > 1
-        and read_local(value, section.layout, store.rank, group.shard.members) is not None
-    ):
+    if group.shard.ranks > 1 and is_local(value, section.layout):
         return []
     return [
         other_local(
@@ -172,7 +170,6 @@ def load_unit(
                 continue
             if flat is not None:
                 run = read_local(flat, section.layout, store.rank, group.shard.members)
-                assert run is not None
                 _write(store.shard[section.place.slice][: run.numel()], run)
                 continue
             received = _received(group, found)

@@ -3,6 +3,7 @@ elements."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import typing
 from typing import Any
@@ -24,6 +25,7 @@ if typing.TYPE_CHECKING:  # importing it takes a second
     from torch.distributed.tensor import DTensor
 
 __all__ = [
+    "is_local",
     "is_readable",
     "is_sharded",
     "is_tensor",
@@ -110,30 +112,55 @@ def local_value(
     return sharded_value(flat, 0, rank, shard[flat.part_in_shard(0, rank).slice], members, group)
 
 
-def read_local(
-    value: torch.Tensor, layout: FlatLayout, rank: int, members: tuple[int, ...]
-) -> torch.Tensor | None:
-    """Return ``rank``'s elements, 1-D, of a flat tensor's value in a local state dict.
-
-    None, on all ranks, if it was cut in another way than ``layout`` or has other parameters.
-    Nothing is sent.
-    """
+def is_local(value: torch.Tensor, layout: FlatLayout) -> bool:
+    """True if ``value`` is the flat tensor of ``layout`` in a local state dict: of the same
+    parameters, over as many ranks. Its shards may be padded otherwise. Alike on all ranks."""
     flat = flat_of_parameters(layout)
     if isinstance(value, BoxedTensor):
-        return value.elements() if value.is_local_of(layout, members) else None
-    if isinstance(value, ShardedTensor):
-        parts = [flat.part(0, each) for each in range(layout.ranks)]
-        described = sorted(
-            (*shard.shard_offsets, *shard.shard_sizes) for shard in value.metadata().shards_metadata
+        return value.is_flat_of(layout)
+    if not isinstance(value, ShardedTensor):
+        return bool(
+            _torch_private.is_plain(value) and not value.numel() and flat.params[0].shape == (0,)
         )
-        if tuple(value.metadata().size) != flat.params[0].shape or described != [
-            (p.start, p.numel) for p in parts if p
-        ]:
-            return None
-        own = value.local_shards()
-        return own[0].tensor.detach() if own else torch.empty(0, dtype=value.dtype)
-    fits = _torch_private.is_plain(value) and not value.numel() and flat.params[0].shape == (0,)
-    return value.detach().reshape(-1) if fits else None
+    if tuple(value.metadata().size) != flat.params[0].shape:
+        return False
+    found = _described(value)
+    [numel] = flat.params[0].shape
+    size = found[0][1] if found else 0
+    return found == _parts(flat) or (
+        -(-numel // flat.ranks) <= size < flat.shard_numel
+        and found == _parts(dataclasses.replace(flat, shard_numel=size))
+    )
+
+
+def read_local(
+    value: torch.Tensor, layout: FlatLayout, rank: int, members: tuple[int, ...]
+) -> torch.Tensor:
+    """Return ``rank``'s elements, 1-D, of a value that ``is_local``.
+
+    Collective if its shards are padded otherwise than those of ``layout``, which all ranks see.
+    """
+    flat = flat_of_parameters(layout)
+    if isinstance(value, BoxedTensor) and value.is_local_of(layout, members):
+        return value.elements()
+    if not isinstance(value, ShardedTensor):
+        return value.detach().reshape(-1)
+    if isinstance(value, BoxedTensor) or _described(value) != _parts(flat):
+        return read_part(value, flat, 0, rank, members)
+    own = value.local_shards()
+    return own[0].tensor.detach() if own else torch.empty(0, dtype=value.dtype)
+
+
+def _described(value: ShardedTensor) -> list[tuple[int, int]]:
+    """Return the (offset, numel) of the shards of a 1-D value, in order."""
+    shards = value.metadata().shards_metadata
+    return sorted((shard.shard_offsets[0], shard.shard_sizes[0]) for shard in shards)
+
+
+def _parts(flat: FlatLayout) -> list[tuple[int, int]]:
+    """Return the same for the parts that a layout gives to the ranks, without empty ones."""
+    parts = [flat.part(0, each) for each in range(flat.ranks)]
+    return [(part.start, part.numel) for part in parts if part]
 
 
 def is_sharded(value: object) -> bool:

@@ -3,6 +3,7 @@ intervals."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Sequence
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from torch import nn
 
 from .. import _torch_private
+from .._comm.mapped import in_whole_pages
 from .._comm.mesh import Axis
 from .._engine.ownership import OrigParam, ParamSlots
 from .._engine.state_store import StateStore
@@ -65,6 +67,9 @@ class FlatStore(StateStore):
         names = [member.name for member in self.orig_params]
         align = max(ALIGN_NBYTES // self.dtype.itemsize, 1)
         self.layout: FlatLayout = flat_layout(names, shapes, ranks=ranks, align=align)
+        if ranks > 1 and device.type == "cpu" and not pin:
+            numel = in_whole_pages(self.layout.shard_numel, self.dtype)
+            self.layout = dataclasses.replace(self.layout, shard_numel=numel)
         self.rank, self.numel = rank, self.layout.shard_numel
         self.parallel = [tensor_parallel(p) for p in originals]
         # [S], padding zero

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from fsdp_compat import FullyShardedDataParallel, ShardingStrategy
+from fsdp_compat import FullyShardedDataParallel, ShardingStrategy, StateError
 from fsdp_compat._comm import shared_memory
 from tests.support.models import DIM, Block
 from tests.support.parity import make_pair, one_backward
@@ -222,6 +222,27 @@ def test_fork_copies_nothing_and_leaves_nothing() -> None:
         assert shards <= during <= before + (1 << 14), "one copy"
         assert in_child == [0] * 4, "no descriptors of what the parent writes from now on"
         assert after <= before + (1 << 16)
+
+
+def uses_the_model_in_a_child() -> str:
+    training = Training()
+    training.step()
+
+    def use() -> str:
+        try:
+            training.step()
+        except StateError as error:
+            return str(error)
+        return "no error"
+
+    message = Child(use).answer()
+    training.step()
+    return message
+
+
+def test_forked_process_that_uses_the_model_gets_an_error() -> None:
+    for message in run_ranks(2, uses_the_model_in_a_child):
+        assert "this process was forked from a rank" in message
 
 
 # -- forks without Python

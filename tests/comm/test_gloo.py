@@ -9,6 +9,7 @@ import gc
 import io
 import os
 from collections.abc import Iterator
+from datetime import timedelta
 from typing import Any
 from unittest import mock
 
@@ -18,7 +19,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp_compat import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
-from fsdp_compat._comm import arena, gloo, same_host, shared_memory
+from fsdp_compat._comm import arena, same_host, shared_memory
 from fsdp_compat._comm.communicator import communicator
 from fsdp_compat._comm.mesh import mesh_from_group
 from tests.comm.test_deadlock import assert_alike, message_of
@@ -30,7 +31,13 @@ from tests.support.ranks import run_ranks
 CPU = torch.device("cpu")
 NUMEL = 1_200_001  # of a message: more than one piece of a sum, and no multiple of anything
 DESCRIPTOR_NBYTES = 56
+CHANNELS = "counters", "messages"
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex64)
+
+
+def by(channel: str) -> dict[str, str]:
+    """Return the environment in which same-host peers tell each other of messages in this way."""
+    return {"FSDP_COMPAT_SAME_HOST": channel}
 
 
 @contextlib.contextmanager
@@ -38,7 +45,7 @@ def sharing_from(nbytes: int) -> Iterator[None]:
     """Read messages of at least ``nbytes`` in place."""
     with (
         mock.patch.object(shared_memory, "MIN_NBYTES", nbytes),
-        mock.patch.dict(gloo._MIN_NBYTES_FACTORS, clear=True),
+        mock.patch.object(same_host, "min_factor", return_value=1),
     ):
         yield
 
@@ -47,18 +54,21 @@ def _messages_that_are_read() -> list[bool]:
     comm, nbytes = connect(), shared_memory.MIN_NBYTES
     return [
         comm.shares(times * nbytes // 4 - less, torch.float32)
-        for times in (1, 4)
+        for times in (1, 32, 128)
         for less in (1, 0)
     ]
 
 
 @pytest.mark.parametrize(
-    ("ranks", "expected"), [(2, [False, False, False, True]), (3, [False, True, True, True])]
+    ("ranks", "channel", "number"),
+    [(2, "counters", 5), (2, "messages", 1), (3, "counters", 5), (3, "messages", 3)],
 )
-def test_minimum_size_of_messages_read_in_place_is_four_times_larger_with_one_peer(
-    ranks: int, expected: list[bool]
+def test_minimum_size_of_messages_read_in_place_depends_on_ranks_and_channel(
+    ranks: int, channel: str, number: int
 ) -> None:
-    assert run_ranks(ranks, _messages_that_are_read) == [expected] * ranks
+    expected = [False] * (6 - number) + [True] * number
+    found = run_ranks(ranks, _messages_that_are_read, environment=by(channel))
+    assert found == [expected] * ranks
 
 
 def connect() -> Any:
@@ -164,13 +174,16 @@ def _exchanges_everything(comm: Any, dtypes: tuple[torch.dtype, ...]) -> tuple[i
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("channel", CHANNELS)
 def test_messages_read_in_place_are_right_in_every_dtype_and_send_only_descriptors(
-    ranks: int,
+    ranks: int, channel: str
 ) -> None:
     descriptors = (
         6 * DESCRIPTOR_NBYTES * (ranks - 1)
     )  # a gather, a reduction, two totals of two steps
-    assert run_ranks(ranks, exchanges_everything) == [(ranks - 1, descriptors)] * ranks
+    sent = descriptors if channel == "messages" else 0
+    found = run_ranks(ranks, exchanges_everything, environment=by(channel))
+    assert found == [(ranks - 1, sent)] * ranks
 
 
 def test_rank_without_readable_memory_exchanges_by_sending() -> None:
@@ -180,12 +193,13 @@ def test_rank_without_readable_memory_exchanges_by_sending() -> None:
 
 
 @pytest.mark.parametrize(("ranks", "full_up"), [(2, (0,)), (2, (0, 1)), (3, (0, 2))])
+@pytest.mark.parametrize("channel", CHANNELS)
 def test_rank_without_more_shared_memory_sends_its_values(
-    ranks: int, full_up: tuple[int, ...]
+    ranks: int, full_up: tuple[int, ...], channel: str
 ) -> None:
-    descriptors = 6 * DESCRIPTOR_NBYTES * (ranks - 1)
+    descriptors = 6 * DESCRIPTOR_NBYTES * (ranks - 1) * (channel == "messages")
     values = 4 * NUMEL * (ranks - 1) * (2 + 2 * 2)  # a gather, a reduction, two totals of two steps
-    told = run_ranks(ranks, exchanges_everything, (), full_up, DTYPES[:2])
+    told = run_ranks(ranks, exchanges_everything, (), full_up, DTYPES[:2], environment=by(channel))
     for rank, (num_peers, sent) in enumerate(told):
         assert num_peers == ranks - 1
         assert (
@@ -250,8 +264,9 @@ def mixes_dtypes() -> str:
     )
 
 
-def test_message_of_another_dtype_raises() -> None:
-    first, second = run_ranks(2, mixes_dtypes)
+@pytest.mark.parametrize("channel", CHANNELS)
+def test_message_of_another_dtype_raises(channel: str) -> None:
+    first, second = run_ranks(2, mixes_dtypes, environment=by(channel))
     assert "of torch.int32 for 1200001 of torch.float32" in first + second
     assert "Waiting for tag 4 failed" in first and "Waiting for tag 4 failed" in second
 
@@ -263,7 +278,7 @@ def tells_lies(lie: str) -> tuple[str, str]:
     if comm.rank == 0:
         handle = comm.begin_gather(own, full, full.chunk(2), 4)
         return message_of(lambda: comm.end_gather(handle, "the parameters of 'a'"))
-    descriptor_of, place = same_host.descriptor_of, shared_memory.locate(own)
+    describe, place = same_host.describe, shared_memory.locate(own)
     with contextlib.ExitStack() as opened:
         pipe = os.pipe()
         opened.callback(os.close, pipe[0])
@@ -277,15 +292,15 @@ def tells_lies(lie: str) -> tuple[str, str]:
             "small": place._replace(number=7, fd=small),
         }.get(lie, place)
 
-        def wrong_descriptor(place: Any, message: torch.Tensor) -> torch.Tensor:
-            told = descriptor_of(false, message)
+        def wrong_descriptor(place: Any, message: torch.Tensor) -> list[int]:
+            told = describe(false, message)
             if lie == "dtype":
                 told[-1] = -1
             if lie == "numel":
                 told[-2] = 1 << 40
             return told
 
-        with mock.patch.object(same_host, "descriptor_of", wrong_descriptor):
+        with mock.patch.object(same_host, "describe", wrong_descriptor):
             handle = comm.begin_gather(own, full, full.chunk(2), 4)
         return message_of(
             lambda: (
@@ -316,8 +331,11 @@ def tells_lies(lie: str) -> tuple[str, str]:
         ),
     ],
 )
-def test_wrong_descriptor_raises_an_error_with_its_rank(lie: str, expected: str) -> None:
-    first, second = run_ranks(2, tells_lies, lie, group_timeout=20)
+@pytest.mark.parametrize("channel", CHANNELS)
+def test_wrong_descriptor_raises_an_error_with_its_rank(
+    lie: str, expected: str, channel: str
+) -> None:
+    first, second = run_ranks(2, tells_lies, lie, group_timeout=20, environment=by(channel))
     assert expected in first
     assert "Waiting for the parameters of 'a' failed" in first and second.startswith("Waiting for")
 
@@ -383,8 +401,34 @@ def frees_too_early() -> tuple[bool, bool, bool]:
     return early, shared_memory.allocate(2 * NUMEL, torch.float32).data_ptr() == address, right
 
 
-def test_block_is_reused_after_all_peers_have_read_it() -> None:
-    assert run_ranks(2, frees_too_early) == [(False, True, True)] * 2
+@pytest.mark.parametrize("channel", CHANNELS)
+def test_block_is_reused_after_all_peers_have_read_it(channel: str) -> None:
+    assert run_ranks(2, frees_too_early, environment=by(channel)) == [(False, True, True)] * 2
+
+
+def sends_again_before_the_peer_has_read() -> list[float]:
+    """Rank 1 reads late. Returns the largest values of two gathers with one tag."""
+    comm, found = connect(), []
+    store = dist.distributed_c10d._get_default_store()
+    first, second = numbers(NUMEL, 0), numbers(NUMEL, 0) + 5
+    for turn, own in enumerate((first, second)):
+        full = torch.empty(2 * NUMEL)
+        handle = comm.begin_gather(own, full, full.chunk(2), 4)
+        if turn == 1 and comm.rank == 0:
+            store.set("sent again", "1")
+        if turn == 0 and comm.rank == 1:
+            with contextlib.suppress(dist.DistStoreError):
+                store.wait(["sent again"], timedelta(seconds=0.3))
+        comm.end_gather(handle, "parameters")
+        found.append(full.max().item())
+    comm.flush_sends("what was sent")
+    return found
+
+
+@pytest.mark.parametrize("channel", CHANNELS)
+def test_a_message_does_not_replace_one_that_was_not_read(channel: str) -> None:
+    found = run_ranks(2, sends_again_before_the_peer_has_read, environment=by(channel))
+    assert found == [[4.0, 9.0]] * 2
 
 
 def drains_what_is_under_way() -> bool:
@@ -398,8 +442,9 @@ def drains_what_is_under_way() -> bool:
     return bool((full.max() == 4.0).item())
 
 
-def test_flush_sends_ends_unfinished_gathers() -> None:
-    assert run_ranks(2, drains_what_is_under_way) == [True] * 2
+@pytest.mark.parametrize("channel", CHANNELS)
+def test_flush_sends_ends_unfinished_gathers(channel: str) -> None:
+    assert run_ranks(2, drains_what_is_under_way, environment=by(channel)) == [True] * 2
 
 
 # -- failures
@@ -421,9 +466,10 @@ def does_not_read() -> str:
     return message_of(step)
 
 
-def test_error_names_a_rank_that_never_reads_a_message() -> None:
+@pytest.mark.parametrize("channel", CHANNELS)
+def test_error_names_a_rank_that_never_reads_a_message(channel: str) -> None:
     assert_alike(
-        run_ranks(2, does_not_read),
+        run_ranks(2, does_not_read, environment=by(channel)),
         "rank 0 waits for rank 1 to take the parameters of 'a'",
         "rank 1 waits for the parameters of 'b' from rank 0",
     )
@@ -443,8 +489,9 @@ def reads_what_was_given_up() -> str:
     return message_of(lambda: comm.end_gather(handle, "the parameters of 'a'"))
 
 
-def test_memory_of_a_failed_rank_is_not_used() -> None:
-    first, second = run_ranks(2, reads_what_was_given_up, group_timeout=20)
+@pytest.mark.parametrize("channel", CHANNELS)
+def test_memory_of_a_failed_rank_is_not_used(channel: str) -> None:
+    first, second = run_ranks(2, reads_what_was_given_up, group_timeout=20, environment=by(channel))
     assert "the communication of rank 0 has failed" in second
     assert first.startswith("Waiting for")
 

@@ -23,7 +23,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fsdp_compat import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
+from fsdp_compat import FullyShardedDataParallel, MixedPrecision, ShardingStrategy, fully_shard
+from fsdp_compat._comm import shared_memory
 from fsdp_compat._comm.communicator import Kind
 from fsdp_compat._engine.checks import Checks
 from fsdp_compat._engine.gradients import LARGE, Gradients
@@ -137,6 +138,50 @@ def test_profilers_and_dispatch_modes_see_what_is_sent() -> None:
         assert number > 0 and nbytes > 0
         assert seen == (number, nbytes)
         assert profiled == (number, 0)
+
+
+def collectives_that_are_seen(fully: bool) -> tuple[dict[str, int], dict[str, int]]:
+    """Return how many gathers and reductions a step makes, and how many a profile shows, where
+    peers read all messages in place."""
+    if fully:
+        model: Any = Model()
+        for module in (*model.blocks, model):
+            fully_shard(module)
+    else:
+        model = wrapped()
+    with mock.patch.object(shared_memory, "MIN_NBYTES", 1):
+        step(model)
+        runtime = model._get_fsdp_state().runtime if fully else model._runtime
+        traffic = runtime.groups[0].shard.traffic
+        traffic.clear()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            step(model)
+    rows = {each.key: each.count for each in profile.key_averages()}
+    kinds = {"begin_gather": Kind.GATHER, "begin_reduce": Kind.REDUCE}
+    return {name: traffic.counts[kind] for name, kind in kinds.items()}, {
+        name: rows.get(f"fsdp_compat::{name}", 0) for name in kinds
+    }
+
+
+@pytest.mark.parametrize("fully", [False, True])
+def test_profilers_see_collectives_that_send_nothing(fully: bool) -> None:
+    how = {"FSDP_COMPAT_SAME_HOST": "counters"}
+    for made, seen in run_ranks(2, collectives_that_are_seen, fully, environment=how):
+        assert min(made.values()) > BLOCKS
+        assert seen == made
+
+
+def meetings_that_are_seen() -> int:
+    model = wrapped()
+    step(model)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        step(model)
+    return sum(each.count for each in profile.key_averages() if each.key.endswith("::end_meeting"))
+
+
+def test_profilers_see_the_meetings_of_mapped_passes() -> None:
+    how = {"FSDP_COMPAT_MAP_FROM": "1"}
+    assert run_ranks(2, meetings_that_are_seen, environment=how) == [4, 4]
 
 
 def sent_by_steps(

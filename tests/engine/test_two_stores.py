@@ -28,7 +28,7 @@ from tests.support.engine_build import (
     full_parameters,
     shard,
 )
-from tests.support.pairwise import pairwise
+from tests.support.pairwise import each_value
 from tests.support.ranks import run_ranks
 
 WIDTH = 6
@@ -319,7 +319,7 @@ def train(
         twins.step()
 
 
-@pairwise
+@each_value
 @pytest.mark.parametrize("kind", STORES)
 @pytest.mark.parametrize("reshard", [True, False])
 @pytest.mark.parametrize("model", [name for name in MODELS if name != "trap"])
@@ -339,6 +339,7 @@ def test_one_rank_trains_as_one_process(model: str, kind: str) -> None:
     run_ranks(1, train, model, kind)
 
 
+@each_value
 @pytest.mark.parametrize("kind", STORES)
 @pytest.mark.parametrize("model", ["odd", "mixed"])
 def test_replicas_train_as_one_process(model: str, kind: str) -> None:
@@ -350,7 +351,7 @@ def test_replicas_of_shards_train_as_one_process(kind: str) -> None:
     run_ranks(4, train, "odd", kind, "hybrid")
 
 
-@pairwise
+@each_value
 @pytest.mark.parametrize("kind", STORES)
 @pytest.mark.parametrize("forward_prefetch", [True, False])
 @pytest.mark.parametrize("backward_prefetch", list(Prefetch))
@@ -367,6 +368,7 @@ def test_prefetching_changes_no_number(
     )
 
 
+@each_value
 @pytest.mark.parametrize("kind", STORES)
 @pytest.mark.parametrize("model", ["recomputed outside", "tied"])
 def test_two_forwards_before_one_backward_add_gradients(model: str, kind: str) -> None:
@@ -433,6 +435,7 @@ def train_after_an_unsynchronised_backward_that_was_zeroed(kind: str) -> None:
     twins.step()
 
 
+@each_value
 @pytest.mark.parametrize("kind", STORES)
 @pytest.mark.parametrize(
     ("shape", "model"),
@@ -487,7 +490,7 @@ def rest_after_an_exception(kind: str, where: str) -> None:
     twins.compare_parameters()
 
 
-@pairwise
+@each_value
 @pytest.mark.parametrize("kind", STORES)
 @pytest.mark.parametrize("reshard", [True, False])
 @pytest.mark.parametrize("where", ["forward", "backward"])

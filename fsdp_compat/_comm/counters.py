@@ -1,0 +1,189 @@
+"""Counters in shared memory: how ranks of one host tell each other how far they have come.
+
+Each rank has a ``Table`` that it alone writes and that its peers map read-only. It has a row for
+every peer and tag: the number of the last message that this rank has sent to that peer, that of the
+last one that it has read of that peer's, and a few words about the one sent. A peer sleeps in the
+kernel (a futex) until a counter reaches the number that it waits for; while nothing waits, nothing
+is done.
+
+A wait looks up every ``SLICE_S`` seconds: at the peer's process (a pidfd, so that the death of a
+killed process is noticed at once), whether the peer has closed its table, and whether this rank's
+wait was aborted.
+
+Only where a store that was made earlier is seen earlier (x86-64) and where the kernel has both
+calls: elsewhere the same is told by messages (same_host.py)."""
+
+from __future__ import annotations
+
+import ctypes
+import datetime
+import functools
+import itertools
+import os
+import platform
+import select
+import struct
+import sys
+import time
+import weakref
+from collections.abc import Callable, Sequence
+
+from .memory_files import DONTFORK, PAGE_NBYTES, SHARED, SealedFile, advise, map_memory, unmap_in
+from .peer_memory import MappedFile, PeerMemory
+
+__all__ = ["NUM_TAGS", "CounterWork", "PeerTable", "Table", "are_supported"]
+
+NUM_TAGS = 1 << 17  # per peer: above, messages are sent
+SLICE_S = 0.1  # of a wait, between two looks at what may end it
+
+# A row: number of the last message sent, of the last one read, words about the one sent.
+_ROW_NBYTES = 64
+_WORDS = struct.Struct("7q")
+_SENT, _READ, _SAID = 0, 1, 8  # the first two in counters, the third in bytes
+_CLOSED = 16  # a counter, in the first page: 1 when the owner has closed the table
+
+_FUTEX, _WAIT, _WAKE, _ALL = 202, 0, 1, (1 << 31) - 1
+
+
+class _Time(ctypes.Structure):
+    _fields_ = (("s", ctypes.c_long), ("ns", ctypes.c_long))
+
+
+_SLICE = ctypes.pointer(_Time(0, int(SLICE_S * 1e9)))
+_numbers = itertools.count(1 << 40)  # of files: no table has the number of a chunk
+
+
+def are_supported() -> bool:
+    """True if this machine has what counters need."""
+    return (
+        sys.platform == "linux"
+        and platform.machine() == "x86_64"
+        and ctypes.sizeof(ctypes.c_void_p) == 8
+        and hasattr(os, "pidfd_open")
+    )
+
+
+@functools.cache
+def _futex() -> Callable[..., int]:
+    call = ctypes.CDLL(None).syscall
+    call.restype, word, pointer = ctypes.c_long, ctypes.c_long, ctypes.c_void_p
+    call.argtypes = (word, pointer, word, word, pointer, pointer, word)
+    return functools.partial(call, _FUTEX)
+
+
+class Table:
+    """The counters of this rank along one axis."""
+
+    def __init__(self, ranks: int, token: bytes) -> None:
+        """token: of this process's memory. Raises OSError if the system refuses."""
+        nbytes = _first_row(ranks)
+        # until the peers have opened it: a child would inherit the descriptor
+        self.file: SealedFile | None = SealedFile(nbytes, token, next(_numbers))
+        self._address = map_memory(None, nbytes, SHARED, self.file.fd, 0)
+        weakref.finalize(self, unmap_in, os.getpid(), self._address, nbytes).atexit = False
+        advise(self._address, nbytes, DONTFORK)
+        self._bytes = memoryview((ctypes.c_ubyte * nbytes).from_address(self._address)).cast("B")
+        self._counters = self._bytes.cast("I")
+
+    def send(self, peer: int, tag: int, number: int, words: Sequence[int]) -> None:
+        """Tell a peer of a message, in 7 words of 64 bits. It has read the last one of the tag."""
+        row = _row(peer, tag)
+        _WORDS.pack_into(self._bytes, row + _SAID, *words)
+        self._set(row, _SENT, number)
+
+    def acknowledge(self, peer: int, tag: int, number: int) -> None:
+        """Tell a peer that its message was read."""
+        self._set(_row(peer, tag), _READ, number)
+
+    def _set(self, row: int, counter: int, number: int) -> None:
+        self._counters[row // 4 + counter] = number
+        _futex()(self._address + row + 4 * counter, _WAKE, _ALL, None, None, 0)
+
+    def close(self) -> None:
+        """Let the waits of all peers fail."""
+        self._counters[_CLOSED] = 1
+
+
+class PeerTable:
+    """The counters that a peer has for this rank."""
+
+    def __init__(self, memory: PeerMemory, fd: int, number: int, rank: int, ranks: int) -> None:
+        """fd, number: of the file, in the peer's process. rank: of this process. Raises OSError if
+        it cannot be read."""
+        self._file: MappedFile = memory.open(fd, number)
+        if len(self._file.view) != _first_row(ranks):
+            raise OSError("a table of another size")
+        self._rank = rank
+        self._counters = self._file.view.cast("I")
+        process = os.pidfd_open(memory.pid)
+        weakref.finalize(self, os.close, process).atexit = False
+        self._process = select.poll()
+        self._process.register(process, select.POLLIN)
+
+    def words(self, tag: int) -> tuple[int, ...]:
+        """Return what the peer has said of its last message."""
+        return _WORDS.unpack_from(self._file.view, _row(self._rank, tag) + _SAID)
+
+    def sent(self, tag: int, number: int) -> CounterWork:
+        """Return the wait until the peer has sent a message."""
+        return CounterWork(self, _row(self._rank, tag) // 4 + _SENT, number)
+
+    def read(self, tag: int, number: int) -> CounterWork:
+        """Return the wait until the peer has read a message of this rank."""
+        return CounterWork(self, _row(self._rank, tag) // 4 + _READ, number)
+
+    def has_reached(self, counter: int, number: int) -> bool:
+        return self._counters[counter] >= number
+
+    def sleep(self, counter: int, number: int) -> None:
+        """Wait until a counter may have reached a number, for at most a slice."""
+        value = self._counters[counter]
+        if value < number:
+            _futex()(self._file.address + 4 * counter, _WAIT, value, _SLICE, None, 0)
+
+    @property
+    def is_lost(self) -> bool:
+        """True if the peer will not count any more."""
+        return bool(self._counters[_CLOSED]) or bool(self._process.poll(0))
+
+
+class CounterWork:
+    """A wait for a counter of a peer, which is waited for as a torch.distributed Work is."""
+
+    __slots__ = ("_counter", "_is_aborted", "_number", "_table")
+
+    def __init__(self, table: PeerTable, counter: int, number: int) -> None:
+        self._table, self._counter, self._number = table, counter, number
+        self._is_aborted = False
+
+    def wait(self, timeout: datetime.timedelta) -> bool:
+        """Return False if the wait was aborted. Raises RuntimeError at the time limit, or if the
+        peer has gone."""
+        table, counter, number = self._table, self._counter, self._number
+        if table.has_reached(counter, number):
+            return True
+        end = time.monotonic() + timeout.total_seconds()
+        while True:
+            table.sleep(counter, number)
+            is_lost = table.is_lost  # first: what the peer has counted before it ended is seen
+            if table.has_reached(counter, number):
+                return True
+            if self._is_aborted:
+                return False
+            if is_lost:
+                raise RuntimeError("the peer has closed the connection, or its process has ended")
+            if time.monotonic() > end:
+                raise RuntimeError("the time limit")
+
+    def abort(self) -> None:
+        """End the wait, now or later, from another thread."""
+        self._is_aborted = True
+
+
+def _row(peer: int, tag: int) -> int:
+    return PAGE_NBYTES + (peer * NUM_TAGS + tag) * _ROW_NBYTES
+
+
+def _first_row(after: int) -> int:
+    """Return where the rows of a peer begin; of the number of ranks: the size of a table."""
+    return _row(after, 0)

@@ -1,0 +1,175 @@
+"""All ranks' shards side by side in the addresses of one process: an all-gather without a copy.
+
+Ranks of one host can read each other's shards in shared memory. Where every shard begins and ends
+at a page, a rank can map them one behind the other: the full buffer is that ``Mapping``, for ever,
+and a host holds one copy of the parameters.
+
+The pages are mapped privately. Who writes to an unsharded parameter gets pages of its own, as with
+a buffer that was gathered, and no other rank sees it; ``forget_writes`` drops these pages. A shared
+mapping would let a write reach all ranks; one that is read-only would end the process."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import typing
+import weakref
+from collections.abc import Sequence
+
+import torch
+
+from ..errors import UsageError, explain
+from .memory_files import FIXED, NORESERVE, PAGE_NBYTES, advise, map_memory, unmap_in
+from .peer_memory import Location, PeerMemory
+
+__all__ = [
+    "PAGEMAP",
+    "Mapping",
+    "can_map",
+    "in_whole_pages",
+    "map_shards",
+    "writes_are_found",
+]
+
+# of the parts that all mappings of this process consist of; the system has a limit of 65,530
+MAX_PARTS = 1 << 14
+
+PAGEMAP = "/proc/self/pagemap"
+# bits of its entries, one word per page: it is somewhere, and it is a file's
+_EXISTS, _OF_A_FILE = -1 << 62, 1 << 61
+_ENTRY_NBYTES = 8
+
+_NO_ACCESS = 0
+_num_parts = 0
+
+
+def _min_nbytes() -> int:
+    """Return the bytes of a shard from which it is mapped: FSDP_COMPAT_MAP_FROM, by default 512
+    KiB. Below, the pages of padding and the system calls cost more than a copy.
+
+    Raises UsageError if the variable is not a number of bytes.
+    """
+    text = os.environ.get("FSDP_COMPAT_MAP_FROM", str(1 << 19))
+    if not text.isdecimal() or not int(text):
+        raise UsageError(
+            explain(
+                "FSDP_COMPAT_MAP_FROM is not a number of bytes.",
+                expected="a positive whole number",
+                got=repr(text),
+                where="the environment of this process",
+                fix="set it to the same number on all ranks, or unset it for 524288",
+            )
+        )
+    return int(text)
+
+
+class Mapping:
+    """Addresses for ``full`` [ranks * S], which stay while a tensor views them."""
+
+    def __init__(self, ranks: int, numel: int, dtype: torch.dtype) -> None:
+        """numel: of one shard, whose bytes are whole pages. Raises OSError if the system
+        refuses."""
+        global _num_parts
+        self._part_nbytes = numel * dtype.itemsize
+        self._nbytes = ranks * self._part_nbytes
+        if _num_parts + ranks > MAX_PARTS:
+            raise OSError("too many mappings")
+        private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | NORESERVE
+        self._address = map_memory(None, self._nbytes, private, -1, 0, _NO_ACCESS)
+        held: typing.Any = (ctypes.c_ubyte * self._nbytes).from_address(self._address)
+        _num_parts += ranks
+        # leaves, saved tensors and what the user keeps hold the array, and so the addresses
+        weakref.finalize(
+            held, _unmap, os.getpid(), self._address, self._nbytes, ranks
+        ).atexit = False
+        self.full = torch.frombuffer(held, dtype=dtype)
+
+    def put(self, rank: int, file: int, offset: int) -> None:
+        """Map the shard of a rank, which lies in a file. Raises OSError if the system refuses."""
+        address = self._address + rank * self._part_nbytes
+        private = mmap.MAP_PRIVATE | FIXED | NORESERVE
+        map_memory(address, self._part_nbytes, private, file, offset)
+
+    def keep(self) -> None:
+        """Give this process pages of its own with the present values, whatever is written to the
+        shards, until ``forget_writes``."""
+        self.full.data.copy_(self.full.clone())  # .data: autograd sees no change
+
+    def forget_writes(self) -> None:
+        """Let ``full`` be the shards again."""
+        advise(self._address, self._nbytes, mmap.MADV_DONTNEED)
+
+    def has_writes(self, pages: int) -> bool:
+        """True if this process has written to ``full``, by any means. pages: the open file
+        PAGEMAP."""
+        first, number = self._address // PAGE_NBYTES, self._nbytes // PAGE_NBYTES
+        read = os.pread(pages, number * _ENTRY_NBYTES, first * _ENTRY_NBYTES)
+        entries = torch.frombuffer(bytearray(read), dtype=torch.int64)
+        return bool(((entries & _EXISTS != 0) & (entries & _OF_A_FILE == 0)).any())
+
+
+def _unmap(pid: int, address: int, nbytes: int, parts: int) -> None:
+    global _num_parts
+    if os.getpid() == pid:
+        _num_parts -= parts
+    unmap_in(pid, address, nbytes)
+
+
+def in_whole_pages(numel: int, dtype: torch.dtype) -> int:
+    """Return how many elements a CPU shard [numel] has with its padding: to whole pages, if it is
+    large enough to be mapped. Alike on all ranks."""
+    if numel * dtype.itemsize < _min_nbytes():
+        return numel
+    page_numel = PAGE_NBYTES // dtype.itemsize
+    return -(-numel // page_numel) * page_numel
+
+
+def can_map(numel: int, dtype: torch.dtype) -> bool:
+    """True if shards [numel] are large enough, and consist of whole pages. Alike on all ranks."""
+    nbytes = numel * dtype.itemsize
+    return nbytes >= _min_nbytes() and nbytes % PAGE_NBYTES == 0
+
+
+def writes_are_found() -> bool:
+    """True if ``has_writes`` works here."""
+    return PAGE_NBYTES == 4096 and os.access(PAGEMAP, os.R_OK)
+
+
+def map_shards(
+    rank: int,
+    memories: typing.Mapping[int, PeerMemory],
+    shards: Sequence[torch.Tensor],
+    places: Sequence[Sequence[Location | None]],
+    mappings: Sequence[Mapping | None],
+) -> list[Mapping | None]:
+    """Map shards of all ranks, each into its mapping or, without one, into a new one. Return the
+    mappings, None for those that the system refuses.
+
+    memories: of the peers. places: by rank, where the shards lie.
+    """
+    ranks, found = len(places), list[Mapping | None]()
+    files: dict[tuple[int, int, int], int] = {}  # by rank, descriptor and number
+    try:
+        for index, (shard, mapping) in enumerate(zip(shards, mappings, strict=True)):
+            try:
+                made = mapping or Mapping(ranks, shard.numel(), shard.dtype)
+                for each in range(ranks):
+                    place = places[each][index]
+                    if place is None or place.offset % PAGE_NBYTES:
+                        raise OSError("no pages of a file")
+                    key = each, place.fd, place.number
+                    if key not in files:
+                        files[key] = (
+                            os.dup(place.fd)
+                            if each == rank
+                            else memories[each].descriptor(place.fd, place.number)
+                        )
+                    made.put(each, files[key], place.offset)
+                found.append(made)
+            except OSError:
+                found.append(None)
+    finally:
+        for file in files.values():
+            os.close(file)
+    return found

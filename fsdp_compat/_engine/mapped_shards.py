@@ -1,0 +1,215 @@
+"""Passes over units that read every rank's shard where it is mapped (_comm/mapped.py): parameters
+view the mapping, or are copied out of it.
+
+Such a unit sends nothing when it is unsharded, so that no rank waits there. Instead the ranks meet
+at both ends of a pass. At its beginning all shards have the values that the pass reads; when it has
+ended no rank reads them any more, and they may be written to. Outside of a pass, where users of
+fully_shard may unshard units, these are all-gathered."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import enum
+import os
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
+
+from .._comm import shared_memory
+from .._comm.communicator import Communicator, Handle
+from .._comm.mapped import PAGEMAP, can_map
+from ..errors import StateError, explain
+from .group import Group
+
+__all__ = ["MappedShards", "Pass"]
+
+
+class Pass(enum.IntEnum):
+    """Kinds of passes. They have meetings of their own: a backward may begin in a forward."""
+
+    FORWARD = 0
+    BACKWARD = 2
+
+
+@dataclasses.dataclass
+class _Axis:
+    """The mapped groups along one axis."""
+
+    communicator: Communicator
+    groups: list[Group]
+    tag: int
+    places: tuple[object, ...] = ()  # of this rank's shards, when they were mapped
+    version: int = 0  # increases when they have moved
+    others: Sequence[int] = ()  # the versions of all ranks, this one first
+
+
+class MappedShards:
+    """The mapped groups of one runtime, and the passes that are open."""
+
+    def __init__(self) -> None:
+        self._label = "a module"
+        self._candidates: list[Group] = []
+        self._axes: list[_Axis] | None = None  # None: not decided yet
+        self._open: dict[Pass, list[tuple[_Axis, Handle]]] = {}  # by pass: the end was told
+        self._reading: set[Pass] = set()  # passes in which this rank may read shards now
+
+    def take(self, groups: Iterable[Group], label: str) -> None:
+        """Work with ``groups`` from now on. label: of the root, for errors."""
+        self._label, self._axes = label, None
+        self._candidates = [group for group in groups if _can_map(group)]
+        self._open.clear()
+        self._reading.clear()
+
+    def is_open(self, which: Pass) -> bool:
+        """True if a pass has begun and not ended."""
+        return which in self._open
+
+    def begin(self, which: Pass) -> None:
+        """Collective. A pass begins: all shards have their values when this returns."""
+        if self._axes is None:
+            self._axes = self._decide()
+        if not self._axes:
+            return
+        if which in self._open:  # an exception has ended the last one
+            self.end(which, has_raised=True)
+        self._open[which] = []
+        what = f"the beginning of a {which.name.lower()} of {self._label}"
+        handles = []
+        for axis in self._axes:
+            places = _places(axis.groups)
+            if places != axis.places:
+                axis.places, axis.version = places, axis.version + 1
+            handles.append(axis.communicator.begin_meeting(axis.tag + which, axis.version))
+        for axis, handle in zip(self._axes, handles, strict=True):
+            versions = [axis.version, *axis.communicator.end_meeting(handle, what)]
+            if versions != axis.others:
+                axis.others = versions
+                self._map(axis, which)
+        self._reading.add(which)
+        if which is Pass.FORWARD:
+            self._forget_writes()
+
+    def leave(self, which: Pass, has_raised: bool = False) -> None:
+        """Tell the other ranks that this one reads no shards any more in the pass."""
+        self._reading.discard(which)
+        if which in self._open and not self._open[which]:
+            self._open[which] = [
+                (axis, axis.communicator.begin_meeting(axis.tag + which + 1, int(has_raised)))
+                for axis in self._axes or ()
+            ]
+
+    def end(self, which: Pass, has_raised: bool = False) -> None:
+        """Collective. Wait until no rank reads shards any more in the pass.
+
+        Raises StateError, for good, if the pass has raised on another rank only: no rank would
+        wait for a unit that the other one has not used.
+        """
+        self.leave(which, has_raised)
+        what = f"the end of a {which.name.lower()} of {self._label}"
+        for axis, handle in self._open.pop(which, ()):
+            raised = axis.communicator.end_meeting(handle, what)
+            if any(raised) and not has_raised:
+                axis.communicator.fail_meeting(handle, what, raised.index(1))
+
+    def _decide(self) -> list[_Axis]:
+        """Collective. Return the axes along which something can be mapped."""
+        found: dict[int, _Axis] = {}
+        for group in self._candidates:
+            axis = found.get(id(group.shard))
+            if axis is None:
+                axis = found[id(group.shard)] = _Axis(group.shard, [], group.shard.new_tag())
+            axis.groups.append(group)
+        for axis in found.values():
+            self._map(axis, Pass.FORWARD)
+            axis.others = [axis.version] * axis.communicator.ranks
+        return [axis for axis in found.values() if axis.groups]
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def _map(self, axis: _Axis, which: Pass) -> None:
+        """Collective. Map the shards where they are now. Groups that cannot be mapped on some rank
+        are all-gathered on all ranks from now on.
+
+        Raises StateError, on all ranks, if that would be in a backward: units are unsharded then.
+        """
+        groups = axis.groups
+        mappings = axis.communicator.map_shards(
+            [group.store.shard.detach() for group in groups],
+            [group.memories[0].mapping for group in groups],
+        )
+        lost = [group for group, mapping in zip(groups, mappings, strict=True) if mapping is None]
+        if lost and which is Pass.BACKWARD:
+            raise StateError(
+                explain(
+                    "Shards that were moved between forward and backward cannot be mapped again.",
+                    expected="address space and file descriptors on all ranks, as before",
+                    got=f"a refusal of the system, on some rank, for {lost[0].name}",
+                    where=self._label,
+                    fix="fork (start a DataLoader) before forward, or set "
+                    "FSDP_COMPAT_SAME_HOST=counters on all ranks",
+                )
+            )
+        for group, mapping in zip(groups, mappings, strict=True):
+            if _views(group):
+                group.memories[0].use_mapping(group.store, mapping)
+                continue
+            for memory in group.memories:
+                memory.use_copies_of(group.store, mapping, self._reading)
+        axis.groups = [group for group in groups if group not in lost]
+        axis.places = _places(axis.groups)
+
+    def _forget_writes(self) -> None:
+        """Drop what was written to unsharded parameters past autograd's version counters, as by
+        ``.data``."""
+        with _open_pages() as pages:
+            for axis in self._axes or ():
+                for group in axis.groups:
+                    memory = group.memories[0]
+                    mapping = memory.mapping if memory.views_mapping else None
+                    if mapping is not None and mapping.has_writes(pages):
+                        mapping.forget_writes()
+
+
+@contextlib.contextmanager
+def _open_pages() -> Iterator[int]:
+    pages = os.open(PAGEMAP, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        yield pages
+    finally:
+        os.close(pages)
+
+
+def _can_map(group: Group) -> bool:
+    """True if all ranks may be able to map the group's shards: by what is alike on all of them."""
+    store, memory = group.store, group.memories[0]
+    return (
+        group.shard.maps
+        and not group.offload.is_offloaded
+        and not memory.aliased
+        and can_map(store.numel, store.dtype)
+        and store.extension is None
+        and not group.is_joined
+        # parameters of one byte are copied as bytes, and not cast
+        and (
+            group.gather_dtype == store.dtype
+            or min(group.gather_dtype.itemsize, store.dtype.itemsize) > 1
+        )
+    )
+
+
+def _views(group: Group) -> bool:
+    """True if the parameters are the mapped shards themselves. Otherwise they are copied out of
+    them: where they are cast, where they lie apart, and where the user may keep them whole while
+    shards are written to."""
+    return (
+        group.conduct is None
+        and not group.memories[0].has_copies
+        and group.gather_dtype == group.store.dtype
+    )
+
+
+def _places(groups: Sequence[Group]) -> tuple[object, ...]:
+    """Return what changes when shards have moved."""
+    shards = [group.store.shard for group in groups]
+    return shared_memory.num_forks(), *map(torch.Tensor.data_ptr, shards)

@@ -1,0 +1,133 @@
+"""Mappings of files one behind the other: what is read, what is written, and what is left."""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Iterator
+from unittest import mock
+
+import pytest
+import torch
+
+from fsdp_compat._comm import mapped, shared_memory
+from fsdp_compat._comm.communicator import communicator
+from fsdp_compat._comm.mapped import Mapping, can_map, map_shards
+from fsdp_compat._comm.memory_files import PAGE_NBYTES
+from fsdp_compat._comm.mesh import mesh_from_group
+from fsdp_compat.errors import UsageError
+from tests.support.ranks import run_ranks
+
+NUMEL = 3 * PAGE_NBYTES // 4
+
+
+@pytest.fixture
+def pages() -> Iterator[int]:
+    file = os.open("/proc/self/pagemap", os.O_RDONLY)
+    yield file
+    os.close(file)
+
+
+def shard(value: float) -> torch.Tensor:
+    """In a block."""
+    with mock.patch.object(shared_memory, "MIN_NBYTES", 1):
+        return shared_memory.allocate(NUMEL, torch.float32).fill_(value)
+
+
+def mapping_of(shards: list[torch.Tensor], old: Mapping | None = None) -> Mapping:
+    """As if all ranks were this process."""
+    made = old or Mapping(len(shards), NUMEL, torch.float32)
+    for rank, each in enumerate(shards):
+        place = shared_memory.locate(each)
+        assert place is not None
+        made.put(rank, place.fd, place.offset)
+    return made
+
+
+def num_mapped() -> int:
+    """Lines of this process's list of mappings."""
+    with open("/proc/self/maps") as file:
+        return len(file.readlines())
+
+
+def test_full_buffer_is_the_shards_and_follows_them() -> None:
+    shards = [shard(1.0), shard(2.0), shard(3.0)]
+    full = mapping_of(shards).full
+    assert full.shape == (3 * NUMEL,)
+    assert torch.equal(full, torch.cat(shards))
+    shards[1].fill_(7.0)
+    assert torch.equal(full, torch.cat(shards))
+
+
+def test_writes_are_private_and_are_found_and_forgotten(pages: int) -> None:
+    shards = [shard(1.0), shard(2.0)]
+    mapping = mapping_of(shards)
+    assert mapping.full.sum() == 3 * NUMEL  # read: its pages are in memory
+    assert not mapping.has_writes(pages)
+    mapping.full[NUMEL + 5] = 9.0
+    assert mapping.has_writes(pages)
+    assert (shards[0] == 1.0).all() and (shards[1] == 2.0).all()
+    mapping.forget_writes()
+    assert not mapping.has_writes(pages)
+    assert torch.equal(mapping.full, torch.cat(shards))
+
+
+def test_shards_that_have_moved_are_mapped_again_at_the_same_addresses() -> None:
+    first, second = [shard(1.0), shard(2.0)], [shard(3.0), shard(4.0)]
+    mapping = mapping_of(first)
+    full = mapping.full
+    full[0] = 9.0
+    assert mapping_of(second, mapping).full is full
+    assert torch.equal(full, torch.cat(second))
+
+
+def test_addresses_live_as_long_as_a_view_and_leave_nothing() -> None:
+    shards = [shard(1.0), shard(2.0)]
+    gc.collect()
+    before, parts = num_mapped(), mapped._num_parts
+    mapping = mapping_of(shards)
+    view = mapping.full[NUMEL:].view(-1, 4)[2]
+    del mapping
+    gc.collect()
+    assert mapped._num_parts == parts + 2
+    assert (view == 2.0).all()
+    del view
+    gc.collect()
+    assert (num_mapped(), mapped._num_parts) == (before, parts)
+
+
+def test_what_cannot_be_mapped_is_none() -> None:
+    good, small = shard(1.0), torch.ones(NUMEL)
+    places = [[shared_memory.locate(each) for each in (good, small)]]
+    found, nothing = map_shards(0, {}, [good, small], places, [None, None])
+    assert found is not None and torch.equal(found.full, good)
+    assert nothing is None
+    with mock.patch.object(mapped, "MAX_PARTS", mapped._num_parts):
+        assert map_shards(0, {}, [good], [places[0][:1]], [None]) == [None]
+    assert map_shards(0, {}, [good], [places[0][:1]], [found]) == [found]
+
+
+def test_only_large_shards_of_whole_pages_can_be_mapped(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert can_map(1 << 17, torch.float32) and can_map(1 << 18, torch.bfloat16)
+    assert not can_map((1 << 17) - 1024, torch.float32)
+    assert not can_map((1 << 17) + 4, torch.float32)
+    monkeypatch.setenv("FSDP_COMPAT_MAP_FROM", "1")
+    assert can_map(1024, torch.float32) and not can_map(512, torch.float32)
+
+
+def refuses_to_connect() -> str:
+    try:
+        communicator(mesh_from_group(None).shard, torch.device("cpu"))
+    except UsageError as error:
+        return str(error)
+    return ""
+
+
+def test_wrong_environment_variables_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for message in run_ranks(2, refuses_to_connect, environment={"FSDP_COMPAT_SAME_HOST": "none"}):
+        assert "expected: 'mapped', 'counters', 'messages'" in message
+        assert "got:      'none'" in message
+    for wrong in ("", "0", "-1", "1 MB"):
+        monkeypatch.setenv("FSDP_COMPAT_MAP_FROM", wrong)
+        with pytest.raises(UsageError, match="not a number of bytes"):
+            can_map(1, torch.float32)

@@ -1,0 +1,458 @@
+"""Units whose all-gather output is every rank's shard, mapped: they train as units that copy, what
+users write in forward stays private and is gone at the next reshard, and nothing is left mapped."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import functools
+import gc
+import multiprocessing
+import os
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from fsdp_compat import FullyShardedDataParallel as FSDP
+from fsdp_compat import MixedPrecision, ShardingStrategy, StateError
+from fsdp_compat._comm import gloo, mapped
+from fsdp_compat.wrap import ModuleWrapPolicy
+from tests.engine.test_counts import Operations, counting_sends
+from tests.frontends import test_calls, test_entry_points, test_random_programs
+from tests.support.models import Block
+from tests.support.parity import make_pair
+from tests.support.ranks import run_ranks
+
+WIDTH = 48
+ALL = {"FSDP_COMPAT_MAP_FROM": "1"}  # bytes
+COPIED = {"FSDP_COMPAT_SAME_HOST": "counters"}
+MESSAGES = {"FSDP_COMPAT_SAME_HOST": "messages"}
+
+
+class Wide(nn.Sequential):
+    """Shards of several pages on each rank."""
+
+    def __init__(self, num_blocks: int = 3) -> None:
+        super().__init__(*(Block(WIDTH) for _ in range(num_blocks)), nn.Linear(WIDTH, WIDTH))
+
+
+def wide_batch(generator: torch.Generator) -> Tensor:
+    return torch.randn(3, WIDTH, generator=generator)
+
+
+def mappings_of(model: FSDP) -> list[mapped.Mapping | None]:
+    return [memory.mapping for group in model._runtime.groups for memory in group.memories]
+
+
+# -- training
+
+
+def train(
+    make: Callable[[], nn.Module], strategy: ShardingStrategy, original: bool, mixed: bool
+) -> list[Tensor]:
+    """Losses and parameters of five steps, one of which only evaluates. mixed: in bfloat16, but for
+    evaluation."""
+    torch.manual_seed(0)
+    options: dict[str, Any] = {}
+    if mixed:
+        options["mixed_precision"] = MixedPrecision(torch.bfloat16, torch.float32)
+    if strategy is ShardingStrategy.HYBRID_SHARD:
+        options["device_mesh"] = init_device_mesh("cpu", (2, dist.get_world_size() // 2))
+    model = FSDP(
+        make(),
+        auto_wrap_policy=ModuleWrapPolicy({Block}),
+        sharding_strategy=strategy,
+        use_orig_params=original,
+        **options,
+    )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    found = []
+    for step in range(5):
+        x = torch.linspace(-1, 1, 4 * WIDTH).view(4, WIDTH) * (step + 1 + dist.get_rank())
+        if step == 2:
+            with torch.no_grad():
+                found.append(model.eval()(x))
+            model.train()
+            continue
+        loss = model(x).pow(2).mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(loss.detach())
+    found += [parameter.detach().clone() for parameter in model.parameters()]
+    is_mapped = os.environ.get("FSDP_COMPAT_SAME_HOST") is None
+    assert all((mapping is not None) == is_mapped for mapping in mappings_of(model))
+    return found
+
+
+class Writes(nn.Module):
+    """Forward writes to the parameters in every way that torch allows, some past autograd."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.block, self.tokens = Block(WIDTH), nn.Embedding(70, WIDTH, max_norm=0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.first.weight.mul_(0.5)
+        self.last.weight.data[0, 0] = 3.0
+        x = self.block(self.first(x).tanh()) + self.tokens(torch.arange(4))
+        return F.linear(x, self.last.weight * 2, self.last.bias)
+
+
+STRATEGIES = ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP
+CASES = [
+    (2, Wide, STRATEGIES[0], False, False),
+    (3, Wide, STRATEGIES[0], True, False),
+    (2, Wide, STRATEGIES[1], True, False),
+    (4, Wide, STRATEGIES[1], False, False),
+    (4, Wide, ShardingStrategy.HYBRID_SHARD, True, False),
+    (2, Writes, STRATEGIES[0], False, False),
+    (3, Writes, STRATEGIES[1], True, False),
+    (2, Wide, STRATEGIES[0], True, True),
+    (3, Writes, STRATEGIES[1], False, True),
+]
+
+
+@pytest.mark.parametrize(("ranks", "make", "strategy", "original", "mixed"), CASES)
+def test_training_is_bit_equal_to_copies_and_messages(
+    ranks: int,
+    make: Callable[[], nn.Module],
+    strategy: ShardingStrategy,
+    original: bool,
+    mixed: bool,
+) -> None:
+    full = {"FSDP_USE_FULL_PREC_IN_EVAL": "1"}
+    one, *others = (
+        run_ranks(ranks, train, make, strategy, original, mixed, environment=ALL | full | how)
+        for how in ({}, COPIED, MESSAGES)
+    )
+    for other in others:
+        for rank in range(ranks):
+            assert all(map(torch.equal, one[rank], other[rank]))
+
+
+def sends_and_copies() -> tuple[int, int, int]:
+    """Bytes sent in a step, bytes that units hold, and the largest number of elements copied that
+    is not a gradient's."""
+    model = FSDP(Wide(), auto_wrap_policy=ModuleWrapPolicy({Block}))
+    sent: list[int] = []
+    for _ in range(2):
+        sent.clear()
+        with counting_sends(sent), Operations() as seen:
+            output = model(torch.ones(2, WIDTH))
+        held = sum(group.memory.resident_nbytes for group in model._runtime.groups)
+        output.sum().backward()
+    return sum(sent), held, max(seen.written["copy_"], default=0)
+
+
+def test_forward_sends_copies_and_holds_nothing() -> None:
+    assert run_ranks(2, sends_and_copies, environment=ALL) == [(0, 0, 0)] * 2
+
+
+# -- what users write
+
+
+def reads_after_writing() -> tuple[bool, bool, bool]:
+    """Whether a write in forward is seen in the same forward, whether it is gone in the next one,
+    and whether any rank's shard has changed."""
+    model = FSDP(nn.Linear(WIDTH, WIDTH, bias=False), use_orig_params=True)
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    seen: list[float] = []
+
+    def write(module: nn.Module, args: Any) -> None:
+        seen.append(module.weight[3, 3].item())
+        module.weight.data[3, 3] = 100.0
+        seen.append(module.weight[3, 3].item())
+
+    handle = model.module.register_forward_pre_hook(write)
+    model(torch.ones(1, WIDTH)).sum().backward()
+    handle.remove()
+    model.module.register_forward_pre_hook(lambda m, a: seen.append(m.weight[3, 3].item()))
+    model(torch.ones(1, WIDTH)).sum().backward()
+    dist.barrier()
+    unchanged = all(map(torch.equal, before, model.parameters()))
+    return seen[1] == 100.0, seen[2] == seen[0], unchanged
+
+
+def test_writes_in_forward_are_private_and_gone_in_the_next_pass() -> None:
+    found = run_ranks(2, reads_after_writing, environment=ALL)
+    assert found == [(True, True, True)] * 2
+    assert found == run_ranks(2, reads_after_writing, environment=COPIED)
+
+
+# -- ranks that are early and late
+
+SOON = datetime.timedelta(seconds=0.3)
+
+
+def met(key: str) -> bool:
+    """Whether the other rank sets a key of the store soon."""
+    store = dist.distributed_c10d._get_default_store()
+    with contextlib.suppress(dist.DistStoreError):
+        store.wait([key], SOON)
+        return True
+    return False
+
+
+def writes_while_the_other_computes(when: str) -> tuple[bool, bool]:
+    """Rank 0 writes to its shard as soon as its forward has ended, or late, before it begins.
+    Return whether rank 1 was in forward then, and whether it has computed with the right values."""
+    store = dist.distributed_c10d._get_default_store()
+    model, x = FSDP(Wide(1), auto_wrap_policy=ModuleWrapPolicy({Block})), torch.ones(1, WIDTH)
+    with torch.no_grad():
+        before, early = model(x), False  # the first forward decides what is mapped, together
+        expected = before if when == "early" else None
+
+        def hook(module: nn.Module, args: Any) -> None:
+            nonlocal early
+            if when == "early":
+                early = met("written")
+            else:
+                store.set("entered", "1")
+
+        if dist.get_rank() == 1:
+            model.module[1].register_forward_pre_hook(hook)
+            found = model(x)
+        else:
+            if when == "late":
+                early = met("entered")
+                for parameter in model.parameters():
+                    parameter.zero_()
+            found = model(x)
+            if when == "early":
+                for parameter in model.parameters():
+                    parameter.zero_()
+                store.set("written", "1")
+    dist.barrier()
+    if expected is None:
+        with torch.no_grad():
+            expected = model(x)
+    return early, torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("when", ["early", "late"])
+def test_shards_are_written_only_between_the_passes_of_all_ranks(when: str) -> None:
+    found = run_ranks(2, writes_while_the_other_computes, when, environment=ALL)
+    assert found == [(False, True)] * 2
+
+
+def differentiates_twice_while_the_other_writes() -> tuple[bool, bool]:
+    """Rank 0 writes to its shard as soon as it has the first derivative. Return whether rank 1 has
+    computed the second one after that, and with the values from before."""
+    store = dist.distributed_c10d._get_default_store()
+    model = FSDP(Wide(1), auto_wrap_policy=ModuleWrapPolicy({Block}))
+    sharded = list(model.parameters())
+    found, late = [], False
+    for turn in range(2):
+        x = torch.ones(1, WIDTH, requires_grad=True)
+        [first] = torch.autograd.grad(model(x).pow(2).sum(), x, create_graph=True)
+        if turn == 1 and dist.get_rank() == 0:
+            with torch.no_grad():
+                for parameter in sharded:
+                    parameter.zero_()
+            store.set("written", "1")
+        elif turn == 1:
+            late = met("written")
+        found.append(torch.autograd.grad(first.pow(2).sum(), x)[0])
+    dist.barrier()
+    return late, torch.equal(*found)
+
+
+def test_a_graph_of_gradients_keeps_the_values_that_it_was_made_with() -> None:
+    found = run_ranks(2, differentiates_twice_while_the_other_writes, environment=ALL)
+    assert found == [(False, True), (True, True)]
+
+
+# -- moves of shards
+
+
+def in_child(connection: Any, model: FSDP) -> None:
+    connection.send(sum(float(parameter.detach().abs().sum()) for parameter in model.parameters()))
+    connection.close()
+    os._exit(0)
+
+
+def forks_between_steps() -> None:
+    """One rank forks, as a DataLoader does: its shards move to another file."""
+    pair = make_pair(Wide, (Block,))
+    pair.step(batch=wide_batch)
+    for number in range(3):
+        if dist.get_rank() == number % 2:
+            ours, theirs = multiprocessing.Pipe()
+            child = multiprocessing.get_context("fork").Process(
+                target=in_child, args=(theirs, pair.model)
+            )
+            child.start()
+            pair.step(batch=wide_batch)
+            assert ours.recv() > 0
+            child.join()
+        else:
+            pair.step(batch=wide_batch)
+    assert all(mapping is not None for mapping in mappings_of(pair.model))
+
+
+def test_ranks_that_fork_are_mapped_again() -> None:
+    run_ranks(2, forks_between_steps, environment=ALL)
+
+
+# -- what cannot be mapped
+
+
+def refuses(rank: int, index: int) -> Callable[..., Any]:
+    """Let one mapping fail on one rank."""
+    original = gloo.map_shards
+
+    def refusing(*args: Any) -> list[Any]:
+        found = original(*args)
+        if dist.get_rank() == rank:
+            found[index] = None
+        return found
+
+    return refusing
+
+
+def trains_where_one_cannot(later: bool) -> list[bool]:
+    """Whether each group is mapped. later: the mapping fails when the shards have moved."""
+    pair = make_pair(Wide, (Block,))
+    if later:
+        pair.step(batch=wide_batch)
+    with mock.patch.object(gloo, "map_shards", refuses(1, 2)):
+        if later and dist.get_rank() == 0:
+            child = os.fork()
+            if not child:
+                os._exit(0)
+            os.waitpid(child, 0)
+        pair.step(batch=wide_batch)
+    pair.step(batch=wide_batch)
+    return [mapping is not None for mapping in mappings_of(pair.model)]
+
+
+@pytest.mark.parametrize("later", [False, True])
+def test_all_ranks_copy_what_one_rank_cannot_map(later: bool) -> None:
+    for found in run_ranks(3, trains_where_one_cannot, later, environment=ALL):
+        assert found == [True, True, False, True]
+
+
+def trains_without_page_map() -> None:
+    with mock.patch.object(mapped, "PAGEMAP", "/proc/self/no such file"):
+        pair = make_pair(Wide, (Block,))
+        for _ in range(2):
+            pair.step(batch=wide_batch)
+    assert mappings_of(pair.model) == [None] * 4
+
+
+def test_nothing_is_mapped_where_writes_cannot_be_found() -> None:
+    run_ranks(2, trains_without_page_map, environment=ALL)
+
+
+# -- what other files test with copies
+
+
+@pytest.mark.parametrize(
+    ("ranks", "function", "args"),
+    [
+        (2, test_calls._begins_in_inference_mode, ()),
+        (3, test_entry_points._raises_on_one_rank, (False,)),
+        (2, test_random_programs._runs_programs, (0,)),
+        (3, test_random_programs._runs_programs, (3000,)),
+    ],
+)
+def test_programs_of_every_kind_run_mapped(
+    ranks: int, function: Callable[..., None], args: tuple[Any, ...]
+) -> None:
+    run_ranks(ranks, function, *args, environment=ALL)
+
+
+# -- what is left
+
+
+def leaves_nothing() -> tuple[int, int, bool]:
+    """Parts mapped while a model lives and after it has died, and whether an unsharded parameter
+    that outlives it can be read."""
+    model = FSDP(Wide(), auto_wrap_policy=ModuleWrapPolicy({Block}))
+    kept: list[Tensor] = []
+    handle = model.module[0].register_forward_pre_hook(
+        lambda module, args: kept.append(next(module.parameters()))
+    )
+    model(torch.ones(2, WIDTH)).sum().backward()
+    handle.remove()
+    during = mapped._num_parts
+    del model, handle
+    gc.collect()
+    readable = bool(kept[0].isfinite().all())
+    kept.clear()
+    gc.collect()
+    return during, mapped._num_parts, readable
+
+
+def test_nothing_is_left_mapped_after_the_model() -> None:
+    for during, after, readable in run_ranks(2, leaves_nothing, environment=ALL):
+        assert (during > 0, after, readable) == (True, 0, True)
+
+
+# -- ranks that part
+
+
+def evaluates_where_one_rank_raises() -> str:
+    """Rank 1 alone raises in forward, where no rank waits for another one's unit."""
+    model = FSDP(Wide(), auto_wrap_policy=ModuleWrapPolicy({Block}))
+    model(torch.ones(2, WIDTH))
+    if dist.get_rank() == 1:
+        model.module[1].register_forward_pre_hook(lambda m, a: 1 / 0)
+    try:
+        with contextlib.suppress(ZeroDivisionError):
+            model(torch.ones(2, WIDTH))
+    except StateError as error:
+        return str(error)
+    return ""
+
+
+def test_a_rank_that_raises_alone_in_forward_is_named() -> None:
+    first, second = run_ranks(2, evaluates_where_one_rank_raises, environment=ALL)
+    assert "Waiting for the end of a forward of" in first
+    assert "rank 1 has left with an exception" in first
+    assert not second
+
+
+def raises_on_all_ranks() -> None:
+    pair = make_pair(Wide, (Block,))
+    pair.step(batch=wide_batch)
+    handle = pair.model.module[1].register_forward_pre_hook(lambda m, a: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        pair.model(torch.ones(2, WIDTH))
+    handle.remove()
+    pair.step(batch=wide_batch)
+
+
+def test_training_goes_on_after_an_exception_on_all_ranks() -> None:
+    run_ranks(3, raises_on_all_ranks, environment=ALL)
+
+
+def trains_two_models_at_once() -> None:
+    """A forward in the middle of another model's forward, and backwards in the other order."""
+    one, other = make_pair(Wide, (Block,)), make_pair(functools.partial(Wide, 2), (Block,))
+    x = torch.ones(2, WIDTH) * (1 + dist.get_rank())
+    handle = one.model.module[1].register_forward_pre_hook(
+        lambda m, a: (a[0] + other.model(x).mean(),)
+    )
+    loss = one.model(x).sum()
+    second = other.model(2 * x).sum()
+    second.backward()
+    loss.backward()
+    handle.remove()
+    for pair in (one, other):
+        pair.optim.zero_grad()
+        pair.step(batch=wide_batch)
+
+
+def test_passes_of_two_models_may_overlap() -> None:
+    run_ranks(2, trains_two_models_at_once, environment=ALL)
