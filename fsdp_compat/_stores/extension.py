@@ -27,7 +27,7 @@ from ..errors import (
 )
 from .placement import RowPlacement, contiguous_stride
 from .row_store import RowStore
-from .row_views import RowViews, as_bytes
+from .row_views import as_bytes
 
 __all__ = ["ExtensionStore", "has_extension"]
 
@@ -229,7 +229,6 @@ class ExtensionStore(RowStore):
 
     def _lay_out(self, cuts: Sequence[Cut], dtype: torch.dtype, device: torch.device) -> None:
         self.layout = RowLayout.in_order(cuts, cuts[0].ranks, dtype.itemsize)
-        self._views = RowViews(self.layout)
         self.dtype, self._kind = torch.uint8, (dtype, device)
         self.shard, self.numel = torch.zeros(1, dtype=torch.uint8, device=device), 1
 

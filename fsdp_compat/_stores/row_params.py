@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.dlpack import from_dlpack
+from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defined]  # public
 
 from .. import _torch_private
 from .._comm.host_memory import of_its_own_size
@@ -104,7 +104,9 @@ def with_own_storage(part: torch.Tensor) -> torch.Tensor:
         return torch.empty_like(part)
     if part.device.type == "cpu":
         return of_its_own_size(part)
-    flat = from_dlpack(part.view(-1).view(torch.uint8))  # it keeps the shard alive
+    # It keeps the shard alive. Not by way of __dlpack_device__: torch's has no answer for a device
+    # that is registered under a name of its own.
+    flat: torch.Tensor = from_dlpack(to_dlpack(part.view(-1).view(torch.uint8)))
     return flat.view(part.dtype).view(part.shape)
 
 

@@ -4,6 +4,8 @@ nothing else."""
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -45,7 +47,9 @@ class RowReduceForm:
         self._specs = [specs[index] for index in self.indices]
         self._parallel = [parallel[index] for index in self.indices]
         self._num_params = len(cuts)
-        self._shapes, self._numbers, self._empty = _pieces_of_segment(layout, rank)
+        shapes = [cut.part_shape(rank) for cut in self._cuts]
+        # of this rank's parts in its segment
+        self._places = shapes, list(map(_contiguous_strides, shapes)), list(layout.starts)
         self.takes_all = bool(layout.order) and all(
             (cut.is_contiguous or cut.dim is None) and parallel is None
             for cut, parallel in zip(self._cuts, self._parallel, strict=True)
@@ -75,10 +79,11 @@ class RowReduceForm:
         _torch_private.chunk_together(grads, self._layout.ranks, rows)
 
     def grads(self, total: torch.Tensor) -> list[torch.Tensor | None]:
-        pieces = _torch_private.views_like(total, self._shapes)
-        parts = [pieces[number] for number in self._numbers]
-        for position, shape in self._empty:
-            parts[position] = total.new_empty(shape)
+        # one call for each view: narrow and view would be two
+        shapes, strides, starts = self._places
+        if offset := int(total.storage_offset()):
+            starts = [start + offset for start in starts]
+        parts = list(map(torch.as_strided, itertools.repeat(total), shapes, strides, starts))
         if self._specs and self._specs[0] is not None:
             if total.dtype is not self.dtype:
                 parts = torch_dtensor.dtensors(parts, self._specs_in(total.dtype))
@@ -105,26 +110,5 @@ def _with_rows_first(grad: torch.Tensor, cut: Cut) -> torch.Tensor:
     return grad.view(grad.shape[cut.dim :]) if cut.ranks > 1 else grad
 
 
-def _pieces_of_segment(
-    layout: RowLayout, rank: int
-) -> tuple[list[torch.Tensor], list[int], list[tuple[int, tuple[int, ...]]]]:
-    """Return the shapes of the pieces of ``rank``'s segment, parts and padding, as tensors without
-    memory; which of the pieces each parameter is; and (parameter, shape) of empty parts, which are
-    no pieces."""
-    shapes: list[tuple[int, ...]] = []
-    numbers = [0] * len(layout.cuts)
-    for index in layout.order:
-        cut = layout.cuts[index]
-        if numel := cut.part_numel(rank):
-            numbers[index] = len(shapes)
-            shapes.append(cut.part_shape(rank))
-        if cut.numel > numel:
-            shapes.append((cut.numel - numel,))
-    if not layout.order:
-        shapes.append((layout.numel,))
-    empty = [
-        (index, cut.part_shape(rank))
-        for index, cut in enumerate(layout.cuts)
-        if not cut.part_numel(rank)
-    ]
-    return [torch.empty(shape, device="meta") for shape in shapes], numbers, empty
+def _contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))

@@ -10,6 +10,7 @@ parameters of one rank.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import operator
@@ -21,6 +22,7 @@ import torch
 from torch import nn
 
 from .. import _torch_private
+from .._comm.mapped import in_whole_pages
 from .._comm.mesh import Axis
 from .._engine.ownership import OrigParam
 from .._engine.state_store import StateStore
@@ -45,7 +47,7 @@ from .row_views import RowViews, as_bytes, cut_up, own_rows
 __all__ = ["RowStore"]
 
 ALIGN_NBYTES = 64  # of unsharded parameters in their storage
-_parameter, _requires_grad = map(operator.attrgetter, ("parameter", "requires_grad"))
+_requires_grad = operator.attrgetter("requires_grad")
 _PLACE: tuple[Callable[[torch.Tensor], object], ...] = (
     torch.Tensor.data_ptr,
     *map(operator.attrgetter, ("shape", "dtype", "device")),
@@ -113,9 +115,13 @@ class RowStore(StateStore):
         ranks, is_meta = cuts[0].ranks, device.type == "meta"
         self.dtype = dtype
         self.layout = RowLayout.in_order(cuts, ranks, dtype.itemsize)
+        home = self._memory
+        # The rows of a single parameter follow each other from rank to rank.
+        if len(cuts) > 1 and ranks > 1 and home.device.type == "cpu" and not home.pin:
+            numel = in_whole_pages(self.layout.numel, dtype)
+            self.layout = dataclasses.replace(self.layout, numel=numel)
         self.numel = self.layout.numel
-        self._views = RowViews(self.layout)
-        pin = self._memory.pin and not is_meta
+        pin = home.pin and not is_meta
         self.shard = new_shard(self.numel, dtype, device, ranks=ranks, pin=pin)  # [S]
         self._kind = dtype, self.shard.device  # of the sharded parameters
         self.__dict__.pop("_sections", None)
@@ -133,6 +139,7 @@ class RowStore(StateStore):
         self.sharded_params = [
             ShardedParam(param.sharded, (index,)) for index, param in enumerate(self._params)
         ]
+        self._sharded = [param.sharded for param in self._params]
         self._forms: dict[tuple[int, ...], RowReduceForm] = {}
         self._noted = self._places()
 
@@ -141,6 +148,10 @@ class RowStore(StateStore):
     @property
     def tensor_parallel_axes(self) -> Sequence[Axis]:
         return ()  # norms of DTensors are whole
+
+    @property
+    def _views(self) -> RowViews:
+        return RowViews(self.layout)
 
     @property
     def _gather_dtype(self) -> torch.dtype | None:
@@ -228,10 +239,9 @@ class RowStore(StateStore):
         return [self._views.part(total, index, self.rank) for index in range(len(self._params))]
 
     def reduce_form(self, also: Iterable[int] = ()) -> RowReduceForm:
-        indices = range(len(self._params))
-        flags = map(_requires_grad, map(_parameter, self.sharded_params))
-        trainable = tuple(itertools.compress(indices, flags))
-        if len(trainable) < len(indices):
+        flags = map(_requires_grad, self._sharded)
+        trainable = tuple(itertools.compress(itertools.count(), flags))
+        if len(trainable) < len(self._sharded):
             trainable = tuple(sorted({*trainable, *also}))
         if trainable not in self._forms:
             self._forms[trainable] = RowReduceForm(
@@ -285,10 +295,9 @@ class RowStore(StateStore):
         ]
 
     def local_params(self) -> list[torch.Tensor]:
-        params: list[torch.Tensor] = list(map(_parameter, self.sharded_params))
         if self._params[0].spec is None:
-            return params
-        return torch_dtensor.local_parts(params)
+            return list(self._sharded)
+        return torch_dtensor.local_parts(self._sharded)
 
     def _places(self) -> tuple[list[object], ...]:
         """Return what changes if a sharded parameter is given other memory."""

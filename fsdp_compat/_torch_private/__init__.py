@@ -44,6 +44,7 @@ __all__ = [
     "is_gloo",
     "is_dtensor",
     "is_plain",
+    "is_profiling",
     "is_registered",
     "keeping_versions",
     "local_part",
@@ -68,7 +69,6 @@ __all__ = [
     "tensor_without_storage",
     "under_prefix",
     "unpatched",
-    "views_like",
     "wraps_as",
 ]
 
@@ -87,6 +87,11 @@ def on_end_of_backward(callback: Callable[[], None]) -> None:
     """Run ``callback`` when the running graph task has ended. The engine's queue is not
     public."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+# is_profiling(): True while a profiler runs. No public name tells, and recording what nobody reads
+# costs ten times as much as asking.
+is_profiling: Callable[[], bool] = torch._C._autograd._profiler_enabled
 
 
 # set_compiler(compiler): let ``compiler`` evaluate frames from now on (None: no compilation), and
@@ -440,12 +445,6 @@ def chunk_together(tensors: list[torch.Tensor], chunks: int, out: torch.Tensor) 
     """Cut every tensor along dim 0 into ``chunks`` parts, padded with zeros to one size, and write
     part i of all tensors to ``out[i]``, casts included. Slices and copies cost twice as much."""
     torch._chunk_cat(tensors, 0, chunks, out=out)
-
-
-def views_like(flat: torch.Tensor, like: list[torch.Tensor]) -> Sequence[torch.Tensor]:
-    """Cut a 1-D tensor into views of the shapes of ``like``, in one call. A loop of views costs
-    three times as much."""
-    return torch._C._nn.unflatten_dense_tensors(flat, like)
 
 
 def keeping_versions(tensors: Sequence[torch.Tensor]) -> contextlib.AbstractContextManager[None]:

@@ -4,6 +4,7 @@ when it is needed."""
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Sequence
 from typing import Any
@@ -28,11 +29,8 @@ def dtensors(parts: Sequence[torch.Tensor], specs: Sequence[Any]) -> list[torch.
     as much, and looks for what the specs say."""
     from torch.distributed.tensor import DTensor
 
-    new: Any = DTensor.__new__
-    return [
-        new(DTensor, part, spec, requires_grad=False)
-        for part, spec in zip(parts, specs, strict=True)
-    ]
+    new: Any = functools.partial(DTensor.__new__, DTensor, requires_grad=False)
+    return list(map(new, parts, specs))
 
 
 def spec_for(

@@ -22,6 +22,7 @@ from tests.support.fully_sharded import (
     whole_gradients,
 )
 from tests.support.models import DIM, Block
+from tests.support.pairwise import each_value
 from tests.support.parity import assert_close, square
 from tests.support.ranks import run_ranks
 
@@ -251,6 +252,7 @@ def _step(twins: Twins) -> None:
     assert is_sharded(twins.model[1].up)
 
 
+@each_value
 @pytest.mark.parametrize("count", [False, True], ids=["", "counted"])
 @pytest.mark.parametrize("kind", ["frozen", "trained"])
 def test_weights_that_travel_as_int8_train_as_the_dequantised_model(kind: str, count: bool) -> None:

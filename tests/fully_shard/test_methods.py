@@ -535,10 +535,13 @@ def _finalizes_by_hand() -> None:
         loss = one_backward(model, x)
         if isinstance(model, api.FSDPModule):
             assert all(p.grad is None for p in model.parameters())
+            model.set_reshard_after_backward(True)
             handle = model.finalize_backward(async_op=async_op)
             assert isinstance(handle, api.GradientReductionHandle) is async_op
             if handle is not None:
                 handle.wait()
+            assert all(isinstance(p, DTensor) and p.grad is not None for p in model.parameters())
+            model.set_reshard_after_backward(False)  # in the next backwards
         return loss
 
     for async_op in (False, True, True):

@@ -19,14 +19,16 @@ from torch.utils.checkpoint import checkpoint
 from tests.support.fully_sharded import (
     OURS,
     TORCH,
+    TORCH_TAKES_INTEGERS,
     Library,
     assert_same_values,
     local,
     reshard,
 )
-from tests.support.pairwise import pairs
+from tests.support.pairwise import pairs, singles
 from tests.support.parity import square
 from tests.support.ranks import run_ranks
+from tests.support.sampling import TEST_ALL
 
 BF16, FP32 = torch.bfloat16, torch.float32
 NUM_STEPS = 2
@@ -40,8 +42,13 @@ PRECISIONS: dict[str, dict[str, Any]] = {
     "fp32+bf16": {"reduce_dtype": BF16},
     "uncast": {"param_dtype": BF16, "cast_forward_inputs": False, "output_dtype": FP32},
 }
+LOW_REDUCTIONS: tuple[str, ...] = ("fp32+bf16",)
+if torch.__version__ < "2.15":
+    LOW_REDUCTIONS += "bf16", "uncast"
 SHAPES = ["uneven", "columns", "list", "tied", "checkpointed", "even"]
 TRAINABLE = ["all", "biases frozen", "other dtypes", "block frozen"]
+if not TORCH_TAKES_INTEGERS:
+    TRAINABLE.remove("other dtypes")
 ACCUMULATIONS = ["none", "no sync", "no all-reduce", "kept after backward"]
 
 
@@ -216,8 +223,9 @@ def _compare_within_rounding(case: Case) -> None:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Any two settings meet in some case; on four ranks only those that more ranks may change.
-    Found here, as rank processes do not need the cases."""
+    """Each setting is in two cases; on four ranks only those that more ranks may change, in one. If
+    all is tested, any two settings meet in some case. Found here, as rank processes do not need the
+    cases."""
     reshards = {"two_ranks": [("2", True), ("2", None), ("2x1", False), ("1x2", True)]}
     reshards["four_ranks"] = [("4", 2), ("2x2", None)]
     for name, meshes in reshards.items():
@@ -227,12 +235,17 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
             if name == "four_ranks":
                 values = [["fp32", "bf16+fp32"], [False, True], ACCUMULATIONS[1:]]
                 values += [TRAINABLE[:3], SHAPES[3:]]
-            rows = pairs(meshes, *values)
+            rows = pairs(meshes, *values) if TEST_ALL else singles(meshes, *values)
+            if name == "two_ranks" and not TEST_ALL:
+                rows += singles(*(each[::-1] for each in (meshes, *values)))
             cases = [Case(*row[0], *row[1:]) for row in rows]
             metafunc.parametrize(f"{name}_case", cases, ids=str)
 
 
 def test_two_ranks_are_bit_equal_to_torch(two_ranks_case: Case) -> None:
+    low = two_ranks_case.precision in LOW_REDUCTIONS
+    if torch.__version__ >= "2.15" and low and two_ranks_case.accumulation == "no sync":
+        pytest.skip("this version rounds each gradient to bfloat16 before it is added")
     if _rounds_otherwise(two_ranks_case):
         run_ranks(2, _compare_within_rounding, two_ranks_case)
     else:
@@ -242,7 +255,7 @@ def test_two_ranks_are_bit_equal_to_torch(two_ranks_case: Case) -> None:
 def _rounds_otherwise(case: Case) -> bool:
     """Where one rank is a replica of none, sums without all-reduce need no second sum in the
     dtype of the reduction: ours adds them up in that of the parameters."""
-    reduces_low = case.precision in ("bf16", "fp32+bf16", "uncast")
+    reduces_low = case.precision in LOW_REDUCTIONS
     return reduces_low and case.mesh == "1x2" and case.accumulation == "no all-reduce"
 
 

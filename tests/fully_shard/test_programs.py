@@ -31,6 +31,7 @@ from tests.support.fully_sharded import (
 from tests.support.models import DIM, Block, Fragile, FragileInside, Part, Program, Stack
 from tests.support.parity import assert_close, square, vectors
 from tests.support.ranks import run_ranks
+from tests.support.sampling import at_most
 
 NUM_STEPS = 3
 
@@ -293,25 +294,38 @@ def runs_programs(first: int, num: int, shape: tuple[int, ...]) -> None:
             raise AssertionError(f"program {seed}: {error}\n  {drawn}") from error
 
 
-def _run(first: int, num: int, shape: tuple[int, ...]) -> None:
-    run_ranks(math.prod(shape), runs_programs, first, num, shape, timeout=120)
-
-
 @pytest.mark.parametrize(
     ("first", "num", "shape"),
-    [(0, 3, (2,)), (200, 1, (1,)), (300, 1, (3,)), (500, 1, (2, 2))],
+    [
+        (0, at_most(2, of_all=10), (2,)),
+        (200, at_most(1, of_all=10), (1,)),
+        (300, at_most(1, of_all=10), (3,)),
+        (500, at_most(1, of_all=10), (2, 2)),
+    ],
     ids=str,
 )
 def test_random_programs_train_as_unsharded(first: int, num: int, shape: tuple[int, ...]) -> None:
-    _run(first, num, shape)
+    run_ranks(math.prod(shape), runs_programs, first, num, shape, timeout=120)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("first", "num", "shape"), [(1000, 2, (2,)), (3000, 1, (2, 2))], ids=str)
-def test_many_random_programs_train_as_unsharded(
-    first: int, num: int, shape: tuple[int, ...]
-) -> None:
-    _run(first, num, shape)
+def _unfreezes() -> None:
+    """Parameters are frozen and trainable again while gradients accumulate."""
+    twins = Twins(Stack)
+    names = [name for name, _ in twins.plain.named_parameters()]
+    for frozen, sync in ((names[::2], True), (names[1::3], False), (names[2:4], True), ([], True)):
+        for model in (twins.plain, twins.model):
+            require_sync(model, sync)
+            for name in names:
+                model.get_parameter(name).requires_grad_(name not in frozen)
+        twins.backwards()
+        if sync:
+            twins.compare_gradients()
+            twins.update()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_parameters_may_be_frozen_and_trained_in_turn(ranks: int) -> None:
+    run_ranks(ranks, _unfreezes)
 
 
 # -- parameters that change while they are kept

@@ -43,6 +43,7 @@ from tests.support.fully_sharded import (
 from tests.support.models import DIM, Block, Stack
 from tests.support.parity import assert_close, square
 from tests.support.ranks import run_ranks
+from tests.support.sampling import at_most, sample
 
 BF16 = torch.bfloat16
 
@@ -474,7 +475,7 @@ def _trains_with_expert_and_tensor_parallelism() -> None:
     assert up.shape == (4, DIM, 6) and up.to_local().shape == (2, DIM // 2, 6)
     assert twins.model[1].up.weight.device_mesh.mesh_dim_names == ("data", "tp")
     assert twins.model[2].router.weight.device_mesh.ndim == 1
-    for _ in range(3):
+    for _ in range(2):
         twins.step()
 
 
@@ -482,7 +483,7 @@ def test_expert_and_tensor_parallel_modules_train_in_one_model() -> None:
     run_ranks(4, _trains_with_expert_and_tensor_parallelism)
 
 
-@pytest.mark.parametrize("shape", [(1, 2), (1, 2, 2), (2, 1, 2)], ids=str)
+@pytest.mark.parametrize("shape", sample([(1, 2), (2, 1, 2), (1, 2, 2)], 0, 1), ids=str)
 def test_tensor_parallel_modules_train(shape: tuple[int, ...]) -> None:
     run_ranks(math.prod(shape), _trains_with_tensor_parallelism, shape)
 
@@ -523,7 +524,7 @@ def _trains_on_a_whole_mesh(
     model = shard(_Mlps())
     optims = [sgd(m.parameters()) for m in (plain, model)]
     rank = dist.get_rank() * data // dist.get_world_size()
-    for step in range(2):
+    for step in range(2 if mesh.ndim == 1 else at_most(1, of_all=2)):
         batches = [
             torch.randn(4, DIM, generator=torch.Generator().manual_seed(10 * step + each))
             for each in range(data)

@@ -44,7 +44,7 @@ class MixedPrecisionPolicy:
         param_dtype: of the unsharded parameters, and so of the all-gather and the computation.
             None: the parameters' own.
         reduce_dtype: of the gradient reduction, and of gradients that are accumulated without one.
-            None: ``param_dtype``.
+            None: ``param_dtype``; from torch 2.15 on the parameters' own.
         output_dtype: that floating-point outputs of forward are cast to. None: as they are.
         cast_forward_inputs: cast floating-point inputs of forward to ``param_dtype``.
         param_dtype_override_fn: called once for each parameter when ``fully_shard`` is applied.

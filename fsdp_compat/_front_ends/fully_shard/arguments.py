@@ -255,6 +255,10 @@ def gather_dtype(
     return None if is_packed(parameter.dtype) else wanted
 
 
+# as torch's fully_shard of the same version
+_REDUCES_IN_OWN_DTYPE = torch.__version__ >= "2.15"
+
+
 def precision_of(
     dtype: torch.dtype, gather: torch.dtype | None, policy: MixedPrecisionPolicy
 ) -> Precision:
@@ -262,4 +266,5 @@ def precision_of(
     if is_packed(dtype):
         return Precision(dtype, dtype)
     gather = gather or dtype
-    return Precision(gather, policy.reduce_dtype or gather)
+    default = dtype if _REDUCES_IN_OWN_DTYPE else gather
+    return Precision(gather, policy.reduce_dtype or default)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ..._engine.runtime import Runtime
 from ..._engine.unit import Residency, Unit
 
-__all__ = ["GradientReductionHandle", "UnitHandle", "UnshardHandle"]
+__all__ = ["GradientReductionHandle", "RuntimeReductionHandle", "UnitHandle", "UnshardHandle"]
 
 
 class UnshardHandle:
@@ -37,13 +37,19 @@ class UnitHandle(UnshardHandle):
 class GradientReductionHandle:
     """Returned by ``FSDPModule.finalize_backward(async_op=True)``."""
 
+    def wait(self) -> None:
+        """Wait for the reductions: gradients are complete then. Collective."""
+
+
+class RuntimeReductionHandle(GradientReductionHandle):
+    """The handle of one runtime."""
+
     def __init__(self, runtime: Runtime | None) -> None:
         """runtime: whose reductions were started; None: there are none."""
         self._runtime = runtime
 
     def wait(self) -> None:
-        """Wait for the reductions: gradients are complete then. Collective. A second call does
-        nothing."""
+        """See GradientReductionHandle. A second call does nothing."""
         runtime, self._runtime = self._runtime, None
         if runtime is not None:
             runtime.end_finalize()

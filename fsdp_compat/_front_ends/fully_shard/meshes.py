@@ -46,7 +46,7 @@ def default_mesh() -> DeviceMesh:
     if not dist.is_initialized() and "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         dist.init_process_group()
     world = the_group(None)
-    accelerator = torch.accelerator.current_accelerator()
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
     device_type = "cpu" if accelerator is None else accelerator.type
     return init_device_mesh(device_type, (world.size(),))
 
@@ -95,7 +95,7 @@ def require_members(mesh: DeviceMesh) -> None:
                 fix="call fully_shard on the ranks of the mesh only",
             )
         )
-    accelerator = torch.accelerator.current_accelerator()
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
     if mesh.device_type != "cpu" and (accelerator is None or accelerator.type != mesh.device_type):
         raise UsageError(
             explain(

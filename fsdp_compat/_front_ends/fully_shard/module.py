@@ -32,7 +32,7 @@ from .checks import (
     require_one_mesh,
     require_root,
 )
-from .handles import GradientReductionHandle, UnitHandle, UnshardHandle
+from .handles import GradientReductionHandle, RuntimeReductionHandle, UnitHandle, UnshardHandle
 from .state import ShardedModules, state_of, states_in
 from .whole_state import refuse_missing
 
@@ -187,10 +187,10 @@ class FSDPModule:
         flag = truth("unshard_in_backward", unshard_in_backward, "set_unshard_in_backward")
         self._get_fsdp_state().conduct.unshard_in_backward = flag
 
-    def set_keep_unsharded_storage(self, enabled: bool, *, recurse: bool = True) -> None:
+    def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
         """Set whether unsharded parameters keep their memory, and so their data pointers, while
         they are sharded."""
-        flag = truth("enabled", enabled, "set_keep_unsharded_storage")
+        flag = truth("keep", keep, "set_keep_unsharded_storage")
         for state in self._states(recurse):
             state.conduct.keeps_storage = flag
 
@@ -242,7 +242,8 @@ class FSDPModule:
 
     def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:
         """Reduce what backwards have accumulated, on the root, after
-        ``set_manual_backward_finalization(True)``, and wait for it.
+        ``set_manual_backward_finalization(True)``, and wait for it. Modules that reshard after
+        backward are resharded.
 
         async_op: only start, and return a handle whose ``wait`` completes the gradients. Raises
         StateError without manual finalization, and while a module's gradient synchronisation, or
@@ -254,7 +255,7 @@ class FSDPModule:
         require_finalizable(state, self._states(True))
         if state.runtime is not None:
             state.runtime.begin_finalize()
-        handle = GradientReductionHandle(state.runtime)
+        handle = RuntimeReductionHandle(state.runtime)
         if async_op:
             return handle
         handle.wait()

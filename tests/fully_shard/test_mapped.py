@@ -1,0 +1,218 @@
+"""Units of fully_shard whose parameters are copied out of every rank's shard, where it is mapped:
+they train as units that all-gather, send nothing in a pass, and all-gather outside of one."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from fsdp_compat._comm.transport import Kind
+from tests.fully_shard import test_programs
+from tests.support.fully_sharded import api, shard_all, whole
+from tests.support.models import Block
+from tests.support.ranks import run_ranks
+
+WIDTH = 48
+ALL = {"FSDP_COMPAT_MAP_FROM": "1"}  # bytes
+COPIED = {"FSDP_COMPAT_SAME_HOST": "counters"}
+MESSAGES = {"FSDP_COMPAT_SAME_HOST": "messages"}
+
+
+class Wide(nn.Sequential):
+    """Shards of several pages on each rank; the last one has parameters of uneven parts."""
+
+    def __init__(self) -> None:
+        super().__init__(*(Block(WIDTH) for _ in range(3)), nn.Linear(WIDTH, 41))
+
+
+def make(**options: Any) -> Any:
+    torch.manual_seed(0)
+    return shard_all(Wide(), **options)
+
+
+def batch(step: int) -> Tensor:
+    return torch.linspace(-1, 1, 4 * WIDTH).view(4, WIDTH) * (step + 1 + dist.get_rank())
+
+
+def groups_of(model: Any) -> list[Any]:
+    return list(model._get_fsdp_state().runtime.groups)
+
+
+def is_mapped(model: Any) -> list[bool]:
+    """Of every group, whether parameters are copied out of mapped shards."""
+    return [group.memory.mapped_copy is not None for group in groups_of(model)]
+
+
+# -- training
+
+BF16 = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
+
+
+def train(options: dict[str, Any], shape: tuple[int, ...] | None, by_hand: bool) -> list[Tensor]:
+    """Losses and parameters of five steps, one of which only evaluates. by_hand: units are
+    unsharded and prefetched by calls, too."""
+    given = dict(options)
+    if shape is not None:
+        given["mesh"] = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+    if "mp_policy" in given:
+        given["mp_policy"] = api.MixedPrecisionPolicy(**given["mp_policy"])
+    model = make(**given)
+    if by_hand:
+        model[0].set_modules_to_forward_prefetch([model[1], model[2]])
+        model[1].set_reshard_after_backward(False)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    found = []
+    for step in range(5):
+        if step == 2:
+            with torch.no_grad():
+                found.append(model(batch(step)))
+            continue
+        if by_hand and step > 2:
+            model[2].unshard(async_op=True)
+            model[1].unshard()
+        loss = model(batch(step)).pow(2).mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(loss.detach())
+    found += [whole(parameter).clone() for parameter in model.parameters()]
+    expected = os.environ.get("FSDP_COMPAT_SAME_HOST") is None
+    assert is_mapped(model) == [expected] * 4
+    return found
+
+
+CASES: list[tuple[int, dict[str, Any], tuple[int, ...] | None, bool]] = [
+    (2, {}, None, False),
+    (3, {"reshard_after_forward": False}, None, False),
+    (2, {"mp_policy": BF16}, None, True),
+    (4, {"reshard_after_forward": 2}, None, False),
+    (4, {}, (2, 2), True),
+]
+
+
+@pytest.mark.parametrize(("ranks", "options", "shape", "by_hand"), CASES)
+def test_training_is_bit_equal_to_gathers(
+    ranks: int, options: dict[str, Any], shape: tuple[int, ...] | None, by_hand: bool
+) -> None:
+    one, *others = (
+        run_ranks(ranks, train, options, shape, by_hand, environment=ALL | how)
+        for how in ({}, COPIED, MESSAGES)
+    )
+    for other in others:
+        for rank in range(ranks):
+            assert all(map(torch.equal, one[rank], other[rank]))
+
+
+# -- messages
+
+
+def gathers() -> list[int]:
+    """All-gathers of a forward and backward, of unshard() between steps, of a forward after it,
+    and of a forward with a collective of the user's; and the calls of that."""
+    model = make()
+    model(batch(0)).sum().backward()
+    traffic, found = groups_of(model)[0].shard.traffic, []
+
+    def count(action: Callable[[], object]) -> None:
+        traffic.clear()
+        action()
+        found.append(traffic.counts[Kind.GATHER])
+
+    count(lambda: model(batch(0)).sum().backward())
+    count(model[0].unshard)
+    count(lambda: model[0](batch(0)))
+    model[1].set_custom_all_gather(Gather())
+    count(lambda: model(batch(0)))
+    return [*found, Gather.calls]
+
+
+class Gather:
+    """A collective of the user's."""
+
+    calls = 0
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool
+    ) -> Any:
+        type(self).calls += 1
+        parts = list(output_tensor.chunk(dist.get_world_size(group)))
+        return dist.all_gather(parts, input_tensor, group, async_op)
+
+
+def test_only_gathers_outside_of_a_pass_send() -> None:
+    assert run_ranks(2, gathers, environment=ALL) == [[0, 1, 0, 0, 1]] * 2
+
+
+# -- passes without messages
+
+
+def generates() -> tuple[bool, list[Tensor]]:
+    """Each rank makes another number of forwards with parameters that stay unsharded."""
+    model = make(reshard_after_forward=False)
+    outputs = []
+    with torch.no_grad():
+        model(batch(0))
+        for _ in range(3 + 2 * dist.get_rank()):
+            outputs.append(model(torch.ones(1, WIDTH)))
+    dist.barrier()
+    return all(is_mapped(model)), outputs
+
+
+def test_ranks_may_evaluate_whole_parameters_a_different_number_of_times() -> None:
+    (mapped, first), (_, second) = run_ranks(2, generates, environment=ALL)
+    assert mapped
+    assert (len(first), len(second)) == (3, 5)
+    assert all(torch.equal(output, first[0]) for output in first + second)
+
+
+def fill(model: Any, value: float) -> None:
+    """Write to the shards without autograd seeing it."""
+    for group in groups_of(model):
+        group.store.shard.data.fill_(value)
+
+
+def all_are(module: nn.Module, value: float) -> bool:
+    return all(bool((parameter == value).all()) for parameter in module.parameters())
+
+
+def unshards_between_steps() -> list[bool]:
+    """Whether parameters have the values from when they were unsharded: by hand between steps, and
+    in a backward that did not use them."""
+    model = make()
+    model[2].set_reshard_after_backward(False)
+    model[1].set_modules_to_backward_prefetch([model[2]])
+    model(batch(0)).sum().backward()
+    model[2].reshard()
+    fill(model, 2.0)
+    dist.barrier()
+    model[1](batch(0)).sum().backward()
+    model[0].unshard()
+    dist.barrier()
+    fill(model, 3.0)
+    dist.barrier()
+    model[2].unshard()
+    return [all_are(model[0], 2.0), all_are(model[2], 2.0)]
+
+
+def test_unsharded_parameters_keep_the_values_from_when_they_were_unsharded() -> None:
+    assert run_ranks(2, unshards_between_steps, environment=ALL) == [[True, True]] * 2
+
+
+# -- what other files test with gathers
+
+
+@pytest.mark.parametrize(
+    ("ranks", "args"), [(2, (0, 6, (2,))), (3, (3000, 6, (3,))), (4, (5000, 4, (2, 2)))]
+)
+def test_random_programs_train_mapped(ranks: int, args: tuple[Any, ...]) -> None:
+    run_ranks(ranks, test_programs.runs_programs, *args, environment=ALL)
