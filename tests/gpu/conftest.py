@@ -1,37 +1,54 @@
-"""Tests of a CUDA device. Without one, all tests of this folder are skipped, and no others.
+"""Tests of an accelerator.
 
-    pytest -n 0 tests/gpu                     # on the first CUDA device
-    pytest -n 0 tests/gpu --gpu-device cpu    # on the CPU, to check that the tests run
+    pytest -n 0 tests/gpu                            # on the machine's accelerator
+    pytest -n 0 tests/gpu --gpu-device emulated:0    # on a device that is emulated on the CPU
+    pytest -n 0 tests/gpu --gpu-device cpu           # without streams, to check that the tests run
 
-They run as rank 0 of 8 on a fake group, and as the only rank on NCCL (on the CPU: gloo)."""
+Without an accelerator they are skipped, except for test_order.py and test_emulated.py, which always
+run on the emulated device (tests/support/emulated): it is compiled when it is first needed, which
+takes half a minute, and these tests are skipped where there is no C++ compiler.
+
+The others run as rank 0 of 8 on a fake group, and as the only rank on the device's backend (on the
+CPU: gloo)."""
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Iterator
 
 import pytest
 import torch
 
-HERE = Path(__file__).parent
+from tests.support import emulated
+from tests.support.ranks import close_pool
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--gpu-device",
-        default="cuda:0",
-        help="the device for tests/gpu; cpu checks the tests themselves",
+        default="",
+        help="the device for tests/gpu, such as cuda:0, emulated:0 or cpu; default: the machine's "
+        "accelerator",
     )
-
-
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    device = torch.device(config.getoption("--gpu-device", default="cuda:0"))
-    if device.type != "cuda" or torch.cuda.is_available():
-        return
-    for item in items:
-        if HERE in item.path.parents:
-            item.add_marker(pytest.mark.skip(reason="there is no CUDA device"))
 
 
 @pytest.fixture
 def device(request: pytest.FixtureRequest) -> str:
-    return str(request.config.getoption("--gpu-device", default="cuda:0"))
+    """The device to test."""
+    name = str(request.config.getoption("--gpu-device", default=""))
+    if name.startswith(emulated.NAME):
+        return str(request.getfixturevalue("emulated_device"))
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if not name and accelerator is None:
+        pytest.skip("there is no accelerator")
+    return name or f"{accelerator}:0"
+
+
+@pytest.fixture(scope="module")
+def emulated_device() -> Iterator[str]:
+    """The emulated device, in processes that end with the module: elsewhere there is none."""
+    if reason := emulated.why_not():
+        pytest.skip(reason)
+    emulated.build()
+    close_pool()
+    yield f"{emulated.NAME}:0"
+    close_pool()

@@ -18,7 +18,7 @@ from tests.gpu.test_training import TIMEOUT_S
 from tests.support.models import Block, Stack
 from tests.support.parity import assert_close
 from tests.support.ranks import run_ranks
-from tests.support.twin import Twin, group_of
+from tests.support.twin import Twin, device_named, group_of
 
 pytestmark = pytest.mark.gpu
 
@@ -41,7 +41,7 @@ def trained(device: torch.device, options: str, num_steps: int = 2) -> Twin:
 
 
 def shows_whole_parameters(device: str, options: str) -> None:
-    place = torch.device(device)
+    place = device_named(device)
     with group_of(1, place):
         twin = trained(place, options)
         expected = dict(twin.plain.named_parameters())
@@ -62,7 +62,7 @@ def test_whole_parameters_are_shown_and_written_back(device: str, options: str) 
 
 
 def resumes(device: str, options: str, kind: str) -> None:
-    place = torch.device(device)
+    place = device_named(device)
     with group_of(1, place):
         twin = trained(place, options)
         other = Twin(Stack, place, 1, auto_wrap_policy=POLICY, **OPTIONS[options])
@@ -97,7 +97,7 @@ def test_training_goes_on_from_a_state_dict(device: str, kind: str, options: str
 
 
 def scales(device: str, use_orig_params: bool, offload: bool) -> None:
-    place = torch.device(device)
+    place = device_named(device)
     with group_of(1, place):
         precision = MixedPrecision(param_dtype=torch.float16, reduce_dtype=torch.float16)
         options = {
@@ -129,7 +129,7 @@ def test_scaled_gradients_in_fp16_and_a_step_that_is_skipped(
 
 
 def is_copied(device: str, options: str) -> None:
-    place = torch.device(device)
+    place = device_named(device)
     with group_of(1, place):
         twin = trained(place, options)
         model = copy.deepcopy(twin.model)
@@ -149,7 +149,7 @@ def test_a_copy_trains_by_itself(device: str, options: str) -> None:
 
 
 def comes_from_meta(device: str, use_orig_params: bool, with_function: bool) -> None:
-    place = torch.device(device)
+    place = device_named(device)
     with group_of(1, place):
         with torch.device("meta"):
             module = Stack()

@@ -22,7 +22,7 @@ from fsdp_compat._engine.gradients import LARGE
 from fsdp_compat.wrap import ModuleWrapPolicy
 from tests.support.models import Block, Inner, Outer, Stack
 from tests.support.ranks import run_ranks
-from tests.support.twin import Step, Twin, group_of
+from tests.support.twin import Step, Twin, device_named, group_of
 
 pytestmark = pytest.mark.gpu
 
@@ -80,7 +80,7 @@ def trains(
     how: Step | None = None,
     **options: Any,
 ) -> None:
-    place = torch.device(device)
+    place = device_named(device)
     with group_of(ranks, place):
         if mesh := options.pop("mesh", None):
             options["device_mesh"] = init_device_mesh(place.type, mesh)

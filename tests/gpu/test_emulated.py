@@ -1,0 +1,231 @@
+"""The emulated device itself: it computes as the CPU does, and records what the checker needs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.support import emulated
+from tests.support.emulated.order import (
+    HOST,
+    EventSync,
+    Free,
+    Happening,
+    Op,
+    Record,
+    StreamSync,
+    Wait,
+)
+from tests.support.parity import assert_close
+from tests.support.ranks import run_ranks
+
+
+def on_device(check: Callable[..., None], *args: Any) -> None:
+    """Run a function in a process that has the device."""
+    run_ranks(1, _with_device, check, *args, timeout=60)
+
+
+def _with_device(check: Callable[..., None], *args: Any) -> None:
+    emulated.use()
+    check(*args)
+
+
+def ops(recording: emulated.Recording) -> list[tuple[str, int]]:
+    return [(op.name, op.stream) for op in recording.happenings if isinstance(op, Op)]
+
+
+def syncs(recording: emulated.Recording) -> list[Happening]:
+    return [each for each in recording.happenings if isinstance(each, (EventSync, StreamSync))]
+
+
+def new(*shape: int) -> torch.Tensor:
+    return torch.arange(float(torch.Size(shape).numel())).view(shape).to(emulated.NAME)
+
+
+def pinned(*shape: int) -> torch.Tensor:
+    return torch.zeros(shape, pin_memory=True)
+
+
+# -- values
+
+
+def computes() -> None:
+    def results(device: str) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        x = torch.randn(5, 8).to(device)
+        model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.GELU()).to(device)
+        model(x).pow(2).sum().backward()
+        grads = [p.grad for p in model.parameters() if p.grad is not None]
+        taken = torch.empty(0, device=device)
+        torch.add(x, 1, out=taken)  # resizes
+        pieces = torch.zeros(10, device=device)
+        torch._foreach_copy_([*pieces.split(5)], [x[0, :5], x[:, 0]])
+        views = x.t()[2:].reshape(-1), x.as_strided((3, 2), (2, 9)), x.to(torch.bfloat16)
+        chosen = x[x > 0], x[torch.tensor([1, 0], device=device)], torch.cat([x, x])
+        return [*grads, taken, pieces, *views, *chosen, torch.where(x > 0, x, 0)]
+
+    for found, expected in zip(results(emulated.NAME), results("cpu"), strict=True):
+        assert found.device.type == emulated.NAME
+        assert_close(found.cpu(), expected, "a result", 1e-6)
+
+
+def test_operations_have_the_results_of_the_cpu(emulated_device: str) -> None:
+    on_device(computes)
+
+
+def refuses_freed_memory() -> None:
+    x = new(8)
+    x.untyped_storage().resize_(0)
+    with pytest.raises(RuntimeError, match=r"aten::add uses .* storage has 0: it was freed"):
+        x + 1
+    x.untyped_storage().resize_(32)
+    assert x.isnan().all()
+
+
+def test_memory_that_was_freed_is_not_read(emulated_device: str) -> None:
+    on_device(refuses_freed_memory)
+
+
+# -- what is recorded
+
+
+def records_ranges() -> None:
+    x = new(4, 6)
+    start = x.data_ptr()
+    with emulated.watching() as recording:
+        x[:, 2].zero_()
+        x[1:3].zero_()
+        x.t()[0:2].mul_(2)
+    rows, whole, strided = [op for op in recording.happenings if isinstance(op, Op)]
+    assert rows.writes == tuple((start + 24 * i + 8, start + 24 * i + 12) for i in range(4))
+    assert whole.writes == ((start + 24, start + 72),)
+    assert strided.writes == tuple((start + 24 * i, start + 24 * i + 8) for i in range(4))
+    assert strided.place[0].endswith("records_ranges") and __file__ in strided.place[0]
+
+
+def test_the_bytes_of_views(emulated_device: str) -> None:
+    on_device(records_ranges)
+
+
+def records_streams() -> None:
+    x, stream = new(4, 4).requires_grad_(), torch.Stream(emulated.NAME)
+    main = torch.accelerator.current_stream()
+    assert stream.stream_id != main.stream_id
+    with emulated.watching() as recording:
+        stream.wait_stream(main)
+        with stream:
+            y = x.exp()
+        main.wait_stream(stream)
+        y.sum().backward()  # in a thread of autograd's
+    first, wait, *_ = recording.happenings
+    assert isinstance(first, Record) and first.stream == main.stream_id
+    assert wait == Wait(first.event, stream.stream_id)
+    assert ("aten::exp", stream.stream_id) in ops(recording)
+    assert ("aten::sum", main.stream_id) in ops(recording)
+    (backward,) = [
+        op for op in recording.happenings if isinstance(op, Op) and op.name == "aten::mul"
+    ]
+    assert backward.stream == stream.stream_id and backward.place == ("in backward: ExpBackward0",)
+    assert recording.unordered() == []
+
+
+def test_streams_of_forward_and_backward(emulated_device: str) -> None:
+    on_device(records_streams)
+
+
+def finds_missing_wait() -> None:
+    x, stream = new(4), torch.Stream(emulated.NAME)
+    with emulated.watching() as recording:
+        with stream:
+            x.mul_(2)
+        y = x + 1
+    (found,) = recording.unordered()
+    assert (found.earlier.name, found.later.name) == ("aten::mul", "aten::add")
+    assert y.tolist() == [1, 3, 5, 7]  # which shows nothing
+
+
+def test_a_missing_wait_is_found_though_the_values_are_right(emulated_device: str) -> None:
+    on_device(finds_missing_wait)
+
+
+def records_the_host() -> None:
+    x, pageable = new(4), torch.zeros(4)
+    copied = pinned(4)
+    for copy, waits in (
+        (lambda: copied.copy_(x, non_blocking=True), False),
+        (lambda: x.copy_(copied, non_blocking=True), False),
+        (lambda: copied.copy_(x), True),
+        (lambda: pageable.copy_(x, non_blocking=True), True),
+        (lambda: x.copy_(pageable), True),
+        (lambda: x.cpu(), True),
+        (lambda: x[0].item(), True),
+        (lambda: x.nonzero(), True),
+        (lambda: x.add_(1), False),
+    ):
+        with emulated.watching() as recording:
+            copy()
+        assert bool(syncs(recording)) is waits
+
+    with emulated.watching() as recording:
+        copied.copy_(x, non_blocking=True)
+        event = torch.accelerator.current_stream().record_event()
+        event.synchronize()
+        copied.add_(1)
+        pageable.add_(1)
+        copied[1:].sum()
+    copy_, *of_host = [op for op in recording.happenings if isinstance(op, Op)]
+    start = copied.data_ptr()
+    assert copy_.writes == ((start, start + 16),)
+    assert [(op.stream, op.name, op.reads, op.writes) for op in of_host] == [
+        (HOST, "aten::add_", (), ((start, start + 16),)),
+        (HOST, "aten::sum", ((start + 4, start + 16),), ()),
+    ]
+    assert recording.unordered() == []
+
+
+def test_copies_and_the_host(emulated_device: str) -> None:
+    on_device(records_the_host)
+
+
+def records_allocations() -> None:
+    stream = torch.Stream(emulated.NAME)
+    first = new(300)
+    address = first.data_ptr()
+    with emulated.watching() as recording:
+        del first
+        with stream:
+            other = torch.empty(300, device=emulated.NAME)
+        again = torch.empty(300, device=emulated.NAME)
+        assert other.data_ptr() != address and again.data_ptr() == address
+        again.record_stream(stream)
+        del again
+        assert torch.empty(300, device=emulated.NAME).data_ptr() != address
+    frees = [each for each in recording.happenings if isinstance(each, Free)]
+    assert [free.readers for free in frees if free.range[0] == address] == [
+        frozenset(),
+        frozenset({stream.stream_id}),
+    ]
+
+
+def test_memory_goes_back_to_the_stream_that_allocated_it(emulated_device: str) -> None:
+    on_device(records_allocations)
+
+
+def refuses_syncs() -> None:
+    x = new(4)
+    with emulated.watching() as recording:
+        recording.syncs_allowed = False
+        x.add_(1)
+        with pytest.raises(emulated.UnwantedSync):
+            x.sum().item()
+        if torch.__version__ >= "2.13":  # before, it skips devices without an initialisation
+            with pytest.raises(emulated.UnwantedSync):
+                torch.accelerator.synchronize()
+
+
+def test_waits_of_the_host_can_be_refused(emulated_device: str) -> None:
+    on_device(refuses_syncs)
