@@ -17,7 +17,8 @@ activations. It is divided by the elements of a block: bytes per element, u. Wit
 is that of the rank with most. Blocks of memory that ranks share count where they were made. What a
 backend allocates counts as well: gloo's reduce_scatter_tensor, which FSDP1 and FSDP2 call, copies
 its whole input. What an allocator keeps of freed memory counts for nobody; "pages kept" is what
-ours keeps of freed blocks, where blocks are used, when the step has ended.
+ours keeps of freed blocks, where blocks are used, when the step has ended. Nothing is mapped here,
+as on several hosts: what ranks of one host share is measured by host_memory.py.
 
 A reduce buffer's element has the bytes of the second dtype of a row, that of a gathered unit and of
 a gradient of autograd the bytes of the first. The largest parameter is a third of its unit. So by
@@ -127,6 +128,7 @@ def main() -> int:
     if arguments.fake:
         dist.init_process_group("fake", rank=0, world_size=arguments.fake, store=FakeStore())
     elif "RANK" in os.environ:
+        os.environ.setdefault("FSDP_COMPAT_SAME_HOST", "counters")
         dist.init_process_group("gloo")
     else:
         print(
