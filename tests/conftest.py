@@ -1,7 +1,11 @@
-"""Settings of all tests: rank processes end with the session, hypothesis has no deadline."""
+"""Settings of all tests: rank processes end with the session, hypothesis has no deadline.
+
+FSDP_COMPAT_TEST_ALL=1 in the environment: all cases of large matrices and many more random examples
+(tests/support/sampling.py, tests/support/pairwise.py), of which a fixed sample is run otherwise."""
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 
@@ -25,8 +29,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)
 
 
+def pytest_collection_finish() -> None:
+    """Collections of garbage need not visit modules and tests, which stay until the end."""
+    gc.freeze()
+
+
 @pytest.fixture(scope="session", autouse=True)
 def rank_processes() -> Iterator[None]:
     """End the processes that tests.support.ranks.run_ranks started."""
     yield
     close_pool()
+    gc.freeze()  # nor does the end of this process

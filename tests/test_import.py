@@ -11,16 +11,42 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 PROGRAM = """
-import json, os, sys
+import json, os, sys, types
 import torch
+import torch.distributed as dist
 
-child = os.fork()
-if not child:
+def import_api_and_wrap():
+    package = sys.modules["fsdp_compat"] = types.ModuleType("fsdp_compat")  # not the real one
+    package.__path__ = ["fsdp_compat"]
+    import fsdp_compat.api, fsdp_compat.wrap
+    return loaded("fsdp")
+
+def import_all():
     import fsdp_compat
-    heavy = ("fsdp", "checkpoint", "tensor")
-    print(json.dumps([name for name in heavy if f"torch.distributed.{name}" in sys.modules]))
-    sys.exit()
-os.waitpid(child, 0)
+    return loaded("fsdp", "checkpoint", "tensor") + compiler()
+
+def step():
+    import fsdp_compat
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    model = fsdp_compat.FullyShardedDataParallel(torch.nn.Linear(4, 4), use_orig_params=True)
+    model(torch.ones(2, 4)).sum().backward()
+    model.clip_grad_norm_(1.0)
+    model.state_dict()
+    return compiler()
+
+def loaded(*names):
+    return [name for name in names if f"torch.distributed.{name}" in sys.modules]
+
+def compiler():
+    return ["torch._dynamo"] if "torch._dynamo" in sys.modules else []
+
+for call in (import_api_and_wrap, import_all, step):
+    child = os.fork()
+    if not child:
+        found = call()
+        print(json.dumps([call.__name__, found]), flush=True)
+        os._exit(0)
+    os.waitpid(child, 0)
 from torch.distributed.checkpoint import state_dict
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter as Writer
 from torch.nn.modules.module import _global_parameter_registration_hooks as assignments
@@ -56,7 +82,7 @@ print(json.dumps(found))
 
 
 def test_importing_loads_nothing_heavy_and_the_first_wrapped_model_changes_torch() -> None:
-    """And one call undoes the changes."""
+    """And one call undoes the changes. No compiler is imported by a step either."""
     ended = subprocess.run(
         [sys.executable, "-c", PROGRAM],
         cwd=ROOT,
@@ -66,7 +92,8 @@ def test_importing_loads_nothing_heavy_and_the_first_wrapped_model_changes_torch
         check=False,
     )
     assert ended.returncode == 0, ended.stderr
-    loaded, changed = (json.loads(line) for line in ended.stdout.splitlines())
-    assert loaded == []
+    *loaded, changed = (json.loads(line) for line in ended.stdout.splitlines())
+    calls = ("import_api_and_wrap", "import_all", "step")
+    assert loaded == [[name, []] for name in calls]
     everything = list(range(7))
     assert changed == [[], everything, [], everything, []]

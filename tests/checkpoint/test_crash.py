@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.killed_saves import EVERY
 from tests.support.survivors import CASES
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -36,7 +37,7 @@ def test_a_save_killed_at_any_operation_leaves_a_checkpoint_that_loads(tmp_path:
     assert not load["killed"], ran.stderr
     assert [save["killed"] for save in saves[:2]] == [False, False]
     killed = [save for save in saves if save["killed"]]
-    assert len(killed) >= 33
+    assert len(killed) >= 33 // EVERY
     # Some were killed before the checkpoint had its name, some after that.
     assert {save["newest"] == save["step"] for save in killed} == {True, False}
     assert any(save["left"] for save in killed)

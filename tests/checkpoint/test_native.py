@@ -42,6 +42,7 @@ from tests.support.odd_model import (
     train,
 )
 from tests.support.ranks import RankError, run_ranks
+from tests.support.sampling import sample
 
 STEPS = 2
 PLAIN: Config = ("FULL_SHARD", False, "blocks")
@@ -131,7 +132,9 @@ RESHARDINGS: list[tuple[int, Config, int, Config, str]] = [
 
 
 def test_a_checkpoint_of_any_ranks_loads_on_any_ranks(tmp_path: Path) -> None:
-    for number, (writers, saved, readers, target, kind) in enumerate(RESHARDINGS):
+    for number, (writers, saved, readers, target, kind) in enumerate(
+        sample(RESHARDINGS, 0, 1, 2, 3)
+    ):
         folder = str(tmp_path / str(number))
         expected = run_ranks(writers, _write, folder, saved, kind)[0]
         run_ranks(readers, _read, folder, target, kind, expected)

@@ -32,6 +32,7 @@ from fsdp_compat.wrap import ModuleWrapPolicy
 from tests.support.cases import about
 from tests.support.odd_model import assert_same
 from tests.support.ranks import run_ranks
+from tests.support.sampling import sample
 
 DIM, HIDDEN = 6, 7  # 7 rows and columns are cut into 4 + 3, or 2 + 2 + 2 + 1
 STEP = "step-00000001"
@@ -202,14 +203,15 @@ READERS = [
 
 def test_parts_of_any_layout_load_into_any_layout(tmp_path: Path) -> None:
     folders, expected = [], reference()["model"]
-    for number, layout in enumerate(WRITERS):
+    for number, layout in enumerate(sample(WRITERS, 0, 1, 3, 4)):
         folders.append(str(tmp_path / str(number)))
         run_ranks(layout.ranks, _write, folders[-1], layout)
         weights = safetensors.torch.load_file(Path(folders[-1]) / "weights" / "model.safetensors")
         assert_same({**weights, "stem.bias": weights["tied"]}, expected)
         assert_written_once(Path(folders[-1]) / STEP, layout)
-    for number, layout in enumerate(READERS):  # each writer is read by three or four of them
-        chosen = [folders[(number + skip) % len(folders)] for skip in (0, 2, 3)]
+    skips = sample((0, 2, 3), 0)
+    for number, layout in enumerate(sample(READERS, 0, 2, 3, 4, 6)):  # each writer is read
+        chosen = [folders[(number + skip) % len(folders)] for skip in skips]
         run_ranks(layout.ranks, _read, chosen, layout)
 
 

@@ -7,11 +7,13 @@ import io
 import json
 import os
 import re
+import runpy
 import shutil
 import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -20,6 +22,7 @@ import torch.distributed as dist
 
 from examples import train_gpt
 from tests.support.ranks import run_ranks
+from tests.support.sampling import sample
 
 ROOT = Path(__file__).parents[2]
 SMALL = [
@@ -210,12 +213,16 @@ def test_the_loss_falls(one_process: dict[str, Losses]) -> None:
 
 @pytest.mark.parametrize(
     ("num_ranks", "strategy"),
-    [
-        (1, "FULL_SHARD"),
-        (2, "NO_SHARD"),
-        (3, "SHARD_GRAD_OP"),
-        (4, "FULL_SHARD"),
-    ],
+    sample(
+        [
+            (1, "FULL_SHARD"),
+            (2, "NO_SHARD"),
+            (3, "SHARD_GRAD_OP"),
+            (4, "FULL_SHARD"),
+        ],
+        2,
+        3,
+    ),
 )
 def test_losses_do_not_depend_on_ranks_or_strategy(
     num_ranks: int, strategy: str, one_process: dict[str, Losses], tmp_path: Path
@@ -228,7 +235,7 @@ def test_losses_do_not_depend_on_ranks_or_strategy(
     assert_same_curve(losses["validation"], one_process["validation"])
 
 
-@pytest.mark.parametrize(("batch", "num_ranks"), [(7, 3), (2, 4)])
+@pytest.mark.parametrize(("batch", "num_ranks"), sample([(7, 3), (2, 4)], 1))
 def test_losses_do_not_depend_on_unequal_or_empty_parts_of_the_batch(
     batch: int, num_ranks: int, tmp_path: Path
 ) -> None:
@@ -356,20 +363,28 @@ def environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
 
 
+def _python_alone(folder: Path, arguments: list[str]) -> tuple[Any, str]:
+    """As without a launcher, but in a process that has imported torch already."""
+    os.chdir(folder)
+    dist.destroy_process_group()
+    out, (_, *argv) = io.StringIO(), [*command(), *arguments]
+    with (
+        mock.patch.object(sys, "argv", argv),
+        contextlib.redirect_stdout(out),
+        pytest.raises(SystemExit) as ended,
+    ):
+        runpy.run_path(argv[0], run_name="__main__")
+    return ended.value.code, out.getvalue()
+
+
 def test_python_alone_trains_plots_and_samples(
     one_process: dict[str, Losses], tmp_path: Path
 ) -> None:
-    result = subprocess.run(
-        [*command(), "--steps", "3", "--losses", "losses.json"],
-        cwd=tmp_path,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert result.returncode == 0, result.stderr
+    options = ["--steps", "3", "--losses", "losses.json"]
+    ((code, printed),) = run_ranks(1, _python_alone, tmp_path, options, timeout=120)
+    assert code == 0
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
-    sampled = result.stdout.partition("loss curve: loss.png\nsample:\nThe ")[2].removesuffix("\n")
+    sampled = printed.partition("loss curve: loss.png\nsample:\nThe ")[2].removesuffix("\n")
     assert 2 <= len(sampled) <= 5  # of 5 bytes, several can be one character
     losses = json.loads((tmp_path / "losses.json").read_text())
     assert_same_curve(losses["train"], one_process["train"][:3])

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from fsdp_compat import ShardingStrategy
 from tests.support.models import DIM, RareRows, Stack, Switch, chain
-from tests.support.pairwise import pairwise
+from tests.support.pairwise import each_value
 from tests.support.parity import (
     Turn,
     accumulates,
@@ -28,7 +28,7 @@ from tests.support.parity import (
 from tests.support.ranks import run_ranks
 
 
-@pairwise
+@each_value
 @both_forms
 @pytest.mark.parametrize("pattern", ["ns", "nns", "sns", "ssns", "snnss"])
 @pytest.mark.parametrize(
@@ -101,7 +101,7 @@ def _clears_gradients_between(set_to_none: bool, before: str, **options: Any) ->
         pair.compare_and_update()
 
 
-@pairwise
+@each_value
 @both_forms
 @pytest.mark.parametrize("before", ["n", "nn", "sn"])
 @pytest.mark.parametrize("set_to_none", [True, False])

@@ -21,6 +21,7 @@ from fsdp_compat.wrap import ModuleWrapPolicy
 from tests.support.models import DIM, Block, Stack
 from tests.support.parity import assert_close, both_forms
 from tests.support.ranks import run_ranks
+from tests.support.sampling import sample
 
 
 def make(
@@ -114,7 +115,7 @@ def _takes_over(directory: str) -> None:
         assert_equal_states(model, plain)
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("ranks", sample([1, 3], 1))
 def test_an_assigned_value_is_taken_over_and_trains(ranks: int, tmp_path: Path) -> None:
     run_ranks(ranks, _takes_over, str(tmp_path))
 

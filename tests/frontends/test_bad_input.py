@@ -21,7 +21,7 @@ import pickle
 import re
 import time
 import typing
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -58,6 +58,7 @@ from fsdp_compat.wrap import (
     wrap,
 )
 from tests.support.ranks import RankError, run_ranks
+from tests.support.sampling import TEST_ALL, sample
 
 FACTS = ("expected:", "got:", "where:", "to do:")
 BUILT_IN: dict[type[FsdpCompatError], type[Exception]] = {
@@ -1519,11 +1520,17 @@ GROUPS: dict[str, dict[str, Case]] = {
 }
 
 
-# Where the form of the parameters makes a difference both are tried.
+# Where the form of the parameters makes a difference both are tried, by default each with every
+# second case.
 FORMS = {
     group: (False, True) if group in ("training", "state dicts", "optimizers") else (False,)
     for group in GROUPS
 }
+
+
+def forms_of(group: str, name: str) -> Sequence[bool]:
+    forms = FORMS[group]
+    return sample(forms, list(GROUPS[group]).index(name) % len(forms))
 
 
 @dataclasses.dataclass
@@ -1602,13 +1609,14 @@ def _trains(module: nn.Module) -> str:
 
 
 def _try_all(group: str, names: list[str], use_orig_params: bool) -> dict[str, Outcome]:
-    """Where both forms are tried, every other case trains afterwards in each."""
+    """Every other case trains afterwards; where both forms are tried, the others in the other."""
     global _use_orig_params
     _use_orig_params = use_orig_params
     parities = {name: number % 2 for number, name in enumerate(GROUPS[group])}
     return {
         name: _try_case(
-            GROUPS[group][name], len(FORMS[group]) == 1 or parities[name] == use_orig_params
+            GROUPS[group][name],
+            (TEST_ALL and len(FORMS[group]) == 1) or parities[name] == use_orig_params,
         )
         for name in names
     }
@@ -1617,7 +1625,7 @@ def _try_all(group: str, names: list[str], use_orig_params: bool) -> dict[str, O
 @functools.cache
 def outcomes(group: str, use_orig_params: bool) -> dict[str, list[Outcome] | str]:
     """Return {case: the outcome on each rank, or how it ended the processes}."""
-    names = list(GROUPS[group])
+    names = [name for name in GROUPS[group] if use_orig_params in forms_of(group, name)]
     try:
         return _by_case(run_ranks(2, _try_all, group, names, use_orig_params, group_timeout=15))
     except RankError:  # one case has ended the processes: find it
@@ -1645,7 +1653,7 @@ def test_bad_input_raises_the_same_error_on_every_rank_and_changes_nothing(
     group: str, name: str
 ) -> None:
     case = GROUPS[group][name]
-    for use_orig_params in FORMS[group]:
+    for use_orig_params in forms_of(group, name):
         found = outcomes(group, use_orig_params)[name]
         assert not isinstance(found, str), found
         for rank, outcome in enumerate(found):
@@ -1782,14 +1790,23 @@ def _try_all_inside(place: str, names: list[str]) -> dict[str, Inside]:
     return {name: _try_inside(name, place) for name in names}
 
 
+# By default each call in a forward and in a backward.
+TRIED_INSIDE = [
+    (name, place)
+    for number, name in enumerate(INSIDE)
+    for place in sample(list(PLACES), number % 2, number % 2 + 2)
+]
+
+
 @functools.cache
 def inside_outcomes(place: str) -> dict[str, list[Inside] | str]:
+    names = [name for name, its in TRIED_INSIDE if its == place]
     try:
-        by_rank = run_ranks(2, _try_all_inside, place, list(INSIDE), group_timeout=15)
-        return {name: [its[name] for its in by_rank] for name in INSIDE}
+        by_rank = run_ranks(2, _try_all_inside, place, names, group_timeout=15)
+        return {name: [its[name] for its in by_rank] for name in names}
     except RankError:
         found: dict[str, list[Inside] | str] = {}
-        for name in INSIDE:
+        for name in names:
             try:
                 by_rank = run_ranks(2, _try_all_inside, place, [name], timeout=30, group_timeout=10)
                 found[name] = [its[name] for its in by_rank]
@@ -1798,8 +1815,7 @@ def inside_outcomes(place: str) -> dict[str, list[Inside] | str]:
         return found
 
 
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("name", INSIDE)
+@pytest.mark.parametrize(("name", "place"), TRIED_INSIDE)
 def test_call_during_forward_or_backward_raises_and_the_pass_completes(
     name: str, place: str
 ) -> None:

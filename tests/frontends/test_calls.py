@@ -33,7 +33,7 @@ from tests.support.models import (
     TwoHeads,
     chain,
 )
-from tests.support.pairwise import pairwise
+from tests.support.pairwise import each_value
 from tests.support.parity import (
     Turn,
     assert_close,
@@ -99,6 +99,7 @@ def _two_backwards_over_one_graph(m: nn.Module, x: Tensor, turn: Turn) -> Tensor
     return backward(loss)
 
 
+@each_value
 @both_strategies
 @pytest.mark.parametrize(
     "step", [_two_forwards_one_backward, _two_forwards_two_backwards, _two_backwards_over_one_graph]
@@ -123,7 +124,7 @@ def _through_outputs_in_turn(m: nn.Module, x: Tensor, turn: Turn) -> Tensor:
     return backward(right.pow(2).mean())
 
 
-@pairwise
+@each_value
 @both_forms
 @both_strategies
 @pytest.mark.parametrize("step", [_through_one_output, _through_outputs_in_turn])
@@ -154,6 +155,7 @@ def test_tensors_are_found_in_nested_inputs_and_outputs(use_orig_params: bool) -
     )
 
 
+@each_value
 @both_forms
 @pytest.mark.parametrize(
     ("build", "unit"),
@@ -185,6 +187,7 @@ def _evaluates_between(mode: str, m: nn.Module, x: Tensor, turn: Turn) -> Tensor
     return backward(loss)
 
 
+@each_value
 @both_strategies
 @pytest.mark.parametrize("mode", CONTEXTS)
 def test_evaluation_may_come_between_forward_and_backward(
@@ -204,6 +207,7 @@ def _changes_weights_after_a_forward(**options: Any) -> None:
         pair.step(one_backward)
 
 
+@each_value
 @both_forms
 @both_strategies
 def test_weights_changed_after_a_forward_without_backward_are_seen(
@@ -227,7 +231,7 @@ def _evaluates_after_each_step(mode: str, **options: Any) -> None:
         pair.assert_idle()
 
 
-@pairwise
+@each_value
 @both_forms
 @both_strategies
 @pytest.mark.parametrize("mode", ["no_grad", "inference_mode"])
@@ -286,6 +290,7 @@ def _trains_two_models_one_behind_the_other(**options: Any) -> None:
             pair.compare_and_update()
 
 
+@each_value
 @both_forms
 @pytest.mark.parametrize(
     "trains", [_trains_two_models_in_one_loss, _trains_two_models_one_behind_the_other]

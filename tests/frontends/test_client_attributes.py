@@ -18,6 +18,7 @@ from fsdp_compat import BackwardPrefetch, CPUOffload, FlatParameter, MixedPrecis
 from fsdp_compat import FullyShardedDataParallel as FSDP
 from fsdp_compat.wrap import ModuleWrapPolicy
 from tests.support.models import DIM, Block, Stack
+from tests.support.pairwise import each_value
 from tests.support.parity import assert_close, both_forms, make_pair, one_backward
 from tests.support.ranks import run_ranks
 
@@ -203,6 +204,7 @@ def _upcasts(use_orig_params: bool) -> None:
         model._handle._orig_param_dtype = torch.bfloat16
 
 
+@each_value
 @both_forms
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_upcast_as_done_by_accelerate_works(ranks: int, use_orig_params: bool) -> None:

@@ -30,8 +30,9 @@ from fsdp_compat._state.names import clean_name
 from fsdp_compat.errors import UsageError
 from fsdp_compat.wrap import CustomPolicy, ModuleWrapPolicy
 from tests.support.models import DIM, Block, Inner, Outer, Stack, frozen
-from tests.support.pairwise import pairs, pairwise
+from tests.support.pairwise import each_value, pairs
 from tests.support.ranks import run_ranks
+from tests.support.sampling import sample
 
 NORM_TYPES = [1, 2.0, 3, 0.5, math.inf]
 RTOL = 1e-6
@@ -40,6 +41,8 @@ HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
 MESHES = {1: (1, 1), 2: (2, 1), 3: (1, 3), 4: (2, 2)}  # of hybrid strategies, by number of ranks
 
 both_calls = pytest.mark.parametrize("by_torch", [False, True])
+flat_form = pytest.mark.parametrize("use_orig_params", sample([False, True], 0))
+original_form = pytest.mark.parametrize("use_orig_params", sample([False, True], 1))
 both_forms = pytest.mark.parametrize("use_orig_params", [False, True])
 
 
@@ -242,7 +245,7 @@ def _clips_as_ddp(
     return found
 
 
-@pairwise
+@each_value
 @both_forms
 @pytest.mark.parametrize("strategy", list(ShardingStrategy))
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
@@ -279,6 +282,7 @@ def _clips_units_of_several_strategies(by_torch: bool, use_orig_params: bool) ->
             pair.assert_gradients(clipped, where)
 
 
+@each_value
 @both_forms
 @both_calls
 def test_units_of_several_strategies_and_meshes_count_once_each(
@@ -321,6 +325,7 @@ def _counts_ignored_gradients_once(kind: str, use_orig_params: bool) -> None:
                     _assert_close(p.grad, wanted.grad, where)
 
 
+@each_value
 @both_forms
 @pytest.mark.parametrize(
     "kind", ["ignored_modules", "ignored_states", "parameters", "parameters, by torch"]
@@ -338,6 +343,7 @@ def _finds_no_gradients(by_torch: bool, use_orig_params: bool) -> list[float]:
     return found
 
 
+@each_value
 @both_forms
 @both_calls
 def test_norm_without_gradients_is_zero(by_torch: bool, use_orig_params: bool) -> None:
@@ -366,7 +372,7 @@ def _clips_in_mixed_precision(use_orig_params: bool) -> None:
                 _assert_close(p.grad, wanted.grad, f"norm type {norm_type}")
 
 
-@both_forms
+@flat_form
 def test_mixed_precision_clips_the_gradients_the_optimizer_sees(
     use_orig_params: bool,
 ) -> None:
@@ -429,7 +435,7 @@ def _sends(use_orig_params: bool) -> dict[str, dict[str, int]]:
     return sent
 
 
-@both_forms
+@flat_form
 def test_clipping_sends_one_all_reduce_and_none_without_sharding(
     use_orig_params: bool,
 ) -> None:
@@ -639,12 +645,15 @@ def _clips_by_torch(name: str, use_orig_params: bool) -> list[float]:
 
 @pytest.mark.parametrize(
     ("name", "num_ranks", "use_orig_params"),
-    [
-        ("blocks", 2, False),
-        ("units inside units, partly frozen", 4, True),
-        ("fewer elements than ranks", 1, False),
-        ("fewer elements than ranks", 3, True),
-    ],
+    sample(
+        [
+            ("blocks", 2, False),
+            ("units inside units, partly frozen", 4, True),
+            ("fewer elements than ranks", 1, True),
+            ("fewer elements than ranks", 3, False),
+        ],
+        *(1, 3),
+    ),
 )
 def test_torch_clip_grad_norm_equals_ddp(name: str, num_ranks: int, use_orig_params: bool) -> None:
     first, *others = run_ranks(num_ranks, _clips_by_torch, name, use_orig_params)
@@ -683,7 +692,7 @@ def _clips_a_part(use_orig_params: bool) -> None:
         assert clip_grad_norm_([], 1.0).item() == 0.0
 
 
-@both_forms
+@original_form
 def test_torch_clip_grad_norm_of_some_parameters_uses_their_norm(
     use_orig_params: bool,
 ) -> None:
@@ -723,7 +732,7 @@ def _clips_beside_a_plain_module(use_orig_params: bool) -> None:
                 _assert_close(p.grad, expected, where)
 
 
-@both_forms
+@original_form
 def test_torch_clip_grad_norm_counts_unsharded_gradients_once(
     use_orig_params: bool,
 ) -> None:
@@ -898,6 +907,7 @@ def _clips_as_torch(use_orig_params: bool, strategy: str) -> None:
             assert set(theirs["without a part"]) <= {(True, False)}, where
 
 
+@each_value
 @both_forms
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
 def test_norm_dtype_equals_torch_and_empty_parts_have_no_gradient_or_state(

@@ -25,7 +25,7 @@ from fsdp_compat import FullyShardedDataParallel as FSDP
 from fsdp_compat._comm.communicator import Kind
 from fsdp_compat.errors import StateError, UsageError
 from tests.support.models import DIM, Block, Lora, Outer, Stack, Switch, chain
-from tests.support.pairwise import pairs, pairwise
+from tests.support.pairwise import each_value, pairs
 from tests.support.parity import (
     Turn,
     accumulates_mean,
@@ -34,11 +34,13 @@ from tests.support.parity import (
     both_forms,
     make_pair,
     one_backward,
+    original_form,
     square,
     vectors,
     wide_vectors,
 )
 from tests.support.ranks import run_ranks
+from tests.support.sampling import sample
 
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
 FULL_SHARD, SHARD_GRAD_OP, NO_SHARD = (
@@ -105,6 +107,7 @@ def _is_given(strategy: ShardingStrategy, use_orig_params: bool) -> None:
     assert whole >= sum(p.numel() for p in pair.plain.parameters())
 
 
+@each_value
 @both_forms
 @pytest.mark.parametrize(
     ("num_ranks", "strategy"),
@@ -227,8 +230,7 @@ def test_hook_may_replace_the_data_of_its_arguments(
 # -- ways to train
 
 
-@pairwise
-@pairwise
+@each_value
 @both_forms
 @pytest.mark.parametrize("pattern", ["ss", "snns"])
 @pytest.mark.parametrize("strategy", [FULL_SHARD, SHARD_GRAD_OP, NO_SHARD])
@@ -312,6 +314,7 @@ def _in_shard_group(
     return [value.flatten().tolist() for value in pair.model.state_dict().values()]
 
 
+@each_value
 @pytest.mark.parametrize(("strategy", "use_orig_params"), [(HYBRID, False), (HYBRID_ZERO2, True)])
 @pytest.mark.parametrize("shape", [(2, 2), (1, 4), (4, 1)])
 def test_hybrid_hook_reduces_shards_before_replicas_are_averaged(
@@ -364,7 +367,8 @@ def _is_given_in_the_dtype_of_the_reduction(
 
 
 @pytest.mark.parametrize(
-    ("strategy", "use_orig_params"), [(FULL_SHARD, False), (FULL_SHARD, True), (NO_SHARD, True)]
+    ("strategy", "use_orig_params"),
+    sample([(FULL_SHARD, False), (FULL_SHARD, True), (NO_SHARD, True)], 1, 2),
 )
 def test_hook_gets_gradients_in_the_reduce_dtype(
     strategy: ShardingStrategy, use_orig_params: bool
@@ -479,7 +483,7 @@ def _hooks_against_torch(cases: list[tuple[Any, ...]]) -> list[str]:
     return found
 
 
-@both_forms
+@original_form
 def test_torch_hooks_give_the_same_bits_as_under_torch(use_orig_params: bool) -> None:
     """Every hook with every strategy in one of the forms."""
     cases = [
@@ -525,7 +529,7 @@ def _hooks_against_built_in() -> None:
                 assert torch.allclose(value, wanted, rtol=eps, atol=eps), f"{name} with {strategy}"
 
 
-@pytest.mark.parametrize("num_ranks", [1, 3])
+@pytest.mark.parametrize("num_ranks", sample([1, 3], 1))
 def test_torch_hooks_average_like_the_built_in_reduction(num_ranks: int) -> None:
     run_ranks(num_ranks, _hooks_against_built_in)
 
@@ -678,7 +682,9 @@ def _raises(strategy: ShardingStrategy, use_orig_params: bool) -> None:
 
 @pytest.mark.parametrize(
     ("strategy", "use_orig_params"),
-    [(FULL_SHARD, False), (SHARD_GRAD_OP, True), (FULL_SHARD, True), (NO_SHARD, False)],
+    sample(
+        [(FULL_SHARD, False), (SHARD_GRAD_OP, True), (FULL_SHARD, True), (NO_SHARD, False)], 1, 3
+    ),
 )
 def test_step_after_an_exception_in_a_hook_works(
     strategy: ShardingStrategy, use_orig_params: bool

@@ -4,8 +4,6 @@ few recompilations and no graph breaks of ours."""
 from __future__ import annotations
 
 import contextlib
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -23,6 +21,7 @@ from tests.support.cases import about
 from tests.support.models import DIM, Block
 from tests.support.parity import assert_close, both_forms
 from tests.support.ranks import run_ranks
+from tests.support.sampling import sample
 
 pytestmark = pytest.mark.slow
 
@@ -109,7 +108,7 @@ CASES = [  # how, backend, strategy, number of steps
 
 
 def _compiles_blocks_then_wraps(use_orig_params: bool) -> None:
-    for how, backend, strategy, num_steps in CASES[:1] if use_orig_params else CASES[1:]:
+    for how, backend, strategy, num_steps in CASES[:1] if use_orig_params else sample(CASES[1:], 0):
         with about((how, strategy)), counted():
             plain, inner, compiler = network(), network(), Backend(backend)
             for number, block in enumerate(inner.blocks):
@@ -236,7 +235,7 @@ def test_compiled_blocks_compute_in_the_dtype_of_the_unit(use_orig_params: bool)
 
 
 def _compiles_the_wrapped_model(use_orig_params: bool) -> None:
-    for how, backend, strategy, num_steps in CASES[1:] if use_orig_params else CASES[:1]:
+    for how, backend, strategy, num_steps in sample(CASES[1:], 1) if use_orig_params else CASES[:1]:
         with about((how, strategy)), counted():
             plain, compiler, policy = network(), Backend(backend), ModuleWrapPolicy({Block})
             model = FSDP(
@@ -307,29 +306,3 @@ def _uses_inductor() -> None:
 
 def test_the_default_backend_gives_what_eager_gives() -> None:
     run_ranks(2, _uses_inductor, timeout=240)
-
-
-# -- the cost for programs that do not use it
-
-
-def test_importing_and_wrapping_do_not_import_the_compiler() -> None:
-    program = """
-import sys
-import torch
-before = set(sys.modules)
-import torch.distributed as dist
-from torch import nn
-from fsdp_compat import FullyShardedDataParallel as FSDP
-assert "torch._dynamo" not in sys.modules, "imported with the package"
-dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-model = FSDP(nn.Linear(4, 4), use_orig_params=True)
-model(torch.ones(2, 4)).sum().backward()
-model.clip_grad_norm_(1.0)
-model.state_dict()
-assert "torch._dynamo" not in sys.modules, "imported by a step"
-dist.destroy_process_group()
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 0, done.stderr[-2000:]

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import MixedPrecision as TorchMixedPrecision
 from fsdp_compat import FullyShardedDataParallel as FSDP
 from fsdp_compat import MixedPrecision, ShardingStrategy, StateError
 from fsdp_compat.wrap import ModuleWrapPolicy
-from tests.support.parity import assert_close, both_forms
+from tests.support.parity import assert_close, both_forms, original_form
 from tests.support.ranks import run_ranks
 
 DIM = 8
@@ -106,7 +106,7 @@ def _converts(use_orig_params: bool) -> None:
             )
 
 
-@both_forms
+@original_form
 def test_new_model_trains_in_the_dtype_it_is_converted_to(
     use_orig_params: bool,
 ) -> None:

@@ -32,8 +32,10 @@ from fsdp_compat.errors import FsdpCompatError
 from fsdp_compat.wrap import ModuleWrapPolicy
 from tests.support.cases import about
 from tests.support.models import DIM, Block, Fragile, Inner, Odd, Outer, Stack, chain
-from tests.support.parity import assert_close, both_forms
+from tests.support.pairwise import each_value
+from tests.support.parity import assert_close, both_forms, flat_form, original_form
 from tests.support.ranks import run_ranks
+from tests.support.sampling import sample
 
 FULL_SHARD, SHARD_GRAD_OP, NO_SHARD = (
     ShardingStrategy.FULL_SHARD,
@@ -262,11 +264,12 @@ def sharded_state(model: FSDP) -> dict[str, Any]:
 
 @pytest.mark.parametrize(("number", "name"), list(enumerate(MODELS)))
 def test_a_copy_equals_the_original_and_trains_on_its_own(number: int, name: str) -> None:
-    """Each model is either pickled or saved."""
-    some_ways = by_deepcopy, WAYS[1 + number // 2 % 2]
-    run_ranks(2, _copies, name, some_ways, number % 2 == 1)
+    """In one way, or deeply and in another."""
+    some_ways = sample((by_deepcopy, WAYS[1 + number // 2 % 2]), number % 3 % 2)
+    run_ranks(2, _copies, name, tuple(some_ways), number % 2 == 1)
 
 
+@each_value
 @both_forms
 @pytest.mark.parametrize("num_ranks", [1, 3])
 def test_copies_on_any_number_of_ranks(num_ranks: int, use_orig_params: bool) -> None:
@@ -300,7 +303,7 @@ def _copies_with_options(use_orig_params: bool) -> None:
             )
 
 
-@both_forms
+@original_form
 def test_a_copy_has_the_settings_of_the_original(use_orig_params: bool) -> None:
     run_ranks(2, _copies_with_options, use_orig_params)
 
@@ -319,7 +322,7 @@ def _copies_hybrid(use_orig_params: bool) -> None:
     first.step(3)
 
 
-@both_forms
+@flat_form
 def test_a_copy_of_replicated_shards_uses_the_same_groups(use_orig_params: bool) -> None:
     run_ranks(4, _copies_hybrid, use_orig_params)
 
@@ -347,7 +350,7 @@ def _copies_low_precision(use_orig_params: bool) -> None:
             assert got is None or torch.equal(got, expected)
 
 
-@both_forms
+@original_form
 def test_a_copy_computes_in_the_dtypes_of_the_original(use_orig_params: bool) -> None:
     run_ranks(2, _copies_low_precision, use_orig_params)
 
@@ -366,7 +369,7 @@ def _copies_parts_of_a_model(use_orig_params: bool) -> None:
     Trains(plain, model).step(2)
 
 
-@both_forms
+@flat_form
 def test_a_nested_instance_may_be_copied_alone(use_orig_params: bool) -> None:
     run_ranks(2, _copies_parts_of_a_model, use_orig_params)
 
@@ -606,7 +609,7 @@ def _copies_at_other_moments(use_orig_params: bool) -> None:
                 model.zero_grad()
 
 
-@both_forms
+@flat_form
 def test_copy_works_at_any_point_between_steps(use_orig_params: bool) -> None:
     run_ranks(2, _copies_at_other_moments, use_orig_params)
 
@@ -656,7 +659,7 @@ def _copies_after_a_failed_backward(use_orig_params: bool) -> None:
             trains.step(1)
 
 
-@both_forms
+@original_form
 def test_copy_works_after_an_exception_in_backward(use_orig_params: bool) -> None:
     run_ranks(2, _copies_after_a_failed_backward, use_orig_params)
 
@@ -721,7 +724,7 @@ def _fails_to_copy(use_orig_params: bool) -> None:
         Trains(copy.deepcopy(plain), way(model)).step(1)
 
 
-@both_forms
+@flat_form
 def test_failed_copy_leaves_the_original_unchanged(use_orig_params: bool) -> None:
     run_ranks(2, _fails_to_copy, use_orig_params)
 
@@ -758,6 +761,7 @@ def _averages(name: str, use_orig_params: bool) -> None:
     trains.step(9)
 
 
+@each_value
 @both_forms
 @pytest.mark.parametrize("name", ["nested", "mixed", "tied"])
 def test_moving_average_over_parameter_pairs_equals_unsharded(
@@ -793,7 +797,7 @@ def _averages_by_torch(use_orig_params: bool) -> None:
             trains.step(8)
 
 
-@both_forms
+@original_form
 def test_torch_averaged_model_equals_unsharded(use_orig_params: bool) -> None:
     run_ranks(2, _averages_by_torch, use_orig_params)
 
@@ -852,6 +856,7 @@ def _copies_an_optimizer_and_steps(way: Callable[[Any], Any], use_orig_params: b
         assert_close(value, plain.state_dict()[key], key)
 
 
+@each_value
 @both_forms
 @ways
 def test_copied_optimizer_trains_its_model_or_raises(
@@ -917,7 +922,7 @@ def _takes_a_pickle(packed: list[bytes], use_orig_params: bool) -> None:
         trains.step(seed)
 
 
-@both_forms
+@original_form
 def test_pickle_loads_in_another_program_with_the_same_world_size(use_orig_params: bool) -> None:
     packed = run_ranks(2, _hands_a_pickle_over, use_orig_params)
     run_ranks(2, _takes_a_pickle, packed, use_orig_params)

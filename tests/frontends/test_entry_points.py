@@ -30,8 +30,10 @@ from fsdp_compat._comm.communicator import Kind
 from fsdp_compat._engine.unit import Residency
 from fsdp_compat.wrap import ModuleWrapPolicy
 from tests.support.cases import about
-from tests.support.parity import assert_close, both_forms
+from tests.support.pairwise import each_value
+from tests.support.parity import assert_close, both_forms, flat_form, original_form
 from tests.support.ranks import run_ranks
+from tests.support.sampling import sample
 
 DIM, NUM_TOKENS = 8, 13
 
@@ -245,7 +247,7 @@ def _generates(use_orig_params: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "use_orig_params"), [(1, True), (2, False), (3, False), (4, True)]
+    ("num_ranks", "use_orig_params"), sample([(1, True), (2, False), (3, False), (4, True)], 1, 3)
 )
 def test_a_registered_method_returns_what_it_returned_unwrapped(
     num_ranks: int, use_orig_params: bool
@@ -274,7 +276,7 @@ def _generates_as_asked(use_orig_params: bool) -> None:
         assert_trains(model, decoder())
 
 
-@both_forms
+@flat_form
 def test_synced_method_allows_different_numbers_of_calls(
     use_orig_params: bool,
 ) -> None:
@@ -350,6 +352,7 @@ def _trains_through_methods(strategy: ShardingStrategy, use_orig_params: bool) -
             optim.zero_grad()
 
 
+@each_value
 @both_forms
 @pytest.mark.parametrize("strategy", [FULL_SHARD, SHARD_GRAD_OP, NO_SHARD])
 def test_gradients_through_a_registered_method_equal_unsharded(
@@ -419,6 +422,7 @@ def _calls_a_method_in_forward(synced: bool | None, use_orig_params: bool) -> No
     assert_idle(model)
 
 
+@each_value
 @both_forms
 @pytest.mark.parametrize("synced", [None, True, False])
 def test_registered_method_of_a_nested_wrapper_works_inside_forward(
@@ -469,7 +473,7 @@ def _raises_on_one_rank(use_orig_params: bool) -> None:
         assert_trains(model, plain)
 
 
-@both_forms
+@original_form
 def test_an_exception_in_a_synced_method_on_one_rank_leaves_the_others_running(
     use_orig_params: bool,
 ) -> None:
@@ -568,7 +572,7 @@ def _yields(use_orig_params: bool) -> None:
     assert_trains(model, plain)
 
 
-@both_forms
+@flat_form
 def test_registered_generator_runs_every_step_unsharded(
     use_orig_params: bool,
 ) -> None:
@@ -733,6 +737,7 @@ def _reads_other_units(strategy: ShardingStrategy, use_orig_params: bool) -> Non
                 assert_close(got.grad, wanted.grad, name)
 
 
+@each_value
 @both_forms
 @pytest.mark.parametrize("strategy", [FULL_SHARD, SHARD_GRAD_OP])
 def test_parameters_of_another_unit_raise_inside_forward(
@@ -908,6 +913,7 @@ TRANSFORMERS: list[Any] = [
 ]
 
 
+@each_value
 @both_forms
 @pytest.mark.parametrize("number", range(len(TRANSFORMERS)))
 def test_torch_modules_that_read_parameters_of_others_equal_unsharded(

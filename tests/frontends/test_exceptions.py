@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from fsdp_compat import FullyShardedDataParallel as FSDP
 from fsdp_compat import ShardingStrategy
 from tests.support.models import DIM, Block, Fragile, FragileInside, chain
-from tests.support.pairwise import pairwise
+from tests.support.pairwise import each_value
 from tests.support.parity import (
     Pair,
     Turn,
@@ -80,7 +80,7 @@ def _trains_on_after_backward(kind: type[Fragile], retry: bool, **options: Any) 
 any_kind = pytest.mark.parametrize("kind", [Fragile, FragileInside])
 
 
-@pairwise
+@each_value
 @both_forms
 @both_strategies
 @any_kind
@@ -97,7 +97,7 @@ def test_training_goes_on_after_an_exception_in_forward(
     run_ranks(2, _trains_on_after_forward, kind, error, **options)
 
 
-@pairwise
+@each_value
 @both_forms
 @both_strategies
 @any_kind
@@ -135,6 +135,7 @@ def _repeats_a_backward(strategy: ShardingStrategy, use_orig_params: bool) -> No
         pair.step(step)
 
 
+@each_value
 @both_forms
 @both_strategies
 def test_a_backward_repeated_after_an_exception_gives_its_own_gradients_only(
@@ -162,6 +163,7 @@ def _shows_parameters_after_an_exception(where: str, use_orig_params: bool) -> N
     pair.step(one_backward)
 
 
+@each_value
 @both_forms
 @pytest.mark.parametrize("where", ["forward", "backward"])
 def test_state_dicts_and_whole_parameters_are_right_after_an_exception(

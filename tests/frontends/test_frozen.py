@@ -23,6 +23,7 @@ from tests.support.models import (
     chain,
     frozen,
 )
+from tests.support.pairwise import each_value
 from tests.support.parity import (
     Turn,
     backward,
@@ -44,6 +45,7 @@ def _two_backwards(m: nn.Module, x: Tensor, turn: Turn) -> Tensor:
     return backward(loss)
 
 
+@each_value
 @both_forms
 @pytest.mark.parametrize("step", [one_backward, _two_backwards])
 def test_frozen_weights_beside_trainable_ones_are_unsharded_when_backward_needs_them(
@@ -100,6 +102,7 @@ def _leaves_a_unit_out(**options: Any) -> None:
     )  # no gradient, though the optimizer has momentum: it must not move
 
 
+@each_value
 @both_forms
 @pytest.mark.parametrize("allow_unused_units", [False, True])
 def test_a_unit_that_no_rank_uses_has_no_gradient(
@@ -149,6 +152,7 @@ def _random_vectors(dim: int, generator: torch.Generator) -> Tensor:
     return torch.randn(4, dim, generator=generator)
 
 
+@each_value
 @both_forms
 @pytest.mark.parametrize("large", [False, True])
 def test_a_unit_that_was_wrapped_frozen_may_be_made_trainable(

@@ -29,7 +29,7 @@ from fsdp_compat._comm.communicator import Kind
 from fsdp_compat._engine.gradients import LARGE
 from fsdp_compat.wrap import ModuleWrapPolicy
 from tests.support.models import DIM, Block, Lora, Stack, chain
-from tests.support.pairwise import pairwise
+from tests.support.pairwise import each_value
 from tests.support.parity import both_forms, make_pair, one_backward, square, wide_vectors
 from tests.support.ranks import run_ranks
 
@@ -165,7 +165,7 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-@pairwise
+@each_value
 @both_forms
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("num_ranks", [1, 3])
@@ -214,7 +214,7 @@ def _through_a_file(state: Any) -> Any:
     return torch.load(file, weights_only=False)
 
 
-@pairwise
+@each_value
 @both_forms
 @pytest.mark.parametrize("precision", [None, LOW])
 @pytest.mark.parametrize("num_ranks", [1, 3])
@@ -378,6 +378,7 @@ def _rescale_weight(module: nn.Module, args: Any) -> None:
     module.weight.scale = 0.03  # type: ignore[union-attr]
 
 
+@each_value
 @both_forms
 @pytest.mark.parametrize(
     ("num_ranks", "options"),
@@ -521,7 +522,7 @@ def _batch(width: int, generator: torch.Generator) -> Tensor:
     return torch.randn(4, width, generator=generator)
 
 
-@pairwise
+@each_value
 @both_forms
 @pytest.mark.parametrize("strategy", [FULL_SHARD, SHARD_GRAD_OP, NO_SHARD])
 @pytest.mark.parametrize("width", [DIM, 184])

@@ -21,7 +21,7 @@ from tests.support.models import (
     Stack,
     chain,
 )
-from tests.support.pairwise import pairwise
+from tests.support.pairwise import each_value
 from tests.support.parity import (
     Turn,
     backward,
@@ -48,7 +48,7 @@ def _attributes_alone(m: nn.Module, x: Tensor, turn: Turn) -> Tensor:
     return backward(sum(m[index].aux for index in range(3)))
 
 
-@pairwise
+@each_value
 @both_forms
 @both_strategies
 @pytest.mark.parametrize("step", [_output_and_attribute, _attributes_alone])
@@ -159,6 +159,7 @@ def _calls_units_without_their_root(**options: Any) -> None:
     pair.step(one_backward)
 
 
+@each_value
 @both_forms
 @both_strategies
 def test_a_unit_may_be_called_without_its_root(

@@ -19,8 +19,8 @@ from fsdp_compat import FullyShardedDataParallel as FSDP
 from fsdp_compat import ShardingStrategy, StateDictType, UsageError
 from fsdp_compat.wrap import ModuleWrapPolicy
 from tests.support.cases import about
-from tests.support.pairwise import pairwise
-from tests.support.parity import assert_close, both_forms
+from tests.support.pairwise import each_value
+from tests.support.parity import assert_close, both_forms, flat_form, original_form
 from tests.support.ranks import run_ranks
 
 DIM = 8
@@ -149,7 +149,7 @@ def _fills(use_orig_params: bool) -> None:
                 assert_trains(model, Net())
 
 
-@both_forms
+@flat_form
 def test_model_from_meta_runs_once_all_values_are_set(use_orig_params: bool) -> None:
     run_ranks(2, _fills, use_orig_params)
 
@@ -215,7 +215,7 @@ def fill(model: nn.Module) -> None:
                 buffer.copy_(torch.arange(DIM) % 2 == 0)
 
 
-@both_forms
+@original_form
 def test_uninitialized_buffers_are_reported_by_name_until_written(
     use_orig_params: bool,
 ) -> None:
@@ -282,7 +282,7 @@ def _loads_sharded_state(use_orig_params: bool) -> None:
     assert_close(model(batch()), source(batch()), "output")
 
 
-@both_forms
+@flat_form
 def test_loading_a_sharded_state_dict_initializes_values(use_orig_params: bool) -> None:
     run_ranks(2, _loads_sharded_state, use_orig_params)
 
@@ -405,7 +405,7 @@ def _sends(shape: tuple[int, ...], by_to_empty: bool, use_orig_params: bool) -> 
     model(batch()).sum().backward()
 
 
-@pairwise
+@each_value
 @both_forms
 @pytest.mark.parametrize("shape", [(3,), (2, 2)])
 @pytest.mark.parametrize("by_to_empty", [True, False])

@@ -27,7 +27,7 @@ from fsdp_compat._comm.communicator import Kind
 from fsdp_compat._engine.dtypes import tensors_in
 from fsdp_compat.wrap import CustomPolicy, ModuleWrapPolicy
 from tests.support.models import DIM, Block, Named, Record, Stack, chain
-from tests.support.pairwise import pairs, pairwise
+from tests.support.pairwise import each_value, pairs
 from tests.support.parity import (
     Pair,
     assert_close,
@@ -38,6 +38,7 @@ from tests.support.parity import (
     vectors,
 )
 from tests.support.ranks import run_ranks
+from tests.support.sampling import sample
 
 FP64, FP32, FP16, BF16 = torch.float64, torch.float32, torch.float16, torch.bfloat16
 FULL_SHARD, SHARD_GRAD_OP = ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP
@@ -145,14 +146,20 @@ def _compare_gradients(pair: Pair, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize(
     ("number", "num_ranks", "strategy", "shard_dtype", "use_orig_params"),
-    [
-        (0, 1, FULL_SHARD, FP32, True),
-        (0, 2, FULL_SHARD, FP32, False),
-        (1, 2, FULL_SHARD, FP32, True),
-        (2, 3, FULL_SHARD, BF16, False),
-        (3, 2, SHARD_GRAD_OP, FP64, True),
-        (4, 2, NO_SHARD, FP32, False),
-    ],
+    sample(
+        [
+            (0, 1, FULL_SHARD, FP32, True),
+            (0, 2, FULL_SHARD, FP32, False),
+            (1, 2, FULL_SHARD, FP32, True),
+            (2, 3, FULL_SHARD, BF16, False),
+            (3, 2, SHARD_GRAD_OP, FP64, True),
+            (4, 3, NO_SHARD, FP32, False),
+        ],
+        1,
+        2,
+        3,
+        5,
+    ),
 )
 def test_param_dtype_and_reduce_dtype_are_independent(
     number: int,
@@ -277,6 +284,7 @@ def test_bf16_gradients_are_added_up_in_float32(
     assert got[0][0] in allowed
 
 
+@each_value
 @pytest.mark.parametrize("strategy", [FULL_SHARD, NO_SHARD, HYBRID])
 @pytest.mark.parametrize("reduce_dtype", [None, BF16, FP32])
 def test_gradients_of_a_bf16_model_are_added_up_in_float32(
@@ -348,6 +356,7 @@ def _fp16_against_float32(use_orig_params: bool) -> None:
         assert torch.allclose(got[name], value, rtol=2 * torch.finfo(FP16).eps, atol=1e-6), name
 
 
+@each_value
 @both_forms
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
 def test_fp16_reduction_is_as_precise_as_fp16_allows(num_ranks: int, use_orig_params: bool) -> None:
@@ -405,6 +414,7 @@ def _keeps_grads_in(
     return found
 
 
+@each_value
 @both_forms
 @pytest.mark.parametrize(
     ("param_dtype", "reduce_dtype", "expected"),
@@ -998,6 +1008,7 @@ def _all_norms(cases: list[tuple[Any, ...]]) -> None:
         _batch_norms_as_with_ddp(*case)
 
 
+@each_value
 @pytest.mark.parametrize("strategy", [FULL_SHARD, NO_SHARD])
 @pytest.mark.parametrize("policy", [False, True])
 def test_norms_compute_in_float32_and_keep_the_running_statistics_of_ddp(
@@ -1153,14 +1164,19 @@ def _assert_at_rest(model: FSDP) -> None:
 
 @pytest.mark.parametrize(
     ("num_ranks", "strategy", "use_orig_params"),
-    [
-        (1, FULL_SHARD, True),
-        (2, FULL_SHARD, False),
-        (3, FULL_SHARD, True),
-        (2, SHARD_GRAD_OP, False),
-        (2, SHARD_GRAD_OP, True),
-        (2, NO_SHARD, False),
-    ],
+    sample(
+        [
+            (1, FULL_SHARD, True),
+            (2, FULL_SHARD, False),
+            (3, FULL_SHARD, True),
+            (2, SHARD_GRAD_OP, False),
+            (2, SHARD_GRAD_OP, True),
+            (2, NO_SHARD, False),
+        ],
+        0,
+        3,
+        4,
+    ),
 )
 def test_full_precision_eval_is_bit_equal_to_unsharded(
     num_ranks: int, strategy: ShardingStrategy, use_orig_params: bool
@@ -1197,7 +1213,7 @@ def _evaluates_with_gradients(
         _assert_at_rest(model)
 
 
-@pairwise
+@each_value
 @both_forms
 @pytest.mark.parametrize(
     ("num_ranks", "strategy"), [(1, FULL_SHARD), (2, FULL_SHARD), (2, SHARD_GRAD_OP)]
@@ -1300,6 +1316,7 @@ def _mixes_modes(strategy: ShardingStrategy, use_orig_params: bool) -> None:
         optim.zero_grad()
 
 
+@each_value
 @both_forms
 @pytest.mark.parametrize(
     ("num_ranks", "strategy"), [(1, FULL_SHARD), (2, FULL_SHARD), (2, SHARD_GRAD_OP)]

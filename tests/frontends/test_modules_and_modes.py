@@ -28,7 +28,7 @@ from tests.support.models import (
     chain,
     encoder_layer,
 )
-from tests.support.pairwise import pairwise
+from tests.support.pairwise import each_value
 from tests.support.parity import (
     Pair,
     Turn,
@@ -69,6 +69,7 @@ def _under_autocast(m: nn.Module, x: Tensor, turn: Turn) -> Tensor:
     return backward(loss)
 
 
+@each_value
 @both_forms
 @both_strategies
 def test_autocast_casts_the_weights_of_this_step(
@@ -119,6 +120,7 @@ def test_deepcopied_modules_are_units_of_their_own(use_orig_params: bool) -> Non
     run_ranks(2, _trains, Copies, use_orig_params=use_orig_params)
 
 
+@each_value
 @both_forms
 @pytest.mark.parametrize("kind", ["old weight_norm", "weight_norm", "spectral_norm", "orthogonal"])
 def test_parametrized_weights_train_as_unsharded(kind: str, use_orig_params: bool) -> None:
@@ -126,6 +128,7 @@ def test_parametrized_weights_train_as_unsharded(kind: str, use_orig_params: boo
     run_ranks(2, _trains, build, (Parametrized,), use_orig_params=use_orig_params)
 
 
+@each_value
 @both_forms
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
 def test_recurrent_networks_train_as_unsharded(
@@ -198,7 +201,7 @@ def _computes_in_bf16(reduce_dtype: torch.dtype, **options: Any) -> None:
         pair.compare_and_update()
 
 
-@pairwise
+@each_value
 @both_forms
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
 @pytest.mark.parametrize("reduce_dtype", [torch.float32, torch.bfloat16])
@@ -244,6 +247,7 @@ def _trains_with_forwards_of_instances(when: str, use_orig_params: bool) -> None
         assert _forwards_of_instances(pair.model) == forwards
 
 
+@each_value
 @both_forms
 @pytest.mark.parametrize("when", ["before wrapping", "before every step", "twice at once"])
 def test_an_instance_may_have_a_forward_of_its_own(when: str, use_orig_params: bool) -> None:

@@ -39,7 +39,7 @@ from tests.support.models import (
     chain,
     frozen,
 )
-from tests.support.pairwise import pairwise
+from tests.support.pairwise import each_value, pairwise
 from tests.support.parity import (
     accumulates_mean,
     assert_close,
@@ -53,6 +53,7 @@ from tests.support.parity import (
     wide_vectors,
 )
 from tests.support.ranks import run_ranks
+from tests.support.sampling import sample
 
 OFFLOAD: dict[str, Any] = {"cpu_offload": CPUOffload(offload_params=True)}
 FULL_SHARD, SHARD_GRAD_OP, NO_SHARD = (
@@ -96,15 +97,18 @@ def _trains_in_every_way(
 
 @pytest.mark.parametrize(
     ("num_ranks", "strategy", "use_orig_params"),
-    [
-        (1, NO_SHARD, False),
-        (2, FULL_SHARD, False),
-        (2, SHARD_GRAD_OP, True),
-        (2, NO_SHARD, False),
-        (3, FULL_SHARD, True),
-        (4, HYBRIDS[0], True),
-        (4, HYBRIDS[1], False),
-    ],
+    sample(
+        [
+            (1, NO_SHARD, False),
+            (2, FULL_SHARD, False),
+            (2, SHARD_GRAD_OP, True),
+            (2, NO_SHARD, False),
+            (3, FULL_SHARD, True),
+            (4, HYBRIDS[0], True),
+            (4, HYBRIDS[1], False),
+        ],
+        *(2, 3, 4, 6),
+    ),
 )
 def test_every_strategy_and_pattern_of_accumulation_trains_as_unsharded(
     num_ranks: int, strategy: ShardingStrategy, use_orig_params: bool
@@ -112,6 +116,7 @@ def test_every_strategy_and_pattern_of_accumulation_trains_as_unsharded(
     run_ranks(num_ranks, _trains_in_every_way, strategy, use_orig_params)
 
 
+@each_value
 @both_forms
 @pytest.mark.parametrize("num_ranks", [1, 3])
 def test_large_parameters_and_parameters_smaller_than_ranks_train_as_unsharded(
@@ -151,6 +156,7 @@ def _others(use_orig_params: bool) -> None:
         train(partial(RecomputesBlocks, Block, reentrant, 2), **options)
 
 
+@each_value
 @both_forms
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_frozen_parts_and_recomputation_train_as_unsharded(
@@ -206,6 +212,7 @@ def _as_without_offload(use_orig_params: bool) -> None:
             assert torch.equal(one, other), fields
 
 
+@each_value
 @both_forms
 @pytest.mark.parametrize("num_ranks", [1, 3])
 def test_every_dtype_gives_the_same_bits_as_without_offload(
@@ -334,6 +341,7 @@ def _summons(strategy: ShardingStrategy, use_orig_params: bool) -> None:
         pair.compare_and_update()
 
 
+@each_value
 @both_forms
 @pytest.mark.parametrize(
     ("num_ranks", "strategy"), [(1, FULL_SHARD), (2, FULL_SHARD), (2, NO_SHARD)]
@@ -378,6 +386,7 @@ def _saves_and_loads(use_orig_params: bool) -> None:
             assert torch.equal(value, other[name]), f"{name} after loading from {kind.name}"
 
 
+@each_value
 @both_forms
 @pytest.mark.parametrize("num_ranks", [1, 3])
 def test_training_continues_unchanged_after_saving_and_loading(
@@ -409,7 +418,7 @@ def _raises_and_goes_on(inside: bool, pattern: str, use_orig_params: bool) -> No
     pair.step(one_backward, as_a_user=True)
 
 
-@pairwise
+@each_value
 @both_forms
 @pytest.mark.parametrize("inside", [False, True])
 @pytest.mark.parametrize("pattern", ["s", "n"])

@@ -17,6 +17,7 @@ from fsdp_compat import CPUOffload, ShardingStrategy, UsageError
 from fsdp_compat import FullyShardedDataParallel as FSDP
 from fsdp_compat.wrap import ModuleWrapPolicy
 from tests.support.models import DIM, Block, RecomputesBlocks, Reuse, Stack
+from tests.support.pairwise import each_value
 from tests.support.parity import assert_close, both_forms
 from tests.support.ranks import run_ranks
 
@@ -71,6 +72,7 @@ def _trains(use_orig_params: bool) -> None:
             )
 
 
+@each_value
 @both_forms
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_optimizers_step_in_backward_after_the_reduction(ranks: int, use_orig_params: bool) -> None:

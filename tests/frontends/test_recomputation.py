@@ -24,7 +24,7 @@ from tests.support.models import (
     RecomputesTwice,
     Stack,
 )
-from tests.support.pairwise import pairwise
+from tests.support.pairwise import each_value
 from tests.support.parity import (
     Turn,
     backward,
@@ -46,7 +46,7 @@ def _trains(*args: Any, early_stop: bool = True, num_steps: int = 2, **kwargs: A
         train(*args, num_steps=num_steps, **kwargs)
 
 
-@pairwise
+@each_value
 @both_forms
 @early_or_not
 @both_kinds
@@ -59,7 +59,7 @@ def test_a_checkpoint_may_be_inside_of_a_unit(
     )
 
 
-@pairwise
+@each_value
 @both_forms
 @early_or_not
 @both_kinds
@@ -71,6 +71,7 @@ def test_a_checkpoint_may_be_around_one_or_several_units(
     run_ranks(2, _trains, build, early_stop=early_stop, use_orig_params=use_orig_params)
 
 
+@each_value
 @both_forms
 @both_kinds
 def test_a_checkpoint_may_be_around_units_with_units_inside(
@@ -80,6 +81,7 @@ def test_a_checkpoint_may_be_around_units_with_units_inside(
     run_ranks(2, _trains, build, (Outer, Inner), use_orig_params=use_orig_params)
 
 
+@each_value
 @both_forms
 @both_kinds
 def test_checkpoints_may_be_inside_and_around(reentrant: bool, use_orig_params: bool) -> None:
@@ -87,7 +89,7 @@ def test_checkpoints_may_be_inside_and_around(reentrant: bool, use_orig_params: 
     run_ranks(2, _trains, build, (Recomputed,), use_orig_params=use_orig_params)
 
 
-@pairwise
+@each_value
 @both_forms
 @early_or_not
 @both_kinds
@@ -103,6 +105,7 @@ def test_an_output_of_a_checkpoint_may_be_dropped(
     )
 
 
+@each_value
 @both_forms
 @both_kinds
 def test_a_unit_may_be_in_two_checkpoints(reentrant: bool, use_orig_params: bool) -> None:
@@ -113,6 +116,7 @@ def _recomputes_everything(reentrant: bool, m: nn.Module, x: Tensor, turn: Turn)
     return backward(checkpoint(lambda x: square(m, x), x.requires_grad_(), use_reentrant=reentrant))
 
 
+@each_value
 @both_strategies
 @both_kinds
 def test_a_checkpoint_may_be_around_the_root(reentrant: bool, strategy: ShardingStrategy) -> None:

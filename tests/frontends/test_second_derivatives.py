@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from fsdp_compat import ShardingStrategy
 from tests.support.models import Forces, Stack
-from tests.support.pairwise import pairwise
+from tests.support.pairwise import each_value, pairwise
 from tests.support.parity import (
     Turn,
     backward,
@@ -71,6 +71,7 @@ def _trains_with_create_graph(**options: Any) -> None:
     pair.step(one_backward)
 
 
+@each_value
 @both_forms
 @both_strategies
 def test_backward_with_create_graph_trains_as_unsharded(
@@ -89,6 +90,7 @@ def _takes_gradients_of_inputs(m: nn.Module, x: Tensor, turn: Turn) -> Tensor:
     return backward(square(m, x.detach())) + grad.sum() + x.grad.sum()
 
 
+@each_value
 @both_forms
 @both_strategies
 def test_gradients_of_inputs_leave_those_of_parameters_alone(

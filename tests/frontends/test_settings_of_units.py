@@ -33,9 +33,10 @@ from fsdp_compat import (
 from fsdp_compat import FullyShardedDataParallel as FSDP
 from fsdp_compat.wrap import CustomPolicy, ModuleWrapPolicy
 from tests.support.models import DIM, Block, Inner, Outer, Stack, chain
-from tests.support.pairwise import pairs, pairwise
-from tests.support.parity import Pair, both_forms, square, vectors
+from tests.support.pairwise import each_value, pairs
+from tests.support.parity import Pair, both_forms, flat_form, original_form, square, vectors
 from tests.support.ranks import run_ranks
+from tests.support.sampling import sample
 
 FULL_SHARD, SHARD_GRAD_OP, NO_SHARD = (
     ShardingStrategy.FULL_SHARD,
@@ -203,7 +204,7 @@ def _mixes_dtypes(by_hand: bool, strategy: ShardingStrategy, use_orig_params: bo
     assert {p.dtype for p in model.parameters()} == {torch.float32}
 
 
-@pairwise
+@each_value
 @both_forms
 @pytest.mark.parametrize("by_hand", [False, True])
 @pytest.mark.parametrize("strategy", [FULL_SHARD, SHARD_GRAD_OP, NO_SHARD])
@@ -303,6 +304,7 @@ def _differences(name: str, use_orig_params: bool) -> list[str]:
     return found
 
 
+@each_value
 @both_forms
 @pytest.mark.parametrize("name", ["units that differ", "batch norms"])
 def test_units_with_different_settings_are_bit_equal_to_torch(
@@ -338,7 +340,8 @@ def _prefetches_in_every_way(strategy: ShardingStrategy, use_orig_params: bool) 
 
 
 @pytest.mark.parametrize(
-    ("strategy", "use_orig_params"), [(FULL_SHARD, True), (SHARD_GRAD_OP, False), (HYBRID, True)]
+    ("strategy", "use_orig_params"),
+    sample([(FULL_SHARD, True), (SHARD_GRAD_OP, False), (HYBRID, True)], 0, 1),
 )
 def test_every_way_to_prefetch_gives_the_same_bits(
     strategy: ShardingStrategy, use_orig_params: bool
@@ -406,7 +409,7 @@ def _names_its_ranks(use_orig_params: bool) -> None:
             assert strategy is NO_SHARD or _state(pair) == first
 
 
-@both_forms
+@original_form
 def test_one_dimensional_mesh_equals_the_process_group(use_orig_params: bool) -> None:
     run_ranks(3, _names_its_ranks, use_orig_params)
 
@@ -468,7 +471,7 @@ def _takes_torchs_settings(use_orig_params: bool) -> None:
         _train(Pair(plain, model))
 
 
-@both_forms
+@flat_form
 def test_torch_settings_are_accepted(use_orig_params: bool) -> None:
     run_ranks(2, _takes_torchs_settings, use_orig_params)
 

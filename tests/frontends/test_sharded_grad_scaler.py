@@ -29,7 +29,7 @@ from fsdp_compat._torch_private import gloo as torch_gloo
 from fsdp_compat.sharded_grad_scaler import ShardedGradScaler
 from fsdp_compat.wrap import ModuleWrapPolicy
 from tests.support.models import DIM, Block, Named, Stack
-from tests.support.pairwise import pairwise
+from tests.support.pairwise import each_value
 from tests.support.parity import assert_close, both_forms
 from tests.support.ranks import run_ranks
 
@@ -186,7 +186,7 @@ def _trains_as_unsharded(
     return scales
 
 
-@pairwise
+@each_value
 @both_forms
 @both_shardings
 @pytest.mark.parametrize(
@@ -202,6 +202,7 @@ def test_training_with_skipped_steps_equals_the_unsharded_model(
     assert run_ranks(2, _trains_as_unsharded, make, clip, kwargs) == [SCALES] * 2
 
 
+@each_value
 @both_forms
 @pytest.mark.parametrize("ranks", [1, 4])
 def test_training_with_skipped_steps_equals_the_unsharded_model_on_1_and_4_ranks(
@@ -267,6 +268,7 @@ def _compare_with_torch(strategy: str, use_orig_params: bool) -> list[float]:
     return scales
 
 
+@each_value
 @both_forms
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
 def test_half_precision_training_equals_torch(strategy: str, use_orig_params: bool) -> None:
@@ -306,7 +308,7 @@ def _skips_together(
     assert any(not torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True))
 
 
-@pairwise
+@each_value
 @both_forms
 @both_shardings
 @pytest.mark.parametrize("make", [_sgd, _fused_adamw])

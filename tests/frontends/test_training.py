@@ -30,7 +30,7 @@ from tests.support.models import (
     Transformer,
     chain,
 )
-from tests.support.pairwise import pairwise
+from tests.support.pairwise import each_value
 from tests.support.parity import both_forms, make_pair, one_backward, square, tokens, train, trains
 from tests.support.ranks import run_ranks
 
@@ -43,7 +43,7 @@ def _trains_and_returns_state(*args: Any, **kwargs: Any) -> dict[str, list[float
     return {name: value.flatten().tolist() for name, value in pair.model.state_dict().items()}
 
 
-@pairwise
+@each_value
 @both_forms
 @pytest.mark.parametrize("strategy", [FULL_SHARD, SHARD_GRAD_OP, ShardingStrategy.NO_SHARD])
 @pytest.mark.parametrize(
@@ -60,6 +60,7 @@ def test_a_stack_of_blocks_trains_as_unsharded(
     run_ranks(2, trains, Stack, as_a_user=True, **options)
 
 
+@each_value
 @both_forms
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
 def test_units_inside_of_units_train_as_unsharded_on_any_number_of_ranks(
@@ -76,6 +77,7 @@ def test_one_rank_trains_as_unsharded(strategy: ShardingStrategy, use_orig_param
     run_ranks(1, trains, Stack, sharding_strategy=strategy, use_orig_params=use_orig_params)
 
 
+@each_value
 @both_forms
 @pytest.mark.parametrize("strategy", [HYBRID, HYBRID_ZERO2])
 def test_two_replicas_of_two_shards_train_as_unsharded_and_stay_bit_equal(

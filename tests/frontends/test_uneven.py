@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from fsdp_compat import BackwardPrefetch, ShardingStrategy, StateError
 from tests.support.models import Inner, Outer, Stack, Switch, TwoHeads
+from tests.support.pairwise import each_value
 from tests.support.parity import Turn, backward, both_forms, both_strategies, train, trains
 from tests.support.ranks import run_ranks
 
@@ -38,6 +39,7 @@ def _trains_switches(*steps: tuple[str, ...], num_steps: int = 2, **options: Any
         pair.step(_rank_uses(*uses))
 
 
+@each_value
 @both_forms
 @both_strategies
 def test_every_rank_may_use_other_units_in_every_step(

@@ -26,6 +26,7 @@ from fsdp_compat import wrap as our_wrap
 from fsdp_compat._front_ends.flat.wrap_plan import plan_wrapping
 from fsdp_compat.api import MixedPrecision
 from fsdp_compat.errors import FsdpCompatError, StateError, UsageError
+from tests.support.sampling import at_most
 
 Names = dict[str, dict[str, Any]]  # name of a module -> the keyword arguments of its unit
 
@@ -361,7 +362,7 @@ PRECISIONS = st.none() | st.sampled_from(
 @pytest.mark.parametrize(
     "library", [our_wrap, torch_wrap], ids=["our policies", "the policies of torch"]
 )
-@settings(max_examples=150)
+@settings(max_examples=at_most(40, of_all=150))
 @given(data=st.data(), precision=PRECISIONS)
 def test_random_models_are_wrapped_as_by_torch(
     library: Any, data: st.DataObject, precision: Any

@@ -28,7 +28,7 @@ from fsdp_compat.wrap import (
     wrap,
 )
 from tests.support.models import DIM, Block, Inner, Outer, Stack
-from tests.support.pairwise import pairwise
+from tests.support.pairwise import each_value
 from tests.support.parity import (
     Pair,
     assert_close,
@@ -101,6 +101,7 @@ def _mixes_strategies(**options: Any) -> int:
     return _train(Pair(plain, FSDP(model, **options)))
 
 
+@each_value
 @both_forms
 @pytest.mark.parametrize(
     ("wraps", "num_units"),
@@ -165,6 +166,7 @@ def _follows_a_policy(name: str, **options: Any) -> int:
     return _train(Pair(plain, FSDP(model, auto_wrap_policy=POLICIES[name](), **options)))
 
 
+@each_value
 @both_forms
 @pytest.mark.parametrize(
     ("name", "num_units"),
@@ -204,6 +206,7 @@ def _starts_from_the_first_rank(num_replicas: int, **options: Any) -> None:
     )
 
 
+@each_value
 @both_forms
 @pytest.mark.parametrize(("num_ranks", "num_replicas"), [(2, 1), (4, 2)])
 def test_sync_module_states_broadcasts_from_rank_0(
@@ -275,7 +278,7 @@ def test_device_id_may_be_the_cpu(use_orig_params: bool) -> None:
     run_ranks(2, trains, Stack, device_id=torch.device("cpu"), use_orig_params=use_orig_params)
 
 
-@pairwise
+@each_value
 @pytest.mark.parametrize("forward_prefetch", [False, True])
 @pytest.mark.parametrize(
     "backward_prefetch", [BackwardPrefetch.BACKWARD_PRE, BackwardPrefetch.BACKWARD_POST, None]
@@ -341,6 +344,7 @@ def _ignores(kind: str, **options: Any) -> None:
     pair.assert_state_equal()
 
 
+@each_value
 @both_forms
 @pytest.mark.parametrize(
     "kind", ["modules", "states that are modules", "states that are parameters"]

@@ -7,7 +7,6 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -16,6 +15,7 @@ pytest.importorskip("libcst")
 from fsdp_compat._install.contents import contents  # isort: skip
 from fsdp_compat._install.migrate import names  # isort: skip
 from fsdp_compat._install.migrate.rewriting import rewrite  # isort: skip
+from tests.support.pairwise import each_value  # isort: skip
 
 CASES = Path(__file__).parent / "migrate_cases"
 
@@ -29,7 +29,7 @@ class Case:
     left: list[str]
 
 
-def cases() -> Iterator[Any]:
+def cases() -> Iterator[tuple[str, Case]]:
     """Read the files: `=== title`, the code, `--- after` (nothing: as before), `--- left`."""
     for path in sorted(CASES.glob("*.txt")):
         for part in re.split(r"^=== ", path.read_text(), flags=re.M)[1:]:
@@ -37,11 +37,12 @@ def cases() -> Iterator[Any]:
             before, _, rest = rest.partition("--- after\n")
             after, _, left = rest.partition("--- left\n")
             case = Case(before, after or before, left.splitlines())
-            yield pytest.param(case, id=f"{path.stem}: {title}")
+            yield f"{path.stem}: {title}", case
 
 
+@each_value
 @pytest.mark.parametrize("line_end", ["\n", "\r\n"], ids=["lf", "crlf"])
-@pytest.mark.parametrize("case", list(cases()))
+@pytest.mark.parametrize("case", [case for _, case in cases()], ids=[title for title, _ in cases()])
 def test_case(case: Case, line_end: str) -> None:
     before = case.before.replace("\n", line_end)
     found = rewrite(before, "case.py")

@@ -189,9 +189,11 @@ def test_bad_use_is_one_clear_message(
 
 def test_libcst_is_loaded_by_migrate_alone(tmp_path: Path) -> None:
     (tmp_path / "a.py").write_text(OLD)
-    (tmp_path / "b.py").write_text("import sys, fsdp_compat\nassert 'libcst' not in sys.modules\n")
-    ran = start("run", tmp_path / "b.py")
-    assert ran.returncode == 0, ran.stderr
-    ran = start("migrate", tmp_path / "a.py")
+    (tmp_path / "b.py").write_text(
+        "import sys, fsdp_compat.__main__\n"
+        "assert 'libcst' not in sys.modules\n"
+        "fsdp_compat.__main__.main(['migrate', sys.argv[1]])\n"
+    )
+    ran = start("run", tmp_path / "b.py", tmp_path / "a.py")
     shown = NEW.replace("é", "\\xe9")  # a terminal without this character
     assert ran.returncode == 0 and f"+{shown}" in ran.stdout, ran.stderr

@@ -18,6 +18,7 @@ from fsdp_compat import FullyShardedDataParallel as FSDP
 from fsdp_compat import StateDictType
 from tests.support.odd_model import Config, assert_same, make_model, shard
 from tests.support.ranks import run_ranks
+from tests.support.sampling import sample
 
 FLAT: Config = ("FULL_SHARD", False, "blocks")
 ORIGINAL: Config = ("SHARD_GRAD_OP", True, "always")
@@ -44,7 +45,7 @@ def _load(path: str, config: Config, seed: int) -> None:
 
 # Several boxes per rank, ties, fewer elements than ranks, and buffers; DTensors, which have one
 # piece per rank, beside.
-@pytest.mark.parametrize(("writers", "readers"), [(1, 2), (3, 4), (4, 2)])
+@pytest.mark.parametrize(("writers", "readers"), sample([(1, 2), (3, 4), (4, 2)], 1))
 def test_hugging_face_files_of_all_ranks_load_on_every_world_size(
     writers: int, readers: int, tmp_path: Path
 ) -> None:

@@ -37,7 +37,9 @@ from fsdp_compat._state.rank0 import Rank0Broadcast
 from fsdp_compat.errors import CheckpointError, FsdpCompatError, UsageError
 from fsdp_compat.wrap import ModuleWrapPolicy, always_wrap_policy
 from tests.support.optimizer_state import create_optimizer_state
+from tests.support.pairwise import each_value
 from tests.support.ranks import run_ranks
+from tests.support.sampling import sample
 
 Config = tuple[str, bool, str]  # strategy, use_orig_params, policy
 Make = Callable[[Any], torch.optim.Optimizer]
@@ -225,7 +227,7 @@ def _equals_the_unsharded() -> None:
         )
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("world_size", sample([1, 2, 3], 2))
 def test_the_full_form_equals_the_unsharded_optimizers_state(world_size: int) -> None:
     run_ranks(world_size, _equals_the_unsharded)
 
@@ -423,7 +425,7 @@ def names_in(model: FSDP, group: Any) -> list[str]:
     return [prefixes[id(group)] + clean_name(member.name) for member in group.store.orig_params]
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("world_size", sample([1, 2, 4], 1))
 def test_rank_0_broadcasts_its_dict_one_group_at_a_time(world_size: int) -> None:
     run_ranks(world_size, _from_rank_0, world_size)
 
@@ -664,6 +666,7 @@ SPREAD: tuple[tuple[str, int, Config, tuple[tuple[int, Config], ...]], ...] = (
 )
 
 
+@each_value
 @pytest.mark.parametrize("form", ["full", "sharded"])
 @pytest.mark.parametrize(
     ("kind", "writers", "saved", "targets"), SPREAD, ids=[kind for kind, *_ in SPREAD]
@@ -786,7 +789,7 @@ def _like_torch(kind: str, use_orig_params: bool, directory: str) -> None:
     )
 
 
-@pytest.mark.parametrize("use_orig_params", [False, True])
+@pytest.mark.parametrize("use_orig_params", sample([False, True], 0))
 def test_optimizer_dicts_equal_torchs_and_load_both_ways(
     use_orig_params: bool, tmp_path: Path
 ) -> None:

@@ -41,6 +41,7 @@ from tests.state.test_optim import (
     train,
 )
 from tests.support.ranks import run_ranks
+from tests.support.sampling import sample
 
 NEW = {
     "full_optim_state_dict": "optim_state_dict",
@@ -223,7 +224,7 @@ def _like_torch(use_orig_params: bool, directory: str) -> None:
         )
 
 
-@pytest.mark.parametrize("use_orig_params", [False, True])
+@pytest.mark.parametrize("use_orig_params", sample([False, True], 1))
 def test_dicts_have_torchs_layout_and_load_both_ways_from_files(
     use_orig_params: bool, tmp_path: Path
 ) -> None:

@@ -31,6 +31,7 @@ from tests.state.test_optim import (
     shard,
     train,
 )
+from tests.support.parity import flat_form
 from tests.support.ranks import run_ranks
 
 FULL = (
@@ -133,7 +134,7 @@ def _by_names(use_orig_params: bool) -> None:
     assert_four_facts(caught.value)
 
 
-@pytest.mark.parametrize("use_orig_params", [False, True])
+@flat_form
 def test_an_optimizer_may_key_its_state_by_names(use_orig_params: bool) -> None:
     run_ranks(2, _by_names, use_orig_params)
 

@@ -41,6 +41,7 @@ from fsdp_compat import (
 )
 from fsdp_compat import FullyShardedDataParallel as FSDP
 from fsdp_compat._comm import deadlock
+from fsdp_compat._comm.counters import CounterWork
 from fsdp_compat.checkpoint._mailbox import StoreMailbox
 from tests.support.fully_sharded import OURS, Twins, shard_all
 from tests.support.models import DIM, Block
@@ -313,7 +314,11 @@ def at_first_wait(action: Callable[[], None]) -> Iterator[list[str]]:
 
         return act
 
-    places: tuple[tuple[Any, str], ...] = (dist.Work, "wait"), (StoreMailbox, "conclude")
+    places: tuple[tuple[Any, str], ...] = (
+        (dist.Work, "wait"),
+        (CounterWork, "wait"),
+        (StoreMailbox, "conclude"),
+    )
     before = [getattr(owner, name) for owner, name in places]
     for (owner, name), method in zip(places, before, strict=True):
         setattr(owner, name, acting(method))

@@ -52,6 +52,10 @@ OURS, TORCH = Library("ours"), Library("torch")
 api = {"ours": OURS, "torch": TORCH}[os.environ.get("FSDP_COMPAT_TEST_FULLY_SHARD", "ours")]
 
 
+# torch's FSDP2 refuses parameters of integers before
+TORCH_TAKES_INTEGERS = torch.__version__ >= "2.13"
+
+
 # -- models
 
 

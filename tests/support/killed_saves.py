@@ -5,7 +5,8 @@ Two ranks, forked from a process that has imported everything, load the newest c
 values, and save the next step. One of them is killed with SIGKILL before its n-th operation on
 files, or in the middle of it if that is a write; then the other one is killed too, as a launcher
 would do.
-Rank 0, which leads, is killed at each of its operations, rank 1 at every ninth. Every value of a
+Rank 0, which leads, is killed at every third of its operations, rank 1 at every 27th; with
+FSDP_COMPAT_TEST_ALL=1 rank 0 at each, rank 1 at every ninth. Every value of a
 model and its optimizer is the number of the step. The first two saves and the last one are not
 interrupted."""
 
@@ -28,13 +29,15 @@ from fsdp_compat import FullyShardedDataParallel as FSDP
 from fsdp_compat import checkpoint
 from fsdp_compat.wrap import ModuleWrapPolicy
 from tests.support.forks import forked
+from tests.support.sampling import at_most
 
 NUM_OPERATIONS = 46  # a few more than a save takes, with the removal of leftovers
+EVERY = at_most(3, of_all=1)
 VICTIMS = [
     None,
     None,
-    *((0, number) for number in range(NUM_OPERATIONS)),
-    *((1, number) for number in range(0, NUM_OPERATIONS, 9)),
+    *((0, number) for number in range(0, NUM_OPERATIONS, EVERY)),
+    *((1, number) for number in range(0, NUM_OPERATIONS, 9 * EVERY)),
     None,
 ]  # of each save: (rank, operation), or None
 OPERATIONS = ("open", "write", "fsync", "mkdir", "rename", "close", "rmdir", "unlink")

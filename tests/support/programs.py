@@ -20,9 +20,10 @@ ROOT = Path(__file__).parents[2]
 
 # The forked processes leave the loop and end with the interpreter.
 _LAUNCHER = """
-import os, sys
+import gc, os, sys
 import torch, fsdp_compat
 torch.set_num_threads(1)
+gc.freeze()  # or each process visits all imported objects when it ends, which takes long
 _source, _folder, *_arguments = sys.argv[1:]
 _pids = []
 for _number, _argument in enumerate(_arguments):
@@ -82,8 +83,9 @@ def run_programs(
 
 
 _FORKER = """
-import json, os, sys
-import torch, torch.distributed
+import gc, json, os, sys
+import torch, torch.distributed.tensor
+gc.freeze()
 for _line in iter(sys.stdin.readline, ""):
     _source, _folder, sys.argv[1:], _environment = json.loads(_line)
     _pid = os.fork()
@@ -100,8 +102,8 @@ exec(compile(_source, "<program>", "exec"))
 
 
 class Forker:
-    """Runs programs one after the other, each in a fork of one interpreter that has imported torch
-    and nothing of torch.distributed.fsdp."""
+    """Runs programs one after the other, each in a fork of one interpreter that has imported torch,
+    its DTensors, and nothing of torch.distributed.fsdp."""
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(

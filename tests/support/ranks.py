@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import functools
 import gc
 import json
 import os
@@ -42,7 +43,7 @@ import threading
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, Pipe, wait
@@ -71,6 +72,7 @@ def run_ranks(
     *args: Any,
     timeout: float = 60,
     group_timeout: float | None = None,
+    environment: Mapping[str, str] | None = None,
     **kwargs: Any,
 ) -> list[Any]:
     """Call ``function(*args, **kwargs)`` on ``n`` ranks and return what they return, by rank.
@@ -78,12 +80,14 @@ def run_ranks(
     function: at the top level of an importable module; arguments and results are pickled. In it
     ``torch.distributed`` is initialised: gloo, world size ``n``, a time limit of ``group_timeout``
     seconds (default: 0.6 of ``timeout``).
+    environment: variables that are set during the call.
 
     Raises RankError when a rank raises (with every traceback), dies (with its exit code or signal),
     or does not answer within ``timeout`` seconds (with the Python stacks of all ranks).
     """
     __tracebackhide__ = True
-    return _pool.run(n, function, args, kwargs, timeout, group_timeout)
+    call = functools.partial(function, *args, **kwargs)
+    return _pool.run(n, function, call, timeout, group_timeout, dict(environment or {}))
 
 
 def close_pool() -> None:
@@ -101,7 +105,8 @@ class Call:
     port: int  # of the store, which rank 0 serves
     group_timeout: float
     sys_path: list[str]
-    # (function, args, kwargs), pickled separately: only the rank's main thread may import.
+    environment: dict[str, str]
+    # the function with its arguments, pickled separately: only the rank's main thread may import
     payload: bytes
 
 
@@ -199,16 +204,17 @@ class _Pool:
         self,
         n: int,
         function: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        call: Callable[[], Any],
         timeout: float,
         group_timeout: float | None,
+        environment: dict[str, str],
     ) -> list[Any]:
+        """call: the function with its arguments."""
         __tracebackhide__ = True
         if n < 1:
             raise ValueError(f"run_ranks needs at least 1 rank, got {n}")
         try:
-            payload = pickle.dumps((function, args, kwargs))
+            payload = pickle.dumps(call)
         except (pickle.PicklingError, AttributeError, TypeError) as error:
             raise TypeError(
                 f"run_ranks cannot send {function!r} and its arguments to other processes: "
@@ -221,11 +227,13 @@ class _Pool:
             ranks = self._started(n)
             self._num_calls += 1
             limit = GROUP_SHARE * timeout if group_timeout is None else group_timeout
-            call = Call(self._num_calls, n, self._port, limit, list(sys.path), payload)
+            message = Call(
+                self._num_calls, n, self._port, limit, list(sys.path), environment, payload
+            )
             started = time.monotonic()
             for rank in ranks:
                 os.truncate(rank.output, 0)
-                rank.send(call)
+                rank.send(message)
             answers = _answers(ranks, timeout)
             if (
                 any(not isinstance(answer, Returned) for answer in answers.values())
@@ -481,7 +489,8 @@ def _perform(rank: int, call: Call, store: Any) -> Returned | Raised:
 
     try:
         sys.path[:] = call.sys_path
-        function, args, kwargs = pickle.loads(call.payload)  # imports the test module
+        os.environ.update(call.environment)
+        function = pickle.loads(call.payload)  # imports the test module
         random.seed(0)
         if "numpy" in sys.modules:
             sys.modules["numpy"].random.seed(0)
@@ -493,7 +502,7 @@ def _perform(rank: int, call: Call, store: Any) -> Returned | Raised:
             world_size=call.num_ranks,
             timeout=timedelta(seconds=call.group_timeout),
         )
-        return Returned(pickle.dumps(function(*args, **kwargs)))
+        return Returned(pickle.dumps(function()))
     except BaseException as error:  # SystemExit and pytest.skip too
         what = traceback.format_exception_only(error)[-1].strip().splitlines()[0]
         return Raised(time.monotonic(), what, _report(error))

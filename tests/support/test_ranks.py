@@ -192,6 +192,9 @@ def _num_gloo_threads(expected: int) -> int:
         time.sleep(0.05)
 
 
+@pytest.mark.skipif(
+    torch.__version__ < "2.12", reason="torch 2.11 keeps meshes in closures, which no name reaches"
+)
 def test_groups_of_device_meshes_are_freed_with_their_threads() -> None:
     run_ranks(2, _with_a_mesh, 2)
     before = max(run_ranks(2, _num_gloo_threads, 3))
@@ -312,20 +315,17 @@ def _runs_forever() -> None:
         time.sleep(600)
 
 
-def test_a_rank_that_exits_is_reported_and_replaced(lost: None) -> None:
+def test_a_rank_that_exits_or_crashes_is_reported_at_once_and_replaced(lost: None) -> None:
     (pid,) = run_ranks(1, _pid)
+    started = time.perf_counter()
     with pytest.raises(RankError, match=r"rank 0, after .* s: died with exit code 7") as caught:
         run_ranks(1, _exits, timeout=240)
     assert caught.value.failed == (0,)
     assert "about to leave" in str(caught.value)
     assert run_ranks(1, _pid) != [pid]
-
-
-def test_a_rank_that_crashes_is_reported_at_once_with_signal_and_stack(lost: None) -> None:
-    started = time.perf_counter()
     with pytest.raises(RankError, match=r"rank 0.*: died with signal SIGSEGV") as caught:
         run_ranks(1, _is_killed_by, signal.SIGSEGV, timeout=240)
-    assert time.perf_counter() - started < 120, "it was not waited for"
+    assert time.perf_counter() - started < 200, "it was not waited for"
     assert caught.value.failed[0] == 0
     assert "Fatal Python error: Segmentation fault" in str(caught.value)
     assert "in _is_killed_by" in str(caught.value)
@@ -369,8 +369,9 @@ def test_collectives_time_out_before_the_call() -> None:
 # --- the end of pytest ---
 
 _PARENT = """
-import os, time
+import os, signal, time
 from tests.support.ranks import run_ranks
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job ignores it
 print(*run_ranks(1, os.getpid), flush=True)
 run_ranks(1, time.sleep, 600)
 """

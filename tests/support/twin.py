@@ -13,7 +13,7 @@ import contextlib
 import copy
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from unittest import mock
 
@@ -25,31 +25,44 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from fsdp_compat import FullyShardedDataParallel as FSDP
 from fsdp_compat import MixedPrecision, _torch_private
 from fsdp_compat._engine.group import Group
+from fsdp_compat._state.model_units import model_unit_of
 from fsdp_compat._state.names import clean_name
 from fsdp_compat.sharded_grad_scaler import ShardedGradScaler
+from tests.support import emulated
 from tests.support.parity import assert_close
 
-__all__ = ["Transfers", "Twin", "group_of"]
+__all__ = ["Transfers", "Twin", "device_named", "group_of"]
 
 SLEEP_CYCLES = 2_000_000  # about a millisecond
 FP32_TOLERANCE, LOW_TOLERANCE = 2e-5, 2e-2  # relative to the largest element
 
 
+def device_named(name: str) -> torch.device:
+    """Return a device. The emulated one is registered in this process first."""
+    if name.startswith(emulated.NAME):
+        emulated.use()
+    return torch.device(name)
+
+
 @contextlib.contextmanager
 def group_of(ranks: int, device: torch.device) -> Iterator[None]:
-    """Inside the context the default group has one real rank, on the backend of the device, or
-    ``ranks`` ranks, of which this is the first."""
+    """Inside the context the default group has one real rank, on the backend of the device if there
+    is one, or ``ranks`` ranks, of which this is the first."""
     if dist.is_initialized():
         dist.destroy_process_group()
     if device.type != "cpu":
-        torch.cuda.set_device(device)
-    if ranks > 1:
+        torch.accelerator.set_device_index(device)
+    if ranks > 1 or device.type == emulated.NAME:
         dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
     elif device.type == "cpu":
         dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
     else:
         dist.init_process_group(
-            "nccl", rank=0, world_size=1, store=dist.HashStore(), device_id=device
+            dist.get_default_backend_for_device(device),
+            rank=0,
+            world_size=1,
+            store=dist.HashStore(),
+            device_id=device,
         )
     try:
         yield
@@ -77,13 +90,13 @@ class Transfers:
     """Replaces the collectives of the group."""
 
     def __init__(self, device: torch.device) -> None:
-        self._stream = None if device.type == "cpu" else torch.cuda.Stream(device)
+        self._stream = None if device.type == "cpu" else torch.Stream(device)
         # By the storage that is gathered into.
-        self._wholes: dict[int, tuple[Group, list[torch.Tensor]]] = {}
+        self._wholes: dict[int, tuple[Group, Sequence[torch.Tensor]]] = {}
         # 0-d: the distance of sent values from those of the unsharded model.
         self.own_errors: list[torch.Tensor] = []
 
-    def register(self, group: Group, wholes: list[torch.Tensor]) -> None:
+    def register(self, group: Group, wholes: Sequence[torch.Tensor]) -> None:
         """wholes: the group's parameters in the unsharded model."""
         for memory in group.memories:
             self._wholes[_torch_private.storage_key(memory.all_gather_output)] = group, wholes
@@ -100,15 +113,14 @@ class Transfers:
     def _start(self, carry: Callable[[], None], keep: object) -> Work:
         if self._stream is None:
             return Work(carry, keep)
-        self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
+        self._stream.wait_stream(torch.accelerator.current_stream())
+        with self._stream:
             carry()
-            event = torch.cuda.Event()
-            event.record()
-        return Work(lambda: torch.cuda.current_stream().wait_event(event), keep)
+            event = self._stream.record_event()
+        return Work(lambda: torch.accelerator.current_stream().wait_event(event), keep)
 
     def _take_time(self) -> None:
-        if self._stream is not None:
+        if self._stream is not None and self._stream.device.type == "cuda":
             torch.cuda._sleep(SLEEP_CYCLES)
 
     def _gather(self, group: dist.ProcessGroup, full: torch.Tensor, own: torch.Tensor) -> Work:
@@ -127,8 +139,9 @@ class Transfers:
             *places, rest = gathered.store.places(full.data)
             for place in rest:  # belongs to no parameter
                 place.zero_()
-            for (place,), whole in zip(places, wholes, strict=True):
-                place.copy_(whole)
+            for index, (parts, whole) in enumerate(zip(places, wholes, strict=True)):
+                for place, piece in zip(parts, gathered.store.split(index, whole), strict=True):
+                    place.copy_(piece)
             self.own_errors.append((first - sent[0]).abs().max())
 
         if self._stream is None:
@@ -192,10 +205,11 @@ class Twin:
         *,
         prepare: Callable[[nn.Module], nn.Module] = lambda module: module,
         batch: tuple[int, ...] = (4, 8),
+        front_end: Callable[..., nn.Module] = FSDP,
         **options: Any,
     ) -> None:
         """prepare: changes the module, but not its values, before it is wrapped. batch: shape of
-        the input. options: of FSDP."""
+        the input. options: of the front end, which shards a module for a ``device_id``."""
         torch.manual_seed(0)
         self.plain = build().to(device)
         self.device, self.batch, self.ranks = device, batch, ranks
@@ -203,24 +217,30 @@ class Twin:
         self.dtype = precision.param_dtype or torch.float32
         low = self.dtype is not torch.float32 or precision.reduce_dtype not in (None, torch.float32)
         self.tolerance = LOW_TOLERANCE if low else FP32_TOLERANCE
-        self.model = FSDP(prepare(copy.deepcopy(self.plain)), device_id=device, **options)
+        module = prepare(copy.deepcopy(self.plain))
+        self.model: Any = front_end(module, device_id=device, **options)
         make_optimizer = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
         self.plain_optim, self.optim = (
             make_optimizer(self.plain.parameters()),
             make_optimizer(self.model.parameters()),
         )
         self.transfers = Transfers(device)
-        named = dict(self.plain.named_parameters(remove_duplicate=False))
         self.groups: list[tuple[Group, list[nn.Parameter]]] = []
+        self._register()
+        self._generator = torch.Generator().manual_seed(1)
+
+    def _register(self) -> None:
+        """Find the groups of the model and their parameters in the unsharded one."""
+        named = dict(self.plain.named_parameters(remove_duplicate=False))
         for path, child in self.model.named_modules():
-            for group in child._unit.groups if isinstance(child, FSDP) else ():
+            found = model_unit_of(child)
+            for group in found.unit.groups if found is not None else ():
                 wholes = [
                     named[clean_name(f"{path}.{member.name}").lstrip(".")]
-                    for member in group.store.orig_params
+                    for member in group.store.orig_params  # type: ignore[attr-defined]
                 ]
                 self.groups.append((group, wholes))
                 self.transfers.register(group, wholes)
-        self._generator = torch.Generator().manual_seed(1)
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
@@ -255,7 +275,7 @@ class Twin:
         inputs = self.inputs(how.backwards)
         losses = []
         for number, x in enumerate(inputs, 1):
-            with self.model.no_sync() if number < len(inputs) else contextlib.nullcontext():
+            with _syncing(self.model, number == len(inputs)):
                 with how.forward_in():
                     losses.append(self.loss(x))
                 with how.backward_in():
@@ -283,6 +303,24 @@ class Twin:
             "a shard was sent before it was written"
         )
         self.transfers.own_errors.clear()
+
+    def steps_together(self, num_steps: int, how: Step) -> None:
+        """Take steps with both models, and compare parameters at the end. Before, the host waits
+        for the device only where the models make it wait."""
+        for inputs in [self.inputs(how.backwards) for _ in range(num_steps)]:
+            for number, x in enumerate(inputs, 1):
+                with _syncing(self.model, number == len(inputs)):
+                    with how.forward_in():
+                        loss = self.loss(x)
+                    with how.backward_in():
+                        loss.backward()
+                self.plain_loss(x).backward()
+            self.plain_optim.step()
+            self.optim.step()
+            self.plain_optim.zero_grad()
+            self.optim.zero_grad()
+            self.transfers.own_errors.clear()
+        self.compare_parameters()
 
     def quiet_steps(self, inputs: list[torch.Tensor]) -> None:
         """Take steps with the sharded model alone, one per input, without reading any value."""
@@ -314,3 +352,14 @@ class Twin:
             expected = torch.zeros_like(group.store.shard)  # type: ignore[attr-defined]
             group.store.take_from_whole(wholes, expected)  # type: ignore[attr-defined]
             assert_close(group.store.shard, expected, f"{group.name}: parameters", self.tolerance)  # type: ignore[attr-defined]
+
+
+@contextlib.contextmanager
+def _syncing(model: Any, sync: bool) -> Iterator[None]:
+    """Inside the context backwards reduce gradients, or not."""
+    if isinstance(model, FSDP):
+        with contextlib.nullcontext() if sync else model.no_sync():
+            yield
+    else:
+        model.set_requires_gradient_sync(sync)
+        yield

@@ -45,6 +45,7 @@ from tests.support.checkpoints import (
     unsharded,
 )
 from tests.support.ranks import run_ranks
+from tests.support.sampling import at_most
 
 KINDS = ("fsdp1-sharded-dcp", "fsdp2-dcp", "ours-sharded-dcp", "fully_shard-dcp")
 
@@ -408,7 +409,7 @@ damage = st.lists(
 )
 
 
-@hypothesis_settings(max_examples=150)
+@hypothesis_settings(max_examples=at_most(40, of_all=150))
 @given(st.sampled_from([".metadata", "__0_0.distcp"]), damage)
 def test_damaged_files_raise_one_error_or_are_read_inside_their_bounds(
     small: Path, name: str, changes: list[tuple[int, str, bytes]]

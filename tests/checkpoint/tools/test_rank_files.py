@@ -22,6 +22,7 @@ from fsdp_compat.checkpoint._tools.reading import Files, read
 from fsdp_compat.checkpoint._tools.sharded_records import DTensorRecord, Placement, d_tensor
 from fsdp_compat.errors import CheckpointError
 from tests.support.ranks import run_ranks
+from tests.support.sampling import at_most
 
 WHOLE = torch.arange(7 * 5.0).view(7, 5)
 LAYOUTS = {"both dims": (0, 1), "one dim": (0, 0), "columns": (None, 1), "copies": (None, None)}
@@ -178,7 +179,7 @@ def test_files_of_sharded_tensors_give_the_whole_model(
         max_size=3,
     ),
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=at_most(40, of_all=150), deadline=None)
 def test_boxes_are_what_torch_cuts(shape: list[int], mesh: list[tuple[str, int, int, int]]) -> None:
     from torch.distributed.tensor.placement_types import Shard, _StridedShard
 

@@ -27,6 +27,7 @@ from fsdp_compat.checkpoint._tools.torch_files import is_torch_file, read_torch_
 from fsdp_compat.checkpoint._tools.torch_writing import write_torch
 from fsdp_compat.checkpoint._tools.writing import WriteOptions
 from fsdp_compat.errors import CheckpointError
+from tests.support.sampling import at_most
 
 DTYPES = [
     *(torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.bool),
@@ -84,7 +85,7 @@ def views(draw: Any) -> torch.Tensor:
 
 
 @given(st.lists(views(), max_size=4), st.booleans())
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=at_most(40, of_all=120), deadline=None)
 def test_tensors_of_all_dtypes_and_strides_come_back_bit_by_bit(
     tmp_path_factory: pytest.TempPathFactory, tensors: list[torch.Tensor], is_zip: bool
 ) -> None:
