@@ -27,7 +27,7 @@ class _Started:
     def __init__(
         self,
         work: dist.Work,
-        keep: torch.Tensor,
+        keep: torch.Tensor | Sequence[torch.Tensor],
         total: torch.Tensor | None = None,
         divisor: torch.Tensor | None = None,
     ) -> None:
@@ -68,6 +68,18 @@ class NativeTransport(ProcessGroupTransport):
         total = torch.empty_like(segments[0])
         self.traffic.add(Kind.REDUCE, total.nbytes * (self.ranks - 1))
         return _Started(self._start_reduce(total, buffer), buffer, total)
+
+    def reduces_pieces(self, device: torch.device) -> bool:
+        return _torch_private.starts_reduce_scatters(self.group, device)
+
+    def begin_reduce_pieces(self, buffers: Sequence[torch.Tensor]) -> _Started:
+        sizes = [buffer.numel() // self.ranks for buffer in buffers]
+        total = buffers[0].new_empty(sum(sizes))
+        self.traffic.add(Kind.REDUCE, total.nbytes * (self.ranks - 1))
+        work = _torch_private.start_reduce_scatters(
+            self.group, list(total.split(sizes)), list(buffers)
+        )
+        return _Started(work, buffers, total)
 
     def _start_gather(self, full: torch.Tensor, own: torch.Tensor) -> dist.Work:
         return _torch_private.start_all_gather(self.group, full, own)
@@ -126,6 +138,9 @@ class NativeTransport(ProcessGroupTransport):
 class PythonGroupTransport(NativeTransport):
     """torch's public collectives, which call the methods of a process group written in Python. The
     calls of NativeTransport look for a backend in C++, which such a group lacks."""
+
+    def reduces_pieces(self, device: torch.device) -> bool:
+        return False
 
     def _start_gather(self, full: torch.Tensor, own: torch.Tensor) -> dist.Work:
         return _start_gather_in_python(self.group, full, own)

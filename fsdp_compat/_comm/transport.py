@@ -161,6 +161,13 @@ class Communicator(typing.Protocol):
     ) -> Handle:
         """Send segment r of ``buffer`` [ranks * S] to rank r."""
 
+    def reduces_pieces(self, device: torch.device) -> bool:
+        """True if ``begin_reduce_pieces`` exists for tensors of a device."""
+
+    def begin_reduce_pieces(self, buffers: Sequence[torch.Tensor]) -> Handle:
+        """Send segment r of each buffer [ranks * S_i] to rank r, in one collective. ``end_reduce``
+        returns the sums one after the other, [sum of S_i]."""
+
     def end_reduce(
         self,
         handle: Handle,
@@ -249,6 +256,9 @@ class TransportBase:
 
     def unfinished_gather(self, tag: int) -> Handle | None:
         return None
+
+    def reduces_pieces(self, device: torch.device) -> bool:
+        return False
 
     def require_working(self) -> None:
         pass

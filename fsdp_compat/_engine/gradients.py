@@ -16,8 +16,8 @@ from torch import nn
 from .. import _torch_private
 from .accumulation import DTensorGrads, ShardedGrads, Zeroed
 from .conduct import Conduct
+from .conducted_reduce import ConductedReduceBuffer, PiecewiseReduceBuffer
 from .reduce import (
-    ConductedReduceBuffer,
     DirectGradBuffer,
     GradBuffer,
     ReduceBuffer,
@@ -130,7 +130,7 @@ class Gradients:
     # -- in every backward
 
     def take(self, index: int, param: nn.Parameter) -> None:
-        """Move one large parameter's gradient to the buffer."""
+        """A large parameter has a gradient: move it to the buffer."""
         grad, param.grad = param.grad, None
         if grad is not None:  # a hook may fire without a gradient
             self._put([index], [grad])
@@ -248,9 +248,13 @@ class ConductedGradients(Gradients):
         reduce_dtype: torch.dtype,
         device: torch.device,
         conduct: Conduct,
+        in_pieces: bool,
     ) -> None:
-        super().__init__(store, memories, plan, large, reduce_dtype, device)
+        """in_pieces: the buffer may be a PiecewiseReduceBuffer, so that gradients of large
+        parameters wait for those of the others."""
+        super().__init__(store, memories, plan, () if in_pieces else large, reduce_dtype, device)
         self._conduct, self._form = conduct, store.reduce_form()
+        self._in_pieces = in_pieces
         self.sharded.set_absent(())  # a rank without rows of a parameter has an empty gradient
 
     @staticmethod
@@ -259,6 +263,12 @@ class ConductedGradients(Gradients):
 
     def wants_reduction(self, sync: bool) -> bool:
         return sync and self._conduct.sync and bool(self.received)
+
+    def take(self, index: int, param: nn.Parameter) -> None:
+        if not self._in_pieces:
+            super().take(index, param)
+        elif not self.received:
+            self.limit_in_flight()  # the unit's gradients take memory from now on
 
     def _put(self, indices: list[int], grads: list[torch.Tensor]) -> None:
         # The rest of the trainable parameters are looked at once, when the reduction starts.
@@ -288,7 +298,9 @@ class ConductedGradients(Gradients):
             self._buffer, self.received = made, made.received
 
     def _new_buffer(self) -> ConductedReduceBuffer:
-        return ConductedReduceBuffer(
+        in_pieces = self._in_pieces and len(self._form.in_pieces()) > 1
+        kind = PiecewiseReduceBuffer if in_pieces else ConductedReduceBuffer
+        return kind(
             self._store,
             self._plan.shard.ranks,
             self.reduce_dtype,

@@ -10,26 +10,22 @@ from __future__ import annotations
 
 import typing
 from collections.abc import Collection, Generator, Iterable, Iterator, Sequence
-from typing import Any
 
 import torch
 
 from .. import _torch_private
 from .._comm import shared_memory
-from ..errors import StateError, explain
-from .conduct import Conduct, ReductionSettings
-from .device import on_stream
 from .reduce_plan import CommHook, ReducePlan
 from .segments import Segments
 from .storage import Storage
 from .store import ParamStore, ReduceForm
 
 __all__ = [
-    "ConductedReduceBuffer",
     "DirectGradBuffer",
     "GradBuffer",
     "ReduceBuffer",
     "Reduction",
+    "Views",
 ]
 
 
@@ -63,7 +59,7 @@ class GradBuffer(typing.Protocol):
     def resident_nbytes(self) -> int: ...
 
 
-class _Views(typing.NamedTuple):
+class Views(typing.NamedTuple):
     """A reduce buffer and its views."""
 
     buffer: torch.Tensor  # [ranks * S]
@@ -97,24 +93,28 @@ class ReduceBuffer:
         self.received, self._predivisor = set[int](), predivisor
         self.form: ReduceForm = form or store.reduce_form()
         self._ranks, self._plan = ranks, plan
-        self._buffer = torch.empty(ranks * self.form.numel, dtype=dtype, device=device)
         # Sums are divided before they are rounded: in bf16, 256 + 1 is 256.
         self._sum_dtype = torch.promote_types(
             torch.promote_types(dtype, self.form.dtype), torch.float32
         )
-        self._own, self._storage = self._views_of(self._buffer), Storage(self._buffer)
-        self._views = self._own
+        self.views = self._own = self._reserve(dtype, device)
         self._block: torch.Tensor | None = None  # shared memory in place of the buffer's own
         self._all_indices = self.form.indices
         self._takes_all = self.form.takes_all and predivisor == 1
         self._is_clean = False  # zeros lie around the gradients already
-        self._storage.free()
 
-    def _views_of(self, buffer: torch.Tensor) -> _Views:
+    def _reserve(self, dtype: torch.dtype, device: torch.device) -> Views:
+        """Make the buffer, without memory, and its views."""
+        buffer = torch.empty(self._ranks * self.form.numel, dtype=dtype, device=device)
+        self._storage, views = Storage(buffer), self._views_of(buffer)
+        self._storage.free()
+        return views
+
+    def _views_of(self, buffer: torch.Tensor) -> Views:
         places = self.form.places(buffer)
         whole = [of_param[0] for of_param in places[:-1]] if self.form.pieces_are_whole else None
         rows = buffer.view(self._ranks, self.form.numel)
-        return _Views(buffer, Segments(buffer, self._ranks), places, whole, rows)
+        return Views(buffer, Segments(buffer, self._ranks), places, whole, rows)
 
     @property
     def resident_nbytes(self) -> int:
@@ -124,18 +124,18 @@ class ReduceBuffer:
         """Allocate memory, unless the buffer has it."""
         if self._block is not None or self._storage.resident_nbytes:
             return
-        buffer, plan = self._buffer, self._plan
+        buffer, plan = self._own.buffer, self._plan
         if plan is None or not plan.reads_in_place or not plan.shares(buffer.numel(), buffer.dtype):
             self._storage.allocate()
             return
         # The blocks of earlier gradients can be reused once no peer reads them.
         plan.shard.wait_readers("gradients that this rank has sent")
         self._block = shared_memory.allocate(buffer.numel(), buffer.dtype)
-        self._views = self._views_of(self._block)
+        self.views = self._views_of(self._block)
 
     def _free(self) -> None:
         """Free the memory. A reduction in flight keeps its block."""
-        self._block, self._views = None, self._own
+        self._block, self.views = None, self._own
         self._storage.free()
 
     def put(self, indices: Sequence[int], grads: list[torch.Tensor]) -> None:
@@ -145,9 +145,13 @@ class ReduceBuffer:
             self._is_clean = self._takes_all and indices == self._all_indices
             if self._is_clean:
                 received.update(indices)
-                self.form.put_all(self._views.rows, grads)
+                self.form.put_all(self.views.rows, grads)
                 return
-        whole = self._views.whole
+        self._place(indices, grads)
+
+    def _place(self, indices: Sequence[int], grads: list[torch.Tensor]) -> None:
+        """Assign or add gradients whose places have memory."""
+        received, whole = self.received, self.views.whole
         if whole is not None and not received and indices == self._all_indices:
             first, values = whole, grads  # the usual case of a unit without large parameters
             received.update(indices)
@@ -176,10 +180,10 @@ class ReduceBuffer:
         for index, grad in zip(indices, grads, strict=True):
             parts = self.form.split(index, grad)
             if index in self.received:
-                for place, part in zip(self._views.places[index], parts, strict=True):
+                for place, part in zip(self.views.places[index], parts, strict=True):
                     place.add_(part, alpha=1 / self._predivisor)
             else:
-                first += self._views.places[index]
+                first += self.views.places[index]
                 values += parts
                 self.received.add(index)
         return first, values
@@ -213,10 +217,10 @@ class ReduceBuffer:
 
     def _zero_missing(self) -> None:
         """Zero what was not received, and what belongs to no parameter."""
-        received, views = self.received, self._views
+        received, views = self.received, self.views
         if not received:
             self._allocate()
-            views = self._views
+            views = self.views
         if len(received) < len(self._all_indices):
             empty = [places for i, places in enumerate(views.places) if i not in received]
         elif self._is_clean:
@@ -231,7 +235,7 @@ class ReduceBuffer:
         self, plan: ReducePlan, what: str, divisor: torch.Tensor | None
     ) -> Generator[None, None, torch.Tensor]:
         """Return the sum [S] over the shard axis, divided, and free the buffer."""
-        views = self._views
+        views = self.views
         buffer = views.buffer if self._block is None else self._block
         pending = plan.shard.begin_reduce(buffer, views.segments, plan.shard_tag)
         yield None
@@ -252,7 +256,7 @@ class ReduceBuffer:
     ) -> Generator[None, None, tuple[torch.Tensor, torch.Tensor | None]]:
         """Sum ``total`` over the replica axis. Return it, and the divisor if it is still to be
         divided."""
-        total = total.to(self._buffer.dtype)  # the all-reduce has the same dtype
+        total = total.to(self._own.buffer.dtype)  # the all-reduce has the same dtype
         # Each piece is divided during the all-reduce, unless it would be rounded before it is in
         # the wider dtype again.
         now = divisor if plan.is_exact or total.dtype == self._sum_dtype else None
@@ -265,159 +269,22 @@ class ReduceBuffer:
 
     def _grads(self, plan: ReducePlan, total: torch.Tensor) -> Sequence[torch.Tensor | None]:
         dtype = plan.grad_dtype or self.form.dtype
-        return self.form.grads(
-            plan.offload.to_host(total if total.dtype is dtype else total.to(dtype))
-        )
+        return self._split(plan.offload.to_host(total if total.dtype is dtype else total.to(dtype)))
+
+    def _split(self, total: torch.Tensor) -> Sequence[torch.Tensor | None]:
+        """Return the gradient of every sharded parameter, a view of ``total`` [S]."""
+        return self.form.grads(total)
 
     def _by_hook(self, hook: CommHook, ranks: int) -> torch.Tensor:
         """Let the user's hook sum and divide; return [S] in the dtype of sums. The hook may set
         ``.data`` of its arguments."""
-        grad = self._views.buffer.clone()  # the hook may keep it
+        grad = self.views.buffer.clone()  # the hook may keep it
         if ranks == 1:
             hook.function(hook.state, grad)
             return grad.to(self._sum_dtype, copy=True)
-        output = torch.empty_like(self._views.segments[0])
+        output = torch.empty_like(self.views.segments[0])
         hook.function(hook.state, grad, output)
         return output.to(self._sum_dtype)
-
-
-class ConductedReduceBuffer(ReduceBuffer):
-    """A reduce buffer whose reductions the user may change at any time (Conduct).
-
-    Sums are rounded to the dtype of the reduction before they are divided. Parameters that no rank
-    has used get no gradient, unless the user asks for zeros.
-    """
-
-    def __init__(
-        self,
-        store: ParamStore,
-        ranks: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        predivisor: float,
-        plan: ReducePlan,
-        conduct: Conduct,
-        form: ReduceForm,
-    ) -> None:
-        super().__init__(store, ranks, dtype, device, predivisor, plan, form)
-        self._conduct, self._num_sharded = conduct, len(store.sharded_params)
-        # Summed over the shard axis, not yet over the replicas, and the parameters in it.
-        self._partial: tuple[torch.Tensor, frozenset[int]] | None = None
-
-    def has_places(self, indices: Sequence[int]) -> bool:
-        """True if the form has places for these parameters."""
-        return indices == self._all_indices or set(indices).issubset(self._all_indices)
-
-    @property
-    def is_empty(self) -> bool:
-        """True if nothing was received since the last complete reduction."""
-        return not self.received and self._partial is None
-
-    def discard(self) -> None:
-        super().discard()
-        self._partial = None
-
-    def take_over(self, other: ConductedReduceBuffer) -> None:
-        """Take what another buffer has received, for parameters that are in both forms.
-
-        Raises StateError if it holds gradients that are summed over the shard axis only.
-        """
-        if other._partial is not None:
-            raise StateError(
-                explain(
-                    "requires_grad was changed while gradients wait for their all-reduce.",
-                    expected="the same trainable parameters from set_requires_all_reduce(False) to "
-                    "the backward that all-reduces",
-                    got="other ones",
-                    where="a unit of fully_shard",
-                    fix="change requires_grad after a backward with set_requires_all_reduce(True)",
-                )
-            )
-        kept = sorted(other.received.intersection(self._all_indices))
-        if kept:
-            self._allocate()
-            self._is_clean = False
-            for index in kept:
-                places = zip(self._views.places[index], other._views.places[index], strict=True)
-                for place, value in places:
-                    place.copy_(value)
-            self.received.update(kept)
-        other.discard()
-
-    def reduce(self, plan: ReducePlan, what: str) -> Iterator[Sequence[torch.Tensor | None] | None]:
-        conduct, settings = self._conduct, self._conduct.reduction
-        received = frozenset(self._all_indices if conduct.reduces_unused else self.received)
-        self._zero_missing()
-        self.received.clear()
-        dtype = self._buffer.dtype
-        divisor = self._divisor(plan, settings)
-        if settings.custom is not None and plan.shard.ranks > 1:
-            total = self._by_custom(settings.custom)
-            yield None
-        else:
-            # Division and rounding may be exchanged where nothing is rounded.
-            is_last = plan.replica.ranks == 1 and self._partial is None and conduct.all_reduce
-            now = divisor if is_last and dtype == self._sum_dtype else None
-            total = yield from self._scatter(plan, what, now)
-            divisor = divisor if now is None else None
-        wide, total = total, total if total.dtype is dtype else total.to(dtype)
-        if self._partial is not None:
-            before, its_received = self._partial
-            total, received = total.add(before), received | its_received
-            self._partial = None
-        if not conduct.all_reduce and plan.is_hybrid:
-            self._partial = total, received
-            yield [None] * self._num_sharded
-            return
-        if plan.replica.ranks > 1:
-            total, divisor = yield from self._sum_replicas(plan, what, total, divisor)
-        if divisor is not None:
-            total = total.div_(divisor)
-        if settings.all_reduce_hook is not None:
-            with on_stream(settings.all_reduce_stream):
-                settings.all_reduce_hook(total)
-        if wide is not total and wide.dtype == (plan.grad_dtype or self.form.dtype):
-            total = wide.copy_(total)  # the gradients need no further memory
-        yield self._used(self._grads(plan, total), received)
-
-    def _used(
-        self, grads: Sequence[torch.Tensor | None], received: frozenset[int]
-    ) -> Sequence[torch.Tensor | None]:
-        """Drop the gradients of parameters that no rank has used. Where another rank has used one,
-        the sum is not zero."""
-        if len(received) == len(self._all_indices) or self._conduct.allow_unused_units:
-            return grads
-        return [
-            grad
-            if grad is None or index in received or _torch_private.local_part(grad).any()
-            else None
-            for index, grad in enumerate(grads)  # there is a sharded parameter for each parameter
-        ]
-
-    def _divisor(self, plan: ReducePlan, settings: ReductionSettings) -> torch.Tensor | None:
-        if settings.divide_factor is None:
-            return plan.divisor
-        factor = settings.divide_factor / self._predivisor
-        return None if factor == 1 else torch.tensor(factor, dtype=torch.float64, device="cpu")
-
-    def _by_custom(self, custom: Any) -> torch.Tensor:
-        """Return the sum [S] over the shard axis by the user's reduce-scatter."""
-        views = self._views
-        buffer = views.buffer if self._block is None else self._block
-        dtype, device = buffer.dtype, buffer.device
-        source = custom.allocate((buffer.numel(),), dtype=dtype, device=device)
-        source.copy_(buffer)
-        self._free()
-        total = custom.allocate((self.form.numel,), dtype=dtype, device=device)
-        work = custom(
-            output_tensor=total,
-            input_tensor=source,
-            group=self._conduct.process_group,
-            op=torch.distributed.ReduceOp.SUM,
-        )
-        if work is not None:
-            work.wait()
-        return typing.cast(torch.Tensor, total)
 
 
 class DirectGradBuffer:

@@ -111,6 +111,11 @@ class ReduceForm(typing.Protocol):
         """total: [numel]. Return, per sharded parameter, the view that can be its ``.grad``; None
         without a place."""
 
+    def in_pieces(self) -> Sequence[ReduceForm]:
+        """Return a form for each large parameter and one for the rest: together they have places
+        for the same parameters. Only where each parameter has a sharded one of its own."""
+        return [self]
+
 
 class Extension(typing.Protocol):
     """Tensor subclasses with their own way to all-gather (fsdp_pre_all_gather)."""

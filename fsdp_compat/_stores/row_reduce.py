@@ -4,6 +4,7 @@ nothing else."""
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Sequence
@@ -18,6 +19,8 @@ from .._torch_private import dtensor as torch_dtensor
 from .row_views import RowViews, cut_up
 
 __all__ = ["RowReduceForm"]
+
+LARGE = 65536  # elements of a parameter that is a piece of its own
 
 
 class RowReduceForm:
@@ -40,6 +43,9 @@ class RowReduceForm:
         of the store. specs: of the gradients as DTensors; None: they stay plain tensors.
         """
         self.indices, self.dtype = list(indices), dtype
+        self._form_of = functools.partial(
+            RowReduceForm, cuts=cuts, specs=specs, parallel=parallel, rank=rank, ranks=ranks
+        )
         self._cuts = [cuts[index] for index in self.indices]
         self._layout = layout = RowLayout.packed(self._cuts, ranks, dtype.itemsize)
         self.numel = layout.numel
@@ -95,6 +101,19 @@ class RowReduceForm:
         for index, part in zip(self.indices, parts, strict=True):
             found[index] = part
         return found
+
+    def in_pieces(self) -> list[RowReduceForm]:
+        large = [
+            index
+            for index, cut in zip(self.indices, self._cuts, strict=True)
+            if cut.ranks * cut.numel >= LARGE
+        ]
+        rest = [index for index in self.indices if index not in large]
+        return [
+            self._form_of(indices, dtype=self.dtype)
+            for indices in (*([index] for index in large), rest)
+            if indices
+        ]
 
     def _specs_in(self, dtype: torch.dtype) -> list[Any]:
         return [

@@ -65,6 +65,8 @@ __all__ = [
     "set_compiler",
     "start_all_gather",
     "start_reduce_scatter",
+    "start_reduce_scatters",
+    "starts_reduce_scatters",
     "storage_key",
     "tensor_without_storage",
     "under_prefix",
@@ -331,12 +333,31 @@ def start_reduce_scatter(
     return group._reduce_scatter_base(total, buffer, _ASYNC_SUM)
 
 
+def start_reduce_scatters(
+    group: dist.ProcessGroup, totals: list[torch.Tensor], buffers: list[torch.Tensor]
+) -> dist.Work:
+    """Start summing reduce-scatters of real tensors as one collective. The public functional
+    collective returns a tensor, not a handle."""
+    return group.reduce_scatter_tensor_coalesced(totals, buffers, _ASYNC_SUM)
+
+
+def starts_reduce_scatters(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """True if ``start_reduce_scatters`` works for tensors of a device. Backends do not tell."""
+    return _backend_name(group, device) in ("nccl", "xccl", "gloo", "fake")
+
+
 def is_gloo(group: dist.ProcessGroup, device: torch.device) -> bool:
-    """True if a group uses gloo for tensors of a device. It may have a backend per device type."""
+    """True if a group uses gloo for tensors of a device."""
+    return _backend_name(group, device) == "gloo"
+
+
+def _backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
+    """Return the name of a group's backend for tensors of a device: it may have one per device
+    type."""
     try:
-        return group._get_backend(device).name() == "gloo"
+        return str(group._get_backend(device).name())
     except (RuntimeError, AttributeError):
-        return False
+        return ""
 
 
 def default_store() -> Store | None:

@@ -21,6 +21,7 @@ from fsdp_compat import (
     BackwardPrefetch,
     FullyShardedDataParallel,
     MixedPrecision,
+    MixedPrecisionPolicy,
     ShardingStrategy,
     fully_shard,
 )
@@ -46,12 +47,13 @@ class Training:
     """Steps of a sharded model, and the peak of each."""
 
     def __init__(self, in_place: bool = False, **options: Any) -> None:
-        """in_place: by fully_shard. options: of FullyShardedDataParallel."""
+        """in_place: by fully_shard. options: of the front end."""
         self.others = tensors_alive()  # of earlier tests in this process
         self.model: nn.Module = nn.Sequential(*(Three() for _ in range(UNITS)))
         if in_place:
             for unit in (*self.model, self.model):
-                fully_shard(unit, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+                mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+                fully_shard(unit, mesh=mesh, **options)
         else:
             self.model = FullyShardedDataParallel(
                 self.model, auto_wrap_policy=ModuleWrapPolicy({Three}), **options
@@ -148,6 +150,21 @@ def test_mixed_precision_peak_follows_the_dtypes_of_communication(
     )
     cast = 3 / 8  # of the shard, while a prefetch is in flight
     assert held <= matrices(found, itemsize=2) < held + cast + 0.1
+
+
+def test_gradients_of_a_narrower_dtype_are_freed_one_by_one() -> None:
+    """The worst moment is the last copy of the first unit: all others are whole, the buffer is
+    complete, and one gradient is left."""
+    (found,) = run_ranks(
+        1,
+        bytes_of_steps_as_one_of_eight,
+        2,
+        in_place=True,
+        reshard_after_forward=False,
+        mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
+    )
+    held = (UNITS - 1) * 3 + 2 * 3 + 1
+    assert held <= matrices(found, itemsize=2) < held + 0.2
 
 
 @pytest.mark.parametrize("use_orig_params", [False, True])

@@ -175,19 +175,23 @@ def test_training(
     assert found == []
 
 
-def trains_large(device: str, front_end: str, offload: bool) -> list[str]:
-    with twin_of(device, front_end, offload=offload, mixed=True, build=WideStack) as twin:
+def trains_large(device: str, front_end: str, strategy: str, offload: bool) -> list[str]:
+    with twin_of(device, front_end, strategy, offload, mixed=True, build=WideStack) as twin:
         with emulated.watching() as recording:
             twin.steps_together(2, Step(2))
         return problems(recording)
 
 
-@pytest.mark.parametrize("front_end", list(FRONT_ENDS))
+@pytest.mark.parametrize(
+    ("front_end", "strategy"),
+    [*((name, "FULL_SHARD") for name in FRONT_ENDS), ("fully_shard", "SHARD_GRAD_OP")],
+)
 @pytest.mark.parametrize("offload", [False, True])
-def test_training_with_large_gradients_that_move_on_by_themselves(
-    emulated_device: str, offload: bool, front_end: str
+def test_training_with_large_gradients_that_move_by_themselves_or_in_pieces(
+    emulated_device: str, offload: bool, front_end: str, strategy: str
 ) -> None:
-    (found,) = run_ranks(1, trains_large, emulated_device, front_end, offload, timeout=TIMEOUT_S)
+    arguments = front_end, strategy, offload
+    (found,) = run_ranks(1, trains_large, emulated_device, *arguments, timeout=TIMEOUT_S)
     assert found == []
 
 

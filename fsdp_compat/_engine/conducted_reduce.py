@@ -1,0 +1,249 @@
+"""Reduce buffers of units whose reductions the user may change at any time: those of
+``fully_shard``."""
+
+from __future__ import annotations
+
+import typing
+from collections.abc import Generator, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from .. import _torch_private
+from ..errors import StateError, explain
+from .conduct import Conduct, ReductionSettings
+from .device import on_stream
+from .reduce import ReduceBuffer, Views
+from .reduce_plan import ReducePlan
+from .segments import Segments
+from .storage import Storage
+from .store import ParamStore, ReduceForm
+
+__all__ = ["ConductedReduceBuffer", "PiecewiseReduceBuffer"]
+
+
+class ConductedReduceBuffer(ReduceBuffer):
+    """A reduce buffer whose reductions the user may change at any time (Conduct).
+
+    Sums are rounded to the dtype of the reduction before they are divided. Parameters that no rank
+    has used get no gradient, unless the user asks for zeros.
+    """
+
+    def __init__(
+        self,
+        store: ParamStore,
+        ranks: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        predivisor: float,
+        plan: ReducePlan,
+        conduct: Conduct,
+        form: ReduceForm,
+    ) -> None:
+        self._conduct, self._num_sharded = conduct, len(store.sharded_params)
+        super().__init__(store, ranks, dtype, device, predivisor, plan, form)
+        # Summed over the shard axis, not yet over the replicas, and the parameters in it.
+        self._partial: tuple[torch.Tensor, frozenset[int]] | None = None
+
+    def has_places(self, indices: Sequence[int]) -> bool:
+        """True if the form has places for these parameters."""
+        return indices == self._all_indices or set(indices).issubset(self._all_indices)
+
+    @property
+    def is_empty(self) -> bool:
+        """True if nothing was received since the last complete reduction."""
+        return not self.received and self._partial is None
+
+    def discard(self) -> None:
+        super().discard()
+        self._partial = None
+
+    def take_over(self, other: ConductedReduceBuffer) -> None:
+        """Take what another buffer has received, for parameters that are in both forms.
+
+        Raises StateError if it holds gradients that are summed over the shard axis only.
+        """
+        if other._partial is not None:
+            raise StateError(
+                explain(
+                    "requires_grad was changed while gradients wait for their all-reduce.",
+                    expected="the same trainable parameters from set_requires_all_reduce(False) to "
+                    "the backward that all-reduces",
+                    got="other ones",
+                    where="a unit of fully_shard",
+                    fix="change requires_grad after a backward with set_requires_all_reduce(True)",
+                )
+            )
+        kept = sorted(other.received.intersection(self._all_indices))
+        if kept:
+            self._allocate()
+            self._is_clean = False
+            for index in kept:
+                places = zip(self.views.places[index], other.views.places[index], strict=True)
+                for place, value in places:
+                    place.copy_(value)
+            self.received.update(kept)
+        other.discard()
+
+    def reduce(self, plan: ReducePlan, what: str) -> Iterator[Sequence[torch.Tensor | None] | None]:
+        conduct, settings = self._conduct, self._conduct.reduction
+        received = frozenset(self._all_indices if conduct.reduces_unused else self.received)
+        self._zero_missing()
+        self.received.clear()
+        dtype = self._own.buffer.dtype
+        divisor = self._divisor(plan, settings)
+        if settings.custom is not None and plan.shard.ranks > 1:
+            total = self._by_custom(settings.custom)
+            yield None
+        else:
+            # Division and rounding may be exchanged where nothing is rounded.
+            is_last = plan.replica.ranks == 1 and self._partial is None and conduct.all_reduce
+            now = divisor if is_last and dtype == self._sum_dtype else None
+            total = yield from self._scatter(plan, what, now)
+            divisor = divisor if now is None else None
+        wide, total = total, total if total.dtype is dtype else total.to(dtype)
+        if self._partial is not None:
+            before, its_received = self._partial
+            total, received = total.add(before), received | its_received
+            self._partial = None
+        if not conduct.all_reduce and plan.is_hybrid:
+            self._partial = total, received
+            yield [None] * self._num_sharded
+            return
+        if plan.replica.ranks > 1:
+            total, divisor = yield from self._sum_replicas(plan, what, total, divisor)
+        if divisor is not None:
+            total = total.div_(divisor)
+        if settings.all_reduce_hook is not None:
+            with on_stream(settings.all_reduce_stream):
+                settings.all_reduce_hook(total)
+        if wide is not total and wide.dtype == (plan.grad_dtype or self.form.dtype):
+            total = wide.copy_(total)  # the gradients need no further memory
+        yield self._used(self._grads(plan, total), received)
+
+    def _used(
+        self, grads: Sequence[torch.Tensor | None], received: frozenset[int]
+    ) -> Sequence[torch.Tensor | None]:
+        """Drop the gradients of parameters that no rank has used. Where another rank has used one,
+        the sum is not zero."""
+        if len(received) == len(self._all_indices) or self._conduct.allow_unused_units:
+            return grads
+        return [
+            grad
+            if grad is None or index in received or _torch_private.local_part(grad).any()
+            else None
+            for index, grad in enumerate(grads)  # there is a sharded parameter for each parameter
+        ]
+
+    def _divisor(self, plan: ReducePlan, settings: ReductionSettings) -> torch.Tensor | None:
+        if settings.divide_factor is None:
+            return plan.divisor
+        factor = settings.divide_factor / self._predivisor
+        return None if factor == 1 else torch.tensor(factor, dtype=torch.float64, device="cpu")
+
+    @property
+    def _segment_numel(self) -> int:
+        return self.form.numel
+
+    def _copy_into(self, rows: torch.Tensor) -> None:
+        """Copy the buffer into ``rows`` [ranks, S]."""
+        rows.copy_(self.views.rows)
+
+    def _by_custom(self, custom: Any) -> torch.Tensor:
+        """Return the sum [S] over the shard axis by the user's reduce-scatter."""
+        numel = self._segment_numel
+        dtype, device = self._own.buffer.dtype, self._own.buffer.device
+        source = custom.allocate((self._ranks * numel,), dtype=dtype, device=device)
+        self._copy_into(source.view(self._ranks, numel))
+        self._free()
+        total = custom.allocate((numel,), dtype=dtype, device=device)
+        work = custom(
+            output_tensor=total,
+            input_tensor=source,
+            group=self._conduct.process_group,
+            op=torch.distributed.ReduceOp.SUM,
+        )
+        if work is not None:
+            work.wait()
+        return typing.cast(torch.Tensor, total)
+
+
+class _Piece(typing.NamedTuple):
+    form: ReduceForm
+    buffer: torch.Tensor  # [ranks * S_i]
+    storage: Storage
+
+
+class PiecewiseReduceBuffer(ConductedReduceBuffer):
+    """A reduce buffer in pieces, one per large parameter and one for the rest, that are reduced by
+    one collective. Each gradient is freed as soon as it is in its piece: gradients of a narrower
+    dtype and a whole buffer would need half as much memory again.
+    """
+
+    _pieces: list[_Piece]
+
+    def _reserve(self, dtype: torch.dtype, device: torch.device) -> Views:
+        self._pieces, ranks = [], self._ranks
+        places: list[list[torch.Tensor]] = [[] for _ in range(self._num_sharded + 1)]
+        for form in self.form.in_pieces():
+            buffer = torch.empty(ranks * form.numel, dtype=dtype, device=device)
+            for found, of_form in zip(places, form.places(buffer), strict=True):
+                found += of_form
+            self._pieces.append(_Piece(form, buffer, Storage(buffer)))
+            self._pieces[-1].storage.free()
+        nothing = torch.empty(0, dtype=dtype, device=device)
+        return Views(nothing, Segments(nothing, ranks), places, None, nothing.view(ranks, 0))
+
+    @property
+    def resident_nbytes(self) -> int:
+        return sum(piece.storage.resident_nbytes for piece in self._pieces)
+
+    def _allocate(self) -> None:
+        for piece in self._pieces:
+            piece.storage.allocate()
+
+    def _free(self) -> None:
+        for piece in self._pieces:
+            piece.storage.free()
+
+    def put(self, indices: Sequence[int], grads: list[torch.Tensor]) -> None:
+        left = list(zip(indices, grads, strict=True))
+        grads.clear()  # each is to be freed when it has been copied
+        for piece in self._pieces:
+            of_piece = [pair for pair in left if pair[0] in piece.form.indices]
+            left = [pair for pair in left if pair[0] not in piece.form.indices]
+            if of_piece:
+                piece.storage.allocate()
+                self._place([index for index, _ in of_piece], [grad for _, grad in of_piece])
+
+    def _zero_missing(self) -> None:
+        self._allocate()
+        super()._zero_missing()
+
+    def _scatter(
+        self, plan: ReducePlan, what: str, divisor: torch.Tensor | None
+    ) -> Generator[None, None, torch.Tensor]:
+        buffers = [piece.buffer for piece in self._pieces]
+        pending = plan.shard.begin_reduce_pieces(buffers)
+        yield None
+        total = plan.shard.end_reduce(pending, buffers[0], self._sum_dtype, what, divisor)
+        self._free()
+        return total
+
+    def _split(self, total: torch.Tensor) -> Sequence[torch.Tensor | None]:
+        found: list[torch.Tensor | None] = [None] * self._num_sharded
+        parts = total.split([piece.form.numel for piece in self._pieces])
+        for piece, part in zip(self._pieces, parts, strict=True):
+            grads = piece.form.grads(part)
+            for index in piece.form.indices:
+                found[index] = grads[index]
+        return found
+
+    @property
+    def _segment_numel(self) -> int:
+        return sum(piece.form.numel for piece in self._pieces)
+
+    def _copy_into(self, rows: torch.Tensor) -> None:
+        parts = rows.split([piece.form.numel for piece in self._pieces], dim=1)
+        for piece, part in zip(self._pieces, parts, strict=True):
+            part.copy_(piece.buffer.view(part.shape))
