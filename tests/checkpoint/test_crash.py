@@ -6,6 +6,7 @@ The other ranks of the save get an error, and the next save removes the left-ove
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.killed_saves import EVERY
+from tests.support.same_host import NOT_MAPPED
 from tests.support.survivors import CASES
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -22,8 +24,15 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.mark.slow
 def test_a_save_killed_at_any_operation_leaves_a_checkpoint_that_loads(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tests.support.killed_saves", str(tmp_path)]
+    environment = {**os.environ, **NOT_MAPPED}  # each rank has a part of each parameter
     ran = subprocess.run(
-        command, capture_output=True, text=True, timeout=500, cwd=ROOT, check=False
+        command,
+        capture_output=True,
+        text=True,
+        timeout=500,
+        cwd=ROOT,
+        env=environment,
+        check=False,
     )
     assert ran.returncode == 0, ran.stderr
     *saves, load = json.loads(ran.stdout.splitlines()[-1])

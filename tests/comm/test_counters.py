@@ -20,6 +20,7 @@ from fsdp_compat._comm import counters, shared_memory
 from fsdp_compat._comm.counters import PeerTable, Table
 from fsdp_compat._comm.peer_memory import PeerMemory
 from tests.support.ranks import run_ranks
+from tests.support.same_host import COPIED
 
 pytestmark = pytest.mark.skipif(not counters.are_supported(), reason="no counters on this machine")
 
@@ -156,4 +157,4 @@ def counts_beyond_the_table() -> bool:
 
 
 def test_tags_without_counters_are_sent() -> None:
-    assert run_ranks(2, counts_beyond_the_table) == [True] * 2
+    assert run_ranks(2, counts_beyond_the_table, environment=COPIED) == [True] * 2

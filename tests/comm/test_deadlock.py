@@ -31,6 +31,7 @@ from tests.support.models import DIM, Block
 from tests.support.parity import backward, make_pair
 from tests.support.programs import run_programs
 from tests.support.ranks import run_ranks
+from tests.support.same_host import MAPPED, NOT_MAPPED
 from tests.support.simulation import Simulation
 
 PATIENCE = 0.3
@@ -538,7 +539,7 @@ def skips_a_unit(uses: tuple[str, ...]) -> str:
 
 @pytest.mark.parametrize("uses", [("012", "02", "012"), ("012", "021")])
 def test_unit_skipped_or_moved_by_a_rank_fails_on_all_ranks_for_good(uses: tuple[str, ...]) -> None:
-    messages = run_ranks(len(uses), skips_a_unit, uses)
+    messages = run_ranks(len(uses), skips_a_unit, uses, environment=NOT_MAPPED)
     assert_alike(
         messages,
         "the parameters of unit 'blocks.1' from rank 1",
@@ -548,7 +549,7 @@ def test_unit_skipped_or_moved_by_a_rank_fails_on_all_ranks_for_good(uses: tuple
 
 def test_mapped_unit_skipped_by_a_rank_fails_in_backward_on_all_ranks_for_good() -> None:
     uses = "012", "02", "012"
-    messages = run_ranks(3, skips_a_unit, uses, environment={"FSDP_COMPAT_MAP_FROM": "1"})
+    messages = run_ranks(3, skips_a_unit, uses, environment=MAPPED)
     assert_alike(messages, "waits for the gradients of unit 'blocks.1' from rank 1")
 
 
@@ -583,7 +584,8 @@ def circles_of_other_kinds() -> list[str]:
 
 
 def test_circles_of_empty_messages_collectives_and_backward_are_found() -> None:
-    empty, collective, gather, gradient = zip(*run_ranks(2, circles_of_other_kinds), strict=True)
+    found = run_ranks(2, circles_of_other_kinds, environment=NOT_MAPPED)
+    empty, collective, gather, gradient = zip(*found, strict=True)
     assert_alike(list(empty), "tag 4 from rank 1", "tag 8 from rank 0")
     assert_alike(
         list(collective), "rank 0 waits in a sum over the ranks for ranks [1]", "tag 4 from rank 0"
@@ -606,7 +608,7 @@ def fails_on_a_hybrid_mesh() -> str:
 
 
 def test_all_ranks_of_a_hybrid_mesh_and_late_ranks_get_the_error() -> None:
-    messages = run_ranks(4, fails_on_a_hybrid_mesh)
+    messages = run_ranks(4, fails_on_a_hybrid_mesh, environment=NOT_MAPPED)
     assert_alike(messages, "unit 'blocks.1' from rank 0", "unit 'blocks.2' from rank 1")
 
 
@@ -637,7 +639,8 @@ def is_interrupted_while_it_waits() -> tuple[str, str]:
 
 
 def test_interrupt_in_the_middle_of_communication_fails_on_all_ranks_for_good() -> None:
-    (_, first_again), (second, second_again) = run_ranks(2, is_interrupted_while_it_waits)
+    found = run_ranks(2, is_interrupted_while_it_waits, environment=NOT_MAPPED)
+    (_, first_again), (second, second_again) = found
     for message in (first_again, second, second_again):
         assert "rank 0 left its communication with KeyboardInterrupt" in message
 

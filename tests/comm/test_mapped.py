@@ -108,6 +108,7 @@ def test_what_cannot_be_mapped_is_none() -> None:
 
 
 def test_only_large_shards_of_whole_pages_can_be_mapped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("FSDP_COMPAT_MAP_FROM", raising=False)
     assert can_map(1 << 17, torch.float32) and can_map(1 << 18, torch.bfloat16)
     assert not can_map((1 << 17) - 1024, torch.float32)
     assert not can_map((1 << 17) + 4, torch.float32)

@@ -32,6 +32,7 @@ from fsdp_compat._engine.group import Group
 from fsdp_compat._engine.unit import Residency
 from fsdp_compat.wrap import ModuleWrapPolicy
 from tests.support.ranks import run_ranks
+from tests.support.same_host import COPIED, MAPPED
 
 WIDTH = 6
 BLOCKS = 6
@@ -165,8 +166,7 @@ def collectives_that_are_seen(fully: bool) -> tuple[dict[str, int], dict[str, in
 
 @pytest.mark.parametrize("fully", [False, True])
 def test_profilers_see_collectives_that_send_nothing(fully: bool) -> None:
-    how = {"FSDP_COMPAT_SAME_HOST": "counters"}
-    for made, seen in run_ranks(2, collectives_that_are_seen, fully, environment=how):
+    for made, seen in run_ranks(2, collectives_that_are_seen, fully, environment=COPIED):
         assert min(made.values()) > BLOCKS
         assert seen == made
 
@@ -180,8 +180,7 @@ def meetings_that_are_seen() -> int:
 
 
 def test_profilers_see_the_meetings_of_mapped_passes() -> None:
-    how = {"FSDP_COMPAT_MAP_FROM": "1"}
-    assert run_ranks(2, meetings_that_are_seen, environment=how) == [4, 4]
+    assert run_ranks(2, meetings_that_are_seen, environment=MAPPED) == [4, 4]
 
 
 def sent_by_steps(

@@ -29,11 +29,9 @@ from tests.frontends import test_calls, test_entry_points, test_random_programs
 from tests.support.models import Block
 from tests.support.parity import make_pair
 from tests.support.ranks import run_ranks
+from tests.support.same_host import COPIED, MAPPED, MESSAGES
 
 WIDTH = 48
-ALL = {"FSDP_COMPAT_MAP_FROM": "1"}  # bytes
-COPIED = {"FSDP_COMPAT_SAME_HOST": "counters"}
-MESSAGES = {"FSDP_COMPAT_SAME_HOST": "messages"}
 
 
 class Wide(nn.Sequential):
@@ -87,7 +85,7 @@ def train(
         optimizer.zero_grad()
         found.append(loss.detach())
     found += [parameter.detach().clone() for parameter in model.parameters()]
-    is_mapped = os.environ.get("FSDP_COMPAT_SAME_HOST") is None
+    is_mapped = os.environ["FSDP_COMPAT_SAME_HOST"] == "mapped"
     assert all((mapping is not None) == is_mapped for mapping in mappings_of(model))
     return found
 
@@ -132,7 +130,7 @@ def test_training_is_bit_equal_to_copies_and_messages(
 ) -> None:
     full = {"FSDP_USE_FULL_PREC_IN_EVAL": "1"}
     one, *others = (
-        run_ranks(ranks, train, make, strategy, original, mixed, environment=ALL | full | how)
+        run_ranks(ranks, train, make, strategy, original, mixed, environment=MAPPED | full | how)
         for how in ({}, COPIED, MESSAGES)
     )
     for other in others:
@@ -155,7 +153,7 @@ def sends_and_copies() -> tuple[int, int, int]:
 
 
 def test_forward_sends_copies_and_holds_nothing() -> None:
-    assert run_ranks(2, sends_and_copies, environment=ALL) == [(0, 0, 0)] * 2
+    assert run_ranks(2, sends_and_copies, environment=MAPPED) == [(0, 0, 0)] * 2
 
 
 # -- what users write
@@ -184,7 +182,7 @@ def reads_after_writing() -> tuple[bool, bool, bool]:
 
 
 def test_writes_in_forward_are_private_and_gone_in_the_next_pass() -> None:
-    found = run_ranks(2, reads_after_writing, environment=ALL)
+    found = run_ranks(2, reads_after_writing, environment=MAPPED)
     assert found == [(True, True, True)] * 2
     assert found == run_ranks(2, reads_after_writing, environment=COPIED)
 
@@ -241,7 +239,7 @@ def writes_while_the_other_computes(when: str) -> tuple[bool, bool]:
 
 @pytest.mark.parametrize("when", ["early", "late"])
 def test_shards_are_written_only_between_the_passes_of_all_ranks(when: str) -> None:
-    found = run_ranks(2, writes_while_the_other_computes, when, environment=ALL)
+    found = run_ranks(2, writes_while_the_other_computes, when, environment=MAPPED)
     assert found == [(False, True)] * 2
 
 
@@ -268,7 +266,7 @@ def differentiates_twice_while_the_other_writes() -> tuple[bool, bool]:
 
 
 def test_a_graph_of_gradients_keeps_the_values_that_it_was_made_with() -> None:
-    found = run_ranks(2, differentiates_twice_while_the_other_writes, environment=ALL)
+    found = run_ranks(2, differentiates_twice_while_the_other_writes, environment=MAPPED)
     assert found == [(False, True), (True, True)]
 
 
@@ -301,7 +299,7 @@ def forks_between_steps() -> None:
 
 
 def test_ranks_that_fork_are_mapped_again() -> None:
-    run_ranks(2, forks_between_steps, environment=ALL)
+    run_ranks(2, forks_between_steps, environment=MAPPED)
 
 
 # -- what cannot be mapped
@@ -338,7 +336,7 @@ def trains_where_one_cannot(later: bool) -> list[bool]:
 
 @pytest.mark.parametrize("later", [False, True])
 def test_all_ranks_copy_what_one_rank_cannot_map(later: bool) -> None:
-    for found in run_ranks(3, trains_where_one_cannot, later, environment=ALL):
+    for found in run_ranks(3, trains_where_one_cannot, later, environment=MAPPED):
         assert found == [True, True, False, True]
 
 
@@ -351,7 +349,7 @@ def trains_without_page_map() -> None:
 
 
 def test_nothing_is_mapped_where_writes_cannot_be_found() -> None:
-    run_ranks(2, trains_without_page_map, environment=ALL)
+    run_ranks(2, trains_without_page_map, environment=MAPPED)
 
 
 # -- what other files test with copies
@@ -369,7 +367,7 @@ def test_nothing_is_mapped_where_writes_cannot_be_found() -> None:
 def test_programs_of_every_kind_run_mapped(
     ranks: int, function: Callable[..., None], args: tuple[Any, ...]
 ) -> None:
-    run_ranks(ranks, function, *args, environment=ALL)
+    run_ranks(ranks, function, *args, environment=MAPPED)
 
 
 # -- what is left
@@ -395,7 +393,7 @@ def leaves_nothing() -> tuple[int, int, bool]:
 
 
 def test_nothing_is_left_mapped_after_the_model() -> None:
-    for during, after, readable in run_ranks(2, leaves_nothing, environment=ALL):
+    for during, after, readable in run_ranks(2, leaves_nothing, environment=MAPPED):
         assert (during > 0, after, readable) == (True, 0, True)
 
 
@@ -417,7 +415,7 @@ def evaluates_where_one_rank_raises() -> str:
 
 
 def test_a_rank_that_raises_alone_in_forward_is_named() -> None:
-    first, second = run_ranks(2, evaluates_where_one_rank_raises, environment=ALL)
+    first, second = run_ranks(2, evaluates_where_one_rank_raises, environment=MAPPED)
     assert "Waiting for the end of a forward of" in first
     assert "rank 1 has left with an exception" in first
     assert not second
@@ -434,7 +432,7 @@ def raises_on_all_ranks() -> None:
 
 
 def test_training_goes_on_after_an_exception_on_all_ranks() -> None:
-    run_ranks(3, raises_on_all_ranks, environment=ALL)
+    run_ranks(3, raises_on_all_ranks, environment=MAPPED)
 
 
 def trains_two_models_at_once() -> None:
@@ -455,4 +453,4 @@ def trains_two_models_at_once() -> None:
 
 
 def test_passes_of_two_models_may_overlap() -> None:
-    run_ranks(2, trains_two_models_at_once, environment=ALL)
+    run_ranks(2, trains_two_models_at_once, environment=MAPPED)

@@ -24,6 +24,7 @@ from fsdp_compat.wrap import ModuleWrapPolicy
 from tests.support.models import DIM, Block
 from tests.support.programs import run_programs
 from tests.support.ranks import run_ranks
+from tests.support.same_host import NOT_MAPPED
 
 PROMPT_S = 8.0  # on a busy machine; every other time limit is far beyond it
 HERE = re.escape(__file__)
@@ -105,7 +106,7 @@ def saves_on_rank_0() -> list[str]:
 
 
 def test_save_on_one_rank_while_another_trains_is_refused() -> None:
-    saving, training = run_ranks(2, saves_on_rank_0)
+    saving, training = run_ranks(2, saves_on_rank_0, environment=NOT_MAPPED)
     for message in saving:
         assert message.startswith("The ranks did not come together in state_dict().")
     assert_told(
@@ -250,7 +251,7 @@ def test_calls_are_checked_once_and_only_if_they_communicate() -> None:
         "nothing sent": [],
         "said, not sent": ["optim_state_dict"],
     }
-    assert run_ranks(2, meets) == [found] * 2
+    assert run_ranks(2, meets, environment=NOT_MAPPED) == [found] * 2
     assert run_ranks(1, meets) == [{what: [] for what in found}]
 
 

@@ -31,6 +31,7 @@ from tests.support.fully_sharded import (
 )
 from tests.support.models import DIM, Block, Stack
 from tests.support.ranks import RankError, run_ranks
+from tests.support.same_host import NOT_MAPPED
 
 PROMPT_S = 8.0  # on a busy machine
 
@@ -329,7 +330,7 @@ def _calls_different_blocks() -> None:
 @pytest.mark.skipif(api.name == "torch", reason="torch waits for ever, or mixes the parameters up")
 def test_ranks_that_call_different_modules_are_told() -> None:
     with pytest.raises(RankError) as raised:
-        run_ranks(2, _calls_different_blocks, timeout=30)
+        run_ranks(2, _calls_different_blocks, timeout=30, environment=NOT_MAPPED)
     assert sorted(raised.value.failed) == [0, 1]
     assert str(raised.value).count("StateError") >= 2
 

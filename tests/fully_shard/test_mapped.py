@@ -18,11 +18,9 @@ from tests.fully_shard import test_programs
 from tests.support.fully_sharded import api, shard_all, whole
 from tests.support.models import Block
 from tests.support.ranks import run_ranks
+from tests.support.same_host import COPIED, MAPPED, MESSAGES
 
 WIDTH = 48
-ALL = {"FSDP_COMPAT_MAP_FROM": "1"}  # bytes
-COPIED = {"FSDP_COMPAT_SAME_HOST": "counters"}
-MESSAGES = {"FSDP_COMPAT_SAME_HOST": "messages"}
 
 
 class Wide(nn.Sequential):
@@ -83,7 +81,7 @@ def train(options: dict[str, Any], shape: tuple[int, ...] | None, by_hand: bool)
         optimizer.zero_grad()
         found.append(loss.detach())
     found += [whole(parameter).clone() for parameter in model.parameters()]
-    expected = os.environ.get("FSDP_COMPAT_SAME_HOST") is None
+    expected = os.environ["FSDP_COMPAT_SAME_HOST"] == "mapped"
     assert is_mapped(model) == [expected] * 4
     return found
 
@@ -102,7 +100,7 @@ def test_training_is_bit_equal_to_gathers(
     ranks: int, options: dict[str, Any], shape: tuple[int, ...] | None, by_hand: bool
 ) -> None:
     one, *others = (
-        run_ranks(ranks, train, options, shape, by_hand, environment=ALL | how)
+        run_ranks(ranks, train, options, shape, by_hand, environment=MAPPED | how)
         for how in ({}, COPIED, MESSAGES)
     )
     for other in others:
@@ -150,7 +148,7 @@ class Gather:
 
 
 def test_only_gathers_outside_of_a_pass_send() -> None:
-    assert run_ranks(2, gathers, environment=ALL) == [[0, 1, 0, 0, 1]] * 2
+    assert run_ranks(2, gathers, environment=MAPPED) == [[0, 1, 0, 0, 1]] * 2
 
 
 # -- passes without messages
@@ -169,7 +167,7 @@ def generates() -> tuple[bool, list[Tensor]]:
 
 
 def test_ranks_may_evaluate_whole_parameters_a_different_number_of_times() -> None:
-    (mapped, first), (_, second) = run_ranks(2, generates, environment=ALL)
+    (mapped, first), (_, second) = run_ranks(2, generates, environment=MAPPED)
     assert mapped
     assert (len(first), len(second)) == (3, 5)
     assert all(torch.equal(output, first[0]) for output in first + second)
@@ -205,7 +203,7 @@ def unshards_between_steps() -> list[bool]:
 
 
 def test_unsharded_parameters_keep_the_values_from_when_they_were_unsharded() -> None:
-    assert run_ranks(2, unshards_between_steps, environment=ALL) == [[True, True]] * 2
+    assert run_ranks(2, unshards_between_steps, environment=MAPPED) == [[True, True]] * 2
 
 
 # -- what other files test with gathers
@@ -215,4 +213,4 @@ def test_unsharded_parameters_keep_the_values_from_when_they_were_unsharded() ->
     ("ranks", "args"), [(2, (0, 6, (2,))), (3, (3000, 6, (3,))), (4, (5000, 4, (2, 2)))]
 )
 def test_random_programs_train_mapped(ranks: int, args: tuple[Any, ...]) -> None:
-    run_ranks(ranks, test_programs.runs_programs, *args, environment=ALL)
+    run_ranks(ranks, test_programs.runs_programs, *args, environment=MAPPED)

@@ -33,6 +33,7 @@ from tests.support.fully_sharded import (
 from tests.support.models import DIM, NUM_TOKENS, Block, Stack
 from tests.support.parity import assert_close, square, tokens
 from tests.support.ranks import run_ranks
+from tests.support.same_host import NOT_MAPPED
 
 BF16 = torch.bfloat16
 ONCE = {"root": 1, "blocks.0": 1, "blocks.1": 1, "blocks.2": 1}  # all-gathers, by module
@@ -638,7 +639,7 @@ def _uses_custom_collectives() -> None:
 
 
 def test_custom_collectives_are_called_with_torchs_keyword_arguments() -> None:
-    run_ranks(2, _uses_custom_collectives)
+    run_ranks(2, _uses_custom_collectives, environment=NOT_MAPPED)
 
 
 # -- settings of transfers
