@@ -13,14 +13,13 @@ from typing import Any
 import torch
 
 from .. import _torch_private
+from .._engine.gradients import LARGE
 from .._engine.tensor_parallel import TensorParallel
 from .._layout.rows import Cut, RowLayout
 from .._torch_private import dtensor as torch_dtensor
 from .row_views import RowViews, cut_up
 
 __all__ = ["RowReduceForm"]
-
-LARGE = 65536  # elements of a parameter that is a piece of its own
 
 
 class RowReduceForm:

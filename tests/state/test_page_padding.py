@@ -17,10 +17,11 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy as TorchWrapPolicy
 from fsdp_compat import FullStateDictConfig, StateDictType, checkpoint
 from fsdp_compat import FullyShardedDataParallel as FSDP
 from fsdp_compat.wrap import ModuleWrapPolicy
-from tests.engine.test_mapped_shards import ALL, WIDTH, Wide, wide_batch
+from tests.engine.test_mapped_shards import WIDTH, Wide, wide_batch
 from tests.support.models import Block
 from tests.support.parity import make_pair
 from tests.support.ranks import run_ranks
+from tests.support.same_host import MAPPED
 
 
 def saved(folder: str) -> tuple[str, dict[str, Tensor]]:
@@ -51,7 +52,7 @@ def loaded(folder: str, full: dict[str, Tensor]) -> None:
 def test_checkpoints_move_between_layouts_with_and_without_pages(
     ranks: tuple[int, int], tmp_path: Path
 ) -> None:
-    for number, (first, second) in enumerate(((ALL, {}), ({}, ALL))):
+    for number, (first, second) in enumerate(((MAPPED, {}), ({}, MAPPED))):
         found = run_ranks(ranks[0], saved, str(tmp_path / str(number)), environment=first)
         run_ranks(ranks[1], loaded, *found[0], environment=second)
 
@@ -86,4 +87,4 @@ def loads_local_states() -> None:
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_local_state_dicts_with_other_padding_load(ranks: int) -> None:
-    run_ranks(ranks, loads_local_states, environment=ALL)
+    run_ranks(ranks, loads_local_states, environment=MAPPED)
