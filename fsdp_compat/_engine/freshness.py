@@ -73,5 +73,5 @@ class Freshness:
         return [
             _steps.number,
             sum(map(_version, self._params)),
-            sum(map(_version, torch_dtensor.local_parts(self._dtensors))),
+            sum(map(torch_dtensor.local_version, self._dtensors)),
         ]

@@ -157,8 +157,8 @@ class Gradients:
         if self.reduction is not None:  # it still uses the buffer
             self.finish_reduction()
         buffer = self._buffer or self._make_buffer()
-        if any(map(_is_sparse, grads)) or any(
-            map(_requires_grad, grads)
+        if any(map(_is_sparse, grads)) or (
+            torch.is_grad_enabled() and any(map(_requires_grad, grads))
         ):  # the latter with create_graph
             grads = [grad.to_dense() if grad.is_sparse else grad.detach() for grad in grads]
         buffer.put(indices, grads)

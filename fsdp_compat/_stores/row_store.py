@@ -239,10 +239,12 @@ class RowStore(StateStore):
         return [self._views.part(total, index, self.rank) for index in range(len(self._params))]
 
     def reduce_form(self, also: Iterable[int] = ()) -> RowReduceForm:
-        flags = map(_requires_grad, self._sharded)
-        trainable = tuple(itertools.compress(itertools.count(), flags))
-        if len(trainable) < len(self._sharded):
-            trainable = tuple(sorted({*trainable, *also}))
+        if all(map(_requires_grad, self._sharded)):
+            trainable = tuple(range(len(self._sharded)))
+        else:
+            flags = map(_requires_grad, self._sharded)
+            found = itertools.compress(itertools.count(), flags)
+            trainable = tuple(sorted({*found, *also}))
         if trainable not in self._forms:
             self._forms[trainable] = RowReduceForm(
                 trainable,

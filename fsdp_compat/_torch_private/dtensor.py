@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ __all__ = [
     "dtensors",
     "joined_mesh",
     "local_parts",
+    "local_version",
     "mesh_of_dims",
     "set_local_part",
     "shards",
@@ -58,6 +59,9 @@ def local_parts(dtensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 _local_tensor = operator.attrgetter("_local_tensor")
+
+# local_version(dtensor): the version counter of its part in this process.
+local_version: Callable[[torch.Tensor], int] = operator.attrgetter("_local_tensor._version")
 
 
 def set_local_part(tensor: torch.Tensor, local: torch.Tensor) -> None:
