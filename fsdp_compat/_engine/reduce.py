@@ -37,8 +37,8 @@ class GradBuffer(typing.Protocol):
         """The indices of parameters whose gradients are here: always the same object."""
 
     def put(self, indices: Sequence[int], grads: list[torch.Tensor]) -> None:
-        """Take gradients: assign those not yet received, add the others. An index may come
-        twice."""
+        """Take gradients: assign those not yet received, add the others. An index may come twice.
+        ``grads`` may be empty afterwards, because a buffer may free each gradient it has copied."""
 
     def drop(self, indices: Iterable[int]) -> None:
         """Drop the gradients of some parameters."""
