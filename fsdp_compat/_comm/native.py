@@ -1,5 +1,6 @@
 """The transports that use a backend's own collectives: NativeTransport for backends in C++,
-PythonGroupTransport for process groups that are written in Python."""
+CoalescingTransport for those that reduce several buffers at once, PythonGroupTransport for process
+groups that are written in Python."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from .. import _torch_private
 from .mesh import is_in_python
 from .transport import Collectives, Kind, ProcessGroupTransport, communication_error
 
-__all__ = ["NativeTransport", "PythonGroupTransport", "gather_in_group"]
+__all__ = ["CoalescingTransport", "NativeTransport", "PythonGroupTransport", "gather_in_group"]
 
 # torch 2.13 renamed them; 2.11 and 2.12 have the older names only.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -69,18 +70,6 @@ class NativeTransport(ProcessGroupTransport):
         self.traffic.add(Kind.REDUCE, total.nbytes * (self.ranks - 1))
         return _Started(self._start_reduce(total, buffer), buffer, total)
 
-    def reduces_pieces(self, device: torch.device) -> bool:
-        return _torch_private.starts_reduce_scatters(self.group, device)
-
-    def begin_reduce_pieces(self, buffers: Sequence[torch.Tensor]) -> _Started:
-        sizes = [buffer.numel() // self.ranks for buffer in buffers]
-        total = buffers[0].new_empty(sum(sizes))
-        self.traffic.add(Kind.REDUCE, total.nbytes * (self.ranks - 1))
-        work = _torch_private.start_reduce_scatters(
-            self.group, list(total.split(sizes)), list(buffers)
-        )
-        return _Started(work, buffers, total)
-
     def _start_gather(self, full: torch.Tensor, own: torch.Tensor) -> dist.Work:
         return _torch_private.start_all_gather(self.group, full, own)
 
@@ -135,12 +124,24 @@ class NativeTransport(ProcessGroupTransport):
         return full
 
 
+class CoalescingTransport(NativeTransport):
+    """A backend that reduces several buffers in one collective."""
+
+    reduces_pieces = True
+
+    def begin_reduce_pieces(self, buffers: Sequence[torch.Tensor]) -> _Started:
+        sizes = [buffer.numel() // self.ranks for buffer in buffers]
+        total = buffers[0].new_empty(sum(sizes))
+        self.traffic.add(Kind.REDUCE, total.nbytes * (self.ranks - 1))
+        work = _torch_private.start_reduce_scatters(
+            self.group, list(total.split(sizes)), list(buffers)
+        )
+        return _Started(work, buffers, total)
+
+
 class PythonGroupTransport(NativeTransport):
     """torch's public collectives, which call the methods of a process group written in Python. The
     calls of NativeTransport look for a backend in C++, which such a group lacks."""
-
-    def reduces_pieces(self, device: torch.device) -> bool:
-        return False
 
     def _start_gather(self, full: torch.Tensor, own: torch.Tensor) -> dist.Work:
         return _start_gather_in_python(self.group, full, own)

@@ -125,6 +125,7 @@ class Communicator(typing.Protocol):
     name: str  # of the connections, the same on all ranks; "" where there are none of its own
     reads_in_place: bool  # `shares` may be true
     maps: bool  # `map_shards` and the meetings exist
+    reduces_pieces: bool  # `begin_reduce_pieces` exists
 
     @property
     def has_failed(self) -> bool:
@@ -160,9 +161,6 @@ class Communicator(typing.Protocol):
         self, buffer: torch.Tensor, segments: Sequence[torch.Tensor], tag: int
     ) -> Handle:
         """Send segment r of ``buffer`` [ranks * S] to rank r."""
-
-    def reduces_pieces(self, device: torch.device) -> bool:
-        """True if ``begin_reduce_pieces`` exists for tensors of a device."""
 
     def begin_reduce_pieces(self, buffers: Sequence[torch.Tensor]) -> Handle:
         """Send segment r of each buffer [ranks * S_i] to rank r, in one collective. ``end_reduce``
@@ -243,7 +241,7 @@ class TransportBase:
     """The facts about an axis. It does not hold the axis's process group: communicators are cached
     for as long as that group lives."""
 
-    reads_in_place = maps = False
+    reads_in_place = maps = reduces_pieces = False
 
     def __init__(self, axis: Axis) -> None:
         self.rank, self.ranks, self.members = axis.rank, axis.ranks, axis.members
@@ -256,9 +254,6 @@ class TransportBase:
 
     def unfinished_gather(self, tag: int) -> Handle | None:
         return None
-
-    def reduces_pieces(self, device: torch.device) -> bool:
-        return False
 
     def require_working(self) -> None:
         pass

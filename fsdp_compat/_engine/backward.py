@@ -146,7 +146,7 @@ class BackwardRunner:
         if self._streams is not None:
             self._streams.join()
         self._backward()
-        group.gradients.take(index, param)
+        group.gradients.take_large(index, param)
 
     def _post_backward(self, unit: Unit, backward: Backward) -> None:
         """Collective. Reshard and start the reduction. A later gradient starts another reduction,

@@ -67,7 +67,7 @@ class Gradients:
         reduce_dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        """large: unsharded parameters that have a hook each (see ``take``)."""
+        """large: unsharded parameters that have a hook each (see ``take_large``)."""
         self.what = "gradients"  # for errors
         # Called before a buffer takes memory; the runtime sets it.
         self.limit_in_flight: Callable[[], None] = _no_limit
@@ -129,7 +129,7 @@ class Gradients:
 
     # -- in every backward
 
-    def take(self, index: int, param: nn.Parameter) -> None:
+    def take_large(self, index: int, param: nn.Parameter) -> None:
         """A large parameter has a gradient: move it to the buffer."""
         grad, param.grad = param.grad, None
         if grad is not None:  # a hook may fire without a gradient
@@ -264,9 +264,9 @@ class ConductedGradients(Gradients):
     def wants_reduction(self, sync: bool) -> bool:
         return sync and self._conduct.sync and bool(self.received)
 
-    def take(self, index: int, param: nn.Parameter) -> None:
+    def take_large(self, index: int, param: nn.Parameter) -> None:
         if not self._in_pieces:
-            super().take(index, param)
+            super().take_large(index, param)
         elif not self.received:
             self.limit_in_flight()  # the unit's gradients take memory from now on
 

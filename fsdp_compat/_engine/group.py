@@ -80,7 +80,7 @@ class Group:
         # begins with all units unsharded, though, a buffer for gradients wider than the parameters
         # is not allocated before the first unit is resharded: post-backward moves them.
         streamed = reshard_after_forward or precision.reduce.itemsize <= precision.gather.itemsize
-        in_pieces = not streamed and conduct is not None and self.shard.reduces_pieces(device)
+        in_pieces = not streamed and conduct is not None and self.shard.reduces_pieces
         large = {
             param
             for memory in self.memories

@@ -18,7 +18,7 @@ With ``ranks`` shard ranks, S elements per rank, and P parameters in the group:
     unsharded           P original  store, kept by             with all_gather_output, which they
     parameters          shapes      GroupMemory                view; otherwise in own storages, from
                                                                the copy to ``reshard``
-    .grad of those      P original  autograd                   until ``Gradients.take`` (large ones,
+    .grad of those      P original  autograd                   until ``take_large`` (large ones,
                         shapes                                 at once) or ``collect`` (the others,
                                                                in post-backward)
     reduce buffer       [ranks*S]   ReduceBuffer               from the first gradient that is put

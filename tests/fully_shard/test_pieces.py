@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp_compat import _torch_private
-from fsdp_compat._comm.native import NativeTransport
+from fsdp_compat._comm.native import CoalescingTransport
 from tests.support.fully_sharded import (
     NotedReduceScatter,
     api,
@@ -54,17 +54,17 @@ def train(
 ) -> list[Tensor]:
     """Gradients and parameters of steps: two of one backward, one of two backwards, one with a
     frozen matrix."""
-    begin = NativeTransport.begin_reduce_pieces
+    begin = CoalescingTransport.begin_reduce_pieces
     numbers: list[int] = []  # of pieces, per collective
 
-    def noted(self: NativeTransport, buffers: Any) -> Any:
+    def noted(self: CoalescingTransport, buffers: Any) -> Any:
         numbers.append(len(buffers))
         return begin(self, buffers)
 
     found = []
     with (
         mock.patch.object(_torch_private, "is_gloo", lambda group, device: not is_native),
-        mock.patch.object(NativeTransport, "begin_reduce_pieces", noted),
+        mock.patch.object(CoalescingTransport, "begin_reduce_pieces", noted),
     ):
         model = make(mesh, reduce_dtype)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
