@@ -553,7 +553,7 @@ def peaks(num_steps: int, block: type[nn.Module] = Block, **options: Any) -> lis
     for group in groups:
         for name in ("unshard", "wait_for_unshard"):
             call_also(group, name, look)
-        for name in ("take", "collect", "start_reduction"):
+        for name in ("take_large", "collect", "start_reduction"):
             call_also(group.gradients, name, look)
     for unit in units:
         unit.module.up.register_forward_hook(look)
