@@ -57,6 +57,13 @@ class Head:
     others: dict[str, Any]
     other_states: dict[str, list[tuple[Any, Any]]]
 
+    def has_states(self, group: str, index: int) -> bool:
+        """True if the file has states of parameter ``index`` of a group, or values that belong to
+        them."""
+        indices = [state.of for state in self.states.get(group, [])]
+        indices += [of for _, of, _ in self.scalars.get(group, [])]
+        return any(of is None or index in of for of in indices)
+
 
 def parse_head(tensors: dict[str, TensorInfo], metadata: dict[str, str]) -> Head:
     """Return the head of a file. Raises KeyError, TypeError, ValueError or RecursionError if the

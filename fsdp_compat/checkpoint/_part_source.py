@@ -25,7 +25,8 @@ class OwnPart:
     part: Interval  # of the row-major elements of the piece
     rank: int = 0  # of the ranks that share the piece
     ranks: int = 1
-    has_stale_state: bool = False  # a rank with an empty part has optimizer states, too
+    # It has optimizer states also where the part is empty: in a FlatParameter or a DTensor.
+    always_has_states: bool = False
 
     @staticmethod
     def of(named: NamedGroup, index: int) -> OwnPart:
@@ -35,7 +36,7 @@ class OwnPart:
             store.part(index, store.rank),
             store.rank,
             store.ranks,
-            not store.is_guarded,
+            store.is_flattened or not store.is_guarded,
         )
 
     @staticmethod
@@ -128,9 +129,11 @@ def _piece_source(files: RankFiles, place: tuple[FlatGroup, int], own: OwnPart) 
     axis, layout, piece = files.manifest.axes[group.axis], group.layout, group.piece(index)
     runs = tuple(_runs(group, index, axis, common_rows(own.piece, own.part, piece)))
     head_file = runs[0].file if runs else axis[own.rank * len(axis) // own.ranks]
-    if not runs and own.has_stale_state and layout.params[index].numel:
-        # A DTensor has states on ranks without rows too; a rank with rows has saved them.
-        head_file = axis[layout.params[index].start // layout.shard_numel]
+    if not runs and own.always_has_states and layout.params[index].numel:
+        # A rank that had no part may have saved no states; the one with the first row has.
+        other = axis[layout.params[index].start // layout.shard_numel]
+        if not files.head(head_file).has_states(group.name, index) and files.is_here(other):
+            head_file = other
     return PieceSource(group, index, runs, head_file)
 
 

@@ -108,6 +108,10 @@ class RankFiles:
             self._heads[number] = head
         return self._heads[number]
 
+    def is_here(self, number: int) -> bool:
+        """False for a file that is on the disk of another node."""
+        return (self.path / file_name(number)).exists()
+
     def _checked(self, number: int, start: int, nbytes: int) -> bytes:
         content = torch.empty(nbytes, dtype=torch.uint8)
         request = ReadRequest(start, content)

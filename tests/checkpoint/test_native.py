@@ -10,6 +10,7 @@ import dataclasses
 import enum
 import functools
 import io
+import itertools
 import json
 import math
 import os
@@ -27,11 +28,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp_compat import FullyShardedDataParallel as FSDP
-from fsdp_compat import MixedPrecision, StateDictType, checkpoint
+from fsdp_compat import MixedPrecision, StateDictType, checkpoint, fully_shard
 from fsdp_compat.checkpoint import _load
 from fsdp_compat.checkpoint._blocks import BLOCK_NBYTES
 from fsdp_compat.errors import CheckpointError, FsdpCompatError, UsageError
 from fsdp_compat.wrap import ModuleWrapPolicy
+from tests.support.cases import about
 from tests.support.odd_model import (
     Config,
     assert_same,
@@ -40,6 +42,7 @@ from tests.support.odd_model import (
     make_optimizer,
     shard,
     train,
+    whole,
 )
 from tests.support.ranks import RankError, run_ranks
 from tests.support.sampling import sample
@@ -138,6 +141,43 @@ def test_a_checkpoint_of_any_ranks_loads_on_any_ranks(tmp_path: Path) -> None:
         folder = str(tmp_path / str(number))
         expected = run_ranks(writers, _write, folder, saved, kind)[0]
         run_ranks(readers, _read, folder, target, kind, expected)
+
+
+def _tiny(folder: Path) -> None:
+    # Four elements: the shards of other ranks than the first are padding, which a FlatParameter
+    # has states of, and an empty original parameter has not. Rows lie on every rank but the last.
+    def made(front_end: str) -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        model: nn.Module = nn.Linear(2, 2, bias=False)
+        if front_end == "rows":
+            fully_shard(model)
+        else:
+            model = FSDP(model, use_orig_params=front_end == "original")
+        return model, torch.optim.Adam(model.parameters(), lr=0.1)
+
+    def stepped(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        model(torch.ones(2, 2)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return FSDP.optim_state_dict(model, optimizer)["state"]["weight"]
+
+    front_ends = ("flat", "original", "rows")
+    for saver in front_ends:
+        model, optimizer = made(saver)
+        stepped(model, optimizer)
+        checkpoint.save(folder / saver, model, optimizer, step=1)
+        expected = whole(stepped(model, optimizer))
+        for loader, num_before in itertools.product(front_ends, range(2)):
+            with about(f"{saver} into {loader} after {num_before} steps"):
+                model, optimizer = made(loader)
+                for _ in range(num_before):
+                    stepped(model, optimizer)
+                checkpoint.load(checkpoint.latest(folder / saver), model, optimizer)
+                assert_same(stepped(model, optimizer), expected)
+
+
+def test_ranks_that_have_only_padding_get_the_states_that_others_get(tmp_path: Path) -> None:
+    run_ranks(3, _tiny, tmp_path)
 
 
 def _dtypes(folder: str) -> None:
