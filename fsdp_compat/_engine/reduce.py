@@ -155,9 +155,11 @@ class ReduceBuffer:
         if whole is not None and not received and indices == self._all_indices:
             first, values = whole, grads  # the usual case of a unit without large parameters
             received.update(indices)
-        elif (
-            whole is not None and received.isdisjoint(indices) and len(set(indices)) == len(indices)
-        ):
+        elif len(set(indices)) < len(indices):  # the unit was used in two dtypes
+            for index, grad in zip(indices, grads, strict=True):
+                self._place([index], [grad])
+            return
+        elif whole is not None and received.isdisjoint(indices):
             first, values = [whole[index] for index in indices], grads
             received.update(indices)
         else:

@@ -151,6 +151,13 @@ def test_gradients_of_several_parameters_are_put_together(setup: Setup) -> None:
     assert [value.unique().tolist() for value in setup.sent()] == [[2.0], [5.0], [2.0]]
 
 
+def test_a_parameter_may_have_two_gradients_at_once(setup: Setup) -> None:
+    setup.buffer.put([0, 1, 0], [ones(0, 2.0), ones(1, 5.0), ones(0, 3.0)])
+    setup.buffer.put([2, 2, 0], [ones(2, 1.0), ones(2, 1.0), ones(0, 1.0)])
+    setup.reduce()
+    assert [value.unique().tolist() for value in setup.sent()] == [[6.0], [5.0], [2.0]]
+
+
 def test_put_gradients_are_neither_kept_nor_changed(setup: Setup) -> None:
     first, second = ones(0, 1.0), ones(0, 2.0)
     setup.buffer.put([0], [first])

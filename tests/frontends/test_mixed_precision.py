@@ -1211,6 +1211,25 @@ def _evaluates_with_gradients(
         for name, value in expected.items():
             assert_close(grads[name], value, f"gradient of {name}")
         _assert_at_rest(model)
+    _adds_gradients_of_both_modes(model, x[dist.get_rank()])
+
+
+def _adds_gradients_of_both_modes(model: FSDP, x: Tensor) -> None:
+    """A parameter has gradients in two dtypes when post-backward takes them."""
+    grads, losses = [], []
+    for mode in (True, False):
+        model.train(mode)
+        square(model, x).backward()
+        grads.append(_whole(model))
+        model.zero_grad()
+        losses.append(square(model, x))
+    model.train()
+    (losses[0].float() + losses[1]).backward()
+    for name, found in _whole(model).items():
+        one, other = grads[0][name], grads[1][name]
+        rounding = float((one.abs() + other.abs()).max()) * torch.finfo(BF16).eps
+        torch.testing.assert_close(found, one + other, rtol=0.0, atol=rounding, msg=name)
+    model.zero_grad()
 
 
 @each_value
