@@ -18,7 +18,7 @@ from .mapped import Mapping, map_shards, writes_are_found
 from .mesh import Axis
 from .same_host import ACK_TAG, Described
 from .shared_memory import PeerMemory
-from .summation import sum_in_rank_order
+from .summation import sum_in_pieces, sum_in_rank_order
 from .transport import Collectives, Handle, Kind, MessageId, ProcessGroupTransport, Work
 
 __all__ = ["GlooTransport"]
@@ -80,7 +80,7 @@ class GlooTransport(ProcessGroupTransport):
             else own.to(full.dtype)
         )
         if readers and in_place is None:
-            in_place = sent = _in_shared_memory(sent)
+            in_place = sent = shared_memory.located(sent)
         outgoing = [
             sent if in_place is None or r not in readers else in_place for r in range(ranks)
         ]
@@ -112,11 +112,9 @@ class GlooTransport(ProcessGroupTransport):
         self.traffic.add(Kind.REDUCE, own.nbytes * (self.ranks - 1))
         readers = self._readers_in_place(own.nbytes)
         if readers and shared_memory.locate(buffer) is None:
-            buffer = shared_memory.copy_of(buffer)
-            segments = buffer.chunk(self.ranks)
+            buffer, segments = shared_memory.copy_of_others(segments, self.rank)
         return self._exchange(segments, self._parts_like(own, readers), tag, buffer, readers)
 
-    @all_or_nothing
     def end_reduce(
         self,
         handle: Handle,
@@ -125,21 +123,26 @@ class GlooTransport(ProcessGroupTransport):
         what: str,
         divisor: torch.Tensor | None = None,
     ) -> torch.Tensor:
+        return self.end_reduce_with([own], handle, dtype, what, divisor)
+
+    @all_or_nothing
+    def end_reduce_with(
+        self,
+        pieces: Sequence[torch.Tensor],
+        handle: Handle,
+        dtype: torch.dtype,
+        what: str,
+        divisor: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         self._end(handle, what)
+        own = handle.parts[self.rank]
         parts = self._parts(handle, own, what)
-        received = (
-            part
-            for r, part in enumerate(parts[:2])
-            if r != self.rank and r not in handle.descriptors
-        )
-        total = next(received, own)
-        if total is own or total.dtype != dtype:
-            total = (
-                shared_memory.allocate(own.numel(), dtype)
-                if handle.descriptors
-                else own.new_empty(own.numel(), dtype=dtype)
-            )
-        sum_in_rank_order(parts, total, divisor)
+        other = 0 if self.rank else 1
+        total = parts[other]
+        if other in handle.descriptors or total.dtype != dtype:
+            make = shared_memory.allocate if handle.descriptors else own.new_empty
+            total = make(own.numel(), dtype=dtype)
+        sum_in_pieces(parts, self.rank, pieces, total, divisor)
         self._end_reading(handle, what)
         return total
 
@@ -160,7 +163,7 @@ class GlooTransport(ProcessGroupTransport):
         pieces = self._pieces(total)
         own, readers = pieces[self.rank], self._readers_in_place(pieces[0].nbytes)
         if readers:
-            total = _in_shared_memory(total)
+            total = shared_memory.located(total)
             pieces = self._pieces(total)
         parts = self._parts_like(own, readers)
         handle = self._exchange(pieces, parts, tag, total, readers, acked=False)
@@ -493,7 +496,3 @@ class GlooTransport(ProcessGroupTransport):
         tag += ACK_TAG
         number = self._num_acks[tag] = self._num_acks.get(tag, 0) + 1
         return tag, number, 0, len(self.connections.same_host.sources)
-
-
-def _in_shared_memory(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor if shared_memory.locate(tensor) is not None else shared_memory.copy_of(tensor)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import struct
 import weakref
+from collections.abc import Sequence
 
 import torch
 
@@ -104,6 +105,26 @@ def zeros(numel: int, dtype: torch.dtype, *, min_nbytes: int | None = None) -> t
 def copy_of(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
     """Return a copy of a 1-D tensor, in ``dtype``, in a block if there is memory."""
     return allocate(tensor.numel(), dtype or tensor.dtype).copy_(tensor)
+
+
+def copy_of_others(
+    segments: Sequence[torch.Tensor], rank: int
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Return a copy of the segments of all ranks but ``rank``, and all segments: those of the
+    others are views of the copy."""
+    own = segments[rank]
+    block = allocate((len(segments) - 1) * own.numel(), own.dtype)
+    found = list(block.view(-1, own.numel()))
+    found.insert(rank, own)
+    for target, source in zip(found, segments, strict=True):
+        if target is not own:
+            target.copy_(source)
+    return block, found
+
+
+def located(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a contiguous 1-D tensor if it lies in a block, or a copy."""
+    return tensor if locate(tensor) is not None else copy_of(tensor)
 
 
 def locate(tensor: torch.Tensor) -> Location | None:

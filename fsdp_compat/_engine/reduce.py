@@ -63,7 +63,7 @@ class Views(typing.NamedTuple):
     """A reduce buffer and its views."""
 
     buffer: torch.Tensor  # [ranks * S]
-    segments: Segments  # [S] each
+    segments: Sequence[torch.Tensor]  # [S] each, by rank
     places: list[list[torch.Tensor]]  # see ParamStore.places
     # Each parameter's only place, in the parameter's shape; None if some have several places.
     whole: list[torch.Tensor] | None

@@ -92,6 +92,7 @@ class ReduceForm(typing.Protocol):
     @property
     def takes_all(self) -> bool:
         """True if ``put_all`` works."""
+        return False
 
     def places(self, buffer: torch.Tensor) -> list[list[torch.Tensor]]:
         """buffer: [ranks * numel]. Return, per parameter of the store, the views that together hold
@@ -106,6 +107,7 @@ class ReduceForm(typing.Protocol):
 
     def put_all(self, rows: torch.Tensor, grads: list[torch.Tensor]) -> None:
         """rows: [ranks, numel]. Write the gradients of all ``indices``, and zeros around them."""
+        raise StateError(f"internal: a {type(self).__name__} takes no gradients together")
 
     def grads(self, total: torch.Tensor) -> Sequence[torch.Tensor | None]:
         """total: [numel]. Return, per sharded parameter, the view that can be its ``.grad``; None
@@ -199,18 +201,6 @@ class ParamStore(ReduceForm, typing.Protocol):
     @property
     def indices(self) -> list[int]:
         return sorted(index for _, indices in self.sharded_params for index in indices)
-
-    @property
-    def takes_all(self) -> bool:
-        return False
-
-    def put_all(self, rows: torch.Tensor, grads: list[torch.Tensor]) -> None:
-        *places, rest = self.places(rows.view(-1))
-        for index, grad in zip(self.indices, grads, strict=True):
-            for place, piece in zip(places[index], self.split(index, grad), strict=True):
-                place.copy_(piece)
-        for place in rest:
-            place.zero_()
 
     def grads(self, total: torch.Tensor) -> Sequence[torch.Tensor]:
         """total: [S]. Return, per sharded parameter, the view that can be its ``.grad``."""

@@ -41,6 +41,18 @@ class Wide(nn.Sequential):
         super().__init__(*(Block(WIDTH) for _ in range(num_blocks)), nn.Linear(WIDTH, WIDTH))
 
 
+class LargeBlock(nn.Sequential):
+    """On two ranks, each has one of the large weights as a whole in its shard."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(WIDTH, 1400), nn.Tanh(), nn.Linear(1400, WIDTH))
+
+
+class Large(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(LargeBlock(), Block(WIDTH), LargeBlock())
+
+
 def wide_batch(generator: torch.Generator) -> Tensor:
     return torch.randn(3, WIDTH, generator=generator)
 
@@ -65,7 +77,7 @@ def train(
         options["device_mesh"] = init_device_mesh("cpu", (2, dist.get_world_size() // 2))
     model = FSDP(
         make(),
-        auto_wrap_policy=ModuleWrapPolicy({Block}),
+        auto_wrap_policy=ModuleWrapPolicy({Block, LargeBlock}),
         sharding_strategy=strategy,
         use_orig_params=original,
         **options,
@@ -117,6 +129,8 @@ CASES = [
     (3, Writes, STRATEGIES[1], True, False),
     (2, Wide, STRATEGIES[0], True, True),
     (3, Writes, STRATEGIES[1], False, True),
+    (2, Large, STRATEGIES[0], False, False),
+    (2, Large, STRATEGIES[1], True, True),
 ]
 
 
