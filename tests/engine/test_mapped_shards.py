@@ -42,10 +42,10 @@ class Wide(nn.Sequential):
 
 
 class LargeBlock(nn.Sequential):
-    """On two ranks, each has one of the large weights as a whole in its shard."""
+    """On two ranks, each has one of the large weights in its shard as a whole."""
 
     def __init__(self) -> None:
-        super().__init__(nn.Linear(WIDTH, 1400), nn.Tanh(), nn.Linear(1400, WIDTH))
+        super().__init__(nn.Linear(WIDTH, 1408), nn.Tanh(), nn.Linear(1408, WIDTH))
 
 
 class Large(nn.Sequential):
