@@ -1,27 +1,26 @@
 """Time and memory of checkpoints on real processes: ours beside FSDP1, FSDP2 and plain file calls,
 over gloo on CPU.
 
-    torchrun --standalone --nproc-per-node 2 tests/benchmarks/checkpoint.py     (fsdp_compat
-    installed, or PYTHONPATH=.) torchrun --standalone --nproc-per-node 2
-    tests/benchmarks/checkpoint.py --parameters 2000000 --rounds 9
+    torchrun --standalone --nproc-per-node 2 tests/benchmarks/checkpoint.py
+    ... checkpoint.py --parameters 2000000 --rounds 9
+                                             (fsdp_compat installed, or PYTHONPATH=.)
 
 The model is the transformer of step.py, by default of about 200 million parameters, with the states
 of AdamW after a step: 12 bytes per parameter. Each block is a unit, embedding and head belong to
 the root. The contenders:
 
     plain       file calls alone, of the same bytes from and to memory that is there: each rank a
-    file of its own; full: the first
-                rank writes one file of all ranks' bytes, each rank reads its part of it
+                file of its own; full: the first rank writes one file of all ranks' bytes, each rank
+                reads its part of it
     ours        sharded: fsdp_compat.checkpoint.save and load; full: FULL_STATE_DICT and
-    optim_state_dict on the first rank,
-                offloaded to the CPU, torch.save; each rank torch.load(mmap=True), load_state_dict,
-                optim_state_dict_to_load
+                optim_state_dict on the first rank, offloaded to the CPU, torch.save; each rank
+                torch.load(mmap=True), load_state_dict, optim_state_dict_to_load
     ours, dcp   sharded: torch.distributed.checkpoint.save and load, between get_state_dict and
-    set_state_dict of
-                torch.distributed.checkpoint.state_dict
+                set_state_dict of torch.distributed.checkpoint.state_dict
     FSDP1       sharded: the same; full: as ours, but without the offload to the CPU, with which it
-    crashes on one FSDP2       sharded: the same; full: get_state_dict and set_state_dict with
-    full_state_dict=True, saved and loaded as ours
+                crashes on one
+    FSDP2       sharded: the same; full: get_state_dict and set_state_dict with
+                full_state_dict=True, saved and loaded as ours
 
 A round makes every call once per contender, one kind of call after the other, in an order that
 rotates from round to round. A save ends when its files are on the disk. A load begins with none of
@@ -29,13 +28,13 @@ a file in the page cache, and with all values lost; it ends when all of them are
 they are compared, outside of the time, with what was saved. A call takes as long as its slowest
 rank. Before anything is measured, a small model goes through one round. The columns:
 
-    median, range     seconds of a call to plain, ...     call / the other contender's call in the
-    same round: median of the rounds peak              the most resident memory during a call above
-    that at its start, of the rank with the most: most of the rounds.
-                      Pages of a mapped file count
-    of own            peak / the bytes of a rank's own shards and states limit             ours
-    only: "met" if it is ahead of FSDP1 and FSDP2, and sharded takes at most 1.2 times as long as
-    plain
+    median, range     seconds of a call
+    to plain, ...     call / the other contender's call in the same round: median of the rounds
+    peak              the most resident memory during a call above that at its start, of the rank
+                      with the most: most of the rounds. Pages of a mapped file count
+    of own            peak / the bytes of a rank's own shards and states
+    limit             ours only: "met" if it is ahead of FSDP1 and FSDP2, and sharded takes at most
+                      1.2 times as long as plain
 
 It needs Linux, five times the bytes of model and states (12 GB) on the disk, and seven times (17
 GB) in memory."""

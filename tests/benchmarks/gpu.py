@@ -1,11 +1,15 @@
 """Step time and peak memory on one CUDA device: ours beside FSDP1 and FSDP2.
 
-    python tests/benchmarks/gpu.py                               rank 0 of 8 (fsdp_compat installed,
-    or PYTHONPATH=.) python tests/benchmarks/gpu.py --bandwidth 25 --cases short  transfers of 25
-    instead of 100 GB/s, one case python tests/benchmarks/gpu.py --world-size 1                one
-    rank on NCCL: nothing is sharded python tests/benchmarks/gpu.py --cases short --profile FILE  a
-    trace of ours, and how much of the transfers it hides python tests/benchmarks/gpu.py --device
-    cpu --small          a trial of this script without a GPU: its figures mean nothing
+    python tests/benchmarks/gpu.py           (fsdp_compat installed, or PYTHONPATH=.)
+        rank 0 of 8
+    python tests/benchmarks/gpu.py --bandwidth 25 --cases short
+        transfers of 25 instead of 100 GB/s, one case
+    python tests/benchmarks/gpu.py --world-size 1
+        one rank on NCCL: nothing is sharded
+    python tests/benchmarks/gpu.py --cases short --profile FILE
+        a trace of ours, and how much of the transfers it hides
+    python tests/benchmarks/gpu.py --device cpu --small
+        a trial of this script without a GPU: its figures mean nothing
 
 With several ranks the process is rank 0 of a fake process group: allocations, copies, hooks and
 streams are real, transfers are not. In place of each all-gather and reduce-scatter the device
@@ -17,18 +21,21 @@ lies in memory.
 Parameters are in fp32, computed with in bf16, gradients are summed in fp32. The cases:
 
     long     a transformer of 1.0 billion parameters in 19 blocks, one sequence of 4096 tokens per
-    rank short    the same, one sequence of 256 tokens: there is little to compute for what is sent
+             rank
+    short    the same, one sequence of 256 tokens: there is little to compute for what is sent
     small    24 blocks of 192 parameters each, 0.15 billion in all, 256 rows: the cost of handling
-    parameters
+             parameters
 
 A block is a unit. A step is forward, backward and gradients set to None. Contenders are timed in
 turns, as in contenders.py, by events of the device. The columns:
 
-    median, minimum   milliseconds of a step to FSDP1, FSDP2   step / the other's step in the same
-    round, median. FSDP1 with the same use_orig_params sent              MB that a step's transfers
-    stand for peak              GB that a step holds at most above what is held between steps
-    (parameters) goal              ours only: "met" if not slower than either (at short sequences 5
-    % faster), and with a peak below both"""
+    median, minimum   milliseconds of a step
+    to FSDP1, FSDP2   step / the other's step in the same round, median. FSDP1 with the same
+                      use_orig_params
+    sent              MB that a step's transfers stand for
+    peak              GB that a step holds at most above what is held between steps (parameters)
+    goal              ours only: "met" if not slower than either (at short sequences 5 % faster),
+                      and with a peak below both"""
 
 from __future__ import annotations
 

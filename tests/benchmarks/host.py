@@ -1,9 +1,8 @@
 """Host time per unit: what the Python and C++ code around a unit's computation costs, with nothing
 to compute or to send.
 
-    python tests/benchmarks/host.py                      (fsdp_compat installed, or PYTHONPATH=.)
-    python tests/benchmarks/host.py --profile            where the time of ours goes, function by
-    function
+    python tests/benchmarks/host.py              (fsdp_compat installed, or PYTHONPATH=.)
+    python tests/benchmarks/host.py --profile    where the time of ours goes, function by function
 
 One process on a fake process group, which accepts every collective and moves nothing; 64 units of 8
 and of 12 parameters of 4 elements. A step is forward, backward, and gradients set to None. Times
@@ -11,11 +10,13 @@ are CPU times of the process, so other programs disturb them only through caches
 columns:
 
     above plain     time of a step beyond the unwrapped model's in the same round, per unit, in
-    microseconds: median of the rounds minimum         the same between the fastest step of either
+                    microseconds: median of the rounds
+    minimum         the same between the fastest step of either
     to FSDP1        ours above plain / FSDP1's above plain, paired by round, median. FSDP1 with the
-    same use_orig_params to FSDP2        the same to FSDP2 (its reshard_after_forward follows the
-    strategy) limit           ours only: "met" if both ratios are at most one fifth, for fully_shard
-    if the one to FSDP2 is at most a third, which is what this project asks of itself
+                    same use_orig_params
+    to FSDP2        the same to FSDP2 (its reshard_after_forward follows the strategy)
+    limit           ours only: "met" if both ratios are at most one fifth, for fully_shard if the
+                    one to FSDP2 is at most a third, which is what this project asks of itself
 
 Below it stands where the time of ours goes, per unit and step, in microseconds: what its parts
 take, without what is called in them that is a part itself, beside their floor: the calls of torch

@@ -1,11 +1,11 @@
 """Transient memory of a training step: the most that is alive beside parameters, gradients and
 optimizer state, on CPU.
 
-    PYTHONPATH=. torchrun --nproc-per-node 2 tests/benchmarks/memory.py     two ranks over gloo
-    PYTHONPATH=. python tests/benchmarks/memory.py --fake 8                 one process, as rank 0
-    of 8 on a fake process group ... memory.py --steps 200
-    does anything grow, does the peak vary? ... memory.py --tensors
-    what the peak is made of
+    torchrun --nproc-per-node 2 tests/benchmarks/memory.py    two ranks over gloo
+    python tests/benchmarks/memory.py --fake 8                rank 0 of 8 on a fake process group
+    ... memory.py --steps 200                                 does anything grow, does it vary?
+    ... memory.py --tensors                                   what the peak is made of
+                                             (fsdp_compat installed, or PYTHONPATH=.)
 
 The model has 6 transformer blocks of 3.15 million parameters, each a unit, and a root of next to
 nothing; the batch is one token. Every storage is followed (tests/support/live_bytes.py): what
@@ -24,9 +24,10 @@ A reduce buffer's element has the bytes of the second dtype of a row, that of a 
 a gradient of autograd the bytes of the first. The largest parameter is a third of its unit. So by
 sheer arithmetic, in bytes per element:
 
-    two gathered units, a reduce buffer, a gradient     bf16/fp32  2*2 + 4 + 0.7 = 8.7     fp32  2*4
-    + 4 + 1.3 = 13.3     (limit) one gathered unit, a reduce buffer, a gradient      bf16/fp32    2
-    + 4 + 0.7 = 6.7     fp32    4 + 4 + 1.3 =  9.3     (limit)
+    two gathered units, a reduce buffer,    bf16/fp32  2*2 + 4 + 0.7 = 8.7     (limit)
+    a gradient                              fp32       2*4 + 4 + 1.3 = 13.3    (limit)
+    one gathered unit, a reduce buffer,     bf16/fp32    2 + 4 + 0.7 = 6.7     (limit)
+    a gradient                              fp32         4 + 4 + 1.3 = 9.3     (limit)
 
 Ours meets a row if it is within that limit, where there is one, and below FSDP2. FSDP2 knows no
 setting against prefetching: its figure in those rows is that of the row with."""

@@ -1,8 +1,9 @@
 """Time of clipping and of the optimizer's step on real processes: ours beside FSDP1, FSDP2 and the
 unwrapped model, gloo on CPU.
 
-    torchrun --nproc-per-node 2 tests/benchmarks/optim.py          (fsdp_compat installed, or
-    PYTHONPATH=.) torchrun --nproc-per-node 2 tests/benchmarks/optim.py --models many --cpu-time
+    torchrun --nproc-per-node 2 tests/benchmarks/optim.py
+    torchrun --nproc-per-node 2 tests/benchmarks/optim.py --models many --cpu-time
+                                             (fsdp_compat installed, or PYTHONPATH=.)
 
 Two models of blocks, each block a unit, sharded over all ranks: "few" has two large parameters in a
 block, "many" has 24 small ones. Every contender has the gradients of one backward of the same loss.
@@ -11,11 +12,15 @@ again and again with the same gradients. Everybody clips in the way made for it:
 the method, FSDP2 and the unwrapped model by torch.nn.utils.clip_grad_norm_, ours by that as well. A
 call takes as long as on the rank that takes longest. The columns:
 
-    median, minimum  milliseconds to FSDP1         time / FSDP1's of the same use_orig_params in the
-    same round, median of the rounds to FSDP2         the same to plain         time / the unwrapped
-    model's in the same round, each divided by the elements that a rank holds slower           ours
-    only: beyond which of them by more than --tolerance; "-" if none. The unwrapped model counts for
-                     the optimizer's step only, as its norm needs no communication"""
+    median, minimum  milliseconds
+    to FSDP1         time / FSDP1's of the same use_orig_params in the same round, median of the
+                     rounds
+    to FSDP2         the same
+    to plain         time / the unwrapped model's in the same round, each divided by the elements
+                     that a rank holds
+    slower           ours only: beyond which of them by more than --tolerance; "-" if none. The
+                     unwrapped model counts for the optimizer's step only, as its norm needs no
+                     communication"""
 
 from __future__ import annotations
 

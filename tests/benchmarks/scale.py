@@ -1,9 +1,9 @@
 """Start-up and scale by simulation: a model of 405 billion parameters at 64, 1,024 and 16,384
 ranks, one rank at a time.
 
-    python tests/benchmarks/scale.py                      (fsdp_compat installed, or PYTHONPATH=.)
-    python tests/benchmarks/scale.py --profile 16384      where the time of construction goes,
-    function by function
+    python tests/benchmarks/scale.py                    (fsdp_compat installed, or PYTHONPATH=.)
+    python tests/benchmarks/scale.py --profile 16384    where the time of construction goes,
+                                                        function by function
 
 The process group is torch's fake one: it has any number of ranks, accepts every collective and
 moves nothing. Every case has a process of its own. In the cases "meta", model and compute device
@@ -15,17 +15,21 @@ them), as one block has 13 GB.
 Construction, of ours and of FSDP2 (fully_shard, which shards meta parameters too; torch's FSDP1 can
 construct nothing on meta):
 
-    seconds      around the constructor; the model was built before host MB      growth of the
-    process's peak memory over what it was before, all of it tensors MB   bytes of tensors on the
-    host that live afterwards shard MB     what this rank holds of the parameters in fp32 limit
-    ours only: at most 60 s and 2 GB, this rank's shard included where it is on the host
+    seconds      around the constructor; the model was built before
+    host MB      growth of the process's peak memory over what it was before, all of it
+    tensors MB   bytes of tensors on the host that live afterwards
+    shard MB     what this rank holds of the parameters in fp32
+    limit        ours only: at most 60 s and 2 GB, this rank's shard included where it is on the
+                 host
 
 Plans, of ours:
 
     save         seconds for the native checkpoint's manifest: made, written as text, read back;
-    with AdamW's states MB           of that text load         seconds to plan what this rank reads
-    of a checkpoint saved by half as many, and by twice as many ranks runs         how many
-    contiguous reads that is, for the parameters of all units
+                 with AdamW's states
+    MB           of that text
+    load         seconds to plan what this rank reads of a checkpoint saved by half as many, and by
+                 twice as many ranks
+    runs         how many contiguous reads that is, for the parameters of all units
 
 Steps, of ours: what one step costs per unit (forward, backward, gradients dropped), in numbers that
 do not vary:

@@ -1,20 +1,24 @@
 """Many units, many small parameters, and a model of 2 GB: construction, training, state dicts and
 checkpoints on two ranks.
 
-    torchrun --standalone --nproc-per-node 2 tests/benchmarks/size.py               (fsdp_compat
-    installed, or PYTHONPATH=.) torchrun --standalone --nproc-per-node 2 tests/benchmarks/size.py
-    --case units --contender ours
+    torchrun --standalone --nproc-per-node 2 tests/benchmarks/size.py
+    torchrun --standalone --nproc-per-node 2 tests/benchmarks/size.py --case units --contender ours
+                                             (fsdp_compat installed, or PYTHONPATH=.)
 
 Seconds on rank 0, each phase once but for the steps, of which the median of five is shown after a
 first one; AdamW throughout. One contender after the other in one set of processes. The unwrapped
 model runs on rank 0 alone. Files are synced to the disk by ours only, and are not in the page cache
 when they are loaded.
 
-    wrap    from the unwrapped model to one that is ready for its first forward first   the first
-    step: forward, backward, optimizer step    a later one full    a full state dict of the model,
-    on all ranks save    a sharded checkpoint of model and optimizer: ours natively, torch's through
-    torch.distributed.checkpoint load    reading it into the model and the optimizer peak    growth
-    of rank 0's resident memory over what it was before the model was built, GB, over all phases"""
+    wrap    from the unwrapped model to one that is ready for its first forward
+    first   the first step: forward, backward, optimizer
+    step    a later one
+    full    a full state dict of the model, on all ranks
+    save    a sharded checkpoint of model and optimizer: ours natively, torch's through
+            torch.distributed.checkpoint
+    load    reading it into the model and the optimizer
+    peak    growth of rank 0's resident memory over what it was before the model was built, GB, over
+            all phases"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """Time of one message among real processes: our transport beside gloo's own collectives, on CPU.
 
-    torchrun --nproc-per-node 2 tests/benchmarks/transport.py           (fsdp_compat installed, or
-    PYTHONPATH=.) torchrun --nproc-per-node 4 tests/benchmarks/transport.py --dtype bfloat16 --all
+    torchrun --nproc-per-node 2 tests/benchmarks/transport.py
+    torchrun --nproc-per-node 4 tests/benchmarks/transport.py --dtype bfloat16 --all
+                                             (fsdp_compat installed, or PYTHONPATH=.)
 
 An all-gather ends with every rank's part in one buffer, a reduce-scatter with the sum of one part,
 an all-reduce with the sum of all of them. Ours is timed with the wait until peers have taken what
@@ -10,10 +11,11 @@ has them: shards and gradients in memory that the ranks share, where they can. B
 timed, both sides have to get the same values, at 2 ranks the same bits. A message takes as long as
 its slowest rank; the memory is the same in all rounds. The columns:
 
-    size      bytes of the full buffer: of what is gathered, or of what is summed ours, gloo,
-    exchange   milliseconds, the median of the rounds; with --all: ours where messages are sent and
-    no memory is shared ratio     ours / gloo in the same round, median limit     what the ratio may
-    be: 1.1, and 0.5 from 16 MB on; "missed" where it is more"""
+    size         bytes of the full buffer: of what is gathered, or of what is summed
+    ours, gloo   milliseconds, the median of the rounds
+    exchange     with --all: ours where messages are sent and no memory is shared
+    ratio        ours / gloo in the same round, median
+    limit        what the ratio may be: 1.1, and 0.5 from 16 MB on; "missed" where it is more"""
 
 from __future__ import annotations
 
