@@ -177,14 +177,15 @@ class BackwardRunner:
         reduction. Collective."""
         with torch.no_grad():
             self._unsharding.end_backward()
-            has_small_gradients = self._checks.has_gradients()
             for unit in reversed(self._units):  # the root last: its buffer is the largest
                 if (
-                    has_small_gradients
-                    or unit.calls
+                    unit.calls
                     or unit.residency is not Residency.SHARDED
                     or any(map(_received, unit.groups))
                 ):
+                    self._post_backward(unit, backward)
+            if self._checks.has_gradients():  # that came after post-backward of their unit
+                for unit in reversed(self._units):
                     self._post_backward(unit, backward)
             for unit in self._units:
                 if unit.residency is Residency.UNSHARDING:  # it stays unsharded

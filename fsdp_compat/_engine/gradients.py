@@ -15,6 +15,7 @@ from torch import nn
 
 from .. import _torch_private
 from .accumulation import DTensorGrads, ShardedGrads, Zeroed
+from .bulk_dict import exhaust
 from .conduct import Conduct
 from .conducted_reduce import ConductedReduceBuffer, PiecewiseReduceBuffer
 from .reduce import (
@@ -150,8 +151,7 @@ class Gradients:
                 index for index, grad in zip(indices, grads, strict=True) if grad is not None
             ]
             grads = [grad for grad in grads if grad is not None]
-        for param in params:
-            param.grad = None
+        exhaust(map(setattr, params, _GRAD, nones))
         self._put(indices, grads)
 
     def _put(self, indices: list[int], grads: list[torch.Tensor]) -> None:
@@ -394,4 +394,5 @@ def _no_limit() -> None:
     pass
 
 
+_GRAD = itertools.repeat("grad")
 _grad, _requires_grad, _is_sparse = map(operator.attrgetter, ("grad", "requires_grad", "is_sparse"))

@@ -173,7 +173,7 @@ class Runtime:
     ) -> tuple[Any, Any]:
         """A forward call begins. Returns its inputs, moved and cast. Collective."""
         recomputing = _torch_private.graph_task() != -1
-        outermost = not recomputing and (unit.is_root or not self._stack)
+        outermost = not recomputing and (unit is self.root or not self._stack)
         if outermost:
             self._begin_forward()
         self._stack.append(call)

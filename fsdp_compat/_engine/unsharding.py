@@ -34,6 +34,8 @@ class Unsharding:
         self.rounds = Rounds(units, communicators, self.forward_order, allow_unused_units)
         self._prefetches_forward = forward_prefetch
         self._prefetches_backward = backward_prefetch is Prefetch.PRE
+        # By backward, as far as the last one tells: it stays unsharded until then.
+        self._used_first: Unit | None = None
 
     def unshard_for_use(self, unit: Unit, dtype: ComputeDtype, backward: bool) -> None:
         """Collective. Make ``unit`` unsharded and show it; prefetch the next one. backward: in a
@@ -97,7 +99,12 @@ class Unsharding:
         """The last running call of ``unit`` has ended. in_graph: backward will use it."""
         conduct, keeps = unit.conduct, in_graph and not self.rounds.is_fixed_order
         if conduct.freshness is None:
-            if keeps and self._is_kept(unit):
+            # In a fixed order no unit is kept: ranks gather the same units again.
+            if keeps and (
+                not conduct.reshard_after_forward
+                or unit is self._used_first
+                or unit is self._units[0]  # the root
+            ):
                 unit.view.show_sharded()
             else:
                 unit.reshard()
@@ -107,19 +114,10 @@ class Unsharding:
             return  # also after a forward without a graph: generation calls it again and again
         if keeps and conduct.partial_ranks:
             unit.reshard_to_partial()
-        elif keeps and unit is self.backward_order.first_after_root():
+        elif keeps and unit is self._used_first:
             unit.view.show_sharded()
         else:
             unit.reshard()
-
-    def _is_kept(self, unit: Unit) -> bool:
-        """True if the unit stays unsharded between forward and backward: by its options, or as
-        backward uses it first. In a fixed order none does: ranks gather the same units again."""
-        return (
-            unit.is_root
-            or not unit.conduct.reshard_after_forward
-            or unit is self.backward_order.first_after_root()
-        )
 
     def begin_forward(self) -> None:
         """Collective, if shards may be read where they are mapped. A method that runs in rounds is
@@ -128,6 +126,7 @@ class Unsharding:
         if not is_inside and self._reads_shards():
             self.mapped.begin(Pass.FORWARD)
         self.forward_order.restart(self.rounds.units_to_gather)
+        self._used_first = self.backward_order.first_after_root()
 
     def _reads_shards(self) -> bool:
         """False if parameters are whole already, in memory of their own. A pass sends nothing then,
