@@ -48,7 +48,8 @@ class Checks:
         """Collective, in the first forward."""
         if not self._changes.is_intact():
             self._check_units()
-            self._changes.note()
+            if not any(unit.view.summoned for unit in self._units):  # these were not checked
+                self._changes.note()
         if not self._has_values:
             self._require_values()
 

@@ -53,6 +53,7 @@ class ReducePlan:
     is_hybrid: bool = False  # see Mesh
     ranks: int = dataclasses.field(init=False)
     # Of the sum; None: 1. A 0-d tensor on the CPU, which torch would make of a number in each call.
+    # In fp32 if that is exact: most sums have this dtype, and converting it costs as much again.
     divisor: torch.Tensor | None = dataclasses.field(init=False)
     is_exact: bool = dataclasses.field(init=False)  # the division rounds nothing
     reads_in_place: bool = dataclasses.field(init=False)  # ranks may read each other's buffers
@@ -62,7 +63,9 @@ class ReducePlan:
         divisor = self.ranks / self.predivisor
         if self.hook is not None:  # it divides by the ranks that it sums over
             divisor = 1.0 if self.one_group else float(self.replica.ranks)
-        tensor = torch.tensor(divisor, dtype=torch.float64, device="cpu")
+        tensor = torch.tensor(divisor, dtype=torch.float32, device="cpu")
+        if tensor.item() != divisor:
+            tensor = torch.tensor(divisor, dtype=torch.float64, device="cpu")
         object.__setattr__(self, "divisor", None if divisor == 1 else tensor)
         object.__setattr__(self, "is_exact", math.frexp(divisor)[0] == 0.5)
         object.__setattr__(

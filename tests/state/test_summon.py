@@ -17,6 +17,7 @@ from torch import Tensor, nn
 import fsdp_compat
 from fsdp_compat import FullyShardedDataParallel as FSDP
 from fsdp_compat import ShardingStrategy
+from fsdp_compat._engine.gradients import LARGE
 from fsdp_compat.errors import StateError, UsageError
 from fsdp_compat.wrap import ModuleWrapPolicy, always_wrap_policy
 from tests.support.ranks import run_ranks
@@ -486,6 +487,26 @@ def _forward_inside() -> None:
 
 def test_a_generation_loop_inside_uses_whole_parameters_and_sends_nothing() -> None:
     run_ranks(2, _forward_inside)
+
+
+def _first_forward_inside(use_orig_params: bool) -> None:
+    """Large parameters have a hook each, which the first forward puts there."""
+    plain = nn.Linear(LARGE // 256, 256)
+    model = FSDP(copy.deepcopy(plain), use_orig_params=use_orig_params)
+    x = torch.linspace(-1, 1, 2 * plain.in_features).view(2, -1)
+    with FSDP.summon_full_params(model):
+        model(x)
+    for each in (model, plain):
+        each(x).square().sum().backward()
+    with FSDP.summon_full_params(model, with_grads=True):
+        grads = [param.grad for param in model.parameters()]
+        for grad, param in zip(grads, plain.parameters(), strict=True):
+            torch.testing.assert_close(grad, param.grad)
+
+
+@pytest.mark.parametrize("use_orig_params", [False, True])
+def test_gradients_arrive_after_a_first_forward_inside(use_orig_params: bool) -> None:
+    run_ranks(2, _first_forward_inside, use_orig_params)
 
 
 def _recurse_only_the_root_and_forward() -> None:
