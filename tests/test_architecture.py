@@ -44,7 +44,6 @@ PRIVATE_OF_OTHERS = {
     "_process_group",  # of torch's ShardedTensor
 }
 
-MAX_LINES = 500  # of a file
 MAX_ATTRIBUTES = 15  # that the methods of a class set on its instances
 
 # What breaks a rule, with the reason. The tests fail for what is missing here and for what is here
@@ -125,7 +124,6 @@ class Source:
     path: str
     module: str
     tree: ast.Module
-    lines: int = 0
 
     @functools.cached_property
     def nodes(self) -> list[ast.AST]:
@@ -202,7 +200,7 @@ class Source:
 def source(path: str, text: str) -> Source:
     parts = [PACKAGE, *path.removesuffix(".py").split("/")]
     module = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-    return Source(path, module, ast.parse(text), text.count("\n"))
+    return Source(path, module, ast.parse(text))
 
 
 @functools.cache
@@ -304,10 +302,6 @@ def circles(sources: list[Source]) -> list[str]:
         if path in reach[path]
     }
     return [f"circle: {' '.join(files)}" for files in sorted(found)]
-
-
-def long_files(sources: list[Source]) -> list[str]:
-    return [f"lines: {source.path}" for source in sources if source.lines > MAX_LINES]
 
 
 def attributes_of(cls: ast.ClassDef) -> set[str]:
@@ -413,10 +407,6 @@ def test_state_and_checkpoints_know_no_store_and_no_front_end() -> None:
 
 def test_imports_form_no_cycle() -> None:
     check(circles(sources()), "circle", "Files that import each other, for type checking too:")
-
-
-def test_no_file_is_too_long() -> None:
-    check(long_files(sources()), "lines", f"Files of more than {MAX_LINES} lines:")
 
 
 def test_no_class_has_too_many_attributes() -> None:
