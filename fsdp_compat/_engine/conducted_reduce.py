@@ -4,12 +4,11 @@
 from __future__ import annotations
 
 import typing
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Collection, Generator, Iterator, Sequence
 from typing import Any
 
 import torch
 
-from .. import _torch_private
 from ..errors import StateError, explain
 from .conduct import Conduct, ReductionSettings
 from .device import on_stream
@@ -26,7 +25,9 @@ class ConductedReduceBuffer(ReduceBuffer):
     """A reduce buffer whose reductions the user may change at any time (Conduct).
 
     Sums are rounded to the dtype of the reduction before they are divided. Parameters that no rank
-    has used get no gradient, unless the user asks for zeros.
+    has used get no gradient, unless the user asks for zeros. Marks that travel with the gradients
+    tell which these are, so that all ranks know the same (ReduceForm.marks). A user's hook sees
+    none: it may sum over further ranks, so all parameters get gradients then.
     """
 
     def __init__(
@@ -89,6 +90,7 @@ class ConductedReduceBuffer(ReduceBuffer):
         conduct, settings = self._conduct, self._conduct.reduction
         received = frozenset(self._all_indices if conduct.reduces_unused else self.received)
         self._zero_missing()
+        self._mark(received if settings.all_reduce_hook is None else ())
         self.received.clear()
         dtype = self._own.buffer.dtype
         divisor = self._divisor(plan, settings)
@@ -119,21 +121,39 @@ class ConductedReduceBuffer(ReduceBuffer):
                 settings.all_reduce_hook(total)
         if wide is not total and wide.dtype == (plan.grad_dtype or self.form.dtype):
             total = wide.copy_(total)  # the gradients need no further memory
-        yield self._used(self._grads(plan, total), received)
+        grads = self._grads(plan, total)
+        if settings.all_reduce_hook is None and len(received) < len(self._all_indices):
+            unused = self._unused(total)
+            grads = [None if index in unused else grad for index, grad in enumerate(grads)]
+        yield grads
 
-    def _used(
-        self, grads: Sequence[torch.Tensor | None], received: frozenset[int]
-    ) -> Sequence[torch.Tensor | None]:
-        """Drop the gradients of parameters that no rank has used. Where another rank has used one,
-        the sum is not zero."""
-        if len(received) == len(self._all_indices) or self._conduct.allow_unused_units:
-            return grads
-        return [
-            grad
-            if grad is None or index in received or _torch_private.local_part(grad).any()
-            else None
-            for index, grad in enumerate(grads)  # there is a sharded parameter for each parameter
-        ]
+    def _forms(self) -> list[tuple[ReduceForm, torch.Tensor]]:
+        """Return the forms that lie behind each other in a segment, and the rows of each in the
+        buffer, [ranks, numel]."""
+        return [(self.form, self.views.rows)]
+
+    def _mark(self, received: Collection[int]) -> None:
+        """Mark the parameters in ``received``."""
+        if self._is_clean and received:
+            return  # put_all has marked all
+        for form, rows in self._forms():
+            marks = form.marks(rows)
+            marks.fill_(1)
+            for position, index in enumerate(form.indices):
+                if index not in received:
+                    marks[:, position] = 0
+
+    def _unused(self, total: torch.Tensor) -> set[int]:
+        """total: [S], reduced. Return the parameters that no rank has marked. There is a sharded
+        parameter for each parameter."""
+        forms = [form for form, _ in self._forms()]
+        parts = total.split([form.numel for form in forms])
+        return {
+            index
+            for form, part in zip(forms, parts, strict=True)
+            for index, mark in zip(form.indices, form.marks(part).tolist(), strict=True)
+            if not mark
+        }
 
     def _divisor(self, plan: ReducePlan, settings: ReductionSettings) -> torch.Tensor | None:
         if settings.divide_factor is None:
@@ -215,6 +235,9 @@ class PiecewiseReduceBuffer(ConductedReduceBuffer):
             if of_piece:
                 piece.storage.allocate()
                 self._place([index for index, _ in of_piece], [grad for _, grad in of_piece])
+
+    def _forms(self) -> list[tuple[ReduceForm, torch.Tensor]]:
+        return [(piece.form, piece.buffer.view(self._ranks, -1)) for piece in self._pieces]
 
     def _zero_missing(self) -> None:
         self._allocate()

@@ -113,6 +113,12 @@ class ReduceForm(typing.Protocol):
         """total: [numel]. Return, per sharded parameter, the view that can be its ``.grad``; None
         without a place."""
 
+    def marks(self, rows: torch.Tensor) -> torch.Tensor:
+        """rows: [..., numel]. Return the view [..., P] with a place per parameter of ``indices``,
+        where a rank says that it has a gradient. ``put_all`` says so for all, and the sum of the
+        marks is zero if no rank has one. Views of what belongs to no parameter hold them too."""
+        raise StateError(f"internal: a {type(self).__name__} has no marks")
+
     def in_pieces(self) -> Sequence[ReduceForm]:
         """Return a form for each large parameter and one for the rest: together they have places
         for the same parameters. Only where each parameter has a sharded one of its own."""

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 
 from .spec import FlatLayout, Interval, ParamSpec, Section
 
-__all__ = ["CopiedLayout", "Cut", "RowLayout"]
+__all__ = ["ALIGN_NBYTES", "CopiedLayout", "Cut", "RowLayout"]
 
 ALIGN_NBYTES = 16  # large parts start at a multiple of it
 LARGE_NBYTES = 4096  # parts of this size; in front of smaller ones a gap would cost too much

@@ -1,5 +1,5 @@
 """How the gradients of parameters that are cut by rows travel: the rows of the trainable ones, and
-nothing else."""
+marks, one element per parameter in every rank's segment, that say whether a rank has used it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch
 from .. import _torch_private
 from .._engine.gradients import LARGE
 from .._engine.tensor_parallel import TensorParallel
-from .._layout.rows import Cut, RowLayout
+from .._layout.rows import ALIGN_NBYTES, Cut, RowLayout
 from .._torch_private import dtensor as torch_dtensor
 from .row_views import RowViews, cut_up
 
@@ -46,20 +46,26 @@ class RowReduceForm:
             RowReduceForm, cuts=cuts, specs=specs, parallel=parallel, rank=rank, ranks=ranks
         )
         self._cuts = [cuts[index] for index in self.indices]
-        self._layout = layout = RowLayout.packed(self._cuts, ranks, dtype.itemsize)
-        self.numel = layout.numel
+        # The marks lie like one more parameter. Its rows have whole units of alignment, so that
+        # segments stay aligned.
+        unit = max(ALIGN_NBYTES // dtype.itemsize, 1)
+        marks = Cut((-(-len(self._cuts) // unit) * unit * ranks,), 0, ranks)
+        layout = RowLayout.packed([*self._cuts, marks], ranks, dtype.itemsize)
+        self._layout, self.numel = layout, layout.numel
+        self._mark_slot = layout.slot(len(self._cuts))
+        self._set_marks: dict[object, torch.Tensor] = {}  # all of them, by dtype and device
         self._views = RowViews(layout)
         self._specs = [specs[index] for index in self.indices]
         self._parallel = [parallel[index] for index in self.indices]
         self._num_params = len(cuts)
         shapes = [cut.part_shape(rank) for cut in self._cuts]
         # of this rank's parts in its segment
-        self._places = shapes, list(map(_contiguous_strides, shapes)), list(layout.starts)
-        self.takes_all = bool(layout.order) and all(
+        self._places = shapes, list(map(_contiguous_strides, shapes)), list(layout.starts[:-1])
+        self.takes_all = any(cut.numel for cut in self._cuts) and all(
             (cut.is_contiguous or cut.dim is None) and parallel is None
             for cut, parallel in zip(self._cuts, self._parallel, strict=True)
         )
-        self._is_simple = layout.order == tuple(range(len(self._cuts))) and all(
+        self._is_simple = layout.order == tuple(range(len(layout.cuts))) and all(
             cut.dim == 0 for cut in self._cuts
         )
 
@@ -67,7 +73,11 @@ class RowReduceForm:
         found: list[list[torch.Tensor]] = [[] for _ in range(self._num_params)]
         for position, index in enumerate(self.indices):
             found[index] = self._views.pieces(buffer, position)
-        return [*found, self._views.padding(buffer)]
+        marks = self._views.block(buffer, len(self._cuts))
+        return [*found, [*self._views.padding(buffer), marks]]
+
+    def marks(self, rows: torch.Tensor) -> torch.Tensor:
+        return rows[..., self._mark_slot.slice][..., : len(self.indices)]
 
     def split(self, index: int, value: torch.Tensor) -> Sequence[torch.Tensor]:
         """Collective for a DTensor that is placed in another way than the parameter."""
@@ -76,9 +86,15 @@ class RowReduceForm:
         return cut_up(value if parallel is None else parallel.local(value), self._cuts[position])
 
     def put_all(self, rows: torch.Tensor, grads: list[torch.Tensor]) -> None:
+        kind = grads[0].dtype, grads[0].device
+        if kind not in self._set_marks:
+            marks = grads[0].new_zeros(rows.shape[0], self._mark_slot.numel)
+            marks[:, : len(grads)] = 1
+            self._set_marks[kind] = marks.view(-1)
+        grads = [*grads, self._set_marks[kind]]
         if not self._is_simple:
             grads = [
-                _with_rows_first(grads[position], self._cuts[position])
+                _with_rows_first(grads[position], self._layout.cuts[position])
                 for position in self._layout.order
             ]
         _torch_private.chunk_together(grads, self._layout.ranks, rows)

@@ -106,8 +106,33 @@ def test_sums_are_bit_equal_to_those_of_one_buffer(
         assert all(map(torch.equal, pieces[rank], whole_buffers[rank]))
 
 
+class Some(nn.Module):
+    """The first rank alone uses ``first``, and no rank ``never``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last, self.first, self.never = (nn.Linear(WIDTH, 401) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(x) + self.first(x * 0) if dist.get_rank() == 0 else self.last(x)
+
+
+def uses_some() -> list[str]:
+    with mock.patch.object(_torch_private, "is_gloo", lambda group, device: False):
+        model: Any = Some()
+        policy = api.MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+        api.fully_shard(model, reshard_after_forward=False, mp_policy=policy)
+        model(torch.ones(1, WIDTH)).sum().backward()
+    return [name for name, p in model.named_parameters() if p.grad is not None]
+
+
+def test_pieces_tell_which_parameters_some_rank_has_used() -> None:
+    expected = ["last.weight", "last.bias", "first.weight", "first.bias"]
+    assert run_ranks(2, uses_some) == [expected, expected]
+
+
 def reduces_by_custom(is_native: bool) -> tuple[list[Tensor], list[tuple[int, int]]]:
-    """Gradients of a step with reduce-scatters of the user, and what these were given."""
+    """Gradients of a step with reduce-scatters of the user, and the sizes that these were given."""
     with mock.patch.object(_torch_private, "is_gloo", lambda group, device: not is_native):
         model = make((2,), torch.float32)
         custom = NotedReduceScatter()
@@ -122,6 +147,9 @@ def test_a_users_reduce_scatter_gets_one_buffer() -> None:
     for pieces, whole_buffers in zip(
         *(run_ranks(2, reduces_by_custom, is_native) for is_native in (True, False)), strict=True
     ):
-        assert len(pieces[1]) == NUM_BLOCKS + 1 and pieces[1] == whole_buffers[1]
+        assert len(pieces[1]) == len(whole_buffers[1]) == NUM_BLOCKS + 1
+        for (total, buffer), (expected, _) in zip(pieces[1], whole_buffers[1], strict=True):
+            assert buffer == 2 * total
+            assert 0 <= total - expected < 16  # each piece has marks, in whole units of alignment
         assert len(pieces[0]) == len(whole_buffers[0])
         assert all(map(torch.equal, pieces[0], whole_buffers[0]))

@@ -9,9 +9,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import fsdp_compat
 from tests.support.ranks import run_ranks
+from tests.support.same_host import MAPPED, MESSAGES
 
 NUM_BRANCHES = 4
 
@@ -48,8 +50,7 @@ def trains_as_unsharded(branches_are_units: bool, allow: bool, zeros: bool) -> N
         for sharded, parameter in zip(model.parameters(), plain.parameters(), strict=True):
             if zeros and parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-            if sharded.to_local().numel():  # a rank without rows cannot tell
-                assert (sharded.grad is None) == (parameter.grad is None)
+            assert (sharded.grad is None) == (parameter.grad is None)
         optim.step()
         plain_optim.step()
         optim.zero_grad()
@@ -70,3 +71,89 @@ def test_ranks_use_different_units_if_allowed(ranks: int) -> None:
 
 def test_ranks_reduce_zeros_for_units_that_only_others_reach_in_backward() -> None:
     run_ranks(3, trains_as_unsharded, branches_are_units=True, allow=False, zeros=True)
+
+
+class Tables(nn.Module):
+    """Reads ``first`` or not, and never ``never``."""
+
+    def __init__(self, num_rows: int) -> None:
+        super().__init__()
+        self.first, self.last = nn.Embedding(num_rows, 2), nn.Embedding(num_rows, 2)
+        self.head, self.never = nn.Linear(2, 3), nn.Linear(2, 2)
+
+    def forward(self, reads_first: bool) -> torch.Tensor:
+        rows = torch.tensor([0, 1])  # on the first rank
+        x = self.last(rows)
+        return self.head(x + self.first(rows) if reads_first else x).sum()
+
+
+def reads_tables(kind: str, readers: tuple[int, ...]) -> tuple[list[str], torch.Tensor]:
+    """Return the parameters that have a gradient, and the norm of all. Collective."""
+    torch.manual_seed(0)
+    model = Tables(40_000 if kind == "large" else 8)
+    if kind == "gradients of zero":
+        nn.init.zeros_(model.head.weight)
+    plain, ranks = copy.deepcopy(model), dist.get_world_size()
+    shape = (2, ranks // 2) if kind == "replicas" else (1, ranks)
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicas", "shards"))
+    dtype = torch.bfloat16 if kind == "bf16" else None
+    fsdp_compat.fully_shard(
+        model,
+        mesh=mesh if kind == "replicas" else mesh["shards"],
+        mp_policy=fsdp_compat.MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype),
+        allow_unused_units=kind == "allowed",
+    )
+    if kind == "accumulated":
+        model.set_requires_gradient_sync(False)
+        model(dist.get_rank() in readers).backward()
+        model.set_requires_gradient_sync(True)
+    model(dist.get_rank() in readers and kind != "accumulated").backward()
+    if readers:
+        plain(True).backward()
+        torch.testing.assert_close(
+            model.first.weight.grad.full_tensor(),
+            plain.first.weight.grad * len(readers) / ranks,
+            rtol=1e-2 if kind == "bf16" else 1e-5,
+            atol=0,
+        )
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    return [name for name, p in model.named_parameters() if p.grad is not None], norm.full_tensor()
+
+
+KINDS = ["small", "large", "bf16", "allowed", "accumulated", "gradients of zero", "replicas"]
+
+
+def read_tables() -> list[tuple[list[str], torch.Tensor]]:
+    last = dist.get_world_size() - 1
+    return [reads_tables(kind, readers) for kind in KINDS for readers in ((), (0,), (0, last))]
+
+
+@pytest.mark.parametrize("environment", [MAPPED, MESSAGES], ids=["mapped", "messages"])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_all_ranks_have_gradients_of_the_parameters_that_some_rank_has_used(
+    ranks: int, environment: dict[str, str]
+) -> None:
+    """Also ranks whose own rows of the gradient are zero, and those without rows."""
+    head = ["last.weight", "head.weight", "head.bias"]
+    expected = [head, ["first.weight", *head], ["first.weight", *head]] * len(KINDS)
+    results = run_ranks(ranks, read_tables, environment=environment)
+    for result in results:
+        assert [names for names, _ in result] == expected
+        assert [norm for _, norm in result] == [norm for _, norm in results[0]]
+
+
+def uses_first_with_hook() -> list[str]:
+    model = Tables(8)
+    fsdp_compat.fully_shard(model)
+    sums = []
+    model.set_all_reduce_hook(lambda total: sums.append(total.count_nonzero().item()))
+    model(False).backward()
+    parts = [p.grad.to_local().count_nonzero().item() for p in model.parameters()]
+    assert sums == [sum(parts)]  # the hook sees gradients, and zeros around them
+    return [name for name, p in model.named_parameters() if p.grad is not None]
+
+
+def test_with_an_all_reduce_hook_parameters_that_no_rank_has_used_get_zeros() -> None:
+    """The hook may have added what further ranks have."""
+    names = [name for name, _ in Tables(8).named_parameters()]
+    assert run_ranks(2, uses_first_with_hook) == [names, names]

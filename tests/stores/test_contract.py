@@ -328,6 +328,7 @@ def test_all_gradients_at_once_are_written_as_one_by_one(case: Case) -> None:
     gradients = [torch.randn_like(value) for value in case.values]
     one_by_one = torch.zeros(case.ranks * form.numel)
     put_into(form, gradients, one_by_one)
+    form.marks(one_by_one.view(case.ranks, -1)).fill_(1)
     for dtype in (torch.float32, torch.float64):
         together = torch.full((case.ranks * form.numel,), torch.nan, dtype=dtype)
         form.put_all(together.view(case.ranks, -1), gradients)

@@ -294,6 +294,7 @@ class FSDPModule:
     ) -> None:
         """Set a function that gets each reduced gradient shard [S], in the dtype of the reduction,
         and may change it in place: after division and, on a 2-D mesh, after the all-reduce.
+        Parameters that no rank has used get gradients of zeros then.
 
         stream: that it runs on; not on a 2-D mesh.
         """
