@@ -9,15 +9,15 @@ closed, because gloo does not tell every message. A rendezvous in a circle is re
 nothing has been sent in it.
 
 The same thread tells other ranks what this process is doing (progress.py) when they ask, so that a
-rank that is late can be told from a rank that will never come. It has its own connection to the
-store, because the main thread may be waiting in the other one. While no rank asks and nothing
-waits, it makes one request, which only reads, every ``quiet_s()`` seconds."""
+rank that is late can be told from a rank that will never come. A long wait that may still end is
+reported as a warning, with the answers of the ranks that it waits for (inquiry.py). The thread has
+its own connection to the store, because the main thread may be waiting in the other one. While no
+rank asks and nothing waits, it makes one request, which only reads, every ``quiet_s()`` seconds."""
 
 from __future__ import annotations
 
 import atexit
 import contextlib
-import functools
 import os
 import sys
 import textwrap
@@ -29,50 +29,19 @@ from collections.abc import Sequence
 import torch.distributed as dist
 
 from .. import _torch_private
-from ..errors import UsageError, explain
 from . import progress
 from .cycles import find_cycle
+from .inquiry import LongWait
 from .processes import Process
 from .status_store import Answer, Post, StatusStore, status_store
+from .time_limits import quiet_s
 from .waits import Report, Wait, Waiter, Waiting
 
-__all__ = ["PATIENCE", "failure_of_member", "give_up", "idle_limit_s", "watch"]
+__all__ = ["PATIENCE", "failure_of_member", "give_up", "watch"]
 
 PATIENCE = 5.0  # seconds in the same wait before it is published
 LOOK_S = 1.0  # at most, between two looks of the thread
 FORGOTTEN_S = 10.0  # without a question: no rank waits for an answer any more
-
-
-@functools.cache
-def _parsed_limit_s(text: str) -> float:
-    with contextlib.suppress(ValueError):
-        if 0 < float(text) < float("inf"):
-            return float(text)
-    raise UsageError(
-        explain(
-            "FSDP_COMPAT_MEET_TIMEOUT is not a time.",
-            expected="a positive number of seconds",
-            got=repr(text),
-            where="the environment of this process",
-            fix="set it to the same number of seconds on all ranks, or unset it for 10",
-        )
-    )
-
-
-def idle_limit_s() -> float:
-    """Return how long, in seconds, a missing rank may be idle before the call fails:
-    FSDP_COMPAT_MEET_TIMEOUT, by default 10.
-
-    Raises UsageError if the variable is not a time.
-    """
-    return _parsed_limit_s(os.environ.get("FSDP_COMPAT_MEET_TIMEOUT", "10"))
-
-
-def quiet_s() -> float:
-    """Return the seconds between two looks at the store while no rank asks and nothing waits."""
-    with contextlib.suppress(UsageError):  # raised by the call that needs the limit
-        return min(10.0, idle_limit_s())
-    return 10.0
 
 
 class Responder:
@@ -84,6 +53,7 @@ class Responder:
         self._num_answered = 0
         self._answered_at = self._looked_at = -FORGOTTEN_S
         self._progress = progress.Progress()
+        self._text, self._since = "", 0.0  # what this process does, and since when it does the same
         store.answer(rank, None)
 
     def look(self, waiters: Sequence[Waiter]) -> None:
@@ -95,6 +65,11 @@ class Responder:
         if waiting is not None:
             self._progress, idle_s = progress.Progress(), 0.0
         now = time.monotonic()
+        text = f"is at {progress.place()}"
+        if waiter is not None and waiting is not None:
+            text = waiter.describe(waiting).text.removeprefix(f"rank {self._rank} ")
+        if text != self._text:
+            self._text, self._since = text, now
         if now - self._answered_at > FORGOTTEN_S and now - self._looked_at < quiet_s():
             return
         self._looked_at = now
@@ -102,10 +77,8 @@ class Responder:
         if number == self._num_answered:
             return
         self._num_answered, self._answered_at = number, now
-        text = f"is at {progress.place()}"
-        if waiter is not None and waiting is not None:
-            text = waiter.describe(waiting).text.removeprefix(f"rank {self._rank} ")
-        self.store.answer(self._rank, Answer(number, text, idle_s))
+        answer = Answer(number, text, idle_s, since_s=now - self._since)
+        self.store.answer(self._rank, answer)
 
     def leave(self, text: str) -> None:
         """Tell other ranks not to wait for this process any more."""
@@ -114,11 +87,12 @@ class Responder:
 
 
 class Search:
-    """Follows the current wait of this process, publishes it when it is long, and looks for a
-    circle."""
+    """Follows the current wait of this process, publishes it when it is long, looks for a circle,
+    and warns while there is none."""
 
     def __init__(self) -> None:
         self._seen: Waiting | None = None
+        self._long = LongWait()
         self._since = self._probed_at = 0.0  # monotonic seconds
         self._posted: int | None = None  # the global rank whose post is in the store
 
@@ -129,14 +103,14 @@ class Search:
         waiter = next((waiter for waiter in waiters if waiter.activity.waiting is not None), None)
         waiting = None if waiter is None else waiter.activity.waiting
         if waiting is not self._seen:
-            self._seen, self._since = waiting, time.monotonic()
+            self._seen, self._since, self._long = waiting, time.monotonic(), LongWait()
             self.withdraw(store)
-        elif (
-            waiter is not None
-            and waiting is not None
-            and time.monotonic() - self._since >= PATIENCE
-        ):
-            self._look_at_long_wait(waiters, waiter, waiting, store)
+        elif waiter is not None and waiting is not None:
+            waited_s = time.monotonic() - self._since
+            if waited_s >= PATIENCE:
+                self._look_at_long_wait(waiters, waiter, waiting, store)
+            if self._long.is_due(waited_s) and waiter.activity.diagnosis is None:
+                self._long.look(waiter.describe(waiting), waited_s, store)
 
     def withdraw(self, store: StatusStore) -> None:
         """Take the post of this process out of the store."""
@@ -224,7 +198,7 @@ class _Watcher:
             self._responder.leave("has ended" + (name if error else ""))
 
     def _run(self) -> None:
-        while not self._stop.wait(min(LOOK_S, PATIENCE / 5)):
+        while not self._stop.wait(min(LOOK_S, PATIENCE / 5, quiet_s() / 2)):
             with self.lock:
                 waiters = self.waiters()
                 for waiter in set(self._waiters).difference(waiters):

@@ -24,6 +24,7 @@ from .counters import CounterWork
 from .mesh import Axis
 from .same_host import ACK_TAG, NUM_WORDS, SameHostPeers, attach_peers, limit
 from .status_store import status_store
+from .time_limits import warn_after_s
 from .transport import Collectives, Handle, MessageId, Work, communication_error, group_destroyed
 from .waits import ARRIVAL, COLLECTIVE, Activity, Report, Wait, Waiting
 
@@ -83,6 +84,7 @@ class GlooConnections:
     def __init__(self, axis: Axis, group: dist.ProcessGroup) -> None:
         """Collective: the ranks of the axis. Raises UsageError for a wrong environment variable."""
         limit()
+        warn_after_s()
         self.activity = Activity(str(group.group_name), axis.rank, axis.members)
         self.timeout = _torch_private.group_timeout(group)
         rank, ranks = axis.rank, axis.ranks

@@ -13,9 +13,9 @@ Missing ranks. Waiting ranks, above all the first, ask the missing ones what the
 thread of deadlock.py answers. The wait continues while a missing rank makes progress (progress.py),
 while it waits for other ranks in a way that deadlock.py sees, and while it does not answer because
 it is stopped or inside a long C call; at most for the time limit of the process group. It ends when
-a missing rank has been idle for ``deadlock.idle_limit_s()``, when its communication has failed, or
-when its program has ended or its process is gone. A rendezvous is also a wait that deadlock.py
-watches: if a missing rank waits for one that has arrived, that is a circle.
+a missing rank has been idle for ``idle_limit_s()``, when its communication has failed, or when its
+program has ended or its process is gone. A rendezvous is also a wait that deadlock.py watches: if a
+missing rank waits for one that has arrived, that is a circle.
 
 The end. Either the counter becomes complete, or one rank replaces it by a negative number, with a
 compare-and-set; never both. Then every rank of the rendezvous gets the error. Nothing was sent, so
@@ -39,14 +39,15 @@ import torch.distributed as dist
 from .. import _torch_private
 from ..errors import StateError, explain
 from . import deadlock, progress
+from .inquiry import MAX_ASKED, Inquiry
 from .status_store import StatusStore
+from .time_limits import idle_limit_s
 from .waits import RENDEZVOUS, Activity, Report, Wait, Waiting
 
-__all__ = ["Inquiry", "StoreRendezvous", "rendezvous_of"]
+__all__ = ["StoreRendezvous", "rendezvous_of"]
 
 ASK_S = 1.0  # at most, between two questions to a missing rank
 PAUSE_S = 0.2  # at most, between two looks at the counter
-_MAX_ASKED = 64  # of the missing ranks
 
 # With as many bits again for the sum over all ranks, both fit into the store's 64 bits.
 _COUNT_BITS, _CALL_BITS = 18, 24
@@ -54,36 +55,6 @@ _CLOSED = -(1 << 61)  # stays negative, whatever is added later
 
 # backends of torch whose ranks do not exist, or are threads of one process
 _NOT_PROCESSES = ("fake", "threaded")
-
-
-class Inquiry:
-    """What a waiting rank knows about the missing ones."""
-
-    def __init__(self, store: StatusStore, name: str) -> None:
-        """name: of the connections that the call will use."""
-        self._store, self._name = store, name
-        # by rank: number of its last answer, and when that was received
-        self._last: dict[int, tuple[int, float]] = {}
-
-    def of(self, rank: int) -> tuple[str, bool]:
-        """Ask a missing rank once more. Return what it does, in words, and whether waiting for it
-        is pointless."""
-        number, now = self._store.ask(rank), time.monotonic()
-        answer = self._store.answer_of(rank)
-        if answer is not None and answer.ended:
-            return f"it {answer.text}", True
-        failed = self._store.failure_of(self._name, rank)
-        if failed is not None:
-            return f"its communication has failed ({failed})", True
-        last, since = self._last.setdefault(rank, (number - 1, now))
-        if answer is None or answer.number <= last:  # nothing new
-            if self._store.is_gone(rank):
-                return "its process ended without a message, as a killed one does", True
-            return f"it has not answered for {now - since:.0f} s", False
-        self._last[rank] = (answer.number, now)
-        is_idle = answer.idle_s >= deadlock.idle_limit_s()
-        idle = f", and has made no progress for {answer.idle_s:.0f} s" if is_idle else ""
-        return f"it {answer.text}{idle}", is_idle
 
 
 class StoreRendezvous:
@@ -263,7 +234,7 @@ class Turn:
     def _begin_wait(self) -> None:
         self._started = self._asked_at = time.monotonic()
         self._inquiry = Inquiry(StatusStore(self._store), self._name)
-        self._ask_s = min(ASK_S, deadlock.idle_limit_s() / 5)
+        self._ask_s = min(ASK_S, idle_limit_s() / 5)
         if self._num_arrived() > 1:  # another rank asks already; but it may die
             self._ask_s *= 5 * max(1, len(self._activity.members) / 64)
         self._activity.waiting = (RENDEZVOUS, self._number, 0, 0), 0, self._call
@@ -283,7 +254,7 @@ class Turn:
             self._asked_at = now
             assert self._inquiry is not None
             missing = self._missing()
-            answers = {rank: self._inquiry.of(rank) for rank in missing[:_MAX_ASKED]}
+            answers = {rank: self._inquiry.of(rank) for rank in missing[:MAX_ASKED]}
             if any(is_pointless for _, is_pointless in answers.values()):
                 texts = {rank: f": {text}" for rank, (text, _) in answers.items()}
                 return dict.fromkeys(missing, "") | texts

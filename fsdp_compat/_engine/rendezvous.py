@@ -21,10 +21,11 @@ import threading
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 
-from .._comm import deadlock, progress
+from .._comm import progress
 from .._comm.communicator import Communicator
 from .._comm.mesh import Axis
 from .._comm.store_rendezvous import StoreRendezvous, rendezvous_of
+from .._comm.time_limits import idle_limit_s
 from .group import Group
 
 __all__ = ["is_on", "nested", "register", "require_all_ranks"]
@@ -69,7 +70,7 @@ def register(groups: Iterable[Group]) -> None:
     """Number groups, and let this process answer ranks that will wait for it. All ranks of the
     groups, in the same order."""
     if is_on():
-        deadlock.idle_limit_s()  # an invalid one is reported now, on every rank
+        idle_limit_s()  # an invalid one is reported now, on every rank
         progress.follow()
         for group in groups:
             for communicator, _ in _communicators([group], copies=True):

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fsdp_compat import ShardingStrategy, StateError
+from fsdp_compat import ShardingStrategy, StateError, UsageError
 from fsdp_compat._comm import deadlock, progress, shared_memory
 from fsdp_compat._comm.communicator import communicator
 from fsdp_compat._comm.cycles import find_cycle
@@ -328,6 +328,44 @@ def test_search_drops_a_wait_that_ended_while_it_was_described(
     own.look()
     own.look(deadlock.PATIENCE)
     assert own.posted is None
+
+
+# -- warnings
+
+
+@pytest.mark.parametrize("text", ["soon", "-1", "", "inf", "nan"])
+def test_time_of_the_first_warning_must_be_a_time(
+    monkeypatch: pytest.MonkeyPatch, text: str
+) -> None:
+    monkeypatch.setenv("FSDP_COMPAT_WARN_AFTER", text)
+    not_used: Any = None
+    with pytest.raises(UsageError, match="FSDP_COMPAT_WARN_AFTER is not a time"):
+        GlooConnections(not_used, not_used)
+
+
+@pytest.mark.parametrize(
+    ("setting", "expected"), [("30", [30, 60, 120, 240]), ("100", [100, 200]), ("0", [])]
+)
+def test_search_warns_at_growing_intervals_of_one_wait(
+    two: tuple[Process, Process],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    setting: str,
+    expected: list[int],
+) -> None:
+    monkeypatch.setenv("FSDP_COMPAT_WARN_AFTER", setting)
+    own, _ = two
+    own.waiter.begin()  # a short wait before
+    own.look()
+    own.look(25.0)
+    own.waiter.begin()
+    own.look()
+    found = []
+    for second in range(1, 301):
+        own.look(1.0)
+        found += [second] * len(caplog.records)
+        caplog.clear()
+    assert found == expected
 
 
 # -- failing for good

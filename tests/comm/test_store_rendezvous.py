@@ -14,10 +14,11 @@ import pytest
 import torch.distributed as dist
 
 from fsdp_compat import StateError
-from fsdp_compat._comm import deadlock, progress, store_rendezvous
+from fsdp_compat._comm import deadlock, inquiry, progress, store_rendezvous
+from fsdp_compat._comm.inquiry import Inquiry
 from fsdp_compat._comm.processes import Process
 from fsdp_compat._comm.status_store import Answer, Post, StatusStore
-from fsdp_compat._comm.store_rendezvous import Inquiry, StoreRendezvous, Turn
+from fsdp_compat._comm.store_rendezvous import StoreRendezvous, Turn
 from fsdp_compat._comm.waits import RENDEZVOUS, Activity, Report, Wait
 from tests.support.simulation import Simulation
 
@@ -92,6 +93,7 @@ def simulation(monkeypatch: pytest.MonkeyPatch) -> Iterator[Simulation]:
     simulation = Simulation()
     monkeypatch.setattr(store_rendezvous, "time", simulation)
     monkeypatch.setattr(deadlock, "time", simulation)
+    monkeypatch.setattr(inquiry, "time", simulation)
     monkeypatch.setenv("FSDP_COMPAT_MEET_TIMEOUT", str(IDLE_S))
     monkeypatch.setattr(progress, "place", lambda: "train.py:1 in main()")
     yield simulation

@@ -5,6 +5,7 @@ tests/comm/test_store_rendezvous.py."""
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import re
 import time
@@ -12,6 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -21,10 +23,11 @@ from fsdp_compat import FullyShardedDataParallel as FSDP
 from fsdp_compat._comm import deadlock
 from fsdp_compat._comm.store_rendezvous import StoreRendezvous
 from fsdp_compat.wrap import ModuleWrapPolicy
+from tests.support.fully_sharded import OURS, shard_all
 from tests.support.models import DIM, Block
 from tests.support.programs import run_programs
 from tests.support.ranks import run_ranks
-from tests.support.same_host import NOT_MAPPED
+from tests.support.same_host import COPIED, MAPPED, MESSAGES, NOT_MAPPED
 
 PROMPT_S = 8.0  # on a busy machine; every other time limit is far beyond it
 HERE = re.escape(__file__)
@@ -43,13 +46,12 @@ def limits(idle_s: float = 0.4, patience_s: float = 0.3) -> Iterator[None]:
         deadlock.PATIENCE = before[1]
 
 
-def build(num_blocks: int = 3, **options: Any) -> FSDP:
+def build(num_blocks: int = 3, *, in_place: bool = False) -> Any:
     torch.manual_seed(0)
-    return FSDP(
-        nn.Sequential(*(Block() for _ in range(num_blocks))),
-        auto_wrap_policy=ModuleWrapPolicy({Block}),
-        **options,
-    )
+    model = nn.Sequential(*(Block() for _ in range(num_blocks)))
+    if in_place:
+        return shard_all(model, library=OURS)
+    return FSDP(model, auto_wrap_policy=ModuleWrapPolicy({Block}))
 
 
 def step(model: nn.Module) -> None:
@@ -173,6 +175,64 @@ def test_idle_missing_rank_is_reported_and_all_ranks_go_on() -> None:
             r"rank 2 has not arrived: it is at .*:\d+ in decides_alone\(\), and has made no "
             r"progress for \d+ s",
         )
+
+
+# -- forward and backward: a warning, as the missing rank may still come
+
+
+class _Recorder(logging.Handler):
+    """Keeps the warnings of this rank, and lets the other one go on after the second."""
+
+    def __init__(self, store: dist.Store) -> None:
+        super().__init__()
+        self.store, self.found = store, list[str]()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.found.append(record.getMessage())
+        if len(self.found) == 2:
+            self.store.set("warned", "")
+
+
+def is_left_alone(in_place: bool, mistake: str) -> list[str]:
+    """Rank 1 does something else than rank 0 until rank 0 has warned, and then the same."""
+    store, model = dist.distributed_c10d._get_default_store(), build(in_place=in_place)
+    recorder = _Recorder(store)
+    logging.getLogger("fsdp_compat.waits").addHandler(recorder)
+    step(model)
+    if dist.get_rank() == 1:
+        store.wait(["warned"])
+    if mistake == "evaluates":
+        with torch.no_grad():
+            model(torch.ones(2, DIM))
+    elif mistake == "has a batch less":
+        step(model)
+    logging.getLogger("fsdp_compat.waits").removeHandler(recorder)
+    return recorder.found
+
+
+@pytest.mark.parametrize("mistake", ["has a batch less", "evaluates"])
+@pytest.mark.parametrize(
+    ("in_place", "environment"),
+    [(False, MESSAGES), (True, COPIED), (False, MAPPED), (True, MAPPED)],
+    ids=["messages", "counters", "mapped", "mapped in place"],
+)
+def test_waiting_rank_warns_and_says_where_the_missing_one_is(
+    in_place: bool, environment: dict[str, str], mistake: str
+) -> None:
+    environment = environment | {"FSDP_COMPAT_WARN_AFTER": "0.3"}
+    found, others = run_ranks(2, is_left_alone, in_place, mistake, environment=environment)
+    assert others == []
+    first, second = (re.fullmatch(_WARNING, text) for text in found[:2])
+    assert first and second, "\n".join(found)
+    assert float(first["waited_s"]) >= 0.3 and float(second["waited_s"]) >= 0.6
+
+
+_WARNING = (
+    r"For (?P<waited_s>[\d.]+) s rank 0 waits for (the parameters of (the root unit|unit '0')|the "
+    r"beginning of a forward of the root unit \(a \w+\)) from rank 1, at "
+    rf"{HERE}:\d+ in \w+\(\)\.\n  rank 1: it is at {HERE}:\d+ in is_left_alone\(\), for [\d.]+ s\n"
+    r"  Every rank must run the same forwards and backwards\..* comes in [\d.]+ s.*"
+)
 
 
 # -- no error
