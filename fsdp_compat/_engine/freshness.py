@@ -2,13 +2,16 @@
 
 No version counter tells: an in-place operation on a DTensor moves only the counter of the DTensor,
 a write to its local tensor only the counter of that, and the foreach and fused optimizers move
-neither. So steps of optimizers are counted as well."""
+neither. So steps of optimizers are counted as well. Only those of optimizers that concern the unit:
+a rank may step an optimizer of its own between two forwards, and must not gather alone then."""
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+import weakref
+from collections.abc import Mapping, Sequence
 
+import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
@@ -23,21 +26,31 @@ _version = operator.attrgetter("_version")
 
 
 class _Steps:
-    """Counts the steps of all optimizers of the process."""
+    """Counts the steps of optimizers."""
 
     def __init__(self) -> None:
-        self.number = 0
+        self.of_copies = 0  # see `add`
+        self.units: weakref.WeakSet[Freshness] = weakref.WeakSet()
         self.handle: RemovableHandle | None = None
 
-    def add(self, *_: object) -> None:
-        self.number += 1
+    def add(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        """Count a step for the units whose parameters the optimizer holds. DTensors that belong to
+        no unit may be copies of parameters in another dtype, which are written back after the step:
+        it is counted for all units. All ranks step an optimizer of DTensors."""
+        held = {id(param): param for group in optimizer.param_groups for param in group["params"]}
+        for unit in self.units:
+            if not unit.is_apart_from(held):
+                unit.num_steps += 1
+        others = held.keys() - set().union(*(unit.ids for unit in self.units))
+        if any(_torch_private.is_dtensor(held[other]) for other in others):
+            self.of_copies += 1
 
 
 _steps = _Steps()
 
 
 def patch() -> None:
-    """Count the steps of all optimizers from now on."""
+    """Count the steps of optimizers from now on."""
     if _steps.handle is None:
         _steps.handle = register_optimizer_step_post_hook(_steps.add)
 
@@ -57,8 +70,20 @@ class Freshness:
             param for store in stores for param, _ in store.sharded_params
         ]
         self._dtensors = list(filter(_torch_private.is_dtensor, self._params))
+        self.ids = frozenset(map(id, self._params))
+        self.num_steps = 0  # of optimizers that hold some of them
         self._noted: list[int] = []
+        _steps.units.add(self)
         patch()
+
+    def is_apart_from(self, held: Mapping[int, torch.Tensor]) -> bool:
+        """held: by their ids. True if none is a parameter, or views the local tensor of one."""
+        if not self.ids.isdisjoint(held):
+            return False
+        plain = filter(_has_storage, held.values())
+        storages = set(map(_torch_private.storage_key, plain))
+        local = torch_dtensor.local_parts(self._dtensors)
+        return storages.isdisjoint(map(_torch_private.storage_key, local))
 
     def note(self) -> None:
         """An all-gather reads the shards now."""
@@ -71,7 +96,12 @@ class Freshness:
 
     def _present(self) -> list[int]:
         return [
-            _steps.number,
+            self.num_steps,
+            _steps.of_copies,
             sum(map(_version, self._params)),
             sum(map(torch_dtensor.local_version, self._dtensors)),
         ]
+
+
+def _has_storage(tensor: torch.Tensor) -> bool:
+    return type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout is torch.strided

@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from tests.support.fully_sharded import (
     Twins,
     api,
+    local,
     partial_shard,
     require_sync,
     reshard,
@@ -31,6 +32,7 @@ from tests.support.fully_sharded import (
 from tests.support.models import DIM, Block, Fragile, FragileInside, Part, Program, Stack
 from tests.support.parity import assert_close, square, vectors
 from tests.support.ranks import run_ranks
+from tests.support.same_host import MAPPED, MESSAGES
 from tests.support.sampling import at_most
 
 NUM_STEPS = 3
@@ -346,17 +348,43 @@ def _step(model: nn.Module, optim: torch.optim.Optimizer) -> None:
     optim.step()
 
 
+def _written_back(model: nn.Module, optim: torch.optim.Optimizer) -> None:
+    """A step of copies in another dtype."""
+    params = optim.param_groups[0]["params"]
+    copies = [nn.Parameter(p.detach().double()) for p in params]
+    for copied, p in zip(copies, params, strict=True):
+        assert p.grad is not None
+        copied.grad = p.grad.double()
+    torch.optim.SGD(copies, lr=0.1, foreach=True).step()
+    for copied, p in zip(copies, params, strict=True):
+        p.data.copy_(copied.detach())
+
+
+def _local_step(model: nn.Module, optim: torch.optim.Optimizer) -> None:
+    """A step of the tensors that this rank holds."""
+    params = optim.param_groups[0]["params"]
+    parts = [local(p) for p in params]
+    for part, p in zip(parts, params, strict=True):
+        part.grad = local(p.grad)
+    torch.optim.SGD(parts, lr=0.1, fused=True).step()
+    for part in parts:
+        part.grad = None
+
+
 UPDATES: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "foreach": (_adamw_foreach, _step),
     "fused": (_adamw_fused, _step),
     "loop": (sgd, _step),
     "in place": (sgd, _in_place),
     "loaded": (sgd, _load),
+    "copies": (sgd, _written_back),
+    "local tensors": (sgd, _local_step),
 }
 
 
 def _sees_updates(name: str) -> None:
-    """Evaluations with kept parameters, with an update between them."""
+    """Evaluations with kept parameters, with an update between them. The model shows these, the
+    optimizer holds the sharded ones."""
     optimizer, update = UPDATES[name]
     twins = Twins(Stack, partial_shard(reshard_after_forward=False), optimizer)
     twins.backwards()
@@ -365,7 +393,7 @@ def _sees_updates(name: str) -> None:
         p.grad /= twins.ranks
     for _ in range(2):
         twins.compare_outputs()
-        if update is not _step or api.name == "torch":  # which shows the old values
+        if update in (_load, _in_place) or api.name == "torch":  # which shows the old values
             reshard(twins.model)
         update(twins.plain, twins.plain_optim)
         update(twins.model, twins.optim)
@@ -376,6 +404,27 @@ def _sees_updates(name: str) -> None:
 @pytest.mark.parametrize("name", UPDATES)
 def test_an_evaluation_sees_parameters_that_were_updated_after_the_last(name: str) -> None:
     run_ranks(2, _sees_updates, name)
+
+
+def _steps_another_optimizer() -> None:
+    """Two evaluations, between which one rank steps an optimizer of its own."""
+    model: Any = shard_all(Stack())
+    other = nn.Linear(2, 2)
+    optim = torch.optim.SGD(other.parameters(), lr=0.1)
+    x = vectors(torch.Generator().manual_seed(dist.get_rank()))
+    with torch.no_grad():
+        before = model(x)
+    if dist.get_rank() == 0:
+        other(torch.ones(2)).sum().backward()
+        optim.step()
+    with torch.no_grad():
+        assert torch.equal(model(x), before)
+    square(model, x).backward()
+
+
+@pytest.mark.parametrize("environment", [MAPPED, MESSAGES], ids=["mapped", "messages"])
+def test_a_rank_may_step_an_optimizer_of_its_own(environment: dict[str, str]) -> None:
+    run_ranks(2, _steps_another_optimizer, environment=environment)
 
 
 # -- exceptions
