@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import functools
+import importlib
 import operator
 import sys
 from collections.abc import Callable, Sequence
@@ -49,6 +50,7 @@ __all__ = [
     "keeping_versions",
     "local_part",
     "never_compiled",
+    "note_composable",
     "has_optimizers_in_backward",
     "norms_together",
     "offsets_on_mesh",
@@ -435,6 +437,14 @@ def composable_apis(module: nn.Module) -> frozenset[str]:
     if contract is None:
         return frozenset()
     return frozenset(module.__dict__.get(contract.REGISTRY_KEY, ()))
+
+
+def note_composable(module: nn.Module, name: str) -> None:
+    """Note in torch's registry that a composable function was applied to a module: ``replicate``
+    looks there for what it leaves alone. There is no public way."""
+    contract = importlib.import_module("torch.distributed._composable.contract")
+    registry = module.__dict__.setdefault(contract.REGISTRY_KEY, {})
+    registry[name] = contract.RegistryItem()
 
 
 def unpatched(owner: nn.Module | torch.optim.Optimizer, method: str) -> Callable[..., Any]:

@@ -47,13 +47,18 @@ def refuse_module(module: nn.Module) -> None:
             )
         )
     if any(is_lazy(child) for child in module.modules()):
+        is_done = is_lazy(module)
         raise UsageError(
             explain(
-                "fully_shard manages a part of the module.",
+                f"fully_shard manages {'the module' if is_done else 'a part of the module'}.",
                 expected="FullyShardedDataParallel or fully_shard for the whole model",
-                got=f"a {type(module).__name__} with modules that fully_shard was applied to",
+                got=f"a {type(module).__name__} that fully_shard was applied to"
+                if is_done
+                else f"a {type(module).__name__} with modules that fully_shard was applied to",
                 where="FullyShardedDataParallel(module, ...)",
-                fix="apply fully_shard to this module, too",
+                fix="use the module as it is: fully_shard has sharded it"
+                if is_done
+                else "apply fully_shard to this module, too",
             )
         )
     has_units = any(is_wrapper(child) for child in module.modules())

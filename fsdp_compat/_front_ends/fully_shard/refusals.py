@@ -88,7 +88,7 @@ def refuse_modules(roots: Sequence[nn.Module], is_sharded: Callable[[nn.Module],
                 )
             )
         for name, module in root.named_modules():
-            other = _other_owner(module)
+            other = None if is_sharded(module) else _other_owner(module)
             if other is not None:
                 raise AssertedUsageError(
                     explain(

@@ -425,6 +425,7 @@ def apply(plan: Plan) -> ShardedModules:
         inner.root = weakref.ref(state)
     for module in state.modules:
         module.__dict__[_STATE] = state
+        _torch_private.note_composable(module, "fully_shard")
     register(state.modules[0], state.model_unit)
     state.plan = plan.without_parameters()  # they hold the memory of whole parameters
     state.stores = [_OwnStore(own.store, own.planned.without_parameters()) for own in state.stores]
