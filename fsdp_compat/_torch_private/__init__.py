@@ -36,6 +36,7 @@ __all__ = [
     "chunk_together",
     "composable_apis",
     "copy_together",
+    "count_collective",
     "default_device_of_backend",
     "default_store",
     "group_named",
@@ -445,6 +446,31 @@ def note_composable(module: nn.Module, name: str) -> None:
     contract = importlib.import_module("torch.distributed._composable.contract")
     registry = module.__dict__.setdefault(contract.REGISTRY_KEY, {})
     registry[name] = contract.RegistryItem()
+
+
+def count_collective(name: str) -> None:
+    """Let torch's CommDebugMode count a collective of c10d. It sees only operators, which engines
+    that call a process group, or send nothing, do not call."""
+    if torch._C._len_torch_dispatch_stack():
+        from torch.distributed.tensor.debug import CommDebugMode
+        from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+        for mode in _get_current_dispatch_mode_stack():
+            if isinstance(mode, CommDebugMode):
+                mode.__torch_dispatch__(_Counted(name), ())
+
+
+class _Counted:
+    """An operator that does nothing."""
+
+    def __init__(self, name: str) -> None:
+        self._overloadpacket = getattr(torch.ops.c10d, name)
+
+    def __call__(self) -> None:
+        pass
+
+    def __str__(self) -> str:
+        return f"{self._overloadpacket}.default"
 
 
 def unpatched(owner: nn.Module | torch.optim.Optimizer, method: str) -> Callable[..., Any]:

@@ -143,6 +143,55 @@ def test_reshard_after_forward_decides_what_is_shown_after_forward(
     run_ranks(2, _shows_after_forward, option, root_sharded, inner_sharded)
 
 
+def _reshards_as_clients_ask(option: bool | int | None) -> None:
+    """A client resets what the first use decides about the root, and later keeps parameters."""
+    model = _sharded(reshard_after_forward=option)
+    state = model._get_fsdp_state()
+    assert state._mp_policy == api.MixedPrecisionPolicy()
+    group = state._fsdp_param_group
+    info = group.post_forward_mesh_info
+    assert (info is None) == (option is False)
+    if option in (True, None):
+        assert info.mesh == group.mesh_info.mesh
+    state._lazy_init()
+    assert option is not None or group.post_forward_mesh_info is None
+    group.post_forward_mesh_info = info or group.mesh_info
+    for _ in range(2):
+        with torch.no_grad():
+            model(_batch())
+        assert is_sharded(model.stem) and not group.is_unsharded
+    group.post_forward_mesh_info = None
+    loss = square(model, _batch())
+    assert not is_sharded(model.stem) and group.is_unsharded
+    loss.backward()
+    assert_same_values(
+        whole_gradients(model), _expected_gradients(dist.get_world_size()), "gradient"
+    )
+    container: Any = nn.Sequential(model)
+    api.fully_shard(container)
+    assert container._get_fsdp_state()._fsdp_param_group is None
+
+
+@pytest.mark.parametrize("option", [None, True, False, 2])
+def test_clients_may_set_the_mesh_after_forward(option: bool | int | None) -> None:
+    run_ranks(4 if option == 2 else 2, _reshards_as_clients_ask, option)
+
+
+def _reads_a_group() -> tuple[str, str]:
+    group = _sharded()._get_fsdp_state()._fsdp_param_group
+    with pytest.raises(AttributeError) as missing:
+        _ = group.fsdp_params
+    with pytest.raises(ValueError) as wrong:
+        group.post_forward_mesh_info = True
+    return str(missing.value), str(wrong.value)
+
+
+def test_a_parameter_group_says_what_to_use_instead() -> None:
+    [(missing, wrong)] = run_ranks(1, _reads_a_group)
+    assert "'fsdp_params'" in missing and "module.parameters()" in missing
+    assert "reshard_after_forward" in wrong
+
+
 def _shows_a_smaller_mesh() -> None:
     expected, model = _plain(), _sharded(reshard_after_forward=2)
     gathers = Gathers(model)

@@ -23,7 +23,7 @@ from ...errors import (
     truth,
 )
 from . import arguments, meshes, refusals
-from .api import MixedPrecisionPolicy
+from .api import DataParallelMeshInfo, MixedPrecisionPolicy
 from .arguments import Offload, Placed
 from .managed import Managed, managed_by, root_modules
 
@@ -72,6 +72,7 @@ class Plan:
 
     managed: Managed
     mesh: DataMesh  # of parameters that shard_placement_fn puts nowhere else
+    info: DataParallelMeshInfo  # of this mesh
     device: torch.device  # that computes
     stores: Sequence[PlannedStore]
     policy: MixedPrecisionPolicy
@@ -131,6 +132,7 @@ def plan(given: Any, args: Arguments, owners: Owners) -> Plan:
     return Plan(
         managed,
         default.mesh,
+        info,
         device,
         stores,
         policy,

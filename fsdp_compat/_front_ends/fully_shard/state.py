@@ -32,8 +32,10 @@ from ..._stores.placement import DataMesh
 from ..._stores.row_store import RowStore
 from ...api import StateDictType
 from ...errors import StateError, explain
+from .api import MixedPrecisionPolicy
 from .arguments import precision_of
 from .meshes import data_group_of, partial_mesh_of
+from .param_group import ParamGroup
 from .plan import Owners, Plan, PlannedStore
 from .whole_state import put_rows_in, refuse_part, taken
 
@@ -260,6 +262,24 @@ class ShardedModules:
         self.conduct.pinned = False
         if self.unit is not None:
             self.unit.reshard()
+
+    # -- what clients read
+
+    @property
+    def _mp_policy(self) -> MixedPrecisionPolicy:
+        return self.plan.policy
+
+    @property
+    def _fsdp_param_groups(self) -> list[ParamGroup]:
+        return [ParamGroup(self)] if self.stores else []
+
+    @property
+    def _fsdp_param_group(self) -> ParamGroup | None:
+        return ParamGroup(self) if self.stores else None
+
+    def _lazy_init(self) -> None:
+        """Decide which module is the root. Collective the first time."""
+        self.ready_runtime()
 
     # -- what torch.distributed.pipelining uses, after the backwards of all microbatches
 
