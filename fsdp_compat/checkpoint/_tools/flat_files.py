@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from .tree import plain_name
 
 __all__ = ["holds_flat_params", "unflattened"]
 
-_FLAT = ("_flat_param", "flat_param")
+_FLAT = re.compile(r"_?flat_param(_\d+)?")  # with a number: a unit with several of them
 _MAX_LEVELS = 4
 _PADDING = 42  # torch fills gaps with this value
 _ALIGN_NBYTES = 16
@@ -73,7 +74,7 @@ def _dicts(tree: Any, depth: int) -> Iterator[tuple[tuple[str, ...], dict[Any, A
 
 
 def _is_flat(key: object, value: Any) -> bool:
-    is_name = str(key).rpartition(".")[2] in _FLAT
+    is_name = _FLAT.fullmatch(str(key).rpartition(".")[2]) is not None
     return is_name and isinstance(value, ShardedTensorRecord) and len(value.shape) == 1
 
 
