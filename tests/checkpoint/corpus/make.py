@@ -1,0 +1,369 @@
+"""Write checkpoints to the corpus, and what they hold to its table.
+
+    export PYTHONPATH=.
+    python -m tests.checkpoint.corpus.make torch torch-2.15.0    # torch's own FSDP
+    python -m tests.checkpoint.corpus.make more_torch torch-2.13.0
+    python -m tests.checkpoint.corpus.make ours ours             # fsdp_compat
+
+The second argument is a new directory of the corpus. What older versions wrote cannot be made
+again, so nothing is replaced: formats that change get a further directory.
+
+truth.json has the values of an unsharded model in the memory of this script; no reader takes part.
+Its "contents" are the dtype, shape and SHA-256 of each tensor, and its "entries" say which content
+a checkpoint has, and how much of it."""
+
+from __future__ import annotations
+
+import json
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+from tests.checkpoint.corpus import content
+from tests.support.ranks import run_ranks
+
+CORPUS = Path(__file__).parent
+TRUTH = CORPUS / "truth.json"
+MINOR = ".".join(torch.__version__.split(".")[:2])
+Entries = dict[str, dict[str, Any]]  # by the path inside the new directory
+
+
+# -- what all libraries share, on the ranks
+
+
+def _per_rank(states: Any, path: Path) -> None:
+    path.mkdir(exist_ok=True)
+    torch.save(states, path / f"rank_{dist.get_rank()}.pt")
+
+
+def _from_first(states: Any, path: Path) -> None:
+    if dist.get_rank() == 0:
+        torch.save(states, path)
+
+
+def _distributed(states: Any, path: Path) -> None:
+    dcp.save(states, checkpoint_id=path)
+
+
+def _saved(states: dict[str, Any], path: Path) -> None:
+    """Save as the name says."""
+    if path.suffix == ".pt":
+        _from_first(states, path)
+    elif "ranks" in path.name.split("-"):
+        _per_rank(states, path)
+    else:
+        _distributed(states, path)
+
+
+def _split_tensors(model: content.Tiny, mesh: Any) -> None:
+    """Cut parameters over the ranks of tensor parallelism: by rows, by columns, and not."""
+    places = {model.block.up: Shard(0), model.embed: Shard(1), model.frozen: Replicate()}
+    for module, place in places.items():
+        value = distribute_tensor(module.weight.detach(), mesh, [place])
+        module.weight = nn.Parameter(value, module.weight.requires_grad)
+    model.head.weight = model.embed.weight
+
+
+def _keep_few_settings(optimizer: torch.optim.Optimizer) -> None:
+    """Leave few settings: torch.distributed.checkpoint writes a file of torch.save for each."""
+    for group in optimizer.param_groups:
+        for key in set(group) - {*content.SETTINGS, "params"}:
+            del group[key]
+
+
+def _by_dcp(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    from torch.distributed.checkpoint.state_dict import get_state_dict
+
+    state, optim = get_state_dict(model, optimizer)
+    return {"model": state, "optimizer": optim, "step": content.STEP}
+
+
+# -- torch
+
+
+def _torch_flat(use_orig_params: bool) -> tuple[nn.Module, torch.optim.Optimizer]:
+    from torch.distributed.fsdp import FullyShardedDataParallel
+    from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+    model = content.Tiny()
+    wrapped = FullyShardedDataParallel(
+        model,
+        auto_wrap_policy=ModuleWrapPolicy({content.Block, content.Frozen}),
+        use_orig_params=use_orig_params,
+        device_id=torch.device("cpu"),
+        ignored_states=[model.gain],
+    )
+    optimizer = content.adam(wrapped)
+    content.take_step(optimizer)
+    _keep_few_settings(optimizer)
+    return wrapped, optimizer
+
+
+def _torch_rows(kind: str) -> tuple[nn.Module, torch.optim.Optimizer]:
+    from torch.distributed.fsdp import fully_shard
+
+    model = content.Tiny()
+    if kind == "fsdp2":
+        mesh = init_device_mesh("cpu", (2,))
+    else:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "other"))
+    if kind == "tp":
+        _split_tensors(model, mesh["other"])
+        mesh = mesh["data"]
+    for part in model.parts():
+        fully_shard(part, mesh=mesh)
+    fully_shard(model, mesh=mesh, ignored_params={model.gain})
+    optimizer = content.adam(model)
+    content.take_step(optimizer)
+    _keep_few_settings(optimizer)
+    return model, optimizer
+
+
+def _save_torch_flat(kind: str, use_orig_params: bool, path: Path) -> None:
+    from torch.distributed.fsdp import (
+        FullOptimStateDictConfig,
+        FullStateDictConfig,
+        FullyShardedDataParallel,
+        StateDictType,
+    )
+
+    settings: Any = {
+        # with offload_to_cpu=True, values are wrong on CPUs
+        "full": (
+            StateDictType.FULL_STATE_DICT,
+            FullStateDictConfig(offload_to_cpu=False, rank0_only=False),
+            FullOptimStateDictConfig(offload_to_cpu=False, rank0_only=False),
+        ),
+        "sharded": (StateDictType.SHARDED_STATE_DICT,),
+        "local": (StateDictType.LOCAL_STATE_DICT,),
+    }[kind]
+    model, optimizer = _torch_flat(use_orig_params)
+    with FullyShardedDataParallel.state_dict_type(model, *settings):
+        states: dict[str, Any] = {"model": model.state_dict(), "step": content.STEP}
+        if kind != "local" and "model" not in path.name:
+            states["optimizer"] = FullyShardedDataParallel.optim_state_dict(model, optimizer)
+    _saved(states, path)
+
+
+def _save_torch(path: Path) -> None:
+    warnings.simplefilter("ignore")  # FSDP1 and ShardedTensor are deprecated
+    form, kind, *rest = path.stem.split("-")
+    if form == "fsdp1":
+        _save_torch_flat(kind, "flat" not in rest and kind != "local", path)
+        return
+    model, optimizer = _torch_rows(form)
+    states = _by_dcp(model, optimizer)
+    if "model" in rest:
+        del states["optimizer"]
+    _saved(states, path)
+
+
+# With the number of ranks. A file of torch.save takes 1.3 KB, and each part of a tensor in a
+# torch.distributed.checkpoint is one. What differs between versions are the classes in pickles: a
+# small set has them all.
+TORCH = {
+    "fsdp1-full.pt": 2,
+    "fsdp1-local-ranks": 2,
+    "fsdp1-sharded-ranks-model": 2,
+    "fsdp2-sharded-model": 2,
+    "fsdp2-sharded-ranks-model": 2,
+    "tp-sharded-ranks-model": 4,
+}
+MORE_TORCH = {
+    "fsdp1-full.pt": 2,
+    "fsdp1-full-flat.pt": 2,
+    "fsdp1-local-ranks": 2,
+    "fsdp1-sharded-model": 2,
+    "fsdp1-sharded-ranks": 2,
+    "fsdp2-sharded": 2,
+    "fsdp2-sharded-ranks": 2,
+    "hsdp-sharded-model": 4,
+    "hsdp-sharded-ranks-model": 4,
+    "tp-sharded-model": 4,
+    "tp-sharded-ranks-model": 4,
+}
+
+
+def make_torch(folder: Path, kinds: dict[str, int] = TORCH) -> Entries:
+    entries = {}
+    for name, ranks in kinds.items():
+        run_ranks(ranks, _save_torch, folder / name)
+        has_optimizer = not {"local", "model"} & set(name.split("-"))
+        entries[name] = {**_entry(has_optimizer), "extra": {"step": content.STEP}}
+        if "local" in name:
+            entries[name]["needs_shapes"] = True
+    return entries
+
+
+def make_more_torch(folder: Path) -> Entries:
+    return make_torch(folder, MORE_TORCH)
+
+
+# -- fsdp_compat
+
+
+def ours(kind: str) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """kind: "flat" (a FlatParameter for each unit, dtype and requires_grad), "original"
+    (use_orig_params=True, and one unit for all) or "rows" (fully_shard); with "-tp", on two ranks
+    of tensor parallelism."""
+    import fsdp_compat
+    from fsdp_compat.wrap import ModuleWrapPolicy
+
+    model = content.Tiny()
+    form, _, parallel = kind.partition("-")
+    ranks = dist.get_world_size() // (2 if parallel else 1)
+    mesh = init_device_mesh("cpu", (ranks, 2 if parallel else 1), mesh_dim_names=("data", "tp"))
+    if parallel:
+        _split_tensors(model, mesh["tp"])
+    if form == "rows":
+        for part in model.parts():
+            fsdp_compat.fully_shard(part, mesh=mesh["data"])
+        fsdp_compat.fully_shard(model, mesh=mesh["data"])
+        return model, content.adam(model)
+    policy = ModuleWrapPolicy({content.Block, content.Frozen}) if form == "flat" else None
+    wrapped = fsdp_compat.FullyShardedDataParallel(
+        model,
+        # without a mesh, sharded state dicts have ShardedTensors, not DTensors
+        device_mesh=mesh["data"] if parallel or form == "original" else None,
+        auto_wrap_policy=policy,
+        use_orig_params=form == "original",
+    )
+    return wrapped, content.adam(wrapped)
+
+
+def _save_native(kind: str, path: Path) -> None:
+    from fsdp_compat import checkpoint
+
+    model, optimizer = ours(kind)
+    content.take_step(optimizer)
+    extra = {**content.EXTRA, "rank": dist.get_rank()}
+    saved = checkpoint.save(path.parent / "saved", model, optimizer, extra, step=content.STEP)
+    _rename(saved, path)
+
+
+def _save_native_model(kind: str, path: Path) -> None:
+    from fsdp_compat import checkpoint
+
+    model, optimizer = ours(kind)
+    content.take_step(optimizer)
+    _rename(checkpoint.save(path.parent / "saved", model, step=content.STEP), path)
+
+
+def _save_rank_local(kind: str, path: Path) -> None:
+    from fsdp_compat import checkpoint
+
+    warnings.simplefilter("ignore")  # rank-local state can only be loaded with the same layout
+    model, _ = ours(kind)
+    optimizer = content.rank_local(model)
+    content.take_step(optimizer)
+    saved = checkpoint.save(path.parent / "saved", model, optimizer, step=content.STEP)
+    _rename(saved, path)
+
+
+def _rename(saved: Path, path: Path) -> None:
+    if dist.get_rank() == 0:
+        saved.rename(path)
+        saved.parent.rmdir()
+
+
+def _save_safetensors(max_file_nbytes: int, path: Path) -> None:
+    from fsdp_compat import checkpoint
+
+    model, optimizer = ours("flat")
+    content.take_step(optimizer)
+    checkpoint.save_safetensors(path, model, max_file_nbytes=max_file_nbytes)
+
+
+def _save_ours(kind: str, form: str, path: Path) -> None:
+    from fsdp_compat import FullyShardedDataParallel, StateDictType
+
+    warnings.simplefilter("ignore")  # torch's ShardedTensor is deprecated
+    model, optimizer = ours(kind)
+    content.take_step(optimizer)
+    _keep_few_settings(optimizer)
+    if kind == "rows":
+        states = _by_dcp(model, optimizer)
+    else:
+        with FullyShardedDataParallel.state_dict_type(model, StateDictType[f"{form}_STATE_DICT"]):
+            states = {"model": model.state_dict(), "step": content.STEP}
+            if form != "LOCAL":
+                states["optimizer"] = FullyShardedDataParallel.optim_state_dict(model, optimizer)
+    if "model" in path.name:
+        del states["optimizer"]
+    _saved(states, path)
+
+
+def make_ours(folder: Path) -> Entries:
+    entries: Entries = {}
+    extra = content.facts_of({**content.EXTRA, "rank": 0})
+    for kind, ranks in [("flat", 2), ("original", 2), ("rows", 2), ("flat-tp", 4), ("rows-tp", 4)]:
+        run_ranks(ranks, _save_native, kind, folder / f"native-{kind}")
+        entries[f"native-{kind}"] = {**_entry(), "extra": extra}
+    mapped = {"FSDP_COMPAT_SAME_HOST": "mapped", "FSDP_COMPAT_MAP_FROM": "1"}
+    for kind in ("flat", "rows"):  # of these, flat shards consist of whole pages
+        path = folder / f"native-{kind}-mapped-model"
+        run_ranks(2, _save_native_model, kind, path, environment=mapped)
+        entries[path.name] = _entry(False)
+    for kind in ("flat", "original", "rows"):
+        run_ranks(2, _save_rank_local, kind, folder / f"native-{kind}-rank-local")
+        entries[f"native-{kind}-rank-local"] = {**_entry(), "content": "rank-local"}
+    for name, max_file_nbytes in [("safetensors", 1 << 20), ("safetensors-sharded", 64)]:
+        run_ranks(2, _save_safetensors, max_file_nbytes, folder / name)
+        entries[name] = {**_entry(False), "step": None, "has_ties": False}
+    for kind, form, name in [
+        ("flat", "FULL", "flat-full.pt"),
+        ("flat", "SHARDED", "flat-sharded-ranks"),
+        ("flat", "LOCAL", "flat-local-ranks"),
+        ("flat", "SHARDED", "flat-sharded-model"),
+        ("original", "SHARDED", "original-sharded-ranks"),
+        ("original", "LOCAL", "original-local-ranks"),
+        ("rows", "SHARDED", "rows-sharded-model"),
+        ("rows", "SHARDED", "rows-sharded-ranks"),
+    ]:
+        run_ranks(2, _save_ours, kind, form, folder / name)
+        entry = _entry(form != "LOCAL" and "model" not in name)
+        entries[name] = {**entry, "has_ties": form != "LOCAL", "extra": {"step": content.STEP}}
+    return entries
+
+
+# -- the table
+
+
+def _entry(has_optimizer: bool = True) -> dict[str, Any]:
+    return {
+        "torch": MINOR,
+        "content": "adam",
+        "has_optimizer": has_optimizer,
+        "has_ties": True,  # False: only the first name of each tied parameter
+        "needs_shapes": False,  # to tell the parameters inside flat ones apart
+        "step": content.STEP,
+        "extra": {},
+    }
+
+
+def main(what: str, name: str) -> None:
+    from tests.checkpoint.corpus import make  # the name under which ranks find the functions
+
+    folder = CORPUS / name
+    folder.mkdir()  # raises if it exists
+    entries = getattr(make, f"make_{what}")(folder)
+    truth: dict[str, Any] = {"contents": {}, "entries": {}}
+    if TRUTH.exists():
+        truth = json.loads(TRUTH.read_text(encoding="utf-8"))
+    for key, optimizer_of in [("adam", content.adam), ("rank-local", content.rank_local)]:
+        values = content.unsharded(optimizer_of)
+        assert truth["contents"].setdefault(key, values) == values, "this torch computes others"
+    truth["entries"] |= {f"{name}/{path}": entry for path, entry in entries.items()}
+    TRUTH.write_text(json.dumps(truth, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

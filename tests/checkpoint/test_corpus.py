@@ -1,0 +1,188 @@
+"""Checkpoints of other versions, of torch and of this package, hold what they held when they were
+written. ``corpus/make.py`` wrote them, and noted the values before it saved them."""
+
+from __future__ import annotations
+
+import json
+import logging
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from fsdp_compat import FullyShardedDataParallel as FSDP
+from fsdp_compat import StateDictType, checkpoint
+from fsdp_compat.checkpoint._tools.archive import StoredTensor
+from fsdp_compat.checkpoint._tools.opening import open_archive, problems_of
+from fsdp_compat.checkpoint._tools.reading import Files, read
+from fsdp_compat.checkpoint._tools.shapes import shapes_of
+from tests.checkpoint.corpus import content
+from tests.checkpoint.corpus.make import CORPUS, MINOR, TRUTH, ours
+from tests.support.cases import about
+from tests.support.ranks import run_ranks
+
+NOTED = json.loads(TRUTH.read_text(encoding="utf-8"))
+ENTRIES: dict[str, dict[str, Any]] = NOTED["entries"]
+NATIVE = [path for path in ENTRIES if (CORPUS / path / "manifest.json").exists()]
+FULL = [path for path in ENTRIES if path.endswith(".pt")]
+PER_RANK = [path for path in ENTRIES if (CORPUS / path / "rank_0.pt").exists()]
+
+
+def noted(path: str) -> dict[str, Any]:
+    """Return the "model", "optimizer" and "groups" of a checkpoint as they were noted."""
+    values = NOTED["contents"][ENTRIES[path]["content"]]
+    if ENTRIES[path]["has_optimizer"]:
+        return values
+    return {"model": values["model"], "optimizer": {}, "groups": []}
+
+
+def test_every_file_of_the_corpus_is_in_its_table() -> None:
+    found = {path.relative_to(CORPUS).parts[:2] for path in CORPUS.glob("*/*/**/*")}
+    found |= {path.relative_to(CORPUS).parts for path in CORPUS.glob("*/*.pt")}
+    assert {"/".join(parts) for parts in found if parts[0] != "__pycache__"} == set(ENTRIES)
+
+
+@pytest.mark.parametrize("path", ENTRIES)
+def test_a_reader_finds_what_was_saved(path: str) -> None:
+    entry, expected = ENTRIES[path], noted(path)
+    shapes = shapes_of(content.Tiny()) if entry["needs_shapes"] else None
+    archive = open_archive(CORPUS / path, shapes)
+    assert problems_of(archive) == []
+    with Files(archive.checksums) as files:
+        model = _values(archive.tensors, files)
+        model |= {alias: model[name] for alias, name in archive.aliases.items()}
+        if not entry["has_ties"]:
+            model |= {alias: model[name] for alias, name in content.TIES.items()}
+        assert model == expected["model"]
+        assert _values(archive.states, files) == expected["optimizer"]
+        assert _values(archive.extra, files) == entry["extra"]
+    assert _groups(archive.param_groups or []) == _groups(expected["groups"])
+    assert archive.step == entry["step"]
+
+
+def _values(value: Any, files: Files) -> Any:
+    """Return the facts of values, those of tensors after these have been read."""
+    if isinstance(value, dict):
+        return {key: _values(item, files) for key, item in value.items()}
+    return content.facts_of(read(value, files) if isinstance(value, StoredTensor) else value)
+
+
+def _groups(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [
+        {
+            **{key: content.facts_of(group[key]) for key in content.SETTINGS if key in group},
+            "params": sorted(group["params"]),
+        }
+        for group in groups
+    ]
+
+
+@pytest.mark.parametrize("path", FULL)
+def test_torch_load_finds_what_was_saved_as_a_whole(path: str) -> None:
+    states = torch.load(CORPUS / path, weights_only=True)
+    expected = noted(path)
+    assert content.facts_of(dict(states["model"])) == expected["model"]
+    assert content.facts_of(states["optimizer"]["state"]) == expected["optimizer"]
+    assert _groups(states["optimizer"]["param_groups"]) == _groups(expected["groups"])
+
+
+def _torch_load(paths: list[str]) -> None:
+    warnings.simplefilter("ignore")  # ShardedTensor is deprecated
+    logging.getLogger("torch.distributed.device_mesh").setLevel(logging.ERROR)
+    for path in paths:
+        with about(path):
+            file = CORPUS / path / f"rank_{dist.get_rank()}.pt"
+            # not weights_only: that refuses ShardedTensors
+            states = torch.load(file, weights_only=False)
+            expected = noted(path)
+            for name, value in states["model"].items():
+                if "_flat_param" not in name:
+                    assert content.facts_of(_whole(value)) == expected["model"][name], name
+            for name, state in states.get("optimizer", {"state": {}})["state"].items():
+                found = {key: content.facts_of(_whole(value)) for key, value in state.items()}
+                assert found == expected["optimizer"][name], name
+
+
+def _whole(value: Tensor) -> Tensor:
+    """Return a tensor from the parts of all ranks. Collective, as no rank has all parts."""
+    if isinstance(value, DTensor):
+        _, offsets = compute_local_shape_and_global_offset(
+            value.shape, value.device_mesh, value.placements
+        )
+        parts = [(tuple(offsets), value.to_local())]
+    elif isinstance(value, ShardedTensor):
+        parts = [
+            (tuple(shard.metadata.shard_offsets), shard.tensor) for shard in value.local_shards()
+        ]
+    else:
+        return value
+    of_ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, parts)
+    whole = torch.zeros(tuple(value.size()), dtype=value.dtype)
+    for offsets, part in (found for of_rank in of_ranks for found in of_rank):
+        if part.numel():
+            place = tuple(slice(at, at + n) for at, n in zip(offsets, part.shape, strict=True))
+            # of a 0-d tensor the part has one dimension
+            whole.view(whole.shape or part.shape)[place] = part
+    return whole
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_torch_load_finds_what_each_rank_saved(ranks: int) -> None:
+    """Pickles of DTensors and ShardedTensors are for the version of torch that made them."""
+    paths = [path for path in PER_RANK if len(list((CORPUS / path).iterdir())) == ranks]
+    assert paths
+    run_ranks(ranks, _torch_load, [path for path in paths if ENTRIES[path]["torch"] == MINOR])
+
+
+def _load_native(kind: str) -> None:
+    for path in NATIVE:
+        with about(path):
+            _require_loaded(path, kind)
+
+
+def _require_loaded(path: str, kind: str) -> None:
+    model, optimizer = ours(kind)
+    expected = noted(path)
+    is_rank_local = ENTRIES[path]["content"] == "rank-local"
+    if is_rank_local:
+        if kind not in path:
+            return  # it is loaded with the layout that saved it
+        optimizer = content.rank_local(model)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    extra = checkpoint.load(CORPUS / path, model, optimizer if expected["groups"] else None)
+    is_by_two = len(list((CORPUS / path).glob("rank-*"))) == 2
+    if ENTRIES[path]["extra"]:
+        rank = dist.get_rank() if is_by_two else 0
+        assert content.facts_of(extra) == {**ENTRIES[path]["extra"], "rank": rank}
+    loaded = content.facts_of(dict(checkpoint.iter_full_state_dict(model)))
+    assert loaded == expected["model"]
+    if is_rank_local:
+        for group in optimizer.param_groups:
+            assert group["lr"] == expected["groups"][0]["lr"]
+            states = [optimizer.state[parameter] for parameter in group["params"]]
+            assert any(states)
+            for state in filter(None, states):
+                assert torch.equal(state["codes"], content.codes_of(dist.get_rank()))
+    elif expected["groups"]:
+        with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT):
+            saved = FSDP.optim_state_dict(model, optimizer)
+        states = {
+            name: {key: content.facts_of(_whole(value)) for key, value in state.items()}
+            for name, state in saved["state"].items()
+        }
+        assert states == expected["optimizer"]
+        assert _groups(saved["param_groups"]) == _groups(expected["groups"])
+
+
+@pytest.mark.parametrize("kind", ["flat", "original", "rows"])
+def test_load_finds_what_save_wrote(kind: str) -> None:
+    run_ranks(2, _load_native, kind)
