@@ -164,10 +164,23 @@ def group_by_name(name: str | None, members: tuple[int, ...] | None) -> dist.Pro
     return group
 
 
-def axis_by_name(name: str | None, members: tuple[int, ...]) -> Axis:
-    """Return the axis over a named process group."""
+def axis_by_name(name: str | None, members: tuple[int, ...], rank: int | None = None) -> Axis:
+    """Return the axis over a named process group. rank: of the pickled shards on this axis; raises
+    UsageError if it is not this rank's."""
     group = group_by_name(name, members)
-    return _alone() if group is None else _axis(group)
+    axis = _alone() if group is None else _axis(group)
+    if rank is not None and rank != axis.rank:
+        raise UsageError(
+            explain(
+                "A pickled module holds the shards of another rank.",
+                expected=f"the shards of rank {axis.rank} of {axis.ranks}",
+                got=f"those of rank {rank}",
+                where=f"unpickling a FullyShardedDataParallel, global rank {dist.get_rank()}",
+                fix="save the module on every rank, to a file per rank, and load this rank's file; "
+                "for one file for all ranks, save state_dict() instead",
+            )
+        )
+    return axis
 
 
 def axis_of(group: dist.ProcessGroup) -> Axis:

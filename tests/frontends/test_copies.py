@@ -23,6 +23,7 @@ from fsdp_compat import (
     ShardingStrategy,
     StateDictType,
     StateError,
+    UsageError,
     register_fsdp_forward_method,
 )
 from fsdp_compat import FullyShardedDataParallel as FSDP
@@ -926,3 +927,32 @@ def _takes_a_pickle(packed: list[bytes], use_orig_params: bool) -> None:
 def test_pickle_loads_in_another_program_with_the_same_world_size(use_orig_params: bool) -> None:
     packed = run_ranks(2, _hands_a_pickle_over, use_orig_params)
     run_ranks(2, _takes_a_pickle, packed, use_orig_params)
+
+
+def _loads_another_ranks_pickle(packed: bytes, strategy: ShardingStrategy | None) -> str:
+    if strategy is not None:
+        *_, model = make("stack", sharding_strategy=strategy)
+        given = [pickle.dumps(model)]
+        dist.broadcast_object_list(given, 0)
+        packed = given[0]
+    try:
+        model = pickle.loads(packed)
+    except UsageError as error:
+        return str(error)
+    if strategy is NO_SHARD:
+        model(batch(0)).sum().backward()
+    return ""
+
+
+def test_a_pickle_of_another_rank_or_number_of_ranks_raises() -> None:
+    mine, other = run_ranks(2, _loads_another_ranks_pickle, b"", FULL_SHARD)
+    assert mine == ""
+    assert "expected: the shards of rank 1 of 2" in other
+    assert "got:      those of rank 0" in other
+    (packed,) = run_ranks(1, _hands_a_pickle_over, True)
+    for message in run_ranks(2, _loads_another_ranks_pickle, packed, None):
+        assert "of the ranks [0]" in message
+
+
+def test_replicas_may_load_one_pickle() -> None:
+    assert run_ranks(2, _loads_another_ranks_pickle, b"", NO_SHARD) == ["", ""]

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..._comm.mesh import Mesh, axis_by_name, group_by_name
+from ..._comm.mesh import Mesh, axis_by_name, axis_of, group_by_name
 from ..._engine.dtypes import Precision
 from ..._engine.runtime import RuntimeOptions
 from ..._engine.unit import UnitOptions
@@ -111,12 +111,15 @@ class Settings:
             "group": None,
             "device_mesh": None,
         }
-        axes = tuple(
-            (_name_of(axis.group), axis.members) for axis in (self.mesh.shard, self.mesh.replica)
+        # Replicas hold equal values, so any of them may load another one's pickle.
+        shard, replica = (
+            (_name_of(axis.group), axis.members, rank)
+            for axis, rank in ((self.mesh.shard, self.mesh.shard.rank), (self.mesh.replica, None))
         )
         mesh = None if self.device_mesh is None else PortableMesh.of(self.device_mesh)
+        group = self.group.group_name, axis_of(self.group).members
         return PortableSettings(
-            dataclasses.replace(self, **changes), axes, _name_of(self.group), mesh
+            dataclasses.replace(self, **changes), (shard, replica), group, mesh
         )
 
     @property
@@ -174,16 +177,17 @@ class PortableSettings:
     """Settings that can be pickled."""
 
     rest: Settings
-    # (name of the process group, its ranks) of the shard axis and the replica axis.
-    axes: tuple[tuple[str | None, tuple[int, ...]], ...]
-    group: str | None
+    # (name of the process group, its ranks, this rank on the axis or None if it does not matter) of
+    # the shard axis and the replica axis.
+    axes: tuple[tuple[str | None, tuple[int, ...], int | None], ...]
+    group: tuple[str, tuple[int, ...]]  # its name, and its ranks
     device_mesh: PortableMesh | None = None
 
     def resolved(self) -> Settings:
         """Return the settings with this process's groups; raises UsageError if no group has the
-        name and the ranks."""
-        shard, replica = (axis_by_name(name, members) for name, members in self.axes)
-        group = group_by_name(self.group, None)
+        name and the ranks, or if the shards are another rank's."""
+        group = group_by_name(*self.group)
+        shard, replica = (axis_by_name(*axis) for axis in self.axes)
         assert group is not None
         device_mesh = (
             None if self.device_mesh is None else self.device_mesh.over([replica.group, group])
