@@ -3,6 +3,7 @@ register hooks for other code return the undo."""
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -19,6 +20,7 @@ from .unit import Call, Unit
 
 __all__ = [
     "WITH_FAST_PATH",
+    "around_method",
     "attach_unit",
     "before_loading",
     "cast_again",
@@ -183,6 +185,19 @@ def on_assignment(
     Changes nn.Module for the whole process. The undo: remove() of the returned handle.
     """
     return torch.nn.modules.module.register_module_parameter_registration_hook(callback)  # type: ignore[arg-type]
+
+
+def around_method(cls: type, name: str, ours: Callable[..., Any]) -> Callable[[], None]:
+    """Let ``cls.name(self, ...)`` call ``ours(original, self, ...)`` in the whole process, where
+    ``original`` needs no ``self``. Return the undo."""
+    original = getattr(cls, name)
+
+    @functools.wraps(original)
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return ours(functools.partial(original, self), self, *args, **kwargs)
+
+    setattr(cls, name, method)
+    return functools.partial(setattr, cls, name, original)
 
 
 def on_gradient_of_output(tensor: torch.Tensor, call: Call) -> None:

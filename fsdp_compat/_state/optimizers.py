@@ -31,6 +31,7 @@ __all__ = [
     "note_assigned",
     "note_replaced",
     "patch",
+    "store_of_param",
     "undo",
 ]
 
@@ -116,6 +117,12 @@ def is_managed(parameter: nn.Parameter) -> bool:
 def is_held(parameter: nn.Parameter) -> bool:
     """True for a sharded parameter, which an optimizer holds."""
     return isinstance(_managed.get(parameter), tuple)
+
+
+def store_of_param(parameter: nn.Parameter) -> StateStore | None:
+    """Return the store of a sharded parameter of FullyShardedDataParallel; None for any other."""
+    place = _managed.get(parameter)
+    return place[0]() if isinstance(place, tuple) else None
 
 
 def note_assigned(parameter: nn.Parameter, name: str) -> None:

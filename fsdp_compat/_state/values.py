@@ -212,8 +212,32 @@ def materialised(value: Any, name: str) -> torch.Tensor:
 
 
 def misfit(value: object) -> str | None:
-    """Describe a local shard that does not fit ``value``; None if all fit."""
-    return value.wrong_shard() if isinstance(value, BoxedTensor) else None
+    """Describe a local shard that does not fit ``value``, or that is another rank's; None if all
+    fit."""
+    if isinstance(value, BoxedTensor):
+        return value.wrong_shard()
+    if _torch_private.is_dtensor(value) and dist.is_initialized():
+        return _other_rank(value)
+    return None
+
+
+def _other_rank(value: Any) -> str | None:
+    """Describe a DTensor that another rank has pickled: its mesh still has that rank's
+    coordinates."""
+    mesh, rank = value.device_mesh, dist.get_rank()
+    pickled, own = mesh.get_coordinate(), (mesh.mesh == rank).nonzero().tolist()
+    if pickled is None or not own or list(pickled) == own[0]:
+        return None
+    if all(
+        placement.is_replicate() or pickled[dim] == own[0][dim]
+        for dim, placement in enumerate(value.placements)
+    ):
+        return None
+    other = int(mesh.mesh[tuple(pickled)])
+    return (
+        f"a DTensor with the part of global rank {other}, on global rank {rank}: load the file "
+        "that this rank saved, or save whole values, or use torch.distributed.checkpoint"
+    )
 
 
 def shape_of(value: Any) -> tuple[int, ...]:

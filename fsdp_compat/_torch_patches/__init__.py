@@ -2,7 +2,7 @@
 
 ``import fsdp_compat`` changes one thing: ``torch.load(weights_only=True)`` accepts the classes in
 sharded state dicts (``torch.serialization.get_safe_globals()``). Wrapping the first model installs
-every patch in ``PATCHES``; ``fully_shard`` installs only the last two. Each is a module with
+every patch in ``PATCHES``; ``fully_shard`` installs only the last four. Each is a module with
 ``patch()``, which does nothing if called again, and ``undo()``, which restores the previous state.
 """
 
@@ -13,7 +13,8 @@ import types
 from torch import nn
 
 from .._engine import freshness
-from .._state import optimizers
+from .._front_ends import data_parallel
+from .._state import optimizers, raw_optimizer_state
 from .._state.model_units import model_units_in
 from . import assignments, clip_grad, dcp_adapter, hugging_face_storage
 
@@ -25,6 +26,8 @@ PATCHES: tuple[types.ModuleType, ...] = (
     hugging_face_storage,
     assignments,
     optimizers,
+    raw_optimizer_state,
+    data_parallel,
     freshness,
 )
 

@@ -10,7 +10,6 @@ them. If each name has one shard, the writer works unchanged."""
 from __future__ import annotations
 
 import dataclasses
-import functools
 import types
 import typing
 from collections.abc import Callable
@@ -18,6 +17,7 @@ from typing import Any
 
 from torch.futures import Future
 
+from .._engine import hooks
 from ..errors import CheckpointError, explain
 from .on_import import cancel, on_import
 
@@ -51,17 +51,7 @@ def undo() -> None:
 def _replace(module: types.ModuleType) -> None:
     writer = module.HuggingFaceStorageWriter
     for name, ours in (("prepare_global_plan", _prepare_global_plan), ("write_data", _write_data)):
-        original = getattr(writer, name)
-        setattr(writer, name, _around(original, ours))
-        _undo.append(functools.partial(setattr, writer, name, original))
-
-
-def _around(original: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return ours(functools.partial(original, self), self, *args, **kwargs)
-
-    return method
+        _undo.append(hooks.around_method(writer, name, ours))
 
 
 def _prepare_global_plan(

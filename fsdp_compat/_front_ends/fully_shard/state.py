@@ -25,13 +25,14 @@ from ..._engine.partial import PartialShard
 from ..._engine.runtime import Runtime, RuntimeOptions
 from ..._engine.schedule import Prefetch
 from ..._engine.unit import Unit, UnitOptions
-from ..._state import optimizers
+from ..._state import optimizers, raw_optimizer_state
 from ..._state.model_units import ModelUnit, default_form, register
 from ..._stores.extension import ExtensionStore
 from ..._stores.placement import DataMesh
 from ..._stores.row_store import RowStore
 from ...api import StateDictType
 from ...errors import StateError, explain
+from .. import data_parallel
 from .api import MixedPrecisionPolicy
 from .arguments import precision_of
 from .meshes import data_group_of, partial_mesh_of
@@ -437,6 +438,8 @@ def apply(plan: Plan) -> ShardedModules:
             _owned.setdefault(slot.module, {})[slot.attribute] = weakref.ref(state)
     optimizers.note_replaced(param.parameter for param in plan.managed.params)
     optimizers.patch()  # optimizers that hold the replaced parameters raise an error
+    raw_optimizer_state.patch()
+    data_parallel.patch()
     for module in plan.managed.modules:  # torch.compile asks for these
         module.__dict__.update(_is_fsdp_managed_module=True, _fsdp_use_orig_params=True)
     for module in plan.managed.holders:

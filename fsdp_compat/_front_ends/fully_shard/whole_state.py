@@ -17,7 +17,8 @@ from ..._state.model_units import ModelUnit
 from ..._state.names import clean_name, everything
 from ..._state.optim_values import copied
 from ..._state.unit_entries import full_entries
-from ..._state.validation import refuse_extensions
+from ..._state.validation import not_loaded, refuse_extensions
+from ..._state.values import misfit
 from ..._stores.row_store import RowStore
 from ..._torch_private import dtensor as torch_dtensor
 from ...api import StateDictType
@@ -147,15 +148,22 @@ def put_rows_in(
     state_dict: dict[str, Any], prefix: str, module: nn.Module, stores: Iterable[RowStore]
 ) -> None:
     """In a state dict that ``module``, but not its submodules, will load: replace whole values of
-    the module's DTensors by DTensors of this rank's rows. Nothing is sent."""
+    the module's DTensors by DTensors of this rank's rows. Nothing is sent.
+
+    Raises CheckpointError for DTensors that another rank has pickled.
+    """
     for store in stores:
         for index, member in enumerate(store.orig_params):
             param: Any = store.sharded_params[index].parameter
             for holder, attribute in member.slots:
+                if holder is not module:
+                    continue
                 value: Any = state_dict.get(prefix + attribute)
+                if (wrong := misfit(value)) is not None:
+                    where = f"load_state_dict of a {type(module).__name__}"
+                    raise not_loaded(f"{prefix + attribute}: {wrong}", where, state_dict)
                 if (
-                    holder is module
-                    and type(value) in (torch.Tensor, nn.Parameter)
+                    type(value) in (torch.Tensor, nn.Parameter)
                     and value.shape == param.shape
                     and _torch_private.is_dtensor(param)
                 ):

@@ -1,0 +1,68 @@
+"""Refuse DistributedDataParallel around sharded parameters: at once it broadcasts rank 0's shards
+over those of the other ranks, and in backward it waits for gradients that never come to it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from .. import _torch_private
+from .._engine import hooks
+from .._state import optimizers
+from .._state.model_units import is_lazy
+from ..errors import UsageError, explain
+
+__all__ = ["patch", "undo"]
+
+_undo: list[Callable[[], None]] = []
+
+
+def patch() -> None:
+    """Check every module of this process that DistributedDataParallel is applied to."""
+    if not _undo:
+        _undo.append(hooks.around_method(DistributedDataParallel, "__init__", _init))
+
+
+def undo() -> None:
+    """Restore the class."""
+    while _undo:
+        _undo.pop()()
+
+
+def _init(
+    original: Callable[..., None],
+    ddp: DistributedDataParallel,
+    module: Any,
+    *args: Any,
+    **kwargs: Any,
+) -> None:
+    if isinstance(module, nn.Module):
+        _refuse_sharded(module)
+    original(module, *args, **kwargs)
+
+
+def _refuse_sharded(module: nn.Module) -> None:
+    ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+    in_place = {
+        parameter
+        for child in module.modules()
+        if is_lazy(child)
+        for parameter in child.parameters()
+        if _torch_private.is_dtensor(parameter)
+    }
+    for name, parameter in module.named_parameters():
+        if name not in ignored and (optimizers.is_held(parameter) or parameter in in_place):
+            raise UsageError(
+                explain(
+                    "DistributedDataParallel cannot synchronize sharded parameters.",
+                    expected="a module without FullyShardedDataParallel and fully_shard, or with "
+                    "their parameters in _ddp_params_and_buffers_to_ignore",
+                    got=f"the sharded parameter {name!r}",
+                    where=f"DistributedDataParallel({type(module).__name__})",
+                    fix="leave out DistributedDataParallel: sharding averages the gradients, too; "
+                    "to replicate shards over groups of ranks, use HYBRID_SHARD or a 2-D mesh",
+                )
+            )

@@ -1,0 +1,138 @@
+"""State that belongs to one rank, or to one layout, is refused elsewhere with what to do."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from fsdp_compat import CheckpointError, ShardingStrategy, StateDictType, fully_shard
+from fsdp_compat import FullyShardedDataParallel as FSDP
+from fsdp_compat.wrap import ModuleWrapPolicy
+from tests.support.parity import both_forms
+from tests.support.ranks import run_ranks
+
+
+def trained(**options: Any) -> tuple[Any, torch.optim.Optimizer]:
+    """Return a model on which one step was made, and its optimizer. in_place: by fully_shard."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 6))
+    if options.pop("in_place", False):
+        model: Any = fully_shard(net)
+    else:
+        model = FSDP(net, **options)
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+def saved(value: Any) -> bytes:
+    file = io.BytesIO()
+    torch.save(value, file)
+    return file.getvalue()
+
+
+def loaded(packed: bytes) -> Any:
+    return torch.load(io.BytesIO(packed), weights_only=True)
+
+
+def of_rank0(value: Any) -> Any:
+    """Return what every rank loads from a file that rank 0 has saved."""
+    packed = [saved(value)]
+    dist.broadcast_object_list(packed, 0)
+    return loaded(packed[0])
+
+
+def refusal(load: Any, given: Any) -> str:
+    try:
+        load(given)
+    except CheckpointError as error:
+        return str(error)
+    return ""
+
+
+def _loads_optimizer_state(options: dict[str, Any]) -> str:
+    model, optimizer = trained(**options)
+    before = FSDP.optim_state_dict(model, optimizer)
+    own = optimizer.state_dict()
+    optimizer.load_state_dict(loaded(saved(own)))
+    given = FSDP.optim_state_dict(model, optimizer, optim_state_dict=own)
+    assert set(given) == {"state", "param_groups"}
+    assert set(optimizer.param_groups[0]) == set(
+        torch.optim.Adam(model.parameters()).param_groups[0]
+    )
+    flattened = FSDP.optim_state_dict_to_load(model, optimizer, given)
+    optimizer.load_state_dict(flattened)
+    after = FSDP.optim_state_dict(model, optimizer)
+    for name, states in before["state"].items():
+        for key, value in states.items():
+            assert torch.equal(value, after["state"][name][key])
+    return refusal(optimizer.load_state_dict, of_rank0(own))
+
+
+@both_forms
+def test_an_optimizers_own_state_dict_of_another_rank_raises(use_orig_params: bool) -> None:
+    first, second = run_ranks(2, _loads_optimizer_state, {"use_orig_params": use_orig_params})
+    assert first == ""
+    assert "expected: the parts of rank 1 of 2" in second
+    assert "got:      the parts of rank 0 of 2" in second
+    assert "FSDP.optim_state_dict(model, optimizer)" in second
+
+
+def test_an_optimizers_own_state_dict_loads_on_every_replica() -> None:
+    options = {"sharding_strategy": ShardingStrategy.NO_SHARD}
+    assert run_ranks(2, _loads_optimizer_state, options) == ["", ""]
+
+
+def _saves(use_orig_params: bool) -> bytes:
+    return saved(trained(use_orig_params=use_orig_params)[1].state_dict())
+
+
+def _loads(packed: bytes, wrapped: bool) -> str:
+    policy = ModuleWrapPolicy({nn.Linear}) if wrapped else None
+    _, optimizer = trained(use_orig_params=True, auto_wrap_policy=policy)
+    return refusal(optimizer.load_state_dict, loaded(packed))
+
+
+def test_an_optimizers_own_state_dict_of_another_layout_raises() -> None:
+    packed, _ = run_ranks(2, _saves, True)
+    assert (
+        "got:      the parts of rank 0 of 2 of parameters that were wrapped or cut"
+        in (run_ranks(2, _loads, packed, True)[0])
+    )
+    assert run_ranks(2, _loads, packed, False)[0] == ""
+    assert "expected: the state of whole parameters" in run_ranks(1, _loads, packed, False)[0]
+
+
+def _loads_dtensors(in_place: bool) -> list[str]:
+    mesh = init_device_mesh("cpu", (2,))
+    model, optimizer = trained(**({"in_place": True} if in_place else {"device_mesh": mesh}))
+    if not in_place:
+        FSDP.set_state_dict_type(model, StateDictType.SHARDED_STATE_DICT)
+    state = model.state_dict()
+    assert refusal(model.load_state_dict, loaded(saved(state))) == ""
+    found = []
+    if dist.get_rank() == 0:  # loading DTensors into another layout is collective
+        of_rank0(state)
+    else:
+        found.append(refusal(model.load_state_dict, of_rank0(state)))
+    if in_place:
+        own = optimizer.state_dict()
+        assert refusal(optimizer.load_state_dict, loaded(saved(own))) == ""
+        found.append(refusal(optimizer.load_state_dict, of_rank0(own)))
+    return found
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_dtensors_of_another_rank_raise(in_place: bool) -> None:
+    first, second = run_ranks(2, _loads_dtensors, in_place)
+    assert not any(first)
+    assert second
+    for message in second:
+        assert "with the part of global rank 0, on global rank 1" in message
