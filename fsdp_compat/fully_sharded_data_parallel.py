@@ -105,7 +105,9 @@ class FullyShardedDataParallel(nn.Module):
             True allows one gradient buffer at a time; False lets one unit's gradients be reduced
             while the next unit's are computed, as devices with streams always do.
         use_orig_params: expose the module's own Parameter objects, as views of the shard, to the
-            optimizer instead of FlatParameters.
+            optimizer instead of FlatParameters. Needed to change ``requires_grad`` of some of a
+            unit's parameters: with False a layer inside a unit has no parameters between steps, so
+            that ``layer.requires_grad_()`` raises, and a loop over ``layer.parameters()`` is empty.
         ignored_states: parameters or modules to ignore; not together with ``ignored_modules``.
         device_mesh: replaces ``process_group``. For hybrid strategies a 2-D mesh (replica, shard)
             or a 1-D mesh; otherwise a mesh whose first dimension is sharded over.

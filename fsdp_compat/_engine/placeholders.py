@@ -72,7 +72,9 @@ def _refuse(
             expected="a use inside the unit's forward, where its parameters are whole",
             got=use,
             where=label,
-            fix="call the FullyShardedDataParallel itself instead of the module inside it; for "
+            fix="pass use_orig_params=True, to change requires_grad of some of a unit's parameters"
+            if "'requires_grad" in use
+            else "call the FullyShardedDataParallel itself instead of the module inside it; for "
             "another entry point (generate, encode, ...) call "
             "register_fsdp_forward_method(wrapped_model, 'name') once; or wrap the use in "
             "`with FullyShardedDataParallel.summon_full_params(model):`",
@@ -113,6 +115,11 @@ class ShardedPlaceholder:
     @property
     def device(self) -> torch.device:
         return self._device
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name not in ShardedPlaceholder.__slots__:
+            self._used(f"an assignment to its attribute {name!r}")
+        object.__setattr__(self, name, value)
 
     def __getattr__(self, name: str) -> Any:
         if name in _METADATA:

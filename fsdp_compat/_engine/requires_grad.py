@@ -11,7 +11,7 @@ from ..errors import StateError, explain
 from .storage import GroupMemory
 from .store import ParamStore
 
-__all__ = ["RequiresGrad"]
+__all__ = ["RequiresGrad", "follow_toggles"]
 
 
 class RequiresGrad:
@@ -32,8 +32,13 @@ class RequiresGrad:
         Raises StateError where parts of a FlatParameter disagree. where: the unit, for the error.
         """
         for position, (sharded_param, indices) in enumerate(self._store.sharded_params):
-            if sharded_param.requires_grad is self._last[position]:
-                self._follow_unsharded_params(sharded_param, indices, where)
+            before = sharded_param.requires_grad
+            if before is self._last[position]:
+                toggled = [
+                    any(m.unsharded_params[i].requires_grad is not before for m in self._memories)
+                    for i in indices
+                ]
+                follow_toggles(sharded_param, toggled, where)
             self._last[position] = sharded_param.requires_grad
         found = []
         for memory in self._memories:
@@ -49,33 +54,25 @@ class RequiresGrad:
                         found.append((index, param))
         return found
 
-    def _follow_unsharded_params(
-        self, sharded_param: nn.Parameter, indices: Sequence[int], where: str
-    ) -> None:
-        """The user may have toggled unsharded parameters inside forward: this counts for the
-        sharded parameter that holds parts of them."""
-        before = sharded_param.requires_grad
-        toggled = [
-            index
-            for index in indices
-            if any(
-                memory.unsharded_params[index].requires_grad is not before
-                for memory in self._memories
+
+def follow_toggles(sharded_param: nn.Parameter, toggled: Sequence[bool], where: str) -> None:
+    """Toggle requires_grad of a sharded parameter if the user has toggled its unsharded parameters,
+    inside forward or summon_full_params. toggled: one per unsharded parameter.
+
+    Raises StateError if only some of them were toggled.
+    """
+    if not any(toggled):
+        return
+    before = sharded_param.requires_grad
+    if not all(toggled):
+        raise StateError(
+            explain(
+                "requires_grad was changed for only some of the parameters in a FlatParameter.",
+                expected="a change for all parameters of the FlatParameter, or "
+                "use_orig_params=True",
+                got=f"{sum(toggled)} of {len(toggled)} parameters with requires_grad={not before}",
+                where=where,
+                fix="set requires_grad before wrapping, or pass use_orig_params=True",
             )
-        ]
-        if not toggled:
-            return
-        if len(toggled) < len(indices):
-            raise StateError(
-                explain(
-                    "requires_grad was changed inside forward for only some of the parameters in a "
-                    "FlatParameter.",
-                    expected="a change for all parameters of the FlatParameter, or "
-                    "use_orig_params=True",
-                    got=f"{len(toggled)} of {len(indices)} parameters with "
-                    f"requires_grad={not before}",
-                    where=where,
-                    fix="set requires_grad before wrapping, or pass use_orig_params=True",
-                )
-            )
-        sharded_param.requires_grad_(not before)
+        )
+    sharded_param.requires_grad_(not before)

@@ -11,6 +11,7 @@ from torch import nn
 
 from .. import _torch_private
 from .._engine.group import Group
+from .._engine.requires_grad import follow_toggles
 from .._engine.state_store import StateStore, store_of
 from .._engine.unit import Unit
 
@@ -141,6 +142,10 @@ def _shown(
                 parameter.grad = None
                 parameter.data = data
                 parameter.grad = grad
+    for param, indices in store.sharded_params if writeback else ():
+        before = param.requires_grad
+        toggled = [shown[index].requires_grad is not before for index in indices]
+        follow_toggles(param, toggled, f"{group.name}, in summon_full_params")
 
 
 def _grad_of(parameter: nn.Parameter) -> torch.Tensor:

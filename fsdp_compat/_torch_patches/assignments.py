@@ -8,16 +8,19 @@ might untie them), DTensors, and assignments while the model runs or keeps whole
 backward raise. With use_orig_params=False every assignment raises. Inside of summon_full_params
 both forms copy a value that fits.
 
-Every rank makes the assignment, and copies its own part of the value that it was given."""
+Every rank makes the assignment, and copies its own part of the value that it was given.
+
+With use_orig_params=False ``layer.requires_grad_(...)`` inside a unit raises: between steps the
+layer has no parameters, so torch's method would change nothing."""
 
 from __future__ import annotations
 
 import typing
 import weakref
+from collections.abc import Callable
 
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
 from .. import _torch_private
@@ -39,22 +42,21 @@ class _Place(typing.NamedTuple):
 
 
 _places: WeakIdKeyDictionary = WeakIdKeyDictionary()  # {module: {attribute: _Place}}
-_handle: RemovableHandle | None = None
+_undo: list[Callable[[], None]] = []
 
 
 def patch() -> None:
-    """Check every parameter that is assigned to a module of this process."""
-    global _handle
-    if _handle is None:
-        _handle = hooks.on_assignment(_on_assignment)
+    """Check every parameter that is assigned to a module of this process, and every
+    ``requires_grad_`` of a module."""
+    if not _undo:
+        _undo.append(hooks.on_assignment(_on_assignment).remove)
+        _undo.append(hooks.around_method(nn.Module, "requires_grad_", _on_requires_grad))
 
 
 def undo() -> None:
     """Stop checking: an assignment to a sharded parameter is noticed at the next forward."""
-    global _handle
-    if _handle is not None:
-        _handle.remove()
-        _handle = None
+    while _undo:
+        _undo.pop()()
 
 
 def watch(unit: Unit) -> None:
@@ -66,6 +68,38 @@ def watch(unit: Unit) -> None:
                 _places.setdefault(module, {})[attribute] = _Place(
                     weakref.ref(unit), weakref.ref(store), index
                 )
+
+
+def _on_requires_grad(
+    original: Callable[[bool], nn.Module], module: nn.Module, requires_grad: bool = True
+) -> nn.Module:
+    """Refuse a change that would not reach a part of a FlatParameter outside ``module``."""
+    reached: set[nn.Parameter] | None = None
+    for child in module.modules():
+        for name, place in _places.get(child, {}).items():
+            unit, store = place.unit(), place.store()
+            if unit is None or store is None or not store.is_flattened:
+                continue
+            flat = store.sharded_params[0].parameter
+            if flat.requires_grad is bool(requires_grad):
+                continue
+            if _torch_private.parameters_of(child).get(name) is not None:
+                continue  # shown whole, as in summon_full_params
+            reached = set(module.parameters()) if reached is None else reached
+            if flat not in reached:
+                raise StateError(
+                    explain(
+                        "requires_grad of a part of a FlatParameter cannot be changed.",
+                        expected="requires_grad_ of all parameters of a unit, or "
+                        "use_orig_params=True",
+                        got=f"requires_grad_({requires_grad}) of a {type(module).__name__} inside "
+                        "a unit",
+                        where=f"{unit.label}, {type(child).__name__}.{name}",
+                        fix="pass use_orig_params=True, or call it before wrapping: parameters "
+                        "that require grad and those that do not get a FlatParameter each",
+                    )
+                )
+    return original(requires_grad)
 
 
 def _on_assignment(module: nn.Module, name: str, value: nn.Parameter) -> nn.Parameter | None:

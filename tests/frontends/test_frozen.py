@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fsdp_compat import ShardingStrategy
+from fsdp_compat import FullyShardedDataParallel as FSDP
+from fsdp_compat import ShardingStrategy, StateError
 from tests.support.models import (
     DIM,
     Block,
@@ -131,6 +132,37 @@ def _toggles_requires_grad(**options: Any) -> None:
 @both_strategies
 def test_requires_grad_may_be_toggled_with_original_parameters(strategy: ShardingStrategy) -> None:
     run_ranks(2, _toggles_requires_grad, sharding_strategy=strategy)
+
+
+def _freezes_some_of_a_unit() -> None:
+    pair = train(Stack)
+    block, inner = pair.model.module.blocks[0], pair.model.module.blocks[0].module.up
+
+    def assigns() -> None:
+        inner.weight.requires_grad = False
+
+    def in_summon() -> None:
+        with FSDP.summon_full_params(pair.model):
+            inner.requires_grad_(False)
+
+    for freeze in (partial(inner.requires_grad_, False), assigns, in_summon):
+        with pytest.raises(StateError, match="use_orig_params=True"):
+            freeze()
+    inner.requires_grad_(True)  # as it is
+    assert all(p.requires_grad for p in pair.model.parameters())
+    block.requires_grad_(False)
+    pair.plain.blocks[0].requires_grad_(False)
+    pair.step(one_backward)
+    with FSDP.summon_full_params(pair.model):
+        block.requires_grad_(True)
+        pair.model.module.blocks[1].requires_grad_(False)
+    pair.plain.blocks[0].requires_grad_(True)
+    pair.plain.blocks[1].requires_grad_(False)
+    pair.step(one_backward)
+
+
+def test_freezing_some_of_a_flat_parameter_raises_and_whole_units_follow() -> None:
+    run_ranks(2, _freezes_some_of_a_unit)
 
 
 def _unfreezes(large: bool, use_orig_params: bool) -> None:
