@@ -67,8 +67,16 @@ def adam(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=0.125)
 
 
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], 0.25, momentum=0.5)
+
+
 def rank_local(model: nn.Module) -> torch.optim.Optimizer:
     return RankLocal(model.parameters())
+
+
+MakesOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
+OPTIMIZERS: dict[str, MakesOptimizer] = {"adam": adam, "sgd": sgd, "rank-local": rank_local}
 
 
 def take_step(optimizer: torch.optim.Optimizer) -> None:
@@ -132,7 +140,7 @@ def content_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, 
     }
 
 
-def unsharded(optimizer_of: Callable[[nn.Module], torch.optim.Optimizer]) -> dict[str, Any]:
+def unsharded(optimizer_of: MakesOptimizer) -> dict[str, Any]:
     """Return what checkpoints hold whose optimizers are made by a function."""
     model = Tiny()
     optimizer = optimizer_of(model)

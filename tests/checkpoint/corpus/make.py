@@ -4,6 +4,7 @@
     python -m tests.checkpoint.corpus.make torch torch-2.15.0    # torch's own FSDP
     python -m tests.checkpoint.corpus.make more_torch torch-2.13.0
     python -m tests.checkpoint.corpus.make ours ours             # fsdp_compat
+    python -m tests.checkpoint.corpus.make clients clients       # Accelerate, Lightning, Fabric
 
 The second argument is a new directory of the corpus. What older versions wrote cannot be made
 again, so nothing is replaced: formats that change get a further directory.
@@ -18,6 +19,7 @@ import json
 import sys
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -89,7 +91,9 @@ def _by_dcp(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any
 # -- torch
 
 
-def _torch_flat(use_orig_params: bool) -> tuple[nn.Module, torch.optim.Optimizer]:
+def _torch_flat(
+    use_orig_params: bool, optimizer_of: content.MakesOptimizer = content.adam
+) -> tuple[nn.Module, torch.optim.Optimizer]:
     from torch.distributed.fsdp import FullyShardedDataParallel
     from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
@@ -101,13 +105,15 @@ def _torch_flat(use_orig_params: bool) -> tuple[nn.Module, torch.optim.Optimizer
         device_id=torch.device("cpu"),
         ignored_states=[model.gain],
     )
-    optimizer = content.adam(wrapped)
+    optimizer = optimizer_of(wrapped)
     content.take_step(optimizer)
     _keep_few_settings(optimizer)
     return wrapped, optimizer
 
 
-def _torch_rows(kind: str) -> tuple[nn.Module, torch.optim.Optimizer]:
+def _torch_rows(
+    kind: str, optimizer_of: content.MakesOptimizer = content.adam
+) -> tuple[nn.Module, torch.optim.Optimizer]:
     from torch.distributed.fsdp import fully_shard
 
     model = content.Tiny()
@@ -121,7 +127,7 @@ def _torch_rows(kind: str) -> tuple[nn.Module, torch.optim.Optimizer]:
     for part in model.parts():
         fully_shard(part, mesh=mesh)
     fully_shard(model, mesh=mesh, ignored_params={model.gain})
-    optimizer = content.adam(model)
+    optimizer = optimizer_of(model)
     content.take_step(optimizer)
     _keep_few_settings(optimizer)
     return model, optimizer
@@ -334,6 +340,102 @@ def make_ours(folder: Path) -> Entries:
     return entries
 
 
+# -- libraries that use torch's FSDP, called where they save: they train on accelerators alone
+
+
+def _save_accelerate(path: Path) -> None:
+    from accelerate import FullyShardedDataParallelPlugin
+    from accelerate.checkpointing import save_accelerator_state
+    from accelerate.state import PartialState
+    from accelerate.utils import fsdp_utils
+
+    warnings.simplefilter("ignore")
+    PartialState(cpu=True)  # for its logger; it does not see the ranks
+    process = SimpleNamespace(process_index=dist.get_rank(), num_processes=dist.get_world_size())
+    if "full" in path.name:  # of FSDP1, torch gives wrong values on CPUs
+        model, optimizer = _torch_rows("fsdp2", content.sgd)
+        plugin = FullyShardedDataParallelPlugin(fsdp_version=2, state_dict_type="full_state_dict")
+    else:
+        model, optimizer = _torch_flat(True, content.sgd)
+        plugin = FullyShardedDataParallelPlugin(
+            fsdp_version=1, state_dict_type="sharded_state_dict"
+        )
+    options = {"use_dcp": "ranks" not in path.name}
+    fsdp_utils.save_fsdp_model(plugin, process, model, path, **options)
+    fsdp_utils.save_fsdp_optimizer(plugin, process, optimizer, model, path, **options)
+    if "full" in path.name and dist.get_rank() == 0:  # 14 KB of each rank's random states
+        schedule = _schedule_of(optimizer)
+        save_accelerator_state(path, [], [], [schedule], [], dist.get_rank(), content.STEP)
+
+
+def _schedule_of(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+    return torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0)
+
+
+def _save_fabric(path: Path) -> None:
+    from lightning.fabric.strategies import FSDPStrategy
+
+    warnings.simplefilter("ignore")
+    model, _ = _torch_flat(True, content.sgd)
+    states = {"net": model, "step": content.STEP, "note": "fabric"}
+    _in_process_group(FSDPStrategy).save_checkpoint(path, states)
+
+
+def _save_lightning(path: Path) -> None:
+    import lightning
+    from lightning.pytorch.strategies import FSDPStrategy
+    from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
+
+    warnings.simplefilter("ignore")
+    model, optimizer = _torch_flat(True, content.sgd)
+    with FullyShardedDataParallel.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
+        states: dict[str, Any] = {
+            "epoch": 0,
+            "global_step": content.STEP,
+            "pytorch-lightning_version": lightning.__version__,
+            "state_dict": model.state_dict(),
+            "optimizer_states": [FullyShardedDataParallel.optim_state_dict(model, optimizer)],
+        }
+    _in_process_group(FSDPStrategy).save_checkpoint(states, path)
+
+
+def _in_process_group(strategy_class: Any) -> Any:
+    """Return a strategy of Lightning that finds its ranks in the process group."""
+    from lightning.fabric.plugins.environments import LightningEnvironment
+
+    strategy = strategy_class(state_dict_type="sharded", cluster_environment=LightningEnvironment())
+    strategy.cluster_environment.set_global_rank(dist.get_rank())
+    strategy._local_rank = dist.get_rank()
+    return strategy
+
+
+def make_clients(folder: Path) -> Entries:
+    import lightning
+
+    scheduler = _schedule_of(content.sgd(content.Tiny())).state_dict()
+    lightnings = {
+        "epoch": 0,
+        "global_step": content.STEP,
+        "pytorch-lightning_version": lightning.__version__,
+    }
+    entries = {}
+    for name, save, step, extra in [
+        ("accelerate-full", _save_accelerate, None, {"scheduler": scheduler}),
+        ("accelerate-sharded", _save_accelerate, None, {}),
+        ("accelerate-sharded-ranks", _save_accelerate, None, {}),
+        ("fabric-model", _save_fabric, content.STEP, {"step": content.STEP, "note": "fabric"}),
+        ("lightning", _save_lightning, content.STEP, lightnings),
+    ]:
+        run_ranks(2, save, folder / name)
+        entries[name] = {
+            **_entry("model" not in name),
+            "content": "sgd",
+            "step": step,
+            "extra": content.facts_of(extra),
+        }
+    return entries
+
+
 # -- the table
 
 
@@ -358,7 +460,7 @@ def main(what: str, name: str) -> None:
     truth: dict[str, Any] = {"contents": {}, "entries": {}}
     if TRUTH.exists():
         truth = json.loads(TRUTH.read_text(encoding="utf-8"))
-    for key, optimizer_of in [("adam", content.adam), ("rank-local", content.rank_local)]:
+    for key, optimizer_of in content.OPTIMIZERS.items():
         values = content.unsharded(optimizer_of)
         assert truth["contents"].setdefault(key, values) == values, "this torch computes others"
     truth["entries"] |= {f"{name}/{path}": entry for path, entry in entries.items()}
