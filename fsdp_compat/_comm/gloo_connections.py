@@ -184,7 +184,8 @@ class GlooConnections:
         number = self.begin(COLLECTIVE)
         self.activity.waiting = waiting = (COLLECTIVE, number, 0, 0), 0, what
         try:
-            collective(torch_gloo.GlooCollectives(self.gloo, self._finish))
+            with _torch_private.uncounted():
+                collective(torch_gloo.GlooCollectives(self.gloo, self._finish))
         except RuntimeError as error:
             self.fail_wait(what, error, waiting)
         except BaseException as error:

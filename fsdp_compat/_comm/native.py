@@ -42,7 +42,8 @@ class NativeTransport(ProcessGroupTransport):
 
     def _run(self, what: str, collective: Callable[[Collectives], None]) -> None:
         try:
-            collective(_PublicCollectives(self.group))
+            with _torch_private.uncounted():
+                collective(_PublicCollectives(self.group))
         except RuntimeError as error:
             raise communication_error(
                 f"{what[0].upper()}{what[1:]} failed.",
@@ -98,9 +99,9 @@ class NativeTransport(ProcessGroupTransport):
     ) -> _Started:
         ranks = self.ranks
         self.traffic.add(Kind.REPLICATE, 2 * (ranks - 1) * total.nbytes // ranks)
-        return _Started(
-            _work(dist.all_reduce(total, group=self.group, async_op=True)), total, None, divisor
-        )
+        with _torch_private.uncounted():  # it was counted when the reduction began
+            work = _work(dist.all_reduce(total, group=self.group, async_op=True))
+        return _Started(work, total, None, divisor)
 
     def continue_all_reduce(
         self, handle: _Started, total: torch.Tensor, tag: int, what: str

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from .. import _torch_private
+from .._comm.communicator import Communicator
 from .accumulation import DTensorGrads, ShardedGrads, Zeroed
 from .bulk_dict import exhaust
 from .conduct import Conduct
@@ -115,6 +116,22 @@ class Gradients:
     def dtype(self) -> torch.dtype:
         """The dtype of reduced gradients."""
         return self._plan.grad_dtype or self._store.dtype
+
+    @property
+    def axis(self) -> Communicator:
+        """Of the ranks that gradients are reduced over, without replicas."""
+        return self._plan.shard
+
+    def count_collectives(self) -> None:
+        """Count those of a reduction. What a user's hook does counts by itself."""
+        if self.hook is None:
+            self._count(is_custom=False, over_replicas=True)
+
+    def _count(self, is_custom: bool, over_replicas: bool) -> None:
+        if self.axis.ranks > 1 and not is_custom:
+            _torch_private.count_collective("_reduce_scatter_base_")
+        if self._plan.replica.ranks > 1 and over_replicas:
+            _torch_private.count_collective("allreduce_")
 
     @property
     def is_trainable(self) -> bool:
@@ -276,6 +293,10 @@ class ConductedGradients(Gradients):
     def wants_reduction(self, sync: bool) -> bool:
         return sync and self._conduct.sync and bool(self.received)
 
+    def count_collectives(self) -> None:
+        conduct = self._conduct
+        self._count(conduct.reduction.custom is not None, conduct.all_reduce)
+
     def take_large(self, index: int, param: nn.Parameter) -> None:
         if not self._in_pieces:
             super().take_large(index, param)
@@ -339,6 +360,9 @@ class InFlightReductions:
         """Collective. Start the reductions of a unit."""
         if self._limit is not None and len(self._units) > self._limit:
             self.limit_in_flight()
+        if _torch_private.counts_collectives():
+            for gradients in {gradients.axis: gradients for gradients in unit}.values():
+                gradients.count_collectives()
         for gradients in unit:
             gradients.start_reduction()
         self._units.append(unit)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from .. import _torch_private
 from ..errors import StateError, explain
 from .buffers import CastBuffers
 from .conduct import Conduct
@@ -271,8 +272,18 @@ class Unit:
             self._move(Residency.UNSHARDING)
             if self.conduct.freshness is not None:
                 self.conduct.freshness.note()
+            if _torch_private.counts_collectives():
+                self._count_gathers()
             for group in self.groups:
                 group.unshard()
+
+    def _count_gathers(self) -> None:
+        """One for the groups over the same ranks, also where nothing is sent. A user's all-gather
+        counts by itself."""
+        axes = {group.shard for group in self.groups if group.shard.ranks > 1}
+        if self.conduct.custom_all_gather is None:
+            for _ in axes:
+                _torch_private.count_collective("_allgather_base_")
 
     def wait_for_unshard(self) -> None:
         """Collective. Make the unsharded parameters readable."""

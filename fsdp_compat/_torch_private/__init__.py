@@ -24,6 +24,7 @@ from torch._C._distributed_c10d import (
 from torch._C._dynamo import eval_frame
 from torch.distributed._composable_state import _State
 from torch.nn.utils import clip_grad
+from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
@@ -37,6 +38,7 @@ __all__ = [
     "composable_apis",
     "copy_together",
     "count_collective",
+    "counts_collectives",
     "default_device_of_backend",
     "default_store",
     "group_named",
@@ -73,6 +75,7 @@ __all__ = [
     "storage_key",
     "tensor_without_storage",
     "under_prefix",
+    "uncounted",
     "unpatched",
     "wraps_as",
 ]
@@ -324,7 +327,8 @@ def start_all_gather(group: dist.ProcessGroup, full: torch.Tensor, own: torch.Te
     """Start an all-gather. The public function costs more host time than the call itself."""
     if full.dtype.is_complex:  # backends do not support complex numbers
         full, own = torch.view_as_real(full), torch.view_as_real(own)
-    return group._allgather_base(full, own, _ASYNC_GATHER)
+    with uncounted():
+        return group._allgather_base(full, own, _ASYNC_GATHER)
 
 
 def start_reduce_scatter(
@@ -333,7 +337,8 @@ def start_reduce_scatter(
     """Start a summing reduce-scatter, see ``start_all_gather``."""
     if total.dtype.is_complex:
         total, buffer = torch.view_as_real(total), torch.view_as_real(buffer)
-    return group._reduce_scatter_base(total, buffer, _ASYNC_SUM)
+    with uncounted():
+        return group._reduce_scatter_base(total, buffer, _ASYNC_SUM)
 
 
 def start_reduce_scatters(
@@ -341,7 +346,8 @@ def start_reduce_scatters(
 ) -> dist.Work:
     """Start summing reduce-scatters of real tensors as one collective. The public functional
     collective returns a tensor, not a handle."""
-    return group.reduce_scatter_tensor_coalesced(totals, buffers, _ASYNC_SUM)
+    with uncounted():
+        return group.reduce_scatter_tensor_coalesced(totals, buffers, _ASYNC_SUM)
 
 
 def starts_reduce_scatters(group: dist.ProcessGroup, device: torch.device) -> bool:
@@ -448,16 +454,30 @@ def note_composable(module: nn.Module, name: str) -> None:
     registry[name] = contract.RegistryItem()
 
 
+# True if some mode may count collectives (see the next).
+counts_collectives: Callable[[], int] = torch._C._len_torch_dispatch_stack
+
+
 def count_collective(name: str) -> None:
     """Let torch's CommDebugMode count a collective of c10d. It sees only operators, which engines
-    that call a process group, or send nothing, do not call."""
-    if torch._C._len_torch_dispatch_stack():
-        from torch.distributed.tensor.debug import CommDebugMode
-        from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+    that call a backend, or send nothing, do not call."""
+    for mode in _counting_modes():
+        mode.__torch_dispatch__(_Counted(name), ())
 
-        for mode in _get_current_dispatch_mode_stack():
-            if isinstance(mode, CommDebugMode):
-                mode.__torch_dispatch__(_Counted(name), ())
+
+def uncounted() -> contextlib.AbstractContextManager[object]:
+    """A context for operators that CommDebugMode is not to count: ``count_collective`` has counted
+    the collective, or it is a message of the engine."""
+    if counts_collectives() and _counting_modes():
+        return _python_dispatch._disable_current_modes()
+    return contextlib.nullcontext()
+
+
+def _counting_modes() -> list[Any]:
+    from torch.distributed.tensor.debug import CommDebugMode
+
+    modes = _python_dispatch._get_current_dispatch_mode_stack()
+    return [mode for mode in modes if isinstance(mode, CommDebugMode)]
 
 
 class _Counted:

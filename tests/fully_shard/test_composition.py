@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import copy
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed._composable import replicate
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.debug import CommDebugMode
 
 import fsdp_compat
-from tests.support.fully_sharded import api, whole
+from fsdp_compat import _torch_private
+from tests.support.fully_sharded import OURS, TORCH, Library, api, whole
 from tests.support.ranks import run_ranks
 from tests.support.same_host import MAPPED, MESSAGES
 
@@ -69,6 +73,54 @@ def shards_around_shards() -> None:
 
 def test_sharded_modules_are_not_taken_for_those_of_torch() -> None:
     run_ranks(1, shards_around_shards)
+
+
+# -- CommDebugMode
+
+
+def counts_of(library: Library, shape: tuple[int, ...]) -> list[dict[str, int]]:
+    """Collectives of each pass of two steps, the second of which is accumulated."""
+    model: Any = nn.Sequential(*(make() for _ in range(3)))
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
+    for module in (*model, model):
+        library.fully_shard(module, mesh=mesh)
+    counts = []
+    for is_reduced in (True, False):
+        model.set_requires_gradient_sync(is_reduced)
+        with CommDebugMode() as mode:
+            loss = model(batch(0)).sum()
+        counts.append({str(name): number for name, number in mode.get_comm_counts().items()})
+        with CommDebugMode() as mode:
+            loss.backward()
+        counts.append({str(name): number for name, number in mode.get_comm_counts().items()})
+        assert mode.get_total_counts() == sum(counts[-1].values())
+        assert mode.generate_comm_debug_tracing_table(noise_level=2)
+    return counts
+
+
+def counts_of_both(shape: tuple[int, ...], is_native: bool) -> tuple[list[Any], list[Any]]:
+    with mock.patch.object(_torch_private, "is_gloo", lambda group, device: not is_native):
+        return counts_of(OURS, shape), counts_of(TORCH, shape)
+
+
+@pytest.mark.parametrize("transport", ["mapped", "messages", "native"])
+@pytest.mark.parametrize("shape", [(2,), (2, 2)])
+def test_comm_debug_mode_counts_what_torchs_fsdp2_counts(
+    shape: tuple[int, ...], transport: str
+) -> None:
+    results = run_ranks(
+        2 * len(shape),
+        counts_of_both,
+        shape,
+        transport == "native",
+        environment=MAPPED if transport == "mapped" else MESSAGES,
+    )
+    for ours, torchs in results:
+        # The unit that backward uses first is kept, once a backward has shown which it is.
+        ours[3]["c10d._allgather_base_"] += 1
+        assert ours == torchs
+        assert ours[0] == {"c10d._allgather_base_": 3}  # the root has no parameters
+        assert ours[1]["c10d._reduce_scatter_base_"] == 3
 
 
 # -- FullyShardedDataParallel
