@@ -36,6 +36,7 @@ __all__ = [
     "fresh_name",
     "latest",
     "make_fresh",
+    "remove",
     "remove_leftovers",
     "remove_older",
 ]
@@ -106,7 +107,7 @@ class Fresh:
     """A directory that this process created and owns until it is published or discarded."""
 
     def __init__(self, path: Path, owner: Path, descriptor: int) -> None:
-        self.path = path
+        self.path, self.is_published = path, False
         self._owner, self._descriptor = owner, descriptor
 
     def publish(self, target: Path, manifest: str) -> None:
@@ -126,6 +127,7 @@ class Fresh:
         if target.exists():  # rename would replace an empty directory
             raise FileExistsError(f"{target} already exists")
         self.path.rename(target)
+        self.is_published = True
         try:
             with contextlib.suppress(OSError):
                 (target / self._owner.name).unlink()
@@ -138,7 +140,7 @@ class Fresh:
     def discard(self) -> None:
         """Remove it, if possible. Does nothing once it is published."""
         with contextlib.suppress(OSError):
-            _remove(self.path)
+            remove(self.path)
         self.release()
 
     def release(self) -> None:
@@ -201,7 +203,7 @@ def remove_leftovers(folder: Path) -> None:
             elif _FRESH.fullmatch(path.name):
                 with _disowned(path) as is_left:
                     if is_left:
-                        _remove(path)
+                        remove(path)
 
 
 @contextlib.contextmanager
@@ -230,7 +232,7 @@ def _disowned(path: Path) -> Iterator[bool]:
         yield is_old or any(owner.name == f"{_OWNER}{host()}" for owner in owners)
 
 
-def _remove(path: Path) -> None:
+def remove(path: Path) -> None:
     """Remove a directory: it is renamed first, so that its name never stands for a part of it.
     Raises OSError if it stays."""
     step = path.name.removeprefix(".").split("-")[1]
@@ -252,4 +254,4 @@ def remove_older(folder: Path, step: int, keep_last: int) -> None:
     ]
     for _, path in older[: max(len(older) - (keep_last - 1), 0)]:
         with contextlib.suppress(OSError):  # another save removes it, or another user owns it
-            _remove(path)
+            remove(path)

@@ -74,6 +74,7 @@ class SaveJob:
         self._snapshot = Snapshot([], {})
         self._groups: list[NamedGroup] = []
         self._fresh: directory.Fresh | None = None  # only on a rank that leads
+        self._is_sole_leader = True  # as far as this rank knows
         self._problem: Exception | None = None
         units, self._ranks = ranks_of(model, self.call)
         try:
@@ -209,6 +210,7 @@ class SaveJob:
             outcome = self._ranks.mailbox.conclude(self._write_and_commit)
             self._ranks.mailbox.close()
         except RankLost as lost:
+            self._withdraw()
             raise self._rank_lost(lost) from lost
         except BaseException as error:
             self.abandon(error)
@@ -217,11 +219,26 @@ class SaveJob:
             if self._fresh is not None:
                 self._fresh.discard()  # does nothing once published
         problems, is_complete = outcome
+        if problems and is_complete:
+            raise self._not_synced(problems) from self._problem
         if problems:
-            raise (
-                self._not_synced(problems) if is_complete else self._failed(problems)
-            ) from self._problem
+            raise self._failed(problems + self._withdraw()) from self._problem
+        # Not before: until all nodes have this checkpoint, only an older one may load.
+        if self._fresh is not None and self._keep_last is not None:
+            with contextlib.suppress(OSError):  # the new checkpoint is complete all the same
+                directory.remove_older(self._target.parent, self._step, self._keep_last)
         return self._target
+
+    def _withdraw(self) -> str:
+        """Remove the checkpoint that this rank published beside those of other leaders: without
+        theirs it does not load. Return the problem, if any, to be added to others."""
+        if self._fresh is None or not self._fresh.is_published or self._is_sole_leader:
+            return ""
+        try:
+            directory.remove(self._target)
+        except OSError as error:
+            return f"; this node's part could not be removed: {type(error).__name__}: {error}"
+        return ""
 
     def _write_and_commit(self) -> object:
         """Write this rank's file, and commit if this rank leads. Return the outcome of the save on
@@ -234,6 +251,7 @@ class SaveJob:
         if self._fresh is None and ranks.number:
             return None
         reports = [_Report.of_text(text) for text in mailbox.read(range(ranks.count))]
+        self._is_sole_leader = sum(report.leads for report in reports) == 1
         problems = [
             f"rank {n}: {report.problem}"
             for n, report in enumerate(reports)
@@ -279,9 +297,6 @@ class SaveJob:
             return f"rank {self._ranks.number}: {type(error).__name__}: {error}", isinstance(
                 error, directory.NotSynced
             )
-        if self._keep_last is not None:
-            with contextlib.suppress(OSError):  # the new checkpoint is complete all the same
-                directory.remove_older(self._target.parent, self._step, self._keep_last)
         return "", True
 
     def _failed(self, problems: str) -> CheckpointError:

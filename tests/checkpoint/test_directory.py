@@ -3,6 +3,7 @@ up, and what they leave."""
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import shutil
@@ -18,7 +19,7 @@ from torch import nn
 from fsdp_compat import FullyShardedDataParallel as FSDP
 from fsdp_compat import checkpoint
 from fsdp_compat.checkpoint import _directory as directory
-from fsdp_compat.errors import CheckpointError
+from fsdp_compat.errors import CheckpointError, StateError
 from tests.support.ranks import run_ranks
 
 IDENTITY = "0123456789abcdef" * 2
@@ -229,6 +230,44 @@ def test_a_save_whose_folder_cannot_be_synced_says_that_the_checkpoint_is_comple
     tmp_path: Path,
 ) -> None:
     run_ranks(2, _not_synced, str(tmp_path))
+
+
+def _one_node_fails(folder: str) -> None:
+    rank = dist.get_rank()
+    root, model = Path(folder) / f"node {rank}", FSDP(nn.Linear(3, 3))
+    checkpoint.save(root, model, step=1)
+    original: Callable[[Path], None] = directory.sync_directory
+
+    def fail_on_one_node(error: BaseException) -> None:
+        def sync(path: Path) -> None:
+            if rank == 1 and path.name.startswith(".step-"):
+                raise error
+            original(path)
+
+        directory.sync_directory = sync  # type: ignore[assignment]
+
+    try:
+        fail_on_one_node(OSError(errno.ENOSPC, "No space left on device"))
+        with pytest.raises(CheckpointError, match=r"rank 1: OSError(.|\n)*earlier .* unchanged"):
+            checkpoint.save(root, model, step=2, keep_last=1)
+        assert _names(root) == {"step-00000001"}
+        fail_on_one_node(KeyboardInterrupt())
+        with pytest.raises(KeyboardInterrupt if rank == 1 else StateError):
+            checkpoint.save(root, model, step=3, keep_last=1)
+        assert _names(root) == {"step-00000001"}
+    finally:
+        directory.sync_directory = original
+    newest = checkpoint.latest(root)
+    assert newest is not None
+    checkpoint.load(newest, model)
+    checkpoint.save(root, model, step=4, keep_last=1)
+    assert _names(root) == {"step-00000004"}
+
+
+def test_no_node_removes_or_keeps_a_checkpoint_unless_all_nodes_have_the_new_one(
+    tmp_path: Path,
+) -> None:
+    run_ranks(2, _one_node_fails, str(tmp_path))
 
 
 def test_a_directory_that_is_removed_before_it_is_owned_is_made_again(
