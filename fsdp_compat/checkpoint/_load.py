@@ -45,8 +45,9 @@ def load(
     ``extra`` it was saved with.
 
     Collective: all ranks. The number of ranks, the wrapping, the strategy, ``use_orig_params``,
-    tensor parallelism and the dtypes may differ from those it was saved with. On as many ranks as
-    saved it, each gets its own ``extra`` back; otherwise all get that of the first rank.
+    tensor parallelism and the dtypes may differ from those it was saved with, but complex values
+    do not load into real ones, nor fractions into integers. On as many ranks as saved it, each gets
+    its own ``extra`` back; otherwise all get that of the first rank.
 
     Parameter groups of the optimizer get the settings that their parameters were saved with,
     whatever the order and number of the groups. A group without any saved parameter, and a setting

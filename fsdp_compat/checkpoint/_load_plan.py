@@ -1,6 +1,6 @@
 """The plan of a load: which bytes a rank reads from a native checkpoint, and what they replace.
 
-A `LoadPlan` compares names and shapes with the model's, and requests the elements of this rank's
+A `LoadPlan` compares names, shapes and dtypes with the model's, and requests the elements of this rank's
 shards from the ranks' files. Optimizer states are planned in `_load_optimizer`."""
 
 from __future__ import annotations
@@ -91,25 +91,27 @@ class LoadPlan:
             store = store_of(named.group)
             for index in named.params:
                 names = named.names(index)
-                source = self._source(names, store.shape(index), named, index)
+                source = self._source(names, named, index)
                 if source is not None:
                     self._sources[id(named.group), index] = source
                     source.request(self.files, store.local_part(index))
 
     def _source(
-        self, names: tuple[str, ...], shape: tuple[int, ...], named: NamedGroup, index: int
+        self, names: tuple[str, ...], named: NamedGroup, index: int
     ) -> PartSource | TensorSource | None:
         """Return where the checkpoint has a parameter; None, and a line in the report, if it does
         not fit."""
+        store = store_of(named.group)
+        shape = store.shape(index)
         saved = self._parameter(names)
         other = next((name for name in names if name in self._saved_others), None)
         if saved is not None:
-            if self._has_shape(names[0], saved.shape, shape):
+            if self._fits(names[0], saved.shape, shape, saved.dtype, store.dtype):
                 return PartSource.find(self.files, saved, OwnPart.of(named, index))
         elif other is not None:
             if (found := tensor_in(self._saved_others[other])) is None:
                 self.report.mismatched[names[0]] = "not a tensor in the checkpoint"
-            elif self._has_shape(names[0], found[2], shape):
+            elif self._fits(names[0], found[2], shape, found[1], store.dtype):
                 tensor, dtype, _ = found
                 own = OwnPart.of(named, index)
                 return TensorSource.find(self._common, other, tensor, dtype, own)
@@ -128,7 +130,9 @@ class LoadPlan:
                     if (found := tensor_in(encoded)) is None:
                         self.report.mismatched[name] = "not a tensor in the checkpoint"
                         continue
-                    if not self._has_shape(name, found[2], tuple(value.shape)):
+                    if not self._fits(
+                        name, found[2], tuple(value.shape), found[1], value.dtype
+                    ):
                         continue
                 self._others[name] = decode(
                     encoded,
@@ -139,7 +143,7 @@ class LoadPlan:
                 self.report.missing.append(name)
             elif not isinstance(value, torch.Tensor):
                 self.report.mismatched[name] = "a tensor in the checkpoint"
-            elif self._has_shape(name, saved.shape, tuple(value.shape)):
+            elif self._fits(name, saved.shape, tuple(value.shape), saved.dtype, value.dtype):
                 whole = torch.empty(saved.shape, dtype=saved.dtype)
                 source = PartSource.find(self.files, saved, OwnPart.of_whole(saved.shape))
                 source.request(self.files, whole.view(-1))
@@ -153,22 +157,35 @@ class LoadPlan:
         found = (self.files.parameters.get(name) for name in names)
         return next((saved for saved in found if saved is not None), None)
 
-    def _has_shape(self, name: str, saved: tuple[int, ...], own: tuple[int, ...]) -> bool:
-        """Return whether the shapes match, and report it if not."""
+    def _fits(
+        self,
+        name: str,
+        saved: tuple[int, ...],
+        own: tuple[int, ...],
+        saved_dtype: torch.dtype,
+        own_dtype: torch.dtype,
+    ) -> bool:
+        """Return whether the shapes match and no imaginary part or fraction is lost, and report it
+        if not."""
         if saved != own:
             self.report.mismatched[name] = (
                 f"shape {list(saved)} in the checkpoint, {list(own)} in the model"
             )
-        return saved == own
+        elif not torch.can_cast(saved_dtype, own_dtype):
+            self.report.mismatched[name] = (
+                f"{saved_dtype} in the checkpoint, {own_dtype} in the model"
+            )
+        return name not in self.report.mismatched
 
     def _require_fit(self, strict: bool) -> None:
         """Raise CheckpointError unless the checkpoint holds exactly the model's parameters and
-        buffers, in their shapes; not strict: unless it holds some of them."""
+        buffers, in their shapes and kinds of dtype; not strict: unless it holds some of them."""
         if strict and (wrong := problems_in(self.report)):
             raise CheckpointError(
                 explain(
                     "The checkpoint does not fit the model.",
-                    expected="the names and shapes of the model's parameters and buffers",
+                    expected="the names and shapes of the model's parameters and buffers, and "
+                    "dtypes that convert to theirs",
                     got=joined(wrong, 20, "; "),
                     where=str(self.files.path),
                     fix="build the model that was saved, or pass strict=False to load what fits",

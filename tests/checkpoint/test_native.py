@@ -208,6 +208,46 @@ def test_every_dtype_is_kept_and_another_one_is_converted_to(tmp_path: Path) -> 
     run_ranks(2, _dtypes, str(tmp_path))
 
 
+class Typed(nn.Module):
+    """A parameter and a buffer of one dtype."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        values = torch.tensor([1.7, -2.5, 3.0]).to(dtype)
+        self.weight = nn.Parameter(values, requires_grad=False)
+        self.register_buffer("table", values.clone())
+
+
+def _other_kinds(folder: str) -> None:
+    refused = [
+        (torch.complex64, torch.float32),
+        (torch.float32, torch.int64),
+        (torch.int64, torch.bool),
+    ]
+    for number, (saved, own) in enumerate(refused):
+        path = checkpoint.save(folder, FSDP(Typed(saved)), step=number)
+        model = FSDP(Typed(own))
+        before = {name: value.clone() for name, value in model.state_dict().items()}
+        with pytest.raises(CheckpointError) as raised:
+            checkpoint.load(path, model)
+        text = str(raised.value)
+        for name in ("weight", "table"):
+            assert f"{name}: {saved} in the checkpoint, {own} in the model" in text
+        assert all(fact in text for fact in FACTS)
+        assert_same(model.state_dict(), before)
+    wider = FSDP(Typed(torch.float64))  # from integers
+    path = checkpoint.save(folder, FSDP(Typed(torch.int64)), step=len(refused))
+    checkpoint.load(path, wider)
+    expected = torch.tensor([1.0, -2.0, 3.0], dtype=torch.float64)
+    assert_same(wider.state_dict(), {"weight": expected, "table": expected})
+
+
+def test_a_dtype_that_would_lose_an_imaginary_part_or_a_fraction_is_refused(
+    tmp_path: Path,
+) -> None:
+    run_ranks(2, _other_kinds, str(tmp_path))
+
+
 class Around(nn.Module):
     """Not sharded itself: one part is, one is not, and one is ignored."""
 
