@@ -60,17 +60,19 @@ def load(
         optimizer: of the model's parameters; its state is replaced. None: ignore the saved
             optimizer state.
         strict: require the names and shapes of the model, all of them. False: load what has the
-            same name and shape in both, and its optimizer state, and leave everything else as it
-            is; what was left is in ``report`` or, without one, in a warning.
+            same name and shape in both, and its optimizer state and settings where they fit, and
+            leave everything else as it is; what was left is in ``report`` or, without one, in a
+            warning.
         report: filled with what was left.
         progress: show bytes and rate on the first rank; requires tqdm.
 
     Raises:
         UsageError: an argument is invalid.
-        CheckpointError: the checkpoint does not fit the model (not strict: in nothing), parameters
-            in one group of the optimizer were saved with different settings, or one of the files
-            is missing, truncated, changed or from another checkpoint; on all ranks, before
-            anything has changed. If a file changes or becomes unreadable after it was checked, or
+        CheckpointError: the checkpoint does not fit the model (not strict: in nothing), it holds the
+            state of another kind of optimizer, parameters in one group of the optimizer were saved
+            with different settings, groups with different settings were saved as one, or one of
+            the files is missing, truncated, changed or from another checkpoint; on all ranks,
+            before anything has changed. If a file changes or becomes unreadable after it was checked, or
             the model or the optimizer refuses a value, the error says that both may be partly
             changed.
     """

@@ -16,6 +16,7 @@ from .._layout.transfer import same_parts
 from ..errors import CheckpointError, explain
 from ._load_settings import settings_for
 from ._named_groups import NamedGroup, held_by
+from ._optimizers import classes_of, is_of_another_kind
 from ._part_source import OwnPart, PartSource, PieceSource, TensorSource
 from ._rank_files import RankFiles
 from ._report import LoadReport
@@ -47,10 +48,23 @@ class OptimizerLoadPlan:
         self._state: dict[torch.Tensor, dict[Any, Any]] = {}  # by parameter of the optimizer
         self._kept: set[torch.Tensor] = set()  # parameters whose state is left as it is
         self._to_clear: list[torch.Tensor] = []  # parts of states that the files do not hold
-        if files.manifest.param_groups is None:
+        saved = files.manifest.param_groups
+        if saved is None:
             if strict:
                 raise _no_state(files)
             self._kept.update(own)
+        elif is_of_another_kind(
+            optimizer,
+            files.manifest.optimizer_classes,
+            {key for group in saved for key in group["settings"]},
+        ):
+            if strict:
+                raise _another_optimizer(files, optimizer)
+            self._kept.update(own)
+            report.settings_kept.update(
+                (number, f"the checkpoint is of {files.manifest.optimizer_classes[0]}")
+                for number in range(len(optimizer.param_groups))
+            )
         else:
             self._settings = settings_for(
                 files, optimizer.param_groups, self._names, report, strict
@@ -315,6 +329,19 @@ def _no_state(files: RankFiles) -> CheckpointError:
             got="one that was saved without",
             where=str(files.path),
             fix="pass optimizer=None, and continue with the optimizer as it is",
+        )
+    )
+
+
+def _another_optimizer(files: RankFiles, optimizer: torch.optim.Optimizer) -> CheckpointError:
+    return CheckpointError(
+        explain(
+            "The checkpoint holds the state of another optimizer.",
+            expected=f"the state of {classes_of(optimizer)[0]}",
+            got=f"that of {files.manifest.optimizer_classes[0]}, with other settings",
+            where=str(files.path),
+            fix="build the optimizer that was saved; or pass optimizer=None to load the model "
+            "alone, or strict=False to keep this optimizer's state and settings",
         )
     )
 

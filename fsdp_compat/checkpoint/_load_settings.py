@@ -18,6 +18,9 @@ from ._values import decode, tensor_from_text
 
 __all__ = ["settings_for"]
 
+# Settings of torch.optim that choose an implementation, and change no number.
+_IMPLEMENTATION = frozenset({"capturable", "differentiable", "foreach", "fused"})
+
 
 @dataclasses.dataclass(frozen=True)
 class _SavedGroup:
@@ -54,7 +57,8 @@ def settings_for(
     them.
 
     names: of each parameter of the optimizer. Raises CheckpointError for a group of parameters that
-    were saved with different settings; not strict: the group keeps its own, and the report says so.
+    were saved with different settings, and for groups with different settings whose parameters were
+    saved in one group; not strict: they keep their own, and the report says so.
     """
     saved = [
         _SavedGroup(
@@ -72,6 +76,15 @@ def settings_for(
         found = {id(by_name[name]): by_name[name] for name in own_names if name in by_name}
         claimed.append(list(found.values()))
     all_claimed = {each.number for groups in claimed for each in groups}
+    split = {
+        number: problem
+        for each in saved
+        for heirs in [[number for number, groups in enumerate(claimed) if each in groups]]
+        if (problem := _split_group(files, param_groups, each, heirs)) is not None
+        for number in heirs
+    }
+    if split and strict:
+        raise CheckpointError(next(iter(split.values())))
     result: list[dict[str, Any]] = []
     for number, (group, found_groups) in enumerate(zip(param_groups, claimed, strict=True)):
         settings: dict[str, Any] = {}
@@ -80,6 +93,8 @@ def settings_for(
             if strict:
                 raise CheckpointError(problem)
             report.settings_kept[number] = "its parameters were saved with different ones"
+        elif number in split:
+            report.settings_kept[number] = "other groups with other settings were saved with it"
         elif found_groups:
             settings = found_groups[0].settings()
         elif number < len(saved) == len(param_groups) and number not in all_claimed:
@@ -97,6 +112,52 @@ def _like(value: Any, own: Any) -> Any:
         if found.numel() == own.numel():
             return found.to(own.device, own.dtype).view(own.shape)
     return value
+
+
+def _split_group(
+    files: RankFiles,
+    param_groups: Sequence[Mapping[str, Any]],
+    saved: _SavedGroup,
+    heirs: Sequence[int],
+) -> str | None:
+    """Return the problem with groups of the optimizer, ``heirs``, whose parameters were saved in
+    one group: both would get its settings, and lose what makes them differ. None if nothing
+    does."""
+    for number in heirs[1:]:
+        first, other = param_groups[heirs[0]], param_groups[number]
+        keys = [
+            key
+            for key in saved.encoded
+            if key in first and key in other and key not in _IMPLEMENTATION
+            if not _is_same(first[key], other[key])
+        ]
+        if keys:
+            return explain(
+                "Parameters of one saved group are in groups with different settings.",
+                expected="groups like those that were saved, or with the same settings",
+                got=joined(
+                    [
+                        f"{key}={first[key]} in group {heirs[0]}, {other[key]} in group {number}, "
+                        f"saved as {saved.encoded[key]}"
+                        for key in keys
+                    ],
+                    4,
+                    "; ",
+                ),
+                where=f"parameter groups of the optimizer, {files.path}",
+                fix="give these groups the same settings and change them after the load; or pass "
+                "strict=False to keep this optimizer's settings",
+            )
+    return None
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    if isinstance(other, torch.Tensor):
+        one, other = other, one
+    if isinstance(one, torch.Tensor):
+        other = _like(other, one)
+        return isinstance(other, torch.Tensor) and torch.equal(one, other)
+    return bool(one == other)
 
 
 def _several_settings(files: RankFiles, number: int, groups: Sequence[_SavedGroup]) -> str:

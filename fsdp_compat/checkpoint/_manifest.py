@@ -165,6 +165,8 @@ class Manifest:
     files: tuple[FileFacts, ...]  # by number
     param_groups: Any  # of the optimizer, encoded, with parameter names; None: saved without one
     written_by: dict[str, str]  # versions
+    # The class of the optimizer and those that it inherits from; empty: not known.
+    optimizer_classes: tuple[str, ...] = ()
 
     def parameters(self) -> dict[str, SavedParameter]:
         """Return the parameters by name; one with several names is under each of them. Raises
@@ -200,6 +202,7 @@ class Manifest:
             "axes": [list(axis) for axis in self.axes],
             "groups": [group.as_json() for group in self.groups],
             "param_groups": self.param_groups,
+            "optimizer_classes": list(self.optimizer_classes),
             "files": [
                 {
                     "name": file_name(number),
@@ -304,6 +307,7 @@ def _of_json(content: dict[str, Any]) -> Manifest:
         tuple(files),
         content["param_groups"],
         {text_in(name): text_in(version) for name, version in content["written_by"].items()},
+        tuple(texts(content.get("optimizer_classes", []))),  # an optional field
     )
     manifest.parameters()  # raises
     return manifest

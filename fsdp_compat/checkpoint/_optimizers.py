@@ -1,11 +1,12 @@
-"""Checks that all ranks save or load optimizers of the same parameters, with the same settings."""
+"""Checks that all ranks save or load optimizers of the same parameters, with the same settings, and
+that an optimizer is of the kind that was saved."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from ._named_groups import tensor_parallel_axes
 from ._ranks import Ranks
 from ._texts import joined
 
-__all__ = ["SharedOptimizer", "joined_param_groups"]
+__all__ = ["SharedOptimizer", "classes_of", "is_of_another_kind", "joined_param_groups"]
 
 
 class SharedOptimizer:
@@ -72,6 +73,32 @@ class SharedOptimizer:
                     fix="pass the model's optimizer on every rank",
                 )
             )
+
+
+def classes_of(optimizer: torch.optim.Optimizer) -> tuple[str, ...]:
+    """Return the names of an optimizer's class and of those that it inherits from, without
+    Optimizer itself."""
+    return tuple(
+        f"{each.__module__}.{each.__qualname__}"
+        for each in type(optimizer).__mro__
+        if issubclass(each, torch.optim.Optimizer) and each is not torch.optim.Optimizer
+    )
+
+
+def is_of_another_kind(
+    optimizer: torch.optim.Optimizer, classes: Collection[str], settings: Collection[str]
+) -> bool:
+    """Return whether the states of an optimizer of ``classes``, with these names of settings, mean
+    nothing to ``optimizer``.
+
+    Another class alone does not tell: it may be a subclass, a wrapper, or another implementation of
+    the same algorithm. Of another algorithm, each has a setting that the other one lacks: SGD a
+    momentum, AdamW betas. Without ``classes``, nothing is known.
+    """
+    own = {key for group in optimizer.param_groups for key in group} - {"params"}
+    if not classes or {*classes} & {*classes_of(optimizer)}:
+        return False
+    return bool({*settings} - own and own - {*settings})
 
 
 def _ranks_beside(group: Group, axes: Sequence[Axis]) -> int:

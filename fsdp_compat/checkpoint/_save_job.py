@@ -345,6 +345,7 @@ class SaveJob:
             files,
             self._snapshot.param_groups,
             versions(),
+            self._snapshot.optimizer_classes,
         )
 
     def _write_file(self, path: Path) -> FileFacts:

@@ -27,6 +27,7 @@ from ..errors import UsageError
 from ._head import TEXT
 from ._header import dtype_name
 from ._named_groups import NamedGroup, held_by
+from ._optimizers import classes_of
 from ._texts import require_readable
 from ._values import Put, encode, tensor_as_text
 
@@ -69,6 +70,7 @@ class Snapshot:
     tensors: list[FileTensor]
     text: dict[str, Any]
     param_groups: Any = None  # of the optimizer, encoded; None without one
+    optimizer_classes: tuple[str, ...] = ()
     common_tensors: list[FileTensor] = dataclasses.field(default_factory=list)
     common_text: dict[str, Any] = dataclasses.field(default_factory=dict)
 
@@ -115,6 +117,7 @@ def take_snapshot(
             }
             for number, group in enumerate(optimizer.param_groups)
         ]
+        snapshot.optimizer_classes = classes_of(optimizer)
         kinds = _kinds(optimizer, groups)
         written = [named for named in groups if named.is_written_here]
         rank_local = [

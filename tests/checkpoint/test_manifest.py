@@ -367,6 +367,7 @@ WRONG: dict[str, Callable[[dict[str, Any]], object]] = {
     "settings that are a list": lambda c: c["param_groups"][0].update(settings=[]),
     "parameters that are a text": lambda c: c["param_groups"][0].update(params="ab"),
     "parameters that are numbers": lambda c: c["param_groups"][0].update(params=[1]),
+    "optimizer classes that are a text": lambda c: c.update(optimizer_classes="SGD"),
     "no parameter groups": lambda c: c.pop("param_groups"),
     "versions that are a text": lambda c: c.update(written_by="3"),
 }

@@ -4,6 +4,7 @@ of tensors that are parameters in one place and buffers in another."""
 from __future__ import annotations
 
 import copy
+import dataclasses
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from fsdp_compat import FullyShardedDataParallel as FSDP
 from fsdp_compat import StateDictType, checkpoint, fully_shard
 from fsdp_compat.checkpoint import LoadReport
+from fsdp_compat.checkpoint._manifest import MANIFEST, read_manifest
 from fsdp_compat.errors import CheckpointError, UsageError
 from tests.support.cases import about
 from tests.support.odd_model import assert_same
@@ -257,7 +259,7 @@ def _load_other_groups(path: Path, loader: str) -> None:
     optimizer = grouped(
         model,
         (
-            {"lr": torch.tensor(7.0), "foreach": False, "label": "?"},
+            {"lr": torch.tensor(9.0), "foreach": False, "label": "?"},
             lambda name: "head.bias" in name,
         ),
         ({"lr": 9.0, "new": 4}, lambda name: is_bias(name) and "head" not in name),
@@ -273,6 +275,93 @@ def _load_other_groups(path: Path, loader: str) -> None:
     assert optimizer.param_groups[1]["new"] == 4
     assert (empty["lr"], empty["label"]) == (3.0, "own")
     train(model, optimizer, 1)
+
+
+def _split_groups(folder: Path) -> None:
+    def split(weights: dict[str, Any], biases: dict[str, Any]) -> Any:
+        return grouped(model, (weights, is_weight), (biases, is_bias))
+
+    for front_end in ("flat original", "rows"):
+        model = sharded(front_end, Body(1))
+        optimizer = grouped(model, (DECAY, lambda _: True))
+        train(model, optimizer)
+        path = checkpoint.save(folder / f"one {front_end}", model, optimizer, step=1)
+        optimizer = split({**DECAY, "fused": True}, {**DECAY, "extra": 1})
+        checkpoint.load(path, model, optimizer)
+        assert settings_in(optimizer) == [DECAY, DECAY]
+        optimizer = split(DECAY, {**DECAY, "weight_decay": 0.0})
+        with pytest.raises(CheckpointError) as raised:
+            checkpoint.load(path, model, optimizer)
+        text = "weight_decay=0.3 in group 0, 0.0 in group 1, saved as 0.3"
+        assert all(fact in str(raised.value) for fact in (*FACTS, text))
+        assert not optimizer.state
+        checkpoint.load(path, model, optimizer, strict=False, report=(report := LoadReport()))
+        assert list(report.settings_kept) == [0, 1]
+        assert settings_in(optimizer) == [DECAY, {**DECAY, "weight_decay": 0.0}]
+        assert optimizer.state
+
+
+def test_groups_with_different_settings_that_were_saved_as_one_are_refused(tmp_path: Path) -> None:
+    run_ranks(2, _split_groups, tmp_path)
+
+
+class Renamed(torch.optim.AdamW):
+    """As a user's own subclass."""
+
+
+class Wrapper(torch.optim.Optimizer):
+    """Not a subclass of what it wraps, as Accelerate's optimizer."""
+
+    def __init__(self, wrapped: torch.optim.Optimizer) -> None:
+        self.wrapped = wrapped
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["wrapped"], name)
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        self.wrapped.load_state_dict(state_dict)
+
+
+def _other_optimizers(folder: Path) -> None:
+    model = sharded("flat original", Body(1))
+    params = list(model.parameters())
+    saved = torch.optim.AdamW(params, lr=0.1, weight_decay=0.3)
+    torch.optim.lr_scheduler.LambdaLR(saved, lambda _: 0.5)  # adds a setting
+    train(model, saved)
+    path = checkpoint.save(folder, model, saved, step=1)
+    for same in (
+        torch.optim.Adam(params, foreach=False),
+        Renamed(params),
+        Wrapper(torch.optim.AdamW(params, lr=9.0)),
+    ):
+        checkpoint.load(path, model, same)
+        assert same.param_groups[0]["lr"] == 0.05
+        assert same.state[params[0]].keys() == saved.state[params[0]].keys()
+    other = torch.optim.SGD(params, lr=9.0, momentum=0.5)
+    with pytest.raises(CheckpointError) as raised:
+        checkpoint.load(path, model, other)
+    classes = "the state of torch.optim.sgd.SGD", "that of torch.optim.adamw.AdamW"
+    assert all(fact in str(raised.value) for fact in (*FACTS, *classes))
+    train(model, other)
+    momenta = [other.state[p]["momentum_buffer"].clone() for p in params if p.numel()]
+    checkpoint.load(path, model, other, strict=False, report=(report := LoadReport()))
+    assert report.settings_kept == {0: "the checkpoint is of torch.optim.adamw.AdamW"}
+    assert len(report.state_kept) == 6
+    assert "betas" not in other.param_groups[0]
+    kept = [other.state[p]["momentum_buffer"] for p in params if p.numel()]
+    assert all(map(torch.equal, kept, momenta))
+    # A checkpoint that does not say which class it is of loads as far as names go.
+    manifest = read_manifest(path)
+    unknown = dataclasses.replace(manifest, optimizer_classes=())
+    dist.barrier()
+    if dist.get_rank() == 0:
+        (path / MANIFEST).write_text(unknown.as_text())
+    dist.barrier()
+    checkpoint.load(path, model, torch.optim.SGD(params, lr=9.0))
+
+
+def test_the_state_of_an_optimizer_of_another_kind_is_refused(tmp_path: Path) -> None:
+    run_ranks(2, _other_optimizers, tmp_path)
 
 
 def test_settings_follow_their_parameters_into_other_groups_or_are_refused(tmp_path: Path) -> None:
